@@ -1,0 +1,128 @@
+# Everything is set up by the target that needs it: a machine with Python 3.11 or
+# later, make and a package index is enough. `make` alone prints the targets.
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help train test bench docs serve venv lint format types layers pytest \
+	test-newest lock clean
+
+# A target that fails half-way must not look finished.
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := -m pip --disable-pip-version-check --no-input install --quiet
+
+# The first of these that runs and is new enough; PYTHON=... chooses another one.
+CANDIDATES := python3.13 python3.12 python3.11 python3
+IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+	$$p -c '$(IS_NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+# Arguments for the program behind a target: make train ARGS="--steps 100"
+ARGS ?=
+# An accelerator to install for: make train EXTRA=cuda12 (or cuda13, tpu)
+EXTRA ?=
+SUFFIX := $(if $(EXTRA),-$(EXTRA))
+
+# Stamps: an environment is touched only when what it is made from has changed.
+LOCKED := pyproject.toml constraints.txt
+EXAMPLES := $(VENV)/.installed-examples$(SUFFIX)
+ALL := $(VENV)/.installed-all$(SUFFIX)
+
+help: ## Print this list
+	@printf 'mpx: mixed precision training for JAX\n\n'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@printf '\nOptions: ARGS="..." for the program, EXTRA=cuda12|cuda13|tpu, PYTHON=...\n'
+
+train: $(EXAMPLES) ## Train a Vision Transformer in float32, float16 and bfloat16
+	@$(BIN)/python -m examples.vit $(ARGS)
+
+# Every check runs, also after one has failed; pytest has the last word.
+test: $(ALL) ## Run everything: lint, types, layers, docs, doctests and tests
+	@$(MAKE) --no-print-directory --keep-going lint types layers docs pytest
+
+bench: $(ALL) ## Measure against the peers and write the report
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(ALL) ## Build the documentation, strictly, into site/
+	@echo '== documentation (mkdocs --strict)'
+	@$(BIN)/python -m mkdocs build --strict --quiet
+
+serve: $(ALL) ## Serve the documentation on localhost while you write
+	@$(BIN)/python -m mkdocs serve $(ARGS)
+
+lint: $(ALL) ## Check style and format with ruff
+	@echo '== lint and format (ruff)'
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { \
+		$(BIN)/ruff format --check .; echo 'Run: make format'; exit 1; }
+
+format: $(ALL) ## Mend style and format with ruff
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(ALL) ## Check types with basedpyright
+	@echo '== types (basedpyright)'
+	@$(BIN)/basedpyright
+
+layers: $(ALL) ## Check that imports only go down the layers
+	@echo '== layers (import-linter)'
+	@$(BIN)/lint-imports
+
+pytest: $(ALL) ## Run tests and doctests only; ARGS="tests/test_cast.py -k keys"
+	@echo '== tests and doctests (pytest)'
+	@$(BIN)/python -m pytest $(ARGS)
+
+# Unlocked on purpose, so in an environment of its own, upgraded at every run.
+test-newest: ## Run the tests with the newest versions that are allowed
+	@$(call make_venv,.venv-newest)
+	@.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e '.[test]'
+	@.venv-newest/bin/python -m pip --disable-pip-version-check list \
+		| grep -iE '^(jax|jaxlib|equinox|jaxtyping|optax|flax|numpy) '
+	@.venv-newest/bin/python -m pytest $(ARGS)
+
+venv: $(ALL) ## Create .venv with all that the other targets need
+
+# hatchling comes from the lock too, hence no build isolation.
+$(EXAMPLES): $(LOCKED)
+	@$(call make_venv,$(VENV))
+	@echo 'Installing mpx and its examples into $(VENV) ...'
+	@$(BIN)/python $(PIP) -c constraints.txt hatchling editables
+	@$(BIN)/python $(PIP) --no-build-isolation -c constraints.txt \
+		-e '.[examples$(if $(EXTRA),$(,)$(EXTRA))]'
+	@touch $@
+
+$(ALL): $(EXAMPLES)
+	@echo 'Installing what tests, checks and documentation need into $(VENV) ...'
+	@$(BIN)/python $(PIP) --no-build-isolation -c constraints.txt -e '.[test,docs,dev]'
+	@touch $@
+
+, := ,
+define make_venv
+	if [ ! -x $(1)/bin/python ]; then \
+		if [ -z '$(PYTHON)' ]; then \
+			echo 'mpx needs Python 3.11 or later with venv; none of these will do:' >&2; \
+			echo '  $(CANDIDATES)' >&2; \
+			echo 'Install one, or name it: make PYTHON=/path/to/python' >&2; exit 1; \
+		fi; \
+		echo "Creating $(1) with $$($(PYTHON) --version) ..."; \
+		$(PYTHON) -m venv $(1); \
+	fi
+endef
+
+# uv is the one tool here that locks for every Python version and platform at once.
+lock: ## Write constraints.txt anew with the newest versions
+	@$(call make_venv,.venv-lock)
+	@.venv-lock/bin/python $(PIP) --upgrade uv
+	@sed '/^[^#]/,$$d' constraints.txt > .venv-lock/header
+	@.venv-lock/bin/uv pip compile pyproject.toml --quiet --universal \
+		--python-version 3.11 --all-extras --no-annotate --no-header \
+		--no-emit-index-url --no-emit-find-links --output-file .venv-lock/lock --upgrade
+	@cat .venv-lock/header .venv-lock/lock > constraints.txt
+	@git --no-pager diff --stat -- constraints.txt || true
+
+clean: ## Delete environments, caches and what was built; runs/ stays
+	rm -rf .venv .venv-newest .venv-lock .venv-peers site .jax_cache .hypothesis \
+		.pytest_cache .ruff_cache .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
