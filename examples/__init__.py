@@ -1,0 +1,1 @@
+"""Examples of mpx: complete training programs, each readable in one sitting."""

@@ -1,0 +1,125 @@
+"""What a person sees on the terminal: a progress bar per precision and a table."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from .config import Config, Precision, passes_over_data
+from .datasets import ImageData
+from .record import Result, Row
+
+Show = Callable[[Row, float], None]
+# Where there is no terminal, progress comes as so many lines.
+LINES = 6
+
+
+class Display:
+    """Prints with rich; on a terminal in place, into a file line by line."""
+
+    def __init__(self, quiet: bool = False, stderr: bool = False):
+        self.console = Console(quiet=quiet, stderr=stderr, highlight=False)
+
+    def introduce(self, config: Config, data: ImageData) -> None:
+        """Says what is going to happen."""
+        devices = jax.local_devices()
+        model = config.model
+        self.console.print(
+            f"[bold]ViT on {data.name}[/]: {data.train_size:,} images to train on, "
+            f"{data.test_size:,} held out, {data.classes} classes\n"
+            f"[dim]width {model.width}, hidden {model.hidden}, {model.blocks} blocks, "
+            f"{model.heads} heads, patch {model.patch} · {config.steps:,} steps of "
+            f"{config.batch_size} images ({passes_over_data(config, data.train_size)} "
+            f"passes) · {len(devices)} x {devices[0].device_kind}[/]"
+        )
+        for note in data.notes:
+            self.console.print(f"[yellow]Note:[/] {note}")
+
+    @contextlib.contextmanager
+    def training(
+        self, precision: Precision, config: Config, position: int
+    ) -> Iterator[Show]:
+        """Shows the progress of one precision; call what it gives at every look."""
+        progress = Progress(
+            TextColumn(f"[bold]{precision:<8}[/]"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        task = progress.add_task(
+            precision, total=config.steps, completed=position, metrics="compiling"
+        )
+        next_line = position
+
+        def show(row: Row, images_per_second: float) -> None:
+            nonlocal next_line
+            metrics = describe_row(row, images_per_second)
+            progress.update(task, completed=row.step, metrics=metrics)
+            is_last = row.step == config.steps
+            if not self.console.is_terminal and (row.step >= next_line or is_last):
+                next_line = row.step + math.ceil(config.steps / LINES)
+                step = f"{row.step}/{config.steps}"
+                self.console.print(f"{precision:<8} {step:>11} {metrics}")
+
+        with progress:
+            yield show
+
+    def summarize(self, results: Iterable[Result]) -> None:
+        """Prints the table."""
+        table = Table(title="Same data, same initial model", title_justify="left")
+        table.add_column("precision")
+        for heading in (
+            "test accuracy",
+            "final loss",
+            "skipped",
+            "parameters",
+            "step memory",
+            "step time",
+        ):
+            table.add_column(heading, justify="right")
+        for result in results:
+            table.add_row(
+                result.precision,
+                f"{result.test_accuracy:.2%}",
+                f"{result.final_loss:.4f}",
+                f"{result.skipped} of {result.steps:,}",
+                f"{result.parameters:,}",
+                describe_bytes(result.step_bytes),
+                f"{result.step_seconds * 1e3:.1f} ms",
+            )
+        self.console.print(table)
+
+
+def describe_row(row: Row, images_per_second: float) -> str:
+    """The metrics of a step in one line."""
+    return (
+        f"loss {row.loss:6.4f}  accuracy {row.accuracy:6.1%}  "
+        f"scale {describe_scale(row.loss_scale):>4}  skipped {row.skipped:>2}  "
+        f"{images_per_second:7,.0f} images/s"
+    )
+
+
+def describe_scale(scale: float) -> str:
+    """A power of two as one, any other number as it is."""
+    exponent = math.log2(scale)
+    return f"2^{exponent:.0f}" if exponent.is_integer() and exponent else f"{scale:g}"
+
+
+def describe_bytes(count: int | None) -> str:
+    """Bytes for people."""
+    if count is None:
+        return "unknown"
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"

@@ -1,0 +1,134 @@
+"""The picture of a run: loss curves, and the loss scale with the skipped steps."""
+
+import math
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from .record import Row, RunFolder
+
+# float32 is the broad grey line below, so that all three can be seen where they agree.
+# Colors of Okabe and Ito (2008), which stay apart for color-blind readers.
+STYLES = {
+    "float32": {"color": "#BBBBBB", "linewidth": 6.0, "zorder": 2},
+    "float16": {"color": "#0072B2", "linewidth": 1.8, "zorder": 4},
+    "bfloat16": {"color": "#E69F00", "linewidth": 1.8, "zorder": 3},
+}
+SKIPPED = "#D32F2F"
+INK, FAINT, GRID = "#222222", "#777777", "#EAEAEA"
+SMOOTHING = 40  # a window is this part of the run
+
+
+def plot_run(folder: RunFolder, data_name: str) -> None:
+    """Draws the metrics of a run folder into its `curves.png`."""
+    figure = Figure(figsize=(8.5, 7.5), layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.06)
+    for precision, rows in folder.history.items():
+        result = folder.results.get(precision)
+        label = precision
+        if result:
+            label += f"   {result.test_accuracy:.1%} on held-out images"
+        draw_loss(top, precision, rows, label)
+        draw_scale(bottom, precision, rows)
+    finish_loss(top, data_name)
+    finish_scale(bottom, folder.history)
+    figure.savefig(folder.picture_path, dpi=160)
+
+
+def draw_loss(axes: Axes, precision: str, rows: list[Row], label: str) -> None:
+    """The loss of every step as dots, and a smooth line through them."""
+    steps = np.array([row.step for row in rows])
+    losses = np.array([row.loss for row in rows])
+    style = STYLES[precision]
+    axes.plot(
+        steps,
+        np.where(losses > 0, losses, np.nan),
+        ".",
+        color=style["color"],
+        markersize=2.5,
+        alpha=0.35,
+        markeredgewidth=0,
+        zorder=1,
+    )
+    window = max(1, len(rows) // SMOOTHING)
+    axes.plot(steps, smooth(losses, window), label=label, **style)
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over a centered window that shrinks at both ends; NaN is left out."""
+    known = np.isfinite(values)
+    kernel = np.ones(window)
+    total = np.convolve(np.where(known, values, 0.0), kernel, mode="same")
+    count = np.convolve(known.astype(float), kernel, mode="same")
+    return np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+
+
+def draw_scale(axes: Axes, precision: str, rows: list[Row]) -> None:
+    """The scale that each step was made with; a cross where it was skipped."""
+    steps = [row.step for row in rows]
+    scales = [row.loss_scale for row in rows]
+    skipped = [row for row in rows if not row.finite]
+    if not skipped and all(scale == 1 for scale in scales):
+        return
+    style = STYLES[precision] | {"linewidth": 1.8}
+    axes.step(steps, scales, where="mid", label=precision, **style)
+    if skipped:
+        axes.plot(
+            [row.step for row in skipped],
+            [row.loss_scale for row in skipped],
+            "x",
+            color=SKIPPED,
+            markersize=8,
+            markeredgewidth=2.2,
+            zorder=5,
+            label=f"skipped: gradients overflowed ({len(skipped)} steps)",
+        )
+
+
+def finish_loss(axes: Axes, data_name: str) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    style_axes(axes, f"ViT on {data_name}: training loss")
+    axes.legend(frameon=False, loc="upper right", labelcolor=INK)
+
+
+def finish_scale(axes: Axes, history: dict[str, list[Row]]) -> None:
+    style_axes(axes, "Loss scale")
+    axes.set_xlabel("step", color=FAINT)
+    unscaled = [
+        precision
+        for precision, rows in history.items()
+        if all(row.loss_scale == 1 for row in rows)
+    ]
+    if axes.lines:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(power_of_two))
+        low, high = axes.get_ylim()
+        axes.set_ylim(low / 2, high * 2)
+        axes.legend(frameon=False, loc="lower right", labelcolor=INK)
+    else:
+        axes.set_yticks([])
+    if unscaled:
+        verb = "needs" if len(unscaled) == 1 else "need"
+        note = f"{' and '.join(unscaled)} {verb} none"
+        axes.set_title(note, loc="right", color=FAINT, fontsize=10)
+
+
+def power_of_two(value: float, _: int) -> str:
+    """A tick label of the axis of scales."""
+    return f"$2^{{{round(math.log2(value))}}}$"
+
+
+def style_axes(axes: Axes, title: str) -> None:
+    """The common look: light horizontal lines, no box, title on the left."""
+    axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(which="both", length=0, colors=FAINT)
+    axes.margins(x=0.01)
