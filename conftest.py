@@ -1,0 +1,85 @@
+"""What holds in every test and doctest.
+
+Our own code is tested under strict dtype promotion and without rank promotion, so that
+no cast happens by accident. Code of others (Optax's Adam, Equinox's BatchNorm, Flax,
+Haiku) needs JAX's defaults: mark such a test `third_party`.
+
+This file stands at the root, not in `tests/`, because the doctests in `mpx/` obey it
+too. It must not import mpx: the jaxtyping hook has to be in place before that.
+"""
+
+import importlib.util
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_ROOT = Path(__file__).parent
+
+# Before JAX is imported. The CPU unless JAX_PLATFORMS says more, as eight devices; TPU
+# programs are compiled without a chip, and nobody is to be asked for one.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("TPU_LOG_DIR", "disabled")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# By environment, so that the subprocesses of tests share the cache.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+# Two profiles: the same examples in every run, or a search for new ones
+# (HYPOTHESIS_PROFILE=search). Compiling takes longer than any deadline.
+hypothesis.settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, max_examples=50, database=None
+)
+hypothesis.settings.register_profile(
+    "search", deadline=None, max_examples=1000, print_blob=True
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test whose device or compiler this machine does not have."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU (JAX_PLATFORMS=cuda,cpu where there is one)")
+    if item.get_closest_marker("libtpu") and not importlib.util.find_spec("libtpu"):
+        pytest.skip("needs libtpu, the TPU's compiler (`.ci/run` installs it)")
+
+
+@pytest.fixture(autouse=True)
+def promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Strict promotion, or JAX's defaults for what calls the code of others."""
+    third_party = request.node.get_closest_marker("third_party") is not None
+    with (
+        jax.numpy_dtype_promotion("standard" if third_party else "strict"),
+        jax.numpy_rank_promotion("allow" if third_party else "raise"),
+    ):
+        yield
+
+
+@pytest.fixture
+def getkey(request: pytest.FixtureRequest) -> Callable[[], jax.Array]:
+    """A function that gives a new PRNG key at every call, the same ones in every run."""
+    key = jax.random.key(zlib.crc32(request.node.nodeid.encode()))
+
+    def next_key() -> jax.Array:
+        nonlocal key
+        key, result = jax.random.split(key)
+        return result
+
+    return next_key
+
+
+@pytest.fixture
+def checking_leaks() -> Iterator[None]:
+    """Raises where a traced value outlives the function that was traced."""
+    with jax.checking_leaks():
+        yield
