@@ -49,7 +49,7 @@ class Checkpoints:
             precision: the precision that is trained.
         """
         self.folder = folder / "checkpoints" / precision
-        self.precision = precision
+        self.precision: Precision = precision
         self.options = run_options(config)
         self.manager = ocp.CheckpointManager(
             self.folder.absolute(),

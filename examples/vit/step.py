@@ -144,7 +144,7 @@ def make_step(config: Config, precision: Precision, mesh: Mesh):
         new_state = TrainState(*mpx.optimizer_step(model, optimizer, opt_state, result))
         metrics = {
             "loss": result.value,
-            "accuracy": result.aux,
+            "accuracy": jnp.mean(result.aux),  # one number per micro-batch
             "loss_scale": scaling.loss_scale,
             "finite": result.finite,
             "skipped": new_state.scaling.skipped,

@@ -114,8 +114,12 @@ class Run:
         folder: RunFolder | None,
         checkpoints: Checkpoints | None,
     ):
-        self.config, self.precision, self.data = config, precision, data
-        self.mesh, self.folder, self.checkpoints = mesh, folder, checkpoints
+        self.config = config
+        self.precision: Precision = precision
+        self.data = data
+        self.mesh = mesh
+        self.folder = folder
+        self.checkpoints = checkpoints
         shape, classes = data.image_shape, data.classes
         self.state = initial_state(config, precision, shape, classes, mesh)
         self.position = 0  # steps made; also the index of the next batch
@@ -176,7 +180,7 @@ class Run:
             ),
             "label": jax.ShapeDtypeStruct((size,), np.int32, sharding=where),
         }
-        step = make_step(self.config, self.precision, self.mesh)
+        step: Any = make_step(self.config, self.precision, self.mesh)
         position = jax.device_put(np.uint32(0), replicated(self.mesh))
         compiled = step.lower(self.state, batch, position).compile()
         memory = compiled.compiled.memory_analysis()

@@ -20,9 +20,9 @@ SPLIT_SEED = 0
 
 def load_digits(config: Config) -> ImageData:
     """Trains on four of five stratified folds and holds out fold `config.fold`."""
-    digits = sklearn.datasets.load_digits()
-    images = digits.images[..., None].astype(np.float32)
-    labels = digits.target.astype(np.int32)
+    pixels, labels = sklearn.datasets.load_digits(return_X_y=True)
+    images = np.asarray(pixels, np.float32).reshape(-1, 8, 8, 1)
+    labels = np.asarray(labels, np.int32)
     splitter = StratifiedKFold(FOLDS, shuffle=True, random_state=SPLIT_SEED)
     train, test = list(splitter.split(images, labels))[config.fold]
     return array_data(
