@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 import mpx
@@ -66,7 +67,9 @@ def documented_names() -> set[str]:
 
 
 def public_names() -> set[str]:
-    return {f"mpx.{name}" for name in dir(mpx) if not name.startswith("_")}
+    names = [name for name in dir(mpx) if not name.startswith("_")]
+    # The jaxtyping hook of the tests imports jaxtyping into every module.
+    return {f"mpx.{name}" for name in names if getattr(mpx, name) is not jaxtyping}
 
 
 def test_every_public_symbol_is_on_a_page():
