@@ -47,10 +47,10 @@ bench: $(ALL) ## Measure against the peers and write the report
 
 docs: $(ALL) ## Build the documentation, strictly, into site/
 	@echo '== documentation (mkdocs --strict)'
-	@$(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 serve: $(ALL) ## Serve the documentation on localhost while you write
-	@$(BIN)/python -m mkdocs serve $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve $(ARGS)
 
 lint: $(ALL) ## Check style and format with ruff
 	@echo '== lint and format (ruff)'
@@ -68,7 +68,7 @@ types: $(ALL) ## Check types with basedpyright
 
 layers: $(ALL) ## Check that imports only go down the layers
 	@echo '== layers (import-linter)'
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 pytest: $(ALL) ## Run tests and doctests only; ARGS="tests/test_cast.py -k keys"
 	@echo '== tests and doctests (pytest)'
