@@ -1,0 +1,96 @@
+"""The command line: `python -m benchmarks [names] [options]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+
+from . import documentation, parts
+from .results import COMMITTED
+
+Name = Literal["sweep", "scaling", "host", "time", "folds"]
+ALL: tuple[Name, ...] = ("sweep", "scaling", "host", "time", "folds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Measures mpx beside float32, the published MPX and JMP.
+
+    Without names everything is measured: `sweep` (memory and traffic over the batch
+    size), `scaling` (traffic added by dynamic loss scaling), `host` (CPU time to trace
+    and lower), `time` (step time, where a GPU is) and `folds` (accuracy over five
+    folds). `cuda` is sweep and scaling compiled for an H100. `docs` only writes the
+    tables of the committed results into docs/benchmarks.md.
+    """
+
+    names: tyro.conf.Positional[tuple[Literal[Name, "cuda", "docs"], ...]] = ALL
+    """What to measure."""
+    out: Path = Path("runs/bench")
+    """Where results and pictures go; `benchmarks/results` is what is committed."""
+    target: Literal["v5e", "v5p", "v6e", "tpu7x"] = "v5e"
+    """TPU that sweep and scaling are compiled for."""
+    blocks: int = 2
+    """Transformer blocks in sweep and scaling; 12 takes minutes for each program."""
+    fresh: bool = False
+    """Compile also what has been compiled before by the same compiler."""
+    rounds: int = 15
+    """Samples of every arm in host and time."""
+    seeds: int = 2
+    """Seeds of every fold; each trains three models."""
+    fold_steps: int | None = None
+    """Steps of every model in folds; the preset's by default."""
+    cuda_libraries: Path = Path(".venv-cuda")
+    """Folder with JAX's CUDA plugin for `cuda`; made (5 GB) where it is missing."""
+
+    @property
+    def command(self) -> str:
+        """The command that ran, for the results."""
+        return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+
+
+def main() -> int:
+    """Runs the benchmarks; returns 1 where a goal was missed, 2 after an error."""
+    options = tyro.cli(Options, prog="python -m benchmarks")
+    console = Console()
+    session = parts.Session(
+        console=console,
+        out=options.out,
+        command=options.command,
+        known_in=() if options.fresh else (COMMITTED, options.out),
+    )
+    try:
+        for name in options.names:
+            run_one(name, options, session)
+    except RuntimeError as error:
+        Console(stderr=True).print(f"Error: {error}", markup=False)
+        return 2
+    return session.summarize()
+
+
+def run_one(name: str, options: Options, session: parts.Session) -> None:
+    """Runs one benchmark."""
+    if name == "sweep":
+        session.sweep(options.target, options.blocks)
+    elif name == "scaling":
+        session.scaling(options.target, options.blocks)
+    elif name == "host":
+        session.host(options.rounds)
+    elif name == "time":
+        session.time(options.rounds)
+    elif name == "folds":
+        session.folds(range(options.seeds), options.fold_steps)
+    elif name == "cuda":
+        session.cuda(options.cuda_libraries)
+    elif name == "docs":
+        for path in documentation.write():
+            session.console.print(f"Written {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""What a compiled program needs: memory, traffic, floating point operations.
+
+* **Memory** comes from the executable's own buffer assignment: arguments, results
+  and temporaries, less the results that live in donated arguments. It is what the
+  step holds on the device at its worst moment.
+* **Traffic** is the bytes read and written by the program's operations. Where the
+  compiler has a cost analysis (TPU, CPU) its "bytes accessed" is taken. Where it
+  has none (CUDA), the operands and results of every instruction of the optimized
+  HLO that runs as a kernel are added up: what happens inside a fusion stays in
+  registers and does not count, a loop's body counts as often as the loop runs.
+
+Sharp edges: neither knows of caches, so traffic is a bound and not a measurement,
+and the two ways of counting must not be compared with each other. "bytes accessed"
+counts a loop's body once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+# Bits of HLO's primitive types (xla/xla_data.proto), for those that occur as buffers.
+_BITS = {
+    "pred": 8,
+    "s4": 4,
+    "u4": 4,
+    "f4e2m1fn": 4,
+    "s8": 8,
+    "u8": 8,
+    "s16": 16,
+    "u16": 16,
+    "f16": 16,
+    "bf16": 16,
+    "s32": 32,
+    "u32": 32,
+    "f32": 32,
+    "s64": 64,
+    "u64": 64,
+    "f64": 64,
+    "c64": 64,
+    "c128": 128,
+    "token": 0,
+    "opaque": 0,
+}
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<rest>.*)$")
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s.*->.*\{\s*$")
+_OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
+
+# What lowering writes for arguments placed on one device: shardings over an empty mesh.
+_ON_ONE_DEVICE = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\n *sdy\.mesh @empty_mesh = [^\n]*", ""),
+        (r"sdy\.sharding = #sdy\.sharding<@empty_mesh, \[[^\]]*\]>(, )?", ""),
+        (r", \}", "}"),
+        (r" \{\}", ""),
+    )
+)
+
+# Instructions that name or regroup buffers and move no bytes, and the second half of
+# an asynchronous pair, whose first half has been counted.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all add-dependency "
+    "partition-id replica-id opt-barrier".split()
+)
+# Instructions whose result is a tuple that has the operand in it.
+_RESULT_HOLDS_OPERANDS = frozenset(
+    {"copy-start", "all-gather-start", "collective-permute-start"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Counts of one compiled program, per device, in bytes (and `flops`).
+
+    Attributes:
+        memory: arguments + results - aliased + temporaries.
+        arguments: bytes of all arguments.
+        temporaries: bytes of the scratch buffer.
+        aliased: bytes of the results that live in donated arguments.
+        traffic: bytes read and written.
+        traffic_by: `"cost analysis"` or `"operands and results"`.
+        flops: floating point operations; None where the compiler does not say.
+    """
+
+    memory: int
+    arguments: int
+    temporaries: int
+    aliased: int
+    traffic: int
+    traffic_by: str
+    flops: int | None
+
+
+def count(compiled: Any) -> Counts:
+    """Counts of a `jax.stages.Compiled`."""
+    sizes = compiled.memory_analysis()
+    if sizes is None:
+        raise RuntimeError(
+            "`count(compiled)` needs an executable with a memory analysis; this "
+            "backend gives none. Compile for one of `benchmarks.targets.TARGETS`."
+        )
+    cost = compiled.cost_analysis() or {}
+    if "bytes accessed" in cost:
+        traffic, traffic_by = int(cost["bytes accessed"]), "cost analysis"
+    else:
+        traffic = operand_and_result_bytes(compiled.as_text())
+        traffic_by = "operands and results"
+    return Counts(
+        memory=sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        - sizes.alias_size_in_bytes
+        + sizes.temp_size_in_bytes,
+        arguments=sizes.argument_size_in_bytes,
+        temporaries=sizes.temp_size_in_bytes,
+        aliased=sizes.alias_size_in_bytes,
+        traffic=traffic,
+        traffic_by=traffic_by,
+        flops=int(cost["flops"]) if "flops" in cost else None,
+    )
+
+
+def fingerprint(lowered: Any) -> str:
+    """A short hash of the program before the compiler sees it.
+
+    Source lines are not part of the text, so moving code does not change it. Nor is
+    the placement on a single device, so that a program lowered for a platform without
+    a device of it has the same hash.
+    """
+    text = lowered.as_text()
+    for pattern, replacement in _ON_ONE_DEVICE:
+        text = pattern.sub(replacement, text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def bytes_of_shape(text: str) -> int:
+    """Bytes of an HLO shape; a tuple's are those of its parts.
+
+    >>> bytes_of_shape("bf16[8,4]{1,0}"), bytes_of_shape("(f32[], pred[3]{0})")
+    (64, 7)
+    """
+    total = 0
+    for kind, dimensions in _ARRAY.findall(text):
+        bits = _BITS.get(kind, 8 if kind.startswith("f8") else None)
+        if bits is None:
+            raise ValueError(
+                f"`bytes_of_shape(text)` does not know the HLO type {kind!r} in "
+                f"{text!r}. Add it to `_BITS`."
+            )
+        size = 1
+        for dimension in filter(None, dimensions.split(",")):
+            size *= int(dimension.lstrip("<="))
+        total += (size * bits + 7) // 8
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+
+
+def _closing(text: str, start: int) -> int:
+    """Index after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return index + 1
+    return len(text)
+
+
+def _instruction(line: str) -> _Instruction | None:
+    matched = _INSTRUCTION.match(line)
+    if matched is None:
+        return None
+    rest = matched["rest"]
+    # A tuple's shape has spaces and parentheses of its own (layouts too).
+    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
+    opcode = _OPCODE.match(rest, end)
+    if opcode is None:
+        return None
+    arguments = rest[opcode.end() - 1 : _closing(rest, opcode.end() - 1)]
+    return _Instruction(
+        name=matched["name"],
+        shape=rest[:end],
+        opcode=opcode["opcode"],
+        operands=tuple(_OPERAND.findall(arguments)),
+        line=line,
+    )
+
+
+def _computations(text: str) -> Iterator[tuple[str, bool, list[_Instruction]]]:
+    name, entry, body = "", False, None
+    for line in text.splitlines():
+        header = _COMPUTATION.match(line)
+        if header is not None and body is None:
+            name, entry, body = header["name"], bool(header["entry"]), []
+        elif line.startswith("}") and body is not None:
+            yield name, entry, body
+            body = None
+        elif body is not None:
+            instruction = _instruction(line)
+            if instruction is not None:
+                body.append(instruction)
+
+
+def operand_and_result_bytes(text: str) -> int:
+    """Bytes that the kernels of an optimized HLO module read and write.
+
+    Loops count as often as their known trip count (once where it is not known),
+    a conditional counts its largest branch.
+
+    Args:
+        text: `compiled.as_text()`.
+    """
+    bodies: dict[str, list[_Instruction]] = {}
+    entry_name = None
+    for name, entry, body in _computations(text):
+        bodies[name] = body
+        entry_name = name if entry else entry_name
+    if entry_name is None:
+        raise ValueError(
+            "`operand_and_result_bytes(text)` needs an HLO module with an ENTRY "
+            "computation; found none. Pass `compiled.as_text()`."
+        )
+    return _bytes_of_computation(bodies, entry_name)
+
+
+def _called(line: str, key: str) -> list[str]:
+    """Names of the computations in `key=%name` or `key={%name, %name}`."""
+    found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", line)
+    if found is None:
+        return []
+    return [name.strip().lstrip("%") for name in found[1].strip("{}").split(",")]
+
+
+def _bytes_of_computation(bodies: dict[str, list[_Instruction]], name: str) -> int:
+    body = bodies[name]
+    shapes = {instruction.name: instruction.shape for instruction in body}
+    total = 0
+    for instruction in body:
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith("-done"):
+            continue
+        if opcode == "while":
+            trips = _TRIPS.search(instruction.line)
+            inner = sum(
+                _bytes_of_computation(bodies, called)
+                for called in _called(instruction.line, "body")
+            )
+            total += inner * (int(trips[1]) if trips else 1)
+        elif opcode in ("call", "async-start"):
+            key = "to_apply" if opcode == "call" else "calls"
+            total += sum(
+                _bytes_of_computation(bodies, called)
+                for called in _called(instruction.line, key)
+            )
+        elif opcode == "conditional":
+            branches = _called(instruction.line, "branch_computations") or [
+                *_called(instruction.line, "true_computation"),
+                *_called(instruction.line, "false_computation"),
+            ]
+            total += max(_bytes_of_computation(bodies, branch) for branch in branches)
+        else:
+            total += bytes_of_shape(instruction.shape)
+            if opcode in _RESULT_HOLDS_OPERANDS:
+                continue
+            total += sum(
+                bytes_of_shape(shapes[operand])
+                for operand in instruction.operands
+                if operand in shapes
+            )
+    return total

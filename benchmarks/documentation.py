@@ -1,0 +1,58 @@
+"""The tables and the picture of docs/benchmarks.md, from the committed results.
+
+The page is written by hand but for its marked places: what stands between
+`<!-- table NAME -->` and `<!-- end -->` comes from `benchmarks/results/NAME.json`.
+A test checks that it still does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import folds, host_table, results, scaling_traffic, sweep, time_table
+from .peers import REPOSITORY
+from .results import Results
+from .tables import Table
+
+PAGE = REPOSITORY / "docs" / "benchmarks.md"
+PICTURE = REPOSITORY / "docs" / "pictures" / "benchmarks-sweep.png"
+TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
+    "sweep": sweep.tables,
+    "scaling": scaling_traffic.tables,
+    "host": host_table.tables,
+    "time": time_table.tables,
+    "folds": folds.tables,
+    "cuda": lambda found: [*sweep.tables(found), *scaling_traffic.tables(found)],
+}
+_PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str, folder: Path = results.COMMITTED) -> str:
+    """The page with its tables as the results have them."""
+
+    def fill(place: re.Match[str]) -> str:
+        return f"{place[1]}\n{_tables(place[2], folder)}\n\n{place[3]}"
+
+    return _PLACE.sub(fill, text)
+
+
+def _tables(name: str, folder: Path) -> str:
+    found = results.read(name, folder)
+    if found is None:
+        return "*Not measured yet.*"
+    parts = [table.markdown() for table in TABLES[name](found)]
+    parts.append(f"`{found.command}`; {found.device}; {found.versions_line()}.")
+    return "\n\n".join([*parts, *found.notes])
+
+
+def write() -> list[Path]:
+    """Writes page and picture; returns their paths."""
+    PAGE.write_text(render(PAGE.read_text()))
+    written = [PAGE]
+    found = results.read("sweep")
+    if found is not None:
+        sweep.picture(found, PICTURE)
+        written.append(PICTURE)
+    return written

@@ -1,0 +1,93 @@
+"""The table of `host_cost`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from .results import Results
+from .tables import Goal, Table, signed_percent
+
+ARMS = {
+    "ours": ("float32", "mpx float16", "mpx bfloat16"),
+    "peers": ("float32", "MPX float16", "JMP float16"),
+}
+# Added share over float32 that mpx may cost.
+LIMITS = {"trace": 0.10, "lower": 0.15}
+
+
+def case(arm: str) -> dict[str, Any]:
+    """The paper's desktop model, complete."""
+    return {"problem": "desktop", "arm": arm, "batch": 256, "blocks": 12}
+
+
+def records(side: str, answers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A record per arm with all its samples, in the order of the rounds."""
+    rounds = [answer["round"] for answer in answers]
+    return [
+        {
+            **case(column[0]["arm"]),
+            "side": side,
+            "trace": [round(sample["trace"], 4) for sample in column],
+            "lower": [round(sample["lower"], 4) for sample in column],
+        }
+        for column in zip(*rounds, strict=True)
+    ]
+
+
+def added(found: Results, record: dict[str, Any], what: str) -> float:
+    """Median over the rounds of the share added to float32 of the same round."""
+    base = next(
+        r
+        for r in found.records
+        if r["side"] == record["side"] and r["arm"] == "float32"
+    )
+    pairs = zip(record[what], base[what], strict=True)
+    return statistics.median(value / reference for value, reference in pairs) - 1
+
+
+def tables(found: Results) -> list[Table]:
+    """A row per arm."""
+    rows = []
+    for record in found.records:
+        row = [record["arm"], record["side"]]
+        for what in LIMITS:
+            row.append(f"{statistics.median(record[what]):.3f}")
+            is_base = record["arm"] == "float32"
+            row.append("" if is_base else signed_percent(added(found, record, what)))
+        rows.append(row)
+    rounds = {len(record["trace"]) for record in found.records}
+    return [
+        Table(
+            title="Host cost of the desktop ViT's step, 12 blocks, batch 256, "
+            f"{found.device}",
+            columns=[
+                "arm",
+                "process",
+                "trace, CPU s",
+                "added",
+                "lower, CPU s",
+                "added",
+            ],
+            rows=rows,
+            notes=[
+                f"Medians of {' or '.join(map(str, sorted(rounds)))} alternating "
+                "rounds; added to float32 of the same process and round."
+            ],
+        )
+    ]
+
+
+def goals(found: Results) -> list[Goal]:
+    """Mpx stays within the limits."""
+    return [
+        Goal(
+            f"{what} time of {record['arm']} within {100 * limit:.0f}% of the same "
+            f"Equinox step without mpx: {signed_percent(added(found, record, what))}",
+            added(found, record, what) <= limit,
+        )
+        for record in found.records
+        if record["side"] == "ours" and record["arm"] != "float32"
+        for what, limit in LIMITS.items()
+    ]

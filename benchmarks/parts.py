@@ -1,0 +1,203 @@
+"""Running each benchmark: what it asks of the workers, what it prints and writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from . import (
+    compiling,
+    folds,
+    host_table,
+    peers,
+    processes,
+    results,
+    scaling_traffic,
+    sweep,
+    time_table,
+)
+from .tables import Goal, Table
+from .targets import TARGETS
+
+
+@dataclasses.dataclass
+class Session:
+    """One run of the command.
+
+    Attributes:
+        console: what is printed goes there.
+        out: folder of the results.
+        command: the command line, for the results.
+        known_in: folders whose counts need not be compiled again.
+        goals: what was to be shown, so far.
+    """
+
+    console: Console
+    out: Path
+    command: str
+    known_in: Sequence[Path] = ()
+    goals: list[Goal] = dataclasses.field(default_factory=list)
+    _peers: peers.Peers | None = None
+
+    @property
+    def peers(self) -> peers.Peers:
+        """The peers' environment, made at first use."""
+        if self._peers is None:
+            self._peers = peers.prepare(self.console.print)
+        return self._peers
+
+    def sweep(self, target: str, blocks: int) -> None:
+        """Memory and traffic over the batch size."""
+        found = self._compiled("sweep", target)
+        if found is None:
+            return
+        with compiling.make_progress(self.console) as progress:
+            sweep.run(found, self._compiler(), target, blocks, progress)
+        self._show(found, sweep.tables(found), sweep.goals(found))
+        path = self.out / "sweep.png"
+        sweep.picture(found, path)
+        self.console.print(f"Picture {path}")
+
+    def scaling(self, target: str, blocks: int) -> None:
+        """Traffic added by dynamic loss scaling."""
+        found = self._compiled("scaling", target)
+        if found is None:
+            return
+        with compiling.make_progress(self.console) as progress:
+            scaling_traffic.run(found, self._compiler(), target, blocks, progress)
+        self._show(found, scaling_traffic.tables(found), scaling_traffic.goals(found))
+
+    def cuda(self, libraries: Path) -> None:
+        """Sweep and scaling for an H100, with all the blocks there are time for."""
+        found = self._results("cuda", f"compiled for {TARGETS['h100'].title}")
+        compiler = self._compiler()
+        compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
+        with compiling.make_progress(self.console) as progress:
+            sweep.run_reference(found, compiler, "h100", progress)
+            scaling_traffic.run(found, compiler, "h100", 4, progress)
+        self._show(
+            found,
+            [*sweep.tables(found), *scaling_traffic.tables(found)],
+            [*sweep.goals(found), *scaling_traffic.goals(found)],
+        )
+
+    def host(self, rounds: int) -> None:
+        """CPU seconds to trace and to lower."""
+        found = self._results("host", f"measured on {_processor()}")
+        for side, arms in host_table.ARMS.items():
+            request = {
+                "task": "host",
+                "rounds": rounds,
+                "cases": [host_table.case(arm) for arm in arms],
+            }
+            with self.console.status(f"host cost, {side}: {', '.join(arms)}"):
+                answers = processes.ask(side, request, self.peers)
+                found.versions[side] = next(answers)["versions"]
+                found.records += host_table.records(side, answers)
+        self._show(found, host_table.tables(found), host_table.goals(found))
+
+    def time(self, rounds: int) -> None:
+        """Step time, where a GPU is."""
+        found = self._results("time", "")
+        for side, arms in time_table.ARMS.items():
+            for problem, batch in time_table.BATCHES.items():
+                request = {
+                    "task": "time",
+                    "platform": "gpu",
+                    "rounds": rounds,
+                    "chain": time_table.CHAIN,
+                    "cases": [time_table.case(problem, batch, arm) for arm in arms],
+                }
+                with self.console.status(f"step time, {side}: {problem}"):
+                    answers = processes.ask(
+                        side, request, self.peers, compile_only=False
+                    )
+                    found.versions[side] = next(answers)["versions"]
+                    device = next(answers)["device"]
+                    if device is None:
+                        self.console.print(
+                            "[yellow]time: not run, JAX finds no GPU here.[/]"
+                        )
+                        return
+                    found.device = f"measured on {device}"
+                    found.records += time_table.records(side, problem, batch, answers)
+        self._show(found, time_table.tables(found), [])
+
+    def folds(self, seeds: Sequence[int], steps: int | None) -> None:
+        """Accuracy over five folds."""
+        found = self._results("folds", f"measured on {_processor()}")
+        request = {
+            "task": "folds",
+            "folds": folds.FOLDS,
+            "seeds": list(seeds),
+            "precisions": folds.PRECISIONS,
+            "steps": steps,
+        }
+        answers = processes.ask("ours", request, None, compile_only=False)
+        found.versions["ours"] = next(answers)["versions"]
+        total = len(folds.FOLDS) * len(folds.PRECISIONS) * len(request["seeds"])
+        with compiling.make_progress(self.console) as progress:
+            task = progress.add_task("folds: models", total=total)
+            for answer in answers:
+                found.records.append(answer["run"])
+                progress.advance(task)
+        self._show(found, folds.tables(found), folds.goals(found))
+
+    def summarize(self) -> int:
+        """Prints which goals are met; returns the exit status."""
+        for goal in self.goals:
+            mark = "[green]met[/]    " if goal.met else "[red]NOT MET[/]"
+            self.console.print(f"{mark} {goal.text}", soft_wrap=True, highlight=False)
+        return 0 if all(goal.met for goal in self.goals) else 1
+
+    def _results(self, name: str, device: str) -> results.Results:
+        return results.Results(name, self.command, device)
+
+    def _compiled(self, name: str, target: str) -> results.Results | None:
+        """Empty results for a TPU target; None, with the reason, without a compiler."""
+        if self.peers.libtpu is None and not _has_libtpu():
+            self.console.print(
+                f"[yellow]{name}: not run. There is no TPU compiler (`libtpu`) for "
+                "this machine; it comes as a wheel for Linux on x86-64 and Arm: "
+                '`pip install "jax[tpu]"`.[/]'
+            )
+            return None
+        return self._results(name, f"compiled for {TARGETS[target].title}")
+
+    def _compiler(self) -> compiling.Compiler:
+        return compiling.Compiler(self.peers, results.known_counts(self.known_in))
+
+    def _show(
+        self, found: results.Results, tables: Sequence[Table], goals: Sequence[Goal]
+    ) -> None:
+        for table in tables:
+            self.console.print(table.rich())
+        self.console.print(found.versions_line(), soft_wrap=True, highlight=False)
+        self.console.print(f"Results {found.write(self.out)}\n")
+        self.goals += goals
+
+
+def _has_libtpu() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def _processor() -> str:
+    """The processor in words, and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            name = line.split(":", 1)[1].strip()
+            break
+    return f"{os.cpu_count()} cores of {name}"
+
+
+def _lines(path: Path) -> Iterator[str]:
+    if path.is_file():
+        yield from path.read_text().splitlines()

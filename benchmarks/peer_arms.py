@@ -1,0 +1,124 @@
+"""The training step with the published MPX and JMP, as their READMEs write it.
+
+Imported only in the peers' environment, where `mpx` is the published package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jmp
+import optax
+
+import mpx
+
+from .steps import FIRST_SCALE, FLOAT32, Arm, Loss, StepFunction
+
+
+def _mpx_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
+    def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
+        value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(
+            model, batch
+        )
+        model, opt_state = mpx.optimizer_update(
+            model, optimizer, opt_state, grads, finite
+        )
+        return model, opt_state, scaling, value
+
+    return step
+
+
+def _mpx_unscaled_step(
+    loss: Loss, optimizer: optax.GradientTransformation
+) -> StepFunction:
+    """The same with MPX's casts, but without its scaling, check and select."""
+
+    def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
+        value, grads = eqx.filter_value_and_grad(loss)(
+            mpx.cast_to_half_precision(model), mpx.cast_to_half_precision(batch)
+        )
+        grads = mpx.cast_to_full_precision(grads)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, eqx.filter(model, eqx.is_array)
+        )
+        return eqx.apply_updates(model, updates), opt_state, scaling, value
+
+    return step
+
+
+def _jmp_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
+    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+
+    def step(model: Any, opt_state: Any, state: Any, batch: Any) -> tuple:
+        scaling = jmp.DynamicLossScale(*state)
+
+        def scaled_loss(model: Any, batch: Any) -> Any:
+            return scaling.scale(loss(*policy.cast_to_compute((model, batch))))
+
+        value, grads = eqx.filter_value_and_grad(scaled_loss)(model, batch)
+        grads = scaling.unscale(policy.cast_to_param(grads))
+        finite = jmp.all_finite(grads)
+        params, rest = eqx.partition(model, eqx.is_inexact_array)
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new_params = eqx.apply_updates(params, updates)
+        params = jmp.select_tree(finite, new_params, params)
+        opt_state = jmp.select_tree(finite, new_opt_state, opt_state)
+        value = scaling.unscale(value)
+        scaling = scaling.adjust(finite)
+        state = (scaling.loss_scale, scaling.counter)
+        return eqx.combine(params, rest), opt_state, state, value
+
+    return step
+
+
+def _jmp_unscaled_step(
+    loss: Loss, optimizer: optax.GradientTransformation
+) -> StepFunction:
+    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+
+    def step(model: Any, opt_state: Any, state: Any, batch: Any) -> tuple:
+        def half_loss(model: Any, batch: Any) -> Any:
+            return loss(*policy.cast_to_compute((model, batch)))
+
+        value, grads = eqx.filter_value_and_grad(half_loss)(model, batch)
+        updates, opt_state = optimizer.update(
+            policy.cast_to_param(grads),
+            opt_state,
+            eqx.filter(model, eqx.is_inexact_array),
+        )
+        return eqx.apply_updates(model, updates), opt_state, state, value
+
+    return step
+
+
+def _mpx_scaling() -> Any:
+    return mpx.DynamicLossScaling(jnp.float32(FIRST_SCALE), jnp.float32(1.0))
+
+
+def _jmp_scaling() -> Any:
+    # Not the object itself: it cannot hold the placeholders of `eqx.partition`.
+    return jnp.float32(FIRST_SCALE), jnp.zeros((), jnp.int32)
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        FLOAT32,
+        Arm("MPX float16", "mixed-precision-for-JAX", _mpx_scaling, _mpx_step),
+        Arm(
+            "MPX float16 unscaled",
+            "mixed-precision-for-JAX",
+            lambda: None,
+            _mpx_unscaled_step,
+        ),
+        Arm(
+            "JMP float16",
+            "jmp",
+            _jmp_scaling,
+            _jmp_step,
+        ),
+        Arm("JMP float16 unscaled", "jmp", lambda: None, _jmp_unscaled_step),
+    )
+}

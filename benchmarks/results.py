@@ -1,0 +1,85 @@
+"""Results on disk: one JSON file per benchmark, with all that a number depends on.
+
+Compiling is deterministic: the same program and the same compiler give the same counts.
+So a compiled case keeps the fingerprint of its program, and a later run compiles only
+what has changed since; `--fresh` compiles everything again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+COMMITTED = Path(__file__).resolve().parent / "results"
+
+
+@dataclasses.dataclass
+class Results:
+    """What one benchmark found.
+
+    Attributes:
+        name: of the benchmark, and of its file.
+        command: that made it.
+        device: that it was measured on, or compiled for.
+        versions: of the packages in each environment.
+        records: one per measured case; their fields are the benchmark's own.
+        notes: what a reader must know, such as what was not run and why.
+    """
+
+    name: str
+    command: str
+    device: str
+    versions: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def write(self, folder: Path) -> Path:
+        """Writes `NAME.json` and returns its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        # One record a line, so that a change shows as the lines that changed.
+        head = dataclasses.asdict(self)
+        records = ",\n".join("  " + json.dumps(r) for r in head.pop("records"))
+        text = json.dumps(head, indent=1).rstrip("\n}")
+        path.write_text(f'{text},\n "records": [\n{records}\n ]\n}}\n')
+        return path
+
+    def versions_line(self) -> str:
+        """The versions as one sentence."""
+        merged: dict[str, str] = {}
+        for versions in self.versions.values():
+            merged |= versions
+        return ", ".join(f"{name} {version}" for name, version in merged.items())
+
+
+def read(name: str, folder: Path = COMMITTED) -> Results | None:
+    """Reads `NAME.json`; None where there is none."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        return None
+    return Results(**json.loads(path.read_text()))
+
+
+def compiler(versions: dict[str, str], platform: str) -> str:
+    """The version of what compiles for a platform.
+
+    On TPU that is `libtpu` alone; on CUDA the compiler is in the plugin, which has
+    the version of jaxlib.
+    """
+    name = "libtpu" if platform == "tpu" else "jaxlib"
+    return f"{name} {versions.get(name, 'unknown')}"
+
+
+def known_counts(folders: Iterable[Path]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Counts of programs compiled before, by program, target and compiler."""
+    known = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.json")):
+            for record in json.loads(path.read_text()).get("records", ()):
+                if {"program", "target", "compiler", "counts"} <= record.keys():
+                    key = (record["program"], record["target"], record["compiler"])
+                    known[key] = record["counts"]
+    return known

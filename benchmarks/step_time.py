@@ -1,0 +1,75 @@
+"""Step time where a GPU is: all arms of an environment alternate in one process.
+
+Question: how much faster is the step in half precision, on the device at hand?
+
+Each sample runs a chain of steps, each on the results of the one before, and waits once
+at its end, so that the host's dispatch hides behind the device. Compilation and a
+warm-up are not timed; arms alternate sample by sample; weights and images are random
+numbers, since zeros would draw less power and run faster. The float32 arm of the same
+process is the base of each ratio. On GPUs with TF32, JAX multiplies float32 in TF32 by
+default.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+
+def measure(arms: dict[str, Any], request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the device, then one answer per round with seconds per step of every case.
+
+    Args:
+        arms: the arms of this environment.
+        request: `cases`, `platform` (`"gpu"`; `"cpu"` in tests), `rounds`, `chain`.
+    """
+    import jax
+
+    from benchmarks import steps
+
+    try:
+        device = jax.devices(request["platform"])[0]
+    except RuntimeError:
+        yield {"device": None}
+        return
+    yield {"device": device.device_kind}
+    cases = [steps.Case(**fields) for fields in request["cases"]]
+    with jax.default_device(device):
+        running = [_start(arms[case.arm], case) for case in cases]
+        for step in running:
+            step.advance(request["chain"])
+        for _ in range(request["rounds"]):
+            seconds = [step.advance(request["chain"]) for step in running]
+            yield {
+                "round": [
+                    {"arm": case.arm, "seconds": value}
+                    for case, value in zip(cases, seconds, strict=True)
+                ]
+            }
+
+
+class _Running:
+    """A compiled step and its state."""
+
+    def __init__(self, compiled: Any, state: Any, batch: Any):
+        self.compiled, self.state, self.batch = compiled, state, batch
+
+    def advance(self, count: int) -> float:
+        """Makes `count` steps; returns the seconds of one."""
+        import jax
+
+        jax.block_until_ready(self.state)
+        start = time.perf_counter()
+        for _ in range(count):
+            self.state, loss = self.compiled(self.state, self.batch)
+        jax.block_until_ready((self.state, loss))
+        return (time.perf_counter() - start) / count
+
+
+def _start(arm: Any, case: Any) -> _Running:
+    from benchmarks import steps
+
+    step = steps.build_concrete(arm, case, seed=0)
+    compiled = step.jitted().lower(step.state, step.batch).compile()
+    return _Running(compiled, step.state, step.batch)

@@ -1,0 +1,218 @@
+"""Memory and traffic over the batch size: Figures 2 and 3 of the MPX paper.
+
+Question: how much memory does one training step need, and how many bytes does it move,
+in float32, float16 and bfloat16, for the paper's two Vision Transformers, on one device
+and data-parallel on four?
+
+The paper measured an RTX 4070 and four H100. Here the step is compiled for a device
+that need not be there (see `targets`) and the numbers are read from the executable.
+Bytes moved stand in for step time, which `time` measures where a GPU is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from . import compiling
+from .problems import PROBLEMS
+from .results import Results
+from .tables import Goal, Table, megabytes, ratio
+from .targets import TARGETS
+
+OUR_ARMS = ("float32", "mpx float16", "mpx bfloat16")
+PEER_ARMS = ("MPX float16",)
+ARMS = (*OUR_ARMS, *PEER_ARMS)
+# Images per step. Below these a TPU keeps whole activations on the chip.
+BATCHES: dict[str, tuple[int, ...]] = {
+    "desktop": (64, 128, 256, 512),
+    "base": (8, 16, 32, 64),
+}
+DEVICES = (1, 4)
+# At these sizes activations dominate; "never worse than MPX" is judged there.
+REFERENCE = {"desktop": 256, "base": 64}
+
+Setup = tuple[str, int, int]
+"""Problem, blocks, devices: one column of the picture."""
+
+
+def run(
+    found: Results,
+    compiler: compiling.Compiler,
+    target: str,
+    blocks: int,
+    progress: Any,
+) -> None:
+    """Compiles the sweep for a target."""
+    compiler.count(
+        found,
+        target,
+        {
+            "ours": compiling.cases_of(BATCHES, OUR_ARMS, blocks, DEVICES),
+            "peers": compiling.cases_of(BATCHES, PEER_ARMS, blocks, DEVICES),
+        },
+        progress,
+    )
+
+
+def run_reference(
+    found: Results, compiler: compiling.Compiler, target: str, progress: Any
+) -> None:
+    """Compiles the reference sizes for a target: 4 blocks, and 12 of the desktop ViT.
+
+    GPU compilers take seconds where TPU's take minutes.
+    """
+    for arms, side in ((OUR_ARMS, "ours"), (PEER_ARMS, "peers")):
+        cases = []
+        for blocks, names in ((4, ("desktop", "base")), (12, ("desktop",))):
+            sizes = {name: (REFERENCE[name],) for name in names}
+            cases += compiling.cases_of(sizes, arms, blocks, (1,))
+        compiler.count(found, target, {side: cases}, progress)
+
+
+def _series(found: Results, setup: Setup, arm: str) -> dict[int, dict[str, Any]]:
+    """Counts over the batch size."""
+    return {
+        record["batch"]: record["counts"]
+        for record in found.records
+        if (record["problem"], record["blocks"], record["devices"]) == setup
+        and record["arm"] == arm
+        and record["counts"] is not None
+    }
+
+
+def _setups(found: Results) -> list[Setup]:
+    return list(
+        dict.fromkeys(
+            (r["problem"], r["blocks"], r["devices"])
+            for r in found.records
+            if r["arm"] == "float32"
+        )
+    )
+
+
+def tables(found: Results) -> list[Table]:
+    """One table per model and device count: float32 absolute, the others as ratios."""
+    made = []
+    for setup in _setups(found):
+        problem, blocks, devices = setup
+        series = {arm: _series(found, setup, arm) for arm in ARMS}
+        rows = []
+        for batch, base in series["float32"].items():
+            row = [str(batch), megabytes(base["memory"]), megabytes(base["traffic"])]
+            for arm in ARMS[1:]:
+                row += _ratios(base, series[arm].get(batch))
+            rows.append(row)
+        made.append(
+            Table(
+                title=f"{PROBLEMS[problem].title}, {blocks} blocks, "
+                f"{_where(found)}, {_devices(devices)}",
+                columns=[
+                    "batch",
+                    "float32 memory, MB",
+                    "traffic, MB",
+                    *(
+                        f"{arm}: {what}"
+                        for arm in ARMS[1:]
+                        for what in ("memory", "traffic")
+                    ),
+                ],
+                rows=rows,
+                notes=["Per device. Ratios are float32 to the arm; higher is better."],
+            )
+        )
+    return made
+
+
+def _ratios(base: dict[str, Any], counts: dict[str, Any] | None) -> list[str]:
+    if counts is None:
+        return ["does not fit", ""]
+    return [ratio(base[what] / counts[what]) for what in ("memory", "traffic")]
+
+
+def _where(found: Results) -> str:
+    names = {TARGETS[record["target"]].title for record in found.records}
+    return f"compiled for {' and '.join(sorted(names))}"
+
+
+def _devices(count: int) -> str:
+    return "one device" if count == 1 else f"{count} devices, data-parallel"
+
+
+def goals(found: Results) -> list[Goal]:
+    """Mpx float16 is never worse than the published MPX where activations dominate."""
+    made = []
+    for setup in _setups(found):
+        problem, blocks, devices = setup
+        batch = REFERENCE[problem]
+        ours = _series(found, setup, "mpx float16").get(batch)
+        peer = _series(found, setup, "MPX float16").get(batch)
+        if ours is None or peer is None:
+            continue
+        for what in ("memory", "traffic"):
+            share = ours[what] / peer[what] - 1
+            made.append(
+                Goal(
+                    f"{what} of mpx float16 at most MPX's (within 0.1%): {problem}, "
+                    f"{blocks} blocks, batch {batch}, {_devices(devices)}: "
+                    f"{100 * share:+.2f}%",
+                    share <= 0.001,
+                )
+            )
+    return made
+
+
+_COLORS = dict(zip(ARMS, ("#444444", "#d1495b", "#30638e", "#edae49"), strict=True))
+_STYLES = dict(zip(ARMS, ("o-", "s-", "D-", "x--"), strict=True))
+
+
+def picture(found: Results, path: Path) -> None:
+    """Draws memory and traffic over the batch size, a column per model and devices."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    setups = _setups(found)
+    figure, axes = pyplot.subplots(
+        2,
+        len(setups),
+        figsize=(3.6 * len(setups), 6.2),
+        squeeze=False,
+        layout="constrained",
+    )
+    for column, setup in enumerate(setups):
+        for row, what in enumerate(("memory", "traffic")):
+            _draw(axes[row][column], found, setup, what)
+        problem, blocks, devices = setup
+        axes[0][column].set_title(
+            f"{problem} ViT, {blocks} blocks, {_devices(devices)}", fontsize=9
+        )
+        axes[1][column].set_xlabel("batch size")
+    axes[0][0].set_ylabel("memory per device, MB")
+    axes[1][0].set_ylabel("bytes moved per device and step, MB")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.suptitle(f"One training step, {_where(found)}", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _draw(axis: Any, found: Results, setup: Setup, what: str) -> None:
+    for arm in ARMS:
+        series = _series(found, setup, arm)
+        if series:
+            axis.plot(
+                list(series),
+                [counts[what] / 1e6 for counts in series.values()],
+                _STYLES[arm],
+                color=_COLORS[arm],
+                label=arm,
+                markersize=5,
+            )
+    batches = BATCHES[setup[0]]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(batches, [str(batch) for batch in batches])
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)

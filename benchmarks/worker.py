@@ -1,0 +1,168 @@
+"""The process that measures, in our environment or in the peers'.
+
+It reads one request from standard input and writes one JSON object a line to standard
+output; what libraries print goes to standard error. The same file serves both
+environments: with our `mpx` as `python -m benchmarks.worker`, and with the published
+MPX, whose package has the same name, as `python -P benchmarks/worker.py` (the
+repository is then not on the path, so `mpx` is the installed one).
+
+A request is `{"task": ..., "arms": "ours" | "peers", "cases": [...], ...}`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def _add_package(name: str) -> None:
+    """Makes a package of the repository importable, and nothing else of it."""
+    if name in sys.modules:
+        return
+    folder = REPOSITORY / name
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"the worker needs the folder {folder}; it is missing")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _arms(which: str) -> dict[str, Any]:
+    """The arms of this environment, after a look at whose `mpx` it has."""
+    import mpx
+
+    ours = Path(str(mpx.__file__)).resolve().is_relative_to(REPOSITORY / "mpx")
+    if ours != (which == "ours"):
+        raise RuntimeError(
+            f"the worker was asked for the arms of {which!r}, but `mpx` here is "
+            f"{mpx.__file__}. Run it in the other environment."
+        )
+    module = "our_arms" if which == "ours" else "peer_arms"
+    return importlib.import_module(f"benchmarks.{module}").ARMS
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of this process depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "libtpu", "equinox", "optax"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    for name in ("mixed-precision-for-JAX", "jmp"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    library = os.environ.get("TPU_LIBRARY_PATH")
+    if library and "libtpu" not in found:
+        # Used from another environment: its metadata lies beside it.
+        site = Path(library).resolve().parent.parent
+        for metadata in site.glob("libtpu-*.dist-info"):
+            found["libtpu"] = metadata.name.split("-")[1].removesuffix(".dist")
+    return found
+
+
+def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Compiles each case for the target and counts; known programs are skipped."""
+    import jax
+
+    from benchmarks import counts, results, steps, targets
+
+    arms = _arms(request["arms"])
+    target = targets.TARGETS[request["target"]]
+    compiler = results.compiler(versions(), target.platform)
+    known = {tuple(pair) for pair in request.get("known", ())}
+    for fields in request["cases"]:
+        case = steps.Case(**fields)
+        devices = targets.compile_only_devices(target, case.devices)
+        step = steps.build(arms[case.arm], case, devices)
+        lowered = step.jitted().lower(step.state, step.batch)
+        program = counts.fingerprint(lowered)
+        answer: dict[str, Any] = {"case": fields, "program": program}
+        if (program, compiler) not in known:
+            try:
+                compiled = lowered.compile()
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                answer["counts"] = None  # does not fit into the device's memory
+            else:
+                answer["counts"] = dataclasses.asdict(counts.count(compiled))
+        yield answer
+
+
+def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Fingerprints of cases lowered for a platform that need not be here."""
+    from benchmarks import counts, steps
+
+    arms = _arms(request["arms"])
+    for fields in request["cases"]:
+        case = steps.Case(**fields)
+        step = steps.build(arms[case.arm], case)
+        traced = step.jitted().trace(step.state, step.batch)
+        lowered = traced.lower(lowering_platforms=(request["platform"],))
+        yield {"case": fields, "program": counts.fingerprint(lowered)}
+
+
+def _host(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import host_cost
+
+    yield from host_cost.measure(_arms(request["arms"]), request)
+
+
+def _time(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import step_time
+
+    yield from step_time.measure(_arms(request["arms"]), request)
+
+
+def _folds(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import folds
+
+    yield from folds.measure(request)
+
+
+def _versions(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from ()
+
+
+TASKS = {
+    "count": _count,
+    "lower": _lower,
+    "host": _host,
+    "time": _time,
+    "folds": _folds,
+    "versions": _versions,
+}
+
+
+def main() -> None:
+    """Answers the request on standard input."""
+    # Only answers may reach the parent: what else prints goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    _add_package("examples")
+    _add_package("benchmarks")
+    print(json.dumps({"versions": versions()}), file=answers, flush=True)
+    for answer in TASKS[request["task"]](request):
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
