@@ -100,7 +100,7 @@ $(ALL): $(EXAMPLES)
 
 , := ,
 define make_venv
-	if [ ! -x $(1)/bin/python ]; then \
+	if [ ! -x $(1)/bin/pip ]; then \
 		if [ -z '$(PYTHON)' ]; then \
 			echo 'mpx needs Python 3.11 or later with venv; none of these will do:' >&2; \
 			echo '  $(CANDIDATES)' >&2; \
