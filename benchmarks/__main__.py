@@ -15,6 +15,7 @@ from . import documentation, parts
 from .results import COMMITTED
 
 Name = Literal["sweep", "scaling", "host", "time", "folds"]
+SCRATCH = Path("runs/bench")
 ALL: tuple[Name, ...] = ("sweep", "scaling", "host", "time", "folds")
 
 
@@ -31,7 +32,7 @@ class Options:
 
     names: tyro.conf.Positional[tuple[Literal[Name, "cuda", "docs"], ...]] = ALL
     """What to measure."""
-    out: Path = Path("runs/bench")
+    out: Path = SCRATCH
     """Where results and pictures go; `benchmarks/results` is what is committed."""
     target: Literal["v5e", "v5p", "v6e", "tpu7x"] = "v5e"
     """TPU that sweep and scaling are compiled for."""
@@ -62,7 +63,8 @@ def main() -> int:
         console=console,
         out=options.out,
         command=options.command,
-        known_in=() if options.fresh else (COMMITTED, options.out),
+        log=SCRATCH / "compiled.jsonl",
+        known_in=() if options.fresh else (COMMITTED, SCRATCH, options.out),
     )
     try:
         for name in options.names:

@@ -30,7 +30,7 @@ class Compiler:
     """
 
     peers: Peers
-    known: dict[tuple[str, str, str], dict[str, Any]]
+    known: results.KnownCounts
     libraries: Path | None = None
     compiled: int = 0
     reused: int = 0
@@ -63,7 +63,7 @@ class Compiler:
                 "cases": list(cases),
                 "known": sorted(
                     (program, by)
-                    for program, target, by in self.known
+                    for program, target, by in self.known.counts
                     if target == target_name
                 ),
             }
@@ -79,19 +79,19 @@ class Compiler:
     def _add(
         self, found: results.Results, answer: dict[str, Any], target: str, by: str
     ) -> None:
-        key = (answer["program"], target, by)
+        program = answer["program"]
         if "counts" in answer:
             self.compiled += 1
-            self.known[key] = answer["counts"]
+            self.known.add(program, target, by, answer["counts"])
         else:
             self.reused += 1
         found.records.append(
             {
                 **answer["case"],
                 "target": target,
-                "program": answer["program"],
+                "program": program,
                 "compiler": by,
-                "counts": self.known[key],
+                "counts": self.known.counts[program, target, by],
             }
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import Progress
 
 from . import (
     compiling,
@@ -33,6 +35,7 @@ class Session:
         console: what is printed goes there.
         out: folder of the results.
         command: the command line, for the results.
+        log: every count is appended there as soon as it is known.
         known_in: folders whose counts need not be compiled again.
         goals: what was to be shown, so far.
     """
@@ -40,6 +43,7 @@ class Session:
     console: Console
     out: Path
     command: str
+    log: Path
     known_in: Sequence[Path] = ()
     goals: list[Goal] = dataclasses.field(default_factory=list)
     _peers: peers.Peers | None = None
@@ -56,8 +60,8 @@ class Session:
         found = self._compiled("sweep", target)
         if found is None:
             return
-        with compiling.make_progress(self.console) as progress:
-            sweep.run(found, self._compiler(), target, blocks, progress)
+        with self._compiling() as (compiler, progress):
+            sweep.run(found, compiler, target, blocks, progress)
         self._show(found, sweep.tables(found), sweep.goals(found))
         path = self.out / "sweep.png"
         sweep.picture(found, path)
@@ -68,16 +72,15 @@ class Session:
         found = self._compiled("scaling", target)
         if found is None:
             return
-        with compiling.make_progress(self.console) as progress:
-            scaling_traffic.run(found, self._compiler(), target, blocks, progress)
+        with self._compiling() as (compiler, progress):
+            scaling_traffic.run(found, compiler, target, blocks, progress)
         self._show(found, scaling_traffic.tables(found), scaling_traffic.goals(found))
 
     def cuda(self, libraries: Path) -> None:
         """Sweep and scaling for an H100, with all the blocks there are time for."""
         found = self._results("cuda", f"compiled for {TARGETS['h100'].title}")
-        compiler = self._compiler()
-        compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
-        with compiling.make_progress(self.console) as progress:
+        with self._compiling() as (compiler, progress):
+            compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
             sweep.run_reference(found, compiler, "h100", progress)
             scaling_traffic.run(found, compiler, "h100", 4, progress)
         self._show(
@@ -169,8 +172,17 @@ class Session:
             return None
         return self._results(name, f"compiled for {TARGETS[target].title}")
 
-    def _compiler(self) -> compiling.Compiler:
-        return compiling.Compiler(self.peers, results.known_counts(self.known_in))
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[tuple[compiling.Compiler, Progress]]:
+        """A compiler with a progress bar; says at the end what it compiled."""
+        known = results.KnownCounts(self.known_in, self.log)
+        compiler = compiling.Compiler(self.peers, known)
+        with compiling.make_progress(self.console) as progress:
+            yield compiler, progress
+        self.console.print(
+            f"{compiler.compiled} programs compiled, {compiler.reused} unchanged since "
+            "they were last compiled (`--fresh` compiles them again)."
+        )
 
     def _show(
         self, found: results.Results, tables: Sequence[Table], goals: Sequence[Goal]

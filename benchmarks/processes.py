@@ -18,7 +18,13 @@ from .peers import REPOSITORY, Peers
 Side = Literal["ours", "peers"]
 
 # Variables that would change what is compiled, or whose packages are imported.
-_CLEARED = ("PYTHONPATH", "JAX_PLATFORMS", "JAX_PLATFORM_NAME", "TPU_LIBRARY_PATH")
+_CLEARED = (
+    "PYTHONPATH",
+    "XLA_FLAGS",
+    "JAX_PLATFORMS",
+    "JAX_PLATFORM_NAME",
+    "TPU_LIBRARY_PATH",
+)
 
 
 class WorkerError(RuntimeError):
@@ -40,7 +46,7 @@ def ask(
         request: see `worker`; `arms` is filled in.
         peers: the peers' environment; our side needs it for its TPU compiler only.
         compile_only: hide accelerators, so that compiling opens none.
-        libraries: a folder of further packages, such as JAX's CUDA plugin.
+        libraries: a folder with JAX's CUDA plugin, to compile for CUDA.
 
     Raises:
         WorkerError: with the last lines of its standard error.
@@ -50,6 +56,7 @@ def ask(
         environment |= targets.environment(peers.libtpu if peers else None)
     if libraries is not None:
         environment["PYTHONPATH"] = str(libraries.resolve())
+        environment |= targets.CUDA_ENVIRONMENT
     if side == "ours":
         command = [sys.executable, "-m", "benchmarks.worker"]
     elif peers is None:

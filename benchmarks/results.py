@@ -73,13 +73,35 @@ def compiler(versions: dict[str, str], platform: str) -> str:
     return f"{name} {versions.get(name, 'unknown')}"
 
 
-def known_counts(folders: Iterable[Path]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Counts of programs compiled before, by program, target and compiler."""
-    known = {}
-    for folder in folders:
-        for path in sorted(folder.glob("*.json")):
-            for record in json.loads(path.read_text()).get("records", ()):
-                if {"program", "target", "compiler", "counts"} <= record.keys():
-                    key = (record["program"], record["target"], record["compiler"])
-                    known[key] = record["counts"]
-    return known
+class KnownCounts:
+    """Counts of programs compiled before, by program, target and compiler.
+
+    Reads them from results, and from a log that every new one is appended to at once,
+    so that an interrupted run is not lost.
+    """
+
+    def __init__(self, folders: Iterable[Path], log: Path):
+        """Reads all results in `folders` and the log; nothing if there are none."""
+        self.log = log
+        self.counts: dict[tuple[str, str, str], dict[str, Any] | None] = {}
+        for folder in folders:
+            for path in sorted(folder.glob("*.json")):
+                self._read(json.loads(path.read_text()).get("records", ()))
+            for path in sorted(folder.glob("*.jsonl")):
+                self._read(map(json.loads, path.read_text().splitlines()))
+
+    def _read(self, records: Iterable[dict[str, Any]]) -> None:
+        for record in records:
+            if {"program", "target", "compiler", "counts"} <= record.keys():
+                key = (record["program"], record["target"], record["compiler"])
+                self.counts[key] = record["counts"]
+
+    def add(
+        self, program: str, target: str, by: str, counts: dict[str, Any] | None
+    ) -> None:
+        """Remembers the counts of a program; None if it does not fit."""
+        self.counts[program, target, by] = counts
+        record = {"program": program, "target": target, "compiler": by}
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as file:
+            file.write(json.dumps({**record, "counts": counts}) + "\n")

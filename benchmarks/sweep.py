@@ -11,6 +11,7 @@ Bytes moved stand in for step time, which `time` measures where a GPU is.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from .targets import TARGETS
 OUR_ARMS = ("float32", "mpx float16", "mpx bfloat16")
 PEER_ARMS = ("MPX float16",)
 ARMS = (*OUR_ARMS, *PEER_ARMS)
-# Images per step. Below these a TPU keeps whole activations on the chip.
+# Images per step and device; four devices get four times as many, as data-parallel
+# training is meant. Below these sizes a TPU keeps whole activations on the chip.
 BATCHES: dict[str, tuple[int, ...]] = {
     "desktop": (64, 128, 256, 512),
     "base": (8, 16, 32, 64),
 }
 DEVICES = (1, 4)
-# At these sizes activations dominate; "never worse than MPX" is judged there.
+# Per device; activations dominate there, and "never worse than MPX" is judged there.
 REFERENCE = {"desktop": 256, "base": 64}
 
 Setup = tuple[str, int, int]
@@ -47,12 +49,22 @@ def run(
     compiler.count(
         found,
         target,
-        {
-            "ours": compiling.cases_of(BATCHES, OUR_ARMS, blocks, DEVICES),
-            "peers": compiling.cases_of(BATCHES, PEER_ARMS, blocks, DEVICES),
-        },
+        {"ours": _cases(OUR_ARMS, blocks), "peers": _cases(PEER_ARMS, blocks)},
         progress,
     )
+
+
+def _cases(arms: tuple[str, ...], blocks: int) -> list[dict[str, Any]]:
+    cases = []
+    for problem, devices in itertools.product(BATCHES, DEVICES):
+        batches = total_batches(problem, devices)
+        cases += compiling.cases_of({problem: batches}, arms, blocks, (devices,))
+    return cases
+
+
+def total_batches(problem: str, devices: int) -> tuple[int, ...]:
+    """Images per step over all devices."""
+    return tuple(devices * batch for batch in BATCHES[problem])
 
 
 def run_reference(
@@ -144,7 +156,7 @@ def goals(found: Results) -> list[Goal]:
     made = []
     for setup in _setups(found):
         problem, blocks, devices = setup
-        batch = REFERENCE[problem]
+        batch = devices * REFERENCE[problem]
         ours = _series(found, setup, "mpx float16").get(batch)
         peer = _series(found, setup, "MPX float16").get(batch)
         if ours is None or peer is None:
@@ -211,7 +223,7 @@ def _draw(axis: Any, found: Results, setup: Setup, what: str) -> None:
                 label=arm,
                 markersize=5,
             )
-    batches = BATCHES[setup[0]]
+    batches = total_batches(setup[0], setup[2])
     axis.set_xscale("log", base=2)
     axis.set_xticks(batches, [str(batch) for batch in batches])
     axis.set_ylim(bottom=0)

@@ -130,6 +130,11 @@ TARGETS = {
 }
 
 
+# Without a GPU nothing is tuned, and Triton's untuned tiling refuses some shapes; the
+# matrix products go to cuBLAS instead.
+CUDA_ENVIRONMENT = {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"}
+
+
 def environment(library: Path | None = None) -> dict[str, str]:
     """The variables a compiling process needs before it imports JAX.
 
