@@ -1,0 +1,216 @@
+"""Results on disk, tables, and the page of the documentation."""
+
+import doctest
+import importlib
+
+import pytest
+
+from benchmarks import (
+    compiling,
+    documentation,
+    folds,
+    host_table,
+    results,
+    scaling_traffic,
+    sweep,
+    time_table,
+)
+from benchmarks.tables import Table
+
+
+def found_sweep(memory_of_ours=100):
+    found = results.Results("sweep", "python -m benchmarks sweep", "compiled for X")
+    found.versions = {"ours": {"jax": "1"}, "peers": {"jmp": "2"}}
+    for arm, memory in (
+        ("float32", 200),
+        ("mpx float16", memory_of_ours),
+        ("mpx bfloat16", 100),
+        ("MPX float16", 110),
+    ):
+        for batch in sweep.BATCHES["desktop"]:
+            found.records.append(
+                {
+                    "problem": "desktop",
+                    "arm": arm,
+                    "batch": batch,
+                    "blocks": 2,
+                    "devices": 1,
+                    "target": "v5e",
+                    "program": f"{arm}{batch}",
+                    "compiler": "libtpu 0",
+                    "counts": {"memory": memory * batch, "traffic": memory * batch},
+                }
+            )
+    return found
+
+
+def test_results_survive_the_disk(tmp_path):
+    found = found_sweep()
+    found.write(tmp_path)
+    assert results.read("sweep", tmp_path) == found
+    assert results.read("host", tmp_path) is None
+    assert found.versions_line() == "jax 1, jmp 2"
+
+
+def test_known_counts_are_found_by_program_target_and_compiler(tmp_path):
+    found = found_sweep()
+    found.write(tmp_path)
+    folders = [tmp_path, tmp_path / "missing"]
+    log = tmp_path / "new" / "compiled.jsonl"
+    known = results.KnownCounts(folders, log)
+    assert len(known.counts) == len(found.records)
+    key = ("float3264", "v5e", "libtpu 0")
+    assert known.counts[key] == found.records[0]["counts"]
+
+    known.add("another", "v5e", "libtpu 0", {"memory": 1})
+    known.add("too large", "v5e", "libtpu 0", None)
+    again = results.KnownCounts([log.parent], log)
+    assert again.counts == {
+        ("another", "v5e", "libtpu 0"): {"memory": 1},
+        ("too large", "v5e", "libtpu 0"): None,
+    }
+
+
+def test_sweep_tables_goals_and_picture(tmp_path):
+    found = found_sweep()
+    (table,) = sweep.tables(found)
+    assert [row[0] for row in table.rows] == ["64", "128", "256", "512"]
+    assert table.rows[0][3:] == ["2.00", "2.00", "2.00", "2.00", "1.82", "1.82"]
+    assert all(goal.met for goal in sweep.goals(found))
+    assert not any(goal.met for goal in sweep.goals(found_sweep(memory_of_ours=120)))
+    sweep.picture(found, tmp_path / "deep" / "sweep.png")
+    assert (tmp_path / "deep" / "sweep.png").stat().st_size > 10_000
+
+
+def test_what_does_not_fit_is_said():
+    found = found_sweep()
+    for record in found.records:
+        if record["arm"] == "MPX float16" and record["batch"] == 512:
+            record["counts"] = None
+    (table,) = sweep.tables(found)
+    assert table.rows[-1][-2:] == ["does not fit", ""]
+
+
+def found_scaling(ours, peer):
+    found = results.Results("scaling", "test", "compiled for X")
+    for arm, traffic in (
+        ("mpx float16 unscaled", 1_000_000),
+        ("mpx float16", ours),
+        ("MPX float16 unscaled", 1_000_000),
+        ("MPX float16", peer),
+    ):
+        found.records.append(
+            {
+                "problem": "base",
+                "batch": 8,
+                "blocks": 2,
+                "target": "v5e",
+                "arm": arm,
+                "counts": {"traffic": traffic},
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize(("ours", "met"), [(1_090_000, True), (1_200_000, False)])
+def test_scaling_goal_compares_bytes_with_the_published_mpx(ours, met):
+    found = found_scaling(ours, 1_100_000)
+    assert [goal.met for goal in scaling_traffic.goals(found)] == [met]
+    (table,) = scaling_traffic.tables(found)
+    assert [row[1] for row in table.rows] == ["mpx", "MPX"]
+    assert table.rows[1][-1] == "+10.0%"
+
+
+def host_answers(trace):
+    for base in (1.0, 2.0, 4.0):  # the machine gets slower, the ratio stays
+        yield {
+            "round": [
+                {"arm": "float32", "trace": base, "lower": base},
+                {"arm": "mpx float16", "trace": trace * base, "lower": base},
+            ]
+        }
+
+
+@pytest.mark.parametrize(("trace", "met"), [(1.05, True), (1.2, False)])
+def test_host_cost_pairs_the_rounds(trace, met):
+    found = results.Results("host", "test", "measured on X")
+    found.records = host_table.records("ours", host_answers(trace))
+    added = host_table.added(found, found.records[1], "trace")
+    assert added == pytest.approx(trace - 1)
+    assert [goal.met for goal in host_table.goals(found)] == [met, True]
+    assert len(host_table.tables(found)[0].rows) == 2
+
+
+def test_time_table_pairs_the_rounds():
+    answers = [
+        {
+            "round": [
+                {"arm": "float32", "seconds": base},
+                {"arm": "mpx float16", "seconds": base / 2},
+            ]
+        }
+        for base in (0.1, 0.3, 0.2)
+    ]
+    found = results.Results("time", "test", "measured on X")
+    found.records = time_table.records("ours", "desktop", 256, answers)
+    (table,) = time_table.tables(found)
+    assert [row[-1] for row in table.rows] == ["1.00", "2.00"]
+    assert table.rows[0][2] == "200.00"
+
+
+def test_cases_are_the_product():
+    cases = compiling.cases_of({"desktop": (1, 2), "base": (3,)}, ("a", "b"), 2, (1, 4))
+    assert len(cases) == 3 * 2 * 2
+    assert compiling.find(cases, problem="base", arm="b", devices=4)["batch"] == 3
+    assert compiling.find(cases, problem="base", arm="c") is None
+
+
+def test_markdown():
+    table = Table("Title", ["name", "value"], [["a", "1"]], notes=["A note."])
+    assert table.markdown().splitlines() == [
+        "**Title**",
+        "",
+        "| name | value |",
+        "|---|--:|",
+        "| a | 1 |",
+        "",
+        "A note.",
+    ]
+
+
+def test_the_page_is_filled_from_the_results(tmp_path):
+    found_sweep().write(tmp_path)
+    page = "By hand.\n<!-- table sweep -->\nold\n<!-- end -->\nBy hand too.\n"
+    filled = documentation.render(page, tmp_path)
+    assert filled.startswith("By hand.\n<!-- table sweep -->\n")
+    assert filled.endswith("<!-- end -->\nBy hand too.\n")
+    assert "old" not in filled
+    assert "`python -m benchmarks sweep`; compiled for X; jax 1, jmp 2." in filled
+    assert documentation.render(filled, tmp_path) == filled
+
+
+def test_the_committed_page_shows_the_committed_results():
+    page = documentation.PAGE.read_text()
+    assert documentation.render(page) == page, (
+        "docs/benchmarks.md is not what benchmarks/results gives: run "
+        "`python -m benchmarks docs`"
+    )
+
+
+@pytest.mark.parametrize("name", ["counts", "tables", "folds"])
+def test_doctests(name):
+    module = importlib.import_module(f"benchmarks.{name}")
+    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert found.attempted and not found.failed
+
+
+def test_every_result_has_a_table():
+    assert {"sweep", "scaling", "host", "time", "folds", "cuda"} == set(
+        documentation.TABLES
+    )
+    for path in results.COMMITTED.glob("*.json"):
+        found = results.read(path.stem)
+        assert found is not None
+        assert found.command and found.device and found.versions
+        assert documentation.TABLES[path.stem](found)
+    assert folds.LIMIT == 0.5

@@ -1,0 +1,168 @@
+"""Workers: the arms of our environment, the peers' where it exists, and targets."""
+
+import math
+
+import pytest
+
+from benchmarks import our_arms, peers, processes, results, steps, targets
+
+TINY = {"problem": "tiny", "batch": 4, "blocks": 1}
+
+
+def ask(side, request, **options):
+    return list(processes.ask(side, request, existing_peers(), **options))
+
+
+def existing_peers():
+    """The peers' environment as it is; tests do not install it."""
+    python = peers.DIRECTORY / "bin" / "python"
+    if not (peers.DIRECTORY / ".installed").is_file():
+        return None
+    return peers.Peers(python, peers.installed_libtpu())
+
+
+needs_peers = pytest.mark.skipif(
+    existing_peers() is None, reason="needs .venv-peers; `make bench` makes it"
+)
+needs_libtpu = pytest.mark.skipif(
+    targets.why_missing(targets.TARGETS["v5e"]) is not None
+    and getattr(existing_peers(), "libtpu", None) is None,
+    reason="needs libtpu",
+)
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("name", our_arms.ARMS)
+def test_every_arm_trains(name):
+    arm = our_arms.ARMS[name]
+    step = steps.build_concrete(arm, steps.Case(arm=name, **TINY), seed=0)
+    compiled = step.jitted().lower(step.state, step.batch).compile()
+    state, first = compiled(step.state, step.batch)
+    for _ in range(20):
+        state, last = compiled(state, step.batch)
+    assert first.dtype == last.dtype == "float32"
+    assert math.isclose(float(first), math.log(10), rel_tol=0.5)
+    assert float(last) < float(first)
+
+
+@pytest.mark.third_party
+def test_the_baseline_uses_no_mpx():
+    """The same model file without mpx gives the same float32 numbers."""
+    arm = our_arms.ARMS["float32"]
+    assert not arm.uses_mpx
+    losses = []
+    for uses_mpx in (False, True):
+        variant = steps.Arm(
+            "float32", "equinox", arm.first_scaling, arm.make_step, uses_mpx
+        )
+        case = steps.Case(arm="float32", **TINY)
+        step = steps.build_concrete(variant, case, seed=0)
+        losses.append(float(step.jitted()(step.state, step.batch)[1]))
+    assert losses[0] == losses[1]
+
+
+def test_a_worker_lowers_without_a_device():
+    cases = [{**TINY, "arm": arm} for arm in ("float32", "mpx float16")]
+    request = {"task": "lower", "platform": "cuda", "cases": cases}
+    versions, *answers = ask("ours", request)
+    assert {"jax", "equinox"} <= versions["versions"].keys()
+    assert [answer["case"]["arm"] for answer in answers] == ["float32", "mpx float16"]
+    assert len({answer["program"] for answer in answers}) == 2
+
+
+def test_host_cost_and_step_time_answer_in_rounds():
+    cases = [{**TINY, "arm": arm} for arm in ("float32", "mpx bfloat16")]
+    _, *rounds = ask("ours", {"task": "host", "cases": cases, "rounds": 2})
+    assert len(rounds) == 2
+    for answer in rounds:
+        assert [sample["arm"] for sample in answer["round"]] == [
+            "float32",
+            "mpx bfloat16",
+        ]
+        assert all(s["trace"] > 0 and s["lower"] > 0 for s in answer["round"])
+    request = {"task": "time", "cases": cases, "rounds": 2, "chain": 3}
+    _, device, *rounds = ask("ours", {**request, "platform": "cpu"})
+    assert device == {"device": "cpu"}
+    assert len(rounds) == 2
+    assert all(s["seconds"] > 0 for answer in rounds for s in answer["round"])
+
+
+def test_step_time_says_that_there_is_no_gpu():
+    request = {"task": "time", "platform": "gpu", "cases": [], "rounds": 1, "chain": 1}
+    _, *answers = ask("ours", request)  # compile-only processes see no GPU
+    assert answers == [{"device": None}]
+
+
+def test_a_failing_worker_says_why():
+    request = {"task": "lower", "platform": "cuda", "cases": [{**TINY, "arm": "new"}]}
+    with pytest.raises(processes.WorkerError, match="KeyError: 'new'"):
+        ask("ours", request)
+
+
+@needs_peers
+def test_the_peers_worker_has_the_published_mpx():
+    arms = ("float32", "MPX float16", "MPX float16 unscaled", "JMP float16")
+    cases = [{**TINY, "arm": arm} for arm in arms]
+    request = {"task": "lower", "platform": "tpu", "cases": cases}
+    versions, *answers = ask("peers", request)
+    assert versions["versions"]["mixed-precision-for-JAX"] == "0.1.8"
+    assert versions["versions"]["jmp"] == "0.0.4"
+    assert len({answer["program"] for answer in answers}) == len(arms)
+    base = [{**TINY, "arm": "float32"}]
+    _, ours = ask("ours", {"task": "lower", "platform": "tpu", "cases": base})
+    assert ours["program"] == answers[0]["program"]
+
+
+@needs_libtpu
+@pytest.mark.libtpu
+def test_a_worker_compiles_for_a_tpu_and_skips_known_programs():
+    cases = [{**TINY, "arm": "float32"}]
+    request = {"task": "count", "target": "v5e", "cases": cases}
+    versions, answer = ask("ours", request)
+    assert answer["counts"]["traffic_by"] == "cost analysis"
+    assert answer["counts"]["memory"] > answer["counts"]["aliased"] > 0
+    compiler = results.compiler(versions["versions"], "tpu")
+    known = [(answer["program"], compiler)]
+    _, again = ask("ours", {**request, "known": known})
+    assert again == {"case": answer["case"], "program": answer["program"]}
+
+
+def test_targets_say_what_is_missing(monkeypatch):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"TPU v5e needs the compiler `libtpu`"):
+        targets.compile_only_devices(targets.TARGETS["v5e"])
+    with pytest.raises(RuntimeError, match=r'needs JAX.s CUDA plugin.*"jax\[cuda12\]"'):
+        targets.compile_only_devices(targets.TARGETS["h100"])
+
+
+@pytest.mark.parametrize("path", sorted(results.COMMITTED.glob("*.json")), ids=str)
+def test_committed_counts_are_of_todays_programs(path):
+    """What is committed was compiled from what the code lowers to now."""
+    found = results.read(path.stem)
+    assert found is not None
+    ours = [
+        record
+        for record in found.records
+        if "program" in record
+        and record["devices"] == 1
+        and (record["arm"] == "float32" or record["arm"] in our_arms.ARMS)
+    ]
+    if not ours:
+        pytest.skip(f"{path.name} holds no programs")
+    fields = ("problem", "arm", "batch", "blocks", "devices")
+    cases = [{name: record[name] for name in fields} for record in ours]
+    platform = targets.TARGETS[ours[0]["target"]].platform
+    request = {"task": "lower", "platform": platform, "cases": cases}
+    versions, *answers = ask("ours", request)
+    if versions["versions"]["jax"] != found.versions["ours"]["jax"]:
+        pytest.skip("another JAX lowers to other text")
+    changed = [
+        answer["case"]
+        for answer, record in zip(answers, ours, strict=True)
+        if answer["program"] != record["program"]
+    ]
+    assert not changed, (
+        f"{path.name} is older than the code; run `python -m benchmarks "
+        f"{path.stem} --out benchmarks/results`, then `python -m benchmarks docs`"
+    )
