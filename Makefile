@@ -48,6 +48,7 @@ bench: $(ALL) ## Measure against the peers and write the report
 docs: $(ALL) ## Build the documentation, strictly, into site/
 	@echo '== documentation (mkdocs --strict)'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'Written to site/; make serve shows it.'
 
 serve: $(ALL) ## Serve the documentation on localhost while you write
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve $(ARGS)
@@ -123,6 +124,6 @@ lock: ## Write constraints.txt anew with the newest versions
 	@git --no-pager diff --stat -- constraints.txt || true
 
 clean: ## Delete environments, caches and what was built; runs/ stays
-	rm -rf .venv .venv-newest .venv-lock .venv-peers site .jax_cache .hypothesis \
+	rm -rf .venv .venv-* site .jax_cache .hypothesis \
 		.pytest_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
