@@ -18,7 +18,7 @@ _LOG = logging.getLogger("mkdocs.hooks.mathml")
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
-    """mkdocs calls this with the HTML of each page."""
+    """Called by mkdocs with the HTML of each page."""
 
     def render(match: re.Match[str], display: str) -> str:
         source = html.unescape(match[1]).strip()
