@@ -67,7 +67,7 @@ def promotion(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def getkey(request: pytest.FixtureRequest) -> Callable[[], jax.Array]:
-    """A function that gives a new PRNG key at every call, the same ones in every run."""
+    """Gives a new PRNG key at every call, the same ones in every run."""
     key = jax.random.key(zlib.crc32(request.node.nodeid.encode()))
 
     def next_key() -> jax.Array:
