@@ -6,7 +6,6 @@ Every field of `Config` is an option of the command line: `batch_size` is
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -153,12 +152,12 @@ def _require(holds: bool, config: object, option: str, rule: str) -> None:
 PRESETS: dict[str, Config] = {
     "digits": Config(
         preset="digits",
-        steps=600,
-        batch_size=128,
+        steps=800,
+        batch_size=64,
         learning_rate=2e-3,
         warmup_steps=50,
         weight_decay=0.05,
-        model=ModelConfig(patch=2, width=64, hidden=200, blocks=4, heads=4),
+        model=ModelConfig(patch=2, width=64, hidden=200, blocks=3, heads=4),
         # A short run: a short period shows the scale searching its place.
         scaling=ScalingConfig(period=50),
     ),
@@ -205,6 +204,6 @@ def parse_config(arguments: Sequence[str] | None = None) -> Config:
     return config.validate()
 
 
-def passes_over_data(config: Config, train_size: int) -> int:
-    """How often the run sees every training image, rounded."""
-    return math.floor(config.steps * config.batch_size / train_size + 0.5)
+def passes_over_data(config: Config, train_size: int) -> float:
+    """How often the run sees every training image."""
+    return config.steps * config.batch_size / train_size

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
+import rich.box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -22,6 +23,7 @@ from .record import Result, Row
 Show = Callable[[Row, float], None]
 # Where there is no terminal, progress comes as so many lines.
 LINES = 6
+FILE_WIDTH = 100
 
 
 class Display:
@@ -29,17 +31,19 @@ class Display:
 
     def __init__(self, quiet: bool = False, stderr: bool = False):
         self.console = Console(quiet=quiet, stderr=stderr, highlight=False)
+        if not self.console.is_terminal:
+            self.console.width = max(self.console.width, FILE_WIDTH)
 
     def introduce(self, config: Config, data: ImageData) -> None:
         """Says what is going to happen."""
         devices = jax.local_devices()
-        model = config.model
+        model, passes = config.model, passes_over_data(config, data.train_size)
         self.console.print(
             f"[bold]ViT on {data.name}[/]: {data.train_size:,} images to train on, "
             f"{data.test_size:,} held out, {data.classes} classes\n"
-            f"[dim]width {model.width}, hidden {model.hidden}, {model.blocks} blocks, "
-            f"{model.heads} heads, patch {model.patch} · {config.steps:,} steps of "
-            f"{config.batch_size} images ({passes_over_data(config, data.train_size)} "
+            f"[dim]width {model.width}, hidden {model.hidden}, blocks {model.blocks}, "
+            f"heads {model.heads}, patch {model.patch} · {config.steps:,} steps of "
+            f"{config.batch_size} images ({passes:.3g} "
             f"passes) · {len(devices)} x {devices[0].device_kind}[/]"
         )
         for note in data.notes:
@@ -79,17 +83,22 @@ class Display:
 
     def summarize(self, results: Iterable[Result]) -> None:
         """Prints the table."""
-        table = Table(title="Same data, same initial model", title_justify="left")
-        table.add_column("precision")
+        table = Table(
+            title="Same data, same initial model",
+            title_justify="left",
+            title_style="bold",
+            box=rich.box.SIMPLE_HEAD,
+        )
+        table.add_column("precision", no_wrap=True)
         for heading in (
-            "test accuracy",
-            "final loss",
-            "skipped",
+            "test\naccuracy",
+            "final\nloss",
+            "skipped\nsteps",
             "parameters",
-            "step memory",
-            "step time",
+            "step\nmemory",
+            "step\ntime",
         ):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
         for result in results:
             table.add_row(
                 result.precision,
@@ -122,4 +131,7 @@ def describe_bytes(count: int | None) -> str:
     """Bytes for people."""
     if count is None:
         return "unknown"
-    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1e3:,.1f} kB"

@@ -131,7 +131,9 @@ class VisionTransformer(eqx.Module):
         self.embed = eqx.nn.Linear(
             config.patch**2 * channels, config.width, key=embed_key
         )
-        self.position = 0.02 * jax.random.normal(position_key, (tokens, config.width))
+        # As large as an embedded patch of standardized pixels is: with the usual 0.02 a
+        # small data set takes long to learn where a patch is.
+        self.position = 0.5 * jax.random.normal(position_key, (tokens, config.width))
         self.blocks = []
         for block_key in jax.random.split(key, config.blocks):
             attention_key, mlp_key = jax.random.split(block_key)

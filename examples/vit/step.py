@@ -29,6 +29,8 @@ class TrainState(NamedTuple):
     model: VisionTransformer
     opt_state: Any
     scaling: mpx.AbstractLossScaling
+    position: Int[Array, ""]
+    """Batches seen, which is the data position; skipped steps count too."""
 
 
 def initial_scaling(
@@ -86,7 +88,8 @@ def initial_state(
     model = VisionTransformer(config.model, image_shape, classes, key)
     opt_state = make_optimizer(config).init(eqx.filter(model, eqx.is_inexact_array))
     scaling = initial_scaling(precision, config.scaling)
-    return eqx.filter_shard(TrainState(model, opt_state, scaling), replicated(mesh))
+    state = TrainState(model, opt_state, scaling, jnp.zeros((), jnp.uint32))
+    return eqx.filter_shard(state, replicated(mesh))
 
 
 def loss_and_accuracy(
@@ -118,19 +121,16 @@ def make_step(config: Config, precision: Precision, mesh: Mesh):
     """Makes the jitted training step.
 
     Returns:
-        A function of state, batch and position, with a leading state that is donated:
-        `state, metrics = step(state, batch, position)`. The metrics are scalars that
-        stay on the device.
+        A function `state, metrics = step(batch, state)`. It takes over the memory of
+        the state; the metrics are scalars that stay on the device.
     """
     optimizer = make_optimizer(config)
     options = gradient_options(precision)
     dropout = config.model.dropout > 0
 
-    @eqx.filter_jit(donate="all")
-    def step(
-        state: TrainState, batch: dict[str, Array], position: Int[Array, ""]
-    ) -> tuple[TrainState, Metrics]:
-        model, opt_state, scaling = state
+    @eqx.filter_jit(donate="all-except-first")
+    def step(batch: dict[str, Array], state: TrainState) -> tuple[TrainState, Metrics]:
+        model, opt_state, scaling, position = state
         key = None
         if dropout:
             key = jax.random.fold_in(jax.random.key(config.seed), position)
@@ -141,7 +141,8 @@ def make_step(config: Config, precision: Precision, mesh: Mesh):
             accumulate=config.accumulate,
             **options,
         )(model, batch, key)
-        new_state = TrainState(*mpx.optimizer_step(model, optimizer, opt_state, result))
+        updated = mpx.optimizer_step(model, optimizer, opt_state, result)
+        new_state = TrainState(*updated, position + jnp.uint32(1))
         metrics = {
             "loss": result.value,
             "accuracy": jnp.mean(result.aux),  # one number per micro-batch

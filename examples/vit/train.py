@@ -5,6 +5,7 @@ The loop never waits for the device: metrics stay on it and are fetched together
 """
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import mpx
@@ -143,12 +144,12 @@ class Run:
         with display.training(self.precision, config, self.position) as show:
             step = self.compiled_step()
             window_start, window_position = time.perf_counter(), self.position
-            for batch, position in self.placed_batches():
+            for batch in self.placed_batches():
                 if should_stop():
                     self.fetch_metrics()
                     self.save()
                     raise Interrupted(self.precision, self.position)
-                self.state, metrics = step(self.state, batch, position)
+                self.state, metrics = step(batch, self.state)
                 self.pending.append(metrics)
                 self.position += 1
                 if not self.is_due(config.log_every, config.checkpoint_every):
@@ -172,17 +173,13 @@ class Run:
 
     def compiled_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """Compiles the step ahead of time, to know what it needs."""
-        size = self.config.batch_size
-        where = divided(self.mesh)
+        size, where = self.config.batch_size, divided(self.mesh)
         batch = {
-            "image": jax.ShapeDtypeStruct(
-                (size, *self.data.image_shape), np.float32, sharding=where
-            ),
-            "label": jax.ShapeDtypeStruct((size,), np.int32, sharding=where),
+            "image": jnp.zeros((size, *self.data.image_shape), device=where),
+            "label": jnp.zeros((size,), jnp.int32, device=where),
         }
         step: Any = make_step(self.config, self.precision, self.mesh)
-        position = jax.device_put(np.uint32(0), replicated(self.mesh))
-        compiled = step.lower(self.state, batch, position).compile()
+        compiled = step.lower(batch, self.state).compile()
         memory = compiled.compiled.memory_analysis()
         if memory is not None:
             self.step_bytes = (
@@ -193,13 +190,12 @@ class Run:
             )
         return compiled
 
-    def placed_batches(self) -> Iterator[tuple[dict[str, jax.Array], jax.Array]]:
-        """The batches from the position on, on the devices, with their positions."""
+    def placed_batches(self) -> Iterator[dict[str, jax.Array]]:
+        """The batches from the position on, divided over the devices."""
         config = self.config
         prepared = batches(self.data.train, config.workers, start=self.position)
-        for position in range(self.position, config.steps):
-            batch = jax.device_put(next(prepared), divided(self.mesh))
-            yield batch, jax.device_put(np.uint32(position), replicated(self.mesh))
+        for batch in itertools.islice(prepared, config.steps - self.position):
+            yield jax.device_put(batch, divided(self.mesh))
 
     def fetch_metrics(self, test_accuracy: float | None = None) -> None:
         """Fetches the metrics since the last time, and checks the loss scaling."""

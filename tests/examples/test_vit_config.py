@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+
 from examples.vit.config import PRESETS, parse_config
 from examples.vit.errors import SetupError
 
@@ -53,7 +54,7 @@ def test_paper_sizes():
     [
         ("--steps 0", r"`--steps` must be at least 1; got 0"),
         ("--batch-size 0", r"`--batch-size` must be at least 1"),
-        ("--accumulate 3", r"`--accumulate` must divide --batch-size 128; got 3"),
+        ("--accumulate 3", r"`--accumulate` must divide --batch-size 64; got 3"),
         ("--clip 0", r"`--clip` must be positive; got 0"),
         ("--learning-rate -1", r"`--learning-rate` must be positive"),
         ("--fold 5", r"`--fold` must be 0, 1, 2, 3 or 4; got 5"),

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
+
 from examples.vit.config import PRESETS
 from examples.vit.datasets import batches, load_data
 from examples.vit.datasets.cifar100 import RECORD_BYTES
 from examples.vit.datasets.pipeline import random_mirror, random_shift
 from examples.vit.errors import SetupError
-from PIL import Image
 
 
 def config_of(preset: str, path: Path | None = None, **changes):

@@ -1,0 +1,84 @@
+"""The ViT itself: shapes, dtypes, patches."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from examples.vit.config import ModelConfig
+from examples.vit.model import VisionTransformer
+from examples.vit.step import cross_entropy
+
+CONFIG = ModelConfig(patch=2, width=16, hidden=24, blocks=2, heads=4, dropout=0.5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return VisionTransformer(CONFIG, (8, 4, 3), 10, jax.random.key(0))
+
+
+def images(count=None, dtype=jnp.float32):
+    shape = (8, 4, 3) if count is None else (count, 8, 4, 3)
+    return jax.random.normal(jax.random.key(1), shape, jnp.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_one_model_code_for_every_precision(model, dtype):
+    expected = jax.vmap(model)(images(5))
+    logits = jax.vmap(mpx.cast_tree(model, dtype))(images(5, dtype))
+    assert logits.dtype == dtype and logits.shape == (5, 10)
+    tolerance = 0 if dtype == jnp.float32 else 16 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        np.asarray(logits, np.float32), expected, atol=tolerance * 4
+    )
+
+
+def test_critical_operations_run_in_full_precision(model):
+    half = mpx.cast_to_float16(model)
+    jaxpr = str(jax.make_jaxpr(half)(images(dtype=jnp.float16)))
+    exponentials = [line for line in jaxpr.splitlines() if "= exp " in line]
+    roots = [line for line in jaxpr.splitlines() if "= rsqrt" in line]
+    products = [line for line in jaxpr.splitlines() if "= dot_general" in line]
+    assert len(exponentials) == CONFIG.blocks and len(roots) == 2 * CONFIG.blocks + 1
+    assert all(":f32[" in line for line in exponentials + roots)
+    assert all(":f16[" in line for line in products) and products
+
+
+def test_patches_are_squares_row_by_row(model):
+    image = jnp.arange(8 * 4 * 3, dtype=jnp.float32).reshape(8, 4, 3)
+    patches = model.patches(image)
+    assert patches.shape == (8, 12)
+    np.testing.assert_array_equal(patches[3], image[2:4, 2:4].reshape(-1))
+
+
+def test_a_key_turns_dropout_on(model):
+    plain = model(images())
+    one, two = (model(images(), jax.random.key(seed)) for seed in (1, 2))
+    assert not np.allclose(plain, one) and not np.allclose(one, two)
+    np.testing.assert_array_equal(plain, model(images()))
+
+
+def test_every_weight_has_a_gradient(model):
+    def loss(model):
+        logits = jax.vmap(model)(images(3))
+        return cross_entropy(logits, jnp.array([1, 2, 3]))
+
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(model)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        # Adding a constant to all keys changes no softmax: that gradient is zero.
+        if ".dense_ks.bias" not in jax.tree_util.keystr(path):
+            assert float(jnp.abs(leaf).max()) > 0, path
+
+
+def test_cross_entropy_is_full_precision():
+    logits = jnp.array([[60000.0, -60000.0], [0.0, 0.0]], jnp.float16)
+    value = cross_entropy(logits, jnp.array([1, 0]))
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(value, (2 * 59968 + np.log(2)) / 2, rtol=1e-3)
+
+
+def test_patch_must_divide_the_image():
+    with pytest.raises(ValueError, match="patch 2 and an image of 8x5"):
+        VisionTransformer(CONFIG, (8, 5, 1), 10, jax.random.key(0))

@@ -1,0 +1,373 @@
+"""Training, checkpoints and results of the ViT example, with a very small model."""
+
+import csv
+import dataclasses
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from examples.vit.__main__ import run
+from examples.vit.checkpoint import Checkpoints, checksums
+from examples.vit.config import PRESETS, ModelConfig, ScalingConfig
+from examples.vit.datasets import load_data
+from examples.vit.display import Display, describe_bytes, describe_scale
+from examples.vit.errors import SetupError
+from examples.vit.record import RunFolder
+from examples.vit.step import data_mesh, initial_state, replicated
+from examples.vit.train import Interrupted, train
+
+ROOT = Path(__file__).parents[2]
+# Optax's Adam needs JAX's standard promotion.
+pytestmark = pytest.mark.third_party
+
+CONFIG = dataclasses.replace(
+    PRESETS["digits"],
+    steps=10,
+    batch_size=16,
+    warmup_steps=2,
+    log_every=3,
+    checkpoint_every=4,
+    model=ModelConfig(patch=4, width=8, hidden=8, blocks=1, heads=2, dropout=0.2),
+    # Starts too high: the first steps overflow.
+    scaling=ScalingConfig(initial=2.0**22, period=3),
+    accumulate=2,
+    clip=1.0,
+)
+
+
+def config_in(folder: Path, **changes):
+    return dataclasses.replace(CONFIG, run_dir=folder, **changes)
+
+
+def one_device():
+    return jax.make_mesh(
+        (1,),
+        ("data",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:1],
+    )
+
+
+def train_in(folder: Path, precision, should_stop=lambda: False, **changes):
+    config = config_in(folder, **changes)
+    return train(
+        config,
+        precision,
+        load_data(config),
+        mesh=one_device(),
+        folder=RunFolder(config),
+        should_stop=should_stop,
+    )
+
+
+def read_metrics(folder: Path):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def stop_before(position: int):
+    """Asks to stop when `position` steps were made."""
+    calls = iter(range(10**6))
+    return lambda: next(calls) == position
+
+
+def restored(folder: Path, precision, **changes):
+    config, mesh = config_in(folder, **changes), one_device()
+    like = initial_state(config, precision, (8, 8, 1), 10, mesh)
+    with Checkpoints(folder, config, precision) as checkpoints:
+        return checkpoints.restore(like, replicated(mesh))
+
+
+# --- Resuming ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    result, rows = train_in(whole, precision)
+    with pytest.raises(Interrupted) as stopped:
+        train_in(parts, precision, stop_before(5))
+    assert stopped.value.position == 5
+    resumed, resumed_rows = train_in(parts, precision, resume=True)
+    assert checksums(restored(whole, precision)) == checksums(
+        restored(parts, precision)
+    )
+    assert resumed_rows == rows and [row.step for row in rows] == list(range(1, 11))
+    assert (whole / "metrics.csv").read_bytes() == (parts / "metrics.csv").read_bytes()
+    timeless = {"step_seconds": 0.0}
+    assert dataclasses.replace(resumed, **timeless) == dataclasses.replace(
+        result, **timeless
+    )
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    _, rows = train_in(whole, "float16")
+
+    def kill_after_seven(calls=iter(range(99))):  # noqa: B008
+        if next(calls) == 7:
+            raise KeyboardInterrupt  # no time to save
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        train_in(parts, "float16", kill_after_seven)
+    _, resumed_rows = train_in(parts, "float16", resume=True)
+    assert resumed_rows == rows
+    assert (whole / "metrics.csv").read_bytes() == (parts / "metrics.csv").read_bytes()
+
+
+def test_checkpoint_holds_everything(tmp_path):
+    train_in(tmp_path, "float16")
+    state, position = restored(tmp_path, "float16")
+    assert position == 10
+    assert int(state.scaling.steps) == 10
+    rows = read_metrics(tmp_path)
+    assert int(state.scaling.skipped) == int(rows[-1]["skipped"]) > 0
+    counts = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 0]
+    assert {int(count) for count in counts} == {10 - int(state.scaling.skipped)}
+    assert int(state.position) == 10
+
+
+# --- Damage --------------------------------------------------------------------------
+
+
+def largest_file(folder: Path) -> Path:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def cut_off(step: Path):
+    for path in (step / "state").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_bit(step: Path):
+    for path in (step / "state").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+
+
+def lose_record(step: Path):
+    (step / "record" / "metadata").write_text("{}")
+
+
+def lose_state(step: Path):
+    for path in sorted((step / "state").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    (step / "state").rmdir()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    train_in(folder, "float32")
+    return folder
+
+
+def copied(folder: Path, to: Path) -> Path:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            target = to / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("damage", [cut_off, flip_bit, lose_record, lose_state])
+def test_damaged_checkpoint_is_refused(finished, tmp_path, damage):
+    folder = copied(finished, tmp_path / "run")
+    damage(folder / "checkpoints" / "float32" / "10")
+    with pytest.raises(
+        SetupError,
+        match=r"The checkpoint .*float32/10 is damaged or cut off .*"
+        r"Remove .*float32/10 to continue from step 8",
+    ):
+        restored(folder, "float32")
+
+
+def test_changed_value_is_named(finished, tmp_path):
+    folder = copied(finished, tmp_path / "run")
+    path = folder / "checkpoints" / "float32" / "10" / "record" / "metadata"
+    record = json.loads(path.read_text())
+    name = next(name for name in record["checksums"] if "embed.weight" in name)
+    record["checksums"][name] ^= 1
+    path.write_text(json.dumps(record))
+    with pytest.raises(SetupError, match=r"checksum differs at `.*embed\.weight`"):
+        restored(folder, "float32")
+
+
+def test_checkpoint_of_a_future_version_is_refused(finished, tmp_path):
+    folder = copied(finished, tmp_path / "run")
+    path = folder / "checkpoints" / "float32" / "10" / "record" / "metadata"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 99'))
+    with pytest.raises(SetupError, match="has version 99; this program reads"):
+        restored(folder, "float32")
+
+
+def test_checkpoint_of_another_run_is_refused(finished):
+    with pytest.raises(
+        SetupError,
+        match=r"of another run: --model.width was 8 and is 16; --seed was 0 and is 3",
+    ):
+        model = dataclasses.replace(CONFIG.model, width=16)
+        restored(finished, "float32", seed=3, model=model)
+
+
+def test_nothing_to_resume(tmp_path):
+    with pytest.raises(SetupError, match=r"`--resume`: .* holds no checkpoints"):
+        RunFolder(config_in(tmp_path, resume=True))
+    with pytest.raises(SetupError, match="there is no complete checkpoint in"):
+        restored(tmp_path, "float32")
+
+
+def test_unfinished_run_is_not_overwritten_by_accident(tmp_path):
+    with pytest.raises(Interrupted):
+        train_in(tmp_path, "float32", stop_before(2))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(SetupError, match="unfinished run.*--resume.*--overwrite"):
+        RunFolder(config_in(tmp_path))
+    RunFolder(config_in(tmp_path, overwrite=True))
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["results.json", "metrics.csv"])
+def test_damaged_records_are_named(finished, tmp_path, name):
+    folder = copied(finished, tmp_path / "run")
+    (folder / name).write_text("precision,step\nfloat32,x\n")
+    with pytest.raises(SetupError, match=f"{name} is damaged"):
+        RunFolder(config_in(folder, resume=True))
+
+
+# --- Interrupting --------------------------------------------------------------------
+
+
+def wait_for_rows(path: Path, count: int, process: subprocess.Popen) -> None:
+    for _ in range(1200):
+        if path.exists() and len(path.read_text().splitlines()) > count:
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    raise AssertionError(process.communicate()[1])
+
+
+def test_ctrl_c_leaves_a_valid_checkpoint(tmp_path):
+    model, scaling = CONFIG.model, CONFIG.scaling
+    options = (
+        f"--precision float16 --steps 1000000 --batch-size {CONFIG.batch_size} "
+        f"--warmup-steps {CONFIG.warmup_steps} --accumulate {CONFIG.accumulate} "
+        f"--clip {CONFIG.clip} --model.patch {model.patch} --model.width {model.width} "
+        f"--model.hidden {model.hidden} --model.blocks {model.blocks} "
+        f"--model.heads {model.heads} --model.dropout {model.dropout} "
+        f"--scaling.initial {scaling.initial} --scaling.period {scaling.period} "
+        f"--log-every 2 --run-dir {tmp_path}"
+    ).split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "examples.vit", *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_rows(tmp_path / "metrics.csv", 6, process)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Finishing this step, then saving" in errors
+    state, position = restored(tmp_path, "float16", steps=1000000)
+    assert f"float16 is saved after step {position}." in output
+    assert shlex.join(["examples.vit", *options, "--resume"]) in output
+    assert position == int(state.scaling.steps) == len(read_metrics(tmp_path)) >= 6
+
+
+# --- Behaviour -----------------------------------------------------------------------
+
+
+def test_precisions_see_the_same_batches_and_model():
+    rows = [
+        train(CONFIG, precision, load_data(CONFIG), mesh=one_device())[1]
+        for precision in ("float32", "float16", "bfloat16")
+    ]
+    np.testing.assert_allclose([r[0].loss for r in rows], rows[0][0].loss, rtol=1e-2)
+    assert [r[0].loss_scale for r in rows] == [1, 2.0**22, 1]
+
+
+def test_batch_must_divide_over_devices_and_micro_batches():
+    mesh = types.SimpleNamespace(size=8)
+    config = dataclasses.replace(CONFIG, batch_size=24, accumulate=2)
+    with pytest.raises(
+        SetupError, match=r"micro-batches times devices, 2 x 8; got 24. Use 32\."
+    ):
+        train(config, "float32", load_data(config), mesh=mesh)  # type: ignore
+
+
+def test_runaway_skipping_stops_with_a_diagnosis():
+    scaling = dataclasses.replace(CONFIG.scaling, max_skipped_in_a_row=4)
+    config = dataclasses.replace(CONFIG, scaling=scaling)
+    data = load_data(config)
+    broken = data.train.map(lambda batch: {**batch, "image": batch["image"] * np.nan})
+    with pytest.raises(FloatingPointError, match="in a row"):
+        data = dataclasses.replace(data, train=broken)
+        train(config, "float16", data, mesh=one_device())
+
+
+def test_the_whole_job(tmp_path, capsys):
+    """On all devices, as the command line runs it."""
+    config = config_in(tmp_path)
+    run(config, Display(), types.SimpleNamespace(requested=False))
+    printed = capsys.readouterr().out
+    for precision in config.precisions:
+        assert precision in printed
+    assert "accuracy" in printed and "curves.png" in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["finished"]
+    assert [r["precision"] for r in results["results"]] == list(config.precisions)
+    assert all(r["step_bytes"] > 0 for r in results["results"])
+    rows = read_metrics(tmp_path)
+    assert len(rows) == 30
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    # As many devices as there are make the same skip decisions as one.
+    _, one = train(CONFIG, "float16", load_data(CONFIG), mesh=one_device())
+    many = [row for row in rows if row["precision"] == "float16"]
+    assert [str(row.finite) for row in one] == [row["finite"] for row in many]
+    np.testing.assert_allclose(
+        [row.loss for row in one], [float(row["loss"]) for row in many], rtol=1e-2
+    )
+    # A finished run may be replaced, and resuming it trains nothing.
+    resumed = dataclasses.replace(config, resume=True)
+    run(resumed, Display(), types.SimpleNamespace(requested=False))
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    RunFolder(config)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_default_mesh_is_every_device():
+    assert data_mesh().size == jax.local_device_count()
+
+
+def test_numbers_for_people():
+    assert [describe_scale(s) for s in (1, 2.0**15, 3, 0.5)] == [
+        "1",
+        "2^15",
+        "3",
+        "2^-1",
+    ]
+    assert [describe_bytes(b) for b in (None, 800, 12_300_000, 2.5e9)] == [
+        "unknown",
+        "0.8 kB",
+        "12.3 MB",
+        "2.5 GB",
+    ]
