@@ -63,6 +63,15 @@ def run(config: Config, display: Display, stop: StopRequest) -> None:
     )
 
 
+def resuming_command() -> str:
+    """What to type to continue this run."""
+    options = [a for a in sys.argv[1:] if a not in ("--resume", "--overwrite")]
+    arguments = shlex.join([*options, "--resume"])
+    if "MAKELEVEL" in os.environ:
+        return f"make train ARGS={shlex.quote(arguments)}"
+    return f"python -m examples.vit {arguments}"
+
+
 def main() -> int:
     """Runs the program; returns its exit status."""
     stop = StopRequest()
@@ -70,15 +79,16 @@ def main() -> int:
     try:
         run(parse_config(), display, stop)
     except Interrupted as interrupted:
-        options = [a for a in sys.argv[1:] if a not in ("--resume", "--overwrite")]
-        command = shlex.join(["python", "-m", "examples.vit", *options, "--resume"])
         display.console.print(
             f"[yellow]Stopped.[/] {interrupted.precision} is saved after step "
-            f"{interrupted.position}. Continue with: {command}",
+            f"{interrupted.position}. Continue with: {escape(resuming_command())}",
             soft_wrap=True,
         )
         return INTERRUPTED_STATUS
     except (SetupError, FloatingPointError) as error:
+        # Reading a damaged checkpoint leaves other reads behind that fail later, when
+        # nobody waits for them; their complaints would bury the message.
+        sys.unraisablehook = lambda _: None
         console = Display(stderr=True).console
         console.print("[red]Error:[/]", escape(str(error)), soft_wrap=True)
         return 2

@@ -47,8 +47,7 @@ class ScalingConfig:
     period: int = 2000
     """Finite steps in a row after which the scale doubles."""
     maximum: float = 2.0**24
-    """Upper bound. The loss is float32, so it may lie above float16's largest number;
-    what limits the scale is then the gradients themselves."""
+    """Upper bound. May exceed float16's largest number, as the loss is float32."""
     max_skipped_in_a_row: int = 50
     """Stop with a diagnosis after so many skipped steps in a row."""
 
@@ -58,8 +57,7 @@ class Config:
     """Trains a Vision Transformer in float32, float16 and bfloat16."""
 
     preset: Preset
-    """Defaults of all other options: digits (scikit-learn's handwritten digits, comes
-    with it), cifar100 (binary files), imagenet (folder of images)."""
+    """Data set and defaults; only digits needs no `--data-path`."""
     steps: int
     """Training steps (optimizer updates)."""
     batch_size: int
@@ -73,8 +71,7 @@ class Config:
     model: ModelConfig
     scaling: ScalingConfig = ScalingConfig()
     precision: Precision | Literal["all"] = "all"
-    """Precision of the forward and backward pass. `all`: one after another, with the
-    same initial model and the same batches."""
+    """Of the forward and backward pass; `all` trains the same model in each."""
     accumulate: int = 1
     """Micro-batches per step; the gradient is their mean."""
     clip: float | None = None
@@ -96,7 +93,7 @@ class Config:
     overwrite: bool = False
     """Start anew although the run folder holds an unfinished run."""
     log_every: int = 20
-    """Steps between two looks at the metrics. The device never waits in between."""
+    """Steps between two looks at the metrics; the device is not waited for between."""
     checkpoint_every: int = 200
     """Steps between two checkpoints, each with a test of the model."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import rich.box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,6 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from .config import Config, Precision, passes_over_data
 from .datasets import ImageData
@@ -24,6 +25,16 @@ Show = Callable[[Row, float], None]
 # Where there is no terminal, progress comes as so many lines.
 LINES = 6
 FILE_WIDTH = 100
+UNKNOWN = "unknown"
+
+
+class TwoLineProgress(Progress):
+    """A bar, and below it the metrics: both fit into 80 columns."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield Text(f"{'':<9}{task.fields['metrics']}")
 
 
 class Display:
@@ -54,12 +65,11 @@ class Display:
         self, precision: Precision, config: Config, position: int
     ) -> Iterator[Show]:
         """Shows the progress of one precision; call what it gives at every look."""
-        progress = Progress(
+        progress = TwoLineProgress(
             TextColumn(f"[bold]{precision:<8}[/]"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=40),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            TimeRemainingColumn(compact=True),
+            TimeRemainingColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
         )
@@ -103,11 +113,11 @@ class Display:
             table.add_row(
                 result.precision,
                 f"{result.test_accuracy:.2%}",
-                f"{result.final_loss:.4f}",
+                UNKNOWN if result.final_loss is None else f"{result.final_loss:.4f}",
                 f"{result.skipped} of {result.steps:,}",
                 f"{result.parameters:,}",
                 describe_bytes(result.step_bytes),
-                f"{result.step_seconds * 1e3:.1f} ms",
+                describe_seconds(result.step_seconds),
             )
         self.console.print(table)
 
@@ -130,8 +140,13 @@ def describe_scale(scale: float) -> str:
 def describe_bytes(count: int | None) -> str:
     """Bytes for people."""
     if count is None:
-        return "unknown"
+        return UNKNOWN
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
     return f"{count / 1e3:,.1f} kB"
+
+
+def describe_seconds(seconds: float | None) -> str:
+    """The duration of a step for people."""
+    return UNKNOWN if seconds is None else f"{seconds * 1e3:,.1f} ms"

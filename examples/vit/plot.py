@@ -22,6 +22,7 @@ STYLES: dict[Precision, dict[str, Any]] = {
 }
 SKIPPED = "#D32F2F"
 INK, FAINT, GRID = "#222222", "#777777", "#EAEAEA"
+LEGEND: dict[str, Any] = {"labelcolor": INK, "framealpha": 1, "edgecolor": "none"}
 SMOOTHING = 40  # a window is this part of the run
 
 
@@ -97,7 +98,7 @@ def finish_loss(axes: Axes, data_name: str) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     style_axes(axes, f"ViT on {data_name}: training loss")
-    axes.legend(frameon=False, loc="upper right", labelcolor=INK)
+    axes.legend(loc="upper right", **LEGEND)
 
 
 def finish_scale(axes: Axes, history: Mapping[Precision, list[Row]]) -> None:
@@ -113,7 +114,7 @@ def finish_scale(axes: Axes, history: Mapping[Precision, list[Row]]) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(power_of_two))
         low, high = axes.get_ylim()
         axes.set_ylim(low / 2, high * 2)
-        axes.legend(frameon=False, loc="lower right", labelcolor=INK)
+        axes.legend(loc="lower right", **LEGEND)
     else:
         axes.set_yticks([])
     if unscaled:

@@ -50,15 +50,16 @@ class Result:
     precision: Precision
     steps: int
     test_accuracy: float
-    final_loss: float
+    final_loss: float | None
     """Mean training loss of the last 20 steps."""
     skipped: int
     parameters: int
     step_bytes: int | None
     """What the compiled step needs on one device: arguments, results and temporaries,
     each donated buffer counted once. None where the backend does not say."""
-    step_seconds: float
-    """Median over the windows between two looks at the metrics."""
+    step_seconds: float | None
+    """Median over the windows between two looks at the metrics, waiting for data
+    included. None for a run that was resumed after its last step."""
 
 
 class RunFolder:

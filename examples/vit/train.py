@@ -132,10 +132,11 @@ class Run:
 
     def restore(self) -> None:
         """Continues from the newest checkpoint, if this precision has one."""
-        if not (self.folder and self.checkpoints and self.checkpoints.position):
+        if not (self.folder and self.checkpoints):
             return
-        where = replicated(self.mesh)
-        self.state, self.position = self.checkpoints.restore(self.state, where)
+        if self.checkpoints.position:
+            where = replicated(self.mesh)
+            self.state, self.position = self.checkpoints.restore(self.state, where)
         self.rows = self.folder.rewind(self.precision, self.position)
 
     def train(self, display: Display, should_stop: Callable[[], bool]) -> None:
@@ -240,16 +241,19 @@ class Run:
     def result(self) -> Result:
         """The row of the table."""
         params = jax.tree.leaves(eqx.filter(self.state.model, eqx.is_inexact_array))
-        final_losses = [row.loss for row in self.rows[-FINAL_STEPS:]]
+        losses = [row.loss for row in self.rows[-FINAL_STEPS:]]
+        test_accuracy = self.rows[-1].test_accuracy if self.rows else None
+        if test_accuracy is None:  # resumed without the metrics of the steps before
+            test_accuracy = self.test_accuracy()
         # The first window holds what warms up: threads, allocations.
         seconds = self.seconds_per_step[1:] or self.seconds_per_step
         return Result(
             precision=self.precision,
             steps=self.position,
-            test_accuracy=self.rows[-1].test_accuracy or 0.0,
-            final_loss=statistics.fmean(final_losses),
-            skipped=self.rows[-1].skipped,
+            test_accuracy=test_accuracy,
+            final_loss=statistics.fmean(losses) if losses else None,
+            skipped=int(self.state.scaling.skipped),
             parameters=sum(leaf.size for leaf in params),
             step_bytes=self.step_bytes,
-            step_seconds=statistics.median(seconds),
+            step_seconds=statistics.median(seconds) if seconds else None,
         )

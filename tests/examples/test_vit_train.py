@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -109,20 +110,32 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
     )
 
 
-def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path):
+@pytest.mark.parametrize("steps", [3, 7])  # before and after the first checkpoint
+def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path, steps):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     _, rows = train_in(whole, "float16")
 
-    def kill_after_seven(calls=iter(range(99))):  # noqa: B008
-        if next(calls) == 7:
+    stop = stop_before(steps)
+
+    def kill():
+        if stop():
             raise KeyboardInterrupt  # no time to save
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        train_in(parts, "float16", kill_after_seven)
+        train_in(parts, "float16", kill)
+    assert len(read_metrics(parts)) == steps // 3 * 3
     _, resumed_rows = train_in(parts, "float16", resume=True)
     assert resumed_rows == rows
     assert (whole / "metrics.csv").read_bytes() == (parts / "metrics.csv").read_bytes()
+
+
+def test_results_survive_the_loss_of_metrics(tmp_path):
+    result, _ = train_in(tmp_path, "float32")
+    (tmp_path / "metrics.csv").unlink()
+    resumed, rows = train_in(tmp_path, "float32", resume=True)
+    unknown = {"final_loss": None, "step_seconds": None}
+    assert rows == [] and resumed == dataclasses.replace(result, **unknown)
 
 
 def test_checkpoint_holds_everything(tmp_path):
@@ -185,6 +198,15 @@ def copied(folder: Path, to: Path) -> Path:
     return to
 
 
+@pytest.fixture
+def late_failures(monkeypatch):
+    """Reads that Orbax leaves behind when one of them fails, and does not wait for."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    yield
+    time.sleep(0.5)
+
+
+@pytest.mark.usefixtures("late_failures")
 @pytest.mark.parametrize("damage", [cut_off, flip_bit, lose_record, lose_state])
 def test_damaged_checkpoint_is_refused(finished, tmp_path, damage):
     folder = copied(finished, tmp_path / "run")
@@ -278,6 +300,7 @@ def test_ctrl_c_leaves_a_valid_checkpoint(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "examples.vit", *options],
         cwd=ROOT,
+        env={key: os.environ[key] for key in os.environ if key != "MAKELEVEL"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
