@@ -1,0 +1,40 @@
+"""mpx: mixed and low precision training for JAX.
+
+Any JAX function, any model, by changing one line of the training step:
+
+    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(model, batch)
+    model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+
+The names below stand in the order of the documentation.
+"""
+
+from ._dtypes import BFLOAT16_MAX as BFLOAT16_MAX
+from ._dtypes import FLOAT16_MAX as FLOAT16_MAX
+from ._dtypes import half_precision as half_precision
+from ._dtypes import half_precision_datatype as half_precision_datatype
+from ._dtypes import set_half_precision_datatype as set_half_precision_datatype
+from ._cast import cast_tree as cast_tree
+from ._cast import cast_to_half_precision as cast_to_half_precision
+from ._cast import cast_to_full_precision as cast_to_full_precision
+from ._cast import cast_to_float16 as cast_to_float16
+from ._cast import cast_to_bfloat16 as cast_to_bfloat16
+from ._cast import cast_to_float32 as cast_to_float32
+from ._function import cast_function as cast_function
+from ._function import force_full_precision as force_full_precision
+from ._policy import Policy as Policy
+from ._policy import get_policy as get_policy
+from ._loss_scaling import AbstractLossScaling as AbstractLossScaling
+from ._loss_scaling import DynamicLossScaling as DynamicLossScaling
+from ._loss_scaling import StaticLossScaling as StaticLossScaling
+from ._loss_scaling import NoLossScaling as NoLossScaling
+from ._loss_scaling import StepRecord as StepRecord
+from ._loss_scaling import scaled as scaled
+from ._tree import all_finite as all_finite
+from ._tree import select_tree as select_tree
+from ._grad import filter_grad as filter_grad
+from ._grad import filter_value_and_grad as filter_value_and_grad
+from ._grad import calculate_scaled_grad as calculate_scaled_grad
+from ._grad import grad as grad
+from ._grad import value_and_grad as value_and_grad
+from ._grad import Accumulation as Accumulation
+from ._grad import GradientResult as GradientResult

@@ -1,0 +1,116 @@
+"""Casting the float leaves of any PyTree.
+
+Which leaves are cast: arrays of float16, bfloat16, float32 and float64 (JAX, numpy,
+numpy scalars, `jax.ShapeDtypeStruct`). float64 is treated like the others, so that a
+numpy array with numpy's default dtype never promotes a half-precision program in
+silence; use `keep` to leave it. Everything else comes back as the same object: integers
+and booleans, PRNG keys, complex numbers, formats of 8 bits and fewer, Python scalars
+(they take the dtype of what they meet), functions, strings and None.
+
+What happens to values: rounding to nearest, ties to even. Values beyond the target's
+range become infinite in float16 and bfloat16 and *saturate* to the largest finite value
+in 8-bit formats, where infinity would be NaN or a loss of the sign's use. NaN stays NaN.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import PyTree
+
+from ._dtypes import float_dtype, half_precision_datatype
+from ._tree import is_float_leaf, path_text
+from ._typing import DTypeLike, LeafPredicate
+
+
+def cast_tree(
+    tree: PyTree, dtype: DTypeLike, *, keep: LeafPredicate | None = None
+) -> PyTree:
+    """Casts the float leaves of a tree.
+
+    **Arguments:**
+
+    - `tree`: any PyTree; numpy arrays stay numpy arrays.
+    - `dtype`: a floating dtype or its name ("float16", "bf16", "half", ...).
+    - `keep`: `keep(path, leaf)` is True for leaves that are not to be cast; the path is
+      text such as `layers[0].weight`.
+
+    **Returns:** the tree with the same structure. A leaf that has the dtype already, or
+    is not a float leaf, is the same object.
+
+    At the edges: zeros keep their sign, NaN stays NaN, overflow gives infinity in 16
+    bits and saturates in 8.
+
+    **Raises:** `ValueError` for a dtype that does not exist, `TypeError` for one that
+    is not floating.
+
+    >>> import jax.numpy as jnp, mpx
+    >>> mpx.cast_tree({"w": jnp.ones(2), "step": 3}, "bfloat16")
+    {'w': Array([1, 1], dtype=bfloat16), 'step': 3}
+    """
+    target = float_dtype(dtype, "`mpx.cast_tree(tree, dtype)`")
+    return cast_leaves(tree, target, keep)
+
+
+def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> PyTree:
+    """`cast_tree` for a dtype that was read already."""
+    if keep is None:
+        return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree)
+
+    def cast(path: Any, leaf: Any) -> Any:
+        if is_float_leaf(leaf) and keep(path_text(path), leaf):
+            return leaf
+        return cast_leaf(leaf, dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, tree)
+
+
+def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+    """Casts one leaf if it is a float leaf of another dtype."""
+    if not is_float_leaf(leaf) or leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype)
+    if dtype.itemsize == 1:
+        leaf = _saturate(leaf, dtype)
+    if isinstance(leaf, np.ndarray | np.generic):
+        with np.errstate(over="ignore"):  # overflow to infinity is documented
+            return leaf.astype(dtype)
+    return leaf.astype(dtype)
+
+
+def _saturate(leaf: Any, dtype: np.dtype) -> Any:
+    # astype alone gives NaN (e4m3fn) or infinity (e5m2) past the largest value.
+    largest = float(ml_dtypes.finfo(dtype).max)
+    clip = np.clip if isinstance(leaf, np.ndarray | np.generic) else jnp.clip
+    # Where the source's own range is smaller, as float16 to bfloat16-like formats, the
+    # bound rounds to infinity in the source's dtype and clipping changes nothing.
+    bound = leaf.dtype.type(largest)
+    return clip(leaf, -bound, bound)
+
+
+def cast_to_half_precision(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
+    """Casts float leaves to `half_precision_datatype()`; see `cast_tree`."""
+    return cast_leaves(x, half_precision_datatype(), keep)
+
+
+def cast_to_full_precision(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
+    """Casts float leaves to float32; see `cast_tree`. float64 becomes float32, too."""
+    return cast_leaves(x, np.dtype(np.float32), keep)
+
+
+def cast_to_float16(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
+    """Casts float leaves to float16; beyond 65504 they become infinite."""
+    return cast_leaves(x, np.dtype(np.float16), keep)
+
+
+def cast_to_bfloat16(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
+    """Casts float leaves to bfloat16; see `cast_tree`."""
+    return cast_leaves(x, np.dtype(jnp.bfloat16), keep)
+
+
+def cast_to_float32(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
+    """Casts float leaves to float32; the same as `cast_to_full_precision`."""
+    return cast_leaves(x, np.dtype(np.float32), keep)

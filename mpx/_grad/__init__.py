@@ -1,0 +1,26 @@
+"""Gradients in mixed precision: what stands in for `eqx.filter_grad` and `jax.grad`.
+
+One call does steps 2 to 6 of mixed precision training (Micikevicius et al. 2018,
+arXiv:1710.03740): cast the inputs, run the function, scale the loss, differentiate,
+unscale, check, adjust the scale. What matters about the order:
+
+- The casts stand *inside* the differentiated function. So the gradient is taken with
+  respect to the float32 weights and is float32 itself.
+- The loss is made float32 before it is scaled. Neither the reported loss nor the scale
+  ever passes through a float16 multiplication.
+- Gradients are unscaled by the scale that scaled them, not by the adjusted one.
+- A step is good if the loss and every gradient are finite. Under `shard_map` and `pmap`
+  all devices agree on that.
+
+Modules: `_transforms` (the public functions), `_engine` (one attempt at one batch),
+`_inputs` (which leaves are cast, what is refused), `_accumulate` (micro-batches),
+`_result` (what comes back).
+"""
+
+from ._accumulate import Accumulation as Accumulation
+from ._result import GradientResult as GradientResult
+from ._transforms import calculate_scaled_grad as calculate_scaled_grad
+from ._transforms import filter_grad as filter_grad
+from ._transforms import filter_value_and_grad as filter_value_and_grad
+from ._transforms import grad as grad
+from ._transforms import value_and_grad as value_and_grad

@@ -1,0 +1,228 @@
+"""Gradient accumulation: one step over several micro-batches, in a scan."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._dtypes import full_precision_of
+from .._errors import describe
+from .._typing import LeafPredicate
+from ._inputs import input_path, is_model_state
+
+# What a leaf of the arguments is to the scan.
+_WHOLE, _BATCH, _KEY, _STATE = "whole", "batch", "key", "state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    r"""How a batch is cut into micro-batches, and how their results are joined.
+
+    $$\ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad
+      g = \frac{\sum_i w_i g_i}{\sum_i w_i}$$
+
+    in float32, with one loss scale for the whole window. One micro-batch that is not
+    finite makes the step a bad one. What happens to the arguments:
+
+    | leaf | micro-batch $i$ of $n$ gets |
+    |---|---|
+    | the differentiated arguments | all of it |
+    | an array with axes, of size $B$ along the first | rows $i, i + n, i + 2n, \dots$ |
+    | a PRNG key (also a raw `uint32[2]`) | the $i$-th of `jax.random.split(key, n)` |
+    | Equinox `State`, the argument `state_argnum` | what the micro-batch before left |
+    | a scalar, a leaf that is no array, `whole` | all of it |
+
+    Rows are taken in strides so that a batch that is sharded over devices stays where
+    it is. Arrays in aux come back stacked along a new first axis, except the model
+    state, which is the last one; leaves of aux that are no arrays come back once.
+
+    **Arguments:**
+
+    - `steps`: the number of micro-batches; must divide the batch.
+    - `whole`: `whole(path, leaf)` is True for arrays without a batch axis; paths are
+      like `args[1]['mask']`.
+    - `weight`: called as the loss function is, returns the weight $w_i$ of a
+      micro-batch, such as its number of tokens; one by default. Weights that sum to
+      zero make the step a bad one.
+    - `state_argnum`, `new_state`: the position of an argument that is model state, and
+      a function that takes the new state out of aux. Equinox's `State` is found without.
+
+    **Raises:** `TypeError` or `ValueError` for values that make no sense.
+    """
+
+    steps: int
+    _: dataclasses.KW_ONLY
+    whole: LeafPredicate | None = None
+    weight: Callable[..., Any] | None = None
+    state_argnum: int | None = None
+    new_state: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        is_int = isinstance(self.steps, int | np.integer)
+        if not is_int or isinstance(self.steps, bool):
+            raise TypeError(
+                "`accumulate` takes a whole number of micro-batches or "
+                f"`mpx.Accumulation(steps)`; got {describe(self.steps)}."
+            )
+        if self.steps < 1:
+            raise ValueError(
+                f"`steps` of `mpx.Accumulation` must be at least 1; got {self.steps}."
+            )
+        if (self.state_argnum is None) != (self.new_state is None):
+            raise ValueError(
+                "`mpx.Accumulation` needs `state_argnum` and `new_state` together: "
+                "which argument is the state, and where in aux the new one is."
+            )
+
+
+def accumulated(
+    how: Accumulation,
+    one: Callable[[Any, Any], tuple[Any, Any, PyTree]],
+    argnums: tuple[int, ...],
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Any, PyTree]:
+    """Runs `one(args, kwargs) -> (loss, aux, grads)` over micro-batches."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(
+        (args, kwargs), is_leaf=is_model_state
+    )
+    leaves = [leaf for _, leaf in paths]
+    kinds = [_kind(how, argnums, path, leaf) for path, leaf in paths]
+    xs = [
+        _micro_batches(how, kind, path, leaf)
+        for kind, (path, leaf) in zip(kinds, paths, strict=True)
+    ]
+    nodes = [x for x, kind in zip(leaves, kinds, strict=True) if kind == _STATE]
+    state, state_tree = jax.tree.flatten(nodes)
+    traced: list[_Aux] = []
+
+    def body(carry: Any, xs: Any) -> Any:
+        total, state = carry
+        current = iter(jax.tree.unflatten(state_tree, state))
+        parts = [
+            x if kind in (_BATCH, _KEY) else next(current) if kind == _STATE else leaf
+            for leaf, kind, x in zip(leaves, kinds, xs, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(treedef, parts)
+        loss, aux, grads = one(args, kwargs)
+        weight = _weight(how, args, kwargs)
+        state = _new_state(how, aux, state)
+        traced[:] = [_Aux.read(aux, state)]
+        total = jax.tree.map(lambda t, g: t + weight.astype(g.dtype) * g, total, grads)
+        return (total, state), (loss, weight, traced[0].stacked(aux))
+
+    differentiated = eqx.filter(tuple(args[i] for i in argnums), eqx.is_inexact_array)
+    zeros = jax.tree.map(
+        lambda w: jnp.zeros(w.shape, full_precision_of(w.dtype)), differentiated
+    )
+    (total, state), (losses, weights, stacked) = jax.lax.scan(
+        body, (zeros, state), xs, length=how.steps
+    )
+    weight = jnp.sum(weights)
+    grads = jax.tree.map(lambda t: t / weight.astype(t.dtype), total)
+    loss = jnp.sum(losses * weights.astype(losses.dtype)) / weight.astype(losses.dtype)
+    return loss, traced[0].rebuild(stacked, state), grads
+
+
+@dataclasses.dataclass(frozen=True)
+class _Aux:
+    """The form of aux: which of its leaves are stacked, model state, or no arrays."""
+
+    tree: Any
+    slots: list[int | None]
+    fixed: list[Any]
+
+    @classmethod
+    def read(cls, aux: Any, state: list[Any]) -> "_Aux":
+        leaves, tree = jax.tree.flatten(aux)
+        places = {id(x): i for i, x in enumerate(state)}
+        fixed = [None if eqx.is_array(x) else x for x in leaves]
+        return cls(tree, [places.get(id(x)) for x in leaves], fixed)
+
+    def stacked(self, aux: Any) -> list[Any]:
+        """The leaves of one micro-batch's aux that are to be stacked."""
+        return [
+            x if eqx.is_array(x) and slot is None else None
+            for x, slot in zip(jax.tree.leaves(aux), self.slots, strict=True)
+        ]
+
+    def rebuild(self, stacked: list[Any], state: list[Any]) -> Any:
+        """Aux after the last micro-batch."""
+        leaves = [
+            state[slot] if slot is not None else fixed if x is None else x
+            for x, slot, fixed in zip(stacked, self.slots, self.fixed, strict=True)
+        ]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def _kind(how: Accumulation, argnums: tuple[int, ...], path: Any, leaf: Any) -> str:
+    position = path[1].idx if path[0].idx == 0 else None
+    if position is not None and position in argnums:
+        return _WHOLE
+    if is_model_state(leaf) or (
+        position is not None and position == how.state_argnum
+    ):
+        return _STATE
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return _WHOLE
+    if how.whole is not None and how.whole(input_path(path), leaf):
+        return _WHOLE
+    is_raw_key = leaf.dtype == np.uint32 and leaf.shape == (2,)
+    if is_raw_key or (
+        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and leaf.ndim == 0
+    ):
+        return _KEY
+    return _BATCH if leaf.ndim else _WHOLE
+
+
+def _micro_batches(how: Accumulation, kind: str, path: Any, leaf: Any) -> Any:
+    """The leaf with micro-batches along a new first axis; None if it is not cut."""
+    if kind == _KEY:
+        return jax.random.split(leaf, how.steps)
+    if kind != _BATCH:
+        return None
+    size = leaf.shape[0]
+    if size == 0 or size % how.steps:
+        raise ValueError(
+            f"`accumulate={how.steps}` must divide the first axis of every array but "
+            f"those of the first argument; got {describe(leaf)} at `{input_path(path)}`. "
+            "Change the batch size, or name arrays without a batch axis: "
+            "`mpx.Accumulation(steps, whole=lambda path, leaf: ...)`."
+        )
+    strided = jnp.reshape(leaf, (size // how.steps, how.steps, *leaf.shape[1:]))
+    return jnp.swapaxes(strided, 0, 1)
+
+
+def _weight(how: Accumulation, args: Any, kwargs: Any) -> Any:
+    if how.weight is None:
+        return jnp.ones((), jnp.float32)
+    weight = jnp.asarray(how.weight(*args, **kwargs))
+    if weight.shape != ():
+        raise ValueError(
+            "`weight` of `mpx.Accumulation` must return one number for a micro-batch; "
+            f"got {describe(weight)}. Sum it."
+        )
+    return weight.astype(jnp.float32)
+
+
+def _new_state(how: Accumulation, aux: Any, old: list[Any]) -> list[Any]:
+    """The leaves of the model state that aux holds."""
+    if not old:
+        return old
+    if how.new_state is not None:
+        new = jax.tree.leaves(how.new_state(aux))
+    else:
+        nodes = jax.tree.leaves(aux, is_leaf=is_model_state)
+        new = jax.tree.leaves([x for x in nodes if is_model_state(x)])
+    before, after = ([describe(x) for x in leaves] for leaves in (old, new))
+    if before != after:
+        raise ValueError(
+            "With `accumulate` the model state must come back in aux, once and with the "
+            f"shapes and dtypes it went in with; went in: {before}; came back: {after}."
+        )
+    return new

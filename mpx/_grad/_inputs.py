@@ -1,0 +1,158 @@
+"""Inputs of a gradient function: which leaves are cast, and what is refused."""
+
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._cast import cast_leaf
+from .._errors import at_path, describe
+from .._loss_scaling import AbstractLossScaling
+from .._tree import is_float_leaf
+from .._typing import LeafPredicate
+
+# Names under which frameworks keep running statistics: Flax's collection, and the
+# moving averages of Haiku's BatchNorm (`batch_norm/~/mean_ema`).
+_STATISTICS = ("batch_stats", "mean_ema", "var_ema")
+
+
+def cast_inputs(
+    func: Any, args: Any, kwargs: Any, dtype: np.dtype, keep: LeafPredicate | None
+) -> tuple[Any, Any, Any]:
+    """Casts float leaves but model state and what `keep` names.
+
+    Running statistics in half precision drift: a momentum of 0.999 is no step at all
+    in bfloat16. So Equinox's `State`, Flax's `batch_stats` and Haiku's moving averages
+    always stay.
+    """
+
+    def cast(path: Any, leaf: Any) -> Any:
+        if is_model_state(leaf) or _is_statistic(path):
+            return leaf
+        if keep is not None and is_float_leaf(leaf) and keep(input_path(path), leaf):
+            return leaf
+        return cast_leaf(leaf, dtype)
+
+    # One tree for all: the first key tells which of the three it is.
+    return jax.tree_util.tree_map_with_path(
+        cast, (args, kwargs, func), is_leaf=is_model_state
+    )
+
+
+def is_model_state(node: Any) -> bool:
+    """Whether a node of a tree is Equinox's state of a model."""
+    return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
+
+
+def input_path(path: Any) -> str:
+    """Writes a path into `(args, kwargs, func)`: `args[0].layers[1].weight`."""
+    root = ("args", "kwargs", "func")[path[0].idx]
+    return root + jax.tree_util.keystr(path[1:])
+
+
+def _is_statistic(path: Any) -> bool:
+    names = (str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+    return any(name.endswith(_STATISTICS) for name in names)
+
+
+def refuse_unknown_scaling(scaling: Any, call: str, mixed: bool) -> None:
+    """Raises unless `scaling` is a loss scaling, or None where nothing is scaled."""
+    if isinstance(scaling, AbstractLossScaling) or (scaling is None and not mixed):
+        return
+    raise TypeError(
+        f"`scaling` of {call} must be a loss scaling; got {describe(scaling)}. Make one: "
+        "`mpx.DynamicLossScaling()` for float16, `mpx.NoLossScaling()` for bfloat16, "
+        "`mpx.StaticLossScaling(number)` for a fixed scale."
+    )
+
+
+def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> None:
+    """Raises where the state would be built into a compiled function as a constant.
+
+    A state that is no tracer, in a place where an operation on it gives one, is being
+    baked in: every call would start from the same scale and the same counters.
+    """
+    if scaling is None or not scaling._is_stateful:
+        return
+    leaf = scaling.record.steps
+    if isinstance(leaf, jax.core.Tracer):
+        return
+    if isinstance(jax.lax.add(leaf, np.int32(0)), jax.core.Tracer):
+        raise ValueError(
+            f"{call} was given a `scaling` from outside of the function that JAX is "
+            "tracing (jit, scan, ...); it would be frozen at its present value for "
+            "ever. Pass `scaling` to that function as an argument and return the new "
+            "one: `def step(model, opt_state, scaling, batch): ...`."
+        )
+
+
+def refuse_nnx(trees: Any, call: str) -> None:
+    """Raises where a Flax NNX module would lose its in-place updates in silence."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    kinds = (nnx.Module, nnx.Optimizer, nnx.Rngs)
+
+    def is_nnx(node: Any) -> bool:
+        return isinstance(node, kinds)
+
+    for leaf in jax.tree.leaves(trees, is_leaf=is_nnx):
+        if is_nnx(leaf):
+            raise TypeError(
+                f"{call} was given {describe(leaf)}, a Flax NNX object. NNX updates "
+                "its objects in place (batch statistics, random streams), which every "
+                "plain JAX transform drops in silence. Split it first: `graphdef, "
+                "params, rest = nnx.split(model, nnx.Param, ...)`, differentiate with "
+                "respect to `params`, and return `rest` as aux. The adapter "
+                "`mpx.nnx.value_and_grad` comes with autocast."
+            )
+
+
+def refuse_half_masters(weights: PyTree, call: str) -> None:
+    """Raises for float16 weights, whose updates vanish and overflow."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        if is_float_leaf(leaf) and leaf.dtype == np.float16:
+            raise ValueError(
+                f"{call} needs weights in full precision; got {describe(leaf)} at "
+                f"`{jax.tree_util.keystr(path)}`. Keep float32 weights (mpx casts them "
+                "for the computation), with `mpx.cast_to_float32(model)`. If float16 "
+                "weights are what you want, say so: `policy=mpx.get_policy('float16')`."
+            )
+
+
+def refuse_no_weights(weights: PyTree, call: str) -> None:
+    """Raises where there is nothing to differentiate."""
+    if not any(eqx.is_inexact_array(leaf) for leaf in jax.tree.leaves(weights)):
+        raise ValueError(
+            f"{call} found no floating JAX array to differentiate. The first argument "
+            "must be the model or the parameters; got leaves "
+            f"{[describe(leaf) for leaf in jax.tree.leaves(weights)][:8]}."
+        )
+
+
+def as_floating(
+    args: tuple[Any, ...], argnums: tuple[int, ...], call: str
+) -> tuple[Any, ...]:
+    """Makes arrays of the differentiated arguments, all of which must be floating."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        is_number = isinstance(leaf, float | jax.Array | np.ndarray | np.generic)
+        array = jnp.asarray(leaf) if is_number else None
+        if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(
+                f"{call} differentiates real floating numbers; got {describe(leaf)} in a "
+                f"differentiated argument{at_path(jax.tree_util.keystr(path))}. Leave it "
+                "out of `argnums`, or use `mpx.filter_grad`, which filters such leaves."
+            )
+        return array
+
+    count = len(args)
+    chosen = {i % count for i in argnums if -count <= i < count}
+    return tuple(
+        jax.tree_util.tree_map_with_path(convert, arg) if i in chosen else arg
+        for i, arg in enumerate(args)
+    )

@@ -1,0 +1,100 @@
+"""What a gradient function returns: a tuple in the paper's order, with names."""
+
+from typing import Any
+
+import jax
+
+from .._typing import BoolLike
+
+@jax.tree_util.register_pytree_with_keys_class
+class GradientResult(tuple):
+    """The result of a gradient function; unpacks like the tuple the paper prints.
+
+    | function | unpacks to |
+    |---|---|
+    | `filter_grad`, `grad` | `scaling, finite, grads` |
+    | the same with `has_aux=True` | `scaling, finite, grads, aux` |
+    | `filter_value_and_grad`, `value_and_grad` | `value, scaling, finite, grads` |
+    | the same with `has_aux=True` | `(value, aux), scaling, finite, grads` |
+
+    **Attributes:** `scaling` (the state for the next step), `finite` (whether this step
+    is good), `grads` (unscaled, float32), and where they were asked for `value` (the
+    unscaled loss, float32) and `aux`.
+
+    It also carries what `mpx.optimizer_step` needs to judge the step once more: the
+    state from before, and which leaves were finite. It is a PyTree.
+    """
+
+    _fields: tuple[str, ...]
+    _parts: dict[str, Any]
+
+    def __new__(cls, **parts: Any) -> "GradientResult":
+        has_value, has_aux = "value" in parts, "aux" in parts
+        common = (parts["scaling"], parts["finite"], parts["grads"])
+        if has_value and has_aux:
+            items = ((parts["value"], parts["aux"]), *common)
+        elif has_value:
+            items = (parts["value"], *common)
+        else:
+            items = (*common, parts["aux"]) if has_aux else common
+        self = super().__new__(cls, items)
+        self._parts = parts
+        self._fields = tuple(name for name in parts if not name.startswith("_"))
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what is not there in the ordinary way.
+        parts = self.__dict__.get("_parts", {})
+        if name in parts:
+            return parts[name]
+        if name == "value":
+            raise AttributeError(
+                "This result has no `value`; use `mpx.filter_value_and_grad` (or "
+                "`mpx.value_and_grad`) instead of `mpx.filter_grad`."
+            )
+        if name == "aux":
+            raise AttributeError(
+                "This result has no `aux`; build the gradient function with "
+                "`has_aux=True`."
+            )
+        raise AttributeError(f"`mpx.GradientResult` has no attribute {name!r}.")
+
+    def _replace(self, **changes: Any) -> "GradientResult":
+        """A copy with other parts, as named tuples have it: `_replace(grads=clipped)`."""
+        unknown = changes.keys() - self._parts.keys()
+        if unknown:
+            raise ValueError(
+                f"`_replace` knows {', '.join(self._fields)}; got {sorted(unknown)}."
+            )
+        return GradientResult(**{**self._parts, **changes})
+
+    def _judged(self, finite: BoolLike, flags: Any) -> Any:
+        """The scaling after this step, had it come out as `finite`."""
+        before = self._parts.get("_before")
+        if before is not None:
+            return before.adjust(finite, places_finite=flags)
+        # Full precision: steps are counted, the scale is not used and not changed.
+        counted = self._parts["_counted"]
+        return None if counted is None else counted._counted(finite, flags)
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{name}={self._parts[name]!r}" for name in self._fields)
+        return f"GradientResult({inner})"
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self._parts,)
+
+    def tree_flatten_with_keys(self) -> Any:
+        names = tuple(self._parts)
+        children = [
+            (jax.tree_util.GetAttrKey(name), self._parts[name]) for name in names
+        ]
+        return children, names
+
+    @classmethod
+    def tree_unflatten(cls, names: Any, children: Any) -> "GradientResult":
+        return cls(**dict(zip(names, children, strict=True)))
+
+
+def _rebuild(parts: dict[str, Any]) -> GradientResult:
+    return GradientResult(**parts)

@@ -1,0 +1,417 @@
+"""The public gradient functions."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from .._dtypes import float_dtype, half_precision_datatype
+from .._errors import describe
+from .._jax_compat import manual_axes
+from .._loss_scaling import AbstractLossScaling, NoLossScaling
+from .._policy import Policy, get_policy
+from .._tree import finite_by_leaf
+from .._typing import DTypeLike, LeafPredicate
+from . import _inputs
+from ._accumulate import Accumulation, accumulated
+from ._engine import Problem, scaled_value_and_grad
+from ._engine import value_and_grad as value_and_grad_once
+from ._result import GradientResult
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The keyword options that all gradient functions share."""
+
+    has_aux: bool
+    mixed: bool = True
+    policy: Policy | None = None
+    keep: LeafPredicate | None = None
+    accumulate: int | Accumulation = 1
+    accumulate_dtype: DTypeLike | None = None
+    retries: int = 0
+
+
+def filter_grad(
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    *,
+    policy: Policy | None = None,
+    keep: LeafPredicate | None = None,
+    accumulate: int | Accumulation = 1,
+    accumulate_dtype: DTypeLike | None = None,
+    retries: int = 0,
+) -> Callable[..., GradientResult]:
+    r"""The gradient of a loss in mixed precision, in the place of `eqx.filter_grad`.
+
+    $$g = \frac{1}{s} \nabla_w \left[ s \cdot \operatorname{f32}\big(
+        f(\operatorname{half}(w), \operatorname{half}(x)) \big) \right]$$
+
+    with respect to the floating arrays in the first argument. Float leaves of all
+    arguments are cast to half precision inside of the differentiated function.
+
+    **Arguments:**
+
+    - `func`: `func(model, *args, **kwargs)` returns a scalar loss, or `(loss, aux)`.
+    - `scaling`: the loss scaling. Inside of a jitted function it must be an argument
+      of that function.
+    - `has_aux`: `func` returns `(loss, aux)`; aux comes back as it was returned.
+    - `use_mixed_precision`: False casts and scales nothing: the full precision control
+      with the same control flow. `scaling` (which may be None) keeps its scale and
+      counts.
+    - `policy`: its compute dtype takes the place of `half_precision_datatype()`.
+    - `keep`: `keep(path, leaf)` is True for leaves that are not cast (masks, time
+      stamps); paths are like `args[1]['mask']`. Model state is never cast: Equinox
+      `State`, Flax's `batch_stats`, Haiku's moving averages.
+    - `accumulate`: a number of micro-batches, or `mpx.Accumulation`.
+    - `accumulate_dtype`: float32 sums the gradients of a weight that is used many times
+      in float32 instead of half precision; costs some tracing time.
+    - `retries`: how many more times a step is tried at a smaller scale before it is
+      given up.
+
+    **Returns:** a function of the same arguments that returns `(scaling, finite, grads)`
+    or `(scaling, finite, grads, aux)`, see `GradientResult`. `scaling` is the state for
+    the next step. `finite` is False if the loss or a gradient is NaN or infinite; the
+    gradients are then meaningless. `grads` has the model's structure with None for
+    what is not differentiated, unscaled, in float32 (float64 for float64 weights).
+
+    **Raises:** `TypeError` for a `scaling` that is none, a loss that is not a floating
+    scalar, Flax NNX objects; `ValueError` for a scaling frozen into a compiled
+    function, float16 weights without a policy that asks for them, no weights at all.
+
+    >>> import jax.numpy as jnp, mpx
+    >>> def loss(w, x):
+    ...     return mpx.force_full_precision(jnp.mean, jnp.float32)((w * x) ** 2)
+    >>> scaling = mpx.DynamicLossScaling(2.0**10)
+    >>> scaling, finite, grads = mpx.filter_grad(loss, scaling)(jnp.ones(2), jnp.ones(2))
+    >>> grads
+    Array([1., 1.], dtype=float32)
+    """
+    options = _Options(
+        has_aux, use_mixed_precision, policy, keep, accumulate, accumulate_dtype, retries
+    )
+    return _transform("`mpx.filter_grad`", func, scaling, None, False, options)
+
+
+def filter_value_and_grad(
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    *,
+    policy: Policy | None = None,
+    keep: LeafPredicate | None = None,
+    accumulate: int | Accumulation = 1,
+    accumulate_dtype: DTypeLike | None = None,
+    retries: int = 0,
+) -> Callable[..., GradientResult]:
+    """The loss and its gradient, in the place of `eqx.filter_value_and_grad`.
+
+    Arguments, equation and errors are those of `filter_grad`.
+
+    **Returns:** a function that returns `(value, scaling, finite, grads)`, or with
+    `has_aux` `((value, aux), scaling, finite, grads)`. `value` is the unscaled loss in
+    float32, also on steps that grow the scale or are skipped.
+
+    >>> import jax.numpy as jnp, mpx
+    >>> step = mpx.filter_value_and_grad(jnp.sum, mpx.NoLossScaling())
+    >>> value, scaling, finite, grads = step(jnp.ones(3))
+    >>> float(value), bool(finite)
+    (3.0, True)
+    """
+    options = _Options(
+        has_aux, use_mixed_precision, policy, keep, accumulate, accumulate_dtype, retries
+    )
+    call = "`mpx.filter_value_and_grad`"
+    return _transform(call, func, scaling, None, True, options)
+
+
+def grad(
+    fun: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    has_aux: bool = False,
+    policy: Policy | None = None,
+    keep: LeafPredicate | None = None,
+    accumulate: int | Accumulation = 1,
+    accumulate_dtype: DTypeLike | None = None,
+    retries: int = 0,
+) -> Callable[..., GradientResult]:
+    """The gradient of a plain function in mixed precision, in the place of `jax.grad`.
+
+    As `filter_grad`, but differentiates what `argnums` says, an int or a tuple of them,
+    all of whose leaves must be floating numbers.
+
+    **Returns:** a function that returns `(scaling, finite, grads[, aux])`; for a tuple of
+    `argnums` the gradients are a tuple.
+
+    **Raises:** what `filter_grad` raises, and `TypeError` for a leaf of the
+    differentiated arguments that is not floating, as JAX does.
+
+    >>> import jax.numpy as jnp, mpx
+    >>> result = mpx.grad(lambda a, b: a * b, mpx.NoLossScaling(), argnums=(0, 1))(2.0, 3.0)
+    >>> [float(g) for g in result.grads]
+    [3.0, 2.0]
+    """
+    options = _Options(
+        has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
+    )
+    return _transform("`mpx.grad`", fun, scaling, argnums, False, options)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    argnums: int | tuple[int, ...] = 0,
+    *,
+    has_aux: bool = False,
+    policy: Policy | None = None,
+    keep: LeafPredicate | None = None,
+    accumulate: int | Accumulation = 1,
+    accumulate_dtype: DTypeLike | None = None,
+    retries: int = 0,
+) -> Callable[..., GradientResult]:
+    """The value and the gradient of a plain function; see `grad`.
+
+    **Returns:** a function that returns `(value, scaling, finite, grads)`, or with
+    `has_aux` `((value, aux), scaling, finite, grads)`.
+
+    >>> import jax.numpy as jnp, mpx
+    >>> step = mpx.value_and_grad(lambda w: w**2, mpx.StaticLossScaling(8.0))
+    >>> float(step(3.0).value), float(step(3.0).grads)
+    (9.0, 6.0)
+    """
+    options = _Options(
+        has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
+    )
+    return _transform("`mpx.value_and_grad`", fun, scaling, argnums, True, options)
+
+
+def calculate_scaled_grad(
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+) -> Callable[..., Any]:
+    """The scaled loss and its scaled gradient, for training loops of one's own.
+
+    Nothing is unscaled, checked or adjusted: sum such gradients over micro-batches,
+    then `scaling.unscale`, `mpx.all_finite` and `scaling.adjust`, each once.
+
+    **Returns:** a function that returns `(value, grads)` or `((value, aux), grads)` with
+    the value and the gradients times the scale, both float32.
+
+    >>> import jax.numpy as jnp, mpx
+    >>> scaling = mpx.StaticLossScaling(8.0)
+    >>> value, grads = mpx.calculate_scaled_grad(jnp.sum, scaling)(jnp.ones(2))
+    >>> float(value), scaling.unscale(grads)
+    (16.0, Array([1., 1.], dtype=float32))
+    """
+    call = "`mpx.calculate_scaled_grad`"
+    options = _Options(has_aux, use_mixed_precision)
+    _inputs.refuse_unknown_scaling(scaling, call, use_mixed_precision)
+    build = _problem_builder(call, func, (0,), options)
+
+    @functools.wraps(func, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        problem = build()
+        args = _checked(problem, scaling, args, kwargs, options)
+        used = _used_scaling(scaling, use_mixed_precision)
+        scaled, _, aux, (grads,) = scaled_value_and_grad(problem, used, args, kwargs)
+        return ((scaled, aux), grads) if has_aux else (scaled, grads)
+
+    return wrapper
+
+
+def _transform(
+    call: str,
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    argnums: int | tuple[int, ...] | None,
+    with_value: bool,
+    options: _Options,
+) -> Callable[..., GradientResult]:
+    """Builds a gradient function; `argnums` is None for those that filter."""
+    _inputs.refuse_unknown_scaling(scaling, call, options.mixed)
+    positions = _positions(0 if argnums is None else argnums, call)
+    build = _problem_builder(call, func, positions, options)
+    how = options.accumulate
+    how = how if isinstance(how, Accumulation) else Accumulation(how)
+    _refuse_retries(options.retries, call)
+
+    @functools.wraps(func, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
+        problem = build()
+        if argnums is not None:
+            args = _inputs.as_floating(args, positions, call)
+        args = _checked(problem, scaling, args, kwargs, options)
+
+        def attempt(scaling: AbstractLossScaling) -> Any:
+            def one(args: Any, kwargs: Any) -> Any:
+                return value_and_grad_once(problem, scaling, args, kwargs)
+
+            if how.steps == 1:
+                return one(args, kwargs)
+            return accumulated(how, one, positions, args, kwargs)
+
+        used = _used_scaling(scaling, options.mixed)
+        before, (loss, aux, grads), flags = _with_retries(
+            attempt, used, options.retries
+        )
+        finite = jnp.asarray(True) if flags is None else jnp.all(flags)
+        result = GradientResult(
+            **({"value": loss} if with_value else {}),
+            scaling=scaling,
+            finite=finite,
+            grads=grads if isinstance(argnums, tuple) else grads[0],
+            **({"aux": aux} if options.has_aux else {}),
+            **({"_before": before} if options.mixed else {"_counted": scaling}),
+            _flags=flags,
+        )
+        return result._replace(scaling=result._judged(finite, flags))
+
+    return wrapper
+
+
+def _problem_builder(
+    call: str,
+    func: Callable[..., Any],
+    argnums: tuple[int, ...],
+    options: _Options,
+) -> Callable[[], Problem]:
+    """Reads the options now; the half precision datatype is read at each call."""
+    if not callable(func):
+        raise TypeError(f"{call} needs a function; got {describe(func)}.")
+    policy = options.policy
+    policy = get_policy(policy) if isinstance(policy, str) else policy
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(
+            f"`policy` of {call} must be a `mpx.Policy` or its text; got "
+            f"{describe(policy)}."
+        )
+    if options.keep is not None and not callable(options.keep):
+        raise TypeError(
+            f"`keep` of {call} must be a function `keep(path, leaf) -> bool`; got "
+            f"{describe(options.keep)}."
+        )
+    summed = options.accumulate_dtype
+    if summed is not None:
+        summed = float_dtype(summed, f"`accumulate_dtype` of {call}")
+
+    def build() -> Problem:
+        compute = None
+        if options.mixed:
+            compute = half_precision_datatype() if policy is None else policy.compute_dtype
+        return Problem(
+            func=func,
+            call=call,
+            has_aux=options.has_aux,
+            argnums=argnums,
+            compute=compute if compute is None else np.dtype(compute),
+            keep=options.keep,
+            accumulate_dtype=summed,
+            allow_float16_weights=policy is not None
+            and policy.param_dtype == np.float16,
+        )
+
+    return build
+
+
+def _positions(argnums: Any, call: str) -> tuple[int, ...]:
+    positions = argnums if isinstance(argnums, tuple) else (argnums,)
+    is_int = all(isinstance(i, int) and not isinstance(i, bool) for i in positions)
+    if not is_int or not positions or len(set(positions)) < len(positions):
+        raise TypeError(
+            f"`argnums` of {call} must be an int or a tuple of different ints; got "
+            f"{argnums!r}."
+        )
+    return positions
+
+
+def _refuse_retries(retries: Any, call: str) -> None:
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        raise ValueError(
+            f"`retries` of {call} must be a whole number, at least 0; got {retries!r}."
+        )
+
+
+def _checked(
+    problem: Problem,
+    scaling: AbstractLossScaling | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: _Options,
+) -> tuple[Any, ...]:
+    """The arguments, after everything about them that can be wrong was refused."""
+    call, count = problem.call, len(args)
+    if any(not -count <= i < count for i in problem.argnums):
+        raise TypeError(
+            f"{call} differentiates positional arguments {problem.argnums}; the function "
+            f"was called with {count}. Pass the model by position."
+        )
+    _inputs.refuse_nnx((args, kwargs), call)
+    _inputs.refuse_frozen_scaling(scaling, call)
+    weights = tuple(args[i] for i in problem.argnums)
+    _inputs.refuse_no_weights(weights, call)
+    if options.mixed and not problem.allow_float16_weights:
+        _inputs.refuse_half_masters(weights, call)
+    return args
+
+
+def _used_scaling(
+    scaling: AbstractLossScaling | None, mixed: bool
+) -> AbstractLossScaling:
+    if scaling is not None and (mixed or not scaling._is_stateful):
+        return scaling
+    return NoLossScaling()
+
+
+def _with_retries(
+    attempt: Callable[[AbstractLossScaling], Any],
+    scaling: AbstractLossScaling,
+    retries: int,
+) -> tuple[AbstractLossScaling, Any, Bool[Array, " n"] | None]:
+    """Tries a step, and again at smaller scales while it is not finite.
+
+    **Returns:** the scaling of the last try, its result, and which places are finite.
+    """
+    if not scaling._is_stateful:
+        return scaling, attempt(scaling), None
+    result = attempt(scaling)
+    flags = _finite_flags(result)
+    if retries == 0:
+        return scaling, result, flags
+    arrays, static = eqx.partition(result, eqx.is_array)
+
+    def is_bad(state: Any) -> Any:
+        _, _, flags, tries = state
+        return ~jnp.all(flags) & (tries < retries)
+
+    def again(state: Any) -> Any:
+        lower = state[0]._backed_off()
+        result = attempt(lower)
+        arrays = eqx.filter(result, eqx.is_array)
+        return lower, arrays, _finite_flags(result), state[3] + 1
+
+    start = (scaling, arrays, flags, jnp.zeros((), jnp.int32))
+    scaling, arrays, flags, _ = jax.lax.while_loop(is_bad, again, start)
+    return scaling, eqx.combine(arrays, static), flags
+
+
+def _finite_flags(result: tuple[Any, Any, Any]) -> Bool[Array, " n"]:
+    """Whether the loss and each gradient is finite, agreed on by all devices."""
+    loss, _, grads = result
+    flags = jnp.stack(finite_by_leaf((loss, grads)))
+    axes = manual_axes()
+    if not axes:
+        return flags
+    return jax.lax.pmin(flags.astype(jnp.int32), axes).astype(bool)

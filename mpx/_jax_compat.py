@@ -1,0 +1,47 @@
+"""The only file that knows versions of JAX.
+
+Tested with jax 0.10 and 0.11. Everything here is public API of JAX; what differs from
+one version to the next is hidden behind a function.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes over which the code being traced runs once per device.
+
+    These are the axes of `shard_map` and of `pmap`; empty elsewhere, also under
+    `jax.jit` over a mesh, where the program is one for all devices.
+    """
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def bind_equation(equation: Any, *operands: Any) -> list[Any]:
+    """Binds the primitive of a jaxpr's equation to new operands.
+
+    **Returns:** the results as a list, also where the primitive has just one.
+    """
+    primitive = equation.primitive
+    params = primitive.get_bind_params(equation.params)
+    subfunctions: Any = ()
+    if isinstance(params, tuple):  # before jax 0.10: (functions, parameters)
+        subfunctions, params = params
+    results = primitive.bind(*subfunctions, *operands, **params)
+    return list(results) if primitive.multiple_results else [results]
+
+
+def equation_context(equation: Any) -> contextlib.AbstractContextManager[None]:
+    """The source lines and named scopes of an equation, for what is emitted for it."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
+
+
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a scan equation that are arguments of `jax.lax.scan`."""
+    names = ("length", "reverse", "unroll", "_split_transpose")
+    return {name: params[name] for name in names if name in params}

@@ -1,0 +1,22 @@
+"""Loss scaling: the number that the loss is multiplied by, and its state.
+
+Small gradients vanish in float16. Multiplying the loss by a *scale* multiplies every
+gradient by it (the chain rule is linear), and dividing in float32 afterwards gives the
+gradient back. `DynamicLossScaling` looks for the largest scale that does not overflow;
+`StaticLossScaling` keeps one; `NoLossScaling` is the state of a step that needs none.
+
+All three have one face, so that a training step reads the same for every precision:
+`.loss_scale`, `.steps`, `.skipped`, `.skipped_in_a_row`, `.last_finite`, `.finite`, and
+`scale`, `unscale`, `adjust`. All are immutable PyTrees: each step returns a new one.
+
+The sharp edge: the state must go *into* a jitted function as an argument and come out
+as a result. Closed over, it would be frozen at its first value; the gradient functions
+raise where they see that.
+"""
+
+from ._base import AbstractLossScaling as AbstractLossScaling
+from ._base import NoLossScaling as NoLossScaling
+from ._base import StaticLossScaling as StaticLossScaling
+from ._base import scaled as scaled
+from ._dynamic import DynamicLossScaling as DynamicLossScaling
+from ._record import StepRecord as StepRecord

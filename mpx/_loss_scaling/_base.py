@@ -1,0 +1,337 @@
+"""The interface of loss scaling, and the two forms whose scale never changes."""
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, PyTree
+
+from .._cast import cast_leaf
+from .._dtypes import full_precision_of
+from .._errors import describe
+from .._tree import bool_scalar, is_inexact_leaf
+from .._typing import BoolLike, BoolScalar, FloatScalar, ScalarLike
+from . import _state_dict
+from ._record import StepRecord, replaced
+
+# A scale and its inverse must both be normal float32 numbers: XLA may flush subnormal
+# ones to zero, and dividing a gradient by a flushed number destroys it.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+
+class AbstractLossScaling(eqx.Module):
+    """The interface of every loss scaling.
+
+    A subclass says what `loss_scale` is and how `adjust` changes it; `record` holds the
+    counters. Instances are immutable PyTrees of arrays: they go through jit, scan,
+    vmap, shard_map, checkpoints, pickle and deepcopy with every field.
+    """
+
+    record: eqx.AbstractVar[StepRecord]
+
+    @property
+    @abc.abstractmethod
+    def loss_scale(self) -> FloatScalar:
+        """The scale that the next loss is multiplied by, float32."""
+
+    @abc.abstractmethod
+    def adjust(
+        self,
+        grads_finite: BoolLike,
+        *,
+        places_finite: Bool[Array, " n"] | None = None,
+    ) -> Self:
+        """The state after one step: the scale adjusted, the counters advanced.
+
+        **Arguments:** `grads_finite`: whether the step was good, one boolean;
+        `places_finite`: one boolean for the loss and each leaf, remembered for
+        `mpx.check`.
+        """
+
+    @property
+    def steps(self) -> Any:
+        """How many steps were counted."""
+        return self.record.steps
+
+    @property
+    def skipped(self) -> Any:
+        """How many steps were skipped in all."""
+        return self.record.skipped
+
+    @property
+    def skipped_in_a_row(self) -> Any:
+        """How many of the latest steps were skipped without a good one between."""
+        return self.record.skipped_in_a_row
+
+    @property
+    def last_finite(self) -> Any:
+        """The number of the last good step, counted from 1; 0 if there was none."""
+        return self.record.last_finite
+
+    @property
+    def finite(self) -> Any:
+        """Whether the last step was good; True before the first."""
+        return self.record.finite
+
+    def scale(self, tree: PyTree) -> PyTree:
+        r"""Multiplies every float or complex leaf by the scale.
+
+        $$y = x \cdot s$$
+
+        in float32 at least: half-precision leaves come back as float32, so that the
+        product cannot overflow float16. Wider dtypes stay. All other leaves stay.
+        """
+        scale = self.loss_scale
+        return jax.tree.map(lambda leaf: _multiply(leaf, scale), tree)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        r"""Divides every float or complex leaf by the scale, in float32 at least.
+
+        $$y = x \cdot (1 / s)$$
+
+        Half-precision leaves are cast to float32 first. For a power of two this is
+        exact unless the result is subnormal. NaN and infinities stay what they are;
+        formats of 8 bits (the state of FP8 recipes) and all other leaves stay.
+        """
+        inverse = 1 / self.loss_scale
+        return jax.tree.map(lambda leaf: _multiply(leaf, inverse), tree)
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether steps are checked and counted, so that the state changes."""
+        return True
+
+    def _counted(
+        self, grads_finite: BoolLike, places_finite: Bool[Array, " n"] | None
+    ) -> Self:
+        """The state with its counters advanced and the scale as it is."""
+        finite = finite_scalar(grads_finite, self)
+        return replaced(self, record=self.record.updated(finite, places_finite))
+
+    def _backed_off(self) -> Self:
+        """The state for one more try of the same step at a smaller scale."""
+        raise ValueError(
+            f"`retries` needs a scale that can fall; got {type(self).__name__}. Use "
+            "`mpx.DynamicLossScaling`, or leave `retries` out."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields as numpy values by name, with the kind and a version number."""
+        return _state_dict.write(self)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Rebuilds a loss scaling from `state_dict()`; it continues bit for bit.
+
+        Older versions are migrated: the fields of the published MPX package (no
+        version) and every version of mpx.
+
+        **Raises:** `ValueError`, listing the keys, where the state is empty,
+        incomplete, unknown, of another kind, or holds values that no run can reach.
+        """
+        return _state_dict.read(cls, state)
+
+    def _validate(self) -> None:
+        """Raises `ValueError` for values that no run can reach."""
+
+    def __reduce__(self) -> Any:
+        return _state_dict.read, (type(self), self.state_dict())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Not through the state dict, which needs concrete values.
+        copy = lambda x: jnp.copy(x) if eqx.is_array(x) else x  # noqa: E731
+        return jax.tree.map(copy, self)
+
+
+class StaticLossScaling(AbstractLossScaling):
+    """A scale that never changes; steps that are not finite are still skipped.
+
+    **Arguments:** `loss_scaling`: a positive number, best a power of two: others round
+    each gradient once more.
+
+    **Raises:** `ValueError` for what is not one finite positive number between 2^-126
+    and 2^126.
+
+    >>> import mpx
+    >>> float(mpx.StaticLossScaling(1024.0).loss_scale)
+    1024.0
+    """
+
+    loss_scaling: Float32[Array, ""]
+    record: StepRecord
+
+    def __init__(self, loss_scaling: ScalarLike) -> None:
+        self.loss_scaling = scale_value(loss_scaling, "loss_scaling", type(self))
+        self.record = StepRecord()
+
+    @property
+    def loss_scale(self) -> FloatScalar:
+        """The scale, float32."""
+        return self.loss_scaling
+
+    def adjust(
+        self,
+        grads_finite: BoolLike,
+        *,
+        places_finite: Bool[Array, " n"] | None = None,
+    ) -> Self:
+        """Advances the counters; the scale stays."""
+        return self._counted(grads_finite, places_finite)
+
+    def _validate(self) -> None:
+        scale_in_range(np.asarray(self.loss_scaling), "loss_scaling", type(self))
+
+
+class NoLossScaling(AbstractLossScaling):
+    """The state of a training step that needs no scale: bfloat16, float32.
+
+    **Arguments:** `skip`: whether steps that are not finite are skipped and counted.
+    With False nothing is checked, the compiled step holds no trace of it, and the state
+    never changes.
+
+    >>> import mpx
+    >>> float(mpx.NoLossScaling().loss_scale)
+    1.0
+    """
+
+    record: StepRecord
+    skip: bool = eqx.field(static=True)
+
+    def __init__(self, skip: bool = True) -> None:
+        if not isinstance(skip, bool):
+            raise TypeError(
+                "`skip` of `mpx.NoLossScaling` must be True or False, known when the "
+                f"step is traced; got {describe(skip)}."
+            )
+        self.record = StepRecord()
+        self.skip = skip
+
+    @property
+    def loss_scale(self) -> FloatScalar:
+        """One, float32."""
+        return jnp.ones((), jnp.float32)
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Casts half-precision leaves to float32, as every `scale` does."""
+        return jax.tree.map(_to_full, tree)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Casts half-precision leaves to float32, as every `unscale` does."""
+        return jax.tree.map(_to_full, tree)
+
+    def adjust(
+        self,
+        grads_finite: BoolLike,
+        *,
+        places_finite: Bool[Array, " n"] | None = None,
+    ) -> Self:
+        """Advances the counters; with `skip=False` returns itself."""
+        return self._counted(grads_finite, places_finite)
+
+    @property
+    def _is_stateful(self) -> bool:
+        return self.skip
+
+    def _counted(
+        self, grads_finite: BoolLike, places_finite: Bool[Array, " n"] | None
+    ) -> Self:
+        if not self.skip:
+            return self
+        return super()._counted(grads_finite, places_finite)
+
+
+def scaled(
+    func: Callable[..., Any], scaling: AbstractLossScaling, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Makes a function whose result is multiplied by the scale.
+
+    **Arguments:** `has_aux`: `func` returns `(value, aux)`, of which only `value` is
+    scaled.
+
+    **Returns:** the function; half-precision values come back as float32, see
+    `AbstractLossScaling.scale`.
+
+    >>> import jax.numpy as jnp, mpx
+    >>> float(mpx.scaled(jnp.sum, mpx.StaticLossScaling(8.0))(jnp.ones(2)))
+    16.0
+    """
+    if not isinstance(scaling, AbstractLossScaling):
+        raise TypeError(
+            "`scaling` of `mpx.scaled(func, scaling)` must be a loss scaling; got "
+            f"{describe(scaling)}. Wrap a number: `mpx.StaticLossScaling(number)`."
+        )
+
+    @functools.wraps(func, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not has_aux:
+            return scaling.scale(func(*args, **kwargs))
+        value, aux = func(*args, **kwargs)
+        return scaling.scale(value), aux
+
+    return wrapper
+
+
+def scale_value(value: ScalarLike, name: str, owner: type) -> FloatScalar:
+    """Reads a scale that a user gave, as a float32 scalar of its own."""
+    return number(value, name, owner, jnp.float32, scale_in_range)
+
+
+def number(
+    value: Any, name: str, owner: type, dtype: Any, validate: Callable[..., None]
+) -> Array:
+    """Reads one number that a user gave; values are checked unless they are traced."""
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number or (is_array and jnp.issubdtype(value.dtype, np.number))) or (
+        is_array
+        and (value.ndim != 0 or jnp.issubdtype(value.dtype, np.complexfloating))
+    ):
+        raise ValueError(
+            f"`{name}` of `mpx.{owner.__name__}` must be one real number; got "
+            f"{describe(value)}."
+        )
+    if not isinstance(value, jax.core.Tracer):
+        validate(np.asarray(value, np.float64), name, owner)
+    # A copy: the state's buffers may be donated, the user's must survive that.
+    return jnp.array(value, dtype, copy=True)
+
+
+def scale_in_range(value: np.ndarray, name: str, owner: type) -> None:
+    """Refuses a scale that is not positive and finite, or whose inverse is subnormal."""
+    if not np.all((value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)):
+        raise ValueError(
+            f"`{name}` of `mpx.{owner.__name__}` must be a positive, finite scale "
+            "between 2^-126 and 2^126, so that it and its inverse are normal float32 "
+            f"numbers; got {value}."
+        )
+
+
+def finite_scalar(grads_finite: BoolLike, owner: AbstractLossScaling) -> BoolScalar:
+    """Reads the argument of `adjust`."""
+    name = type(owner).__name__
+    return bool_scalar(grads_finite, f"`grads_finite` of `mpx.{name}.adjust`")
+
+
+def _to_full(leaf: Any) -> Any:
+    if not is_inexact_leaf(leaf):
+        return leaf
+    return cast_leaf(leaf, full_precision_of(leaf.dtype))
+
+
+def _multiply(leaf: Any, scale: FloatScalar) -> Any:
+    if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic):
+        leaf = jnp.asarray(leaf)
+    if not is_inexact_leaf(leaf):
+        return leaf
+    wide = jnp.asarray(_to_full(leaf))
+    if jnp.issubdtype(wide.dtype, jnp.complexfloating):
+        # Not a complex product, in which infinity times the zero imaginary part is NaN.
+        scale = scale.astype(wide.real.dtype)
+        return jax.lax.complex(wide.real * scale, wide.imag * scale)
+    return wide * scale.astype(wide.dtype)

@@ -1,0 +1,72 @@
+"""What happened in the steps so far: counters that every loss scaling carries."""
+
+from typing import TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from .._typing import BoolScalar
+
+# How many places of the last bad step are remembered. They are numbers, not names, so
+# that the state keeps its structure; `mpx.check` turns them into paths.
+PLACES = 8
+
+Module = TypeVar("Module", bound=eqx.Module)
+
+
+class StepRecord(eqx.Module):
+    """Counters of a training run, exact and part of the state.
+
+    **Attributes**, all scalars: `steps` seen; `skipped` in all; `skipped_in_a_row`;
+    `last_finite`, the number of the last finite step counted from 1, 0 if there was
+    none; `finite`, whether the last step was; `halted`, whether a limit was reached, from
+    when on `mpx.optimizer_step` changes nothing. `places` holds the first eight places
+    that were not finite in the last bad step: 0 is the loss, then the gradient's leaves
+    from 1 on, then the optimizer's state; -1 is none.
+    """
+
+    steps: Int32[Array, ""]
+    skipped: Int32[Array, ""]
+    skipped_in_a_row: Int32[Array, ""]
+    last_finite: Int32[Array, ""]
+    finite: Bool[Array, ""]
+    halted: Bool[Array, ""]
+    places: Int32[Array, "8"]
+
+    def __init__(self) -> None:
+        # One array each: donated buffers must not be shared.
+        self.steps = jnp.zeros((), jnp.int32)
+        self.skipped = jnp.zeros((), jnp.int32)
+        self.skipped_in_a_row = jnp.zeros((), jnp.int32)
+        self.last_finite = jnp.zeros((), jnp.int32)
+        self.finite = jnp.ones((), bool)
+        self.halted = jnp.zeros((), bool)
+        self.places = jnp.full((PLACES,), -1, jnp.int32)
+
+    def updated(
+        self, finite: BoolScalar, places_finite: Bool[Array, " n"] | None
+    ) -> "StepRecord":
+        """The record after one more step."""
+        if places_finite is None:
+            found = jnp.full((PLACES,), -1, jnp.int32)
+        else:
+            (found,) = jnp.nonzero(~places_finite, size=PLACES, fill_value=-1)
+        steps = self.steps + 1
+        return replaced(
+            self,
+            steps=steps,
+            skipped=self.skipped + (~finite).astype(jnp.int32),
+            skipped_in_a_row=jnp.where(finite, 0, self.skipped_in_a_row + 1),
+            last_finite=jnp.where(finite, steps, self.last_finite),
+            finite=finite,
+            places=jnp.where(finite, self.places, found.astype(jnp.int32)),
+        )
+
+
+def replaced(module: Module, **fields: object) -> Module:
+    """A copy of a module with other fields, past its `__init__` and its checks."""
+    new = object.__new__(type(module))
+    for name, value in {**vars(module), **fields}.items():
+        object.__setattr__(new, name, value)
+    return new

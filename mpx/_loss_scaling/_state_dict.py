@@ -1,0 +1,111 @@
+"""Loss scaling as a dictionary: versions, migration, and refusing what is damaged."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._errors import listing
+from ._record import StepRecord, replaced
+
+VERSION = 1
+
+
+def write(scaling: Any) -> dict[str, Any]:
+    """The fields of a loss scaling by name, with its kind and the version."""
+    state = {"kind": type(scaling).__name__, "version": VERSION}
+    for name, value in _fields(scaling).items():
+        state[name] = value if isinstance(value, bool) else np.asarray(value)
+    return state
+
+
+def read(cls: Any, state: Mapping[str, Any]) -> Any:
+    """Rebuilds a loss scaling of class `cls` (or of a subclass) from its fields."""
+    call = f"`mpx.{cls.__name__}.from_state_dict(state)`"
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{call} needs what `state_dict()` returned; got {state!r}.")
+    state = _migrate(dict(state), call)
+    kind = _kinds(cls).get(str(state["kind"]))
+    if kind is None:
+        raise ValueError(
+            f"{call} was given the state of {state['kind']!r}; this class reads "
+            f"{listing(sorted(_kinds(cls)))}."
+        )
+    template = kind(1.0) if "loss_scaling" in kind.__annotations__ else kind()
+    expected = _fields(template)
+    given = {k: v for k, v in state.items() if k not in ("kind", "version")}
+    missing, unknown = expected.keys() - given.keys(), given.keys() - expected.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"{call} needs exactly the fields of version {VERSION}; missing: "
+            f"{listing(sorted(missing)) or 'none'}; unknown: "
+            f"{listing(sorted(unknown)) or 'none'}. Was the file written completely?"
+        )
+    scaling = _build(template, {k: _value(v, expected[k], k, call) for k, v in given.items()})
+    scaling._validate()
+    return scaling
+
+
+def _fields(scaling: Any) -> dict[str, Any]:
+    fields = {f.name: getattr(scaling, f.name) for f in dataclasses.fields(scaling)}
+    record = fields.pop("record")
+    for field in dataclasses.fields(record):
+        fields[f"record.{field.name}"] = getattr(record, field.name)
+    return fields
+
+
+def _build(template: Any, values: dict[str, Any]) -> Any:
+    prefix = "record."
+    own = {k: v for k, v in values.items() if not k.startswith(prefix)}
+    record = {k.removeprefix(prefix): v for k, v in values.items() if k not in own}
+    return replaced(template, record=replaced(StepRecord(), **record), **own)
+
+
+def _value(value: Any, like: Any, name: str, call: str) -> Any:
+    if isinstance(like, bool):
+        return bool(value)
+    array = np.asarray(value)
+    if array.dtype != like.dtype:
+        raise ValueError(
+            f"{call} needs {like.dtype} for `{name}`; got {array.dtype}. Save the "
+            "dictionary as it is, without changing dtypes."
+        )
+    return jnp.array(array)
+
+
+def _kinds(cls: Any) -> dict[str, Any]:
+    """The concrete classes that `cls` can read, by name."""
+    found = {c for sub in cls.__subclasses__() for c in _kinds(sub).values()}
+    if not getattr(cls, "__abstractmethods__", None):
+        found.add(cls)
+    return {c.__name__: c for c in found}
+
+
+def _migrate(state: dict[str, Any], call: str) -> dict[str, Any]:
+    version = state.get("version", 0)
+    if not 0 <= int(version) <= VERSION:
+        raise ValueError(
+            f"{call} was given version {version}; this mpx writes version {VERSION} and "
+            "reads what is older. Install a newer mpx."
+        )
+    if int(version) == 0:
+        return _from_mpx(state, call)
+    if "kind" not in state:
+        raise ValueError(f"{call} misses the key `kind`; got {listing(sorted(state))}.")
+    return state
+
+
+def _from_mpx(state: dict[str, Any], call: str) -> dict[str, Any]:
+    """Version 0: the fields of the published package `mixed-precision-for-JAX`."""
+    from ._dynamic import DynamicLossScaling
+
+    fields = {"loss_scaling", "min_loss_scaling", "counter", "factor", "period"}
+    if set(state) != fields:
+        raise ValueError(
+            f"{call} cannot read a state with the keys {listing(sorted(state)) or 'none'}; "
+            "it needs what `state_dict()` returned (with `kind` and `version`), or the "
+            f"fields of the published MPX: {listing(sorted(fields))}."
+        )
+    return write(DynamicLossScaling(**{k: np.asarray(v) for k, v in state.items()}))

@@ -1,0 +1,163 @@
+"""Leaves and paths of PyTrees: which leaves are floats, are they finite, choose a tree.
+
+A *float leaf* is a JAX or numpy array, a numpy scalar or a `jax.ShapeDtypeStruct` whose
+dtype is float16, bfloat16, float32 or float64. Integers, booleans, PRNG keys, complex
+numbers, Python scalars, callables, strings and None are not. Nor are formats of 8 bits
+and fewer: such an array means nothing without its scale.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, PyTree
+
+from ._errors import at_path, describe
+from ._typing import BoolLike, BoolScalar
+
+_FLOAT_NAMES = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+def is_float_leaf(leaf: Any) -> bool:
+    """Whether a leaf is an array of float16, bfloat16, float32 or float64."""
+    return (
+        isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+        and leaf.dtype.name in _FLOAT_NAMES
+    )
+
+
+def is_inexact_leaf(leaf: Any) -> bool:
+    """Whether a leaf is an array of real or complex numbers of more than 8 bits."""
+    return is_float_leaf(leaf) or (
+        isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        and jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    )
+
+
+def path_text(path: Any) -> str:
+    """Writes a key path as one would write it in code: `layers[0].weight`."""
+    return jax.tree_util.keystr(path).removeprefix(".")
+
+
+def leaves_with_paths(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the value of every leaf."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield path_text(path), leaf
+
+
+def finite_by_leaf(tree: PyTree) -> list[BoolScalar]:
+    """Says for each leaf, in the order of `jax.tree.leaves`, whether it is finite.
+
+    Leaves that cannot be NaN or infinite (integers, keys, strings, ...) count as finite.
+    """
+    return [_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _is_finite(leaf: Any) -> BoolScalar:
+    if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic):
+        return jnp.asarray(bool(np.isfinite(leaf)))
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
+        leaf.dtype, jnp.inexact
+    ):
+        if leaf.dtype.itemsize == 1:  # isfinite is not defined for every such format
+            leaf = jnp.asarray(leaf).astype(jnp.float32)
+        return jnp.all(jnp.isfinite(leaf))
+    return jnp.asarray(True)
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    r"""Whether no number in a tree is NaN or infinite.
+
+    $$\bigwedge_{x \in \text{leaves}} \bigwedge_i \operatorname{isfinite}(x_i)$$
+
+    **Arguments:** `tree`: any PyTree. Real and complex arrays of every width and Python
+    floats are looked at, all other leaves are finite by nature. An empty tree and an
+    array of size zero are finite.
+
+    **Returns:** a boolean scalar array.
+
+    >>> import jax.numpy as jnp, mpx
+    >>> bool(mpx.all_finite({"w": jnp.ones(3), "name": "dense"}))
+    True
+    >>> bool(mpx.all_finite({"w": jnp.array([1.0, jnp.inf])}))
+    False
+    """
+    flags = [f for f in finite_by_leaf(tree) if not _is_known_true(f)]
+    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+
+
+def _is_known_true(flag: BoolScalar) -> bool:
+    return not isinstance(flag, jax.core.Tracer) and bool(flag)
+
+
+def bool_scalar(value: BoolLike, caller: str) -> BoolScalar:
+    """Reads a boolean scalar that a user gave: a Python bool or a boolean array."""
+    is_bool = isinstance(value, bool | np.bool_) or (
+        isinstance(value, jax.Array | np.ndarray)
+        and value.dtype == np.bool_
+        and value.ndim == 0
+    )
+    if not is_bool:
+        raise TypeError(
+            f"{caller} needs one boolean (a scalar array of dtype bool, or True or "
+            f"False); got {describe(value)}. Reduce it first, for example with "
+            "`mpx.all_finite(grads)`."
+        )
+    return jnp.asarray(value)
+
+
+def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
+    r"""Chooses one of two trees, leaf by leaf, without computing with the values.
+
+    $$\text{out} = a \text{ if pred else } b$$
+
+    The chosen tree comes back bit for bit, with NaN, -0.0 and PRNG keys as they are.
+
+    **Arguments:** `pred`: a boolean scalar; `a`, `b`: trees of one structure, with equal
+    shapes and dtypes. Leaves that are no arrays (functions, strings, Python numbers)
+    must be equal in both and come from `a`.
+
+    **Returns:** a tree of the same structure, shapes and dtypes.
+
+    **Raises:** `TypeError` where `pred` is no boolean scalar, `ValueError` where the
+    trees differ in structure, shape, dtype or in a leaf that is no array.
+
+    >>> import jax.numpy as jnp, mpx
+    >>> mpx.select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
+    {'w': Array([0., 0.], dtype=float32)}
+    """
+    call = "`mpx.select_tree(pred, a, b)`"
+    pred = bool_scalar(pred, f"`pred` of {call}")
+    structure_a, structure_b = jax.tree.structure(a), jax.tree.structure(b)
+    if structure_a != structure_b:
+        raise ValueError(
+            f"{call} needs two trees of one structure; got\n  a: {structure_a}\n"
+            f"  b: {structure_b}\nBuild both from the same model or optimizer state."
+        )
+    leaves = [
+        _select_leaf(pred, leaf_a, leaf_b, path, call)
+        for (path, leaf_a), leaf_b in zip(
+            jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
+        )
+    ]
+    return jax.tree.unflatten(structure_a, leaves)
+
+
+def _select_leaf(pred: BoolScalar, a: Any, b: Any, path: Any, call: str) -> Any:
+    if eqx.is_array(a) or eqx.is_array(b) or isinstance(a, np.ndarray | np.generic):
+        is_pair = all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in (a, b))
+        if not is_pair or a.dtype != b.dtype or a.shape != b.shape:
+            raise ValueError(
+                f"{call} needs equal shapes and dtypes; got {describe(a)} and "
+                f"{describe(b)}{at_path(path_text(path))}. Cast one of them first."
+            )
+        return jax.lax.select(pred, jnp.asarray(a), jnp.asarray(b))
+    if a is not b and not (type(a) is type(b) and a == b):
+        raise ValueError(
+            f"{call} cannot choose between leaves that are no arrays; got {describe(a)} "
+            f"and {describe(b)}{at_path(path_text(path))}. Make them equal, or arrays."
+        )
+    return a

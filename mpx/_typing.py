@@ -1,0 +1,25 @@
+"""Annotations that more than one module needs.
+
+An argument that mpx validates itself, with an error that says what to do, is annotated
+with one of the aliases below. A static checker sees the precise type; a runtime checker
+(the jaxtyping hook of the tests) sees `Any`, so that ours is the error a user reads.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+from jaxtyping import Array, Bool, Float32
+
+FloatScalar: TypeAlias = Float32[Array, ""]
+BoolScalar: TypeAlias = Bool[Array, ""]
+
+# A predicate over leaves: it is given the leaf's path as text, and the leaf.
+LeafPredicate: TypeAlias = Callable[[str, Any], bool]
+
+if TYPE_CHECKING:
+    DTypeLike: TypeAlias = jax.typing.DTypeLike
+    ScalarLike: TypeAlias = jax.typing.ArrayLike
+    BoolLike: TypeAlias = bool | Bool[Array, ""]
+else:
+    DTypeLike = ScalarLike = BoolLike = Any
