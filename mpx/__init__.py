@@ -8,6 +8,10 @@ Any JAX function, any model, by changing one line of the training step:
 The names below stand in the order of the documentation.
 """
 
+import importlib.metadata as _metadata
+import warnings as _warnings
+from typing import Any as _Any
+
 from ._dtypes import BFLOAT16_MAX as BFLOAT16_MAX
 from ._dtypes import FLOAT16_MAX as FLOAT16_MAX
 from ._dtypes import half_precision as half_precision
@@ -38,3 +42,31 @@ from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._grad import Accumulation as Accumulation
 from ._grad import GradientResult as GradientResult
+from ._optimizer import optimizer_update as optimizer_update
+from ._optimizer import optimizer_step as optimizer_step
+from ._optimizer import skip_nonfinite as skip_nonfinite
+from ._check import check as check
+
+
+def __getattr__(name: str) -> _Any:
+    # The published MPX has the present setting as a module attribute.
+    if name == "HALF_PRECISION_DATATYPE":
+        return half_precision_datatype()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _warn_of_published_mpx() -> None:
+    """The package `mixed-precision-for-JAX` installs a module `mpx`, too."""
+    try:
+        version = _metadata.version("mixed-precision-for-JAX")
+    except _metadata.PackageNotFoundError:
+        return
+    _warnings.warn(
+        f"The package mixed-precision-for-JAX {version} is installed beside mpx-jax; "
+        "both are imported as `mpx`, and their files overwrite each other. Uninstall "
+        "both, then install mpx-jax: it runs programs written for the other.",
+        stacklevel=2,
+    )
+
+
+_warn_of_published_mpx()

@@ -47,8 +47,8 @@ def cast_tree(
     is not floating.
 
     >>> import jax.numpy as jnp, mpx
-    >>> mpx.cast_tree({"w": jnp.ones(2), "step": 3}, "bfloat16")
-    {'w': Array([1, 1], dtype=bfloat16), 'step': 3}
+    >>> mpx.cast_tree({"step": 3, "w": jnp.ones(2)}, "bfloat16")
+    {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
     """
     target = float_dtype(dtype, "`mpx.cast_tree(tree, dtype)`")
     return cast_leaves(tree, target, keep)

@@ -69,7 +69,7 @@ def float_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
             f"{', '.join(float_dtype_names())}; got {found.name}. Cast other leaves "
             "yourself with `jax.tree.map`."
         )
-    if found == np.float64 and not jax.config.jax_enable_x64:
+    if found == np.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"{caller} was given float64, but JAX would silently make it float32. Switch "
             'it on first: `jax.config.update("jax_enable_x64", True)`.'
@@ -91,7 +91,8 @@ def is_half(dtype: np.dtype) -> bool:
 
 def full_precision_of(dtype: np.dtype) -> np.dtype:
     """The dtype that arithmetic on scales uses: at least float32, complex for complex."""
-    return jnp.promote_types(dtype, jnp.float32)
+    is_wide = dtype == np.float64 or jnp.issubdtype(dtype, jnp.complexfloating)
+    return dtype if is_wide else np.dtype(np.float32)
 
 
 def half_precision_datatype() -> np.dtype:

@@ -59,7 +59,7 @@ def force_full_precision(
     >>> import jax, jax.numpy as jnp, mpx
     >>> x = jnp.full(4, 3e4, jnp.float16)  # the sum of the squares overflows float16
     >>> mpx.force_full_precision(jnp.linalg.norm, x.dtype)(x)
-    Array(6e+04, dtype=float16)
+    Array(6.e+04, dtype=float16)
     >>> @mpx.force_full_precision(return_dtype="float32")
     ... def mean_of_squares(x):
     ...     return jnp.mean(x**2)

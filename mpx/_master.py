@@ -100,7 +100,10 @@ def call_with_masters(
     out_tree, out = result
     return jax.tree.unflatten(
         out_tree,
-        [_use(next(arrays)) if isinstance(x, jax.Array | np.ndarray) else x for x in out],
+        [
+            _use(next(arrays)) if isinstance(x, jax.Array | np.ndarray) else x
+            for x in out
+        ],
     )
 
 
@@ -212,11 +215,15 @@ def _split(
 ) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
     """Flattens pairs to arrays, and says how to put them together again."""
     is_pair = [isinstance(x, Pair) for x in values]
-    flat = [a for x in values for a in ((x.half, x.master) if isinstance(x, Pair) else (x,))]
+    flat = [
+        a for x in values for a in ((x.half, x.master) if isinstance(x, Pair) else (x,))
+    ]
 
     def rebuild(flat: Sequence[Any]) -> list[Any]:
         arrays = iter(flat)
-        return [Pair(next(arrays), next(arrays)) if p else next(arrays) for p in is_pair]
+        return [
+            Pair(next(arrays), next(arrays)) if p else next(arrays) for p in is_pair
+        ]
 
     return flat, rebuild
 

@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
 from ._errors import at_path, describe
@@ -90,7 +91,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
 
 def _is_known_true(flag: BoolScalar) -> bool:
-    return not isinstance(flag, jax.core.Tracer) and bool(flag)
+    return not isinstance(flag, Tracer) and bool(flag)
 
 
 def bool_scalar(value: BoolLike, caller: str) -> BoolScalar:
@@ -148,7 +149,9 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
 def _select_leaf(pred: BoolScalar, a: Any, b: Any, path: Any, call: str) -> Any:
     if eqx.is_array(a) or eqx.is_array(b) or isinstance(a, np.ndarray | np.generic):
-        is_pair = all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in (a, b))
+        is_pair = all(
+            isinstance(x, jax.Array | np.ndarray | np.generic) for x in (a, b)
+        )
         if not is_pair or a.dtype != b.dtype or a.shape != b.shape:
             raise ValueError(
                 f"{call} needs equal shapes and dtypes; got {describe(a)} and "

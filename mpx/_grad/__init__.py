@@ -19,8 +19,10 @@ Modules: `_transforms` (the public functions), `_engine` (one attempt at one bat
 
 from ._accumulate import Accumulation as Accumulation
 from ._result import GradientResult as GradientResult
-from ._transforms import calculate_scaled_grad as calculate_scaled_grad
-from ._transforms import filter_grad as filter_grad
-from ._transforms import filter_value_and_grad as filter_value_and_grad
-from ._transforms import grad as grad
-from ._transforms import value_and_grad as value_and_grad
+from ._transforms import (
+    calculate_scaled_grad as calculate_scaled_grad,
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+    grad as grad,
+    value_and_grad as value_and_grad,
+)

@@ -164,9 +164,7 @@ def _kind(how: Accumulation, argnums: tuple[int, ...], path: Any, leaf: Any) -> 
     position = path[1].idx if path[0].idx == 0 else None
     if position is not None and position in argnums:
         return _WHOLE
-    if is_model_state(leaf) or (
-        position is not None and position == how.state_argnum
-    ):
+    if is_model_state(leaf) or (position is not None and position == how.state_argnum):
         return _STATE
     if not isinstance(leaf, jax.Array | np.ndarray):
         return _WHOLE

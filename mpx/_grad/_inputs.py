@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._cast import cast_leaf
@@ -79,9 +80,9 @@ def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> Non
     if scaling is None or not scaling._is_stateful:
         return
     leaf = scaling.record.steps
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         return
-    if isinstance(jax.lax.add(leaf, np.int32(0)), jax.core.Tracer):
+    if isinstance(jax.lax.add(leaf, np.int32(0)), Tracer):
         raise ValueError(
             f"{call} was given a `scaling` from outside of the function that JAX is "
             "tracing (jit, scan, ...); it would be frozen at its present value for "

@@ -6,6 +6,7 @@ import jax
 
 from .._typing import BoolLike
 
+
 @jax.tree_util.register_pytree_with_keys_class
 class GradientResult(tuple):
     """The result of a gradient function; unpacks like the tuple the paper prints.

@@ -20,8 +20,11 @@ from .._tree import finite_by_leaf
 from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
 from ._accumulate import Accumulation, accumulated
-from ._engine import Problem, scaled_value_and_grad
-from ._engine import value_and_grad as value_and_grad_once
+from ._engine import (
+    Problem,
+    scaled_value_and_grad,
+    value_and_grad as value_and_grad_once,
+)
 from ._result import GradientResult
 
 
@@ -96,7 +99,13 @@ def filter_grad(
     Array([1., 1.], dtype=float32)
     """
     options = _Options(
-        has_aux, use_mixed_precision, policy, keep, accumulate, accumulate_dtype, retries
+        has_aux,
+        use_mixed_precision,
+        policy,
+        keep,
+        accumulate,
+        accumulate_dtype,
+        retries,
     )
     return _transform("`mpx.filter_grad`", func, scaling, None, False, options)
 
@@ -128,7 +137,13 @@ def filter_value_and_grad(
     (3.0, True)
     """
     options = _Options(
-        has_aux, use_mixed_precision, policy, keep, accumulate, accumulate_dtype, retries
+        has_aux,
+        use_mixed_precision,
+        policy,
+        keep,
+        accumulate,
+        accumulate_dtype,
+        retries,
     )
     call = "`mpx.filter_value_and_grad`"
     return _transform(call, func, scaling, None, True, options)
@@ -310,7 +325,9 @@ def _problem_builder(
     def build() -> Problem:
         compute = None
         if options.mixed:
-            compute = half_precision_datatype() if policy is None else policy.compute_dtype
+            compute = (
+                half_precision_datatype() if policy is None else policy.compute_dtype
+            )
         return Problem(
             func=func,
             call=call,

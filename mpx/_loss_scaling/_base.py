@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from .._cast import cast_leaf
@@ -296,7 +297,7 @@ def number(
             f"`{name}` of `mpx.{owner.__name__}` must be one real number; got "
             f"{describe(value)}."
         )
-    if not isinstance(value, jax.core.Tracer):
+    if not isinstance(value, Tracer):
         validate(np.asarray(value, np.float64), name, owner)
     # A copy: the state's buffers may be donated, the user's must survive that.
     return jnp.array(value, dtype, copy=True)

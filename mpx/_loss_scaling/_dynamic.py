@@ -6,6 +6,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float32, Int32
 
 from .._errors import describe
@@ -120,7 +121,7 @@ class DynamicLossScaling(AbstractLossScaling):
         self.hysteresis_left = self.hysteresis - 1
         self.floored = jnp.zeros((), jnp.int32)
         self.record = StepRecord()
-        if not isinstance(self.loss_scaling, jax.core.Tracer):
+        if not isinstance(self.loss_scaling, Tracer):
             self._validate()
 
     @property
@@ -172,7 +173,7 @@ class DynamicLossScaling(AbstractLossScaling):
         """
         value = scale_value(loss_scale, "loss_scale", type(self))
         new = replaced(self, loss_scaling=value, counter=jnp.zeros((), jnp.int32))
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(new)):
+        if not any(isinstance(x, Tracer) for x in jax.tree.leaves(new)):
             new._validate()
         return new
 
@@ -226,7 +227,7 @@ def describe_all(value: np.ndarray) -> str:
 
 def _start(value: np.ndarray, name: str, owner: type) -> None:
     # A start above the largest scale is lowered to it, with the default cap.
-    scale_in_range(np.minimum(value, LARGEST_SCALE), name, owner)
+    scale_in_range(np.asarray(np.minimum(value, LARGEST_SCALE)), name, owner)
     _require(value < np.inf, value, name, owner, "finite")
 
 

@@ -43,7 +43,9 @@ def read(cls: Any, state: Mapping[str, Any]) -> Any:
             f"{listing(sorted(missing)) or 'none'}; unknown: "
             f"{listing(sorted(unknown)) or 'none'}. Was the file written completely?"
         )
-    scaling = _build(template, {k: _value(v, expected[k], k, call) for k, v in given.items()})
+    scaling = _build(
+        template, {k: _value(v, expected[k], k, call) for k, v in given.items()}
+    )
     scaling._validate()
     return scaling
 

@@ -1,0 +1,288 @@
+"""The end of a training step: update the weights, or leave everything as it was.
+
+A skipped step leaves the weights and the whole state of the optimizer bit-identical:
+moments, counts, schedules. It is done by select, not by `lax.cond` (which costs memory
+traffic) and not by adding zero (which turns -0.0 into 0.0). Optax is never imported:
+an optimizer is whatever has `init` and `update`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ._errors import describe
+from ._grad import GradientResult
+from ._loss_scaling import AbstractLossScaling, StepRecord
+from ._loss_scaling._record import replaced
+from ._tree import all_finite, bool_scalar, finite_by_leaf, select_tree
+from ._typing import BoolLike, BoolScalar
+
+
+def optimizer_update(
+    model: PyTree,
+    optimizer: Any,
+    optimizer_state: PyTree,
+    grads: PyTree,
+    grads_finite: BoolLike,
+    **extra_args: Any,
+) -> tuple[PyTree, PyTree]:
+    r"""Applies one step of an Optax optimizer if the gradients are finite.
+
+    $$(w, o) \leftarrow \begin{cases} (w + u, o') & \text{finite} \\ (w, o) &
+        \text{else} \end{cases} \qquad (u, o') = \operatorname{update}(g, o, w)$$
+
+    **Arguments:**
+
+    - `model`: any PyTree; leaves without a gradient stay as they are.
+    - `optimizer`: an Optax transformation; its state comes from
+      `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`.
+    - `grads`: like the model, with None where there is no gradient.
+    - `grads_finite`: one boolean, an array or Python's.
+    - `extra_args`: passed on to `optimizer.update`: `value`, `grad` and `value_fn` for
+      L-BFGS.
+
+    **Returns:** `(model, optimizer_state)`, with the dtypes they came with. Safe to
+    donate both.
+
+    **Raises:** `TypeError` where `grads_finite` is no boolean, `ValueError` where there
+    are no gradients, or where the optimizer changed the form of its state.
+
+    >>> import jax.numpy as jnp, mpx, optax
+    >>> model, optimizer = {"w": jnp.ones(2)}, optax.sgd(0.5)
+    >>> state = optimizer.init(model)
+    >>> model, state = mpx.optimizer_update(model, optimizer, state, model, True)
+    >>> model
+    {'w': Array([0.5, 0.5], dtype=float32)}
+    """
+    call = "`mpx.optimizer_update`"
+    finite = bool_scalar(grads_finite, f"`grads_finite` of {call}")
+    _, new_model, new_state = _update(
+        call, model, optimizer, optimizer_state, grads, extra_args
+    )
+    return (
+        select_tree(finite, new_model, model),
+        select_tree(finite, new_state, optimizer_state),
+    )
+
+
+def optimizer_step(
+    model: PyTree,
+    optimizer: Any,
+    optimizer_state: PyTree,
+    result: GradientResult,
+    *,
+    check_gradients: bool = False,
+    check_update: bool = False,
+    max_skipped_in_a_row: int | None = None,
+    **extra_args: Any,
+) -> tuple[PyTree, PyTree, AbstractLossScaling | None]:
+    """Does all that the end of a training step has to do, as one decision.
+
+    Takes the result of a gradient function, updates or skips as `optimizer_update`
+    does, and returns the loss scaling with it.
+
+    **Arguments:**
+
+    - `result`: what `mpx.filter_grad` and its sisters returned, as it is or with other
+      gradients: `result._replace(grads=clipped)`.
+    - `check_gradients`: look at `result.grads` once more, for gradients that were
+      changed (summed over devices, clipped) since.
+    - `check_update`: the step is also bad if the updates, the new weights, a state of
+      the optimizer that was finite, or the gradients' norm overflow. Finite gradients of
+      3e19 have an infinite norm, and clipping by it turns them into zero in silence.
+    - `max_skipped_in_a_row`: after more skipped steps than this the run is *halted*:
+      nothing changes any more, and `mpx.check(scaling)` raises on the host.
+
+    A step that these checks find bad is treated like any other bad step: skipped,
+    counted once, and the scale adjusted as if it had never been good.
+
+    **Returns:** `(model, optimizer_state, scaling)`.
+
+    **Raises:** `TypeError` where `result` is no `mpx.GradientResult`, and what
+    `optimizer_update` raises.
+
+    >>> import jax.numpy as jnp, mpx, optax
+    >>> model, optimizer = jnp.ones(2), optax.sgd(0.5)
+    >>> state, scaling = optimizer.init(model), mpx.DynamicLossScaling()
+    >>> result = mpx.filter_grad(lambda w: jnp.sum(w), scaling)(model)
+    >>> model, state, scaling = mpx.optimizer_step(model, optimizer, state, result)
+    >>> model
+    Array([0.5, 0.5], dtype=float32)
+    """
+    call = "`mpx.optimizer_step`"
+    if not isinstance(result, GradientResult):
+        raise TypeError(
+            f"`result` of {call} must be what `mpx.filter_grad` or one of its sisters "
+            f"returned, as a whole; got {describe(result)}. With the parts in hand use "
+            "`mpx.optimizer_update(model, optimizer, opt_state, grads, finite)`."
+        )
+    _refuse_limit(max_skipped_in_a_row, call)
+    grads = result.grads
+    updates, new_model, new_state = _update(
+        call, model, optimizer, optimizer_state, grads, extra_args
+    )
+    flags = _places(result, grads)
+    if check_gradients:
+        flags = _joined(flags, finite_by_leaf(grads), jnp.asarray(True))
+    if check_update:
+        rest = _stays_finite(optimizer_state, new_state) & _norm_is_finite(grads)
+        flags = _joined(flags, finite_by_leaf(updates), rest & all_finite(new_model))
+    rechecked = check_gradients or check_update
+    finite = result.finite & jnp.all(flags) if rechecked else result.finite
+    scaling = result._judged(finite, flags) if rechecked else result.scaling
+    apply = finite
+    if max_skipped_in_a_row is not None and scaling is not None:
+        scaling = _with_limit(scaling, max_skipped_in_a_row)
+        apply = finite & ~scaling.record.halted
+    return (
+        select_tree(apply, new_model, model),
+        select_tree(apply, new_state, optimizer_state),
+        scaling,
+    )
+
+
+class SkipNonfiniteState(NamedTuple):
+    """The state of `skip_nonfinite`: the counters, and the inner optimizer's state."""
+
+    record: StepRecord
+    inner_state: Any
+
+
+class SkipNonfinite(NamedTuple):
+    """An Optax transformation (a pair of `init` and `update`)."""
+
+    init: Callable[..., SkipNonfiniteState]
+    update: Callable[..., tuple[Any, SkipNonfiniteState]]
+
+
+def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
+    r"""Makes an Optax transformation skip steps whose gradients are not finite.
+
+    For people who keep their training loop and only want this. On a bad step the
+    updates are -0.0, which changes no weight ($w + (-0.0) = w$ bit for bit, also for
+    $w = -0.0$), and the inner state stays. Unlike `optax.apply_if_finite` it never gives
+    in and applies a NaN.
+
+    **Returns:** a pair `(init, update)` to use as an Optax transformation; its state has
+    `record` (see `mpx.StepRecord`) and `inner_state`. `mpx.check` takes it, too.
+
+    **Raises:** `TypeError` for what has no `init` and `update`.
+
+    >>> import jax.numpy as jnp, mpx, optax
+    >>> tx = mpx.skip_nonfinite(optax.adam(1e-3))
+    >>> state = tx.init(jnp.ones(2))
+    >>> updates, state = tx.update(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
+    >>> updates, int(state.record.skipped)
+    (Array([-0., -0.], dtype=float32), 1)
+    """
+    _refuse_optimizer(optimizer, "`mpx.skip_nonfinite`")
+
+    def init(params: PyTree) -> SkipNonfiniteState:
+        return SkipNonfiniteState(StepRecord(), optimizer.init(params))
+
+    def update(
+        updates: PyTree,
+        state: SkipNonfiniteState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, SkipNonfiniteState]:
+        flags = jnp.stack([jnp.asarray(True), *finite_by_leaf(updates)])
+        finite = jnp.all(flags)
+        new, inner = optimizer.update(updates, state.inner_state, params, **extra_args)
+        nothing = jax.tree.map(lambda u: jnp.full_like(u, -0.0), new)
+        return select_tree(finite, new, nothing), SkipNonfiniteState(
+            state.record.updated(finite, flags),
+            select_tree(finite, inner, state.inner_state),
+        )
+
+    return SkipNonfinite(init, update)
+
+
+def _update(
+    call: str,
+    model: PyTree,
+    optimizer: Any,
+    state: PyTree,
+    grads: PyTree,
+    extra_args: dict[str, Any],
+) -> tuple[PyTree, PyTree, PyTree]:
+    """The updates, and the model and the state with them applied."""
+    _refuse_optimizer(optimizer, call)
+    if not any(eqx.is_array_like(g) for g in jax.tree.leaves(grads)):
+        raise ValueError(
+            f"{call} was given no gradients: the tree has no array. Was the model "
+            "passed as the first argument of the loss?"
+        )
+    # Optimizers want parameters of the gradients' structure: None for None.
+    params = jax.tree.map(
+        lambda g, w: None if g is None else w, grads, model, is_leaf=_is_none
+    )
+    updates, new_state = optimizer.update(grads, state, params, **extra_args)
+    new_model = jax.tree.map(
+        lambda u, w: w if u is None else (w + u.astype(w.dtype)).astype(w.dtype),
+        updates,
+        model,
+        is_leaf=_is_none,
+    )
+    return updates, new_model, new_state
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def _places(result: GradientResult, grads: PyTree) -> Any:
+    """Which of loss, gradients and optimizer state are finite, so far."""
+    flags = result._flags
+    if flags is None:
+        flags = jnp.ones(1 + len(jax.tree.leaves(grads)), bool)
+    return jnp.append(flags, True)
+
+
+def _joined(flags: Any, by_leaf: list[Any], rest: BoolScalar) -> Any:
+    return flags & jnp.stack([jnp.asarray(True), *by_leaf, rest])
+
+
+def _stays_finite(before: PyTree, after: PyTree) -> BoolScalar:
+    """Whether no number of the state became NaN or infinite; some start infinite."""
+    flags = [
+        jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
+        for old, new in zip(
+            jax.tree.leaves(before), jax.tree.leaves(after), strict=True
+        )
+        if eqx.is_inexact_array(new)
+    ]
+    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+
+
+def _norm_is_finite(grads: PyTree) -> BoolScalar:
+    squares = [jnp.sum(jnp.square(jnp.abs(g))) for g in jax.tree.leaves(grads)]
+    return jnp.isfinite(sum(squares[1:], squares[0]))
+
+
+def _with_limit(scaling: Any, limit: int) -> Any:
+    record = scaling.record
+    halted = record.halted | (record.skipped_in_a_row > limit)
+    return replaced(scaling, record=replaced(record, halted=halted))
+
+
+def _refuse_limit(limit: Any, call: str) -> None:
+    is_int = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
+    if limit is not None and (not is_int or limit < 0):
+        raise ValueError(
+            f"`max_skipped_in_a_row` of {call} must be None or a whole number, at least "
+            f"0; got {describe(limit)}."
+        )
+
+
+def _refuse_optimizer(optimizer: Any, call: str) -> None:
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"{call} needs an Optax transformation (with `init` and `update`); got "
+            f"{describe(optimizer)}."
+        )
