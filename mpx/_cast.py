@@ -87,7 +87,7 @@ def _saturate(leaf: Any, dtype: np.dtype) -> Any:
     clip = np.clip if isinstance(leaf, np.ndarray | np.generic) else jnp.clip
     # Where the source's own range is smaller, as float16 to bfloat16-like formats, the
     # bound rounds to infinity in the source's dtype and clipping changes nothing.
-    bound = leaf.dtype.type(largest)
+    bound: Any = leaf.dtype.type(largest)
     return clip(leaf, -bound, bound)
 
 

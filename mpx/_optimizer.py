@@ -174,7 +174,7 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
     **Raises:** `TypeError` for what has no `init` and `update`.
 
     >>> import jax.numpy as jnp, mpx, optax
-    >>> tx = mpx.skip_nonfinite(optax.adam(1e-3))
+    >>> tx = mpx.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
     >>> state = tx.init(jnp.ones(2))
     >>> updates, state = tx.update(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
     >>> updates, int(state.record.skipped)

@@ -63,9 +63,10 @@ def _is_finite(leaf: Any) -> BoolScalar:
     if isinstance(leaf, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
         leaf.dtype, jnp.inexact
     ):
-        if leaf.dtype.itemsize == 1:  # isfinite is not defined for every such format
-            leaf = jnp.asarray(leaf).astype(jnp.float32)
-        return jnp.all(jnp.isfinite(leaf))
+        array = jnp.asarray(leaf)
+        if array.dtype.itemsize == 1:  # isfinite is not defined for every such format
+            array = array.astype(jnp.float32)
+        return jnp.all(jnp.isfinite(array))
     return jnp.asarray(True)
 
 
