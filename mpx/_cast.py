@@ -84,7 +84,7 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
 def _saturate(leaf: Any, dtype: np.dtype) -> Any:
     # astype alone gives NaN (e4m3fn) or infinity (e5m2) past the largest value.
     largest = float(ml_dtypes.finfo(dtype).max)
-    clip = np.clip if isinstance(leaf, np.ndarray | np.generic) else jnp.clip
+    clip: Any = np.clip if isinstance(leaf, np.ndarray | np.generic) else jnp.clip
     # Where the source's own range is smaller, as float16 to bfloat16-like formats, the
     # bound rounds to infinity in the source's dtype and clipping changes nothing.
     bound: Any = leaf.dtype.type(largest)
