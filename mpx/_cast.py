@@ -78,7 +78,8 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
     if isinstance(leaf, np.ndarray | np.generic):
         with np.errstate(over="ignore"):  # overflow to infinity is documented
             return leaf.astype(dtype)
-    return leaf.astype(dtype)
+    # The primitive itself: tracing `astype` takes several times as long, per leaf.
+    return jax.lax.convert_element_type(leaf, dtype)
 
 
 def _saturate(leaf: Any, dtype: np.dtype) -> Any:

@@ -137,7 +137,7 @@ def optimizer_step(
     scaling = result._judged(finite, flags) if rechecked else result.scaling
     apply = finite
     if max_skipped_in_a_row is not None and scaling is not None:
-        scaling = _with_limit(scaling, max_skipped_in_a_row)
+        scaling = _with_limit(scaling, result._before, max_skipped_in_a_row)
         apply = finite & ~scaling.record.halted
     return (
         select_tree(apply, new_model, model),
@@ -265,10 +265,12 @@ def _norm_is_finite(grads: PyTree) -> BoolScalar:
     return jnp.isfinite(sum(squares[1:], squares[0]))
 
 
-def _with_limit(scaling: Any, limit: int) -> Any:
+def _with_limit(scaling: Any, before: Any, limit: int) -> Any:
+    """Halts past the limit; a halted state stays as it was when that happened."""
     record = scaling.record
     halted = record.halted | (record.skipped_in_a_row > limit)
-    return replaced(scaling, record=replaced(record, halted=halted))
+    limited = replaced(scaling, record=replaced(record, halted=halted))
+    return select_tree(before.record.halted, before, limited)
 
 
 def _refuse_limit(limit: Any, call: str) -> None:

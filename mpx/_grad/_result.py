@@ -71,12 +71,18 @@ class GradientResult(tuple):
 
     def _judged(self, finite: BoolLike, flags: Any) -> Any:
         """The scaling after this step, had it come out as `finite`."""
-        before = self._parts.get("_before")
-        if before is not None:
-            return before.adjust(finite, places_finite=flags)
-        # Full precision: steps are counted, the scale is not used and not changed.
-        counted = self._parts["_counted"]
-        return None if counted is None else counted._counted(finite, flags)
+        before = self._before
+        if before is None:
+            return None
+        if "_counted" in self._parts:
+            # Full precision: steps are counted, the scale is not used and not changed.
+            return before._counted(finite, flags)
+        return before.adjust(finite, places_finite=flags)
+
+    @property
+    def _before(self) -> Any:
+        """The scaling from before this step."""
+        return self._parts["_counted" if "_counted" in self._parts else "_scaled"]
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{name}={self._parts[name]!r}" for name in self._fields)

@@ -289,7 +289,7 @@ def _transform(
             finite=finite,
             grads=grads if isinstance(argnums, tuple) else grads[0],
             **({"aux": aux} if options.has_aux else {}),
-            **({"_before": before} if options.mixed else {"_counted": scaling}),
+            **({"_scaled": before} if options.mixed else {"_counted": scaling}),
             _flags=flags,
         )
         return result._replace(scaling=result._judged(finite, flags))

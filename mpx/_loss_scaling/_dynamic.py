@@ -142,29 +142,7 @@ class DynamicLossScaling(AbstractLossScaling):
 
         **Raises:** `TypeError` where `grads_finite` is not one boolean.
         """
-        finite = finite_scalar(grads_finite, self)
-        tolerance = self.hysteresis - 1
-        is_full = self.hysteresis_left >= tolerance
-        counter = jnp.where(is_full, self.counter + 1, 0)
-        grows = counter >= self.period
-        # min also turns an overflow of the product into the cap.
-        grown = jnp.minimum(self.loss_scaling * self.factor, self.max_loss_scaling)
-        falls = self.hysteresis_left <= 0
-        is_floored = falls & (self.loss_scaling <= self.min_loss_scaling)
-        return replaced(
-            self,
-            loss_scaling=jnp.where(
-                finite,
-                jnp.where(grows, grown, self.loss_scaling),
-                jnp.where(falls, self._lowered(), self.loss_scaling),
-            ),
-            counter=jnp.where(finite & ~grows, counter, 0),
-            hysteresis_left=jnp.where(
-                finite, tolerance, jnp.maximum(self.hysteresis_left - 1, 0)
-            ),
-            floored=jnp.where(is_floored & ~finite, self.floored + 1, 0),
-            record=self.record.updated(finite, places_finite),
-        )
+        return _adjusted(self, finite_scalar(grads_finite, self), places_finite)
 
     def with_loss_scale(self, loss_scale: ScalarLike) -> Self:
         """A copy that uses another scale from the next step on.
@@ -204,6 +182,35 @@ class DynamicLossScaling(AbstractLossScaling):
             ("hysteresis_left", _not_negative),
         ):
             valid(np.asarray(getattr(self, name)), name, type(self))
+
+
+# Jitted, so that its two dozen scalar operations are traced once and not in each step.
+@jax.jit
+def _adjusted(scaling: Any, finite: Any, places_finite: Any) -> Any:
+    tolerance = scaling.hysteresis - 1
+    is_full = scaling.hysteresis_left >= tolerance
+    counter = jnp.where(is_full, scaling.counter + 1, 0)
+    grows = counter >= scaling.period
+    # min also turns an overflow of the product into the cap.
+    grown = jnp.minimum(
+        scaling.loss_scaling * scaling.factor, scaling.max_loss_scaling
+    )
+    falls = scaling.hysteresis_left <= 0
+    is_floored = falls & (scaling.loss_scaling <= scaling.min_loss_scaling)
+    return replaced(
+        scaling,
+        loss_scaling=jnp.where(
+            finite,
+            jnp.where(grows, grown, scaling.loss_scaling),
+            jnp.where(falls, scaling._lowered(), scaling.loss_scaling),
+        ),
+        counter=jnp.where(finite & ~grows, counter, 0),
+        hysteresis_left=jnp.where(
+            finite, tolerance, jnp.maximum(scaling.hysteresis_left - 1, 0)
+        ),
+        floored=jnp.where(is_floored & ~finite, scaling.floored + 1, 0),
+        record=scaling.record.updated(finite, places_finite),
+    )
 
 
 def _default_cap(loss_scaling: FloatScalar) -> FloatScalar:

@@ -1,8 +1,9 @@
 """What happened in the steps so far: counters that every loss scaling carries."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -48,20 +49,26 @@ class StepRecord(eqx.Module):
         self, finite: BoolScalar, places_finite: Bool[Array, " n"] | None
     ) -> "StepRecord":
         """The record after one more step."""
-        if places_finite is None:
-            found = jnp.full((PLACES,), -1, jnp.int32)
-        else:
-            (found,) = jnp.nonzero(~places_finite, size=PLACES, fill_value=-1)
-        steps = self.steps + 1
-        return replaced(
-            self,
-            steps=steps,
-            skipped=self.skipped + (~finite).astype(jnp.int32),
-            skipped_in_a_row=jnp.where(finite, 0, self.skipped_in_a_row + 1),
-            last_finite=jnp.where(finite, steps, self.last_finite),
-            finite=finite,
-            places=jnp.where(finite, self.places, found.astype(jnp.int32)),
-        )
+        return _updated(self, finite, places_finite)
+
+
+# Jitted, so that it is traced once and not in each step.
+@jax.jit
+def _updated(record: Any, finite: Any, places_finite: Any) -> Any:
+    if places_finite is None:
+        found = jnp.full((PLACES,), -1, jnp.int32)
+    else:
+        (found,) = jnp.nonzero(~places_finite, size=PLACES, fill_value=-1)
+    steps = record.steps + 1
+    return replaced(
+        record,
+        steps=steps,
+        skipped=record.skipped + (~finite).astype(jnp.int32),
+        skipped_in_a_row=jnp.where(finite, 0, record.skipped_in_a_row + 1),
+        last_finite=jnp.where(finite, steps, record.last_finite),
+        finite=finite,
+        places=jnp.where(finite, record.places, found.astype(jnp.int32)),
+    )
 
 
 def replaced(module: Module, **fields: object) -> Module:
