@@ -39,6 +39,10 @@ _MOVES = frozenset(
 )  # fmt: skip
 
 
+# Stands for a leaf that is no weight; not None, which is no leaf at all.
+NO_MASTER = object()
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """A weight in half precision and the master that its uses belong to."""
@@ -69,13 +73,13 @@ def call_with_masters(
 ) -> Any:
     """Calls `func(*args, **kwargs)` with each use of a weight attached to its master.
 
-    **Arguments:** `masters`: like `args`, with None for what is no weight; a leaf of the
+    **Arguments:** `masters`: like `args`, with `NO_MASTER` for what is no weight; a leaf of the
     same dtype as in `args` needs no attaching. `dtype`: the precision in which
     gradients are summed.
     """
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
-    none = jax.tree.map(lambda _: None, kwargs)
-    wide = jax.tree.leaves((tuple(masters), none), is_leaf=lambda x: x is None)
+    no_masters = jax.tree.map(lambda _: NO_MASTER, kwargs)
+    wide = jax.tree.leaves((tuple(masters), no_masters))
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
     result: list[Any] = []
 
@@ -108,7 +112,7 @@ def call_with_masters(
 
 
 def _pair(value: Any, master: Any, dtype: np.dtype) -> Any:
-    if master is None or not jnp.issubdtype(value.dtype, jnp.floating):
+    if master is NO_MASTER or not jnp.issubdtype(value.dtype, jnp.floating):
         return value
     if master.dtype == value.dtype:
         return value

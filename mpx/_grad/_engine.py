@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from .._dtypes import full_precision_of
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling
-from .._master import call_with_masters
+from .._master import NO_MASTER, call_with_masters
 from .._typing import FloatScalar, LeafPredicate
 from ._inputs import cast_inputs
 
@@ -83,7 +83,7 @@ def _run(problem: Problem, args: Any, kwargs: Any) -> Any:
     if problem.accumulate_dtype is None:
         return func(*cast_args, **cast_kwargs)
     masters = tuple(
-        arg if i in problem.argnums else jax.tree.map(lambda _: None, arg)
+        arg if i in problem.argnums else jax.tree.map(lambda _: NO_MASTER, arg)
         for i, arg in enumerate(args)
     )
     return call_with_masters(

@@ -151,9 +151,7 @@ def as_floating(
             )
         return array
 
-    count = len(args)
-    chosen = {i % count for i in argnums if -count <= i < count}
     return tuple(
-        jax.tree_util.tree_map_with_path(convert, arg) if i in chosen else arg
+        jax.tree_util.tree_map_with_path(convert, arg) if i in argnums else arg
         for i, arg in enumerate(args)
     )

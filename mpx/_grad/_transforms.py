@@ -238,8 +238,8 @@ def calculate_scaled_grad(
 
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        problem = build()
-        args = _checked(problem, scaling, args, kwargs, options)
+        problem = build(len(args))
+        _check_call(problem, scaling, args, kwargs, options)
         used = _used_scaling(scaling, use_mixed_precision)
         scaled, _, aux, (grads,) = scaled_value_and_grad(problem, used, args, kwargs)
         return ((scaled, aux), grads) if has_aux else (scaled, grads)
@@ -265,10 +265,10 @@ def _transform(
 
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
-        problem = build()
+        problem = build(len(args))
         if argnums is not None:
-            args = _inputs.as_floating(args, positions, call)
-        args = _checked(problem, scaling, args, kwargs, options)
+            args = _inputs.as_floating(args, problem.argnums, call)
+        _check_call(problem, scaling, args, kwargs, options)
 
         def attempt(scaling: AbstractLossScaling) -> Any:
             def one(args: Any, kwargs: Any) -> Any:
@@ -276,7 +276,7 @@ def _transform(
 
             if how.steps == 1:
                 return one(args, kwargs)
-            return accumulated(how, one, positions, args, kwargs)
+            return accumulated(how, one, problem.argnums, args, kwargs)
 
         used = _used_scaling(scaling, options.mixed)
         before, (loss, aux, grads), flags = _with_retries(
@@ -302,7 +302,7 @@ def _problem_builder(
     func: Callable[..., Any],
     argnums: tuple[int, ...],
     options: _Options,
-) -> Callable[[], Problem]:
+) -> Callable[[int], Problem]:
     """Reads the options now; the half precision datatype is read at each call."""
     if not callable(func):
         raise TypeError(f"{call} needs a function; got {describe(func)}.")
@@ -322,7 +322,8 @@ def _problem_builder(
     if summed is not None:
         summed = float_dtype(summed, f"`accumulate_dtype` of {call}")
 
-    def build() -> Problem:
+    def build(count: int) -> Problem:
+        """The problem for a call with `count` positional arguments."""
         compute = None
         if options.mixed:
             compute = (
@@ -332,7 +333,7 @@ def _problem_builder(
             func=func,
             call=call,
             has_aux=options.has_aux,
-            argnums=argnums,
+            argnums=_in_call(argnums, count, call),
             compute=compute if compute is None else np.dtype(compute),
             keep=options.keep,
             accumulate_dtype=summed,
@@ -354,6 +355,16 @@ def _positions(argnums: Any, call: str) -> tuple[int, ...]:
     return positions
 
 
+def _in_call(argnums: tuple[int, ...], count: int, call: str) -> tuple[int, ...]:
+    """The positions in a call with `count` arguments, counted from the front."""
+    if any(not -count <= i < count for i in argnums):
+        raise TypeError(
+            f"{call} differentiates positional arguments {argnums}; the function "
+            f"was called with {count}. Pass the model by position."
+        )
+    return tuple(i % count for i in argnums)
+
+
 def _refuse_retries(retries: Any, call: str) -> None:
     if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
         raise ValueError(
@@ -361,27 +372,21 @@ def _refuse_retries(retries: Any, call: str) -> None:
         )
 
 
-def _checked(
+def _check_call(
     problem: Problem,
     scaling: AbstractLossScaling | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: _Options,
-) -> tuple[Any, ...]:
-    """The arguments, after everything about them that can be wrong was refused."""
-    call, count = problem.call, len(args)
-    if any(not -count <= i < count for i in problem.argnums):
-        raise TypeError(
-            f"{call} differentiates positional arguments {problem.argnums}; the function "
-            f"was called with {count}. Pass the model by position."
-        )
+) -> None:
+    """Refuses what can be wrong about the arguments of a call."""
+    call = problem.call
     _inputs.refuse_nnx((args, kwargs), call)
     _inputs.refuse_frozen_scaling(scaling, call)
     weights = tuple(args[i] for i in problem.argnums)
     _inputs.refuse_no_weights(weights, call)
     if options.mixed and not problem.allow_float16_weights:
         _inputs.refuse_half_masters(weights, call)
-    return args
 
 
 def _used_scaling(

@@ -192,9 +192,7 @@ def _adjusted(scaling: Any, finite: Any, places_finite: Any) -> Any:
     counter = jnp.where(is_full, scaling.counter + 1, 0)
     grows = counter >= scaling.period
     # min also turns an overflow of the product into the cap.
-    grown = jnp.minimum(
-        scaling.loss_scaling * scaling.factor, scaling.max_loss_scaling
-    )
+    grown = jnp.minimum(scaling.loss_scaling * scaling.factor, scaling.max_loss_scaling)
     falls = scaling.hysteresis_left <= 0
     is_floored = falls & (scaling.loss_scaling <= scaling.min_loss_scaling)
     return replaced(
