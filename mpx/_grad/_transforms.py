@@ -34,7 +34,7 @@ class _Options:
 
     has_aux: bool
     mixed: bool = True
-    policy: Policy | None = None
+    policy: Policy | str | None = None
     keep: LeafPredicate | None = None
     accumulate: int | Accumulation = 1
     accumulate_dtype: DTypeLike | None = None
@@ -47,7 +47,7 @@ def filter_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     keep: LeafPredicate | None = None,
     accumulate: int | Accumulation = 1,
     accumulate_dtype: DTypeLike | None = None,
@@ -70,7 +70,7 @@ def filter_grad(
     - `use_mixed_precision`: False casts and scales nothing: the full precision control
       with the same control flow. `scaling` (which may be None) keeps its scale and
       counts.
-    - `policy`: its compute dtype takes the place of `half_precision_datatype()`.
+    - `policy`: a policy or its text; its compute dtype takes the place of `half_precision_datatype()`.
     - `keep`: `keep(path, leaf)` is True for leaves that are not cast (masks, time
       stamps); paths are like `args[1]['mask']`. Model state is never cast: Equinox
       `State`, Flax's `batch_stats`, Haiku's moving averages.
@@ -116,7 +116,7 @@ def filter_value_and_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     keep: LeafPredicate | None = None,
     accumulate: int | Accumulation = 1,
     accumulate_dtype: DTypeLike | None = None,
@@ -155,7 +155,7 @@ def grad(
     argnums: int | tuple[int, ...] = 0,
     *,
     has_aux: bool = False,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     keep: LeafPredicate | None = None,
     accumulate: int | Accumulation = 1,
     accumulate_dtype: DTypeLike | None = None,
@@ -189,7 +189,7 @@ def value_and_grad(
     argnums: int | tuple[int, ...] = 0,
     *,
     has_aux: bool = False,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     keep: LeafPredicate | None = None,
     accumulate: int | Accumulation = 1,
     accumulate_dtype: DTypeLike | None = None,
