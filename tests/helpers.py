@@ -1,0 +1,117 @@
+"""What several tests share: formats, kinds of leaves, transforms, and bit equality."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import ml_dtypes
+import numpy as np
+
+HALF = ("float16", "bfloat16")
+# Formats of 8 bits that `mpx.cast_tree` can cast to.
+EIGHT_BITS = (
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+)
+WIDE = (*HALF, "float32")
+
+# Relative tolerances: a few units in the last place of each format.
+TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-14}
+
+# Ways to call a function of arrays with one result; each must give the same bits.
+TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, y: (c, f(y)), 0, x[None])[1][0],
+    "cond": lambda f: lambda x: jax.lax.cond(True, f, f, x),
+    "remat": jax.checkpoint,
+}
+
+
+def identity(x: Any) -> Any:
+    """A function as a leaf of a tree."""
+    return x
+
+
+# Leaves that a cast must give back as the same object. Made on demand, so that
+# nothing touches a device while tests are collected.
+OTHER_LEAVES: dict[str, Callable[[], Any]] = {
+    "int array": lambda: jnp.arange(3),
+    "uint8 array": lambda: jnp.arange(3, dtype=jnp.uint8),
+    "bool array": lambda: jnp.array([True, False]),
+    "new-style key": lambda: jax.random.key(0),
+    "raw key": lambda: jax.random.PRNGKey(0),
+    "complex array": lambda: jnp.ones(2, jnp.complex64),
+    "numpy int": lambda: np.arange(3),
+    "numpy complex": lambda: np.ones(2, np.complex128),
+    "numpy object": lambda: np.array(["a", None], object),
+    "numpy int scalar": lambda: np.int32(3),
+    "numpy string": lambda: np.array(["text"]),
+    "float8 array": lambda: jnp.ones(2, jnp.float8_e4m3fn),
+    "int4 array": lambda: jnp.ones(2, jnp.int4),
+    "Python float": lambda: 1.5,
+    "Python int": lambda: 3,
+    "Python bool": lambda: True,
+    "Python complex": lambda: 1j,
+    "str": lambda: "dense",
+    "callable": lambda: identity,
+    "int struct": lambda: jax.ShapeDtypeStruct((2,), jnp.int32),
+}
+
+# Leaves that a cast must cast, made with a given dtype.
+FLOAT_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "jax": lambda dtype: jnp.ones((2, 3), dtype),
+    "jax scalar": lambda dtype: jnp.ones((), dtype),
+    "jax empty": lambda dtype: jnp.ones((0, 3), dtype),
+    "numpy": lambda dtype: np.ones((2, 3), dtype),
+    "numpy scalar": lambda dtype: np.dtype(dtype).type(1.5),
+    "numpy empty": lambda dtype: np.ones((0,), dtype),
+    "struct": lambda dtype: jax.ShapeDtypeStruct((4,), dtype),
+}
+
+
+def is_same_array(a: Any, b: Any) -> bool:
+    """Whether two arrays have equal dtype, shape and bits (NaN and -0.0 included)."""
+    if isinstance(a, jax.Array) and jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+        return a.dtype == b.dtype and is_same_array(
+            jax.random.key_data(a), jax.random.key_data(b)
+        )
+    a, b = np.asarray(a), np.asarray(b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    """Fails, with the path, unless two trees are equal bit for bit."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    left, right = (jax.tree_util.tree_leaves_with_path(tree) for tree in (a, b))
+    for (path, x), (_, y) in zip(left, right, strict=True):
+        if isinstance(x, jax.Array | np.ndarray | np.generic):
+            assert is_same_array(x, y), f"{jax.tree_util.keystr(path)}: {x} and {y}"
+        else:
+            assert x == y, jax.tree_util.keystr(path)
+
+
+def all_codes(dtype: Any) -> np.ndarray:
+    """Every value of a format of at most 16 bits, NaNs included."""
+    size = ml_dtypes.finfo(dtype).bits // 8
+    return np.arange(2 ** (8 * size)).astype(f"uint{8 * size}").view(dtype)
+
+
+@contextlib.contextmanager
+def unchecked_annotations() -> Iterator[None]:
+    """Switches the jaxtyping hook off, to see what a user sees for a wrong argument."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
