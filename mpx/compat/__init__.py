@@ -1,0 +1,1 @@
+"""Names and signatures of other packages, as thin adapters over mpx."""
