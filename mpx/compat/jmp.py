@@ -3,10 +3,10 @@
 Everything that `jmp` 0.0.4 exports is here with the same fields, argument order, text
 grammar and numerics. What differs, each a defect of the original:
 
-- `DynamicLossScale.min_loss_scale` survives jit, scan and checkpoints (JMP drops it, and
-  falls back to 1).
-- A `DynamicLossScale` may be float16 (JMP's `adjust` raises). It stays float16, and stays
-  finite; a float32 one stops at 2^126.
+- `DynamicLossScale.min_loss_scale` survives jit, scan and checkpoints (JMP drops it,
+  and falls back to 1).
+- A `DynamicLossScale` may be float16 (JMP's `adjust` raises). It stays float16, and
+  stays finite; a float32 one stops at 2^126.
 - `StaticLossScale` has its scale as a leaf, so that checkpoints hold it.
 - A scale of zero, NaN or infinity, or below zero, is refused when it is made.
 - `select_tree` and the casts leave leaves alone that are no arrays, and raise with the
@@ -26,9 +26,7 @@ from jaxtyping import PyTree
 from .. import _policy
 from .._cast import cast_leaves
 from .._dtypes import float_dtype, half_precision
-from .._tree import all_finite as all_finite
-from .._tree import bool_scalar
-from .._tree import select_tree as select_tree
+from .._tree import all_finite as all_finite, bool_scalar, select_tree as select_tree
 
 _NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "full", "float64": "f64"}
 
@@ -37,6 +35,7 @@ class Policy(_policy.Policy):
     """Dtypes of parameters, computation and outputs; `str` gives JMP's short form."""
 
     def __str__(self) -> str:
+        """JMP's short form, which `get_policy` reads back."""
         names = (self.param_dtype, self.compute_dtype, self.output_dtype)
         p, c, o = (_short_name(np.dtype(dtype)) for dtype in names)
         return f"p={p},c={c},o={o}"
@@ -99,6 +98,7 @@ class StaticLossScale:
     loss_scale: Any
 
     def __post_init__(self) -> None:
+        """Refuses a scale that no run can use."""
         _validate(self.loss_scale, "loss_scale", "StaticLossScale")
 
     def scale(self, tree: PyTree) -> PyTree:
@@ -137,6 +137,7 @@ class DynamicLossScale:
     min_loss_scale: Any = dataclasses.field(default_factory=_one)
 
     def __post_init__(self) -> None:
+        """Refuses a scale that no run can use."""
         _validate(self.loss_scale, "loss_scale", "DynamicLossScale")
         _validate(self.min_loss_scale, "min_loss_scale", "DynamicLossScale")
 
