@@ -2,8 +2,8 @@
 
 Any JAX function, any model, by changing one line of the training step:
 
-    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(model, batch)
-    model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+    result = mpx.filter_value_and_grad(loss, scaling)(model, batch)
+    model, opt_state, scaling = mpx.optimizer_step(model, optimizer, opt_state, result)
 
 The names below stand in the order of the documentation.
 """

@@ -9,7 +9,8 @@ and booleans, PRNG keys, complex numbers, formats of 8 bits and fewer, Python sc
 
 What happens to values: rounding to nearest, ties to even. Values beyond the target's
 range become infinite in float16 and bfloat16 and *saturate* to the largest finite value
-in 8-bit formats, where infinity would be NaN or a loss of the sign's use. NaN stays NaN.
+in 8-bit formats, where infinity would be NaN or a loss of the sign's use. NaN stays
+NaN.
 """
 
 from typing import Any

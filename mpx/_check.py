@@ -26,8 +26,8 @@ def check(
 
     Reading the state waits for the step that makes it: every hundred steps will do.
 
-    **Arguments:** `scaling`: the loss scaling, or the state of `skip_nonfinite`; `model`:
-    the model or the gradients, to name the leaves that were not finite.
+    **Arguments:** `scaling`: the loss scaling, or the state of `skip_nonfinite`;
+    `model`: the model or the gradients, to name the leaves that were not finite.
 
     **Raises:** `FloatingPointError` with the step, the scale, the counters and up to
     eight places that were not finite in the last bad step; `ValueError` inside of jit,
@@ -68,8 +68,10 @@ def _message(scaling: Any, record: StepRecord, model: PyTree, reason: str) -> st
     scale = getattr(scaling, "loss_scale", None)
     at_scale = "" if scale is None else f", loss scale {float(scale):g}"
     return (
-        f"Training has to stop at step {int(record.steps)}{at_scale}: {reason}. Skipped "
-        f"in a row: {int(record.skipped_in_a_row)}, in all: {int(record.skipped)}; last "
+        f"Training has to stop at step {int(record.steps)}{at_scale}: {reason}. "
+        "Skipped "
+        f"in a row: {int(record.skipped_in_a_row)}, in all: {int(record.skipped)}; "
+        "last "
         f"finite step: {int(record.last_finite) or 'none'}. Not finite in the last bad "
         f"step: {_places(record, model)}. Look there for a division by zero, a "
         "logarithm of zero, a sum or square in half precision "

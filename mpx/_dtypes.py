@@ -1,7 +1,7 @@
 """Names and facts of dtypes, and the half precision datatype of explicit functions.
 
-*Half precision* is float16 or bfloat16, *full precision* float32, *low precision* 8 bits
-and fewer. This is the one place where a string becomes a dtype.
+*Half precision* is float16 or bfloat16, *full precision* float32, *low precision* 8
+bits and fewer. This is the one place where a string becomes a dtype.
 
 The half precision datatype has a default for the whole process
 (`set_half_precision_datatype`, as `jax.config.update` does it) and a value for one
@@ -45,7 +45,7 @@ _half_precision = jax.make_user_context(default_value="float16")
 def float_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     """Reads a floating dtype that a user gave, by name or as a dtype.
 
-    **Arguments:** `dtype`: "float16", "f16", "bf16", "half", "full", `jnp.float16`, ...;
+    **Arguments:** `dtype`: "float16", "f16", "bf16", "half", `jnp.float16`, ...;
     `caller`: the public call to name in an error.
 
     **Raises:** `ValueError` where no such dtype exists or float64 is not enabled,
@@ -60,8 +60,10 @@ def float_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
         found = jnp.dtype(name)
     except TypeError:
         raise ValueError(
-            f"{caller} needs a dtype; there is none called {dtype!r}. Those that exist: "
-            f"{', '.join(float_dtype_names())} (short: {', '.join(_SHORT_NAMES)}, half)."
+            f"{caller} needs a dtype; there is none called {dtype!r}. Those that "
+            "exist: "
+            f"{', '.join(float_dtype_names())} (short: {', '.join(_SHORT_NAMES)}, "
+            "half)."
         ) from None
     if not jnp.issubdtype(found, jnp.floating) or found.name in _NOT_A_TARGET:
         raise TypeError(
@@ -71,7 +73,8 @@ def float_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
         )
     if found == np.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"{caller} was given float64, but JAX would silently make it float32. Switch "
+            f"{caller} was given float64, but JAX would silently make it float32. "
+            "Switch "
             'it on first: `jax.config.update("jax_enable_x64", True)`.'
         )
     return found
@@ -90,7 +93,7 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def full_precision_of(dtype: np.dtype) -> np.dtype:
-    """The dtype that arithmetic on scales uses: at least float32, complex for complex."""
+    """The dtype that scales are applied in: at least float32, complex for complex."""
     is_wide = dtype == np.float64 or jnp.issubdtype(dtype, jnp.complexfloating)
     return dtype if is_wide else np.dtype(np.float32)
 
@@ -160,7 +163,8 @@ def _half_name(dtype: DTypeLike, caller: str) -> str:
         found = None
     if found is None or not is_half(found):
         raise ValueError(
-            f"{caller} takes float16 or bfloat16; got {dtype!r}. For full precision call "
+            f"{caller} takes float16 or bfloat16; got {dtype!r}. For full precision "
+            "call "
             "the function without mpx, or with `use_mixed_precision=False`."
         )
     return found.name

@@ -1,11 +1,11 @@
-"""Attaching every use of a weight to its full precision master.
+r"""Attaching every use of a weight to its full precision master.
 
 A weight that is cast once and used many times gets its gradients summed in half
 precision: 4,096 uses with gradient 1 give 2,048 in float16, where 2,048 + 1 is 2,048.
 Here each use is a use of the *master* of its own,
 
-$$y = \\operatorname{attach}(w_{half}, w), \\qquad
-  \\dot y = \\operatorname{cast}_{half}(\\dot w),$$
+$$y = \operatorname{attach}(w_{half}, w), \qquad
+  \dot y = \operatorname{cast}_{half}(\dot w),$$
 
 so that what JAX sums on the way back are the masters' cotangents, in float32. The
 forward computation is unchanged, value by value.
@@ -73,9 +73,9 @@ def call_with_masters(
 ) -> Any:
     """Calls `func(*args, **kwargs)` with each use of a weight attached to its master.
 
-    **Arguments:** `masters`: like `args`, with `NO_MASTER` for what is no weight; a leaf of the
-    same dtype as in `args` needs no attaching. `dtype`: the precision in which
-    gradients are summed.
+    **Arguments:** `masters`: like `args`, with `NO_MASTER` for what is no weight; a
+    leaf of the same dtype as in `args` needs no attaching. `dtype`: the precision in
+    which gradients are summed.
     """
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
     no_masters = jax.tree.map(lambda _: NO_MASTER, kwargs)

@@ -93,8 +93,8 @@ def optimizer_step(
     - `check_gradients`: look at `result.grads` once more, for gradients that were
       changed (summed over devices, clipped) since.
     - `check_update`: the step is also bad if the updates, the new weights, a state of
-      the optimizer that was finite, or the gradients' norm overflow. Finite gradients of
-      3e19 have an infinite norm, and clipping by it turns them into zero in silence.
+      the optimizer that was finite, or the gradients' norm overflow. Finite gradients
+      of 3e19 have an infinite norm, and clipping by it turns them into zero in silence.
     - `max_skipped_in_a_row`: after more skipped steps than this the run is *halted*:
       nothing changes any more, and `mpx.check(scaling)` raises on the host.
 
@@ -165,11 +165,11 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
 
     For people who keep their training loop and only want this. On a bad step the
     updates are -0.0, which changes no weight ($w + (-0.0) = w$ bit for bit, also for
-    $w = -0.0$), and the inner state stays. Unlike `optax.apply_if_finite` it never gives
-    in and applies a NaN.
+    $w = -0.0$), and the inner state stays. Unlike `optax.apply_if_finite` it never
+    gives in and applies a NaN.
 
-    **Returns:** a pair `(init, update)` to use as an Optax transformation; its state has
-    `record` (see `mpx.StepRecord`) and `inner_state`. `mpx.check` takes it, too.
+    **Returns:** a pair `(init, update)` to use as an Optax transformation; its state
+    has `record` (see `mpx.StepRecord`) and `inner_state`. `mpx.check` takes it, too.
 
     **Raises:** `TypeError` for what has no `init` and `update`.
 
@@ -277,7 +277,8 @@ def _refuse_limit(limit: Any, call: str) -> None:
     is_int = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
     if limit is not None and (not is_int or limit < 0):
         raise ValueError(
-            f"`max_skipped_in_a_row` of {call} must be None or a whole number, at least "
+            f"`max_skipped_in_a_row` of {call} must be None or a whole number, at "
+            "least "
             f"0; got {describe(limit)}."
         )
 

@@ -96,7 +96,8 @@ def get_policy(text: str) -> Policy:
 
     - what is not given: parameters are float32, computation follows the parameters,
       outputs follow the computation;
-    - dtypes: `half`, `full`, `f16`, `bf16`, `f32`, `f64` and every floating dtype's name.
+    - dtypes: `half`, `full`, `f16`, `bf16`, `f32`, `f64` and every floating dtype's
+      name.
 
     `half` is `half_precision_datatype()` at the time of the call.
 
@@ -110,7 +111,8 @@ def get_policy(text: str) -> Policy:
     call = "`mpx.get_policy(text)`"
     if not isinstance(text, str):
         raise TypeError(
-            f"{call} needs text such as 'params=float32,compute=float16'; got {text!r}. "
+            f"{call} needs text such as 'params=float32,compute=float16'; got "
+            f"{text!r}. "
             "Build a `mpx.Policy` from dtypes."
         )
     if "=" not in text:

@@ -52,7 +52,8 @@ def leaves_with_paths(tree: PyTree) -> Iterator[tuple[str, Any]]:
 def finite_by_leaf(tree: PyTree) -> list[BoolScalar]:
     """Says for each leaf, in the order of `jax.tree.leaves`, whether it is finite.
 
-    Leaves that cannot be NaN or infinite (integers, keys, strings, ...) count as finite.
+    Leaves that cannot be NaN or infinite (integers, keys, strings, ...) count as
+    finite.
     """
     return [_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
 
@@ -122,9 +123,9 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
     The chosen tree comes back bit for bit, with NaN, -0.0 and PRNG keys as they are.
 
-    **Arguments:** `pred`: a boolean scalar; `a`, `b`: trees of one structure, with equal
-    shapes and dtypes. Leaves that are no arrays (functions, strings, Python numbers)
-    must be equal in both and come from `a`.
+    **Arguments:** `pred`: a boolean scalar; `a`, `b`: trees of one structure, with
+    equal shapes and dtypes. Leaves that are no arrays (functions, strings, Python
+    numbers) must be equal in both and come from `a`.
 
     **Returns:** a tree of the same structure, shapes and dtypes.
 
@@ -165,7 +166,8 @@ def _select_leaf(pred: BoolScalar, a: Any, b: Any, path: Any, call: str) -> Any:
         return jax.lax.select(pred, jnp.asarray(a), jnp.asarray(b))
     if a is not b and not (type(a) is type(b) and a == b):
         raise ValueError(
-            f"{call} cannot choose between leaves that are no arrays; got {describe(a)} "
+            f"{call} cannot choose between leaves that are no arrays; got "
+            f"{describe(a)} "
             f"and {describe(b)}{at_path(path_text(path))}. Make them equal, or arrays."
         )
     return a

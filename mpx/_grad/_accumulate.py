@@ -50,7 +50,8 @@ class Accumulation:
       micro-batch, such as its number of tokens; one by default. Weights that sum to
       zero make the step a bad one.
     - `state_argnum`, `new_state`: the position of an argument that is model state, and
-      a function that takes the new state out of aux. Equinox's `State` is found without.
+      a function that takes the new state out of aux. Equinox's `State` is found
+      without.
 
     **Raises:** `TypeError` or `ValueError` for values that make no sense.
     """
@@ -188,7 +189,8 @@ def _micro_batches(how: Accumulation, kind: str, path: Any, leaf: Any) -> Any:
     if size == 0 or size % how.steps:
         raise ValueError(
             f"`accumulate={how.steps}` must divide the first axis of every array but "
-            f"those of the first argument; got {describe(leaf)} at `{input_path(path)}`. "
+            f"those of the first argument; got {describe(leaf)} at "
+            f"`{input_path(path)}`. "
             "Change the batch size, or name arrays without a batch axis: "
             "`mpx.Accumulation(steps, whole=lambda path, leaf: ...)`."
         )
@@ -220,7 +222,8 @@ def _new_state(how: Accumulation, aux: Any, old: list[Any]) -> list[Any]:
     before, after = ([describe(x) for x in leaves] for leaves in (old, new))
     if before != after:
         raise ValueError(
-            "With `accumulate` the model state must come back in aux, once and with the "
-            f"shapes and dtypes it went in with; went in: {before}; came back: {after}."
+            "With `accumulate` the model state must come back in aux, once and with "
+            f"the shapes and dtypes it went in with; went in: {before}; came back: "
+            f"{after}."
         )
     return new

@@ -22,9 +22,9 @@ from ._inputs import cast_inputs
 class Problem:
     """What is to be differentiated, and how.
 
-    **Attributes:** `func`; `call`, its public name for errors; `has_aux`; `argnums`, the
-    positions that are differentiated; `compute`, the dtype that inputs are cast to or
-    None; `keep`, the leaves that are not; `accumulate_dtype`, see `_master`;
+    **Attributes:** `func`; `call`, its public name for errors; `has_aux`; `argnums`,
+    the positions that are differentiated; `compute`, the dtype that inputs are cast to
+    or None; `keep`, the leaves that are not; `accumulate_dtype`, see `_master`;
     `allow_float16_weights`, whether weights may be float16.
     """
 

@@ -65,7 +65,8 @@ def refuse_unknown_scaling(scaling: Any, call: str, mixed: bool) -> None:
     if isinstance(scaling, AbstractLossScaling) or (scaling is None and not mixed):
         return
     raise TypeError(
-        f"`scaling` of {call} must be a loss scaling; got {describe(scaling)}. Make one: "
+        f"`scaling` of {call} must be a loss scaling; got {describe(scaling)}. Make "
+        "one: "
         "`mpx.DynamicLossScaling()` for float16, `mpx.NoLossScaling()` for bfloat16, "
         "`mpx.StaticLossScaling(number)` for a fixed scale."
     )
@@ -145,8 +146,10 @@ def as_floating(
         array = jnp.asarray(leaf) if is_number else None
         if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(
-                f"{call} differentiates real floating numbers; got {describe(leaf)} in a "
-                f"differentiated argument{at_path(jax.tree_util.keystr(path))}. Leave it "
+                f"{call} differentiates real floating numbers; got {describe(leaf)} "
+                "in a "
+                f"differentiated argument{at_path(jax.tree_util.keystr(path))}. "
+                "Leave it "
                 "out of `argnums`, or use `mpx.filter_grad`, which filters such leaves."
             )
         return array

@@ -61,7 +61,7 @@ class GradientResult(tuple):
         raise AttributeError(f"`mpx.GradientResult` has no attribute {name!r}.")
 
     def _replace(self, **changes: Any) -> "GradientResult":
-        """A copy with other parts, as named tuples have it: `_replace(grads=clipped)`."""
+        """A copy with other parts, as named tuples have it."""
         unknown = changes.keys() - self._parts.keys()
         if unknown:
             raise ValueError(

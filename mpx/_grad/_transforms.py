@@ -70,7 +70,8 @@ def filter_grad(
     - `use_mixed_precision`: False casts and scales nothing: the full precision control
       with the same control flow. `scaling` (which may be None) keeps its scale and
       counts.
-    - `policy`: a policy or its text; its compute dtype takes the place of `half_precision_datatype()`.
+    - `policy`: a policy or its text; its compute dtype takes the place of
+      `half_precision_datatype()`.
     - `keep`: `keep(path, leaf)` is True for leaves that are not cast (masks, time
       stamps); paths are like `args[1]['mask']`. Model state is never cast: Equinox
       `State`, Flax's `batch_stats`, Haiku's moving averages.
@@ -80,11 +81,12 @@ def filter_grad(
     - `retries`: how many more times a step is tried at a smaller scale before it is
       given up.
 
-    **Returns:** a function of the same arguments that returns `(scaling, finite, grads)`
-    or `(scaling, finite, grads, aux)`, see `GradientResult`. `scaling` is the state for
-    the next step. `finite` is False if the loss or a gradient is NaN or infinite; the
-    gradients are then meaningless. `grads` has the model's structure with None for
-    what is not differentiated, unscaled, in float32 (float64 for float64 weights).
+    **Returns:** a function of the same arguments that returns `(scaling, finite,
+    grads)` or `(scaling, finite, grads, aux)`, see `GradientResult`. `scaling` is the
+    state for the next step. `finite` is False if the loss or a gradient is NaN or
+    infinite; the gradients are then meaningless. `grads` has the model's structure with
+    None for what is not differentiated, unscaled, in float32 (float64 for float64
+    weights).
 
     **Raises:** `TypeError` for a `scaling` that is none, a loss that is not a floating
     scalar, Flax NNX objects; `ValueError` for a scaling frozen into a compiled
@@ -94,7 +96,8 @@ def filter_grad(
     >>> def loss(w, x):
     ...     return mpx.force_full_precision(jnp.mean, jnp.float32)((w * x) ** 2)
     >>> scaling = mpx.DynamicLossScaling(2.0**10)
-    >>> scaling, finite, grads = mpx.filter_grad(loss, scaling)(jnp.ones(2), jnp.ones(2))
+    >>> w, x = jnp.ones(2), jnp.ones(2)
+    >>> scaling, finite, grads = mpx.filter_grad(loss, scaling)(w, x)
     >>> grads
     Array([1., 1.], dtype=float32)
     """
@@ -166,15 +169,16 @@ def grad(
     As `filter_grad`, but differentiates what `argnums` says, an int or a tuple of them,
     all of whose leaves must be floating numbers.
 
-    **Returns:** a function that returns `(scaling, finite, grads[, aux])`; for a tuple of
-    `argnums` the gradients are a tuple.
+    **Returns:** a function that returns `(scaling, finite, grads[, aux])`; for a tuple
+    of `argnums` the gradients are a tuple.
 
     **Raises:** what `filter_grad` raises, and `TypeError` for a leaf of the
     differentiated arguments that is not floating, as JAX does.
 
     >>> import jax.numpy as jnp, mpx
-    >>> result = mpx.grad(lambda a, b: a * b, mpx.NoLossScaling(), argnums=(0, 1))(2.0, 3.0)
-    >>> [float(g) for g in result.grads]
+    >>> multiply = lambda a, b: a * b
+    >>> product = mpx.grad(multiply, mpx.NoLossScaling(), argnums=(0, 1))
+    >>> [float(g) for g in product(2.0, 3.0).grads]
     [3.0, 2.0]
     """
     options = _Options(
@@ -222,8 +226,8 @@ def calculate_scaled_grad(
     Nothing is unscaled, checked or adjusted: sum such gradients over micro-batches,
     then `scaling.unscale`, `mpx.all_finite` and `scaling.adjust`, each once.
 
-    **Returns:** a function that returns `(value, grads)` or `((value, aux), grads)` with
-    the value and the gradients times the scale, both float32.
+    **Returns:** a function that returns `(value, grads)` or `((value, aux), grads)`
+    with the value and the gradients times the scale, both float32.
 
     >>> import jax.numpy as jnp, mpx
     >>> scaling = mpx.StaticLossScaling(8.0)

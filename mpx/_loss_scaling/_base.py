@@ -304,7 +304,7 @@ def number(
 
 
 def scale_in_range(value: np.ndarray, name: str, owner: type) -> None:
-    """Refuses a scale that is not positive and finite, or whose inverse is subnormal."""
+    """Refuses a scale that is not finite and positive, with a normal inverse."""
     if not np.all((value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)):
         raise ValueError(
             f"`{name}` of `mpx.{owner.__name__}` must be a positive, finite scale "

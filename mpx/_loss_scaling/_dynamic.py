@@ -50,9 +50,9 @@ class DynamicLossScaling(AbstractLossScaling):
     - `factor`: growth, larger than 1. `backoff`: between 0 and 1; `1 / factor` if None.
     - `period`: good steps until the scale grows.
     - `counter`: good steps already made, for programs that pass it.
-    - `max_loss_scaling`: the cap, a power of two. By default 32768, or the largest power
-      of two not above `loss_scaling` if that is more (at most 2^126). Give more than
-      32768 where the loss is float32: then the scale never is a float16 number.
+    - `max_loss_scaling`: the cap, a power of two. By default 32768, or the largest
+      power of two not above `loss_scaling` if that is more (at most 2^126). Give more
+      than 32768 where the loss is float32: then the scale never is a float16 number.
     - `hysteresis`: bad steps in a row until the scale falls.
 
     Keep scale, factor and backoff powers of two: only then are scaling and unscaling
@@ -221,7 +221,8 @@ def _default_cap(loss_scaling: FloatScalar) -> FloatScalar:
 def _require(valid: Any, value: np.ndarray, name: str, owner: type, must: str) -> None:
     if not np.all(valid):
         raise ValueError(
-            f"`{name}` of `mpx.{owner.__name__}` must be {must}; got {describe_all(value)}."
+            f"`{name}` of `mpx.{owner.__name__}` must be {must}; got "
+            f"{describe_all(value)}."
         )
 
 

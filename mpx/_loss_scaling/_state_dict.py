@@ -89,7 +89,8 @@ def _migrate(state: dict[str, Any], call: str) -> dict[str, Any]:
     version = state.get("version", 0)
     if not 0 <= int(version) <= VERSION:
         raise ValueError(
-            f"{call} was given version {version}; this mpx writes version {VERSION} and "
+            f"{call} was given version {version}; this mpx writes version {VERSION} "
+            "and "
             "reads what is older. Install a newer mpx."
         )
     if int(version) == 0:
@@ -106,7 +107,8 @@ def _from_mpx(state: dict[str, Any], call: str) -> dict[str, Any]:
     fields = {"loss_scaling", "min_loss_scaling", "counter", "factor", "period"}
     if set(state) != fields:
         raise ValueError(
-            f"{call} cannot read a state with the keys {listing(sorted(state)) or 'none'}; "
+            f"{call} cannot read a state with the keys "
+            f"{listing(sorted(state)) or 'none'}; "
             "it needs what `state_dict()` returned (with `kind` and `version`), or the "
             f"fields of the published MPX: {listing(sorted(fields))}."
         )
