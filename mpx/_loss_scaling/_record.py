@@ -23,8 +23,8 @@ class StepRecord(eqx.Module):
     `last_finite`, the number of the last finite step counted from 1, 0 if there was
     none; `finite`, whether the last step was; `halted`, whether a limit was reached,
     from when on `mpx.optimizer_step` changes nothing. `places` holds the first eight
-    places that were not finite in the last bad step: 0 is the loss, then the gradient's leaves
-    from 1 on, then the optimizer's state; -1 is none.
+    places that were not finite in the last bad step: 0 is the loss, then the
+    gradient's leaves from 1 on, then the optimizer's state; -1 is none.
     """
 
     steps: Int32[Array, ""]
