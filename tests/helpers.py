@@ -1,6 +1,7 @@
 """What several tests share: formats, kinds of leaves, transforms, and bit equality."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,3 +116,13 @@ def unchecked_annotations() -> Iterator[None]:
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A wrong call, the type of its error, and what its message must say."""
+
+    name: str
+    call: Callable[[], Any]
+    error: type[Exception]
+    match: str

@@ -1,0 +1,329 @@
+"""Wrong calls: each gets an error that says what must hold and what came.
+
+The jaxtyping hook is off here: its own errors would come first, and a user has no hook.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+
+from .helpers import Case, unchecked_annotations
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user_sees_it() -> Iterator[None]:
+    with unchecked_annotations():
+        yield
+
+
+def _loss(w: Any, x: Any = 1.0) -> Any:
+    return jnp.sum(w * x)
+
+
+def _grads(**options: Any) -> Callable[[Any], Any]:
+    """A gradient function with a state that is well, called with one weight."""
+    func = options.pop("func", _loss)
+    scaling = options.pop("scaling", None) or mpx.NoLossScaling()
+    return mpx.filter_value_and_grad(func, scaling, **options)
+
+
+W = np.ones(2, np.float32)
+
+
+def _w() -> jax.Array:
+    return jnp.ones(2)
+
+
+CASTS = [
+    Case(
+        f"{function} {dtype}",
+        lambda make=make, dtype=dtype: make(dtype),
+        error,
+        match,
+    )
+    for function, make in {
+        "cast_tree": lambda d: mpx.cast_tree({}, d),
+        "cast_function": lambda d: mpx.cast_function(_loss, d),
+        "return_dtype": lambda d: mpx.cast_function(_loss, "float16", d),
+        "Policy": lambda d: mpx.Policy("float32", d, "float32"),
+    }.items()
+    for dtype, error, match in [
+        ("float17", ValueError, "none called 'float17'.*float32.*float8_e5m2"),
+        ("", ValueError, "none called ''"),
+        (3, ValueError, "none called 3"),
+        (object(), ValueError, "none called <object"),
+        ("int8", TypeError, "got int8"),
+        (bool, TypeError, "got bool"),
+        (jnp.int32, TypeError, "got int32"),
+        ("complex64", TypeError, "got complex64"),
+        ("float4_e2m1fn", TypeError, "got float4_e2m1fn"),
+        ("float8_e8m0fnu", TypeError, "got float8_e8m0fnu"),
+        ("float64", ValueError, "jax_enable_x64"),
+        (jnp.float64, ValueError, "jax_enable_x64"),
+    ]
+] + [
+    Case(
+        "cast_tree None",
+        lambda: mpx.cast_tree({}, None),
+        ValueError,
+        "none called None",
+    ),
+    Case(
+        "keep is no function",
+        lambda: mpx.cast_tree({"w": W}, "float16", keep="w"),
+        TypeError,
+        "`keep`.*must be a function",
+    ),
+    Case(
+        "keep of a named cast",
+        lambda: mpx.cast_to_half_precision({"w": W}, keep=["w"]),
+        TypeError,
+        "`keep`.*must be a function",
+    ),
+    Case(
+        "cast_function of no function",
+        lambda: mpx.cast_function(3, "float16"),
+        TypeError,
+        "`mpx.cast_function.*got 3",
+    ),
+    Case(
+        "force_full_precision of a dtype",
+        lambda: mpx.force_full_precision("float32"),
+        TypeError,
+        "`mpx.force_full_precision.*got 'float32'",
+    ),
+]
+
+POLICIES = [
+    Case(f"get_policy {text!r}", lambda text=text: mpx.get_policy(text), error, match)
+    for text, error, match in [
+        ("", ValueError, "none called ''"),
+        ("fp16", ValueError, "none called 'fp16'"),
+        ("c=", ValueError, "for 'c'.*none called ''"),
+        ("x=f16", ValueError, "unknown key 'x'"),
+        ("c=f16,c=f32", ValueError, "repeated key 'c'"),
+        ("c=f16,compute=f32", ValueError, "repeated key 'compute'"),
+        ("c=f16,", ValueError, "unknown key ''"),
+        ("c=f16;o=f32", ValueError, "none called 'f16;o=f32'"),
+        ("C=f16", ValueError, "unknown key 'C'"),
+        ("c=int8", TypeError, "for 'c'.*got int8"),
+        ("c=f64", ValueError, "jax_enable_x64"),
+        (None, TypeError, "needs text.*got None"),
+        (jnp.float16, TypeError, "needs text"),
+    ]
+] + [
+    Case(
+        f"reserved {name}",
+        lambda name=name: mpx.Policy("f32", "f16", "f32", **{name: "f32"}),
+        NotImplementedError,
+        f"`{name}` of `mpx.Policy` is reserved",
+    )
+    for name in ("grad_dtype", "reduce_dtype", "gather_dtype")
+]
+
+SCALINGS = [
+    Case(
+        f"adjust {value}",
+        lambda value=value, make=make: make().adjust(value),
+        TypeError,
+        rf"`grads_finite` of `mpx.{make.__name__}.adjust` needs one boolean",
+    )
+    for make in (mpx.DynamicLossScaling, mpx.NoLossScaling)
+    for value in (1, 1.0, None, "True", np.int32(1), np.array([True]), {"w": True})
+] + [
+    Case(
+        "skip is no bool",
+        lambda: mpx.NoLossScaling(skip=np.array(True)),
+        TypeError,
+        "`skip` of `mpx.NoLossScaling`",
+    ),
+    Case(
+        "scaled by a number",
+        lambda: mpx.scaled(jnp.sum, 8.0),
+        TypeError,
+        "`scaling` of `mpx.scaled.*got float 8.0.*StaticLossScaling",
+    ),
+    Case(
+        "scaled of no function",
+        lambda: mpx.scaled(3, mpx.NoLossScaling()),
+        TypeError,
+        "`mpx.scaled.*got int 3",
+    ),
+    Case(
+        "scaled has_aux without aux",
+        lambda: mpx.scaled(jnp.sum, mpx.NoLossScaling(), has_aux=True)(W),
+        TypeError,
+        "`has_aux=True`",
+    ),
+]
+
+TREES = [
+    Case(
+        "pred is no scalar",
+        lambda: mpx.select_tree(np.array([True, False]), W, W),
+        TypeError,
+        r"`pred` of `mpx.select_tree.*got bool\[2\].*mpx.all_finite",
+    ),
+    Case(
+        "pred is a float",
+        lambda: mpx.select_tree(1.0, W, W),
+        TypeError,
+        "one boolean.*got float 1.0",
+    ),
+    Case(
+        "structure",
+        lambda: mpx.select_tree(True, {"a": W}, {"b": W}),
+        ValueError,
+        "(?s)two trees of one structure.*'a'.*'b'",
+    ),
+    Case(
+        "shape",
+        lambda: mpx.select_tree(True, {"a": W}, {"a": np.ones(3, np.float32)}),
+        ValueError,
+        r"float32\[2\] and float32\[3\] at `\['a'\]`",
+    ),
+    Case(
+        "dtype",
+        lambda: mpx.select_tree(True, {"a": W}, {"a": np.ones(2, np.float16)}),
+        ValueError,
+        r"float32\[2\] and float16\[2\] at `\['a'\]`",
+    ),
+    Case(
+        "array and number",
+        lambda: mpx.select_tree(True, [W], [1.0]),
+        ValueError,
+        r"float32\[2\] and float 1.0 at `\[0\]`",
+    ),
+    Case(
+        "number and array",
+        lambda: mpx.select_tree(True, [1.0], [W]),
+        ValueError,
+        r"float 1.0 and float32\[2\] at `\[0\]`",
+    ),
+    Case(
+        "other text",
+        lambda: mpx.select_tree(True, {"s": "a"}, {"s": "b"}),
+        ValueError,
+        r"cannot choose.*str 'a' and str 'b' at `\['s'\]`",
+    ),
+]
+
+
+def _update(**changes: Any) -> Any:
+    parts = {"model": _w(), "optimizer": optax.sgd(0.1), "grads": _w(), "finite": True}
+    parts |= changes
+    state = optax.sgd(0.1).init(_w())
+    return mpx.optimizer_update(
+        parts["model"], parts["optimizer"], state, parts["grads"], parts["finite"]
+    )
+
+
+def _step(result: Any = None, **options: Any) -> Any:
+    optimizer = optax.sgd(0.1)
+    result = _grads()(_w()) if result is None else result
+    return mpx.optimizer_step(_w(), optimizer, optimizer.init(_w()), result, **options)
+
+
+OPTIMIZERS = [
+    *[
+        Case(
+            f"finite {value}",
+            lambda value=value: _update(finite=value),
+            TypeError,
+            "`grads_finite` of `mpx.optimizer_update` needs one boolean",
+        )
+        for value in (1, None, np.ones(2, bool))
+    ],
+    *[
+        Case(
+            f"optimizer {value}",
+            lambda value=value: _update(optimizer=value),
+            TypeError,
+            "`mpx.optimizer_update` needs an Optax transformation",
+        )
+        for value in (None, 0.1, optax.sgd)
+    ],
+    *[
+        Case(
+            f"no gradients {value}",
+            lambda value=value: _update(model=value, grads=value),
+            ValueError,
+            "`mpx.optimizer_update` was given no gradients",
+        )
+        for value in ({}, None, {"w": None})
+    ],
+    Case(
+        "gradients of another structure",
+        lambda: _update(grads={"w": _w()}),
+        ValueError,
+        "`mpx.optimizer_update`.*structure",
+    ),
+    Case(
+        "gradients of another shape",
+        lambda: _update(grads=jnp.ones(1)),
+        ValueError,
+        r"`mpx.optimizer_update`.*float32\[1\]",
+    ),
+    *[
+        Case(
+            f"result {value}",
+            lambda value=value: _step(value),
+            TypeError,
+            "`result` of `mpx.optimizer_step`",
+        )
+        for value in ((1, 2, 3), 3, {"grads": 1})
+    ],
+    *[
+        Case(
+            f"limit {value}",
+            lambda value=value: _step(max_skipped_in_a_row=value),
+            ValueError,
+            "`max_skipped_in_a_row` of `mpx.optimizer_step`",
+        )
+        for value in (-1, 1.5, True, "3")
+    ],
+    Case(
+        "skip_nonfinite",
+        lambda: mpx.skip_nonfinite(3),
+        TypeError,
+        "`mpx.skip_nonfinite` needs an Optax transformation.*int 3",
+    ),
+    Case("check", lambda: mpx.check(3), TypeError, "`mpx.check.*int 3"),
+    *[
+        Case(
+            f"check limit {value}",
+            lambda value=value: mpx.check(
+                mpx.NoLossScaling(), max_skipped_in_a_row=value
+            ),
+            ValueError,
+            "`max_skipped_in_a_row` of `mpx.check`",
+        )
+        for value in (-1, 1.5, "3", True)
+    ],
+    Case(
+        "check in jit",
+        lambda: jax.jit(mpx.check)(mpx.NoLossScaling()),
+        ValueError,
+        "inside of jit",
+    ),
+]
+
+CASES = [*CASTS, *POLICIES, *SCALINGS, *TREES, *OPTIMIZERS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_wrong_calls_are_refused(case):
+    with pytest.raises(case.error, match=case.match):
+        case.call()
+
+
+def test_an_unknown_attribute_of_the_package():
+    with pytest.raises(AttributeError, match="no attribute 'cast_to_float8'"):
+        mpx.cast_to_float8  # noqa: B018
