@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._dtypes import float_dtype, half_precision_datatype
+from ._errors import describe
 from ._tree import is_float_leaf, path_text
 from ._typing import DTypeLike, LeafPredicate
 
@@ -59,6 +60,13 @@ def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> Py
     """`cast_tree` for a dtype that was read already."""
     if keep is None:
         return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree)
+
+    if not callable(keep):
+        raise TypeError(
+            "`keep` of `mpx.cast_tree` and its relatives must be a function `keep(path, "
+            f"leaf) -> bool`; got {describe(keep)}. For one leaf: "
+            "`keep=lambda path, leaf: path == 'layers[0].weight'`."
+        )
 
     def cast(path: Any, leaf: Any) -> Any:
         if is_float_leaf(leaf) and keep(path_text(path), leaf):

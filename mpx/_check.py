@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from ._errors import describe, listing
 from ._loss_scaling import DynamicLossScaling, StepRecord
+from ._loss_scaling._record import refuse_limit
 from ._tree import is_inexact_leaf, path_text
 
 
@@ -36,6 +37,7 @@ def check(
     >>> import mpx
     >>> mpx.check(mpx.DynamicLossScaling())
     """
+    refuse_limit(max_skipped_in_a_row, "`mpx.check`")
     record = getattr(scaling, "record", None)
     if scaling is None:
         return

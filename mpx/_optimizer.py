@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from ._errors import describe
 from ._grad import GradientResult
 from ._loss_scaling import AbstractLossScaling, StepRecord
-from ._loss_scaling._record import replaced
+from ._loss_scaling._record import refuse_limit, replaced
 from ._tree import all_finite, bool_scalar, finite_by_leaf, select_tree
 from ._typing import BoolLike, BoolScalar
 
@@ -121,7 +120,7 @@ def optimizer_step(
             f"returned, as a whole; got {describe(result)}. With the parts in hand use "
             "`mpx.optimizer_update(model, optimizer, opt_state, grads, finite)`."
         )
-    _refuse_limit(max_skipped_in_a_row, call)
+    refuse_limit(max_skipped_in_a_row, call)
     grads = result.grads
     updates, new_model, new_state = _update(
         call, model, optimizer, optimizer_state, grads, extra_args
@@ -271,16 +270,6 @@ def _with_limit(scaling: Any, before: Any, limit: int) -> Any:
     halted = record.halted | (record.skipped_in_a_row > limit)
     limited = replaced(scaling, record=replaced(record, halted=halted))
     return select_tree(before.record.halted, before, limited)
-
-
-def _refuse_limit(limit: Any, call: str) -> None:
-    is_int = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
-    if limit is not None and (not is_int or limit < 0):
-        raise ValueError(
-            f"`max_skipped_in_a_row` of {call} must be None or a whole number, at "
-            "least "
-            f"0; got {describe(limit)}."
-        )
 
 
 def _refuse_optimizer(optimizer: Any, call: str) -> None:

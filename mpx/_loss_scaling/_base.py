@@ -267,13 +267,23 @@ def scaled(
             "`scaling` of `mpx.scaled(func, scaling)` must be a loss scaling; got "
             f"{describe(scaling)}. Wrap a number: `mpx.StaticLossScaling(number)`."
         )
+    if not callable(func):
+        raise TypeError(
+            "`func` of `mpx.scaled(func, scaling)` must be a function; got "
+            f"{describe(func)}. To scale a value: `scaling.scale(value)`."
+        )
 
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not has_aux:
             return scaling.scale(func(*args, **kwargs))
-        value, aux = func(*args, **kwargs)
-        return scaling.scale(value), aux
+        result = func(*args, **kwargs)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                "With `has_aux=True` the function given to `mpx.scaled` must return "
+                f"`(value, aux)`; got {describe(result)}."
+            )
+        return scaling.scale(result[0]), result[1]
 
     return wrapper
 

@@ -5,8 +5,10 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from .._errors import describe
 from .._typing import BoolScalar
 
 # How many places of the last bad step are remembered. They are numbers, not names, so
@@ -69,6 +71,17 @@ def _updated(record: Any, finite: Any, places_finite: Any) -> Any:
         finite=finite,
         places=jnp.where(finite, record.places, found.astype(jnp.int32)),
     )
+
+
+def refuse_limit(limit: Any, call: str) -> None:
+    """Raises unless a limit of skipped steps is None or a whole number."""
+    is_int = isinstance(limit, int | np.integer) and not isinstance(limit, bool)
+    if limit is not None and (not is_int or limit < 0):
+        raise ValueError(
+            f"`max_skipped_in_a_row` of {call} must be None or a whole number, at "
+            "least "
+            f"0; got {describe(limit)}."
+        )
 
 
 def replaced(module: Module, **fields: object) -> Module:
