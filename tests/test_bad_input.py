@@ -324,6 +324,48 @@ def test_wrong_calls_are_refused(case):
         case.call()
 
 
+# Row 12 of the table of promises.
+BAD = {
+    "factor": [1, 1.0, 0.5, 0, -2, np.nan, np.inf, True],
+    "backoff": [0, 0.0, 1, 1.0, 2, -0.5, np.nan, np.inf, True],
+    "period": [0, -1, 1.5, np.nan, np.inf, 2**40, True],
+    "hysteresis": [0, -1, 1.5, np.nan, True],
+    "counter": [-1, 0.5, np.nan, True],
+    "loss_scaling": [0, 0.0, -2, np.nan, np.inf, 1e-45, True, "8", None, 1j, [1.0]],
+    "min_loss_scaling": [0, -1, np.nan, np.inf, 1e-45, False],
+    "max_loss_scaling": [0, -1, np.nan, np.inf, 65504, 3, True],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in BAD for value in BAD[name]]
+)
+def test_row12_bad_arguments_are_named(name, value):
+    with pytest.raises(ValueError, match=f"`{name}`") as error:
+        mpx.DynamicLossScaling(**{name: value})
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        assert f"{value}" in str(error.value) or f"{float(value)}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"loss_scaling": 2, "min_loss_scaling": 4},
+        {"loss_scaling": 64, "max_loss_scaling": 32},
+        {"min_loss_scaling": 64, "loss_scaling": 64, "max_loss_scaling": 32},
+    ],
+)
+def test_row12_order_of_floor_start_and_cap(arguments):
+    with pytest.raises(ValueError, match="min_loss_scaling <= loss_scaling <= max"):
+        mpx.DynamicLossScaling(**arguments)
+
+
+@pytest.mark.parametrize("value", [0, -2, np.nan, np.inf, 1e-45, True, "8", None, 1j])
+def test_static_scale_is_checked(value):
+    with pytest.raises(ValueError, match="`loss_scaling` of `mpx.StaticLossScaling`"):
+        mpx.StaticLossScaling(value)
+
+
 def test_an_unknown_attribute_of_the_package():
     with pytest.raises(AttributeError, match="no attribute 'cast_to_float8'"):
         mpx.cast_to_float8  # noqa: B018

@@ -119,47 +119,6 @@ def test_row11_default_cap_is_a_power_of_two(start, cap):
     assert float(scaling.loss_scale) == min(start, cap)
 
 
-BAD = {
-    "factor": [1, 1.0, 0.5, 0, -2, np.nan, np.inf, True],
-    "backoff": [0, 0.0, 1, 1.0, 2, -0.5, np.nan, np.inf, True],
-    "period": [0, -1, 1.5, np.nan, np.inf, 2**40, True],
-    "hysteresis": [0, -1, 1.5, np.nan, True],
-    "counter": [-1, 0.5, np.nan, True],
-    "loss_scaling": [0, 0.0, -2, np.nan, np.inf, 1e-45, True, "8", None, 1j, [1.0]],
-    "min_loss_scaling": [0, -1, np.nan, np.inf, 1e-45, False],
-    "max_loss_scaling": [0, -1, np.nan, np.inf, 65504, 3, True],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name in BAD for value in BAD[name]]
-)
-def test_row12_bad_arguments_are_named(name, value):
-    with pytest.raises(ValueError, match=f"`{name}`") as error:
-        mpx.DynamicLossScaling(**{name: value})
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        assert f"{value}" in str(error.value) or f"{float(value)}" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"loss_scaling": 2, "min_loss_scaling": 4},
-        {"loss_scaling": 64, "max_loss_scaling": 32},
-        {"min_loss_scaling": 64, "loss_scaling": 64, "max_loss_scaling": 32},
-    ],
-)
-def test_row12_order_of_floor_start_and_cap(arguments):
-    with pytest.raises(ValueError, match="min_loss_scaling <= loss_scaling <= max"):
-        mpx.DynamicLossScaling(**arguments)
-
-
-@pytest.mark.parametrize("value", [0, -2, np.nan, np.inf, 1e-45, True, "8", None, 1j])
-def test_static_scale_is_checked(value):
-    with pytest.raises(ValueError, match="`loss_scaling` of `mpx.StaticLossScaling`"):
-        mpx.StaticLossScaling(value)
-
-
 _EXPONENTS = st.integers(-20, 20)
 
 
@@ -398,6 +357,32 @@ def test_every_field_is_an_array_that_no_filter_drops():
     scaling = mpx.DynamicLossScaling()
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(scaling))
     assert len(jax.tree.leaves(scaling)) == len(scaling.state_dict()) - 2
+
+
+def _bad_step(scaling):
+    return scaling.adjust(False, places_finite=jnp.array([True, False]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_x64_changes_no_dtype_of_the_state(kind):
+    expected = jax.tree.map(lambda x: x.dtype, KINDS[kind]())
+    with jax.enable_x64(True):
+        for adjust in (lambda s: s, _bad_step):
+            scaling = adjust(KINDS[kind]())
+            assert jax.tree.map(lambda x: x.dtype, scaling) == expected
+            assert scaling.loss_scale.dtype == np.float32
+            assert scaling.unscale(jnp.ones(2, jnp.float16)).dtype == np.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places_of_the_last_bad_step_are_remembered(kind):
+    flags = jnp.array([True] + [False] * 10)
+    scaling = KINDS[kind]().adjust(False, places_finite=flags)
+    assert scaling.record.places.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    scaling = scaling.adjust(True, places_finite=~flags)
+    assert scaling.record.places.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    scaling = scaling.adjust(False, places_finite=flags[:2])
+    assert scaling.record.places.tolist() == [1] + [-1] * 7
 
 
 @pytest.mark.usefixtures("checking_leaks")
