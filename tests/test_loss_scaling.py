@@ -187,7 +187,7 @@ class _Machine(stateful.RuleBasedStateMachine):
 
 
 TestMachine = _Machine.TestCase
-TestMachine.settings = hypothesis.settings(max_examples=30, stateful_step_count=8)
+TestMachine.settings = hypothesis.settings(stateful_step_count=8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
