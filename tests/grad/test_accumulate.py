@@ -1,0 +1,255 @@
+"""Micro-batches: one step over several parts of a batch (row 16)."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+
+from .cases import (
+    FLOAT16,
+    batch,
+    close,
+    control,
+    loss,
+    params,
+    same_bits,
+    total,
+    unchecked,
+)
+
+
+def accumulate(fun, scaling, how, has_aux=False, policy=None, **options):
+    return mpx.filter_value_and_grad(
+        fun,
+        scaling,
+        has_aux,
+        policy is not None,
+        policy=None if policy is None else mpx.get_policy(policy),
+        accumulate=how,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 8])
+@pytest.mark.parametrize(("policy", "tolerance"), [(None, 1e-6), (FLOAT16, 3e-3)])
+@pytest.mark.parametrize("jit", [False, True])
+def test_equals_the_full_batch(steps, policy, tolerance, jit):
+    def call(w, scaling, x, y):
+        return accumulate(loss, scaling, steps, policy=policy)(w, x, y)
+
+    w, (x, y) = params(), batch()
+    call = jax.jit(call) if jit else call
+    result = call(w, mpx.DynamicLossScaling(2.0**7), x, y)
+    value, grads = control(loss, w, x, y)
+    close(result.grads, grads, tolerance)
+    close(result.value, value, tolerance)
+    assert int(result.scaling.steps) == 1 and bool(result.finite)
+
+
+def test_micro_batches_are_strided():
+    fun = lambda w, x: (total(w * x.sum()), x)  # noqa: E731
+    x = jnp.arange(6.0)
+    aux = accumulate(fun, None, 3, has_aux=True)(jnp.ones(()), x).aux
+    assert aux.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_weights_give_the_weighted_mean():
+    """A mean per token is the mean over all tokens, not the mean of means."""
+
+    def fun(w, x, mask):
+        return total((w * x) ** 2 * mask) / total(mask)
+
+    x = jnp.arange(1.0, 9.0)
+    mask = jnp.array([1, 1, 1, 0, 0, 0, 1, 0], jnp.float32)
+    how = mpx.Accumulation(2, weight=lambda w, x, mask: total(mask))
+    result = accumulate(fun, None, how)(jnp.float32(2), x, mask)
+    value, grads = control(fun, jnp.float32(2), x, mask)
+    close(result.value, value, 1e-6)
+    close(result.grads, grads, 1e-6)
+    plain = accumulate(fun, None, 2)(jnp.float32(2), x, mask)
+    assert abs(float(plain.value) - float(value)) > 1
+
+
+def test_weights_that_sum_to_zero_are_a_bad_step():
+    how = mpx.Accumulation(2, weight=lambda w, x: jnp.float32(0))
+    result = accumulate(lambda w, x: total(w * x.sum()), mpx.NoLossScaling(), how)(
+        jnp.ones(()), jnp.ones(4)
+    )
+    assert not bool(result.finite)
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_each_micro_batch_has_its_own_key(make, by_name):
+    def fun(w, x, key):
+        noise = jax.random.uniform(key, x.shape)
+        return total(w * x.sum()), noise
+
+    key = make(3)
+    call = accumulate(fun, None, 3, has_aux=True)
+    w, x = jnp.ones(()), jnp.ones(6)
+    aux = (call(w, x, key=key) if by_name else call(w, x, key)).aux
+    expected = [jax.random.uniform(k, (2,)) for k in jax.random.split(key, 3)]
+    assert same_bits(aux, jnp.stack(expected))
+
+
+def test_aux_is_stacked_and_what_is_no_array_comes_once():
+    def fun(w, x):
+        return total(w * x.sum()), {"n": x.sum(), "name": "a", "k": 2, "none": None}
+
+    aux = accumulate(fun, None, 2, has_aux=True)(jnp.ones(()), jnp.arange(4.0)).aux
+    assert aux["n"].tolist() == [2, 4]
+    assert (aux["name"], aux["k"], aux["none"]) == ("a", 2, None)
+
+
+def test_scalars_and_named_arrays_are_given_whole():
+    def fun(w, x, table, factor):
+        assert table.shape == (5, 2) and x.shape == (2,)
+        return total(w * x.sum() * factor) + 0 * total(table)
+
+    how = mpx.Accumulation(2, whole=lambda path, leaf: path == "args[2]")
+    args = (jnp.ones(()), jnp.arange(4.0), jnp.ones((5, 2)), jnp.float32(2))
+    result = accumulate(fun, None, how)(*args)
+    assert float(result.grads) == 6.0
+    with pytest.raises(ValueError, match=r"float32\[5,2\] at `args\[2\]`.*whole="):
+        accumulate(fun, None, 2)(*args)
+
+
+class Counter(eqx.Module):
+    weight: jax.Array
+    index: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.weight = jnp.ones(())
+        self.index = eqx.nn.StateIndex(jnp.zeros(()))
+
+
+def test_equinox_state_is_handed_on():
+    def fun(model, state, x):
+        seen = state.get(model.index)
+        state = state.set(model.index, seen * 0.5 + x.sum().astype(jnp.float32))
+        return total(model.weight * x.sum()), (seen, state)
+
+    model, state = eqx.nn.make_with_state(Counter)()
+    result = accumulate(fun, None, 2, has_aux=True)(model, state, jnp.arange(4.0))
+    seen, new = result.aux
+    assert seen.tolist() == [0, 2]
+    assert float(new.get(model.index)) == 2 * 0.5 + 4
+
+
+def test_state_of_other_frameworks_is_handed_on():
+    def fun(w, state, x):
+        new = {"mean": state["mean"] * 0.5 + x.sum().astype(jnp.float32)}
+        return total(w * x.sum()), {"state": new, "seen": state["mean"]}
+
+    how = mpx.Accumulation(2, state_argnum=1, new_state=lambda aux: aux["state"])
+    result = accumulate(fun, None, how, has_aux=True)(
+        jnp.ones(()), {"mean": jnp.float32(0)}, jnp.arange(4.0)
+    )
+    assert result.aux["seen"].tolist() == [0, 2]
+    assert float(result.aux["state"]["mean"]) == 5
+
+
+def test_state_must_come_back():
+    def fun(model, state, x):
+        return total(model.weight * x.sum()), ()
+
+    model, state = eqx.nn.make_with_state(Counter)()
+    with pytest.raises(ValueError, match="model state must come back in aux"):
+        accumulate(fun, None, 2, has_aux=True)(model, state, jnp.arange(4.0))
+
+
+@pytest.mark.parametrize("bad", [0, 1, 5, 7])
+def test_one_bad_micro_batch_skips_the_whole(bad):
+    w, (x, y) = params(), batch()
+    scaling = mpx.DynamicLossScaling(2.0**7, period=1)
+    call = accumulate(loss, scaling, 4, policy=FLOAT16)
+    good, skipped = call(w, x, y), call(w, x.at[bad].set(jnp.inf), y)
+    assert float(good.scaling.loss_scale) == 2.0**8
+    assert float(skipped.scaling.loss_scale) == 2.0**6
+    assert not bool(skipped.finite) and int(skipped.scaling.steps) == 1
+
+
+def test_the_scale_is_fixed_in_the_window():
+    """Every micro-batch is scaled alike: gradients equal those without a scale."""
+    w, (x, y) = params(), batch()
+    scaled = accumulate(
+        loss, mpx.DynamicLossScaling(2.0**6, period=1), 4, policy=FLOAT16
+    )(w, x, y)
+    plain = accumulate(loss, mpx.NoLossScaling(), 4, policy=FLOAT16)(w, x, y)
+    assert same_bits(scaled.grads, plain.grads)
+    assert same_bits(scaled.value, plain.value)
+
+
+def test_gradients_are_summed_in_full_precision():
+    """4,096 micro-batches with gradient 1: 2,048 if summed in float16."""
+    result = accumulate(
+        lambda w, x: total(w * x.sum()), mpx.NoLossScaling(), 4096, policy=FLOAT16
+    )(jnp.ones(()), jnp.ones(4096))
+    assert float(result.grads) == 1.0
+
+
+def test_retries_repeat_the_window():
+    fun = lambda w, x: total(w * 15.0) + 0 * total(x)  # noqa: E731
+    result = accumulate(
+        fun, mpx.DynamicLossScaling(2.0**15), 2, policy=FLOAT16, retries=3
+    )(jnp.ones(2), jnp.ones(4))
+    assert bool(result.finite) and float(result.scaling.loss_scale) == 2.0**12
+    assert np.asarray(result.grads).tolist() == [15.0, 15.0]
+
+
+@pytest.mark.parametrize(("argnums", "positive"), [(1, 1), (-2, 1), ((0, 1), (0, 1))])
+def test_differentiated_arguments_are_given_whole(argnums, positive):
+    def fun(a, b, x):
+        return total(a * b) * total(x)
+
+    a, b, x = jnp.arange(1.0, 4.0), jnp.arange(2.0, 5.0), jnp.arange(4.0)
+    how = mpx.Accumulation(2, whole=lambda path, leaf: path == "args[0]")
+    result = mpx.grad(fun, mpx.NoLossScaling(), argnums, accumulate=how)(a, b, x)
+    grads = jax.grad(fun, positive)(a, b, jnp.float32(3))
+    close(result.grads, grads, 1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_leaks_nothing(checking_leaks, jit):
+    def call(w, x, y):
+        fun = lambda w, x, y: (loss(w, x, y), {"x": x, "name": "a"})  # noqa: E731
+        result = accumulate(fun, None, 2, has_aux=True)(w, x, y)
+        return result.grads, result.aux["x"]
+
+    call = jax.jit(call) if jit else call
+    grads, x = call(params(), *batch())
+    assert x.shape == (2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"steps": 0}, ValueError, "at least 1"),
+        ({"steps": 2.0}, TypeError, "whole number"),
+        ({"steps": True}, TypeError, "whole number"),
+        ({"steps": 2, "state_argnum": 1}, ValueError, "together"),
+    ],
+)
+def test_bad_accumulation(options, error, match):
+    with unchecked(), pytest.raises(error, match=match):
+        mpx.Accumulation(**options)
+
+
+@pytest.mark.parametrize("size", [0, 3, 5])
+def test_the_batch_must_be_divisible(size):
+    with pytest.raises(ValueError, match="must divide the first axis"):
+        accumulate(lambda w, x: total(w * x.sum()), None, 2)(
+            jnp.ones(()), jnp.ones(size)
+        )
+
+
+def test_a_weight_must_be_one_number():
+    how = mpx.Accumulation(2, weight=lambda w, x: x)
+    with pytest.raises(ValueError, match="one number"):
+        accumulate(lambda w, x: total(w * x.sum()), None, how)(
+            jnp.ones(()), jnp.ones(4)
+        )
