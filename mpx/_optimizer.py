@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._errors import describe
+from ._errors import at_path, describe
 from ._grad import GradientResult
 from ._loss_scaling import AbstractLossScaling, StepRecord
 from ._loss_scaling._record import refuse_limit, replaced
-from ._tree import all_finite, bool_scalar, finite_by_leaf, select_tree
+from ._tree import all_finite, bool_scalar, finite_by_leaf, path_text, select_tree
 from ._typing import BoolLike, BoolScalar
 
 
@@ -217,10 +217,7 @@ def _update(
             f"{call} was given no gradients: the tree has no array. Was the model "
             "passed as the first argument of the loss?"
         )
-    # Optimizers want parameters of the gradients' structure: None for None.
-    params = jax.tree.map(
-        lambda g, w: None if g is None else w, grads, model, is_leaf=_is_none
-    )
+    params = _with_gradients(model, grads, call)
     updates, new_state = optimizer.update(grads, state, params, **extra_args)
     new_model = jax.tree.map(
         lambda u, w: w if u is None else (w + u.astype(w.dtype)).astype(w.dtype),
@@ -229,6 +226,32 @@ def _update(
         is_leaf=_is_none,
     )
     return updates, new_model, new_state
+
+
+def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
+    """The weights that have a gradient, None for the others, as optimizers want it."""
+
+    def choose(path: Any, grad: Any, weight: Any) -> Any:
+        if grad is None:
+            return None
+        if jnp.shape(grad) != jnp.shape(weight):
+            raise ValueError(
+                f"{call} needs a gradient of its weight's shape; got {describe(grad)} "
+                f"for {describe(weight)}{at_path(path_text(path))}."
+            )
+        return weight
+
+    try:
+        return jax.tree_util.tree_map_with_path(choose, grads, model, is_leaf=_is_none)
+    except ValueError as error:
+        if call in str(error):
+            raise
+        raise ValueError(
+            f"{call} needs gradients of the model's structure, with None for what has "
+            f"no gradient; got\n  gradients: {jax.tree.structure(grads)}\n"
+            f"  model: {jax.tree.structure(model)}\nDifferentiate with respect to the "
+            "model that is updated."
+        ) from None
 
 
 def _is_none(leaf: Any) -> bool:

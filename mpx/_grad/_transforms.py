@@ -184,6 +184,7 @@ def grad(
     options = _Options(
         has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
     )
+    _positions(argnums, "`mpx.grad`")
     return _transform("`mpx.grad`", fun, scaling, argnums, False, options)
 
 
@@ -212,6 +213,7 @@ def value_and_grad(
     options = _Options(
         has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
     )
+    _positions(argnums, "`mpx.value_and_grad`")
     return _transform("`mpx.value_and_grad`", fun, scaling, argnums, True, options)
 
 

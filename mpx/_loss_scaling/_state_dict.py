@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import listing
+from .._errors import describe, listing
 from ._record import StepRecord, replaced
 
 VERSION = 1
@@ -43,9 +43,16 @@ def read(cls: Any, state: Mapping[str, Any]) -> Any:
             f"{listing(sorted(missing)) or 'none'}; unknown: "
             f"{listing(sorted(unknown)) or 'none'}. Was the file written completely?"
         )
-    scaling = _build(
-        template, {k: _value(v, expected[k], k, call) for k, v in given.items()}
-    )
+    values = {k: _value(v, expected[k], k, call) for k, v in given.items()}
+    arrays = (k for k in values if not isinstance(expected[k], bool))
+    stacks = {k: _stack(values[k], expected[k]) for k in arrays}
+    odd = sorted(k for k in stacks if stacks[k] != stacks["record.steps"])
+    if odd:
+        raise ValueError(
+            f"{call} needs one state, or several stacked with equal leading axes; got "
+            f"another shape than that of `record.steps` for {listing(odd)}."
+        )
+    scaling = _build(template, values)
     scaling._validate()
     return scaling
 
@@ -65,15 +72,23 @@ def _build(template: Any, values: dict[str, Any]) -> Any:
     return replaced(template, record=replaced(StepRecord(), **record), **own)
 
 
+def _stack(value: Any, like: Any) -> tuple[int, ...]:
+    """The leading axes of a field of several states, as vmap makes them."""
+    return value.shape[: value.ndim - like.ndim]
+
+
 def _value(value: Any, like: Any, name: str, call: str) -> Any:
     if isinstance(like, bool):
         return bool(value)
     array = np.asarray(value)
-    if array.dtype != like.dtype:
+    tail = array.shape[array.ndim - like.ndim :]  # several states may be stacked
+    if array.dtype != like.dtype or tail != like.shape:
         raise ValueError(
-            f"{call} needs {like.dtype} for `{name}`; got {array.dtype}. Save the "
-            "dictionary as it is, without changing dtypes."
+            f"{call} needs {describe(like)} for `{name}`; got {describe(array)}. Save "
+            "the dictionary as it is, without changing dtypes or shapes."
         )
+    if name != "record.places" and array.dtype == np.int32 and np.any(array < 0):
+        raise ValueError(f"{call} needs counts of at least 0; got `{name}` {array}.")
     return jnp.array(array)
 
 
