@@ -82,10 +82,14 @@ def _value(value: Any, like: Any, name: str, call: str) -> Any:
         return bool(value)
     array = np.asarray(value)
     tail = array.shape[array.ndim - like.ndim :]  # several states may be stacked
-    if array.dtype != like.dtype or tail != like.shape:
+    if array.dtype != like.dtype:
         raise ValueError(
-            f"{call} needs {describe(like)} for `{name}`; got {describe(array)}. Save "
-            "the dictionary as it is, without changing dtypes or shapes."
+            f"{call} needs {like.dtype} for `{name}`; got {array.dtype}. Save the "
+            "dictionary as it is, without changing dtypes."
+        )
+    if tail != like.shape:
+        raise ValueError(
+            f"{call} needs {describe(like)} for `{name}`; got {describe(array)}."
         )
     if name != "record.places" and array.dtype == np.int32 and np.any(array < 0):
         raise ValueError(f"{call} needs counts of at least 0; got `{name}` {array}.")
