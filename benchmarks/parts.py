@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -92,16 +93,17 @@ class Session:
     def host(self, rounds: int) -> None:
         """CPU seconds to trace and to lower."""
         found = self._results("host", f"measured on {_processor()}")
-        for side, arms in host_table.ARMS.items():
+        sides = itertools.product(host_table.RECIPES, host_table.ARMS.items())
+        for recipe, (side, arms) in sides:
             request = {
                 "task": "host",
                 "rounds": rounds,
-                "cases": [host_table.case(arm) for arm in arms],
+                "cases": [host_table.case(arm, recipe) for arm in arms],
             }
             with self.console.status(f"host cost, {side}: {', '.join(arms)}"):
                 answers = processes.ask(side, request, self.peers)
                 found.versions[side] = next(answers)["versions"]
-                found.records += host_table.records(side, answers)
+                found.records += host_table.records(side, recipe, answers)
         self._show(found, host_table.tables(found), host_table.goals(found))
 
     def time(self, rounds: int) -> None:

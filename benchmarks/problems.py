@@ -47,15 +47,15 @@ class Problem:
     patch: int
     blocks: int
 
-    def config(self, blocks: int) -> ModelConfig:
-        """The example's configuration, without dropout."""
+    def config(self, blocks: int, dropout: float) -> ModelConfig:
+        """The example's configuration."""
         return ModelConfig(
             patch=self.patch,
             width=self.width,
             hidden=self.hidden,
             blocks=blocks,
             heads=self.heads,
-            dropout=0.0,
+            dropout=dropout,
         )
 
 
@@ -124,8 +124,10 @@ def model_module(with_mpx: bool) -> ModuleType:
     return module
 
 
-def make_model(problem: Problem, blocks: int, key: Any, *, with_mpx: bool) -> Any:
+def make_model(
+    problem: Problem, config: ModelConfig, key: Any, *, with_mpx: bool
+) -> Any:
     """The initial model."""
     return model_module(with_mpx).VisionTransformer(
-        problem.config(blocks), problem.image_shape, problem.classes, key
+        config, problem.image_shape, problem.classes, key
     )

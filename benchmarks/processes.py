@@ -90,6 +90,8 @@ def ask(
             process.kill()
         process.wait()
         reader.join()
+        process.stdout.close()
+        process.stderr.close()
     if process.returncode:
         raise WorkerError(
             f"the worker for {side} ended with status {process.returncode}:\n"

@@ -1,8 +1,12 @@
 """One identical training step in different precisions and libraries.
 
-Every arm is the same ViT, the same mean cross entropy in float32, Adam, and donated
-buffers. What differs is only what its library tells its users to write. `float32`
-is plain Equinox and uses no mpx at all.
+Every arm is the same ViT, the same mean cross entropy in float32, the same optimizer,
+and donated buffers. What differs is only what its library tells its users to write.
+`float32` is plain Equinox and uses no mpx at all.
+
+There are two recipes. `adam` is the bare step: Adam, no dropout. `job` is the step of
+the main job (`examples/vit`, preset `cifar100`): clipping, AdamW with a schedule and
+decay of matrices only, dropout.
 
 The arms of the published packages live in `peer_arms`, because the published MPX is
 imported as `mpx` too.
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -21,7 +25,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from examples.vit.config import PRESETS
+
 from .problems import PROBLEMS, make_model
+
+Recipe = Literal["adam", "job"]
 
 LEARNING_RATE = 1e-3
 FIRST_SCALE = 2.0**15
@@ -50,11 +58,38 @@ class Arm:
     uses_mpx: bool = True
 
 
-def loss_of_batch(model: Any, batch: tuple[Any, Any]) -> jax.Array:
-    """Mean cross entropy in float32."""
+def mean_loss(model: Any, batch: tuple[Any, Any]) -> jax.Array:
+    """Mean cross entropy in float32, without dropout."""
     images, labels = batch
-    logits = jax.vmap(model)(images).astype(jnp.float32)
+    return _cross_entropy(jax.vmap(model)(images), labels)
+
+
+def mean_loss_with_dropout(model: Any, batch: tuple[Any, Any]) -> jax.Array:
+    """Mean cross entropy in float32, with a key for every image."""
+    images, labels = batch
+    keys = jax.random.split(jax.random.key(0), len(labels))
+    return _cross_entropy(jax.vmap(model)(images, keys), labels)
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    logits = logits.astype(jnp.float32)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Adam, or what the main job trains CIFAR-100 with."""
+    if recipe == "adam":
+        return optax.adam(LEARNING_RATE)
+    job = PRESETS["cifar100"]
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, job.learning_rate, job.warmup_steps, job.steps
+    )
+    adamw = optax.adamw(
+        schedule,
+        weight_decay=job.weight_decay,
+        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+    )
+    return optax.chain(optax.clip_by_global_norm(job.clip or 1.0), adamw)
 
 
 def _float32_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
@@ -81,6 +116,7 @@ class Case:
         batch: images per step, over all devices.
         blocks: transformer blocks.
         devices: how many devices share the batch (data-parallel).
+        recipe: `"adam"` or `"job"`, see above.
     """
 
     problem: str
@@ -88,6 +124,7 @@ class Case:
     batch: int
     blocks: int
     devices: int = 1
+    recipe: Recipe = "adam"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,37 +172,40 @@ def build(arm: Arm, case: Case, devices: list[Any] | None = None) -> ArrayStep:
     problem = PROBLEMS[case.problem]
 
     def initial(key: Any) -> tuple[Any, Any, Any]:
-        model = make_model(problem, case.blocks, key, with_mpx=arm.uses_mpx)
-        optimizer = optax.adam(LEARNING_RATE)
-        opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-        return model, opt_state, arm.first_scaling()
+        return _initial_state(arm, case, key)
 
     state = eqx.filter_eval_shape(initial, jax.random.key(0))
     batch = (
         jax.ShapeDtypeStruct((case.batch, *problem.image_shape), np.float32),
         jax.ShapeDtypeStruct((case.batch,), np.int32),
     )
-    return _arrays_only(arm, state, batch, devices)
+    return _arrays_only(arm, case, state, batch, devices)
 
 
 def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
     """The step of a case with random weights and images, to run it."""
     problem = PROBLEMS[case.problem]
-    model = make_model(
-        problem, case.blocks, jax.random.key(seed), with_mpx=arm.uses_mpx
-    )
-    opt_state = optax.adam(LEARNING_RATE).init(eqx.filter(model, eqx.is_inexact_array))
+    state = _initial_state(arm, case, jax.random.key(seed))
     random = np.random.default_rng(seed)
     images = random.standard_normal((case.batch, *problem.image_shape), np.float32)
     labels = random.integers(problem.classes, size=case.batch, dtype=np.int32)
     batch = (jnp.asarray(images), jnp.asarray(labels))
-    return _arrays_only(arm, (model, opt_state, arm.first_scaling()), batch, None)
+    return _arrays_only(arm, case, state, batch, None)
+
+
+def _initial_state(arm: Arm, case: Case, key: Any) -> tuple[Any, Any, Any]:
+    dropout = PRESETS["cifar100"].model.dropout if case.recipe == "job" else 0.0
+    config = PROBLEMS[case.problem].config(case.blocks, dropout)
+    model = make_model(PROBLEMS[case.problem], config, key, with_mpx=arm.uses_mpx)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    return model, make_optimizer(case.recipe).init(params), arm.first_scaling()
 
 
 def _arrays_only(
-    arm: Arm, state: Any, batch: Any, devices: list[Any] | None
+    arm: Arm, case: Case, state: Any, batch: Any, devices: list[Any] | None
 ) -> ArrayStep:
-    step = arm.make_step(loss_of_batch, optax.adam(LEARNING_RATE))
+    loss = mean_loss if case.recipe == "adam" else mean_loss_with_dropout
+    step = arm.make_step(loss, make_optimizer(case.recipe))
     arrays, rest = eqx.partition(state, _is_array)
 
     def function(arrays: Any, batch: Any) -> tuple[Any, jax.Array]:

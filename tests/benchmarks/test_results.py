@@ -134,7 +134,7 @@ def host_answers(trace):
 @pytest.mark.parametrize(("trace", "met"), [(1.05, True), (1.2, False)])
 def test_host_cost_pairs_the_rounds(trace, met):
     found = results.Results("host", "test", "measured on X")
-    found.records = host_table.records("ours", host_answers(trace))
+    found.records = host_table.records("ours", "job", host_answers(trace))
     added = host_table.added(found, found.records[1], "trace")
     assert added == pytest.approx(trace - 1)
     assert [goal.met for goal in host_table.goals(found)] == [met, True]

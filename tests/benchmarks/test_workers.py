@@ -33,9 +33,11 @@ needs_libtpu = pytest.mark.skipif(
 
 @pytest.mark.third_party
 @pytest.mark.parametrize("name", our_arms.ARMS)
-def test_every_arm_trains(name):
+@pytest.mark.parametrize("recipe", ["adam", "job"])
+def test_every_arm_trains(name, recipe):
     arm = our_arms.ARMS[name]
-    step = steps.build_concrete(arm, steps.Case(arm=name, **TINY), seed=0)
+    case = steps.Case(arm=name, recipe=recipe, **TINY)
+    step = steps.build_concrete(arm, case, seed=0)
     compiled = step.jitted().lower(step.state, step.batch).compile()
     state, first = compiled(step.state, step.batch)
     for _ in range(20):
@@ -114,7 +116,6 @@ def test_the_peers_worker_has_the_published_mpx():
 
 
 @needs_libtpu
-@pytest.mark.libtpu
 def test_a_worker_compiles_for_a_tpu_and_skips_known_programs():
     cases = [{**TINY, "arm": "float32"}]
     request = {"task": "count", "target": "v5e", "cases": cases}
