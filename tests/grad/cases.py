@@ -12,6 +12,13 @@ import mpx
 mean = mpx.force_full_precision(jnp.mean, jnp.float32)
 total = mpx.force_full_precision(jnp.sum, jnp.float32)
 
+FUNCTIONS = {
+    "filter_grad": mpx.filter_grad,
+    "filter_value_and_grad": mpx.filter_value_and_grad,
+    "grad": mpx.grad,
+    "value_and_grad": mpx.value_and_grad,
+}
+
 # (name of a policy or None for full precision, dtype the function computes in)
 PRECISIONS = [
     (None, jnp.float32),
@@ -46,6 +53,14 @@ def loss(params, x, y):
     """The mean squared error of the perceptron."""
     hidden = jnp.tanh(x @ params["w1"] + params["b1"][None])
     return mean((hidden @ params["w2"] - y) ** 2)
+
+
+def gradient(policy, scaling, fun=loss, **options):
+    """`mpx.filter_value_and_grad`; without a policy in full precision."""
+    policy = mpx.get_policy(policy) if isinstance(policy, str) else policy
+    return mpx.filter_value_and_grad(
+        fun, scaling, use_mixed_precision=policy is not None, policy=policy, **options
+    )
 
 
 def control(fun, *args):

@@ -1,0 +1,295 @@
+"""Clipping, several optimizers, and the checks that stop a step or a run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+
+from .grad.cases import (
+    batch,
+    close,
+    loss,
+    params,
+    same_bits,
+    total,
+    unchecked,
+)
+
+# Optax's Adam and others mix dtypes.
+pytestmark = pytest.mark.third_party
+
+RATE = 0.1
+
+
+def weights():
+    """Weights with signed zeros, which adding zero would change."""
+    w = params()
+    return {**w, "b1": jnp.array([0.0, -0.0, 1e-38, -1.0])}
+
+
+def gradients(seed, bad=None):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    leaves, tree = jax.tree.flatten(weights())
+    leaves = [jax.random.normal(k, w.shape) for k, w in zip(keys, leaves, strict=True)]
+    if bad is not None:
+        leaves[1] = leaves[1].at[0, 0].set(bad)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def result_of(grads, scaling, finite=True):
+    """A result with given gradients, as a gradient function makes it."""
+
+    def fun(w):
+        terms = jax.tree.map(lambda w, g: total(w * g), w, grads)
+        value = sum(jax.tree.leaves(terms), jnp.zeros(()))
+        return value if finite else value * jnp.nan
+
+    call = mpx.filter_value_and_grad
+    policy = mpx.get_policy("float32")
+    return call(fun, scaling, policy=policy)(weights())
+
+
+def test_two_optimizers_of_which_one_sees_nan():
+    """Row 14: only it skips; the shared scale backs off."""
+    scaling, optimizer = mpx.DynamicLossScaling(16.0), optax.adam(RATE)
+    model = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    states = {k: optimizer.init(w) for k, w in model.items()}
+    grads = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}
+    new = {}
+    for k, w in model.items():
+        finite = mpx.all_finite(grads[k])
+        new[k], states[k] = mpx.optimizer_update(
+            w, optimizer, states[k], grads[k], finite
+        )
+    scaling = scaling.adjust(mpx.all_finite(grads))
+    assert float(scaling.loss_scale) == 8.0
+    assert same_bits(new["b"], model["b"]) and not same_bits(new["a"], model["a"])
+    assert (int(states["a"][0].count), int(states["b"][0].count)) == (1, 0)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_clipping_equals_the_control(scaled):
+    """Rows 17, 18: after unscaling at the norm, before it at norm times scale."""
+    scale, norm, w = 2.0**6, 0.05, weights()
+    (x, y), scaling = batch(), mpx.StaticLossScaling(scale)
+    clip = lambda g, n: optax.clip_by_global_norm(n).update(g, optax.EmptyState())[0]  # noqa: E731
+    expected = clip(jax.grad(loss)(w, x, y), norm)
+    if scaled:
+        _, grads = mpx.calculate_scaled_grad(loss, scaling, use_mixed_precision=False)(
+            w, x, y
+        )
+        policy = mpx.get_policy("float32")
+        _, grads = mpx.calculate_scaled_grad(loss, scaling)(w, x, y)
+        clipped = scaling.unscale(clip(grads, norm * scale))
+        close(clipped, expected, 1e-2)
+    else:
+        policy = mpx.get_policy("float32")
+        grads = mpx.filter_grad(loss, scaling, policy=policy)(w, x, y).grads
+        close(clip(grads, norm), expected, 1e-6)
+
+
+def test_clipped_gradients_by_replace():
+    result = result_of(gradients(0), mpx.NoLossScaling())
+    halved = result._replace(grads=jax.tree.map(lambda g: g / 2, result.grads))
+    optimizer = optax.sgd(1.0)
+    new, _, _ = mpx.optimizer_step(
+        weights(), optimizer, optimizer.init(weights()), halved
+    )
+    close(jax.tree.map(jnp.subtract, weights(), new), halved.grads, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [mpx.NoLossScaling(), mpx.StaticLossScaling(4.0), mpx.DynamicLossScaling(4.0)],
+    ids=["none", "static", "dynamic"],
+)
+def test_nan_is_skipped_with_every_scaling(scaling):
+    """Rows 28 and 36."""
+    optimizer = optax.adam(RATE)
+    state = optimizer.init(weights())
+    result = result_of(gradients(0), scaling, finite=False)
+    new, new_state, after = mpx.optimizer_step(weights(), optimizer, state, result)
+    assert same_bits(new, weights()) and same_bits(new_state, state)
+    assert (int(after.skipped), int(after.steps)) == (1, 1)
+    expected = (
+        2.0 if isinstance(scaling, mpx.DynamicLossScaling) else scaling.loss_scale
+    )
+    assert float(after.loss_scale) == expected
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_gradients_broken_after_unscaling(check):
+    """Row 32."""
+    optimizer, scaling = optax.sgd(RATE), mpx.DynamicLossScaling(16.0, period=1)
+    result = result_of(gradients(0), scaling)
+    broken = result._replace(grads=gradients(0, np.nan))
+    new, _, after = mpx.optimizer_step(
+        weights(), optimizer, optimizer.init(weights()), broken, check_gradients=check
+    )
+    assert bool(mpx.all_finite(new)) is check
+    assert same_bits(new, weights()) is check
+    # As if it had never been good: counted once, backed off, not grown.
+    assert float(after.loss_scale) == (8.0 if check else 32.0)
+    assert (int(after.steps), int(after.skipped)) == (1, int(check))
+    if check:
+        with pytest.raises(FloatingPointError, match="w1"):
+            mpx.check(after, weights(), max_skipped_in_a_row=0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "size"),
+    [
+        (optax.sgd(1e30), 1e20),
+        (optax.adam(RATE), 1e20),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(RATE)), 3e19),
+    ],
+    ids=["update", "state", "norm"],
+)
+@pytest.mark.parametrize("check", [False, True])
+def test_overflow_in_the_update(optimizer, size, check):
+    """Row 38: finite gradients whose update, state or norm overflows."""
+    grads = jax.tree.map(lambda w: jnp.full(w.shape, size), weights())
+    result = result_of(grads, mpx.DynamicLossScaling(1.0, 2.0**-4))
+    assert bool(result.finite)
+    state = optimizer.init(weights())
+    new, new_state, after = mpx.optimizer_step(
+        weights(), optimizer, state, result, check_update=check
+    )
+    assert int(after.skipped) == int(check)
+    if check:
+        assert same_bits(new, weights()) and same_bits(new_state, state)
+        assert float(after.loss_scale) == 0.5
+
+
+def test_check_update_lets_good_steps_pass():
+    """A state that starts infinite is no overflow."""
+    optimizer = optax.lbfgs()
+    result = result_of(gradients(0), mpx.NoLossScaling())
+    extra = {"value": result.value, "grad": result.grads, "value_fn": lambda w: 0.0}
+    extra["value_fn"] = lambda w: sum(total(x**2) for x in jax.tree.leaves(w))
+    _, _, after = mpx.optimizer_step(
+        weights(),
+        optimizer,
+        optimizer.init(weights()),
+        result,
+        check_update=True,
+        **extra,
+    )
+    assert int(after.skipped) == 0
+
+
+def test_too_many_skips_halt_the_run():
+    """Row 29: nothing changes any more, and the host is told."""
+    optimizer = optax.adam(RATE)
+    model, state, scaling = weights(), optimizer.init(weights()), mpx.NoLossScaling()
+    step = functools.partial(mpx.optimizer_step, max_skipped_in_a_row=2)
+    for finite in (True, False, False):
+        result = result_of(gradients(0), scaling, finite)
+        model, state, scaling = step(model, optimizer, state, result)
+    mpx.check(scaling, model)
+    halted_model, halted_state = model, state
+    for finite in (False, True, True):
+        result = result_of(gradients(0), scaling, finite)
+        model, state, scaling = step(model, optimizer, state, result)
+        assert bool(scaling.record.halted)
+        with pytest.raises(FloatingPointError, match=r"step 4\b.*halted.*a row: 3"):
+            mpx.check(scaling, model)
+    assert same_bits(model, halted_model) and same_bits(state, halted_state)
+
+
+def test_check_names_step_scale_and_leaves():
+    """Row 9: a bad step at the floor."""
+    scaling = mpx.DynamicLossScaling(2.0, 1.0)
+    optimizer = optax.sgd(RATE)
+
+    def fun(w):
+        return total(w["a"]) + total(jnp.sqrt(w["b"] - 1)) + total(w["c"])
+
+    w = {name: jnp.ones(2) for name in "abc"}
+    state = optimizer.init(w)
+    for _ in range(2):
+        mpx.check(scaling, w)
+        result = mpx.filter_grad(fun, scaling)(w)
+        w, state, scaling = mpx.optimizer_step(w, optimizer, state, result)
+    with pytest.raises(FloatingPointError) as error:
+        mpx.check(scaling, w)
+    text = str(error.value)
+    assert "step 2, loss scale 1: " in text and "floor" in text and "['b']" in text
+    assert "['a']" not in text and "`the loss`" not in text
+    assert "last finite step: none" in text
+    with pytest.raises(FloatingPointError, match="gradient leaf 1 .*pass `model`"):
+        mpx.check(scaling)
+
+
+def test_check_knows_what_it_can_read():
+    mpx.check(None)
+    mpx.check(mpx.NoLossScaling())
+    with pytest.raises(TypeError, match="mpx.check"):
+        mpx.check(1.0)
+    with pytest.raises(ValueError, match="outside"):
+        jax.jit(mpx.check)(mpx.NoLossScaling())
+
+
+def test_model_state_of_a_skipped_step():
+    """Row 39: batch statistics are kept from before, keys and data advance."""
+
+    @jax.jit
+    def step(w, stats, key, scaling, x):
+        def fun(w, stats, key, x):
+            key, use = jax.random.split(key)
+            noise = jax.random.uniform(use, x.shape).astype(x.dtype)
+            mean = 0.9 * stats + 0.1 * x.astype(jnp.float32).mean()
+            return total(w * (x + noise)), (mean, key)
+
+        result = mpx.filter_grad(fun, scaling, has_aux=True, keep=lambda path, _: path
+                                 == "args[1]")(w, stats, key, x)  # fmt: skip
+        new_stats, key = result.aux
+        stats = mpx.select_tree(result.finite, new_stats, stats)
+        return stats, key, result.scaling
+
+    stats, key, scaling = jnp.float32(1), jax.random.key(0), mpx.DynamicLossScaling(4.0)
+    good, key_1, scaling = step(jnp.ones(2), stats, key, scaling, jnp.ones(2))
+    bad, key_2, scaling = step(
+        jnp.ones(2), good, key_1, scaling, jnp.array([1.0, jnp.inf])
+    )
+    assert float(good) == 1.0 and same_bits(bad, good) and int(scaling.skipped) == 1
+    assert (
+        len({tuple(jax.random.key_data(k).tolist()) for k in (key, key_1, key_2)}) == 3
+    )
+
+
+def test_no_gradients_at_all():
+    """Row 22."""
+    optimizer = optax.sgd(RATE)
+    with pytest.raises(ValueError, match="no gradients"):
+        mpx.optimizer_update({}, optimizer, optimizer.init({}), {}, True)
+
+
+@pytest.mark.parametrize("finite", [1, 1.0, None, jnp.ones(()), jnp.ones(2, bool)])
+def test_finite_must_be_one_boolean(finite):
+    optimizer, w = optax.sgd(RATE), jnp.ones(2)
+    with unchecked(), pytest.raises(TypeError, match="grads_finite"):
+        mpx.optimizer_update(w, optimizer, optimizer.init(w), w, finite)
+
+
+def test_wrong_arguments_are_named():
+    w, optimizer = jnp.ones(2), optax.sgd(RATE)
+    state = optimizer.init(w)
+    result = mpx.filter_grad(total, mpx.NoLossScaling())(w)
+    with unchecked():
+        with pytest.raises(TypeError, match="as a whole"):
+            mpx.optimizer_step(w, optimizer, state, tuple(result))
+        with pytest.raises(TypeError, match="Optax transformation"):
+            mpx.optimizer_step(w, 0.1, state, result)
+        with pytest.raises(TypeError, match="Optax transformation"):
+            mpx.skip_nonfinite(0.1)
+        for limit in (-1, 1.5, True):
+            with pytest.raises(ValueError, match="max_skipped_in_a_row"):
+                mpx.optimizer_step(
+                    w, optimizer, state, result, max_skipped_in_a_row=limit
+                )
