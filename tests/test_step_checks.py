@@ -80,10 +80,6 @@ def test_clipping_equals_the_control(scaled):
     clip = lambda g, n: optax.clip_by_global_norm(n).update(g, optax.EmptyState())[0]  # noqa: E731
     expected = clip(jax.grad(loss)(w, x, y), norm)
     if scaled:
-        _, grads = mpx.calculate_scaled_grad(loss, scaling, use_mixed_precision=False)(
-            w, x, y
-        )
-        policy = mpx.get_policy("float32")
         _, grads = mpx.calculate_scaled_grad(loss, scaling)(w, x, y)
         clipped = scaling.unscale(clip(grads, norm * scale))
         close(clipped, expected, 1e-2)
