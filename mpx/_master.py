@@ -42,6 +42,9 @@ _MOVES = frozenset(
 # Stands for a leaf that is no weight; not None, which is no leaf at all.
 NO_MASTER = object()
 
+# Stands for an array among the results of a traced function.
+_ARRAY = object()
+
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
@@ -90,8 +93,11 @@ def call_with_masters(
         ]
         args, kwargs = jax.tree.unflatten(treedef, full)
         out, out_tree = jax.tree.flatten(func(*args, **kwargs))
-        result[:] = [out_tree, out]
-        return [x for x in out if isinstance(x, jax.Array | np.ndarray)]
+        arrays = [x for x in out if isinstance(x, jax.Array | np.ndarray)]
+        # Only what is no array may leave this trace.
+        rest = [_ARRAY if isinstance(x, jax.Array | np.ndarray) else x for x in out]
+        result[:] = [out_tree, rest]
+        return arrays
 
     operands = [x for x, a in zip(leaves, is_array, strict=True) if a]
     jaxpr = jax.make_jaxpr(flat)(*operands)
@@ -101,13 +107,9 @@ def call_with_masters(
         if a
     ]
     arrays = iter(_emit(jaxpr.jaxpr, jaxpr.consts, pairs))
-    out_tree, out = result
+    out_tree, rest = result
     return jax.tree.unflatten(
-        out_tree,
-        [
-            _use(next(arrays)) if isinstance(x, jax.Array | np.ndarray) else x
-            for x in out
-        ],
+        out_tree, [_use(next(arrays)) if x is _ARRAY else x for x in rest]
     )
 
 
