@@ -9,10 +9,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
-from ._cast import cast_leaves
+from ._cast import cast_leaf
 from ._dtypes import float_dtype, half_precision_datatype
+from ._tree import is_model_state
 from ._typing import DTypeLike
 
 
@@ -28,6 +30,8 @@ def cast_function(
     2. call `func`;
     3. cast every float leaf of the result, whatever its tree, to `return_dtype`
        (`dtype` if None).
+
+    Equinox's `State` goes in and comes out as it is: statistics stay in full precision.
 
     The function keeps its name and docstring. Constants inside `func` keep their dtype
     and may promote: a float32 array in a closure makes the result of a half-precision
@@ -90,7 +94,16 @@ def _wrap(
     # updated=(): a layer's fields are no business of the wrapper's __dict__.
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        cast_func, args, kwargs = cast_leaves((func, args, kwargs), compute, None)
-        return cast_leaves(cast_func(*args, **kwargs), result(), None)
+        cast_func, args, kwargs = _cast((func, args, kwargs), compute)
+        return _cast(cast_func(*args, **kwargs), result())
 
     return wrapper
+
+
+def _cast(tree: Any, dtype: np.dtype) -> Any:
+    """Casts float leaves but Equinox's model state, whose statistics stay float32."""
+
+    def cast(node: Any) -> Any:
+        return node if is_model_state(node) else cast_leaf(node, dtype)
+
+    return jax.tree.map(cast, tree, is_leaf=is_model_state)

@@ -93,11 +93,11 @@ def call_with_masters(
         ]
         args, kwargs = jax.tree.unflatten(treedef, full)
         out, out_tree = jax.tree.flatten(func(*args, **kwargs))
-        arrays = [x for x in out if isinstance(x, jax.Array | np.ndarray)]
+        traced = [x for x in out if isinstance(x, jax.Array | np.ndarray)]
         # Only what is no array may leave this trace.
         rest = [_ARRAY if isinstance(x, jax.Array | np.ndarray) else x for x in out]
         result[:] = [out_tree, rest]
-        return arrays
+        return traced
 
     operands = [x for x, a in zip(leaves, is_array, strict=True) if a]
     jaxpr = jax.make_jaxpr(flat)(*operands)

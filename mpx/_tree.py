@@ -38,6 +38,11 @@ def is_inexact_leaf(leaf: Any) -> bool:
     )
 
 
+def is_model_state(node: Any) -> bool:
+    """Whether a node of a tree is Equinox's state of a model."""
+    return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
+
+
 def path_text(path: Any) -> str:
     """Writes a key path as one would write it in code: `layers[0].weight`."""
     return jax.tree_util.keystr(path).removeprefix(".")

@@ -12,8 +12,9 @@ from jaxtyping import PyTree
 
 from .._dtypes import full_precision_of
 from .._errors import describe
+from .._tree import is_model_state
 from .._typing import LeafPredicate
-from ._inputs import input_path, is_model_state
+from ._inputs import input_path
 
 # What a leaf of the arguments is to the scan.
 _WHOLE, _BATCH, _KEY, _STATE = "whole", "batch", "key", "state"

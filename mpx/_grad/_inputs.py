@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from .._cast import cast_leaf
 from .._errors import at_path, describe
 from .._loss_scaling import AbstractLossScaling
-from .._tree import is_float_leaf
+from .._tree import is_float_leaf, is_model_state
 from .._typing import LeafPredicate
 
 # Names under which frameworks keep running statistics: Flax's collection, and the
@@ -42,11 +42,6 @@ def cast_inputs(
     return jax.tree_util.tree_map_with_path(
         cast, (args, kwargs, func), is_leaf=is_model_state
     )
-
-
-def is_model_state(node: Any) -> bool:
-    """Whether a node of a tree is Equinox's state of a model."""
-    return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
 
 
 def input_path(path: Any) -> str:
@@ -114,15 +109,18 @@ def refuse_nnx(trees: Any, call: str) -> None:
             )
 
 
-def refuse_half_masters(weights: PyTree, call: str) -> None:
+def refuse_half_masters(args: Any, argnums: tuple[int, ...], call: str) -> None:
     """Raises for float16 weights, whose updates vanish and overflow."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-        if is_float_leaf(leaf) and leaf.dtype == np.float16:
+    for i in argnums:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[i]):
+            if not is_float_leaf(leaf) or leaf.dtype != np.float16:
+                continue
             raise ValueError(
                 f"{call} needs weights in full precision; got {describe(leaf)} at "
-                f"`{jax.tree_util.keystr(path)}`. Keep float32 weights (mpx casts them "
-                "for the computation), with `mpx.cast_to_float32(model)`. If float16 "
-                "weights are what you want, say so: `policy=mpx.get_policy('float16')`."
+                f"`args[{i}]{jax.tree_util.keystr(path)}`. Keep float32 weights (mpx "
+                "casts them for the computation), with `mpx.cast_to_float32(model)`. "
+                "If float16 weights are what you want, say so: "
+                "`policy=mpx.get_policy('float16')`."
             )
 
 

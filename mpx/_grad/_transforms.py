@@ -392,7 +392,7 @@ def _check_call(
     weights = tuple(args[i] for i in problem.argnums)
     _inputs.refuse_no_weights(weights, call)
     if options.mixed and not problem.allow_float16_weights:
-        _inputs.refuse_half_masters(weights, call)
+        _inputs.refuse_half_masters(args, problem.argnums, call)
 
 
 def _used_scaling(
