@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ def ask(
     *,
     compile_only: bool = True,
     libraries: Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Runs one worker and yields its answers as they come; the first is its versions.
 
@@ -47,6 +48,7 @@ def ask(
         peers: the peers' environment; our side needs it for its TPU compiler only.
         compile_only: hide accelerators, so that compiling opens none.
         libraries: a folder with JAX's CUDA plugin, to compile for CUDA.
+        variables: further environment variables.
 
     Raises:
         WorkerError: with the last lines of its standard error.
@@ -57,6 +59,7 @@ def ask(
     if libraries is not None:
         environment["PYTHONPATH"] = str(libraries.resolve())
         environment |= targets.CUDA_ENVIRONMENT
+    environment |= variables or {}
     if side == "ours":
         command = [sys.executable, "-m", "benchmarks.worker"]
     elif peers is None:
