@@ -8,6 +8,10 @@
   has none (CUDA), the operands and results of every instruction of the optimized
   HLO that runs as a kernel are added up: what happens inside a fusion stays in
   registers and does not count, a loop's body counts as often as the loop runs.
+* **Off-chip traffic** (TPU) is the second way of counting with only the arrays in the
+  device's main memory. A TPU's compiler places arrays in the memory on the chip and
+  copies them there ahead of time; "bytes accessed" counts each such copy as further
+  traffic: a read, a write, and the read of the copy.
 
 Sharp edges: neither knows of caches, so traffic is a bound and not a measurement,
 and the two ways of counting must not be compared with each other. "bytes accessed"
@@ -45,7 +49,9 @@ _BITS = {
     "token": 0,
     "opaque": 0,
 }
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](\{[^{}]*\})?")
+# A layout's memory space; without one an array is in the device's main memory.
+_ON_CHIP = re.compile(r"S\([1-9]")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<rest>.*)$")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s.*->.*\{\s*$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
@@ -86,6 +92,8 @@ class Counts:
         aliased: bytes of the results that live in donated arguments.
         traffic: bytes read and written.
         traffic_by: `"cost analysis"` or `"operands and results"`.
+        off_chip: bytes that cross the chip's edge; None where the compiler does not
+            say what is on the chip.
         flops: floating point operations; None where the compiler does not say.
     """
 
@@ -95,6 +103,7 @@ class Counts:
     aliased: int
     traffic: int
     traffic_by: str
+    off_chip: int | None
     flops: int | None
 
 
@@ -107,11 +116,13 @@ def count(compiled: Any) -> Counts:
             "backend gives none. Compile for one of `benchmarks.targets.TARGETS`."
         )
     cost = compiled.cost_analysis() or {}
+    text = compiled.as_text()
     if "bytes accessed" in cost:
         traffic, traffic_by = int(cost["bytes accessed"]), "cost analysis"
     else:
-        traffic = operand_and_result_bytes(compiled.as_text())
+        traffic = operand_and_result_bytes(text)
         traffic_by = "operands and results"
+    has_spaces = _ON_CHIP.search(text) is not None
     return Counts(
         memory=sizes.argument_size_in_bytes
         + sizes.output_size_in_bytes
@@ -122,6 +133,7 @@ def count(compiled: Any) -> Counts:
         aliased=sizes.alias_size_in_bytes,
         traffic=traffic,
         traffic_by=traffic_by,
+        off_chip=operand_and_result_bytes(text, on_chip=False) if has_spaces else None,
         flops=int(cost["flops"]) if "flops" in cost else None,
     )
 
@@ -139,25 +151,36 @@ def fingerprint(lowered: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def bytes_of_shape(text: str) -> int:
+def bytes_of_shape(text: str, on_chip: bool = True) -> int:
     """Bytes of an HLO shape; a tuple's are those of its parts.
+
+    Args:
+        text: the shape with its layout.
+        on_chip: whether arrays in the memory on the chip count.
 
     >>> bytes_of_shape("bf16[8,4]{1,0}"), bytes_of_shape("(f32[], pred[3]{0})")
     (64, 7)
     """
     total = 0
-    for kind, dimensions in _ARRAY.findall(text):
+    for array in _ARRAY.finditer(text):
+        kind, dimensions, _ = array.groups()
         bits = _BITS.get(kind, 8 if kind.startswith("f8") else None)
         if bits is None:
             raise ValueError(
                 f"`bytes_of_shape(text)` does not know the HLO type {kind!r} in "
                 f"{text!r}. Add it to `_BITS`."
             )
+        if not on_chip and _on_chip(array):
+            continue
         size = 1
         for dimension in filter(None, dimensions.split(",")):
             size *= int(dimension.lstrip("<="))
         total += (size * bits + 7) // 8
     return total
+
+
+def _on_chip(array: re.Match[str]) -> bool:
+    return _ON_CHIP.search(array[3] or "") is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +237,7 @@ def _computations(text: str) -> Iterator[tuple[str, bool, list[_Instruction]]]:
                 body.append(instruction)
 
 
-def operand_and_result_bytes(text: str) -> int:
+def operand_and_result_bytes(text: str, on_chip: bool = True) -> int:
     """Bytes that the kernels of an optimized HLO module read and write.
 
     Loops count as often as their known trip count (once where it is not known),
@@ -222,6 +245,7 @@ def operand_and_result_bytes(text: str) -> int:
 
     Args:
         text: `compiled.as_text()`.
+        on_chip: whether arrays in the memory on the chip count.
     """
     bodies: dict[str, list[_Instruction]] = {}
     entry_name = None
@@ -233,7 +257,7 @@ def operand_and_result_bytes(text: str) -> int:
             "`operand_and_result_bytes(text)` needs an HLO module with an ENTRY "
             "computation; found none. Pass `compiled.as_text()`."
         )
-    return _bytes_of_computation(bodies, entry_name)
+    return _bytes_of_computation(bodies, entry_name, on_chip)
 
 
 def _called(line: str, key: str) -> list[str]:
@@ -244,7 +268,9 @@ def _called(line: str, key: str) -> list[str]:
     return [name.strip().lstrip("%") for name in found[1].strip("{}").split(",")]
 
 
-def _bytes_of_computation(bodies: dict[str, list[_Instruction]], name: str) -> int:
+def _bytes_of_computation(
+    bodies: dict[str, list[_Instruction]], name: str, on_chip: bool
+) -> int:
     body = bodies[name]
     shapes = {instruction.name: instruction.shape for instruction in body}
     total = 0
@@ -255,14 +281,14 @@ def _bytes_of_computation(bodies: dict[str, list[_Instruction]], name: str) -> i
         if opcode == "while":
             trips = _TRIPS.search(instruction.line)
             inner = sum(
-                _bytes_of_computation(bodies, called)
+                _bytes_of_computation(bodies, called, on_chip)
                 for called in _called(instruction.line, "body")
             )
             total += inner * (int(trips[1]) if trips else 1)
         elif opcode in ("call", "async-start"):
             key = "to_apply" if opcode == "call" else "calls"
             total += sum(
-                _bytes_of_computation(bodies, called)
+                _bytes_of_computation(bodies, called, on_chip)
                 for called in _called(instruction.line, key)
             )
         elif opcode == "conditional":
@@ -270,13 +296,21 @@ def _bytes_of_computation(bodies: dict[str, list[_Instruction]], name: str) -> i
                 *_called(instruction.line, "true_computation"),
                 *_called(instruction.line, "false_computation"),
             ]
-            total += max(_bytes_of_computation(bodies, branch) for branch in branches)
+            total += max(
+                _bytes_of_computation(bodies, branch, on_chip) for branch in branches
+            )
+        elif opcode == "slice-start":
+            # Its shape is ((operand), result, context); what is read of the operand is
+            # as large as the result.
+            operand, result, *_ = _ARRAY.finditer(instruction.shape)
+            places = [x for x in (operand, result) if on_chip or not _on_chip(x)]
+            total += len(places) * bytes_of_shape(result[0])
         else:
-            total += bytes_of_shape(instruction.shape)
+            total += bytes_of_shape(instruction.shape, on_chip)
             if opcode in _RESULT_HOLDS_OPERANDS:
                 continue
             total += sum(
-                bytes_of_shape(shapes[operand])
+                bytes_of_shape(shapes[operand], on_chip)
                 for operand in instruction.operands
                 if operand in shapes
             )

@@ -5,8 +5,12 @@ the same float16 step without any, in mpx, the published MPX and JMP?
 
 Where activations dominate (large batches) nobody notices; with a small batch the
 parameters dominate, and every extra pass over them shows. Each library is compared
-with its own step without scaling, and both steps of ours are also in the table in
-bytes, so that a costly baseline cannot hide a costly scaling.
+with its own step without scaling, and both steps are also in the table in bytes, so
+that a costly baseline cannot hide a costly scaling.
+
+On a TPU the compiler's "bytes accessed" counts every copy that it makes ahead of time
+into the memory on the chip as traffic. Where it says which arrays are there, the table
+also has the bytes that cross the chip's edge, which are what costs time.
 """
 
 from __future__ import annotations
@@ -76,17 +80,19 @@ def setups(found: Results) -> list[Setup]:
     )
 
 
-def traffic(found: Results, setup: Setup) -> dict[str, tuple[int, int]]:
-    """Traffic without and with scaling, of every library."""
+def traffic(
+    found: Results, setup: Setup, what: str = "traffic"
+) -> dict[str, tuple[int, int]]:
+    """A count without and with scaling, of every library that has it."""
     by_library = {}
     for library, scaled, unscaled in PAIRS:
         pair = [
             compiling.find(found.records, **dataclasses.asdict(setup), arm=arm)
             for arm in (unscaled, scaled)
         ]
-        bytes_moved = [r["counts"]["traffic"] for r in pair if r and r["counts"]]
-        if len(bytes_moved) == 2:
-            by_library[library] = (bytes_moved[0], bytes_moved[1])
+        moved = [r["counts"].get(what) for r in pair if r and r["counts"]]
+        if len(moved) == 2 and None not in moved:
+            by_library[library] = (moved[0], moved[1])
     return by_library
 
 
@@ -94,38 +100,55 @@ def tables(found: Results) -> list[Table]:
     """One row per model, target and library."""
     rows = []
     for setup in setups(found):
-        for library, (without, with_) in traffic(found, setup).items():
-            rows.append(
-                [
-                    str(setup),
-                    library,
-                    megabytes(without),
-                    megabytes(with_),
-                    signed_percent(with_ / without - 1),
-                ]
-            )
+        off_chip = traffic(found, setup, "off_chip")
+        for library, moved in traffic(found, setup).items():
+            row = [str(setup), library]
+            for pair in (moved, off_chip.get(library)):
+                row += _cells(*pair) if pair else ["", "", ""]
+            rows.append(row)
     return [
         Table(
             title="Traffic added by dynamic loss scaling, float16",
-            columns=["compiled for", "library", "without, MB", "with, MB", "added"],
+            columns=[
+                "compiled for",
+                "library",
+                "without, MB",
+                "with, MB",
+                "added",
+                "off-chip without, MB",
+                "with, MB",
+                "added",
+            ],
             rows=rows,
         )
     ]
+
+
+def _cells(without: int, with_: int) -> list[str]:
+    added = signed_percent(with_ / without - 1)
+    return [megabytes(without), megabytes(with_), added]
+
+
+# Two programs that do the same are scheduled differently by the compiler and differ by
+# some kilobytes; less than this share of the step's traffic is no difference.
+NOISE = 1e-3
 
 
 def goals(found: Results) -> list[Goal]:
     """Nothing more than what the published MPX adds."""
     made = []
     for setup in setups(found):
-        moved = traffic(found, setup)
-        if not {"mpx", "MPX"} <= moved.keys():
-            continue
-        ours, peer = (moved[name][1] - moved[name][0] for name in ("mpx", "MPX"))
-        made.append(
-            Goal(
-                f"traffic added by dynamic loss scaling at most MPX's: {setup}: "
-                f"{megabytes(ours)} MB, MPX {megabytes(peer)} MB",
-                ours <= peer,
+        for what, title in (("traffic", "traffic"), ("off_chip", "off-chip traffic")):
+            moved = traffic(found, setup, what)
+            if not {"mpx", "MPX"} <= moved.keys():
+                continue
+            ours, peer = (moved[name][1] - moved[name][0] for name in ("mpx", "MPX"))
+            made.append(
+                Goal(
+                    f"{title} added by dynamic loss scaling at most MPX's, within "
+                    f"{100 * NOISE:.1f}% of the step: {setup}: {megabytes(ours)} MB, "
+                    f"MPX {megabytes(peer)} MB",
+                    ours <= peer + NOISE * moved["MPX"][0],
+                )
             )
-        )
     return made

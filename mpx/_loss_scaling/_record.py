@@ -57,10 +57,6 @@ class StepRecord(eqx.Module):
 # Jitted, so that it is traced once and not in each step.
 @jax.jit
 def _updated(record: Any, finite: Any, places_finite: Any) -> Any:
-    if places_finite is None:
-        found = jnp.full((PLACES,), -1, jnp.int32)
-    else:
-        (found,) = jnp.nonzero(~places_finite, size=PLACES, fill_value=-1)
     steps = record.steps + 1
     return replaced(
         record,
@@ -69,8 +65,19 @@ def _updated(record: Any, finite: Any, places_finite: Any) -> Any:
         skipped_in_a_row=jnp.where(finite, 0, record.skipped_in_a_row + 1),
         last_finite=jnp.where(finite, steps, record.last_finite),
         finite=finite,
-        places=jnp.where(finite, record.places, found.astype(jnp.int32)),
+        places=jnp.where(finite, record.places, _first_places(places_finite)),
     )
+
+
+def _first_places(places_finite: Bool[Array, " n"] | None) -> Int32[Array, "8"]:
+    if places_finite is None:
+        return jnp.full((PLACES,), -1, jnp.int32)
+    # One sort. `jnp.nonzero` is a program of its own: cumulative sums and scatters.
+    last = places_finite.size
+    padded = jnp.pad(places_finite, (0, PLACES), constant_values=True)
+    numbers = jax.lax.iota(jnp.int32, padded.size)
+    first = jax.lax.sort(jnp.where(padded, last, numbers))[:PLACES]
+    return jnp.where(first == last, -1, first)
 
 
 def refuse_limit(limit: Any, call: str) -> None:

@@ -33,6 +33,37 @@ def test_bytes_of_shape(text, size):
     assert counts.bytes_of_shape(text) == size
 
 
+@pytest.mark.parametrize(
+    ("instruction", "everywhere", "off_chip"),
+    [
+        ("f32[10]{0:T(128)} negate(%hbm)", 80, 80),
+        ("f32[10]{0:T(128)S(1)} negate(%hbm)", 80, 40),
+        ("f32[10]{0:T(128)} negate(%vmem)", 80, 40),
+        ("f32[10]{0:T(128)S(1)} negate(%vmem)", 80, 0),
+        (
+            "(f32[10]{0:S(1)}, f32[10]{0}, u32[]{:S(2)}) copy-start(%hbm)",
+            84,
+            40,
+        ),
+        (
+            "((f32[10]{0}), f32[4]{0:S(1)}, s32[]{:S(2)}) slice-start(%hbm)",
+            32,
+            16,
+        ),
+    ],
+)
+def test_arrays_on_the_chip_are_not_off_chip_traffic(instruction, everywhere, off_chip):
+    module = f"""
+ENTRY %main (hbm: f32[10], vmem: f32[10]) -> f32[10] {{
+  %hbm = f32[10]{{0:T(128)}} parameter(0)
+  %vmem = f32[10]{{0:T(128)S(1)}} parameter(1)
+  %result = {instruction}
+}}
+"""
+    assert counts.operand_and_result_bytes(module) == everywhere
+    assert counts.operand_and_result_bytes(module, on_chip=False) == off_chip
+
+
 def test_unknown_type_is_an_error():
     with pytest.raises(ValueError, match=r"does not know the HLO type 'q7'"):
         counts.bytes_of_shape("q7[3]")

@@ -118,7 +118,23 @@ def test_scaling_goal_compares_bytes_with_the_published_mpx(ours, met):
     assert [goal.met for goal in scaling_traffic.goals(found)] == [met]
     (table,) = scaling_traffic.tables(found)
     assert [row[1] for row in table.rows] == ["mpx", "MPX"]
-    assert table.rows[1][-1] == "+10.0%"
+    assert table.rows[1][4] == "+10.0%"
+    assert table.rows[1][5:] == ["", "", ""]
+
+
+@pytest.mark.parametrize(("ours", "met"), [(1_100_900, True), (1_101_100, False)])
+def test_scaling_goal_allows_for_the_compilers_schedule(ours, met):
+    found = found_scaling(ours, 1_100_000)
+    assert [goal.met for goal in scaling_traffic.goals(found)] == [met]
+
+
+def test_scaling_compares_off_chip_traffic_where_it_is_known():
+    found = found_scaling(1_100_000, 1_100_000)
+    for record, off_chip in zip(found.records, (500, 600, 500, 550), strict=True):
+        record["counts"]["off_chip"] = off_chip
+    assert [goal.met for goal in scaling_traffic.goals(found)] == [True, False]
+    (table,) = scaling_traffic.tables(found)
+    assert [row[-1] for row in table.rows] == ["+20.0%", "+10.0%"]
 
 
 def host_answers(trace):
