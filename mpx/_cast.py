@@ -7,10 +7,10 @@ silence; use `keep` to leave it. Everything else comes back as the same object: 
 and booleans, PRNG keys, complex numbers, formats of 8 bits and fewer, Python scalars
 (they take the dtype of what they meet), functions, strings and None.
 
-What happens to values: rounding to nearest, ties to even. Values beyond the target's
-range become infinite in float16 and bfloat16 and *saturate* to the largest finite value
-in 8-bit formats, where infinity would be NaN or a loss of the sign's use. NaN stays
-NaN.
+What happens to values: rounding to nearest, ties to even; float64 may be rounded to
+float32 on the way. Values beyond the target's range become infinite in float16 and
+bfloat16. In 8-bit formats they, and infinity itself, *saturate* to the largest finite
+value: most of these formats have no infinity. NaN stays NaN.
 """
 
 from typing import Any
@@ -32,25 +32,28 @@ def cast_tree(
 ) -> PyTree:
     """Casts the float leaves of a tree.
 
-    **Arguments:**
+    Args:
+        tree: Any PyTree; numpy arrays stay numpy arrays.
+        dtype: A floating dtype or its name ("float16", "bf16", "half", ...).
+        keep: `keep(path, leaf)` is True for leaves that are not to be cast; the path
+            is text such as `layers[0].weight`.
 
-    - `tree`: any PyTree; numpy arrays stay numpy arrays.
-    - `dtype`: a floating dtype or its name ("float16", "bf16", "half", ...).
-    - `keep`: `keep(path, leaf)` is True for leaves that are not to be cast; the path is
-      text such as `layers[0].weight`.
+    Returns:
+        The tree with the same structure. A leaf that has the dtype already, or is not
+        a float leaf, is the same object.
 
-    **Returns:** the tree with the same structure. A leaf that has the dtype already, or
-    is not a float leaf, is the same object.
+    Raises:
+        ValueError: The dtype does not exist, or is float64 and not enabled in JAX.
+        TypeError: The dtype is not floating, or means nothing without a scale
+            (float8_e8m0fnu, formats of 4 and 6 bits); or `keep` is not a function.
 
-    At the edges: zeros keep their sign, NaN stays NaN, overflow gives infinity in 16
-    bits and saturates in 8.
+    At the edges: zeros keep their sign (formats named `fnuz` have no -0), NaN stays
+    NaN, overflow gives infinity in 16 bits and saturates in 8.
 
-    **Raises:** `ValueError` for a dtype that does not exist, `TypeError` for one that
-    is not floating.
-
-    >>> import jax.numpy as jnp, mpx
-    >>> mpx.cast_tree({"step": 3, "w": jnp.ones(2)}, "bfloat16")
-    {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> mpx.cast_tree({"step": 3, "w": jnp.ones(2)}, "bfloat16")
+        {'step': 3, 'w': Array([1, 1], dtype=bfloat16)}
     """
     target = float_dtype(dtype, "`mpx.cast_tree(tree, dtype)`")
     return cast_leaves(tree, target, keep)
@@ -112,7 +115,10 @@ def cast_to_full_precision(x: PyTree, *, keep: LeafPredicate | None = None) -> P
 
 
 def cast_to_float16(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
-    """Casts float leaves to float16; beyond 65504 they become infinite."""
+    """Casts float leaves to float16; from 65520 on they are infinite; see `cast_tree`.
+
+    65504 is the largest finite value, and what lies below 65520 is rounded to it.
+    """
     return cast_leaves(x, np.dtype(np.float16), keep)
 
 

@@ -27,15 +27,24 @@ def check(
 
     Reading the state waits for the step that makes it: every hundred steps will do.
 
-    **Arguments:** `scaling`: the loss scaling, or the state of `skip_nonfinite`;
-    `model`: the model or the gradients, to name the leaves that were not finite.
+    Args:
+        scaling: The loss scaling, or the state of `skip_nonfinite`. None is never a
+            reason to stop.
+        model: The model or the gradients, to name the leaves that were not finite.
+        max_skipped_in_a_row: The largest number of skipped steps in a row that is
+            still fine; None for no limit.
 
-    **Raises:** `FloatingPointError` with the step, the scale, the counters and up to
-    eight places that were not finite in the last bad step; `ValueError` inside of jit,
-    where values are not known; `TypeError` for what has no such state.
+    Raises:
+        FloatingPointError: Training cannot go on. The message has the step, the scale,
+            the counters and up to eight places that were not finite in the last bad
+            step.
+        ValueError: Called inside of jit, where values are not known; or
+            `max_skipped_in_a_row` is no whole number.
+        TypeError: `scaling` has no such state.
 
-    >>> import mpx
-    >>> mpx.check(mpx.DynamicLossScaling())
+    Examples:
+        >>> import mpx
+        >>> mpx.check(mpx.DynamicLossScaling())
     """
     refuse_limit(max_skipped_in_a_row, "`mpx.check`")
     record = getattr(scaling, "record", None)

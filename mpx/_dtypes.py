@@ -45,11 +45,16 @@ _half_precision = jax.make_user_context(default_value="float16")
 def float_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
     """Reads a floating dtype that a user gave, by name or as a dtype.
 
-    **Arguments:** `dtype`: "float16", "f16", "bf16", "half", `jnp.float16`, ...;
-    `caller`: the public call to name in an error.
+    Args:
+        dtype: "float16", "f16", "bf16", "half", `jnp.float16`, ...
+        caller: The public call to name in an error.
 
-    **Raises:** `ValueError` where no such dtype exists or float64 is not enabled,
-    `TypeError` where it exists and is not a floating dtype that values can be cast to.
+    Returns:
+        The dtype, which for "half" is the present `half_precision_datatype()`.
+
+    Raises:
+        ValueError: No such dtype exists, or it is float64 and that is not enabled.
+        TypeError: It exists and is not a floating dtype that values can be cast to.
     """
     if isinstance(dtype, str) and dtype == "half":
         return half_precision_datatype()
@@ -104,11 +109,13 @@ def half_precision_datatype() -> np.dtype:
     The value of the innermost `half_precision` of this thread, else the default of the
     process (float16 unless `set_half_precision_datatype` changed it).
 
-    **Returns:** `jnp.dtype("float16")` or `jnp.dtype("bfloat16")`.
+    Returns:
+        `jnp.dtype("float16")` or `jnp.dtype("bfloat16")`.
 
-    >>> import mpx
-    >>> mpx.half_precision_datatype()
-    dtype('float16')
+    Examples:
+        >>> import mpx
+        >>> mpx.half_precision_datatype()
+        dtype('float16')
     """
     return jnp.dtype(_half_precision.value)
 
@@ -120,15 +127,18 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
     calls of functions that were compiled before: they are traced anew. This is the only
     global setting of mpx; it is here because the MPX paper has it.
 
-    **Arguments:** `datatype`: "float16", "bfloat16" or the dtype.
+    Args:
+        datatype: "float16", "bfloat16" or the dtype.
 
-    **Raises:** `ValueError` for anything else.
+    Raises:
+        ValueError: It is anything else.
 
-    >>> import mpx
-    >>> mpx.set_half_precision_datatype("bfloat16")
-    >>> mpx.half_precision_datatype()
-    dtype(bfloat16)
-    >>> mpx.set_half_precision_datatype("float16")
+    Examples:
+        >>> import mpx
+        >>> mpx.set_half_precision_datatype("bfloat16")
+        >>> mpx.half_precision_datatype()
+        dtype(bfloat16)
+        >>> mpx.set_half_precision_datatype("float16")
     """
     _half_precision.set_global(
         _half_name(datatype, "`mpx.set_half_precision_datatype(datatype)`")
@@ -143,14 +153,17 @@ def half_precision(dtype: DTypeLike) -> Iterator[None]:
     *traced*: inside a jitted function it holds for the operations traced in its body,
     around a call of a jitted function it selects another compiled version.
 
-    **Arguments:** `dtype`: "float16", "bfloat16" or the dtype.
+    Args:
+        dtype: "float16", "bfloat16" or the dtype.
 
-    **Raises:** `ValueError` for anything else.
+    Raises:
+        ValueError: It is anything else.
 
-    >>> import jax.numpy as jnp, mpx
-    >>> with mpx.half_precision("bfloat16"):
-    ...     mpx.cast_to_half_precision(jnp.ones(2)).dtype
-    dtype(bfloat16)
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> with mpx.half_precision("bfloat16"):
+        ...     mpx.cast_to_half_precision(jnp.ones(2)).dtype
+        dtype(bfloat16)
     """
     with _half_precision(_half_name(dtype, "`mpx.half_precision(dtype)`")):
         yield

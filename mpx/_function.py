@@ -37,12 +37,24 @@ def cast_function(
     and may promote: a float32 array in a closure makes the result of a half-precision
     operation float32 before it is cast back.
 
-    **Raises:** `TypeError` where `func` cannot be called, errors of `cast_tree` for the
-    dtypes, at once rather than at the first call.
+    Args:
+        func: A function or a callable PyTree.
+        dtype: The floating dtype to compute in, or its name.
+        return_dtype: The floating dtype of the result, or its name; `dtype` if None.
 
-    >>> import jax.numpy as jnp, mpx
-    >>> mpx.cast_function(jnp.sin, "float16")(jnp.ones(2)).dtype
-    dtype('float16')
+    Returns:
+        A function of the same arguments.
+
+    Raises:
+        TypeError: `func` cannot be called, or a dtype is not floating.
+        ValueError: A dtype does not exist, or is float64 and not enabled in JAX.
+
+    Both errors come at once rather than at the first call.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> mpx.cast_function(jnp.sin, "float16")(jnp.ones(2)).dtype
+        dtype('float16')
     """
     call = "`mpx.cast_function(func, dtype, return_dtype)`"
     compute = float_dtype(dtype, call)
@@ -60,15 +72,28 @@ def force_full_precision(
 
     Use it as a function or as a decorator, with or without arguments.
 
-    >>> import jax, jax.numpy as jnp, mpx
-    >>> x = jnp.full(4, 3e4, jnp.float16)  # the sum of the squares overflows float16
-    >>> mpx.force_full_precision(jnp.linalg.norm, x.dtype)(x)
-    Array(6.e+04, dtype=float16)
-    >>> @mpx.force_full_precision(return_dtype="float32")
-    ... def mean_of_squares(x):
-    ...     return jnp.mean(x**2)
-    >>> float(mean_of_squares(x))
-    900000000.0
+    Args:
+        func: A function or a callable PyTree; None to get a decorator.
+        return_dtype: The floating dtype of the result, or its name;
+            `half_precision_datatype()` if None.
+
+    Returns:
+        A function of the same arguments, or the decorator that makes it.
+
+    Raises:
+        TypeError: `func` cannot be called, or `return_dtype` is not floating.
+        ValueError: `return_dtype` does not exist, or is float64 and not enabled in JAX.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> x = jnp.full(4, 3e4, jnp.float16)  # the squares' sum overflows float16
+        >>> mpx.force_full_precision(jnp.linalg.norm, x.dtype)(x)
+        Array(6.e+04, dtype=float16)
+        >>> @mpx.force_full_precision(return_dtype="float32")
+        ... def mean_of_squares(x):
+        ...     return jnp.mean(x**2)
+        >>> float(mean_of_squares(x))
+        900000000.0
     """
     if func is None:
         return functools.partial(force_full_precision, return_dtype=return_dtype)

@@ -23,7 +23,12 @@ def manual_axes() -> tuple[str, ...]:
 def bind_equation(equation: Any, *operands: Any) -> list[Any]:
     """Binds the primitive of a jaxpr's equation to new operands.
 
-    **Returns:** the results as a list, also where the primitive has just one.
+    Args:
+        equation: The equation.
+        *operands: What to bind its primitive to.
+
+    Returns:
+        The results as a list, also where the primitive has just one.
     """
     primitive = equation.primitive
     params = primitive.get_bind_params(equation.params)

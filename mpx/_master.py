@@ -76,9 +76,16 @@ def call_with_masters(
 ) -> Any:
     """Calls `func(*args, **kwargs)` with each use of a weight attached to its master.
 
-    **Arguments:** `masters`: like `args`, with `NO_MASTER` for what is no weight; a
-    leaf of the same dtype as in `args` needs no attaching. `dtype`: the precision in
-    which gradients are summed.
+    Args:
+        func: The function.
+        args: Its positional arguments, weights in half precision.
+        kwargs: Its keyword arguments; no weights are among them.
+        masters: Like `args`, with `NO_MASTER` for what is no weight; a leaf of the
+            same dtype as in `args` needs no attaching.
+        dtype: The precision in which gradients are summed.
+
+    Returns:
+        What `func` returns.
     """
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
     no_masters = jax.tree.map(lambda _: NO_MASTER, kwargs)

@@ -35,28 +35,34 @@ def optimizer_update(
     $$(w, o) \leftarrow \begin{cases} (w + u, o') & \text{finite} \\ (w, o) &
         \text{else} \end{cases} \qquad (u, o') = \operatorname{update}(g, o, w)$$
 
-    **Arguments:**
+    Args:
+        model: Any PyTree; leaves without a gradient stay as they are.
+        optimizer: An Optax transformation.
+        optimizer_state: Its state, which comes from
+            `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`.
+        grads: Unscaled gradients, like the model, with None where there is none.
+        grads_finite: One boolean, an array or Python's.
+        **extra_args: Passed on to `optimizer.update`: `value`, `grad` and `value_fn`
+            for L-BFGS.
 
-    - `model`: any PyTree; leaves without a gradient stay as they are.
-    - `optimizer`: an Optax transformation; its state comes from
-      `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`.
-    - `grads`: like the model, with None where there is no gradient.
-    - `grads_finite`: one boolean, an array or Python's.
-    - `extra_args`: passed on to `optimizer.update`: `value`, `grad` and `value_fn` for
-      L-BFGS.
+    Returns:
+        `(model, optimizer_state)`, with the dtypes they came with. Safe to donate both.
 
-    **Returns:** `(model, optimizer_state)`, with the dtypes they came with. Safe to
-    donate both.
+    Raises:
+        TypeError: `grads_finite` is no boolean, or `optimizer` has no `init` and
+            `update`.
+        ValueError: There are no gradients, they do not fit the model, or the optimizer
+            changed the form of its state.
 
-    **Raises:** `TypeError` where `grads_finite` is no boolean, `ValueError` where there
-    are no gradients, or where the optimizer changed the form of its state.
+    A skipped step leaves model and state as they were, bit for bit.
 
-    >>> import jax.numpy as jnp, mpx, optax
-    >>> model, optimizer = {"w": jnp.ones(2)}, optax.sgd(0.5)
-    >>> state = optimizer.init(model)
-    >>> model, state = mpx.optimizer_update(model, optimizer, state, model, True)
-    >>> model
-    {'w': Array([0.5, 0.5], dtype=float32)}
+    Examples:
+        >>> import jax.numpy as jnp, mpx, optax
+        >>> model, optimizer = {"w": jnp.ones(2)}, optax.sgd(0.5)
+        >>> state = optimizer.init(model)
+        >>> model, state = mpx.optimizer_update(model, optimizer, state, model, True)
+        >>> model
+        {'w': Array([0.5, 0.5], dtype=float32)}
     """
     call = "`mpx.optimizer_update`"
     finite = bool_scalar(grads_finite, f"`grads_finite` of {call}")
@@ -85,33 +91,44 @@ def optimizer_step(
     Takes the result of a gradient function, updates or skips as `optimizer_update`
     does, and returns the loss scaling with it.
 
-    **Arguments:**
+    Args:
+        model: Any PyTree; leaves without a gradient stay as they are.
+        optimizer: An Optax transformation.
+        optimizer_state: Its state, as in `optimizer_update`.
+        result: What `mpx.filter_grad` and its sisters returned, as it is or with other
+            gradients: `result._replace(grads=clipped)`.
+        check_gradients: Look at `result.grads` once more, for gradients that were
+            changed (summed over devices, clipped) since.
+        check_update: The step is also bad if the updates, the new weights, a state of
+            the optimizer that was finite, or the gradients' norm overflow. Finite
+            gradients of 3e19 have an infinite norm, and clipping by it turns them into
+            zero in silence.
+        max_skipped_in_a_row: After more skipped steps in a row than this the run is
+            *halted*: nothing changes any more, and `mpx.check(scaling)` raises on the
+            host. None for no limit; no effect where steps are not counted.
+        **extra_args: Passed on to `optimizer.update`, as in `optimizer_update`.
 
-    - `result`: what `mpx.filter_grad` and its sisters returned, as it is or with other
-      gradients: `result._replace(grads=clipped)`.
-    - `check_gradients`: look at `result.grads` once more, for gradients that were
-      changed (summed over devices, clipped) since.
-    - `check_update`: the step is also bad if the updates, the new weights, a state of
-      the optimizer that was finite, or the gradients' norm overflow. Finite gradients
-      of 3e19 have an infinite norm, and clipping by it turns them into zero in silence.
-    - `max_skipped_in_a_row`: after more skipped steps than this the run is *halted*:
-      nothing changes any more, and `mpx.check(scaling)` raises on the host.
+    Returns:
+        `(model, optimizer_state, scaling)`, with the dtypes they came with; `scaling`
+        is for the next step, and None where the gradient function was given None.
+
+    Raises:
+        TypeError: `result` is no `mpx.GradientResult`.
+        ValueError: `max_skipped_in_a_row` is no whole number.
+
+    It also raises what `optimizer_update` raises.
 
     A step that these checks find bad is treated like any other bad step: skipped,
     counted once, and the scale adjusted as if it had never been good.
 
-    **Returns:** `(model, optimizer_state, scaling)`.
-
-    **Raises:** `TypeError` where `result` is no `mpx.GradientResult`, and what
-    `optimizer_update` raises.
-
-    >>> import jax.numpy as jnp, mpx, optax
-    >>> model, optimizer = jnp.ones(2), optax.sgd(0.5)
-    >>> state, scaling = optimizer.init(model), mpx.DynamicLossScaling()
-    >>> result = mpx.filter_grad(lambda w: jnp.sum(w), scaling)(model)
-    >>> model, state, scaling = mpx.optimizer_step(model, optimizer, state, result)
-    >>> model
-    Array([0.5, 0.5], dtype=float32)
+    Examples:
+        >>> import jax.numpy as jnp, mpx, optax
+        >>> model, optimizer = jnp.ones(2), optax.sgd(0.5)
+        >>> state, scaling = optimizer.init(model), mpx.DynamicLossScaling()
+        >>> result = mpx.filter_grad(lambda w: jnp.sum(w), scaling)(model)
+        >>> model, state, scaling = mpx.optimizer_step(model, optimizer, state, result)
+        >>> model
+        Array([0.5, 0.5], dtype=float32)
     """
     call = "`mpx.optimizer_step`"
     if not isinstance(result, GradientResult):
@@ -162,22 +179,29 @@ class SkipNonfinite(NamedTuple):
 def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
     r"""Makes an Optax transformation skip steps whose gradients are not finite.
 
-    For people who keep their training loop and only want this. On a bad step the
-    updates are -0.0, which changes no weight ($w + (-0.0) = w$ bit for bit, also for
-    $w = -0.0$), and the inner state stays. Unlike `optax.apply_if_finite` it never
-    gives in and applies a NaN.
+    For people who keep their training loop and only want this. Unlike
+    `optax.apply_if_finite` it never gives in and applies a NaN.
 
-    **Returns:** a pair `(init, update)` to use as an Optax transformation; its state
-    has `record` (see `mpx.StepRecord`) and `inner_state`. `mpx.check` takes it, too.
+    Args:
+        optimizer: An Optax transformation.
 
-    **Raises:** `TypeError` for what has no `init` and `update`.
+    Returns:
+        A pair `(init, update)` to use as an Optax transformation; its state has
+        `record` (see `mpx.StepRecord`) and `inner_state`. `mpx.check` takes it, too.
 
-    >>> import jax.numpy as jnp, mpx, optax
-    >>> tx = mpx.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
-    >>> state = tx.init(jnp.ones(2))
-    >>> updates, state = tx.update(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
-    >>> updates, int(state.record.skipped)
-    (Array([-0., -0.], dtype=float32), 1)
+    Raises:
+        TypeError: `optimizer` has no `init` and `update`.
+
+    On a bad step the updates are -0.0, which changes no weight ($w + (-0.0) = w$ bit
+    for bit, also for $w = -0.0$), and the inner state stays.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx, optax
+        >>> tx = mpx.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
+        >>> state = tx.init(jnp.ones(2))
+        >>> updates, state = tx.update(jnp.array([1.0, jnp.nan]), state, jnp.ones(2))
+        >>> updates, int(state.record.skipped)
+        (Array([-0., -0.], dtype=float32), 1)
     """
     _refuse_optimizer(optimizer, "`mpx.skip_nonfinite`")
 

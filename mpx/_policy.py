@@ -29,21 +29,29 @@ _KEYS = {
 class Policy:
     """The dtypes of parameters, of computation and of outputs.
 
-    **Arguments:** `param_dtype`, `compute_dtype`, `output_dtype`: floating dtypes or
-    their names. `grad_dtype`, `reduce_dtype` and `gather_dtype` are reserved.
-
     Policies are immutable and hashable; equal dtypes make equal policies, however they
     were spelled. `str(policy)` is a text that `get_policy` reads back.
 
-    **Raises:** `ValueError` or `TypeError` for what is not a floating dtype,
-    `NotImplementedError` for a reserved argument.
+    Args:
+        param_dtype: The dtype of parameters, a floating dtype or its name.
+        compute_dtype: The dtype of computation.
+        output_dtype: The dtype of outputs.
+        grad_dtype: Reserved; leave it out.
+        reduce_dtype: Reserved; leave it out.
+        gather_dtype: Reserved; leave it out.
 
-    >>> import jax.numpy as jnp, mpx
-    >>> policy = mpx.Policy("float32", "bfloat16", "float32")
-    >>> policy.cast_to_compute({"w": jnp.ones(2)})["w"].dtype
-    dtype(bfloat16)
-    >>> str(policy)
-    'params=float32,compute=bfloat16,output=float32'
+    Raises:
+        ValueError: A dtype does not exist, or is float64 and not enabled in JAX.
+        TypeError: A dtype is not floating.
+        NotImplementedError: A reserved argument was given.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> policy = mpx.Policy("float32", "bfloat16", "float32")
+        >>> policy.cast_to_compute({"w": jnp.ones(2)})["w"].dtype
+        dtype(bfloat16)
+        >>> str(policy)
+        'params=float32,compute=bfloat16,output=float32'
     """
 
     param_dtype: DTypeLike
@@ -77,7 +85,18 @@ class Policy:
         return cast_leaves(tree, np.dtype(self.output_dtype), None)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """A copy with another dtype for outputs."""
+        """A copy with another dtype for outputs.
+
+        Args:
+            output_dtype: The dtype of outputs, a floating dtype or its name.
+
+        Returns:
+            The new policy; this one stays as it is.
+
+        Raises:
+            ValueError: The dtype does not exist, or is float64 and not enabled in JAX.
+            TypeError: The dtype is not floating.
+        """
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def __str__(self) -> str:
@@ -101,12 +120,21 @@ def get_policy(text: str) -> Policy:
 
     `half` is `half_precision_datatype()` at the time of the call.
 
-    **Raises:** `ValueError` for an unknown or repeated key or dtype, `TypeError` for
-    what is not text.
+    Args:
+        text: The policy as text, such as "params=float32,compute=half".
 
-    >>> import mpx
-    >>> str(mpx.get_policy("c=f16"))
-    'params=float32,compute=float16,output=float16'
+    Returns:
+        The policy, whose `str` is the text in full.
+
+    Raises:
+        ValueError: A key is unknown or repeated, a dtype does not exist, or is float64
+            and not enabled in JAX.
+        TypeError: `text` is not text, or a dtype is not floating.
+
+    Examples:
+        >>> import mpx
+        >>> str(mpx.get_policy("c=f16"))
+        'params=float32,compute=float16,output=float16'
     """
     call = "`mpx.get_policy(text)`"
     if not isinstance(text, str):

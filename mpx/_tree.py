@@ -85,17 +85,21 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
     $$\bigwedge_{x \in \text{leaves}} \bigwedge_i \operatorname{isfinite}(x_i)$$
 
-    **Arguments:** `tree`: any PyTree. Real and complex arrays of every width and Python
-    floats are looked at, all other leaves are finite by nature. An empty tree and an
-    array of size zero are finite.
+    Args:
+        tree: Any PyTree. Real and complex arrays of every width and Python's floats
+            and complex numbers are looked at, all other leaves are finite by nature.
 
-    **Returns:** a boolean scalar array.
+    Returns:
+        A boolean scalar array.
 
-    >>> import jax.numpy as jnp, mpx
-    >>> bool(mpx.all_finite({"w": jnp.ones(3), "name": "dense"}))
-    True
-    >>> bool(mpx.all_finite({"w": jnp.array([1.0, jnp.inf])}))
-    False
+    An empty tree and an array of size zero are finite.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> bool(mpx.all_finite({"w": jnp.ones(3), "name": "dense"}))
+        True
+        >>> bool(mpx.all_finite({"w": jnp.array([1.0, jnp.inf])}))
+        False
     """
     flags = [f for f in finite_by_leaf(tree) if not _is_known_true(f)]
     return jnp.stack(flags).all() if flags else jnp.asarray(True)
@@ -126,20 +130,28 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
     $$\text{out} = a \text{ if pred else } b$$
 
+    Args:
+        pred: A boolean scalar, an array or Python's.
+        a: The tree for True. Leaves that are no arrays (functions, strings, Python
+            numbers) come from it.
+        b: The tree for False, of the same structure, shapes and dtypes. Its leaves
+            that are no arrays must be equal to those of `a`.
+
+    Returns:
+        A tree of the same structure and shapes, of JAX arrays. Dtypes stay, but
+        numpy's 64-bit arrays become 32-bit where JAX has 64 bits switched off.
+
+    Raises:
+        TypeError: `pred` is no boolean scalar.
+        ValueError: The trees differ in structure, shape, dtype or in a leaf that is no
+            array.
+
     The chosen tree comes back bit for bit, with NaN, -0.0 and PRNG keys as they are.
 
-    **Arguments:** `pred`: a boolean scalar; `a`, `b`: trees of one structure, with
-    equal shapes and dtypes. Leaves that are no arrays (functions, strings, Python
-    numbers) must be equal in both and come from `a`.
-
-    **Returns:** a tree of the same structure, shapes and dtypes.
-
-    **Raises:** `TypeError` where `pred` is no boolean scalar, `ValueError` where the
-    trees differ in structure, shape, dtype or in a leaf that is no array.
-
-    >>> import jax.numpy as jnp, mpx
-    >>> mpx.select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
-    {'w': Array([0., 0.], dtype=float32)}
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> mpx.select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
+        {'w': Array([0., 0.], dtype=float32)}
     """
     call = "`mpx.select_tree(pred, a, b)`"
     pred = bool_scalar(pred, f"`pred` of {call}")

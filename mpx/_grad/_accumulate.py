@@ -42,19 +42,23 @@ class Accumulation:
     it is. Arrays in aux come back stacked along a new first axis, except the model
     state, which is the last one; leaves of aux that are no arrays come back once.
 
-    **Arguments:**
+    Args:
+        steps: The number of micro-batches; must divide the batch.
+        whole: `whole(path, leaf)` is True for arrays without a batch axis; paths are
+            like `args[1]['mask']`.
+        weight: Called as the loss function is, returns the weight $w_i$ of a
+            micro-batch, such as its number of tokens; one by default.
+        state_argnum: The position of an argument that is model state. Equinox's `State`
+            is found without.
+        new_state: A function that takes the new state out of aux; needed where
+            `state_argnum` is given, and only there.
 
-    - `steps`: the number of micro-batches; must divide the batch.
-    - `whole`: `whole(path, leaf)` is True for arrays without a batch axis; paths are
-      like `args[1]['mask']`.
-    - `weight`: called as the loss function is, returns the weight $w_i$ of a
-      micro-batch, such as its number of tokens; one by default. Weights that sum to
-      zero make the step a bad one.
-    - `state_argnum`, `new_state`: the position of an argument that is model state, and
-      a function that takes the new state out of aux. Equinox's `State` is found
-      without.
+    Raises:
+        TypeError: `steps` is not a whole number.
+        ValueError: `steps` is below 1, or only one of `state_argnum` and `new_state`
+            was given.
 
-    **Raises:** `TypeError` or `ValueError` for values that make no sense.
+    Weights that sum to zero make the step a bad one.
     """
 
     steps: int

@@ -22,10 +22,15 @@ from ._inputs import cast_inputs
 class Problem:
     """What is to be differentiated, and how.
 
-    **Attributes:** `func`; `call`, its public name for errors; `has_aux`; `argnums`,
-    the positions that are differentiated; `compute`, the dtype that inputs are cast to
-    or None; `keep`, the leaves that are not; `accumulate_dtype`, see `_master`;
-    `allow_float16_weights`, whether weights may be float16.
+    Attributes:
+        func: The function.
+        call: The public call to name in an error.
+        has_aux: Whether `func` returns `(loss, aux)`.
+        argnums: The positions that are differentiated.
+        compute: The dtype that inputs are cast to, or None.
+        keep: Says which leaves are not cast.
+        accumulate_dtype: The dtype that gradients are summed in, see `_master`.
+        allow_float16_weights: Whether weights may be float16.
     """
 
     func: Callable[..., Any]
@@ -43,8 +48,10 @@ def scaled_value_and_grad(
 ) -> tuple[FloatScalar, FloatScalar, Any, tuple[PyTree, ...]]:
     """Differentiates the scaled loss.
 
-    **Returns:** the scaled loss, the unscaled loss (both float32 at least), aux as the
-    function returned it, and the scaled gradients, one for each of `problem.argnums`.
+    Returns:
+        The scaled loss, the unscaled loss (both float32 at least), aux as the function
+        returned it, and the scaled gradients in the weights' dtypes, one for each of
+        `problem.argnums`.
     """
 
     def scaled_loss(weights: Any, others: Any) -> Any:

@@ -18,12 +18,16 @@ class GradientResult(tuple):
     | `filter_value_and_grad`, `value_and_grad` | `value, scaling, finite, grads` |
     | the same with `has_aux=True` | `(value, aux), scaling, finite, grads` |
 
-    **Attributes:** `scaling` (the state for the next step), `finite` (whether this step
-    is good), `grads` (unscaled, float32), and where they were asked for `value` (the
-    unscaled loss, float32) and `aux`.
-
     It also carries what `mpx.optimizer_step` needs to judge the step once more: the
     state from before, and which leaves were finite. It is a PyTree.
+
+    Attributes:
+        value: The unscaled loss, float32 at least; only where it was asked for.
+        aux: What the function returned beside the loss; only where it was asked for.
+        scaling: The loss scaling for the next step.
+        finite: Whether this step is good, a boolean scalar array.
+        grads: The unscaled gradients, float32 at least; meaningless where `finite` is
+            False.
     """
 
     _fields: tuple[str, ...]

@@ -61,45 +61,44 @@ def filter_grad(
     with respect to the floating arrays in the first argument. Float leaves of all
     arguments are cast to half precision inside of the differentiated function.
 
-    **Arguments:**
+    Args:
+        func: `func(model, *args, **kwargs)` returns a scalar loss, or `(loss, aux)`.
+        scaling: The loss scaling; inside of a jitted function, an argument of it.
+        has_aux: `func` returns `(loss, aux)`; aux comes back as it was returned.
+        use_mixed_precision: False casts and scales nothing: the full precision control
+            with the same control flow. `scaling` (or None) keeps its scale and counts.
+        policy: A policy or its text; its compute dtype takes the place of
+            `half_precision_datatype()`.
+        keep: `keep(path, leaf)` is True for leaves that are not cast (masks, time
+            stamps); paths are like `args[1]['mask']`. Model state is never cast:
+            Equinox `State`, Flax's `batch_stats`, Haiku's moving averages.
+        accumulate: A number of micro-batches, or `mpx.Accumulation`.
+        accumulate_dtype: float32 sums the gradients of a weight that is used many times
+            in float32 instead of half precision; costs some tracing time.
+        retries: How often a bad step is tried again, each time at a smaller scale.
 
-    - `func`: `func(model, *args, **kwargs)` returns a scalar loss, or `(loss, aux)`.
-    - `scaling`: the loss scaling. Inside of a jitted function it must be an argument
-      of that function.
-    - `has_aux`: `func` returns `(loss, aux)`; aux comes back as it was returned.
-    - `use_mixed_precision`: False casts and scales nothing: the full precision control
-      with the same control flow. `scaling` (which may be None) keeps its scale and
-      counts.
-    - `policy`: a policy or its text; its compute dtype takes the place of
-      `half_precision_datatype()`.
-    - `keep`: `keep(path, leaf)` is True for leaves that are not cast (masks, time
-      stamps); paths are like `args[1]['mask']`. Model state is never cast: Equinox
-      `State`, Flax's `batch_stats`, Haiku's moving averages.
-    - `accumulate`: a number of micro-batches, or `mpx.Accumulation`.
-    - `accumulate_dtype`: float32 sums the gradients of a weight that is used many times
-      in float32 instead of half precision; costs some tracing time.
-    - `retries`: how many more times a step is tried at a smaller scale before it is
-      given up.
+    Returns:
+        A function of the same arguments that returns `(scaling, finite, grads)` or
+        `(scaling, finite, grads, aux)`, see `GradientResult`: the state for the next
+        step, whether the loss and all gradients are finite (always True with
+        `NoLossScaling(skip=False)`), and unscaled gradients of the model's structure in
+        float32 (float64 for float64 weights), None for what is not differentiated.
 
-    **Returns:** a function of the same arguments that returns `(scaling, finite,
-    grads)` or `(scaling, finite, grads, aux)`, see `GradientResult`. `scaling` is the
-    state for the next step. `finite` is False if the loss or a gradient is NaN or
-    infinite; the gradients are then meaningless. `grads` has the model's structure with
-    None for what is not differentiated, unscaled, in float32 (float64 for float64
-    weights).
+    Raises:
+        TypeError: `scaling` is no loss scaling, the loss is not a floating number, or
+            an input is a Flax NNX object.
+        ValueError: The loss is no scalar, the scaling is frozen into a compiled
+            function, weights are float16 without a policy that says so, or missing.
 
-    **Raises:** `TypeError` for a `scaling` that is none, a loss that is not a floating
-    scalar, Flax NNX objects; `ValueError` for a scaling frozen into a compiled
-    function, float16 weights without a policy that asks for them, no weights at all.
-
-    >>> import jax.numpy as jnp, mpx
-    >>> def loss(w, x):
-    ...     return mpx.force_full_precision(jnp.mean, jnp.float32)((w * x) ** 2)
-    >>> scaling = mpx.DynamicLossScaling(2.0**10)
-    >>> w, x = jnp.ones(2), jnp.ones(2)
-    >>> scaling, finite, grads = mpx.filter_grad(loss, scaling)(w, x)
-    >>> grads
-    Array([1., 1.], dtype=float32)
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> def loss(w, x):
+        ...     return mpx.force_full_precision(jnp.mean, jnp.float32)((w * x) ** 2)
+        >>> scaling = mpx.DynamicLossScaling(2.0**10)
+        >>> w, x = jnp.ones(2), jnp.ones(2)
+        >>> scaling, finite, grads = mpx.filter_grad(loss, scaling)(w, x)
+        >>> grads
+        Array([1., 1.], dtype=float32)
     """
     options = _Options(
         has_aux,
@@ -129,15 +128,17 @@ def filter_value_and_grad(
 
     Arguments, equation and errors are those of `filter_grad`.
 
-    **Returns:** a function that returns `(value, scaling, finite, grads)`, or with
-    `has_aux` `((value, aux), scaling, finite, grads)`. `value` is the unscaled loss in
-    float32, also on steps that grow the scale or are skipped.
+    Returns:
+        A function that returns `(value, scaling, finite, grads)`, or with `has_aux`
+        `((value, aux), scaling, finite, grads)`. `value` is the unscaled loss,
+        float32 at least, also on steps that grow the scale or are skipped.
 
-    >>> import jax.numpy as jnp, mpx
-    >>> step = mpx.filter_value_and_grad(jnp.sum, mpx.NoLossScaling())
-    >>> value, scaling, finite, grads = step(jnp.ones(3))
-    >>> float(value), bool(finite)
-    (3.0, True)
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> step = mpx.filter_value_and_grad(jnp.sum, mpx.NoLossScaling())
+        >>> value, scaling, finite, grads = step(jnp.ones(3))
+        >>> float(value), bool(finite)
+        (3.0, True)
     """
     options = _Options(
         has_aux,
@@ -167,19 +168,18 @@ def grad(
     """The gradient of a plain function in mixed precision, in the place of `jax.grad`.
 
     As `filter_grad`, but differentiates what `argnums` says, an int or a tuple of them,
-    all of whose leaves must be floating numbers.
+    all of whose leaves must be floating numbers, or it raises `TypeError`, as JAX does.
 
-    **Returns:** a function that returns `(scaling, finite, grads[, aux])`; for a tuple
-    of `argnums` the gradients are a tuple.
+    Returns:
+        A function that returns `(scaling, finite, grads[, aux])`; for a tuple of
+        `argnums` the gradients are a tuple.
 
-    **Raises:** what `filter_grad` raises, and `TypeError` for a leaf of the
-    differentiated arguments that is not floating, as JAX does.
-
-    >>> import jax.numpy as jnp, mpx
-    >>> multiply = lambda a, b: a * b
-    >>> product = mpx.grad(multiply, mpx.NoLossScaling(), argnums=(0, 1))
-    >>> [float(g) for g in product(2.0, 3.0).grads]
-    [3.0, 2.0]
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> multiply = lambda a, b: a * b
+        >>> product = mpx.grad(multiply, mpx.NoLossScaling(), argnums=(0, 1))
+        >>> [float(g) for g in product(2.0, 3.0).grads]
+        [3.0, 2.0]
     """
     options = _Options(
         has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
@@ -202,13 +202,14 @@ def value_and_grad(
 ) -> Callable[..., GradientResult]:
     """The value and the gradient of a plain function; see `grad`.
 
-    **Returns:** a function that returns `(value, scaling, finite, grads)`, or with
-    `has_aux` `((value, aux), scaling, finite, grads)`.
+    Returns:
+        A function that returns what that of `filter_value_and_grad` returns.
 
-    >>> import jax.numpy as jnp, mpx
-    >>> step = mpx.value_and_grad(lambda w: w**2, mpx.StaticLossScaling(8.0))
-    >>> float(step(3.0).value), float(step(3.0).grads)
-    (9.0, 6.0)
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> step = mpx.value_and_grad(lambda w: w**2, mpx.StaticLossScaling(8.0))
+        >>> float(step(3.0).value), float(step(3.0).grads)
+        (9.0, 6.0)
     """
     options = _Options(
         has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
@@ -226,16 +227,19 @@ def calculate_scaled_grad(
     """The scaled loss and its scaled gradient, for training loops of one's own.
 
     Nothing is unscaled, checked or adjusted: sum such gradients over micro-batches,
-    then `scaling.unscale`, `mpx.all_finite` and `scaling.adjust`, each once.
+    then `scaling.unscale`, `mpx.all_finite` and `scaling.adjust`, each once. Arguments
+    and errors: see `filter_grad`. With `use_mixed_precision=False` the scale is 1.
 
-    **Returns:** a function that returns `(value, grads)` or `((value, aux), grads)`
-    with the value and the gradients times the scale, both float32.
+    Returns:
+        A function that returns `(value, grads)` or `((value, aux), grads)`, both times
+        the scale: a value of float32 at least, gradients of the weights' dtypes.
 
-    >>> import jax.numpy as jnp, mpx
-    >>> scaling = mpx.StaticLossScaling(8.0)
-    >>> value, grads = mpx.calculate_scaled_grad(jnp.sum, scaling)(jnp.ones(2))
-    >>> float(value), scaling.unscale(grads)
-    (16.0, Array([1., 1.], dtype=float32))
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> scaling = mpx.StaticLossScaling(8.0)
+        >>> value, grads = mpx.calculate_scaled_grad(jnp.sum, scaling)(jnp.ones(2))
+        >>> float(value), scaling.unscale(grads)
+        (16.0, Array([1., 1.], dtype=float32))
     """
     call = "`mpx.calculate_scaled_grad`"
     options = _Options(has_aux, use_mixed_precision)
@@ -410,7 +414,8 @@ def _with_retries(
 ) -> tuple[AbstractLossScaling, Any, Bool[Array, " n"] | None]:
     """Tries a step, and again at smaller scales while it is not finite.
 
-    **Returns:** the scaling of the last try, its result, and which places are finite.
+    Returns:
+        The scaling of the last try, its result, and which places are finite.
     """
     if not scaling._is_stateful:
         return scaling, attempt(scaling), None

@@ -50,9 +50,16 @@ class AbstractLossScaling(eqx.Module):
     ) -> Self:
         """The state after one step: the scale adjusted, the counters advanced.
 
-        **Arguments:** `grads_finite`: whether the step was good, one boolean;
-        `places_finite`: one boolean for the loss and each leaf, remembered for
-        `mpx.check`.
+        Args:
+            grads_finite: Whether the step was good, one boolean.
+            places_finite: One boolean for the loss, then one for each leaf of the
+                gradients; after a bad step `mpx.check` names the leaves by them.
+
+        Returns:
+            The new state; this one stays as it is.
+
+        Raises:
+            TypeError: `grads_finite` is not one boolean.
         """
 
     @property
@@ -85,8 +92,18 @@ class AbstractLossScaling(eqx.Module):
 
         $$y = x \cdot s$$
 
-        in float32 at least: half-precision leaves come back as float32, so that the
-        product cannot overflow float16. Wider dtypes stay. All other leaves stay.
+        in float32 at least, so that the product cannot overflow float16.
+
+        Args:
+            tree: Any PyTree.
+
+        Returns:
+            The tree with the same structure. Half-precision leaves and Python's floats
+            come back as float32, wider and complex dtypes stay. Formats of 8 bits (the
+            state of FP8 recipes) and all other leaves stay as they are.
+
+        NaN, infinities and zeros stay what they are; a product beyond the range of
+        float32 is infinite.
         """
         scale = self.loss_scale
         return jax.tree.map(lambda leaf: _multiply(leaf, scale), tree)
@@ -96,9 +113,16 @@ class AbstractLossScaling(eqx.Module):
 
         $$y = x \cdot (1 / s)$$
 
-        Half-precision leaves are cast to float32 first. For a power of two this is
-        exact unless the result is subnormal. NaN and infinities stay what they are;
-        formats of 8 bits (the state of FP8 recipes) and all other leaves stay.
+        For a scale that is a power of two this is exact unless the result is
+        subnormal.
+
+        Args:
+            tree: Any PyTree, such as gradients of the scaled loss.
+
+        Returns:
+            The tree with the same structure and the dtypes that `scale` gives.
+
+        NaN, infinities and zeros stay what they are.
         """
         inverse = 1 / self.loss_scale
         return jax.tree.map(lambda leaf: _multiply(leaf, inverse), tree)
@@ -133,8 +157,17 @@ class AbstractLossScaling(eqx.Module):
         Older versions are migrated: the fields of the published MPX package (no
         version) and every version of mpx.
 
-        **Raises:** `ValueError`, listing the keys, where the state is empty,
-        incomplete, unknown, of another kind, or holds values that no run can reach.
+        Args:
+            state: What `state_dict()` returned; values may be any array that numpy
+                reads, with leading axes where several states are stacked.
+
+        Returns:
+            A loss scaling of this class, or of the subclass that the state names.
+
+        Raises:
+            TypeError: `state` is no mapping.
+            ValueError: The state is empty, incomplete, unknown, of another kind or a
+                later version, or holds dtypes, shapes or values that no run can reach.
         """
         return _state_dict.read(cls, state)
 
@@ -153,15 +186,17 @@ class AbstractLossScaling(eqx.Module):
 class StaticLossScaling(AbstractLossScaling):
     """A scale that never changes; steps that are not finite are still skipped.
 
-    **Arguments:** `loss_scaling`: a positive number, best a power of two: others round
-    each gradient once more.
+    Args:
+        loss_scaling: A positive number, kept as float32. Best a power of two: others
+            round each gradient once more.
 
-    **Raises:** `ValueError` for what is not one finite positive number between 2^-126
-    and 2^126.
+    Raises:
+        ValueError: It is not one finite positive number between 2^-126 and 2^126.
 
-    >>> import mpx
-    >>> float(mpx.StaticLossScaling(1024.0).loss_scale)
-    1024.0
+    Examples:
+        >>> import mpx
+        >>> float(mpx.StaticLossScaling(1024.0).loss_scale)
+        1024.0
     """
 
     loss_scaling: Float32[Array, ""]
@@ -182,7 +217,7 @@ class StaticLossScaling(AbstractLossScaling):
         *,
         places_finite: Bool[Array, " n"] | None = None,
     ) -> Self:
-        """Advances the counters; the scale stays."""
+        """Advances the counters; the scale stays. See `AbstractLossScaling.adjust`."""
         return self._counted(grads_finite, places_finite)
 
     def _validate(self) -> None:
@@ -192,13 +227,19 @@ class StaticLossScaling(AbstractLossScaling):
 class NoLossScaling(AbstractLossScaling):
     """The state of a training step that needs no scale: bfloat16, float32.
 
-    **Arguments:** `skip`: whether steps that are not finite are skipped and counted.
-    With False nothing is checked, the compiled step holds no trace of it, and the state
-    never changes.
+    Args:
+        skip: Whether steps that are not finite are skipped and counted. With False
+            nothing is checked, the compiled step holds no trace of it, and the state
+            never changes.
 
-    >>> import mpx
-    >>> float(mpx.NoLossScaling().loss_scale)
-    1.0
+    Raises:
+        TypeError: `skip` is not True or False; an array will not do, because it must
+            be known when the step is traced.
+
+    Examples:
+        >>> import mpx
+        >>> float(mpx.NoLossScaling().loss_scale)
+        1.0
     """
 
     record: StepRecord
@@ -232,7 +273,10 @@ class NoLossScaling(AbstractLossScaling):
         *,
         places_finite: Bool[Array, " n"] | None = None,
     ) -> Self:
-        """Advances the counters; with `skip=False` returns itself."""
+        """Advances the counters; with `skip=False` returns itself.
+
+        See `AbstractLossScaling.adjust`.
+        """
         return self._counted(grads_finite, places_finite)
 
     @property
@@ -252,15 +296,23 @@ def scaled(
 ) -> Callable[..., Any]:
     """Makes a function whose result is multiplied by the scale.
 
-    **Arguments:** `has_aux`: `func` returns `(value, aux)`, of which only `value` is
-    scaled.
+    Args:
+        func: A function that returns a value or a PyTree of values.
+        scaling: The loss scaling to multiply by.
+        has_aux: `func` returns `(value, aux)`, of which only `value` is scaled.
 
-    **Returns:** the function; half-precision values come back as float32, see
-    `AbstractLossScaling.scale`.
+    Returns:
+        The function; half-precision values come back as float32, see
+        `AbstractLossScaling.scale`.
 
-    >>> import jax.numpy as jnp, mpx
-    >>> float(mpx.scaled(jnp.sum, mpx.StaticLossScaling(8.0))(jnp.ones(2)))
-    16.0
+    Raises:
+        TypeError: `scaling` is no loss scaling or `func` cannot be called; or, at the
+            call, `has_aux` is True and `func` did not return a pair.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> float(mpx.scaled(jnp.sum, mpx.StaticLossScaling(8.0))(jnp.ones(2)))
+        16.0
     """
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(

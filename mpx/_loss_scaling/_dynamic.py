@@ -27,7 +27,7 @@ LARGEST_FLOAT16_SCALE = 2.0**15
 
 
 class DynamicLossScaling(AbstractLossScaling):
-    r"""Dynamic loss scaling (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+    r"""A scale that grows after many good steps and falls at bad ones.
 
     After a good step, with a counter $c$ of good steps in the current window:
 
@@ -41,36 +41,46 @@ class DynamicLossScaling(AbstractLossScaling):
     at each one after it. The next good step refills the tolerance and counts for
     growth only if there was nothing to refill.
 
-    **Arguments:**
-
-    - `loss_scaling`: the scale to start with. `mpx.FLOAT16_MAX` is understood as
-      32768: a start above the default cap starts at the cap.
-    - `min_loss_scaling`: the floor, which may lie below 1. A bad step at the floor is
-      counted in `floored`, and `mpx.check` raises.
-    - `factor`: growth, larger than 1. `backoff`: between 0 and 1; `1 / factor` if None.
-    - `period`: good steps until the scale grows.
-    - `counter`: good steps already made, for programs that pass it.
-    - `max_loss_scaling`: the cap, a power of two. By default 32768, or the largest
-      power of two not above `loss_scaling` if that is more (at most 2^126). Give more
-      than 32768 where the loss is float32: then the scale never is a float16 number.
-    - `hysteresis`: bad steps in a row until the scale falls.
-
     Keep scale, factor and backoff powers of two: only then are scaling and unscaling
     exact. All fields are arrays, so none is lost in a checkpoint, and none retraces.
 
-    **Raises:** `ValueError`, naming argument and value, for a factor of 1 or less, a
-    backoff outside (0, 1), a period or hysteresis below 1, a scale that is zero,
-    negative, NaN, infinite, a bool or no scalar, a cap that is no power of two, and
-    where not `min_loss_scaling <= loss_scaling <= max_loss_scaling`.
+    Args:
+        loss_scaling: The scale to start with. `mpx.FLOAT16_MAX` is understood as
+            32768: a start above the default cap starts at the cap.
+        min_loss_scaling: The floor, which may lie below 1.
+        factor: What the scale is multiplied by when it grows, larger than 1.
+        period: Good steps until the scale grows.
+        counter: Good steps already made, for programs that pass it; 0 if None.
+        backoff: What the scale is multiplied by when it falls, between 0 and 1;
+            `1 / factor` if None.
+        max_loss_scaling: The cap, a power of two. By default 32768, or the largest
+            power of two not above `loss_scaling` if that is more (at most 2^126). Give
+            more than 32768 where the loss is float32: then the scale never is a
+            float16 number.
+        hysteresis: Bad steps in a row until the scale falls.
 
-    >>> import mpx
-    >>> scaling = mpx.DynamicLossScaling(4.0, period=2)
-    >>> for _ in range(2):
-    ...     scaling = scaling.adjust(True)
-    >>> float(scaling.loss_scale)
-    8.0
-    >>> float(scaling.adjust(False).loss_scale)
-    4.0
+    Raises:
+        ValueError: There is a factor of 1 or less, a backoff outside (0, 1), a period
+            or hysteresis below 1, a negative counter, a scale that is zero, negative,
+            NaN, infinite, a bool or no scalar, a cap that is no power of two, or not
+            `min_loss_scaling <= loss_scaling <= max_loss_scaling`. The message names
+            argument and value.
+
+    At the edges: growth stops at the cap, also where the product would overflow. A bad
+    step at the floor leaves the scale there and is counted in `floored`, and
+    `mpx.check` raises. Arguments that are traced are not checked.
+
+    Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
+
+    Examples:
+        >>> import mpx
+        >>> scaling = mpx.DynamicLossScaling(4.0, period=2)
+        >>> for _ in range(2):
+        ...     scaling = scaling.adjust(True)
+        >>> float(scaling.loss_scale)
+        8.0
+        >>> float(scaling.adjust(False).loss_scale)
+        4.0
     """
 
     loss_scaling: Float32[Array, ""]
@@ -137,17 +147,30 @@ class DynamicLossScaling(AbstractLossScaling):
     ) -> Self:
         """The state after one step; see the class for the equations.
 
-        **Arguments:** `grads_finite`: one boolean; `places_finite`: one for the loss
-        and each leaf, remembered for `mpx.check`.
+        Args:
+            grads_finite: Whether the step was good, one boolean.
+            places_finite: One boolean for the loss, then one for each leaf of the
+                gradients; after a bad step `mpx.check` names the leaves by them.
 
-        **Raises:** `TypeError` where `grads_finite` is not one boolean.
+        Returns:
+            The new state; this one stays as it is.
+
+        Raises:
+            TypeError: `grads_finite` is not one boolean.
         """
         return _adjusted(self, finite_scalar(grads_finite, self), places_finite)
 
     def with_loss_scale(self, loss_scale: ScalarLike) -> Self:
         """A copy that uses another scale from the next step on.
 
-        **Raises:** `ValueError` unless it lies between the floor and the cap.
+        Args:
+            loss_scale: The scale, a positive number.
+
+        Returns:
+            The new state, whose window of good steps starts anew.
+
+        Raises:
+            ValueError: The scale does not lie between the floor and the cap.
         """
         value = scale_value(loss_scale, "loss_scale", type(self))
         new = replaced(self, loss_scaling=value, counter=jnp.zeros((), jnp.int32))

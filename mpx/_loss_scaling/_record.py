@@ -21,12 +21,18 @@ Module = TypeVar("Module", bound=eqx.Module)
 class StepRecord(eqx.Module):
     """Counters of a training run, exact and part of the state.
 
-    **Attributes**, all scalars: `steps` seen; `skipped` in all; `skipped_in_a_row`;
-    `last_finite`, the number of the last finite step counted from 1, 0 if there was
-    none; `finite`, whether the last step was; `halted`, whether a limit was reached,
-    from when on `mpx.optimizer_step` changes nothing. `places` holds the first eight
-    places that were not finite in the last bad step: 0 is the loss, then the
-    gradient's leaves from 1 on, then the optimizer's state; -1 is none.
+    Attributes:
+        steps: Steps seen.
+        skipped: Steps skipped, in all.
+        skipped_in_a_row: Steps skipped since the last good one.
+        last_finite: The number of the last good step, counted from 1; 0 if there was
+            none.
+        finite: Whether the last step was good; True before the first.
+        halted: Whether a limit was exceeded, from when on `mpx.optimizer_step` changes
+            nothing.
+        places: The first eight places that were not finite in the last bad step. 0 is
+            the loss, then come the gradient's leaves from 1 on, then the optimizer's
+            state; -1 is none.
     """
 
     steps: Int32[Array, ""]
@@ -50,7 +56,16 @@ class StepRecord(eqx.Module):
     def updated(
         self, finite: BoolScalar, places_finite: Bool[Array, " n"] | None
     ) -> "StepRecord":
-        """The record after one more step."""
+        """The record after one more step.
+
+        Args:
+            finite: Whether the step was good, one boolean.
+            places_finite: One boolean for each place, in the order of `places`; with
+                None the places of a bad step are unknown, -1.
+
+        Returns:
+            The new record; this one stays as it is.
+        """
         return _updated(self, finite, places_finite)
 
 

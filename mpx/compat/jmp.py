@@ -32,7 +32,10 @@ _NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "full", "float64": "f
 
 
 class Policy(_policy.Policy):
-    """Dtypes of parameters, computation and outputs; `str` gives JMP's short form."""
+    """Dtypes of parameters, computation and outputs; `str` gives JMP's short form.
+
+    Everything else is as in `mpx.Policy`.
+    """
 
     def __str__(self) -> str:
         """JMP's short form, which `get_policy` reads back."""
@@ -46,7 +49,19 @@ def _short_name(dtype: np.dtype) -> str:
 
 
 def get_policy(policy_name: str) -> Policy:
-    """Reads a policy from text; `half` is `half_dtype()`. See `mpx.get_policy`."""
+    """Reads a policy from text; `half` is `half_dtype()`. See `mpx.get_policy`.
+
+    Args:
+        policy_name: The policy as text, such as "p=full,c=half,o=full".
+
+    Returns:
+        The policy, whose `str` is JMP's short form.
+
+    Raises:
+        ValueError: A key is unknown or repeated, a dtype does not exist, or is float64
+            and not enabled in JAX.
+        TypeError: `policy_name` is not text, or a dtype is not floating.
+    """
     with half_precision(half_dtype()):
         policy = _policy.get_policy(policy_name)
     return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
@@ -58,12 +73,12 @@ def half_dtype() -> Any:
 
 
 def cast_to_full(tree: PyTree) -> PyTree:
-    """Casts float leaves to float32."""
+    """Casts float leaves to float32; see `mpx.cast_tree`."""
     return cast_leaves(tree, np.dtype(np.float32), None)
 
 
 def cast_to_half(tree: PyTree) -> PyTree:
-    """Casts float leaves to `half_dtype()`."""
+    """Casts float leaves to `half_dtype()`; see `mpx.cast_tree`."""
     return cast_leaves(tree, float_dtype(half_dtype(), "`jmp.cast_to_half`"), None)
 
 
@@ -93,7 +108,14 @@ class NoOpLossScale:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale:
-    """A fixed scale: `scale` multiplies by it, `unscale` by its inverse."""
+    """A fixed scale: `scale` multiplies by it, `unscale` by its inverse.
+
+    Args:
+        loss_scale: The scale, kept as it is given.
+
+    Raises:
+        ValueError: The scale is not positive and finite.
+    """
 
     loss_scale: Any
 
@@ -125,9 +147,19 @@ def _one() -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A scale that doubles after `period` good steps and halves at a bad one.
+    """A scale that grows after `period` good steps and falls at a bad one.
 
     The fields are JMP's; `period` and `factor` are static, the others leaves.
+
+    Args:
+        loss_scale: The scale to start with; its dtype stays.
+        counter: Good steps already made.
+        period: Good steps until the scale grows.
+        factor: What the scale is multiplied by when it grows, divided by when it falls.
+        min_loss_scale: The floor.
+
+    Raises:
+        ValueError: `loss_scale` or `min_loss_scale` is not positive and finite.
     """
 
     loss_scale: Any
@@ -150,7 +182,19 @@ class DynamicLossScale:
         return _times(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
-        """The next scale and counter; grows at the `period`-th good step in a row."""
+        """The next scale and counter; grows at the `period`-th good step in a row.
+
+        Args:
+            grads_finite: Whether the step was good, one boolean.
+
+        Returns:
+            The new state; this one stays as it is.
+
+        Raises:
+            TypeError: `grads_finite` is not one boolean.
+
+        Growth past the largest number of the scale's dtype, or past 2^126, is left out.
+        """
         finite = bool_scalar(
             grads_finite, "`grads_finite` of `DynamicLossScale.adjust`"
         )
