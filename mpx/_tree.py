@@ -38,6 +38,14 @@ def is_inexact_leaf(leaf: Any) -> bool:
     )
 
 
+def is_trainable(leaf: Any) -> bool:
+    """Whether a leaf is a JAX array that gradients are taken of.
+
+    Not so formats of 8 bits and fewer, which are numbers only together with a scale.
+    """
+    return isinstance(leaf, jax.Array) and is_inexact_leaf(leaf)
+
+
 def is_model_state(node: Any) -> bool:
     """Whether a node of a tree is Equinox's state of a model."""
     return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)

@@ -175,6 +175,7 @@ GRADIENTS = [
             "text": lambda: "model",
             "key": lambda: jax.random.key(0),
             "Python float": lambda: 1.0,
+            "8 bits": lambda: jnp.ones(2, jnp.float8_e4m3fn),
         }.items()
     ],
     *[
@@ -188,6 +189,7 @@ GRADIENTS = [
             "int": lambda: 3,
             "int array": lambda: jnp.arange(2),
             "complex": lambda: jnp.ones(2, jnp.complex64),
+            "8 bits": lambda: jnp.ones(2, jnp.float8_e4m3fn),
             "bool": lambda: True,
             "text": lambda: "w",
             "key": lambda: jax.random.key(0),

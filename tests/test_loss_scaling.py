@@ -85,6 +85,14 @@ def test_sequences(arguments, pattern, expected):
     assert _scales(scaling, pattern) == [float(x) for x in expected.split()]
 
 
+def test_row7_after_two_hundred_bad_steps_the_scale_recovers():
+    """In PyTorch, Keras and jaxamp it is 0 by then, and stays 0."""
+    scaling = mpx.DynamicLossScaling(2.0**15, 2.0**-126, period=1)
+    scales = _scales(scaling, "0" * 200 + "1" * 3)
+    assert scales[141:] == [2.0**-126] * 59 + [2.0**-125, 2.0**-124, 2.0**-123]
+    assert 1 / scales[-4] == 2.0**126  # gradients can still be unscaled
+
+
 def test_row9_bad_steps_at_the_floor_are_counted_and_raise():
     scaling = mpx.DynamicLossScaling(2.0)
     flags = jnp.array([True, True, False])
@@ -272,6 +280,18 @@ def test_what_is_scaled(kind):
         assert complex(out["complex"][1]) == complex(np.inf, 0)
         for name in ("int", "key", "f8", "text", "f", "none"):
             assert out[name] is tree[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["scale", "unscale"])
+def test_row20_what_is_unscaled_already_is_refused(method, kind):
+    """The result of a gradient function holds a scaling; its gradients are unscaled."""
+    scaling = KINDS[kind]()
+    result = mpx.filter_value_and_grad(jnp.sum, scaling)(jnp.ones(2))
+    match = rf"`{method}`.*{type(scaling).__name__}.*`result.grads` as they are"
+    for tree in (result, (result.grads, scaling), scaling):
+        with pytest.raises(TypeError, match=match):
+            getattr(scaling, method)(tree)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -0.0, 0.0])

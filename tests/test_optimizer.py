@@ -79,6 +79,9 @@ def test_a_skipped_step_changes_no_bit(optimizer, bad):
     """Row 13: weights and every leaf of the state, -0.0 and counts included."""
     update = jax.jit(functools.partial(_update, optimizer))
     model, state = weights(), optimizer.init(weights())
+    # Before any good step has moved the -0.0 among the weights.
+    first, first_state = update(model, state, gradients(0, bad), jnp.asarray(False))
+    assert same_bits(first, model) and same_bits(raw(first_state), raw(state))
     for seed in range(3):
         grads = gradients(seed)
         new_model, new_state = update(model, state, grads, mpx.all_finite(grads))

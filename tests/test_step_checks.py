@@ -89,6 +89,19 @@ def test_clipping_equals_the_control(scaled):
         close(clip(grads, norm), expected, 1e-6)
 
 
+def test_stepping_twice_with_one_result_counts_once():
+    """Row 20: the state after the step is in the result, not made by the step."""
+    optimizer, w = optax.adam(RATE), weights()
+    result = result_of(gradients(0), mpx.DynamicLossScaling(4.0, period=2))
+    start = (w, optimizer, optimizer.init(w), result)
+    once, again = mpx.optimizer_step(*start), mpx.optimizer_step(*start)
+    assert same_bits(once, again)
+    model, state, scaling = once
+    _, _, twice = mpx.optimizer_step(model, optimizer, state, result)
+    assert same_bits(twice, scaling)
+    assert (int(twice.steps), float(twice.loss_scale)) == (1, 4.0)
+
+
 def test_clipped_gradients_by_replace():
     result = result_of(gradients(0), mpx.NoLossScaling())
     halved = result._replace(grads=jax.tree.map(lambda g: g / 2, result.grads))
@@ -116,6 +129,71 @@ def test_nan_is_skipped_with_every_scaling(scaling):
         2.0 if isinstance(scaling, mpx.DynamicLossScaling) else scaling.loss_scale
     )
     assert float(after.loss_scale) == expected
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_half_precision_without_a_scale_skips_nan(name):
+    """Row 36: bfloat16 needs no scale, and is not left without the check."""
+    optimizer = optax.adam(RATE)
+    policy = mpx.get_policy(f"params=float32,compute={name},output=float32")
+    carry = (weights(), optimizer.init(weights()), mpx.NoLossScaling())
+
+    @jax.jit
+    def step(w, state, scaling, x, y):
+        result = mpx.filter_grad(loss, scaling, policy=policy)(w, x, y)
+        return mpx.optimizer_step(w, optimizer, state, result)
+
+    x, y = batch()
+    good = step(*carry, x, y)
+    bad = step(*good, x.at[0, 0].set(jnp.nan), y)
+    assert same_bits(bad[:2], good[:2]) and not same_bits(good[0], carry[0])
+    assert (int(bad[2].steps), int(bad[2].skipped)) == (2, 1)
+    assert float(bad[2].loss_scale) == 1.0
+
+
+def test_nothing_runs_on_the_host():
+    """Row 35, over the whole step with every check: no callback, and no branch."""
+    optimizer = optax.adam(RATE)
+
+    def step(w, state, scaling, x, y):
+        result = mpx.filter_value_and_grad(loss, scaling)(w, x, y)
+        return mpx.optimizer_step(
+            w,
+            optimizer,
+            state,
+            result,
+            check_gradients=True,
+            check_update=True,
+            max_skipped_in_a_row=3,
+        )
+
+    args = (weights(), optimizer.init(weights()), mpx.DynamicLossScaling(), *batch())
+    text = str(jax.make_jaxpr(step)(*args))
+    for word in ("callback", "cond[", "while["):
+        assert word not in text, word
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_adam_with_a_zero_gradient(check):
+    """Its epsilon, 1e-8, is zero in float16: 0 / 0 for float16 weights."""
+    optimizer = optax.adam(RATE)
+    fun = lambda w: total(w * 0)  # noqa: E731
+
+    def step(w, policy):
+        scaling = mpx.DynamicLossScaling()
+        result = mpx.filter_grad(fun, scaling, policy=mpx.get_policy(policy))(w)
+        # As an optimizer in half precision has it.
+        result = result._replace(grads=result.grads.astype(w.dtype))
+        return mpx.optimizer_step(
+            w, optimizer, optimizer.init(w), result, check_update=check
+        )
+
+    w, _, scaling = step(jnp.ones(2), "params=float32,compute=float16,output=float32")
+    assert same_bits(w, jnp.ones(2)) and int(scaling.skipped) == 0
+    # float16 weights must be asked for, and then `check_update` keeps NaN out.
+    w, _, scaling = step(jnp.ones(2, jnp.float16), "float16")
+    assert bool(mpx.all_finite(w)) is check and int(scaling.skipped) == int(check)
+    assert same_bits(w, jnp.ones(2, jnp.float16)) is check
 
 
 @pytest.mark.parametrize("check", [False, True])

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from .._dtypes import full_precision_of
 from .._errors import describe
-from .._tree import is_model_state
+from .._tree import is_model_state, is_trainable
 from .._typing import LeafPredicate
 from ._inputs import input_path
 
@@ -122,7 +122,7 @@ def accumulated(
         total = jax.tree.map(lambda t, g: t + weight.astype(g.dtype) * g, total, grads)
         return (total, state), (loss, weight, traced[0].stacked(aux))
 
-    differentiated = eqx.filter(tuple(args[i] for i in argnums), eqx.is_inexact_array)
+    differentiated = eqx.filter(tuple(args[i] for i in argnums), is_trainable)
     zeros = jax.tree.map(
         lambda w: jnp.zeros(w.shape, full_precision_of(w.dtype)), differentiated
     )

@@ -14,6 +14,7 @@ from .._dtypes import full_precision_of
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling
 from .._master import NO_MASTER, call_with_masters
+from .._tree import is_trainable
 from .._typing import FloatScalar, LeafPredicate
 from ._inputs import cast_inputs
 
@@ -60,9 +61,10 @@ def scaled_value_and_grad(
         return scaling.scale(loss), (loss, aux)
 
     weights = tuple(args[i] for i in problem.argnums)
+    weights, fixed = eqx.partition(weights, is_trainable)
     others = [None if i in problem.argnums else arg for i, arg in enumerate(args)]
     differentiate = eqx.filter_value_and_grad(scaled_loss, has_aux=True)
-    (scaled, (loss, aux)), grads = differentiate(weights, (others, kwargs))
+    (scaled, (loss, aux)), grads = differentiate(weights, (fixed, others, kwargs))
     return scaled, loss, aux, grads
 
 
@@ -75,7 +77,8 @@ def value_and_grad(
 
 
 def _merge(problem: Problem, weights: Any, others: Any) -> tuple[Any, Any]:
-    args, kwargs = list(others[0]), others[1]
+    fixed, args, kwargs = others
+    args, weights = list(args), eqx.combine(weights, fixed)
     for position, weight in zip(problem.argnums, weights, strict=True):
         args[position] = weight
     return tuple(args), kwargs

@@ -3,7 +3,6 @@
 import sys
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,7 @@ from jaxtyping import PyTree
 from .._cast import cast_leaf
 from .._errors import at_path, describe
 from .._loss_scaling import AbstractLossScaling
-from .._tree import is_float_leaf, is_model_state
+from .._tree import is_float_leaf, is_model_state, is_trainable
 from .._typing import LeafPredicate
 
 # Names under which frameworks keep running statistics: Flax's collection, and the
@@ -126,7 +125,7 @@ def refuse_half_masters(args: Any, argnums: tuple[int, ...], call: str) -> None:
 
 def refuse_no_weights(weights: PyTree, call: str) -> None:
     """Raises where there is nothing to differentiate."""
-    if not any(eqx.is_inexact_array(leaf) for leaf in jax.tree.leaves(weights)):
+    if not any(is_trainable(leaf) for leaf in jax.tree.leaves(weights)):
         raise ValueError(
             f"{call} found no floating JAX array to differentiate. The first argument "
             "must be the model or the parameters; got leaves "
@@ -142,7 +141,7 @@ def as_floating(
     def convert(path: Any, leaf: Any) -> Any:
         is_number = isinstance(leaf, float | jax.Array | np.ndarray | np.generic)
         array = jnp.asarray(leaf) if is_number else None
-        if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
+        if array is None or not is_float_leaf(array):
             raise TypeError(
                 f"{call} differentiates real floating numbers; got {describe(leaf)} "
                 "in a "

@@ -58,8 +58,9 @@ def filter_grad(
     $$g = \frac{1}{s} \nabla_w \left[ s \cdot \operatorname{f32}\big(
         f(\operatorname{half}(w), \operatorname{half}(x)) \big) \right]$$
 
-    with respect to the floating arrays in the first argument. Float leaves of all
-    arguments are cast to half precision inside of the differentiated function.
+    with respect to the floating arrays in the first argument but those of 8 bits and
+    fewer. Float leaves of all arguments are cast to half precision inside of the
+    differentiated function.
 
     Args:
         func: `func(model, *args, **kwargs)` returns a scalar loss, or `(loss, aux)`.

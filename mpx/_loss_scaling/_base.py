@@ -102,11 +102,14 @@ class AbstractLossScaling(eqx.Module):
             come back as float32, wider and complex dtypes stay. Formats of 8 bits (the
             state of FP8 recipes) and all other leaves stay as they are.
 
+        Raises:
+            TypeError: The tree holds a loss scaling.
+
         NaN, infinities and zeros stay what they are; a product beyond the range of
         float32 is infinite.
         """
         scale = self.loss_scale
-        return jax.tree.map(lambda leaf: _multiply(leaf, scale), tree)
+        return _map_numbers(lambda leaf: _multiply(leaf, scale), tree, "scale")
 
     def unscale(self, tree: PyTree) -> PyTree:
         r"""Divides every float or complex leaf by the scale, in float32 at least.
@@ -122,10 +125,14 @@ class AbstractLossScaling(eqx.Module):
         Returns:
             The tree with the same structure and the dtypes that `scale` gives.
 
+        Raises:
+            TypeError: The tree holds a loss scaling, such as the result of
+                `mpx.filter_grad`, whose gradients are unscaled already.
+
         NaN, infinities and zeros stay what they are.
         """
         inverse = 1 / self.loss_scale
-        return jax.tree.map(lambda leaf: _multiply(leaf, inverse), tree)
+        return _map_numbers(lambda leaf: _multiply(leaf, inverse), tree, "unscale")
 
     @property
     def _is_stateful(self) -> bool:
@@ -261,11 +268,11 @@ class NoLossScaling(AbstractLossScaling):
 
     def scale(self, tree: PyTree) -> PyTree:
         """Casts half-precision leaves to float32, as every `scale` does."""
-        return jax.tree.map(_to_full, tree)
+        return _map_numbers(_to_full, tree, "scale")
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Casts half-precision leaves to float32, as every `unscale` does."""
-        return jax.tree.map(_to_full, tree)
+        return _map_numbers(_to_full, tree, "unscale")
 
     def adjust(
         self,
@@ -381,6 +388,27 @@ def finite_scalar(grads_finite: BoolLike, owner: AbstractLossScaling) -> BoolSca
     return bool_scalar(grads_finite, f"`grads_finite` of `mpx.{name}.adjust`")
 
 
+def _map_numbers(func: Callable[[Any], Any], tree: PyTree, method: str) -> PyTree:
+    """Maps over a tree that must not hold a loss scaling, whose fields are no values.
+
+    The results of the gradient functions hold one; their gradients are unscaled.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if not isinstance(leaf, AbstractLossScaling):
+            return func(leaf)
+        raise TypeError(
+            f"`{method}` of a loss scaling takes losses or gradients; got a tree with "
+            f"a loss scaling in it, {type(leaf).__name__}. What `mpx.filter_grad` and "
+            "its relatives return is unscaled already: use `result.value` and "
+            "`result.grads` as they are."
+        )
+
+    return jax.tree.map(
+        apply, tree, is_leaf=lambda node: isinstance(node, AbstractLossScaling)
+    )
+
+
 def _to_full(leaf: Any) -> Any:
     if not is_inexact_leaf(leaf):
         return leaf
@@ -397,4 +425,5 @@ def _multiply(leaf: Any, scale: FloatScalar) -> Any:
         # Not a complex product, in which infinity times the zero imaginary part is NaN.
         scale = scale.astype(wide.real.dtype)
         return jax.lax.complex(wide.real * scale, wide.imag * scale)
-    return wide * scale.astype(wide.dtype)
+    # The primitive itself, which takes a scalar: the operator is slow to trace, per leaf.
+    return jax.lax.mul(wide, scale.astype(wide.dtype))

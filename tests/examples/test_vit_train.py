@@ -328,6 +328,18 @@ def test_batch_must_divide_over_devices_and_micro_batches():
         train(config, "float32", load_data(config), mesh=mesh)  # type: ignore
 
 
+def test_micro_batches_train_on_the_whole_batch():
+    """The published MPX's example applies the gradient of the last one."""
+    model = dataclasses.replace(CONFIG.model, dropout=0.0)
+    losses = {}
+    for parts in (1, 2, 4):
+        config = dataclasses.replace(CONFIG, model=model, accumulate=parts)
+        _, rows = train(config, "float32", load_data(config), mesh=one_device())
+        losses[parts] = [row.loss for row in rows]
+    for parts in (2, 4):
+        np.testing.assert_allclose(losses[parts], losses[1], rtol=1e-4)
+
+
 def test_runaway_skipping_stops_with_a_diagnosis():
     scaling = dataclasses.replace(CONFIG.scaling, max_skipped_in_a_row=4)
     config = dataclasses.replace(CONFIG, scaling=scaling)

@@ -140,6 +140,20 @@ def test_context_selects_the_dtype_and_traces_again():
     assert seen == [jnp.float16, jnp.bfloat16]
 
 
+def test_the_setter_reaches_functions_that_were_built_and_compiled_before():
+    """In MPX it changes nothing."""
+    fun = lambda w: (total(w), w)  # noqa: E731
+    call = mpx.filter_grad(fun, mpx.NoLossScaling(skip=False), has_aux=True)
+    step = jax.jit(lambda w: call(w).aux)
+    assert step(jnp.ones(2)).dtype == call(jnp.ones(2)).aux.dtype == jnp.float16
+    mpx.set_half_precision_datatype("bfloat16")
+    try:
+        assert step(jnp.ones(2)).dtype == call(jnp.ones(2)).aux.dtype == jnp.bfloat16
+    finally:
+        mpx.set_half_precision_datatype("float16")
+    assert step(jnp.ones(2)).dtype == call(jnp.ones(2)).aux.dtype == jnp.float16
+
+
 def test_two_threads_have_their_own_dtype():
     seen = {}
 
