@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 
@@ -122,6 +123,10 @@ def _wrap(
         cast_func, args, kwargs = _cast((func, args, kwargs), compute)
         return _cast(cast_func(*args, **kwargs), result())
 
+    if isinstance(func, eqx.Module):
+        # JAX follows `__wrapped__` for the name in its messages and would print the
+        # whole layer, with all its fields, each time it is traced.
+        del wrapper.__wrapped__
     return wrapper
 
 

@@ -243,13 +243,16 @@ def _update(
         )
     params = _with_gradients(model, grads, call)
     updates, new_state = optimizer.update(grads, state, params, **extra_args)
-    new_model = jax.tree.map(
-        lambda u, w: w if u is None else (w + u.astype(w.dtype)).astype(w.dtype),
-        updates,
-        model,
-        is_leaf=_is_none,
-    )
+    new_model = jax.tree.map(_applied, updates, model, is_leaf=_is_none)
     return updates, new_model, new_state
+
+
+def _applied(update: Any, weight: Any) -> Any:
+    if update is None:
+        return weight
+    if update.dtype != weight.dtype:
+        update = update.astype(weight.dtype)
+    return weight + update
 
 
 def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:

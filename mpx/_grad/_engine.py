@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._cast import cast_leaf
 from .._dtypes import full_precision_of
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling
@@ -43,6 +44,16 @@ class Problem:
     accumulate_dtype: np.dtype | None
     allow_float16_weights: bool
 
+    @property
+    def casts_before(self) -> bool:
+        """Whether inputs are cast before differentiating, and gradients cast back.
+
+        It is the same, bit for bit, as a cast inside the differentiated function, whose
+        derivative is the cast back, and JAX need not differentiate and transpose a cast
+        of every leaf. Only masters that sum gradients need it inside.
+        """
+        return self.compute is not None and self.accumulate_dtype is None
+
 
 def scaled_value_and_grad(
     problem: Problem, scaling: AbstractLossScaling, args: Any, kwargs: Any
@@ -54,44 +65,48 @@ def scaled_value_and_grad(
         returned it, and the scaled gradients in the weights' dtypes, one for each of
         `problem.argnums`.
     """
-
-    def scaled_loss(weights: Any, others: Any) -> Any:
-        args, kwargs = _merge(problem, weights, others)
-        loss, aux = _loss_and_aux(problem, _run(problem, args, kwargs))
-        return scaling.scale(loss), (loss, aux)
-
+    masters = tuple(args[i] for i in problem.argnums)
+    func = problem.func
+    if problem.casts_before:
+        args, kwargs, func = cast_inputs(
+            func, args, kwargs, problem.compute, problem.keep
+        )
     weights = tuple(args[i] for i in problem.argnums)
     weights, fixed = eqx.partition(weights, is_trainable)
-    others = [None if i in problem.argnums else arg for i, arg in enumerate(args)]
-    differentiate = eqx.filter_value_and_grad(scaled_loss, has_aux=True)
-    (scaled, (loss, aux)), grads = differentiate(weights, (fixed, others, kwargs))
+
+    # JAX records the call stack at every operation of the user's function, which costs
+    # time for each frame: between here and there are as few as possible.
+    def scaled_loss(weights: Any) -> Any:
+        full = list(args)
+        for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
+            full[i] = weight
+        if problem.accumulate_dtype is None:
+            result = func(*full, **kwargs)
+        else:
+            result = _call_with_masters(problem, full, kwargs)
+        loss, aux = _loss_and_aux(problem, result)
+        return scaling.scale(loss), (loss, aux)
+
+    differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
+    (scaled, (loss, aux)), grads = differentiate(weights)
+    if problem.casts_before:
+        grads = jax.tree.map(
+            lambda grad, master: (
+                None if grad is None else cast_leaf(grad, master.dtype)
+            ),
+            grads,
+            masters,
+            is_leaf=lambda grad: grad is None,
+        )
     return scaled, loss, aux, grads
 
 
-def value_and_grad(
-    problem: Problem, scaling: AbstractLossScaling, args: Any, kwargs: Any
-) -> tuple[FloatScalar, Any, tuple[PyTree, ...]]:
-    """The unscaled loss, aux, and the unscaled gradients, float32 at least."""
-    _, loss, aux, grads = scaled_value_and_grad(problem, scaling, args, kwargs)
-    return loss, aux, scaling.unscale(grads)
-
-
-def _merge(problem: Problem, weights: Any, others: Any) -> tuple[Any, Any]:
-    fixed, args, kwargs = others
-    args, weights = list(args), eqx.combine(weights, fixed)
-    for position, weight in zip(problem.argnums, weights, strict=True):
-        args[position] = weight
-    return tuple(args), kwargs
-
-
-def _run(problem: Problem, args: Any, kwargs: Any) -> Any:
-    if problem.compute is None:
+def _call_with_masters(problem: Problem, args: Any, kwargs: Any) -> Any:
+    if problem.compute is None or problem.accumulate_dtype is None:
         return problem.func(*args, **kwargs)
     cast_args, cast_kwargs, func = cast_inputs(
         problem.func, args, kwargs, problem.compute, problem.keep
     )
-    if problem.accumulate_dtype is None:
-        return func(*cast_args, **cast_kwargs)
     masters = tuple(
         arg if i in problem.argnums else jax.tree.map(lambda _: NO_MASTER, arg)
         for i, arg in enumerate(args)

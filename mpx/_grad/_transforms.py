@@ -20,11 +20,7 @@ from .._tree import finite_by_leaf
 from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
 from ._accumulate import Accumulation, accumulated
-from ._engine import (
-    Problem,
-    scaled_value_and_grad,
-    value_and_grad as value_and_grad_once,
-)
+from ._engine import Problem, scaled_value_and_grad
 from ._result import GradientResult
 
 
@@ -283,16 +279,20 @@ def _transform(
 
         def attempt(scaling: AbstractLossScaling) -> Any:
             def one(args: Any, kwargs: Any) -> Any:
-                return value_and_grad_once(problem, scaling, args, kwargs)
+                parts = scaled_value_and_grad(problem, scaling, args, kwargs)
+                return parts[1], parts[2], scaling.unscale(parts[3])
 
             if how.steps == 1:
                 return one(args, kwargs)
             return accumulated(how, one, problem.argnums, args, kwargs)
 
         used = _used_scaling(scaling, options.mixed)
-        before, (loss, aux, grads), flags = _with_retries(
-            attempt, used, options.retries
-        )
+        loss, aux, grads = result = attempt(used)
+        flags = _finite_flags(result) if used._is_stateful else None
+        if flags is not None and options.retries:
+            used, (loss, aux, grads), flags = _retried(
+                attempt, used, result, flags, options.retries
+            )
         finite = jnp.asarray(True) if flags is None else jnp.all(flags)
         result = GradientResult(
             **({"value": loss} if with_value else {}),
@@ -300,7 +300,7 @@ def _transform(
             finite=finite,
             grads=grads if isinstance(argnums, tuple) else grads[0],
             **({"aux": aux} if options.has_aux else {}),
-            **({"_scaled": before} if options.mixed else {"_counted": scaling}),
+            **({"_scaled": used} if options.mixed else {"_counted": scaling}),
             _flags=flags,
         )
         return result._replace(scaling=result._judged(finite, flags))
@@ -408,22 +408,18 @@ def _used_scaling(
     return NoLossScaling()
 
 
-def _with_retries(
+def _retried(
     attempt: Callable[[AbstractLossScaling], Any],
     scaling: AbstractLossScaling,
+    result: Any,
+    flags: Bool[Array, " n"],
     retries: int,
-) -> tuple[AbstractLossScaling, Any, Bool[Array, " n"] | None]:
-    """Tries a step, and again at smaller scales while it is not finite.
+) -> tuple[AbstractLossScaling, Any, Bool[Array, " n"]]:
+    """Tries a step again at smaller scales while it is not finite.
 
     Returns:
         The scaling of the last try, its result, and which places are finite.
     """
-    if not scaling._is_stateful:
-        return scaling, attempt(scaling), None
-    result = attempt(scaling)
-    flags = _finite_flags(result)
-    if retries == 0:
-        return scaling, result, flags
     arrays, static = eqx.partition(result, eqx.is_array)
 
     def is_bad(state: Any) -> Any:

@@ -425,5 +425,5 @@ def _multiply(leaf: Any, scale: FloatScalar) -> Any:
         # Not a complex product, in which infinity times the zero imaginary part is NaN.
         scale = scale.astype(wide.real.dtype)
         return jax.lax.complex(wide.real * scale, wide.imag * scale)
-    # The primitive itself, which takes a scalar: the operator is slow to trace, per leaf.
+    # The primitive itself: the operator takes several times as long to trace.
     return jax.lax.mul(wide, scale.astype(wide.dtype))
