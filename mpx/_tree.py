@@ -19,14 +19,17 @@ from jaxtyping import Array, Bool, PyTree
 from ._errors import at_path, describe
 from ._typing import BoolLike, BoolScalar
 
-_FLOAT_NAMES = frozenset({"float16", "bfloat16", "float32", "float64"})
+# Dtypes and not their names, which numpy puts together anew each time it is asked.
+_FLOATS = frozenset(
+    np.dtype(x) for x in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+)
 
 
 def is_float_leaf(leaf: Any) -> bool:
     """Whether a leaf is an array of float16, bfloat16, float32 or float64."""
     return (
         isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-        and leaf.dtype.name in _FLOAT_NAMES
+        and leaf.dtype in _FLOATS
     )
 
 
@@ -77,7 +80,7 @@ def _is_finite(leaf: Any) -> BoolScalar:
     if isinstance(leaf, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
         leaf.dtype, jnp.inexact
     ):
-        array = jnp.asarray(leaf)
+        array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
         if array.dtype.itemsize == 1:  # isfinite is not defined for every such format
             array = array.astype(jnp.float32)
         if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -169,30 +172,40 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
             f"{call} needs two trees of one structure; got\n  a: {structure_a}\n"
             f"  b: {structure_b}\nBuild both from the same model or optimizer state."
         )
-    leaves = [
-        _select_leaf(pred, leaf_a, leaf_b, path, call)
-        for (path, leaf_a), leaf_b in zip(
-            jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
-        )
-    ]
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    for number, (leaf_a, leaf_b) in enumerate(pairs):
+        problem = _why_no_choice(leaf_a, leaf_b)
+        if problem:
+            path, _ = jax.tree_util.tree_leaves_with_path(a)[number]
+            raise ValueError(
+                f"{call} {problem[0]}; got {describe(leaf_a)} and {describe(leaf_b)}"
+                f"{at_path(path_text(path))}. {problem[1]}"
+            )
+    leaves = [_select_leaf(pred, leaf_a, leaf_b) for leaf_a, leaf_b in pairs]
     return jax.tree.unflatten(structure_a, leaves)
 
 
-def _select_leaf(pred: BoolScalar, a: Any, b: Any, path: Any, call: str) -> Any:
-    if eqx.is_array(a) or eqx.is_array(b) or isinstance(a, np.ndarray | np.generic):
-        is_pair = all(
-            isinstance(x, jax.Array | np.ndarray | np.generic) for x in (a, b)
-        )
-        if not is_pair or a.dtype != b.dtype or a.shape != b.shape:
-            raise ValueError(
-                f"{call} needs equal shapes and dtypes; got {describe(a)} and "
-                f"{describe(b)}{at_path(path_text(path))}. Cast one of them first."
-            )
-        return jax.lax.select(pred, jnp.asarray(a), jnp.asarray(b))
-    if a is not b and not (type(a) is type(b) and a == b):
-        raise ValueError(
-            f"{call} cannot choose between leaves that are no arrays; got "
-            f"{describe(a)} "
-            f"and {describe(b)}{at_path(path_text(path))}. Make them equal, or arrays."
-        )
-    return a
+def _why_no_choice(a: Any, b: Any) -> tuple[str, str] | None:
+    """What is wrong with two leaves and what to do about it; None if nothing is."""
+    is_array_a, is_array_b = _is_any_array(a), _is_any_array(b)
+    if is_array_a and is_array_b:
+        if a.dtype == b.dtype and a.shape == b.shape:
+            return None
+    elif not is_array_a and not is_array_b:
+        if a is b or (type(a) is type(b) and a == b):
+            return None
+        rule = "cannot choose between leaves that are no arrays"
+        return rule, "Make them equal, or arrays."
+    return "needs equal shapes and dtypes", "Cast one of them first."
+
+
+def _is_any_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _select_leaf(pred: BoolScalar, a: Any, b: Any) -> Any:
+    if isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        return jax.lax.select(pred, a, b)
+    return (
+        jax.lax.select(pred, jnp.asarray(a), jnp.asarray(b)) if _is_any_array(a) else a
+    )

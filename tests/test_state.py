@@ -228,6 +228,8 @@ def _with(**values):
         (lambda s: {"a": 1, "b": 2}, r"the keys `a`, `b`"),
         (_with(version=99), r"version 99.*newer mpx"),
         (_with(version=-1), r"version -1"),
+        (_with(version="one"), r"version one"),
+        (_with(version=None), r"version None"),
         (_with(kind="StaticLossScaling"), r"state of 'StaticLossScaling'"),
         (_with(kind="Other"), r"state of 'Other'"),
         (_with(period=np.float32(3)), r"needs int32 for `period`; got float32"),

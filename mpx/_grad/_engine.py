@@ -55,15 +55,19 @@ class Problem:
         return self.compute is not None and self.accumulate_dtype is None
 
 
-def scaled_value_and_grad(
-    problem: Problem, scaling: AbstractLossScaling, args: Any, kwargs: Any
-) -> tuple[FloatScalar, FloatScalar, Any, tuple[PyTree, ...]]:
+def value_and_grad(
+    problem: Problem,
+    scaling: AbstractLossScaling,
+    args: Any,
+    kwargs: Any,
+    unscaled: bool = True,
+) -> tuple[FloatScalar, Any, tuple[PyTree, ...]]:
     """Differentiates the scaled loss.
 
     Returns:
-        The scaled loss, the unscaled loss (both float32 at least), aux as the function
-        returned it, and the scaled gradients in the weights' dtypes, one for each of
-        `problem.argnums`.
+        The loss (float32 at least), aux as the function returned it, and the gradients,
+        one for each of `problem.argnums`: unscaled and float32 at least, or, loss and
+        gradients, times the scale and in the weights' dtypes.
     """
     masters = tuple(args[i] for i in problem.argnums)
     func = problem.func
@@ -98,7 +102,9 @@ def scaled_value_and_grad(
             masters,
             is_leaf=lambda grad: grad is None,
         )
-    return scaled, loss, aux, grads
+    if unscaled:
+        return loss, aux, scaling.unscale(grads)
+    return scaled, aux, grads
 
 
 def _call_with_masters(problem: Problem, args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from .._tree import finite_by_leaf
 from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
 from ._accumulate import Accumulation, accumulated
-from ._engine import Problem, scaled_value_and_grad
+from ._engine import Problem, value_and_grad as value_and_grad_once
 from ._result import GradientResult
 
 
@@ -248,7 +248,9 @@ def calculate_scaled_grad(
         problem = build(len(args))
         _check_call(problem, scaling, args, kwargs, options)
         used = _used_scaling(scaling, use_mixed_precision)
-        scaled, _, aux, (grads,) = scaled_value_and_grad(problem, used, args, kwargs)
+        scaled, aux, (grads,) = value_and_grad_once(
+            problem, used, args, kwargs, unscaled=False
+        )
         return ((scaled, aux), grads) if has_aux else (scaled, grads)
 
     return wrapper
@@ -278,12 +280,9 @@ def _transform(
         _check_call(problem, scaling, args, kwargs, options)
 
         def attempt(scaling: AbstractLossScaling) -> Any:
-            def one(args: Any, kwargs: Any) -> Any:
-                parts = scaled_value_and_grad(problem, scaling, args, kwargs)
-                return parts[1], parts[2], scaling.unscale(parts[3])
-
             if how.steps == 1:
-                return one(args, kwargs)
+                return value_and_grad_once(problem, scaling, args, kwargs)
+            one = functools.partial(value_and_grad_once, problem, scaling)
             return accumulated(how, one, problem.argnums, args, kwargs)
 
         used = _used_scaling(scaling, options.mixed)

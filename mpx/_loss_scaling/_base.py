@@ -420,7 +420,8 @@ def _multiply(leaf: Any, scale: FloatScalar) -> Any:
         leaf = jnp.asarray(leaf)
     if not is_inexact_leaf(leaf):
         return leaf
-    wide = jnp.asarray(_to_full(leaf))
+    wide = _to_full(leaf)
+    wide = wide if isinstance(wide, jax.Array) else jnp.asarray(wide)
     if jnp.issubdtype(wide.dtype, jnp.complexfloating):
         # Not a complex product, in which infinity times the zero imaginary part is NaN.
         scale = scale.astype(wide.real.dtype)

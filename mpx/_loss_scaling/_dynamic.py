@@ -179,7 +179,7 @@ class DynamicLossScaling(AbstractLossScaling):
         return new
 
     def _lowered(self) -> FloatScalar:
-        return jnp.maximum(self.loss_scaling * self.backoff, self.min_loss_scaling)
+        return jax.lax.max(self.loss_scaling * self.backoff, self.min_loss_scaling)
 
     def _backed_off(self) -> Self:
         zero = jnp.zeros((), jnp.int32)
@@ -210,26 +210,28 @@ class DynamicLossScaling(AbstractLossScaling):
 # Jitted, so that its two dozen scalar operations are traced once and not in each step.
 @jax.jit
 def _adjusted(scaling: Any, finite: Any, places_finite: Any) -> Any:
+    # `select` and not `jnp.where`, which is a function of its own to be traced.
+    select, zero = jax.lax.select, jnp.zeros((), jnp.int32)
     tolerance = scaling.hysteresis - 1
     is_full = scaling.hysteresis_left >= tolerance
-    counter = jnp.where(is_full, scaling.counter + 1, 0)
+    counter = select(is_full, scaling.counter + 1, zero)
     grows = counter >= scaling.period
     # min also turns an overflow of the product into the cap.
-    grown = jnp.minimum(scaling.loss_scaling * scaling.factor, scaling.max_loss_scaling)
+    grown = jax.lax.min(scaling.loss_scaling * scaling.factor, scaling.max_loss_scaling)
     falls = scaling.hysteresis_left <= 0
     is_floored = falls & (scaling.loss_scaling <= scaling.min_loss_scaling)
     return replaced(
         scaling,
-        loss_scaling=jnp.where(
+        loss_scaling=select(
             finite,
-            jnp.where(grows, grown, scaling.loss_scaling),
-            jnp.where(falls, scaling._lowered(), scaling.loss_scaling),
+            select(grows, grown, scaling.loss_scaling),
+            select(falls, scaling._lowered(), scaling.loss_scaling),
         ),
-        counter=jnp.where(finite & ~grows, counter, 0),
-        hysteresis_left=jnp.where(
-            finite, tolerance, jnp.maximum(scaling.hysteresis_left - 1, 0)
+        counter=select(finite & ~grows, counter, zero),
+        hysteresis_left=select(
+            finite, tolerance, jax.lax.max(scaling.hysteresis_left - 1, zero)
         ),
-        floored=jnp.where(is_floored & ~finite, scaling.floored + 1, 0),
+        floored=select(is_floored & ~finite, scaling.floored + 1, zero),
         record=scaling.record.updated(finite, places_finite),
     )
 

@@ -72,27 +72,31 @@ class StepRecord(eqx.Module):
 # Jitted, so that it is traced once and not in each step.
 @jax.jit
 def _updated(record: Any, finite: Any, places_finite: Any) -> Any:
-    steps = record.steps + 1
+    select, steps = jax.lax.select, record.steps + 1
+    row = record.skipped_in_a_row
     return replaced(
         record,
         steps=steps,
         skipped=record.skipped + (~finite).astype(jnp.int32),
-        skipped_in_a_row=jnp.where(finite, 0, record.skipped_in_a_row + 1),
-        last_finite=jnp.where(finite, steps, record.last_finite),
+        skipped_in_a_row=select(finite, jnp.zeros_like(row), row + 1),
+        last_finite=select(finite, steps, record.last_finite),
         finite=finite,
-        places=jnp.where(finite, record.places, _first_places(places_finite)),
+        places=select(finite, record.places, _first_places(places_finite)),
     )
 
 
 def _first_places(places_finite: Bool[Array, " n"] | None) -> Int32[Array, "8"]:
+    none = jnp.full((PLACES,), -1, jnp.int32)
     if places_finite is None:
-        return jnp.full((PLACES,), -1, jnp.int32)
+        return none
     # One sort. `jnp.nonzero` is a program of its own: cumulative sums and scatters.
     last = places_finite.size
     padded = jnp.pad(places_finite, (0, PLACES), constant_values=True)
     numbers = jax.lax.iota(jnp.int32, padded.size)
-    first = jax.lax.sort(jnp.where(padded, last, numbers))[:PLACES]
-    return jnp.where(first == last, -1, first)
+    first = jax.lax.sort(jax.lax.select(padded, jnp.full_like(numbers, last), numbers))[
+        :PLACES
+    ]
+    return jax.lax.select(first == last, none, first)
 
 
 def refuse_limit(limit: Any, call: str) -> None:

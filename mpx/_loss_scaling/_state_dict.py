@@ -12,13 +12,23 @@ from ._record import StepRecord, replaced
 
 VERSION = 1
 
+# The fields of a loss scaling's record stand among its own.
+_PREFIX = "record."
+
 
 def write(scaling: Any) -> dict[str, Any]:
     """The fields of a loss scaling by name, with its kind and the version."""
-    state = {"kind": type(scaling).__name__, "version": VERSION}
-    for name, value in _fields(scaling).items():
-        state[name] = value if isinstance(value, bool) else np.asarray(value)
-    return state
+    return _written(scaling, _fields(scaling))
+
+
+def write_record(record: StepRecord) -> dict[str, Any]:
+    """The fields of a record by name, for where it stands alone."""
+    return _written(record, _own_fields(record))
+
+
+def _written(state: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    arrays = {k: v if isinstance(v, bool) else np.asarray(v) for k, v in fields.items()}
+    return {"kind": type(state).__name__, "version": VERSION, **arrays}
 
 
 def read(cls: Any, state: Mapping[str, Any]) -> Any:
@@ -27,14 +37,34 @@ def read(cls: Any, state: Mapping[str, Any]) -> Any:
     if not isinstance(state, Mapping):
         raise TypeError(f"{call} needs what `state_dict()` returned; got {state!r}.")
     state = _migrate(dict(state), call)
-    kind = _kinds(cls).get(str(state["kind"]))
+    kind = kinds(cls).get(str(state["kind"]))
     if kind is None:
         raise ValueError(
             f"{call} was given the state of {state['kind']!r}; this class reads "
-            f"{listing(sorted(_kinds(cls)))}."
+            f"{listing(sorted(kinds(cls)))}."
         )
     template = kind(1.0) if "loss_scaling" in kind.__annotations__ else kind()
-    expected = _fields(template)
+    scaling = _build(template, _checked(state, _fields(template), call))
+    scaling._validate()
+    return scaling
+
+
+def read_record(state: Mapping[str, Any], call: str) -> StepRecord:
+    """Rebuilds a record from what `write_record` returned; `call` is for errors."""
+    kind = state.get("kind") if isinstance(state, Mapping) else state
+    if kind != StepRecord.__name__:
+        raise ValueError(
+            f"{call} needs the state of a `mpx.StepRecord`; got that of {kind!r}."
+        )
+    record = StepRecord()
+    fields = _checked(_migrate(dict(state), call), _own_fields(record), call)
+    return replaced(record, **fields)
+
+
+def _checked(
+    state: dict[str, Any], expected: dict[str, Any], call: str
+) -> dict[str, Any]:
+    """The values of a state, which must be those of `expected` in name and form."""
     given = {k: v for k, v in state.items() if k not in ("kind", "version")}
     missing, unknown = expected.keys() - given.keys(), given.keys() - expected.keys()
     if missing or unknown:
@@ -46,29 +76,29 @@ def read(cls: Any, state: Mapping[str, Any]) -> Any:
     values = {k: _value(v, expected[k], k, call) for k, v in given.items()}
     arrays = (k for k in values if not isinstance(expected[k], bool))
     stacks = {k: _stack(values[k], expected[k]) for k in arrays}
-    odd = sorted(k for k in stacks if stacks[k] != stacks["record.steps"])
+    steps = next(k for k in stacks if k in ("steps", f"{_PREFIX}steps"))
+    odd = sorted(k for k in stacks if stacks[k] != stacks[steps])
     if odd:
         raise ValueError(
             f"{call} needs one state, or several stacked with equal leading axes; got "
-            f"another shape than that of `record.steps` for {listing(odd)}."
+            f"another shape than that of `{steps}` for {listing(odd)}."
         )
-    scaling = _build(template, values)
-    scaling._validate()
-    return scaling
+    return values
+
+
+def _own_fields(module: Any) -> dict[str, Any]:
+    return {f.name: getattr(module, f.name) for f in dataclasses.fields(module)}
 
 
 def _fields(scaling: Any) -> dict[str, Any]:
-    fields = {f.name: getattr(scaling, f.name) for f in dataclasses.fields(scaling)}
-    record = fields.pop("record")
-    for field in dataclasses.fields(record):
-        fields[f"record.{field.name}"] = getattr(record, field.name)
-    return fields
+    fields = _own_fields(scaling)
+    record = _own_fields(fields.pop("record"))
+    return fields | {_PREFIX + name: value for name, value in record.items()}
 
 
 def _build(template: Any, values: dict[str, Any]) -> Any:
-    prefix = "record."
-    own = {k: v for k, v in values.items() if not k.startswith(prefix)}
-    record = {k.removeprefix(prefix): v for k, v in values.items() if k not in own}
+    own = {k: v for k, v in values.items() if not k.startswith(_PREFIX)}
+    record = {k.removeprefix(_PREFIX): v for k, v in values.items() if k not in own}
     return replaced(template, record=replaced(StepRecord(), **record), **own)
 
 
@@ -78,9 +108,11 @@ def _stack(value: Any, like: Any) -> tuple[int, ...]:
 
 
 def _value(value: Any, like: Any, name: str, call: str) -> Any:
-    if isinstance(like, bool):
-        return bool(value)
     array = np.asarray(value)
+    if isinstance(like, bool):
+        if array.dtype != bool or array.shape != ():
+            raise ValueError(f"{call} needs a boolean for `{name}`; got {value!r}.")
+        return bool(array)
     tail = array.shape[array.ndim - like.ndim :]  # several states may be stacked
     if array.dtype != like.dtype:
         raise ValueError(
@@ -91,22 +123,23 @@ def _value(value: Any, like: Any, name: str, call: str) -> Any:
         raise ValueError(
             f"{call} needs {describe(like)} for `{name}`; got {describe(array)}."
         )
-    if name != "record.places" and array.dtype == np.int32 and np.any(array < 0):
+    if not name.endswith("places") and array.dtype == np.int32 and np.any(array < 0):
         raise ValueError(f"{call} needs counts of at least 0; got `{name}` {array}.")
     return jnp.array(array)
 
 
-def _kinds(cls: Any) -> dict[str, Any]:
+def kinds(cls: Any) -> dict[str, Any]:
     """The concrete classes that `cls` can read, by name."""
-    found = {c for sub in cls.__subclasses__() for c in _kinds(sub).values()}
+    found = {c for sub in cls.__subclasses__() for c in kinds(sub).values()}
     if not getattr(cls, "__abstractmethods__", None):
         found.add(cls)
     return {c.__name__: c for c in found}
 
 
 def _migrate(state: dict[str, Any], call: str) -> dict[str, Any]:
-    version = state.get("version", 0)
-    if not 0 <= int(version) <= VERSION:
+    version = np.asarray(state.get("version", 0))
+    is_int = version.shape == () and np.issubdtype(version.dtype, np.integer)
+    if not is_int or not 0 <= version <= VERSION:
         raise ValueError(
             f"{call} was given version {version}; this mpx writes version {VERSION} "
             "and "
