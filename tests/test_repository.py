@@ -39,7 +39,7 @@ def import_check(statement: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("module", ["mpx", "mpx.compat", "mpx.compat.jmp"])
+@pytest.mark.parametrize("module", ["mpx", "mpx.compat.flax", "mpx.compat.jmp"])
 def test_import_starts_no_backend_and_imports_no_framework(module: str):
     result = import_check(f"import {module}")
     assert result.returncode == 0, result.stderr

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mpx
+import mpx.compat.flax
 
 from .helpers import assert_same_bits, unchecked_annotations
 
@@ -99,6 +100,13 @@ def _through_flax(scaling, tmp_path):
     return type(scaling).from_state_dict(state)
 
 
+def _through_flax_bytes(scaling, tmp_path):
+    mpx.compat.flax.register_serialization()
+    data = flax.serialization.to_bytes({"scaling": scaling})
+    target = {"scaling": jax.eval_shape(lambda: scaling)}  # only its class is used
+    return flax.serialization.from_bytes(target, data)["scaling"]
+
+
 def _through_orbax(scaling, tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         arrays, static = eqx.partition(scaling, eqx.is_array)
@@ -130,6 +138,7 @@ WAYS = {
         _through_partition,
         _through_equinox_file,
         _through_flax,
+        _through_flax_bytes,
         _through_orbax,
         _through_savez,
     )

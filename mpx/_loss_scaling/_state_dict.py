@@ -49,9 +49,11 @@ def read(cls: Any, state: Mapping[str, Any]) -> Any:
     return scaling
 
 
-def read_record(state: Mapping[str, Any], call: str) -> StepRecord:
+def read_record(state: Any, call: str) -> StepRecord:
     """Rebuilds a record from what `write_record` returned; `call` is for errors."""
-    kind = state.get("kind") if isinstance(state, Mapping) else state
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{call} needs the state of a `mpx.StepRecord`; got {state!r}.")
+    kind = state.get("kind")
     if kind != StepRecord.__name__:
         raise ValueError(
             f"{call} needs the state of a `mpx.StepRecord`; got that of {kind!r}."

@@ -1,1 +1,1 @@
-"""Names and signatures of other packages, as thin adapters over mpx."""
+"""Adapters: names and signatures of other packages, and what frameworks must know."""

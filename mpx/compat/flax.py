@@ -1,0 +1,64 @@
+"""`flax.serialization` for training states that hold a loss scaling.
+
+Flax turns a training state into nested dictionaries, class by class, and knows only the
+classes that were registered with it. `register_serialization()` registers those of mpx,
+after which `to_state_dict`, `from_state_dict`, `to_bytes` and `from_bytes` take any
+state with a loss scaling in it: dictionaries, named tuples, `flax.struct` dataclasses,
+the state of `mpx.skip_nonfinite`.
+
+Call it once, at the start of each program that saves or restores. Nothing happens when
+this module is imported, and Flax is imported by the call. Without it `to_bytes` raises,
+but `from_bytes` hands back the dictionary in the place of the loss scaling.
+"""
+
+from typing import Any
+
+from .._loss_scaling import AbstractLossScaling, StepRecord
+from .._loss_scaling._state_dict import kinds, read_record, write_record
+
+
+def register_serialization() -> None:
+    """Registers every loss scaling and `mpx.StepRecord` with `flax.serialization`.
+
+    What is written is `state_dict()`, with its kind and its version, so that an older
+    state is migrated and an incomplete or damaged one raises the errors of
+    `from_state_dict`. Of the target that Flax wants for restoring, only the class is
+    used; every field comes from the state, bit for bit.
+
+    A call that is repeated does no harm, and adds the subclasses of
+    `mpx.AbstractLossScaling` that were defined since.
+
+    Raises:
+        ModuleNotFoundError: Flax is not installed.
+
+    Examples:
+        >>> import flax.serialization, mpx, mpx.compat.flax
+        >>> mpx.compat.flax.register_serialization()
+        >>> state = {"step": 3, "scaling": mpx.DynamicLossScaling(1024.0)}
+        >>> data = flax.serialization.to_bytes(state)
+        >>> new = {"step": 0, "scaling": mpx.DynamicLossScaling()}
+        >>> restored = flax.serialization.from_bytes(new, data)
+        >>> restored["step"], float(restored["scaling"].loss_scale)
+        (3, 1024.0)
+    """
+    from flax import serialization
+
+    for cls in kinds(AbstractLossScaling).values():
+        serialization.register_serialization_state(
+            cls, _written, _restored, override=True
+        )
+    serialization.register_serialization_state(
+        StepRecord, write_record, _restored_record, override=True
+    )
+
+
+def _written(scaling: AbstractLossScaling) -> dict[str, Any]:
+    return scaling.state_dict()
+
+
+def _restored(target: AbstractLossScaling, state: Any) -> AbstractLossScaling:
+    return type(target).from_state_dict(state)
+
+
+def _restored_record(target: StepRecord, state: Any) -> StepRecord:
+    return read_record(state, "`flax.serialization.from_state_dict(target, state)`")
