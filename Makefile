@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test bench docs serve venv lint format types layers pytest \
+.PHONY: help train test bench counts-cuda docs serve venv lint format types layers pytest \
 	test-newest lock clean
 
 # A target that fails half-way must not look finished.
@@ -44,6 +44,10 @@ test: $(ALL) ## Run everything: lint, types, layers, docs, doctests and tests
 
 bench: $(ALL) ## Measure against the peers and write the report
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+# Commit what it writes: `make test` compares the programs' fingerprints with it.
+counts-cuda: $(ALL) ## Count the programs compiled for an H100 (5 GB, no GPU needed)
+	@$(BIN)/python -m benchmarks cuda docs --out benchmarks/results $(ARGS)
 
 docs: $(ALL) ## Build the documentation, strictly, into site/
 	@echo '== documentation (mkdocs --strict)'
