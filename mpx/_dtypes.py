@@ -19,10 +19,11 @@ import numpy as np
 
 from ._typing import DTypeLike
 
-# The largest finite values, (2 - 2^-10) 2^15 and (2 - 2^-7) 2^127, as Python floats:
-# no array is made at import, and they promote no half-precision array they meet.
+# Python floats: no array is made at import, and they promote no half-precision array.
 FLOAT16_MAX: float = float(ml_dtypes.finfo(np.float16).max)
+"""The largest finite float16, $(2 - 2^{-10}) \\cdot 2^{15} = 65504$, a Python float."""
 BFLOAT16_MAX: float = float(ml_dtypes.finfo(jnp.bfloat16).max)
+"""The largest finite bfloat16, $(2 - 2^{-7}) \\cdot 2^{127}$, a Python float."""
 
 _HALF = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 

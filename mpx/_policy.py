@@ -57,32 +57,40 @@ class Policy:
     param_dtype: DTypeLike
     compute_dtype: DTypeLike
     output_dtype: DTypeLike
-    grad_dtype: None = dataclasses.field(default=None, kw_only=True, repr=False)
-    reduce_dtype: None = dataclasses.field(default=None, kw_only=True, repr=False)
-    gather_dtype: None = dataclasses.field(default=None, kw_only=True, repr=False)
+    # Arguments without a field: `dataclasses.fields` are JMP's three.
+    grad_dtype: dataclasses.InitVar[None] = dataclasses.field(
+        default=None, kw_only=True
+    )
+    reduce_dtype: dataclasses.InitVar[None] = dataclasses.field(
+        default=None, kw_only=True
+    )
+    gather_dtype: dataclasses.InitVar[None] = dataclasses.field(
+        default=None, kw_only=True
+    )
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *reserved: None) -> None:
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
             dtype = float_dtype(getattr(self, name), f"`{name}` of `mpx.Policy`")
             object.__setattr__(self, name, dtype)
-        for name in ("grad_dtype", "reduce_dtype", "gather_dtype"):
-            if getattr(self, name) is not None:
+        names = ("grad_dtype", "reduce_dtype", "gather_dtype")
+        for name, value in zip(names, reserved, strict=True):
+            if value is not None:
                 raise NotImplementedError(
                     f"`{name}` of `mpx.Policy` is reserved and does nothing yet; leave "
                     "it out. Gradients of float32 parameters are float32."
                 )
 
-    def cast_to_param(self, tree: PyTree) -> PyTree:
+    def cast_to_param(self, x: PyTree) -> PyTree:
         """Casts float leaves to the dtype of parameters; see `cast_tree`."""
-        return cast_leaves(tree, np.dtype(self.param_dtype), None)
+        return cast_leaves(x, np.dtype(self.param_dtype), None)
 
-    def cast_to_compute(self, tree: PyTree) -> PyTree:
+    def cast_to_compute(self, x: PyTree) -> PyTree:
         """Casts float leaves to the dtype of computation; see `cast_tree`."""
-        return cast_leaves(tree, np.dtype(self.compute_dtype), None)
+        return cast_leaves(x, np.dtype(self.compute_dtype), None)
 
-    def cast_to_output(self, tree: PyTree) -> PyTree:
+    def cast_to_output(self, x: PyTree) -> PyTree:
         """Casts float leaves to the dtype of outputs; see `cast_tree`."""
-        return cast_leaves(tree, np.dtype(self.output_dtype), None)
+        return cast_leaves(x, np.dtype(self.output_dtype), None)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """A copy with another dtype for outputs.
