@@ -1,20 +1,30 @@
 """JMP's names and signatures on top of mpx: `import mpx.compat.jmp as jmp`.
 
 Everything that `jmp` 0.0.4 exports is here with the same fields, argument order, text
-grammar and numerics. What differs, each a defect of the original:
+grammar and numerics; its development head differs from that release in comments only.
+What is different here, each a defect of the original:
 
-- `DynamicLossScale.min_loss_scale` survives jit, scan and checkpoints (JMP drops it,
-  and falls back to 1).
-- A `DynamicLossScale` may be float16 (JMP's `adjust` raises). It stays float16, and
-  stays finite; a float32 one stops at 2^126.
+- `DynamicLossScale.min_loss_scale` survives jit, scan and checkpoints: it is a leaf
+  (JMP drops it, and falls back to 1).
+- A `DynamicLossScale` may be float16 or bfloat16 (JMP's `adjust` raises). It keeps its
+  dtype, and stays finite; a float32 one stops at 2^126. Nor does it become zero: a
+  `min_loss_scale` of zero means the dtype's smallest normal number. Its counter stays
+  an integer, also where `period` is a float.
 - `StaticLossScale` has its scale as a leaf, so that checkpoints hold it.
 - A scale of zero, NaN or infinity, or below zero, is refused when it is made.
-- `select_tree` and the casts leave leaves alone that are no arrays, and raise with the
-  path of leaves that do not match. `select_tree` takes a Python bool.
-- `cast_to_full` and its relatives leave formats of 8 bits alone.
+- `select_tree` and the casts leave leaves alone that are neither arrays nor numbers.
+  `select_tree` and `adjust` take a Python bool; what is no boolean scalar is a
+  `TypeError`, not an `AssertionError`, and trees that do not match are a `ValueError`
+  with the path of the leaf.
+- The casts take numpy scalars and `jax.ShapeDtypeStruct`, and leave formats of 8 bits
+  alone. A cast to such a format saturates.
+- `get_policy` also reads blanks and the names of all floating dtypes. A repeated key is
+  a `ValueError`, and so is float64 while JAX has it switched off (JMP takes the last
+  key, and casts to float32). `Policy` takes names of dtypes, too, and no integer dtype.
 """
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -25,8 +35,26 @@ from jaxtyping import PyTree
 
 from .. import _policy
 from .._cast import cast_leaves
-from .._dtypes import float_dtype, half_precision
-from .._tree import all_finite as all_finite, bool_scalar, select_tree as select_tree
+from .._dtypes import float_dtype, full_precision_of, half_precision
+from .._errors import describe
+from .._tree import all_finite, bool_scalar, select_tree as _select_tree
+
+# The release of JMP whose names these are.
+__version__ = "0.0.4"
+
+__all__ = (
+    "all_finite",
+    "DynamicLossScale",
+    "LossScale",
+    "NoOpLossScale",
+    "select_tree",
+    "StaticLossScale",
+    "cast_to_full",
+    "cast_to_half",
+    "get_policy",
+    "half_dtype",
+    "Policy",
+)
 
 _NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "full", "float64": "f64"}
 
@@ -34,8 +62,17 @@ _NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "full", "float64": "f
 class Policy(_policy.Policy):
     """Dtypes of parameters, computation and outputs; `str` gives JMP's short form.
 
-    Everything else is as in `mpx.Policy`.
+    The fields hold JAX's scalar types, as JMP's do: `policy.compute_dtype(1)` is a
+    number, and `policy.compute_dtype in {jnp.float16, jnp.bfloat16}` is answered
+    right. Everything else is as in `mpx.Policy`.
     """
+
+    def __post_init__(self, *reserved: None) -> None:
+        """Reads the dtypes, and replaces them by JAX's scalar types."""
+        super().__post_init__(*reserved)
+        for name in ("param_dtype", "compute_dtype", "output_dtype"):
+            scalar_type = getattr(jnp, np.dtype(getattr(self, name)).name)
+            object.__setattr__(self, name, scalar_type)
 
     def __str__(self) -> str:
         """JMP's short form, which `get_policy` reads back."""
@@ -58,12 +95,17 @@ def get_policy(policy_name: str) -> Policy:
         The policy, whose `str` is JMP's short form.
 
     Raises:
-        ValueError: A key is unknown or repeated, a dtype does not exist, or is float64
-            and not enabled in JAX.
-        TypeError: `policy_name` is not text, or a dtype is not floating.
+        ValueError: A key is unknown or repeated, a dtype does not exist, is not
+            floating, or is float64 and not enabled in JAX.
+        TypeError: `policy_name` is not text.
     """
     with half_precision(half_dtype()):
-        policy = _policy.get_policy(policy_name)
+        try:
+            policy = _policy.get_policy(policy_name)
+        except TypeError as error:
+            if not isinstance(policy_name, str):
+                raise
+            raise ValueError(str(error)) from None
     return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
 
 
@@ -80,6 +122,30 @@ def cast_to_full(tree: PyTree) -> PyTree:
 def cast_to_half(tree: PyTree) -> PyTree:
     """Casts float leaves to `half_dtype()`; see `mpx.cast_tree`."""
     return cast_leaves(tree, float_dtype(half_dtype(), "`jmp.cast_to_half`"), None)
+
+
+def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
+    """Chooses one of two trees; see `mpx.select_tree`. Python numbers become arrays.
+
+    Args:
+        pred: One boolean, an array or Python's.
+        a: The tree for True.
+        b: The tree for False, of the same structure, shapes and dtypes.
+
+    Returns:
+        The chosen tree.
+
+    Raises:
+        TypeError: `pred` is no boolean scalar.
+        ValueError: The trees do not match; the message has the path.
+    """
+    a, b = jax.tree.map(_number_as_array, (a, b))
+    return _select_tree(pred, a, b)
+
+
+def _number_as_array(leaf: Any) -> Any:
+    is_number = isinstance(leaf, bool | int | float | complex)
+    return jnp.asarray(leaf) if is_number else leaf
 
 
 @jax.tree_util.register_dataclass
@@ -156,22 +222,29 @@ class DynamicLossScale:
         counter: Good steps already made.
         period: Good steps until the scale grows.
         factor: What the scale is multiplied by when it grows, divided by when it falls.
-        min_loss_scale: The floor.
+        min_loss_scale: The floor. Zero, or what is smaller than the smallest normal
+            number of the scale's dtype, means that number.
 
     Raises:
-        ValueError: `loss_scale` or `min_loss_scale` is not positive and finite.
+        ValueError: `loss_scale` is not positive and finite, or `min_loss_scale` is
+            negative or not finite.
+
+    Warns:
+        UserWarning: A scale is an integer. `adjust` then raises, as in JMP.
     """
 
     loss_scale: Any
     counter: Any = dataclasses.field(default_factory=_zero)
-    period: int = dataclasses.field(default=2000, metadata={"static": True})
-    factor: int = dataclasses.field(default=2, metadata={"static": True})
+    period: int | float = dataclasses.field(default=2000, metadata={"static": True})
+    factor: int | float = dataclasses.field(default=2, metadata={"static": True})
     min_loss_scale: Any = dataclasses.field(default_factory=_one)
 
     def __post_init__(self) -> None:
         """Refuses a scale that no run can use."""
         _validate(self.loss_scale, "loss_scale", "DynamicLossScale")
-        _validate(self.min_loss_scale, "min_loss_scale", "DynamicLossScale")
+        _validate(self.min_loss_scale, "min_loss_scale", "DynamicLossScale", zero=True)
+        for name in ("loss_scale", "min_loss_scale"):
+            _warn_if_not_floating(getattr(self, name), name)
 
     def scale(self, tree: PyTree) -> PyTree:
         """Every leaf times the scale."""
@@ -191,7 +264,7 @@ class DynamicLossScale:
             The new state; this one stays as it is.
 
         Raises:
-            TypeError: `grads_finite` is not one boolean.
+            TypeError: `grads_finite` is not one boolean, or the scale is an integer.
 
         Growth past the largest number of the scale's dtype, or past 2^126, is left out.
         """
@@ -199,18 +272,22 @@ class DynamicLossScale:
             grads_finite, "`grads_finite` of `DynamicLossScale.adjust`"
         )
         scale = jnp.asarray(self.loss_scale)
-        wide = scale.astype(jnp.float32)
+        if not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise TypeError(
+                "`mpx.compat.jmp.DynamicLossScale.adjust` needs a floating "
+                f"`loss_scale`; got {describe(scale)}. Make it with `jnp.float32(...)`."
+            )
+        limits = jnp.finfo(scale.dtype)
+        wide = scale.astype(full_precision_of(scale.dtype))
         grown = wide * self.factor
-        largest = jnp.minimum(float(jnp.finfo(scale.dtype).max), 2.0**126)
-        grown = jnp.where(grown <= largest, grown, wide)
-        grows = jnp.asarray(self.counter) == self.period - 1
-        floor = jnp.asarray(self.min_loss_scale).astype(jnp.float32)
-        new = jnp.where(
-            finite,
-            jnp.where(grows, grown, wide),
-            jnp.maximum(floor, wide / self.factor),
-        )
-        counter = (jnp.asarray(self.counter) + 1) % self.period
+        grown = jnp.where(grown <= min(float(limits.max), 2.0**126), grown, wide)
+        period = int(self.period)  # JMP takes floats, too
+        grows = jnp.asarray(self.counter) == period - 1
+        floor = jnp.asarray(self.min_loss_scale).astype(wide.dtype)
+        fallen = jnp.maximum(floor, wide / self.factor)
+        fallen = jnp.maximum(fallen, float(limits.smallest_normal))
+        new = jnp.where(finite, jnp.where(grows, grown, wide), fallen)
+        counter = (jnp.asarray(self.counter) + 1) % period
         counter = jnp.where(finite, counter, 0).astype(jnp.int32)
         return dataclasses.replace(
             self, loss_scale=new.astype(scale.dtype), counter=counter
@@ -225,14 +302,29 @@ def _times(tree: PyTree, factor: Any) -> PyTree:
     return jax.tree.map(lambda x: x * factor, tree)
 
 
-def _validate(value: Any, name: str, owner: str) -> None:
-    """Refuses what no run can use; anything that is no number is JAX's placeholder."""
-    is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
-    if not is_number or isinstance(value, Tracer):
+def _is_number(value: Any) -> bool:
+    """Whether a field has a value: not so JAX's placeholders, and tracers."""
+    kinds = int | float | np.ndarray | np.generic | jax.Array
+    return isinstance(value, kinds) and not isinstance(value, Tracer)
+
+
+def _validate(value: Any, name: str, owner: str, zero: bool = False) -> None:
+    """Refuses what no run can use."""
+    if not _is_number(value):
         return
     array = np.asarray(value).astype(np.float64)
-    if isinstance(value, bool) or not np.all((array > 0) & (array < np.inf)):
+    low = array >= 0 if zero else array > 0
+    if isinstance(value, bool) or not np.all(low & (array < np.inf)):
         raise ValueError(
-            f"`{name}` of `mpx.compat.jmp.{owner}` must be positive and finite; got "
-            f"{value}."
+            f"`{name}` of `mpx.compat.jmp.{owner}` must be "
+            f"{'at least 0' if zero else 'positive'} and finite; got {value}."
+        )
+
+
+def _warn_if_not_floating(value: Any, name: str) -> None:
+    if _is_number(value) and not jnp.issubdtype(np.asarray(value).dtype, jnp.floating):
+        warnings.warn(
+            f"`{name}` of `mpx.compat.jmp.DynamicLossScale` should be floating, such "
+            f"as `jnp.float32({value})`; got {describe(value)}.",
+            stacklevel=4,
         )

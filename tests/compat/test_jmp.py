@@ -1,6 +1,9 @@
 """`mpx.compat.jmp` beside the real package, its README, and its mended defects."""
 
+import dataclasses
 import importlib.metadata
+import inspect
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import optax
 import pytest
 from hypothesis import given, strategies as st
 
+import mpx
 import mpx.compat.jmp as ours
 
 POLICIES = [
@@ -19,8 +23,56 @@ POLICIES = [
 
 
 def test_every_public_name_is_there():
-    assert importlib.metadata.version("jmp") == "0.0.4"
-    assert all(hasattr(ours, name) for name in jmp.__all__)
+    assert importlib.metadata.version("jmp") == "0.0.4" == ours.__version__
+    assert ours.__all__ == jmp.__all__
+    assert all(hasattr(ours, name) for name in ours.__all__)
+
+
+def public_callables(module):
+    """Functions, classes and methods by name, but how a class is flattened."""
+    for name in set(jmp.__all__) - {"LossScale"}:
+        found = getattr(module, name)
+        yield name, found
+        for method, value in inspect.getmembers(found, inspect.isfunction):
+            if not method.startswith(("_", "tree_")):
+                yield f"{name}.{method}", value
+
+
+def parameters(function):
+    """Names, kinds and defaults, without what mpx reserves."""
+    reserved = {"grad_dtype", "reduce_dtype", "gather_dtype"}
+    return [
+        (p.name, p.kind, _default(p.default))
+        for p in inspect.signature(function).parameters.values()
+        if p.name not in reserved
+    ]
+
+
+def _default(value):
+    is_factory = type(value).__name__ == "_HAS_DEFAULT_FACTORY_CLASS"
+    return "made for each instance" if is_factory else value
+
+
+def test_signatures_agree():
+    theirs, here = (dict(public_callables(module)) for module in (jmp, ours))
+    assert theirs.keys() <= here.keys() and len(theirs) > 15
+    for name, function in theirs.items():
+        assert parameters(here[name]) == parameters(function), name
+
+
+@pytest.mark.parametrize("name", ["Policy", "StaticLossScale", "DynamicLossScale"])
+def test_fields_agree(name):
+    theirs, here = (getattr(module, name) for module in (jmp, ours))
+    names = [[f.name for f in dataclasses.fields(cls)] for cls in (theirs, here)]
+    assert names[0] == names[1]
+
+
+def test_defaults_of_the_dynamic_scale_agree():
+    scales = [m.DynamicLossScale(jnp.float32(8)) for m in (jmp, ours)]
+    theirs, here = (dataclasses.asdict(s) for s in scales)
+    assert theirs == here
+    for name in ("counter", "min_loss_scale"):
+        assert theirs[name].dtype == here[name].dtype
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -30,6 +82,45 @@ def test_policies_are_read_and_written_alike(text):
     assert ours.get_policy(str(policy)) == policy
     for name in ("param_dtype", "compute_dtype", "output_dtype"):
         assert getattr(policy, name) == jnp.dtype(getattr(theirs, name))
+
+
+def test_dtypes_of_a_policy_are_used_alike():
+    """As keys, as constructors, and in the constructor of another policy."""
+    for module in (jmp, ours):
+        policy = module.get_policy("p=f32,c=f16,o=bf16")
+        assert {jnp.float16: "a", jnp.bfloat16: "b"}[policy.compute_dtype] == "a"
+        assert policy.output_dtype in {jnp.float16, jnp.bfloat16}
+        assert policy.compute_dtype(3).dtype == jnp.float16
+        assert module.half_dtype()(2**15).dtype == jnp.float16
+        assert module.Policy(*dataclasses.astuple(policy)) == policy
+        assert hash(policy) == hash(module.get_policy(str(policy)))
+        assert policy == module.Policy(np.float32, jnp.float16, jnp.bfloat16)
+        assert policy.cast_to_compute(x=jnp.ones(2)).dtype == jnp.float16
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+def test_a_policy_serves_the_gradient_functions():
+    policy = ours.get_policy("p=f32,c=bf16,o=f32")
+    fun = lambda w: (w.sum().astype(jnp.float32), w)  # noqa: E731
+    result = mpx.grad(fun, mpx.NoLossScaling(), has_aux=True, policy=policy)(
+        jnp.ones(2)
+    )
+    assert result.aux.dtype == jnp.bfloat16 and result.grads.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fp16", "x=f16", "c=", "c=f16,", "c=f16=f16", "c=int8", "compute_f16"]
+)
+def test_a_text_that_is_no_policy_is_a_value_error(text):
+    for module in (jmp, ours):
+        with pytest.raises(ValueError):
+            module.get_policy(text)
+
+
+def test_what_is_no_text_is_a_type_error():
+    for module in (jmp, ours):
+        with pytest.raises(TypeError):
+            module.get_policy(None)
 
 
 @pytest.mark.parametrize("cast", ["cast_to_full", "cast_to_half"])
@@ -44,10 +135,20 @@ def _kind(leaf):
 
 
 @pytest.mark.third_party
-@given(st.lists(st.booleans(), max_size=30), st.integers(1, 4), st.integers(2, 4))
-def test_dynamic_scale_takes_the_same_values(pattern, period, factor):
-    scale = ours.DynamicLossScale(jnp.float32(2.0**10), period=period, factor=factor)
-    theirs = jmp.DynamicLossScale(jnp.float32(2.0**10), period=period, factor=factor)
+@given(
+    st.lists(st.booleans(), max_size=30),
+    st.integers(1, 4),
+    st.integers(2, 4),
+    st.sampled_from([0.0, 0.25, 1.0]),
+    st.sampled_from([jnp.float32, float]),
+)
+def test_dynamic_scale_takes_the_same_values(pattern, period, factor, floor, kind):
+    scale, theirs = (
+        m.DynamicLossScale(
+            kind(2.0**10), np.int32(0), period, factor, np.float32(floor)
+        )
+        for m in (ours, jmp)
+    )
     for good in pattern:
         scale, theirs = (s.adjust(jnp.asarray(good)) for s in (scale, theirs))
         assert scale.loss_scale == theirs.loss_scale
@@ -64,6 +165,38 @@ def test_scale_and_unscale_agree(kind):
         result, expected = (getattr(s, method)(tree) for s in (scale, theirs))
         jax.tree.map(np.testing.assert_array_equal, result, expected)
         assert jax.tree.map(_kind, result) == jax.tree.map(_kind, expected)
+
+
+def test_select_tree_takes_python_numbers():
+    """Such as a step that is counted outside of jit."""
+    a, b = {"step": 3, "rate": 0.5}, {"step": 2, "rate": 0.25}
+    for module in (jmp, ours):
+        for pred in (True, False):
+            chosen = module.select_tree(jnp.asarray(pred), a, b)
+            assert {k: v.item() for k, v in chosen.items()} == (a if pred else b)
+            assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(chosen))
+        assert module.select_tree(jnp.asarray(True), None, None) is None
+
+
+@pytest.mark.parametrize("value", [8, jnp.int32(8), np.int64(8)])
+def test_a_scale_that_is_an_integer_warns_and_does_not_adjust(value):
+    for module in (jmp, ours):
+        with pytest.warns(UserWarning, match="loss_scale.*int"):
+            scale = module.DynamicLossScale(value)
+        with pytest.raises(TypeError):
+            scale.adjust(jnp.asarray(False))
+        with pytest.warns(UserWarning, match="min_loss_scale.*int"):
+            module.DynamicLossScale(jnp.float32(8), min_loss_scale=value)
+        module.StaticLossScale(value)
+
+
+def test_no_warning_from_inside_of_jit():
+    with pytest.warns(UserWarning, match="min_loss_scale.*int") as warned:
+        scale = ours.DynamicLossScale(jnp.float32(8), min_loss_scale=jnp.int32(2))
+        assert len(warned) == 1
+        # Traced, the fields are tracers; what comes out has the integer again.
+        jax.jit(lambda s: s.adjust(jnp.asarray(False)).loss_scale)(scale)
+        assert len(warned) == 1
 
 
 def test_select_tree_and_all_finite_agree():
@@ -159,6 +292,65 @@ class TestMendedDefects:
         for _ in range(5):
             scale = scale.adjust(jnp.asarray(True))
         assert scale.loss_scale == 2**15 and scale.loss_scale.dtype == jnp.float16
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_the_readmes_half_precision_scale_works(self, dtype):
+        """JMP's README starts with `jmp.half_dtype()(2 ** 15)`; its `adjust` raises."""
+        scale = ours.DynamicLossScale(jnp.dtype(dtype).type(2**15), period=2)
+        for good, expected in ((False, 2**14), (True, 2**14), (True, 2**15)):
+            scale = scale.adjust(jnp.asarray(good))
+            assert scale.loss_scale == expected and scale.loss_scale.dtype == dtype
+
+    @pytest.mark.parametrize(
+        ("dtype", "smallest"), [(jnp.float16, 2.0**-14), (jnp.float32, 2.0**-126)]
+    )
+    def test_a_floor_of_zero_is_the_smallest_normal_number(self, dtype, smallest):
+        scale = ours.DynamicLossScale(dtype(8), period=1, min_loss_scale=dtype(0))
+        for _ in range(200):
+            scale = scale.adjust(jnp.asarray(False))
+        assert scale.loss_scale == smallest
+        assert np.isfinite(scale.unscale(jnp.ones((), dtype)))
+        assert scale.adjust(jnp.asarray(True)).loss_scale == 2 * smallest
+
+    def test_a_float_period_leaves_the_counter_an_integer(self):
+        scale = ours.DynamicLossScale(jnp.float32(8), period=2.0, factor=2.0)
+        for expected in (8, 16):
+            scale = scale.adjust(jnp.asarray(True))
+            assert scale.loss_scale == expected
+            assert scale.counter.dtype == jnp.int32
+
+    def test_a_float64_scale_keeps_its_digits(self):
+        with jax.enable_x64(True):
+            scale = ours.DynamicLossScale(jnp.float64(3.0**20), period=1, factor=3)
+            scale = scale.adjust(jnp.asarray(True))
+            assert scale.loss_scale == 3.0**21
+
+    def test_a_repeated_key_and_a_switched_off_dtype_are_refused(self):
+        with pytest.raises(ValueError, match="repeated key 'c'"):
+            ours.get_policy("c=f16,c=bf16")
+        with pytest.raises(ValueError, match="jax_enable_x64"):
+            ours.get_policy("f64")
+
+    def test_a_policy_of_dtypes_and_names_has_a_text(self):
+        policy = ours.Policy(np.dtype("float32"), "bfloat16", jnp.dtype("float16"))
+        assert str(policy) == "p=full,c=bf16,o=f16"
+        with pytest.raises(TypeError, match="int32"):
+            ours.Policy(jnp.float32, jnp.int32, jnp.float32)
+
+    def test_errors_are_no_assertions(self):
+        with pytest.raises(TypeError, match="one boolean"):
+            ours.select_tree(jnp.ones(1), None, None)
+        with pytest.raises(TypeError, match="one boolean"):
+            ours.DynamicLossScale(jnp.float32(1)).adjust(jnp.ones(1, bool))
+        with pytest.raises(ValueError, match=r"\['w'\]"):
+            ours.select_tree(True, {"w": jnp.ones(2)}, {"w": jnp.ones(3)})
+
+    def test_casts_know_more_leaves(self):
+        half = ours.get_policy("half").cast_to_compute
+        assert half(np.float32(1)).dtype == jnp.float16
+        assert half(jax.ShapeDtypeStruct((2,), jnp.float32)).dtype == jnp.float16
+        code = jnp.ones(2, jnp.float8_e4m3fn)
+        assert half(code) is code
 
     def test_float32_scale_stays_finite(self):
         scale = ours.DynamicLossScale(jnp.float32(2.0**120), period=1, factor=2**4)
