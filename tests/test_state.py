@@ -262,6 +262,13 @@ def test_row25_wrong_states_are_refused(change, match):
         mpx.DynamicLossScaling.from_state_dict(change(_dynamic().state_dict()))
 
 
+@pytest.mark.parametrize("skip", [1, None, "yes", np.float32(0), np.array([True])])
+def test_row25_a_flag_must_be_a_boolean(skip):
+    state = {**mpx.NoLossScaling(skip=False).state_dict(), "skip": skip}
+    with pytest.raises(ValueError, match="a boolean for `skip`"):
+        mpx.NoLossScaling.from_state_dict(state)
+
+
 @pytest.mark.parametrize("name", ["loss_scaling", "min_loss_scaling", "factor"])
 @pytest.mark.parametrize("bit", [31, 30])
 def test_a_flipped_sign_or_top_exponent_bit_is_refused(name, bit):

@@ -45,14 +45,14 @@ class Problem:
     allow_float16_weights: bool
 
     @property
-    def casts_before(self) -> bool:
-        """Whether inputs are cast before differentiating, and gradients cast back.
+    def casts_before(self) -> np.dtype | None:
+        """What inputs are cast to before differentiating, if gradients are cast back.
 
         It is the same, bit for bit, as a cast inside the differentiated function, whose
         derivative is the cast back, and JAX need not differentiate and transpose a cast
         of every leaf. Only masters that sum gradients need it inside.
         """
-        return self.compute is not None and self.accumulate_dtype is None
+        return self.compute if self.accumulate_dtype is None else None
 
 
 def value_and_grad(
@@ -71,9 +71,9 @@ def value_and_grad(
     """
     masters = tuple(args[i] for i in problem.argnums)
     func = problem.func
-    if problem.casts_before:
+    if problem.casts_before is not None:
         args, kwargs, func = cast_inputs(
-            func, args, kwargs, problem.compute, problem.keep
+            func, args, kwargs, problem.casts_before, problem.keep
         )
     weights = tuple(args[i] for i in problem.argnums)
     weights, fixed = eqx.partition(weights, is_trainable)
@@ -93,7 +93,7 @@ def value_and_grad(
 
     differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
     (scaled, (loss, aux)), grads = differentiate(weights)
-    if problem.casts_before:
+    if problem.casts_before is not None:
         grads = jax.tree.map(
             lambda grad, master: (
                 None if grad is None else cast_leaf(grad, master.dtype)
