@@ -1,4 +1,4 @@
-"""One attempt at one batch: cast, run, scale, differentiate, unscale."""
+"""One batch: cast, run, scale, differentiate."""
 
 import dataclasses
 from collections.abc import Callable
@@ -55,19 +55,15 @@ class Problem:
         return self.compute if self.accumulate_dtype is None else None
 
 
-def value_and_grad(
-    problem: Problem,
-    scaling: AbstractLossScaling,
-    args: Any,
-    kwargs: Any,
-    unscaled: bool = True,
-) -> tuple[FloatScalar, Any, tuple[PyTree, ...]]:
+def scaled_value_and_grad(
+    problem: Problem, scaling: AbstractLossScaling, args: Any, kwargs: Any
+) -> tuple[FloatScalar, FloatScalar, Any, tuple[PyTree, ...]]:
     """Differentiates the scaled loss.
 
     Returns:
-        The loss (float32 at least), aux as the function returned it, and the gradients,
-        one for each of `problem.argnums`: unscaled and float32 at least, or, loss and
-        gradients, times the scale and in the weights' dtypes.
+        The scaled loss, the unscaled loss (both float32 at least), aux as the function
+        returned it, and the scaled gradients in the weights' dtypes, one for each of
+        `problem.argnums`.
     """
     masters = tuple(args[i] for i in problem.argnums)
     func = problem.func
@@ -102,9 +98,7 @@ def value_and_grad(
             masters,
             is_leaf=lambda grad: grad is None,
         )
-    if unscaled:
-        return loss, aux, scaling.unscale(grads)
-    return scaled, aux, grads
+    return scaled, loss, aux, grads
 
 
 def _call_with_masters(problem: Problem, args: Any, kwargs: Any) -> Any:

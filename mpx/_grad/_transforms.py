@@ -5,22 +5,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
 
 from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
-from .._jax_compat import manual_axes
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
-from .._tree import finite_by_leaf
 from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
-from ._accumulate import Accumulation, accumulated
-from ._engine import Problem, value_and_grad as value_and_grad_once
+from ._accumulate import Accumulation
+from ._attempt import attempt, retried
+from ._engine import Problem, scaled_value_and_grad
 from ._result import GradientResult
 
 
@@ -248,9 +244,7 @@ def calculate_scaled_grad(
         problem = build(len(args))
         _check_call(problem, scaling, args, kwargs, options)
         used = _used_scaling(scaling, use_mixed_precision)
-        scaled, aux, (grads,) = value_and_grad_once(
-            problem, used, args, kwargs, unscaled=False
-        )
+        scaled, _, aux, (grads,) = scaled_value_and_grad(problem, used, args, kwargs)
         return ((scaled, aux), grads) if has_aux else (scaled, grads)
 
     return wrapper
@@ -279,18 +273,14 @@ def _transform(
             args = _inputs.as_floating(args, problem.argnums, call)
         _check_call(problem, scaling, args, kwargs, options)
 
-        def attempt(scaling: AbstractLossScaling) -> Any:
-            if how.steps == 1:
-                return value_and_grad_once(problem, scaling, args, kwargs)
-            one = functools.partial(value_and_grad_once, problem, scaling)
-            return accumulated(how, one, problem.argnums, args, kwargs)
-
         used = _used_scaling(scaling, options.mixed)
-        loss, aux, grads = result = attempt(used)
-        flags = _finite_flags(result) if used._is_stateful else None
+        loss, aux, grads, flags = outcome = attempt(problem, how, used, args, kwargs)
         if flags is not None and options.retries:
-            used, (loss, aux, grads), flags = _retried(
-                attempt, used, result, flags, options.retries
+            used, (loss, aux, grads, flags) = retried(
+                functools.partial(attempt, problem, how, args=args, kwargs=kwargs),
+                used,
+                outcome,
+                options.retries,
             )
         finite = jnp.asarray(True) if flags is None else jnp.all(flags)
         result = GradientResult(
@@ -405,42 +395,3 @@ def _used_scaling(
     if scaling is not None and (mixed or not scaling._is_stateful):
         return scaling
     return NoLossScaling()
-
-
-def _retried(
-    attempt: Callable[[AbstractLossScaling], Any],
-    scaling: AbstractLossScaling,
-    result: Any,
-    flags: Bool[Array, " n"],
-    retries: int,
-) -> tuple[AbstractLossScaling, Any, Bool[Array, " n"]]:
-    """Tries a step again at smaller scales while it is not finite.
-
-    Returns:
-        The scaling of the last try, its result, and which places are finite.
-    """
-    arrays, static = eqx.partition(result, eqx.is_array)
-
-    def is_bad(state: Any) -> Any:
-        _, _, flags, tries = state
-        return ~jnp.all(flags) & (tries < retries)
-
-    def again(state: Any) -> Any:
-        lower = state[0]._backed_off()
-        result = attempt(lower)
-        arrays = eqx.filter(result, eqx.is_array)
-        return lower, arrays, _finite_flags(result), state[3] + 1
-
-    start = (scaling, arrays, flags, jnp.zeros((), jnp.int32))
-    scaling, arrays, flags, _ = jax.lax.while_loop(is_bad, again, start)
-    return scaling, eqx.combine(arrays, static), flags
-
-
-def _finite_flags(result: tuple[Any, Any, Any]) -> Bool[Array, " n"]:
-    """Whether the loss and each gradient is finite, agreed on by all devices."""
-    loss, _, grads = result
-    flags = jnp.stack(finite_by_leaf((loss, grads)))
-    axes = manual_axes()
-    if not axes:
-        return flags
-    return jax.lax.pmin(flags.astype(jnp.int32), axes).astype(bool)
