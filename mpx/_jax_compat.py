@@ -50,3 +50,11 @@ def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a scan equation that are arguments of `jax.lax.scan`."""
     names = ("length", "reverse", "unroll", "_split_transpose")
     return {name: params[name] for name in names if name in params}
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan equation are constants, and how many are carried."""
+    if "num_consts" in params:  # before jax 0.11
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)

@@ -27,7 +27,12 @@ import numpy as np
 from jax.extend import core
 from jaxtyping import PyTree
 
-from ._jax_compat import bind_equation, equation_context, scan_options
+from ._jax_compat import (
+    bind_equation,
+    equation_context,
+    scan_counts,
+    scan_options,
+)
 from ._jaxpr import is_plain_jit
 
 # The derivative of each is data movement, or a sum that then runs in full precision.
@@ -202,7 +207,7 @@ def _emit_cond(equation: Any, operands: list[Any]) -> list[Any]:
 
 def _emit_scan(equation: Any, operands: list[Any]) -> list[Any]:
     params = equation.params
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    n_consts, n_carry = scan_counts(params)
     closed = params["jaxpr"]
     consts = operands[:n_consts]
     # A carry changes from one iteration to the next, so entering it is a use.
