@@ -51,7 +51,7 @@ counts-cuda: $(ALL) ## Count the programs compiled for an H100 (5 GB, no GPU nee
 
 docs: $(ALL) ## Build the documentation, strictly, into site/
 	@echo '== documentation (mkdocs --strict)'
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'Written to site/; make serve shows it.'
 
 serve: $(ALL) ## Serve the documentation on localhost while you write
