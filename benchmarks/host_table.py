@@ -73,8 +73,8 @@ def tables(found: Results) -> list[Table]:
             title="Host cost of the desktop ViT's step, 12 blocks, batch 256, "
             f"{found.device}",
             columns=[
+                "step",
                 "arm",
-                "process",
                 "trace, CPU s",
                 "added",
                 "lower, CPU s",
