@@ -1,0 +1,4 @@
+"""Automatic mixed precision for any JAX function.
+
+Not public yet: the interpreter and the transform are still to come.
+"""
