@@ -11,6 +11,7 @@ import pytest
 
 import mpx
 from tests.autocast.counting import count_products, relative_error
+from tests.helpers import unchecked_annotations
 
 BF16 = ("bfloat16", "bfloat16")
 F16 = ("float16", "float16")
@@ -56,7 +57,7 @@ def test_switched_off_it_is_the_function_itself():
     ],
 )
 def test_errors_say_what_to_do(call, error, match):
-    with pytest.raises(error, match=match):
+    with unchecked_annotations(), pytest.raises(error, match=match):
         call()
 
 
