@@ -6,8 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._autocast._classes import PrimitiveClass, class_of
-from .._errors import describe
+from .._autocast._notes import Note, is_note, read_note, taking_notes
+from .._autocast._transform import autocast, unwrapped
+from .._errors import describe, listing
 from .._jaxpr import Visit, walk
+from .._typing import DTypeLike
 from ._costs import bytes_moved, flops
 from ._facts import (
     Fact,
@@ -23,7 +26,9 @@ from ._source_text import function_path, line_text, phase, scope_path, stack_tex
 from ._trace import Traced, trace, trace_gradient
 
 
-def explain(func: Callable[..., Any]) -> Callable[..., Report]:
+def explain(
+    func: Callable[..., Any], dtype: DTypeLike | None = None, **options: Any
+) -> Callable[..., Report]:
     """Makes a function that reports every operation of `func` instead of running it.
 
     Any JAX function will do: with jit, scans, gradients, a whole training step. It is
@@ -33,15 +38,22 @@ def explain(func: Callable[..., Any]) -> Callable[..., Report]:
     Weights are the arrays of `func` where it is a callable PyTree such as an Equinox
     module, and of the first argument else; operations that use one name its path.
 
+    Of functions that `mpx.autocast` made, wherever they are called inside of `func`,
+    the report says what autocast decided and why. Of everything else it says where the
+    dtypes come from.
+
     Args:
         func: The function.
+        dtype: Short for `mpx.explain(mpx.autocast(func, dtype, **options))`; None for
+            `func` as it is.
+        **options: As in `mpx.autocast`; only together with `dtype`.
 
     Returns:
         A function of the same arguments that returns a `mpx.Report`.
 
     Raises:
-        TypeError: `func` cannot be called, or the report was asked for inside of a
-            function that JAX is tracing.
+        TypeError: `func` cannot be called, options of autocast came without `dtype`,
+            or the report was asked for inside of a function that JAX is tracing.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -61,15 +73,25 @@ def explain(func: Callable[..., Any]) -> Callable[..., Report]:
             f"{describe(func)}. Give the arguments to what it returns: "
             "`mpx.explain(func)(*args)`."
         )
+    if dtype is not None:
+        return explain(autocast(func, dtype, **options))
+    if options:
+        raise TypeError(
+            "`mpx.explain(func, dtype, **options)` passes options on to "
+            f"`mpx.autocast`; got {listing(options)} without `dtype`. Name the dtype, "
+            "or explain a function that `mpx.autocast` made."
+        )
+    inside, wrap = unwrapped(func)
 
     def report(*args: Any, **kwargs: Any) -> Report:
-        traced = trace(func, args, kwargs)
-        operations = _operations(traced)
-        return Report(
-            name=_name(func),
-            operations=operations,
-            totals=totals_of(operations, *_residuals(traced)),
-        )
+        with taking_notes():
+            traced = trace(inside, args, kwargs, wrap)
+            operations = _operations(traced)
+            return Report(
+                name=_name(inside),
+                operations=operations,
+                totals=totals_of(operations, *_residuals(traced)),
+            )
 
     return report
 
@@ -122,6 +144,8 @@ def _operation(
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
     precision = precision_of(equation)
+    note = _note(visit)
+    rule, reason = _decision(visit, flow, note)
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
     return Operation(
@@ -134,9 +158,9 @@ def _operation(
         inputs=tuple(_type(v.aval) for v in equation.invars),
         outputs=tuple(_type(v.aval) for v in equation.outvars),
         precision=precision,
-        rule="as written",
-        reason=_reason(visit, flow, precision),
-        finding=_finding(visit, flow, precision) if is_mixed else "",
+        rule=rule,
+        reason=reason,
+        finding=_finding(visit, flow, precision) if is_mixed and note is None else "",
         executions=place.executions,
         unknown_loops=place.unknown_loops,
         flops=None if count is None else count * place.executions,
@@ -188,7 +212,27 @@ def _uses_half(equation: Any) -> bool:
 # --- Why -----------------------------------------------------------------------------
 
 
-def _reason(visit: Visit[Fact], flow: Facts, precision: str) -> str:
+def _note(visit: Visit[Fact]) -> Note | None:
+    """What autocast noted on an operation; the last word where several did."""
+    notes = [entry.name for entry in visit.scopes if is_note(entry.name)]
+    return read_note(notes[-1]) if notes else None
+
+
+def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, str]:
+    """The rule that decided the precision of an operation, and the reason."""
+    if note is None:
+        return "as written", _reason(visit, flow)
+    equation = visit.equation
+    rule = note.rule or note.kind
+    name = equation.primitive.name
+    if is_float_cast(equation) and note.primitive != name:
+        return "cast", f"for {note.primitive}: {note.reason}"
+    if phase(visit.scopes) == "backward":
+        return rule, f"derivative of {note.primitive}: {note.reason}"
+    return rule, note.reason
+
+
+def _reason(visit: Visit[Fact], flow: Facts) -> str:
     equation, facts = visit.equation, visit.operands
     if is_float_cast(equation):
         if id(equation) in flow.promotions:

@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .._autocast._notes import is_note
 from .._source import Frame, ScopeEntry
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -54,6 +55,7 @@ def scope_path(entries: Iterable[ScopeEntry]) -> str:
         for entry in entries
         if not entry.is_transform
         and entry.name != RECOMPUTED
+        and not is_note(entry.name)
         and not entry.name.startswith(_LIBRARY_SCOPES)
     ]
     # Derivatives of functions with rules of their own repeat the scopes around them.

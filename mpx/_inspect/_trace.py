@@ -35,12 +35,17 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
 
 
-def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Traced:
+def trace(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Any,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Traced:
     """Traces a call with abstract values.
 
     A function that is itself a tree with arrays, such as an Equinox module, is an input
     like the others, and then its arrays are the weights. Else those of the first
-    argument are.
+    argument are. What is called is `wrap(func)`.
     """
     has_own = any(is_array(leaf) for leaf in jax.tree.leaves(func))
     tree = (func if has_own else None, args, kwargs)
@@ -55,7 +60,7 @@ def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Trace
         remaining = iter(arrays)
         full = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
         function, args, kwargs = jax.tree.unflatten(treedef, full)
-        result = (function if has_own else func)(*args, **kwargs)
+        result = wrap(function if has_own else func)(*args, **kwargs)
         return [
             leaf
             for leaf in jax.tree.leaves(result)
