@@ -115,7 +115,7 @@ def _asks_for_precision(precision: Any) -> bool:
         return False
     if not isinstance(precision, tuple):
         return True  # an algorithm, which belongs to certain dtypes
-    default = jax.config.read("jax_default_matmul_precision")
+    default = jax.config.jax_default_matmul_precision
     if default is not None and any(
         p == jax.lax.Precision(default) if _is_precision(default) else True
         for p in precision

@@ -219,7 +219,9 @@ def rewrite_scan(
         consts = enter([v.array for v in fixed], [inner_facts(v) for v in fixed])
         inside = [*consts, *_carried(carry), *enter(xs, facts)]
         results = evaluate_closed(run, within, closed, inside, wanted)
-        out = [_strong(v, a) for v, a in zip(results, carry_avals, strict=True)]
+        out = [
+            _strong(v, a) for v, a in zip(results[:n_carry], carry_avals, strict=True)
+        ]
         found[:] = [tuple(_stacked_facts(v.facts) for v in results[n_carry:])]
         return out, [v.array for v in results[n_carry:]]
 

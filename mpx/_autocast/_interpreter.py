@@ -158,15 +158,15 @@ def _spread(equation: Any, value: Value, target: Any) -> Value:
     Before the cast: the gradient of a bias is a sum over the batch, which then runs in
     float32.
     """
-    shape = equation.outvars[0].aval.shape
-    is_small = value.array.shape != shape and value.array.ndim == len(shape)
     if (
-        not is_small
-        or equation.primitive.name not in _BROADCASTING
+        equation.primitive.name not in _BROADCASTING
         or value.facts.colour is not Colour.DECLARED
         or value.is_constant
         or value.dtype == target
     ):
+        return value
+    shape = equation.outvars[0].aval.shape
+    if value.array.shape == shape or value.array.ndim != len(shape):
         return value
     axes = tuple(range(len(shape)))
     array = jax.lax.broadcast_in_dim(value.array, shape, axes)

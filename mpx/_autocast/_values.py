@@ -108,7 +108,7 @@ def computed(array: Any, is_product: bool = False) -> Value:
 
 def declared(array: Any, parameter: str | None = None) -> Value:
     """An argument or a constant."""
-    if not hasattr(array, "dtype"):
+    if not hasattr(array, "shape"):
         array = np.asarray(array)
     if array.dtype not in _CASTABLE:
         return Value(array, Facts(Colour.OTHER))
