@@ -1,3 +1,7 @@
 """Automatic mixed precision for any JAX function."""
 
-from ._transform import autocast as autocast
+from ._transform import (
+    HOLDING_PROGRAMS as HOLDING_PROGRAMS,
+    autocast as autocast,
+    call_with_override as call_with_override,
+)
