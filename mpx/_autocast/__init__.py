@@ -4,4 +4,5 @@ from ._transform import (
     HOLDING_PROGRAMS as HOLDING_PROGRAMS,
     autocast as autocast,
     call_with_override as call_with_override,
+    settings_of as settings_of,
 )
