@@ -47,6 +47,10 @@ from ._optimizer import optimizer_update as optimizer_update
 from ._optimizer import optimizer_step as optimizer_step
 from ._optimizer import skip_nonfinite as skip_nonfinite
 from ._check import check as check
+from ._inspect import explain as explain
+from ._inspect import Operation as Operation
+from ._inspect import Report as Report
+from ._inspect import Totals as Totals
 
 
 def __getattr__(name: str) -> _Any:

@@ -16,6 +16,7 @@ from .._typing import DTypeLike
 from . import _control_flow, _custom_rules
 from ._decisions import Decision
 from ._interpreter import evaluate
+from ._notes import RESULT, noted_cast
 from ._plan import Wish, wish_for
 from ._settings import Place, Run, Settings
 from ._values import Value, declared, is_castable
@@ -90,9 +91,10 @@ def autocast(
     if not callable(func):
         raise TypeError(f"{call} needs a function; got {describe(func)}.")
     settings = Settings(dtype=_half(dtype, call))
-    if not enabled:
-        return func
+    return _wrapped(func, settings) if enabled else func
 
+
+def _wrapped(func: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return call_autocast(Run(settings, _REWRITES), func, args, kwargs)
@@ -101,11 +103,27 @@ def autocast(
         # JAX would print the whole layer with all its fields in its messages.
         del wrapper.__wrapped__
     setattr(wrapper, _MARK, settings)
+    setattr(wrapper, _INSIDE, func)
     return wrapper
 
 
 # The attribute by which a function is known to be one that autocast made.
 _MARK = "__mpx_autocast__"
+# The attribute under which it has what it was made of.
+_INSIDE = "__mpx_inside__"
+
+
+def unwrapped(
+    func: Callable[..., Any],
+) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """What autocast wrapped, and how to wrap it again; other functions as they are.
+
+    For those who look into a callable PyTree: its arrays are not in the wrapper's.
+    """
+    if not hasattr(func, _MARK) or not hasattr(func, _INSIDE):
+        return func, lambda same: same
+    settings = getattr(func, _MARK)
+    return getattr(func, _INSIDE), lambda new: _wrapped(new, settings)
 
 
 def _dtype_name(value: Any) -> str | None:
@@ -201,12 +219,12 @@ def call_autocast(
         wish_for(aval.dtype) if is_castable(aval) else Wish.ANY for aval in avals
     )
     results = evaluate(run, Place(), closed.jaxpr, closed.consts, values, wishes)
-    arrays = iter(
-        [
+    with noted_cast(RESULT):
+        cast = [
             jnp.asarray(v.cast(aval.dtype)[0] if is_castable(aval) else v.array)
             for v, aval in zip(results, avals, strict=True)
         ]
-    )
+    arrays = iter(cast)
     out_tree, rest = found
     return jax.tree.unflatten(
         out_tree, [next(arrays) if x is _ARRAY else x for x in rest]
