@@ -102,14 +102,15 @@ def _wrapped(func: Callable[..., Any], settings: Settings) -> Callable[..., Any]
     if isinstance(func, eqx.Module):
         # JAX would print the whole layer with all its fields in its messages.
         del wrapper.__wrapped__
+        wrapper.__name__ = type(func).__name__
     setattr(wrapper, _MARK, settings)
-    setattr(wrapper, _INSIDE, func)
+    setattr(wrapper, _INSIDE, (wrapper, func))
     return wrapper
 
 
 # The attribute by which a function is known to be one that autocast made.
 _MARK = "__mpx_autocast__"
-# The attribute under which it has what it was made of.
+# The attribute with itself and what it was made of: JAX's transforms copy attributes.
 _INSIDE = "__mpx_inside__"
 
 
@@ -120,10 +121,11 @@ def unwrapped(
 
     For those who look into a callable PyTree: its arrays are not in the wrapper's.
     """
-    if not hasattr(func, _MARK) or not hasattr(func, _INSIDE):
+    itself, inside = getattr(func, _INSIDE, (None, None))
+    if inside is None or itself is not func:
         return func, lambda same: same
     settings = getattr(func, _MARK)
-    return getattr(func, _INSIDE), lambda new: _wrapped(new, settings)
+    return inside, lambda new: _wrapped(new, settings)
 
 
 def _dtype_name(value: Any) -> str | None:
