@@ -10,6 +10,7 @@ nobody takes, and a program that was traced without them is traced anew.
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -49,7 +50,7 @@ def taking_notes() -> Iterator[None]:
         yield
 
 
-def noted(primitive: str, choice: Choice) -> contextlib.AbstractContextManager[None]:
+def noted(primitive: str, choice: Choice) -> contextlib.AbstractContextManager[Any]:
     """What is emitted inside was decided so."""
     if not _taking.value:
         return contextlib.nullcontext()
@@ -57,14 +58,14 @@ def noted(primitive: str, choice: Choice) -> contextlib.AbstractContextManager[N
     return _write(Note(primitive, kind, choice.precision.value, choice.reason.value))
 
 
-def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:
+def noted_cast(reason: str) -> contextlib.AbstractContextManager[Any]:
     """What is emitted inside casts back to a dtype that the program declares."""
     if not _taking.value:
         return contextlib.nullcontext()
     return _write(Note("convert_element_type", "convert", "declared", reason))
 
 
-def _write(note: Note) -> contextlib.AbstractContextManager[None]:
+def _write(note: Note) -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(_START + _SEPARATOR.join(dataclasses.astuple(note)))
 
 

@@ -108,7 +108,7 @@ def _is_ours(frame: Frame) -> bool:
 
 
 # Wrappers of libraries, which are around every call.
-_PLUMBING = frozenset({"BoundMethod", "Module", "Partial", "filter_jit"})
+_PLUMBING = frozenset({"BoundMethod", "Module", "Partial", "filter_jit", "jaxtyped"})
 
 
 def _function_name(frame: Frame) -> str:
