@@ -34,6 +34,7 @@ from ._loss_scaling import StaticLossScaling as StaticLossScaling
 from ._loss_scaling import NoLossScaling as NoLossScaling
 from ._loss_scaling import StepRecord as StepRecord
 from ._loss_scaling import scaled as scaled
+from ._scaling import init_scaling as init_scaling
 from ._tree import all_finite as all_finite
 from ._tree import select_tree as select_tree
 from ._grad import filter_grad as filter_grad

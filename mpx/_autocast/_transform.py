@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._cast import cast_of_inputs
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._tree import path_text
@@ -97,6 +98,7 @@ def autocast(
 def _wrapped(func: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _refuse_cast_inputs()
         return call_autocast(Run(settings, _REWRITES), func, args, kwargs)
 
     if isinstance(func, eqx.Module):
@@ -106,6 +108,21 @@ def _wrapped(func: Callable[..., Any], settings: Settings) -> Callable[..., Any]
     setattr(wrapper, _MARK, settings)
     setattr(wrapper, _INSIDE, (wrapper, func))
     return wrapper
+
+
+def _refuse_cast_inputs() -> None:
+    """Raises where a gradient function has cast what autocast is about to cast."""
+    cast = cast_of_inputs()
+    if cast is None:
+        return
+    call, dtype = cast
+    raise ValueError(
+        f"A function made by `mpx.autocast` needs inputs as they are; {call} has cast "
+        f"them to {dtype.name}, because it could not see that the function, hidden in "
+        f"a lambda perhaps, casts on its own. Give the autocast function itself to "
+        f"{call}, put `mpx.autocast` around the outermost function, or switch the cast "
+        'of inputs off: `policy="full"`.'
+    )
 
 
 # The attribute by which a function is known to be one that autocast made.
@@ -155,7 +172,8 @@ def settings_of(func: Any) -> Settings | None:
         settings = getattr(func, _MARK, None)
         if settings is not None:
             return settings
-        func = getattr(func, "__wrapped__", None)
+        is_partial = isinstance(func, functools.partial | eqx.Partial)
+        func = func.func if is_partial else getattr(func, "__wrapped__", None)
     return None
 
 
