@@ -91,6 +91,8 @@ _WRITE_A_PART = frozenset({"dynamic_update_slice", "scatter", *_SCATTERS.split()
 
 def bits_of(dtype: Any) -> int:
     """The size of one number of a dtype in memory."""
+    if not isinstance(dtype, np.dtype):  # a PRNG key
+        return 8 * dtype.itemsize
     for info in (ml_dtypes.finfo, ml_dtypes.iinfo):
         try:
             return int(info(dtype).bits)
