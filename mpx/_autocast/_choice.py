@@ -95,9 +95,11 @@ def _choose_product(
     numbers = params.get("dimension_numbers")
     if equation.primitive.name == "dot_general" and not numbers[0][0]:
         # An outer product sums nothing: rotary angles, not a product of weights.
-        return _choose_elementwise(
+        # The program's `preferred_element_type` would mix dtypes in its gradient.
+        choice = _choose_elementwise(
             run, equation, PrimitiveClass.PROMOTE, castable, wish
         )
+        return choice._replace(result=choice.dtype)
     if FULL in dtypes:
         dtype = run.settings.dtype
     elif len(dtypes) == 1:

@@ -81,6 +81,11 @@ def _emit(
     ahead: Plan,
 ) -> list[Value]:
     name = equation.primitive.name
+    if run.override is not None:
+        scopes = place.scopes + scope_names(equation)
+        results = run.override(equation, scopes, [v.array for v in operands])
+        if results is not None:
+            return [computed(x) for x in results]
     wishes = tuple(map(ahead.wish, equation.outvars))
     rewrite = run.rewrites.get(name)
     if rewrite is not None:

@@ -1,7 +1,7 @@
 """What an autocast transform was told, and what it keeps while it rewrites a call."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -54,12 +54,17 @@ class Place:
         return dataclasses.replace(self, scopes=self.scopes + scopes)
 
 
+Override = Callable[[Any, tuple[str, ...], list[Any]], list[Any] | None]
+
+
 class Run:
     """One rewriting of a program.
 
     Attributes:
         settings: What the transform was told.
         rewrites: How equations that hold a program are rewritten, by primitive.
+        override: Asked first for each equation, with the named scopes around it and its
+            operands; gives the results, or None where it has nothing to say.
         decisions: Decisions by place if they are recorded, else None.
         plans: Plans that were made, by their keys.
         programs: Inner programs that were rewritten, by their keys.
@@ -70,10 +75,12 @@ class Run:
         settings: Settings,
         rewrites: Mapping[str, Any],
         is_recording: bool = False,
+        override: Override | None = None,
     ) -> None:
         """Starts a run."""
         self.settings = settings
         self.rewrites = rewrites
+        self.override = override
         self.decisions: dict[Any, Decision] | None = {} if is_recording else None
         self.plans: dict[Any, Any] = {}
         self.programs: dict[Any, Any] = {}
@@ -81,4 +88,4 @@ class Run:
     @property
     def needs_scopes(self) -> bool:
         """Whether anybody asks for the named scopes of equations."""
-        return self.decisions is not None
+        return self.decisions is not None or self.override is not None

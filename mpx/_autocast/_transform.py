@@ -19,7 +19,7 @@ from ._decisions import Decision
 from ._interpreter import evaluate
 from ._notes import RESULT, noted_cast
 from ._plan import Wish, wish_for
-from ._settings import Place, Run, Settings
+from ._settings import Override, Place, Run, Settings
 from ._values import Value, declared, is_castable
 
 # Stands for an array among the results of a traced function.
@@ -204,6 +204,21 @@ def decisions_of(
     assert run.decisions is not None
     return list(run.decisions.values())
 
+
+def call_with_override(
+    override: Override,
+    dtype: np.dtype,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a function, rewritten by somebody else's choice for each equation."""
+    run = Run(Settings(dtype=dtype), _REWRITES, override=override)
+    return call_autocast(run, func, args, kwargs)
+
+
+# Primitives that hold a program which the interpreter goes into.
+HOLDING_PROGRAMS = frozenset(_REWRITES)
 
 _ARRAYS = jax.Array | np.ndarray | np.generic
 
