@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ _LIBRARIES = tuple(
     }
 )
 
-# Scopes that a library puts around its own layers say less than the functions do.
-_LIBRARY_SCOPES = ("eqx.nn.",)
+# Scopes that say less than the functions do: Equinox puts one around each kind of layer,
+# and JAX around each einsum.
+_LIBRARY_SCOPE = re.compile(r"eqx\.nn\..*|.*->.*")
 
 
 def line_text(frames: Sequence[Frame]) -> str:
@@ -56,7 +58,7 @@ def scope_path(entries: Iterable[ScopeEntry]) -> str:
         if not entry.is_transform
         and entry.name != RECOMPUTED
         and not is_note(entry.name)
-        and not entry.name.startswith(_LIBRARY_SCOPES)
+        and not _LIBRARY_SCOPE.fullmatch(entry.name)
     ]
     # Derivatives of functions with rules of their own repeat the scopes around them.
     for length in range(len(names) // 2, 0, -1):
@@ -108,7 +110,12 @@ def _is_ours(frame: Frame) -> bool:
 
 
 # Wrappers of libraries, which are around every call.
-_PLUMBING = frozenset({"BoundMethod", "Module", "Partial", "filter_jit", "jaxtyped"})
+_PLUMBING = frozenset(
+    {
+        "BoundMethod", "Module", "Partial", "filter_jit", "jaxtyped",
+        "run_interceptors", "transform_with_state", "wrap_method",
+    }
+)  # fmt: skip
 
 
 def _function_name(frame: Frame) -> str:

@@ -162,7 +162,7 @@ def _cells(line: Line) -> tuple[str, ...]:
         cut(first.where, 36, end=False),
         cut(_several(line.parameters), 32, end=False),
         cut(first.source, 24, end=False),
-        cut(why, 100),
+        cut(why, 160),
     )
 
 

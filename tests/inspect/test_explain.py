@@ -193,6 +193,13 @@ def test_without_named_scopes_functions_are_the_path(model):
     }
 
 
+def test_the_scope_of_an_einsum_is_not_a_place():
+    def attention(x):
+        return jnp.einsum("ij,kj->ik", x, x)
+
+    assert of(mpx.explain(attention)(X), "dot_general")[0].where == "attention"
+
+
 def test_weights_are_known_by_their_paths(model):
     def loss(model, x):
         return jax.vmap(model)(x).sum()

@@ -216,6 +216,8 @@
     const width = largest ? (56 * (value || 0)) / largest : 0;
     return make("span", { class: "bar", style: "width: " + width.toFixed(1) + "px" });
   }
+  const types = (list) => list.flatMap((type) => [
+    make("span", { class: "type" }, shortType(type)), " "]);
   const PHASES = { forward: "", backward: " backward", recompute: " recompute" };
   function rowOf(o, largest) {
     const row = make("tr", {
@@ -227,8 +229,7 @@
         (o.count > 1 ? " \u00d7" + o.count : ""))),
     make("td", {}, o.precision ? make("span", { class: "chip" }, shortType(o.precision)) : ""),
     make("td", { class: "where code" }, o.where),
-    make("td", { class: "types code" }, o.inputs.map(shortType).join(" ") + " \u2192 " +
-      o.outputs.map(shortType).join(" ")),
+    make("td", { class: "types code" }, ...types(o.inputs), "\u2192 ", ...types(o.outputs)),
     make("td", { class: "weight code" }, o.parameters.slice(0, 2).join(", ") +
       (o.parameters.length > 2 ? " +" + (o.parameters.length - 2) : "")),
     make("td", { class: "number-cell" },
