@@ -18,7 +18,7 @@ _LIBRARIES = tuple(
     }
 )
 
-# Scopes that say less than the functions do: Equinox puts one around each kind of layer,
+# Scopes that say less than the functions do: Equinox has one around each kind of layer,
 # and JAX around each einsum.
 _LIBRARY_SCOPE = re.compile(r"eqx\.nn\..*|.*->.*")
 

@@ -119,7 +119,9 @@ def rows_in_browser(page, tmp_path, view="", script=""):
     body = re.search(r'<tbody id="rows">(.*?)</tbody>', result.stdout, re.DOTALL)[1]
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", body, re.DOTALL)
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in rows]
-    text = [[html.unescape(re.sub(r"<[^>]*>", "", x)) for x in row] for row in cells]
+    text = [
+        [html.unescape(re.sub(r"<[^>]*>", "", x)).strip() for x in r] for r in cells
+    ]
     shown = re.search(r'<p id="shown"[^>]*>(.*?)</p>', result.stdout)[1]
     return text, shown, result.stdout
 
