@@ -24,7 +24,7 @@ def network_program(key, outputs_of):
 
 
 # Each derivative rounds what the one before it has rounded.
-@program(bfloat16=Tolerance(2e-2, 1.5e-2), float16=Tolerance(2e-3, 2e-3))
+@program(bfloat16=Tolerance(2e-2, 1.5e-2), float16=Tolerance(2.5e-3, 2.5e-3))
 def hessian(key):
     def curvature(weights, x):
         of_one = jax.hessian(lambda x: network(weights, x))
