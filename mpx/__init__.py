@@ -24,6 +24,10 @@ from ._cast import cast_to_float16 as cast_to_float16
 from ._cast import cast_to_bfloat16 as cast_to_bfloat16
 from ._cast import cast_to_float32 as cast_to_float32
 from ._autocast import autocast as autocast
+from ._autocast import Rules as Rules
+from ._autocast import Rule as Rule
+from ._autocast import Precision as Precision
+from ._autocast import Candidate as Candidate
 from ._function import cast_function as cast_function
 from ._function import force_full_precision as force_full_precision
 from ._policy import Policy as Policy
@@ -34,6 +38,7 @@ from ._loss_scaling import StaticLossScaling as StaticLossScaling
 from ._loss_scaling import NoLossScaling as NoLossScaling
 from ._loss_scaling import StepRecord as StepRecord
 from ._loss_scaling import scaled as scaled
+from ._scaling import init_scaling as init_scaling
 from ._tree import all_finite as all_finite
 from ._tree import select_tree as select_tree
 from ._grad import filter_grad as filter_grad

@@ -6,7 +6,7 @@ numbers, Python scalars, callables, strings and None are not. Nor are formats of
 and fewer: such an array means nothing without its scale.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -52,6 +52,28 @@ def is_trainable(leaf: Any) -> bool:
 def is_model_state(node: Any) -> bool:
     """Whether a node of a tree is Equinox's state of a model."""
     return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
+
+
+class Filled:
+    """Arrays filled with one number, made once for each shape and dtype.
+
+    Layers repeat, so the leaves of a model have few shapes. An operation of a leaf with
+    the number itself would broadcast it anew for every leaf.
+
+    Args:
+        number: Gives the number as a scalar of a dtype.
+    """
+
+    def __init__(self, number: Callable[[np.dtype], Array]) -> None:
+        self._number = number
+        self._made: dict[tuple[tuple[int, ...], np.dtype], Array] = {}
+
+    def like(self, leaf: Array) -> Array:
+        """The array of the shape and dtype of a leaf."""
+        key = leaf.shape, leaf.dtype
+        if key not in self._made:
+            self._made[key] = jax.lax.broadcast(self._number(leaf.dtype), leaf.shape)
+        return self._made[key]
 
 
 def path_text(path: Any) -> str:
