@@ -363,3 +363,34 @@ def test_training_reaches_the_loss_of_full_precision():
     )
     assert full < 0.5 * first and abs(half - full) < 0.05 * first
     assert int(scaling.steps) == 60 and int(scaling.skipped) < 10
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float16])
+def test_batch_norm_keeps_full_statistics_and_its_dtype(dtype):
+    """By itself it computes in the dtype of its statistics; `dtype` says otherwise."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, momentum=0.999, dtype=dtype, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    seen = {}
+
+    def loss(model, x):
+        y = model(x)
+        seen["dtype"] = y.dtype
+        return mean(y**2)
+
+    (a, b), (x, _) = (Model(nnx.Rngs(0)) for _ in range(2)), batch(0)
+    for model in (a, b):
+        # A step is 1/1000 of it, which half precision would lose.
+        model.norm.mean[...] = jnp.full(8, 1 / 3)
+    mpx.nnx.grad(loss, mpx.NoLossScaling(), policy=FLOAT16)(a, x)
+    assert seen["dtype"] == (np.float32 if dtype is None else np.float16)
+    nnx.grad(loss)(b, x)
+    assert a.norm.mean[...].dtype == a.norm.var[...].dtype == np.float32
+    np.testing.assert_allclose(a.norm.mean[...], b.norm.mean[...], rtol=1e-5)
+    np.testing.assert_allclose(a.norm.var[...], b.norm.var[...], rtol=1e-5)
