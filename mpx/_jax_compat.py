@@ -46,6 +46,12 @@ def equation_context(equation: Any) -> contextlib.AbstractContextManager[None]:
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
+def scope_names(equation: Any) -> tuple[str, ...]:
+    """The named scopes of an equation, the outermost first, without transforms."""
+    stack = equation.source_info.name_stack.stack
+    return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
+
+
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a scan equation that are arguments of `jax.lax.scan`."""
     names = ("length", "reverse", "unroll", "_split_transpose")

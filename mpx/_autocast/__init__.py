@@ -1,4 +1,3 @@
-"""Automatic mixed precision for any JAX function.
+"""Automatic mixed precision for any JAX function."""
 
-Not public yet: the interpreter and the transform are still to come.
-"""
+from ._transform import autocast as autocast

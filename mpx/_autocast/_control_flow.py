@@ -1,0 +1,329 @@
+"""Programs within programs: jit, loops, branches, remat, shard_map.
+
+Each is rewritten and bound to the same primitive again, with its name, shardings,
+donation and policy. A program that stands in many places (one layer, called twelve
+times) is rewritten once for each way in which its operands come.
+
+- A loop's carry keeps its declared dtype: a carry in half precision is the user's
+  choice, never inferred, since the parameters of a scanned training loop look just
+  like a residual stream.
+- The results of branches must agree: all in half, or all in float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from .._jax_compat import bind_equation, scan_counts, scan_options
+from ._interpreter import Rewrite, evaluate
+from ._plan import PROGRAMS, Wish, carry_wishes, open_jaxpr
+from ._settings import Place, Run
+from ._values import FULL, Colour, Facts, Value, computed, is_castable
+
+
+class Program(NamedTuple):
+    """A program that was rewritten.
+
+    Attributes:
+        closed: The new program.
+        facts: What is known of its results.
+        source: The program it was made from, held so that its identity stays its own.
+    """
+
+    closed: Any
+    facts: tuple[Facts, ...]
+    source: Any
+
+
+def enter(arrays: Sequence[Any], facts: Sequence[Facts]) -> list[Value]:
+    """The operands of a program, as values inside of it."""
+    return [
+        Value(np.asarray(f.literal, x.dtype), f, is_constant=True)
+        if f.literal is not None and x.shape == ()
+        else Value(x, f)
+        for x, f in zip(arrays, facts, strict=True)
+    ]
+
+
+def inner_facts(value: Value) -> Facts:
+    """What is known of a value inside of a program that is given it."""
+    return value.facts
+
+
+def evaluate_closed(
+    run: Run, place: Place, jaxpr: Any, values: list[Value], wishes: tuple[Wish, ...]
+) -> list[Value]:
+    """`evaluate` for a program that may be open or closed."""
+    consts = jaxpr.consts if isinstance(jaxpr, core.ClosedJaxpr) else ()
+    return evaluate(run, place, open_jaxpr(jaxpr), consts, values, wishes)
+
+
+def rewritten(
+    run: Run,
+    place: Place,
+    jaxpr: Any,
+    operands: list[Value],
+    wishes: tuple[Wish, ...],
+    dtypes: tuple[Any, ...] | None = None,
+) -> Program:
+    """Rewrites a program for operands as they come.
+
+    Args:
+        run: The run, which keeps rewritten programs.
+        place: Where the program stands.
+        jaxpr: The program, open or closed.
+        operands: Its inputs.
+        wishes: What is wanted of its results.
+        dtypes: The dtypes that its results must have; None for a result that may have
+            any.
+
+    Returns:
+        The new program.
+    """
+    facts = tuple(inner_facts(v) for v in operands)
+    avals = tuple(jax.typeof(v.array) for v in operands)
+    scopes = place.scopes if run.needs_scopes else ()
+    key = (id(jaxpr), facts, avals, wishes, dtypes, scopes)
+    made = run.programs.get(key)
+    if made is not None and run.decisions is None:
+        return made
+    found: list[tuple[Facts, ...]] = []
+
+    def program(*arrays: Any) -> list[Any]:
+        inside = enter(arrays, facts)
+        results = evaluate_closed(run, place, jaxpr, inside, wishes)
+        if dtypes is not None:
+            results = [as_dtype(v, d) for v, d in zip(results, dtypes, strict=True)]
+        found[:] = [tuple(v.facts for v in results)]
+        return [v.array for v in results]
+
+    closed = jax.make_jaxpr(program)(*avals)
+    made = run.programs[key] = Program(closed, found[0], jaxpr)
+    return made
+
+
+def as_dtype(value: Value, dtype: Any) -> Value:
+    """A value cast to a dtype; as it is for None."""
+    if dtype is None or value.dtype == dtype:
+        return value
+    return computed(value.cast(dtype)[0])
+
+
+def _rebound(
+    equation: Any, params: dict[str, Any], facts: Any, operands: Sequence[Any]
+) -> list[Value]:
+    changed = equation.replace(params={**equation.params, **params})
+    results = bind_equation(changed, *operands)
+    return [Value(x, f) for x, f in zip(results, facts, strict=True)]
+
+
+def rewrite_jit(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """A jit, with its name, shardings, layouts and donation."""
+    made = rewritten(run, place, equation.params["jaxpr"], operands, wishes)
+    arrays = [v.array for v in operands]
+    return _rebound(equation, {"jaxpr": made.closed}, made.facts, arrays)
+
+
+def rewrite_composite(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """A composite, whose decomposition is rewritten."""
+    return rewrite_jit(run, place, equation, operands, wishes)
+
+
+def rewrite_call(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """A call that says nothing but "here is a program": emitted in place."""
+    jaxpr = equation.params[PROGRAMS[equation.primitive.name]]
+    return evaluate_closed(run, place, jaxpr, operands, wishes)
+
+
+def rewrite_remat(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """A checkpointed program, with its policy; also one that was differentiated."""
+    made = rewritten(run, place, equation.params["jaxpr"], operands, wishes)
+    params = {"jaxpr": open_jaxpr(made.closed)}
+    if made.closed.consts:  # an open program cannot hold arrays
+        return evaluate_closed(run, place, equation.params["jaxpr"], operands, wishes)
+    return _rebound(equation, params, made.facts, [v.array for v in operands])
+
+
+def rewrite_shard_map(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """A program that runs once per device."""
+    params = equation.params
+    facts = tuple(inner_facts(v) for v in operands)
+    found: list[tuple[Facts, ...]] = []
+
+    def program(*arrays: Any) -> tuple[Any, ...]:
+        inside = enter(arrays, facts)
+        results = evaluate_closed(run, place, params["jaxpr"], inside, wishes)
+        found[:] = [tuple(v.facts for v in results)]
+        return tuple(v.array for v in results)
+
+    mapped = jax.shard_map(
+        program,
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes"]),
+    )
+    results = mapped(*(v.array for v in operands))
+    return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
+
+
+def _strong(value: Value, aval: Any) -> Any:
+    """An array in the dtype that a loop declares for what it carries."""
+    array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
+    if getattr(jax.typeof(array), "weak_type", False):
+        return jax.lax.convert_element_type(array, array.dtype)
+    return array
+
+
+def _carried(arrays: Sequence[Any]) -> list[Value]:
+    """What a loop carries counts as computed, in the precision that it declares."""
+    return [computed(x) for x in arrays]
+
+
+def rewrite_scan(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """A scan; what it stacks may be half precision, what it carries keeps its dtype."""
+    params = equation.params
+    n_consts, n_carry = scan_counts(params)
+    closed = params["jaxpr"]
+    jaxpr = open_jaxpr(closed)
+    end = n_consts + n_carry
+    carry_avals = [v.aval for v in jaxpr.invars[n_consts:end]]
+    init = [
+        _strong(v, a) for v, a in zip(operands[n_consts:end], carry_avals, strict=True)
+    ]
+    fixed, stacked = operands[:n_consts], operands[end:]
+    facts = tuple(inner_facts(v) for v in stacked)
+    wanted = (*carry_wishes(jaxpr.invars[n_consts:end]), *wishes[n_carry:])
+    within = place.inside(times=params["length"])
+    found: list[tuple[Facts, ...]] = []
+
+    def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
+        consts = enter([v.array for v in fixed], [inner_facts(v) for v in fixed])
+        inside = [*consts, *_carried(carry), *enter(xs, facts)]
+        results = evaluate_closed(run, within, closed, inside, wanted)
+        out = [
+            _strong(v, a) for v, a in zip(results[:n_carry], carry_avals, strict=True)
+        ]
+        found[:] = [tuple(_stacked_facts(v.facts) for v in results[n_carry:])]
+        return out, [v.array for v in results[n_carry:]]
+
+    xs = [v.array for v in stacked]
+    carry, ys = jax.lax.scan(body, init, xs, **scan_options(params))
+    return _carried(carry) + [Value(y, f) for y, f in zip(ys, found[0], strict=True)]
+
+
+def _stacked_facts(facts: Facts) -> Facts:
+    return facts._replace(is_broadcast=False, literal=None)
+
+
+def rewrite_while(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """A loop of unknown length."""
+    params = equation.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+    avals = [v.aval for v in open_jaxpr(body).invars[n_body:]]
+    wanted = carry_wishes(open_jaxpr(body).invars[n_body:])
+    for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
+    init = [
+        _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)
+    ]
+
+    def inside(fixed: list[Value], carry: Any) -> list[Value]:
+        values = enter([v.array for v in fixed], [inner_facts(v) for v in fixed])
+        return [*values, *_carried(carry)]
+
+    def is_going_on(carry: Any) -> Any:
+        within = place.inside("test", is_bounded=False)
+        values = inside(for_test, carry)
+        return evaluate_closed(run, within, test, values, (Wish.ANY,))[0].array
+
+    def step(carry: Any) -> list[Any]:
+        within = place.inside("body", is_bounded=False)
+        values = inside(for_body, carry)
+        results = evaluate_closed(run, within, body, values, wanted)
+        return [_strong(v, a) for v, a in zip(results, avals, strict=True)]
+
+    return _carried(jax.lax.while_loop(is_going_on, step, init))
+
+
+def rewrite_cond(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """Branches, whose results agree on their dtypes."""
+    branches = equation.params["branches"]
+    index, *rest = operands
+    made = [
+        rewritten(run, place.inside(i), branch, rest, wishes)
+        for i, branch in enumerate(branches)
+    ]
+    dtypes = tuple(
+        _agreed(variable.aval, [branch.closed.out_avals[i].dtype for branch in made])
+        for i, variable in enumerate(equation.outvars)
+    )
+    if any(d is not None for d in dtypes):
+        made = [
+            rewritten(run, place.inside(i), branch, rest, wishes, dtypes)
+            for i, branch in enumerate(branches)
+        ]
+    facts = [
+        _common(same, aval.dtype)
+        for same, aval in zip(
+            zip(*(p.facts for p in made), strict=True),
+            made[0].closed.out_avals,
+            strict=True,
+        )
+    ]
+    params = {"branches": tuple(p.closed for p in made)}
+    return _rebound(equation, params, facts, [v.array for v in operands])
+
+
+def _agreed(aval: Any, dtypes: list[Any]) -> Any:
+    """What the results of all branches are cast to; None if they agree."""
+    if not is_castable(aval) or len(set(dtypes)) == 1:
+        return None
+    return FULL
+
+
+def _common(facts: tuple[Facts, ...], dtype: Any) -> Facts:
+    """What is known of a result whichever branch it comes from."""
+    if len(set(facts)) == 1:
+        return facts[0]
+    colours = {f.colour for f in facts}
+    if len(colours) == 1:
+        return Facts(facts[0].colour)
+    return Facts(Colour.FULL if dtype == FULL else Colour.HALF)
+
+
+REWRITES: dict[str, Rewrite] = {
+    "jit": rewrite_jit,
+    "pjit": rewrite_jit,
+    "composite": rewrite_composite,
+    "closed_call": rewrite_call,
+    "core_call": rewrite_call,
+    "call": rewrite_call,
+    "remat": rewrite_remat,
+    "remat2": rewrite_remat,
+    "checkpoint": rewrite_remat,
+    "shard_map": rewrite_shard_map,
+    "scan": rewrite_scan,
+    "while": rewrite_while,
+    "cond": rewrite_cond,
+}

@@ -1,0 +1,240 @@
+"""Looking ahead: in which precision the users of each value want it.
+
+The plan of a program is made from its end to its beginning. A value is wanted in
+float32 if somebody wants it so and nobody wants it in half: then the elementwise
+operations before it run in float32 and a matrix product gives float32 directly,
+instead of rounding a number that is then widened again.
+
+The wish stops at *residual additions*, of two computed values: the float32 stream is
+no reason for the products that are added to it to be written in float32.
+"""
+
+import enum
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from .._jax_compat import scan_counts
+from ._classes import PrimitiveClass, class_of
+from ._settings import Run
+from ._values import FULL, is_castable
+
+
+class Wish(enum.Enum):
+    """What the users of a value want it to be."""
+
+    ANY = "any"
+    FULL = "full"
+    HALF = "half"
+
+    def __or__(self, other: "Wish") -> "Wish":
+        """What two users want together: half wins, for it is cheaper."""
+        if Wish.HALF in (self, other):
+            return Wish.HALF
+        return Wish.FULL if Wish.FULL in (self, other) else Wish.ANY
+
+
+class Plan(NamedTuple):
+    """The wishes for the values of a program.
+
+    Attributes:
+        wishes: For each variable that somebody uses.
+        inputs: For each input.
+        are_declared: For each result whether it is an input or a constant, moved.
+        jaxpr: The program, held so that its identity stays its own.
+    """
+
+    wishes: dict[Any, Wish]
+    inputs: tuple[Wish, ...]
+    are_declared: tuple[bool, ...]
+    jaxpr: Any
+
+    def wish(self, variable: Any) -> Wish:
+        """What the users of a variable want."""
+        return self.wishes.get(variable, Wish.ANY)
+
+
+# Operations that only move the data of their first operand, or of each operand on its
+# own.
+MOVES = frozenset(
+    """
+    all_gather all_gather_invariant all_gather_reduced all_to_all broadcast_in_dim
+    broadcast_to copy copy_p device_put dynamic_slice expand_dims gather
+    layout_constraint name optimization_barrier pbroadcast ppermute pvary reshape
+    reshard rev roll sharding_constraint slice split squeeze stop_gradient tile
+    transpose unstack with_memory_space_constraint
+    """.split()
+)
+# These put values side by side.
+JOINS = frozenset("concatenate pad select_n stack".split())
+
+# The parameter that holds the one program whose inputs are the operands.
+PROGRAMS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "shard_map": "jaxpr",
+    "composite": "jaxpr",
+}
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The program of a closed jaxpr; an open one is given back."""
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def wish_for(dtype: Any) -> Wish:
+    """The wish of somebody who will cast to a dtype."""
+    return Wish.FULL if dtype == FULL else Wish.HALF
+
+
+def plan(
+    run: Run, jaxpr: Any, are_declared: tuple[bool, ...], results: tuple[Wish, ...]
+) -> Plan:
+    """Makes the plan of a program.
+
+    Args:
+        run: The run, which keeps plans.
+        jaxpr: The program, open or closed.
+        are_declared: For each input whether it is a declared value.
+        results: What is wanted of each result.
+
+    Returns:
+        The plan.
+    """
+    jaxpr = open_jaxpr(jaxpr)
+    key = (id(jaxpr), are_declared, results)
+    made = run.plans.get(key)
+    if made is None:
+        made = run.plans[key] = _make(run, jaxpr, are_declared, results)
+    return made
+
+
+def _make(run: Run, jaxpr: Any, are_declared: Any, results: Any) -> Plan:
+    known = _declared_variables(run, jaxpr, are_declared)
+    wishes: dict[Any, Wish] = {}
+
+    def is_declared(atom: Any) -> bool:
+        return isinstance(atom, core.Literal) or atom in known
+
+    def wish(atom: Any, wanted: Wish) -> None:
+        if not isinstance(atom, core.Literal):
+            wishes[atom] = wishes.get(atom, Wish.ANY) | wanted
+
+    for atom, wanted in zip(jaxpr.outvars, results, strict=True):
+        wish(atom, wanted)
+    for equation in reversed(jaxpr.eqns):
+        outputs = tuple(wishes.get(v, Wish.ANY) for v in equation.outvars)
+        declared = tuple(is_declared(atom) for atom in equation.invars)
+        wanted = _operand_wishes(run, equation, declared, outputs)
+        for atom, one in zip(equation.invars, wanted, strict=True):
+            if one is not Wish.ANY:
+                wish(atom, one)
+    return Plan(
+        wishes,
+        tuple(wishes.get(v, Wish.ANY) for v in jaxpr.invars),
+        tuple(is_declared(atom) for atom in jaxpr.outvars),
+        jaxpr,
+    )
+
+
+def _declared_variables(run: Run, jaxpr: Any, are_declared: Any) -> set[Any]:
+    known = {v for v, d in zip(jaxpr.invars, are_declared, strict=True) if d}
+    known.update(jaxpr.constvars)
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        atoms = equation.invars
+        if name in MOVES or name in JOINS:
+            if all(isinstance(a, core.Literal) or a in known for a in atoms):
+                known.update(equation.outvars)
+        elif name == "convert_element_type":
+            if not is_castable(atoms[0].aval):
+                known.update(equation.outvars)
+        elif name in PROGRAMS:
+            inputs = tuple(isinstance(a, core.Literal) or a in known for a in atoms)
+            inner = open_jaxpr(equation.params[PROGRAMS[name]])
+            if any(inputs) and len(inner.eqns) < 8:  # only ones that do little but move
+                found = _declared_variables(run, inner, inputs)
+                known.update(
+                    outer
+                    for outer, out in zip(equation.outvars, inner.outvars, strict=True)
+                    if isinstance(out, core.Literal) or out in found
+                )
+    return known
+
+
+def _operand_wishes(
+    run: Run, equation: Any, declared: tuple[bool, ...], outputs: tuple[Wish, ...]
+) -> tuple[Wish, ...]:
+    """What an equation wants of its operands."""
+    name, count = equation.primitive.name, len(equation.invars)
+    if name in PROGRAMS:
+        return plan(run, equation.params[PROGRAMS[name]], declared, outputs).inputs
+    inner = _LOOPS.get(name)
+    if inner is not None:
+        return inner(run, equation, declared, outputs)
+    kind = class_of(name, run.settings.dtype)
+    wanted = Wish.ANY
+    for output in outputs:
+        wanted |= output
+    if kind is PrimitiveClass.HALF:
+        return (Wish.HALF,) * count
+    if kind is PrimitiveClass.CONVERT:
+        if is_castable(equation.outvars[0].aval):
+            source, target = equation.invars[0].aval.dtype, equation.params["new_dtype"]
+            return (wanted if source == target else wish_for(target),)
+        return (Wish.ANY,)
+    if kind in (PrimitiveClass.PROMOTE, PrimitiveClass.FOLLOW):
+        if not any(is_castable(v.aval) for v in equation.outvars):
+            return (Wish.ANY,) * count
+        is_residual = name in ("add", "add_any") and not any(declared)
+        if is_residual and wanted is Wish.FULL:
+            return (Wish.ANY,) * count
+        return (wanted,) * count
+    return (Wish.FULL,) * count
+
+
+def _scan_wishes(run: Run, equation: Any, declared: Any, outputs: Any) -> Any:
+    n_consts, n_carry = scan_counts(equation.params)
+    jaxpr = open_jaxpr(equation.params["jaxpr"])
+    end = n_consts + n_carry
+    inputs = (*declared[:n_consts], *(False,) * n_carry, *declared[end:])
+    carried = carry_wishes(jaxpr.invars[n_consts:end])
+    found = plan(run, jaxpr, inputs, (*carried, *outputs[n_carry:])).inputs
+    return (*found[:n_consts], *carried, *found[end:])
+
+
+def _while_wishes(run: Run, equation: Any, declared: Any, outputs: Any) -> Any:
+    params = equation.params
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    jaxpr = open_jaxpr(params["body_jaxpr"])
+    carried = carry_wishes(jaxpr.invars[second:])
+    inputs = (*declared[first : first + second], *(False,) * len(carried))
+    found = plan(run, jaxpr, inputs, carried).inputs
+    return (*(Wish.ANY,) * first, *found[:second], *carried)
+
+
+def _cond_wishes(run: Run, equation: Any, declared: Any, outputs: Any) -> Any:
+    wanted = [Wish.ANY] * (len(equation.invars) - 1)
+    for branch in equation.params["branches"]:
+        found = plan(run, branch, declared[1:], outputs).inputs
+        wanted = [a | b for a, b in zip(wanted, found, strict=True)]
+    return (Wish.ANY, *wanted)
+
+
+def carry_wishes(variables: Any) -> tuple[Wish, ...]:
+    """What a loop wants of the values it carries: their declared dtypes."""
+    return tuple(
+        wish_for(v.aval.dtype) if is_castable(v.aval) else Wish.ANY for v in variables
+    )
+
+
+_LOOPS = {"scan": _scan_wishes, "while": _while_wishes, "cond": _cond_wishes}
