@@ -21,6 +21,10 @@ next batch, which is another one. What JAX cannot choose by a traced value stays
 changed: attributes that are no arrays, and places that held none before, such as sown
 values. With `mpx.NoLossScaling(skip=False)` no step is skipped.
 
+**With autocast**, `value_and_grad(mpx.autocast(loss_fn), scaling)`, no input is cast;
+`mpx.autocast` alone, around any function of NNX objects or a module, keeps what changes
+in them, too.
+
 **What is cast** to half precision in the explicit style, inside of the differentiated
 function: the differentiated Variables, all other `nnx.Param`, arrays that are plain
 attributes, and float leaves of the other arguments. Every other Variable (`BatchStat`,
@@ -259,6 +263,8 @@ def _gradient_function(
                 _refuse_weights(parts.args[position], position, call)
             extra = len(args)
 
+            # With the marks of `func`, by which an autocast function is known.
+            @functools.wraps(func, updated=())
             def pure(*full: Any, **kwargs: Any) -> Any:
                 *args, (fixed, func), state = full
                 result, state, others = parts.call(

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
+from .._nnx_graph import call_with_objects, has_nnx_objects
 from .._tree import path_text
 from .._typing import DTypeLike
 from . import _control_flow, _custom_rules
@@ -174,6 +175,10 @@ def call_autocast(
     run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a function, rewritten."""
+    if has_nnx_objects((func, args, kwargs)):
+        # As trees they would lose what the function changes in them.
+        rewritten = functools.partial(call_autocast, run)
+        return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
     paths, treedef = jax.tree_util.tree_flatten_with_path((func, args, kwargs))
     leaves = [leaf for _, leaf in paths]
     is_array = [isinstance(x, _ARRAYS) for x in leaves]

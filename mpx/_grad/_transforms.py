@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._autocast._transform import settings_of
 from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
@@ -325,7 +326,8 @@ def _problem_builder(
     def build(count: int) -> Problem:
         """The problem for a call with `count` positional arguments."""
         compute = None
-        if options.mixed:
+        # An autocast function casts where it needs to, and not its inputs.
+        if options.mixed and settings_of(func) is None:
             compute = (
                 half_precision_datatype() if policy is None else policy.compute_dtype
             )

@@ -1,103 +1,35 @@
-"""Calling a function of Flax NNX objects as a function of trees.
-
-NNX modules are changed in place by the functions that are given to them: a forward pass
-advances batch statistics and random streams. JAX's transforms know values only and drop
-such changes in silence. So `taken_apart` replaces every NNX object among the arguments
-of a call by what it holds, in three groups:
-
-- *weights*: the Variables to differentiate, in the place where the object stood;
-- *fixed*: the other parameters and plain arrays, to be cast like any input;
-- *state*: every other Variable (statistics, random streams, caches), never cast.
-
-`Parts.call` puts the objects together again inside of a transform, calls the function
-and returns the new values as results; `Parts.write_back` puts these into the objects
-that came in, where they are wanted. NNX's own update context does the bookkeeping, so
-that shared references, new Variables and changed attributes come out as from
-`nnx.value_and_grad`.
-
-Flax is imported by the calls, never by importing this module.
-"""
+"""Taking the NNX objects of a call apart, and writing back what changed in them."""
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ._errors import at_path, describe
-from ._tree import ModelState, NamedLeaves, is_float_leaf, select_tree
-from ._typing import BoolScalar
+from .._tree import ModelState, NamedLeaves, select_tree
+from .._typing import BoolScalar
+from ._checks import (
+    NEW_FORM,
+    Checks,
+    refuse_change_from_outside,
+    with_form_of,
+)
+from ._forms import (
+    FIXED,
+    STATE,
+    STATIC,
+    WEIGHT,
+    Changed,
+    Origin,
+    Slot,
+    Taken,
+    is_nnx_object,
+    place_text,
+)
 
 _CONTEXT = "mpx"
-
-# The groups of leaves; the last are no arrays and stay what they are.
-WEIGHT, FIXED, STATE, STATIC = "weight", "fixed", "state", "static"
-
-
-def is_nnx_object(node: Any) -> bool:
-    """Whether a node is an NNX object that has to be taken apart."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
-
-
-class Slot(NamedTuple):
-    """A place in an object that holds a value.
-
-    Attributes:
-        group: One of the four groups.
-        name: The path from the arguments, such as `args[0].layers[0].kernel`.
-        value: What it held before the call.
-    """
-
-    group: str
-    name: str
-    value: Any
-
-
-class Taken(NamedTuple):
-    """What is known about one object: how to make it again, and where its values go.
-
-    Attributes:
-        graphdef: NNX's description of what is no value.
-        forms: The structures of its three states: weights, fixed, state.
-        slots: For each of the three, its places, by their path in NNX's state.
-    """
-
-    graphdef: Any
-    forms: list[Any]
-    slots: list[dict[str, Slot]]
-
-
-class Origin(NamedTuple):
-    """Where the value of a leaf comes from after the call.
-
-    Attributes:
-        slot: The place that held a value before, None for a new place.
-        is_new: Whether the call gave it a value.
-        constant: The value of a place that holds no array.
-    """
-
-    slot: Slot | None
-    is_new: bool
-    constant: Any = None
-
-
-class Changed(NamedTuple):
-    """How an object came out of the call, without traced values.
-
-    Attributes:
-        graphdef: NNX's description of what is no value.
-        form: The structure of its state.
-        origins: Where the value of each leaf comes from.
-    """
-
-    graphdef: Any
-    form: Any
-    origins: list[Origin]
 
 
 @contextlib.contextmanager
@@ -110,12 +42,45 @@ def taken_apart(
         call: The public function to name in an error.
         args: The positional arguments.
         kwargs: The keyword arguments.
-        wanted: For each differentiated position the NNX filter of its weights.
+        wanted: For each differentiated position the NNX filter of its weights. None
+            leaves all values in the places of their objects: there are no groups.
     """
     from flax import nnx
 
     with nnx.update_context(_CONTEXT):
-        yield Parts(call, args, kwargs, wanted or {})
+        yield Parts(call, args, kwargs, wanted)
+
+
+def call_with_objects(
+    transformed: Callable[..., Any],
+    call: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Any,
+) -> Any:
+    """Calls a function of NNX objects, which change as it says, in a transform of JAX.
+
+    Args:
+        transformed: `transformed(pure, args, kwargs)` calls `pure`, a function of
+            trees, in the transform and returns what it returns.
+        call: The public function to name in an error.
+        func: The function, which may be a module itself.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    if is_nnx_object(func):
+        func, args = _apply, (func, *args)
+    with taken_apart(call, args, kwargs) as parts:
+
+        def pure(*args: Any, **kwargs: Any) -> Any:
+            return parts.call(func, args, kwargs, parts.fixed, parts.state)
+
+        result, state, others = transformed(pure, parts.args, parts.kwargs)
+        return parts.write_back(result, state, others)
+
+
+def _apply(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 class Parts:
@@ -129,14 +94,16 @@ class Parts:
     """
 
     def __init__(
-        self, call: str, args: Any, kwargs: Any, wanted: Mapping[int, Any]
+        self, call: str, args: Any, kwargs: Any, wanted: Mapping[int, Any] | None
     ) -> None:
         from flax import nnx
 
         self._call = call
+        self._has_groups = wanted is not None
+        self._originals: list[Any] = []
         self._objects: list[Taken] = []
         self._changed: list[Changed] = []
-        checks = _Checks(call)
+        self._checks = Checks(call, may_come_from_outside=wanted is None)
         paths, tree = jax.tree_util.tree_flatten_with_path(
             (tuple(args), kwargs), is_leaf=is_nnx_object
         )
@@ -146,10 +113,12 @@ class Parts:
                 if not is_nnx_object(leaf):
                     leaves.append(leaf)
                     continue
-                position = path[1].idx if path[0].idx == 0 else -1
-                predicate = _predicate(leaf, wanted.get(position))
+                predicate = nnx.Everything()
+                if wanted is not None:
+                    position = path[1].idx if path[0].idx == 0 else -1
+                    predicate = _predicate(leaf, wanted.get(position))
                 name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
-                checks.check(leaf, predicate, name)
+                self._checks.check(leaf, predicate, name)
                 leaves.append(self._take(context, leaf, predicate, name))
         self.args, self.kwargs = jax.tree.unflatten(tree, leaves)
         self.fixed = NamedLeaves(-1, *self._group(1))
@@ -161,11 +130,12 @@ class Parts:
         for group, state in zip((WEIGHT, FIXED, STATE), states, strict=True):
             found = {}
             for path, value in jax.tree_util.tree_leaves_with_path(state):
-                place = name + _place(path)
                 kind = group if isinstance(value, jax.Array | np.ndarray) else STATIC
+                place = name + place_text(path)
                 found[jax.tree_util.keystr(path)] = Slot(kind, place, value)
             slots.append(found)
         forms = [jax.tree.structure(state) for state in states]
+        self._originals.append(node)
         self._objects.append(Taken(graphdef, forms, slots))
         weights = list(slots[0].values())
         names = [
@@ -265,7 +235,9 @@ class Parts:
         """Makes an object again; notes what it is given, by path, with the slots."""
         taken = self._objects[number]
         by_label, fixed, state = values
-        sources = (iter(by_label.get(number, ())), fixed, state)
+        is_array = [s.group != STATIC for s in taken.slots[0].values()]
+        weights = itertools.compress(by_label.get(number, ()), is_array)
+        sources = (weights, fixed, state)
         inner: dict[str, tuple[Slot, Any]] = {}
         states = []
         for form, slots, source in zip(taken.forms, taken.slots, sources, strict=True):
@@ -299,17 +271,17 @@ class Parts:
             if not isinstance(value, jax.Array | np.ndarray):
                 origins.append(Origin(None, False, value))
                 continue
-            if slot is not None and slot.group == STATIC:
+            if not self._has_groups or slot is None or slot.group == STATIC:
                 slot = None
+            else:
+                value = with_form_of(slot, value, self._call)
             origins.append(Origin(slot, True))
-            if slot is not None:
-                value = _like(value, slot, self._call)
             if slot is not None and slot.group == STATE:
                 news[slot.name] = value
                 continue
             if keeps_form:
-                place = slot.name if slot else _place(path)
-                raise ValueError(_FORM.format(call=self._call, place=place))
+                place = slot.name if slot else place_text(path)
+                raise ValueError(NEW_FORM.format(call=self._call, place=place))
             others.append(value)
         return Changed(graphdef, jax.tree.structure(state), origins)
 
@@ -334,6 +306,10 @@ class Parts:
         """
         from flax import nnx
 
+        if self._checks.outside is not None:
+            # Nothing may be written to them; where nothing is to be, that is fine.
+            refuse_change_from_outside(self._changed, self._checks.outside, self._call)
+            return _filled(result, self._originals)
         by_name = dict(zip(state.names, state.leaves, strict=True))
         remaining = iter(others)
 
@@ -367,64 +343,6 @@ class Parts:
         return jax.tree.map(states, grads, is_leaf=_is_named)
 
 
-_FORM = (
-    "With `accumulate` the function given to {call} may change values of the state of "
-    "NNX modules only (batch statistics, random streams, caches); it gave a value to "
-    "`{place}`, which is new or a parameter. Leave `accumulate` out, or take sown "
-    "values out inside of the function with `nnx.pop`."
-)
-
-
-class _Checks:
-    """Refuses Variables whose changes could not come out or not be undone."""
-
-    def __init__(self, call: str) -> None:
-        self.call = call
-        self.seen: dict[int, tuple[bool, str, Any]] = {}
-
-    def check(self, node: Any, predicate: Any, name: str) -> None:
-        """Looks at every Variable of an object."""
-        from flax import nnx
-
-        for path, value in nnx.iter_graph(node):
-            if not isinstance(value, nnx.Variable):
-                continue
-            place = name + "".join(map(_key_text, path))
-            self._refuse_kind(value, place)
-            is_weight = bool(predicate(path, value))
-            # The Variable is kept too, so that its id is not given to another one.
-            before, other, _ = self.seen.setdefault(
-                id(value), (is_weight, place, value)
-            )
-            if before != is_weight:
-                raise ValueError(
-                    f"{self.call} was given one Variable twice, at `{other}` and at "
-                    f"`{place}`, to be differentiated in one of these places and not "
-                    "in the other. Pass the object once, or say `argnums` for both."
-                )
-
-    def _refuse_kind(self, variable: Any, place: str) -> None:
-        from flax.errors import TraceContextError
-
-        if variable.ref or variable.hijax:
-            kind = "a reference" if variable.ref else "a hijax type"
-            raise TypeError(
-                f"{self.call} takes NNX Variables that hold arrays; got one that is "
-                f"{kind}{at_path(place)}, whose changes a transform cannot undo. Make "
-                "the model without: `nnx.with_vars(model, ref=False, hijax=False)`."
-            )
-        try:
-            # Changes nothing, but NNX says whether it may be done here.
-            variable.set_raw_value(variable.get_raw_value())
-        except TraceContextError as error:
-            raise ValueError(
-                f"{self.call} was given an NNX object from outside of the function "
-                f"that JAX is tracing{at_path(place)}; what changes in it could not "
-                "come out. Pass it to that function as an argument, and transform with "
-                "`nnx.jit`."
-            ) from error
-
-
 def _predicate(node: Any, wanted: Any) -> Callable[[Any, Any], bool]:
     """Which places of an object are weights."""
     from flax import nnx
@@ -441,35 +359,6 @@ def _is_fixed(path: Any, value: Any) -> bool:
 
     del path
     return isinstance(value, nnx.Param) or not isinstance(value, nnx.Variable)
-
-
-def _place(path: Any) -> str:
-    """Writes a path into NNX's state as one into the object: `.layers[0].kernel`."""
-    *keys, last = path or (None,)
-    text = "".join(_key_text(getattr(key, "key", key)) for key in keys)
-    if last is None or last == jax.tree_util.GetAttrKey("value"):
-        return text
-    return text + _key_text(getattr(last, "key", last))
-
-
-def _key_text(key: Any) -> str:
-    if isinstance(key, str):
-        return f".{key}" if key.isidentifier() else f"[{key!r}]"
-    return f"[{key}]" if isinstance(key, int) else str(key)
-
-
-def _like(value: Any, slot: Slot, call: str) -> Any:
-    """A new value in the dtype of the place that takes it."""
-    old = slot.value
-    if is_float_leaf(value) and is_float_leaf(old):
-        value = value.astype(old.dtype)
-    if value.shape != old.shape or value.dtype != old.dtype:
-        raise ValueError(
-            f"The function given to {call} changed the form of what an NNX object "
-            f"holds, from {describe(old)} to {describe(value)}{at_path(slot.name)}; a "
-            "step that is skipped could not be undone. Keep shape and dtype."
-        )
-    return jnp.asarray(value)
 
 
 def _is_named(node: Any) -> bool:
