@@ -35,6 +35,7 @@ from ._loss_scaling import StaticLossScaling as StaticLossScaling
 from ._loss_scaling import NoLossScaling as NoLossScaling
 from ._loss_scaling import StepRecord as StepRecord
 from ._loss_scaling import scaled as scaled
+from ._scaling import init_scaling as init_scaling
 from ._tree import all_finite as all_finite
 from ._tree import select_tree as select_tree
 from ._grad import filter_grad as filter_grad
@@ -48,6 +49,10 @@ from ._optimizer import optimizer_update as optimizer_update
 from ._optimizer import optimizer_step as optimizer_step
 from ._optimizer import skip_nonfinite as skip_nonfinite
 from ._check import check as check
+from ._inspect import explain as explain
+from ._inspect import Operation as Operation
+from ._inspect import Report as Report
+from ._inspect import Totals as Totals
 
 
 def __getattr__(name: str) -> _Any:

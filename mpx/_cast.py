@@ -13,6 +13,9 @@ bfloat16. In 8-bit formats they, and infinity itself, *saturate* to the largest 
 value: most of these formats have no infinity. NaN stays NaN.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import PyTree
 
-from ._dtypes import float_dtype, half_precision_datatype
+from ._dtypes import float_dtype, half_precision_datatype, is_half
 from ._errors import describe
 from ._tree import is_float_leaf, path_text
 from ._typing import DTypeLike, LeafPredicate
@@ -130,3 +133,26 @@ def cast_to_bfloat16(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
 def cast_to_float32(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
     """Casts float leaves to float32; the same as `cast_to_full_precision`."""
     return cast_leaves(x, np.dtype(np.float32), keep)
+
+
+_casting: contextvars.ContextVar[tuple[str, np.dtype] | None] = contextvars.ContextVar(
+    "casting", default=None
+)
+
+
+@contextlib.contextmanager
+def casting_inputs(call: str, dtype: np.dtype | None) -> Iterator[None]:
+    """Says that a function is being called with inputs that `call` has cast."""
+    if dtype is None or not is_half(dtype):
+        yield
+        return
+    token = _casting.set((call, dtype))
+    try:
+        yield
+    finally:
+        _casting.reset(token)
+
+
+def cast_of_inputs() -> tuple[str, np.dtype] | None:
+    """The call that has cast the inputs of what runs here, and to which dtype."""
+    return _casting.get()

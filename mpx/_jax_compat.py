@@ -5,6 +5,7 @@ one version to the next is hidden behind a function.
 """
 
 import contextlib
+import types
 from typing import Any
 
 import jax
@@ -64,3 +65,25 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr without its constants; before jax 0.11 a class of its own."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def raw_frames(traceback: Any) -> list[tuple[types.CodeType, int]]:
+    """Code and instruction of each frame of an equation's traceback, innermost first.
+
+    Empty where this version of JAX does not say.
+    """
+    found = getattr(traceback, "raw_frames", None)
+    return list(zip(*found(), strict=True)) if found else []
+
+
+def shard_map_axes(params: dict[str, Any]) -> tuple[str, ...]:
+    """The mesh axes over which a shard_map equation splits its program."""
+    for name in ("newly_manual_axes", "manual_axes"):
+        if name in params:
+            return tuple(params[name])
+    return tuple(params["mesh"].axis_names)

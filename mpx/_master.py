@@ -33,16 +33,7 @@ from ._jax_compat import (
     scan_counts,
     scan_options,
 )
-from ._jaxpr import is_plain_jit
-
-# The derivative of each is data movement, or a sum that then runs in full precision.
-_MOVES = frozenset(
-    {
-        "broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "gather",
-        "reshape", "rev", "slice", "squeeze", "transpose",
-    }
-)  # fmt: skip
-
+from ._jaxpr import MOVES, is_plain_jit
 
 # Stands for a leaf that is no weight; not None, which is no leaf at all.
 NO_MASTER = object()
@@ -158,7 +149,8 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 def _emit_use(equation: Any, operands: list[Any]) -> list[Any]:
     name = equation.primitive.name
-    if name in _MOVES and not any(isinstance(x, Pair) for x in operands[1:]):
+    # Their derivatives are data movement, or a sum that then runs in full precision.
+    if name in MOVES and not any(isinstance(x, Pair) for x in operands[1:]):
         first, rest = operands[0], operands[1:]
         (half,) = bind_equation(equation, first.half, *rest)
         (master,) = bind_equation(equation, first.master, *rest)

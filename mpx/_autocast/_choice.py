@@ -115,21 +115,17 @@ def _asks_for_precision(precision: Any) -> bool:
         return False
     if not isinstance(precision, tuple):
         return True  # an algorithm, which belongs to certain dtypes
-    default = jax.config.jax_default_matmul_precision
-    if default is not None and any(
-        p == jax.lax.Precision(default) if _is_precision(default) else True
-        for p in precision
-    ):
+    # Set for the whole program by `jax.default_matmul_precision`, it says nothing of
+    # this product.
+    config: Any = jax.config
+    default = config.jax_default_matmul_precision
+    if default in _HIGHEST:
         return False
     return any(p is jax.lax.Precision.HIGHEST for p in precision)
 
 
-def _is_precision(name: Any) -> bool:
-    try:
-        jax.lax.Precision(name)
-    except ValueError:
-        return False
-    return True
+# JAX's names for it.
+_HIGHEST = ("highest", "float32", "fp32")
 
 
 def _choose_elementwise(

@@ -19,6 +19,7 @@ from jax.extend import core
 
 from .._jax_compat import bind_equation, scan_counts, scan_options
 from ._interpreter import Rewrite, evaluate
+from ._notes import CARRY, noted_cast
 from ._plan import PROGRAMS, Wish, carry_wishes, open_jaxpr
 from ._settings import Place, Run
 from ._values import FULL, Colour, Facts, Value, computed, is_castable
@@ -183,7 +184,8 @@ def rewrite_shard_map(
 
 def _strong(value: Value, aval: Any) -> Any:
     """An array in the dtype that a loop declares for what it carries."""
-    array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
+    with noted_cast(CARRY):
+        array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
     if getattr(jax.typeof(array), "weak_type", False):
         return jax.lax.convert_element_type(array, array.dtype)
     return array

@@ -16,6 +16,7 @@ from .._jax_compat import bind_equation, equation_context, scope_names
 from ._choice import Choice, choose, is_join_of_declared
 from ._classes import PrimitiveClass, class_of
 from ._decisions import CastMade, Decision, Precision, Reason
+from ._notes import noted
 from ._plan import MOVES, Plan, Wish, plan
 from ._settings import Place, Run
 from ._values import (
@@ -90,17 +91,19 @@ def _emit(
         _record(run, place, index, equation, choice, operands, (), results)
         return results
     if name == "convert_element_type":
-        return _emit_convert(run, place, index, equation, operands)
+        with noted(name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
+            return _emit_convert(run, place, index, equation, operands)
     if name in MOVES:
-        return _emit_move(run, place, index, equation, operands)
+        with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
+            return _emit_move(run, place, index, equation, operands)
     if is_join_of_declared(equation, operands):
         choice = Choice(class_of(name, run.settings.dtype), Reason.MOVES)
-        arrays = _declared_arrays(equation, operands)
+        with noted(name, choice):
+            arrays = _declared_arrays(equation, operands)
+            bound = bind_equation(equation, *arrays)
         results = [
             Value(x, Facts(Colour.DECLARED)) if is_castable(v.aval) else computed(x)
-            for x, v in zip(
-                bind_equation(equation, *arrays), equation.outvars, strict=True
-            )
+            for x, v in zip(bound, equation.outvars, strict=True)
         ]
         _record(run, place, index, equation, choice, operands, (), results)
         return results
@@ -108,7 +111,8 @@ def _emit(
     for one in wishes:
         wish |= one
     choice = choose(run, equation, operands, wish)
-    return emit_as(run, place, index, equation, operands, choice)
+    with noted(name, choice):
+        return emit_as(run, place, index, equation, operands, choice)
 
 
 def emit_as(

@@ -199,7 +199,13 @@ def _operand_wishes(
         if is_residual and wanted is Wish.FULL:
             return (Wish.ANY,) * count
         return (wanted,) * count
-    return (Wish.FULL,) * count
+    if kind is PrimitiveClass.FULL:
+        return (Wish.FULL,) * count
+    # Opaque: declared dtypes.
+    return tuple(
+        wish_for(a.aval.dtype) if is_castable(a.aval) else Wish.ANY
+        for a in equation.invars
+    )
 
 
 def _scan_wishes(run: Run, equation: Any, declared: Any, outputs: Any) -> Any:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._cast import cast_of_inputs
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._nnx_graph import call_with_objects, has_nnx_objects
@@ -17,6 +18,7 @@ from .._typing import DTypeLike
 from . import _control_flow, _custom_rules
 from ._decisions import Decision
 from ._interpreter import evaluate
+from ._notes import RESULT, noted_cast
 from ._plan import Wish, wish_for
 from ._settings import Place, Run, Settings
 from ._values import Value, declared, is_castable
@@ -91,22 +93,55 @@ def autocast(
     if not callable(func):
         raise TypeError(f"{call} needs a function; got {describe(func)}.")
     settings = Settings(dtype=_half(dtype, call))
-    if not enabled:
-        return func
+    return _wrapped(func, settings) if enabled else func
 
+
+def _wrapped(func: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _refuse_cast_inputs()
         return call_autocast(Run(settings, _REWRITES), func, args, kwargs)
 
     if isinstance(func, eqx.Module):
         # JAX would print the whole layer with all its fields in its messages.
         del wrapper.__wrapped__
     setattr(wrapper, _MARK, settings)
+    setattr(wrapper, _INSIDE, func)
     return wrapper
+
+
+def _refuse_cast_inputs() -> None:
+    """Raises where a gradient function has cast what autocast is about to cast."""
+    cast = cast_of_inputs()
+    if cast is None:
+        return
+    call, dtype = cast
+    raise ValueError(
+        f"A function made by `mpx.autocast` needs inputs as they are; {call} has cast "
+        f"them to {dtype.name}, because it could not see that the function, hidden in "
+        f"a lambda perhaps, casts on its own. Give the autocast function itself to "
+        f"{call}, put `mpx.autocast` around the outermost function, or switch the cast "
+        'of inputs off: `policy="full"`.'
+    )
 
 
 # The attribute by which a function is known to be one that autocast made.
 _MARK = "__mpx_autocast__"
+# The attribute under which it has what it was made of.
+_INSIDE = "__mpx_inside__"
+
+
+def unwrapped(
+    func: Callable[..., Any],
+) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """What autocast wrapped, and how to wrap it again; other functions as they are.
+
+    For those who look into a callable PyTree: its arrays are not in the wrapper's.
+    """
+    if not hasattr(func, _MARK) or not hasattr(func, _INSIDE):
+        return func, lambda same: same
+    settings = getattr(func, _MARK)
+    return getattr(func, _INSIDE), lambda new: _wrapped(new, settings)
 
 
 def _dtype_name(value: Any) -> str | None:
@@ -136,7 +171,8 @@ def settings_of(func: Any) -> Settings | None:
         settings = getattr(func, _MARK, None)
         if settings is not None:
             return settings
-        func = getattr(func, "__wrapped__", None)
+        is_partial = isinstance(func, functools.partial | eqx.Partial)
+        func = func.func if is_partial else getattr(func, "__wrapped__", None)
     return None
 
 
@@ -206,12 +242,12 @@ def call_autocast(
         wish_for(aval.dtype) if is_castable(aval) else Wish.ANY for aval in avals
     )
     results = evaluate(run, Place(), closed.jaxpr, closed.consts, values, wishes)
-    arrays = iter(
-        [
+    with noted_cast(RESULT):
+        cast = [
             jnp.asarray(v.cast(aval.dtype)[0] if is_castable(aval) else v.array)
             for v, aval in zip(results, avals, strict=True)
         ]
-    )
+    arrays = iter(cast)
     out_tree, rest = found
     return jax.tree.unflatten(
         out_tree, [next(arrays) if x is _ARRAY else x for x in rest]

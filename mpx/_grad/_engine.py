@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._cast import cast_leaf
+from .._cast import cast_leaf, casting_inputs
 from .._dtypes import full_precision_of
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling
@@ -80,10 +80,11 @@ def scaled_value_and_grad(
         full = list(args)
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
-        if problem.accumulate_dtype is None:
-            result = func(*full, **kwargs)
-        else:
-            result = _call_with_masters(problem, full, kwargs)
+        with casting_inputs(problem.call, problem.compute):
+            if problem.accumulate_dtype is None:
+                result = func(*full, **kwargs)
+            else:
+                result = _call_with_masters(problem, full, kwargs)
         loss, aux = _loss_and_aux(problem, result)
         return scaling.scale(loss), (loss, aux)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast._transform import settings_of
+from .._autocast import settings_of
 from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
@@ -53,7 +53,8 @@ def filter_grad(
 
     with respect to the floating arrays in the first argument but those of 8 bits and
     fewer. Float leaves of all arguments are cast to half precision inside of the
-    differentiated function.
+    differentiated function. Not so for a function that `mpx.autocast` made, which casts
+    on its own: there $\operatorname{half}$ is the identity.
 
     Args:
         func: `func(model, *args, **kwargs)` returns a scalar loss, or `(loss, aux)`.
@@ -322,12 +323,14 @@ def _problem_builder(
     summed = options.accumulate_dtype
     if summed is not None:
         summed = float_dtype(summed, f"`accumulate_dtype` of {call}")
+    is_autocast = settings_of(func) is not None
+    if is_autocast:
+        _refuse_casts(options, call)
 
     def build(count: int) -> Problem:
         """The problem for a call with `count` positional arguments."""
         compute = None
-        # An autocast function casts where it needs to, and not its inputs.
-        if options.mixed and settings_of(func) is None:
+        if options.mixed and not is_autocast:
             compute = (
                 half_precision_datatype() if policy is None else policy.compute_dtype
             )
@@ -344,6 +347,17 @@ def _problem_builder(
         )
 
     return build
+
+
+def _refuse_casts(options: _Options, call: str) -> None:
+    """Raises for options that say how inputs are cast, where none are."""
+    for name in ("policy", "keep"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"`{name}` of {call} says how inputs are cast, but the function was "
+                "made by `mpx.autocast`, which casts inside of the function. Leave "
+                f"`{name}` out; what runs where is said to `mpx.autocast`."
+            )
 
 
 def _positions(argnums: Any, call: str) -> tuple[int, ...]:

@@ -1,0 +1,78 @@
+"""Notes on the equations that autocast emits: what was decided, and why.
+
+While somebody takes notes, each emitted equation stands in a named scope of its own,
+whose text says what was decided. So the decision is found in the finished program, on
+every equation that came of it: also in what autodiff made of it, in the bodies of
+loops, and in programs that `jax.jit` had traced before. Nobody pays for notes that
+nobody takes, and a program that was traced without them is traced anew.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from ._choice import Choice
+
+_taking = jax.make_user_context(default_value=False)
+
+_START, _SEPARATOR = "mpx:", "!"
+
+RESULT = "a result keeps its declared dtype"
+CARRY = "what a loop carries keeps its declared dtype"
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """What was decided for the equation that another one was emitted for.
+
+    Attributes:
+        primitive: The primitive of the equation as it was written.
+        kind: The class of the primitive: `half`, `full`, ...
+        precision: What was chosen: `half`, `full` or `declared`.
+        reason: Why, in words.
+        rule: The rule of the user's that was applied; "" if none was.
+    """
+
+    primitive: str
+    kind: str
+    precision: str
+    reason: str
+    rule: str = ""
+
+
+@contextlib.contextmanager
+def taking_notes() -> Iterator[None]:
+    """In this thread, autocast writes notes on what it emits."""
+    with _taking(True):
+        yield
+
+
+def noted(primitive: str, choice: Choice) -> contextlib.AbstractContextManager[None]:
+    """What is emitted inside was decided so."""
+    if not _taking.value:
+        return contextlib.nullcontext()
+    kind = "unknown" if choice.kind is None else choice.kind.value
+    return _write(Note(primitive, kind, choice.precision.value, choice.reason.value))
+
+
+def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:
+    """What is emitted inside casts back to a dtype that the program declares."""
+    if not _taking.value:
+        return contextlib.nullcontext()
+    return _write(Note("convert_element_type", "convert", "declared", reason))
+
+
+def _write(note: Note) -> contextlib.AbstractContextManager[None]:
+    return jax.named_scope(_START + _SEPARATOR.join(dataclasses.astuple(note)))
+
+
+def is_note(scope: str) -> bool:
+    """Whether the name of a scope is a note."""
+    return scope.startswith(_START) and scope.count(_SEPARATOR) == 4
+
+
+def read_note(scope: str) -> Note:
+    """The note that the name of a scope is."""
+    return Note(*scope.removeprefix(_START).split(_SEPARATOR))

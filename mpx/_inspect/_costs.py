@@ -1,0 +1,365 @@
+r"""What an operation costs: FLOPs and bytes, counted from shapes.
+
+FLOPs are floating-point operations of the program as it is written:
+
+| operation | FLOPs |
+|---|---|
+| `dot_general` and relatives | $2 \cdot \text{size(result)} \cdot K$, with $K$ the length of the sum |
+| `conv_general_dilated` | 2 for each weight that meets an element of the input; padding and holes are none |
+| elementwise, also `exp`, comparisons and selects | 1 per element |
+| reductions | 1 per element, less 1 per result |
+| cumulative operations, scatters, collectives that add | 1 per element |
+| windows | 1 per element of the window, less 1, per result |
+| sorts | $n \lceil \log_2 n \rceil$ |
+| FFT | $5 n \log_2 n$ per transform, half of it for real input |
+| `cholesky`, `lu`, `geqrf`, `qr`, `triangular_solve` | Golub and Van Loan, Matrix Computations, 4th edition |
+| casts, data movement, integers, random bits | 0 |
+
+Complex numbers count 4 times in products and twice elsewhere. What is in no table is
+not counted, and reports say so. XLA counts likewise, but counts casts and integers, too,
+and puts transcendental functions on an account of their own.
+
+Bytes are what an operation reads and writes if nothing is fused: an upper bound, which
+shows where traffic can come from. Changes of shape move nothing; slices and gathers
+read what they take, updates in place write what they change.
+"""  # noqa: E501
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from .._jax_compat import open_jaxpr
+
+_ELEMENTWISE = """
+acos acosh asin asinh atan atan2 atanh cos cosh sin sinh tan tanh
+exp exp2 expm1 log log1p logistic pow integer_pow square sqrt rsqrt cbrt
+bessel_i0e bessel_i1e digamma erf erfc erf_inv igamma igamma_grad_a igammac lgamma
+polygamma random_gamma random_gamma_grad regularized_incomplete_beta zeta
+abs add add_any ceil clamp div floor max min mul mulhi neg nextafter rem round sign sub
+_copysign eq eq_to ge gt is_finite le le_to lt lt_to ne select_n
+reduce_precision stochastic_round conj
+"""
+
+_MOVEMENT = """
+add_dependency assert_consumed_value bitcast_convert_type broadcast_in_dim broadcast_to
+complex concatenate convert_element_type copy copy_p device_put dynamic_slice
+dynamic_update_slice expand_dims gather imag iota layout_constraint name
+optimization_barrier pad real reshape reshard rev roll scatter shard_alike
+sharding_constraint slice split squeeze stack stop_gradient tie tile transpose unstack
+with_memory_space_constraint zeros_like empty empty2
+all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute
+preduced pvary ragged_all_to_all reduced_vary_cast_p vary_unreduced_cast_p
+and clz not or population_count reduce_and reduce_or reduce_xor shift_left
+shift_right_arithmetic shift_right_logical xor
+axis_index dimension_size iota_2x32_shape dim_as_value
+nonbatchable nondifferentiable_backward nontraceable unvmap_all unvmap_any unvmap_max
+philox2x32 philox4x32 prng_join prng_random_bits prng_seed prng_split random_bits
+random_clone random_fold_in random_seed random_split random_unwrap random_wrap
+rng_bit_generator rng_uniform threefry2x32 threefry4x32
+lu_pivots_to_permutation create_token after_all platform_index
+debug_callback debug_print inspect_sharding print_layout
+"""
+
+_REDUCTIONS = "argmax argmin reduce_max reduce_min reduce_prod reduce_sum reduce"
+
+_PER_OPERAND_ELEMENT = """
+cumlogsumexp cummax cummin cumprod cumsum
+pmax pmin psum psum2 psum_invariant reduce_scatter unreduced_psum
+unreduced_reduce_scatter approx_top_k top_k
+"""
+
+_SCATTERS = "scatter-add scatter-max scatter-min scatter-mul scatter-sub"
+
+_WINDOWS = "reduce_window reduce_window_max reduce_window_min reduce_window_sum"
+
+# Nothing is read or written: the same values under another shape, name or mark.
+_NO_TRAFFIC = frozenset(
+    """
+    expand_dims reshape squeeze stop_gradient optimization_barrier name pvary
+    sharding_constraint nonbatchable nondifferentiable_backward nontraceable
+    empty empty2
+    """.split()
+)
+_READ_A_PART = frozenset({"dynamic_slice", "gather", "slice"})
+_WRITE_A_PART = frozenset({"dynamic_update_slice", "scatter", *_SCATTERS.split()})
+
+
+def bits_of(dtype: Any) -> int:
+    """The size of one number of a dtype in memory."""
+    for info in (ml_dtypes.finfo, ml_dtypes.iinfo):
+        try:
+            return int(info(dtype).bits)
+        except ValueError:
+            continue
+    return 8 * dtype.itemsize
+
+
+def bytes_of(aval: Any) -> int:
+    """The bytes of an array of a type; 0 for tokens and whatever is no array."""
+    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+        return 0
+    return math.ceil(math.prod(aval.shape) * bits_of(aval.dtype) / 8)
+
+
+def bytes_moved(equation: Any) -> int:
+    """The bytes that an equation reads and writes when it runs once."""
+    name = equation.primitive.name
+    if name in _NO_TRAFFIC:
+        return 0
+    operands = [v.aval for v in equation.invars]
+    writes = sum(bytes_of(v.aval) for v in equation.outvars)
+    if name in _READ_A_PART:
+        return 2 * writes + sum(map(bytes_of, operands[1:]))
+    if name in _WRITE_A_PART:
+        update = operands[1 if name == "dynamic_update_slice" else 2]
+        return sum(map(bytes_of, operands[1:])) + 2 * bytes_of(update)
+    reads = {id(v): bytes_of(v.aval) for v in equation.invars}  # x * x reads x once
+    return sum(reads.values()) + writes
+
+
+def flops(equation: Any) -> int | None:
+    """The floating-point operations of an equation that runs once.
+
+    Args:
+        equation: An equation that holds no program, see `mpx._jaxpr.sub_jaxprs`.
+
+    Returns:
+        How many; None if mpx does not know what the primitive computes.
+    """
+    count = _COUNTS.get(equation.primitive.name)
+    return None if count is None else count(equation)
+
+
+def _floats(aval: Any) -> int:
+    """What one operation on an element counts: 0 for integers, 2 for complex."""
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        return 2
+    return int(jnp.issubdtype(aval.dtype, jnp.floating))
+
+
+def _size(aval: Any) -> int:
+    return math.prod(aval.shape)
+
+
+def _elementwise(equation: Any) -> int:
+    result = equation.outvars[0].aval
+    weight = max(_floats(v.aval) for v in (*equation.invars, *equation.outvars))
+    is_product = equation.primitive.name in ("mul", "div", "integer_pow", "square")
+    return _size(result) * (2 * weight if weight == 2 and is_product else weight)
+
+
+def _reduction(equation: Any) -> int:
+    # `reduce` takes pairs of operand and initial value.
+    operand, result = equation.invars[0].aval, equation.outvars[0].aval
+    return (_size(operand) - _size(result)) * _floats(operand)
+
+
+def _per_operand_element(equation: Any) -> int:
+    avals = [v.aval for v in equation.invars]
+    return sum(_size(aval) * _floats(aval) for aval in avals)
+
+
+def _scatter(equation: Any) -> int:
+    updates = equation.invars[2].aval
+    return _size(updates) * _floats(updates)
+
+
+def _window(equation: Any) -> int:
+    result = equation.outvars[0].aval
+    window = math.prod(equation.params["window_dimensions"])
+    return _size(result) * (window - 1) * _floats(result)
+
+
+def _select_and_scatter(equation: Any) -> int:
+    # For each element of the source, the window is searched and one sum is made.
+    source = equation.invars[0].aval
+    window = math.prod(equation.params["window_dimensions"])
+    return _size(source) * window * _floats(source)
+
+
+def _select_and_gather(equation: Any) -> int:
+    result = equation.outvars[0].aval
+    window = math.prod(equation.params["window_dimensions"])
+    return _size(result) * (window - 1) * _floats(result)
+
+
+def _sort(equation: Any) -> int:
+    operand = equation.invars[0].aval
+    length = operand.shape[equation.params["dimension"]]
+    return _size(operand) * max(length - 1, 0).bit_length() * _floats(operand)
+
+
+def _fma(*avals: Any) -> int:
+    """One multiplication and one addition, of real or complex numbers."""
+    return 2 if all(_floats(aval) == 1 for aval in avals) else 8
+
+
+def _dot_general(equation: Any) -> int:
+    lhs, rhs, result = _matrices(equation)
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    if not _floats(result):
+        return 0
+    length = math.prod(lhs.shape[i] for i in contracting)
+    return _fma(lhs, rhs) * _size(result) * length
+
+
+def _ragged_dot(equation: Any) -> int:
+    lhs, rhs, result = _matrices(equation)
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracting, _), _ = numbers.dot_dimension_numbers
+    length = math.prod(lhs.shape[i] for i in contracting)
+    # Where the sum is ragged, each group has a result of its own for a part of it.
+    ragged = set(numbers.lhs_ragged_dimensions) & set(contracting)
+    groups = equation.invars[2].aval.shape[-1] if ragged else 1
+    return _fma(lhs, rhs) * _size(result) // groups * length
+
+
+def _scaled_matmul(equation: Any) -> int:
+    lhs, rhs, result = _matrices(equation)
+    return _fma(lhs, rhs) * _size(result) * lhs.shape[-1]
+
+
+def _matrices(equation: Any) -> tuple[Any, Any, Any]:
+    lhs, rhs = (v.aval for v in equation.invars[:2])
+    return lhs, rhs, equation.outvars[0].aval
+
+
+def _convolution(equation: Any) -> int:
+    params = equation.params
+    lhs, rhs, result = _matrices(equation)
+    if not _floats(result):
+        return 0
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    meetings = math.prod(
+        _meetings(lhs.shape[i], rhs.shape[k], result.shape[o], *numbers)
+        for i, k, o, *numbers in zip(
+            lhs_spec[2:],
+            rhs_spec[2:],
+            out_spec[2:],
+            params["window_strides"],
+            (low for low, _ in params["padding"]),
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            strict=True,
+        )
+    )
+    batch, features = (result.shape[i] for i in out_spec[:2])
+    return _fma(lhs, rhs) * batch * features * rhs.shape[rhs_spec[1]] * meetings
+
+
+@functools.lru_cache(maxsize=1024)
+def _meetings(
+    size: int,
+    window: int,
+    results: int,
+    stride: int,
+    low: int,
+    lhs_dilation: int,
+    rhs_dilation: int,
+) -> int:
+    """How often, along one axis, a weight meets an element that is really there."""
+    starts = np.arange(results)[:, None] * stride - low
+    places = starts + np.arange(window)[None, :] * rhs_dilation
+    last = (size - 1) * lhs_dilation
+    there = (places >= 0) & (places <= last) & (places % lhs_dilation == 0)
+    return int(there.sum())
+
+
+def _fft(equation: Any) -> int:
+    operand, result = equation.invars[0].aval, equation.outvars[0].aval
+    lengths = equation.params["fft_lengths"]
+    points = math.prod(lengths)
+    batch = _size(operand) // math.prod(operand.shape[-len(lengths) :] or (1,))
+    is_real = _floats(operand) == 1 or _floats(result) == 1
+    whole = 5 * batch * points * math.log2(points) if points else 0
+    return round(whole / 2 if is_real else whole)
+
+
+def _matrix_sizes(equation: Any) -> tuple[int, int, int]:
+    """Batch (complex matrices count as four), rows and columns of the operand."""
+    aval = equation.invars[0].aval
+    *batch, m, n = aval.shape
+    return math.prod(batch) * (4 if _floats(aval) == 2 else 1), m, n
+
+
+def _cholesky(equation: Any) -> int:
+    batch, n, _ = _matrix_sizes(equation)
+    return round(batch * n**3 / 3)
+
+
+def _lu(equation: Any) -> int:
+    batch, m, n = _matrix_sizes(equation)
+    k = min(m, n)
+    return round(batch * (2 * m * n * k - (m + n) * k**2 + 2 * k**3 / 3))
+
+
+def _reflectors(equation: Any) -> int:
+    """QR as reflectors, or the product of such reflectors."""
+    batch, m, n = _matrix_sizes(equation)
+    k = min(m, n)
+    return round(batch * 2 * k**2 * (max(m, n) - k / 3))
+
+
+def _qr(equation: Any) -> int:
+    return 2 * _reflectors(equation)
+
+
+def _triangular_solve(equation: Any) -> int:
+    batch, n, _ = _matrix_sizes(equation)
+    right = equation.invars[1].aval
+    columns = right.shape[-1] if equation.params["left_side"] else right.shape[-2]
+    return batch * n**2 * columns
+
+
+def _pallas(equation: Any) -> int | None:
+    """What the kernel's author says, or else what its instructions add up to."""
+    estimate = equation.params.get("cost_estimate")
+    if estimate is not None:
+        return int(estimate.flops)
+    grid = equation.params["grid_mapping"].grid
+    if not all(isinstance(size, int) for size in grid):
+        return None
+    body = open_jaxpr(equation.params["jaxpr"])
+    counts = [flops(e) for e in body.eqns if e.primitive.name not in _KERNEL_ACCESS]
+    if any(count is None for count in counts):
+        return None
+    return math.prod(grid) * sum(count or 0 for count in counts)
+
+
+_KERNEL_ACCESS = frozenset({"get", "swap", "program_id", "num_programs", "multiple_of"})
+
+
+def _nothing(equation: Any) -> int:
+    return 0
+
+
+_COUNTS: dict[str, Callable[[Any], int | None]] = {
+    "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot,
+    "scaled_matmul": _scaled_matmul,
+    "scaled_matmul_wrapper": _scaled_matmul,
+    "conv_general_dilated": _convolution,
+    "select_and_scatter": _select_and_scatter,
+    "select_and_scatter_add": _select_and_scatter,
+    "select_and_gather_add": _select_and_gather,
+    "sort": _sort,
+    "fft": _fft,
+    "cholesky": _cholesky,
+    "lu": _lu,
+    "geqrf": _reflectors,
+    "householder_product": _reflectors,
+    "qr": _qr,
+    "triangular_solve": _triangular_solve,
+    "pallas_call": _pallas,
+    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(_MOVEMENT.split(), _nothing),
+    **dict.fromkeys(_REDUCTIONS.split(), _reduction),
+    **dict.fromkeys(_PER_OPERAND_ELEMENT.split(), _per_operand_element),
+    **dict.fromkeys(_SCATTERS.split(), _scatter),
+    **dict.fromkeys(_WINDOWS.split(), _window),
+}

@@ -1,0 +1,282 @@
+"""`mpx.explain`: every operation of a function, and what it costs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._autocast._classes import PrimitiveClass, class_of
+from .._autocast._notes import Note, is_note, read_note, taking_notes
+from .._autocast._transform import autocast, unwrapped
+from .._errors import describe, listing
+from .._jaxpr import Visit, walk
+from .._typing import DTypeLike
+from ._costs import bytes_moved, flops
+from ._facts import (
+    Fact,
+    Facts,
+    Origin,
+    OriginKind,
+    is_float_cast,
+    promotion,
+)
+from ._report import HALF, Operation, Report, totals_of
+from ._residuals import residual_bytes
+from ._source_text import function_path, line_text, phase, scope_path, stack_text
+from ._trace import Traced, trace, trace_gradient
+
+
+def explain(
+    func: Callable[..., Any], dtype: DTypeLike | None = None, **options: Any
+) -> Callable[..., Report]:
+    """Makes a function that reports every operation of `func` instead of running it.
+
+    Any JAX function will do: with jit, scans, gradients, a whole training step. It is
+    traced with the arguments that you give, arrays or `jax.ShapeDtypeStruct`s, and
+    never runs.
+
+    Weights are the arrays of `func` where it is a callable PyTree such as an Equinox
+    module, and of the first argument else; operations that use one name its path.
+
+    Of functions that `mpx.autocast` made, wherever they are called inside of `func`,
+    the report says what autocast decided and why. Of everything else it says where the
+    dtypes come from.
+
+    Args:
+        func: The function.
+        dtype: Short for `mpx.explain(mpx.autocast(func, dtype, **options))`; None for
+            `func` as it is.
+        **options: As in `mpx.autocast`; only together with `dtype`.
+
+    Returns:
+        A function of the same arguments that returns a `mpx.Report`.
+
+    Raises:
+        TypeError: `func` cannot be called, options of autocast came without `dtype`,
+            or the report was asked for inside of a function that JAX is tracing.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> def loss(w, x):
+        ...     return jnp.sum(jnp.sin(x @ w))
+        >>> w = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+        >>> x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+        >>> report = mpx.explain(jax.grad(loss))(w, x)
+        >>> [o.flops for o in report.operations if o.primitive == "dot_general"]
+        [1024, 1024]
+        >>> report.totals.residual_bytes  # cos(x @ w)
+        128
+    """
+    if not callable(func):
+        raise TypeError(
+            "`mpx.explain(func)` needs a function or a callable PyTree as `func`; got "
+            f"{describe(func)}. Give the arguments to what it returns: "
+            "`mpx.explain(func)(*args)`."
+        )
+    if dtype is not None:
+        return explain(autocast(func, dtype, **options))
+    if options:
+        raise TypeError(
+            "`mpx.explain(func, dtype, **options)` passes options on to "
+            f"`mpx.autocast`; got {listing(options)} without `dtype`. Name the dtype, "
+            "or explain a function that `mpx.autocast` made."
+        )
+    inside, wrap = unwrapped(func)
+
+    def report(*args: Any, **kwargs: Any) -> Report:
+        with taking_notes():
+            traced = trace(inside, args, kwargs, wrap)
+            operations = _operations(traced)
+            return Report(
+                name=_name(inside),
+                operations=operations,
+                totals=totals_of(operations, *_residuals(traced)),
+            )
+
+    return report
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", None) or type(func).__name__
+
+
+def _residuals(traced: Traced) -> tuple[int | None, str]:
+    """The residual bytes, and how they were counted."""
+    own = residual_bytes(traced.jaxpr)
+    if own is not None:
+        return own, "made in the forward pass and read in the backward pass"
+    try:
+        gradient = trace_gradient(traced)
+    # Whatever can go wrong in differentiating the code of others.
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0][:120]
+        return None, f"not differentiable: {type(error).__name__}: {first}"
+    what = "the weights" if any(traced.is_weight) else "the arguments"
+    return (
+        residual_bytes(gradient) or 0,
+        f"what a gradient of {what} would keep for its backward pass",
+    )
+
+
+def _operations(traced: Traced) -> tuple[Operation, ...]:
+    flow = Facts()
+    inputs = [
+        _input_fact(path, is_weight, variable.aval)
+        for path, is_weight, variable in zip(
+            traced.paths, traced.is_weight, traced.jaxpr.jaxpr.invars, strict=True
+        )
+    ]
+    visits = list(walk(traced.jaxpr, inputs, flow))
+    is_mixed = any(_uses_half(visit.equation) for visit in visits)
+    return tuple(
+        _operation(number, visit, flow, is_mixed) for number, visit in enumerate(visits)
+    )
+
+
+def _input_fact(path: str, is_weight: bool, aval: Any) -> Fact:
+    origin = Origin(OriginKind.INPUT, f"`{path}`, which is {aval.dtype}")
+    return Fact((path,) if is_weight else None, origin)
+
+
+def _operation(
+    number: int, visit: Visit[Fact], flow: Facts, is_mixed: bool
+) -> Operation:
+    equation, place = visit.equation, visit.place
+    entries, frames = visit.scopes, visit.frames
+    precision = precision_of(equation)
+    note = _note(visit)
+    rule, reason = _decision(visit, flow, note)
+    count = flops(equation)
+    paths = [p for fact in visit.operands for p in fact.parameters or ()]
+    return Operation(
+        number=number,
+        primitive=equation.primitive.name,
+        scope=scope_path(entries),
+        function=function_path(frames),
+        phase=phase(entries),
+        inside=place.inside,
+        inputs=tuple(_type(v.aval) for v in equation.invars),
+        outputs=tuple(_type(v.aval) for v in equation.outvars),
+        precision=precision,
+        rule=rule,
+        reason=reason,
+        finding=_finding(visit, flow, precision) if is_mixed and note is None else "",
+        executions=place.executions,
+        unknown_loops=place.unknown_loops,
+        flops=None if count is None else count * place.executions,
+        bytes=bytes_moved(equation) * place.executions,
+        is_cast=is_float_cast(equation),
+        parameters=tuple(dict.fromkeys(paths)),
+        source=line_text(frames),
+        stack=stack_text(frames),
+    )
+
+
+def _type(aval: Any) -> str:
+    if hasattr(aval, "shape") and hasattr(aval, "dtype"):
+        return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+    return str(aval)
+
+
+# --- In which precision ------------------------------------------------------------
+
+_BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
+def _is_product(equation: Any) -> bool:
+    return class_of(equation.primitive.name, _BFLOAT16) is PrimitiveClass.HALF
+
+
+def precision_of(equation: Any) -> str:
+    """The dtype that an equation is computed in.
+
+    That of its operands for matrix products and convolutions, `mixed` where they
+    differ. Else that of its first floating result, or operand, or result.
+    """
+    operands = [v.aval.dtype for v in equation.invars if hasattr(v.aval, "dtype")]
+    results = [v.aval.dtype for v in equation.outvars if hasattr(v.aval, "dtype")]
+    numbers = [d for d in operands if jnp.issubdtype(d, jnp.inexact)]
+    if _is_product(equation) and numbers:
+        return str(numbers[0]) if len({*numbers[:2]}) == 1 else "mixed"
+    found = [d for d in results if jnp.issubdtype(d, jnp.inexact)] or numbers or results
+    return str(found[0]) if found else ""
+
+
+def _uses_half(equation: Any) -> bool:
+    return any(
+        str(getattr(v.aval, "dtype", "")) in HALF
+        for v in (*equation.invars, *equation.outvars)
+    )
+
+
+# --- Why -----------------------------------------------------------------------------
+
+
+def _note(visit: Visit[Fact]) -> Note | None:
+    """What autocast noted on an operation; the last word where several did."""
+    notes = [entry.name for entry in visit.scopes if is_note(entry.name)]
+    return read_note(notes[-1]) if notes else None
+
+
+def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, str]:
+    """The rule that decided the precision of an operation, and the reason."""
+    if note is None:
+        return "as written", _reason(visit, flow)
+    equation = visit.equation
+    rule = note.rule or note.kind
+    name = equation.primitive.name
+    if is_float_cast(equation) and note.primitive != name:
+        return "cast", f"for {note.primitive}: {note.reason}"
+    if phase(visit.scopes) == "backward":
+        return rule, f"derivative of {note.primitive}: {note.reason}"
+    return rule, note.reason
+
+
+def _reason(visit: Visit[Fact], flow: Facts) -> str:
+    equation, facts = visit.equation, visit.operands
+    if is_float_cast(equation):
+        if id(equation) in flow.promotions:
+            return "nobody wrote this cast: the other operand is wider"
+        return "the program asks for it"
+    promoted = promotion(equation, facts)
+    if promoted is not None:
+        cause = promoted.cause
+        if cause.kind is OriginKind.PROMOTION:
+            return cause.text
+        return f"{promoted.cast.source} promoted by {cause.text}"
+    origins = _origins(equation, facts)
+    if not origins:
+        return ""
+    texts = list(dict.fromkeys(origin.text for origin in origins))
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
+
+
+def _origins(equation: Any, facts: Sequence[Fact]) -> list[Origin]:
+    """Where the dtypes of the floating operands come from; constants if no other."""
+    found = [
+        fact.origin
+        for fact, variable in zip(facts, equation.invars, strict=True)
+        if jnp.issubdtype(getattr(variable.aval, "dtype", bool), jnp.inexact)
+    ]
+    strong = [origin for origin in found if origin.kind is not OriginKind.CONSTANT]
+    return strong or found
+
+
+def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
+    """What looks like an accident in a program that uses half precision."""
+    equation, facts = visit.equation, visit.operands
+    if promotion(equation, facts) is not None and phase(visit.scopes) == "forward":
+        return "half precision promoted"
+    if id(equation) in flow.promotions:
+        return ""  # said of the operation that it was made for
+    if _is_product(equation) and precision in ("float32", "float64", "mixed"):
+        dtypes = dict.fromkeys(str(v.aval.dtype) for v in equation.invars[:2])
+        return f"matrix product in {' by '.join(dtypes)}"
+    if precision not in HALF:
+        return ""
+    kind = class_of(equation.primitive.name, jnp.dtype(precision))
+    # Sums of one number happen where axes of length 1 are dropped.
+    if kind is PrimitiveClass.FULL and flops(equation):
+        return f"{equation.primitive.name} in {precision}"
+    return ""

@@ -1,0 +1,195 @@
+"""What is known of a value: which weights it is, and where its dtype comes from.
+
+The *origin* of a value is the place that gave it its floating dtype: an input, a
+constant, a cast, a *promotion* (a cast that nobody wrote: half precision met float32 in
+one expression, and JAX cast it), or an operation that makes numbers. An operation hands
+on the origin of the operand that its dtype comes from. So one can say of a float32
+matrix product in half-precision code which line made it float32.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._jaxpr import MOVES, Flow
+from .._source import Span, source_frames, source_span
+from ._report import HALF
+from ._source_text import line_text
+
+# A gather takes rows by their numbers: what it gives is data, not a weight.
+_WEIGHT_MOVES = MOVES - {"gather"}
+
+
+class OriginKind(enum.Enum):
+    """What gave a value its dtype."""
+
+    INPUT = "input"
+    CONSTANT = "constant"
+    CAST = "cast"
+    PROMOTION = "promotion"
+    OPERATION = "operation"
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Why a value has the dtype that it has."""
+
+    kind: OriginKind
+    text: str
+    span: Span | None = None
+    """Of a cast: the expression that it is in."""
+    source: str = ""
+    """Of a cast: the dtype that it casts from."""
+    equation: int = 0
+    """Of a cast: the identity of its equation."""
+    is_fresh: bool = False
+    """Of a cast: whether nothing but movement of data is between it and the value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What is known of a value."""
+
+    parameters: tuple[str, ...] | None
+    """The paths of the weights that it is or was made of, () for constants, and None
+    where other data was mixed in."""
+    origin: Origin
+
+
+CONSTANT = Fact((), Origin(OriginKind.CONSTANT, "a constant"))
+
+
+class Facts(Flow[Fact]):
+    """How facts travel. `promotions` collects the casts that nobody wrote."""
+
+    def __init__(self) -> None:
+        """Starts without promotions."""
+        self.promotions: set[int] = set()
+
+    def constant(self, value: Any) -> Fact:
+        """A constant is no weight, and no data either."""
+        return CONSTANT
+
+    def join(self, a: Fact, b: Fact) -> Fact:
+        """Data if one of them is; the origin is that of the first."""
+        if a.parameters is None or b.parameters is None:
+            parameters = None
+        else:
+            parameters = _union([a.parameters, b.parameters])
+        return Fact(parameters, a.origin)
+
+    def transfer(self, equation: Any, facts: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts of the results of an operation."""
+        parameters = _parameters(equation, facts)
+        promoted = promotion(equation, facts)
+        if promoted is not None:
+            self.promotions.add(promoted.cast.equation)
+        return [
+            Fact(parameters, _origin(equation, facts, promoted, v.aval))
+            for v in equation.outvars
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Promotion:
+    """An operand was cast because another one has a wider dtype."""
+
+    cast: Origin
+    cause: Origin
+
+
+def promotion(equation: Any, facts: Sequence[Fact]) -> Promotion | None:
+    """The cast that nobody wrote before an operation, if there is one.
+
+    It is a cast from half precision that stands in the same expression as the
+    operation, and another operand has the wider dtype without such a cast.
+    """
+    fresh = [f.origin for f in facts if f.origin.is_fresh and f.origin.source in HALF]
+    if not fresh or len(facts) < 2:
+        return None
+    span = source_span(equation)
+    casts = [origin for origin in fresh if origin.span == span]
+    if span is None or not casts:
+        return None
+    for fact, variable in zip(facts, equation.invars, strict=True):
+        # Functions of JAX that compute in float32 inside have the span of their call.
+        is_other = fact.origin.span != span
+        # A Python number has no dtype to promote to.
+        is_weak = getattr(variable.aval, "weak_type", False)
+        if is_other and not is_weak and _is_wide(variable.aval):
+            return Promotion(casts[0], fact.origin)
+    return None
+
+
+def is_float_cast(equation: Any) -> bool:
+    """Whether an equation does nothing but change a floating dtype."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    return before != after and _is_float(before) and _is_float(after)
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _is_wide(aval: Any) -> bool:
+    return _is_float(aval.dtype) and aval.dtype.itemsize > 2
+
+
+def _parameters(equation: Any, facts: Sequence[Fact]) -> tuple[str, ...] | None:
+    if equation.primitive.name in _WEIGHT_MOVES:
+        # Where it is moved to or from may depend on data: the n-th layer of a stack.
+        return facts[0].parameters
+    if any(fact.parameters is None for fact in facts):
+        return None
+    return _union([fact.parameters or () for fact in facts])
+
+
+def _union(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(sorted({path for several in paths for path in several}))
+
+
+def _origin(
+    equation: Any, facts: Sequence[Fact], promoted: Promotion | None, aval: Any
+) -> Origin:
+    if is_float_cast(equation):
+        frames = source_frames(equation)
+        before, after = (v.aval.dtype for v in (*equation.invars, *equation.outvars))
+        return Origin(
+            OriginKind.CAST,
+            f"cast to {after}{_at(frames)}",
+            source_span(equation),
+            str(before),
+            id(equation),
+            is_fresh=True,
+        )
+    if promoted is not None:
+        if promoted.cause.kind is OriginKind.PROMOTION:
+            return promoted.cause
+        text = f"promoted{_at(source_frames(equation))} by {promoted.cause.text}"
+        return Origin(OriginKind.PROMOTION, text)
+    dtype = getattr(aval, "dtype", None)
+    same = [
+        fact.origin
+        for fact, variable in zip(facts, equation.invars, strict=True)
+        if getattr(variable.aval, "dtype", None) == dtype
+    ]
+    if equation.primitive.name not in MOVES:
+        same = [dataclasses.replace(origin, is_fresh=False) for origin in same]
+    strong = [origin for origin in same if origin.kind is not OriginKind.CONSTANT]
+    if strong:
+        # A promotion explains more than a weight that happens to be float32, too.
+        promotions = [o for o in strong if o.kind is OriginKind.PROMOTION]
+        return (promotions or strong)[0]
+    if same:
+        return same[0]
+    name = equation.primitive.name
+    return Origin(OriginKind.OPERATION, f"made by {name}{_at(source_frames(equation))}")
+
+
+def _at(frames: Sequence[Any]) -> str:
+    return f" at {line_text(frames)}" if frames else ""

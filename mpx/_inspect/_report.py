@@ -1,0 +1,295 @@
+"""What a report holds: operations, totals, and how they are kept and shown."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_FORMAT = "mpx report"
+_VERSION = 1
+
+HALF = ("bfloat16", "float16")
+"""The dtypes that count as half precision."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a program, as `mpx.explain` found it.
+
+    FLOPs and bytes are those of all its executions together.
+    """
+
+    number: int
+    """Its place in the program, from 0."""
+    primitive: str
+    """The name of the JAX primitive, such as `dot_general`."""
+    scope: str
+    """The named scopes around it, as a path: `encoder/attention`; often empty."""
+    function: str
+    """The functions of the user's code around it, as a path: `loss/Block/Attention`."""
+    phase: str
+    """`forward`, `backward`, or `recompute` for what a checkpoint computes again."""
+    inside: tuple[str, ...]
+    """The equations that hold it: `jit step`, `scan body`, `cond branch 1 of 2`."""
+    inputs: tuple[str, ...]
+    """Type of each operand: `bfloat16[8,16]`."""
+    outputs: tuple[str, ...]
+    """Type of each result."""
+    precision: str
+    """The dtype it is computed in; `mixed` for a product of two dtypes."""
+    rule: str
+    """What decided its precision: `as written`, or the rule of autocast."""
+    reason: str
+    """Why the precision is what it is."""
+    finding: str
+    """What is suspicious about it in a program of mixed precision; often empty."""
+    executions: int
+    """How often it runs: lengths of scans and numbers of devices multiplied."""
+    unknown_loops: int
+    """How many `while` loops around it have a count that only a run can tell; each is
+    counted as one iteration."""
+    flops: int | None
+    """FLOPs of all executions; None where mpx cannot count them."""
+    bytes: int
+    """Bytes read and written in all executions if nothing were fused."""
+    is_cast: bool
+    """Whether it does nothing but change a floating dtype."""
+    parameters: tuple[str, ...]
+    """The paths of the weights among its operands: `blocks[3].fc1.weight`."""
+    source: str
+    """The line of the user's code: `model.py:41`."""
+    stack: tuple[str, ...]
+    """The calls that led to it, the outermost first: `model.py:41 Block.__call__`."""
+
+    @property
+    def where(self) -> str:
+        """The named scopes, or else the functions around it."""
+        return self.scope or self.function
+
+    @property
+    def times(self) -> str:
+        """How often it runs, in words: `7`, or `7 x ?` inside of a `while` loop."""
+        return str(self.executions) + " x ?" * self.unknown_loops
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums over the operations of a report.
+
+    All branches of a `cond` are counted, as if each were taken, and one iteration of
+    a `while` loop.
+    """
+
+    operations: int
+    """How many operations the program has."""
+    executed: int
+    """How many run, scans multiplied."""
+    flops: int
+    """FLOPs of the whole program."""
+    flops_by_precision: dict[str, int]
+    """FLOPs by the dtype that is computed in, the largest first."""
+    half_flops_share: float
+    """The share of FLOPs in float16 and bfloat16, 0 to 1."""
+    low_flops_share: float
+    """The share of FLOPs in formats of 8 bits and fewer."""
+    bytes: int
+    """Bytes read and written if nothing were fused."""
+    casts: int
+    """How many times an array is cast from one floating dtype to another."""
+    cast_bytes: int
+    """Bytes that casts read and write if nothing were fused."""
+    findings: int
+    """How many operations look like accidents."""
+    residual_bytes: int | None
+    """Bytes computed in the forward pass and kept for the backward pass."""
+    residuals: str
+    """How the residual bytes were counted, or why they could not be."""
+    in_branches: int
+    """How many operations are in a branch that may not be taken."""
+    in_unknown_loops: int
+    """How many operations are in loops whose count is not known."""
+    not_counted: tuple[str, ...]
+    """The primitives whose FLOPs mpx cannot count."""
+
+
+def totals_of(
+    operations: Iterable[Operation], residual_bytes: int | None, residuals: str
+) -> Totals:
+    """Sums up operations."""
+    operations = list(operations)
+    flops: dict[str, int] = {}
+    for operation in operations:
+        if operation.flops:
+            flops[operation.precision] = (
+                flops.get(operation.precision, 0) + operation.flops
+            )
+    flops = dict(sorted(flops.items(), key=lambda item: -item[1]))
+    total = sum(flops.values())
+    half = sum(count for name, count in flops.items() if name in HALF)
+    low = sum(count for name, count in flops.items() if is_low(name))
+    casts = [operation for operation in operations if operation.is_cast]
+    return Totals(
+        operations=len(operations),
+        executed=sum(operation.executions for operation in operations),
+        flops=total,
+        flops_by_precision=flops,
+        half_flops_share=half / total if total else 0.0,
+        low_flops_share=low / total if total else 0.0,
+        bytes=sum(operation.bytes for operation in operations),
+        casts=sum(operation.executions for operation in casts),
+        cast_bytes=sum(operation.bytes for operation in casts),
+        findings=sum(bool(operation.finding) for operation in operations),
+        residual_bytes=residual_bytes,
+        residuals=residuals,
+        in_branches=sum(_is_in_branch(operation) for operation in operations),
+        in_unknown_loops=sum(o.unknown_loops > 0 for o in operations),
+        not_counted=tuple(sorted({o.primitive for o in operations if o.flops is None})),
+    )
+
+
+def is_low(precision: str) -> bool:
+    """Whether a dtype's name is that of a format of 8 bits or fewer."""
+    return precision.startswith(("float8", "float6", "float4"))
+
+
+def _is_in_branch(operation: Operation) -> bool:
+    return any(place.startswith("cond branch") for place in operation.inside)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """What `mpx.explain` returns: every operation of a program, and totals.
+
+    It prints as a table: the totals, then the operations that cost most, equal ones in
+    one line. `save` writes all of it; a notebook shows the page.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> x = jnp.ones((8, 8), jnp.bfloat16)
+        >>> report = mpx.explain(lambda x: x @ x)(x)
+        >>> report.totals.half_flops_share
+        1.0
+        >>> report.operations[0].inputs
+        ('bfloat16[8,8]', 'bfloat16[8,8]')
+    """
+
+    name: str
+    """The name of the function."""
+    operations: tuple[Operation, ...]
+    """Every operation, in the order of the program."""
+    totals: Totals
+    """Sums over the operations."""
+
+    @property
+    def findings(self) -> tuple[Operation, ...]:
+        """The operations that look like accidents, those of most FLOPs first."""
+        found = [operation for operation in self.operations if operation.finding]
+        return tuple(sorted(found, key=lambda o: -(o.flops or 0)))
+
+    def table(self, limit: int | None = 30) -> str:
+        """The report as text.
+
+        Args:
+            limit: How many lines of operations, those of most FLOPs, to show; None for
+                all, in the order of the program.
+
+        Returns:
+            The totals and the operations, one line each, equal ones together.
+        """
+        from ._table import text
+
+        return text(self, limit)
+
+    def show(self, limit: int | None = 30) -> None:
+        """Prints the report, in colours where rich is installed.
+
+        Args:
+            limit: As in `table`.
+        """
+        from ._table import show
+
+        show(self, limit)
+
+    def to_json(self) -> str:
+        """The report as JSON, which `mpx.Report.from_json` reads."""
+        data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
+        return json.dumps(data, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Report":
+        """Reads what `to_json` wrote.
+
+        Args:
+            text: The JSON.
+
+        Returns:
+            An equal report.
+
+        Raises:
+            ValueError: The text is no report, or one of another version of mpx.
+        """
+        data = json.loads(text)
+        found = (
+            (data.get("format"), data.get("version")) if isinstance(data, dict) else 0
+        )
+        if found != (_FORMAT, _VERSION):
+            raise ValueError(
+                "`mpx.Report.from_json(text)` needs a report that this version of mpx "
+                f"wrote (format {_FORMAT!r}, version {_VERSION}); got {found}. "
+                "Make it anew with `mpx.explain`."
+            )
+        operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
+        return cls(data["name"], operations, _from_dict(Totals, data["totals"]))
+
+    def to_html(self) -> str:
+        """The report as one page of HTML that needs no network."""
+        from ._page import page
+
+        return page(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report to a file: a page, JSON, or the whole table as text.
+
+        Args:
+            path: Ends with `.html`, `.json` or `.txt`.
+
+        Raises:
+            ValueError: It ends with something else.
+        """
+        path = Path(path)
+        writers = {
+            ".html": self.to_html,
+            ".json": self.to_json,
+            ".txt": lambda: self.table(limit=None),
+        }
+        if path.suffix not in writers:
+            raise ValueError(
+                "`path` of `mpx.Report.save(path)` must end with one of "
+                f"{', '.join(writers)}; got {path.name!r}."
+            )
+        path.write_text(writers[path.suffix]() + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        """The totals and the most expensive operations."""
+        return self.table()
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        """What rich prints, with colours."""
+        from ._table import rich_text
+
+        return rich_text(self, 30)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page, in a frame of its own."""
+        from ._page import frame
+
+        return frame(self)
+
+
+def _from_dict(kind: type[Any], entry: dict[str, Any]) -> Any:
+    """Makes a dataclass of what JSON kept; its lists were tuples."""
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})

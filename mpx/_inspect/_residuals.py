@@ -1,0 +1,53 @@
+"""How many bytes autodiff keeps from the forward pass for the backward pass.
+
+Operations of the backward pass are known by the transform `transpose` on their name
+stack. A *residual* is a value that an operation of the forward pass makes and an
+operation of the backward pass reads; each is counted once, inputs and constants of the
+program not at all, as they are there anyway. A scan hands its residuals out stacked,
+so the lengths of scans are in. Of programs one after the other (the micro-batches of an
+accumulation are one program, run again and again) the largest counts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+from .._jax_compat import open_jaxpr
+from .._jaxpr import SubJaxpr, sub_jaxprs
+from .._source import ScopeEntry, scopes
+from ._costs import bytes_of
+from ._source_text import phase
+
+
+def residual_bytes(jaxpr: Any) -> int | None:
+    """The bytes that a program keeps for its backward pass; None if it has none."""
+    found = _crossing(open_jaxpr(jaxpr))
+    return found
+
+
+def _crossing(jaxpr: Any) -> int | None:
+    made: set[Any] = set()
+    kept: set[Any] = set()
+    inside: list[int] = []
+    has_backward = False
+    for equation in jaxpr.eqns:
+        if _is_backward(scopes(equation)):
+            has_backward = True
+            kept |= {v for v in equation.invars if not isinstance(v, core.Literal)}
+        else:
+            made |= set(equation.outvars)
+            inside += _inside(sub_jaxprs(equation))
+    if not has_backward and not inside:
+        return None
+    own = sum(bytes_of(v.aval) for v in made & kept)
+    return own + max(inside, default=0)
+
+
+def _inside(subs: Sequence[SubJaxpr]) -> list[int]:
+    found = [_crossing(sub.jaxpr) for sub in subs]
+    return [count for count in found if count is not None]
+
+
+def _is_backward(entries: Sequence[ScopeEntry]) -> bool:
+    return phase(entries) != "forward"

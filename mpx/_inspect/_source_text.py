@@ -1,0 +1,118 @@
+"""How lines of code, functions and scopes are written in a report."""
+
+import functools
+import os
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from .._autocast._notes import is_note
+from .._source import Frame, ScopeEntry
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_LIBRARIES = tuple(
+    {
+        os.path.realpath(sysconfig.get_path(name)) + os.sep
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+)
+
+# Scopes that a library puts around its own layers say less than the functions do.
+_LIBRARY_SCOPES = ("eqx.nn.",)
+
+
+def line_text(frames: Sequence[Frame]) -> str:
+    """The innermost line that the user wrote: `model.py:41`; "" if none is known."""
+    frames = [frame for frame in frames if not _is_ours(frame)]
+    own = [frame for frame in frames if not _is_library(frame)]
+    innermost = own[-1:] or list(frames[-1:])
+    return "".join(f"{short_path(f.file)}:{f.line}" for f in innermost)
+
+
+def stack_text(frames: Sequence[Frame]) -> tuple[str, ...]:
+    """The calls, the outermost first: `model.py:41 Block.__call__`."""
+    return tuple(
+        f"{short_path(frame.file)}:{frame.line} {frame.function}"
+        for frame in frames
+        if not _is_ours(frame)
+    )
+
+
+def function_path(frames: Sequence[Frame]) -> str:
+    """The functions around an operation as a path: `loss/Model/Attention/Linear`."""
+    names: list[str] = []
+    for frame in frames:
+        name = "" if _is_ours(frame) else _function_name(frame.function)
+        if name and names[-1:] != [name]:
+            names.append(name)
+    return "/".join(names)
+
+
+def scope_path(entries: Iterable[ScopeEntry]) -> str:
+    """The named scopes around an operation as a path."""
+    names = [
+        entry.name
+        for entry in entries
+        if not entry.is_transform
+        and entry.name != RECOMPUTED
+        and not is_note(entry.name)
+        and not entry.name.startswith(_LIBRARY_SCOPES)
+    ]
+    # Derivatives of functions with rules of their own repeat the scopes around them.
+    for length in range(len(names) // 2, 0, -1):
+        start = 0
+        while start + 2 * length <= len(names):
+            middle, end = start + length, start + 2 * length
+            if names[start:middle] == names[middle:end]:
+                del names[middle:end]
+            else:
+                start += 1
+    return "/".join(names)
+
+
+RECOMPUTED = "rematted_computation"
+"""The scope that `jax.checkpoint` puts around what it computes again."""
+
+
+def phase(entries: Sequence[ScopeEntry]) -> str:
+    """Whether an operation is of the forward or the backward pass."""
+    if any(entry.name == RECOMPUTED for entry in entries):
+        return "recompute"
+    if any(entry.is_transform and entry.name == "transpose" for entry in entries):
+        return "backward"
+    return "forward"
+
+
+def short_path(file: str) -> str:
+    """A path without what is particular to this machine."""
+    path = _real_path(file)
+    for start in (*sorted(_LIBRARIES, key=len, reverse=True), os.getcwd() + os.sep):
+        if path.startswith(start):
+            return path.removeprefix(start).removeprefix(f"site-packages{os.sep}")
+    return os.path.basename(path) if os.path.isabs(path) else path
+
+
+@functools.lru_cache(maxsize=4096)
+def _real_path(path: str) -> str:
+    return os.path.realpath(path)
+
+
+def _is_library(frame: Frame) -> bool:
+    path = _real_path(frame.file)
+    return path.startswith((*_LIBRARIES, _PACKAGE)) or "site-packages" in path
+
+
+def _is_ours(frame: Frame) -> bool:
+    """Whether a frame is of mpx itself, whose wrappers are around everything."""
+    return _real_path(frame.file).startswith(_PACKAGE)
+
+
+def _function_name(qualified: str) -> str:
+    """`Block.__call__` is `Block`, `make.<locals>.loss` is `loss`."""
+    name = qualified.rpartition("<locals>.")[2]
+    owner, _, method = name.rpartition(".")
+    if method.startswith("__") and owner:
+        name = owner.rpartition(".")[2]
+    elif method.startswith("<"):  # lambdas, comprehensions, modules
+        return ""
+    return name

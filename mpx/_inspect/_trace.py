@@ -1,0 +1,126 @@
+"""From a call to a jaxpr: which arrays go in, what they are called, and no run."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._errors import describe
+from .._tree import path_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A call as a program."""
+
+    jaxpr: Any
+    paths: tuple[str, ...]
+    """For each input, where it is: `layers[0].weight`, `args[1]['image']`."""
+    is_weight: tuple[bool, ...]
+    """For each input, whether it is a weight."""
+    flat: Callable[..., list[Any]]
+    """The function of the inputs that was traced, giving the arrays of its result."""
+    inputs: tuple[Any, ...]
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf becomes an input of the program."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    # Not numpy's objects, strings and dates.
+    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
+
+
+def trace(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Any,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Traced:
+    """Traces a call with abstract values.
+
+    A function that is itself a tree with arrays, such as an Equinox module, is an input
+    like the others, and then its arrays are the weights. Else those of the first
+    argument are. What is called is `wrap(func)`.
+    """
+    has_own = any(is_array(leaf) for leaf in jax.tree.leaves(func))
+    tree = (func if has_own else None, args, kwargs)
+    leaves, treedef = jax.tree.flatten(tree)
+    places = jax.tree_util.tree_leaves_with_path(tree)
+    _refuse_tracers(leaves)
+
+    inputs = tuple(leaf for leaf in leaves if is_array(leaf))
+    named = [_name(path, has_own) for path, leaf in places if is_array(leaf)]
+
+    def flat(*arrays: Any) -> list[Any]:
+        remaining = iter(arrays)
+        full = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
+        function, args, kwargs = jax.tree.unflatten(treedef, full)
+        result = wrap(function if has_own else func)(*args, **kwargs)
+        return [
+            leaf
+            for leaf in jax.tree.leaves(result)
+            if isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        ]
+
+    jaxpr = jax.make_jaxpr(flat)(*inputs)
+    return Traced(
+        jaxpr,
+        tuple(name for name, _ in named),
+        tuple(is_weight for _, is_weight in named),
+        flat,
+        inputs,
+    )
+
+
+def trace_gradient(traced: Traced) -> Any:
+    """The program that computes the result of a traced call and its gradient.
+
+    Of the weights, or of all inputs where there is no floating weight.
+    """
+    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in traced.inputs]
+    chosen = [f and w for f, w in zip(is_float, traced.is_weight, strict=True)]
+    if not any(chosen):
+        chosen = is_float
+
+    def gradient(*arrays: Any) -> Any:
+        def loss(*weights: Any) -> list[Any]:
+            remaining = iter(weights)
+            full = [
+                next(remaining) if c else x for c, x in zip(chosen, arrays, strict=True)
+            ]
+            results = [jnp.asarray(x) for x in traced.flat(*full)]
+            return [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        weights = [x for x, c in zip(arrays, chosen, strict=True) if c]
+        values, pull_back = jax.vjp(loss, *weights)
+        return values, pull_back([jnp.ones_like(x) for x in values])
+
+    return jax.make_jaxpr(gradient)(*traced.inputs)
+
+
+def _name(path: Any, has_own: bool) -> tuple[str, bool]:
+    """Where an input is, and whether it is a weight."""
+    part, rest = path[0].idx, path[1:]
+    if part == 0:
+        return path_text(rest), True
+    if part == 2:
+        return f"kwargs{jax.tree_util.keystr(rest)}", False
+    if rest[0].idx == 0 and not has_own:
+        return path_text(rest[1:]) or "args[0]", True
+    return f"args{jax.tree_util.keystr(rest)}", False
+
+
+def _refuse_tracers(leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, Tracer):
+            raise TypeError(
+                "`mpx.explain(fn)(*args)` looks at a program from outside, so it needs "
+                f"arrays or `jax.ShapeDtypeStruct`s; got {describe(leaf)} that JAX is "
+                "tracing. Call it outside of `jax.jit`, `jax.grad` and the like; they "
+                "may stand inside of `fn`."
+            )

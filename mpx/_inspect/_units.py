@@ -1,0 +1,58 @@
+"""Numbers and types as a person reads them."""
+
+import math
+import re
+
+_STEPS = ("", "k", "M", "G", "T", "P", "E")
+_NAMES = (
+    (re.compile(r"bfloat(\d+)"), r"bf\1"),
+    (re.compile(r"float8_(\w+)"), r"f8_\1"),
+    (re.compile(r"float(\d+)"), r"f\1"),
+    (re.compile(r"uint(\d+)"), r"u\1"),
+    (re.compile(r"int(\d+)"), r"i\1"),
+    (re.compile(r"complex(\d+)"), r"c\1"),
+)
+
+
+def short_type(text: str) -> str:
+    """`bfloat16[8,16]` as `bf16[8,16]`."""
+    name, bracket, shape = text.partition("[")
+    for pattern, replacement in _NAMES:
+        if pattern.fullmatch(name):
+            return pattern.sub(replacement, name) + bracket + shape
+    return text
+
+
+def flops_text(count: int) -> str:
+    """`1.23 G`, with three digits."""
+    number, unit = _scaled(count)
+    return f"{number} {unit}" if unit else number
+
+
+def bytes_text(count: int) -> str:
+    """`1.23 MB`, with three digits; powers of 1000."""
+    number, unit = _scaled(count)
+    return f"{number} {unit}B"
+
+
+def count_text(count: int) -> str:
+    """`12,345`."""
+    return f"{count:,}"
+
+
+def share_text(share: float) -> str:
+    """`96.4 %`; what is not quite everything is never rounded to it."""
+    if 0.9995 <= share < 1:
+        share = 0.999
+    return f"{100 * share:.1f} %"
+
+
+def _scaled(count: int) -> tuple[str, str]:
+    if count < 1000:
+        return str(count), ""
+    step = min(int(math.log10(count)) // 3, len(_STEPS) - 1)
+    number = count / 1000**step
+    if number >= 999.5 and step < len(_STEPS) - 1:  # 999,999 is 1.00 M
+        step, number = step + 1, number / 1000
+    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{digits}f}", _STEPS[step]

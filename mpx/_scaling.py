@@ -1,0 +1,82 @@
+"""The state of a training step that a function's precision needs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._autocast import settings_of
+from ._errors import describe
+from ._jaxpr import NoFlow, walk
+from ._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScaling
+
+_ARRAYS = jax.Array | np.ndarray | np.generic
+
+
+def init_scaling(
+    func: Callable[..., Any], *args: Any, **kwargs: Any
+) -> AbstractLossScaling:
+    r"""The loss scaling that a function needs, to begin training with.
+
+    Gradients below $2^{-24}$ are zero in float16, so a function that computes anything
+    in float16 gets `DynamicLossScaling()`. bfloat16 has the range of float32 and gets
+    `NoLossScaling()`, as does float32.
+
+    A function that `mpx.autocast` made has said what it computes in. Any other is
+    traced, with the arguments as they are; nothing is computed. What the gradient
+    functions do in the explicit style, casting its inputs, is not part of the function:
+    for that style choose the scaling yourself.
+
+    Args:
+        func: The function that will be differentiated.
+        *args: Its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        A new loss scaling.
+
+    Raises:
+        TypeError: `func` cannot be called.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> loss = mpx.autocast(lambda w, x: jnp.mean(x @ w), jnp.float16)
+        >>> w = jax.ShapeDtypeStruct((4, 2), "float32")
+        >>> x = jax.ShapeDtypeStruct((3, 4), "float32")
+        >>> type(mpx.init_scaling(loss, w, x)).__name__
+        'DynamicLossScaling'
+        >>> type(mpx.init_scaling(mpx.autocast(loss.__wrapped__), w, x)).__name__
+        'NoLossScaling'
+    """
+    if not callable(func):
+        raise TypeError(
+            "`mpx.init_scaling(func, *args)` needs the function that will be "
+            f"differentiated; got {describe(func)}."
+        )
+    settings = settings_of(func)
+    if settings is not None:
+        needs_scaling = settings.dtype == np.float16
+    else:
+        needs_scaling = _computes_in_float16(func, args, kwargs)
+    return DynamicLossScaling() if needs_scaling else NoLossScaling()
+
+
+def _computes_in_float16(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    leaves, treedef = jax.tree.flatten((func, args, kwargs))
+    is_array = [isinstance(x, _ARRAYS | jax.ShapeDtypeStruct) for x in leaves]
+
+    def flat(*arrays: Any) -> list[Any]:
+        given = iter(arrays)
+        full = [next(given) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        func, args, kwargs = jax.tree.unflatten(treedef, full)
+        out = func(*args, **kwargs)
+        return [x for x in jax.tree.leaves(out) if isinstance(x, _ARRAYS)]
+
+    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
+    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    return any(
+        getattr(variable.aval, "dtype", None) == np.float16
+        for visit in walk(jaxpr, [None] * len(arrays), NoFlow())
+        for variable in visit.equation.outvars
+    )

@@ -1,0 +1,80 @@
+"""Where an equation comes from: lines of the user's code, named scopes, transforms."""
+
+import dataclasses
+import re
+from typing import Any
+
+from jax.extend import source_info_util
+
+from ._jax_compat import raw_frames
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One line of the user's code, or of a library other than JAX."""
+
+    file: str
+    line: int
+    column: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):(?P<column>\d+) \((?P<function>.*)\)")
+_ALL_FRAMES = 1000
+
+
+def source_frames(equation: Any) -> tuple[Frame, ...]:
+    """The calls that led to an equation, the outermost first, without JAX's own."""
+    text = source_info_util.summarize(equation.source_info, num_frames=_ALL_FRAMES)
+    found = [_FRAME.fullmatch(line) for line in text.splitlines()]
+    return tuple(
+        Frame(m["file"], int(m["line"]), int(m["column"]), m["function"])
+        for m in found
+        if m is not None
+    )
+
+
+Span = tuple[str, int | None, int | None, int | None, int | None]
+
+
+def source_span(equation: Any) -> Span | None:
+    """File, first and last line and column of the user's expression that made it.
+
+    Two equations of one expression are known by it: `x * scale` makes a cast of `x`
+    and a product with the same span, and the cast in `f(x) * scale` has another one.
+    """
+    frames = source_frames(equation)
+    if not frames:
+        return None
+    innermost = frames[-1]
+    for code, position in raw_frames(equation.source_info.traceback):
+        if code.co_filename != innermost.file:
+            continue
+        line, last, column, end = list(code.co_positions())[position // 2]
+        if (line, column) == (innermost.line, innermost.column):
+            return (innermost.file, line, last, column, end)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopeEntry:
+    """An entry of a name stack: a named scope, or a transform such as `transpose`."""
+
+    name: str
+    is_transform: bool
+
+
+def scopes(equation: Any) -> tuple[ScopeEntry, ...]:
+    """The entries of an equation's own name stack, the outermost first.
+
+    Those of a program inside of an equation are relative to that equation.
+    """
+    stack = equation.source_info.name_stack.stack
+    return tuple(
+        # There is no public name for the two classes of entries.
+        ScopeEntry(entry.name, type(entry).__name__ != "Scope")
+        for entry in stack
+    )

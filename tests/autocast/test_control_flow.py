@@ -1,0 +1,250 @@
+"""Programs within programs: everything inside is cast, and nothing else changes."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import mpx
+from tests.autocast.counting import (
+    count_products,
+    equations,
+    primitives,
+    relative_error,
+)
+
+BF16 = ("bfloat16", "bfloat16")
+
+
+def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+def _shard_map(w: jax.Array, x: jax.Array) -> jax.Array:
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=auto, devices=jax.devices()[:2])
+    spec = PartitionSpec("batch")
+    func = lambda w, x: lax.pmean(layer(w, x).mean(), "batch")  # noqa: E731
+    return jax.shard_map(
+        func, mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=PartitionSpec()
+    )(w, x)
+
+
+PROGRAMS = {
+    "jit": lambda w, x: jax.jit(layer)(w, x),
+    "scan": lambda w, x: lax.scan(lambda c, y: (layer(w, c + y), c), x[0], x)[1],
+    "scan over weights": lambda w, x: lax.scan(
+        lambda c, v: (layer(v, c), None), x, jnp.stack([w, w])
+    )[0],
+    "fori": lambda w, x: lax.fori_loop(0, 3, lambda _, c: layer(w, c), x),
+    "map": lambda w, x: lax.map(lambda row: layer(w, row), x),
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, layer, lambda _, x: x * 2.0, w, x),
+    "switch": lambda w, x: lax.switch(
+        jnp.int32(1), [lambda w, x: x, layer, lambda w, x: jnp.exp(x)], w, x
+    ),
+    "remat": lambda w, x: jax.checkpoint(layer)(w, x),
+    "remat with a policy": lambda w, x: jax.checkpoint(
+        layer, policy=jax.checkpoint_policies.dots_saveable
+    )(w, x),
+    "filter_checkpoint": lambda w, x: eqx.filter_checkpoint(layer)(w, x),
+    "vmap": lambda w, x: jax.vmap(functools.partial(layer, w))(x),
+    "shard_map": _shard_map,
+    "jit in scan in remat in cond": lambda w, x: lax.cond(
+        x[0, 0] > -9,
+        jax.checkpoint(
+            lambda x: lax.scan(lambda c, _: (jax.jit(layer)(w, c), None), x, length=2)[
+                0
+            ]
+        ),
+        lambda x: x,
+        x,
+    ),
+}
+
+
+@pytest.fixture
+def inputs(getkey):
+    return jax.random.normal(getkey(), (8, 8)) / 3, jax.random.normal(getkey(), (4, 8))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_gradients_and_products(inputs, name):
+    def loss(w, x):
+        return jnp.sum(PROGRAMS[name](w, x) ** 2)
+
+    cast = mpx.autocast(loss)
+    expected, expected_grad = jax.value_and_grad(loss)(*inputs)
+    for value, grad in (
+        (cast(*inputs), jax.grad(cast)(*inputs)),
+        jax.jit(jax.value_and_grad(cast))(*inputs),
+        mpx.autocast(jax.value_and_grad(loss))(*inputs),
+    ):
+        assert value.dtype == grad.dtype == jnp.float32
+        assert relative_error(value, expected) < 2e-2
+        assert relative_error(grad, expected_grad) < 2e-2
+    plain = sum(count_products(jax.grad(loss), *inputs).values())
+    assert count_products(jax.grad(cast), *inputs).get(BF16) == plain
+    assert set(count_products(jax.grad(cast), *inputs)) == {BF16}
+
+
+def test_a_while_keeps_the_dtypes_that_it_carries(inputs):
+    w, x = inputs
+
+    def func(w, x):
+        step = lambda c: (c[0] + 1, layer(w, c[1]))  # noqa: E731
+        return lax.while_loop(lambda c: c[0] < 3, step, (0, x))[1]
+
+    assert relative_error(mpx.autocast(func)(w, x), func(w, x)) < 2e-2
+    jaxpr = jax.make_jaxpr(mpx.autocast(func))(w, x)
+    (loop,) = [e for e, _ in equations(jaxpr) if e.primitive.name == "while"]
+    assert [v.aval.dtype.name for v in loop.outvars] == ["int32", "float32"]
+    assert count_products(mpx.autocast(func), w, x) == {BF16: 1}
+
+
+def test_a_composite_stays_one(inputs):
+    func = lambda w, x: lax.composite(layer, "test.layer")(w, x)  # noqa: E731
+    assert relative_error(mpx.autocast(func)(*inputs), func(*inputs)) < 2e-2
+    assert "composite" in primitives(mpx.autocast(func), *inputs)
+    assert count_products(mpx.autocast(func), *inputs) == {BF16: 1}
+
+
+def test_a_jit_keeps_its_name_donation_and_sharding(inputs):
+    w, x = inputs
+    mesh = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2])
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("i"))
+    inner = jax.jit(layer, donate_argnums=1, out_shardings=sharding)
+
+    (equation,) = jax.make_jaxpr(mpx.autocast(lambda w, x: inner(w, x)))(w, x).eqns[:1]
+    assert equation.params["name"] == "layer"
+    assert equation.params["donated_invars"] == (False, True)
+    assert equation.params["out_shardings"] == (sharding,)
+    out = jax.jit(mpx.autocast(inner))(w, x)
+    assert out.sharding.is_equivalent_to(sharding, out.ndim)
+
+
+def test_equal_layers_are_rewritten_once(inputs):
+    w, x = inputs
+    inner = jax.jit(layer)
+
+    def func(w, x):
+        for _ in range(4):
+            x = inner(w, x)
+        return x
+
+    jaxpr = jax.make_jaxpr(mpx.autocast(func))(w, x)
+    layers = [e for e in jaxpr.eqns if e.primitive.name == "jit"]
+    # The first takes an argument, the others what a layer gave; the last one's result
+    # is wanted in float32.
+    assert len(layers) == 4 and len({id(e.params["jaxpr"]) for e in layers}) <= 3
+
+
+def test_a_remat_keeps_its_policy_and_saves_in_half_precision(inputs):
+    w, x = inputs
+    policy = jax.checkpoint_policies.dots_saveable
+    func = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    jaxpr = jax.make_jaxpr(mpx.autocast(lambda w, x: func(w, x)))(w, x)
+    (remat,) = [e for e in jaxpr.eqns if e.primitive.name in ("remat2", "checkpoint")]
+    assert remat.params["policy"] is policy and not remat.params["prevent_cse"]
+
+
+def test_branches_agree_on_their_dtypes(inputs):
+    w, x = inputs
+
+    def func(w, x):
+        y = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.exp(x))
+        z = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) * 2.0)
+        return y @ w, z @ w
+
+    jaxpr = jax.make_jaxpr(mpx.autocast(func))(w, x)
+    first, second = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
+    assert first.outvars[0].aval.dtype == jnp.float32
+    assert second.outvars[0].aval.dtype == jnp.bfloat16
+
+
+def test_what_a_scan_stacks_may_be_half(inputs):
+    w, x = inputs
+
+    def func(w, x):
+        ys = lax.scan(lambda c, row: (c, row @ w), 0, x)[1]
+        return ys @ w
+
+    jaxpr = jax.make_jaxpr(mpx.autocast(func))(w, x)
+    (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    assert scan.outvars[-1].aval.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_ordered_callbacks_see_declared_dtypes_in_order(inputs, outside):
+    w, x = inputs
+    seen: list[Any] = []
+
+    def func(w, x):
+        for i in range(3):
+            x = layer(w, x)
+            jax.debug.callback(
+                lambda x, i=i: seen.append((i, x.dtype.name)), x, ordered=True
+            )
+        return x
+
+    jax.block_until_ready(
+        jax.jit(mpx.autocast(func))(w, x)
+        if outside
+        else mpx.autocast(jax.jit(func))(w, x)
+    )
+    jax.effects_barrier()
+    assert seen == [(0, "float32"), (1, "float32"), (2, "float32")]
+
+
+def test_pure_callbacks_and_pallas_are_opaque(inputs):
+    from jax.experimental import pallas as pl
+
+    w, x = inputs
+
+    def double(ref, out):
+        assert ref.dtype == jnp.float32
+        out[...] = ref[...] * 2.0
+
+    def func(w, x):
+        y = x @ w
+        y = pl.pallas_call(
+            double, out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype), interpret=True
+        )(y)
+        shape = jax.ShapeDtypeStruct(y.shape, np.float32)
+        return jax.pure_callback(lambda a: np.asarray(a) + np.float32(1), shape, y)
+
+    got = jax.jit(mpx.autocast(func))(w, x)
+    assert relative_error(got, func(w, x)) < 1e-2
+
+
+def test_a_mutable_array_keeps_its_dtype(inputs):
+    w, x = inputs
+
+    def func(w, x):
+        ref = jax.new_ref(jnp.zeros((4, 8)))
+        ref[...] = x @ w
+        return ref[...] * 2.0
+
+    assert relative_error(mpx.autocast(func)(w, x), func(w, x)) < 1e-2
+
+
+def test_scopes_and_source_lines_are_kept(inputs):
+    w, x = inputs
+
+    def func(w, x):
+        with jax.named_scope("outer"):
+            return jax.jit(named)(w, x)
+
+    def named(w, x):
+        with jax.named_scope("inner"):
+            return x @ w
+
+    text = jax.jit(mpx.autocast(func)).lower(w, x).as_text(debug_info=True)
+    assert "jit(func)/outer/jit(named)" in text
+    assert "inner/dot_general" in text
+    assert "test_control_flow.py" in text

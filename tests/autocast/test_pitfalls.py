@@ -1,0 +1,191 @@
+"""What goes wrong in mixed precision, each as a program that would show it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from tests.autocast.counting import count_products, primitives, relative_error
+
+HALF = [jnp.float16, jnp.bfloat16]
+half_dtypes = pytest.mark.parametrize("dtype", HALF, ids=["float16", "bfloat16"])
+
+
+@half_dtypes
+@pytest.mark.parametrize("fill", [float(jnp.finfo(jnp.float32).min), -1e9])
+def test_a_fully_masked_softmax_is_uniform(getkey, dtype, fill):
+    q = jax.random.normal(getkey(), (4, 8))
+
+    def attend(q):
+        scores = jnp.where(jnp.zeros((4, 4), bool), q @ q.T, fill)
+        return jax.nn.softmax(scores) @ q
+
+    got = mpx.autocast(attend, dtype)(q)
+    assert relative_error(got, attend(q)) < 1e-2
+
+
+@half_dtypes
+@pytest.mark.parametrize("small", [1e-8, 1e-6])
+def test_a_small_constant_is_not_lost(getkey, dtype, small):
+    x = jax.random.normal(getkey(), (4, 8)) * 1e-6
+    divide = lambda x: 1.0 / (jnp.abs(x @ jnp.zeros((8, 4))) + small)  # noqa: E731
+    got = mpx.autocast(divide, dtype)(x)
+    assert relative_error(got, divide(x)) < 1e-6
+
+
+@half_dtypes
+def test_no_product_mixes_dtypes_on_the_way_back(getkey, dtype):
+    w = jax.random.normal(getkey(), (8, 8))
+    x = jax.random.normal(getkey(), (4, 8))
+
+    def loss(w, x):
+        logits = jnp.matmul(x @ w, w, preferred_element_type=jnp.float32)
+        return -jnp.mean(jax.nn.log_softmax(logits))
+
+    counts = count_products(jax.grad(mpx.autocast(loss, dtype)), w, x)
+    name = jnp.dtype(dtype).name
+    assert counts == {(name, name): 6 - 1}  # the input's gradient is not asked for
+
+
+def test_a_weight_held_over_a_scan_sums_its_gradients_in_float32(getkey):
+    w = jax.random.normal(getkey(), (8,))
+    xs = jax.random.normal(getkey(), (4096, 8))
+
+    def loss(w, xs):
+        add = lambda total, x: (total + jnp.tanh(x @ w), None)  # noqa: E731
+        return jax.lax.scan(add, 0.0, xs)[0]
+
+    expected = jax.grad(loss)(w, xs)
+    assert relative_error(jax.grad(mpx.autocast(loss))(w, xs), expected) < 1e-2
+
+    # Uses with equal gradients: a sum in bfloat16 would stop at 256.
+    count = lambda w: jax.lax.scan(  # noqa: E731
+        lambda c, _: (c + jnp.ones((1, 8)) @ w, None), jnp.zeros(1), length=4096
+    )[0][0]
+    got = jax.jit(jax.grad(mpx.autocast(count)))(w)
+    assert relative_error(got, jnp.full(8, 4096.0)) < 1e-4
+
+
+def test_a_weight_used_many_times_sums_its_gradients_in_float32(getkey):
+    w = jnp.ones((8, 1))
+
+    def count(w):
+        x = jnp.ones((1, 8))
+        return sum(jnp.sum(x @ w) for _ in range(256))
+
+    got = jax.jit(jax.grad(mpx.autocast(count)))(w)
+    assert relative_error(got, jnp.full((8, 1), 256.0)) < 2e-4
+
+
+def test_a_computed_value_used_many_times_sums_its_gradients_in_groups():
+    def count(w):
+        wide = jnp.exp(w)  # computed in float32, then cast for each product
+        return sum(jnp.sum(jnp.ones((1, 8)) @ wide) for _ in range(1024))
+
+    got = jax.jit(jax.grad(mpx.autocast(count)))(jnp.zeros((8, 1)))
+    assert relative_error(got, jnp.full((8, 1), 1024.0)) < 2e-4
+
+
+def test_a_carry_keeps_its_float32():
+    xs = jnp.full((4096, 1, 1), 1.0)
+    w = jnp.ones((1, 1))
+    total = lambda w, xs: jax.lax.scan(  # noqa: E731
+        lambda c, x: (c + x @ w, None), jnp.zeros((1, 1)), xs
+    )[0]
+    assert float(mpx.autocast(total)(w, xs)[0, 0]) == 4096.0
+
+
+@half_dtypes
+def test_a_functional_update_stays_in_float32(getkey, dtype):
+    p = jax.random.normal(getkey(), (8, 8))
+    x = jax.random.normal(getkey(), (4, 8))
+
+    def update(p, x):
+        g = (x.T @ (x @ p)) * 1e-3
+        return p - 1e-3 * g
+
+    got = mpx.autocast(update, dtype)(p, x)
+    assert relative_error(got, update(p, x)) < 1e-7
+
+
+@half_dtypes
+@pytest.mark.parametrize("update", ["set", "add", "multiply", "min", "max"])
+def test_scatters_work_in_half_precision(getkey, dtype, update):
+    w = jax.random.normal(getkey(), (8, 8))
+    x = jax.random.normal(getkey(), (4, 8))
+    rows = jnp.array([0, 2, 4, 6])
+
+    def scatter(w, x):
+        y = x.astype(dtype) @ w.astype(dtype)  # so that the scatter itself is in half
+        into = jnp.ones((8, 8), dtype)
+        return getattr(into.at[rows], update)(y, unique_indices=True)
+
+    for func in (scatter, jax.grad(lambda w, x: scatter(w, x).sum().astype("float32"))):
+        expected = func(w, x)
+        got = jax.jit(mpx.autocast(func, dtype))(w, x)
+        assert got.dtype == expected.dtype
+        assert relative_error(got, expected) < 2e-2
+
+
+def test_products_that_give_float32_compile_whatever_their_layout():
+    # A product of this shape and layout with a float32 result does not compile on CPUs.
+    a, b = jnp.ones((8, 4)), jnp.ones((1, 8, 8))
+
+    def product(a, b):
+        y = jax.lax.dot_general(a, b, (((0,), (2,)), ((), ())))
+        return jnp.exp(y), jnp.exp(y.transpose(2, 0, 1))
+
+    got = jax.jit(mpx.autocast(product))(a, b)
+    assert relative_error(got, product(a, b)) < 1e-5
+
+
+def test_the_cube_of_gelu_does_not_overflow_in_float16():
+    x = jnp.array([[50.0, -50.0, 1.0, 0.5]])
+    gelu = lambda x: jax.nn.gelu(x @ jnp.eye(4))  # noqa: E731
+    got = mpx.autocast(gelu, jnp.float16)(x)
+    assert relative_error(got, gelu(x)) < 1e-3
+
+
+def test_a_bias_without_a_batch_stays_half_and_a_residual_does_not(getkey):
+    w = jax.random.normal(getkey(), (8, 8))
+    v = jax.random.normal(getkey(), (8,))
+    x = jax.random.normal(getkey(), (8,))
+
+    def layer(p, x):
+        h = p["w"] @ x + p["b"]
+        return p["w"] @ h
+
+    def residual(p, x):
+        h = p["w"] @ x + x
+        return p["w"] @ h
+
+    add = lambda f: [  # noqa: E731
+        e.outvars[0].aval.dtype.name
+        for e in jax.make_jaxpr(mpx.autocast(f))({"w": w, "b": v}, x).eqns
+        if e.primitive.name == "add"
+    ]
+    assert add(layer) == ["bfloat16"]
+    assert add(residual) == ["float32"]
+
+
+def test_a_numpy_scalar_promotes_nothing(getkey):
+    x = jax.random.normal(getkey(), (4, 4))
+    func = lambda x: jnp.tanh((x @ x) * np.float32(2)) @ x  # noqa: E731
+    jaxpr = jax.make_jaxpr(mpx.autocast(func))(x)
+    (tanh,) = [e for e in jaxpr.eqns if e.primitive.name == "tanh"]
+    assert tanh.outvars[0].aval.dtype == jnp.bfloat16
+
+
+def test_the_gradient_of_a_bias_is_summed_in_float32():
+    def loss(p, x):
+        h = x @ p["w"]
+        return jnp.sum(jnp.tanh(h + p["b"][None]) @ p["w"])
+
+    p = {"w": jnp.zeros((1, 1)).at[0, 0].set(1.0), "b": jnp.zeros(1)}
+    x = jnp.zeros((4096, 1))
+    with jax.numpy_rank_promotion("allow"):
+        grads = jax.grad(mpx.autocast(loss, jnp.float16))(p, x)
+        names = primitives(jax.grad(mpx.autocast(loss, jnp.float16)), p, x)
+    assert float(grads["b"][0]) == 4096.0
+    assert "reduce_sum" in names

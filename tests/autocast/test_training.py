@@ -1,0 +1,154 @@
+"""Autocast in a training step: gradient functions, loss scaling, the steps around."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+from tests.autocast.counting import count_products, relative_error
+from tests.helpers import unchecked_annotations
+
+DTYPES = ["float16", "bfloat16"]
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+@pytest.fixture
+def inputs(getkey):
+    return jax.random.normal(getkey(), (8, 8)), jax.random.normal(getkey(), (4, 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "transform",
+    [mpx.filter_grad, mpx.filter_value_and_grad, mpx.grad, mpx.value_and_grad],
+)
+def test_inputs_are_not_cast(inputs, dtype, transform):
+    w, x = inputs
+    seen = []
+
+    def looking(w, x):
+        seen.append((w.dtype.name, x.dtype.name))
+        return loss(w, x)
+
+    scaling = mpx.init_scaling(mpx.autocast(looking, dtype), w, x)
+    result = transform(mpx.autocast(looking, dtype), scaling)(w, x)
+    assert set(seen) == {("float32", "float32")}
+    assert result.grads.dtype == jnp.float32 and bool(result.finite)
+    tolerance = 5e-3 if dtype == "float16" else 4e-2
+    assert relative_error(result.grads, jax.grad(loss)(w, x)) < tolerance
+
+
+def test_scaled_gradients_of_ones_own(inputs):
+    cast = mpx.autocast(loss, "float16")
+    scaling = mpx.StaticLossScaling(64.0)
+    value, grads = mpx.calculate_scaled_grad(cast, scaling)(*inputs)
+    expected = jax.value_and_grad(loss)(*inputs)
+    assert relative_error((value / 64.0, grads / 64.0), expected) < 5e-3
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        jax.jit,
+        eqx.filter_jit,
+        jax.checkpoint,
+        functools.partial,
+        lambda f: functools.partial(jax.jit(f)),
+    ],
+)
+def test_it_is_seen_through_jit_and_partial(inputs, hide):
+    func = hide(mpx.autocast(loss))
+    result = mpx.filter_grad(func, mpx.NoLossScaling())(*inputs)
+    assert relative_error(result.grads, jax.grad(loss)(*inputs)) < 4e-2
+
+
+def test_a_hidden_autocast_function_says_so(inputs):
+    cast = mpx.autocast(loss)
+    hidden = lambda w, x: cast(w, x)  # noqa: E731
+    with pytest.raises(ValueError, match=r"`mpx.filter_grad` has cast them to float16"):
+        mpx.filter_grad(hidden, mpx.NoLossScaling())(*inputs)
+    result = mpx.filter_grad(hidden, mpx.NoLossScaling(), policy="full")(*inputs)
+    assert relative_error(result.grads, jax.grad(cast)(*inputs)) == 0
+    assert relative_error(cast(*inputs), loss(*inputs)) < 1e-2  # and it is over
+
+
+@pytest.mark.parametrize("option", [{"policy": "full"}, {"keep": lambda path, x: True}])
+def test_options_about_casting_inputs_are_refused(option):
+    with pytest.raises(
+        ValueError, match=f"`{next(iter(option))}` of `mpx.filter_grad`"
+    ):
+        mpx.filter_grad(mpx.autocast(loss), mpx.NoLossScaling(), **option)
+
+
+def test_micro_batches_and_retries(inputs):
+    w, x = inputs
+    cast = mpx.autocast(loss, "float16")
+    scaling = mpx.DynamicLossScaling(2.0**15)
+    result = mpx.filter_value_and_grad(cast, scaling, accumulate=2, retries=2)(w, x)
+    assert relative_error(result.grads, jax.grad(loss)(w, x)) < 1e-2
+    assert relative_error(result.value, loss(w, x)) < 1e-2
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_is_trained(getkey, dtype):
+    model = eqx.nn.MLP(4, 1, 32, 2, key=getkey())
+    x = jax.random.normal(getkey(), (256, 4))
+    y = jnp.sin(x.sum(1, keepdims=True))
+    optimizer = optax.adam(1e-2)
+
+    @functools.partial(mpx.autocast, dtype=dtype)
+    def loss(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    @eqx.filter_jit
+    def step(model, opt_state, scaling):
+        result = mpx.filter_value_and_grad(loss, scaling)(model, x, y)
+        return result.value, mpx.optimizer_step(model, optimizer, opt_state, result)
+
+    scaling = mpx.init_scaling(loss, model, x, y)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+    values = []
+    for _ in range(60):
+        value, (model, opt_state, scaling) = step(model, opt_state, scaling)
+        values.append(float(value))
+    assert np.mean(values[-5:]) < 0.1 * values[0]
+
+
+def test_the_scaling_that_a_function_needs(inputs):
+    w, x = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs)
+    half = jax.ShapeDtypeStruct(w.shape, jnp.float16)
+    hidden = lambda w, x: mpx.autocast(loss, "float16")(w, x)  # noqa: E731
+    in_scan = lambda w, x: jax.lax.scan(  # noqa: E731
+        lambda c, _: (jnp.tanh(c.astype(jnp.float16)).astype(c.dtype), None),
+        x @ w,
+        length=2,
+    )[0]
+    for func, args, kind in (
+        (mpx.autocast(loss, "float16"), (w, x), mpx.DynamicLossScaling),
+        (mpx.autocast(loss, "bfloat16"), (w, x), mpx.NoLossScaling),
+        (jax.jit(mpx.autocast(loss, "float16")), (w, x), mpx.DynamicLossScaling),
+        (hidden, (w, x), mpx.DynamicLossScaling),
+        (in_scan, (w, x), mpx.DynamicLossScaling),
+        (loss, (w, x), mpx.NoLossScaling),
+        (loss, (half, half), mpx.DynamicLossScaling),
+        (loss, inputs, mpx.NoLossScaling),
+    ):
+        assert type(mpx.init_scaling(func, *args)) is kind
+    with unchecked_annotations(), pytest.raises(TypeError, match="needs the function"):
+        mpx.init_scaling(3)
+
+
+def test_gradients_of_a_step_hold_half_precision_products_only(inputs):
+    def step(w, x):
+        return mpx.filter_grad(mpx.autocast(loss), mpx.NoLossScaling())(w, x).grads
+
+    assert count_products(step, *inputs) == {("bfloat16", "bfloat16"): 2}

@@ -1,0 +1,239 @@
+"""`mpx.autocast` as a transform and decorator: arguments, results, names, errors."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from tests.autocast.counting import count_products, relative_error
+from tests.helpers import unchecked_annotations
+
+BF16 = ("bfloat16", "bfloat16")
+F16 = ("float16", "float16")
+
+
+def product(w, x):
+    """Multiplies."""
+    return x @ w
+
+
+@pytest.fixture
+def inputs(getkey):
+    return jax.random.normal(getkey(), (8, 8)), jax.random.normal(getkey(), (4, 8))
+
+
+def test_it_is_a_transform_and_a_decorator(inputs):
+    decorated = mpx.autocast(dtype=jnp.float16)(product)
+    for func, dtypes in (
+        (mpx.autocast(product), BF16),
+        (mpx.autocast(product, jnp.float16), F16),
+        (mpx.autocast(product, "float16"), F16),
+        (mpx.autocast()(product), BF16),
+        (decorated, F16),
+    ):
+        assert count_products(func, *inputs) == {dtypes: 1}
+        assert func.__name__ == "product" and func.__doc__ == "Multiplies."
+        assert func.__wrapped__ is product
+
+
+def test_switched_off_it_is_the_function_itself():
+    assert mpx.autocast(product, enabled=False) is product
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: mpx.autocast(jnp.float16), TypeError, "keywords only.*dtype=jnp.floa"),
+        (lambda: mpx.autocast("bfloat16"), TypeError, "got the dtype bfloat16"),
+        (lambda: mpx.autocast(3), TypeError, "needs a function; got int 3"),
+        (lambda: mpx.autocast(product, jnp.float32), ValueError, "got float32"),
+        (lambda: mpx.autocast(product, "float8_e4m3fn"), ValueError, "float8_e4m3fn"),
+        (lambda: mpx.autocast(product, "half precision"), ValueError, "none called"),
+    ],
+)
+def test_errors_say_what_to_do(call, error, match):
+    with unchecked_annotations(), pytest.raises(error, match=match):
+        call()
+
+
+def test_a_layer_with_a_dtype_is_a_function():
+    class Layer(eqx.Module):
+        dtype: Any = eqx.field(static=True, default=jnp.float32)
+
+        def __call__(self, x):
+            return x @ x
+
+    assert count_products(mpx.autocast(Layer()), jnp.ones((2, 2))) == {BF16: 1}
+
+
+def test_weights_of_a_callable_tree_are_seen(getkey):
+    model = eqx.nn.MLP(4, 4, 8, 2, key=getkey())
+    x = jax.random.normal(getkey(), (4,))
+    for func, args in (
+        (mpx.autocast(model), (x,)),
+        (mpx.autocast(lambda model, x: model(x)), (model, x)),
+        (mpx.autocast(type(model).__call__), (model, x)),
+    ):
+        got = func(*args)
+        assert relative_error(got, model(x)) < 2e-2
+        adds = [
+            e.outvars[0].aval.dtype.name
+            for e in jax.make_jaxpr(lambda x, f=func, a=args: f(*a[:-1], x))(x).eqns
+            if e.primitive.name == "add"
+        ]
+        assert set(adds[:-1]) <= {"bfloat16"}
+
+
+def test_leaves_that_are_no_arrays_go_in_and_come_out(inputs):
+    w, x = inputs
+
+    def func(tree, flag, *, name):
+        assert flag is True and name == "dense" and tree["n"] == 3
+        return {"y": tree["x"] @ tree["w"], "name": name, "f": jnp.tanh, "none": None}
+
+    out = mpx.autocast(func)({"x": x, "w": w, "n": 3}, True, name="dense")
+    assert out["name"] == "dense" and out["f"] is jnp.tanh and out["none"] is None
+    assert out["y"].dtype == jnp.float32
+
+
+def test_results_keep_their_dtypes(inputs):
+    w, x = inputs
+
+    def func(w, x):
+        return x @ w, (x @ w).astype(jnp.float16), (x @ w) > 0, jnp.argmax(x @ w), x
+
+    expected = jax.eval_shape(func, w, x)
+    got = jax.eval_shape(mpx.autocast(func), w, x)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), got) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), expected
+    )
+    assert jax.tree.map(lambda a: a.dtype, mpx.autocast(func)(w, x)) == jax.tree.map(
+        lambda a: a.dtype, expected
+    )
+
+
+def test_wide_narrow_and_complex_numbers_are_not_touched(inputs):
+    w, x = inputs
+    with jax.enable_x64(True):
+
+        def func(w, x):
+            wide = x.astype(jnp.float64) @ w.astype(jnp.float64)
+            turned = jnp.exp(1j * x.astype(jnp.complex64)) @ w.astype(jnp.complex64)
+            narrow = x.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+            return wide, turned, narrow
+
+        for got, expected in zip(mpx.autocast(func)(w, x), func(w, x), strict=True):
+            assert got.dtype == expected.dtype
+            assert np.array_equal(got, expected)
+        assert count_products(mpx.autocast(product), w, x) == {BF16: 1}
+
+
+def test_keys_and_integers_pass(getkey):
+    def func(key, n, x):
+        key, other = jax.random.split(key)
+        return key, n + 1, x @ x + jax.random.uniform(other, (4, 4))
+
+    key, x = getkey(), jax.random.normal(getkey(), (4, 4))
+    got, expected = mpx.autocast(func)(key, 3, x), func(key, 3, x)
+    assert np.array_equal(jax.random.key_data(got[0]), jax.random.key_data(expected[0]))
+    assert got[1] == 4 and relative_error(got[2], expected[2]) < 1e-2
+
+
+def test_half_precision_of_the_users_own_is_kept(inputs):
+    w, x = inputs
+
+    def func(w, x):
+        return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+
+    assert count_products(mpx.autocast(func), w, x) == {F16: 1}
+
+
+def test_an_explicit_precision_is_kept(inputs):
+    w, x = inputs
+    exact = lambda w, x: jnp.matmul(x, w, precision="highest")  # noqa: E731
+    assert count_products(mpx.autocast(exact), w, x) == {("float32", "float32"): 1}
+    with jax.default_matmul_precision("highest"):  # says nothing of this product
+        assert count_products(mpx.autocast(product), w, x) == {BF16: 1}
+
+
+def test_an_outer_product_of_positions_is_exact():
+    angles = lambda t, f: jnp.einsum("i,j->ij", t, f)  # noqa: E731
+    t, f = jnp.arange(4096.0), 1e4 ** -jnp.linspace(0.0, 1.0, 8)
+    assert np.array_equal(mpx.autocast(angles)(t, f), angles(t, f))
+
+
+def test_it_traces_once_for_each_dtype(inputs):
+    traces = []
+
+    def func(w, x):
+        traces.append(1)
+        return x @ w
+
+    for dtype in (jnp.bfloat16, jnp.float16):
+        compiled = jax.jit(mpx.autocast(func, dtype))
+        for _ in range(3):
+            compiled(*inputs)
+    assert len(traces) == 2
+
+
+def test_transforms_outside_and_inside(inputs, checking_leaks):
+    w, x = inputs
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    cast = mpx.autocast(loss)
+    expected = jax.grad(loss)(w, x)
+    batched = jax.vmap(jax.grad(cast), in_axes=(None, 0))(w, x[:, None]).mean(0)
+    for got in (
+        jax.grad(cast)(w, x),
+        mpx.autocast(jax.grad(loss))(w, x),
+        jax.jit(jax.grad(jax.checkpoint(cast)))(w, x),
+        batched,
+        jax.vjp(cast, w, x)[1](jnp.float32(1))[0],
+        eqx.filter_grad(cast)(w, x),
+    ):
+        assert got.dtype == jnp.float32
+        assert relative_error(got, expected) < 2e-2
+    got = jax.jvp(cast, (w, x), (w, x))
+    assert relative_error(got, jax.jvp(loss, (w, x), (w, x))) < 2e-2
+
+
+def test_collectives_of_a_vmap_pass(inputs):
+    w, x = inputs
+
+    def func(w, row):
+        y = row @ w
+        return y - jax.lax.pmean(y, "batch")
+
+    for cast in (
+        jax.vmap(mpx.autocast(func), in_axes=(None, 0), axis_name="batch"),
+        mpx.autocast(jax.vmap(func, in_axes=(None, 0), axis_name="batch")),
+    ):
+        expected = jax.vmap(func, in_axes=(None, 0), axis_name="batch")(w, x)
+        assert relative_error(cast(w, x), expected) < 2e-2
+
+
+def test_twice_is_once(inputs):
+    once = mpx.autocast(product, jnp.float16)
+    assert count_products(mpx.autocast(once), *inputs) == {F16: 1}
+    assert relative_error(mpx.autocast(once)(*inputs), once(*inputs)) == 0
+
+
+def test_partial_and_bound_methods(inputs):
+    w, x = inputs
+
+    class Model:
+        def __init__(self):
+            self.w = w
+
+        def __call__(self, x):
+            return x @ self.w
+
+    for func in (functools.partial(product, w), Model(), Model().__call__):
+        assert count_products(mpx.autocast(func), x) == {BF16: 1}

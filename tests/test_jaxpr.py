@@ -1,0 +1,283 @@
+"""The walker: which operations a program has, how often they run, what is known."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from mpx._jaxpr import Flow, NoFlow, sub_jaxprs, walk
+from mpx._source import source_span
+
+SQUARE = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+
+
+class Sources(Flow):
+    """A flow whose facts are the names of the inputs that a value was made of."""
+
+    def constant(self, value):
+        return frozenset()
+
+    def transfer(self, equation, facts):
+        return [frozenset().union(*facts)] * len(equation.outvars)
+
+    def join(self, a, b):
+        return a | b
+
+
+def visits(func, *args, flow=None, inputs=None):
+    jaxpr = jax.make_jaxpr(func)(*args)
+    inputs = inputs if flow else [None] * len(args)
+    return list(walk(jaxpr, inputs, flow or NoFlow()))
+
+
+def places(func, *args, primitive="dot_general"):
+    """Executions, loops without a count, and what is around, of each operation."""
+    return [
+        (v.place.executions, v.place.unknown_loops, v.place.inside)
+        for v in visits(func, *args)
+        if v.equation.primitive.name == primitive
+    ]
+
+
+def test_a_dot_in_scan_in_jit_in_remat_runs_as_often_as_the_scan_is_long():
+    @jax.checkpoint
+    @jax.jit
+    def f(x):
+        return jax.lax.scan(lambda c, _: (c @ x, None), x, length=7)[0]
+
+    assert places(f, SQUARE) == [(7, 0, ("remat2", "jit f", "scan body"))]
+
+
+def test_nested_scans_multiply():
+    def inner(x):
+        return jax.lax.scan(lambda c, _: (c @ x, None), x, length=5)[0]
+
+    def outer(x):
+        return jax.lax.scan(lambda c, _: (inner(c), None), x, length=3)[0]
+
+    assert [place[:2] for place in places(outer, SQUARE)] == [(15, 0)]
+
+
+def test_a_while_loop_has_no_count():
+    def f(x):
+        x = jax.lax.while_loop(lambda c: (c @ c).sum() < 1, lambda c: c @ x, x)
+        return jax.lax.scan(lambda c, _: (c @ x, None), x, length=3)[0]
+
+    assert places(f, SQUARE) == [
+        (1, 1, ("while body",)),
+        (1, 1, ("while condition",)),
+        (3, 0, ("scan body",)),
+    ]
+
+
+def test_a_scan_in_a_while_keeps_its_length():
+    def body(x):
+        return jax.lax.scan(lambda c, _: (c @ x, None), x, length=7)[0]
+
+    def f(x):
+        return jax.lax.while_loop(lambda c: c.sum() < 1, body, x)
+
+    assert [place[:2] for place in places(f, SQUARE)] == [(7, 1)]
+
+
+def test_each_branch_of_a_cond_is_visited():
+    def f(i, x):
+        return jax.lax.switch(i, [lambda x: x @ x, lambda x: x @ x.T, lambda x: x], x)
+
+    found = places(f, jax.ShapeDtypeStruct((), jnp.int32), SQUARE)
+    assert [place[2] for place in found] == [
+        ("cond branch 1 of 3",),
+        ("cond branch 2 of 3",),
+    ]
+
+
+def with_jvp_rule():
+    f = jax.custom_jvp(lambda x: x @ x)
+    f.defjvp(lambda x, dx: (x[0] @ x[0], dx[0] @ x[0]))
+    return f
+
+
+def with_vjp_rule():
+    f = jax.custom_vjp(lambda x: x @ x)
+    f.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x,))
+    return f
+
+
+def with_vmap_rule():
+    f = jax.custom_batching.custom_vmap(lambda x: x @ x)
+    f.def_vmap(lambda size, batched, x: (x @ x, True))
+    return f
+
+
+@pytest.mark.parametrize("make", [with_jvp_rule, with_vjp_rule, with_vmap_rule])
+def test_functions_with_rules_of_their_own_are_entered(make):
+    (place,) = places(make(), SQUARE)
+    assert place[0] == 1
+    assert place[2][0].startswith("custom_")
+
+
+def test_a_program_over_devices_runs_on_each():
+    mesh = jax.make_mesh(
+        (4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    spec = PartitionSpec("x")
+    f = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    batch = jax.ShapeDtypeStruct((8, 3, 3), jnp.float32)
+    assert [p[0] for p in places(f(lambda x: x @ x), batch)] == [8]
+    half = f(lambda x: x @ x, axis_names={"x"})
+    assert [p[0] for p in places(half, batch)] == [4]
+
+
+def test_only_the_solver_of_a_linear_solve_runs():
+    def f(a, b):
+        return jax.lax.custom_linear_solve(
+            lambda x: a @ x, b, lambda _, b: jnp.sin(b), symmetric=True
+        )
+
+    vector = jax.ShapeDtypeStruct((3,), jnp.float32)
+    found = [v.equation.primitive.name for v in visits(f, SQUARE, vector)]
+    assert "sin" in found
+    assert "dot_general" not in found
+
+
+def test_combiners_are_no_programs():
+    def f(x):
+        x = x.at[0].add(1.0)
+        return jax.lax.reduce(x, jnp.float32(0), lambda a, b: a + 2 * b, (0, 1))
+
+    names = [v.equation.primitive.name for v in visits(f, SQUARE)]
+    assert "scatter-add" in names
+    assert "reduce" in names
+    assert "mul" not in names
+
+
+def test_a_kernel_of_pallas_is_one_operation():
+    from jax.experimental import pallas as pl
+
+    def kernel(x, y):
+        y[...] = x[...] * 2.0
+
+    def f(x):
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct((3, 3), jnp.float32))(x)
+
+    names = [v.equation.primitive.name for v in visits(f, SQUARE)]
+    assert "pallas_call" in names
+    assert "mul" not in names
+
+
+# --- Facts -------------------------------------------------------------------------
+
+
+def facts(func, primitive, n=3):
+    found = visits(
+        func, *[SQUARE] * n, flow=Sources(), inputs=[frozenset({c}) for c in "abc"[:n]]
+    )
+    return [
+        ["".join(sorted(fact)) for fact in v.operands]
+        for v in found
+        if v.equation.primitive.name == primitive
+    ]
+
+
+def test_facts_go_into_and_out_of_calls():
+    def f(a, b, c):
+        return jax.jit(lambda x, y: (y, x))(a, b)[0] @ jax.checkpoint(jnp.sin)(c)
+
+    assert facts(f, "dot_general") == [["b", "c"]]
+
+
+def test_a_carry_knows_what_later_iterations_put_there():
+    def f(a, b, c):
+        def body(carry, _):
+            x, y, z = carry
+            return (y, z, z), x @ y
+
+        # b reaches x after one iteration, c after two.
+        return jax.lax.scan(body, (a, b, c), length=5)
+
+    assert facts(f, "dot_general") == [["abc", "bc"]]
+
+
+def test_what_is_carried_through_unchanged_stays_what_it_is():
+    def f(a, b):
+        def body(carry):
+            x, w = carry
+            return x @ w, w
+
+        return jax.lax.while_loop(lambda c: c[0].sum() < 1, body, (a, b))
+
+    assert facts(f, "dot_general", n=2) == [["ab", "b"]]
+
+
+def test_the_condition_of_a_while_sees_the_carry_of_later_iterations():
+    def f(a, b):
+        return jax.lax.while_loop(lambda x: (x @ x).sum() < 1, lambda x: x * b, a)
+
+    assert facts(f, "dot_general", n=2) == [["ab", "ab"]]
+
+
+def test_the_result_of_a_cond_is_of_either_branch():
+    def f(a, b, c):
+        return jax.lax.cond(a.sum() > 0, lambda: b, lambda: c) @ a
+
+    assert facts(f, "dot_general") == [["bc", "a"]]
+
+
+def test_results_of_a_loop_that_may_run_no_iteration():
+    def f(a, b):
+        return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: b, a) @ b
+
+    assert facts(f, "dot_general", n=2) == [["ab", "b"]]
+
+
+# --- Lines -------------------------------------------------------------------------
+
+
+def test_frames_are_the_users_own():
+    def helper(x):
+        return jnp.sin(x)
+
+    def f(x):
+        return jax.jit(helper)(x)
+
+    (visit,) = visits(f, SQUARE)
+    frames = visit.frames
+    assert [frame.function.rpartition(".")[2] for frame in frames][-2:] == [
+        "f",
+        "helper",
+    ]
+    assert frames[-1].file == __file__
+    assert frames[-1].line == helper.__code__.co_firstlineno + 1
+
+
+def test_a_span_tells_a_promotion_from_a_cast():
+    def promoted(x, y):
+        return jnp.multiply(x, y)
+
+    def cast(x, y):
+        return x.astype(jnp.float32) * y
+
+    half = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+    full = jax.ShapeDtypeStruct((3,), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        convert, mul = visits(promoted, half, full)
+    assert source_span(convert.equation) == source_span(mul.equation)
+    convert, mul = visits(cast, half, full)
+    assert source_span(convert.equation) != source_span(mul.equation)
+
+
+def test_every_program_of_an_equation_has_a_fact_for_each_input():
+    def f(x):
+        y = jax.lax.scan(lambda c, _: (jnp.linalg.solve(x, c), None), x, length=2)[0]
+        return jnp.linalg.inv(y) + jax.lax.cond(True, jnp.sin, jnp.cos, y)
+
+    def check(jaxpr):
+        for equation in jaxpr.eqns:
+            for sub in sub_jaxprs(equation):
+                assert len(sub.operands) == len(sub.jaxpr.invars)
+                assert len(sub.results) == len(sub.jaxpr.outvars)
+                check(sub.jaxpr)
+
+    check(jax.make_jaxpr(f)(SQUARE).jaxpr)
