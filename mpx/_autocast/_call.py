@@ -1,6 +1,7 @@
 """Calling a function, rewritten: trace it, emit it again, put the results together."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._nnx_graph import call_with_objects, has_nnx_objects
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
 from ._interpreter import evaluate
@@ -45,6 +47,10 @@ def call_autocast(
     Returns:
         What the function returns, in the same dtypes.
     """
+    if has_nnx_objects((func, args, kwargs)):
+        # As trees they would lose what the function changes in them.
+        rewritten = functools.partial(call_autocast, settings, weights)
+        return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
     run = Run(settings, _REWRITES)
     paths, treedef = jax.tree_util.tree_flatten_with_path((func, args, kwargs))
     leaves = [leaf for _, leaf in paths]
