@@ -97,6 +97,10 @@ def _emit(
     run: Run, place: Place, equation: Any, operands: list[Value], ahead: Plan
 ) -> list[Value]:
     name = equation.primitive.name
+    if run.override is not None:
+        bound = run.override(equation, place.scopes, [v.array for v in operands])
+        if bound is not None:
+            return [computed(x) for x in bound]
     wishes = tuple(map(ahead.wish, equation.outvars))
     rewrite = run.rewrites.get(name)
     if rewrite is not None:
