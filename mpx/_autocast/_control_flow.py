@@ -17,10 +17,16 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from .._jax_compat import bind_equation, open_jaxpr, scan_counts, scan_options
+from .._jax_compat import (
+    bind_equation,
+    composite_parameter,
+    open_jaxpr,
+    scan_counts,
+    scan_options,
+)
 from ._interpreter import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
-from ._plan import PROGRAMS, Wish, carry_wishes
+from ._plan import Wish, carry_wishes, program_of
 from ._settings import Place, Run
 from ._values import FULL, Colour, Facts, Value, computed, is_castable
 
@@ -128,14 +134,17 @@ def rewrite_composite(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
-    return rewrite_jit(run, place, equation, operands, wishes)
+    made = rewritten(run, place, program_of(equation), operands, wishes)
+    parameter = composite_parameter(equation.params)
+    arrays = [v.array for v in operands]
+    return _rebound(equation, {parameter: made.closed}, made.facts, arrays)
 
 
 def rewrite_call(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A call that says nothing but "here is a program": emitted in place."""
-    jaxpr = equation.params[PROGRAMS[equation.primitive.name]]
+    jaxpr = program_of(equation)
     return evaluate_closed(run, place, jaxpr, operands, wishes)
 
 

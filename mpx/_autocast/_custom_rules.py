@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._jax_compat import bind_equation
 from ._control_flow import as_dtype, enter, evaluate_closed
 from ._interpreter import Rewrite
-from ._plan import PROGRAMS, Wish, wish_for
+from ._plan import Wish, program_of, wish_for
 from ._region import trace
 from ._settings import Place, Run
 from ._values import Facts, Value, computed, is_castable
@@ -83,7 +83,7 @@ def rewrite_custom_jvp(
 ) -> list[Value]:
     """A function with a rule for its tangents."""
     facts = tuple(v.facts for v in operands)
-    jaxpr = equation.params[PROGRAMS["custom_jvp_call"]]
+    jaxpr = program_of(equation)
     is_float = [_is_inexact(v.aval) for v in equation.outvars]
     form = _Results()
 
@@ -132,7 +132,7 @@ def rewrite_custom_vjp(
 ) -> list[Value]:
     """A function with a rule for its cotangents."""
     facts = tuple(v.facts for v in operands)
-    jaxpr = equation.params[PROGRAMS["custom_vjp_call"]]
+    jaxpr = program_of(equation)
     is_float = [_is_inexact(v.aval) for v in equation.outvars]
     active = [i for i, v in enumerate(equation.invars) if _is_inexact(v.aval)]
     form = _Results()
@@ -210,7 +210,7 @@ def rewrite_custom_vmap(
 ) -> list[Value]:
     """A function with a rule for `vmap`."""
     facts = tuple(v.facts for v in operands)
-    jaxpr = equation.params[PROGRAMS["custom_vmap_call"]]
+    jaxpr = program_of(equation)
     form = _Results()
 
     @jax.custom_batching.custom_vmap
