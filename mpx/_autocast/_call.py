@@ -17,7 +17,7 @@ from ._interpreter import evaluate
 from ._notes import RESULT, note_unused, noted_cast
 from ._plan import Wish, wish_for
 from ._region import is_tracing, region_text, trace
-from ._settings import Place, Run, Settings
+from ._settings import Place, Programs, Run, Settings
 from ._values import Value, declared, is_castable
 
 _REWRITES = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
@@ -32,6 +32,7 @@ Weights = tuple[int | str, ...]
 def call_autocast(
     settings: Settings,
     weights: Weights,
+    programs: Programs,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -41,6 +42,7 @@ def call_autocast(
     Args:
         settings: What the transform was told.
         weights: Positions and names of the arguments that hold parameters.
+        programs: Where programs that were rewritten are kept.
         func: The function; where it is a tree, it holds parameters, too.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -50,9 +52,9 @@ def call_autocast(
     """
     if has_nnx_objects((func, args, kwargs)):
         # As trees they would lose what the function changes in them.
-        rewritten = functools.partial(call_autocast, settings, weights)
+        rewritten = functools.partial(call_autocast, settings, weights, programs)
         return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
-    run = Run(settings, _REWRITES)
+    run = Run(settings, _REWRITES, programs)
     value = functools.partial(_input, run, weights)
     results = _call(run, func, args, kwargs, value, trace)
     if settings.is_strict:

@@ -27,6 +27,7 @@ from .._jax_compat import (
 from ._interpreter import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._plan import Wish, carry_wishes, program_of
+from ._rules import Rule
 from ._settings import Place, Run
 from ._values import FULL, Colour, Facts, Value, computed, is_castable
 
@@ -37,12 +38,12 @@ class Program(NamedTuple):
     Attributes:
         closed: The new program.
         facts: What is known of its results.
-        source: The program it was made from, held so that its identity stays its own.
+        used: The user's rules that held inside.
     """
 
     closed: Any
     facts: tuple[Facts, ...]
-    source: Any
+    used: frozenset[Rule]
 
 
 def enter(arrays: Sequence[Any], facts: Sequence[Facts]) -> list[Value]:
@@ -87,9 +88,11 @@ def rewritten(
     """
     facts = tuple(v.facts for v in operands)
     avals = tuple(jax.typeof(v.array) for v in operands)
-    key = (id(jaxpr), place, facts, avals, wishes, dtypes)
-    made = run.programs.get(key)
+    known = run.programs.setdefault(jaxpr, {})
+    key = (place, facts, avals, wishes, dtypes)
+    made = known.get(key)
     if made is not None:
+        run.used |= made.used
         return made
     found: list[tuple[Facts, ...]] = []
 
@@ -101,8 +104,10 @@ def rewritten(
         found[:] = [tuple(v.facts for v in results)]
         return [v.array for v in results]
 
+    before, run.used = run.used, set()
     closed = jax.make_jaxpr(program)(*avals)
-    made = run.programs[key] = Program(closed, found[0], jaxpr)
+    made = known[key] = Program(closed, found[0], frozenset(run.used))
+    run.used |= before
     return made
 
 
