@@ -114,6 +114,7 @@ _PLUMBING = frozenset(
     {
         "BoundMethod", "Module", "Partial", "filter_jit", "jaxtyped",
         "run_interceptors", "transform_with_state", "wrap_method",
+        "GradFn", "UpdateContextManager",
     }
 )  # fmt: skip
 
