@@ -1,8 +1,10 @@
 """Automatic mixed precision for any JAX function."""
 
-from ._transform import (
+from ._call import (
     HOLDING_PROGRAMS as HOLDING_PROGRAMS,
-    autocast as autocast,
     call_with_override as call_with_override,
-    settings_of as settings_of,
 )
+from ._decisions import Candidate as Candidate, Precision as Precision
+from ._region import ambient_with as ambient_with
+from ._rules import Rule as Rule, Rules as Rules
+from ._transform import autocast as autocast, settings_of as settings_of

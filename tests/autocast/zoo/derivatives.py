@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .program import mean_square, normal, program, weight
+from .program import OUTER, Tolerance, mean_square, normal, program, weight
 
 WIDTH = 8
 
@@ -23,7 +23,8 @@ def network_program(key, outputs_of):
     return loss, (weight(keys[0], 2, WIDTH, WIDTH), normal(keys[1], 4, WIDTH))
 
 
-@program()
+# Each derivative rounds what the one before it has rounded.
+@program(bfloat16=Tolerance(2e-2, 1.5e-2), float16=Tolerance(2.5e-3, 2.5e-3))
 def hessian(key):
     def curvature(weights, x):
         of_one = jax.hessian(lambda x: network(weights, x))
@@ -32,7 +33,7 @@ def hessian(key):
     return network_program(key, curvature)
 
 
-@program()
+@program(OUTER, bfloat16=Tolerance(2e-2, 2.5e-2), float16=Tolerance(2e-3, 3e-3))
 def jvp_inside(key):
     """First and second derivatives along a direction, as physics losses have them."""
 
@@ -50,7 +51,7 @@ def jvp_inside(key):
     return network_program(key, slopes)
 
 
-@program()
+@program(OUTER, float16=Tolerance(1e-3, 2e-3))
 def vjp_inside(key):
     """Gradients by example, and a pull-back that is used twice."""
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .program import Tolerance, mean_square, normal, program
+from .program import OUTER, mean_square, normal, program
 
 WIDTH = 16
 
@@ -132,9 +132,7 @@ class Convolutions(eqx.Module):
         return self.back(self.peak(self.deep(x)))
 
 
-# Where two values of a pooling window round to nearly the same, another one of them is
-# the largest, and gets the gradient.
-@program(bfloat16=Tolerance(1e-2, 5e-2), float16=Tolerance(2e-3, 1e-2))
+@program()
 def equinox_group_norm_cnn(key):
     keys = jax.random.split(key, 2)
 
@@ -145,7 +143,7 @@ def equinox_group_norm_cnn(key):
     return loss, (Convolutions(keys[0]), normal(keys[1], 4, 2, 8, 8))
 
 
-@program()
+@program(OUTER)
 def equinox_gru_in_scan(key):
     keys = jax.random.split(key, 2)
     cell = eqx.nn.GRUCell(4, WIDTH, key=keys[0])
@@ -182,7 +180,7 @@ def equinox_lstm_in_while(key):
     return loss, (cell, xs, jnp.int32(10))
 
 
-@program()
+@program(OUTER)
 def equinox_lstm_in_fori(key):
     cell, xs = lstm(key, WIDTH)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
 
-from .program import mean_square, normal, program, weight
+from .program import PRECISE, SOLVE, Tolerance, mean_square, normal, program, weight
 
 SIZE = 8
 
@@ -24,17 +24,17 @@ def on_a_matrix(key, compute):
     return loss, (weight(keys[0], SIZE, SIZE), normal(keys[1], SIZE, 3))
 
 
-@program()
+@program(SOLVE, PRECISE)
 def solve(key):
     return on_a_matrix(key, jnp.linalg.solve)
 
 
-@program()
+@program(SOLVE, PRECISE)
 def inverse(key):
     return on_a_matrix(key, lambda a, b: jnp.linalg.inv(a) @ b)
 
 
-@program()
+@program(PRECISE)
 def cholesky(key):
     def compute(a, b):
         lower = jnp.linalg.cholesky(a)
@@ -43,7 +43,8 @@ def cholesky(key):
     return on_a_matrix(key, compute)
 
 
-@program()
+# Eigenvectors turn by the error over the distance of the eigenvalues.
+@program(PRECISE, bfloat16=Tolerance(8e-3, 1.6e-2), float16=Tolerance(1e-3, 2e-3))
 def eigenvalues(key):
     def compute(a, b):
         values, vectors = jnp.linalg.eigh(a)
@@ -52,7 +53,7 @@ def eigenvalues(key):
     return on_a_matrix(key, compute)
 
 
-@program()
+@program(PRECISE)
 def singular_values(key):
     def compute(a, b):
         values = jnp.linalg.svd(a @ a + a, compute_uv=False)
@@ -61,7 +62,7 @@ def singular_values(key):
     return on_a_matrix(key, compute)
 
 
-@program()
+@program(SOLVE, derived=2)
 def conjugate_gradients(key):
     def compute(a, b):
         return jsp.sparse.linalg.cg(lambda x: a @ x, b, maxiter=20)[0]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .program import normal, program, weight
+from .program import OUTER, normal, program, weight
 
 BATCH, FEATURES, CLASSES = 16, 12, 8
 
@@ -54,7 +54,7 @@ def optax_kl(key):
     return on_logits(keys[1], loss, targets)
 
 
-@program(third_party=True)
+@program(OUTER, third_party=True)
 def optax_ctc(key):
     keys = jax.random.split(key, 3)
     labels = jax.random.randint(keys[0], (2, 3), 1, CLASSES)
