@@ -1,6 +1,7 @@
 """Calling a function, rewritten: trace it, emit it again, put the results together."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._nnx_graph import call_with_objects, has_nnx_objects
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
 from ._interpreter import evaluate
 from ._notes import RESULT, note_unused, noted_cast
 from ._plan import Wish, wish_for
 from ._region import is_tracing, region_text, trace
-from ._settings import Override, Place, Run, Settings
+from ._settings import Place, Run, Settings
 from ._values import Value, declared, is_castable
 
 _REWRITES = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
@@ -24,22 +26,6 @@ _ARRAY = object()
 _ARRAYS = jax.Array | np.ndarray | np.generic
 
 Weights = tuple[int | str, ...]
-
-
-def call_with_override(
-    override: Override,
-    dtype: np.dtype,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Calls a function, rewritten by somebody else's choice for each equation."""
-    run = Run(Settings(dtype=dtype), _REWRITES, override)
-    return _call(run, (0,), func, args, kwargs)
-
-
-# Primitives that hold a program which the interpreter goes into.
-HOLDING_PROGRAMS = frozenset(_REWRITES)
 
 
 def call_autocast(
@@ -61,21 +47,11 @@ def call_autocast(
     Returns:
         What the function returns, in the same dtypes.
     """
+    if has_nnx_objects((func, args, kwargs)):
+        # As trees they would lose what the function changes in them.
+        rewritten = functools.partial(call_autocast, settings, weights)
+        return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
     run = Run(settings, _REWRITES)
-    results = _call(run, weights, func, args, kwargs)
-    if settings.is_strict:
-        _strict.refuse_unused(settings.rules, run.used)
-    note_unused(rule for rule in settings.rules.rules if rule not in run.used)
-    return results
-
-
-def _call(
-    run: Run,
-    weights: Weights,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
     paths, treedef = jax.tree_util.tree_flatten_with_path((func, args, kwargs))
     leaves = [leaf for _, leaf in paths]
     is_array = [isinstance(x, _ARRAYS) for x in leaves]
@@ -97,6 +73,9 @@ def _call(
     values = [_input(run, weights, path, leaf) for path, leaf in inputs]
     with _done_for_others():
         arrays = iter(_results(run, closed, values))
+    if settings.is_strict:
+        _strict.refuse_unused(settings.rules, run.used)
+    note_unused(rule for rule in settings.rules.rules if rule not in run.used)
     out_tree, rest = found
     return jax.tree.unflatten(
         out_tree, [next(arrays) if x is _ARRAY else x for x in rest]

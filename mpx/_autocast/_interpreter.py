@@ -97,10 +97,6 @@ def _emit(
     run: Run, place: Place, equation: Any, operands: list[Value], ahead: Plan
 ) -> list[Value]:
     name = equation.primitive.name
-    if run.override is not None:
-        bound = run.override(equation, place.scopes, [v.array for v in operands])
-        if bound is not None:
-            return [computed(x) for x in bound]
     wishes = tuple(map(ahead.wish, equation.outvars))
     rewrite = run.rewrites.get(name)
     if rewrite is not None:
@@ -165,11 +161,24 @@ def _candidate(place: Place, case: Case) -> Candidate:
 
 
 def _rewritten_by(rule: Rule, candidate: Candidate, case: Case) -> list[Value]:
-    """Binds an equation to what the user's function says."""
+    """Binds an equation to what the user's function says.
+
+    A result that autocast cannot carry on, such as half precision in the place of
+    float64, goes back to the dtype that the program declares.
+    """
     rewrite: Any = rule.precision
     arrays, params = rewrite(candidate, [v.array for v in case.operands])
     equation = case.equation.replace(params=dict(params))
-    return [computed(x) for x in bind_equation(equation, *arrays)]
+    results = []
+    for x, variable in zip(
+        bind_equation(equation, *arrays), case.equation.outvars, strict=True
+    ):
+        if not (is_castable(variable.aval) and is_castable(jax.typeof(x))):
+            declared_dtype = variable.aval.dtype
+            if x.dtype != declared_dtype:
+                x = jax.lax.convert_element_type(x, declared_dtype)
+        results.append(computed(x))
+    return results
 
 
 def _are_declared(equation: Any, operands: list[Value]) -> bool:

@@ -1,7 +1,7 @@
 """What an autocast transform was told, and what it keeps while it rewrites a call."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -41,17 +41,12 @@ class Place:
     scopes: tuple[str, ...] = ()
 
 
-Override = Callable[[Any, tuple[str, ...], list[Any]], list[Any] | None]
-
-
 class Run:
     """One rewriting of a program.
 
     Attributes:
         settings: What the transform was told.
         rewrites: How equations that hold a program are rewritten, by primitive.
-        override: Asked first for each equation, with the named scopes around it and its
-            operands; gives the results, or None where it has nothing to say.
         needs_parameters: Whether anybody asks which parameter a value is. If not,
             paths are not kept apart, and equal layers are rewritten once.
         plans: Plans that were made, by their keys.
@@ -59,17 +54,11 @@ class Run:
         used: The rules that held for an operation.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        rewrites: Mapping[str, Any],
-        override: Override | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, rewrites: Mapping[str, Any]) -> None:
         """Starts a run."""
         self.settings = settings
         self.rewrites = rewrites
-        self.override = override
-        self.needs_scopes = settings.rules.needs_scopes or override is not None
+        self.needs_scopes = settings.rules.needs_scopes
         self.needs_parameters = settings.rules.needs_parameters
         self.plans: dict[Any, Any] = {}
         self.programs: dict[Any, Any] = {}

@@ -6,7 +6,8 @@ operation. For each operation the outermost scope that stands in the policy coun
 the primitive, then the key `"amp_default"`.
 
 Programs within the program (jit, scan, cond, remat, custom rules) are gone into, unless
-the policy has an entry for the primitive that holds them.
+the policy keeps them as they are: `{jax.lax.scan_p: use_original_precision}`. What only
+moves data, and casts that the program asks for, run in whatever precision they get.
 """
 
 import functools
@@ -19,10 +20,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from .._autocast import HOLDING_PROGRAMS, call_with_override
-from .._dtypes import float_dtype
+from .._autocast import Candidate, Precision, Rule, Rules, autocast
+from .._autocast._classes import CLASSES, PrimitiveClass
+from .._dtypes import float_dtype, is_half
 from .._errors import describe
-from .._jax_compat import bind_equation
 from .._tree import is_float_leaf
 
 PolicyFunction = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
@@ -118,6 +119,7 @@ def amp(
     Raises:
         TypeError: The function cannot be called, `compute_dtype` is not floating, or
             the policy is no mapping of primitives and strings to functions.
+        ValueError: The policy casts what goes into a program within the program.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx.compat.jaxamp as jaxamp
@@ -133,41 +135,41 @@ def amp(
     if not callable(sentinal):
         raise TypeError(f"{call} needs a function; got {describe(sentinal)}.")
 
-    def override(
-        equation: Any, scopes: tuple[str, ...], operands: list[Any]
-    ) -> list[Any] | None:
-        function = _find(amp_policy, scopes, equation)
-        return None if function is None else _emit(function, dtype, equation, operands)
-
-    @functools.wraps(sentinal, updated=())
-    def wrapped_fn(*args: Any, **kwargs: Any) -> Any:
-        return call_with_override(override, dtype, sentinal, args, kwargs)
-
-    return wrapped_fn
+    return autocast(sentinal, _half(dtype), rules=_rules(amp_policy, dtype))
 
 
-def _find(
-    policy: Mapping[Any, PolicyFunction], scopes: tuple[str, ...], equation: Any
-) -> PolicyFunction | None:
-    """The function for an equation; None to go into the program that it holds."""
-    holds_program = equation.primitive.name in HOLDING_PROGRAMS
-    for key in (*scopes, equation.primitive, "amp_default"):
-        if key in policy and not (holds_program and isinstance(key, str)):
-            return policy[key]
-    return None if holds_program else use_original_precision
+def _half(dtype: Any) -> Any:
+    # Policy functions get the dtype that was given; autocast itself wants one of two.
+    return dtype if is_half(dtype) else np.dtype(jnp.float16)
 
 
-def _emit(
-    function: PolicyFunction, dtype: Any, equation: Any, operands: list[Any]
-) -> list[Any]:
-    original = [atom.aval.dtype for atom in equation.invars]
-    cast, params = function(dtype, original, *operands, **equation.params)
-    results = bind_equation(equation.replace(params=dict(params)), *cast)
-    # float64 results stay float64, as autocast promises; jaxamp may narrow them.
-    return [
-        _cast(x, v.aval.dtype) if v.aval.dtype == np.float64 else x
-        for x, v in zip(results, equation.outvars, strict=True)
-    ]
+def _rules(policy: Mapping[Any, PolicyFunction], dtype: Any) -> Rules:
+    """One rule for all operations, and those that leave whole programs alone."""
+
+    def rewrite(
+        candidate: Candidate, operands: list[Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        equation = candidate.equation
+        keys = (*candidate.scopes, equation.primitive, "amp_default")
+        key = next((key for key in keys if key in policy), None)
+        function = use_original_precision if key is None else policy[key]
+        original = [atom.aval.dtype for atom in equation.invars]
+        cast, params = function(dtype, original, *operands, **equation.params)
+        return cast, dict(params)
+
+    whole = tuple(
+        key.name
+        for key, function in policy.items()
+        if _holds_program(key) and function is use_original_precision
+    )
+    left_alone = (Rule(Precision.DECLARED, primitive=whole),) if whole else ()
+    return Rules(*left_alone, Rule(rewrite, primitive="*"))
+
+
+def _holds_program(key: Any) -> bool:
+    name = key if isinstance(key, str) else key.name
+    is_program = CLASSES.get(name) is PrimitiveClass.RECURSE
+    return is_program and not isinstance(key, str)
 
 
 def _refuse_policy(policy: Any, call: str) -> None:
@@ -181,4 +183,10 @@ def _refuse_policy(policy: Any, call: str) -> None:
             raise TypeError(
                 f"`amp_policy` of {call} must map primitives (`jax.lax.add_p`) and "
                 f"names of scopes to policy functions; got {key!r}: {function!r}."
+            )
+        if _holds_program(key) and function is not use_original_precision:
+            raise ValueError(
+                f"`amp_policy` of {call} cannot cast what `{key}` is given: it holds a "
+                "program in dtypes of its own, into which `amp` goes. Leave it out, or "
+                "keep it as it is by `use_original_precision`."
             )

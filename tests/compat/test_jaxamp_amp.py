@@ -200,6 +200,21 @@ def test_a_primitive_that_holds_a_program_can_be_left_as_it_is(xw):
     assert dtypes_of("dot_general", amp, *xw) == {"float32"}
 
 
+def test_a_policy_cannot_cast_what_a_program_is_given(xw):
+    (jit_p,) = {e.primitive for e in jax.make_jaxpr(jax.jit(jnp.dot))(*xw).eqns}
+    with pytest.raises(ValueError, match="holds a program in dtypes of its own"):
+        ours.amp(jnp.sin, amp_policy={jit_p: ours.use_compute_precision})
+
+
+def test_float64_results_come_back_as_they_were_declared():
+    with jax.enable_x64(True):
+        x = np.full(2, 1 / 3)
+        out = ours.amp(lambda x: (x + x) * 1.5)(x)
+        assert out.dtype == jnp.float64
+        # The sum was rounded to float16, as jaxamp's policy says.
+        np.testing.assert_allclose(out, 1.0, rtol=1e-3)
+
+
 def test_a_decorator_with_options(xw):
     @ours.amp(compute_dtype=jnp.bfloat16)
     def f(x, w):
