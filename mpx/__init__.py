@@ -25,6 +25,10 @@ from ._cast import cast_to_float16 as cast_to_float16
 from ._cast import cast_to_bfloat16 as cast_to_bfloat16
 from ._cast import cast_to_float32 as cast_to_float32
 from ._autocast import autocast as autocast
+from ._autocast import Rules as Rules
+from ._autocast import Rule as Rule
+from ._autocast import Precision as Precision
+from ._autocast import Candidate as Candidate
 from ._function import cast_function as cast_function
 from ._function import force_full_precision as force_full_precision
 from ._policy import Policy as Policy

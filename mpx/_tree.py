@@ -6,7 +6,7 @@ numbers, Python scalars, callables, strings and None are not. Nor are formats of
 and fewer: such an array means nothing without its scale.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -89,6 +89,28 @@ class ModelState(NamedLeaves):
 def is_model_state(node: Any) -> bool:
     """Whether a node of a tree is a model's state: Equinox's, or taken from NNX."""
     return isinstance(node, eqx.nn.State | eqx.nn.StateIndex | ModelState)
+
+
+class Filled:
+    """Arrays filled with one number, made once for each shape and dtype.
+
+    Layers repeat, so the leaves of a model have few shapes. An operation of a leaf with
+    the number itself would broadcast it anew for every leaf.
+
+    Args:
+        number: Gives the number as a scalar of a dtype.
+    """
+
+    def __init__(self, number: Callable[[np.dtype], Array]) -> None:
+        self._number = number
+        self._made: dict[tuple[tuple[int, ...], np.dtype], Array] = {}
+
+    def like(self, leaf: Array) -> Array:
+        """The array of the shape and dtype of a leaf."""
+        key = leaf.shape, leaf.dtype
+        if key not in self._made:
+            self._made[key] = jax.lax.broadcast(self._number(leaf.dtype), leaf.shape)
+        return self._made[key]
 
 
 def path_text(path: Any) -> str:

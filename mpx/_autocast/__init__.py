@@ -1,3 +1,6 @@
 """Automatic mixed precision for any JAX function."""
 
+from ._decisions import Candidate as Candidate, Precision as Precision
+from ._region import ambient_with as ambient_with
+from ._rules import Rule as Rule, Rules as Rules
 from ._transform import autocast as autocast, settings_of as settings_of

@@ -7,8 +7,9 @@ import numpy as np
 
 from ._classes import PrimitiveClass, class_of
 from ._decisions import Precision, Reason
-from ._plan import JOINS, Wish
-from ._settings import Run
+from ._plan import Wish
+from ._rules import Rule
+from ._settings import Settings
 from ._values import FULL, Colour, Value, does_not_fit, is_castable
 
 
@@ -20,12 +21,14 @@ class Choice(NamedTuple):
         reason: Why.
         dtype: What its operands are cast to; None leaves each in its declared dtype.
         result: The dtype of a product's result.
+        rule: The user's rule that was applied, or None.
     """
 
     kind: PrimitiveClass | None
     reason: Reason
     dtype: np.dtype | None = None
     result: np.dtype | None = None
+    rule: Rule | None = None
 
     @property
     def precision(self) -> Precision:
@@ -47,66 +50,125 @@ _UPDATES = frozenset(("dynamic_update_slice", "scatter", "scatter-max", "scatter
 _SUMS = frozenset(("add", "add_any", "sub"))
 
 
-def choose(run: Run, equation: Any, operands: list[Value], wish: Wish) -> Choice:
-    """Chooses the precision of an equation that holds no program.
+class Case(NamedTuple):
+    """An equation that a precision is chosen for.
 
-    Args:
-        run: The run.
+    Attributes:
+        settings: What holds where it stands.
         equation: The equation.
         operands: Its operands.
         wish: What the users of its results want.
+        is_residual: Whether it adds a branch to a stream.
+    """
+
+    settings: Settings
+    equation: Any
+    operands: list[Value]
+    wish: Wish
+    is_residual: bool
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.equation.primitive.name
+
+    @property
+    def castable(self) -> list[Value]:
+        """The operands that may be cast."""
+        pairs = zip(self.operands, self.equation.invars, strict=True)
+        return [v for v, atom in pairs if is_castable(atom.aval)]
+
+
+def choose(case: Case, rule: Rule | None = None) -> Choice:
+    """Chooses the precision of an equation that holds no program.
+
+    Args:
+        case: The equation.
+        rule: The user's rule for it, which says no rewriting function.
 
     Returns:
         The choice.
     """
-    kind = class_of(equation.primitive.name, run.settings.dtype)
-    castable = [
-        v
-        for v, atom in zip(operands, equation.invars, strict=True)
-        if is_castable(atom.aval)
-    ]
+    kind = class_of(case.name, case.settings.dtype)
+    if not case.settings.is_enabled:
+        return Choice(kind, Reason.REGION)
+    if not case.castable:
+        reason = Reason.UNKNOWN if kind is None else Reason.UNTOUCHED
+        return Choice(kind, reason)
+    if rule is not None and isinstance(rule.precision, Precision):
+        return _ruled(case, kind, rule.precision)._replace(
+            reason=Reason.RULE, rule=rule, kind=kind
+        )
     if kind is None:
         return Choice(kind, Reason.UNKNOWN)
-    if not castable:
-        return Choice(kind, Reason.UNTOUCHED)
     if kind is PrimitiveClass.HALF:
-        return _choose_product(run, equation, operands, castable, wish)
+        return _choose_product(case)
     if kind is PrimitiveClass.FULL:
         return Choice(kind, Reason.SENSITIVE, FULL)
     if kind in (PrimitiveClass.PROMOTE, PrimitiveClass.FOLLOW):
-        return _choose_elementwise(run, equation, kind, castable, wish)
+        return _choose_elementwise(case, kind)
     return Choice(kind, Reason.OPAQUE)
 
 
-def _choose_product(
-    run: Run, equation: Any, operands: list[Value], castable: list[Value], wish: Wish
-) -> Choice:
-    kind = PrimitiveClass.HALF
-    params = equation.params
-    dtypes = {
-        a.aval.dtype
-        for a in equation.invars
-        if jax.numpy.issubdtype(a.aval.dtype, np.inexact)
-    }
-    if len(castable) < 2 or any(not is_castable(a.aval) for a in equation.invars[:2]):
+def _ruled(case: Case, kind: PrimitiveClass | None, precision: Precision) -> Choice:
+    is_product = kind is PrimitiveClass.HALF
+    if precision is Precision.HALF:
+        dtype = _half_dtype(case)
+        if not is_product:
+            return Choice(kind, Reason.RULE, dtype)
+        return Choice(kind, Reason.RULE, dtype, _product_result(case, dtype))
+    if precision is Precision.FULL:
+        return Choice(kind, Reason.RULE, FULL, FULL if is_product else None)
+    if precision is Precision.FOLLOW:
+        found = _choose_elementwise(case, PrimitiveClass.PROMOTE)
+        return found._replace(result=found.dtype if is_product else None)
+    return Choice(kind, Reason.RULE)
+
+
+def _declared_dtypes(case: Case) -> set[Any]:
+    return {a.aval.dtype for a in case.equation.invars if is_castable(a.aval)}
+
+
+def _half_dtype(case: Case) -> np.dtype:
+    """The user's own half precision if all operands have it, else that of autocast."""
+    dtypes = _declared_dtypes(case)
+    if len(dtypes) == 1 and FULL not in dtypes:
+        return np.dtype(dtypes.pop())
+    return case.settings.dtype
+
+
+def _product_result(case: Case, dtype: np.dtype) -> np.dtype:
+    is_full = case.equation.outvars[0].aval.dtype == FULL
+    asked_for = FULL not in _declared_dtypes(case)
+    return FULL if is_full and (case.wish is Wish.FULL or asked_for) else dtype
+
+
+def _choose_product(case: Case) -> Choice:
+    kind, params = PrimitiveClass.HALF, case.equation.params
+    if any(not is_castable(a.aval) for a in _factors(case.equation)):
         return Choice(kind, Reason.OPAQUE)
     if _asks_for_precision(params.get("precision")):
         return Choice(kind, Reason.PRECISION)
-    numbers = params.get("dimension_numbers")
-    if equation.primitive.name == "dot_general" and not numbers[0][0]:
+    if case.name == "dot_general" and not params["dimension_numbers"][0][0]:
         # An outer product sums nothing: rotary angles, not a product of weights.
-        return _choose_elementwise(
-            run, equation, PrimitiveClass.PROMOTE, castable, wish
-        )
-    if FULL in dtypes:
-        dtype = run.settings.dtype
-    elif len(dtypes) == 1:
-        dtype = np.dtype(dtypes.pop())  # the user's own half precision
-    else:
-        return Choice(kind, Reason.OPAQUE)
-    is_full = equation.outvars[0].aval.dtype == FULL
-    is_wide = is_full and (wish is Wish.FULL or FULL not in dtypes)
-    return Choice(kind, Reason.PRODUCT, dtype, FULL if is_wide else dtype)
+        found = _choose_elementwise(case, PrimitiveClass.PROMOTE)
+        return found._replace(result=found.dtype)
+    dtype = _half_dtype(case)
+    return Choice(kind, Reason.PRODUCT, dtype, _product_result(case, dtype))
+
+
+def _factors(equation: Any) -> list[Any]:
+    """The operands of a product that are no indices."""
+    return [a for a in equation.invars if not np.issubdtype(_kind(a), np.integer)]
+
+
+def _kind(atom: Any) -> Any:
+    dtype = atom.aval.dtype
+    return dtype if isinstance(dtype, np.dtype) else np.dtype(object)
+
+
+# JAX's names for the highest precision.
+_HIGHEST = ("highest", "float32", "fp32")
 
 
 def _asks_for_precision(precision: Any) -> bool:
@@ -118,46 +180,41 @@ def _asks_for_precision(precision: Any) -> bool:
     # Set for the whole program by `jax.default_matmul_precision`, it says nothing of
     # this product.
     config: Any = jax.config
-    default = config.jax_default_matmul_precision
-    if default in _HIGHEST:
+    if config.jax_default_matmul_precision in _HIGHEST:
         return False
     return any(p is jax.lax.Precision.HIGHEST for p in precision)
 
 
-# JAX's names for it.
-_HIGHEST = ("highest", "float32", "fp32")
-
-
-def _choose_elementwise(
-    run: Run, equation: Any, kind: PrimitiveClass, castable: list[Value], wish: Wish
-) -> Choice:
-    name = equation.primitive.name
+def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
+    castable = case.castable
     numbers = [v.facts.literal for v in castable if v.facts.literal is not None]
     values = [v for v in castable if v.facts.literal is None]
     colours = {_colour(v) for v in values}
     halves = {v.dtype for v in values if _colour(v) is Colour.HALF}
-    if Colour.FULL in colours:
+    if len(halves) == 1 and _joins_half_stream(case, values):
+        return Choice(kind, Reason.FOLLOWS, halves.pop())
+    if Colour.FULL in colours or len(halves) > 1:
+        # float16 and bfloat16 have only float32 in common.
         return Choice(kind, Reason.PROMOTED, FULL)
     if not halves:
-        return Choice(kind, Reason.DECLARED, FULL if _has_full(castable) else None)
+        is_full = any(v.dtype == FULL for v in castable)
+        return Choice(kind, Reason.DECLARED, FULL if is_full else None)
     dtype = halves.pop()
-    if halves:  # float16 and bfloat16 have only float32 in common
-        return Choice(kind, Reason.PROMOTED, FULL)
-    if name in EXACT:
+    if case.name in EXACT:
         return Choice(kind, Reason.FOLLOWS, dtype)
-    is_result_float = any(is_castable(v.aval) for v in equation.outvars)
-    if wish is Wish.FULL and is_result_float:
+    is_result_float = any(is_castable(v.aval) for v in case.equation.outvars)
+    if case.wish is Wish.FULL and is_result_float:
         return Choice(kind, Reason.WANTED, FULL)
     if any(does_not_fit(x, dtype) for x in numbers):
         return Choice(kind, Reason.LITERAL, FULL)
     others = [v for v in values if _colour(v) is Colour.DECLARED]
-    if name in _COMPARISONS:
+    if case.name in _COMPARISONS:
         inexact = others or any(_rounds(x, dtype) for x in numbers)
         return Choice(kind, Reason.FOLLOWS, FULL if inexact else dtype)
-    if name in _UPDATES and _colour(castable[0]) is Colour.DECLARED:
+    if case.name in _UPDATES and _colour(castable[0]) is Colour.DECLARED:
         if castable[0].facts.literal is None:
             return Choice(kind, Reason.STREAM, FULL)
-    if name in _SUMS and any(not _may_be_added(v, values, name) for v in others):
+    if case.name in _SUMS and any(not _may_be_added(case, v, values) for v in others):
         return Choice(kind, Reason.STREAM, FULL)
     return Choice(kind, Reason.FOLLOWS, dtype)
 
@@ -169,16 +226,21 @@ def _colour(value: Value) -> Colour:
     return value.facts.colour
 
 
-def _has_full(castable: list[Value]) -> bool:
-    return any(v.dtype == FULL for v in castable)
-
-
 def _rounds(number: float, dtype: np.dtype) -> bool:
     with np.errstate(over="ignore", under="ignore"):
         return float(np.asarray(number, dtype)) != number
 
 
-def _may_be_added(value: Value, values: list[Value], name: str) -> bool:
+def _joins_half_stream(case: Case, values: list[Value]) -> bool:
+    """Whether an equation adds to a residual stream that is to be half precision."""
+    if case.settings.residual_stream != "half" or case.name not in ("add", "add_any"):
+        return False
+    return case.is_residual or any(
+        v.facts.colour is Colour.DECLARED and v.facts.parameter is None for v in values
+    )
+
+
+def _may_be_added(case: Case, value: Value, values: list[Value]) -> bool:
     """Whether a declared value can be added in half precision: a bias, not a stream.
 
     A vector that was not broadcast is a bias if it is a parameter and is added straight
@@ -188,13 +250,4 @@ def _may_be_added(value: Value, values: list[Value], name: str) -> bool:
     if value.facts.is_broadcast:
         return True
     products = any(v.facts.is_product for v in values if v is not value)
-    return name == "add" and products and value.facts.parameter is not None
-
-
-def is_join_of_declared(equation: Any, operands: list[Value]) -> bool:
-    """Whether an equation puts only declared values side by side."""
-    return equation.primitive.name in JOINS and all(
-        v.facts.colour is Colour.DECLARED
-        for v, atom in zip(operands, equation.invars, strict=True)
-        if is_castable(atom.aval)
-    )
+    return case.name == "add" and products and value.facts.parameter is not None

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from .._jax_compat import bind_equation, scan_counts, scan_options
+from .._jax_compat import bind_equation, open_jaxpr, scan_counts, scan_options
 from ._interpreter import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
-from ._plan import PROGRAMS, Wish, carry_wishes, open_jaxpr
+from ._plan import PROGRAMS, Wish, carry_wishes
 from ._settings import Place, Run
 from ._values import FULL, Colour, Facts, Value, computed, is_castable
 
@@ -47,11 +47,6 @@ def enter(arrays: Sequence[Any], facts: Sequence[Facts]) -> list[Value]:
         else Value(x, f)
         for x, f in zip(arrays, facts, strict=True)
     ]
-
-
-def inner_facts(value: Value) -> Facts:
-    """What is known of a value inside of a program that is given it."""
-    return value.facts
 
 
 def evaluate_closed(
@@ -84,12 +79,11 @@ def rewritten(
     Returns:
         The new program.
     """
-    facts = tuple(inner_facts(v) for v in operands)
+    facts = tuple(v.facts for v in operands)
     avals = tuple(jax.typeof(v.array) for v in operands)
-    scopes = place.scopes if run.needs_scopes else ()
-    key = (id(jaxpr), facts, avals, wishes, dtypes, scopes)
+    key = (id(jaxpr), place, facts, avals, wishes, dtypes)
     made = run.programs.get(key)
-    if made is not None and run.decisions is None:
+    if made is not None:
         return made
     found: list[tuple[Facts, ...]] = []
 
@@ -161,7 +155,7 @@ def rewrite_shard_map(
 ) -> list[Value]:
     """A program that runs once per device."""
     params = equation.params
-    facts = tuple(inner_facts(v) for v in operands)
+    facts = tuple(v.facts for v in operands)
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: Any) -> tuple[Any, ...]:
@@ -210,15 +204,14 @@ def rewrite_scan(
         _strong(v, a) for v, a in zip(operands[n_consts:end], carry_avals, strict=True)
     ]
     fixed, stacked = operands[:n_consts], operands[end:]
-    facts = tuple(inner_facts(v) for v in stacked)
+    facts = tuple(v.facts for v in stacked)
     wanted = (*carry_wishes(jaxpr.invars[n_consts:end]), *wishes[n_carry:])
-    within = place.inside(times=params["length"])
     found: list[tuple[Facts, ...]] = []
 
     def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
-        consts = enter([v.array for v in fixed], [inner_facts(v) for v in fixed])
+        consts = enter([v.array for v in fixed], [v.facts for v in fixed])
         inside = [*consts, *_carried(carry), *enter(xs, facts)]
-        results = evaluate_closed(run, within, closed, inside, wanted)
+        results = evaluate_closed(run, place, closed, inside, wanted)
         out = [
             _strong(v, a) for v, a in zip(results[:n_carry], carry_avals, strict=True)
         ]
@@ -249,18 +242,16 @@ def rewrite_while(
     ]
 
     def inside(fixed: list[Value], carry: Any) -> list[Value]:
-        values = enter([v.array for v in fixed], [inner_facts(v) for v in fixed])
+        values = enter([v.array for v in fixed], [v.facts for v in fixed])
         return [*values, *_carried(carry)]
 
     def is_going_on(carry: Any) -> Any:
-        within = place.inside("test", is_bounded=False)
         values = inside(for_test, carry)
-        return evaluate_closed(run, within, test, values, (Wish.ANY,))[0].array
+        return evaluate_closed(run, place, test, values, (Wish.ANY,))[0].array
 
     def step(carry: Any) -> list[Any]:
-        within = place.inside("body", is_bounded=False)
         values = inside(for_body, carry)
-        results = evaluate_closed(run, within, body, values, wanted)
+        results = evaluate_closed(run, place, body, values, wanted)
         return [_strong(v, a) for v, a in zip(results, avals, strict=True)]
 
     return _carried(jax.lax.while_loop(is_going_on, step, init))
@@ -272,18 +263,14 @@ def rewrite_cond(
     """Branches, whose results agree on their dtypes."""
     branches = equation.params["branches"]
     index, *rest = operands
-    made = [
-        rewritten(run, place.inside(i), branch, rest, wishes)
-        for i, branch in enumerate(branches)
-    ]
+    made = [rewritten(run, place, branch, rest, wishes) for branch in branches]
     dtypes = tuple(
         _agreed(variable.aval, [branch.closed.out_avals[i].dtype for branch in made])
         for i, variable in enumerate(equation.outvars)
     )
     if any(d is not None for d in dtypes):
         made = [
-            rewritten(run, place.inside(i), branch, rest, wishes, dtypes)
-            for i, branch in enumerate(branches)
+            rewritten(run, place, branch, rest, wishes, dtypes) for branch in branches
         ]
     facts = [
         _common(same, aval.dtype)

@@ -19,9 +19,10 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .._jax_compat import bind_equation
-from ._control_flow import as_dtype, enter, evaluate_closed, inner_facts
+from ._control_flow import as_dtype, enter, evaluate_closed
 from ._interpreter import Rewrite
 from ._plan import PROGRAMS, Wish, wish_for
+from ._region import trace
 from ._settings import Place, Run
 from ._values import Facts, Value, computed, is_castable
 
@@ -81,7 +82,7 @@ def rewrite_custom_jvp(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A function with a rule for its tangents."""
-    facts = tuple(inner_facts(v) for v in operands)
+    facts = tuple(v.facts for v in operands)
     jaxpr = equation.params[PROGRAMS["custom_jvp_call"]]
     is_float = [_is_inexact(v.aval) for v in equation.outvars]
     form = _Results()
@@ -107,14 +108,14 @@ def rewrite_custom_jvp(
 
         variables = [equation.invars[i] for i in active]
         dots = [tangents[i] for i in active]
-        closed = jax.make_jaxpr(derivative)(
+        closed = trace(derivative)(
             _declared_avals(primals, equation.invars), _declared_avals(dots, variables)
         )
         inside = [*enter(primals, facts), *map(computed, dots)]
         wanted = form.wishes(wishes)
         # A tangent has the dtype of its primal.
         wanted += tuple(w for w, f in zip(wanted, is_float, strict=True) if f)
-        results = evaluate_closed(run, place.inside("jvp"), closed, inside, wanted)
+        results = evaluate_closed(run, place, closed, inside, wanted)
         out = form.settle(results[: len(is_float)])
         out_dots = iter(results[len(is_float) :])
         return out, [
@@ -130,7 +131,7 @@ def rewrite_custom_vjp(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A function with a rule for its cotangents."""
-    facts = tuple(inner_facts(v) for v in operands)
+    facts = tuple(v.facts for v in operands)
     jaxpr = equation.params[PROGRAMS["custom_vjp_call"]]
     is_float = [_is_inexact(v.aval) for v in equation.outvars]
     active = [i for i, v in enumerate(equation.invars) if _is_inexact(v.aval)]
@@ -156,11 +157,11 @@ def rewrite_custom_vjp(
             trees[:] = [tree]
             return out, residuals
 
-        closed = jax.make_jaxpr(declared)(*_declared_avals(arrays, equation.invars))
+        closed = trace(declared)(*_declared_avals(arrays, equation.invars))
         residual_avals = closed.out_avals[len(is_float) :]
         wanted = form.wishes(wishes) + (Wish.ANY,) * len(residual_avals)
         inside = enter(arrays, facts)
-        results = evaluate_closed(run, place.inside("fwd"), closed, inside, wanted)
+        results = evaluate_closed(run, place, closed, inside, wanted)
         out = form.settle(results[: len(is_float)])
         residuals = results[len(is_float) :]
         left[:] = [trees[0], residual_avals, [v.facts for v in residuals]]
@@ -180,13 +181,13 @@ def rewrite_custom_vjp(
 
         given = [c for c, f in zip(cotangents, is_float, strict=True) if f]
         variables = [v for v, f in zip(equation.outvars, is_float, strict=True) if f]
-        closed = jax.make_jaxpr(declared)(
+        closed = trace(declared)(
             _retyped(residuals, residual_avals), _declared_avals(given, variables)
         )
         inside = [*enter(residuals, residual_facts), *map(computed, given)]
         dtypes = [arrays[i].dtype for i in active]
         wanted = tuple(map(wish_for, dtypes))
-        results = evaluate_closed(run, place.inside("bwd"), closed, inside, wanted)
+        results = evaluate_closed(run, place, closed, inside, wanted)
         found: list[Any] = [None] * len(arrays)
         for i, value, dtype in zip(active, results, dtypes, strict=True):
             found[i] = as_dtype(value, dtype).array
@@ -208,7 +209,7 @@ def rewrite_custom_vmap(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A function with a rule for `vmap`."""
-    facts = tuple(inner_facts(v) for v in operands)
+    facts = tuple(v.facts for v in operands)
     jaxpr = equation.params[PROGRAMS["custom_vmap_call"]]
     form = _Results()
 
@@ -222,10 +223,10 @@ def rewrite_custom_vmap(
         axes = [0 if b else None for b in in_batched]
         original: Callable[..., Any] = lambda *args: bind_equation(equation, *args)  # noqa: E731
         batched = jax.vmap(original, in_axes=axes, axis_size=axis_size)
-        closed = jax.make_jaxpr(batched)(*_declared_avals(arrays, equation.invars))
+        closed = trace(batched)(*_declared_avals(arrays, equation.invars))
         inside = enter(arrays, facts)
         wanted = form.wishes(wishes)
-        results = evaluate_closed(run, place.inside("vmap"), closed, inside, wanted)
+        results = evaluate_closed(run, place, closed, inside, wanted)
         out = form.settle(results)
         return out, [True] * len(out)
 

@@ -8,14 +8,22 @@ nobody takes, and a program that was traced without them is traced anew.
 """
 
 import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 
 from ._choice import Choice
+from ._rules import Rule
 
 _taking = jax.make_user_context(default_value=False)
+
+# The rules that held for no operation, while somebody takes notes in this thread.
+_unused: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+    "unused", default=None
+)
 
 _START, _SEPARATOR = "mpx:", "!"
 
@@ -43,10 +51,25 @@ class Note:
 
 
 @contextlib.contextmanager
-def taking_notes() -> Iterator[None]:
-    """In this thread, autocast writes notes on what it emits."""
-    with _taking(True):
-        yield
+def taking_notes() -> Iterator[list[str]]:
+    """In this thread, autocast writes notes on what it emits.
+
+    Gives the list to which it adds the user's rules that held for no operation.
+    """
+    unused: list[str] = []
+    token = _unused.set(unused)
+    try:
+        with _taking(True):
+            yield unused
+    finally:
+        _unused.reset(token)
+
+
+def note_unused(rules: Iterable[Rule]) -> None:
+    """Notes rules that held for no operation, if somebody takes notes."""
+    unused = _unused.get()
+    if unused is not None:
+        unused += [text for rule in rules if (text := str(rule)) not in unused]
 
 
 def noted(primitive: str, choice: Choice) -> contextlib.AbstractContextManager[None]:
@@ -54,7 +77,10 @@ def noted(primitive: str, choice: Choice) -> contextlib.AbstractContextManager[N
     if not _taking.value:
         return contextlib.nullcontext()
     kind = "unknown" if choice.kind is None else choice.kind.value
-    return _write(Note(primitive, kind, choice.precision.value, choice.reason.value))
+    rule = "" if choice.rule is None else str(choice.rule)
+    return _write(
+        Note(primitive, kind, choice.precision.value, choice.reason.value, rule)
+    )
 
 
 def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:
@@ -64,7 +90,7 @@ def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:
     return _write(Note("convert_element_type", "convert", "declared", reason))
 
 
-def _write(note: Note) -> contextlib.AbstractContextManager[None]:
+def _write(note: Note) -> Any:
     return jax.named_scope(_START + _SEPARATOR.join(dataclasses.astuple(note)))
 
 

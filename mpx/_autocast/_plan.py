@@ -5,8 +5,9 @@ float32 if somebody wants it so and nobody wants it in half: then the elementwis
 operations before it run in float32 and a matrix product gives float32 directly,
 instead of rounding a number that is then widened again.
 
-The wish stops at *residual additions*, of two computed values: the float32 stream is
-no reason for the products that are added to it to be written in float32.
+The wish stops at *residual additions*, of two computed values neither of which is made
+elementwise of the other: the float32 stream is no reason for the products that are
+added to it to be written in float32.
 """
 
 import enum
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from .._jax_compat import scan_counts
-from ._classes import PrimitiveClass, class_of
-from ._settings import Run
+from .._jax_compat import open_jaxpr, scan_counts, scope_names
+from ._classes import CLASSES, PrimitiveClass, class_of
+from ._decisions import Precision
+from ._region import settings_within
+from ._settings import Run, Settings
 from ._values import FULL, is_castable
 
 
@@ -41,12 +44,14 @@ class Plan(NamedTuple):
         wishes: For each variable that somebody uses.
         inputs: For each input.
         are_declared: For each result whether it is an input or a constant, moved.
+        residuals: The results of residual additions.
         jaxpr: The program, held so that its identity stays its own.
     """
 
     wishes: dict[Any, Wish]
     inputs: tuple[Wish, ...]
     are_declared: tuple[bool, ...]
+    residuals: frozenset[Any]
     jaxpr: Any
 
     def wish(self, variable: Any) -> Wish:
@@ -86,23 +91,23 @@ PROGRAMS = {
 }
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
-    """The program of a closed jaxpr; an open one is given back."""
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-
-
 def wish_for(dtype: Any) -> Wish:
     """The wish of somebody who will cast to a dtype."""
     return Wish.FULL if dtype == FULL else Wish.HALF
 
 
 def plan(
-    run: Run, jaxpr: Any, are_declared: tuple[bool, ...], results: tuple[Wish, ...]
+    run: Run,
+    settings: Settings,
+    jaxpr: Any,
+    are_declared: tuple[bool, ...],
+    results: tuple[Wish, ...],
 ) -> Plan:
     """Makes the plan of a program.
 
     Args:
         run: The run, which keeps plans.
+        settings: What holds around the program.
         jaxpr: The program, open or closed.
         are_declared: For each input whether it is a declared value.
         results: What is wanted of each result.
@@ -111,16 +116,20 @@ def plan(
         The plan.
     """
     jaxpr = open_jaxpr(jaxpr)
-    key = (id(jaxpr), are_declared, results)
+    key = (id(jaxpr), settings, are_declared, results)
     made = run.plans.get(key)
     if made is None:
-        made = run.plans[key] = _make(run, jaxpr, are_declared, results)
+        made = run.plans[key] = _make(run, settings, jaxpr, are_declared, results)
     return made
 
 
-def _make(run: Run, jaxpr: Any, are_declared: Any, results: Any) -> Plan:
-    known = _declared_variables(run, jaxpr, are_declared)
+def _make(
+    run: Run, settings: Settings, jaxpr: Any, are_declared: Any, results: Any
+) -> Plan:
+    known = _declared_variables(jaxpr, are_declared)
+    makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
     wishes: dict[Any, Wish] = {}
+    residuals: set[Any] = set()
 
     def is_declared(atom: Any) -> bool:
         return isinstance(atom, core.Literal) or atom in known
@@ -134,7 +143,12 @@ def _make(run: Run, jaxpr: Any, are_declared: Any, results: Any) -> Plan:
     for equation in reversed(jaxpr.eqns):
         outputs = tuple(wishes.get(v, Wish.ANY) for v in equation.outvars)
         declared = tuple(is_declared(atom) for atom in equation.invars)
-        wanted = _operand_wishes(run, equation, declared, outputs)
+        here = settings_within(settings, scope_names(equation))
+        if not any(declared) and _is_residual(equation, makers):
+            residuals.update(equation.outvars)
+            wanted = _residual_wishes(here, outputs[0])
+        else:
+            wanted = _operand_wishes(run, here, equation, declared, outputs)
         for atom, one in zip(equation.invars, wanted, strict=True):
             if one is not Wish.ANY:
                 wish(atom, one)
@@ -142,11 +156,62 @@ def _make(run: Run, jaxpr: Any, are_declared: Any, results: Any) -> Plan:
         wishes,
         tuple(wishes.get(v, Wish.ANY) for v in jaxpr.invars),
         tuple(is_declared(atom) for atom in jaxpr.outvars),
+        frozenset(residuals),
         jaxpr,
     )
 
 
-def _declared_variables(run: Run, jaxpr: Any, are_declared: Any) -> set[Any]:
+# How far back to look for one operand of a sum among what made the other.
+_ISLAND = 32
+
+
+def _is_residual(equation: Any, makers: dict[Any, Any]) -> bool:
+    """Whether an equation of two computed values adds a branch to a stream."""
+    if equation.primitive.name not in ("add", "add_any"):
+        return False
+    first, second = equation.invars
+    if first.aval.shape != second.aval.shape or not is_castable(first.aval):
+        return False
+    return not (
+        _is_made_of(second, first, makers) or _is_made_of(first, second, makers)
+    )
+
+
+def _is_made_of(value: Any, part: Any, makers: dict[Any, Any]) -> bool:
+    """Whether a value is made of another one by elementwise operations only."""
+    waiting, steps = [value], 0
+    while waiting and steps < _ISLAND:
+        found, steps = waiting.pop(), steps + 1
+        if found is part:
+            return True
+        maker = makers.get(found)
+        if maker is None or CLASSES.get(maker.primitive.name) not in _ELEMENTWISE:
+            continue
+        waiting += [
+            a
+            for a in maker.invars
+            if not isinstance(a, core.Literal) and a.aval.shape == value.aval.shape
+        ]
+    return False
+
+
+_ELEMENTWISE = (
+    PrimitiveClass.FULL,
+    PrimitiveClass.PROMOTE,
+    PrimitiveClass.FOLLOW,
+    PrimitiveClass.CONVERT,
+)
+
+
+def _residual_wishes(settings: Settings, wanted: Wish) -> tuple[Wish, Wish]:
+    if settings.residual_stream == "half" and settings.is_enabled:
+        return Wish.HALF, Wish.HALF
+    if wanted is Wish.FULL:
+        return Wish.ANY, Wish.ANY
+    return wanted, wanted
+
+
+def _declared_variables(jaxpr: Any, are_declared: Any) -> set[Any]:
     known = {v for v, d in zip(jaxpr.invars, are_declared, strict=True) if d}
     known.update(jaxpr.constvars)
     for equation in jaxpr.eqns:
@@ -162,7 +227,7 @@ def _declared_variables(run: Run, jaxpr: Any, are_declared: Any) -> set[Any]:
             inputs = tuple(isinstance(a, core.Literal) or a in known for a in atoms)
             inner = open_jaxpr(equation.params[PROGRAMS[name]])
             if any(inputs) and len(inner.eqns) < 8:  # only ones that do little but move
-                found = _declared_variables(run, inner, inputs)
+                found = _declared_variables(inner, inputs)
                 known.update(
                     outer
                     for outer, out in zip(equation.outvars, inner.outvars, strict=True)
@@ -172,16 +237,23 @@ def _declared_variables(run: Run, jaxpr: Any, are_declared: Any) -> set[Any]:
 
 
 def _operand_wishes(
-    run: Run, equation: Any, declared: tuple[bool, ...], outputs: tuple[Wish, ...]
+    run: Run,
+    settings: Settings,
+    equation: Any,
+    declared: tuple[bool, ...],
+    outputs: tuple[Wish, ...],
 ) -> tuple[Wish, ...]:
     """What an equation wants of its operands."""
     name, count = equation.primitive.name, len(equation.invars)
     if name in PROGRAMS:
-        return plan(run, equation.params[PROGRAMS[name]], declared, outputs).inputs
-    inner = _LOOPS.get(name)
-    if inner is not None:
-        return inner(run, equation, declared, outputs)
-    kind = class_of(name, run.settings.dtype)
+        inner = equation.params[PROGRAMS[name]]
+        return plan(run, settings, inner, declared, outputs).inputs
+    loop = _LOOPS.get(name)
+    if loop is not None:
+        return loop(run, settings, equation, declared, outputs)
+    if not settings.rules.looks_ahead:
+        return (Wish.ANY,) * count
+    kind = _planned_class(settings, name)
     wanted = Wish.ANY
     for output in outputs:
         wanted |= output
@@ -195,9 +267,6 @@ def _operand_wishes(
     if kind in (PrimitiveClass.PROMOTE, PrimitiveClass.FOLLOW):
         if not any(is_castable(v.aval) for v in equation.outvars):
             return (Wish.ANY,) * count
-        is_residual = name in ("add", "add_any") and not any(declared)
-        if is_residual and wanted is Wish.FULL:
-            return (Wish.ANY,) * count
         return (wanted,) * count
     if kind is PrimitiveClass.FULL:
         return (Wish.FULL,) * count
@@ -208,30 +277,54 @@ def _operand_wishes(
     )
 
 
-def _scan_wishes(run: Run, equation: Any, declared: Any, outputs: Any) -> Any:
+_PLANNED = {
+    Precision.HALF: PrimitiveClass.HALF,
+    Precision.FULL: PrimitiveClass.FULL,
+    Precision.FOLLOW: PrimitiveClass.PROMOTE,
+    Precision.DECLARED: PrimitiveClass.OPAQUE,
+}
+
+
+def _planned_class(settings: Settings, name: str) -> PrimitiveClass | None:
+    kind = class_of(name, settings.dtype)
+    if kind is PrimitiveClass.CONVERT or name in MOVES:
+        return kind
+    if not settings.is_enabled:
+        return PrimitiveClass.OPAQUE
+    ruled = settings.rules.precision_of(name)
+    return kind if ruled is None else _PLANNED[ruled]
+
+
+def _scan_wishes(
+    run: Run, settings: Settings, equation: Any, declared: Any, outputs: Any
+) -> Any:
     n_consts, n_carry = scan_counts(equation.params)
     jaxpr = open_jaxpr(equation.params["jaxpr"])
     end = n_consts + n_carry
     inputs = (*declared[:n_consts], *(False,) * n_carry, *declared[end:])
     carried = carry_wishes(jaxpr.invars[n_consts:end])
-    found = plan(run, jaxpr, inputs, (*carried, *outputs[n_carry:])).inputs
+    found = plan(run, settings, jaxpr, inputs, (*carried, *outputs[n_carry:])).inputs
     return (*found[:n_consts], *carried, *found[end:])
 
 
-def _while_wishes(run: Run, equation: Any, declared: Any, outputs: Any) -> Any:
+def _while_wishes(
+    run: Run, settings: Settings, equation: Any, declared: Any, outputs: Any
+) -> Any:
     params = equation.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     jaxpr = open_jaxpr(params["body_jaxpr"])
     carried = carry_wishes(jaxpr.invars[second:])
     inputs = (*declared[first : first + second], *(False,) * len(carried))
-    found = plan(run, jaxpr, inputs, carried).inputs
+    found = plan(run, settings, jaxpr, inputs, carried).inputs
     return (*(Wish.ANY,) * first, *found[:second], *carried)
 
 
-def _cond_wishes(run: Run, equation: Any, declared: Any, outputs: Any) -> Any:
+def _cond_wishes(
+    run: Run, settings: Settings, equation: Any, declared: Any, outputs: Any
+) -> Any:
     wanted = [Wish.ANY] * (len(equation.invars) - 1)
     for branch in equation.params["branches"]:
-        found = plan(run, branch, declared[1:], outputs).inputs
+        found = plan(run, settings, branch, declared[1:], outputs).inputs
         wanted = [a | b for a, b in zip(wanted, found, strict=True)]
     return (Wish.ANY, *wanted)
 

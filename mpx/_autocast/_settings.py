@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ._decisions import Decision
+from ._rules import Rule, Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,13 +15,17 @@ class Settings:
 
     Attributes:
         dtype: The half precision dtype.
-        stream: Whether the residual stream is "full" or "half".
+        residual_stream: "full" or "half".
         is_enabled: Whether anything is cast at all.
+        rules: The user's rules.
+        is_strict: Whether what happens by accident is an error.
     """
 
     dtype: np.dtype
-    stream: str = "full"
+    residual_stream: str = "full"
     is_enabled: bool = True
+    rules: Rules = Rules()
+    is_strict: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,29 +33,12 @@ class Place:
     """Where in the program an equation stands.
 
     Attributes:
-        path: Positions of the equations around it, which tell places apart.
-        scopes: The named scopes around it, the outermost first.
-        executions: How often it runs in one call.
-        is_bounded: False within a `while`.
+        settings: What holds there.
+        scopes: The named scopes around it, the outermost first, if anybody asks.
     """
 
-    path: tuple[Any, ...] = ()
+    settings: Settings
     scopes: tuple[str, ...] = ()
-    executions: int = 1
-    is_bounded: bool = True
-
-    def inside(self, *path: Any, times: int = 1, is_bounded: bool = True) -> "Place":
-        """The place of a program within an equation that stands here."""
-        return dataclasses.replace(
-            self,
-            path=(*self.path, *path),
-            executions=self.executions * times,
-            is_bounded=self.is_bounded and is_bounded,
-        )
-
-    def within(self, scopes: tuple[str, ...]) -> "Place":
-        """The same place within further scopes."""
-        return dataclasses.replace(self, scopes=self.scopes + scopes)
 
 
 class Run:
@@ -60,25 +47,19 @@ class Run:
     Attributes:
         settings: What the transform was told.
         rewrites: How equations that hold a program are rewritten, by primitive.
-        decisions: Decisions by place if they are recorded, else None.
+        needs_parameters: Whether anybody asks which parameter a value is. If not,
+            paths are not kept apart, and equal layers are rewritten once.
         plans: Plans that were made, by their keys.
         programs: Inner programs that were rewritten, by their keys.
+        used: The rules that held for an operation.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        rewrites: Mapping[str, Any],
-        is_recording: bool = False,
-    ) -> None:
+    def __init__(self, settings: Settings, rewrites: Mapping[str, Any]) -> None:
         """Starts a run."""
         self.settings = settings
         self.rewrites = rewrites
-        self.decisions: dict[Any, Decision] | None = {} if is_recording else None
+        self.needs_scopes = settings.rules.needs_scopes
+        self.needs_parameters = settings.rules.needs_parameters
         self.plans: dict[Any, Any] = {}
         self.programs: dict[Any, Any] = {}
-
-    @property
-    def needs_scopes(self) -> bool:
-        """Whether anybody asks for the named scopes of equations."""
-        return self.decisions is not None
+        self.used: set[Rule] = set()

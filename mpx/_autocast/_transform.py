@@ -1,40 +1,41 @@
-"""The public transform: a function whose operations run in the precision that suits."""
+"""The public transform: a function whose operations run in the precision that suits.
 
+`mpx.autocast` is three things by how it is called: with a function, a transform;
+without, a decorator, or a region (`_region`) of a program that is being transformed.
+"""
+
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._cast import cast_of_inputs
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
-from .._nnx_graph import call_with_objects, has_nnx_objects
-from .._tree import path_text
 from .._typing import DTypeLike
-from . import _control_flow, _custom_rules
-from ._decisions import Decision
-from ._interpreter import evaluate
-from ._notes import RESULT, noted_cast
-from ._plan import Wish, wish_for
-from ._settings import Place, Run, Settings
-from ._values import Value, declared, is_castable
+from ._call import Weights, call_autocast
+from ._region import ambient_settings, ambient_with, is_tracing, region
+from ._rules import Rules
+from ._settings import Settings
 
-# Stands for an array among the results of a traced function.
-_ARRAY = object()
-
-_REWRITES = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
+_CALL = "`mpx.autocast`"
 
 
 def autocast(
     func: Callable[..., Any] | None = None,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DTypeLike | None = None,
     *,
-    enabled: bool = True,
-) -> Callable[..., Any]:
+    rules: Rules | None = None,
+    residual_stream: str | None = None,
+    weights: int | str | tuple[int | str, ...] = 0,
+    strict: bool | None = None,
+    enabled: bool | None = None,
+    ambient: bool = False,
+) -> Any:
     """Runs a function in mixed precision, chosen operation by operation.
 
     Matrix products and convolutions run in half precision; sums, exponentials,
@@ -45,28 +46,53 @@ def autocast(
 
     Inputs, weights and results keep their dtypes. Weights are cast where they are used,
     so that gradients come out, and are summed, in float32. float64, complex numbers
-    and formats of 8 bits are never touched.
+    and formats of 8 bits are never touched. A half precision of the program's own is
+    respected.
+
+    Without a function it is a decorator, `@mpx.autocast(dtype=...)`, or a region:
+
+        with mpx.autocast(enabled=False):
+            y = jnp.linalg.norm(x @ w)
+
+    which holds for what is traced in its body, inside of a function that is being
+    transformed; the innermost region wins. `with mpx.autocast(..., ambient=True)` is
+    for code around calls: the settings hold for functions called inside that
+    `mpx.autocast` made and that were not told themselves. Where several transforms
+    stand one inside the other, the inner one wins.
 
     Args:
         func: The function, or a callable PyTree such as an Equinox module, of any
-            PyTrees. None gives a decorator; `dtype` is then a keyword.
-        dtype: bfloat16 or float16. float16 overflows at 65504 and wants dynamic loss
-            scaling.
-        enabled: False gives `func` back as it is.
+            PyTrees.
+        dtype: float16 or bfloat16, the default. float16 overflows at 65504 and wants
+            dynamic loss scaling.
+        rules: What is to be done with single operations; see `mpx.Rules`. Not for
+            regions.
+        residual_stream: "full", the default, keeps the sum that residual blocks add to
+            in float32; "half" saves memory and loses digits.
+        weights: The position of the argument that holds the parameters, or its name,
+            or several. The arrays of `func` itself are always parameters. Rules ask for
+            them, and a vector that is one is a bias.
+        strict: True makes an error of what is otherwise only reported: a primitive that
+            mpx does not know, a rule that holds for no operation, something small that
+            makes a half precision value float32 by accident.
+        enabled: False leaves the program as it is.
+        ambient: Whether the settings are for functions called in the body of `with`.
 
     Returns:
         A function of the same arguments that returns what `func` returns, in the same
         dtypes. It traces `func` at each call: arrays in its arguments are traced, as
-        under `jax.jit`; wrap it in `jax.jit` to do so once.
+        under `jax.jit`; wrap it in `jax.jit` to do so once. Without `func`, a decorator
+        that is a context manager, too.
 
     Raises:
-        TypeError: `func` cannot be called.
-        ValueError: `dtype` is neither float16 nor bfloat16.
+        TypeError: `func` cannot be called, is a dtype, or an option is of a wrong kind.
+        ValueError: `dtype` or `residual_stream` is none of those above; a region is
+            entered where nothing is being transformed; under `strict`, what it says; or
+            the inputs of a call were cast by `mpx.filter_grad` or its sisters.
+        NotImplementedError: Under `strict`, a primitive that mpx does not know.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
-        >>> def loss(w, x):
-        ...     return jnp.mean(jax.nn.softmax(x @ w))
         >>> w, x = jnp.ones((8, 4)), jnp.ones((2, 8))
         >>> print(jax.make_jaxpr(mpx.autocast(jnp.dot))(x, w))
         { lambda ; a:f32[2,8] b:f32[8,4]. let
@@ -78,36 +104,129 @@ def autocast(
             ] c d
             f:f32[2,4] = convert_element_type[new_dtype=float32 weak_type=False] e
           in (f,) }
-        >>> jax.grad(mpx.autocast(loss))(w, x).dtype
+        >>> @mpx.autocast(dtype=jnp.float16)
+        ... def loss(w, x):
+        ...     with mpx.autocast(enabled=False):
+        ...         scores = x @ w  # in float32
+        ...     return jnp.mean(jax.nn.softmax(scores) @ w.T)
+        >>> jax.grad(loss)(w, x).dtype
         dtype('float32')
     """
-    if func is None:
-        return functools.partial(autocast, dtype=dtype, enabled=enabled)
-    call = "`mpx.autocast(func, dtype)`"
     name = _dtype_name(func)
     if name is not None:
         raise TypeError(
-            f"{call} needs a function first; got the dtype {name}. As a decorator it "
+            f"{_CALL} needs a function first; got the dtype {name}. As a decorator it "
             f"takes keywords only: `@mpx.autocast(dtype=jnp.{name})`."
         )
+    told = _told(dtype, rules, residual_stream, strict, enabled)
+    places = weights if isinstance(weights, tuple) else (weights,)
+    if func is None:
+        return _Deferred(told, places, ambient)
     if not callable(func):
-        raise TypeError(f"{call} needs a function; got {describe(func)}.")
-    settings = Settings(dtype=_half(dtype, call))
-    return _wrapped(func, settings) if enabled else func
+        raise TypeError(f"{_CALL} needs a function; got {describe(func)}.")
+    if ambient:
+        raise TypeError(
+            f"`ambient=True` of {_CALL} is for `with mpx.autocast(..., ambient=True):` "
+            "around calls; a function was given. Leave one of them out."
+        )
+    return func if enabled is False else _wrapped(func, told, places)
 
 
-def _wrapped(func: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
+def _told(
+    dtype: DTypeLike | None,
+    rules: Rules | None,
+    residual_stream: str | None,
+    strict: bool | None,
+    enabled: bool | None,
+) -> dict[str, Any]:
+    """What was said, checked; what was not said is left out."""
+    told: dict[str, Any] = {}
+    if dtype is not None:
+        told["dtype"] = _half(dtype)
+    if rules is not None:
+        if not isinstance(rules, Rules):
+            raise TypeError(
+                f"`rules` of {_CALL} must be `mpx.Rules`; got {describe(rules)}. Put "
+                "rules together: `mpx.Rules(mpx.Rule(...), ...)`."
+            )
+        told["rules"] = rules
+    if residual_stream is not None:
+        if residual_stream not in ("full", "half"):
+            raise ValueError(
+                f'`residual_stream` of {_CALL} must be "full" or "half"; got '
+                f"{describe(residual_stream)}."
+            )
+        told["residual_stream"] = residual_stream
+    if strict is not None:
+        told["is_strict"] = bool(strict)
+    if enabled is not None:
+        told["is_enabled"] = bool(enabled)
+    return told
+
+
+class _Deferred(contextlib.ContextDecorator):
+    """`mpx.autocast` without a function: a decorator and a context manager."""
+
+    def __init__(self, told: dict[str, Any], weights: Weights, ambient: bool) -> None:
+        self._told = told
+        self._weights = weights
+        self._ambient = ambient
+        self._entered: list[Any] = []
+
+    def __call__(self, func: Callable[..., Any]) -> Any:
+        options = {**self._told, "ambient": self._ambient}
+        names = {"is_strict": "strict", "is_enabled": "enabled"}
+        options = {names.get(key, key): value for key, value in options.items()}
+        return autocast(func, weights=self._weights, **options)
+
+    def __enter__(self) -> None:
+        context = ambient_with(self._told) if self._ambient else self._region()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+    def _region(self) -> Any:
+        if not is_tracing():
+            raise ValueError(
+                "`with mpx.autocast(...)` is a region of a function that is being "
+                "transformed by `mpx.autocast`; nothing is here, and it would do "
+                "nothing. Transform the function around it, `mpx.autocast(func)`, or, "
+                "around calls of such functions, say `ambient=True`."
+            )
+        for name in ("rules", "is_strict"):
+            if name in self._told:
+                raise TypeError(
+                    f"`{name.removeprefix('is_')}` of {_CALL} cannot be said in a "
+                    "region. Say it to the transform; `mpx.Rule(scope=...)` is for one "
+                    "part of a program."
+                )
+        return region(self._told)
+
+
+def _wrapped(
+    func: Callable[..., Any], told: dict[str, Any], weights: Weights
+) -> Callable[..., Any]:
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        settings = _resolved(told)
+        if not settings.is_enabled:
+            return func(*args, **kwargs)
         _refuse_cast_inputs()
-        return call_autocast(Run(settings, _REWRITES), func, args, kwargs)
+        return call_autocast(settings, weights, func, args, kwargs)
 
     if isinstance(func, eqx.Module):
         # JAX would print the whole layer with all its fields in its messages.
         del wrapper.__wrapped__
-    setattr(wrapper, _MARK, settings)
-    setattr(wrapper, _INSIDE, func)
+        wrapper.__name__ = type(func).__name__
+    setattr(wrapper, _MARK, _Mark(wrapper, func, told, weights))
     return wrapper
+
+
+def _resolved(told: dict[str, Any]) -> Settings:
+    """The settings of a call here and now."""
+    return Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **ambient_settings(), **told})
 
 
 def _refuse_cast_inputs() -> None:
@@ -127,8 +246,13 @@ def _refuse_cast_inputs() -> None:
 
 # The attribute by which a function is known to be one that autocast made.
 _MARK = "__mpx_autocast__"
-# The attribute under which it has what it was made of.
-_INSIDE = "__mpx_inside__"
+
+
+class _Mark:
+    """What autocast made a function of. JAX's transforms copy it to what they make."""
+
+    def __init__(self, made: Any, func: Any, told: dict[str, Any], weights: Weights):
+        self.made, self.func, self.told, self.weights = made, func, told, weights
 
 
 def unwrapped(
@@ -138,10 +262,21 @@ def unwrapped(
 
     For those who look into a callable PyTree: its arrays are not in the wrapper's.
     """
-    if not hasattr(func, _MARK) or not hasattr(func, _INSIDE):
+    mark = getattr(func, _MARK, None)
+    if mark is None or mark.made is not func:
         return func, lambda same: same
-    settings = getattr(func, _MARK)
-    return getattr(func, _INSIDE), lambda new: _wrapped(new, settings)
+    return mark.func, lambda new: _wrapped(new, mark.told, mark.weights)
+
+
+def settings_of(func: Any) -> Settings | None:
+    """What the transform that made a function was told; None for other functions."""
+    while func is not None:
+        mark = getattr(func, _MARK, None)
+        if mark is not None:
+            return _resolved(mark.told)
+        is_partial = isinstance(func, functools.partial | eqx.Partial)
+        func = func.func if is_partial else getattr(func, "__wrapped__", None)
+    return None
 
 
 def _dtype_name(value: Any) -> str | None:
@@ -155,110 +290,11 @@ def _dtype_name(value: Any) -> str | None:
     return None if found.kind == "O" else found.name
 
 
-def _half(dtype: DTypeLike, call: str) -> np.dtype:
-    found = float_dtype(dtype, call)
+def _half(dtype: DTypeLike) -> np.dtype:
+    found = float_dtype(dtype, _CALL)
     if not is_half(found):
         raise ValueError(
-            f"{call} computes in float16 or bfloat16; got {found.name}. For full "
+            f"{_CALL} computes in float16 or bfloat16; got {found.name}. For full "
             "precision call the function without it, or with `enabled=False`."
         )
     return found
-
-
-def settings_of(func: Any) -> Settings | None:
-    """What the transform that made a function was told; None for other functions."""
-    while func is not None:
-        settings = getattr(func, _MARK, None)
-        if settings is not None:
-            return settings
-        is_partial = isinstance(func, functools.partial | eqx.Partial)
-        func = func.func if is_partial else getattr(func, "__wrapped__", None)
-    return None
-
-
-def decisions_of(
-    func: Callable[..., Any],
-    settings: Settings,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[Decision]:
-    """What autocast decides for each equation of a call, in the program's order.
-
-    Nothing is computed: `jax.ShapeDtypeStruct` will do for arrays.
-    """
-    run = Run(settings, _REWRITES, is_recording=True)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(x, _ARRAYS | jax.ShapeDtypeStruct) for x in leaves]
-
-    def flat(arrays: list[Any]) -> Any:
-        remaining = iter(arrays)
-        full = [
-            next(remaining) if a else x for x, a in zip(leaves, is_array, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(treedef, full)
-        results = call_autocast(run, func, args, kwargs)
-        return [x for x in jax.tree.leaves(results) if isinstance(x, _ARRAYS)]
-
-    jax.eval_shape(flat, [x for x, a in zip(leaves, is_array, strict=True) if a])
-    assert run.decisions is not None
-    return list(run.decisions.values())
-
-
-_ARRAYS = jax.Array | np.ndarray | np.generic
-
-
-def call_autocast(
-    run: Run, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Calls a function, rewritten."""
-    if has_nnx_objects((func, args, kwargs)):
-        # As trees they would lose what the function changes in them.
-        rewritten = functools.partial(call_autocast, run)
-        return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
-    paths, treedef = jax.tree_util.tree_flatten_with_path((func, args, kwargs))
-    leaves = [leaf for _, leaf in paths]
-    is_array = [isinstance(x, _ARRAYS) for x in leaves]
-    found: list[Any] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        remaining = iter(arrays)
-        full = [
-            next(remaining) if a else x for x, a in zip(leaves, is_array, strict=True)
-        ]
-        func, args, kwargs = jax.tree.unflatten(treedef, full)
-        out, out_tree = jax.tree.flatten(func(*args, **kwargs))
-        rest = [_ARRAY if isinstance(x, _ARRAYS) else x for x in out]
-        found[:] = [out_tree, rest]
-        return [x for x in out if isinstance(x, _ARRAYS)]
-
-    closed = jax.make_jaxpr(flat)(
-        *(x for x, a in zip(leaves, is_array, strict=True) if a)
-    )
-    values = [
-        _input(path, leaf) for (path, leaf), a in zip(paths, is_array, strict=True) if a
-    ]
-    avals = closed.out_avals
-    wishes = tuple(
-        wish_for(aval.dtype) if is_castable(aval) else Wish.ANY for aval in avals
-    )
-    results = evaluate(run, Place(), closed.jaxpr, closed.consts, values, wishes)
-    with noted_cast(RESULT):
-        cast = [
-            jnp.asarray(v.cast(aval.dtype)[0] if is_castable(aval) else v.array)
-            for v, aval in zip(results, avals, strict=True)
-        ]
-    arrays = iter(cast)
-    out_tree, rest = found
-    return jax.tree.unflatten(
-        out_tree, [next(arrays) if x is _ARRAY else x for x in rest]
-    )
-
-
-def _input(path: Any, leaf: Any) -> Value:
-    """An argument; those of the function itself and the first one are parameters."""
-    root, *rest = path
-    if root.idx == 0:
-        return declared(leaf, path_text(tuple(rest)))
-    if root.idx == 1 and rest[0].idx == 0:
-        return declared(leaf, path_text(tuple(rest[1:])))
-    return declared(leaf)

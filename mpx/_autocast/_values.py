@@ -47,6 +47,7 @@ class Facts(NamedTuple):
         is_product: What a matrix product gave, moved perhaps.
         literal: The number that all of its elements are, if it is known.
         parameter: The path of the parameter that it is, moved or sliced perhaps.
+        is_fixed: Computed, but from parameters and constants alone.
     """
 
     colour: Colour
@@ -54,18 +55,20 @@ class Facts(NamedTuple):
     is_product: bool = False
     literal: float | None = None
     parameter: str | None = None
+    is_fixed: bool = False
 
 
 class Value:
     """A value of the program: an array in its present dtype, and its facts."""
 
-    __slots__ = ("_casts", "array", "facts", "is_constant")
+    __slots__ = ("_casts", "array", "facts", "is_constant", "widened_by")
 
     def __init__(self, array: Any, facts: Facts, is_constant: bool = False) -> None:
         """Makes a value; `is_constant` for a number that stands in the program."""
         self.array = array
         self.facts = facts
         self.is_constant = is_constant
+        self.widened_by: Any = None  # the equation that cast it from half to float32
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @property
@@ -96,14 +99,13 @@ def is_castable(aval: Any) -> bool:
     return type(aval) is ShapedArray and aval.dtype in _CASTABLE
 
 
-def computed(array: Any, is_product: bool = False) -> Value:
+def computed(array: Any, is_product: bool = False, is_fixed: bool = False) -> Value:
     """A value that an equation gave."""
     dtype = array.dtype
-    if dtype == FULL:
-        return Value(array, Facts(Colour.FULL, is_product=is_product))
-    if dtype in _CASTABLE:
-        return Value(array, Facts(Colour.HALF, is_product=is_product))
-    return Value(array, Facts(Colour.OTHER))
+    if dtype not in _CASTABLE:
+        return Value(array, Facts(Colour.OTHER))
+    colour = Colour.FULL if dtype == FULL else Colour.HALF
+    return Value(array, Facts(colour, is_product=is_product, is_fixed=is_fixed))
 
 
 def declared(array: Any, parameter: str | None = None) -> Value:

@@ -69,21 +69,27 @@ def refuse_unknown_scaling(scaling: Any, call: str, mixed: bool) -> None:
 def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> None:
     """Raises where the state would be built into a compiled function as a constant.
 
-    A state that is no tracer, in a place where an operation on it gives one, is being
-    baked in: every call would start from the same scale and the same counters.
+    Every call would start from the same scale and the same counters.
     """
     if scaling is None or not scaling._is_stateful:
         return
-    leaf = scaling.record.steps
-    if isinstance(leaf, Tracer):
-        return
-    if isinstance(jax.lax.add(leaf, np.int32(0)), Tracer):
+    if is_frozen(scaling.record.steps):
         raise ValueError(
             f"{call} was given a `scaling` from outside of the function that JAX is "
             "tracing (jit, scan, ...); it would be frozen at its present value for "
             "ever. Pass `scaling` to that function as an argument and return the new "
             "one: `def step(model, opt_state, scaling, batch): ...`."
         )
+
+
+def is_frozen(leaf: Any) -> bool:
+    """Whether a number is being baked into a program that JAX is tracing.
+
+    It is where it is no tracer itself, and an operation on it gives one.
+    """
+    if isinstance(leaf, Tracer):
+        return False
+    return isinstance(jax.lax.add(leaf, np.int32(0)), Tracer)
 
 
 def refuse_nnx(trees: Any, call: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast import settings_of
+from .._autocast import ambient_with, settings_of
 from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
@@ -326,6 +326,7 @@ def _problem_builder(
     is_autocast = settings_of(func) is not None
     if is_autocast:
         _refuse_casts(options, call)
+        func = func if options.mixed else _switched_off(func)
 
     def build(count: int) -> Problem:
         """The problem for a call with `count` positional arguments."""
@@ -347,6 +348,17 @@ def _problem_builder(
         )
 
     return build
+
+
+def _switched_off(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that autocast made, as it would be without."""
+
+    @functools.wraps(func)
+    def control(*args: Any, **kwargs: Any) -> Any:
+        with ambient_with({"is_enabled": False}):
+            return func(*args, **kwargs)
+
+    return control
 
 
 def _refuse_casts(options: _Options, call: str) -> None:

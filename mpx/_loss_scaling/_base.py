@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, PyTree
 from .._cast import cast_leaf
 from .._dtypes import full_precision_of
 from .._errors import describe
-from .._tree import bool_scalar, is_inexact_leaf
+from .._tree import Filled, bool_scalar, is_inexact_leaf
 from .._typing import BoolLike, BoolScalar, FloatScalar, ScalarLike
 from . import _state_dict
 from ._record import StepRecord, replaced
@@ -108,7 +108,7 @@ class AbstractLossScaling(eqx.Module):
         NaN, infinities and zeros stay what they are; a product beyond the range of
         float32 is infinite.
         """
-        scale = self.loss_scale
+        scale = Filled(self.loss_scale.astype)
         return _map_numbers(lambda leaf: _multiply(leaf, scale), tree, "scale")
 
     def unscale(self, tree: PyTree) -> PyTree:
@@ -131,7 +131,7 @@ class AbstractLossScaling(eqx.Module):
 
         NaN, infinities and zeros stay what they are.
         """
-        inverse = 1 / self.loss_scale
+        inverse = Filled((1 / self.loss_scale).astype)
         return _map_numbers(lambda leaf: _multiply(leaf, inverse), tree, "unscale")
 
     @property
@@ -415,7 +415,7 @@ def _to_full(leaf: Any) -> Any:
     return cast_leaf(leaf, full_precision_of(leaf.dtype))
 
 
-def _multiply(leaf: Any, scale: FloatScalar) -> Any:
+def _multiply(leaf: Any, scale: Filled) -> Any:
     if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic):
         leaf = jnp.asarray(leaf)
     if not is_inexact_leaf(leaf):
@@ -424,7 +424,7 @@ def _multiply(leaf: Any, scale: FloatScalar) -> Any:
     wide = wide if isinstance(wide, jax.Array) else jnp.asarray(wide)
     if jnp.issubdtype(wide.dtype, jnp.complexfloating):
         # Not a complex product, in which infinity times the zero imaginary part is NaN.
-        scale = scale.astype(wide.real.dtype)
-        return jax.lax.complex(wide.real * scale, wide.imag * scale)
+        factor = scale.like(wide.real)
+        return jax.lax.complex(wide.real * factor, wide.imag * factor)
     # The primitive itself: the operator takes several times as long to trace.
-    return jax.lax.mul(wide, scale.astype(wide.dtype))
+    return jax.lax.mul(wide, scale.like(wide))

@@ -345,27 +345,3 @@ def test_float64_weights_have_float64_gradients():
         w = jnp.ones(2, jnp.float64)
         result = gradient(FLOAT16, mpx.DynamicLossScaling(4.0), total)(w)
         assert result.grads.dtype == jnp.float64
-
-
-@pytest.mark.parametrize(
-    ("scaling", "barriers"),
-    [
-        (mpx.DynamicLossScaling(8.0), 1),
-        (mpx.StaticLossScaling(8.0), 1),
-        (mpx.NoLossScaling(), 1),
-        (mpx.NoLossScaling(skip=False), 0),
-    ],
-    ids=str,
-)
-def test_gradients_wait_for_the_check(scaling, barriers):
-    """The optimizer stays out of the backward pass, whose memory it would prolong."""
-
-    def grads(w, scaling):
-        return mpx.filter_grad(lambda w: jnp.sum(w**2), scaling)(w).grads
-
-    w = jnp.array([3.0, -0.0])
-    text = str(jax.make_jaxpr(grads)(w, scaling))
-    assert text.count("optimization_barrier") == barriers
-    # Every gradient is a product with what comes out of the barrier, bit for bit.
-    np.testing.assert_array_equal(jax.jit(grads)(w, scaling), [6.0, -0.0])
-    assert np.signbit(jax.jit(grads)(w, scaling)[1])

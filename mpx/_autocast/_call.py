@@ -1,0 +1,129 @@
+"""Calling a function, rewritten: trace it, emit it again, put the results together."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
+from .._tree import path_text
+from . import _control_flow, _custom_rules, _strict
+from ._interpreter import evaluate
+from ._notes import RESULT, note_unused, noted_cast
+from ._plan import Wish, wish_for
+from ._region import is_tracing, region_text, trace
+from ._settings import Place, Run, Settings
+from ._values import Value, declared, is_castable
+
+_REWRITES = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
+
+# Stands for an array among the results of a traced function.
+_ARRAY = object()
+_ARRAYS = jax.Array | np.ndarray | np.generic
+
+Weights = tuple[int | str, ...]
+
+
+def call_autocast(
+    settings: Settings,
+    weights: Weights,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a function, rewritten.
+
+    Args:
+        settings: What the transform was told.
+        weights: Positions and names of the arguments that hold parameters.
+        func: The function; where it is a tree, it holds parameters, too.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns, in the same dtypes.
+    """
+    if has_nnx_objects((func, args, kwargs)):
+        return _call_with_objects(settings, weights, func, args, kwargs)
+    run = Run(settings, _REWRITES)
+    paths, treedef = jax.tree_util.tree_flatten_with_path((func, args, kwargs))
+    leaves = [leaf for _, leaf in paths]
+    is_array = [isinstance(x, _ARRAYS) for x in leaves]
+    found: list[Any] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        remaining = iter(arrays)
+        full = [
+            next(remaining) if a else x for x, a in zip(leaves, is_array, strict=True)
+        ]
+        func, args, kwargs = jax.tree.unflatten(treedef, full)
+        out, out_tree = jax.tree.flatten(func(*args, **kwargs))
+        rest = [_ARRAY if isinstance(x, _ARRAYS) else x for x in out]
+        found[:] = [out_tree, rest]
+        return [x for x in out if isinstance(x, _ARRAYS)]
+
+    inputs = [pair for pair, a in zip(paths, is_array, strict=True) if a]
+    closed = trace(flat)(*(leaf for _, leaf in inputs))
+    values = [_input(run, weights, path, leaf) for path, leaf in inputs]
+    with _done_for_others():
+        arrays = iter(_results(run, closed, values))
+    if settings.is_strict:
+        _strict.refuse_unused(settings.rules, run.used)
+    note_unused(rule for rule in settings.rules.rules if rule not in run.used)
+    out_tree, rest = found
+    return jax.tree.unflatten(
+        out_tree, [next(arrays) if x is _ARRAY else x for x in rest]
+    )
+
+
+def _call_with_objects(
+    settings: Settings, weights: Weights, func: Any, args: Any, kwargs: Any
+) -> Any:
+    """The same for NNX objects, which as trees would lose what changes in them."""
+    if is_nnx_object(func):
+        weights = (0, *(w + 1 if isinstance(w, int) else w for w in weights))
+        func, args = (
+            (lambda func, *args, **kwargs: func(*args, **kwargs)),
+            (func, *args),
+        )
+    rewritten = functools.partial(call_autocast, settings, weights)
+    return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
+
+
+def _done_for_others() -> contextlib.AbstractContextManager[Any]:
+    """Within another autocast function, what this one emits is left as it is."""
+    if not is_tracing():
+        return contextlib.nullcontext()
+    return jax.named_scope(region_text(enabled=False))
+
+
+def _results(run: Run, closed: Any, values: list[Value]) -> list[Any]:
+    avals = closed.out_avals
+    wishes = tuple(
+        wish_for(aval.dtype) if is_castable(aval) else Wish.ANY for aval in avals
+    )
+    place = Place(run.settings)
+    results = evaluate(run, place, closed.jaxpr, closed.consts, values, wishes)
+    with noted_cast(RESULT):
+        return [
+            jnp.asarray(v.cast(aval.dtype)[0] if is_castable(aval) else v.array)
+            for v, aval in zip(results, avals, strict=True)
+        ]
+
+
+def _input(run: Run, weights: Weights, path: Any, leaf: Any) -> Value:
+    """An argument; those of the function itself, too, are parameters."""
+    root, *rest = path
+    if root.idx == 0:
+        below = rest
+    else:
+        position = rest[0].idx if root.idx == 1 else rest[0].key
+        if position not in weights:
+            return declared(leaf)
+        below = rest[1:]
+    # Equal layers are rewritten once if nobody asks which parameters are theirs.
+    return declared(leaf, path_text(tuple(below)) if run.needs_parameters else "")

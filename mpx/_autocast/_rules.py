@@ -1,0 +1,244 @@
+"""Rules: what the user says about single operations, over autocast's own choice.
+
+A rule has conditions, all of which must hold, and a precision. The first rule of
+`Rules` that holds for an operation decides; where none does, autocast decides.
+
+Rules are about operations that compute. Data movement runs in whatever precision its
+operand has; casts that the program asks for are respected; a program within the program
+(a scan, a function under jit) is entered, and the rules hold inside. Only a rule that
+names such a primitive, with `Precision.DECLARED`, keeps autocast out of it.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._errors import describe
+from ._decisions import Candidate, Precision
+
+Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What is to be done with some operations.
+
+    Attributes:
+        precision: The precision they are computed in; or a function that is given the
+            operation and its operands in their present dtypes, and returns operands and
+            parameters to bind the primitive to.
+        primitive: The name of a primitive, or several; `*` and `?` stand for any text
+            and any letter, here and below.
+        scope: Named scopes, joined by `/`: `attention`, `layer*/softmax`. It may begin
+            at any scope, and holds for everything inside of the last one.
+        parameter: The path of a parameter that must be among the operands, whole,
+            moved or sliced: `layers[0].weight`, `*bias`.
+        when: A function of the operation that says whether the rule holds.
+
+    Raises:
+        TypeError: `precision` is neither, or `when` is no function.
+        ValueError: The rule has no condition.
+
+    Examples:
+        >>> import mpx
+        >>> mpx.Rule(mpx.Precision.FULL, primitive="dot_general", scope="head").scope
+        'head'
+    """
+
+    precision: Precision | Rewrite
+    primitive: str | tuple[str, ...] | None = None
+    scope: str | None = None
+    parameter: str | None = None
+    when: Callable[[Candidate], bool] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        if not isinstance(self.precision, Precision) and not callable(self.precision):
+            raise TypeError(
+                "`precision` of `mpx.Rule` must be a `mpx.Precision` or a function "
+                "`rewrite(candidate, operands)`; got "
+                f"{describe(self.precision)}. For float32: `mpx.Precision.FULL`."
+            )
+        if self.when is not None and not callable(self.when):
+            raise TypeError(
+                "`when` of `mpx.Rule` must be a function `when(candidate) -> bool`; "
+                f"got {describe(self.when)}."
+            )
+        conditions = (self.primitive, self.scope, self.parameter, self.when)
+        if all(condition is None for condition in conditions):
+            raise ValueError(
+                "`mpx.Rule` needs a condition: `primitive`, `scope`, `parameter` or "
+                'or `when`. For every operation: `primitive="*"`.'
+            )
+
+    def __str__(self) -> str:
+        """The rule in short, for reports and messages."""
+        what = self.precision
+        text = what.value if isinstance(what, Precision) else _name(what)
+        given = {
+            "primitive": self.primitive,
+            "scope": self.scope,
+            "parameter": self.parameter,
+            "when": None if self.when is None else _name(self.when),
+        }
+        where = ", ".join(f"{k} {v}" for k, v in given.items() if v is not None)
+        return f"{text} for {where}"
+
+    def holds(self, candidate: Candidate) -> bool:
+        """Whether all conditions hold for an operation."""
+        return (
+            self.holds_for_primitive(candidate.primitive)
+            and (self.scope is None or _is_within(candidate.scopes, self.scope))
+            and (
+                self.parameter is None
+                or any(
+                    path is not None and _matches(path, self.parameter)
+                    for path in candidate.parameters
+                )
+            )
+            and (self.when is None or bool(self.when(candidate)))
+        )
+
+    def holds_for_primitive(self, name: str) -> bool:
+        """Whether the condition on the primitive holds."""
+        if self.primitive is None:
+            return True
+        names = self.primitive
+        names = (names,) if isinstance(names, str) else names
+        return any(_matches(name, pattern) for pattern in names)
+
+    @property
+    def is_about_primitives(self) -> bool:
+        """Whether the name of the primitive is the only condition."""
+        return self.scope is None and self.parameter is None and self.when is None
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _matches(text: str, pattern: str) -> bool:
+    return _pattern(pattern).match(text) is not None
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(pattern: str) -> Any:
+    import re
+
+    # Brackets are part of paths, not of the pattern.
+    return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
+
+
+def _is_within(scopes: tuple[str, ...], pattern: str) -> bool:
+    count = pattern.count("/") + 1
+    parts = "/".join(scopes).split("/")  # a scope's own name may hold a slash
+    return any(
+        _matches("/".join(parts[i : i + count]), pattern)
+        for i in range(len(parts) - count + 1)
+    )
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Rules:
+    """Rules in their order; the first that holds decides.
+
+    Attributes:
+        rules: The rules.
+        looks_ahead: Whether autocast asks what users of a result want, and computes
+            elementwise operations before a softmax in float32 although they would
+            follow their operands.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, primitive="dot_general"))
+        >>> product = mpx.autocast(jnp.dot, rules=rules)
+        >>> w = jnp.ones((2, 2))
+        >>> [e.primitive.name for e in jax.make_jaxpr(product)(w, w).eqns]
+        ['dot_general']
+    """
+
+    rules: tuple[Rule, ...]
+    looks_ahead: bool
+
+    def __init__(self, *rules: Rule, looks_ahead: bool = True) -> None:
+        """Puts rules in an order.
+
+        Raises:
+            TypeError: One of them is no `mpx.Rule`.
+        """
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(
+                    f"`mpx.Rules(*rules)` takes `mpx.Rule`s; got {describe(rule)}."
+                )
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "looks_ahead", looks_ahead)
+
+    @classmethod
+    def like_pytorch(cls, *rules: Rule) -> "Rules":
+        """The operation lists of PyTorch's autocast, behind rules of one's own.
+
+        PyTorch decides for each operation alone and has shorter lists: powers,
+        exponentials, logarithms, sums, products, norms, softmax and losses run in
+        float32, matrix products and convolutions in half, everything else in the widest
+        dtype of its operands. The lists are those of "CUDA Ops that can autocast" in
+        PyTorch's documentation of `torch.amp`, read for JAX's primitives.
+
+        Args:
+            *rules: Rules that come before.
+
+        Returns:
+            The rules.
+        """
+        full = Rule(Precision.FULL, primitive=_PYTORCH_FULL)
+        follow = Rule(Precision.FOLLOW, primitive=_PYTORCH_FOLLOW)
+        return cls(*rules, full, follow, looks_ahead=False)
+
+    @property
+    def needs_scopes(self) -> bool:
+        """Whether a rule asks for scopes."""
+        return any(r.scope is not None or r.when is not None for r in self.rules)
+
+    @property
+    def needs_parameters(self) -> bool:
+        """Whether a rule asks for paths of parameters."""
+        return any(r.parameter is not None or r.when is not None for r in self.rules)
+
+    def find(self, candidate: Candidate) -> Rule | None:
+        """The first rule that holds for an operation."""
+        return next((r for r in self.rules if r.holds(candidate)), None)
+
+    def find_for_program(self, name: str) -> Rule | None:
+        """A rule that keeps autocast out of a program within the program."""
+        for rule in self.rules:
+            names_it = rule.is_about_primitives and rule.primitive != "*"
+            if names_it and rule.holds_for_primitive(name):
+                return rule if rule.precision is Precision.DECLARED else None
+        return None
+
+    def precision_of(self, name: str) -> Precision | None:
+        """What the rules say of a primitive wherever it stands; None if it depends."""
+        for rule in self.rules:
+            if not rule.holds_for_primitive(name):
+                continue
+            if rule.is_about_primitives and isinstance(rule.precision, Precision):
+                return rule.precision
+            return None
+        return None
+
+
+_PYTORCH_FULL = tuple(
+    """
+    acos asin cosh cumprod cumsum cumlogsumexp erf_inv exp exp2 expm1 integer_pow log
+    log1p pow reduce_prod reduce_sum rsqrt sinh square tan
+    """.split()
+)
+_PYTORCH_FOLLOW = tuple(
+    """
+    acosh asinh atan atanh bessel_i0e bessel_i1e cbrt cos digamma igamma igammac lgamma
+    polygamma reduce_window_sum regularized_incomplete_beta scatter-add scatter-mul
+    scatter-sub sin sqrt zeta
+    """.split()
+)

@@ -1,0 +1,342 @@
+"""jaxamp's dynamic loss scaling, see `mpx.compat.jaxamp`.
+
+The state is a tuple of five fields and goes through a keyword argument,
+`dynamic_scaler_state`. Timing is jaxamp's: the scale grows at the good step *after*
+`patience` good ones, one step later than with `mpx.DynamicLossScaling`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._errors import describe
+from .._grad._inputs import is_frozen
+from .._loss_scaling import StaticLossScaling
+from .._tree import all_finite
+
+_FRESH = object()  # stands for a default; None can be a leaf that a tree map returned
+
+
+class _Fields(NamedTuple):
+    patience: Any
+    adjust_factor: Any
+    scaler: Any
+    count: Any
+    total_resets: Any
+
+
+class DynamicScalerState(_Fields):
+    """The state of jaxamp's loss scaling.
+
+    Args:
+        patience: Good steps to wait before the scale grows.
+        adjust_factor: What the scale is multiplied by when it grows, and divided by
+            when it falls.
+        scaler: The scale. Its dtype stays.
+        count: Good steps since the scale last changed.
+        total_resets: How often it fell.
+
+    Raises:
+        ValueError: A field cannot be what it stands for: a scale that is not positive
+            and finite, a factor of at most 1, a negative count.
+
+    Defaults are arrays made for each state, so that a state can be donated; in jaxamp
+    all default states share their buffers.
+
+    Examples:
+        >>> import mpx.compat.jaxamp as jaxamp
+        >>> float(jaxamp.DynamicScalerState(scaler=8.0).scaler)
+        8.0
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        patience: Any = _FRESH,
+        adjust_factor: Any = _FRESH,
+        scaler: Any = _FRESH,
+        count: Any = _FRESH,
+        total_resets: Any = _FRESH,
+    ) -> "DynamicScalerState":
+        """Makes the defaults and refuses values that no run can use."""
+        fields = {
+            "patience": (patience, 2000, jnp.int32),
+            "adjust_factor": (adjust_factor, 2.0, jnp.float32),
+            "scaler": (scaler, 2.0**15, jnp.float32),
+            "count": (count, 0, jnp.int32),
+            "total_resets": (total_resets, 0, jnp.int32),
+        }
+        values = {
+            name: jnp.array(default, dtype) if given is _FRESH else given
+            for name, (given, default, dtype) in fields.items()
+        }
+        for name, value in values.items():
+            _validate(name, value)
+        return super().__new__(cls, **values)
+
+
+_RULES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
+    "patience": (lambda x: x >= 0, "at least 0"),
+    "adjust_factor": (lambda x: (x > 1) & (x < np.inf), "larger than 1 and finite"),
+    "scaler": (lambda x: (x > 0) & (x < np.inf), "positive and finite"),
+    "count": (lambda x: x >= 0, "at least 0"),
+    "total_resets": (lambda x: x >= 0, "at least 0"),
+}
+
+
+def _validate(name: str, value: Any) -> None:
+    # JAX puts placeholders into trees; only numbers are judged.
+    kinds = int | float | np.ndarray | np.generic | jax.Array
+    if not isinstance(value, kinds) or isinstance(value, Tracer):
+        return
+    is_valid, must = _RULES[name]
+    array = np.asarray(value)
+    if isinstance(value, bool) or not np.all(is_valid(array.astype(np.float64))):
+        raise ValueError(
+            f"`{name}` of `mpx.compat.jaxamp.DynamicScalerState` must be {must}; got "
+            f"{value}."
+        )
+
+
+def default_unscale_fn(results: Any, state: DynamicScalerState) -> Any:
+    """Divides every float or complex leaf by the scale, in float32 at least."""
+    return StaticLossScaling(state.scaler).unscale(results)
+
+
+def default_scale_fn(result: Any, state: DynamicScalerState) -> Any:
+    """Multiplies a value, or that of a pair `(value, aux)`, by the scale.
+
+    The product is in float32 at least: jaxamp's is in the value's own dtype, and a
+    float16 loss above 2 overflows with the default scale.
+    """
+    if eqx.is_array_like(result):
+        return StaticLossScaling(state.scaler).scale(result)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            "A function under `mpx.compat.jaxamp.dynamic_scale_tx` must return a value "
+            f"or a pair `(value, aux)`; got {describe(result)}. Pass `scale_fn` for "
+            "other results."
+        )
+    return StaticLossScaling(state.scaler).scale(result[0]), result[1]
+
+
+def dynamic_scale_tx(
+    transform: Callable[..., Any],
+    redo_on_nan: int = 0,
+    unscale_fn: Callable[[Any, DynamicScalerState], Any] = default_unscale_fn,
+    scale_fn: Callable[[Any, DynamicScalerState], Any] = default_scale_fn,
+) -> Callable[..., Any]:
+    """Puts dynamic loss scaling around any transform that differentiates.
+
+    Args:
+        transform: A transform such as `jax.grad`, called with a function of keyword
+            arguments, too.
+        redo_on_nan: How often a step that is not finite is tried again, each time with
+            a smaller scale.
+        unscale_fn: Takes the scale out of what the transformed function returns.
+        scale_fn: Puts the scale into what the function returns.
+
+    Returns:
+        `transform` for functions whose result is scaled. What it returns takes the
+        keyword `dynamic_scaler_state` and returns `(next_state, results)`.
+
+    Raises:
+        TypeError: At the call, `dynamic_scaler_state` is no `DynamicScalerState`.
+        ValueError: At the call, the state comes from outside of the function that JAX
+            is tracing, where it would be frozen.
+
+    The scale stays positive and finite: it falls to the smallest normal number of its
+    dtype, or 2^-126, and rises to the largest power of two, or 2^126.
+    """
+    return _scaled_transform(transform, redo_on_nan, unscale_fn, scale_fn, lambda r: r)
+
+
+def dynamic_scale_grad(
+    fun: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    redo_on_nan: int = 0,
+    filter: bool = True,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """`jax.grad` with dynamic loss scaling.
+
+    Args:
+        fun: The function, which returns a scalar, or `(scalar, aux)` with `has_aux`.
+        has_aux: As in `jax.grad`.
+        redo_on_nan: How often a step that is not finite is tried again.
+        filter: Differentiate by `equinox.filter_grad`; by `jax.grad` if False.
+        **kwargs: For that transform.
+
+    Returns:
+        A function with the further keyword `dynamic_scaler_state`, that returns
+        `(next_state, grads)`, or `(next_state, (grads, aux))` with `has_aux`.
+
+    A NaN in aux is no overflow, as it is in jaxamp.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx.compat.jaxamp as jaxamp
+        >>> grad = jaxamp.dynamic_scale_grad(lambda w: jnp.sum(w**2))
+        >>> state, grads = grad(
+        ...     jnp.ones(2), dynamic_scaler_state=jaxamp.DynamicScalerState()
+        ... )
+        >>> grads, int(state.count)
+        (Array([2., 2.], dtype=float32), 1)
+    """
+    transform = eqx.filter_grad if filter else jax.grad
+
+    def unscale(results: Any, state: DynamicScalerState) -> Any:
+        if not has_aux:
+            return default_unscale_fn(results, state)
+        grads, aux = results
+        return default_unscale_fn(grads, state), aux
+
+    judged = (lambda results: results[0]) if has_aux else (lambda results: results)
+    scaled = _scaled_transform(
+        transform, redo_on_nan, unscale, default_scale_fn, judged
+    )
+    return scaled(fun, has_aux=has_aux, **kwargs)
+
+
+def dynamic_scale_value_and_grad(
+    fun: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    redo_on_nan: int = 10,
+    filter: bool = True,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with dynamic loss scaling; see `dynamic_scale_grad`.
+
+    Returns:
+        A function that returns `(next_state, (value, grads))`, or
+        `(next_state, ((value, aux), grads))` with `has_aux`. The value is unscaled,
+        float32 at least.
+    """
+    transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
+
+    def unscale(results: Any, state: DynamicScalerState) -> Any:
+        if not has_aux:
+            return default_unscale_fn(results, state)
+        (value, aux), grads = results
+        value, grads = default_unscale_fn((value, grads), state)
+        return (value, aux), grads
+
+    def judged(results: Any) -> Any:
+        value, grads = results
+        return (value[0] if has_aux else value), grads
+
+    scaled = _scaled_transform(
+        transform, redo_on_nan, unscale, default_scale_fn, judged
+    )
+    return scaled(fun, has_aux=has_aux, **kwargs)
+
+
+def _scaled_transform(
+    transform: Callable[..., Any],
+    redo_on_nan: int,
+    unscale: Callable[[Any, DynamicScalerState], Any],
+    scale: Callable[[Any, DynamicScalerState], Any],
+    judged: Callable[[Any], Any],
+) -> Callable[..., Any]:
+    """`dynamic_scale_tx`, with the part of the results that must be finite."""
+    if isinstance(redo_on_nan, bool) or not isinstance(redo_on_nan, int | np.integer):
+        raise TypeError(
+            "`redo_on_nan` of `mpx.compat.jaxamp` must be a whole number; got "
+            f"{describe(redo_on_nan)}."
+        )
+
+    def scaled_transform(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(fun, updated=())
+        def scaled_fun(*f_args: Any, _dynamic_scaler_state: Any, **f_kwargs: Any):
+            return scale(fun(*f_args, **f_kwargs), _dynamic_scaler_state)
+
+        transformed = transform(scaled_fun, *args, **kwargs)
+
+        def once(state: Any, f_args: Any, f_kwargs: Any) -> Any:
+            results = transformed(*f_args, _dynamic_scaler_state=state, **f_kwargs)
+            results = unscale(results, state)
+            finite = all_finite(judged(results))
+            return _adjusted(state, finite), results, finite
+
+        @functools.wraps(fun, updated=())
+        def wrapper(*f_args: Any, dynamic_scaler_state: Any, **f_kwargs: Any) -> Any:
+            state = _read(dynamic_scaler_state)
+            state, results, finite = once(state, f_args, f_kwargs)
+            if redo_on_nan > 0:
+                again = functools.partial(once, f_args=f_args, f_kwargs=f_kwargs)
+                state, results = _redone(again, state, results, finite, redo_on_nan)
+            return state, results
+
+        return wrapper
+
+    return scaled_transform
+
+
+def _redone(
+    again: Callable[..., Any], state: Any, results: Any, finite: Any, times: int
+) -> Any:
+    """Tries again while the results are not finite; leaves that are no arrays stay."""
+    arrays, static = eqx.partition(results, eqx.is_array)
+
+    def is_bad(carry: Any) -> Any:
+        _, _, finite, count = carry
+        return ~finite & (count < times)
+
+    def body(carry: Any) -> Any:
+        state, _, _, count = carry
+        state, results, finite = again(state)
+        return state, eqx.filter(results, eqx.is_array), finite, count + 1
+
+    start = (state, arrays, finite, jnp.zeros((), jnp.int32))
+    state, arrays, _, _ = jax.lax.while_loop(is_bad, body, start)
+    return state, eqx.combine(arrays, static)
+
+
+def _read(state: Any) -> DynamicScalerState:
+    """The state as arrays, whatever numbers it was made of."""
+    if not isinstance(state, DynamicScalerState):
+        raise TypeError(
+            "`dynamic_scaler_state` must be a `mpx.compat.jaxamp.DynamicScalerState`; "
+            f"got {describe(state)}."
+        )
+    if is_frozen(state.count):
+        raise ValueError(
+            "`dynamic_scaler_state` comes from outside of the function that JAX is "
+            "tracing (jit, scan, ...); it would be frozen at its present value for "
+            "ever. Pass it to that function as an argument and return the new one."
+        )
+    is_float = eqx.is_inexact_array(state.scaler)
+    dtype = state.scaler.dtype if is_float else jnp.float32
+    return DynamicScalerState(
+        jnp.asarray(state.patience).astype(jnp.int32),
+        jnp.asarray(state.adjust_factor).astype(dtype),
+        jnp.asarray(state.scaler).astype(dtype),
+        jnp.asarray(state.count).astype(jnp.int32),
+        jnp.asarray(state.total_resets).astype(jnp.int32),
+    )
+
+
+def _adjusted(state: DynamicScalerState, finite: Any) -> DynamicScalerState:
+    select, zero = jax.lax.select, jnp.zeros((), jnp.int32)
+    limits = jnp.finfo(state.scaler.dtype)
+    # Its inverse, too, must be a normal number.
+    largest = min(2.0 ** np.floor(np.log2(float(limits.max))), 2.0**126)
+    smallest = max(float(limits.smallest_normal), 2.0**-126)
+    grows = state.count >= state.patience
+    grown = jnp.minimum(state.scaler * state.adjust_factor, largest)
+    fallen = jnp.maximum(state.scaler / state.adjust_factor, smallest)
+    return DynamicScalerState(
+        state.patience,
+        state.adjust_factor,
+        select(finite, select(grows, grown, state.scaler), fallen),
+        select(finite & ~grows, state.count + 1, zero),
+        select(finite, state.total_resets, state.total_resets + 1),
+    )

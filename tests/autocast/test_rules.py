@@ -1,0 +1,258 @@
+"""Rules: which operations they hold for, and what they do."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+from mpx import Precision, Rule, Rules
+from tests.autocast import blocks
+from tests.autocast.counting import (
+    count_casts,
+    count_products,
+    equations,
+    relative_error,
+)
+from tests.helpers import unchecked_annotations
+
+BF16, F32 = ("bfloat16", "bfloat16"), ("float32", "float32")
+
+
+def model(params, x):
+    with jax.named_scope("encoder"):
+        with jax.named_scope("layer1"):
+            x = jnp.tanh(x @ params["layers"][0]["w"])
+        with jax.named_scope("layer2"):
+            x = jnp.tanh(x @ params["layers"][1]["w"])
+    with jax.named_scope("head"):
+        return jax.jit(lambda w, x: jnp.tanh(x @ w))(params["head"], x)
+
+
+@pytest.fixture
+def inputs(getkey):
+    layers = [{"w": jax.random.normal(getkey(), (4, 4))} for _ in range(2)]
+    params = {"layers": layers, "head": jax.random.normal(getkey(), (4, 4))}
+    return params, jax.random.normal(getkey(), (2, 4))
+
+
+def dtypes_of(rules, args, primitive="dot_general", **options):
+    jaxpr = jax.make_jaxpr(mpx.autocast(model, rules=rules, **options))(*args)
+    return [
+        e.invars[0].aval.dtype.name
+        for e, _ in equations(jaxpr)
+        if e.primitive.name == primitive
+    ]
+
+
+HALF, FULL = "bfloat16", "float32"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "expected"),
+    [
+        ({"primitive": "dot_general"}, [FULL, FULL, FULL]),
+        ({"primitive": "dot*"}, [FULL, FULL, FULL]),
+        ({"primitive": ("tan", "dot_general")}, [FULL, FULL, FULL]),
+        ({"scope": "encoder"}, [FULL, FULL, HALF]),
+        ({"scope": "layer1"}, [FULL, HALF, HALF]),
+        ({"scope": "layer?"}, [FULL, FULL, HALF]),
+        ({"scope": "encoder/layer2"}, [HALF, FULL, HALF]),
+        ({"scope": "*/layer2"}, [HALF, FULL, HALF]),
+        ({"scope": "head"}, [HALF, HALF, FULL]),
+        ({"parameter": "['layers'][0]*"}, [FULL, HALF, HALF]),
+        ({"parameter": "['layers'][[]1]['w']"}, [HALF, HALF, HALF]),
+        ({"parameter": "['layers'][?]['w']"}, [FULL, FULL, HALF]),
+        ({"parameter": "*head*"}, [HALF, HALF, FULL]),
+        (
+            {"when": lambda c: "['head']" in c.parameters},
+            [HALF, HALF, FULL],
+        ),
+        ({"scope": "encoder", "parameter": "*[1]*"}, [HALF, FULL, HALF]),
+    ],
+)
+def test_conditions(inputs, conditions, expected):
+    rules = Rules(Rule(Precision.FULL, **conditions))
+    assert dtypes_of(rules, inputs) == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (Precision.HALF, HALF),
+        (Precision.FULL, FULL),
+        (Precision.FOLLOW, FULL),
+        (Precision.DECLARED, FULL),
+    ],
+)
+def test_precisions_of_an_elementwise_operation(inputs, precision, expected):
+    exp = lambda params, x: jnp.exp(x)  # noqa: E731
+    rules = Rules(Rule(precision, primitive="exp"))
+    jaxpr = jax.make_jaxpr(mpx.autocast(exp, rules=rules))(*inputs)
+    found = [e for e in jaxpr.eqns if e.primitive.name == "exp"]
+    assert [e.invars[0].aval.dtype.name for e in found] == [expected]
+
+
+def test_a_rule_changes_what_its_users_want(inputs):
+    # The tanh is wanted in half, so the product before it is half, too.
+    assert dtypes_of(Rules(), inputs, "tanh")[:2] == [HALF, HALF]
+    rules = Rules(Rule(Precision.FULL, primitive="tanh"))
+    assert dtypes_of(rules, inputs, "tanh") == [FULL, FULL, FULL]
+
+
+def test_the_first_rule_that_holds_decides(inputs):
+    rules = Rules(
+        Rule(Precision.HALF, scope="layer1"), Rule(Precision.FULL, primitive="dot*")
+    )
+    assert dtypes_of(rules, inputs) == [HALF, FULL, FULL]
+
+
+def test_products_in_full_precision_have_no_half_operands_on_the_way_back(inputs):
+    rules = Rules(Rule(Precision.FULL, scope="head"))
+    loss = lambda p, x: jnp.sum(model(p, x))  # noqa: E731
+    counts = count_products(jax.grad(mpx.autocast(loss, rules=rules)), *inputs)
+    assert set(counts) == {BF16, F32}
+
+
+def test_a_rule_keeps_autocast_out_of_a_custom_rule(inputs):
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda s, g: (g @ s[1].T, s[0].T @ g))
+    loss = lambda p, x: jnp.sum(product(x, p["head"]))  # noqa: E731
+    rules = Rules(Rule(Precision.DECLARED, primitive="custom_vjp_call"))
+    cast = mpx.autocast(loss, rules=rules)
+    assert set(count_products(jax.grad(cast), *inputs)) == {F32}
+    assert set(count_products(jax.grad(mpx.autocast(loss)), *inputs)) == {BF16}
+
+
+def test_a_function_may_rewrite_an_equation(inputs):
+    seen = []
+
+    def in_float16(candidate, operands):
+        seen.append((candidate.primitive, candidate.dtype.name, candidate.line))
+        params = {**candidate.equation.params, "preferred_element_type": jnp.float16}
+        return [x.astype(jnp.float16) for x in operands], params
+
+    rules = Rules(Rule(in_float16, primitive="dot_general"))
+    got = mpx.autocast(model, rules=rules)(*inputs)
+    assert got.dtype == jnp.float32
+    assert relative_error(got, model(*inputs)) < 1e-2
+    assert dtypes_of(rules, inputs) == ["float16"] * 3
+    assert seen[0][:2] == ("dot_general", "bfloat16") and "test_rules.py" in seen[0][2]
+
+
+def test_a_rule_that_holds_for_nothing(inputs):
+    rules = Rules(Rule(Precision.FULL, scope="decoder"))
+    mpx.autocast(model, rules=rules)(*inputs)
+    with pytest.raises(ValueError, match="hold for no operation: `full for scope deco"):
+        mpx.autocast(model, rules=rules, strict=True)(*inputs)
+
+
+def test_rules_are_values(inputs):
+    rules = Rules(Rule(Precision.FULL, primitive="exp"))
+    assert rules == Rules(Rule(Precision.FULL, primitive="exp"))
+    assert hash(rules) == hash(Rules(Rule(Precision.FULL, primitive="exp")))
+    with pytest.raises(AttributeError):
+        rules.rules = ()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: Rule("full", primitive="exp"), TypeError, "must be a `mpx.Precision`"),
+        (lambda: Rule(Precision.FULL), ValueError, "needs a condition"),
+        (lambda: Rule(Precision.FULL, when=3), TypeError, "`when` of `mpx.Rule`"),
+        (lambda: Rules(Precision.FULL), TypeError, "takes `mpx.Rule`s"),
+        (lambda: mpx.autocast(model, rules=[]), TypeError, "must be `mpx.Rules`"),
+        (
+            lambda: mpx.autocast(model, residual_stream="bfloat16"),
+            ValueError,
+            '"full" or "half"',
+        ),
+    ],
+)
+def test_errors(call, error, match):
+    with unchecked_annotations(), pytest.raises(error, match=match):
+        call()
+
+
+def test_weights_may_be_another_argument(inputs):
+    params, x = inputs
+    rules = Rules(Rule(Precision.FULL, parameter="*head*"))
+    for weights, swapped, expected in (
+        (0, False, [HALF, HALF, FULL]),
+        (1, False, [HALF, HALF, HALF]),
+        (1, True, [HALF, HALF, FULL]),
+        (("params",), None, [HALF, HALF, FULL]),
+    ):
+        func = (lambda x, p: model(p, x)) if swapped else (lambda p, x: model(p, x))
+        if swapped is None:
+            func = lambda x, *, params: model(params, x)  # noqa: E731
+        cast = mpx.autocast(func, rules=rules, weights=weights)
+        if swapped is None:
+            jaxpr = jax.make_jaxpr(lambda p, x, c=cast: c(x, params=p))(params, x)
+        else:
+            jaxpr = jax.make_jaxpr(cast)(*((x, params) if swapped else (params, x)))
+        found = [
+            e.invars[0].aval.dtype.name
+            for e, _ in equations(jaxpr)
+            if e.primitive.name == "dot_general"
+        ]
+        assert found == expected
+
+
+def test_a_parameter_is_known_through_scan_and_jit(inputs):
+    params, x = inputs
+    stacked = jnp.stack([params["head"]] * 3)
+
+    def func(p, x):
+        step = lambda c, w: (jnp.tanh(jax.jit(jnp.dot)(c, w.T)), None)  # noqa: E731
+        return jax.lax.scan(step, x, p["stack"])[0] @ p["last"]
+
+    args = {"stack": stacked, "last": params["head"]}, x
+    rules = Rules(Rule(Precision.FULL, parameter="*stack*"))
+    counts = count_products(mpx.autocast(func, rules=rules), *args)
+    assert counts == {F32: 3, BF16: 1}
+
+
+@pytest.fixture(scope="module")
+def vit():
+    key = jax.random.key(0)
+    return blocks.vit_parameters(key), jax.random.normal(key, (8, 197, 384))
+
+
+def test_pytorchs_lists_on_a_vit_block(vit):
+    cast = mpx.autocast(blocks.vit_loss, rules=Rules.like_pytorch())
+    assert count_products(jax.grad(cast), *vit) == {BF16: 24}
+    expected = jax.jit(jax.grad(blocks.vit_loss))(*vit)
+    assert relative_error(jax.jit(jax.grad(cast))(*vit), expected) <= 4e-3
+
+
+def test_pytorchs_lists_let_the_square_root_follow():
+    func = lambda x: jnp.sqrt(jnp.abs(x @ x)) @ x  # noqa: E731
+    x = jnp.ones((4, 4))
+
+    def dtype(**options):
+        jaxpr = jax.make_jaxpr(mpx.autocast(func, **options))(x)
+        (sqrt,) = [e for e in jaxpr.eqns if e.primitive.name == "sqrt"]
+        return sqrt.invars[0].aval.dtype.name
+
+    assert dtype() == "float32" and dtype(rules=Rules.like_pytorch()) == "bfloat16"
+
+
+def test_a_residual_stream_in_half_precision(vit):
+    def adds(**options):
+        cast = mpx.autocast(blocks.block, **options)
+        found = [
+            e.outvars[0].aval.dtype.name
+            for e in jax.make_jaxpr(cast)(*vit).eqns
+            if e.primitive.name == "add" and e.invars[0].aval.shape == (8, 197, 384)
+        ]
+        return found
+
+    assert adds().count("float32") > adds(residual_stream="half").count("float32")
+    cast = mpx.autocast(blocks.vit_loss, residual_stream="half")
+    assert count_casts(cast, *vit) <= 40
+    expected = jax.jit(jax.grad(blocks.vit_loss))(*vit)
+    assert relative_error(jax.jit(jax.grad(cast))(*vit), expected) <= 7e-3
