@@ -109,7 +109,7 @@ def _emit(
             return emit_operation(equation, operands, choice)
     if name == "convert_element_type":
         with noted(name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
-            return [_convert(equation, operands[0])]
+            return [_convert(place, equation, operands[0])]
     if name in MOVES:
         with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
             return _move(equation, operands)
@@ -215,8 +215,11 @@ def _move(equation: Any, operands: list[Value]) -> list[Value]:
     return results
 
 
-def _convert(equation: Any, value: Value) -> Value:
+def _convert(place: Place, equation: Any, value: Value) -> Value:
     """A cast of the user's own."""
+    if not place.settings.is_enabled:
+        choice = Choice(PrimitiveClass.CONVERT, Reason.REGION)
+        return emit_operation(equation, [value], choice)[0]
     target = equation.params["new_dtype"]
     from_aval, to_aval = equation.invars[0].aval, equation.outvars[0].aval
     if not is_castable(from_aval) or not is_castable(to_aval):
