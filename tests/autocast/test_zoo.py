@@ -61,6 +61,11 @@ def function_and_arguments(name: str) -> tuple[Function, tuple[Any, ...]]:
     return fn, jax.tree.map(lambda x: x, args)
 
 
+# Most of the time would go into LLVM's optimizations, which come after XLA has chosen
+# what is fused and in which precision: errors are the same to seven digits.
+_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
 class Traced(NamedTuple):
     """A gradient that was traced: to be counted in, and to be compiled.
 
@@ -76,7 +81,8 @@ class Traced(NamedTuple):
 
     def __call__(self) -> Any:
         """Compiles it and calls it."""
-        return eqx.combine(self.program.lower().compile()(self.arrays), self.others)
+        compiled = self.program.lower().compile(compiler_options=_OPTIONS)
+        return eqx.combine(compiled(self.arrays), self.others)
 
 
 @functools.cache
