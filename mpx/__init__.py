@@ -8,6 +8,7 @@ Any JAX function, any model, by changing one line of the training step:
 The names below stand in the order of the documentation.
 """
 
+import importlib as _importlib
 import importlib.metadata as _metadata
 import warnings as _warnings
 from typing import Any as _Any
@@ -59,6 +60,9 @@ from ._inspect import Totals as Totals
 
 
 def __getattr__(name: str) -> _Any:
+    # The adapter imports Flax, so it is imported when somebody asks for it.
+    if name == "nnx":
+        return _importlib.import_module(".nnx", __name__)
     # The published MPX has the present setting as a module attribute.
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()

@@ -6,7 +6,7 @@ numbers, Python scalars, callables, strings and None are not. Nor are formats of
 and fewer: such an array means nothing without its scale.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -49,9 +49,46 @@ def is_trainable(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and is_inexact_leaf(leaf)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class NamedLeaves:
+    """Leaves that were taken out of an object, as one node of a tree.
+
+    It stands in the object's place where JAX wants a tree, and its paths read as those
+    into the object would: `args[0].layers[0].kernel`.
+
+    Args:
+        label: Tells the nodes of one tree apart.
+        names: One for each leaf, such as `layers[0].kernel`.
+        leaves: The leaves.
+    """
+
+    def __init__(
+        self, label: int, names: Sequence[str] = (), leaves: Sequence[Any] = ()
+    ) -> None:
+        self.label = label
+        self.names = tuple(names)
+        self.leaves = tuple(leaves)
+
+    def tree_flatten_with_keys(self) -> Any:
+        """The leaves by name."""
+        keys = [jax.tree_util.GetAttrKey(name) for name in self.names]
+        return list(zip(keys, self.leaves, strict=True)), (self.label, self.names)
+
+    @classmethod
+    def tree_unflatten(cls, form: Any, leaves: Any) -> Any:
+        """The node with other leaves."""
+        label, names = form
+        return cls(label, names, leaves)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ModelState(NamedLeaves):
+    """Named leaves that a model changes as it runs: statistics, random streams."""
+
+
 def is_model_state(node: Any) -> bool:
-    """Whether a node of a tree is Equinox's state of a model."""
-    return isinstance(node, eqx.nn.State | eqx.nn.StateIndex)
+    """Whether a node of a tree is a model's state: Equinox's, or taken from NNX."""
+    return isinstance(node, eqx.nn.State | eqx.nn.StateIndex | ModelState)
 
 
 class Filled:

@@ -1,26 +1,31 @@
-"""The training step: one function for every precision.
+"""The training step: one function for every precision and style.
 
-`PRECISIONS` is the whole difference between float32, float16 and bfloat16: which loss
-scaling the state starts with and how the gradient function casts. Other styles of mixed
-precision (operation by operation, 8-bit recipes) would be further entries of it.
+`make_loss` is the whole difference between them: which function is differentiated, and
+how the gradient function casts. In the explicit style the gradient function casts the
+inputs and the model says what stays in full precision; with autocast neither knows.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import mpx
 
-from .config import Config, Precision, ScalingConfig
-from .errors import SetupError
-from .model import VisionTransformer
+from ..common.config import Precision
+from ..common.loop import Metrics
+from ..common.training import initial_scaling, make_optimizer, replicated
+from . import model, plain_model
+from .config import Config
 
-Metrics = dict[str, Array]
+VisionTransformer = model.VisionTransformer | plain_model.VisionTransformer
+Batch = dict[str, Array]
 
 
 class TrainState(NamedTuple):
@@ -34,47 +39,10 @@ class TrainState(NamedTuple):
     """Batches seen, which is the data position; skipped steps count too."""
 
 
-def initial_scaling(
-    precision: Precision, config: ScalingConfig
-) -> mpx.AbstractLossScaling:
-    """The state that a precision needs: a loss scale for float16, none otherwise."""
-    if precision != "float16":
-        return mpx.NoLossScaling()
-    try:
-        return mpx.DynamicLossScaling(
-            config.initial, period=config.period, max_loss_scaling=config.maximum
-        )
-    except ValueError as error:
-        raise SetupError(f"`--scaling.*`: {error}") from error
-
-
-def gradient_options(precision: Precision) -> dict[str, Any]:
-    """How the gradient function casts: float32 master weights in each case."""
-    if precision == "float32":
-        return {"use_mixed_precision": False}
-    policy = f"params=float32,compute={precision},output=float32"
-    return {"policy": mpx.get_policy(policy)}
-
-
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW with linear warmup and cosine decay to zero.
-
-    Clipping comes first in the chain and sees unscaled float32 gradients.
-    """
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=min(config.warmup_steps, max(config.steps - 1, 0)),
-        decay_steps=config.steps,
-    )
-    adamw = optax.adamw(
-        schedule,
-        weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-    )
-    if config.clip is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+def vit_optimizer(config: Config) -> optax.GradientTransformation:
+    """AdamW that decays matrices."""
+    is_matrix = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
+    return make_optimizer(config, is_matrix)
 
 
 def initial_state(
@@ -86,15 +54,38 @@ def initial_state(
 ) -> TrainState:
     """The same initial model for every precision, on every device of the mesh."""
     key = jax.random.key(config.seed)
-    model = VisionTransformer(config.model, image_shape, classes, key)
-    opt_state = make_optimizer(config).init(eqx.filter(model, eqx.is_inexact_array))
+    module = model if config.style == "explicit" else plain_model
+    vit = module.VisionTransformer(config.model, image_shape, classes, key)
+    opt_state = vit_optimizer(config).init(eqx.filter(vit, eqx.is_inexact_array))
     scaling = initial_scaling(precision, config.scaling)
-    state = TrainState(model, opt_state, scaling, jnp.zeros((), jnp.uint32))
+    state = TrainState(vit, opt_state, scaling, jnp.zeros((), jnp.uint32))
     return eqx.filter_shard(state, replicated(mesh))
 
 
+def make_loss(
+    config: Config, precision: Precision
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The loss function of a precision, and the options of its gradient function.
+
+    Float32 master weights in each case.
+    """
+    if config.style == "explicit":
+        loss = functools.partial(loss_and_accuracy, full_precision_cross_entropy)
+        policy = f"params=float32,compute={precision},output=float32"
+        half = {"policy": mpx.get_policy(policy)}
+    else:
+        loss = functools.partial(loss_and_accuracy, cross_entropy)
+        half = {}
+        if precision != "float32":
+            loss = mpx.autocast(loss, precision)
+    return loss, half if precision != "float32" else {"use_mixed_precision": False}
+
+
 def loss_and_accuracy(
-    model: VisionTransformer, batch: dict[str, Array], key: PRNGKeyArray | None
+    cross_entropy: Callable[..., Float[Array, ""]],
+    model: VisionTransformer,
+    batch: Batch,
+    key: PRNGKeyArray | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean cross entropy and accuracy, both float32."""
     if key is None:
@@ -109,13 +100,12 @@ def loss_and_accuracy(
 def cross_entropy(
     logits: Float[Array, "batch classes"], label: Int[Array, " batch"]
 ) -> Float[Array, ""]:
-    """Mean cross entropy in full precision, whatever the dtype of the logits."""
+    """Mean cross entropy in the dtype of the logits."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+    return jnp.mean(losses)
 
-    def mean_loss(logits: Float[Array, "batch classes"]) -> Float[Array, ""]:
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
-        return jnp.mean(losses)
 
-    return mpx.force_full_precision(mean_loss, jnp.float32)(logits)
+full_precision_cross_entropy = mpx.force_full_precision(cross_entropy, jnp.float32)
 
 
 def make_step(config: Config, precision: Precision, mesh: Mesh):
@@ -125,22 +115,18 @@ def make_step(config: Config, precision: Precision, mesh: Mesh):
         A function `state, metrics = step(batch, state)`. It takes over the memory of
         the state; the metrics are scalars that stay on the device.
     """
-    optimizer = make_optimizer(config)
-    options = gradient_options(precision)
+    optimizer = vit_optimizer(config)
+    loss, options = make_loss(config, precision)
     dropout = config.model.dropout > 0
 
     @eqx.filter_jit(donate="all-except-first")
-    def step(batch: dict[str, Array], state: TrainState) -> tuple[TrainState, Metrics]:
+    def step(batch: Batch, state: TrainState) -> tuple[TrainState, Metrics]:
         model, opt_state, scaling, position = state
         key = None
         if dropout:
             key = jax.random.fold_in(jax.random.key(config.seed), position)
         result = mpx.filter_value_and_grad(
-            loss_and_accuracy,
-            scaling,
-            has_aux=True,
-            accumulate=config.accumulate,
-            **options,
+            loss, scaling, has_aux=True, accumulate=config.accumulate, **options
         )(model, batch, key)
         model, opt_state, new_scaling = mpx.optimizer_step(
             model, optimizer, opt_state, result
@@ -158,36 +144,35 @@ def make_step(config: Config, precision: Precision, mesh: Mesh):
     return step
 
 
-def make_evaluation(precision: Precision):
-    """Makes the jitted test of one batch: the number of correct answers.
+def make_evaluation(config: Config, precision: Precision):
+    """Makes the jitted test of one batch.
 
-    The model is tested in the precision it was trained in.
+    The model is tested in the precision and style it was trained in.
+
+    Returns:
+        A function that returns the number of correct answers, and the sum of the losses
+        of all images; padding, with the label -1, counts for neither.
     """
-    dtype = jnp.dtype(precision)
+
+    def predict(
+        model: VisionTransformer, images: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch classes"]:
+        return jax.vmap(model)(images)
+
+    if precision != "float32":
+        cast = mpx.cast_function if config.style == "explicit" else mpx.autocast
+        predict = cast(predict, jnp.dtype(precision))
 
     @eqx.filter_jit
-    def count_correct(
-        model: VisionTransformer, batch: dict[str, Array]
-    ) -> Int[Array, ""]:
-        model, images = mpx.cast_tree((model, batch["image"]), dtype)
-        answers = jnp.argmax(jax.vmap(model)(images), axis=-1)
-        return jnp.sum(answers == batch["label"])  # padding, -1, is never correct
+    def sums(
+        model: VisionTransformer, batch: Batch
+    ) -> tuple[Int[Array, ""], Float[Array, ""]]:
+        label = batch["label"]
+        logits = predict(model, batch["image"])
+        correct = jnp.sum(jnp.argmax(logits, axis=-1) == label)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), jnp.maximum(label, 0)
+        )
+        return correct, jnp.sum(jnp.where(label >= 0, losses, 0.0))
 
-    return count_correct
-
-
-def data_mesh() -> Mesh:
-    """One axis over all local devices, for data parallelism."""
-    devices = jax.local_devices()
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((len(devices),), ("data",), axis_types=auto, devices=devices)
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """A full copy on every device."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def divided(mesh: Mesh) -> NamedSharding:
-    """The leading axis divided over the devices."""
-    return NamedSharding(mesh, PartitionSpec("data"))
+    return sums

@@ -105,12 +105,12 @@ def refuse_nnx(trees: Any, call: str) -> None:
     for leaf in jax.tree.leaves(trees, is_leaf=is_nnx):
         if is_nnx(leaf):
             raise TypeError(
-                f"{call} was given {describe(leaf)}, a Flax NNX object. NNX updates "
+                f"{call} was given {describe(leaf)}, a Flax NNX object. NNX changes "
                 "its objects in place (batch statistics, random streams), which every "
-                "plain JAX transform drops in silence. Split it first: `graphdef, "
-                "params, rest = nnx.split(model, nnx.Param, ...)`, differentiate with "
-                "respect to `params`, and return `rest` as aux. The adapter "
-                "`mpx.nnx.value_and_grad` comes with autocast."
+                "plain JAX transform drops in silence. Use `mpx.nnx.value_and_grad` "
+                "and `mpx.nnx.update`, or split the object: `graphdef, params, rest = "
+                "nnx.split(model, nnx.Param, ...)`, differentiate with respect to "
+                "`params`, and return `rest` as aux."
             )
 
 

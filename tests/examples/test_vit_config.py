@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.common.errors import SetupError
 from examples.vit.config import PRESETS, parse_config
-from examples.vit.errors import SetupError
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -40,6 +40,7 @@ def test_default_is_digits_in_all_precisions():
     assert config.preset == "digits"
     assert config.precisions == ("float32", "float16", "bfloat16")
     assert config.folder == Path("runs/digits")
+    assert parse_config(["--style", "autocast"]).folder == Path("runs/digits-autocast")
 
 
 def test_paper_sizes():
@@ -67,7 +68,9 @@ def test_wrong_options_are_named(arguments, message):
         parse_config(arguments.split())
 
 
-@pytest.mark.parametrize("arguments", ["--preset mnist", "--precision int8"])
+@pytest.mark.parametrize(
+    "arguments", ["--preset mnist", "--precision int8", "--style magic"]
+)
 def test_unknown_choices_exit(arguments, capsys):
     with pytest.raises(SystemExit):
         parse_config(arguments.split())

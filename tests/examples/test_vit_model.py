@@ -1,5 +1,8 @@
 """The ViT itself: shapes, dtypes, patches."""
 
+import ast
+import inspect
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,9 +10,10 @@ import numpy as np
 import pytest
 
 import mpx
+from examples.vit import plain_model
 from examples.vit.config import ModelConfig
 from examples.vit.model import VisionTransformer
-from examples.vit.step import cross_entropy
+from examples.vit.step import full_precision_cross_entropy as cross_entropy
 
 CONFIG = ModelConfig(patch=2, width=16, hidden=24, blocks=2, heads=4, dropout=0.5)
 
@@ -82,3 +86,43 @@ def test_cross_entropy_is_full_precision():
 def test_patch_must_divide_the_image():
     with pytest.raises(ValueError, match="patch 2 and an image of 8x5"):
         VisionTransformer(CONFIG, (8, 5, 1), 10, jax.random.key(0))
+
+
+def test_the_plain_model_is_the_same_without_a_trace_of_mpx(model):
+    plain = plain_model.VisionTransformer(CONFIG, (8, 4, 3), 10, jax.random.key(0))
+    paths, others = (
+        jax.tree_util.tree_leaves_with_path(eqx.filter(m, eqx.is_array))
+        for m in (plain, model)
+    )
+    for (path, a), (other, b) in zip(paths, others, strict=True):
+        assert path == other
+        np.testing.assert_array_equal(a, b)
+    for key in (None, jax.random.key(2)):
+        np.testing.assert_allclose(
+            plain(images(), key), model(images(), key), rtol=1e-5, atol=1e-6
+        )
+    tree = ast.parse(inspect.getsource(plain_model))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert "jax" in names and "mpx" not in names
+    modules = [x for x in ast.walk(tree) if isinstance(x, ast.Import | ast.ImportFrom)]
+    assert not any("mpx" in ast.unparse(x) for x in modules)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.third_party
+def test_autocast_puts_the_products_of_the_plain_model_in_half_precision(dtype):
+    plain = plain_model.VisionTransformer(CONFIG, (8, 4, 3), 10, jax.random.key(0))
+    arrays, static = eqx.partition(plain, eqx.is_array)
+
+    def predict(arrays, images):
+        return jax.vmap(eqx.combine(arrays, static))(images)
+
+    cast = mpx.autocast(predict, dtype)
+    short = {"float16": ":f16[", "bfloat16": ":bf16["}[dtype]
+    lines = str(jax.make_jaxpr(cast)(arrays, images(3))).splitlines()
+    casts = [line for line in lines if short in line]
+    exponentials = [line for line in lines if "= exp " in line]
+    assert len(casts) > 8 * CONFIG.blocks and len(exponentials) == CONFIG.blocks
+    assert all(":f32[" in line for line in exponentials)
+    expected = predict(arrays, images(3))
+    np.testing.assert_allclose(cast(arrays, images(3)), expected, atol=0.05)

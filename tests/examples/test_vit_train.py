@@ -16,14 +16,16 @@ import jax
 import numpy as np
 import pytest
 
+from examples.common.checkpoint import Checkpoints, checksums
+from examples.common.config import ScalingConfig
+from examples.common.display import Display, describe_bytes, describe_scale
+from examples.common.errors import SetupError
+from examples.common.record import RunFolder
+from examples.common.training import data_mesh, replicated
 from examples.vit.__main__ import run
-from examples.vit.checkpoint import Checkpoints, checksums
-from examples.vit.config import PRESETS, ModelConfig, ScalingConfig
+from examples.vit.config import PRESETS, ModelConfig
 from examples.vit.datasets import load_data
-from examples.vit.display import Display, describe_bytes, describe_scale
-from examples.vit.errors import SetupError
-from examples.vit.record import RunFolder
-from examples.vit.step import data_mesh, initial_state, replicated
+from examples.vit.step import initial_state
 from examples.vit.train import Interrupted, train
 
 ROOT = Path(__file__).parents[2]
@@ -382,6 +384,28 @@ def test_the_whole_job(tmp_path, capsys):
     assert json.loads((tmp_path / "results.json").read_text()) == results
     RunFolder(config)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_autocast_trains_a_model_that_knows_nothing_of_it(tmp_path, capsys):
+    config = config_in(tmp_path, style="autocast", accumulate=1)
+    run(config, Display(), types.SimpleNamespace(requested=False))
+    assert "ViT on handwritten digits, autocast" in capsys.readouterr().out
+    rows = read_metrics(tmp_path)
+    losses = {
+        precision: [float(row["loss"]) for row in rows if row["precision"] == precision]
+        for precision in config.precisions
+    }
+    # The first is float32's but for rounding, and the scale starts too high.
+    for precision in ("float16", "bfloat16"):
+        assert losses[precision][0] != losses["float32"][0]
+        np.testing.assert_allclose(
+            losses[precision][0], losses["float32"][0], rtol=1e-2
+        )
+    results = json.loads((tmp_path / "results.json").read_text())
+    skipped = {r["precision"]: r["skipped"] for r in results["results"]}
+    assert skipped["float32"] == skipped["bfloat16"] == 0 and skipped["float16"] > 0
+    state, position = restored(tmp_path, "float16", style="autocast", accumulate=1)
+    assert position == 10 and state.model.embed.weight.dtype == np.float32
 
 
 def test_default_mesh_is_every_device():

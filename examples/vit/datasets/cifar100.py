@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ...common.errors import SetupError
 from ..config import Config
-from ..errors import SetupError
 from .pipeline import ImageData, array_data, random_mirror, random_shift
 
 RECORD_BYTES = 2 + 3 * 32 * 32

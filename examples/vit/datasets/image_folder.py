@@ -16,8 +16,8 @@ import grain.python as grain
 import numpy as np
 from PIL import Image
 
+from ...common.errors import SetupError
 from ..config import Config
-from ..errors import SetupError
 from .pipeline import Batch, ImageData, pad_batch, shuffled
 
 SUFFIXES = {".jpeg", ".jpg", ".png"}

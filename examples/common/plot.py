@@ -11,6 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from .config import Precision
+from .labels import Labels
 from .record import Row, RunFolder
 
 # Where all three agree all three are seen: broad grey, blue on it, dashes on top.
@@ -26,7 +27,7 @@ LEGEND: dict[str, Any] = {"labelcolor": INK, "framealpha": 1, "edgecolor": "none
 SMOOTHING = 40  # a window is this part of the run
 
 
-def plot_run(folder: RunFolder, data_name: str) -> None:
+def plot_run(folder: RunFolder, labels: Labels) -> None:
     """Draws the metrics of a run folder into its `curves.png`."""
     layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12, hspace=0.06)
     figure = Figure(figsize=(8.5, 7.5), layout=layout)
@@ -35,10 +36,10 @@ def plot_run(folder: RunFolder, data_name: str) -> None:
         result = folder.results.get(precision)
         label = precision
         if result:
-            label += f"   {result.test_accuracy:.1%} on held-out images"
+            label += f"   {labels.legend(result)}"
         draw_loss(top, precision, rows, label)
         draw_scale(bottom, precision, rows)
-    finish_loss(top, data_name)
+    finish_loss(top, labels.title)
     finish_scale(bottom, folder.history)
     figure.savefig(folder.picture_path, dpi=160)
 
@@ -93,11 +94,11 @@ def draw_scale(axes: Axes, precision: Precision, rows: list[Row]) -> None:
         )
 
 
-def finish_loss(axes: Axes, data_name: str) -> None:
+def finish_loss(axes: Axes, title: str) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    style_axes(axes, f"ViT on {data_name}: training loss")
+    style_axes(axes, f"{title}: training loss")
     axes.legend(loc="upper right", **LEGEND)
 
 

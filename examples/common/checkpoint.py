@@ -1,4 +1,4 @@
-"""Checkpoints with Orbax: model, optimizer state, loss scaling and data position.
+"""Checkpoints with Orbax: all that training changes, and the data position.
 
 A checkpoint is written beside the others and renamed when it is complete, so that
 whatever interrupts a run leaves the last complete one. With the arrays goes a record:
@@ -18,9 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
-from .config import Config, Precision
+from .config import Precision, RunConfig
 from .errors import SetupError
-from .step import TrainState
 
 VERSION = 1
 # Options that may differ between a run and its continuation: they change neither the
@@ -40,7 +39,7 @@ FREE_OPTIONS = (
 class Checkpoints:
     """The checkpoints of one precision of one run; keeps the two newest."""
 
-    def __init__(self, folder: Path, config: Config, precision: Precision):
+    def __init__(self, folder: Path, config: RunConfig, precision: Precision):
         """Opens the folder.
 
         Args:
@@ -67,7 +66,7 @@ class Checkpoints:
         """The data position of the newest complete checkpoint, None without one."""
         return self.manager.latest_step()
 
-    def save(self, position: int, state: TrainState) -> None:
+    def save(self, position: int, state: Any) -> None:
         """Writes a checkpoint and returns when it is complete."""
         if self.position == position:
             return
@@ -87,7 +86,7 @@ class Checkpoints:
         )
         self.manager.wait_until_finished()
 
-    def restore(self, like: TrainState, sharding: Sharding) -> tuple[TrainState, int]:
+    def restore(self, like: Any, sharding: Sharding) -> tuple[Any, int]:
         """Reads the newest checkpoint.
 
         Args:
@@ -171,11 +170,11 @@ class Checkpoints:
         )
 
 
-def run_options(config: Config) -> dict[str, Any]:
+def run_options(config: RunConfig) -> dict[str, Any]:
     """The options that decide a run's numbers, as JSON has them."""
     options = dataclasses.asdict(config)
     for name in FREE_OPTIONS:
-        del options[name]
+        options.pop(name, None)
     for group in ("model", "scaling"):
         values = options.pop(group)
         options |= {f"{group}.{name}": value for name, value in values.items()}

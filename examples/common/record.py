@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 
 from .checkpoint import run_options
-from .config import Config, Precision
+from .config import Precision, RunConfig
 from .errors import SetupError
 
-PACKAGES = ("jax", "jaxlib", "equinox", "optax", "mpx-jax")
+PACKAGES = ("jax", "jaxlib", "equinox", "flax", "optax", "mpx-jax")
 
 
 class Row(NamedTuple):
@@ -40,7 +40,9 @@ class Row(NamedTuple):
     skipped: int
     """Skipped steps so far."""
     test_accuracy: float | None = None
-    """On the held-out images, where it was measured after this step."""
+    """On held-out data, where it was measured after this step."""
+    test_loss: float | None = None
+    """Mean loss on held-out data, likewise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Result:
     precision: Precision
     steps: int
     test_accuracy: float
+    test_loss: float
     final_loss: float | None
     """Mean training loss of the last 20 steps."""
     skipped: int
@@ -65,7 +68,7 @@ class Result:
 class RunFolder:
     """Reads and writes the files of a run."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: RunConfig):
         """Opens the folder of a run: empty for a new one, as left for a resumed one."""
         self.config = config
         self.path = config.folder
@@ -160,9 +163,8 @@ class RunFolder:
                         loss_scale=float(entry["loss_scale"]),
                         finite=entry["finite"] == "True",
                         skipped=int(entry["skipped"]),
-                        test_accuracy=float(entry["test_accuracy"])
-                        if entry["test_accuracy"]
-                        else None,
+                        test_accuracy=_number(entry["test_accuracy"]),
+                        test_loss=_number(entry["test_loss"]),
                     )
                     self.history.setdefault(precision, []).append(row)
         except (KeyError, TypeError, ValueError) as error:
@@ -181,6 +183,10 @@ class RunFolder:
             raise SetupError(
                 f"{self.results_path} is damaged ({error}). Remove it."
             ) from error
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
 
 
 def _version(package: str) -> str | None:

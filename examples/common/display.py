@@ -17,8 +17,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from .config import Config, Precision, passes_over_data
-from .datasets import ImageData
+from .config import Precision, RunConfig
+from .labels import Labels
 from .record import Result, Row
 
 Show = Callable[[Row, float], None]
@@ -45,24 +45,21 @@ class Display:
         if not self.console.is_terminal:
             self.console.width = max(self.console.width, FILE_WIDTH)
 
-    def introduce(self, config: Config, data: ImageData) -> None:
+    def introduce(
+        self, labels: Labels, data: str, details: str, notes: Iterable[str] = ()
+    ) -> None:
         """Says what is going to happen."""
         devices = jax.local_devices()
-        model, passes = config.model, passes_over_data(config, data.train_size)
         self.console.print(
-            f"[bold]ViT on {data.name}[/]: {data.train_size:,} images to train on, "
-            f"{data.test_size:,} held out, {data.classes} classes\n"
-            f"[dim]width {model.width}, hidden {model.hidden}, blocks {model.blocks}, "
-            f"heads {model.heads}, patch {model.patch} · {config.steps:,} steps of "
-            f"{config.batch_size} images ({passes:.3g} "
-            f"passes) · {len(devices)} x {devices[0].device_kind}[/]"
+            f"[bold]{labels.title}[/]: {data}\n"
+            f"[dim]{details} · {len(devices)} x {devices[0].device_kind}[/]"
         )
-        for note in data.notes:
+        for note in notes:
             self.console.print(f"[yellow]Note:[/] {note}")
 
     @contextlib.contextmanager
     def training(
-        self, precision: Precision, config: Config, position: int
+        self, precision: Precision, config: RunConfig, labels: Labels, position: int
     ) -> Iterator[Show]:
         """Shows the progress of one precision; call what it gives at every look."""
         progress = TwoLineProgress(
@@ -78,9 +75,9 @@ class Display:
         )
         next_line = position
 
-        def show(row: Row, images_per_second: float) -> None:
+        def show(row: Row, items_per_second: float) -> None:
             nonlocal next_line
-            metrics = describe_row(row, images_per_second)
+            metrics = describe_row(row, items_per_second, labels.items)
             progress.update(task, completed=row.step, metrics=metrics)
             is_last = row.step == config.steps
             if not self.console.is_terminal and (row.step >= next_line or is_last):
@@ -91,7 +88,7 @@ class Display:
         with progress:
             yield show
 
-    def summarize(self, results: Iterable[Result]) -> None:
+    def summarize(self, results: Iterable[Result], labels: Labels) -> None:
         """Prints the table."""
         table = Table(
             title="Same data, same initial model",
@@ -101,7 +98,7 @@ class Display:
         )
         table.add_column("precision", no_wrap=True)
         for heading in (
-            "test\naccuracy",
+            labels.score,
             "final\nloss",
             "skipped\nsteps",
             "parameters",
@@ -112,7 +109,7 @@ class Display:
         for result in results:
             table.add_row(
                 result.precision,
-                f"{result.test_accuracy:.2%}",
+                labels.table_score(result),
                 UNKNOWN if result.final_loss is None else f"{result.final_loss:.4f}",
                 f"{result.skipped} of {result.steps:,}",
                 f"{result.parameters:,}",
@@ -122,12 +119,12 @@ class Display:
         self.console.print(table)
 
 
-def describe_row(row: Row, images_per_second: float) -> str:
+def describe_row(row: Row, items_per_second: float, items: str) -> str:
     """The metrics of a step in one line."""
     return (
         f"loss {row.loss:6.4f}  accuracy {row.accuracy:6.1%}  "
         f"scale {describe_scale(row.loss_scale):>4}  skipped {row.skipped:>2}  "
-        f"{images_per_second:7,.0f} images/s"
+        f"{items_per_second:7,.0f} {items}/s"
     )
 
 

@@ -1,0 +1,111 @@
+"""The options that every run has.
+
+Every field of a configuration is an option of the command line: `batch_size` is
+`--batch-size`, `model.width` is `--model.width`.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from .errors import SetupError
+
+Precision = Literal["float32", "float16", "bfloat16"]
+
+PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalingConfig:
+    """Dynamic loss scaling; float16 only."""
+
+    initial: float = 2.0**15
+    """First loss scale."""
+    period: int = 2000
+    """Finite steps in a row after which the scale doubles."""
+    maximum: float = 2.0**24
+    """Upper bound. May exceed float16's largest number, as the loss is float32."""
+    max_skipped_in_a_row: int = 50
+    """Stop with a diagnosis after so many skipped steps in a row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run: the same model trained in every precision."""
+
+    steps: int
+    """Training steps (optimizer updates)."""
+    batch_size: int
+    """Examples per step, over all devices and micro-batches."""
+    learning_rate: float
+    """Peak of the warmup-cosine schedule."""
+    warmup_steps: int
+    """Steps of linear warmup."""
+    weight_decay: float
+    """AdamW's weight decay, on matrices only."""
+    model: Any
+    scaling: ScalingConfig = ScalingConfig()
+    precision: Precision | Literal["all"] = "all"
+    """Of the forward and backward pass; `all` trains the same model in each."""
+    accumulate: int = 1
+    """Micro-batches per step; the gradient is their mean."""
+    clip: float | None = None
+    """Clip the unscaled gradient to this global norm."""
+    seed: int = 0
+    """Seed of the initial model, of dropout and of the order of the data."""
+    run_dir: Path | None = None
+    """Where results and checkpoints go; default: a folder below `runs`."""
+    resume: bool = False
+    """Continue the run in the run folder from its last checkpoint."""
+    overwrite: bool = False
+    """Start anew although the run folder holds an unfinished run."""
+    log_every: int = 20
+    """Steps between two looks at the metrics; the device is not waited for between."""
+    checkpoint_every: int = 200
+    """Steps between two checkpoints, each with a test of the model."""
+
+    @property
+    def default_folder(self) -> str:
+        """The name of the run folder below `runs`."""
+        raise NotImplementedError
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.run_dir or Path("runs") / self.default_folder
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions to train, in order."""
+        return PRECISIONS if self.precision == "all" else (self.precision,)
+
+    @property
+    def items_per_step(self) -> int:
+        """What a step sees, in the unit of its speed."""
+        return self.batch_size
+
+    def validate(self) -> Self:
+        """Returns itself, or raises a `SetupError` that names the option to change."""
+        for option in ("steps", "batch_size", "accumulate", "log_every"):
+            require(getattr(self, option) >= 1, self, option, "must be at least 1")
+        require(self.checkpoint_every >= 1, self, "checkpoint_every", "must be >= 1")
+        require(self.learning_rate > 0, self, "learning_rate", "must be positive")
+        require(self.weight_decay >= 0, self, "weight_decay", "must not be negative")
+        require(self.warmup_steps >= 0, self, "warmup_steps", "must not be negative")
+        require(self.clip is None or self.clip > 0, self, "clip", "must be positive")
+        require(
+            self.batch_size % self.accumulate == 0,
+            self,
+            "accumulate",
+            f"must divide --batch-size {self.batch_size}",
+        )
+        return self
+
+
+def require(holds: bool, config: object, option: str, rule: str) -> None:
+    """Raises a `SetupError` about one option unless a rule holds."""
+    if not holds:
+        prefix = "--" if isinstance(config, RunConfig) else "--model."
+        value = getattr(config, option)
+        name = prefix + option.replace("_", "-")
+        raise SetupError(f"`{name}` {rule}; got {value}.")

@@ -1,0 +1,105 @@
+"""Refuses NNX objects, and changes of them, that cannot come out of a transform."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._errors import at_path, describe
+from .._tree import is_float_leaf
+from ._forms import Changed, Slot, key_text
+
+# Where only values of the state may change, and another place did.
+NEW_FORM = (
+    "With `accumulate` the function given to {call} may change values of the state of "
+    "NNX modules only (batch statistics, random streams, caches); it gave a value to "
+    "`{place}`, which is new or a parameter. Leave `accumulate` out, or take sown "
+    "values out inside of the function with `nnx.pop`."
+)
+_OUTSIDE = (
+    "{call} was given an NNX object from outside of the function that JAX is tracing, "
+    "with `{place}`; what changes in it could not come out. Pass it to that function "
+    "as an argument, and transform with `nnx.jit`."
+)
+
+
+class Checks:
+    """Refuses Variables whose changes could not come out or not be undone."""
+
+    def __init__(self, call: str, may_come_from_outside: bool) -> None:
+        """Starts the checks of one call.
+
+        Args:
+            call: The public function to name in an error.
+            may_come_from_outside: Whether objects may come from outside of the
+                function that JAX is tracing, as long as nothing changes in them.
+        """
+        self.call = call
+        self.may_come_from_outside = may_come_from_outside
+        self.outside: str | None = None
+        self.seen: dict[int, tuple[bool, str, Any]] = {}
+
+    def check(self, node: Any, predicate: Any, name: str) -> None:
+        """Looks at every Variable of an object."""
+        from flax import nnx
+
+        for path, value in nnx.iter_graph(node):
+            if not isinstance(value, nnx.Variable):
+                continue
+            place = name + "".join(map(key_text, path))
+            self._refuse_kind(value, place)
+            is_weight = bool(predicate(path, value))
+            # The Variable is kept too, so that its id is not given to another one.
+            before, other, _ = self.seen.setdefault(
+                id(value), (is_weight, place, value)
+            )
+            if before != is_weight:
+                raise ValueError(
+                    f"{self.call} was given one Variable twice, at `{other}` and at "
+                    f"`{place}`, to be differentiated in one of these places and not "
+                    "in the other. Pass the object once, or say `argnums` for both."
+                )
+
+    def _refuse_kind(self, variable: Any, place: str) -> None:
+        from flax.errors import TraceContextError
+
+        if variable.ref or variable.hijax:
+            kind = "a reference" if variable.ref else "a hijax type"
+            raise TypeError(
+                f"{self.call} takes NNX Variables that hold arrays; got one that is "
+                f"{kind}{at_path(place)}, whose changes it could not carry out of the "
+                "transform. Make the model without: `nnx.with_vars(model, ref=False, "
+                "hijax=False)`."
+            )
+        try:
+            # Changes nothing, but NNX says whether it may be done here.
+            variable.set_raw_value(variable.get_raw_value())
+        except TraceContextError as error:
+            if not self.may_come_from_outside:
+                raise ValueError(
+                    _OUTSIDE.format(call=self.call, place=place)
+                ) from error
+            self.outside = place
+
+
+def refuse_change_from_outside(
+    changed: Sequence[Changed], place: str, call: str
+) -> None:
+    """Raises if there is something to write to an object from outside of a trace."""
+    for out in changed:
+        if any(origin.is_new or origin.slot is None for origin in out.origins):
+            raise ValueError(_OUTSIDE.format(call=call, place=place))
+
+
+def with_form_of(slot: Slot, value: Any, call: str) -> Any:
+    """A new value in the dtype of the place that takes it."""
+    old = slot.value
+    if is_float_leaf(value) and is_float_leaf(old):
+        value = value.astype(old.dtype)
+    if value.shape != old.shape or value.dtype != old.dtype:
+        raise ValueError(
+            f"The function given to {call} changed the form of what an NNX object "
+            f"holds, from {describe(old)} to {describe(value)}{at_path(slot.name)}; a "
+            "step that is skipped could not be undone. Keep shape and dtype."
+        )
+    return jnp.asarray(value)

@@ -1,0 +1,93 @@
+"""What is known about NNX objects that were taken apart, and how places are named."""
+
+import sys
+from typing import Any, NamedTuple
+
+import jax
+
+# The groups of leaves; the last are no arrays and stay what they are.
+WEIGHT, FIXED, STATE, STATIC = "weight", "fixed", "state", "static"
+
+
+def is_nnx_object(node: Any) -> bool:
+    """Whether a node is an NNX object that has to be taken apart."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+class Slot(NamedTuple):
+    """A place in an object that holds a value.
+
+    Attributes:
+        group: One of the four groups.
+        name: The path from the arguments, such as `args[0].layers[0].kernel`.
+        value: What it held before the call.
+    """
+
+    group: str
+    name: str
+    value: Any
+
+
+class Taken(NamedTuple):
+    """What is known about one object: how to make it again, and where its values go.
+
+    Attributes:
+        graphdef: NNX's description of what is no value.
+        forms: The structures of its three states: weights, fixed, state.
+        slots: For each of the three, its places, by their path in NNX's state.
+    """
+
+    graphdef: Any
+    forms: list[Any]
+    slots: list[dict[str, Slot]]
+
+
+class Origin(NamedTuple):
+    """Where the value of a leaf comes from after the call.
+
+    Attributes:
+        slot: The place that held a value before, None for a new place.
+        is_new: Whether the call gave it a value.
+        constant: The value of a place that holds no array.
+    """
+
+    slot: Slot | None
+    is_new: bool
+    constant: Any = None
+
+
+class Changed(NamedTuple):
+    """How an object came out of the call, without traced values.
+
+    Attributes:
+        graphdef: NNX's description of what is no value.
+        form: The structure of its state.
+        origins: Where the value of each leaf comes from.
+    """
+
+    graphdef: Any
+    form: Any
+    origins: list[Origin]
+
+
+def has_nnx_objects(tree: Any) -> bool:
+    """Whether there is an NNX object in a tree."""
+    if "flax.nnx" not in sys.modules:
+        return False
+    return any(map(is_nnx_object, jax.tree.leaves(tree, is_leaf=is_nnx_object)))
+
+
+def place_text(path: Any) -> str:
+    """Writes a path into NNX's state as one into the object: `.layers[0].kernel`."""
+    *keys, last = path or (None,)
+    text = "".join(key_text(getattr(key, "key", key)) for key in keys)
+    if last is None or last == jax.tree_util.GetAttrKey("value"):
+        return text
+    return text + key_text(getattr(last, "key", last))
+
+
+def key_text(key: Any) -> str:
+    if isinstance(key, str):
+        return f".{key}" if key.isidentifier() else f"[{key!r}]"
+    return f"[{key}]" if isinstance(key, int) else str(key)

@@ -1,0 +1,379 @@
+"""Taking the NNX objects of a call apart, and writing back what changed in them."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._tree import ModelState, NamedLeaves, select_tree
+from .._typing import BoolScalar
+from ._checks import (
+    NEW_FORM,
+    Checks,
+    refuse_change_from_outside,
+    with_form_of,
+)
+from ._forms import (
+    FIXED,
+    STATE,
+    STATIC,
+    WEIGHT,
+    Changed,
+    Origin,
+    Slot,
+    Taken,
+    is_nnx_object,
+    place_text,
+)
+
+_CONTEXT = "mpx"
+
+
+@contextlib.contextmanager
+def taken_apart(
+    call: str, args: Any, kwargs: Any, wanted: Mapping[int, Any] | None = None
+) -> Iterator["Parts"]:
+    """Takes the NNX objects of a call apart; within the context they may be called.
+
+    Args:
+        call: The public function to name in an error.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        wanted: For each differentiated position the NNX filter of its weights. None
+            leaves all values in the places of their objects: there are no groups.
+    """
+    from flax import nnx
+
+    with nnx.update_context(_CONTEXT):
+        yield Parts(call, args, kwargs, wanted)
+
+
+def call_with_objects(
+    transformed: Callable[..., Any],
+    call: str,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Any,
+) -> Any:
+    """Calls a function of NNX objects, which change as it says, in a transform of JAX.
+
+    Args:
+        transformed: `transformed(pure, args, kwargs)` calls `pure`, a function of
+            trees, in the transform and returns what it returns.
+        call: The public function to name in an error.
+        func: The function, which may be a module itself.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    if is_nnx_object(func):
+        func, args = _apply, (func, *args)
+    with taken_apart(call, args, kwargs) as parts:
+
+        def pure(*args: Any, **kwargs: Any) -> Any:
+            return parts.call(func, args, kwargs, parts.fixed, parts.state)
+
+        result, state, others = transformed(pure, parts.args, parts.kwargs)
+        return parts.write_back(result, state, others)
+
+
+def _apply(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+class Parts:
+    """The arguments of one call, taken apart.
+
+    Attributes:
+        args: The positional arguments, with `NamedLeaves` in the place of objects.
+        kwargs: The keyword arguments, likewise.
+        fixed: The fixed values of all objects, as one node.
+        state: The state of all objects, as one node.
+    """
+
+    def __init__(
+        self, call: str, args: Any, kwargs: Any, wanted: Mapping[int, Any] | None
+    ) -> None:
+        from flax import nnx
+
+        self._call = call
+        self._has_groups = wanted is not None
+        self._originals: list[Any] = []
+        self._objects: list[Taken] = []
+        self._changed: list[Changed] = []
+        self._checks = Checks(call, may_come_from_outside=wanted is None)
+        paths, tree = jax.tree_util.tree_flatten_with_path(
+            (tuple(args), kwargs), is_leaf=is_nnx_object
+        )
+        leaves = []
+        with nnx.split_context(_CONTEXT) as context:
+            for path, leaf in paths:
+                if not is_nnx_object(leaf):
+                    leaves.append(leaf)
+                    continue
+                predicate = nnx.Everything()
+                if wanted is not None:
+                    position = path[1].idx if path[0].idx == 0 else -1
+                    predicate = _predicate(leaf, wanted.get(position))
+                name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+                self._checks.check(leaf, predicate, name)
+                leaves.append(self._take(context, leaf, predicate, name))
+        self.args, self.kwargs = jax.tree.unflatten(tree, leaves)
+        self.fixed = NamedLeaves(-1, *self._group(1))
+        self.state = ModelState(-1, *self._group(2))
+
+    def _take(self, context: Any, node: Any, predicate: Any, name: str) -> Any:
+        graphdef, *states = context.split(node, predicate, _is_fixed, ...)
+        slots: list[dict[str, Slot]] = []
+        for group, state in zip((WEIGHT, FIXED, STATE), states, strict=True):
+            found = {}
+            for path, value in jax.tree_util.tree_leaves_with_path(state):
+                kind = group if isinstance(value, jax.Array | np.ndarray) else STATIC
+                place = name + place_text(path)
+                found[jax.tree_util.keystr(path)] = Slot(kind, place, value)
+            slots.append(found)
+        forms = [jax.tree.structure(state) for state in states]
+        self._originals.append(node)
+        self._objects.append(Taken(graphdef, forms, slots))
+        weights = list(slots[0].values())
+        names = [
+            s.name.removeprefix(name).removeprefix(".") or "value" for s in weights
+        ]
+        return NamedLeaves(len(self._objects) - 1, names, [s.value for s in weights])
+
+    def _group(self, number: int) -> tuple[list[str], list[Any]]:
+        """Names and values of all objects' places in the second or the third state."""
+        slots = [
+            slot
+            for taken in self._objects
+            for slot in taken.slots[number].values()
+            if slot.group != STATIC
+        ]
+        return [slot.name for slot in slots], [slot.value for slot in slots]
+
+    def call(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Any,
+        fixed: NamedLeaves,
+        state: ModelState,
+        keeps_form: bool = False,
+    ) -> tuple[Any, ModelState, list[Any]]:
+        """Calls a function with the objects put together again.
+
+        Args:
+            func: The function.
+            args: Positional arguments like `self.args`, with other values.
+            kwargs: Keyword arguments like `self.kwargs`.
+            fixed: Like `self.fixed`.
+            state: Like `self.state`.
+            keeps_form: Refuse changes other than of values of the state.
+
+        Returns:
+            What the function returned, with `NamedLeaves` in the place of objects;
+            the new state; and the values of all other places that have changed.
+        """
+        from flax import nnx
+
+        objects, given = self._merged(args, kwargs, fixed, state)
+        args, kwargs = _filled((tuple(args), kwargs), objects)
+        result = func(*args, **kwargs)
+
+        leaves, tree = jax.tree.flatten(result, is_leaf=is_nnx_object)
+        for i, leaf in enumerate(leaves):
+            if is_nnx_object(leaf):
+                leaves[i] = NamedLeaves(len(objects))
+                objects.append(leaf)
+        news: dict[str, Any] = {}
+        others: list[Any] = []
+        with nnx.split_context(_CONTEXT) as context:
+            self._changed = [
+                self._read(context, node, slots, news, others, keeps_form)
+                for node, slots in itertools.zip_longest(objects, given, fillvalue={})
+            ]
+        values = [
+            news.get(name, value)
+            for name, value in zip(state.names, state.leaves, strict=True)
+        ]
+        state = ModelState(state.label, state.names, values)
+        return jax.tree.unflatten(tree, leaves), state, others
+
+    def evaluate(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Any,
+        fixed: NamedLeaves,
+        state: ModelState,
+    ) -> Any:
+        """Calls a function as `call` does, and forgets what it changed."""
+        objects, _ = self._merged(args, kwargs, fixed, state)
+        args, kwargs = _filled((tuple(args), kwargs), objects)
+        return func(*args, **kwargs)
+
+    def _merged(
+        self, args: Sequence[Any], kwargs: Any, fixed: NamedLeaves, state: ModelState
+    ) -> tuple[list[Any], list[Any]]:
+        """All objects, and what each was given by path."""
+        from flax import nnx
+
+        values = [_by_label(args, kwargs), iter(fixed.leaves), iter(state.leaves)]
+        given: list[dict[str, tuple[Slot, Any]]] = []
+        with nnx.merge_context(_CONTEXT, inner=True) as context:
+            objects = [
+                self._put_together(context, number, values, given)
+                for number in range(len(self._objects))
+            ]
+        return objects, given
+
+    def _put_together(
+        self, context: Any, number: int, values: list[Any], given: list[Any]
+    ) -> Any:
+        """Makes an object again; notes what it is given, by path, with the slots."""
+        taken = self._objects[number]
+        by_label, fixed, state = values
+        is_array = [s.group != STATIC for s in taken.slots[0].values()]
+        weights = itertools.compress(by_label.get(number, ()), is_array)
+        sources = (weights, fixed, state)
+        inner: dict[str, tuple[Slot, Any]] = {}
+        states = []
+        for form, slots, source in zip(taken.forms, taken.slots, sources, strict=True):
+            leaves = [
+                slot.value if slot.group == STATIC else next(source)
+                for slot in slots.values()
+            ]
+            pairs = zip(slots.values(), leaves, strict=True)
+            inner.update(zip(slots, pairs, strict=True))
+            states.append(jax.tree.unflatten(form, leaves))
+        given.append(inner)
+        return context.merge(taken.graphdef, *states)
+
+    def _read(
+        self,
+        context: Any,
+        node: Any,
+        given: dict[str, tuple[Slot, Any]],
+        news: dict[str, Any],
+        others: list[Any],
+        keeps_form: bool,
+    ) -> Changed:
+        """Says how an object came out, and collects its new values."""
+        graphdef, state = context.split(node)
+        origins: list[Origin] = []
+        for path, value in jax.tree_util.tree_leaves_with_path(state):
+            slot, before = given.get(jax.tree_util.keystr(path), (None, None))
+            if slot is not None and value is before:
+                origins.append(Origin(slot, False))
+                continue
+            if not isinstance(value, jax.Array | np.ndarray):
+                origins.append(Origin(None, False, value))
+                continue
+            if not self._has_groups or slot is None or slot.group == STATIC:
+                slot = None
+            else:
+                value = with_form_of(slot, value, self._call)
+            origins.append(Origin(slot, True))
+            if slot is not None and slot.group == STATE:
+                news[slot.name] = value
+                continue
+            if keeps_form:
+                place = slot.name if slot else place_text(path)
+                raise ValueError(NEW_FORM.format(call=self._call, place=place))
+            others.append(value)
+        return Changed(graphdef, jax.tree.structure(state), origins)
+
+    def write_back(
+        self,
+        result: Any,
+        state: ModelState,
+        others: Sequence[Any],
+        finite: BoolScalar | None = None,
+    ) -> Any:
+        """Puts new values into the objects that came in.
+
+        Args:
+            result: What the function returned, as `call` gave it.
+            state: The new state, as `call` gave it.
+            others: The other values, as `call` gave them.
+            finite: Where it is False, every place that held a value keeps it; None
+                for always new values.
+
+        Returns:
+            The result, with objects in it again.
+        """
+        from flax import nnx
+
+        if self._checks.outside is not None:
+            # Nothing may be written to them; where nothing is to be, that is fine.
+            refuse_change_from_outside(self._changed, self._checks.outside, self._call)
+            return _filled(result, self._originals)
+        by_name = dict(zip(state.names, state.leaves, strict=True))
+        remaining = iter(others)
+
+        def value(origin: Origin) -> Any:
+            slot = origin.slot
+            if not origin.is_new:
+                return origin.constant if slot is None else slot.value
+            if slot is None:
+                return next(remaining)
+            new = by_name[slot.name] if slot.group == STATE else next(remaining)
+            return new if finite is None else select_tree(finite, new, slot.value)
+
+        with nnx.merge_context(_CONTEXT, inner=False) as context:
+            objects = [
+                context.merge(
+                    out.graphdef,
+                    jax.tree.unflatten(out.form, list(map(value, out.origins))),
+                )
+                for out in self._changed
+            ]
+        return _filled(result, objects)
+
+    def gradients(self, grads: Any) -> Any:
+        """Gradients with NNX's states in the place of objects, as `nnx.grad` has it."""
+
+        def states(node: Any) -> Any:
+            if not isinstance(node, NamedLeaves):
+                return node
+            return jax.tree.unflatten(self._objects[node.label].forms[0], node.leaves)
+
+        return jax.tree.map(states, grads, is_leaf=_is_named)
+
+
+def _predicate(node: Any, wanted: Any) -> Callable[[Any, Any], bool]:
+    """Which places of an object are weights."""
+    from flax import nnx
+
+    if wanted is None:
+        return nnx.Nothing()
+    # As in NNX: a Variable that is an argument by itself is differentiated whatever
+    # its type.
+    return nnx.Everything() if isinstance(node, nnx.Variable) else nnx.Any(wanted)
+
+
+def _is_fixed(path: Any, value: Any) -> bool:
+    from flax import nnx
+
+    del path
+    return isinstance(value, nnx.Param) or not isinstance(value, nnx.Variable)
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, NamedLeaves)
+
+
+def _by_label(args: Any, kwargs: Any) -> dict[int, Sequence[Any]]:
+    nodes = jax.tree.leaves((tuple(args), kwargs), is_leaf=_is_named)
+    return {node.label: node.leaves for node in nodes if _is_named(node)}
+
+
+def _filled(tree: Any, objects: Sequence[Any]) -> Any:
+    """A tree with objects in the place of `NamedLeaves`."""
+
+    def fill(node: Any) -> Any:
+        return objects[node.label] if isinstance(node, NamedLeaves) else node
+
+    return jax.tree.map(fill, tree, is_leaf=_is_named)

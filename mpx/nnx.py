@@ -1,0 +1,423 @@
+"""Flax NNX: gradients and updates of modules that are changed in place.
+
+An NNX module keeps its parameters, batch statistics and random streams in itself, and a
+forward pass changes them in place. `value_and_grad` and `update` stand in for
+`nnx.value_and_grad` and `optimizer.update` in a training step:
+
+    @nnx.jit
+    def step(model, optimizer, scaling, batch):
+        result = mpx.nnx.value_and_grad(loss_fn, scaling)(model, batch)
+        mpx.nnx.update(optimizer, model, result.grads, result.finite)
+        return result.scaling, result.value
+
+**Good steps** leave everything as the two of NNX do: parameters, batch statistics,
+random streams, caches, sown values, attributes, `optimizer.step`.
+
+**Skipped steps**, those whose loss or gradients are not finite, leave all arrays as
+they were, bit for bit, as if the batch had never come: parameters and the optimizer
+with its step, and what the forward pass changed too. Statistics of a batch that
+overflowed must not be kept; a random stream that stays draws the same masks for the
+next batch, which is another one. What JAX cannot choose by a traced value stays
+changed: attributes that are no arrays, and places that held none before, such as sown
+values. With `mpx.NoLossScaling(skip=False)` no step is skipped.
+
+**With autocast**, `value_and_grad(mpx.autocast(loss_fn), scaling)`, no input is cast;
+`mpx.autocast` alone, around any function of NNX objects or a module, keeps what changes
+in them, too.
+
+**What is cast** to half precision in the explicit style, inside of the differentiated
+function: the differentiated Variables, all other `nnx.Param`, arrays that are plain
+attributes, and float leaves of the other arguments. Every other Variable (`BatchStat`,
+`Cache`, your own) keeps its dtype, and what the forward pass writes into a Variable
+takes the dtype that the Variable had.
+
+This module needs Flax and imports it; `import mpx` does neither.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx as _nnx
+
+from ._errors import at_path, describe, listing
+from ._grad import Accumulation, GradientResult
+from ._grad._transforms import _in_call, _Options, _positions, _transform
+from ._loss_scaling import AbstractLossScaling
+from ._nnx_graph import Parts, taken_apart
+from ._policy import Policy
+from ._tree import NamedLeaves, bool_scalar, is_trainable, path_text, select_tree
+from ._typing import BoolLike, DTypeLike, LeafPredicate
+
+
+def grad(
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    *,
+    argnums: int | _nnx.DiffState | Sequence[int | _nnx.DiffState] = 0,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    policy: Policy | str | None = None,
+    keep: LeafPredicate | None = None,
+    accumulate: int | Accumulation = 1,
+    accumulate_dtype: DTypeLike | None = None,
+    retries: int = 0,
+) -> Callable[..., GradientResult]:
+    """The gradient alone, in the place of `nnx.grad`; see `value_and_grad`.
+
+    Returns:
+        A function that returns `(scaling, finite, grads)`, or with `has_aux`
+        `(scaling, finite, grads, aux)`.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx.nnx
+        >>> from flax import nnx
+        >>> model = nnx.Param(jnp.array([3.0]))
+        >>> square = lambda w: jnp.sum(w[...] ** 2)
+        >>> mpx.nnx.grad(square, mpx.NoLossScaling())(model).grads[...]
+        Array([6.], dtype=float32)
+    """
+    options = _Options(
+        has_aux,
+        use_mixed_precision,
+        policy,
+        keep,
+        accumulate,
+        accumulate_dtype,
+        retries,
+    )
+    return _gradient_function("`mpx.nnx.grad`", func, scaling, argnums, False, options)
+
+
+def value_and_grad(
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    *,
+    argnums: int | _nnx.DiffState | Sequence[int | _nnx.DiffState] = 0,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    policy: Policy | str | None = None,
+    keep: LeafPredicate | None = None,
+    accumulate: int | Accumulation = 1,
+    accumulate_dtype: DTypeLike | None = None,
+    retries: int = 0,
+) -> Callable[..., GradientResult]:
+    """The loss and its gradient, in the place of `nnx.value_and_grad`.
+
+    What the function changes in NNX objects stays changed on good steps, and does not
+    on those to be skipped; the page of this module has the rule. The equation is that
+    of `mpx.filter_grad`.
+
+    Args:
+        func: `func(model, *args, **kwargs)` returns a scalar loss, or `(loss, aux)`.
+            NNX objects may stand anywhere in its arguments and in aux.
+        scaling: The loss scaling; inside of a jitted function, an argument of it.
+        argnums: What to differentiate, as in NNX: positions, or `nnx.DiffState` with
+            a position and a filter. A position means its `nnx.Param`.
+        has_aux: `func` returns `(loss, aux)`.
+        use_mixed_precision: False casts and scales nothing, see `mpx.filter_grad`.
+        policy: A policy or its text; its compute dtype takes the place of
+            `mpx.half_precision_datatype()`.
+        keep: `keep(path, leaf)` is True for leaves that are not cast; paths are like
+            `args[0].layers[0].kernel`.
+        accumulate: A number of micro-batches, or `mpx.Accumulation`. What NNX objects
+            hold is not cut; their state goes from one micro-batch to the next.
+        accumulate_dtype: As in `mpx.filter_grad`.
+        retries: As in `mpx.filter_grad`. Every try starts from the same state.
+
+    Returns:
+        A function of the same arguments that returns `(value, scaling, finite, grads)`,
+        or with `has_aux` `((value, aux), scaling, finite, grads)`, see
+        `mpx.GradientResult`. Gradients are an `nnx.State` (a tuple of them for a
+        sequence of `argnums`), unscaled, in the Variables' dtypes, float32 at least.
+
+    Raises:
+        TypeError: `scaling` is no loss scaling, `argnums` is not as NNX has it, the
+            function is a bound method, the loss or a differentiated Variable is not
+            floating.
+        ValueError: The loss is no scalar, the scaling is frozen into a compiled
+            function, weights are float16 without a policy that says so, or missing; one
+            Variable is differentiated in one place and not in another; the function
+            changed the shape or dtype of what a module holds.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx.nnx
+        >>> from flax import nnx
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> def loss_fn(model, x):
+        ...     return mpx.force_full_precision(jnp.mean, jnp.float32)(model(x))
+        >>> step = mpx.nnx.value_and_grad(loss_fn, mpx.DynamicLossScaling())
+        >>> value, scaling, finite, grads = step(model, jnp.ones((4, 2)))
+        >>> grads["kernel"][...]
+        Array([[1.],
+               [1.]], dtype=float32)
+    """
+    options = _Options(
+        has_aux,
+        use_mixed_precision,
+        policy,
+        keep,
+        accumulate,
+        accumulate_dtype,
+        retries,
+    )
+    call = "`mpx.nnx.value_and_grad`"
+    return _gradient_function(call, func, scaling, argnums, True, options)
+
+
+def update(
+    optimizer: _nnx.Optimizer,
+    model: Any,
+    grads: Any,
+    finite: BoolLike,
+    **extra_args: Any,
+) -> None:
+    r"""Updates model and optimizer in place if the step is good.
+
+    On a good step it does what `optimizer.update(model, grads)` does, bit for bit. On a
+    bad one the parameters, the optimizer's state and `optimizer.step` stay as they
+    were, bit for bit.
+
+    Args:
+        optimizer: An `nnx.Optimizer`, or a subclass with an `update` of its own.
+        model: What the optimizer was made for.
+        grads: The gradients, from `mpx.nnx.value_and_grad`.
+        finite: Whether the step is good, one boolean, an array or Python's:
+            `result.finite`.
+        **extra_args: Passed on to `optimizer.update`: `value`, `grad` and `value_fn`
+            for L-BFGS.
+
+    Raises:
+        TypeError: `optimizer` is no `nnx.Optimizer`, or `finite` no boolean.
+        ValueError: The gradients do not fit what the optimizer updates, or the
+            optimizer changed the form of its state.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx.nnx, optax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        >>> grads = nnx.state(model, nnx.Param)
+        >>> mpx.nnx.update(optimizer, model, grads, False)
+        >>> mpx.nnx.update(optimizer, model, grads, True)
+        >>> int(optimizer.step[...])
+        1
+    """
+    call = "`mpx.nnx.update`"
+    if not isinstance(optimizer, _nnx.Optimizer):
+        raise TypeError(
+            f"{call} needs an `nnx.Optimizer`; got {describe(optimizer)}. For an Optax "
+            "transformation and its state use `mpx.optimizer_update`."
+        )
+    good = bool_scalar(finite, f"`finite` of {call}")
+    _refuse_gradients(optimizer, model, grads, call)
+
+    nodes = (optimizer, model)
+    copies = _nnx.clone(nodes)
+    new_optimizer: Any = copies[0]
+    if isinstance(optimizer, _nnx.ModelAndOptimizer):
+        new_optimizer.update(grads, **extra_args)
+    else:
+        new_optimizer.update(copies[1], grads, **extra_args)
+
+    form = jax.tree.structure(_nnx.state(nodes))
+    before, after = _by_path(_nnx.state(nodes)), _by_path(_nnx.state(copies))
+    if before.keys() != after.keys():
+        raise ValueError(
+            f"{call} cannot undo an update that changes the form of the optimizer or "
+            f"the model; came: {listing(after.keys() - before.keys()) or 'none'}; "
+            f"went: {listing(before.keys() - after.keys()) or 'none'}. Make all "
+            "Variables before the first step."
+        )
+    changed = {name: new for name, new in after.items() if new is not before[name]}
+    chosen = select_tree(good, changed, {name: before[name] for name in changed})
+    leaves = {**before, **chosen}.values()
+    _nnx.update(nodes, jax.tree.unflatten(form, leaves))
+
+
+def _gradient_function(
+    call: str,
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    argnums: Any,
+    with_value: bool,
+    options: _Options,
+) -> Callable[..., GradientResult]:
+    filters = _filters(argnums, call)
+    several = not isinstance(argnums, int | _nnx.DiffState)
+    _refuse_method(func, call)
+    # What is wrong about the options is said now, and not at the first call.
+    positions = tuple(filters) if several else next(iter(filters))
+    _transform(call, func, scaling, positions, with_value, options)
+    how = options.accumulate
+    how = how if isinstance(how, Accumulation) else Accumulation(how)
+
+    @functools.wraps(func, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
+        inside = _in_call(tuple(filters), len(args), call)
+        wanted = dict(zip(inside, filters.values(), strict=True))
+        with taken_apart(call, args, kwargs, wanted) as parts:
+            for position in inside:
+                _refuse_weights(parts.args[position], position, call)
+            extra = len(args)
+
+            # With the marks of `func`, by which an autocast function is known.
+            @functools.wraps(func, updated=())
+            def pure(*full: Any, **kwargs: Any) -> Any:
+                *args, (fixed, func), state = full
+                result, state, others = parts.call(
+                    func, args, kwargs, fixed, state, how.steps > 1
+                )
+                if not options.has_aux:
+                    return result, (None, state, others)
+                if not isinstance(result, tuple) or len(result) != 2:
+                    return result  # the engine says what is wrong about it
+                return result[0], (result[1], state, others)
+
+            transformed = _transform(
+                call,
+                pure,
+                scaling,
+                inside if several else inside[0],
+                with_value,
+                dataclasses.replace(
+                    options,
+                    has_aux=True,
+                    keep=_keep(options.keep, extra),
+                    accumulate=_accumulation(how, parts, extra),
+                ),
+            )
+            result = transformed(
+                *parts.args, (parts.fixed, func), parts.state, **parts.kwargs
+            )
+            return _finished(parts, result, options.has_aux)
+
+    return wrapper
+
+
+def _finished(parts: Parts, result: GradientResult, has_aux: bool) -> GradientResult:
+    """Writes back what has changed, and gives the result NNX's form."""
+    aux, state, others = result.aux
+    finite = None if result._flags is None else result.finite
+    aux = parts.write_back(aux, state, others, finite)
+    fields = {**result._parts, "grads": parts.gradients(result.grads), "aux": aux}
+    if not has_aux:
+        del fields["aux"]
+    return GradientResult(**fields)
+
+
+def _keep(keep: LeafPredicate | None, extra: int) -> LeafPredicate | None:
+    """The user's predicate, for the paths of a call that has two arguments more."""
+    if keep is None:
+        return None
+    fixed, func = f"args[{extra}][0].", f"args[{extra}][1]"
+
+    def translated(path: str, leaf: Any) -> bool:
+        path = path.removeprefix(fixed)
+        if path.startswith(func):
+            path = "func" + path.removeprefix(func)
+        return keep(path, leaf)
+
+    return translated
+
+
+def _accumulation(how: Accumulation, parts: Parts, extra: int) -> Accumulation:
+    """How a call is cut that has two arguments more."""
+    whole, new_state = how.whole, how.new_state
+    weight: Any = how.weight
+
+    def is_whole(path: str, leaf: Any) -> bool:
+        if path.startswith(f"args[{extra}]"):
+            return True
+        return whole is not None and whole(path, leaf)
+
+    def weigh(*full: Any, **kwargs: Any) -> Any:
+        *args, (fixed, _), state = full
+        return parts.evaluate(weight, args, kwargs, fixed, state)
+
+    return dataclasses.replace(
+        how,
+        whole=is_whole,
+        weight=None if weight is None else weigh,
+        new_state=None
+        if new_state is None
+        else lambda aux: (new_state(aux[0]), aux[1].leaves),
+    )
+
+
+def _filters(argnums: Any, call: str) -> dict[int, Any]:
+    """For each position the filter of what is differentiated in it."""
+    single = isinstance(argnums, int | _nnx.DiffState)
+    items = [argnums] if single else argnums
+    if not isinstance(items, list | tuple):
+        raise TypeError(
+            f"`argnums` of {call} must be a position, an `nnx.DiffState`, or a list or "
+            f"tuple of these; got {describe(argnums)}."
+        )
+    states = [
+        x if isinstance(x, _nnx.DiffState) else _nnx.DiffState(x, _nnx.Param)
+        for x in items
+    ]
+    positions = _positions(tuple(state.argnum for state in states), call)
+    return dict(zip(positions, (state.filter for state in states), strict=True))
+
+
+def _refuse_method(func: Any, call: str) -> None:
+    """Raises where the model would not be an argument."""
+    owner = getattr(func, "__self__", None)
+    for node in (func, owner):
+        if isinstance(node, _nnx.Module):
+            raise TypeError(
+                f"{call} needs a function that takes the module as an argument; got "
+                f"{describe(node)} or a method of it, whose parameters would not be "
+                "differentiated and whose changes would be lost. Write `def "
+                "loss_fn(model, batch): ...`."
+            )
+
+
+def _refuse_weights(arg: Any, position: int, call: str) -> None:
+    """Raises for Variables that cannot be differentiated."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        arg, is_leaf=lambda node: isinstance(node, NamedLeaves)
+    ):
+        if not isinstance(leaf, NamedLeaves):
+            continue
+        for name, value in zip(leaf.names, leaf.leaves, strict=True):
+            if is_trainable(value):
+                continue
+            place = f"args[{position}]{jax.tree_util.keystr(path)}.{name}"
+            raise TypeError(
+                f"{call} differentiates Variables that hold floating JAX arrays of 16 "
+                f"bits and more; got {describe(value)}{at_path(place)}. Choose others: "
+                f"`argnums=nnx.DiffState({position}, filter)`."
+            )
+
+
+def _by_path(state: Any) -> dict[str, Any]:
+    """The leaves of a state, by their paths, in order."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {path_text(path): leaf for path, leaf in leaves}
+
+
+def _refuse_gradients(optimizer: Any, model: Any, grads: Any, call: str) -> None:
+    """Raises unless there is a gradient of its shape for each updated weight."""
+    weights, given = (
+        _by_path(_nnx.state(node, optimizer.wrt)) for node in (model, grads)
+    )
+    if not weights or weights.keys() != given.keys():
+        missing, unknown = weights.keys() - given.keys(), given.keys() - weights.keys()
+        raise ValueError(
+            f"{call} needs a gradient for each Variable that the optimizer updates "
+            f"({len(weights)}, by its `wrt`); missing: {listing(missing) or 'none'}; "
+            f"unknown: {listing(unknown) or 'none'}. Give `argnums` of "
+            "`mpx.nnx.value_and_grad` the filter of the optimizer: "
+            "`nnx.DiffState(0, filter)`."
+        )
+    for name, weight in weights.items():
+        if weight.shape != given[name].shape:
+            raise ValueError(
+                f"{call} needs a gradient of its weight's shape; got "
+                f"{describe(given[name])} for {describe(weight)}{at_path(name)}."
+            )

@@ -1,0 +1,221 @@
+"""Autocast of functions of NNX modules, by itself and in a training step."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpx
+import mpx.nnx
+
+from .cases import (
+    MODELS,
+    Normed,
+    Tied,
+    assert_equal,
+    batch,
+    full_step,
+    loss_fn,
+    make,
+    numbers,
+    plain_step,
+)
+
+pytestmark = pytest.mark.third_party
+
+HALF = {"bfloat16": (jnp.bfloat16, 0.05), "float16": (jnp.float16, 5e-3)}
+
+
+def plain_loss(model, x, y):
+    """Without one call of mpx."""
+    prediction = model(x)
+    return jnp.mean((prediction - y) ** 2), prediction
+
+
+def products(func, *args):
+    """The dtypes of the operands of all matrix products and convolutions."""
+    text = str(jax.make_jaxpr(func)(*args))
+    kinds = re.compile(r":(\w+)\[[^\]]*\] = (?:dot_general|conv_general_dilated)")
+    return [match.group(1) for match in kinds.finditer(text)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("half", HALF)
+def test_modules_change_as_without_autocast(name, half):
+    dtype, tolerance = HALF[half]
+    (a, _), (b, _) = make(name), make(name)
+    args = batch(0)
+    expected = plain_loss(a, *args)
+    got = mpx.autocast(plain_loss, dtype)(b, *args)
+    assert_equal(got, expected, tolerance)
+    assert_equal(nnx.state(b), nnx.state(a), tolerance)
+    assert not all(
+        np.array_equal(x, y) for x, y in zip(got, expected, strict=True)
+    )  # something was rounded
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("half", HALF)
+def test_a_training_step(name, half):
+    dtype, tolerance = HALF[half]
+    scaling = mpx.DynamicLossScaling(2.0**10)
+
+    def step(model, optimizer, scaling, x, y):
+        loss = mpx.autocast(plain_loss, dtype)
+        result = mpx.nnx.value_and_grad(loss, scaling, has_aux=True)(model, x, y)
+        mpx.nnx.update(optimizer, model, result.grads, result.finite)
+        return result.value, result.aux, result.grads, result.scaling
+
+    (a, optimizer_a), (b, optimizer_b) = make(name), make(name)
+    expected = nnx.jit(plain_step)(a, optimizer_a, None, *batch(0))
+    got = nnx.jit(step)(b, optimizer_b, scaling, *batch(0))
+    assert int(got[3].steps) == 1 and int(got[3].skipped) == 0
+    assert_equal(got[:3], expected[:3], tolerance)
+    rest = [
+        nnx.filter_state(nnx.state(nodes)[0], nnx.Not(nnx.Param))
+        for nodes in ((b, optimizer_b), (a, optimizer_a))
+    ]
+    assert_equal(*rest, tolerance)
+    assert int(optimizer_b.step[...]) == 1
+    # A bad step leaves everything as it was.
+    before = jax.tree.map(jnp.copy, nnx.state((b, optimizer_b)))
+    x, y = batch(1)
+    *_, scaling = nnx.jit(step)(b, optimizer_b, got[3], x * jnp.inf, y)
+    assert int(scaling.skipped) == 1
+    assert_equal(nnx.state((b, optimizer_b)), before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_are_not_cast_and_products_run_in_half_precision(name):
+    model, _ = make(name)
+    seen = set()
+
+    def loss(model, x, y):
+        seen.update(str(w.dtype) for w in jax.tree.leaves(nnx.state(model, nnx.Param)))
+        seen.add(str(x.dtype))
+        return plain_loss(model, x, y)[0]
+
+    graphdef, state = nnx.split(model)
+
+    def gradient(state, x, y):
+        result = mpx.nnx.grad(mpx.autocast(loss), mpx.NoLossScaling())(
+            nnx.merge(graphdef, state, copy=True), x, y
+        )
+        return jax.tree.leaves(result.grads)
+
+    dtypes = products(gradient, state, *batch(0))
+    assert seen == {"float32"} and len(dtypes) >= 3
+    # A product may hand out float32; its operands are cast right before.
+    text = str(jax.make_jaxpr(gradient)(state, *batch(0)))
+    assert "bf16" in text and not re.search(r"f32\[[\d,]*\] f32.* = dot_general", text)
+
+
+def test_weights_have_the_names_of_their_places():
+    from mpx._autocast._transform import decisions_of, settings_of
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(4, 8, rngs=rngs)])
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.mask = jnp.ones(8)
+
+        def __call__(self, x):
+            return self.norm(self.layers[0](x)) * self.mask[None]
+
+    model, settings = Model(nnx.Rngs(0)), settings_of(mpx.autocast(plain_loss))
+    decisions = decisions_of(plain_loss, settings, (model, *batch(0)), {})
+    names = {name for d in decisions for name in d.parameters if name}
+    assert {"layers[0].kernel", "norm.scale", "norm.mean", "mask"} <= names
+
+
+def test_a_module_is_a_function():
+    a, b = Normed(nnx.Rngs(0)), Normed(nnx.Rngs(0))
+    x, _ = batch(0)
+    expected, got = a(x), mpx.autocast(b)(x)
+    assert_equal(got, expected, 0.05)
+    assert_equal(nnx.state(b), nnx.state(a), 0.05)
+    assert int(b.calls[...]) == 1
+
+
+def test_structure_and_results_that_are_objects():
+    def grow(model, x):
+        model.other = nnx.Linear(4, 2, rngs=nnx.Rngs(1))
+        model.cache = nnx.Cache(jnp.concatenate([model.cache[...], x]))
+        model.mode = "changed"
+        return model.other(x), model, model.other
+
+    class Growing(nnx.Module):
+        def __init__(self):
+            self.cache = nnx.Cache(jnp.zeros((0, 4)))
+            self.number = nnx.Variable(3)
+            self.mode = "train"
+
+    model = Growing()
+    for size in (8, 16):
+        y, itself, other = mpx.autocast(grow)(model, batch(0)[0])
+        assert model.cache[...].shape == (size, 4)
+    assert itself is model and other is model.other and y.dtype == jnp.float32
+    assert model.mode == "changed" and model.number.get_value() == 3
+
+
+def test_a_model_from_outside_may_be_read_but_not_changed():
+    model, changing = Tied(nnx.Rngs(0)), Normed(nnx.Rngs(0))
+    x, _ = batch(0)
+
+    def evaluate(model, x):
+        return model(x)
+
+    got = jax.jit(lambda x: mpx.autocast(evaluate)(model, x))(x)
+    assert_equal(got, model(x), 0.05)
+    with pytest.raises(
+        ValueError, match=r"outside of the function.*args\[0\]\..*nnx.jit"
+    ):
+        jax.jit(lambda x: mpx.autocast(evaluate)(changing, x))(x)
+    assert int(changing.calls[...]) == 0 and changing(x).shape == (8, 1)
+
+
+def test_options_of_the_gradient_functions():
+    """Micro-batches and retries, as in the explicit style."""
+    (a, _), (b, _) = make("normed"), make("normed")
+    x, y = batch(0)
+    for i in range(4):
+        plain_loss(a, x[i::4], y[i::4])
+    result = mpx.nnx.value_and_grad(
+        mpx.autocast(loss_fn), mpx.NoLossScaling(), has_aux=True, accumulate=4
+    )(b, x, y)
+    assert bool(result.finite)
+    assert_equal(nnx.state(b), nnx.state(a), 0.05)
+    scaling = mpx.DynamicLossScaling(2.0**24, max_loss_scaling=2.0**24)
+    model, _ = make("normed")
+    gradient = mpx.nnx.grad(
+        mpx.autocast(loss_fn, jnp.float16), scaling, has_aux=True, retries=24
+    )
+    assert bool(gradient(model, x, y).finite) and int(model.calls[...]) == 1
+
+
+def test_training_in_half_precision_follows_full_precision():
+    def train(step):
+        model, optimizer = make("scanned")
+        scaling, losses = mpx.DynamicLossScaling(2.0**15, period=20), []
+        for seed in range(40):
+            x, _ = batch(seed, 32)
+            y = jnp.sin(x).sum(axis=1, keepdims=True)
+            value, _, _, scaling = step(model, optimizer, scaling, x, y)
+            losses.append(float(value))
+        return np.array(losses), scaling
+
+    def half(model, optimizer, scaling, x, y):
+        loss = mpx.autocast(plain_loss, jnp.float16)
+        result = mpx.nnx.value_and_grad(loss, scaling, has_aux=True)(model, x, y)
+        mpx.nnx.update(optimizer, model, result.grads, result.finite)
+        return result.value, result.aux, result.grads, result.scaling
+
+    full, _ = train(nnx.jit(full_step))
+    mixed, scaling = train(nnx.jit(half))
+    assert full[-5:].mean() < 0.6 * full[0]
+    assert abs(mixed[-5:].mean() - full[-5:].mean()) < 0.05 * full[0]
+    assert int(scaling.steps) == 40 and int(scaling.skipped) < 8
+    assert numbers(scaling)  # it is a tree of arrays

@@ -1,0 +1,277 @@
+"""Wrong calls of `mpx.nnx`: each gets an error that says what came and what to do."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import mpx
+import mpx.nnx
+
+from ..helpers import Case, unchecked_annotations
+from .cases import FLOAT16, Normed, Tied, batch, loss_fn, make
+
+pytestmark = pytest.mark.third_party
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user_sees_it():
+    with unchecked_annotations():
+        yield
+
+
+def tied():
+    return Tied(nnx.Rngs(0))
+
+
+def first(model, x, *rest):
+    return jnp.mean(model(x))
+
+
+def gradient(func=first, scaling=None, **options):
+    return mpx.nnx.value_and_grad(func, scaling or mpx.NoLossScaling(), **options)
+
+
+def x():
+    return batch(0)[0]
+
+
+class Holding(nnx.Module):
+    """A module with one Variable of any value."""
+
+    def __init__(self, value, kind=nnx.Param):
+        self.weight = nnx.Param(jnp.ones(3))
+        self.held = kind(value)
+
+    def __call__(self, x):
+        return self.weight[...]
+
+
+def write(value):
+    """A loss function that writes a value into a module."""
+
+    def loss(model, x):
+        model.held.set_value(value)
+        return jnp.mean(model(x))
+
+    return loss
+
+
+def update(**changes):
+    model, optimizer = make("tied")
+    grads = nnx.state(model, nnx.Param)
+    parts = {"optimizer": optimizer, "model": model, "grads": grads, "finite": True}
+    parts |= changes
+    return mpx.nnx.update(**parts)
+
+
+CASES = [
+    Case("scaling", lambda: gradient(scaling=3), TypeError, "`scaling` of `mpx.nnx.v"),
+    Case("function", lambda: gradient(3), TypeError, "`mpx.nnx.*needs a function"),
+    Case("policy", lambda: gradient(policy=3), TypeError, "`policy` of `mpx.nnx"),
+    Case("keep", lambda: gradient(keep=3), TypeError, "`keep` of `mpx.nnx"),
+    Case("retries", lambda: gradient(retries=-1), ValueError, "`retries` of `mpx.nnx"),
+    Case("accumulate", lambda: gradient(accumulate=0), ValueError, "at least 1"),
+    *[
+        Case(
+            f"argnums {value}",
+            lambda value=value: gradient(argnums=value),
+            TypeError,
+            "`argnums` of `mpx.nnx.value_and_grad`",
+        )
+        for value in ("0", None, 1.0, (0, 0), (), nnx.Param, (nnx.DiffState(0, 1), 0))
+    ],
+    Case(
+        "grad names itself",
+        lambda: mpx.nnx.grad(first, 3),
+        TypeError,
+        "`scaling` of `mpx.nnx.grad`",
+    ),
+    Case(
+        "position",
+        lambda: gradient(argnums=2)(tied(), x()),
+        TypeError,
+        r"positional arguments \(2,\).*called with 2",
+    ),
+    Case(
+        "keyword",
+        lambda: gradient()(model=tied(), x=x()),
+        TypeError,
+        "called with 0. Pass the model by position",
+    ),
+    Case(
+        "bound method",
+        lambda: gradient(tied().__call__),
+        TypeError,
+        "takes the module as an argument; got an instance of .*Tied or a method",
+    ),
+    Case("module", lambda: gradient(tied()), TypeError, "got an instance of .*Tied"),
+    Case(
+        "integer weights",
+        lambda: gradient()(Holding(jnp.arange(3)), x()),
+        TypeError,
+        r"got int32\[3\] at `args\[0\].held`.*nnx.DiffState\(0, filter\)",
+    ),
+    Case(
+        "weights that are no arrays",
+        lambda: gradient()({"model": Holding("text")}, x()),
+        TypeError,
+        r"got str 'text' at `args\[0\]\['model'\].held`",
+    ),
+    Case(
+        "half weights",
+        lambda: gradient()(Holding(jnp.ones(3, jnp.float16)), x()),
+        ValueError,
+        r"weights in full precision; got float16\[3\] at `args\[0\].held`",
+    ),
+    Case(
+        "no weights",
+        lambda: gradient(argnums=nnx.DiffState(0, nnx.BatchStat))(tied(), x()),
+        ValueError,
+        "found no floating JAX array to differentiate",
+    ),
+    Case(
+        "aux without has_aux",
+        lambda: gradient(loss_fn)(tied(), *batch(0)),
+        TypeError,
+        "For `\\(loss, aux\\)` say `has_aux=True`",
+    ),
+    Case(
+        "has_aux without aux",
+        lambda: gradient(has_aux=True)(tied(), x()),
+        TypeError,
+        "`has_aux=True`.*must return `\\(loss, aux\\)`",
+    ),
+    Case(
+        "loss is no scalar",
+        lambda: gradient(lambda model, x: model(x))(tied(), x()),
+        ValueError,
+        r"must return a scalar loss; got float16\[8,1\]",
+    ),
+    Case(
+        "frozen scaling",
+        lambda: (
+            lambda scaling: nnx.jit(lambda m, x: gradient(scaling=scaling)(m, x).value)(
+                tied(), x()
+            )
+        )(mpx.NoLossScaling()),
+        ValueError,
+        "frozen",
+    ),
+    Case(
+        "one model twice",
+        lambda: (lambda model: gradient()(model, x(), model))(tied()),
+        ValueError,
+        r"one Variable twice, at `args\[0\].first.bias` and at `args\[2\].first.bias`",
+    ),
+    Case(
+        "another shape",
+        lambda: gradient(write(jnp.ones(4)))(Holding(jnp.ones(3), nnx.BatchStat), x()),
+        ValueError,
+        r"from float32\[3\] to float32\[4\] at `args\[0\].held`",
+    ),
+    Case(
+        "another dtype",
+        lambda: gradient(write(jnp.arange(3)))(
+            Holding(jnp.ones(3), nnx.BatchStat), x()
+        ),
+        ValueError,
+        r"from float32\[3\] to int32\[3\]",
+    ),
+    Case(
+        "a parameter changed while accumulating",
+        lambda: gradient(write(jnp.ones(3)), accumulate=2)(Holding(jnp.ones(3)), x()),
+        ValueError,
+        r"`accumulate`.*gave a value to `args\[0\].held`.*Leave `accumulate` out",
+    ),
+    *[
+        Case(
+            kind,
+            lambda kind=kind: gradient()(
+                nnx.with_vars(Holding(jnp.ones(3)), **{kind: True}), x()
+            ),
+            TypeError,
+            rf"got one that is a {name} at `args\[0\].*nnx.with_vars",
+        )
+        for kind, name in {"ref": "reference", "hijax": "hijax type"}.items()
+    ],
+    Case(
+        "no nnx optimizer",
+        lambda: update(optimizer=optax.sgd(0.1)),
+        TypeError,
+        "`mpx.nnx.update` needs an `nnx.Optimizer`.*mpx.optimizer_update",
+    ),
+    *[
+        Case(
+            f"finite {value}",
+            lambda value=value: update(finite=value),
+            TypeError,
+            "`finite` of `mpx.nnx.update` needs one boolean",
+        )
+        for value in (1, None, jnp.ones(2, bool))
+    ],
+    Case(
+        "gradients of another model",
+        lambda: update(grads=nnx.state(Normed(nnx.Rngs(0)), nnx.Param)),
+        ValueError,
+        r"missing: `.*first.*unknown: .*layers.*the filter of the optimizer",
+    ),
+    Case(
+        "no gradients",
+        lambda: update(grads=nnx.State({})),
+        ValueError,
+        "needs a gradient for each Variable.*missing:",
+    ),
+    Case(
+        "gradients of another shape",
+        lambda: update(
+            grads=jax.tree.map(lambda g: g[:1], nnx.state(tied(), nnx.Param))
+        ),
+        ValueError,
+        r"a gradient of its weight's shape; got float32\[1\] for float32\[4\] at `",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_wrong_calls_are_refused(case):
+    with pytest.raises(case.error, match=case.match):
+        case.call()
+
+
+def test_an_optimizer_that_changes_its_form_is_refused():
+    class Growing(nnx.Optimizer):
+        def update(self, model, grads, /, **kwargs):
+            super().update(model, grads, **kwargs)
+            self.more = nnx.Variable(jnp.ones(1))
+
+    model, _ = make("tied")
+    optimizer = Growing(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(ValueError, match="changes the form of the optimizer"):
+        update(optimizer=optimizer, model=model)
+
+
+def test_an_error_in_the_loss_leaves_the_model_as_it_was():
+    model, _ = make("normed")
+
+    def loss(model, x):
+        model(x)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        gradient(loss, policy=FLOAT16)(model, x())
+    assert int(model.calls[...]) == 0
+    assert bool(gradient(policy=FLOAT16)(model, x()).finite)
+
+
+def test_a_model_from_outside_of_the_traced_function_is_refused():
+    """As `nnx.value_and_grad` does: its changes could not come out."""
+    model, _ = make("normed")
+
+    def step(scaling, x):
+        return gradient(scaling=scaling)(model, x).value
+
+    with pytest.raises(ValueError, match=r"outside of the function.*args\[0\].calls"):
+        nnx.jit(step)(mpx.NoLossScaling(), x())
+    assert int(model.calls[...]) == 0
