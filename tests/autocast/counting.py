@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,14 +80,11 @@ def reason_to_stay(equation: Any, within: tuple[str, ...]) -> str | None:
     return None
 
 
-def count_stays(
-    func: Callable[..., Any], *args: Any
-) -> tuple[Counter[tuple[str, ...]], Counter[str]]:
-    """Products by the dtypes of their operands, and those that have to stay by reason.
+def count_stays(jaxpr: Any) -> tuple[Counter[tuple[str, ...]], Counter[str]]:
+    """Products of a program by the dtypes of their operands, and those that must stay.
 
     Args:
-        func: A function of any trees, also with leaves that are no arrays.
-        *args: Its arguments.
+        jaxpr: The program.
 
     Returns:
         The counts of the products that need not stay, by dtypes; the counts of float32
@@ -96,7 +92,6 @@ def count_stays(
     """
     free: Counter[tuple[str, ...]] = Counter()
     stays: Counter[str] = Counter()
-    jaxpr, _, _ = eqx.filter_make_jaxpr(func)(*args)
     for equation, times, within in nested_equations(jaxpr):
         if equation.primitive.name not in PRODUCTS:
             continue

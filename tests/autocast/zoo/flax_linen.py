@@ -61,7 +61,7 @@ def linen_transformer_block(key):
         y = module.apply(variables, x)
         return mean_square(y - 1), y
 
-    return loss, (module.init(keys[1], x), x)
+    return loss, (jax.jit(module.init)(keys[1], x), x)
 
 
 @program(third_party=True)
@@ -73,14 +73,14 @@ def linen_scan_over_layers_with_remat(key):
         y = module.apply(variables, x)
         return mean_square(y - 1), y
 
-    return loss, (module.init(keys[1], x), x)
+    return loss, (jax.jit(module.init)(keys[1], x), x)
 
 
 @program(third_party=True)
 def linen_batch_norm_and_dropout(key):
     keys = jax.random.split(key, 4)
     module, x = Noisy(), normal(keys[0], 8, 6, 6, 2)
-    variables = module.init({"params": keys[1], "dropout": keys[2]}, x)
+    variables = jax.jit(module.init)({"params": keys[1], "dropout": keys[2]}, x)
 
     def loss(weights, statistics, x, key):
         y, new = module.apply(

@@ -24,7 +24,7 @@ def haiku_model(key):
 
     module = hk.transform_with_state(forward)
     x = normal(keys[0], 4, 6, 8)
-    weights, state = module.init(keys[1], x)
+    weights, state = jax.jit(module.init)(keys[1], x)
 
     def loss(weights, state, key, x):
         y, state = module.apply(weights, state, key, x)
@@ -51,4 +51,4 @@ def haiku_layer_stack(key):
         y = module.apply(weights, x)
         return mean_square(y - 1), y
 
-    return loss, (module.init(keys[1], x), x)
+    return loss, (jax.jit(module.init)(keys[1], x), x)
