@@ -87,3 +87,8 @@ def shard_map_axes(params: dict[str, Any]) -> tuple[str, ...]:
         if name in params:
             return tuple(params[name])
     return tuple(params["mesh"].axis_names)
+
+
+def composite_parameter(params: dict[str, Any]) -> str:
+    """The name of the parameter that holds the decomposition of a composite."""
+    return "jaxpr" if "jaxpr" in params else "call_jaxpr"  # since jax 0.11

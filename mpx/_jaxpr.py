@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-import jax
 from jax.extend import core
 
 from ._jax_compat import open_jaxpr, scan_counts, shard_map_axes
@@ -62,22 +61,6 @@ class SubJaxpr:
     """Which output comes back as which input in the next iteration."""
     devices: int = 1
     """On how many devices it runs, each with a part of the data."""
-
-
-def is_plain_jit(equation: Any) -> bool:
-    """Whether a jit equation says no more than "compile this".
-
-    With shardings, layouts or donated inputs of its own, emitting its body in place
-    would lose them.
-    """
-    params = equation.params
-    shardings = (*params["in_shardings"], *params["out_shardings"])
-    layouts = (*params["in_layouts"], *params["out_layouts"])
-    return (
-        not any(isinstance(s, jax.sharding.Sharding) for s in shardings)
-        and all(layout is None for layout in layouts)
-        and not any(params["donated_invars"])
-    )
 
 
 def sub_jaxprs(equation: Any) -> tuple[SubJaxpr, ...]:

@@ -1,5 +1,9 @@
 """Automatic mixed precision for any JAX function."""
 
+from ._call import (
+    NO_MASTER as NO_MASTER,
+    call_with_masters as call_with_masters,
+)
 from ._decisions import Candidate as Candidate, Precision as Precision
 from ._region import ambient_with as ambient_with
 from ._rules import Rule as Rule, Rules as Rules

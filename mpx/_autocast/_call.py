@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._dtypes import is_half
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
@@ -16,7 +17,7 @@ from ._interpreter import evaluate
 from ._notes import RESULT, note_unused, noted_cast
 from ._plan import Wish, wish_for
 from ._region import is_tracing, region_text, trace
-from ._settings import Place, Run, Settings
+from ._settings import Place, Programs, Run, Settings
 from ._values import Value, declared, is_castable
 
 _REWRITES = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
@@ -31,6 +32,7 @@ Weights = tuple[int | str, ...]
 def call_autocast(
     settings: Settings,
     weights: Weights,
+    programs: Programs,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -40,6 +42,7 @@ def call_autocast(
     Args:
         settings: What the transform was told.
         weights: Positions and names of the arguments that hold parameters.
+        programs: Where programs that were rewritten are kept.
         func: The function; where it is a tree, it holds parameters, too.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -48,8 +51,70 @@ def call_autocast(
         What the function returns, in the same dtypes.
     """
     if has_nnx_objects((func, args, kwargs)):
-        return _call_with_objects(settings, weights, func, args, kwargs)
+        return _call_with_objects(settings, weights, programs, func, args, kwargs)
+    run = Run(settings, _REWRITES, programs)
+    value = functools.partial(_input, run, weights)
+    results = _call(run, func, args, kwargs, value, trace)
+    if settings.is_strict:
+        _strict.refuse_unused(settings.rules, run.used)
+    note_unused(rule for rule in settings.rules.rules if rule not in run.used)
+    return results
+
+
+# Stands for a leaf that is no weight; not None, which is no leaf at all.
+NO_MASTER = object()
+
+
+def call_with_masters(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    masters: Sequence[Any],
+    dtype: np.dtype,
+) -> Any:
+    """Calls a function of half precision weights, each use of which is cast on its own.
+
+    A weight that is cast once and used many times gets its gradients summed in half
+    precision: 4,096 uses with gradient 1 give 2,048 in float16, where 2,048 + 1 is
+    2,048. Here the program is emitted as it was written, but for the weights, whose
+    masters go in: they are declared values, cast where they are used, and what JAX
+    sums on the way back are cotangents of the masters. The values are the same, bit for
+    bit.
+
+    Args:
+        func: The function.
+        args: Its positional arguments, weights in half precision.
+        kwargs: Its keyword arguments; no weights are among them.
+        masters: Like `args`, with `NO_MASTER` for what is no weight.
+        dtype: The precision in which gradients are summed.
+
+    Returns:
+        What `func` returns.
+    """
+    settings = Settings(dtype=np.dtype(np.float16), is_enabled=False)
+    found, _ = jax.tree_util.tree_flatten_with_path((None, tuple(masters)))
+    wide = {path: master for path, master in found if master is not NO_MASTER}
+
+    def value(path: Any, leaf: Any) -> Value:
+        master = wide.get(path)
+        if master is None or leaf.dtype == master.dtype or not is_half(leaf.dtype):
+            return declared(leaf)
+        facts = declared(leaf).facts
+        return Value(jax.lax.convert_element_type(master, dtype), facts)
+
     run = Run(settings, _REWRITES)
+    return _call(run, func, tuple(args), kwargs, value, jax.make_jaxpr)
+
+
+def _call(
+    run: Run,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    value: Callable[[Any, Any], Value],
+    trace: Callable[..., Any],
+) -> Any:
+    """Calls a function, traced by `trace`, with the values that `value` makes."""
     paths, treedef = jax.tree_util.tree_flatten_with_path((func, args, kwargs))
     leaves = [leaf for _, leaf in paths]
     is_array = [isinstance(x, _ARRAYS) for x in leaves]
@@ -68,12 +133,9 @@ def call_autocast(
 
     inputs = [pair for pair, a in zip(paths, is_array, strict=True) if a]
     closed = trace(flat)(*(leaf for _, leaf in inputs))
-    values = [_input(run, weights, path, leaf) for path, leaf in inputs]
+    values = [value(path, leaf) for path, leaf in inputs]
     with _done_for_others():
         arrays = iter(_results(run, closed, values))
-    if settings.is_strict:
-        _strict.refuse_unused(settings.rules, run.used)
-    note_unused(rule for rule in settings.rules.rules if rule not in run.used)
     out_tree, rest = found
     return jax.tree.unflatten(
         out_tree, [next(arrays) if x is _ARRAY else x for x in rest]
@@ -81,7 +143,12 @@ def call_autocast(
 
 
 def _call_with_objects(
-    settings: Settings, weights: Weights, func: Any, args: Any, kwargs: Any
+    settings: Settings,
+    weights: Weights,
+    programs: Programs,
+    func: Any,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     """The same for NNX objects, which as trees would lose what changes in them."""
     if is_nnx_object(func):
@@ -90,7 +157,7 @@ def _call_with_objects(
             (lambda func, *args, **kwargs: func(*args, **kwargs)),
             (func, *args),
         )
-    rewritten = functools.partial(call_autocast, settings, weights)
+    rewritten = functools.partial(call_autocast, settings, weights, programs)
     return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
 
 

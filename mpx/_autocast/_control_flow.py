@@ -17,10 +17,17 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from .._jax_compat import bind_equation, open_jaxpr, scan_counts, scan_options
+from .._jax_compat import (
+    bind_equation,
+    composite_parameter,
+    open_jaxpr,
+    scan_counts,
+    scan_options,
+)
 from ._interpreter import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
-from ._plan import PROGRAMS, Wish, carry_wishes
+from ._plan import Wish, carry_wishes, program_of
+from ._rules import Rule
 from ._settings import Place, Run
 from ._values import FULL, Colour, Facts, Value, computed, is_castable
 
@@ -31,12 +38,12 @@ class Program(NamedTuple):
     Attributes:
         closed: The new program.
         facts: What is known of its results.
-        source: The program it was made from, held so that its identity stays its own.
+        used: The user's rules that held inside.
     """
 
     closed: Any
     facts: tuple[Facts, ...]
-    source: Any
+    used: frozenset[Rule]
 
 
 def enter(arrays: Sequence[Any], facts: Sequence[Facts]) -> list[Value]:
@@ -81,9 +88,11 @@ def rewritten(
     """
     facts = tuple(v.facts for v in operands)
     avals = tuple(jax.typeof(v.array) for v in operands)
-    key = (id(jaxpr), place, facts, avals, wishes, dtypes)
-    made = run.programs.get(key)
+    known = run.programs.setdefault(jaxpr, {})
+    key = (place, facts, avals, wishes, dtypes)
+    made = known.get(key)
     if made is not None:
+        run.used |= made.used
         return made
     found: list[tuple[Facts, ...]] = []
 
@@ -95,8 +104,10 @@ def rewritten(
         found[:] = [tuple(v.facts for v in results)]
         return [v.array for v in results]
 
+    before, run.used = run.used, set()
     closed = jax.make_jaxpr(program)(*avals)
-    made = run.programs[key] = Program(closed, found[0], jaxpr)
+    made = known[key] = Program(closed, found[0], frozenset(run.used))
+    run.used |= before
     return made
 
 
@@ -128,14 +139,17 @@ def rewrite_composite(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
-    return rewrite_jit(run, place, equation, operands, wishes)
+    made = rewritten(run, place, program_of(equation), operands, wishes)
+    parameter = composite_parameter(equation.params)
+    arrays = [v.array for v in operands]
+    return _rebound(equation, {parameter: made.closed}, made.facts, arrays)
 
 
 def rewrite_call(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A call that says nothing but "here is a program": emitted in place."""
-    jaxpr = equation.params[PROGRAMS[equation.primitive.name]]
+    jaxpr = program_of(equation)
     return evaluate_closed(run, place, jaxpr, operands, wishes)
 
 

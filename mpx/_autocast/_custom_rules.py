@@ -10,6 +10,8 @@ gradient that is no gradient.
 A cotangent has the dtype that its primal has when it runs.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._jax_compat import bind_equation
 from ._control_flow import as_dtype, enter, evaluate_closed
 from ._interpreter import Rewrite
-from ._plan import PROGRAMS, Wish, wish_for
+from ._plan import Wish, program_of, wish_for
 from ._region import trace
 from ._settings import Place, Run
 from ._values import Facts, Value, computed, is_castable
@@ -83,7 +85,7 @@ def rewrite_custom_jvp(
 ) -> list[Value]:
     """A function with a rule for its tangents."""
     facts = tuple(v.facts for v in operands)
-    jaxpr = equation.params[PROGRAMS["custom_jvp_call"]]
+    jaxpr = program_of(equation)
     is_float = [_is_inexact(v.aval) for v in equation.outvars]
     form = _Results()
 
@@ -132,13 +134,10 @@ def rewrite_custom_vjp(
 ) -> list[Value]:
     """A function with a rule for its cotangents."""
     facts = tuple(v.facts for v in operands)
-    jaxpr = equation.params[PROGRAMS["custom_vjp_call"]]
+    jaxpr = program_of(equation)
     is_float = [_is_inexact(v.aval) for v in equation.outvars]
     active = [i for i, v in enumerate(equation.invars) if _is_inexact(v.aval)]
     form = _Results()
-    # What the forward pass leaves to the backward pass: how to put the pullback
-    # together, and the types and facts of what it holds.
-    left: list[Any] = []
 
     @jax.custom_vjp
     def function(*arrays: Any) -> list[Any]:
@@ -164,12 +163,17 @@ def rewrite_custom_vjp(
         results = evaluate_closed(run, place, closed, inside, wanted)
         out = form.settle(results[: len(is_float)])
         residuals = results[len(is_float) :]
-        left[:] = [trees[0], residual_avals, [v.facts for v in residuals]]
-        return out, ([v.array for v in residuals], [x for x in arrays])
+        saved = _Saved(
+            [v.array for v in residuals],
+            trees[0],
+            tuple(residual_avals),
+            tuple(v.facts for v in residuals),
+            tuple(x.dtype for x in arrays),
+        )
+        return out, saved
 
-    def backward(saved: Any, cotangents: Any) -> Any:
-        residuals, arrays = saved
-        tree, residual_avals, residual_facts = left
+    def backward(saved: "_Saved", cotangents: Any) -> Any:
+        residuals = saved.arrays
 
         def declared(residuals: Any, given: Any) -> Any:
             given = iter(given)
@@ -177,24 +181,44 @@ def rewrite_custom_vjp(
                 next(given) if f else np.zeros(v.aval.shape, _FLOAT0)
                 for f, v in zip(is_float, equation.outvars, strict=True)
             ]
-            return jax.tree.unflatten(tree, residuals)(full)
+            return jax.tree.unflatten(saved.tree, residuals)(full)
 
         given = [c for c, f in zip(cotangents, is_float, strict=True) if f]
         variables = [v for v, f in zip(equation.outvars, is_float, strict=True) if f]
         closed = trace(declared)(
-            _retyped(residuals, residual_avals), _declared_avals(given, variables)
+            _retyped(residuals, saved.avals), _declared_avals(given, variables)
         )
-        inside = [*enter(residuals, residual_facts), *map(computed, given)]
-        dtypes = [arrays[i].dtype for i in active]
+        inside = [*enter(residuals, saved.facts), *map(computed, given)]
+        dtypes = [saved.dtypes[i] for i in active]
         wanted = tuple(map(wish_for, dtypes))
         results = evaluate_closed(run, place, closed, inside, wanted)
-        found: list[Any] = [None] * len(arrays)
+        found: list[Any] = [None] * len(saved.dtypes)
         for i, value, dtype in zip(active, results, dtypes, strict=True):
             found[i] = as_dtype(value, dtype).array
         return tuple(found)
 
     function.defvjp(forward, backward)
     return form.values(function(*(v.array for v in operands)))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays"],
+    meta_fields=["tree", "avals", "facts", "dtypes"],
+)
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What the forward pass leaves to the backward pass.
+
+    The arrays that the pullback holds, how to put it together, the types and facts of
+    the arrays, and the dtypes of the function's operands.
+    """
+
+    arrays: list[Any]
+    tree: Any
+    avals: Any
+    facts: Any
+    dtypes: Any
 
 
 def _retyped(arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
@@ -210,7 +234,7 @@ def rewrite_custom_vmap(
 ) -> list[Value]:
     """A function with a rule for `vmap`."""
     facts = tuple(v.facts for v in operands)
-    jaxpr = equation.params[PROGRAMS["custom_vmap_call"]]
+    jaxpr = program_of(equation)
     form = _Results()
 
     @jax.custom_batching.custom_vmap

@@ -109,7 +109,7 @@ def _emit(
             return emit_operation(equation, operands, choice)
     if name == "convert_element_type":
         with noted(name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
-            return [_convert(equation, operands[0])]
+            return [_convert(place, equation, operands[0])]
     if name in MOVES:
         with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
             return _move(equation, operands)
@@ -161,11 +161,24 @@ def _candidate(place: Place, case: Case) -> Candidate:
 
 
 def _rewritten_by(rule: Rule, candidate: Candidate, case: Case) -> list[Value]:
-    """Binds an equation to what the user's function says."""
+    """Binds an equation to what the user's function says.
+
+    A result that autocast cannot carry on, such as half precision in the place of
+    float64, goes back to the dtype that the program declares.
+    """
     rewrite: Any = rule.precision
     arrays, params = rewrite(candidate, [v.array for v in case.operands])
     equation = case.equation.replace(params=dict(params))
-    return [computed(x) for x in bind_equation(equation, *arrays)]
+    results = []
+    for x, variable in zip(
+        bind_equation(equation, *arrays), case.equation.outvars, strict=True
+    ):
+        if not (is_castable(variable.aval) and is_castable(jax.typeof(x))):
+            declared_dtype = variable.aval.dtype
+            if x.dtype != declared_dtype:
+                x = jax.lax.convert_element_type(x, declared_dtype)
+        results.append(computed(x))
+    return results
 
 
 def _are_declared(equation: Any, operands: list[Value]) -> bool:
@@ -202,8 +215,11 @@ def _move(equation: Any, operands: list[Value]) -> list[Value]:
     return results
 
 
-def _convert(equation: Any, value: Value) -> Value:
+def _convert(place: Place, equation: Any, value: Value) -> Value:
     """A cast of the user's own."""
+    if not place.settings.is_enabled:
+        choice = Choice(PrimitiveClass.CONVERT, Reason.REGION)
+        return emit_operation(equation, [value], choice)[0]
     target = equation.params["new_dtype"]
     from_aval, to_aval = equation.invars[0].aval, equation.outvars[0].aval
     if not is_castable(from_aval) or not is_castable(to_aval):

@@ -90,7 +90,7 @@ def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:
     return _write(Note("convert_element_type", "convert", "declared", reason))
 
 
-def _write(note: Note) -> Any:
+def _write(note: Note) -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(_START + _SEPARATOR.join(dataclasses.astuple(note)))
 
 

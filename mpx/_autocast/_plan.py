@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from .._jax_compat import open_jaxpr, scan_counts, scope_names
+from .._jax_compat import (
+    composite_parameter,
+    open_jaxpr,
+    scan_counts,
+    scope_names,
+)
 from ._classes import CLASSES, PrimitiveClass, class_of
 from ._decisions import Precision
 from ._region import settings_within
@@ -89,6 +94,13 @@ PROGRAMS = {
     "shard_map": "jaxpr",
     "composite": "jaxpr",
 }
+
+
+def program_of(equation: Any) -> Any:
+    """The one program that an equation of `PROGRAMS` holds."""
+    params, name = equation.params, equation.primitive.name
+    parameter = composite_parameter(params) if name == "composite" else PROGRAMS[name]
+    return params[parameter]
 
 
 def wish_for(dtype: Any) -> Wish:
@@ -225,7 +237,7 @@ def _declared_variables(jaxpr: Any, are_declared: Any) -> set[Any]:
                 known.update(equation.outvars)
         elif name in PROGRAMS:
             inputs = tuple(isinstance(a, core.Literal) or a in known for a in atoms)
-            inner = open_jaxpr(equation.params[PROGRAMS[name]])
+            inner = open_jaxpr(program_of(equation))
             if any(inputs) and len(inner.eqns) < 8:  # only ones that do little but move
                 found = _declared_variables(inner, inputs)
                 known.update(
@@ -246,7 +258,7 @@ def _operand_wishes(
     """What an equation wants of its operands."""
     name, count = equation.primitive.name, len(equation.invars)
     if name in PROGRAMS:
-        inner = equation.params[PROGRAMS[name]]
+        inner = program_of(equation)
         return plan(run, settings, inner, declared, outputs).inputs
     loop = _LOOPS.get(name)
     if loop is not None:

@@ -110,6 +110,11 @@ class Rule:
         return any(_matches(name, pattern) for pattern in names)
 
     @property
+    def asks_for_all(self) -> bool:
+        """Whether a function is given all that is known of an operation."""
+        return self.when is not None or not isinstance(self.precision, Precision)
+
+    @property
     def is_about_primitives(self) -> bool:
         """Whether the name of the primitive is the only condition."""
         return self.scope is None and self.parameter is None and self.when is None
@@ -199,12 +204,12 @@ class Rules:
     @property
     def needs_scopes(self) -> bool:
         """Whether a rule asks for scopes."""
-        return any(r.scope is not None or r.when is not None for r in self.rules)
+        return any(r.scope is not None or r.asks_for_all for r in self.rules)
 
     @property
     def needs_parameters(self) -> bool:
         """Whether a rule asks for paths of parameters."""
-        return any(r.parameter is not None or r.when is not None for r in self.rules)
+        return any(r.parameter is not None or r.asks_for_all for r in self.rules)
 
     def find(self, candidate: Candidate) -> Rule | None:
         """The first rule that holds for an operation."""

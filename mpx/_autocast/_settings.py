@@ -1,7 +1,8 @@
 """What an autocast transform was told, and what it keeps while it rewrites a call."""
 
 import dataclasses
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,14 @@ class Place:
     scopes: tuple[str, ...] = ()
 
 
+Programs = MutableMapping[Any, dict[Any, Any]]
+
+
+def new_programs() -> Programs:
+    """A store for rewritten programs, each as long as the one it was made from."""
+    return weakref.WeakKeyDictionary()
+
+
 class Run:
     """One rewriting of a program.
 
@@ -50,16 +59,23 @@ class Run:
         needs_parameters: Whether anybody asks which parameter a value is. If not,
             paths are not kept apart, and equal layers are rewritten once.
         plans: Plans that were made, by their keys.
-        programs: Inner programs that were rewritten, by their keys.
+        programs: Inner programs that were rewritten, by program and by how it was met.
+            They may be kept from call to call: JAX gives the same program for the same
+            jitted function, and compiles what it finds again only once.
         used: The rules that held for an operation.
     """
 
-    def __init__(self, settings: Settings, rewrites: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        rewrites: Mapping[str, Any],
+        programs: Programs | None = None,
+    ) -> None:
         """Starts a run."""
         self.settings = settings
         self.rewrites = rewrites
         self.needs_scopes = settings.rules.needs_scopes
         self.needs_parameters = settings.rules.needs_parameters
         self.plans: dict[Any, Any] = {}
-        self.programs: dict[Any, Any] = {}
+        self.programs = new_programs() if programs is None else programs
         self.used: set[Rule] = set()

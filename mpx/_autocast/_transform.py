@@ -20,7 +20,7 @@ from .._typing import DTypeLike
 from ._call import Weights, call_autocast
 from ._region import ambient_settings, ambient_with, is_tracing, region
 from ._rules import Rules
-from ._settings import Settings
+from ._settings import Settings, new_programs
 
 _CALL = "`mpx.autocast`"
 
@@ -208,13 +208,15 @@ class _Deferred(contextlib.ContextDecorator):
 def _wrapped(
     func: Callable[..., Any], told: dict[str, Any], weights: Weights
 ) -> Callable[..., Any]:
+    programs = new_programs()
+
     @functools.wraps(func, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         settings = _resolved(told)
         if not settings.is_enabled:
             return func(*args, **kwargs)
         _refuse_cast_inputs()
-        return call_autocast(settings, weights, func, args, kwargs)
+        return call_autocast(settings, weights, programs, func, args, kwargs)
 
     if isinstance(func, eqx.Module):
         # JAX would print the whole layer with all its fields in its messages.

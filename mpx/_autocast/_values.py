@@ -129,7 +129,8 @@ def constant(array: Any, parameter: str | None = None) -> Value:
 
 def literal(number: Any) -> Value:
     """A number that stands in the program."""
-    array = np.asarray(number)
+    # A Python number of JAX's own may carry a dtype that numpy does not see.
+    array = np.asarray(number, getattr(number, "dtype", None))
     if array.dtype not in _CASTABLE or array.shape != ():
         return declared(number)
     facts = Facts(Colour.DECLARED, is_broadcast=True, literal=float(array))

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._autocast import NO_MASTER, call_with_masters
 from .._cast import cast_leaf, casting_inputs
 from .._dtypes import full_precision_of
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling
-from .._master import NO_MASTER, call_with_masters
 from .._tree import is_trainable
 from .._typing import FloatScalar, LeafPredicate
 from ._inputs import cast_inputs
@@ -31,7 +31,7 @@ class Problem:
         argnums: The positions that are differentiated.
         compute: The dtype that inputs are cast to, or None.
         keep: Says which leaves are not cast.
-        accumulate_dtype: The dtype that gradients are summed in, see `_master`.
+        accumulate_dtype: The dtype that gradients of a weight's uses are summed in.
         allow_float16_weights: Whether weights may be float16.
     """
 

@@ -91,6 +91,8 @@ _WRITE_A_PART = frozenset({"dynamic_update_slice", "scatter", *_SCATTERS.split()
 
 def bits_of(dtype: Any) -> int:
     """The size of one number of a dtype in memory."""
+    if not isinstance(dtype, np.dtype):  # a PRNG key
+        return 8 * dtype.itemsize
     for info in (ml_dtypes.finfo, ml_dtypes.iinfo):
         try:
             return int(info(dtype).bits)
@@ -219,7 +221,7 @@ def _ragged_dot(equation: Any) -> int:
     return _fma(lhs, rhs) * _size(result) // groups * length
 
 
-def _scaled_matmul(equation: Any) -> int:
+def _last_axis_product(equation: Any) -> int:
     lhs, rhs, result = _matrices(equation)
     return _fma(lhs, rhs) * _size(result) * lhs.shape[-1]
 
@@ -341,8 +343,9 @@ def _nothing(equation: Any) -> int:
 _COUNTS: dict[str, Callable[[Any], int | None]] = {
     "dot_general": _dot_general,
     "ragged_dot_general": _ragged_dot,
-    "scaled_matmul": _scaled_matmul,
-    "scaled_matmul_wrapper": _scaled_matmul,
+    "ragged_dot": _last_axis_product,
+    "scaled_matmul": _last_axis_product,
+    "scaled_matmul_wrapper": _last_axis_product,
     "conv_general_dilated": _convolution,
     "select_and_scatter": _select_and_scatter,
     "select_and_scatter_add": _select_and_scatter,

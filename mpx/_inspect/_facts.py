@@ -20,7 +20,8 @@ from ._report import HALF
 from ._source_text import line_text
 
 # A gather takes rows by their numbers: what it gives is data, not a weight.
-_WEIGHT_MOVES = MOVES - {"gather"}
+_WEIGHT_MOVES = (MOVES - {"gather"}) | {"convert_element_type", "optimization_barrier"}
+_WEIGHT_JOINS = frozenset({"concatenate", "stack", "pad"})
 
 
 class OriginKind(enum.Enum):
@@ -54,8 +55,8 @@ class Fact:
     """What is known of a value."""
 
     parameters: tuple[str, ...] | None
-    """The paths of the weights that it is or was made of, () for constants, and None
-    where other data was mixed in."""
+    """The paths of the weights that it is: several if it joins them, () for a constant,
+    None for data."""
     origin: Origin
 
 
@@ -141,12 +142,14 @@ def _is_wide(aval: Any) -> bool:
 
 
 def _parameters(equation: Any, facts: Sequence[Fact]) -> tuple[str, ...] | None:
-    if equation.primitive.name in _WEIGHT_MOVES:
+    """The weights that a result is: moved, cast, or joined, but not computed with."""
+    name = equation.primitive.name
+    if name in _WEIGHT_MOVES:
         # Where it is moved to or from may depend on data: the n-th layer of a stack.
         return facts[0].parameters
-    if any(fact.parameters is None for fact in facts):
-        return None
-    return _union([fact.parameters or () for fact in facts])
+    if name in _WEIGHT_JOINS and all(fact.parameters is not None for fact in facts):
+        return _union([fact.parameters or () for fact in facts])
+    return None if facts else ()
 
 
 def _union(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

@@ -44,7 +44,9 @@ class Operation:
     reason: str
     """Why the precision is what it is."""
     finding: str
-    """What is suspicious about it in a program of mixed precision; often empty."""
+    """What looks like an accident in a program of mixed precision; mostly empty:
+    a promotion that nobody wrote, a matrix product in full precision, a critical
+    operation in half precision."""
     executions: int
     """How often it runs: lengths of scans and numbers of devices multiplied."""
     unknown_loops: int
@@ -101,7 +103,7 @@ class Totals:
     cast_bytes: int
     """Bytes that casts read and write if nothing were fused."""
     findings: int
-    """How many operations look like accidents."""
+    """How many operations are worth a look: `Operation.finding` says why."""
     residual_bytes: int | None
     """Bytes computed in the forward pass and kept for the backward pass."""
     residuals: str
@@ -184,7 +186,7 @@ class Report:
 
     @property
     def findings(self) -> tuple[Operation, ...]:
-        """The operations that look like accidents, those of most FLOPs first."""
+        """The operations that are worth a look, those of most FLOPs first."""
         found = [operation for operation in self.operations if operation.finding]
         return tuple(sorted(found, key=lambda o: -(o.flops or 0)))
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ _LIBRARIES = tuple(
     }
 )
 
-# Scopes that a library puts around its own layers say less than the functions do.
-_LIBRARY_SCOPES = ("eqx.nn.",)
+# Scopes that say less than the functions do: Equinox has one around each kind of layer,
+# and JAX around each einsum.
+_LIBRARY_SCOPE = re.compile(r"eqx\.nn\..*|.*->.*")
 
 
 def line_text(frames: Sequence[Frame]) -> str:
@@ -42,7 +44,7 @@ def function_path(frames: Sequence[Frame]) -> str:
     """The functions around an operation as a path: `loss/Model/Attention/Linear`."""
     names: list[str] = []
     for frame in frames:
-        name = "" if _is_ours(frame) else _function_name(frame.function)
+        name = "" if _is_ours(frame) else _function_name(frame)
         if name and names[-1:] != [name]:
             names.append(name)
     return "/".join(names)
@@ -56,7 +58,7 @@ def scope_path(entries: Iterable[ScopeEntry]) -> str:
         if not entry.is_transform
         and entry.name != RECOMPUTED
         and not is_note(entry.name)
-        and not entry.name.startswith(_LIBRARY_SCOPES)
+        and not _LIBRARY_SCOPE.fullmatch(entry.name)
     ]
     # Derivatives of functions with rules of their own repeat the scopes around them.
     for length in range(len(names) // 2, 0, -1):
@@ -107,12 +109,28 @@ def _is_ours(frame: Frame) -> bool:
     return _real_path(frame.file).startswith(_PACKAGE)
 
 
-def _function_name(qualified: str) -> str:
-    """`Block.__call__` is `Block`, `make.<locals>.loss` is `loss`."""
-    name = qualified.rpartition("<locals>.")[2]
+# Wrappers of libraries, which are around every call.
+_PLUMBING = frozenset(
+    {
+        "BoundMethod", "Module", "Partial", "filter_jit", "jaxtyped",
+        "run_interceptors", "transform_with_state", "wrap_method",
+    }
+)  # fmt: skip
+
+
+def _function_name(frame: Frame) -> str:
+    """`Block.__call__` is `Block`, `make.<locals>.loss` is `loss`.
+
+    Of libraries only what is public: `scale_by_adam.<locals>.update_fn` is
+    `scale_by_adam`, and `_JitWrapper._call` is nothing.
+    """
+    is_library = _is_library(frame)
+    outer, _, inner = frame.function.rpartition(".<locals>.")
+    name = (frame.function.partition(".<locals>.")[0] if is_library else inner) or outer
     owner, _, method = name.rpartition(".")
-    if method.startswith("__") and owner:
-        name = owner.rpartition(".")[2]
-    elif method.startswith("<"):  # lambdas, comprehensions, modules
+    if method.startswith("<"):  # lambdas, comprehensions, modules
         return ""
-    return name
+    if owner and (method.startswith("__") or (is_library and method.startswith("_"))):
+        name = owner.rpartition(".")[2]
+    is_hidden = is_library and (name.startswith("_") or name in _PLUMBING)
+    return "" if is_hidden else name

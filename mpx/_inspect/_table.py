@@ -149,7 +149,9 @@ def _cells(line: Line) -> tuple[str, ...]:
         f"{' '.join(map(short_type, first.inputs))} -> "
         f"{' '.join(map(short_type, first.outputs))}"
     )
-    why = f"! {first.finding}: {first.reason}" if first.finding else first.reason
+    rule = "" if first.rule == "as written" else f"{first.rule}: "
+    finding = f"! {first.finding}: " if first.finding else ""
+    why = finding + rule + first.reason
     return (
         "?" if first.flops is None else flops_text(line.flops),
         bytes_text(line.bytes),
@@ -160,7 +162,7 @@ def _cells(line: Line) -> tuple[str, ...]:
         cut(first.where, 36, end=False),
         cut(_several(line.parameters), 32, end=False),
         cut(first.source, 24, end=False),
-        cut(why, 100),
+        cut(why, 160),
     )
 
 
@@ -183,13 +185,14 @@ def _summary(report: Report) -> list[str]:
     """The totals in a few lines."""
     totals = report.totals
     out = io.StringIO()
+    flops = flops_text(totals.flops, "FLOPs")
     print(
         f"{report.name}: {count_text(totals.operations)} operations, "
-        f"{count_text(totals.executed)} run, {flops_text(totals.flops)}FLOPs",
+        f"{count_text(totals.executed)} run, {flops}",
         file=out,
     )
-    for name, flops in totals.flops_by_precision.items():
-        share = flops / totals.flops
+    for name, part in totals.flops_by_precision.items():
+        share = part / totals.flops
         bar = "#" * round(_BAR * share)
         print(f"  {name:<14}{share_text(share):>7}  {bar}", file=out)
     print(
@@ -203,7 +206,7 @@ def _summary(report: Report) -> list[str]:
         f"  traffic       {bytes_text(totals.bytes):>7}  if nothing were fused",
         file=out,
     )
-    print(f"  findings      {totals.findings:>7}", file=out)
+    print(f"  findings      {totals.findings:>7}  operations worth a look", file=out)
     for note in notes(report):
         print(f"  note: {note}", file=out)
     return out.getvalue().rstrip().splitlines()

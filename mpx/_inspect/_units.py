@@ -23,10 +23,10 @@ def short_type(text: str) -> str:
     return text
 
 
-def flops_text(count: int) -> str:
-    """`1.23 G`, with three digits."""
-    number, unit = _scaled(count)
-    return f"{number} {unit}" if unit else number
+def flops_text(count: int, unit: str = "") -> str:
+    """`1.23 G`, with three digits; with a unit `1.23 GFLOPs`."""
+    number, prefix = _scaled(count)
+    return f"{number} {prefix}{unit}".rstrip()
 
 
 def bytes_text(count: int) -> str:

@@ -1,23 +1,39 @@
-"""Counting what a program does: casts, products and their dtypes, trip counts."""
+"""Counting what a program does: casts, products and their dtypes, trip counts.
 
+A scan's body counts as often as it runs, every branch of a cond and the body of a while
+once.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from mpx._autocast._classes import CLASSES, PrimitiveClass
 
-def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+
+def equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
     """Every equation of a program and of those within it, and how often it runs."""
+    for equation, times, _ in nested_equations(jaxpr):
+        yield equation, times
+
+
+def nested_equations(
+    jaxpr: Any, times: int = 1, within: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, int, tuple[str, ...]]]:
+    """The same, with the names of the primitives that each equation stands in."""
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
     for equation in jaxpr.eqns:
-        yield equation, times
-        is_scan = equation.primitive.name == "scan"
-        inner_times = times * equation.params["length"] if is_scan else times
+        yield equation, times, within
+        name = equation.primitive.name
+        inner_times = times * equation.params["length"] if name == "scan" else times
         for inner in inner_programs(equation):
-            yield from equations(inner, inner_times)
+            yield from nested_equations(inner, inner_times, (*within, name))
 
 
 def inner_programs(equation: Any) -> Iterator[Any]:
@@ -50,6 +66,49 @@ def count_products(func: Callable[..., Any], *args: Any) -> dict[tuple[str, ...]
     return counts
 
 
+def reason_to_stay(equation: Any, within: tuple[str, ...]) -> str | None:
+    """Why a product is one that autocast has to leave in float32; None if it is not."""
+    opaque = [n for n in within if CLASSES.get(n) is PrimitiveClass.OPAQUE]
+    if opaque:
+        return f"inside {opaque[0]}"
+    precision = equation.params.get("precision")
+    if isinstance(precision, tuple) and jax.lax.Precision.HIGHEST in precision:
+        return "asks for the highest precision"
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        if not contracted:
+            return "an outer product"
+    return None
+
+
+def count_stays(
+    func: Callable[..., Any], *args: Any
+) -> tuple[Counter[tuple[str, ...]], Counter[str]]:
+    """Products by the dtypes of their operands, and those that have to stay by reason.
+
+    Args:
+        func: A function of any trees, also with leaves that are no arrays.
+        *args: Its arguments.
+
+    Returns:
+        The counts of the products that need not stay, by dtypes; the counts of float32
+        products that have to, by reason.
+    """
+    free: Counter[tuple[str, ...]] = Counter()
+    stays: Counter[str] = Counter()
+    jaxpr, _, _ = eqx.filter_make_jaxpr(func)(*args)
+    for equation, times, within in nested_equations(jaxpr):
+        if equation.primitive.name not in PRODUCTS:
+            continue
+        dtypes = tuple(str(a.aval.dtype) for a in equation.invars[:2])
+        reason = reason_to_stay(equation, within)
+        if reason is not None and dtypes == ("float32", "float32"):
+            stays[reason] += times
+        else:
+            free[dtypes] += times
+    return free, stays
+
+
 def count_casts(func: Callable[..., Any], *args: Any) -> int:
     """The casts between floating dtypes in a program."""
     return sum(
@@ -70,12 +129,11 @@ def relative_error(value: Any, expected: Any) -> float:
     """The error of a tree by its global norm, which exact zeros do not upset."""
 
     def norm(tree: Any) -> float:
-        leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+        leaves = [np.abs(wide(x)) for x in jax.tree.leaves(tree)]
         return float(np.sqrt(sum((x**2).sum() for x in leaves)))
 
-    difference = jax.tree.map(
-        lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64),
-        value,
-        expected,
-    )
+    def wide(x: Any) -> np.ndarray:
+        return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+
+    difference = jax.tree.map(lambda a, b: wide(a) - wide(b), value, expected)
     return norm(difference) / norm(expected)

@@ -248,3 +248,29 @@ def test_scopes_and_source_lines_are_kept(inputs):
     assert "jit(func)/outer/jit(named)" in text
     assert "inner/dot_general" in text
     assert "test_control_flow.py" in text
+
+
+def test_explicit_meshes_keep_their_shardings(inputs):
+    w, x = inputs
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    devices = jax.devices()[:4]
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=explicit, devices=devices)
+    rows, columns = PartitionSpec("x", None), PartitionSpec("x", "y")
+
+    def func(w, x):
+        h = jnp.dot(x, w, out_sharding=rows)
+        h = lax.scan(lambda c, _: (jnp.tanh(c), None), h, length=2)[0]
+        return jax.checkpoint(jax.jit(jax.nn.softmax))(h), jnp.dot(
+            h, w.T, out_sharding=rows
+        )
+
+    with jax.set_mesh(mesh):
+        w, x = jax.device_put(w, PartitionSpec("y", None)), jax.device_put(x, columns)
+        for cast in (mpx.autocast(func), jax.jit(mpx.autocast(func))):
+            got, expected = cast(w, x), func(w, x)
+            assert [jax.typeof(a) for a in got] == [jax.typeof(a) for a in expected]
+            assert relative_error(got, expected) < 2e-2
+        loss = lambda w, x: func(w, x)[1].sum()  # noqa: E731
+        got = jax.jit(jax.grad(mpx.autocast(loss)))(w, x)
+        assert jax.typeof(got) == jax.typeof(w)
+        assert count_products(jax.grad(mpx.autocast(loss)), w, x) == {BF16: 5}

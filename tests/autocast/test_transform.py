@@ -237,3 +237,18 @@ def test_partial_and_bound_methods(inputs):
 
     for func in (functools.partial(product, w), Model(), Model().__call__):
         assert count_products(mpx.autocast(func), x) == {BF16: 1}
+
+
+def test_called_again_it_uses_what_jax_has_compiled(inputs):
+    w, x = inputs
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    cast = mpx.autocast(lambda w, x: layer(w, layer(w, x)))
+    first = cast(w, x)
+    with jax.checking_leaks():
+        assert np.array_equal(cast(w, x), first)
+
+    def programs():
+        jaxpr = jax.make_jaxpr(cast)(w, x)
+        return [id(e.params["jaxpr"]) for e in jaxpr.eqns if e.primitive.name == "jit"]
+
+    assert programs() == programs()

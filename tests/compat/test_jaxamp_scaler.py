@@ -171,7 +171,7 @@ def test_the_readme_trains():
         return jnp.mean(error**2), jnp.max(jnp.abs(error))
 
     def train_step(model_state, opt_state, minibatch, dynamic_scaler_state, optimizer):
-        amp_loss_fn = loss_fn
+        amp_loss_fn = ours.amp(loss_fn)
 
         value_and_grad_fn = ours.dynamic_scale_value_and_grad(amp_loss_fn, has_aux=True)
 

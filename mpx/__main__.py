@@ -1,0 +1,155 @@
+"""The command line: `python -m mpx explain module:function f32[8,16] ...`.
+
+Arguments of the function are written as
+
+| text | means |
+|---|---|
+| `f32[8,16]`, `bf16[]`, `int32[8]`, `key[]` | an array of that dtype and shape |
+| `module:name`, `:name` | an object of a module; without one, of the function's |
+| `module:name()`, `:name()` | what it returns, as shapes: nothing is computed |
+| `3`, `2.5`, `True`, `None`, `'text'` | a literal of Python |
+| `name=...` | a keyword argument |
+"""
+
+import argparse
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ._autocast import autocast
+from ._inspect import explain
+
+_ARRAY = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
+_OBJECT = re.compile(r"(?P<module>[\w.]*):(?P<name>[\w.]+)(?P<call>\(\))?")
+_KEYWORD = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.+)", re.DOTALL)
+_SHORT = (
+    ("bf", "bfloat"),
+    ("f", "float"),
+    ("i", "int"),
+    ("u", "uint"),
+    ("c", "complex"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line; `sys.argv` if no arguments are given."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        func = _read_object(options.function, "")
+        module = options.function.partition(":")[0]
+        positional, keywords = _read_arguments(options.arguments, module)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.dtype is not None:
+        func = autocast(func, options.dtype)
+    if options.grad:
+        func = eqx.filter_grad(func)
+    report = explain(func)(*positional, **keywords)
+    report.show(options.limit or None)
+    for path in options.save:
+        report.save(path)
+        print(f"\nWritten: {path}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mpx", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "explain",
+        help="report every operation of a function, without running it",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("function", metavar="module:function")
+    command.add_argument("arguments", nargs="*", metavar="argument")
+    command.add_argument(
+        "--dtype", help="explain mpx.autocast(function, DTYPE): bfloat16 or float16"
+    )
+    command.add_argument(
+        "--grad",
+        action="store_true",
+        help="explain the gradient for the first argument",
+    )
+    command.add_argument(
+        "--limit", type=int, default=30, help="lines to print; 0 for all (default: 30)"
+    )
+    command.add_argument(
+        "--save",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="write the report, too: .html, .json or .txt; may be given again",
+    )
+    return parser
+
+
+def _read_arguments(
+    texts: Sequence[str], module: str
+) -> tuple[list[Any], dict[str, Any]]:
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
+    for text in texts:
+        keyword = _KEYWORD.fullmatch(text)
+        if keyword:
+            keywords[keyword["name"]] = _read_argument(keyword["value"], module)
+        else:
+            positional.append(_read_argument(text, module))
+    return positional, keywords
+
+
+def _read_argument(text: str, module: str) -> Any:
+    array = _ARRAY.fullmatch(text)
+    if array:
+        shape = tuple(int(size) for size in array["shape"].split(",") if size.strip())
+        return jax.ShapeDtypeStruct(shape, _read_dtype(array["dtype"]))
+    if _OBJECT.fullmatch(text):
+        return _read_object(text, module)
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        raise ValueError(
+            f"an argument is an array such as f32[8,16], an object such as "
+            f"module:name or :make_model(), or a literal; got {text!r}"
+        ) from None
+
+
+def _read_dtype(name: str) -> Any:
+    if name == "key":
+        return jax.eval_shape(lambda: jax.random.key(0)).dtype
+    for short, long in _SHORT:
+        if re.fullmatch(rf"{short}\d+", name):
+            name = name.replace(short, long, 1)
+            break
+    try:
+        return jnp.dtype(name)
+    except TypeError:
+        raise ValueError(
+            f"no dtype is called {name!r}; those of JAX will do, and f32, bf16, i8, ..."
+        ) from None
+
+
+def _read_object(text: str, module: str) -> Any:
+    parts = _OBJECT.fullmatch(text)
+    if parts is None:
+        raise ValueError(f"a function is given as module:function; got {text!r}")
+    name = parts["module"] or module
+    try:
+        found: Any = importlib.import_module(name)
+        for attribute in parts["name"].split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{text!r} cannot be read: {error}") from None
+    return eqx.filter_eval_shape(found) if parts["call"] else found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

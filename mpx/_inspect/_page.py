@@ -1,0 +1,82 @@
+"""A report as one page of HTML: its style, script and data are in it, no network.
+
+The data are compact, since a training step has ten thousand operations: each text is
+there once, and operations are lists of numbers that point to texts.
+"""
+
+import dataclasses
+import html
+import importlib.resources
+import json
+import string
+from typing import Any
+
+from ._report import Operation, Report
+from ._table import notes
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Operation))
+_SINGLE = (
+    "primitive", "scope", "function", "phase", "precision", "rule", "reason",
+    "finding", "source",
+)  # fmt: skip
+_SEVERAL = ("inside", "inputs", "outputs", "parameters", "stack")
+
+
+def page(report: Report) -> str:
+    """The whole page."""
+    files = importlib.resources.files("mpx._inspect") / "page"
+
+    def read(name: str) -> str:
+        return (files / name).read_text(encoding="utf-8")
+
+    return string.Template(read("page.html")).substitute(
+        title=html.escape(report.name),
+        style=read("page.css"),
+        script=read("page.js"),
+        data=_embedded(data_of(report)),
+    )
+
+
+def frame(report: Report) -> str:
+    """The page in a frame, for a notebook."""
+    source = html.escape(page(report), quote=True)
+    return (
+        f'<iframe srcdoc="{source}" title="{html.escape(report.name)}" '
+        'style="width: 100%; height: 720px; border: 0"></iframe>'
+    )
+
+
+def data_of(report: Report) -> dict[str, Any]:
+    """What the script of the page is given."""
+    texts: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    def compact(operation: Operation) -> list[Any]:
+        row: list[Any] = []
+        for field in _FIELDS:
+            value = getattr(operation, field)
+            if field in _SINGLE:
+                row.append(number(value))
+            elif field in _SEVERAL:
+                row.append([number(text) for text in value])
+            else:
+                row.append(value)
+        return row
+
+    rows = [compact(operation) for operation in report.operations]
+    return {
+        "fields": _FIELDS,
+        "single": _SINGLE,
+        "several": _SEVERAL,
+        "texts": list(texts),
+        "operations": rows,
+        "totals": dataclasses.asdict(report.totals),
+        "notes": notes(report),
+    }
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that cannot end the element that it stands in."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,192 @@
+"""jaxamp's casting of operations by a policy, see `mpx.compat.jaxamp`.
+
+A policy is a dictionary. Its keys are primitives (`jax.lax.dot_general_p`) and names of
+scopes (`jax.named_scope`), its values are functions that cast the operands of one
+operation. For each operation the outermost scope that stands in the policy counts, then
+the primitive, then the key `"amp_default"`.
+
+Programs within the program (jit, scan, cond, remat, custom rules) are gone into, unless
+the policy keeps them as they are: `{jax.lax.scan_p: use_original_precision}`. What only
+moves data, and casts that the program asks for, run in whatever precision they get.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from .._autocast import Candidate, Precision, Rule, Rules, autocast
+from .._autocast._classes import CLASSES, PrimitiveClass
+from .._dtypes import float_dtype, is_half
+from .._errors import describe
+from .._tree import is_float_leaf
+
+PolicyFunction = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
+
+
+def use_original_precision(
+    compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """A policy function: computes in the dtypes that the program was written in."""
+    cast = [_cast(x, dtype) for x, dtype in zip(invars, original_dtypes, strict=True)]
+    return cast, bind_params
+
+
+def use_compute_precision(
+    compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """A policy function: computes in `compute_dtype`.
+
+    It casts float operands and parameters, and sets `preferred_element_type` where all
+    operands are floats. Integers, keys and complex numbers stay; jaxamp makes real
+    numbers of complex ones.
+    """
+    params = {name: _cast(value, compute_dtype) for name, value in bind_params.items()}
+    if "preferred_element_type" in params and all(map(is_float_leaf, invars)):
+        params["preferred_element_type"] = np.dtype(compute_dtype)
+    return [_cast(x, compute_dtype) for x in invars], params
+
+
+def _use_float32(
+    compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    return use_compute_precision(jnp.float32, original_dtypes, *invars, **bind_params)
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    if not is_float_leaf(value) or not jnp.issubdtype(dtype, jnp.floating):
+        return value
+    return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
+
+
+_LOW = (lax.add_p, lax.sub_p, lax.dot_general_p, lax.conv_general_dilated_p)
+_HIGH = (lax.exp_p, lax.log_p, lax.mul_p, lax.div_p)
+
+default_amp_policy: dict[Any, PolicyFunction] = {
+    **dict.fromkeys(_LOW, use_compute_precision),
+    "amp_default": use_original_precision,
+    "amp_stop": use_original_precision,
+    **dict.fromkeys(_HIGH, _use_float32),
+}
+
+
+def amp_stop(f: Callable[..., Any] | None = None) -> Any:
+    """A region in which the default policy casts nothing, or a function in one.
+
+    Args:
+        f: The function; None gives a context manager.
+
+    Returns:
+        The function, or the context manager.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx.compat.jaxamp as jaxamp
+        >>> def f(x):
+        ...     with jaxamp.amp_stop():
+        ...         return x @ x
+        >>> "f16" in str(jax.make_jaxpr(jaxamp.amp(f))(jnp.ones((2, 2))))
+        False
+    """
+    scope = jax.named_scope("amp_stop")
+    return scope if f is None else scope(f)
+
+
+def amp(
+    sentinal: Callable[..., Any] | None = None,
+    *,
+    compute_dtype: Any = jnp.float16,
+    amp_policy: Mapping[Any, PolicyFunction] = default_amp_policy,
+) -> Callable[..., Any]:
+    """Runs a function in mixed precision, operation by operation, by a policy.
+
+    Args:
+        sentinal: The function, of any PyTrees; None gives a decorator. (The name is
+            jaxamp's.)
+        compute_dtype: The floating dtype that policy functions are given.
+        amp_policy: Policy functions by primitive or by name of a scope. Each is called
+            as `f(compute_dtype, original_dtypes, *invars, **bind_params)` and returns
+            the operands and the parameters to use.
+
+    Returns:
+        A function of the same arguments, whose results have the dtypes that they have
+        without it.
+
+    Raises:
+        TypeError: The function cannot be called, `compute_dtype` is not floating, or
+            the policy is no mapping of primitives and strings to functions.
+        ValueError: The policy casts what goes into a program within the program.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx.compat.jaxamp as jaxamp
+        >>> product = jaxamp.amp(jax.jit(jnp.dot))
+        >>> jax.make_jaxpr(product)(jnp.ones((2, 2)), jnp.ones((2, 2))).out_avals
+        [ShapedArray(float32[2,2])]
+    """
+    call = "`mpx.compat.jaxamp.amp`"
+    dtype = float_dtype(compute_dtype, f"`compute_dtype` of {call}")
+    _refuse_policy(amp_policy, call)
+    if sentinal is None:
+        return functools.partial(amp, compute_dtype=dtype, amp_policy=amp_policy)
+    if not callable(sentinal):
+        raise TypeError(f"{call} needs a function; got {describe(sentinal)}.")
+
+    return autocast(sentinal, _half(dtype), rules=_rules(amp_policy, dtype))
+
+
+def _half(dtype: Any) -> Any:
+    # Policy functions get the dtype that was given; autocast itself wants one of two.
+    return dtype if is_half(dtype) else np.dtype(jnp.float16)
+
+
+def _rules(policy: Mapping[Any, PolicyFunction], dtype: Any) -> Rules:
+    """One rule for all operations, and those that leave whole programs alone."""
+
+    def rewrite(
+        candidate: Candidate, operands: list[Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        equation = candidate.equation
+        keys = (*candidate.scopes, equation.primitive, "amp_default")
+        key = next((key for key in keys if key in policy), None)
+        function = use_original_precision if key is None else policy[key]
+        original = [atom.aval.dtype for atom in equation.invars]
+        cast, params = function(dtype, original, *operands, **equation.params)
+        return cast, dict(params)
+
+    whole = tuple(
+        key.name
+        for key, function in policy.items()
+        if _holds_program(key) and function is use_original_precision
+    )
+    left_alone = (Rule(Precision.DECLARED, primitive=whole),) if whole else ()
+    return Rules(*left_alone, Rule(rewrite, primitive="*"))
+
+
+def _holds_program(key: Any) -> bool:
+    name = key if isinstance(key, str) else key.name
+    is_program = CLASSES.get(name) is PrimitiveClass.RECURSE
+    return is_program and not isinstance(key, str)
+
+
+def _refuse_policy(policy: Any, call: str) -> None:
+    if not isinstance(policy, Mapping):
+        raise TypeError(
+            f"`amp_policy` of {call} must be a dictionary; got {describe(policy)}."
+        )
+    for key, function in policy.items():
+        is_key = isinstance(key, str | core.Primitive)
+        if not is_key or not callable(function):
+            raise TypeError(
+                f"`amp_policy` of {call} must map primitives (`jax.lax.add_p`) and "
+                f"names of scopes to policy functions; got {key!r}: {function!r}."
+            )
+        if _holds_program(key) and function is not use_original_precision:
+            raise ValueError(
+                f"`amp_policy` of {call} cannot cast what `{key}` is given: it holds a "
+                "program in dtypes of its own, into which `amp` goes. Leave it out, or "
+                "keep it as it is by `use_original_precision`."
+            )

@@ -1,0 +1,143 @@
+"""What autocast decided is in the report, wherever an autocast function is called."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+
+W = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+
+
+def loss(w, x):
+    with jax.named_scope("mlp"):
+        x = jnp.tanh(x @ w)
+    return jnp.mean(jnp.exp(x))
+
+
+def decisions(report, primitive, phase="forward"):
+    return [
+        (o.precision, o.rule, o.reason)
+        for o in report.operations
+        if o.primitive == primitive and o.phase == phase
+    ]
+
+
+def of_product(report, phase="forward"):
+    return decisions(report, "dot_general", phase)
+
+
+PRODUCT = ("bfloat16", "half", "a matrix product or convolution")
+
+
+def test_rule_and_reason():
+    report = mpx.explain(mpx.autocast(loss))(W, X)
+    assert of_product(report) == [PRODUCT]
+    assert decisions(report, "exp") == [
+        ("float32", "full", "loses digits or range in half precision")
+    ]
+    assert {o.where for o in report.operations if o.primitive == "dot_general"} == {
+        "mlp"
+    }
+    assert not any("mpx:" in o.scope for o in report.operations)
+    assert report.totals.findings == 0
+
+
+def test_casts_say_what_they_are_for():
+    report = mpx.explain(mpx.autocast(jnp.matmul))(X, W)
+    for_product = ("cast", "for dot_general: a matrix product or convolution")
+    casts = [(o.rule, o.reason) for o in report.operations if o.is_cast]
+    assert casts == 3 * [for_product]  # two operands, and a result that is widened
+
+
+@pytest.mark.parametrize(
+    ("func", "reason"),
+    [
+        (jnp.exp, "a result keeps its declared dtype"),
+        (
+            lambda x: jax.lax.scan(lambda c, _: (jnp.exp(c), None), x, length=3)[0],
+            "what a loop carries keeps its declared dtype",
+        ),
+    ],
+)
+def test_casts_back_say_so(func, reason):
+    x = jax.ShapeDtypeStruct((3,), jnp.bfloat16)
+    report = mpx.explain(mpx.autocast(func))(x)
+    back = [o for o in report.operations if o.outputs == ("bfloat16[3]",)]
+    assert [(o.rule, o.reason) for o in back] == [("convert", reason)]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda w, x: jax.lax.map(lambda x: f(w, x[None]), x),
+        lambda f: lambda w, x: jax.vmap(lambda x: f(w, x[None]))(x),
+        lambda f: lambda w, x: jax.lax.cond(True, f, f, w, x),
+    ],
+    ids=["plain", "jit", "remat", "map", "vmap", "cond"],
+)
+def test_autocast_is_found_inside(transform):
+    report = mpx.explain(transform(mpx.autocast(loss)))(W, X)
+    assert set(of_product(report)) == {PRODUCT}
+    report = mpx.explain(mpx.autocast(transform(loss)))(W, X)
+    assert set(of_product(report)) == {PRODUCT}
+
+
+def test_a_gradient_says_what_its_operations_are_derivatives_of():
+    for func in (jax.grad(mpx.autocast(loss)), mpx.autocast(jax.grad(loss))):
+        assert of_product(mpx.explain(func)(W, X)) == [PRODUCT]
+    report = mpx.explain(jax.grad(mpx.autocast(loss)))(W, X)
+    backward = ("bfloat16", "half", f"derivative of dot_general: {PRODUCT[2]}")
+    assert of_product(report, "backward") == [backward]
+
+
+def test_what_was_compiled_before_is_explained_too():
+    step = jax.jit(mpx.autocast(loss))
+    step(jnp.ones((4, 4)), jnp.ones((2, 4)))
+    for _ in range(2):  # and again, out of the cache
+        assert of_product(mpx.explain(step)(W, X)) == [PRODUCT]
+
+
+def test_notes_are_only_taken_for_reports():
+    step = jax.jit(mpx.autocast(loss))
+    mpx.explain(step)(W, X)
+    text = step.lower(W, X).as_text(debug_info=True)
+    assert "mlp" in text
+    assert "mpx:" not in text
+
+
+def test_only_the_part_under_autocast_has_decisions():
+    def f(w, x):
+        return mpx.autocast(lambda x, w: x @ w)(x, w) @ w
+
+    first, second = of_product(mpx.explain(f)(W, X))
+    assert first == PRODUCT
+    line = f"tests/inspect/test_decisions.py:{f.__code__.co_firstlineno + 1}"
+    assert second == (
+        "float32",
+        "as written",
+        f"cast to float32 at {line}; `args[0]`, which is float32",
+    )
+
+
+def test_the_short_form():
+    short = mpx.explain(loss, jnp.float16)(W, X)
+    assert short == mpx.explain(mpx.autocast(loss, jnp.float16))(W, X)
+    assert of_product(short)[0][0] == "float16"
+    assert mpx.explain(loss, "bfloat16", enabled=False)(W, X) == mpx.explain(loss)(W, X)
+
+
+def test_a_module_under_autocast_is_its_own_weights(getkey):
+    model = eqx.nn.MLP(4, 4, 8, 1, key=getkey())
+    report = mpx.explain(mpx.autocast(model))(jnp.ones(4))
+    products = [o for o in report.operations if o.primitive == "dot_general"]
+    assert [o.parameters for o in products] == [
+        ("layers[0].weight",),
+        ("layers[1].weight",),
+    ]
+    assert report.name == "MLP"

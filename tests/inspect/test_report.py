@@ -1,0 +1,182 @@
+"""Reports as text, as JSON and as files."""
+
+import builtins
+import dataclasses
+import io
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+from mpx._inspect._units import (
+    bytes_text,
+    count_text,
+    flops_text,
+    share_text,
+    short_type,
+)
+
+
+def loss(w, x):
+    def body(x, w):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x @ w), None
+
+    x = jax.lax.scan(body, x, w.astype(jnp.bfloat16))[0]
+    x = jax.lax.cond(jnp.sum(x) > 0, jnp.sin, jnp.cos, x)
+    return jnp.sum(jax.lax.while_loop(lambda x: jnp.sum(x) < 0, lambda x: x + 1, x))
+
+
+@pytest.fixture(scope="module")
+def report():
+    w = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32)
+    return mpx.explain(loss)(w, jax.ShapeDtypeStruct((8, 16), jnp.bfloat16))
+
+
+def test_json_round_trip(report):
+    text = report.to_json()
+    again = mpx.Report.from_json(text)
+    assert again == report
+    assert again.to_json() == text
+    data = json.loads(text)
+    assert data["totals"]["flops"] == report.totals.flops
+    assert data["operations"][0]["primitive"] == "convert_element_type"
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "mpx report", "version": 0}'])
+def test_what_is_no_report_is_refused(text):
+    with pytest.raises(
+        ValueError, match=r"needs a report that this version of mpx wrote"
+    ):
+        mpx.Report.from_json(text)
+
+
+@pytest.mark.parametrize("suffix", ["html", "json", "txt"])
+def test_save(report, tmp_path, suffix):
+    path = tmp_path / f"report.{suffix}"
+    report.save(path)
+    expected = {
+        "html": report.to_html,
+        "json": report.to_json,
+        "txt": lambda: report.table(limit=None),
+    }[suffix]()
+    assert path.read_text(encoding="utf-8") == expected + "\n"
+
+
+def test_save_refuses_other_formats(report, tmp_path):
+    with pytest.raises(ValueError, match=r"must end with one of .html.*'report.pdf'"):
+        report.save(tmp_path / "report.pdf")
+
+
+def test_a_report_is_frozen(report):
+    for part in (report, report.totals, report.operations[0]):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            part.name = part.number = part.flops = 0
+
+
+def test_the_table_has_totals_and_operations(report):
+    lines = str(report).splitlines()
+    assert lines[0].startswith("loss: ")
+    assert lines[0].endswith(flops_text(report.totals.flops, "FLOPs"))
+    assert any(line.startswith("  bfloat16") and "#" in line for line in lines)
+    assert any(line.split()[:3] == ["FLOPs", "bytes", "runs"] for line in lines)
+    (product,) = (line for line in lines if " dot_general " in line)
+    for text in ("12.3 k", "bf16[8,16] bf16[16,16] -> bf16[8,16]", "layer", "args[0]"):
+        assert text in product
+    assert repr(report) == str(report)
+
+
+def test_a_long_table_says_how_to_see_all(report):
+    short, whole = report.table(limit=3), report.table(limit=None)
+    assert "3 of " in short
+    assert "report.table(limit=None)" in short
+    assert 'report.save("report.html")' in short
+    assert "report.save" not in whole
+    assert len(short.splitlines()) < len(whole.splitlines())
+    assert short.count("dot_general") == 1  # what costs most is there
+
+
+def test_equal_operations_are_one_line():
+    w = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+
+    def f(weights, x):
+        for w in weights:
+            x = x @ w
+        return x
+
+    report = mpx.explain(f)([w] * 5, w)
+    assert len(report.operations) == 5
+    (line,) = (x for x in str(report).splitlines() if " dot_general " in x)
+    assert line.split()[:5] == ["640", "960", "B", "5", "dot_general"]
+    assert "[0] +4" in line
+
+
+def test_findings_are_shown_however_cheap():
+    def f(x, y):
+        for _ in range(40):
+            x = x @ x
+            y = jnp.tanh(x) + y
+        return x, jnp.exp(y[0, 0].astype(jnp.bfloat16))
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float16)
+    y = jax.ShapeDtypeStruct((8, 8), jnp.float16)
+    assert "! exp in bfloat16" in mpx.explain(f)(x, y).table(limit=2)
+
+
+def test_rich_prints_the_same(report):
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=250).print(report)
+    text = out.getvalue()
+    assert "dot_general" in text
+    assert text.splitlines()[0].rstrip() == str(report).splitlines()[0]
+
+
+def test_it_prints_without_rich(report, monkeypatch, capsys):
+    real = builtins.__import__
+
+    def without_rich(name, *args, **kwargs):
+        if name.startswith("rich"):
+            raise ModuleNotFoundError(name)
+        return real(name, *args, **kwargs)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    report.show(limit=5)
+    assert capsys.readouterr().out == report.table(limit=5) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.00 k"),
+        (9994, "9.99 k"),
+        (9996, "10.0 k"),
+        (123456, "123 k"),
+        (999_600, "1.00 M"),
+        (5 * 10**21, "5000 E"),
+    ],
+)
+def test_numbers_are_readable(count, text):
+    assert flops_text(count) == text
+
+
+def test_other_units():
+    assert bytes_text(1536) == "1.54 kB"
+    assert bytes_text(3) == "3 B"
+    assert flops_text(2_000_000, "FLOPs") == "2.00 MFLOPs"
+    assert count_text(12345) == "12,345"
+    assert share_text(0.5) == "50.0 %"
+    assert share_text(0.99999) == "99.9 %"
+    assert share_text(1.0) == "100.0 %"
+    types = ("bfloat16[2]", "float8_e4m3fn[]", "uint8", "bool", "key<fry>[]")
+    short = ["bf16[2]", "f8_e4m3fn[]", "u8", "bool", "key<fry>[]"]
+    assert list(map(short_type, types)) == short

@@ -1,0 +1,96 @@
+"""The command line."""
+
+import json
+import re
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+from mpx.__main__ import main
+
+
+def model() -> eqx.nn.MLP:
+    return eqx.nn.MLP(16, 4, 8, 1, key=jax.random.key(0))
+
+
+def loss(model, x, scale=1.0, *, key=None):
+    if key is not None:
+        x = x + jax.random.normal(key, x.shape, x.dtype)
+    return scale * jnp.sum(jax.vmap(model)(x))
+
+
+HERE = f"{__name__}:loss"
+X = jax.ShapeDtypeStruct((2, 16), jnp.float32)
+
+
+def saved(tmp_path, *arguments):
+    path = tmp_path / "report.json"
+    main(["explain", *arguments, "--save", str(path)])
+    return mpx.Report.from_json(path.read_text())
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    # pytest imports this file under a name that it does not put in sys.modules.
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or _module())
+
+
+def _module():
+    module = type(sys)(__name__)
+    module.loss, module.model = loss, model
+    return module
+
+
+def test_explain_prints_and_saves(tmp_path, capsys):
+    report = saved(tmp_path, HERE, ":model()", "f32[2,16]")
+    assert report == mpx.explain(loss)(eqx.filter_eval_shape(model), X)
+    out = capsys.readouterr().out
+    assert "dot_general" in out
+    assert "Written: " in out
+
+
+def test_options(tmp_path):
+    shapes = eqx.filter_eval_shape(model)
+    report = saved(tmp_path, HERE, ":model()", "f32[2,16]", "--dtype", "bf16", "--grad")
+    assert report == mpx.explain(eqx.filter_grad(mpx.autocast(loss)))(shapes, X)
+    assert report.totals.half_flops_share > 0.8
+
+
+def test_literals_and_keywords(tmp_path):
+    report = saved(tmp_path, HERE, ":model()", "float32[2, 16]", "2.0", "key=key[]")
+    names = {operation.primitive for operation in report.operations}
+    assert {"random_bits", "dot_general"} <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["explain", "loss"], "a function is given as module:function; got 'loss'"),
+        (["explain", "nowhere:loss"], "'nowhere:loss' cannot be read: No module"),
+        (["explain", "jax.numpy:nothing"], "cannot be read: .*nothing"),
+        (["explain", HERE, "g32[2]"], "no dtype is called 'g32'"),
+        (["explain", HERE, "f32[2,x]"], "an argument is an array such as f32"),
+        ([], "COMMAND"),
+    ],
+)
+def test_wrong_input_is_refused(arguments, match, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert re.search(match, capsys.readouterr().err)
+
+
+def test_it_runs_as_a_module(tmp_path):
+    path = tmp_path / "report.json"
+    command = [
+        sys.executable, "-m", "mpx", "explain", "jax.numpy:matmul",
+        "f32[2,4]", "f32[4,3]", "--save", str(path),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "48" in result.stdout
+    assert json.loads(path.read_text())["totals"]["flops"] == 48
