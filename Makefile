@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train test bench counts-cuda docs serve venv lint format types layers pytest \
+.PHONY: help train train-gpt test bench counts-cuda docs serve venv lint format types layers pytest \
 	test-newest lock clean
 
 # A target that fails half-way must not look finished.
@@ -37,6 +37,9 @@ help: ## Print this list
 
 train: $(EXAMPLES) ## Train a Vision Transformer in float32, float16 and bfloat16
 	@$(BIN)/python -m examples.vit $(ARGS)
+
+train-gpt: $(EXAMPLES) ## Train a GPT in float32 and under autocast
+	@$(BIN)/python -m examples.gpt $(ARGS)
 
 # Every check runs, also after one has failed; pytest has the last word.
 test: $(ALL) ## Run everything: lint, types, layers, docs, doctests and tests

@@ -1,0 +1,325 @@
+"""The GPT example: text, model, and short trainings of a very small one."""
+
+import ast
+import csv
+import dataclasses
+import inspect
+import json
+import sysconfig
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpx
+from examples.common.checkpoint import checksums
+from examples.common.config import ScalingConfig
+from examples.common.display import Display
+from examples.common.errors import SetupError
+from examples.common.loop import Interrupted
+from examples.common.record import RunFolder
+from examples.gpt import model as model_file
+from examples.gpt.__main__ import run
+from examples.gpt.config import Config, ModelConfig, parse_config
+from examples.gpt.data import is_held_out, load_data
+from examples.gpt.model import GPT
+from examples.gpt.step import loss_and_accuracy, make_evaluation
+from examples.gpt.train import GptTrainee, train
+from mpx._jaxpr import NoFlow, walk
+
+# Flax and Optax need JAX's own promotion.
+pytestmark = pytest.mark.third_party
+
+SMALL = ModelConfig(context=16, width=8, hidden=16, blocks=2, heads=2, dropout=0.2)
+CONFIG = Config(
+    steps=10,
+    batch_size=16,
+    warmup_steps=2,
+    log_every=3,
+    checkpoint_every=4,
+    test_texts=32,
+    model=SMALL,
+    # Starts too high: the first steps overflow.
+    scaling=ScalingConfig(initial=2.0**20, period=3),
+)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """A folder with some Python files."""
+    root = tmp_path_factory.mktemp("library")
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(stdlib.glob("[a-d]*.py")):
+        (root / path.name).write_bytes(path.read_bytes())
+    (root / "test").mkdir()
+    (root / "test" / "secret.py").write_text("never seen\n" * 100)
+    return root
+
+
+def one_device():
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
+
+
+def read_metrics(folder: Path):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- Options and text ----------------------------------------------------------------
+
+
+def test_options():
+    config = parse_config(
+        "--steps 7 --scan --remat --model.width 96 --scaling.period 5 --seed 3 "
+        "--data-path there --precision bfloat16 --accumulate 2".split()
+    )
+    assert config.scan and config.remat and config.model.width == 96
+    assert config.scaling.period == 5 and config.precisions == ("bfloat16",)
+    assert parse_config([]) == Config()
+    assert Config().folder == Path("runs/gpt") and Config().items_per_step == 2048
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--steps 0", r"`--steps` must be at least 1; got 0"),
+        ("--test-texts 0", r"`--test-texts` must be at least 1"),
+        ("--model.heads 5", r"`--model.heads` must divide --model.width 128; got 5"),
+        ("--model.dropout 1", r"`--model.dropout` must lie in \[0, 1\); got 1"),
+        ("--accumulate 3", r"`--accumulate` must divide --batch-size 16; got 3"),
+    ],
+)
+def test_wrong_options_are_named(arguments, message):
+    with pytest.raises(SetupError, match=message):
+        parse_config(arguments.split())
+
+
+def test_no_file_is_on_both_sides(library):
+    data = load_data(dataclasses.replace(CONFIG, data_path=library))
+    again = load_data(dataclasses.replace(CONFIG, data_path=library, seed=1))
+    np.testing.assert_array_equal(data.train, again.train)
+    np.testing.assert_array_equal(data.test, again.test)
+    train, test = data.train.tobytes(), data.test
+    assert data.train_files + data.test_files == len(list(library.glob("*.py")))
+    assert data.train_files > data.test_files > 0 and test.shape == (32, 17)
+    for path in library.glob("*.py"):
+        assert (path.read_bytes() in train) == (not is_held_out(Path(path.name)))
+    held_out = b"".join(
+        path.read_bytes() + b"\0"
+        for path in sorted(library.glob("*.py"))
+        if is_held_out(Path(path.name))
+    )
+    assert all(text.tobytes() in held_out for text in test)
+    assert b"never seen" not in train and len(held_out) == data.test_size
+
+
+def test_a_batch_is_a_function_of_seed_and_position(library):
+    config = dataclasses.replace(CONFIG, data_path=library)
+    data = load_data(config)
+    batches = data.batches(config, start=3)
+    for position in (3, 4):
+        np.testing.assert_array_equal(next(batches), data.batch(config, position))
+    other = data.batch(dataclasses.replace(config, seed=1), 3)
+    assert (data.batch(config, 3) != other).any()
+    text = data.train.tobytes()
+    assert all(row.tobytes() in text for row in data.batch(config, 3))
+
+
+def test_the_standard_library_is_there():
+    data = load_data(Config())
+    assert data.name == "Python's standard library"
+    assert len(data.train) > 10**6 and data.test.shape == (512, 129)
+    assert 0.02 < data.test_size / len(data.train) < 0.3
+
+
+def test_too_little_text_is_an_error(tmp_path):
+    (tmp_path / "one.py").write_text("pass\n")
+    with pytest.raises(SetupError, match=r"too little text: .* `--data-path`"):
+        load_data(dataclasses.replace(CONFIG, data_path=tmp_path))
+
+
+# --- Model ---------------------------------------------------------------------------
+
+
+def texts(seed=0, size=4):
+    random = np.random.default_rng(seed)
+    return jnp.asarray(random.integers(0, 256, (size, 17)), jnp.uint8)
+
+
+def test_the_model_knows_nothing_of_mpx():
+    tree = ast.parse(inspect.getsource(model_file))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    modules = [x for x in ast.walk(tree) if isinstance(x, ast.Import | ast.ImportFrom)]
+    assert "nnx" in names and "mpx" not in names
+    assert not any("mpx" in ast.unparse(x) for x in modules)
+
+
+def test_scan_and_remat_change_nothing_but_the_form():
+    config = dataclasses.replace(SMALL, dropout=0.0)
+    models = {
+        (scan, remat): GPT(config, scan=scan, remat=remat, rngs=nnx.Rngs(0))
+        for scan in (False, True)
+        for remat in (False, True)
+    }
+    plain = models[False, False]
+    blocks = [nnx.state(block) for block in plain.blocks]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *blocks)
+    expected = None
+    for (scan, _), model in models.items():
+        if scan:
+            nnx.update(model.blocks, stacked)
+        (loss, _), grads = nnx.value_and_grad(loss_and_accuracy, has_aux=True)(
+            model, texts()
+        )
+        if scan:
+            grads["blocks"] = jax.tree.map(lambda x: x[1], grads["blocks"])
+        else:
+            grads["blocks"] = grads["blocks"][1]
+        found = [loss, *jax.tree.leaves(grads)]
+        expected = expected or found
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_byte_does_not_see_what_follows():
+    model = GPT(SMALL, rngs=nnx.Rngs(0))
+    model.eval()
+    text = texts()[:, :-1]
+    changed = text.at[:, 10:].set(7)
+    before, after = model(text), model(changed)
+    np.testing.assert_allclose(before[:, :10], after[:, :10], atol=1e-5)
+    assert not np.allclose(before[:, 10:], after[:, 10:], atol=1e-3)
+
+
+def products(func, *args):
+    """The dtypes of the operands of every matrix product, loops counted in full."""
+    jaxpr = jax.make_jaxpr(func)(*args)
+    found = []
+    for visit in walk(jaxpr, [None] * len(jaxpr.in_avals), NoFlow()):
+        if visit.equation.primitive.name == "dot_general":
+            dtypes = {variable.aval.dtype.name for variable in visit.equation.invars}
+            found += [dtypes] * visit.place.executions
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"scan": True, "remat": True}])
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_all_products_run_in_half_precision(options, precision):
+    graphdef, state = nnx.split(GPT(SMALL, rngs=nnx.Rngs(0), **options))
+
+    def gradient(loss):
+        def arrays(state, texts):
+            model = nnx.merge(graphdef, state, copy=True)
+            result = mpx.nnx.grad(loss, mpx.NoLossScaling(), has_aux=True)(model, texts)
+            return jax.tree.leaves(result.grads)
+
+        return arrays
+
+    forward = 8 * SMALL.blocks + 1
+    backward = 2 * forward + (8 * SMALL.blocks if options else 0)
+    cast = products(
+        gradient(mpx.autocast(loss_and_accuracy, precision)), state, texts()
+    )
+    assert cast == [{precision}] * len(cast)
+    # Nothing is computed again that remat would not: the last products of a block.
+    assert forward + 2 * forward - 2 <= len(cast) <= forward + backward
+
+
+# --- Training ------------------------------------------------------------------------
+
+
+def train_in(folder, library, precision, should_stop=lambda: False, **changes):
+    config = dataclasses.replace(CONFIG, run_dir=folder, data_path=library, **changes)
+    return train(
+        config,
+        precision,
+        load_data(config),
+        mesh=one_device(),
+        folder=RunFolder(config),
+        should_stop=should_stop,
+    )
+
+
+def stop_before(position: int):
+    calls = iter(range(10**6))
+    return lambda: next(calls) == position
+
+
+@pytest.mark.parametrize("options", [{}, {"scan": True, "remat": True}])
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, library, options):
+    """Dropout's random streams are part of a checkpoint, too."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    result, rows = train_in(whole, library, "float16", **options)
+    with pytest.raises(Interrupted) as stopped:
+        train_in(parts, library, "float16", stop_before(5), **options)
+    assert stopped.value.position == 5
+    resumed, resumed_rows = train_in(parts, library, "float16", resume=True, **options)
+    assert resumed_rows == rows and [row.step for row in rows] == list(range(1, 11))
+    assert (whole / "metrics.csv").read_bytes() == (parts / "metrics.csv").read_bytes()
+    assert resumed.test_loss == result.test_loss and result.skipped > 0
+    assert any(row.loss_scale < 2.0**20 for row in rows)
+
+
+def test_a_checkpoint_brings_everything_back(library):
+    config = dataclasses.replace(CONFIG, data_path=library)
+    data = load_data(config)
+    one, other = (GptTrainee(config, "float16", data, one_device()) for _ in range(2))
+    one.compile()
+    for batch, _ in zip(one.batches(0), range(6), strict=False):
+        one.step(batch)
+    before = checksums(one.state)
+    assert checksums(other.state) != before
+    other.state = one.state
+    assert checksums(other.state) == before
+    skipped = int(one.scaling.skipped)
+    assert 0 < skipped < 6 and int(other.optimizer.step[...]) == 6 - skipped
+    names = before.keys()
+    assert any("blocks.0.dropout.rngs.key" in name for name in names)
+    assert any("optimizer.opt_state" in name for name in names)
+
+
+def test_the_test_is_without_dropout_and_leaves_the_model_as_it_is(library):
+    model = GPT(SMALL, rngs=nnx.Rngs(0))
+    dropout = model.blocks[0].dropout
+    evaluate = make_evaluation("bfloat16")
+    first, second = evaluate(model, texts()), evaluate(model, texts())
+    assert first == second and dropout.deterministic is False
+    assert int(dropout.rngs.count[...]) == 0
+    model(texts()[:, :-1])
+    assert int(dropout.rngs.count[...]) > 0
+
+
+def test_the_whole_job(tmp_path, library, capsys):
+    """On all devices, as the command line runs it."""
+    model = dataclasses.replace(SMALL, dropout=0.0)
+    config = dataclasses.replace(
+        CONFIG, run_dir=tmp_path, data_path=library, model=model, accumulate=2
+    )
+    run(config, Display(), types.SimpleNamespace(requested=False))
+    printed = capsys.readouterr().out
+    for word in (*config.precisions, "bits", "per byte", "curves.png", "held out"):
+        assert word in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["finished"]
+    assert [r["precision"] for r in results["results"]] == list(config.precisions)
+    assert all(r["step_bytes"] > 0 for r in results["results"])
+    rows = read_metrics(tmp_path)
+    assert len(rows) == 30
+    first = {row["precision"]: float(row["loss"]) for row in rows if row["step"] == "1"}
+    np.testing.assert_allclose(list(first.values()), first["float32"], rtol=1e-2)
+    assert len(set(first.values())) == 3  # each was rounded in its own way
+    last = {row["precision"]: float(row["loss"]) for row in rows if row["step"] == "10"}
+    assert all(last[precision] < first[precision] for precision in first)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    # As many devices as there are make the same skip decisions as one.
+    _, one = train(config, "float16", load_data(config), mesh=one_device())
+    many = [row for row in rows if row["precision"] == "float16"]
+    assert [str(row.finite) for row in one] == [row["finite"] for row in many]
+    np.testing.assert_allclose(
+        [row.loss for row in one], [float(row["loss"]) for row in many], rtol=1e-2
+    )
