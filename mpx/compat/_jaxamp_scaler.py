@@ -32,9 +32,9 @@ class _Fields(NamedTuple):
 
 
 class DynamicScalerState(_Fields):
-    """The state of jaxamp's loss scaling.
+    """The state of jaxamp's loss scaling. Its fields are its arguments, all optional.
 
-    Args:
+    Attributes:
         patience: Good steps to wait before the scale grows.
         adjust_factor: What the scale is multiplied by when it grows, and divided by
             when it falls.
