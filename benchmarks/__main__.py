@@ -14,9 +14,9 @@ from rich.console import Console
 from . import documentation, parts
 from .results import COMMITTED
 
-Name = Literal["sweep", "scaling", "host", "time", "folds"]
+Name = Literal["sweep", "scaling", "autocast", "host", "time", "folds"]
 SCRATCH = Path("runs/bench")
-ALL: tuple[Name, ...] = ("sweep", "scaling", "host", "time", "folds")
+ALL: tuple[Name, ...] = ("sweep", "scaling", "autocast", "host", "time", "folds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,11 @@ class Options:
     """Measures mpx beside float32, the published MPX and JMP.
 
     Without names everything is measured: `sweep` (memory and traffic over the batch
-    size), `scaling` (traffic added by dynamic loss scaling), `host` (CPU time to trace
-    and lower), `time` (step time, where a GPU is) and `folds` (accuracy over five
-    folds). `cuda` is sweep and scaling compiled for an H100. `docs` only writes the
-    tables of the committed results into docs/benchmarks.md.
+    size), `scaling` (traffic added by dynamic loss scaling), `autocast` (memory and
+    traffic where autocast casts), `host` (CPU time to trace and lower), `time` (step
+    time, where a GPU is) and `folds` (accuracy over five folds). `cuda` is sweep,
+    autocast and scaling compiled for an H100. `docs` only writes the tables of the
+    committed results into docs/benchmarks.md.
     """
 
     names: tyro.conf.Positional[tuple[Literal[Name, "cuda", "docs"], ...]] = ALL
@@ -81,6 +82,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.sweep(options.target, options.blocks)
     elif name == "scaling":
         session.scaling(options.target, options.blocks)
+    elif name == "autocast":
+        session.autocast(options.target)
     elif name == "host":
         session.host(options.rounds)
     elif name == "time":

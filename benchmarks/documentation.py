@@ -11,7 +11,15 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import folds, host_table, results, scaling_traffic, sweep, time_table
+from . import (
+    autocast_counts,
+    folds,
+    host_table,
+    results,
+    scaling_traffic,
+    sweep,
+    time_table,
+)
 from .peers import REPOSITORY
 from .results import Results
 from .tables import Table
@@ -24,7 +32,12 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "host": host_table.tables,
     "time": time_table.tables,
     "folds": folds.tables,
-    "cuda": lambda found: [*sweep.tables(found), *scaling_traffic.tables(found)],
+    "autocast": autocast_counts.tables,
+    "cuda": lambda found: [
+        table
+        for part in (sweep, autocast_counts, scaling_traffic)
+        for table in part.tables(found)
+    ],
 }
 _PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -29,6 +29,31 @@ def _mpx_arm(name: str, dtype: str, first_scaling: Any) -> Arm:
     return Arm(name, "mpx", first_scaling, make_step)
 
 
+def _autocast_arm(name: str, dtype: str, stream: str, first_scaling: Any) -> Arm:
+    def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
+        loss = mpx.autocast(loss, dtype, residual_stream=stream)
+
+        def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
+            result = mpx.filter_value_and_grad(loss, scaling)(model, batch)
+            model, opt_state, scaling = mpx.optimizer_step(
+                model, optimizer, opt_state, result
+            )
+            return model, opt_state, scaling, result.value
+
+        return step
+
+    return Arm(name, "mpx", first_scaling, make_step, uses_mpx=False)
+
+
+def _autocast_arms() -> list[Arm]:
+    float16 = lambda: mpx.DynamicLossScaling(FIRST_SCALE)  # noqa: E731
+    return [
+        _autocast_arm(f"autocast {dtype}{suffix}", dtype, stream, first)
+        for dtype, first in (("float16", float16), ("bfloat16", mpx.NoLossScaling))
+        for stream, suffix in (("full", ""), ("half", ", half stream"))
+    ]
+
+
 ARMS = {
     arm.name: arm
     for arm in (
@@ -40,5 +65,6 @@ ARMS = {
         _mpx_arm(
             "mpx float16 unscaled", "float16", lambda: mpx.NoLossScaling(skip=False)
         ),
+        *_autocast_arms(),
     )
 }

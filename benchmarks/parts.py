@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from . import (
+    autocast_counts,
     compiling,
     folds,
     host_table,
@@ -26,6 +27,9 @@ from . import (
 )
 from .tables import Goal, Table
 from .targets import TARGETS
+
+# What is counted for an H100, in one file.
+CUDA = (sweep, autocast_counts, scaling_traffic)
 
 
 @dataclasses.dataclass
@@ -77,17 +81,27 @@ class Session:
             scaling_traffic.run(found, compiler, target, blocks, progress)
         self._show(found, scaling_traffic.tables(found), scaling_traffic.goals(found))
 
+    def autocast(self, target: str) -> None:
+        """Memory and traffic where autocast casts."""
+        found = self._compiled("autocast", target)
+        if found is None:
+            return
+        with self._compiling() as (compiler, progress):
+            autocast_counts.run(found, compiler, target, progress)
+        self._show(found, autocast_counts.tables(found), autocast_counts.goals(found))
+
     def cuda(self, libraries: Path) -> None:
         """Sweep and scaling for an H100, with all the blocks there are time for."""
         found = self._results("cuda", f"compiled for {TARGETS['h100'].title}")
         with self._compiling() as (compiler, progress):
             compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
             sweep.run_reference(found, compiler, "h100", progress)
+            autocast_counts.run(found, compiler, "h100", progress)
             scaling_traffic.run(found, compiler, "h100", 4, progress)
         self._show(
             found,
-            [*sweep.tables(found), *scaling_traffic.tables(found)],
-            [*sweep.goals(found), *scaling_traffic.goals(found)],
+            [table for part in CUDA for table in part.tables(found)],
+            [goal for part in CUDA for goal in part.goals(found)],
         )
 
     def host(self, rounds: int) -> None:
