@@ -137,7 +137,7 @@ def test_targets_say_what_is_missing(monkeypatch):
         targets.compile_only_devices(targets.TARGETS["h100"])
 
 
-@pytest.mark.parametrize("name", ["sweep", "scaling", "cuda"])
+@pytest.mark.parametrize("name", ["sweep", "scaling", "autocast", "cuda"])
 def test_committed_counts_are_of_todays_programs(name):
     """What is committed was compiled from what the code lowers to now."""
     found = results.read(name)
