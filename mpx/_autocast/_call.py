@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import is_half
-from .._nnx_graph import call_with_objects, has_nnx_objects
+from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
 from ._interpreter import evaluate
@@ -51,9 +51,7 @@ def call_autocast(
         What the function returns, in the same dtypes.
     """
     if has_nnx_objects((func, args, kwargs)):
-        # As trees they would lose what the function changes in them.
-        rewritten = functools.partial(call_autocast, settings, weights, programs)
-        return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
+        return _call_with_objects(settings, weights, programs, func, args, kwargs)
     run = Run(settings, _REWRITES, programs)
     value = functools.partial(_input, run, weights)
     results = _call(run, func, args, kwargs, value, trace)
@@ -142,6 +140,25 @@ def _call(
     return jax.tree.unflatten(
         out_tree, [next(arrays) if x is _ARRAY else x for x in rest]
     )
+
+
+def _call_with_objects(
+    settings: Settings,
+    weights: Weights,
+    programs: Programs,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """The same for NNX objects, which as trees would lose what changes in them."""
+    if is_nnx_object(func):
+        weights = (0, *(w + 1 if isinstance(w, int) else w for w in weights))
+        func, args = (
+            (lambda func, *args, **kwargs: func(*args, **kwargs)),
+            (func, *args),
+        )
+    rewritten = functools.partial(call_autocast, settings, weights, programs)
+    return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
 
 
 def _done_for_others() -> contextlib.AbstractContextManager[Any]:

@@ -43,7 +43,8 @@ def taken_apart(
         args: The positional arguments.
         kwargs: The keyword arguments.
         wanted: For each differentiated position the NNX filter of its weights. None
-            leaves all values in the places of their objects: there are no groups.
+            for a transform that undoes nothing: the weights are then the parameters
+            and plain arrays of all objects, and any change is fine.
     """
     from flax import nnx
 
@@ -62,25 +63,22 @@ def call_with_objects(
 
     Args:
         transformed: `transformed(pure, args, kwargs)` calls `pure`, a function of
-            trees, in the transform and returns what it returns.
+            trees, in the transform and returns what it returns. The last argument is
+            one more, the state of all objects.
         call: The public function to name in an error.
-        func: The function, which may be a module itself.
+        func: The function, no object itself.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
-    if is_nnx_object(func):
-        func, args = _apply, (func, *args)
     with taken_apart(call, args, kwargs) as parts:
 
-        def pure(*args: Any, **kwargs: Any) -> Any:
-            return parts.call(func, args, kwargs, parts.fixed, parts.state)
+        def pure(*full: Any, **kwargs: Any) -> Any:
+            *args, state = full
+            return parts.call(func, args, kwargs, parts.fixed, state)
 
-        result, state, others = transformed(pure, parts.args, parts.kwargs)
+        args = (*parts.args, parts.state)
+        result, state, others = transformed(pure, args, parts.kwargs)
         return parts.write_back(result, state, others)
-
-
-def _apply(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 class Parts:
@@ -99,7 +97,7 @@ class Parts:
         from flax import nnx
 
         self._call = call
-        self._has_groups = wanted is not None
+        self._can_undo = wanted is not None
         self._originals: list[Any] = []
         self._objects: list[Taken] = []
         self._changed: list[Changed] = []
@@ -113,7 +111,7 @@ class Parts:
                 if not is_nnx_object(leaf):
                     leaves.append(leaf)
                     continue
-                predicate = nnx.Everything()
+                predicate = _is_fixed
                 if wanted is not None:
                     position = path[1].idx if path[0].idx == 0 else -1
                     predicate = _predicate(leaf, wanted.get(position))
@@ -271,7 +269,7 @@ class Parts:
             if not isinstance(value, jax.Array | np.ndarray):
                 origins.append(Origin(None, False, value))
                 continue
-            if not self._has_groups or slot is None or slot.group == STATIC:
+            if not self._can_undo or slot is None or slot.group == STATIC:
                 slot = None
             else:
                 value = with_form_of(slot, value, self._call)
@@ -306,10 +304,13 @@ class Parts:
         """
         from flax import nnx
 
+        came_in: list[Any] = []
         if self._checks.outside is not None:
             # Nothing may be written to them; where nothing is to be, that is fine.
-            refuse_change_from_outside(self._changed, self._checks.outside, self._call)
-            return _filled(result, self._originals)
+            came_in = self._originals
+            refuse_change_from_outside(
+                self._changed[: len(came_in)], self._checks.outside, self._call
+            )
         by_name = dict(zip(state.names, state.leaves, strict=True))
         remaining = iter(others)
 
@@ -328,9 +329,9 @@ class Parts:
                     out.graphdef,
                     jax.tree.unflatten(out.form, list(map(value, out.origins))),
                 )
-                for out in self._changed
+                for out in self._changed[len(came_in) :]
             ]
-        return _filled(result, objects)
+        return _filled(result, [*came_in, *objects])
 
     def gradients(self, grads: Any) -> Any:
         """Gradients with NNX's states in the place of objects, as `nnx.grad` has it."""

@@ -114,21 +114,30 @@ def test_inputs_are_not_cast_and_products_run_in_half_precision(name):
 
 
 def test_weights_have_the_names_of_their_places():
-    from mpx._autocast._transform import decisions_of, settings_of
+    """Rules see the parameters, and not the statistics among them."""
+    model, _ = make("normed")
+    model.eval()
+    asked = set()
 
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = nnx.List([nnx.Linear(4, 8, rngs=rngs)])
-            self.norm = nnx.BatchNorm(8, rngs=rngs)
-            self.mask = jnp.ones(8)
+    def note(candidate):
+        asked.update(path for path in candidate.parameters if path)
+        return False
 
-        def __call__(self, x):
-            return self.norm(self.layers[0](x)) * self.mask[None]
-
-    model, settings = Model(nnx.Rngs(0)), settings_of(mpx.autocast(plain_loss))
-    decisions = decisions_of(plain_loss, settings, (model, *batch(0)), {})
-    names = {name for d in decisions for name in d.parameters if name}
-    assert {"layers[0].kernel", "norm.scale", "norm.mean", "mask"} <= names
+    rules = mpx.Rules(
+        mpx.Rule(mpx.Precision.FULL, when=note),
+        mpx.Rule(mpx.Precision.FULL, parameter="layers[0].kernel"),
+    )
+    loss = mpx.autocast(plain_loss, rules=rules, strict=True)
+    with pytest.raises(ValueError, match="when note"):
+        loss(model, *batch(0))
+    assert {"layers[0].kernel", "head.bias", "norm.scale", "mask"} <= asked
+    assert not any("mean" in name or "calls" in name for name in asked)
+    # A module that is the function itself has names, too.
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, parameter="head.kernel"))
+    mpx.autocast(model, rules=rules, strict=True)(batch(0)[0])
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, parameter="other.kernel"))
+    with pytest.raises(ValueError, match="other.kernel"):
+        mpx.autocast(model, rules=rules, strict=True)(batch(0)[0])
 
 
 def test_a_module_is_a_function():
