@@ -198,8 +198,14 @@ def _join(equation: Any, operands: list[Value]) -> list[Value]:
     ]
 
 
+# Only these make a bias of a vector. A lookup in a small table, too, gives more numbers
+# than the table has, and yet is the beginning of a residual stream.
+_BROADCASTS = frozenset(("broadcast_in_dim", "broadcast_to", "tile"))
+
+
 def _move(equation: Any, operands: list[Value]) -> list[Value]:
     """Moves data in whatever precision it comes."""
+    name = equation.primitive.name
     bound = bind_equation(equation, *(v.array for v in operands))
     is_parallel = len(bound) == len(operands)
     results = []
@@ -209,8 +215,10 @@ def _move(equation: Any, operands: list[Value]) -> list[Value]:
             results.append(computed(array))
             continue
         facts = source.facts
-        if array.size > source.array.size:
+        if name in _BROADCASTS and array.size > source.array.size:
             facts = facts._replace(is_broadcast=True)
+        if name == "gather":  # rows of a table are data, whoever learned them
+            facts = facts._replace(is_broadcast=False, parameter=None)
         results.append(Value(array, facts))
     return results
 

@@ -46,7 +46,8 @@ class Facts(NamedTuple):
         is_broadcast: A declared value that was broadcast, or a scalar.
         is_product: What a matrix product gave, moved perhaps.
         literal: The number that all of its elements are, if it is known.
-        parameter: The path of the parameter that it is, moved or sliced perhaps.
+        parameter: The path of the parameter that it is, moved or sliced perhaps. Rows
+            that were looked up in a table are none.
         is_fixed: Computed, but from parameters and constants alone.
     """
 

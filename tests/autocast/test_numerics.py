@@ -1,0 +1,198 @@
+"""Numbers that autocast must reach on unmodified blocks, and in sums over many uses.
+
+Two blocks of Flax Linen's own layers, of AUTOCAST's sizes: one of a Vision Transformer
+(batch 8, 197 tokens, width 384), and one of a GPT with a loss over 8192 tokens. Errors
+are relative, by the global norm, against float32.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpx
+
+from .counting import count_casts, count_products, equations, relative_error
+
+STREAMS = ("full", "half")
+
+
+class Block(nn.Module):
+    """A transformer block without a thought of precision."""
+
+    is_causal: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        mask = nn.make_causal_mask(x[..., 0]) if self.is_causal else None
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=6)(y, mask=mask)
+        y = nn.LayerNorm()(x)
+        return x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(y)))
+
+
+class Gpt(nn.Module):
+    """One block on bytes, with a tied embedding."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(256, 384, embedding_init=nn.initializers.normal(0.02))
+        x = Block(is_causal=True)(embed(tokens))
+        return embed.attend(nn.LayerNorm()(x))
+
+
+@functools.cache
+def vit():
+    """Loss, weights and batch."""
+    key = jax.random.key(0)
+    module, x = Block(), jax.random.normal(key, (8, 197, 384))
+    return (
+        lambda weights, x: jnp.mean(jnp.square(module.apply(weights, x))),
+        jax.jit(module.init)(key, x),
+        x,
+    )
+
+
+@functools.cache
+def gpt():
+    keys = jax.random.split(jax.random.key(0))
+    module, tokens = Gpt(), jax.random.randint(keys[0], (32, 257), 0, 256)
+
+    def loss(weights, tokens):
+        logits = module.apply(weights, tokens[:, :-1])
+        picked = jnp.take_along_axis(
+            nn.log_softmax(logits), tokens[:, 1:, None], axis=-1
+        )
+        return -jnp.mean(picked)
+
+    return loss, jax.jit(module.init)(keys[1], tokens[:, :-1]), tokens
+
+
+@functools.cache
+def in_float32(of):
+    loss, *args = of()
+    return jax.jit(jax.value_and_grad(loss))(*args)
+
+
+def errors(of, **options):
+    """The errors of the loss and of the gradient."""
+    loss, *args = of()
+    expected, expected_grads = in_float32(of)
+    cast = mpx.autocast(loss, **options)
+    value, grads = jax.jit(jax.value_and_grad(cast))(*args)
+    assert value.dtype == np.float32
+    return abs(value - expected) / abs(expected), relative_error(grads, expected_grads)
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(("of", "products"), [(vit, 8), (gpt, 9)])
+def test_casts_and_products_of_a_block(of, products, stream):
+    loss, *args = of()
+    cast = mpx.autocast(loss, residual_stream=stream)
+    assert count_casts(cast, *args) <= 28
+    half = ("bfloat16", "bfloat16")
+    assert count_products(cast, *args) == {half: products}
+    # Less the one for the gradient of a ViT block's input.
+    counts = count_products(jax.grad(cast), *args)
+    assert set(counts) == {half} and 3 * products - 3 <= counts[half] <= 3 * products
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize(("stream", "bound"), [("full", 4e-3), ("half", 7e-3)])
+def test_gradient_of_a_vit_block(stream, bound):
+    loss_error, gradient_error = errors(vit, residual_stream=stream)
+    assert loss_error <= 2e-4
+    assert gradient_error <= bound
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("stream", STREAMS)
+def test_loss_and_gradient_of_a_gpt_block(stream):
+    loss_error, gradient_error = errors(gpt, residual_stream=stream)
+    assert loss_error <= 2e-5
+    assert gradient_error <= 1.15e-2
+
+
+@pytest.mark.parametrize("words", [8, 64])
+@pytest.mark.parametrize(
+    ("stream", "dtype"), [("full", "float32"), ("half", "bfloat16")]
+)
+def test_what_was_looked_up_begins_a_residual_stream(words, stream, dtype):
+    """Also in a table of fewer rows than there are tokens, which is no broadcast."""
+
+    def loss(p, tokens):
+        x = p["table"][tokens]
+        x = x + (x - jnp.mean(x, -1, keepdims=True)) @ p["w"]
+        return jnp.sum((x - jnp.mean(x, -1, keepdims=True)) @ p["w"])
+
+    p = {"table": jnp.ones((words, 4)), "w": jnp.ones((4, 4))}
+    cast = mpx.autocast(loss, residual_stream=stream)
+    jaxpr = jax.make_jaxpr(cast)(p, jnp.zeros(16, jnp.int32))
+    (add,) = [
+        e
+        for e, _ in equations(jaxpr)
+        if e.primitive.name == "add" and e.outvars[0].aval.ndim == 2
+    ]
+    assert {str(v.aval.dtype) for v in (*add.invars, *add.outvars)} == {dtype}
+
+
+# How a loss is differentiated: each must add the gradients of all uses in float32.
+ORDERS = {
+    "inside": lambda loss: jax.grad(mpx.autocast(loss)),
+    "outside": lambda loss: mpx.autocast(jax.grad(loss)),
+}
+# Between 0 and 1: in bfloat16 a sum of 4096 of them would stop at 256.
+WEIGHT, INPUTS = jnp.full((8, 4), 0.5), (4096, 2, 8)
+
+
+def inputs(key):
+    return jax.random.uniform(key, INPUTS)
+
+
+def in_a_scan(w, xs):
+    return jnp.sum(lax.scan(lambda c, x: (c + x @ w, None), jnp.zeros((2, 4)), xs)[0])
+
+
+def in_a_remat(w, xs):
+    step = jax.checkpoint(lambda c, x: (c + x @ w, None))
+    return jnp.sum(lax.scan(step, jnp.zeros((2, 4)), xs)[0])
+
+
+def in_a_jit(w, xs):
+    step = jax.jit(lambda c, x: (c + x @ w, None))
+    return jnp.sum(lax.scan(step, jnp.zeros((2, 4)), xs)[0])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("loss", [in_a_scan, in_a_remat, in_a_jit])
+def test_gradient_of_a_weight_held_over_4096_steps(loss, order, getkey):
+    xs = inputs(getkey())
+    expected = jnp.broadcast_to(jnp.sum(xs, (0, 1))[:, None], WEIGHT.shape)
+    grads = jax.jit(ORDERS[order](loss))(WEIGHT, xs)
+    assert grads.dtype == np.float32
+    assert relative_error(grads, expected) <= 1e-4
+
+
+def unrolled(w, xs):
+    return sum(jnp.sum(x @ w) for x in xs)
+
+
+def unrolled_by_calls(w, xs):
+    layer = jax.jit(lambda w, x: jnp.sum(x @ w))
+    return sum(layer(w, x) for x in xs)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("loss", [unrolled, unrolled_by_calls])
+def test_gradient_of_a_weight_used_256_times(loss, order, getkey):
+    xs = inputs(getkey())[:256]
+    expected = jnp.broadcast_to(jnp.sum(xs, (0, 1))[:, None], WEIGHT.shape)
+    grads = jax.jit(ORDERS[order](loss))(WEIGHT, list(xs))
+    assert grads.dtype == np.float32
+    assert relative_error(grads, expected) <= 2e-4
