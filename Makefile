@@ -41,9 +41,11 @@ train: $(EXAMPLES) ## Train a Vision Transformer in float32, float16 and bfloat1
 train-gpt: $(EXAMPLES) ## Train a GPT in float32 and under autocast
 	@$(BIN)/python -m examples.gpt $(ARGS)
 
-# Every check runs, also after one has failed; pytest has the last word.
+# Every check runs, also after one has failed; pytest has the last word. Two processes,
+# each with whole files, whose tests share what they compiled.
 test: $(ALL) ## Run everything: lint, types, layers, docs, doctests and tests
-	@$(MAKE) --no-print-directory --keep-going lint types layers docs pytest
+	@$(MAKE) --no-print-directory --keep-going lint types layers docs pytest \
+		ARGS="-n 2 --dist loadfile $(ARGS)"
 
 bench: $(ALL) ## Measure against the peers and write the report
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,3 +127,8 @@ class Case:
     call: Callable[[], Any]
     error: type[Exception]
     match: str
+
+    @property
+    def test_id(self) -> str:
+        """The name without addresses, which differ from process to process."""
+        return re.sub(r" at 0x[0-9a-f]+", "", self.name)

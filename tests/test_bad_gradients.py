@@ -281,7 +281,7 @@ GRADIENTS = [
 ]
 
 
-@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.test_id)
 def test_wrong_calls_are_refused(case):
     with pytest.raises(case.error, match=case.match):
         case.call()

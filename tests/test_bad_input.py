@@ -318,7 +318,7 @@ OPTIMIZERS = [
 CASES = [*CASTS, *POLICIES, *SCALINGS, *TREES, *OPTIMIZERS]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.test_id)
 def test_wrong_calls_are_refused(case):
     with pytest.raises(case.error, match=case.match):
         case.call()
