@@ -159,7 +159,7 @@ def _make(
         outputs = tuple(wishes.get(v, Wish.ANY) for v in equation.outvars)
         declared = tuple(is_declared(atom) for atom in equation.invars)
         here = settings_within(settings, scope_names(equation))
-        if not any(declared) and _is_residual(equation, outputs[0], makers):
+        if not any(declared) and _is_residual(equation, outputs, makers):
             residuals.update(equation.outvars)
             wanted = _residual_wishes(here, outputs[0])
         else:
@@ -180,14 +180,18 @@ def _make(
 _ISLAND = 32
 
 
-def _is_residual(equation: Any, wanted: Wish, makers: dict[Any, Any]) -> bool:
+def _is_residual(
+    equation: Any, outputs: tuple[Wish, ...], makers: dict[Any, Any]
+) -> bool:
     """Whether an equation of two computed values adds a branch to a stream.
 
     JAX's derivatives sum gradients by `add_any`. The gradients of one weight, which end
     in float32, are no stream: a weight that is used many times needs a sum in float32.
     """
     name = equation.primitive.name
-    if name not in ("add", "add_any") or (name == "add_any" and wanted is Wish.FULL):
+    if name not in ("add", "add_any"):
+        return False
+    if name == "add_any" and outputs[0] is Wish.FULL:
         return False
     first, second = equation.invars
     if first.aval.shape != second.aval.shape or not is_castable(first.aval):
