@@ -152,6 +152,10 @@ def _choose_product(case: Case) -> Choice:
     if case.name == "dot_general" and not params["dimension_numbers"][0][0]:
         # An outer product sums nothing: rotary angles, not a product of weights.
         found = _choose_elementwise(case, PrimitiveClass.PROMOTE)
+        if found.reason is Reason.WANTED and _are_half(case.castable):
+            # What its gradients are multiplied with was half before: they are products.
+            dtype = case.castable[0].dtype
+            return Choice(kind, Reason.PRODUCT, dtype, _product_result(case, dtype))
         return found._replace(result=found.dtype)
     dtype = _half_dtype(case)
     return Choice(kind, Reason.PRODUCT, dtype, _product_result(case, dtype))
@@ -224,6 +228,10 @@ def _colour(value: Value) -> Colour:
     if value.facts.colour is Colour.DECLARED and value.dtype != FULL:
         return Colour.HALF
     return value.facts.colour
+
+
+def _are_half(values: list[Value]) -> bool:
+    return all(_colour(v) is Colour.HALF for v in values)
 
 
 def _rounds(number: float, dtype: np.dtype) -> bool:

@@ -53,8 +53,8 @@ class Program:
         third_party: it needs JAX's standard dtype promotion.
         excluded: why products of its gradient stay in float32
             (`counting.reason_to_stay`).
-        derived: float32 products that JAX makes of an opaque operation when it
-            differentiates what autocast made.
+        derived: float32 products that JAX makes of what stays in float32 (a solver, an
+            outer product) when it differentiates what autocast made.
     """
 
     name: str
