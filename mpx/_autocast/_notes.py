@@ -50,6 +50,9 @@ class Note:
     rule: str = ""
 
 
+_SEPARATORS = len(dataclasses.fields(Note)) - 1
+
+
 @contextlib.contextmanager
 def taking_notes() -> Iterator[list[str]]:
     """In this thread, autocast writes notes on what it emits.
@@ -96,9 +99,10 @@ def _write(note: Note) -> contextlib.AbstractContextManager[Any]:
 
 def is_note(scope: str) -> bool:
     """Whether the name of a scope is a note."""
-    return scope.startswith(_START) and scope.count(_SEPARATOR) == 4
+    return scope.startswith(_START) and scope.count(_SEPARATOR) >= _SEPARATORS
 
 
 def read_note(scope: str) -> Note:
     """The note that the name of a scope is."""
-    return Note(*scope.removeprefix(_START).split(_SEPARATOR))
+    # The rule comes last, and its globs may hold the separator.
+    return Note(*scope.removeprefix(_START).split(_SEPARATOR, _SEPARATORS))

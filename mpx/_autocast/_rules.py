@@ -12,6 +12,7 @@ names such a primitive, with `Precision.DECLARED`, keeps autocast out of it.
 import dataclasses
 import fnmatch
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,9 +130,7 @@ def _matches(text: str, pattern: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _pattern(pattern: str) -> Any:
-    import re
-
+def _pattern(pattern: str) -> re.Pattern[str]:
     # Brackets are part of paths, not of the pattern.
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
 

@@ -270,6 +270,12 @@ def unwrapped(
     return mark.func, lambda new: _wrapped(new, mark.told, mark.weights)
 
 
+def weights_of(func: Any) -> Weights:
+    """Which arguments of a function hold its parameters: the first if nobody said."""
+    mark = getattr(func, _MARK, None)
+    return (0,) if mark is None else mark.weights
+
+
 def settings_of(func: Any) -> Settings | None:
     """What the transform that made a function was told; None for other functions."""
     while func is not None:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from .._autocast._classes import PrimitiveClass, class_of
 from .._autocast._notes import Note, is_note, read_note, taking_notes
-from .._autocast._transform import autocast, unwrapped
-from .._errors import describe, listing
+from .._autocast._transform import autocast, unwrapped, weights_of
+from .._errors import describe
 from .._jaxpr import Visit, walk
 from .._typing import DTypeLike
 from ._costs import bytes_moved, flops
@@ -27,7 +27,11 @@ from ._trace import Traced, trace, trace_gradient
 
 
 def explain(
-    func: Callable[..., Any], dtype: DTypeLike | None = None, **options: Any
+    func: Callable[..., Any],
+    dtype: DTypeLike | None = None,
+    *,
+    weights: int | str | tuple[int | str, ...] | None = None,
+    **options: Any,
 ) -> Callable[..., Report]:
     """Makes a function that reports every operation of `func` instead of running it.
 
@@ -36,7 +40,8 @@ def explain(
     never runs.
 
     Weights are the arrays of `func` where it is a callable PyTree such as an Equinox
-    module, and of the first argument else; operations that use one name its path.
+    module, and else of the first argument, or of the one that `weights` says;
+    operations that use one name its path.
 
     Of functions that `mpx.autocast` made, wherever they are called inside of `func`,
     the report says what autocast decided and why. Of everything else it says where the
@@ -44,16 +49,18 @@ def explain(
 
     Args:
         func: The function.
-        dtype: Short for `mpx.explain(mpx.autocast(func, dtype, **options))`; None for
-            `func` as it is.
-        **options: As in `mpx.autocast`; only together with `dtype`.
+        dtype: With a dtype, or options, `mpx.autocast(func, dtype, **options)` is
+            explained; without, `func` as it is.
+        weights: The position of the argument that holds the weights, or its name where
+            it is given by name, or several of them.
+        **options: As in `mpx.autocast`.
 
     Returns:
         A function of the same arguments that returns a `mpx.Report`.
 
     Raises:
-        TypeError: `func` cannot be called, options of autocast came without `dtype`,
-            or the report was asked for inside of a function that JAX is tracing.
+        TypeError: `func` cannot be called, or the report was asked for inside of a
+            function that JAX is tracing.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -73,24 +80,21 @@ def explain(
             f"{describe(func)}. Give the arguments to what it returns: "
             "`mpx.explain(func)(*args)`."
         )
-    if dtype is not None:
-        return explain(autocast(func, dtype, **options))
-    if options:
-        raise TypeError(
-            "`mpx.explain(func, dtype, **options)` passes options on to "
-            f"`mpx.autocast`; got {listing(options)} without `dtype`. Name the dtype, "
-            "or explain a function that `mpx.autocast` made."
-        )
+    positions = weights_of(func) if weights is None else weights
+    positions = positions if isinstance(positions, tuple) else (positions,)
+    if dtype is not None or options:
+        func = autocast(func, dtype, weights=positions, **options)
     inside, wrap = unwrapped(func)
 
     def report(*args: Any, **kwargs: Any) -> Report:
-        with taking_notes():
-            traced = trace(inside, args, kwargs, wrap)
+        with taking_notes() as unused_rules:
+            traced = trace(inside, args, kwargs, wrap, positions)
             operations = _operations(traced)
             return Report(
                 name=_name(inside),
                 operations=operations,
                 totals=totals_of(operations, *_residuals(traced)),
+                unused_rules=tuple(unused_rules),
             )
 
     return report

@@ -183,6 +183,8 @@ class Report:
     """Every operation, in the order of the program."""
     totals: Totals
     """Sums over the operations."""
+    unused_rules: tuple[str, ...] = ()
+    """The rules of `mpx.autocast` that held for no operation."""
 
     @property
     def findings(self) -> tuple[Operation, ...]:
@@ -243,7 +245,8 @@ class Report:
                 "Make it anew with `mpx.explain`."
             )
         operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
-        return cls(data["name"], operations, _from_dict(Totals, data["totals"]))
+        totals = _from_dict(Totals, data["totals"])
+        return cls(data["name"], operations, totals, tuple(data["unused_rules"]))
 
     def to_html(self) -> str:
         """The report as one page of HTML that needs no network."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .._autocast._notes import is_note
+from .._autocast._region import is_region
 from .._source import Frame, ScopeEntry
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -58,6 +59,7 @@ def scope_path(entries: Iterable[ScopeEntry]) -> str:
         if not entry.is_transform
         and entry.name != RECOMPUTED
         and not is_note(entry.name)
+        and not is_region(entry.name)
         and not _LIBRARY_SCOPE.fullmatch(entry.name)
     ]
     # Derivatives of functions with rules of their own repeat the scopes around them.
@@ -114,6 +116,7 @@ _PLUMBING = frozenset(
     {
         "BoundMethod", "Module", "Partial", "filter_jit", "jaxtyped",
         "run_interceptors", "transform_with_state", "wrap_method",
+        "GradFn", "UpdateContextManager",
     }
 )  # fmt: skip
 

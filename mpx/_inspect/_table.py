@@ -215,7 +215,7 @@ def _summary(report: Report) -> list[str]:
 def notes(report: Report) -> list[str]:
     """What a reader of the totals has to know."""
     totals = report.totals
-    found = []
+    found = [f"the rule `{rule}` held for nothing" for rule in report.unused_rules]
     if totals.in_unknown_loops:
         found.append(
             f"{totals.in_unknown_loops} operations are in `while` loops, whose number "

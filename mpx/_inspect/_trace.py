@@ -40,12 +40,13 @@ def trace(
     args: tuple[Any, ...],
     kwargs: Any,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    weights: tuple[int | str, ...],
 ) -> Traced:
     """Traces a call with abstract values.
 
     A function that is itself a tree with arrays, such as an Equinox module, is an input
-    like the others, and then its arrays are the weights. Else those of the first
-    argument are. What is called is `wrap(func)`.
+    like the others, and then its arrays are the weights. Else those of the arguments
+    with these positions or names are. What is called is `wrap(func)`.
     """
     has_own = any(is_array(leaf) for leaf in jax.tree.leaves(func))
     tree = (func if has_own else None, args, kwargs)
@@ -54,7 +55,8 @@ def trace(
     _refuse_tracers(leaves)
 
     inputs = tuple(leaf for leaf in leaves if is_array(leaf))
-    named = [_name(path, has_own) for path, leaf in places if is_array(leaf)]
+    positions = () if has_own else weights
+    named = [_name(path, positions) for path, leaf in places if is_array(leaf)]
 
     def flat(*arrays: Any) -> list[Any]:
         remaining = iter(arrays)
@@ -103,16 +105,16 @@ def trace_gradient(traced: Traced) -> Any:
     return jax.make_jaxpr(gradient)(*traced.inputs)
 
 
-def _name(path: Any, has_own: bool) -> tuple[str, bool]:
+def _name(path: Any, weights: tuple[int | str, ...]) -> tuple[str, bool]:
     """Where an input is, and whether it is a weight."""
-    part, rest = path[0].idx, path[1:]
-    if part == 0:
+    root, rest = path[0].idx, path[1:]
+    if root == 0:
         return path_text(rest), True
-    if part == 2:
-        return f"kwargs{jax.tree_util.keystr(rest)}", False
-    if rest[0].idx == 0 and not has_own:
-        return path_text(rest[1:]) or "args[0]", True
-    return f"args{jax.tree_util.keystr(rest)}", False
+    whole = ("args" if root == 1 else "kwargs") + jax.tree_util.keystr(rest)
+    if (rest[0].idx if root == 1 else rest[0].key) not in weights:
+        return whole, False
+    # With weights in several arguments it has to be said in which one.
+    return (path_text(rest[1:]) if len(weights) == 1 else "") or whole, True
 
 
 def _refuse_tracers(leaves: list[Any]) -> None:

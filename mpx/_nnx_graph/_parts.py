@@ -304,10 +304,13 @@ class Parts:
         """
         from flax import nnx
 
+        came_in: list[Any] = []
         if self._checks.outside is not None:
             # Nothing may be written to them; where nothing is to be, that is fine.
-            refuse_change_from_outside(self._changed, self._checks.outside, self._call)
-            return _filled(result, self._originals)
+            came_in = self._originals
+            refuse_change_from_outside(
+                self._changed[: len(came_in)], self._checks.outside, self._call
+            )
         by_name = dict(zip(state.names, state.leaves, strict=True))
         remaining = iter(others)
 
@@ -326,9 +329,9 @@ class Parts:
                     out.graphdef,
                     jax.tree.unflatten(out.form, list(map(value, out.origins))),
                 )
-                for out in self._changed
+                for out in self._changed[len(came_in) :]
             ]
-        return _filled(result, objects)
+        return _filled(result, [*came_in, *objects])
 
     def gradients(self, grads: Any) -> Any:
         """Gradients with NNX's states in the place of objects, as `nnx.grad` has it."""

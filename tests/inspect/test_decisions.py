@@ -141,3 +141,29 @@ def test_a_module_under_autocast_is_its_own_weights(getkey):
         ("layers[1].weight",),
     ]
     assert report.name == "MLP"
+
+
+def test_rules_of_the_users_are_named():
+    keep = mpx.Rule(mpx.Precision.FULL, primitive="dot_general", scope="mlp")
+    nothing = mpx.Rule(mpx.Precision.HALF, primitive="conv_general_dilated")
+    rules = mpx.Rules(keep, nothing)
+    report = mpx.explain(loss, rules=rules)(W, X)
+    assert of_product(report) == [("float32", str(keep), "a rule of the user's")]
+    assert report.unused_rules == (str(nothing),)
+    assert f"the rule `{nothing}` held for nothing" in str(report)
+    assert mpx.Report.from_json(report.to_json()) == report
+
+
+def test_regions_say_that_they_are_switched_off():
+    def f(w, x):
+        with jax.named_scope("inner"), mpx.autocast(enabled=False):
+            x = x @ w
+        return x @ w
+
+    report = mpx.explain(mpx.autocast(f))(W, X)
+    assert [(p, reason) for p, _, reason in of_product(report)] == [
+        ("float32", "a region that is switched off"),
+        ("bfloat16", "a matrix product or convolution"),
+    ]
+    wheres = [o.where for o in report.operations if o.primitive == "dot_general"]
+    assert wheres[0] == "inner"

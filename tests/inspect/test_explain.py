@@ -238,6 +238,27 @@ def test_weights_are_followed_through_casts_slices_and_loops():
     ]
 
 
+@pytest.mark.parametrize(
+    ("weights", "paths"),
+    [
+        (1, ["['w']"]),
+        ("extra", ["['w']"]),
+        ((1, "extra"), ["args[1]['w']", "kwargs['extra']['w']"]),
+    ],
+)
+def test_weights_may_be_in_other_arguments(weights, paths):
+    def f(x, params, *, extra):
+        return x @ params["w"] @ extra["w"]
+
+    report = mpx.explain(f, weights=weights)(X, {"w": W}, extra={"w": W})
+    found = [path for o in of(report, "dot_general") for path in o.parameters]
+    assert found == paths
+    under = mpx.autocast(f, weights=weights)
+    report = mpx.explain(under)(X, {"w": W}, extra={"w": W})
+    found = [path for o in of(report, "dot_general") for path in o.parameters]
+    assert found == paths
+
+
 def test_what_is_computed_from_a_weight_is_none():
     def f(w, x):
         y = x @ jnp.tanh(w)
@@ -270,6 +291,27 @@ def test_a_training_step(model):
     )
 
 
+@pytest.mark.third_party
+def test_a_module_of_nnx_stays_what_it_is():
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    net = Net(nnx.Rngs(0))
+    before = net.norm.mean[...]
+    report = mpx.explain(lambda net, x: net(x).sum())(net, jnp.ones((2, 4)))
+    (product,) = of(report, "dot_general")
+    assert product.where == "Net/Linear"
+    assert product.parameters == ("linear.kernel.value",)
+    assert net.norm.mean[...] is before
+
+
 def test_nothing_runs():
     def f(x):
         jax.debug.callback(lambda: pytest.fail("it ran"))
@@ -297,7 +339,6 @@ def test_an_unknown_primitive_is_said_to_be_so():
     ("call", "match"),
     [
         (lambda: mpx.explain(3), r"`mpx.explain\(func\)` needs a function.*int 3"),
-        (lambda: mpx.explain(jnp.sin, enabled=True), "`enabled` without `dtype`"),
         (
             lambda: jax.jit(lambda x: mpx.explain(jnp.sin)(x) and x)(jnp.ones(2)),
             r"looks at a program from outside.*float32\[2\]",
