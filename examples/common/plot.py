@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from .config import Precision
 from .labels import Labels
@@ -96,6 +96,9 @@ def draw_scale(axes: Axes, precision: Precision, rows: list[Row]) -> None:
 
 def finish_loss(axes: Axes, title: str) -> None:
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high < 20 * low:  # powers of ten alone would be one label, or none
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 6.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     style_axes(axes, f"{title}: training loss")

@@ -13,11 +13,11 @@ from ..common.config import RunConfig, ScalingConfig, require
 class ModelConfig:
     """The shape of the GPT."""
 
-    context: int = 128
+    context: int = 64
     """Bytes that the model sees."""
-    width: int = 128
+    width: int = 96
     """Features of a byte."""
-    hidden: int = 512
+    hidden: int = 384
     """Hidden neurons of the MLPs."""
     blocks: int = 4
     """Number of blocks, each attention and an MLP."""
@@ -31,11 +31,11 @@ class ModelConfig:
 class Config(RunConfig):
     """Trains a small GPT in float32 and, under autocast, in float16 and bfloat16."""
 
-    steps: int = 400
+    steps: int = 600
     """Training steps (optimizer updates)."""
-    batch_size: int = 16
+    batch_size: int = 32
     """Texts per step, over all devices and micro-batches."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 6e-3
     """Peak of the warmup-cosine schedule."""
     warmup_steps: int = 40
     """Steps of linear warmup."""
@@ -52,7 +52,7 @@ class Config(RunConfig):
     """Compute activations again for the backward pass, to save memory."""
     data_path: Path | None = None
     """A folder with Python files; default: the standard library of this Python."""
-    test_texts: int = 512
+    test_texts: int = 1024
     """Texts of the held-out files to test on."""
 
     @property

@@ -41,7 +41,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Embedded bytes and places, blocks, and the embedding again for the logits."""
+    """Embedded bytes and places, blocks, a linear layer for the logits."""
 
     def __init__(
         self,
@@ -59,10 +59,14 @@ class GPT(nnx.Module):
             remat: whether activations are computed again.
             rngs: the random streams that fix weights and dropout.
         """
-        small = nnx.initializers.normal(0.02)
-        self.embed = nnx.Embed(BYTES, config.width, embedding_init=small, rngs=rngs)
+        # As large as what the blocks add at first: with the usual 0.02 a short run does
+        # not get beyond pairs of bytes.
+        normal = nnx.initializers.normal
+        self.embed = nnx.Embed(
+            BYTES, config.width, embedding_init=normal(1.0), rngs=rngs
+        )
         self.place = nnx.Embed(
-            config.context, config.width, embedding_init=small, rngs=rngs
+            config.context, config.width, embedding_init=normal(0.5), rngs=rngs
         )
         if scan:
             stacked = nnx.split_rngs(splits=config.blocks)(
@@ -72,6 +76,7 @@ class GPT(nnx.Module):
         else:
             self.blocks = nnx.List(Block(config, rngs) for _ in range(config.blocks))
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.head = nnx.Linear(config.width, BYTES, use_bias=False, rngs=rngs)
         self.scan = scan
         self.remat = remat
 
@@ -82,7 +87,7 @@ class GPT(nnx.Module):
         x = self.embed(text) + self.place(jnp.arange(text.shape[1]))
         mask = nnx.make_causal_mask(text)
         x = self.run_blocks(x, mask)
-        return self.embed.attend(self.norm(x))
+        return self.head(self.norm(x))
 
     def run_blocks(self, x: Tokens, mask: Mask) -> Tokens:
         def run(x: Tokens, block: Block, mask: Mask) -> Tokens:

@@ -36,19 +36,16 @@ def loss_and_accuracy(
 
 
 def gpt_optimizer(config: Config, model: GPT) -> nnx.Optimizer:
-    """AdamW that decays matrices, of one block or of all blocks stacked."""
+    """AdamW that decays the matrices of linear layers, stacked or not."""
 
     def is_decayed(params: Any) -> Any:
-        def is_matrix(path: Any, value: Any) -> bool:
+        def is_kernel(path: Any, value: Any) -> bool:
             del value
-            return any(name in jax.tree_util.keystr(path) for name in MATRICES)
+            return "kernel" in jax.tree_util.keystr(path)
 
-        return jax.tree_util.tree_map_with_path(is_matrix, params)
+        return jax.tree_util.tree_map_with_path(is_kernel, params)
 
     return nnx.Optimizer(model, make_optimizer(config, is_decayed), wrt=nnx.Param)
-
-
-MATRICES = ("kernel", "embedding")
 
 
 def make_step(config: Config, precision: Precision, mesh: Mesh):

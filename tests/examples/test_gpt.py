@@ -75,10 +75,10 @@ def read_metrics(folder: Path):
 
 def test_options():
     config = parse_config(
-        "--steps 7 --scan --remat --model.width 96 --scaling.period 5 --seed 3 "
+        "--steps 7 --scan --remat --model.width 32 --scaling.period 5 --seed 3 "
         "--data-path there --precision bfloat16 --accumulate 2".split()
     )
-    assert config.scan and config.remat and config.model.width == 96
+    assert config.scan and config.remat and config.model.width == 32
     assert config.scaling.period == 5 and config.precisions == ("bfloat16",)
     assert parse_config([]) == Config()
     assert Config().folder == Path("runs/gpt") and Config().items_per_step == 2048
@@ -89,9 +89,9 @@ def test_options():
     [
         ("--steps 0", r"`--steps` must be at least 1; got 0"),
         ("--test-texts 0", r"`--test-texts` must be at least 1"),
-        ("--model.heads 5", r"`--model.heads` must divide --model.width 128; got 5"),
+        ("--model.heads 5", r"`--model.heads` must divide --model.width 96; got 5"),
         ("--model.dropout 1", r"`--model.dropout` must lie in \[0, 1\); got 1"),
-        ("--accumulate 3", r"`--accumulate` must divide --batch-size 16; got 3"),
+        ("--accumulate 3", r"`--accumulate` must divide --batch-size 32; got 3"),
     ],
 )
 def test_wrong_options_are_named(arguments, message):
@@ -133,7 +133,7 @@ def test_a_batch_is_a_function_of_seed_and_position(library):
 def test_the_standard_library_is_there():
     data = load_data(Config())
     assert data.name == "Python's standard library"
-    assert len(data.train) > 10**6 and data.test.shape == (512, 129)
+    assert len(data.train) > 10**6 and data.test.shape == (1024, 65)
     assert 0.02 < data.test_size / len(data.train) < 0.3
 
 
@@ -171,6 +171,8 @@ def test_scan_and_remat_change_nothing_but_the_form():
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *blocks)
     expected = None
     for (scan, _), model in models.items():
+        for name in ("embed", "place", "norm", "head"):
+            nnx.update(getattr(model, name), nnx.state(getattr(plain, name)))
         if scan:
             nnx.update(model.blocks, stacked)
         (loss, _), grads = nnx.value_and_grad(loss_and_accuracy, has_aux=True)(
@@ -316,10 +318,3 @@ def test_the_whole_job(tmp_path, library, capsys):
     last = {row["precision"]: float(row["loss"]) for row in rows if row["step"] == "10"}
     assert all(last[precision] < first[precision] for precision in first)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    # As many devices as there are make the same skip decisions as one.
-    _, one = train(config, "float16", load_data(config), mesh=one_device())
-    many = [row for row in rows if row["precision"] == "float16"]
-    assert [str(row.finite) for row in one] == [row["finite"] for row in many]
-    np.testing.assert_allclose(
-        [row.loss for row in one], [float(row["loss"]) for row in many], rtol=1e-2
-    )
