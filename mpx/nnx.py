@@ -46,9 +46,9 @@ from ._errors import at_path, describe, listing
 from ._grad import Accumulation, GradientResult
 from ._grad._transforms import _in_call, _Options, _positions, _transform
 from ._loss_scaling import AbstractLossScaling
-from ._nnx_graph import Parts, taken_apart
+from ._nnx_graph import Parts, refuse_method, refuse_weights, taken_apart
 from ._policy import Policy
-from ._tree import NamedLeaves, bool_scalar, is_trainable, path_text, select_tree
+from ._tree import bool_scalar, path_text, select_tree
 from ._typing import BoolLike, DTypeLike, LeafPredicate
 
 
@@ -247,7 +247,7 @@ def _gradient_function(
 ) -> Callable[..., GradientResult]:
     filters = _filters(argnums, call)
     several = not isinstance(argnums, int | _nnx.DiffState)
-    _refuse_method(func, call)
+    refuse_method(func, call)
     # What is wrong about the options is said now, and not at the first call.
     positions = tuple(filters) if several else next(iter(filters))
     _transform(call, func, scaling, positions, with_value, options)
@@ -260,7 +260,7 @@ def _gradient_function(
         wanted = dict(zip(inside, filters.values(), strict=True))
         with taken_apart(call, args, kwargs, wanted) as parts:
             for position in inside:
-                _refuse_weights(parts.args[position], position, call)
+                refuse_weights(parts.args[position], position, call)
             extra = len(args)
 
             # With the marks of `func`, by which an autocast function is known.
@@ -362,37 +362,6 @@ def _filters(argnums: Any, call: str) -> dict[int, Any]:
     ]
     positions = _positions(tuple(state.argnum for state in states), call)
     return dict(zip(positions, (state.filter for state in states), strict=True))
-
-
-def _refuse_method(func: Any, call: str) -> None:
-    """Raises where the model would not be an argument."""
-    owner = getattr(func, "__self__", None)
-    for node in (func, owner):
-        if isinstance(node, _nnx.Module):
-            raise TypeError(
-                f"{call} needs a function that takes the module as an argument; got "
-                f"{describe(node)} or a method of it, whose parameters would not be "
-                "differentiated and whose changes would be lost. Write `def "
-                "loss_fn(model, batch): ...`."
-            )
-
-
-def _refuse_weights(arg: Any, position: int, call: str) -> None:
-    """Raises for Variables that cannot be differentiated."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        arg, is_leaf=lambda node: isinstance(node, NamedLeaves)
-    ):
-        if not isinstance(leaf, NamedLeaves):
-            continue
-        for name, value in zip(leaf.names, leaf.leaves, strict=True):
-            if is_trainable(value):
-                continue
-            place = f"args[{position}]{jax.tree_util.keystr(path)}.{name}"
-            raise TypeError(
-                f"{call} differentiates Variables that hold floating JAX arrays of 16 "
-                f"bits and more; got {describe(value)}{at_path(place)}. Choose others: "
-                f"`argnums=nnx.DiffState({position}, filter)`."
-            )
 
 
 def _by_path(state: Any) -> dict[str, Any]:

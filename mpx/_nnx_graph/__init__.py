@@ -18,6 +18,10 @@ that shared references, new Variables and changed attributes come out as from
 Flax is imported by the calls, never by importing this module.
 """
 
+from ._checks import (
+    refuse_method as refuse_method,
+    refuse_weights as refuse_weights,
+)
 from ._forms import (
     has_nnx_objects as has_nnx_objects,
     is_nnx_object as is_nnx_object,

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .._errors import at_path, describe
-from .._tree import is_float_leaf
+from .._tree import NamedLeaves, is_float_leaf, is_trainable
 from ._forms import Changed, Slot, key_text
 
 # Where only values of the state may change, and another place did.
@@ -103,3 +104,36 @@ def with_form_of(slot: Slot, value: Any, call: str) -> Any:
             "step that is skipped could not be undone. Keep shape and dtype."
         )
     return jnp.asarray(value)
+
+
+def refuse_method(func: Any, call: str) -> None:
+    """Raises where the model would not be an argument."""
+    from flax import nnx
+
+    owner = getattr(func, "__self__", None)
+    for node in (func, owner):
+        if isinstance(node, nnx.Module):
+            raise TypeError(
+                f"{call} needs a function that takes the module as an argument; got "
+                f"{describe(node)} or a method of it, whose parameters would not be "
+                "differentiated and whose changes would be lost. Write `def "
+                "loss_fn(model, batch): ...`."
+            )
+
+
+def refuse_weights(arg: Any, position: int, call: str) -> None:
+    """Raises for Variables that cannot be differentiated."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        arg, is_leaf=lambda node: isinstance(node, NamedLeaves)
+    ):
+        if not isinstance(leaf, NamedLeaves):
+            continue
+        for name, value in zip(leaf.names, leaf.leaves, strict=True):
+            if is_trainable(value):
+                continue
+            place = f"args[{position}]{jax.tree_util.keystr(path)}.{name}"
+            raise TypeError(
+                f"{call} differentiates Variables that hold floating JAX arrays of 16 "
+                f"bits and more; got {describe(value)}{at_path(place)}. Choose others: "
+                f"`argnums=nnx.DiffState({position}, filter)`."
+            )
