@@ -59,6 +59,7 @@ class Case(NamedTuple):
         operands: Its operands.
         wish: What the users of its results want.
         is_residual: Whether it adds a branch to a stream.
+        is_scaling: Whether it scales a product by a number.
     """
 
     settings: Settings
@@ -66,6 +67,7 @@ class Case(NamedTuple):
     operands: list[Value]
     wish: Wish
     is_residual: bool
+    is_scaling: bool
 
     @property
     def name(self) -> str:
@@ -207,7 +209,7 @@ def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
     if case.name in EXACT:
         return Choice(kind, Reason.FOLLOWS, dtype)
     is_result_float = any(is_castable(v.aval) for v in case.equation.outvars)
-    if case.wish is Wish.FULL and is_result_float:
+    if case.wish is Wish.FULL and is_result_float and not case.is_scaling:
         return Choice(kind, Reason.WANTED, FULL)
     if any(does_not_fit(x, dtype) for x in numbers):
         return Choice(kind, Reason.LITERAL, FULL)

@@ -20,13 +20,14 @@ from jax.extend import core
 from .._jax_compat import (
     bind_equation,
     composite_parameter,
+    manual_axes,
     open_jaxpr,
     scan_counts,
     scan_options,
 )
 from ._interpreter import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
-from ._plan import Wish, carry_wishes, program_of
+from ._plan import Wish, carry_wishes, plan, program_of
 from ._rules import Rule
 from ._settings import Place, Run
 from ._values import FULL, Colour, Facts, Value, computed, is_castable
@@ -47,10 +48,15 @@ class Program(NamedTuple):
 
 
 def enter(arrays: Sequence[Any], facts: Sequence[Facts]) -> list[Value]:
-    """The operands of a program, as values inside of it."""
+    """The operands of a program, as values inside of it.
+
+    A number is put in the place of its variable. Not where a program runs once per
+    device: there it may have been told that it differs from device to device.
+    """
+    may_replace = not manual_axes()
     return [
         Value(np.asarray(f.literal, x.dtype), f, is_constant=True)
-        if f.literal is not None and x.shape == ()
+        if may_replace and f.literal is not None and x.shape == ()
         else Value(x, f)
         for x, f in zip(arrays, facts, strict=True)
     ]
@@ -126,10 +132,32 @@ def _rebound(
     return [Value(x, f) for x, f in zip(results, facts, strict=True)]
 
 
+def widened(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """The operands of a program, in float32 where it wants nothing else.
+
+    One cast then serves all of its uses, and what else needs it outside; and its
+    gradients are summed in float32 before they are cast back.
+    """
+    are_declared = tuple(v.facts.colour is Colour.DECLARED for v in operands)
+    jaxpr = program_of(equation)
+    ahead = plan(run, place.settings, jaxpr, are_declared, wishes)
+    return [
+        Value(v.cast(FULL)[0], v.facts._replace(colour=Colour.FULL))
+        if wish is Wish.FULL
+        and v.facts.colour is Colour.HALF
+        and atom.aval.dtype == FULL
+        else v
+        for v, atom, wish in zip(operands, equation.invars, ahead.inputs, strict=True)
+    ]
+
+
 def rewrite_jit(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A jit, with its name, shardings, layouts and donation."""
+    operands = widened(run, place, equation, operands, wishes)
     made = rewritten(run, place, equation.params["jaxpr"], operands, wishes)
     arrays = [v.array for v in operands]
     return _rebound(equation, {"jaxpr": made.closed}, made.facts, arrays)

@@ -107,6 +107,9 @@ def _emit(
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
         with noted(name, choice):
             return emit_operation(equation, operands, choice)
+    number = _number(equation, operands)
+    if number is not None:
+        return [number]
     if name == "convert_element_type":
         with noted(name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
             return [_convert(place, equation, operands[0])]
@@ -119,9 +122,37 @@ def _emit(
     wish = Wish.ANY
     for one in wishes:
         wish |= one
-    is_residual = equation.outvars[0] in ahead.residuals if equation.outvars else False
-    case = Case(place.settings, equation, operands, wish, is_residual)
+    first = equation.outvars[0] if equation.outvars else None
+    is_residual, is_scaling = first in ahead.residuals, first in ahead.scalings
+    case = Case(place.settings, equation, operands, wish, is_residual, is_scaling)
     return _emit_case(run, place, case)
+
+
+# Rounded to the nearest by IEEE 754 wherever they run.
+_ARITHMETIC = {
+    "abs": np.abs,
+    "add": np.add,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "sqrt": np.sqrt,
+    "sub": np.subtract,
+}
+
+
+def _number(equation: Any, operands: list[Value]) -> Value | None:
+    """The number that arithmetic on numbers of the program gives, such as `1 - rate`.
+
+    Left to the program it would be a value that was computed in float32, and what it
+    meets would be computed in float32, too.
+    """
+    function = _ARITHMETIC.get(equation.primitive.name)
+    if function is None or not all(v.is_constant for v in operands):
+        return None
+    with np.errstate(all="ignore"):
+        return literal(function(*(np.asarray(v.array) for v in operands)))
 
 
 def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
@@ -206,6 +237,8 @@ _BROADCASTS = frozenset(("broadcast_in_dim", "broadcast_to", "tile"))
 def _move(equation: Any, operands: list[Value]) -> list[Value]:
     """Moves data in whatever precision it comes."""
     name = equation.primitive.name
+    if name == "stop_gradient" and operands[0].is_constant:
+        return operands
     bound = bind_equation(equation, *(v.array for v in operands))
     is_parallel = len(bound) == len(operands)
     results = []

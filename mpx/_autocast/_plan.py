@@ -7,7 +7,9 @@ instead of rounding a number that is then widened again.
 
 The wish stops at *residual additions*, of two computed values neither of which is made
 elementwise of the other: the float32 stream is no reason for the products that are
-added to it to be written in float32.
+added to it to be written in float32. And at products that are scaled by a number, as
+attention's scores are: rounded twice they are as good as rounded once, and a compiler
+that sees the scores in half precision keeps them so until softmax's gradient.
 """
 
 import enum
@@ -50,6 +52,7 @@ class Plan(NamedTuple):
         inputs: For each input.
         are_declared: For each result whether it is an input or a constant, moved.
         residuals: The results of residual additions.
+        scalings: The results of scaling a product by a number.
         jaxpr: The program, held so that its identity stays its own.
     """
 
@@ -57,6 +60,7 @@ class Plan(NamedTuple):
     inputs: tuple[Wish, ...]
     are_declared: tuple[bool, ...]
     residuals: frozenset[Any]
+    scalings: frozenset[Any]
     jaxpr: Any
 
     def wish(self, variable: Any) -> Wish:
@@ -130,7 +134,8 @@ def plan(
     jaxpr = open_jaxpr(jaxpr)
     if not settings.is_enabled:  # everything runs as it was written
         inputs, nothing = (Wish.ANY,) * len(jaxpr.invars), frozenset()
-        return Plan({}, inputs, (False,) * len(jaxpr.outvars), nothing, jaxpr)
+        are_declared = (False,) * len(jaxpr.outvars)
+        return Plan({}, inputs, are_declared, nothing, nothing, jaxpr)
     key = (id(jaxpr), settings, are_declared, results)
     made = run.plans.get(key)
     if made is None:
@@ -142,9 +147,10 @@ def _make(
     run: Run, settings: Settings, jaxpr: Any, are_declared: Any, results: Any
 ) -> Plan:
     known = _declared_variables(jaxpr, are_declared)
-    makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+    makers = _makers(jaxpr)
     wishes: dict[Any, Wish] = {}
     residuals: set[Any] = set()
+    scalings: set[Any] = set()
 
     def is_declared(atom: Any) -> bool:
         return isinstance(atom, core.Literal) or atom in known
@@ -162,6 +168,9 @@ def _make(
         if not any(declared) and _is_residual(equation, outputs, makers):
             residuals.update(equation.outvars)
             wanted = _residual_wishes(here, outputs[0])
+        elif _is_scaling(equation, makers):
+            scalings.update(equation.outvars)
+            wanted = (Wish.ANY if outputs[0] is Wish.FULL else outputs[0],) * 2
         else:
             wanted = _operand_wishes(run, here, equation, declared, outputs)
         for atom, one in zip(equation.invars, wanted, strict=True):
@@ -172,8 +181,14 @@ def _make(
         tuple(wishes.get(v, Wish.ANY) for v in jaxpr.invars),
         tuple(is_declared(atom) for atom in jaxpr.outvars),
         frozenset(residuals),
+        frozenset(scalings),
         jaxpr,
     )
+
+
+def _makers(jaxpr: Any) -> dict[Any, Any]:
+    """The equation that each variable comes from."""
+    return {v: equation for equation in jaxpr.eqns for v in equation.outvars}
 
 
 # How far back to look for one operand of a sum among what made the other.
@@ -225,6 +240,31 @@ _ELEMENTWISE = (
     PrimitiveClass.FOLLOW,
     PrimitiveClass.CONVERT,
 )
+
+
+def _is_scaling(equation: Any, makers: dict[Any, Any]) -> bool:
+    """Whether an equation multiplies or divides a product by a number."""
+    if equation.primitive.name not in ("mul", "div"):
+        return False
+    first, second = equation.invars
+    if isinstance(first, core.Literal) and equation.primitive.name == "mul":
+        first, second = second, first
+    return isinstance(second, core.Literal) and _is_product(first, makers)
+
+
+def _is_product(atom: Any, makers: dict[Any, Any]) -> bool:
+    """Whether a value is what a matrix product gave, moved perhaps."""
+    maker = None if isinstance(atom, core.Literal) else makers.get(atom)
+    if maker is None:
+        return False
+    name = maker.primitive.name
+    if name in PROGRAMS:  # `jnp.einsum` is a jit
+        inner = open_jaxpr(program_of(maker))
+        result = inner.outvars[maker.outvars.index(atom)]
+        return _is_product(result, _makers(inner))
+    if name in MOVES:
+        return _is_product(maker.invars[0], makers)
+    return CLASSES.get(name) is PrimitiveClass.HALF
 
 
 def _residual_wishes(settings: Settings, wanted: Wish) -> tuple[Wish, Wish]:

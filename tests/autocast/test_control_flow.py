@@ -250,6 +250,25 @@ def test_scopes_and_source_lines_are_kept(inputs):
     assert "test_control_flow.py" in text
 
 
+def test_numbers_go_into_programs_that_run_once_per_device(inputs):
+    w, x = inputs
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=auto, devices=jax.devices()[:2])
+    spec = PartitionSpec("batch")
+    scaled = jax.jit(lambda x, scale: (x * scale, scale * 0.5))
+
+    def local(w, x):
+        y, half = scaled(x @ w, lax.pcast(2.0, "batch", to="varying"))
+        return y * (half - 0.5)
+
+    @jax.jit
+    def func(w, x):
+        in_specs = (PartitionSpec(), spec)
+        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=spec)(w, x)
+
+    assert relative_error(mpx.autocast(func)(w, x), func(w, x)) < 2e-2
+
+
 def test_explicit_meshes_keep_their_shardings(inputs):
     w, x = inputs
     explicit = (jax.sharding.AxisType.Explicit,) * 2

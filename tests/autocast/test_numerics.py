@@ -96,6 +96,7 @@ def test_casts_and_products_of_a_block(of, products, stream):
     loss, *args = of()
     cast = mpx.autocast(loss, residual_stream=stream)
     assert count_casts(cast, *args) <= 28
+    assert count_casts(jax.grad(cast), *args) <= 52
     half = ("bfloat16", "bfloat16")
     assert count_products(cast, *args) == {half: products}
     # Less the one for the gradient of a ViT block's input.
@@ -117,6 +118,16 @@ def test_loss_and_gradient_of_a_gpt_block(stream):
     loss_error, gradient_error = errors(gpt, residual_stream=stream)
     assert loss_error <= 2e-5
     assert gradient_error <= 1.15e-2
+
+
+@pytest.mark.third_party
+def test_gradient_of_a_vit_block_in_float16():
+    loss, *args = vit()
+    _, expected = in_float32(vit)
+    scaled = mpx.autocast(lambda *args: loss(*args) * 2.0**12, jnp.float16)
+    grads = jax.jit(jax.grad(scaled))(*args)
+    grads = jax.tree.map(lambda g: g / 2.0**12, grads)
+    assert relative_error(grads, expected) <= 1e-3
 
 
 @pytest.mark.parametrize("words", [8, 64])

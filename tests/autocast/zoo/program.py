@@ -61,7 +61,7 @@ class Program:
     build: Callable[[jax.Array], Built]
     argnums: tuple[int, ...] = (0,)
     bfloat16: Tolerance = Tolerance(value=8e-3, gradient=1.1e-2)
-    float16: Tolerance = Tolerance(value=1e-3, gradient=1.4e-3)
+    float16: Tolerance = Tolerance(value=1e-3, gradient=1.6e-3)
     loss_scale: float = 2.0**10
     forward_mode: bool = False
     context: Callable[[], contextlib.AbstractContextManager[Any]] = (
