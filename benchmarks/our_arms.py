@@ -7,6 +7,7 @@ from typing import Any
 import optax
 
 import mpx
+from examples.vit.step import is_norm
 
 from .steps import FIRST_SCALE, FLOAT32, Arm, Loss, StepFunction
 
@@ -16,9 +17,10 @@ def _mpx_arm(name: str, dtype: str, first_scaling: Any) -> Arm:
 
     def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
         def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
-            result = mpx.filter_value_and_grad(loss, scaling, policy=policy)(
-                model, batch
+            value_and_grad = mpx.filter_value_and_grad(
+                loss, scaling, policy=policy, keep=is_norm
             )
+            result = value_and_grad(model, batch)
             model, opt_state, scaling = mpx.optimizer_step(
                 model, optimizer, opt_state, result
             )

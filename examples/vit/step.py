@@ -62,6 +62,11 @@ def initial_state(
     return eqx.filter_shard(state, replicated(mesh))
 
 
+def is_norm(path: str, leaf: Any) -> bool:
+    """Weights of layer norm: computed with in float32, so not worth a cast to half."""
+    return ".layer_norm." in path
+
+
 def make_loss(
     config: Config, precision: Precision
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -72,7 +77,7 @@ def make_loss(
     if config.style == "explicit":
         loss = functools.partial(loss_and_accuracy, full_precision_cross_entropy)
         policy = f"params=float32,compute={precision},output=float32"
-        half = {"policy": mpx.get_policy(policy)}
+        half = {"policy": mpx.get_policy(policy), "keep": is_norm}
     else:
         loss = functools.partial(loss_and_accuracy, cross_entropy)
         half = {}

@@ -22,7 +22,7 @@ from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScalin
 from .._tree import Filled, finite_by_leaf
 from .._typing import BoolScalar, FloatScalar
 from ._accumulate import Accumulation, accumulated
-from ._engine import Problem, scaled_value_and_grad
+from ._engine import Problem, as_weights, scaled_value_and_grad
 
 
 class Outcome(NamedTuple):
@@ -53,17 +53,18 @@ def attempt(
 
         def one(args: Any, kwargs: Any) -> Any:
             _, loss, aux, grads = scaled_value_and_grad(problem, scaling, args, kwargs)
-            return loss, aux, scaling.unscale(grads)
+            return loss, aux, scaling.unscale(as_weights(problem, grads, args))
 
         loss, aux, grads = accumulated(how, one, problem.argnums, args, kwargs)
         if not scaling._is_stateful:
             return Outcome(loss, aux, grads, None)
         flags = _agreed(_finite_flags(NoLossScaling(), loss, grads))
         return Outcome(loss, aux, grads, flags)
-    _, loss, aux, grads = scaled_value_and_grad(problem, scaling, args, kwargs)
+    _, loss, aux, computed = scaled_value_and_grad(problem, scaling, args, kwargs)
+    grads = as_weights(problem, computed, args)
     if not scaling._is_stateful:
         return Outcome(loss, aux, scaling.unscale(grads), None)
-    flags = _agreed(_finite_flags(scaling, loss, grads))
+    flags = _agreed(_finite_flags(scaling, loss, computed))
     return Outcome(loss, aux, _known_after(flags, scaling).unscale(grads), flags)
 
 
@@ -103,7 +104,8 @@ def _finite_flags(
 
     with the largest number $m$ of its dtype: dividing by a scale below 1 can make a
     finite gradient overflow. Nothing is divided for it, which is one product less for
-    each gradient to trace and to lower.
+    each gradient to trace and to lower. A float16 gradient, below 2^16, need only be
+    finite: it overflows float32 at scales below 2^-111, where no step counts as finite.
     """
     if isinstance(scaling, NoLossScaling):
         return jnp.stack(finite_by_leaf((loss, grads)))
@@ -111,11 +113,16 @@ def _finite_flags(
     scale = scaling.loss_scale
     reach = jax.lax.select(scale < 1, scale * (1 - 2.0**-20), jnp.ones_like(scale))
     limits = Filled(lambda dtype: reach.astype(dtype) * jnp.finfo(dtype).max)
-    within = [_is_within(grad, limits) for grad in jax.tree.leaves(grads)]
-    return jnp.stack([*finite_by_leaf(loss), *within])
+    leaves = jax.tree.leaves(grads)
+    (is_finite,) = finite_by_leaf(loss)
+    if any(grad.dtype == np.float16 for grad in leaves):
+        is_finite &= scale >= 2.0**-111
+    return jnp.stack([is_finite, *(_is_within(grad, limits) for grad in leaves)])
 
 
 def _is_within(grad: Array, limits: Filled) -> BoolScalar:
+    if grad.dtype == np.float16:
+        return finite_by_leaf(grad)[0]
     if jnp.issubdtype(grad.dtype, jnp.complexfloating):
         return _is_within(grad.real, limits) & _is_within(grad.imag, limits)
     wide = cast_leaf(grad, full_precision_of(grad.dtype))

@@ -62,10 +62,9 @@ def scaled_value_and_grad(
 
     Returns:
         The scaled loss, the unscaled loss (both float32 at least), aux as the function
-        returned it, and the scaled gradients in the weights' dtypes, one for each of
-        `problem.argnums`.
+        returned it, and the scaled gradients, one for each of `problem.argnums`, in the
+        dtypes that they were computed in; `as_weights` casts them.
     """
-    masters = tuple(args[i] for i in problem.argnums)
     func = problem.func
     if problem.casts_before is not None:
         args, kwargs, func = cast_inputs(
@@ -90,16 +89,21 @@ def scaled_value_and_grad(
 
     differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
     (scaled, (loss, aux)), grads = differentiate(weights)
-    if problem.casts_before is not None:
-        grads = jax.tree.map(
-            lambda grad, master: (
-                None if grad is None else cast_leaf(grad, master.dtype)
-            ),
-            grads,
-            masters,
-            is_leaf=lambda grad: grad is None,
-        )
     return scaled, loss, aux, grads
+
+
+def as_weights(
+    problem: Problem, grads: tuple[PyTree, ...], args: Any
+) -> tuple[PyTree, ...]:
+    """Gradients in the dtypes of the weights, which are among the arguments."""
+    if problem.casts_before is None:
+        return grads
+    return jax.tree.map(
+        lambda grad, weight: None if grad is None else cast_leaf(grad, weight.dtype),
+        grads,
+        tuple(args[i] for i in problem.argnums),
+        is_leaf=lambda grad: grad is None,
+    )
 
 
 def _call_with_masters(problem: Problem, args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
 from ._accumulate import Accumulation
 from ._attempt import attempt, retried
-from ._engine import Problem, scaled_value_and_grad
+from ._engine import Problem, as_weights, scaled_value_and_grad
 from ._result import GradientResult
 
 
@@ -246,7 +246,8 @@ def calculate_scaled_grad(
         problem = build(len(args))
         _check_call(problem, scaling, args, kwargs, options)
         used = _used_scaling(scaling, use_mixed_precision)
-        scaled, _, aux, (grads,) = scaled_value_and_grad(problem, used, args, kwargs)
+        scaled, _, aux, computed = scaled_value_and_grad(problem, used, args, kwargs)
+        (grads,) = as_weights(problem, computed, args)
         return ((scaled, aux), grads) if has_aux else (scaled, grads)
 
     return wrapper

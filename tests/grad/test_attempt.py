@@ -66,5 +66,19 @@ def test_flags_are_those_of_the_unscaled_gradients(scale, dtype):
         assert not mpx.all_finite(scaling.unscale(grads))
 
 
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**-112, 2.0**-111, 0.3, 2.0**15])
+@pytest.mark.parametrize("value", [0.0, 65504.0, np.inf, np.nan])
+def test_flags_of_float16_gradients(scale, value):
+    """They are checked before they are widened, and unscaled afterwards."""
+    scaling = mpx.StaticLossScaling(scale)
+    grad = jnp.array([0, value], jnp.float16)
+    flags = _finite_flags(scaling, jnp.ones(()), [grad])
+    unscaled = scaling.unscale([grad.astype(jnp.float32)])
+    if scale >= 2.0**-111:
+        assert bool(flags.all()) == bool(mpx.all_finite(unscaled))
+    else:
+        assert not flags.all()
+
+
 def pair(value):
     return jnp.array([0, value], value.dtype)
