@@ -13,6 +13,7 @@ from pathlib import Path
 
 from . import (
     autocast_counts,
+    autocast_host,
     folds,
     host_table,
     results,
@@ -29,7 +30,7 @@ PICTURE = REPOSITORY / "docs" / "pictures" / "benchmarks-sweep.png"
 TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "sweep": sweep.tables,
     "scaling": scaling_traffic.tables,
-    "host": host_table.tables,
+    "host": lambda found: [*host_table.tables(found), *autocast_host.tables(found)],
     "time": time_table.tables,
     "folds": folds.tables,
     "autocast": autocast_counts.tables,

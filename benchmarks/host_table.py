@@ -50,7 +50,7 @@ def added(found: Results, record: dict[str, Any], what: str) -> float:
     base = next(
         r
         for r in found.records
-        if (r["side"], r["recipe"]) == (record["side"], record["recipe"])
+        if (r.get("side"), r.get("recipe")) == (record["side"], record["recipe"])
         and r["arm"] == "float32"
     )
     pairs = zip(record[what], base[what], strict=True)
@@ -60,14 +60,15 @@ def added(found: Results, record: dict[str, Any], what: str) -> float:
 def tables(found: Results) -> list[Table]:
     """A row per arm."""
     rows = []
-    for record in found.records:
+    steps = [record for record in found.records if "recipe" in record]
+    for record in steps:
         row = [RECIPES[record["recipe"]], record["arm"]]
         for what in LIMITS:
             row.append(f"{statistics.median(record[what]):.3f}")
             is_base = record["arm"] == "float32"
             row.append("" if is_base else signed_percent(added(found, record, what)))
         rows.append(row)
-    rounds = {len(record["trace"]) for record in found.records}
+    rounds = {len(record["trace"]) for record in steps}
     return [
         Table(
             title="Host cost of the desktop ViT's step, 12 blocks, batch 256, "
@@ -98,7 +99,7 @@ def goals(found: Results) -> list[Goal]:
             added(found, record, what) <= limit,
         )
         for record in found.records
-        if record["side"] == "ours"
+        if record.get("side") == "ours"
         and record["recipe"] == "job"
         and record["arm"] != "float32"
         for what, limit in LIMITS.items()

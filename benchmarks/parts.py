@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from . import (
     autocast_counts,
+    autocast_host,
     compiling,
     folds,
     host_table,
@@ -30,6 +31,7 @@ from .targets import TARGETS
 
 # What is counted for an H100, in one file.
 CUDA = (sweep, autocast_counts, scaling_traffic)
+HOST = (host_table, autocast_host)
 
 
 @dataclasses.dataclass
@@ -118,7 +120,16 @@ class Session:
                 answers = processes.ask(side, request, self.peers)
                 found.versions[side] = next(answers)["versions"]
                 found.records += host_table.records(side, recipe, answers)
-        self._show(found, host_table.tables(found), host_table.goals(found))
+        blocks = autocast_host.BLOCKS
+        request = {"task": "autocast host", "rounds": rounds, "blocks": blocks}
+        with self.console.status("host cost, autocast"):
+            _, *answers = processes.ask("ours", request, self.peers)
+            found.records += autocast_host.records(answers)
+        self._show(
+            found,
+            [table for part in HOST for table in part.tables(found)],
+            [goal for part in HOST for goal in part.goals(found)],
+        )
 
     def time(self, rounds: int) -> None:
         """Step time, where a GPU is."""

@@ -125,6 +125,12 @@ def _host(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from host_cost.measure(_arms(request["arms"]), request)
 
 
+def _autocast_host(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import autocast_host
+
+    yield from autocast_host.measure(request)
+
+
 def _time(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from benchmarks import step_time
 
@@ -145,6 +151,7 @@ TASKS = {
     "count": _count,
     "lower": _lower,
     "host": _host,
+    "autocast host": _autocast_host,
     "time": _time,
     "folds": _folds,
     "versions": _versions,

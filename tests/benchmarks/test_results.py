@@ -6,6 +6,7 @@ import importlib
 import pytest
 
 from benchmarks import (
+    autocast_host,
     compiling,
     documentation,
     folds,
@@ -137,6 +138,20 @@ def test_scaling_compares_off_chip_traffic_where_it_is_known():
     assert [row[-1] for row in table.rows] == ["+20.0%", "+10.0%"]
 
 
+@pytest.mark.parametrize(("seconds", "met"), [(1.4, True), (1.6, False)])
+def test_host_cost_of_autocast_pairs_the_rounds(seconds, met):
+    found = results.Results("host", "test", "measured on X")
+    one = {"float32": 1.0, "autocast": seconds}
+    sample = [{"form": "scanned", "arm": a, "seconds": s} for a, s in one.items()]
+    slow = [{**s, "seconds": 3 * s["seconds"]} for s in sample]
+    answers = [{"round": sample}, {"round": slow}, {"round": sample}]
+    found.records = autocast_host.records(answers)
+    assert [goal.met for goal in autocast_host.goals(found)] == [met]
+    (row,) = autocast_host.tables(found)[0].rows
+    assert row == ["scanned", "1.000", f"{seconds:.3f}", f"{seconds:.2f}"]
+    assert host_table.goals(found) == []
+
+
 def host_answers(trace):
     for base in (1.0, 2.0, 4.0):  # the machine gets slower, the ratio stays
         yield {
@@ -221,9 +236,8 @@ def test_doctests(name):
 
 
 def test_every_result_has_a_table():
-    assert {"sweep", "scaling", "host", "time", "folds", "cuda"} == set(
-        documentation.TABLES
-    )
+    names = {"sweep", "scaling", "autocast", "host", "time", "folds", "cuda"}
+    assert names == set(documentation.TABLES)
     for path in results.COMMITTED.glob("*.json"):
         found = results.read(path.stem)
         assert found is not None

@@ -1,10 +1,19 @@
 """Workers: the arms of our environment, the peers' where it exists, and targets."""
 
+import itertools
 import math
 
 import pytest
 
-from benchmarks import our_arms, peers, processes, results, steps, targets
+from benchmarks import (
+    autocast_host,
+    our_arms,
+    peers,
+    processes,
+    results,
+    steps,
+    targets,
+)
 
 TINY = {"problem": "tiny", "batch": 4, "blocks": 1}
 
@@ -87,6 +96,13 @@ def test_host_cost_and_step_time_answer_in_rounds():
     assert device == {"device": "cpu"}
     assert len(rounds) == 2
     assert all(s["seconds"] > 0 for answer in rounds for s in answer["round"])
+
+
+def test_host_cost_of_autocast_answers_in_rounds():
+    _, answer = ask("ours", {"task": "autocast host", "rounds": 1, "blocks": 1})
+    forms = {(s["form"], s["arm"]) for s in answer["round"]}
+    assert forms == set(itertools.product(autocast_host.FORMS, autocast_host.ARMS))
+    assert all(s["seconds"] > 0 for s in answer["round"])
 
 
 def test_step_time_says_that_there_is_no_gpu():

@@ -1,0 +1,161 @@
+"""What autocast costs on the host: CPU seconds to trace and lower a gradient.
+
+Question: how much longer does JAX need where `mpx.autocast` writes the function anew?
+The blocks are those of the desktop ViT, a plain model, in a row or as one loop. Both
+arms alternate, round by round, with JAX's caches cleared before each sample, as in
+`host_cost`.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from .problems import PROBLEMS
+from .results import Results
+from .tables import Goal, Table
+
+FORMS = {"unrolled": False, "scanned": True}
+ARMS = ("float32", "autocast")
+BLOCKS = 12
+# How many times as long as without autocast it may take.
+LIMITS = {"unrolled": 2.0, "scanned": 1.5}
+
+
+def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields one answer per round with the seconds of every form and arm.
+
+    Args:
+        request: how many `rounds` and `blocks`.
+    """
+    import jax
+
+    gradients = {
+        (form, arm): _gradient(scan, arm, request["blocks"])
+        for form, scan in FORMS.items()
+        for arm in ARMS
+    }
+    for index in range(request["rounds"] + 1):
+        samples = []
+        for (form, arm), (function, arguments) in gradients.items():
+            jax.clear_caches()
+            gc.collect()
+            gc.disable()  # as `timeit` does
+            start = time.process_time()
+            jax.jit(function).trace(*arguments).lower()
+            seconds = time.process_time() - start
+            gc.enable()
+            samples.append({"form": form, "arm": arm, "seconds": seconds})
+        if index:  # the first round also imports what JAX imports lazily
+            yield {"round": samples}
+
+
+def _gradient(scan: bool, arm: str, blocks: int) -> tuple[Any, tuple[Any, ...]]:
+    """The gradient of what the blocks make of tokens, and its arguments' types."""
+    import equinox as eqx
+    import jax
+    import jax.numpy as jnp
+
+    import mpx
+    from examples.vit.plain_model import MLPBlock, MultiHeadAttentionBlock
+
+    config = PROBLEMS["desktop"].config(blocks, 0.0)
+
+    def make(key: Any) -> tuple[Any, ...]:
+        return MultiHeadAttentionBlock(config, key), MLPBlock(config, key)
+
+    def make_all(keys: Any) -> Any:
+        if scan:
+            return eqx.filter_vmap(make)(keys)
+        return [make(keys[i]) for i in range(blocks)]
+
+    keys = jax.random.split(jax.random.key(0), blocks)
+    layers = eqx.filter_eval_shape(make_all, keys)
+    weights, static = eqx.partition(
+        layers, lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
+
+    def layer(x: Any, weights: Any, static: Any) -> tuple[Any, None]:
+        attention, mlp = eqx.combine(weights, static)
+        return jax.vmap(lambda x: mlp(attention(x)))(x), None
+
+    def loss(weights: Any, x: Any) -> Any:
+        if scan:
+            x, _ = jax.lax.scan(lambda x, w: layer(x, w, static), x, weights)
+        else:
+            for pair in zip(weights, static, strict=True):
+                x, _ = layer(x, *pair)
+        return jnp.mean(x**2)
+
+    tokens = jax.ShapeDtypeStruct((256, 64, config.width), "float32")
+    function = mpx.autocast(loss) if arm == "autocast" else loss
+    return jax.value_and_grad(function), (weights, tokens)
+
+
+def records(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A record per form and arm with all its samples, in the order of the rounds."""
+    rounds = [answer["round"] for answer in answers]
+    return [
+        {
+            "form": column[0]["form"],
+            "arm": column[0]["arm"],
+            "seconds": [round(sample["seconds"], 4) for sample in column],
+        }
+        for column in zip(*rounds, strict=True)
+    ]
+
+
+def _forms(found: Results) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Each form with the seconds without autocast and with it."""
+    seconds = {
+        (record["form"], record["arm"]): record["seconds"]
+        for record in found.records
+        if "form" in record
+    }
+    for form in FORMS:
+        if (form, "float32") in seconds:
+            yield form, seconds[form, "float32"], seconds[form, "autocast"]
+
+
+def _ratio(plain: list[float], cast: list[float]) -> float:
+    """The median of the rounds' own ratios."""
+    return statistics.median(b / a for a, b in zip(plain, cast, strict=True))
+
+
+def tables(found: Results) -> list[Table]:
+    """A row per form."""
+    rows = [
+        [
+            form,
+            f"{statistics.median(plain):.3f}",
+            f"{statistics.median(cast):.3f}",
+            f"{_ratio(plain, cast):.2f}",
+        ]
+        for form, plain, cast in _forms(found)
+    ]
+    if not rows:
+        return []
+    return [
+        Table(
+            title="CPU seconds to trace and lower the gradient of a ViT's blocks, "
+            f"{BLOCKS} of them, {found.device}",
+            columns=["blocks", "float32", "autocast bfloat16", "ratio"],
+            rows=rows,
+            notes=["Medians of alternating rounds; the ratio is that of each round."],
+        )
+    ]
+
+
+def goals(found: Results) -> list[Goal]:
+    """Autocast stays within the limits."""
+    return [
+        Goal(
+            f"tracing and lowering a gradient under autocast at most {LIMITS[form]} "
+            f"times as long, {form}: {_ratio(plain, cast):.2f}",
+            _ratio(plain, cast) <= LIMITS[form],
+        )
+        for form, plain, cast in _forms(found)
+    ]
