@@ -43,7 +43,7 @@ class Options:
     """Compile also what has been compiled before by the same compiler."""
     rounds: int = 15
     """Samples of every arm in host and time."""
-    seeds: int = 2
+    seeds: int = 4
     """Seeds of every fold; each trains three models."""
     fold_steps: int | None = None
     """Steps of every model in folds; the preset's by default."""
