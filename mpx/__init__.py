@@ -58,6 +58,8 @@ from ._inspect import explain as explain
 from ._inspect import Operation as Operation
 from ._inspect import Report as Report
 from ._inspect import Totals as Totals
+from ._contract import expect as expect
+from ._contract import ContractError as ContractError
 
 
 def __getattr__(name: str) -> _Any:
