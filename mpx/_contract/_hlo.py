@@ -126,6 +126,16 @@ class Module:
         return f"{source[1]}:{source[2]}" if source else ""
 
     @functools.cached_property
+    def fusions(self) -> dict[str, Instruction]:
+        """The instruction that runs a computation as its body, by its name."""
+        return {
+            called: instruction
+            for body in self.computations.values()
+            for instruction in body
+            for called in instruction.called("calls")
+        }
+
+    @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         """The arguments of the program, by number."""
         return {

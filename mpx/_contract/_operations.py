@@ -196,24 +196,28 @@ def _full_name(instruction: Instruction, prefix: str) -> str:
 def collectives(module: Module) -> list[Operation]:
     """The collectives of an optimized program that move more than scalars."""
     found = []
-    for instruction, names in _everything(module):
+    for home, instruction, names in _everything(module):
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
+        if home.startswith("all-reduce-scatter"):  # how a TPU's compiler writes it
+            kind = "reduce-scatter"
         given = [names[x].results for x in instruction.operands if x in names]
         arrays = tuple(array for results in given for array in results)
         arrays = arrays or instruction.results
         arrays = tuple(array for array in arrays if math.prod(array.shape) > 1)
         if arrays:
-            found.append(_plain(module, instruction, kind, arrays))
+            found.append(_plain(module, home, instruction, kind, arrays))
     return found
 
 
 def custom_calls(module: Module) -> list[Operation]:
     """The calls of libraries and kernels in an optimized program."""
     return [
-        _plain(module, instruction, instruction.target, _operands(instruction, names))
-        for instruction, names in _everything(module)
+        _plain(
+            module, home, instruction, instruction.target, _operands(instruction, names)
+        )
+        for home, instruction, names in _everything(module)
         if instruction.opcode == "custom-call"
     ]
 
@@ -221,19 +225,19 @@ def custom_calls(module: Module) -> list[Operation]:
 def compiled_products(module: Module) -> list[Operation]:
     """What an optimized program computes products with: calls, or instructions."""
     found = []
-    for instruction, names in _everything(module):
+    for home, instruction, names in _everything(module):
         is_call = _PRODUCT_CALL.match(instruction.target) is not None
         if is_call or instruction.opcode in _PRODUCTS:
             kind = instruction.target or instruction.opcode
             operands = _operands(instruction, names)[:2]
-            found.append(_plain(module, instruction, kind, operands))
+            found.append(_plain(module, home, instruction, kind, operands))
     return found
 
 
 def host_transfers(module: Module) -> list[Operation]:
     """Where an optimized program waits for, or talks to, the host's Python."""
     found = []
-    for instruction, names in _everything(module):
+    for home, instruction, names in _everything(module):
         is_transfer = instruction.opcode in _TRANSFERS and (
             instruction.opcode.endswith("feed")
             or "is_host_transfer=true" in instruction.line
@@ -241,22 +245,19 @@ def host_transfers(module: Module) -> list[Operation]:
         if is_transfer or _HOST.search(instruction.target):
             kind = instruction.target or instruction.opcode
             operands = _operands(instruction, names)
-            found.append(_plain(module, instruction, kind, operands))
+            found.append(_plain(module, home, instruction, kind, operands))
     return found
 
 
 def largest_results(module: Module, count: int) -> list[Operation]:
     """The largest arrays that the instructions outside of fusions make."""
-    inside = {
-        called
-        for instruction, _ in _everything(module)
-        if instruction.opcode in ("fusion", "reduce", "sort", "scatter")
-        for key in ("calls", "to_apply")
-        for called in instruction.called(key)
-    }
+    inside = set(module.fusions)
+    for _, instruction, _ in _everything(module):
+        if instruction.opcode in ("reduce", "sort", "scatter", "all-reduce"):
+            inside.update(instruction.called("to_apply"))
     free = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call")
     found = [
-        _plain(module, instruction, instruction.opcode, ())
+        _plain(module, name, instruction, instruction.opcode, ())
         for name, body in module.computations.items()
         if name not in inside
         for instruction in body
@@ -269,12 +270,14 @@ def _bits(operation: Operation) -> int:
     return sum(array.bits for array in operation.results)
 
 
-def _everything(module: Module) -> Iterator[tuple[Instruction, dict[str, Instruction]]]:
-    """Every instruction of a module, with the names in its reach."""
-    for body in module.computations.values():
+def _everything(
+    module: Module,
+) -> Iterator[tuple[str, Instruction, dict[str, Instruction]]]:
+    """Every instruction, with its computation and the names in its reach."""
+    for home, body in module.computations.items():
         names = {instruction.name: instruction for instruction in body}
         for instruction in body:
-            yield instruction, names
+            yield home, instruction, names
 
 
 def _operands(
@@ -285,12 +288,16 @@ def _operands(
 
 
 def _plain(
-    module: Module, instruction: Instruction, kind: str, operands: tuple[ArrayType, ...]
+    module: Module,
+    home: str,
+    instruction: Instruction,
+    kind: str,
+    operands: tuple[ArrayType, ...],
 ) -> Operation:
+    """An operation of the compiled program; in a fusion it may have lost its name."""
+    named = instruction
+    if not instruction.op_name:
+        named = module.fusions.get(home, instruction)
     return Operation(
-        kind,
-        operands,
-        instruction.results,
-        instruction.op_name,
-        module.source(instruction),
+        kind, operands, instruction.results, named.op_name, module.source(named)
     )
