@@ -211,12 +211,15 @@ def test_model_with_functions_and_integers():
     def squared(model, x):
         return jnp.sum(jax.vmap(model["net"])(x).astype(jnp.float32) ** 2)
 
-    with mpx.half_precision("bfloat16"):
-        result = mpx.filter_value_and_grad(squared, mpx.NoLossScaling())(
-            model, jnp.ones((3, 2))
-        )
-    assert result.grads["net"].layers[0].weight.dtype == jnp.float32
-    new, state, _ = mpx.optimizer_step(model, tx, state, result)
+    @eqx.filter_jit
+    def step(model, state, x):
+        with mpx.half_precision("bfloat16"):
+            gradient = mpx.filter_value_and_grad(squared, mpx.NoLossScaling())
+            result = gradient(model, x)
+        assert result.grads["net"].layers[0].weight.dtype == jnp.float32
+        return mpx.optimizer_step(model, tx, state, result)
+
+    new, state, _ = step(model, state, jnp.ones((3, 2)))
     assert same_bits(new["n"], model["n"])
     assert new["net"].layers[0].weight.dtype == jnp.bfloat16
     masters = rounded(state.masters["net"].layers[0].weight, jnp.bfloat16)
