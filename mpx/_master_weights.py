@@ -14,9 +14,9 @@ which `p + u` is the new weight, as it is.
 
 Sharp edges:
 
-- It is no array: put `master_weights` outermost, and what changes updates (clipping,
-  schedules, `mpx.skip_nonfinite`, `optax.MultiSteps`) inside of it; apply the updates
-  in the function that computed them, not outside of its `jit`.
+- It is no array: put `master_weights` outermost (or last in a chain), and what changes
+  updates (clipping, schedules, `mpx.skip_nonfinite`, `optax.MultiSteps`) inside of it;
+  apply the updates in the function that computed them, not outside of its `jit`.
 - A weight that is not its rounded master was changed by somebody else, and that one is
   right: the master starts anew from it. So a model that was loaded without its
   optimizer's state, or a weight that was clipped, is never overwritten in silence.
@@ -126,11 +126,11 @@ def master_weights(optimizer: Any) -> MasterWeights:
         optimizer: An Optax transformation.
 
     Returns:
-        A pair `(init, update)` to use as an Optax transformation, the outermost one.
-        Its state has `masters` (float32, like the weights) and `inner_state`. Apply
-        the updates with `optax.apply_updates`, `eqx.apply_updates`,
-        `mpx.optimizer_update` or `mpx.optimizer_step`: the weights are then the
-        rounded masters, bit for bit.
+        A pair `(init, update)` to use as an Optax transformation, the outermost one or
+        the last of a chain, also in `optax.multi_transform` and `optax.masked`. Its
+        state has `masters` (float32, like the weights) and `inner_state`. Apply the
+        updates with `optax.apply_updates`, `eqx.apply_updates`, `mpx.optimizer_update`
+        or `mpx.optimizer_step`: the weights are then the rounded masters, bit for bit.
 
     Raises:
         TypeError: `optimizer` has no `init` and `update`.

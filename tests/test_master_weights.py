@@ -261,3 +261,36 @@ def test_line_search_computes_with_the_masters():
         )
         w = optax.apply_updates(w, updates)
     np.testing.assert_allclose(state.masters, 0.3, atol=1e-3)
+
+
+COMPOSED = {
+    "last in a chain": lambda tx: optax.chain(optax.clip(0.25), mpx.master_weights(tx)),
+    "around a chain": lambda tx: mpx.master_weights(optax.chain(optax.clip(0.25), tx)),
+    "one of many": lambda tx: optax.multi_transform(
+        {"half": mpx.master_weights(optax.chain(optax.clip(0.25), tx)), "rest": tx},
+        {"half": "half", "norm": "rest"},
+    ),
+    "around accumulation": lambda tx: mpx.master_weights(
+        optax.MultiSteps(optax.chain(optax.clip(0.25), tx), 1)
+    ),
+    "around hyperparameters": lambda tx: mpx.master_weights(
+        optax.chain(
+            optax.clip(0.25), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("compose", COMPOSED.values(), ids=COMPOSED)
+def test_composition(compose):
+    """Four steps of 1/40, which bfloat16 alone would round each time."""
+    tx = compose(optax.sgd(0.1))
+    weights = {"half": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+    state, grads = tx.init(weights), jax.tree.map(jnp.ones_like, weights)
+    for _ in range(4):
+        updates, state = tx.update(grads, state, weights)
+        weights = optax.apply_updates(weights, updates)
+    masters = jnp.ones(2)
+    for _ in range(4):
+        masters = masters - jnp.float32(0.25) * jnp.float32(0.1)
+    assert same_bits(weights["half"], masters.astype(jnp.bfloat16))
