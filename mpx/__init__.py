@@ -52,11 +52,14 @@ from ._grad import GradientResult as GradientResult
 from ._optimizer import optimizer_update as optimizer_update
 from ._optimizer import optimizer_step as optimizer_step
 from ._optimizer import skip_nonfinite as skip_nonfinite
+from ._master_weights import master_weights as master_weights
 from ._check import check as check
 from ._inspect import explain as explain
 from ._inspect import Operation as Operation
 from ._inspect import Report as Report
 from ._inspect import Totals as Totals
+from ._contract import expect as expect
+from ._contract import ContractError as ContractError
 
 
 def __getattr__(name: str) -> _Any:

@@ -193,7 +193,8 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         TypeError: `optimizer` has no `init` and `update`.
 
     On a bad step the updates are -0.0, which changes no weight ($w + (-0.0) = w$ bit
-    for bit, also for $w = -0.0$), and the inner state stays.
+    for bit, also for $w = -0.0$), and the inner state stays. It stands inside of
+    `mpx.master_weights`, whose updates are no numbers.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
@@ -203,7 +204,7 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         >>> updates, int(state.record.skipped)
         (Array([-0., -0.], dtype=float32), 1)
     """
-    _refuse_optimizer(optimizer, "`mpx.skip_nonfinite`")
+    refuse_optimizer(optimizer, "`mpx.skip_nonfinite`")
 
     def init(params: PyTree) -> SkipNonfiniteState:
         return SkipNonfiniteState(StepRecord(), optimizer.init(params))
@@ -235,7 +236,7 @@ def _update(
     extra_args: dict[str, Any],
 ) -> tuple[PyTree, PyTree, PyTree]:
     """The updates, and the model and the state with them applied."""
-    _refuse_optimizer(optimizer, call)
+    refuse_optimizer(optimizer, call)
     if not any(eqx.is_array_like(g) for g in jax.tree.leaves(grads)):
         raise ValueError(
             f"{call} was given no gradients: the tree has no array. Was the model "
@@ -322,7 +323,8 @@ def _with_limit(scaling: Any, before: Any, limit: int) -> Any:
     return select_tree(before.record.halted, before, limited)
 
 
-def _refuse_optimizer(optimizer: Any, call: str) -> None:
+def refuse_optimizer(optimizer: Any, call: str) -> None:
+    """Raises for what is no Optax transformation."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
             f"{call} needs an Optax transformation (with `init` and `update`); got "

@@ -124,8 +124,9 @@ def refuse_half_masters(args: Any, argnums: tuple[int, ...], call: str) -> None:
                 f"{call} needs weights in full precision; got {describe(leaf)} at "
                 f"`args[{i}]{jax.tree_util.keystr(path)}`. Keep float32 weights (mpx "
                 "casts them for the computation), with `mpx.cast_to_float32(model)`. "
-                "If float16 weights are what you want, say so: "
-                "`policy=mpx.get_policy('float16')`."
+                "If float16 weights are what you want, say so with "
+                "`policy=mpx.get_policy('float16')`, and let the optimizer keep the "
+                "float32 copies: `mpx.master_weights(optimizer)`."
             )
 
 

@@ -1,0 +1,303 @@
+"""The operations of a program that contracts speak of: products, collectives, calls."""
+
+import dataclasses
+import fnmatch
+import math
+import re
+from collections.abc import Iterator
+
+from ._hlo import ArrayType, Instruction, Module
+
+_PRODUCTS = ("dot", "convolution", "ragged-dot", "scaled-dot")
+# JAX's own call for products with block scales, before the compiler has chosen one.
+_SCALED_PRODUCT = "__op$block_scaled_dot"
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Calls of a library that are matrix products, convolutions or attention.
+_PRODUCT_CALL = re.compile(
+    r"__cublas\$(gemm|lt\$)|__cudnn\$(conv|blockScaledDot|fmha)|__onednn\$(matmul|convolution)"
+    r"|__op\$block_scaled_dot|__triton.*gemm"
+)
+_HOST = re.compile(r"callback", re.IGNORECASE)
+_TRANSFERS = ("send", "recv", "infeed", "outfeed")
+
+
+# What JAX itself writes into the path of an operation, beside the names of scopes.
+_LOOP = re.compile(r"\bwhile/(body|cond)(?=/|$)|\bbranch_\d+_fun\b")
+_STRUCTURE = frozenset(
+    "jit pjit jvp transpose vmap closed_call cond checkpoint rematted_computation "
+    "shard_map custom_jvp_call custom_vjp_call".split()
+)
+
+
+def _scopes(op_name: str) -> list[str]:
+    """The named scopes of a path, and the names of jitted functions.
+
+    >>> _scopes("jit(step)/transpose(jvp(decoder))/while/body/closed_call/layer/dot")
+    ['step', 'decoder', 'layer']
+    """
+    parts = re.split(r"[/()]+", _LOOP.sub("", op_name.rpartition("/")[0]))
+    return [part for part in parts if part and part not in _STRUCTURE]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of the program, as an error shows it.
+
+    Attributes:
+        kind: What it is: `dot`, `all-gather`, the target of a call.
+        operands: Dtypes and shapes of what it takes, where known.
+        results: Dtypes and shapes of what it gives.
+        op_name: The path of transforms and scopes.
+        source: `file:line`, or the empty text.
+        times: How often it runs.
+        flops: Floating point operations of all its runs; 0 where they are not counted.
+    """
+
+    kind: str
+    operands: tuple[ArrayType, ...]
+    results: tuple[ArrayType, ...]
+    op_name: str
+    source: str
+    times: int = 1
+    flops: int = 0
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of its operands, or of its results where those are not known."""
+        return tuple(array.dtype for array in self.operands or self.results)
+
+    def is_within(self, scope: str) -> bool:
+        """Whether a named scope, or a path of them joined by `/`, encloses it.
+
+        As in `mpx.Rule`: the path may begin at any scope, and `*` matches any text.
+        """
+        path = _scopes(self.op_name)
+        wanted = scope.split("/")
+        return any(
+            all(map(fnmatch.fnmatchcase, path[i : i + len(wanted)], wanted))
+            for i in range(len(path) - len(wanted) + 1)
+        )
+
+    def __str__(self) -> str:
+        given = " x ".join(map(str, self.operands))
+        results = ", ".join(map(str, self.results))
+        parts = [f"{self.kind}: {given} -> {results}" if given else ""]
+        parts = [parts[0] or f"{self.kind}: {results}"]
+        if self.times > 1:
+            parts.append(f"{self.times} times")
+        if self.flops:
+            parts.append(f"{self.flops:,} FLOPs")
+        if self.op_name:
+            parts.append(f"in `{self.op_name}`")
+        if self.source:
+            parts.append(f"at {self.source}")
+        return ", ".join(parts)
+
+
+def products(module: Module) -> list[Operation]:
+    """The matrix products and convolutions of a lowered program, by its loops' trips.
+
+    Products of integers and booleans are left out.
+    """
+    found = []
+    for instruction, names, times, prefix in _run(module, module.entry, 1, ""):
+        is_scaled = instruction.target == _SCALED_PRODUCT
+        if instruction.opcode not in _PRODUCTS and not is_scaled:
+            continue
+        operands = tuple(names[name].results[0] for name in instruction.operands[:2])
+        if not all("float" in x.dtype or "complex" in x.dtype for x in operands):
+            continue
+        depth = _depth(instruction, operands)
+        size = math.prod(instruction.results[0].shape)
+        kind = "scaled dot" if is_scaled else instruction.opcode
+        found.append(
+            Operation(
+                kind,
+                operands,
+                instruction.results,
+                _full_name(instruction, prefix),
+                module.source(instruction),
+                times,
+                2 * size * depth * times,
+            )
+        )
+    return found
+
+
+def _depth(instruction: Instruction, operands: tuple[ArrayType, ...]) -> int:
+    """How many numbers are added up for each element of a product."""
+    left, right = (operand.shape for operand in operands)
+    if instruction.opcode == "convolution":
+        labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.line)
+        output = labels[1].index("o") if labels else len(right) - 1
+        return math.prod(right) // max(right[output], 1)
+    if instruction.opcode == "custom-call":
+        return left[-1]
+    contracted = instruction.attribute("lhs_contracting_dims")
+    return math.prod(left[int(i)] for i in contracted.split(",") if i)
+
+
+def _run(
+    module: Module, name: str, times: int, prefix: str
+) -> Iterator[tuple[Instruction, dict[str, Instruction], int, str]]:
+    """What a lowered computation runs, with the names in reach and how often."""
+    body = module.computations[name]
+    names = {instruction.name: instruction for instruction in body}
+    for instruction in body:
+        yield instruction, names, times, prefix
+        inner = _full_name(instruction, prefix)
+        if instruction.opcode == "while":
+            trips = _trips(module, instruction)
+            for called in instruction.called("body"):
+                yield from _run(module, called, times * trips, inner)
+        elif instruction.opcode == "call":
+            for called in instruction.called("to_apply"):
+                yield from _run(module, called, times, inner)
+        elif instruction.opcode == "conditional":
+            for key in ("branch_computations", "true_computation", "false_computation"):
+                for called in instruction.called(key):
+                    yield from _run(module, called, times, inner)
+
+
+def _trips(module: Module, loop: Instruction) -> int:
+    """How often a loop runs: its condition compares a counter with a constant."""
+    if loop.trips is not None:
+        return loop.trips
+    for condition in loop.called("condition"):
+        body = module.computations[condition]
+        root = next((x for x in body if x.line.lstrip().startswith("ROOT")), None)
+        if root is None or root.opcode != "compare" or "direction=LT" not in root.line:
+            continue
+        names = {instruction.name: instruction for instruction in body}
+        bound = names.get(root.operands[-1])
+        constant = re.search(r" constant\((\d+)\)", bound.line if bound else "")
+        if constant is not None:
+            return int(constant[1])
+    return 1
+
+
+def _full_name(instruction: Instruction, prefix: str) -> str:
+    """The operation's path; inside of a called computation it is written relative."""
+    name = instruction.op_name
+    outermost = prefix.partition("/")[0]
+    if not prefix or name == outermost or name.startswith(f"{outermost}/"):
+        return name
+    return f"{prefix}/{name}" if name else prefix
+
+
+def collectives(module: Module) -> list[Operation]:
+    """The collectives of an optimized program that move more than scalars."""
+    found = []
+    for home, instruction, names in _everything(module):
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        if home.startswith("all-reduce-scatter"):  # how a TPU's compiler writes it
+            kind = "reduce-scatter"
+        given = [names[x].results for x in instruction.operands if x in names]
+        arrays = tuple(array for results in given for array in results)
+        arrays = arrays or instruction.results
+        arrays = tuple(array for array in arrays if math.prod(array.shape) > 1)
+        if arrays:
+            found.append(_plain(module, home, instruction, kind, arrays))
+    return found
+
+
+def custom_calls(module: Module) -> list[Operation]:
+    """The calls of libraries and kernels in an optimized program."""
+    return [
+        _plain(
+            module, home, instruction, instruction.target, _operands(instruction, names)
+        )
+        for home, instruction, names in _everything(module)
+        if instruction.opcode == "custom-call"
+    ]
+
+
+def compiled_products(module: Module) -> list[Operation]:
+    """What an optimized program computes products with: calls, or instructions."""
+    found = []
+    for home, instruction, names in _everything(module):
+        is_call = _PRODUCT_CALL.match(instruction.target) is not None
+        if is_call or instruction.opcode in _PRODUCTS:
+            kind = instruction.target or instruction.opcode
+            operands = _operands(instruction, names)[:2]
+            found.append(_plain(module, home, instruction, kind, operands))
+    return found
+
+
+def host_transfers(module: Module) -> list[Operation]:
+    """Where an optimized program waits for, or talks to, the host's Python."""
+    found = []
+    for home, instruction, names in _everything(module):
+        is_transfer = instruction.opcode in _TRANSFERS and (
+            instruction.opcode.endswith("feed")
+            or "is_host_transfer=true" in instruction.line
+        )
+        if is_transfer or _HOST.search(instruction.target):
+            kind = instruction.target or instruction.opcode
+            operands = _operands(instruction, names)
+            found.append(_plain(module, home, instruction, kind, operands))
+    return found
+
+
+def largest_results(module: Module, count: int) -> list[Operation]:
+    """The largest arrays that the instructions outside of fusions make."""
+    inside = set(module.fusions)
+    for _, instruction, _ in _everything(module):
+        if instruction.opcode in ("reduce", "sort", "scatter", "all-reduce"):
+            inside.update(instruction.called("to_apply"))
+    free = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "call")
+    found = [
+        _plain(module, name, instruction, instruction.opcode, ())
+        for name, body in module.computations.items()
+        if name not in inside
+        for instruction in body
+        if instruction.opcode not in free
+    ]
+    return sorted(found, key=_bits, reverse=True)[:count]
+
+
+def _bits(operation: Operation) -> int:
+    return sum(array.bits for array in operation.results)
+
+
+def _everything(
+    module: Module,
+) -> Iterator[tuple[str, Instruction, dict[str, Instruction]]]:
+    """Every instruction, with its computation and the names in its reach."""
+    for home, body in module.computations.items():
+        names = {instruction.name: instruction for instruction in body}
+        for instruction in body:
+            yield home, instruction, names
+
+
+def _operands(
+    instruction: Instruction, names: dict[str, Instruction]
+) -> tuple[ArrayType, ...]:
+    given = (names[name].results for name in instruction.operands if name in names)
+    return tuple(array for results in given for array in results)
+
+
+def _plain(
+    module: Module,
+    home: str,
+    instruction: Instruction,
+    kind: str,
+    operands: tuple[ArrayType, ...],
+) -> Operation:
+    """An operation of the compiled program; in a fusion it may have lost its name."""
+    named = instruction
+    if not instruction.op_name:
+        named = module.fusions.get(home, instruction)
+    return Operation(
+        kind, operands, instruction.results, named.op_name, module.source(named)
+    )

@@ -1,0 +1,283 @@
+r"""Master weights in the optimizer, for models whose own weights are half precision.
+
+The model holds $p$ (bfloat16 or float16), the optimizer's state holds the *masters*
+$m$ (float32) next to its moments, and after every step
+
+$$p = \operatorname{round}(m)$$
+
+bit for bit. That is harder than it looks, because an Optax transformation returns an
+*update* $u$ and others compute $p + u$. No array $u$ will do. Optax computes the sum in
+the promoted dtype and casts, Equinox does not cast, so a float32 update makes the model
+float32; and in half precision a sum cannot reach every number: from 1, all that
+bfloat16 can reach below $2^{-8}$ is zero. So an update is a `NewWeight`, an object of
+which `p + u` is the new weight, as it is.
+
+Sharp edges:
+
+- It is no array: put `master_weights` outermost (or last in a chain), and what changes
+  updates (clipping, schedules, `mpx.skip_nonfinite`, `optax.MultiSteps`) inside of it;
+  apply the updates in the function that computed them, not outside of its `jit`.
+- A weight that is not its rounded master was changed by somebody else, and that one is
+  right: the master starts anew from it. So a model that was loaded without its
+  optimizer's state, or a weight that was clipped, is never overwritten in silence.
+- The inner optimizer sees float32: masters, gradients, and moments made from them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ._cast import cast_leaf
+from ._dtypes import is_half
+from ._errors import at_path, describe
+from ._optimizer import refuse_optimizer
+from ._tree import is_float_leaf, path_text
+
+_CALL = "`mpx.master_weights(optimizer)`"
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `master_weights`.
+
+    Attributes:
+        masters: Like the weights, in float32; None for weights that have no copy.
+        inner_state: The state of the inner optimizer.
+    """
+
+    masters: Any
+    inner_state: Any
+
+
+class MasterWeights(NamedTuple):
+    """An Optax transformation (a pair of `init` and `update`)."""
+
+    init: Callable[..., MasterWeightsState]
+    update: Callable[..., tuple[Any, MasterWeightsState]]
+
+
+class NewWeight:
+    """An update that says what a weight becomes: `weight + update` is that.
+
+    Args:
+        value: The new weight.
+    """
+
+    # numpy leaves the sum to us, too.
+    __array_ufunc__ = None
+    __slots__ = ("value",)
+
+    def __init__(self, value: Array) -> None:
+        self.value = value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the weight."""
+        return self.value.dtype
+
+    def __radd__(self, weight: Any) -> Array:
+        return self._applied_to(weight)
+
+    def __add__(self, weight: Any) -> Array:
+        return self._applied_to(weight)
+
+    def __repr__(self) -> str:
+        return f"NewWeight({self.value!r})"
+
+    def _applied_to(self, weight: Any) -> Array:
+        given = jnp.shape(weight), getattr(weight, "dtype", None)
+        if given != (self.shape, self.dtype):
+            raise ValueError(
+                f"An update of {_CALL} is applied to the weight that it was computed "
+                f"for, {describe(self.value)}; got {describe(weight)}. Apply it before "
+                "the weights are cast or changed."
+            )
+        return self.value
+
+    def _refused(self, *_: Any) -> Any:
+        raise TypeError(
+            f"An update of {_CALL} is no number to compute with: it says what the "
+            "weight becomes. Put what changes updates inside: "
+            "`mpx.master_weights(optax.chain(...))`."
+        )
+
+    __mul__ = __rmul__ = __sub__ = __rsub__ = __neg__ = __truediv__ = _refused
+
+
+def master_weights(optimizer: Any) -> MasterWeights:
+    r"""Makes an Optax transformation keep float32 copies of half-precision weights.
+
+    $$m \leftarrow m + u, \quad p \leftarrow \operatorname{round}(m) \qquad
+        (u, o') = \operatorname{update}(\text{float32}(g), o, m)$$
+
+    For models whose weights $p$ are bfloat16 or float16, which need no cast in the
+    forward pass and half the bytes where they are gathered. In bfloat16 alone, a
+    weight stands still as soon as its updates are below $2^{-9}$ of it.
+
+    Args:
+        optimizer: An Optax transformation.
+
+    Returns:
+        A pair `(init, update)` to use as an Optax transformation, the outermost one or
+        the last of a chain, also in `optax.multi_transform` and `optax.masked`. Its
+        state has `masters` (float32, like the weights) and `inner_state`. Apply the
+        updates with `optax.apply_updates`, `eqx.apply_updates`, `mpx.optimizer_update`
+        or `mpx.optimizer_step`: the weights are then the rounded masters, bit for bit.
+
+    Raises:
+        TypeError: `optimizer` has no `init` and `update`.
+        ValueError: In `update`: without `params`, or the weights are not of the
+            structure, shapes and dtypes that `init` saw.
+
+    - Weights of other dtypes (float32, float64, complex) have no copy: their master is
+      None, and their updates are those of `optimizer`. Leaves that are None stay None.
+    - Extra arguments go on to `optimizer.update` as they are.
+    - A weight that is not its rounded master was changed from outside (loaded,
+      clipped): its master starts anew from it, element by element.
+    - A step that is skipped leaves masters and weights as they were. Put
+      `mpx.skip_nonfinite` inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
+    - A master beyond the range of the weight's dtype gives an infinite weight;
+      `check_update` of `mpx.optimizer_step` skips such a step.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx, optax
+        >>> weights = jnp.ones(2, jnp.bfloat16)
+        >>> tx = mpx.master_weights(optax.sgd(1e-3))
+        >>> state = tx.init(weights)
+        >>> for _ in range(3):
+        ...     updates, state = tx.update(jnp.ones(2), state, weights)
+        ...     weights = optax.apply_updates(weights, updates)
+        >>> state.masters
+        Array([0.99700004, 0.99700004], dtype=float32)
+        >>> weights
+        Array([0.996094, 0.996094], dtype=bfloat16)
+    """
+    refuse_optimizer(optimizer, _CALL)
+
+    def init(params: PyTree) -> MasterWeightsState:
+        masters = jax.tree.map(_master, params)
+        return MasterWeightsState(masters, optimizer.init(_full(masters, params)))
+
+    def update(
+        updates: PyTree,
+        state: MasterWeightsState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, MasterWeightsState]:
+        _refuse_weights(state.masters, params)
+        masters = _map(_followed, state.masters, params)
+        updates, inner = optimizer.update(
+            jax.tree.map(_widened, updates),
+            state.inner_state,
+            _full(masters, params),
+            **extra_args,
+        )
+        moved = _map(_moved, masters, updates)
+        new = _map(_update, moved, updates, params)
+        return new, MasterWeightsState(moved, inner)
+
+    return MasterWeights(init, update)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def _map(function: Callable[..., Any], *trees: PyTree) -> PyTree:
+    return jax.tree.map(function, *trees, is_leaf=_is_none)
+
+
+def _has_master(weight: Any) -> bool:
+    return is_float_leaf(weight) and is_half(weight.dtype)
+
+
+def _master(weight: Any) -> Any:
+    return jnp.asarray(weight, jnp.float32) if _has_master(weight) else None
+
+
+def _widened(gradient: Any) -> Any:
+    return (
+        cast_leaf(gradient, np.dtype(np.float32))
+        if _has_master(gradient)
+        else (gradient)
+    )
+
+
+def _full(masters: PyTree, params: PyTree) -> PyTree:
+    """What the inner optimizer sees as weights."""
+
+    def choose(master: Any, weight: Any) -> Any:
+        return weight if master is None or weight is None else master
+
+    return _map(choose, masters, params)
+
+
+def _followed(master: Any, weight: Any) -> Any:
+    """The master, or where the weight is not its rounding, the weight.
+
+    By bits: an integer comparison is exact, and XLA may drop a cast to half precision
+    and back, but not one whose bits are read.
+    """
+    if master is None or weight is None:
+        return master
+    is_own = _bits(master.astype(weight.dtype)) == _bits(weight)
+    return jnp.where(is_own, master, jnp.asarray(weight, jnp.float32))
+
+
+def _bits(weight: Any) -> Array:
+    return jax.lax.bitcast_convert_type(weight, jnp.uint16)
+
+
+def _moved(master: Any, update: Any) -> Any:
+    if master is None or update is None:
+        return master
+    return (master + _widened(update)).astype(master.dtype)
+
+
+def _update(master: Any, update: Any, weight: Any) -> Any:
+    if master is None or update is None or weight is None:
+        return update
+    return NewWeight(master.astype(weight.dtype))
+
+
+def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
+    """Raises unless the weights are of the form that `init` saw."""
+    if params is None:
+        raise ValueError(
+            f"`update` of {_CALL} needs the weights: "
+            "`optimizer.update(grads, state, params)`."
+        )
+    structures = [jax.tree.structure(tree, _is_none) for tree in (masters, params)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"`update` of {_CALL} needs weights of the structure that `init` saw; got\n"
+            f"  masters: {structures[0]}\n  weights: {structures[1]}\nMake the state "
+            "with `init(params)` of this model."
+        )
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(params, _is_none),
+        jax.tree.leaves(masters, is_leaf=_is_none),
+        strict=True,
+    )
+    for (path, weight), master in pairs:
+        fits = (
+            not _has_master(weight)
+            if master is None
+            else _has_master(weight) and weight.shape == master.shape
+        )
+        if not fits and weight is not None:
+            kept = "no master" if master is None else f"the master {describe(master)}"
+            raise ValueError(
+                f"`update` of {_CALL} needs weights of the shapes and dtypes that "
+                f"`init` saw; got {describe(weight)} for {kept}"
+                f"{at_path(path_text(path))}. Make the state anew with `init(params)`, "
+                "or cast the model back."
+            )
