@@ -1,0 +1,20 @@
+"""Functions and layers that are ready for mixed precision.
+
+Half precision goes in and comes out, and is what the backward pass keeps; the
+arithmetic in between is full precision. Nobody has to write `force_full_precision`, and
+no float32 copy of an activation waits for the backward pass.
+
+The module is imported when it is asked for: `import mpx.nn`.
+"""
+
+from ._layers import LayerNorm as LayerNorm, Linear as Linear, RMSNorm as RMSNorm
+from ._losses import cross_entropy as cross_entropy
+from ._multihead import MultiheadAttention as MultiheadAttention
+from ._normalize import layer_norm as layer_norm, rms_norm as rms_norm
+from ._softmax import (
+    log_softmax as log_softmax,
+    logsumexp as logsumexp,
+    softmax as softmax,
+)
+from ._statistics import mean as mean, variance as variance
+from ._transformer import TransformerLayer as TransformerLayer

@@ -1,0 +1,57 @@
+"""Activations, dropout and the addition of a bias, element by element."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from .._dtypes import is_half
+from ._linear_part import from_residuals, widen
+
+
+def activate(
+    activation: Callable[[Array], Array], x: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """An activation, computed in float32, which keeps its half-precision input."""
+    return _activate(activation, x) if is_half(x.dtype) else activation(x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _activate(activation: Callable[[Array], Array], x: Array) -> Array:
+    return activation(widen(x)).astype(x.dtype)
+
+
+@_activate.defjvp
+def _activate_rule(
+    activation: Callable[[Array], Array], primals: Any, tangents: Any
+) -> Any:
+    (x,) = primals
+
+    def linear_part(x: Array, dot: Array) -> Array:
+        _, change = jax.jvp(activation, (widen(x),), (widen(dot),))
+        return change.astype(x.dtype)
+
+    return _activate(activation, x), from_residuals(linear_part, x, tangents[0])
+
+
+def add_bias(x: Float[Array, "... n"], bias: Float[Array, " n"]) -> Array:
+    """The sum in the dtype of x; the gradient of the bias is summed in float32."""
+    wide = widen(x)
+    total = wide + bias.astype(wide.dtype).reshape((1,) * (x.ndim - 1) + bias.shape)
+    return total.astype(x.dtype)
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray) -> Array:
+    r"""Sets elements to 0 with probability `rate` and divides the rest by 1 - rate.
+
+    Kept for the backward pass: the mask, one byte for each element.
+    """
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+
+    def linear_part(keep: Array, x: Array) -> Array:
+        return jnp.where(keep, widen(x) / (1 - rate), 0).astype(x.dtype)
+
+    return from_residuals(linear_part, keep, x)

@@ -1,0 +1,259 @@
+"""Multi-head attention with grouped queries and rotary positions."""
+
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from .._errors import describe
+from .._typing import DTypeLike
+from ._attention import attention, rotate
+from ._layers import Linear, check_last_axis, check_rate, check_size
+
+MaskType = Literal["no_mask", "causal"]
+Implementation = Literal["xla", "cudnn"] | None
+_CALL = "`mpx.nn.MultiheadAttention`"
+
+
+class MultiheadAttention(eqx.Module):
+    r"""Multi-head attention, of a sequence with itself or with another one.
+
+    $$\text{head}_i = \operatorname{softmax}\!\Big(
+    \frac{(x W^Q_i)(y W^K_{g(i)})^\top}{\sqrt{d}}\Big)\, y W^V_{g(i)}, \qquad
+    \text{out} = [\text{head}_1, \dots, \text{head}_n]\, W^O$$
+
+    with $y = x$ unless another sequence is given, and $g(i)$ the group of head $i$:
+    consecutive heads share keys and values.
+
+    Scores and softmax are float32, products have the input's dtype. Kept for the
+    backward pass: inputs, queries, keys, values and probabilities in half precision;
+    `jax.nn.dot_product_attention` on XLA keeps the probabilities in float32 as well.
+
+    Attributes:
+        query: The projection $W^Q$, an `mpx.nn.Linear`.
+        key: The projection $W^K$.
+        value: The projection $W^V$.
+        output: The projection $W^O$.
+
+    Args:
+        hidden_size: The size of the last axis of input and result.
+        num_attention_heads: The number of heads, $n$.
+        num_gqa_groups: The number of heads of keys and values (grouped query
+            attention); `num_attention_heads` if None.
+        attention_dropout: The probability that an attention probability becomes 0.
+        self_attention_mask_type: "causal" lets no position see a later one; "no_mask".
+        use_bias: Whether the projections have a bias.
+        use_rotary_positions: Whether queries and keys are turned by their positions.
+        rotary_base: The base of the angles.
+        implementation: None for the attention of this module; "xla" or "cudnn" to call
+            `jax.nn.dot_product_attention`, which has no dropout. cuDNN's keeps no
+            probabilities at all, and runs on GPUs in half precision.
+        dtype: The dtype of the parameters.
+        key: A PRNG key for the parameters.
+
+    Raises:
+        ValueError: The heads do not divide the hidden size, or the groups the heads;
+            rotary positions with an odd head size; a dropout rate outside of [0, 1);
+            dropout with `jax.nn.dot_product_attention`. At a call: a shape that does
+            not fit, or dropout without a key.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx.nn
+        >>> layer = mpx.nn.MultiheadAttention(
+        ...     16, 4, num_gqa_groups=2, key=jax.random.key(0)
+        ... )
+        >>> layer(jnp.ones((2, 5, 16), jnp.bfloat16)).shape
+        (2, 5, 16)
+    """
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    num_attention_heads: int = eqx.field(static=True)
+    num_gqa_groups: int = eqx.field(static=True)
+    attention_dropout: float = eqx.field(static=True)
+    self_attention_mask_type: str = eqx.field(static=True)
+    use_rotary_positions: bool = eqx.field(static=True)
+    rotary_base: float = eqx.field(static=True)
+    implementation: Implementation = eqx.field(static=True)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        *,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        self_attention_mask_type: MaskType = "no_mask",
+        use_bias: bool = True,
+        use_rotary_positions: bool = False,
+        rotary_base: float = 10_000.0,
+        implementation: Implementation = None,
+        dtype: DTypeLike = "float32",
+        key: PRNGKeyArray,
+    ) -> None:
+        """Draws the parameters."""
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        _check_heads(hidden_size, num_attention_heads, groups)
+        _check_options(self_attention_mask_type, implementation, attention_dropout)
+        size = hidden_size // num_attention_heads
+        if use_rotary_positions and size % 2:
+            raise ValueError(
+                f"`use_rotary_positions` of {_CALL} turns pairs of channels and needs "
+                f"an even size of each head; got {hidden_size} / {num_attention_heads} "
+                f"= {size}. Change the number of heads."
+            )
+        keys = jax.random.split(key, 4)
+
+        def linear(size: int, key: PRNGKeyArray) -> Linear:
+            return Linear(hidden_size, size, use_bias=use_bias, dtype=dtype, key=key)
+
+        self.query, self.output = (linear(hidden_size, keys[i]) for i in (0, 3))
+        self.key, self.value = (linear(groups * size, keys[i]) for i in (1, 2))
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.attention_dropout = attention_dropout
+        self.self_attention_mask_type = self_attention_mask_type
+        self.use_rotary_positions = use_rotary_positions
+        self.rotary_base = rotary_base
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch q_seq hidden"],
+        key_value: Float[Array, "*batch kv_seq hidden"] | None = None,
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        key: PRNGKeyArray | None = None,
+        inference: bool = False,
+    ) -> Float[Array, "*batch q_seq hidden"]:
+        """Attends.
+
+        Args:
+            x: The sequence that asks, with any number of leading axes.
+            key_value: The sequence that is looked at; `x` if None.
+            mask: True where a position may be looked at: of shape (q_seq, kv_seq),
+                (*batch, q_seq, kv_seq) or (*batch, heads, q_seq, kv_seq), each axis
+                possibly 1. A row without True attends evenly to all.
+            key: A PRNG key for dropout.
+            inference: Whether dropout is switched off.
+
+        Returns:
+            The result in the shape and dtype of `x`.
+        """
+        seen = x if key_value is None else key_value
+        for sequence in (x, seen):
+            check_last_axis("MultiheadAttention", sequence, self.query.weight.shape[1])
+        _check_sequences(x, seen)
+        rate = 0.0 if inference else self.attention_dropout
+        if rate and key is None:
+            raise ValueError(
+                f"{_CALL} needs a `key` for dropout at a call; got None. Give it one, "
+                "or `inference=True`."
+            )
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        batch = x.shape[:-2]
+        x = x.reshape(-1, *x.shape[-2:])
+        seen = seen.astype(x.dtype).reshape(-1, *seen.shape[-2:])
+        full_mask = _batched(mask, batch, (heads, x.shape[1], seen.shape[1]))
+        q = self.query(x).reshape(*x.shape[:2], heads, -1)
+        k = self.key(seen).reshape(*seen.shape[:2], groups, -1)
+        v = self.value(seen).reshape(*seen.shape[:2], groups, -1)
+        if self.use_rotary_positions:
+            q, k = rotate(q, self.rotary_base), rotate(k, self.rotary_base)
+        out = self._attend(q, k, v, full_mask, rate, key)
+        out = self.output(out.reshape(*x.shape[:2], -1))
+        return out.reshape(*batch, *out.shape[-2:])
+
+    def _attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        mask: Array | None,
+        rate: float,
+        key: PRNGKeyArray | None,
+    ) -> Array:
+        is_causal = self.self_attention_mask_type == "causal"
+        if self.implementation is None:
+            return attention(q, k, v, mask, is_causal, rate, key)
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=is_causal, implementation=self.implementation
+        )
+
+
+def _check_heads(hidden_size: int, heads: int, groups: int) -> None:
+    sizes = {
+        "hidden_size": hidden_size,
+        "num_attention_heads": heads,
+        "num_gqa_groups": groups,
+    }
+    for name, size in sizes.items():
+        check_size("MultiheadAttention", name, size)
+    if hidden_size % heads:
+        raise ValueError(
+            f"`num_attention_heads` of {_CALL} must divide `hidden_size`; got {heads} "
+            f"heads for {hidden_size}. Change one of them."
+        )
+    if heads % groups:
+        raise ValueError(
+            f"`num_gqa_groups` of {_CALL} must divide `num_attention_heads`; got "
+            f"{groups} groups for {heads} heads. Change one of them."
+        )
+
+
+def _check_options(mask_type: str, implementation: str | None, rate: float) -> None:
+    check_rate("MultiheadAttention", "attention_dropout", rate)
+    if mask_type not in ("no_mask", "causal"):
+        raise ValueError(
+            f"`self_attention_mask_type` of {_CALL} must be 'no_mask' or 'causal'; "
+            f"got {mask_type!r}. Give other masks at the call."
+        )
+    if implementation not in (None, "xla", "cudnn"):
+        raise ValueError(
+            f"`implementation` of {_CALL} must be None, 'xla' or 'cudnn'; got "
+            f"{implementation!r}. None is the attention of `mpx.nn`."
+        )
+    if implementation is not None and rate:
+        raise ValueError(
+            f"`implementation` of {_CALL} calls `jax.nn.dot_product_attention`, "
+            f"which has no dropout; got {implementation!r} with "
+            f"attention_dropout={rate}. Use None, or no dropout."
+        )
+
+
+def _check_sequences(x: Array, seen: Array) -> None:
+    if x.ndim < 2 or seen.ndim != x.ndim or seen.shape[:-2] != x.shape[:-2]:
+        raise ValueError(
+            f"{_CALL} needs sequences of shape (*batch, sequence, hidden) with equal "
+            f"leading axes; got {describe(x)} and {describe(seen)}. Add the axes that "
+            "are missing."
+        )
+
+
+def _batched(
+    mask: Array | None, batch: tuple[int, ...], inner: tuple[int, ...]
+) -> Array | None:
+    """A mask of shape (batch or 1, heads or 1, q_seq, kv_seq), each inner axis or 1."""
+    if mask is None:
+        return None
+    ranks = {2: (), len(batch) + 2: batch, len(batch) + 3: (*batch, inner[0])}
+    lead = ranks.get(mask.ndim)
+    full = (*(lead or ()), *inner[1:])
+    pairs = zip(mask.shape, full, strict=False)
+    if lead is None or any(n not in (1, m) for n, m in pairs):
+        raise ValueError(
+            f"`mask` of {_CALL} must have the shape {inner[1:]}, "
+            f"{(*batch, *inner[1:])} or {(*batch, *inner)}, each axis possibly 1; got "
+            f"{describe(mask)}. True stands where a position may be looked at."
+        )
+    if mask.ndim == 2:
+        mask = mask.reshape((1,) * (len(batch) + 1) + mask.shape)
+    elif mask.ndim == len(batch) + 2:
+        mask = mask[..., None, :, :]
+    rows = mask.shape[:-3]
+    if any(n != 1 for n in rows):
+        mask = jnp.broadcast_to(mask, (*batch, *mask.shape[-3:]))
+    return mask.reshape(-1, *mask.shape[-3:])

@@ -1,0 +1,159 @@
+"""A layer of a transformer: attention and a multi-layer perceptron."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from .._typing import DTypeLike
+from ._elementwise import activate, dropout
+from ._layers import LayerNorm, Linear, RMSNorm, check_rate, check_size
+from ._multihead import Implementation, MaskType, MultiheadAttention
+
+_CALL = "`mpx.nn.TransformerLayer`"
+
+
+class TransformerLayer(eqx.Module):
+    r"""A transformer layer, with the norms in front of what they feed (pre-norm).
+
+    $$h = x + \operatorname{Attention}(\operatorname{Norm}(x)), \qquad
+    \text{out} = h + W_2\, \phi(W_1 \operatorname{Norm}(h) + b_1) + b_2$$
+
+    The arguments are named as those of Transformer Engine's layer for JAX where both
+    have them. Dropout is off unless asked for, and the activation is GELU.
+
+    Attributes:
+        attention_norm: The norm in front of attention.
+        attention: An `mpx.nn.MultiheadAttention`.
+        mlp_norm: The norm in front of the perceptron.
+        mlp_in: $W_1$ and $b_1$.
+        mlp_out: $W_2$ and $b_2$.
+
+    Args:
+        hidden_size: The size of the last axis of input and result.
+        mlp_hidden_size: The size between the two products of the perceptron.
+        num_attention_heads: The number of heads.
+        num_gqa_groups: The number of heads of keys and values;
+            `num_attention_heads` if None.
+        attention_dropout: The probability that an attention probability becomes 0.
+        hidden_dropout: The same for what attention and perceptron add to the stream.
+        layernorm_type: "layernorm" or "rmsnorm".
+        layernorm_epsilon: What the norms add to the variance.
+        activation: $\phi$, a function of one array, element by element. It is computed
+            in float32, and again in the backward pass.
+        self_attention_mask_type: "causal" or "no_mask".
+        use_bias: Whether the linear layers have a bias.
+        use_rotary_positions: Whether queries and keys are turned by their positions.
+        implementation: See `mpx.nn.MultiheadAttention`.
+        dtype: The dtype of the parameters.
+        key: A PRNG key for the parameters.
+
+    Raises:
+        ValueError: See `mpx.nn.MultiheadAttention`; or `layernorm_type` is neither.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx.nn
+        >>> layer = mpx.nn.TransformerLayer(16, 64, 4, key=jax.random.key(0))
+        >>> layer(jnp.ones((2, 5, 16), jnp.bfloat16)).dtype
+        dtype(bfloat16)
+    """
+
+    attention_norm: LayerNorm | RMSNorm
+    attention: MultiheadAttention
+    mlp_norm: LayerNorm | RMSNorm
+    mlp_in: Linear
+    mlp_out: Linear
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+    hidden_dropout: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        mlp_hidden_size: int,
+        num_attention_heads: int,
+        *,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
+        layernorm_type: Literal["layernorm", "rmsnorm"] = "layernorm",
+        layernorm_epsilon: float = 1e-6,
+        activation: Callable[[Array], Array] = jax.nn.gelu,
+        self_attention_mask_type: MaskType = "no_mask",
+        use_bias: bool = True,
+        use_rotary_positions: bool = False,
+        implementation: Implementation = None,
+        dtype: DTypeLike = "float32",
+        key: PRNGKeyArray,
+    ) -> None:
+        """Draws the parameters."""
+        check_rate("TransformerLayer", "hidden_dropout", hidden_dropout)
+        check_size("TransformerLayer", "mlp_hidden_size", mlp_hidden_size)
+        norms = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+        if layernorm_type not in norms:
+            raise ValueError(
+                f"`layernorm_type` of {_CALL} must be 'layernorm' or 'rmsnorm'; got "
+                f"{layernorm_type!r}. Choose one of them."
+            )
+        norm, epsilon = norms[layernorm_type], layernorm_epsilon
+        attention_key, in_key, out_key = jax.random.split(key, 3)
+        self.attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            self_attention_mask_type=self_attention_mask_type,
+            use_bias=use_bias,
+            use_rotary_positions=use_rotary_positions,
+            implementation=implementation,
+            dtype=dtype,
+            key=attention_key,
+        )
+        self.attention_norm = norm(hidden_size, epsilon=epsilon, dtype=dtype)
+        self.mlp_norm = norm(hidden_size, epsilon=epsilon, dtype=dtype)
+        self.mlp_in = Linear(
+            hidden_size, mlp_hidden_size, use_bias=use_bias, dtype=dtype, key=in_key
+        )
+        self.mlp_out = Linear(
+            mlp_hidden_size, hidden_size, use_bias=use_bias, dtype=dtype, key=out_key
+        )
+        self.activation = activation
+        self.hidden_dropout = hidden_dropout
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq hidden"],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        key: PRNGKeyArray | None = None,
+        inference: bool = False,
+    ) -> Float[Array, "*batch seq hidden"]:
+        """Applies the layer.
+
+        Args:
+            x: The sequence, with any number of leading axes.
+            mask: True where a position may be looked at; see
+                `mpx.nn.MultiheadAttention`.
+            key: A PRNG key for dropout.
+            inference: Whether dropout is switched off.
+
+        Returns:
+            The result in the shape and dtype of `x`.
+        """
+        rate = 0.0 if inference else self.hidden_dropout
+        if rate and key is None:
+            raise ValueError(
+                f"{_CALL} needs a `key` for dropout at a call; got None. Give it one, "
+                "or `inference=True`."
+            )
+        keys = (None,) * 3 if key is None else tuple(jax.random.split(key, 3))
+
+        def dropped(y: Array, key: PRNGKeyArray | None) -> Array:
+            return dropout(y, rate, key) if rate and key is not None else y
+
+        y = self.attention_norm(x)
+        y = self.attention(y, mask=mask, key=keys[0], inference=inference)
+        x = x + dropped(y, keys[1])
+        y = activate(self.activation, self.mlp_in(self.mlp_norm(x)))
+        return x + dropped(self.mlp_out(y), keys[2])

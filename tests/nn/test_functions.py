@@ -1,0 +1,280 @@
+"""Functions of one array: values, gradients, dtypes, edges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+import mpx.nn
+
+from ..helpers import HALF, TRANSFORMS, WIDE, assert_same_bits
+from .cases import FUNCTIONS, WHERE, relative_error
+
+# The rounding of one number: half a unit in the last place.
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+by_name = pytest.mark.parametrize("name", FUNCTIONS)
+in_half = pytest.mark.parametrize("dtype", HALF)
+
+
+def numbers(getkey, dtype, shape=(4, 8), scale=3.0):
+    return (scale * jax.random.normal(getkey(), shape)).astype(dtype)
+
+
+def options_of(case):
+    """Axes, and a mask where the function has one."""
+    found = [{"axis": -1}, {"axis": 0}]
+    return [*found, {"axis": 1, "where": WHERE}] if case.with_where else found
+
+
+@by_name
+def test_float32_is_bit_equal_to_jax(name, getkey):
+    case, x = FUNCTIONS[name], numbers(getkey, jnp.float32)
+    for options in options_of(case):
+        if "where" in options:
+            options = {**options, "where": jnp.broadcast_to(WHERE, x.shape)}
+        mine, other = case.pair(**options)
+        assert_same_bits(mine(x), other(x))
+        assert_same_bits(jax.jit(mine)(x), jax.jit(other)(x))
+
+
+@by_name
+def test_float32_has_jax_gradients(name, getkey):
+    case, x = FUNCTIONS[name], numbers(getkey, jnp.float32)
+    for options in options_of(case):
+        if "where" in options:
+            options = {**options, "where": jnp.broadcast_to(WHERE, x.shape)}
+        mine, other = case.pair(**options)
+        g = numbers(getkey, jnp.float32, jax.eval_shape(mine, x).shape)
+        if "where" in options and name == "log_softmax":
+            g = jnp.where(options["where"], g, 0)
+        found, expected = (jax.vjp(f, x)[1](g)[0] for f in (mine, other))
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@in_half
+@by_name
+def test_half_is_float32_rounded_once(name, dtype, getkey):
+    case, x = FUNCTIONS[name], numbers(getkey, dtype)
+    for options in options_of(case):
+        if "where" in options:
+            options = {**options, "where": jnp.broadcast_to(WHERE, x.shape)}
+        mine, other = case.pair(**options)
+        assert_same_bits(mine(x), mpx.force_full_precision(other, dtype)(x))
+
+
+@in_half
+@by_name
+@pytest.mark.parametrize(("scale", "shift"), [(0.1, 0), (30, 0), (1, 2e4)])
+def test_gradients_lose_at_most_one_rounding(name, dtype, scale, shift, getkey):
+    """Against float64, no worse than casting, but for one half-precision rounding."""
+    case = FUNCTIONS[name]
+    mine, other = case.pair(axis=-1)
+    x = numbers(getkey, dtype, (4, 64), scale) + jnp.asarray(shift, dtype)
+    g = numbers(getkey, dtype, jax.eval_shape(mine, x).shape)
+    cast = mpx.force_full_precision(other, dtype)
+    found, by_cast = (jax.vjp(f, x)[1](g)[0] for f in (mine, cast))
+    with jax.enable_x64(True):
+        wide = x.astype(jnp.float64)
+        exact = jax.vjp(other, wide)[1](g.astype(jnp.float64))[0]
+        assert exact.dtype == jnp.float64
+        error, allowed = relative_error(found, exact), relative_error(by_cast, exact)
+        size = 1.0
+        if name == "softmax":  # what cancels in p (g - sum of p g) was rounded in p
+            p = jax.nn.softmax(wide)
+            cancelled = p * jnp.sum(p * jnp.abs(g.astype(p.dtype)), -1, keepdims=True)
+            size += float(jnp.max(cancelled) / jnp.max(jnp.abs(exact)))
+    assert found.dtype == dtype
+    assert error <= allowed + ROUNDING[dtype] * size
+
+
+@by_name
+@pytest.mark.parametrize("dtype", (*WIDE, "float64"))
+def test_the_result_has_the_dtype_of_the_input(name, dtype, getkey):
+    with jax.enable_x64(True):
+        x = jnp.ones((4, 8), dtype)
+        out, pullback = jax.vjp(FUNCTIONS[name].mine, x)
+        assert out.dtype == x.dtype and pullback(out)[0].dtype == x.dtype
+
+
+def test_float64_is_computed_in_float64(getkey):
+    with jax.enable_x64(True):
+        x = jax.random.normal(getkey(), (4, 8), jnp.float64)
+        for case in FUNCTIONS.values():
+            mine, other = case.pair(axis=-1)
+            np.testing.assert_allclose(mine(x), other(x), rtol=1e-13)
+
+
+@in_half
+@pytest.mark.parametrize("name", [n for n, c in FUNCTIONS.items() if c.with_where])
+def test_a_result_in_another_dtype(name, dtype, getkey):
+    case, x = FUNCTIONS[name], numbers(getkey, dtype)
+    out, pullback = jax.vjp(lambda x: case.mine(x, axis=-1, dtype="float32"), x)
+    assert_same_bits(out, case.jax(x.astype(jnp.float32), axis=-1))
+    assert pullback(out)[0].dtype == dtype
+    with pytest.raises(ValueError, match=f"`mpx.nn.{name}"):
+        case.mine(x, dtype="no dtype")
+
+
+@by_name
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_give_the_same(name, transform, getkey):
+    mine, _ = FUNCTIONS[name].pair(axis=-1)
+
+    x = numbers(getkey, "bfloat16")
+    g = numbers(getkey, "bfloat16", jax.eval_shape(mine, x).shape)
+
+    def gradient(x):
+        return jax.vjp(mine, x)[1](g)[0]
+
+    found, expected = TRANSFORMS[transform](gradient)(x), gradient(x)
+    assert found.dtype == expected.dtype == jnp.bfloat16
+    # Compilers may add in another order before the one rounding at the end.
+    np.testing.assert_allclose(
+        found.astype(jnp.float32), expected.astype(jnp.float32), rtol=2**-7, atol=1e-5
+    )
+
+
+@in_half
+@by_name
+def test_forward_mode_is_the_transpose_of_reverse_mode(name, dtype, getkey):
+    mine, _ = FUNCTIONS[name].pair(axis=-1)
+    x, dot = numbers(getkey, dtype), numbers(getkey, dtype)
+    out, out_dot = jax.jvp(mine, (x,), (dot,))
+    g = numbers(getkey, dtype, out.shape)
+    (x_bar,) = jax.vjp(mine, x)[1](g)
+    wide = [np.asarray(a, np.float64) for a in (g, out_dot, x_bar, dot)]
+    assert out_dot.dtype == dtype
+    left, right = wide[0] * wide[1], wide[2] * wide[3]
+    size = np.abs(left).sum() + np.abs(right).sum()
+    assert abs(left.sum() - right.sum()) <= 2 * ROUNDING[dtype] * size
+
+
+@by_name
+def test_second_derivatives(name, getkey):
+    """Through the rule for half precision, which float32 alone may not take."""
+    mine, other = FUNCTIONS[name].pair(axis=-1)
+    x = numbers(getkey, jnp.bfloat16, (1, 5), 1.0)
+
+    def second(f, x):
+        return jax.jacfwd(jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))))(x)
+
+    found = second(mine, x).astype(jnp.float32)
+    np.testing.assert_allclose(
+        found, second(other, x.astype(jnp.float32)), rtol=0.1, atol=0.05
+    )
+
+
+EMPTY = {
+    "no rows": ((0, 3), -1),
+    "empty rows": ((3, 0), -1),
+}
+
+
+@in_half
+@by_name
+@pytest.mark.parametrize("empty", EMPTY)
+def test_empty_axes_are_as_in_jax(name, dtype, empty):
+    shape, axis = EMPTY[empty]
+    mine, other = FUNCTIONS[name].pair(axis=axis)
+    if name == "layer_norm":  # Equinox's cannot be empty
+        other = lambda x: jax.nn.standardize(x, axis=axis)  # noqa: E731
+    x = jnp.ones(shape, dtype)
+    found, expected = mine(x), mpx.force_full_precision(other, dtype)(x)
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    # As float32: the sign bit of a NaN may differ, and numpy knows no bfloat16 NaN.
+    np.testing.assert_array_equal(found.astype("float32"), expected.astype("float32"))
+
+
+@in_half
+def test_softmax_of_rows_that_are_masked_whole(dtype):
+    lowest = jnp.full(8, jnp.finfo(dtype).min, dtype)
+    assert_same_bits(mpx.nn.softmax(lowest), jnp.full(8, 1 / 8, dtype))
+    assert jnp.isnan(mpx.nn.softmax(jnp.full(8, -jnp.inf, dtype))).all()  # as JAX
+    nothing = mpx.nn.softmax(lowest, where=jnp.zeros(8, bool))
+    assert_same_bits(nothing, jnp.zeros(8, dtype))
+    assert mpx.nn.logsumexp(lowest, where=jnp.zeros(8, bool)) == -jnp.inf
+    x = jnp.where(jnp.arange(8) < 3, 1, -jnp.inf).astype(dtype)
+    gradient = jax.grad(lambda x: jnp.sum(mpx.nn.softmax(x)[:1]))(x)
+    assert jnp.isfinite(gradient).all() and (gradient[3:] == 0).all()
+
+
+@in_half
+def test_large_scores(dtype):
+    x = jnp.array([1e4, 1e4, 0.0], dtype)
+    np.testing.assert_array_equal(mpx.nn.softmax(x), jnp.array([0.5, 0.5, 0], dtype))
+    assert mpx.nn.logsumexp(x, dtype="float32") == x[0].astype("float32") + np.log(2)
+    logs = mpx.nn.log_softmax(x)
+    assert logs[2] == -x[0] and abs(float(logs[0]) + np.log(2)) < 2e-3
+
+
+@in_half
+@pytest.mark.parametrize("value", [0.0, 1.0, 6e4])
+def test_constant_rows(dtype, value):
+    x = jnp.full((2, 8), value, dtype)
+    assert_same_bits(mpx.nn.layer_norm(x), jnp.zeros((2, 8), dtype))
+    assert (mpx.nn.variance(x) == 0).all()
+    ones = 0.0 if value == 0 else 1.0
+    np.testing.assert_allclose(mpx.nn.rms_norm(x).astype("float32"), ones, rtol=1e-2)
+    for f in (mpx.nn.layer_norm, mpx.nn.rms_norm, mpx.nn.variance):
+        g = jnp.ones_like(f(x))
+        assert jnp.isfinite(jax.vjp(f, x)[1](g)[0]).all()
+
+
+def test_sums_that_float16_does_not_hold():
+    x = jnp.full(4096, 6e4, jnp.float16)
+    assert mpx.nn.mean(x) == 6e4
+    spread = jnp.array([6e4, -6e4], jnp.float16)
+    assert mpx.nn.variance(spread, dtype="float32") == float(spread[0]) ** 2
+    np.testing.assert_array_equal(mpx.nn.layer_norm(spread), [1, -1])
+
+
+def test_options_of_reductions(getkey):
+    x = numbers(getkey, jnp.float16)
+    for name in ("mean", "variance", "logsumexp"):
+        f = FUNCTIONS[name].mine
+        assert f(x).shape == () and f(x, (0, 1), keepdims=True).shape == (1, 1)
+    corrected = mpx.nn.variance(x, axis=1, correction=1)
+    expected = mpx.force_full_precision(
+        lambda x: jnp.var(x, axis=1, correction=1), x.dtype
+    )
+    assert_same_bits(corrected, expected(x))
+    g = jnp.ones_like(corrected)
+    f = lambda x: mpx.nn.variance(x, axis=1, correction=1)  # noqa: E731
+    found, by_cast = (jax.vjp(f, x)[1](g)[0] for f in (f, expected))
+    np.testing.assert_allclose(found, by_cast, rtol=2e-3)
+
+
+def test_integers_become_float32():
+    assert mpx.nn.softmax(jnp.arange(3)).dtype == jnp.float32
+    assert mpx.nn.mean(jnp.arange(3)) == 1.0
+
+
+class TestNormParameters:
+    @pytest.mark.parametrize("parameters", [*WIDE])
+    @pytest.mark.parametrize("dtype", WIDE)
+    def test_the_input_gives_the_dtype(self, dtype, parameters, getkey):
+        x = numbers(getkey, dtype)
+        w, b = (numbers(getkey, parameters, (8,)) for _ in range(2))
+        out, pullback = jax.vjp(mpx.nn.layer_norm, x, w, b)
+        assert out.dtype == dtype
+        assert [g.dtype for g in pullback(out)] == [x.dtype, w.dtype, b.dtype]
+        wide = [a.astype("float32") for a in (x, w, b)]
+        expected = mpx.nn.layer_norm(wide[0]) * wide[1][None] + wide[2][None]
+        assert_same_bits(out, expected.astype(dtype))
+
+    def test_gradients_are_summed_in_float32(self):
+        x = jnp.tile(jnp.array([1.0, -1.0], jnp.bfloat16), (4096, 1))
+        w, b = jnp.ones(2), jnp.zeros(2)
+        out, pullback = jax.vjp(mpx.nn.rms_norm, x, w, b)
+        _, w_bar, b_bar = pullback(jnp.ones_like(out))
+        np.testing.assert_allclose(w_bar, [4096, -4096], rtol=1e-4)
+        np.testing.assert_array_equal(b_bar, [4096, 4096])
+
+    @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+    @pytest.mark.parametrize("argument", ["weight", "bias"])
+    @pytest.mark.parametrize("shape", [(7,), (2, 4, 8), (3, 8)])
+    def test_wrong_shapes(self, name, argument, shape):
+        with pytest.raises(ValueError, match=f"`{argument}` of `mpx.nn.{name}"):
+            getattr(mpx.nn, name)(jnp.ones((4, 8)), **{argument: jnp.ones(shape)})

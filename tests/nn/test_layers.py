@@ -1,0 +1,319 @@
+"""Layers against those of Equinox and JAX, with the same weights."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+import mpx.nn
+
+from ..helpers import HALF, WIDE
+from .cases import kept_arrays, relative_error
+
+# Of values and gradients against float32, relative to the largest number.
+TOLERANCE = {"float16": 8e-3, "bfloat16": 6e-2, "float32": 3e-6}
+HIDDEN, HEADS, LENGTH = 16, 4, 6
+
+
+def gradients(func, *args):
+    """Value and gradients of a function, weighted so that no part cancels."""
+
+    def loss(args):
+        out = func(*args)
+        y = out.astype(jnp.float32)
+        weights = jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+        return jnp.sum(y * weights), out
+
+    grads, out = eqx.filter_jit(eqx.filter_grad(loss, has_aux=True))(args)
+    return [out, *jax.tree.leaves(grads)]
+
+
+def assert_close(found, expected, tolerance):
+    """Each relative to its largest number, gradients to the largest of them all.
+
+    The gradient of a bias of the keys is 0, and what comes out is noise.
+    """
+    assert [a.shape for a in found] == [b.shape for b in expected]
+    assert relative_error(found[0], expected[0]) <= tolerance
+    flat = [
+        jnp.concatenate([x.astype("float32").ravel() for x in xs[1:]])
+        for xs in (found, expected)
+    ]
+    assert relative_error(*flat) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_linear_is_equinox_linear(dtype, use_bias, getkey):
+    mine = mpx.nn.Linear(4, 3, use_bias=use_bias, key=getkey())
+    other = eqx.nn.Linear(4, 3, use_bias=use_bias, key=getkey())
+    other = eqx.tree_at(
+        lambda m: (m.weight, m.bias),
+        other,
+        (mine.weight, mine.bias),
+        is_leaf=lambda x: x is None,
+    )
+    x = jax.random.normal(getkey(), (5, 4))
+    found = gradients(lambda m, x: m(x), *mpx.cast_tree((mine, x), dtype))
+    expected = gradients(lambda m, x: jax.vmap(m)(x), other, x)
+    assert all(a.dtype == dtype for a in found)
+    assert_close(found, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+def test_norms_are_those_of_equinox(name, dtype, shape, getkey):
+    options = {} if name == "LayerNorm" else {"use_bias": False}
+    mine, other = (getattr(m, name)(shape, **options) for m in (mpx.nn, eqx.nn))
+    weight = jax.random.normal(getkey(), shape)
+    mine, other = (eqx.tree_at(lambda m: m.weight, m, weight) for m in (mine, other))
+    x = jax.random.normal(getkey(), (5, 3, 8))
+    call = jax.vmap if len(shape) == 2 else lambda f: jax.vmap(jax.vmap(f))
+    found = gradients(lambda m, x: m(x), *mpx.cast_tree((mine, x), dtype))
+    expected = gradients(lambda m, x: call(m)(x), other, x)
+    assert_close(found, expected, TOLERANCE[dtype])
+
+
+def attention_pair(key, dtype, **options):
+    """The attention of `mpx.nn` and the same through JAX's."""
+    mine = mpx.nn.MultiheadAttention(HIDDEN, HEADS, key=key, **options)
+    other = mpx.nn.MultiheadAttention(
+        HIDDEN, HEADS, key=key, implementation="xla", **options
+    )
+    return mpx.cast_tree(mine, dtype), other
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"self_attention_mask_type": "causal"},
+    "grouped": {"num_gqa_groups": 2, "self_attention_mask_type": "causal"},
+    "one group": {"num_gqa_groups": 1, "use_bias": False},
+}
+
+
+@pytest.mark.third_party  # JAX's attention promotes
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in OPTIONS), *(("grouped", d) for d in HALF)],
+)
+def test_attention_is_jax_attention(name, dtype, getkey):
+    mine, other = attention_pair(getkey(), dtype, **OPTIONS[name])
+    x = jax.random.normal(getkey(), (2, LENGTH, HIDDEN))
+    found = gradients(lambda m, x: m(x), mine, x.astype(dtype))
+    expected = gradients(lambda m, x: m(x), other, x)
+    assert_close(found, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (LENGTH, LENGTH),
+        (2, LENGTH, LENGTH),
+        (1, HEADS, 1, LENGTH),
+        (2, HEADS, LENGTH, LENGTH),
+    ],
+)
+def test_masks(shape, getkey):
+    options = {"num_gqa_groups": 2, "self_attention_mask_type": "causal"}
+    mine, other = attention_pair(getkey(), "float32", **options)
+    x = jax.random.normal(getkey(), (2, LENGTH, HIDDEN))
+    mask = jax.random.bernoulli(getkey(), 0.7, shape).at[..., 0].set(True)
+    found = gradients(lambda m, x: m(x, mask=mask), mine, x)
+    expected = gradients(lambda m, x: m(x, mask=mask), other, x)
+    assert_close(found, expected, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_equinox_attention_with_the_same_weights(dtype, getkey):
+    mine = mpx.nn.MultiheadAttention(HIDDEN, HEADS, use_bias=False, key=getkey())
+    other = eqx.nn.MultiheadAttention(HEADS, HIDDEN, key=getkey())
+    names = ("query", "key", "value", "output")
+    other = eqx.tree_at(
+        lambda m: [getattr(m, f"{n}_proj").weight for n in names],
+        other,
+        [getattr(mine, n).weight for n in names],
+    )
+    x = jax.random.normal(getkey(), (LENGTH, HIDDEN))
+    mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    found = mpx.cast_tree(mine, dtype)(x.astype(dtype), mask=mask)
+    assert relative_error(found, other(x, x, x, mask=mask)) <= TOLERANCE[dtype]
+
+
+def test_rotary_positions_are_those_of_equinox(getkey):
+    mine = mpx.nn.MultiheadAttention(
+        HIDDEN, 2, use_bias=False, use_rotary_positions=True, key=getkey()
+    )
+    rotary = eqx.nn.RotaryPositionalEmbedding(HIDDEN // 2)
+    x = jax.random.normal(getkey(), (LENGTH, HIDDEN))
+
+    def expected(x):
+        q, k, v = (
+            (x @ w.T).reshape(LENGTH, 2, -1)
+            for w in (mine.query.weight, mine.key.weight, mine.value.weight)
+        )
+        q, k = (jax.vmap(rotary, 1, 1)(y) for y in (q, k))
+        out = jax.nn.dot_product_attention(q, k, v)
+        return out.reshape(LENGTH, HIDDEN) @ mine.output.weight.T
+
+    assert_close(gradients(mine, x), gradients(expected, x), 3e-6)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rotary_positions_stay_exact_far_out(dtype):
+    """Positions are float32: in half precision 2,049 is not even a number."""
+    from mpx.nn._attention import rotate
+
+    x = jnp.ones((1, 3000, 1, 2), dtype)
+    exact = np.cos(2999.0) - np.sin(2999.0)
+    assert abs(float(rotate(x, 10_000.0)[0, -1, 0, 0]) - exact) < 4e-3
+
+
+def test_another_sequence(getkey):
+    mine, other = attention_pair(getkey(), "float32")
+    x, y = (jax.random.normal(getkey(), (2, n, HIDDEN)) for n in (3, 5))
+    mask = jnp.arange(15).reshape(3, 5) % 4 != 1
+    call = lambda m, x, y: m(x, y, mask=mask)  # noqa: E731
+    assert_close(gradients(call, mine, x, y), gradients(call, other, x, y), 3e-6)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_row_that_sees_nothing_is_even(dtype, getkey):
+    mine, _ = attention_pair(getkey(), dtype)
+    x = jax.random.normal(getkey(), (LENGTH, HIDDEN)).astype(dtype)
+    mask = jnp.arange(LENGTH)[:, None] != jnp.zeros((1, LENGTH), int)
+    out, *grads = gradients(lambda m, x: m(x, mask=mask), mine, x)
+    assert all(jnp.isfinite(a).all() for a in (out, *grads))
+    even = mine.output(jnp.mean(mine.value(x), axis=0, keepdims=True))
+    assert relative_error(out[:1], even) < TOLERANCE[dtype]
+
+
+def test_float16_scores_do_not_overflow(getkey):
+    mine, _ = attention_pair(getkey(), "float16")
+    x = 1e3 * jax.random.normal(getkey(), (LENGTH, HIDDEN)).astype(jnp.float16)
+    q, k = mine.query(x).astype(jnp.float32), mine.key(x).astype(jnp.float32)
+    assert jnp.max(jnp.abs(q[:, :4] @ k[:, :4].T)) > 65504
+    assert jnp.isfinite(mine(x)).all()
+
+
+@pytest.mark.third_party  # JAX's attention promotes
+def test_attention_keeps_half_where_jax_keeps_float32(getkey):
+    mine, other = attention_pair(getkey(), "bfloat16")
+    x = jnp.ones((2, LENGTH, HIDDEN), jnp.bfloat16)
+    probabilities = 2 * HEADS * LENGTH * LENGTH
+
+    def bytes_kept(layer):
+        kept = kept_arrays(layer, x)
+        sizes = [(d, int(np.prod(s))) for d, s in kept]
+        return [d for d, n in sizes if n == probabilities], kept
+
+    found, kept = bytes_kept(mine)
+    assert found == ["bfloat16"]
+    assert all(d == "bfloat16" for d, shape in kept if np.prod(shape) > 1)
+    jax_found, _ = bytes_kept(mpx.cast_tree(other, "bfloat16"))
+    assert "float32" in jax_found
+
+
+class TestDropout:
+    def layer(self, **options):
+        return mpx.nn.TransformerLayer(
+            HIDDEN,
+            32,
+            HEADS,
+            attention_dropout=0.5,
+            hidden_dropout=0.25,
+            key=jax.random.key(0),
+            **options,
+        )
+
+    def test_it_needs_a_key_and_inference_none(self, getkey):
+        layer, x = self.layer(), jax.random.normal(getkey(), (LENGTH, HIDDEN))
+        with pytest.raises(ValueError, match="needs a `key` for dropout"):
+            layer(x)
+        with pytest.raises(ValueError, match="MultiheadAttention` needs a `key`"):
+            layer.attention(x)
+        plain = mpx.nn.TransformerLayer(HIDDEN, 32, HEADS, key=jax.random.key(0))
+        np.testing.assert_array_equal(layer(x, inference=True), plain(x))
+
+    def test_keys_decide(self, getkey):
+        layer, x = self.layer(), jax.random.normal(getkey(), (LENGTH, HIDDEN))
+        a, b = getkey(), getkey()
+        np.testing.assert_array_equal(layer(x, key=a), layer(x, key=a))
+        assert (layer(x, key=a) != layer(x, key=b)).any()
+
+    @pytest.mark.parametrize("dtype", WIDE)
+    def test_rate_and_scale(self, dtype, getkey):
+        from mpx.nn._elementwise import dropout
+
+        x = jnp.ones(20_000, dtype)
+        key = getkey()
+        y, pullback = jax.vjp(lambda x: dropout(x, 0.25, key), x)
+        assert y.dtype == dtype and set(np.unique(y.astype("float32"))) == {
+            0.0,
+            float(jnp.asarray(1 / 0.75, dtype)),
+        }
+        assert abs(float((y != 0).mean()) - 0.75) < 0.02
+        np.testing.assert_array_equal(pullback(x)[0], y)
+
+
+def call_linear(x):
+    return mpx.nn.Linear(4, 3, key=jax.random.key(0))(x)
+
+
+def attention(**options):
+    options = {"hidden_size": 8, "num_attention_heads": 4, **options}
+    return mpx.nn.MultiheadAttention(**options, key=jax.random.key(0))
+
+
+def transformer(**options):
+    return mpx.nn.TransformerLayer(8, 16, 4, **options, key=jax.random.key(0))
+
+
+X = np.ones((2, 3, 8), np.float32)
+BAD = {
+    "Linear size": (lambda: mpx.nn.Linear(0, 1, key=jax.random.key(0)), "positive"),
+    "Linear input": (lambda: call_linear(jnp.ones(5)), "last axis of size 4"),
+    "Linear scalar": (lambda: call_linear(jnp.ones(())), "last axis of size 4"),
+    "norm size": (lambda: mpx.nn.LayerNorm((3, 0)), "must be a positive"),
+    "norm input": (
+        lambda: mpx.nn.RMSNorm(3)(jnp.ones(4)),
+        r"last axes of shape \(3,\)",
+    ),
+    "heads": (lambda: attention(num_attention_heads=3), "must divide `hidden_size`"),
+    "groups": (lambda: attention(num_gqa_groups=3), "divide `num_attention_heads`"),
+    "no heads": (lambda: attention(num_attention_heads=0), "must be a positive"),
+    "odd rotary": (
+        lambda: attention(num_attention_heads=8, use_rotary_positions=True),
+        "an even size of each head",
+    ),
+    "mask type": (lambda: attention(self_attention_mask_type="x"), "'causal'"),
+    "implementation": (lambda: attention(implementation="x"), "None, 'xla' or"),
+    "JAX and dropout": (
+        lambda: attention(implementation="xla", attention_dropout=0.1),
+        "has no dropout",
+    ),
+    "rate": (lambda: attention(attention_dropout=1.0), "between 0 and 1"),
+    "rate of layer": (lambda: transformer(hidden_dropout=-0.1), "between 0 and 1"),
+    "norm type": (lambda: transformer(layernorm_type="x"), "'layernorm' or"),
+    "rank": (lambda: attention()(jnp.ones(8)), "sequences of shape"),
+    "sequences": (lambda: attention()(jnp.asarray(X), jnp.ones((3, 8))), "equal"),
+    "mask shape": (
+        lambda: attention()(jnp.asarray(X), mask=jnp.ones((3, 4), bool)),
+        r"must have the shape \(3, 3\), \(2, 3, 3\) or \(2, 4, 3, 3\)",
+    ),
+    "mask rank": (
+        lambda: attention()(jnp.asarray(X), mask=jnp.ones(3, bool)),
+        "`mask` of `mpx.nn.MultiheadAttention`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    from ..helpers import unchecked_annotations
+
+    call, match = BAD[name]
+    with unchecked_annotations(), pytest.raises(ValueError, match=match):
+        call()

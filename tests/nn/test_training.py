@@ -1,0 +1,172 @@
+"""A small transformer trains in every precision, and under every transform."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+import mpx.nn
+
+from ..helpers import HALF, WIDE
+from .cases import kept_arrays
+
+VOCABULARY, HIDDEN, LENGTH = 12, 16, 8
+
+
+class Model(eqx.Module):
+    """Predicts the next token of a sequence."""
+
+    embedding: jax.Array
+    layers: list[mpx.nn.TransformerLayer]
+    norm: mpx.nn.RMSNorm
+
+    def __init__(self, key, depth=1):
+        keys = jax.random.split(key, depth + 1)
+        self.embedding = 0.3 * jax.random.normal(keys[0], (VOCABULARY, HIDDEN))
+        self.layers = [
+            mpx.nn.TransformerLayer(
+                HIDDEN,
+                32,
+                4,
+                num_gqa_groups=2,
+                layernorm_type="rmsnorm",
+                self_attention_mask_type="causal",
+                use_rotary_positions=True,
+                hidden_dropout=0.05,
+                key=key,
+            )
+            for key in keys[1:]
+        ]
+        self.norm = mpx.nn.RMSNorm(HIDDEN)
+
+    def __call__(self, tokens, key):
+        x = self.embedding[tokens]
+        for layer in self.layers:
+            x = layer(x, key=key)
+        return self.norm(x) @ self.embedding.astype(x.dtype).T
+
+
+def loss_fn(model, tokens, key):
+    logits = model(tokens[:, :-1], key)
+    return mpx.nn.mean(mpx.nn.cross_entropy(logits, tokens[:, 1:]), dtype="float32")
+
+
+def train(loss, scaling, dtype=None, steps=20):
+    """Losses of a training run; explicit mixed precision if there is a dtype."""
+    model = Model(jax.random.key(0))
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    tokens = (jnp.arange(4)[:, None] + jnp.arange(LENGTH + 1)[None]) % VOCABULARY
+    options = {} if dtype else {"use_mixed_precision": False}
+
+    @eqx.filter_jit
+    def step(model, state, scaling, key):
+        with mpx.half_precision(dtype or "float16"):
+            result = mpx.filter_value_and_grad(loss, scaling, **options)(
+                model, tokens, key
+            )
+        model, state, scaling = mpx.optimizer_step(model, optimizer, state, result)
+        return model, state, scaling, result.value
+
+    losses = []
+    for key in jax.random.split(jax.random.key(1), steps):
+        model, state, scaling, value = step(model, state, scaling, key)
+        losses.append(float(value))
+    assert all(
+        x.dtype == jnp.float32 for x in jax.tree.leaves(model) if eqx.is_array(x)
+    )
+    return losses, scaling
+
+
+@pytest.mark.third_party  # Optax's Adam
+@pytest.mark.parametrize(
+    ("dtype", "style"),
+    [*((d, "explicit") for d in WIDE), *((d, "autocast") for d in HALF)],
+)
+def test_the_loss_falls(dtype, style):
+    scaling = mpx.NoLossScaling()
+    if dtype == "float16":
+        scaling = mpx.DynamicLossScaling(2.0**12)
+    if dtype == "float32":
+        losses, scaling = train(loss_fn, scaling)
+    elif style == "explicit":
+        losses, scaling = train(loss_fn, scaling, dtype)
+    else:
+        losses, scaling = train(mpx.autocast(loss_fn, dtype), scaling, dtype)
+    assert np.isfinite(losses).all() and scaling.skipped == 0
+    assert losses[0] > 2.0 and losses[-1] < 0.5 * losses[0]
+
+
+def layer_and_input(dtype="bfloat16"):
+    layer = mpx.nn.TransformerLayer(
+        HIDDEN, 32, 4, self_attention_mask_type="causal", key=jax.random.key(0)
+    )
+    x = jax.random.normal(jax.random.key(1), (3, LENGTH, HIDDEN))
+    return mpx.cast_tree((layer, x), dtype)
+
+
+def gradient_of(call):
+    def loss(layer, x):
+        return mpx.nn.mean(call(layer, x) ** 2, dtype="float32")
+
+    return loss
+
+
+CALLS = {
+    "plain": lambda layer, x: layer(x),
+    "vmap": lambda layer, x: jax.vmap(layer)(x),
+    "remat": lambda layer, x: jax.checkpoint(lambda layer, x: layer(x))(layer, x),
+    "scan": lambda layer, x: jax.lax.scan(lambda c, x: (c, layer(x)), 0, x)[1],
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    layer, x = layer_and_input("float32")
+    return jax.jit(jax.value_and_grad(gradient_of(CALLS["plain"])))(layer, x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transforms(name, dtype, expected):
+    layer, x = layer_and_input(dtype)
+    value, grads = jax.jit(jax.value_and_grad(gradient_of(CALLS[name])))(layer, x)
+    tolerance = 2e-6 if dtype == "float32" else 3e-2
+    np.testing.assert_allclose(value, expected[0], rtol=tolerance)
+    found, exact = (
+        jnp.concatenate([g.astype("float32").ravel() for g in jax.tree.leaves(tree)])
+        for tree in (grads, expected[1])
+    )
+    assert jnp.abs(found - exact).max() <= tolerance * jnp.abs(exact).max()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_scan_over_layers_keeps_half(dtype):
+    layer, x = layer_and_input(dtype)
+    layers = jax.tree.map(lambda a: jnp.stack([a] * 3), layer)
+
+    def run(layers, x):
+        return jax.lax.scan(lambda x, layer: (layer(x), None), x, layers)[0]
+
+    kept = kept_arrays(run, layers, x)
+    sizes = {np.prod(shape) for name, shape in kept if name == "float32"} - {1}
+    assert sizes == {3 * x.size // HIDDEN}  # a number for each position of each layer
+
+
+@pytest.mark.parametrize("parameters", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_the_input_decides_what_is_computed_in(parameters, compute):
+    """As in Transformer Engine: weights in float32, computation in bfloat16."""
+    layer, x = layer_and_input(parameters)
+    x = x.astype(compute)
+
+    def loss(layer):
+        out = layer(x)
+        return jnp.sum(out.astype(jnp.float32)), out
+
+    grads, out = jax.eval_shape(jax.grad(loss, has_aux=True), layer)
+    assert out.dtype == compute
+    assert {g.dtype.name for g in jax.tree.leaves(grads)} == {parameters}
