@@ -29,6 +29,16 @@ from ._autocast import Rules as Rules
 from ._autocast import Rule as Rule
 from ._autocast import Precision as Precision
 from ._autocast import Candidate as Candidate
+from ._quantize import Format as Format
+from ._quantize import quantize as quantize
+from ._quantize import quantize_dequantize as quantize_dequantize
+from ._quantize import QuantizedArray as QuantizedArray
+from ._quantize import AbstractQuantizer as AbstractQuantizer
+from ._quantize import TensorQuantizer as TensorQuantizer
+from ._quantize import BlockQuantizer as BlockQuantizer
+from ._quantize import MXFP8Quantizer as MXFP8Quantizer
+from ._quantize import NVFP4Quantizer as NVFP4Quantizer
+from ._quantize import hadamard_transform as hadamard_transform
 from ._function import cast_function as cast_function
 from ._function import force_full_precision as force_full_precision
 from ._policy import Policy as Policy
