@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ._rounding import largest_magnitude
+
 Axes = tuple[int, ...]
 
 
@@ -93,8 +95,8 @@ def inner_axes(rank: int, axes: Axes) -> tuple[int, ...]:
 
 def block_maximum(x: Array, axes: Axes, block: int) -> Array:
     """The largest magnitude of each block; NaN where there is a NaN, 0 if empty."""
-    blocks = split(jnp.abs(x), axes, block)
-    return jnp.max(blocks, axis=inner_axes(x.ndim, axes), initial=0.0)
+    blocks = split(x, axes, block)
+    return largest_magnitude(blocks, inner_axes(x.ndim, axes))
 
 
 def multiply_blocks(x: Array, factors: Array, axes: Axes, block: int) -> Array:

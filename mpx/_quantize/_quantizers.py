@@ -25,7 +25,7 @@ from ._checks import check_dimensions, check_epsilon, check_flags, check_format
 from ._format import Format
 from ._four_bits import pack
 from ._hadamard import hadamard_transform
-from ._rounding import round_to_format
+from ._rounding import largest_magnitude, round_to_format
 from ._scales import (
     e8m0_code,
     e8m0_from_code,
@@ -127,7 +127,7 @@ class TensorQuantizer(AbstractQuantizer):
         scale: Array | None,
     ) -> QuantizedArray:
         if scale is None:
-            amax = jnp.max(jnp.abs(x), initial=0.0)
+            amax = largest_magnitude(x)
             scale = scale_from_amax(
                 jnp.maximum(amax, self.amax_epsilon),
                 self.format.largest,
@@ -349,7 +349,7 @@ class NVFP4Quantizer(AbstractQuantizer):
         if self.hadamard:
             x = hadamard_transform(x, axis=axes[-1])
         block_amax = block_maximum(x, axes, self.block)
-        tensor_scale = nvfp4_tensor_scale(jnp.max(block_amax, initial=0.0))
+        tensor_scale = nvfp4_tensor_scale(largest_magnitude(block_amax))
         tensor_inverse_scale = 1 / tensor_scale
         inverse_scale = nvfp4_block_inverse_scale(block_amax, tensor_scale)
         scales = nvfp4_scale(inverse_scale, tensor_inverse_scale)

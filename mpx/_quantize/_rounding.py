@@ -39,6 +39,19 @@ def flushed(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
     return jnp.where(jnp.abs(x) < SMALLEST_FLOAT32, x * 0, x)
 
 
+def largest_magnitude(
+    x: Float32[Array, "..."], axis: tuple[int, ...] | None = None
+) -> Array:
+    """The maximum of |x|; NaN where there is a NaN, 0 of nothing.
+
+    Taken of the bits, whose order as integers is that of the numbers, with infinity
+    and then NaN above. XLA's maximum of floats loses NaNs on the CPU.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    bits = jnp.max(bits, axis=axis, initial=0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def round_to_format(
     x: Float32[Array, "..."], format: Format, key: Array | None = None
 ) -> Float32[Array, "..."]:

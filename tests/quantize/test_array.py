@@ -1,0 +1,122 @@
+"""`QuantizedArray` as a PyTree: transforms, pickle, abstract values, storage."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from tests import helpers
+from tests.quantize.cases import DATA, QUANTIZERS, SHAPE
+
+each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
+
+
+def stack(name: str) -> tuple[mpx.AbstractQuantizer, jax.Array]:
+    x = DATA["normal"]().reshape(2, SHAPE[0] // 2, SHAPE[1])
+    return QUANTIZERS[name][0], jnp.asarray(x) * jnp.array([1, 64.0])[:, None, None]
+
+
+@each_quantizer
+def test_rows_of_a_vmap_are_quantized_on_their_own(name: str):
+    quantizer, x = stack(name)
+    mapped = jax.vmap(lambda x: mpx.quantize(x, quantizer))(x)
+    assert mapped.shape == x.shape
+    for index in range(2):
+        row = mpx.quantize(x[index], quantizer)
+        helpers.assert_same_bits(jax.tree.map(lambda a: a[index], mapped), row)  # noqa: B023
+        helpers.assert_same_bits(mapped.dequantize()[index], row.dequantize())
+
+
+@each_quantizer
+def test_a_scan_takes_and_gives_quantized_arrays(name: str):
+    quantizer, x = stack(name)
+    mapped = jax.vmap(lambda x: mpx.quantize(x, quantizer))(x)
+
+    def body(carry, q):
+        return carry + 1, (q, q.dequantize())
+
+    _, (again, values) = jax.lax.scan(body, 0, mapped)
+    helpers.assert_same_bits(again, mapped)
+    helpers.assert_same_bits(values, mapped.dequantize())
+
+
+@each_quantizer
+def test_shapes_are_known_without_numbers(name: str):
+    quantizer, x = stack(name)
+    q = mpx.quantize(x, quantizer)
+    abstract = jax.eval_shape(lambda x: mpx.quantize(x, quantizer), x)
+    assert isinstance(abstract, mpx.QuantizedArray)
+    assert jax.tree.structure(abstract) == jax.tree.structure(q)
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(abstract)] == [
+        (a.shape, a.dtype) for a in jax.tree.leaves(q)
+    ]
+    assert (abstract.shape, abstract.nbytes) == (q.shape, q.nbytes) == (x.shape, q.nbytes)
+    assert (q.ndim, q.size) == (3, x.size)
+    value = jax.eval_shape(lambda q: q.dequantize(), abstract)
+    assert (value.shape, value.dtype) == (x.shape, x.dtype)
+
+
+@each_quantizer
+def test_pickle_and_copies_keep_every_bit(name: str):
+    quantizer, x = stack(name)
+    q = mpx.quantize(x, quantizer)
+    for again in (pickle.loads(pickle.dumps(q)), copy.deepcopy(q)):
+        helpers.assert_same_bits(again, q)
+        helpers.assert_same_bits(again.dequantize(), q.dequantize())
+
+
+def test_bytes_are_those_of_the_formats():
+    x = jnp.ones((256, 512), jnp.bfloat16)
+    count = x.size
+    bits = {
+        mpx.TensorQuantizer(): 8 + 32 / count,
+        mpx.BlockQuantizer(): 8 + 32 / 128,
+        mpx.BlockQuantizer(block_dimensions=2): 8 + 32 / 128**2,
+        mpx.MXFP8Quantizer(): 8 + 8 / 32,
+        mpx.NVFP4Quantizer(): 4 + 8 / 16 + 32 / count,
+        mpx.NVFP4Quantizer(2): 4 + 8 / 256 + 32 / count,
+    }
+    for quantizer, expected in bits.items():
+        q = mpx.quantize(x, quantizer)
+        assert q.nbytes == count * expected / 8
+        assert q.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(q))
+    nvfp4 = mpx.quantize(x, mpx.NVFP4Quantizer())
+    assert (nvfp4.payload.dtype, nvfp4.payload.shape) == (jnp.uint8, (256, 256))
+    assert nvfp4.nbytes <= 0.30 * x.nbytes
+
+
+def test_it_is_immutable():
+    q = mpx.quantize(jnp.ones(16), mpx.NVFP4Quantizer())
+    with pytest.raises(AttributeError, match="assign to field"):
+        q.payload = q.payload  # pyright: ignore
+
+
+def test_a_jitted_function_is_compiled_once_for_equal_metadata():
+    traced = []
+
+    @jax.jit
+    def f(q):
+        traced.append(q)
+        return q.dequantize()
+
+    for seed in range(3):
+        x = jax.random.normal(jax.random.key(seed), (4, 64))
+        f(mpx.quantize(x, mpx.MXFP8Quantizer()))
+    assert len(traced) == 1
+    f(mpx.quantize(x, mpx.NVFP4Quantizer()))
+    assert len(traced) == 2
+
+
+def test_quantized_matrices_multiply_as_their_values():
+    """Within 1e-6 of the product of the values in float64."""
+    for quantizer, _ in QUANTIZERS.values():
+        a = jnp.asarray(DATA["normal"]()[:128])
+        values = mpx.quantize(a, quantizer).dequantize()
+        found = jnp.matmul(values, values.T, precision="highest")
+        exact = np.asarray(values, np.float64) @ np.asarray(values, np.float64).T
+        error = np.abs(np.asarray(found, np.float64) - exact).max()
+        assert error <= 1e-6 * np.abs(exact).max()
