@@ -39,6 +39,15 @@ from ._quantize import BlockQuantizer as BlockQuantizer
 from ._quantize import MXFP8Quantizer as MXFP8Quantizer
 from ._quantize import NVFP4Quantizer as NVFP4Quantizer
 from ._quantize import hadamard_transform as hadamard_transform
+from ._quantize import Role as Role
+from ._quantize import AbstractRecipe as AbstractRecipe
+from ._quantize import DelayedScaling as DelayedScaling
+from ._quantize import DelayedScalingState as DelayedScalingState
+from ._quantize import Float8CurrentScaling as Float8CurrentScaling
+from ._quantize import Float8BlockScaling as Float8BlockScaling
+from ._quantize import MXFP8BlockScaling as MXFP8BlockScaling
+from ._quantize import NVFP4BlockScaling as NVFP4BlockScaling
+from ._quantize import CustomRecipe as CustomRecipe
 from ._function import cast_function as cast_function
 from ._function import force_full_precision as force_full_precision
 from ._policy import Policy as Policy

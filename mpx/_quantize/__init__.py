@@ -10,6 +10,10 @@ low-precision numbers has no derivative (see `_quantize`).
 """
 
 from ._array import QuantizedArray as QuantizedArray
+from ._delayed import (
+    DelayedScaling as DelayedScaling,
+    DelayedScalingState as DelayedScalingState,
+)
 from ._format import Format as Format
 from ._hadamard import hadamard_transform as hadamard_transform
 from ._quantize import (
@@ -22,4 +26,13 @@ from ._quantizers import (
     MXFP8Quantizer as MXFP8Quantizer,
     NVFP4Quantizer as NVFP4Quantizer,
     TensorQuantizer as TensorQuantizer,
+)
+from ._recipes import (
+    AbstractRecipe as AbstractRecipe,
+    CustomRecipe as CustomRecipe,
+    Float8BlockScaling as Float8BlockScaling,
+    Float8CurrentScaling as Float8CurrentScaling,
+    MXFP8BlockScaling as MXFP8BlockScaling,
+    NVFP4BlockScaling as NVFP4BlockScaling,
+    Role as Role,
 )

@@ -140,11 +140,12 @@ def _checked(
             f"{call} needs a `key` for stochastic rounding, a new one for each call; "
             "got None. Pass `key=jax.random.key(...)`."
         )
+    scale = None if scale is None else _scalar(scale, quantizer, call)
     x, axes = jnp.asarray(x), ()
     if quantizer.block_dimensions:
         block, dimensions = quantizer.block, quantizer.block_dimensions
         axes = resolve_axes(x.shape, axis, block, dimensions, call)
-    return x, axes, None if scale is None else _scalar(scale, quantizer, call)
+    return x, axes, scale
 
 
 def _scalar(scale: Any, quantizer: AbstractQuantizer, call: str) -> Array:

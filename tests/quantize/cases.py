@@ -83,6 +83,9 @@ QUANTIZERS: dict[str, tuple[mpx.AbstractQuantizer, Callable[[Any], Expected]]] =
     "nvfp4 16x16": (mpx.NVFP4Quantizer(2), _nvfp4((16, 16))),
 }
 
+# One of each kind, for what the options make no difference to.
+KINDS = ("tensor e4m3", "1x128", "128x128", "mxfp8 e4m3", "nvfp4 1x16", "nvfp4 16x16")
+
 
 def _normal(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
@@ -118,7 +121,7 @@ DATA: dict[str, Callable[[], np.ndarray]] = {
     "zeros": lambda: np.zeros(SHAPE, np.float32),
     "infinity": lambda: _with(-np.inf),
     "nan": lambda: _with(np.nan),
-    "huge": lambda: np.random.default_rng(4).uniform(-3.4e38, 3.4e38, SHAPE).astype("f4"),
+    "huge": lambda: (_normal(4).clip(-3, 3) * 1.1e38).astype(np.float32),
     "tiny": lambda: (_normal(5) * 2.0**-120).astype(np.float32),
     "subnormal": lambda: (_normal(6) * 2.0**-128).astype(np.float32),
     "powers of two": _powers,

@@ -7,11 +7,11 @@ import pytest
 
 import mpx
 from tests import helpers
-from tests.quantize.cases import QUANTIZERS
+from tests.quantize.cases import KINDS, QUANTIZERS
 
 X = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
 T = np.random.default_rng(1).standard_normal((128, 128)).astype(np.float32)
-each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
+each_quantizer = pytest.mark.parametrize("name", KINDS)
 
 
 @each_quantizer

@@ -77,7 +77,9 @@ def test_every_pair_of_codes_of_4_bits_unpacks_and_packs(jitted: bool):
     expected = reference.decode(codes, reference.E2M1)
     np.testing.assert_array_equal(values, expected)
     assert (np.signbit(values) == np.signbit(expected)).all()
-    np.testing.assert_array_equal(wrap(lambda x: pack(x, -1))(jnp.asarray(values)), packed)
+    np.testing.assert_array_equal(
+        wrap(lambda x: pack(x, -1))(jnp.asarray(values)), packed
+    )
 
 
 def test_packing_is_that_of_jax():

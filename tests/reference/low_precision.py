@@ -1,4 +1,4 @@
-"""Formats and quantizers of 8 bits and fewer, slowly, in NumPy, from the specifications.
+"""Formats and quantizers of 8 bits and fewer in NumPy, from the specifications.
 
 OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats 1.0
 (E2M1, E8M0). Bits are taken apart by hand here; nothing knows ml_dtypes or mpx. Values
@@ -96,8 +96,10 @@ def from_blocks(blocks: np.ndarray) -> np.ndarray:
     return blocks.swapaxes(1, 2).reshape(a * rows, b * columns)
 
 
-def scale(amax: np.ndarray, largest: float, power_of_two: bool, limit: float = 2.0**126):
-    """MAX / amax in float32; 1 where amax is 0 or not finite; perhaps a power of two."""
+def scale(
+    amax: np.ndarray, largest: float, power_of_two: bool, limit: float = 2.0**126
+):
+    """MAX / amax in float32, or 1; perhaps rounded down to a power of two."""
     amax = np.asarray(amax, F32)
     usable = np.isfinite(amax) & (amax >= TINY)
     with np.errstate(over="ignore"):
