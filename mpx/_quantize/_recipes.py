@@ -250,8 +250,8 @@ class MXFP8BlockScaling(AbstractRecipe):
 
     Examples:
         >>> import mpx
-        >>> mpx.MXFP8BlockScaling().quantizer(mpx.Role.INPUT)
-        MXFP8Quantizer(format=<Format.E4M3>, stochastic_rounding=False)
+        >>> mpx.MXFP8BlockScaling().quantizer(mpx.Role.INPUT).format
+        <Format.E4M3>
     """
 
     fp8_format: Format = Format.E4M3
@@ -294,8 +294,9 @@ class NVFP4BlockScaling(AbstractRecipe):
     Examples:
         >>> import mpx
         >>> recipe = mpx.NVFP4BlockScaling()
-        >>> recipe.quantizer(mpx.Role.GRADIENT, for_wgrad=True)
-        NVFP4Quantizer(block_dimensions=1, stochastic_rounding=True, hadamard=True)
+        >>> quantizer = recipe.quantizer(mpx.Role.GRADIENT, for_wgrad=True)
+        >>> quantizer.stochastic_rounding, quantizer.hadamard
+        (True, True)
     """
 
     disable_rht: bool = False

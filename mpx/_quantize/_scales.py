@@ -2,8 +2,8 @@
 
 `scale` multiplies on the way into low precision, `inverse_scale` on the way out; amax
 is the largest magnitude of what shares a scale, MAX the largest number of the format.
-All of it is float32 arithmetic and bit shifts, each operation rounded once, so that
-devices agree. Both a scale and its inverse stay normal float32 numbers: what is below
+All of it is float32 arithmetic and bit shifts, each operation rounded once, in a fixed
+order. Both a scale and its inverse stay normal float32 numbers: what is below
 may be flushed to zero, and a division by it would be lost.
 """
 

@@ -66,23 +66,27 @@ def test_products_stay():
 def test_its_derivative_is_itself():
     x = jnp.asarray(DATA["normal"]()[:2])
     g = jnp.asarray(DATA["normal"]()[2:4])
-    _, back = jax.vjp(mpx.hadamard_transform, x)
-    inverse = mpx.hadamard_transform(g, inverse=True)
-    np.testing.assert_allclose(back(g)[0], inverse, atol=1e-6)
+    pull = jax.jit(lambda x, g: jax.vjp(mpx.hadamard_transform, x)[1](g)[0])
+    inverse = jax.jit(lambda g: mpx.hadamard_transform(g, inverse=True))(g)
+    np.testing.assert_allclose(pull(x, g), inverse, atol=1e-6)
 
 
 def test_the_quantizer_rotates_and_dequantize_undoes_it():
     x = jnp.asarray(DATA["normal"]())
     rotating = mpx.NVFP4Quantizer(hadamard=True)
-    q = mpx.quantize(x, rotating, axis=0)
-    plain = mpx.quantize(
-        mpx.hadamard_transform(x, axis=0), mpx.NVFP4Quantizer(), axis=0
-    )
-    helpers.assert_same_bits(q.payload, plain.payload)
-    helpers.assert_same_bits(q.dequantize(rotated=True), plain.dequantize())
-    undone = mpx.hadamard_transform(plain.dequantize(), axis=0, inverse=True)
-    helpers.assert_same_bits(q.dequantize(), undone)
-    error = jnp.abs(q.dequantize() - x).mean() / jnp.abs(x).mean()
+
+    @jax.jit
+    def both_ways(x):
+        q = mpx.quantize(x, rotating, axis=0)
+        rotated = mpx.hadamard_transform(x, axis=0)
+        plain = mpx.quantize(rotated, mpx.NVFP4Quantizer(), axis=0)
+        undone = mpx.hadamard_transform(plain.dequantize(), axis=0, inverse=True)
+        first = q.payload, q.dequantize(rotated=True), q.dequantize()
+        return first, (plain.payload, plain.dequantize(), undone)
+
+    found, expected = both_ways(x)
+    helpers.assert_same_bits(found, expected)
+    error = jnp.abs(found[2] - x).mean() / jnp.abs(x).mean()
     assert float(error) < 0.12
 
 
@@ -96,5 +100,5 @@ def test_numbers_beside_an_outlier_do_not_vanish():
         q = mpx.quantize(jnp.asarray(x), mpx.NVFP4Quantizer(hadamard=hadamard))
         small, found = x[:, beside], np.asarray(q.dequantize())[:, beside]
         kept[hadamard] = (small * found).sum() / (small * small).sum()
-    assert kept[False] == 0
+    assert kept[False] < 0.01
     assert abs(kept[True] - 1) < 0.1
