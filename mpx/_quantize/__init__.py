@@ -1,0 +1,38 @@
+"""Low precision: formats, scales, quantizers, and recipes that choose among them.
+
+Vocabulary: a *format* says how bits make a number; a *scale* multiplies on the way into
+low precision, an *inverse scale* on the way out; a *quantizer* computes both scales and
+numbers; a *recipe* says which quantizer is for inputs, for weights and for gradients.
+
+The sharp edges: rounding is arithmetic in float32, not a cast (see `_rounding`); an
+infinity saturates, so that an overflow has to be looked for before; and an array of
+low-precision numbers has no derivative (see `_quantize`).
+"""
+
+from ._array import QuantizedArray as QuantizedArray
+from ._delayed import (
+    DelayedScaling as DelayedScaling,
+    DelayedScalingState as DelayedScalingState,
+)
+from ._format import Format as Format
+from ._hadamard import hadamard_transform as hadamard_transform
+from ._quantize import (
+    quantize as quantize,
+    quantize_dequantize as quantize_dequantize,
+)
+from ._quantizers import (
+    AbstractQuantizer as AbstractQuantizer,
+    BlockQuantizer as BlockQuantizer,
+    MXFP8Quantizer as MXFP8Quantizer,
+    NVFP4Quantizer as NVFP4Quantizer,
+    TensorQuantizer as TensorQuantizer,
+)
+from ._recipes import (
+    AbstractRecipe as AbstractRecipe,
+    CustomRecipe as CustomRecipe,
+    Float8BlockScaling as Float8BlockScaling,
+    Float8CurrentScaling as Float8CurrentScaling,
+    MXFP8BlockScaling as MXFP8BlockScaling,
+    NVFP4BlockScaling as NVFP4BlockScaling,
+    Role as Role,
+)

@@ -1,0 +1,131 @@
+"""`QuantizedArray`: numbers of a few bits together with the scales that they need."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ._blocks import Axes, multiply_blocks
+from ._format import Format
+from ._four_bits import unpack
+from ._hadamard import hadamard_transform
+from ._scales import float32_from_e8m0
+
+
+class QuantizedArray(eqx.Module):
+    r"""An array in low precision: payload and inverse scales, an immutable PyTree.
+
+    $$x \approx \mathrm{payload} \cdot \mathrm{inverse\_scale}
+    \;(\cdot\;\mathrm{tensor\_inverse\_scale})$$
+
+    `mpx.quantize` makes them; the fields are for kernels and checkpoints. It goes
+    through jit, scan, `jax.eval_shape`, pickle and checkpoints. A vmap, a scan or a
+    stack of layers may put axes *in front*, of all arrays in it, and take them away
+    again: `jax.vmap(quantize)` gives one scale (per tensor) to each row. Axes elsewhere
+    (`in_axes=1`) have no meaning, and neither has arithmetic on its leaves.
+
+    To derivatives it is a constant: `dequantize` passes none back to payload or scales.
+    `mpx.quantize_dequantize` is what gradients go through.
+
+    Attributes:
+        payload: The numbers, in the dtype of the format; in 4 bits uint8 that holds two
+            each along the last of `axes`, the first of them in the low half.
+        inverse_scale: What to multiply by. One float32 for the tensor; or one for each
+            block, the axes in `axes` being shorter by the length of a block: float32,
+            `float8_e8m0fnu` (MXFP8) or `float8_e4m3fn` (NVFP4).
+        tensor_inverse_scale: A float32 that multiplies too (NVFP4), else None.
+        format: The format of the payload.
+        dtype: The dtype of what was quantized, and of `dequantize()`.
+        axes: The axes that blocks lie along, negative; empty for one scale.
+        block: The length of a block, 0 for one scale.
+        rotated: Whether the payload is of the Hadamard transform of the array.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> x = jnp.linspace(-1.0, 1.0, 32, dtype=jnp.bfloat16)
+        >>> q = mpx.quantize(x, mpx.NVFP4Quantizer())
+        >>> q.shape, q.payload.shape, q.inverse_scale.shape, q.nbytes
+        ((32,), (16,), (2,), 22)
+        >>> q.dequantize().dtype
+        dtype(bfloat16)
+    """
+
+    payload: Array
+    inverse_scale: Array
+    tensor_inverse_scale: Array | None = None
+    format: Format = eqx.field(static=True, kw_only=True)
+    dtype: np.dtype = eqx.field(static=True, kw_only=True)
+    axes: Axes = eqx.field(static=True, kw_only=True, default=())
+    block: int = eqx.field(static=True, kw_only=True, default=0)
+    rotated: bool = eqx.field(static=True, kw_only=True, default=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what was quantized."""
+        shape = [*self.payload.shape]
+        if self.format is Format.E2M1:
+            shape[self.axes[-1]] *= 2
+        return tuple(shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.payload.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of payload and scales together."""
+        return sum(
+            math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+            for leaf in jax.tree.leaves(self)
+        )
+
+    def dequantize(self, *, rotated: bool = False) -> Array:
+        r"""The array that the payload and its scales stand for.
+
+        The product is formed in float32 and rounded to `dtype` once.
+
+        Args:
+            rotated: Leave a Hadamard transform in place: the numbers that a product
+                of two such arrays sees. Without it, the transform is undone.
+
+        Returns:
+            An array in `shape` and `dtype`. A block whose scale is NaN is NaN, and a
+            product beyond the range of the dtype is infinite.
+        """
+        numbers = self._numbers()
+        # Axes that a vmap put in front are in the scale of the tensor, too.
+        last = (1,) * self.ndim
+        if self.axes:
+            scale = _float32(lax.stop_gradient(self.inverse_scale))
+            if self.tensor_inverse_scale is not None:
+                tensor = lax.stop_gradient(self.tensor_inverse_scale)
+                scale = scale * tensor.reshape((tensor.shape + last)[: scale.ndim])
+            x = multiply_blocks(numbers, scale, self.axes, self.block)
+        else:
+            scale = lax.stop_gradient(self.inverse_scale)
+            x = numbers * scale.reshape((scale.shape + last)[: self.ndim])
+        if self.rotated and not rotated:
+            x = hadamard_transform(x, axis=self.axes[-1], inverse=True)
+        return x.astype(self.dtype)
+
+    def _numbers(self) -> Array:
+        """The payload in float32, without scales."""
+        payload = lax.stop_gradient(self.payload)
+        if self.format is Format.E2M1:
+            return unpack(payload, self.axes[-1])
+        return payload.astype(jnp.float32)
+
+
+def _float32(scales: Array) -> Array:
+    is_e8m0 = scales.dtype == jnp.float8_e8m0fnu
+    return float32_from_e8m0(scales) if is_e8m0 else scales.astype(jnp.float32)

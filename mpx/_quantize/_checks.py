@@ -1,0 +1,46 @@
+"""Checks of the options of quantizers and recipes, which are frozen dataclasses."""
+
+import math
+from typing import Any
+
+from ._format import single_format
+
+
+def check_format(quantizer: Any) -> None:
+    """Raises unless the field `format` is one format of 8 bits."""
+    name = f"`format` of `mpx.{type(quantizer).__name__}`"
+    if single_format(quantizer.format, name).bits != 8:
+        raise ValueError(
+            f"{name} has 8 bits; got {quantizer.format}. Take `mpx.NVFP4Quantizer` for "
+            "4 bits."
+        )
+
+
+def check_dimensions(quantizer: Any) -> None:
+    """Raises `ValueError` unless the field `block_dimensions` is 1 or 2."""
+    if quantizer.block_dimensions not in (1, 2):
+        raise ValueError(
+            f"`block_dimensions` of `mpx.{type(quantizer).__name__}` is 1 or 2; got "
+            f"{quantizer.block_dimensions!r}."
+        )
+
+
+def check_flags(options: Any, *names: str) -> None:
+    """Raises `TypeError` unless the fields of these names are booleans."""
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise TypeError(
+                f"`{name}` of `mpx.{type(options).__name__}` is True or False; got "
+                f"{value!r}."
+            )
+
+
+def check_epsilon(options: Any) -> None:
+    """Raises unless the field `amax_epsilon` is a finite number, 0 or more."""
+    value = options.amax_epsilon
+    name = f"`amax_epsilon` of `mpx.{type(options).__name__}`"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a number; got {value!r}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is finite and not negative; got {value!r}.")

@@ -1,0 +1,185 @@
+"""Delayed scaling: scales from the amaxes of earlier steps.
+
+With current scaling an array is read twice, once for its amax and once to quantize it.
+Delayed scaling quantizes with a scale that is known before, and takes the amax on the
+way. So it has a state, which one pure function updates.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from .._typing import FloatScalar
+from ._format import Format
+from ._quantizers import TensorQuantizer
+from ._recipes import AbstractRecipe, Role, check_fp8_format, format_of
+from ._rounding import SMALLEST_FLOAT32, largest_magnitude
+from ._scales import LARGEST_SCALE
+
+AmaxAlgorithm: TypeAlias = str | Callable[[Array], Array]
+
+
+class DelayedScalingState(eqx.Module):
+    """The state of delayed scaling for one array: past amaxes and the scale.
+
+    An immutable PyTree of two arrays. `mpx.DelayedScaling.init` makes it, and
+    `mpx.DelayedScaling.update` makes the next one.
+
+    Attributes:
+        amax_history: float32; where the next amax goes first, then from the oldest to
+            the newest.
+        scale: float32, what to multiply by at the next step.
+    """
+
+    amax_history: Float32[Array, " length"]
+    scale: FloatScalar
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(AbstractRecipe):
+    r"""FP8 with one scale for each array, from the amaxes of earlier steps.
+
+    $$q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
+    x \approx q \cdot (1 / s) \qquad
+    s' = \frac{\mathrm{MAX}}{a} \cdot 2^{-\mathrm{margin}}$$
+
+    where $s$ is the scale of the state, $s'$ that of the next one, and $a$ the largest
+    of the history's amaxes, this step's among them. `update` has every detail.
+
+    The scale starts at 1, which flushes small gradients to zero (in E5M2 those below
+    $2^{-17}$). For a warm start quantize the first steps with current scaling: leave
+    `scale` out of `mpx.quantize`.
+
+    Args:
+        margin: How many powers of two to stay below MAX, for arrays that grow.
+        fp8_format: `Format.HYBRID` (E4M3, for gradients E5M2) or `Format.E4M3`.
+        amax_history_len: How many amaxes the history has room for.
+        amax_compute_algo: "max" of the history, "most_recent" for this step's amax, or
+            a function from the history (float32, this step's amax first) to one amax.
+        backward_override: None; with a high-precision backward pass there would be no
+            amaxes of gradients, and Transformer Engine allows no other value either.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: An option has a value that is not listed.
+
+    Source: NVIDIA, Transformer Engine's documentation, FP8 delayed scaling.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> recipe = mpx.DelayedScaling(amax_history_len=16)
+        >>> state = recipe.init()
+        >>> x = jnp.array([7.0, -3.5])
+        >>> q = mpx.quantize(x, recipe.quantizer(mpx.Role.INPUT), scale=state.scale)
+        >>> state = recipe.update(state, jnp.abs(x).max(), mpx.Role.INPUT)
+        >>> float(state.scale)
+        64.0
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fp8_format(self)
+        for name, least in (("margin", None), ("amax_history_len", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(
+                    f"`{name}` of `mpx.DelayedScaling` is an integer; got {value!r}."
+                )
+            if least is not None and value < least:
+                raise ValueError(
+                    f"`{name}` of `mpx.DelayedScaling` is at least {least}; got "
+                    f"{value!r}."
+                )
+        if not -64 <= self.margin <= 64:
+            raise ValueError(
+                "`margin` of `mpx.DelayedScaling` is between -64 and 64; got "
+                f"{self.margin!r}."
+            )
+        algorithm = self.amax_compute_algo
+        if algorithm not in ("max", "most_recent") and not callable(algorithm):
+            raise ValueError(
+                "`amax_compute_algo` of `mpx.DelayedScaling` is 'max', 'most_recent' "
+                f"or a function from the history to an amax; got {algorithm!r}."
+            )
+        if self.backward_override is not None:
+            raise ValueError(
+                "`backward_override` of `mpx.DelayedScaling` is None; got "
+                f"{self.backward_override!r}. Use `mpx.Float8CurrentScaling`."
+            )
+
+    def _quantizer(self, role: Role, for_wgrad: bool) -> TensorQuantizer:
+        return TensorQuantizer(format_of(self.fp8_format, role))
+
+    def init(self) -> DelayedScalingState:
+        """The state before the first step: a history of zeros, and a scale of 1."""
+        history = jnp.zeros(self.amax_history_len, jnp.float32)
+        return DelayedScalingState(history, jnp.ones((), jnp.float32))
+
+    def update(
+        self, state: DelayedScalingState, amax: Array, role: Role
+    ) -> DelayedScalingState:
+        r"""The state after a step, from the amax that was seen in it.
+
+        In this order:
+
+        $$h_0 \leftarrow \mathrm{amax}, \qquad a = \max(h) \text{ or } h_0, \qquad
+        s' = \frac{\mathrm{MAX} / a}{2^{\mathrm{margin}}}, \qquad
+        h \leftarrow \mathrm{roll}(h, -1), \qquad h_0 \leftarrow 0$$
+
+        Where $a$ is zero (or subnormal) or not finite, the scale stays what it was. An
+        infinite or NaN amax is kept, so with "max" the scale stays until it has left
+        the history. Scales are between $2^{-126}$ and $2^{126}$.
+
+        Pure, to be jitted with the rest of the step; `jax.vmap` updates stacked states.
+
+        Args:
+            state: The state that the step was computed with.
+            amax: The largest magnitude seen, one number; kept as float32.
+            role: What the array is, for the largest number of its format.
+
+        Returns:
+            The next state.
+
+        Raises:
+            TypeError: `role` is no role.
+            ValueError: `amax` is not one number, or the function of
+                `amax_compute_algo` did not give one.
+        """
+        quantizer = self.quantizer(role)
+        assert isinstance(quantizer, TensorQuantizer)  # no override: see above
+        amax = _one_number(amax, "`amax` of `mpx.DelayedScaling.update`")
+        history = state.amax_history.at[0].set(amax)
+        chosen = self._chosen(history)
+        usable = (chosen >= SMALLEST_FLOAT32) & (chosen < jnp.inf)
+        scale = quantizer.format.largest / jnp.where(usable, chosen, 1.0)
+        scale = jnp.clip(scale / 2.0**self.margin, SMALLEST_FLOAT32, LARGEST_SCALE)
+        history = jnp.roll(history, -1).at[0].set(0.0)
+        return DelayedScalingState(history, jnp.where(usable, scale, state.scale))
+
+    def _chosen(self, history: Array) -> Array:
+        if self.amax_compute_algo == "max":
+            return largest_magnitude(history)
+        if isinstance(self.amax_compute_algo, str):
+            return history[0]
+        chosen = self.amax_compute_algo(history)
+        return _one_number(chosen, "What `amax_compute_algo` gives")
+
+
+def _one_number(value: Array, name: str) -> Array:
+    value = jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
+    if value.shape:
+        raise ValueError(
+            f"{name} is one number; got shape {value.shape}. Use `jax.vmap` for "
+            "stacked states, `jnp.max` to join amaxes."
+        )
+    return value

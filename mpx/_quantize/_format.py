@@ -1,0 +1,142 @@
+"""Formats of 8 bits and fewer, and what is known of each.
+
+A *format* says how bits make a number. All here have a sign, an exponent with a bias, a
+few bits of mantissa, and subnormal numbers below the smallest normal one:
+
+    E4M3: 4 bits of exponent, 3 of mantissa, no infinity, one NaN
+    E5M2: 5 bits of exponent, 2 of mantissa, infinities and NaNs, as IEEE 754 would
+    E2M1: 2 bits of exponent, 1 of mantissa, neither infinity nor NaN
+
+`HYBRID` is no format but a pair: E4M3 in the forward pass, E5M2 for gradients.
+
+Source: OCP 8-bit Floating Point Specification 1.0, section 5; OCP Microscaling Formats
+(MX) Specification 1.0, section 5.3.3 (E2M1).
+"""
+
+import dataclasses
+import enum
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """How the bits of a format are shared out; its largest number is 1.75 or 1.5."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    largest: float
+
+    @property
+    def smallest_exponent(self) -> int:
+        """The exponent of the smallest normal number, 1 minus the bias."""
+        return 2 - 2 ** (self.exponent_bits - 1)
+
+
+_E4M3 = _Facts("float8_e4m3fn", 4, 3, 448.0)
+_E5M2 = _Facts("float8_e5m2", 5, 2, 57344.0)
+_E2M1 = _Facts("float4_e2m1fn", 2, 1, 6.0)
+
+
+class Format(enum.Enum):
+    """A format of 8 bits or fewer, or the pair `HYBRID` of two.
+
+    | format | exponent, mantissa | largest | smallest normal | smallest | inf | NaN |
+    |---|---|---|---|---|---|---|
+    | `E4M3` | 4, 3 | 448 | $2^{-6}$ | $2^{-9}$ | no | yes |
+    | `E5M2` | 5, 2 | 57344 | $2^{-14}$ | $2^{-16}$ | yes | yes |
+    | `E2M1` | 2, 1 | 6 | 1 | 0.5 | no | no |
+    | `HYBRID` | E4M3 forward, E5M2 backward | | | | | |
+
+    Members are constants: hashable, compared by identity, the same after pickling.
+
+    Source: OCP 8-bit Floating Point Specification 1.0, section 5; OCP Microscaling
+    Formats (MX) Specification 1.0, section 5.3.3.
+
+    Examples:
+        >>> import mpx
+        >>> mpx.Format.E4M3.largest, mpx.Format.E4M3.dtype
+        (448.0, dtype(float8_e4m3fn))
+        >>> mpx.Format.HYBRID.backward
+        <Format.E5M2>
+    """
+
+    E4M3 = (_E4M3, _E4M3)
+    E5M2 = (_E5M2, _E5M2)
+    HYBRID = (_E4M3, _E5M2)
+    E2M1 = (_E2M1, _E2M1)
+
+    @property
+    def forward(self) -> "Format":
+        """The format of inputs and weights, never `HYBRID`."""
+        return Format((self.value[0], self.value[0]))
+
+    @property
+    def backward(self) -> "Format":
+        """The format of gradients, never `HYBRID`."""
+        return Format((self.value[1], self.value[1]))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in which JAX keeps one number, such as `float8_e4m3fn`."""
+        return jnp.dtype(self._facts.name)
+
+    @property
+    def bits(self) -> int:
+        """How many bits one number takes."""
+        return 1 + self._facts.exponent_bits + self._facts.mantissa_bits
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number; what is larger saturates to it."""
+        return self._facts.largest
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest number with all bits of mantissa."""
+        return 2.0**self._facts.smallest_exponent
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number, a subnormal one."""
+        return 2.0 ** (self._facts.smallest_exponent - self._facts.mantissa_bits)
+
+    @property
+    def _facts(self) -> _Facts:
+        if self is Format.HYBRID:
+            raise ValueError(
+                "`mpx.Format.HYBRID` is two formats and has no facts of its own; ask "
+                "`Format.HYBRID.forward` (E4M3) or `Format.HYBRID.backward` (E5M2)."
+            )
+        return self.value[0]
+
+    def __repr__(self) -> str:
+        return f"<Format.{self.name}>"
+
+
+def single_format(format: Format, caller: str) -> Format:
+    """Checks a format that a user gave for one array.
+
+    Args:
+        format: What was given.
+        caller: The public name of the argument's owner.
+
+    Returns:
+        The format, which is not `HYBRID`.
+
+    Raises:
+        TypeError: It is no format.
+        ValueError: It is `HYBRID`.
+    """
+    if not isinstance(format, Format):
+        raise TypeError(
+            f"{caller} needs a format such as `mpx.Format.E4M3`; got {format!r}."
+        )
+    if format is Format.HYBRID:
+        raise ValueError(
+            f"{caller} needs one format; got `mpx.Format.HYBRID`, which is two. Take "
+            "`Format.HYBRID.forward` (E4M3) or `Format.HYBRID.backward` (E5M2)."
+        )
+    return format

@@ -1,0 +1,91 @@
+"""The random Hadamard transform: spreads an outlier over its block.
+
+A block of 16 numbers that holds one large number quantizes badly in 4 bits: the scale
+follows the large one and the others become zero. Multiplied by an orthogonal matrix of
+entries +-1/4, the block has its energy everywhere. Where both operands of a product are
+transformed along the contracted axis, the product stays what it was.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ._blocks import resolve_axes
+
+BLOCK = 16
+# Any fixed choice will do as long as both operands share it. These are no column of
+# Sylvester's matrix, so that a constant block does not gather in one number.
+_SIGNS = (1, 1, -1, 1, -1, -1, 1, 1, 1, -1, -1, -1, 1, -1, 1, 1)
+
+
+def hadamard_transform(
+    x: Array,
+    *,
+    axis: int = -1,
+    signs: Array | None = None,
+    inverse: bool = False,
+) -> Array:
+    r"""Multiplies blocks of 16 numbers by an orthogonal matrix.
+
+    $$y = x\,H, \qquad H = \tfrac{1}{4}\,\mathrm{diag}(s)\,H_{16}, \qquad H H^T = I$$
+
+    where $H_{16}$ is Sylvester's Hadamard matrix, whose entries are 1 and -1. The
+    inverse is $x = y\,H^T$. Products stay: $(a H)(b H)^T = a b^T$.
+
+    Computed in float32 by additions in a fixed order, so that every device gives the
+    same bits; differentiable.
+
+    Args:
+        x: A floating array `[..., n, ...]`, n a multiple of 16.
+        axis: The axis of length n that blocks lie along: the contracted one.
+        signs: 16 numbers 1 or -1. Left out, a fixed choice, the same for every call.
+        inverse: Multiply by the transpose instead.
+
+    Returns:
+        The transformed array, in the shape and dtype of `x`. A block that holds an
+        infinity or a NaN has no finite number afterwards; a sum beyond the range of
+        the dtype is infinite.
+
+    Raises:
+        TypeError: `x` or `signs` is not what is asked for above.
+        ValueError: The axis does not exist or is no multiple of 16.
+
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149),
+    section 4.2; the signs are mpx's own.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> outlier = jnp.zeros(16).at[3].set(8.0)
+        >>> y = mpx.hadamard_transform(outlier)
+        >>> float(jnp.abs(y).max())
+        2.0
+        >>> bool((mpx.hadamard_transform(y, inverse=True) == outlier).all())
+        True
+    """
+    call = "`mpx.hadamard_transform(x, axis=...)`"
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{call} needs a floating array; got {x.dtype}{[*x.shape]}.")
+    (axis,) = resolve_axes(x.shape, axis, BLOCK, 1, call)
+    chosen = np.array(_SIGNS, np.float32) if signs is None else signs
+    if jnp.shape(chosen) != (BLOCK,):
+        raise TypeError(f"`signs` of {call} are 16 numbers; got {jnp.shape(chosen)}.")
+    blocks = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
+    moved = blocks.shape
+    chosen = jnp.asarray(chosen, jnp.float32)
+    chosen = lax.broadcast_in_dim(chosen, (1, BLOCK), (1,))
+    blocks = blocks.reshape(-1, BLOCK)
+    y = _sylvester(blocks) * chosen if inverse else _sylvester(blocks * chosen)
+    return jnp.moveaxis(y.reshape(moved), -1, axis).astype(x.dtype)
+
+
+def _sylvester(blocks: Array) -> Array:
+    """Rows of 16 numbers times Sylvester's matrix over 4, as 4 rounds of sums."""
+    distance = 1
+    while distance < BLOCK:
+        pairs = blocks.reshape(-1, BLOCK // (2 * distance), 2, distance)
+        left, right = pairs[:, :, 0], pairs[:, :, 1]
+        blocks = jnp.stack([left + right, left - right], axis=2).reshape(-1, BLOCK)
+        distance *= 2
+    return blocks * 0.25

@@ -1,0 +1,209 @@
+"""`quantize` and `quantize_dequantize`: a quantizer applied to an array.
+
+The two differ in their derivatives. Numbers of 8 bits have no useful tangents (JAX
+would keep them in 8 bits too, without a scale), so `quantize` refuses to be
+differentiated. `quantize_dequantize` is *straight-through*: its derivative is that of
+the identity.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._errors import describe
+from ._array import QuantizedArray
+from ._blocks import Axes, resolve_axes
+from ._quantizers import AbstractQuantizer
+from ._rounding import flushed
+
+_WIDE = ("float16", "bfloat16", "float32", "float64")
+
+
+def quantize(
+    x: Array | np.ndarray,
+    quantizer: AbstractQuantizer,
+    *,
+    axis: int | Sequence[int] = -1,
+    key: Array | None = None,
+    scale: Array | float | None = None,
+) -> QuantizedArray:
+    r"""Quantizes an array: scales, low-precision numbers, and nothing else.
+
+    The quantizer's docstring has the equations. Numbers are rounded to the nearest,
+    ties to even, and saturate; they are scaled in float32. What is subnormal in float32
+    is taken for zero, on every device. The same bits come out eagerly and under
+    `jax.jit`.
+
+    Args:
+        x: An array of float16, bfloat16, float32 or float64 (rounded to float32 first).
+        quantizer: `mpx.TensorQuantizer`, `mpx.BlockQuantizer`, `mpx.MXFP8Quantizer` or
+            `mpx.NVFP4Quantizer`.
+        axis: The axis that blocks lie along: the one that the product will contract.
+            For square blocks a pair, or one axis, which stands for itself and the last
+            of the others. Without meaning where one scale is for the whole array.
+        key: A PRNG key; needed for stochastic rounding, unused without.
+        scale: The float32 scale of a `mpx.TensorQuantizer`, one positive number, in
+            place of the one computed from `x`.
+
+    Returns:
+        The `QuantizedArray`, whose `dequantize()` has the shape and dtype of `x`.
+
+    Raises:
+        TypeError: `x` is no floating array of 16 bits or more, or an argument is of the
+            wrong kind; or the result is differentiated. `mpx.quantize_dequantize` has a
+            derivative; `jax.lax.stop_gradient(x)` asks for none.
+        ValueError: An axis does not divide into blocks; a key is missing; or a scale is
+            given to a quantizer of blocks.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> x = jnp.arange(256.0).reshape(4, 64)
+        >>> q = mpx.quantize(x, mpx.MXFP8Quantizer())
+        >>> q.shape, q.payload.dtype, q.nbytes
+        ((4, 64), dtype(float8_e4m3fn), 264)
+    """
+    call = "`mpx.quantize(x, quantizer, ...)`"
+    x, axes, scale = _checked(x, quantizer, axis, key, scale, call)
+    return _apply(quantizer, axes, _refuse_derivative(x), scale, key)
+
+
+def quantize_dequantize(
+    x: Array | np.ndarray,
+    quantizer: AbstractQuantizer,
+    *,
+    axis: int | Sequence[int] = -1,
+    key: Array | None = None,
+    scale: Array | float | None = None,
+) -> Array:
+    r"""What is left of an array after quantization, with a straight-through derivative.
+
+    $$y = \mathrm{dequantize}(\mathrm{quantize}(x)), \qquad
+    \frac{\partial y}{\partial x} := I, \qquad
+    \frac{\partial y}{\partial\,\mathrm{scale}} := 0$$
+
+    Forward and reverse mode work, and any order: the second derivative is zero. Numbers
+    that saturate pass their gradient too.
+
+    Args:
+        x: As in `mpx.quantize`, as are all others.
+        quantizer: How to quantize.
+        axis: The axis that blocks lie along.
+        key: A PRNG key for stochastic rounding.
+        scale: A scale in place of the computed one, for `mpx.TensorQuantizer`.
+
+    Returns:
+        An array in the shape and dtype of `x`.
+
+    Raises:
+        TypeError: As `mpx.quantize`.
+        ValueError: As `mpx.quantize`.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> x = jnp.array([1.0, 0.3, 0.0])
+        >>> mpx.quantize_dequantize(x, mpx.TensorQuantizer()).round(3).tolist()
+        [1.0, 0.286..., 0.0]
+        >>> f = lambda x: mpx.quantize_dequantize(x, mpx.TensorQuantizer()).sum()
+        >>> jax.grad(f)(x).tolist()
+        [1.0, 1.0, 1.0]
+    """
+    call = "`mpx.quantize_dequantize(x, quantizer, ...)`"
+    x, axes, scale = _checked(x, quantizer, axis, key, scale, call)
+    return _straight_through(quantizer, axes, x, scale, key)
+
+
+def _checked(
+    x: Any, quantizer: Any, axis: Any, key: Any, scale: Any, call: str
+) -> tuple[Array, Axes, Array | None]:
+    if isinstance(x, QuantizedArray):
+        raise TypeError(
+            f"{call} needs an array; got a `QuantizedArray`. It is quantized already; "
+            "`x.dequantize()` gives the array."
+        )
+    if not isinstance(quantizer, AbstractQuantizer):
+        raise TypeError(
+            f"{call} needs a quantizer such as `mpx.TensorQuantizer()`; got "
+            f"{quantizer!r}. A recipe gives one with `recipe.quantizer(role)`."
+        )
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or dtype.name not in _WIDE:
+        raise TypeError(
+            f"{call} needs an array of {', '.join(_WIDE)}; got {describe(x)}. Cast it "
+            "first."
+        )
+    if quantizer.stochastic_rounding and key is None:
+        raise ValueError(
+            f"{call} needs a `key` for stochastic rounding, a new one for each call; "
+            "got None. Pass `key=jax.random.key(...)`."
+        )
+    scale = None if scale is None else _scalar(scale, quantizer, call)
+    x, axes = jnp.asarray(x), ()
+    if quantizer.block_dimensions:
+        block, dimensions = quantizer.block, quantizer.block_dimensions
+        axes = resolve_axes(x.shape, axis, block, dimensions, call)
+    return x, axes, scale
+
+
+def _scalar(scale: Any, quantizer: AbstractQuantizer, call: str) -> Array:
+    if quantizer.block_dimensions:
+        raise ValueError(
+            f"`scale` of {call} is for `mpx.TensorQuantizer`, which has one; got one "
+            f"for `{type(quantizer).__name__}`. Leave it out: blocks find their own."
+        )
+    scale = jnp.asarray(scale, jnp.float32)
+    if scale.shape:
+        raise ValueError(
+            f"`scale` of {call} is one number; got {describe(scale)}. Use `jax.vmap` "
+            "for one scale to each row."
+        )
+    return scale
+
+
+def _apply(
+    quantizer: AbstractQuantizer,
+    axes: Axes,
+    x: Array,
+    scale: Array | None,
+    key: Array | None,
+) -> QuantizedArray:
+    key = key if quantizer.stochastic_rounding else None
+    numbers = flushed(x.astype(jnp.float32))
+    return quantizer._quantize(numbers, x.dtype, axes, key, scale)
+
+
+def _round_trip(
+    quantizer: AbstractQuantizer,
+    axes: Axes,
+    x: Array,
+    scale: Array | None,
+    key: Array | None,
+) -> Array:
+    return _apply(quantizer, axes, x, scale, key).dequantize()
+
+
+_straight_through = jax.custom_jvp(_round_trip, nondiff_argnums=(0, 1))
+
+
+@_straight_through.defjvp
+def _straight_through_rule(
+    quantizer: AbstractQuantizer, axes: Axes, primals: Any, tangents: Any
+) -> tuple[Array, Array]:
+    return _straight_through(quantizer, axes, *primals), tangents[0]
+
+
+@jax.custom_jvp
+def _refuse_derivative(x: Array) -> Array:
+    return x
+
+
+@_refuse_derivative.defjvp
+def _refuse_derivative_rule(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "`mpx.quantize` has no derivative: numbers of 8 bits have no useful tangents. "
+        "Use `mpx.quantize_dequantize`, whose derivative is the identity's, or "
+        "quantize `jax.lax.stop_gradient(x)`."
+    )

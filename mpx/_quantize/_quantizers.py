@@ -1,0 +1,366 @@
+"""Quantizers: how an array gets its scales and its low-precision numbers.
+
+A quantizer is a frozen dataclass of options, without arrays: hashable, equal where the
+options are equal, a constant to `jax.jit`. `mpx.quantize` applies one to an array. They
+differ in what shares a scale, and in the dtype of the scales:
+
+    TensorQuantizer   the whole array     float32
+    BlockQuantizer    1x128 or 128x128    float32, a power of two by default
+    MXFP8Quantizer    1x32                E8M0, a power of two
+    NVFP4Quantizer    1x16 or 16x16       E4M3, and one float32 for the tensor
+
+A block `1xn` lies along one axis: the one that a product contracts.
+"""
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
+
+from ._array import QuantizedArray
+from ._blocks import Axes, block_maximum, multiply_blocks
+from ._checks import check_dimensions, check_epsilon, check_flags, check_format
+from ._format import Format
+from ._four_bits import pack
+from ._hadamard import hadamard_transform
+from ._rounding import largest_magnitude, round_to_format
+from ._scales import (
+    e8m0_code,
+    e8m0_from_code,
+    e8m0_scale,
+    nvfp4_block_inverse_scale,
+    nvfp4_scale,
+    nvfp4_tensor_scale,
+    scale_from_amax,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractQuantizer(abc.ABC):
+    """What every quantizer has: options, and the blocks that share a scale.
+
+    Attributes:
+        stochastic_rounding: Round to a random neighbour, the nearer one with the higher
+            probability, so that the mean is the number itself; needs a `key`.
+    """
+
+    stochastic_rounding: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def block(self) -> int:
+        """The length of a block; 0 where one scale is for the whole array."""
+        return 0
+
+    @property
+    def block_dimensions(self) -> int:
+        """How many axes a block lies along: 0, 1, or 2 for square blocks."""
+        return 0
+
+    @abc.abstractmethod
+    def _quantize(
+        self,
+        x: Float32[Array, "..."],
+        dtype: np.dtype,
+        axes: Axes,
+        key: Array | None,
+        scale: Array | None,
+    ) -> QuantizedArray:
+        """Quantizes an array whose subnormal numbers were flushed.
+
+        Args:
+            x: The numbers.
+            dtype: The dtype that `dequantize` is to give.
+            axes: As many axes as blocks have dimensions, negative, ascending.
+            key: A key, given exactly if `stochastic_rounding`.
+            scale: A scale for the tensor, given only if there are no blocks.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorQuantizer(AbstractQuantizer):
+    r"""One float32 scale for the whole array.
+
+    $$s = \frac{\mathrm{MAX}}{\max(\max|x|, \epsilon)} \qquad
+    q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
+    x \approx q \cdot (1 / s)$$
+
+    $s = 1$ where the amax is zero or not finite, and it stays within $2^{\pm 126}$.
+    Infinities saturate to MAX, NaN stays NaN. `mpx.quantize(..., scale=s)` takes a
+    scale from elsewhere, as delayed scaling does.
+
+    Args:
+        format: `Format.E4M3` or `Format.E5M2`.
+        power_of_two_scales: Round the scale down to a power of two.
+        amax_epsilon: $\epsilon$, the smallest amax.
+        stochastic_rounding: See `mpx.AbstractQuantizer`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: The format has not 8 bits or is a pair; or epsilon is negative.
+
+    Source: NVIDIA, Transformer Engine's documentation, FP8 current scaling.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> q = mpx.quantize(jnp.array([1.0, -0.3, 0.0]), mpx.TensorQuantizer())
+        >>> q.payload.astype(jnp.float32).tolist()
+        [448.0, -128.0, 0.0]
+    """
+
+    format: Format = Format.E4M3
+    power_of_two_scales: bool = dataclasses.field(default=False, kw_only=True)
+    amax_epsilon: float = dataclasses.field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_format(self)
+        check_flags(self, "power_of_two_scales", "stochastic_rounding")
+        check_epsilon(self)
+
+    def _quantize(
+        self,
+        x: Float32[Array, "..."],
+        dtype: np.dtype,
+        axes: Axes,
+        key: Array | None,
+        scale: Array | None,
+    ) -> QuantizedArray:
+        if scale is None:
+            amax = largest_magnitude(x)
+            scale = scale_from_amax(
+                jnp.maximum(amax, self.amax_epsilon),
+                self.format.largest,
+                power_of_two_scales=self.power_of_two_scales,
+            )
+        rounded = round_to_format(x * scale, self.format, key)
+        payload = rounded.astype(self.format.dtype)
+        return QuantizedArray(payload, 1 / scale, format=self.format, dtype=dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockQuantizer(AbstractQuantizer):
+    r"""One float32 scale for each block of 1x128 or 128x128 numbers.
+
+    $$s_b = 2^{\left\lfloor \log_2 (\mathrm{MAX} / \max(\max_b|x|, \epsilon))
+    \right\rfloor} \qquad
+    q = \mathrm{sat}(\mathrm{round}(x \cdot s_b)) \qquad
+    x \approx q \cdot (1 / s_b)$$
+
+    The floor is left out with `power_of_two_scales=False`. $s_b = 1$ where the amax of
+    a block is zero or not finite, and it stays within $2^{\pm 126}$. Infinities
+    saturate to MAX, NaN stays NaN.
+
+    Args:
+        format: `Format.E4M3` or `Format.E5M2`.
+        block_dimensions: 1 for 1x128 (inputs, gradients), 2 for 128x128 (weights).
+        power_of_two_scales: Round scales down to powers of two.
+        amax_epsilon: $\epsilon$, the smallest amax.
+        stochastic_rounding: See `mpx.AbstractQuantizer`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: The format has not 8 bits or is a pair; `block_dimensions` is
+            neither 1 nor 2; or epsilon is negative.
+
+    Source: NVIDIA, Transformer Engine's documentation, FP8 block scaling; DeepSeek-V3
+    Technical Report (arXiv:2412.19437), section 3.3.2.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> w = jnp.ones((256, 512))
+        >>> quantizer = mpx.BlockQuantizer(block_dimensions=2)
+        >>> mpx.quantize(w, quantizer).inverse_scale.shape
+        (2, 4)
+    """
+
+    format: Format = Format.E4M3
+    block_dimensions: int = 1  # pyright: ignore[reportIncompatibleMethodOverride]
+    power_of_two_scales: bool = dataclasses.field(default=True, kw_only=True)
+    amax_epsilon: float = dataclasses.field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_format(self)
+        check_dimensions(self)
+        check_flags(self, "power_of_two_scales", "stochastic_rounding")
+        check_epsilon(self)
+
+    @property
+    def block(self) -> int:
+        """The length of a block, 128."""
+        return 128
+
+    def _quantize(
+        self,
+        x: Float32[Array, "..."],
+        dtype: np.dtype,
+        axes: Axes,
+        key: Array | None,
+        scale: Array | None,
+    ) -> QuantizedArray:
+        amax = block_maximum(x, axes, self.block)
+        scales = scale_from_amax(
+            jnp.maximum(amax, self.amax_epsilon),
+            self.format.largest,
+            power_of_two_scales=self.power_of_two_scales,
+        )
+        scaled = multiply_blocks(x, scales, axes, self.block)
+        payload = round_to_format(scaled, self.format, key).astype(self.format.dtype)
+        return QuantizedArray(
+            payload,
+            1 / scales,
+            format=self.format,
+            dtype=dtype,
+            axes=axes,
+            block=self.block,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8Quantizer(AbstractQuantizer):
+    r"""One power of two, kept in 8 bits (E8M0), for each block of 1x32 numbers.
+
+    $$e_b = \left\lceil \log_2 (\max\nolimits_b|x| / \mathrm{MAX}) \right\rceil \qquad
+    q = \mathrm{sat}(\mathrm{round}(x \cdot 2^{-e_b})) \qquad
+    x \approx q \cdot 2^{e_b}$$
+
+    with $-126 \le e_b \le 126$, so that no finite number saturates. In a block that
+    holds an infinity $e_b = 126$, and the infinity comes back as one. A block that
+    holds a NaN has the scale NaN and is NaN.
+
+    Args:
+        format: `Format.E4M3` or `Format.E5M2`.
+        stochastic_rounding: See `mpx.AbstractQuantizer`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: The format has not 8 bits or is a pair.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 6.3, with
+    the scale rounded up as in Transformer Engine, where the specification rounds down.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> q = mpx.quantize(jnp.full((2, 64), 448.0), mpx.MXFP8Quantizer())
+        >>> q.inverse_scale.dtype, q.inverse_scale.shape
+        (dtype(float8_e8m0fnu), (2, 2))
+    """
+
+    format: Format = Format.E4M3
+
+    def __post_init__(self) -> None:
+        check_format(self)
+        check_flags(self, "stochastic_rounding")
+
+    @property
+    def block(self) -> int:
+        """The length of a block, 32."""
+        return 32
+
+    @property
+    def block_dimensions(self) -> int:
+        """1: blocks lie along one axis."""
+        return 1
+
+    def _quantize(
+        self,
+        x: Float32[Array, "..."],
+        dtype: np.dtype,
+        axes: Axes,
+        key: Array | None,
+        scale: Array | None,
+    ) -> QuantizedArray:
+        code = e8m0_code(block_maximum(x, axes, self.block), self.format)
+        scaled = multiply_blocks(x, e8m0_scale(code), axes, self.block)
+        payload = round_to_format(scaled, self.format, key).astype(self.format.dtype)
+        return QuantizedArray(
+            payload,
+            e8m0_from_code(code),
+            format=self.format,
+            dtype=dtype,
+            axes=axes,
+            block=self.block,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4Quantizer(AbstractQuantizer):
+    r"""E2M1 in blocks of 1x16 or 16x16, an E4M3 scale each, one float32 for the tensor.
+
+    $$t = \frac{448 \cdot 6}{\max|x|} \qquad
+    b = \mathrm{E4M3}\!\left(\frac{\max_b|x|}{6} \cdot t\right) \qquad
+    q = \mathrm{E2M1}\!\left(x \cdot \frac{1}{b \cdot (1 / t)}\right)$$
+
+    and $x \approx q \cdot (b \cdot (1 / t))$; $t = 1$ where the amax of the tensor is
+    zero or not finite, and at most $2^{100}$. Infinities saturate to $6 \cdot 448 / t$.
+    E2M1 has no NaN: a block that holds one has the scale NaN and is NaN. Blocks whose
+    scale rounds to zero are zero.
+
+    Args:
+        block_dimensions: 1 for 1x16 (inputs, gradients), 2 for 16x16 (weights).
+        hadamard: Quantize `mpx.hadamard_transform(x, axis=...)` instead of `x`.
+        stochastic_rounding: See `mpx.AbstractQuantizer`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: `block_dimensions` is neither 1 nor 2; or the transform is asked for
+            in square blocks.
+
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149),
+    section 2 and appendix C.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> x = jnp.arange(16.0)
+        >>> mpx.quantize(x, mpx.NVFP4Quantizer()).dequantize()[-4:].tolist()
+        [10.0, 15.0, 15.0, 15.0]
+    """
+
+    block_dimensions: int = 1  # pyright: ignore[reportIncompatibleMethodOverride]
+    hadamard: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_dimensions(self)
+        check_flags(self, "hadamard", "stochastic_rounding")
+        if self.hadamard and self.block_dimensions == 2:
+            raise ValueError(
+                "`mpx.NVFP4Quantizer` has the Hadamard transform along one axis; got "
+                "`hadamard=True` with `block_dimensions=2`. Take one of the two."
+            )
+
+    @property
+    def format(self) -> Format:
+        """The format of the numbers, E2M1."""
+        return Format.E2M1
+
+    @property
+    def block(self) -> int:
+        """The length of a block, 16."""
+        return 16
+
+    def _quantize(
+        self,
+        x: Float32[Array, "..."],
+        dtype: np.dtype,
+        axes: Axes,
+        key: Array | None,
+        scale: Array | None,
+    ) -> QuantizedArray:
+        if self.hadamard:
+            x = hadamard_transform(x, axis=axes[-1])
+        block_amax = block_maximum(x, axes, self.block)
+        tensor_scale = nvfp4_tensor_scale(largest_magnitude(block_amax))
+        tensor_inverse_scale = 1 / tensor_scale
+        inverse_scale = nvfp4_block_inverse_scale(block_amax, tensor_scale)
+        scales = nvfp4_scale(inverse_scale, tensor_inverse_scale)
+        scaled = multiply_blocks(x, scales, axes, self.block)
+        return QuantizedArray(
+            pack(round_to_format(scaled, Format.E2M1, key), axes[-1]),
+            inverse_scale.astype(jnp.float8_e4m3fn),
+            tensor_inverse_scale,
+            format=Format.E2M1,
+            dtype=dtype,
+            axes=axes,
+            block=self.block,
+            rotated=self.hadamard,
+        )

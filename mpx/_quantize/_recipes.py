@@ -1,0 +1,395 @@
+"""Recipes: which quantizer inputs, weights and gradients of a linear layer get.
+
+A linear layer has three products: the output y = x w, the gradient of its input
+dx = g wᵀ, and the gradient of its weight dw = xᵀ g. A recipe gives a quantizer to each
+*role* in them: the input x, the weight w, and the gradient g of the output. The names
+and defaults are Transformer Engine's.
+
+A recipe is a frozen dataclass of options, without arrays: hashable and a constant to
+`jax.jit`. This module holds those that compute scales from the array at hand;
+`DelayedScaling`, which has a state, is beside it.
+"""
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Callable
+
+from ._checks import check_epsilon, check_flags
+from ._format import Format
+from ._quantizers import (
+    AbstractQuantizer,
+    BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    TensorQuantizer,
+)
+
+_OVERRIDES = (None, "high_precision", "dequantized")
+
+
+class Role(enum.Enum):
+    """What an array is in a linear layer.
+
+    Examples:
+        >>> import mpx
+        >>> [role.name for role in mpx.Role]
+        ['INPUT', 'WEIGHT', 'GRADIENT']
+    """
+
+    INPUT = "input"
+    """The input x of the layer."""
+    WEIGHT = "weight"
+    """Its weight w."""
+    GRADIENT = "gradient"
+    """The gradient g of its output."""
+
+    def __repr__(self) -> str:
+        return f"<Role.{self.name}>"
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractRecipe(abc.ABC):
+    """What every recipe has.
+
+    Attributes:
+        backward_override: How the backward pass computes. None: with quantized
+            operands. "high_precision": with x and w as they were and g unquantized.
+            "dequantized": with x and w as the forward pass quantized them and g
+            unquantized. With either of the last two a gradient gets no quantizer.
+    """
+
+    backward_override: str | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.backward_override not in _OVERRIDES:
+            raise ValueError(
+                f"`backward_override` of `mpx.{type(self).__name__}` is None, "
+                f"'high_precision' or 'dequantized'; got {self.backward_override!r}."
+            )
+
+    def quantizer(
+        self, role: Role, *, for_wgrad: bool = False
+    ) -> AbstractQuantizer | None:
+        """The quantizer of a role, for `mpx.quantize`.
+
+        Args:
+            role: Input, weight or gradient.
+            for_wgrad: Whether the copy is an operand of dw = xᵀ g, which contracts
+                tokens. Only NVFP4 makes a difference.
+
+        Returns:
+            A quantizer, or None where the array stays in high precision.
+
+        Raises:
+            TypeError: `role` is no role.
+            ValueError: A weight is asked for as an operand of its own gradient.
+        """
+        if not isinstance(role, Role):
+            raise TypeError(
+                f"`role` of `{type(self).__name__}.quantizer(role)` is a role such as "
+                f"`mpx.Role.INPUT`; got {role!r}."
+            )
+        if role is Role.WEIGHT and for_wgrad:
+            raise ValueError(
+                "The gradient of a weight is the product of input and gradient; "
+                "got `mpx.Role.WEIGHT` with `for_wgrad=True`. Leave `for_wgrad` out."
+            )
+        overridden = role is Role.GRADIENT or for_wgrad
+        if overridden and self.backward_override is not None:
+            return None
+        return self._quantizer(role, for_wgrad)
+
+    @abc.abstractmethod
+    def _quantizer(self, role: Role, for_wgrad: bool) -> AbstractQuantizer | None:
+        """The quantizer, after the checks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScaling(AbstractRecipe):
+    r"""FP8 with one scale for each array, from the array itself.
+
+    $$s = \frac{\mathrm{MAX}}{\max(\max|x|, \epsilon)} \qquad
+    q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
+    x \approx q \cdot (1 / s)$$
+
+    See `mpx.TensorQuantizer` for zeros, infinities and NaN.
+
+    Args:
+        fp8_format: `Format.HYBRID` (E4M3, for gradients E5M2) or `Format.E4M3`.
+        use_power_2_scales: Round scales down to powers of two.
+        amax_epsilon: $\epsilon$, the smallest amax.
+        backward_override: See `mpx.AbstractRecipe`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: An option has a value that is not listed.
+
+    Source: NVIDIA, Transformer Engine's documentation, FP8 current scaling.
+
+    Examples:
+        >>> import mpx
+        >>> mpx.Float8CurrentScaling().quantizer(mpx.Role.GRADIENT).format
+        <Format.E5M2>
+    """
+
+    fp8_format: Format = Format.HYBRID
+    use_power_2_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fp8_format(self)
+        check_flags(self, "use_power_2_scales")
+        check_epsilon(self)
+
+    def _quantizer(self, role: Role, for_wgrad: bool) -> TensorQuantizer:
+        return TensorQuantizer(
+            format_of(self.fp8_format, role),
+            power_of_two_scales=self.use_power_2_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockScaling(AbstractRecipe):
+    r"""FP8 in blocks of 1x128 (inputs, gradients) and 128x128 (weights).
+
+    $$s_b = 2^{\left\lfloor \log_2 (\mathrm{MAX} / \max(\max_b|x|, \epsilon))
+    \right\rfloor} \qquad
+    q = \mathrm{sat}(\mathrm{round}(x \cdot s_b)) \qquad
+    x \approx q \cdot (1 / s_b)$$
+
+    Blocks lie along the axis that the product contracts, so that input and gradient are
+    quantized anew for dw. See `mpx.BlockQuantizer` for zeros, infinities and NaN.
+
+    Args:
+        use_f32_scales: Leave the floor to a power of two out.
+        fp8_format: `Format.E4M3` or `Format.HYBRID`.
+        amax_epsilon: $\epsilon$, the smallest amax.
+        x_block_scaling_dim: 1 or 2, for 1x128 or 128x128 blocks of inputs.
+        w_block_scaling_dim: The same for weights.
+        grad_block_scaling_dim: The same for gradients. Two of them are multiplied in
+            every product, and at most one of the two may be 2.
+        backward_override: See `mpx.AbstractRecipe`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: An option has a value that is not listed, or more than one role has
+            square blocks.
+
+    Source: NVIDIA, Transformer Engine's documentation, FP8 block scaling.
+
+    Examples:
+        >>> import mpx
+        >>> mpx.Float8BlockScaling().quantizer(mpx.Role.WEIGHT).block_dimensions
+        2
+    """
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    amax_epsilon: float = 0.0
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fp8_format(self)
+        check_flags(self, "use_f32_scales")
+        check_epsilon(self)
+        square = 0
+        for role in ("x", "w", "grad"):
+            dimensions = getattr(self, f"{role}_block_scaling_dim")
+            if dimensions not in (1, 2):
+                raise ValueError(
+                    f"`{role}_block_scaling_dim` of `mpx.Float8BlockScaling` is 1 or "
+                    f"2; got {dimensions!r}."
+                )
+            square += dimensions == 2
+        if square > 1:
+            raise ValueError(
+                "`mpx.Float8BlockScaling` multiplies square blocks with 1x128 blocks "
+                f"only; got {self!r}. Leave at most one `..._block_scaling_dim` at 2."
+            )
+
+    def _quantizer(self, role: Role, for_wgrad: bool) -> BlockQuantizer:
+        return BlockQuantizer(
+            format_of(self.fp8_format, role),
+            {
+                Role.INPUT: self.x_block_scaling_dim,
+                Role.WEIGHT: self.w_block_scaling_dim,
+                Role.GRADIENT: self.grad_block_scaling_dim,
+            }[role],
+            power_of_two_scales=not self.use_f32_scales,
+            amax_epsilon=self.amax_epsilon,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8BlockScaling(AbstractRecipe):
+    r"""MXFP8: blocks of 1x32 numbers, a power of two in 8 bits for each.
+
+    $$e_b = \left\lceil \log_2 (\max\nolimits_b|x| / \mathrm{MAX}) \right\rceil \qquad
+    q = \mathrm{sat}(\mathrm{round}(x \cdot 2^{-e_b})) \qquad
+    x \approx q \cdot 2^{e_b}$$
+
+    Blocks lie along the axis that the product contracts, so that all three roles are
+    quantized twice. See `mpx.MXFP8Quantizer` for zeros, infinities and NaN.
+
+    Args:
+        fp8_format: `Format.E4M3` or `Format.HYBRID`.
+        backward_override: See `mpx.AbstractRecipe`.
+
+    Raises:
+        TypeError: The format is none.
+        ValueError: An option has a value that is not listed.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0; NVIDIA, Transformer
+    Engine's documentation, MXFP8.
+
+    Examples:
+        >>> import mpx
+        >>> mpx.MXFP8BlockScaling().quantizer(mpx.Role.INPUT).format
+        <Format.E4M3>
+    """
+
+    fp8_format: Format = Format.E4M3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fp8_format(self)
+
+    def _quantizer(self, role: Role, for_wgrad: bool) -> MXFP8Quantizer:
+        return MXFP8Quantizer(format_of(self.fp8_format, role))
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4BlockScaling(AbstractRecipe):
+    r"""NVFP4: 4 bits, blocks of 1x16 (weights 16x16), an E4M3 scale for each.
+
+    $$t = \frac{448 \cdot 6}{\max|x|} \qquad
+    b = \mathrm{E4M3}\!\left(\frac{\max_b|x|}{6} \cdot t\right) \qquad
+    q = \mathrm{E2M1}\!\left(x \cdot \frac{1}{b \cdot (1 / t)}\right)$$
+
+    and $x \approx q \cdot (b \cdot (1 / t))$. Gradients are rounded stochastically,
+    both operands of dw are Hadamard-transformed along the tokens, and weights have
+    square blocks, so that w and wᵀ are the same numbers. Each of the three can be
+    switched off. See `mpx.NVFP4Quantizer` for zeros, infinities and NaN.
+
+    Args:
+        disable_rht: No random Hadamard transform.
+        disable_stochastic_rounding: Gradients are rounded to the nearest.
+        disable_2d_quantization: Weights have 1x16 blocks, too.
+        fp4_format: `Format.E2M1`.
+        backward_override: See `mpx.AbstractRecipe`.
+
+    Raises:
+        TypeError: An option is of the wrong kind.
+        ValueError: An option has a value that is not listed.
+
+    Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149),
+    section 4.
+
+    Examples:
+        >>> import mpx
+        >>> recipe = mpx.NVFP4BlockScaling()
+        >>> quantizer = recipe.quantizer(mpx.Role.GRADIENT, for_wgrad=True)
+        >>> quantizer.stochastic_rounding, quantizer.hadamard
+        (True, True)
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    fp4_format: Format = Format.E2M1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(
+            self,
+            "disable_rht",
+            "disable_stochastic_rounding",
+            "disable_2d_quantization",
+        )
+        if self.fp4_format is not Format.E2M1:
+            raise ValueError(
+                "`fp4_format` of `mpx.NVFP4BlockScaling` is `mpx.Format.E2M1`; got "
+                f"{self.fp4_format!r}."
+            )
+
+    def _quantizer(self, role: Role, for_wgrad: bool) -> NVFP4Quantizer:
+        square = role is Role.WEIGHT and not self.disable_2d_quantization
+        stochastic = role is Role.GRADIENT and not self.disable_stochastic_rounding
+        return NVFP4Quantizer(
+            2 if square else 1,
+            hadamard=for_wgrad and not self.disable_rht,
+            stochastic_rounding=stochastic,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomRecipe(AbstractRecipe):
+    r"""A recipe of your own: a function from role to quantizer.
+
+    $$s,\;q,\;x \approx \ldots \quad\text{are those of}\quad
+    \mathrm{qfactory}(\mathrm{role}, \mathrm{for\_wgrad})$$
+
+    Args:
+        qfactory: Called as `qfactory(role, for_wgrad)`; gives a quantizer, or None to
+            leave the array in high precision. Recipes are compared and hashed by it:
+            define it once, not anew for every step.
+        backward_override: See `mpx.AbstractRecipe`.
+
+    Raises:
+        TypeError: `qfactory` is not callable; or, when it is called, it gives neither
+            a quantizer nor None.
+        ValueError: `backward_override` has a value that is not listed.
+
+    Examples:
+        >>> import mpx
+        >>> def qfactory(role, for_wgrad):
+        ...     if role is mpx.Role.GRADIENT:
+        ...         return mpx.MXFP8Quantizer(mpx.Format.E5M2)
+        ...     return mpx.NVFP4Quantizer()
+        >>> mpx.CustomRecipe(qfactory).quantizer(mpx.Role.INPUT).format
+        <Format.E2M1>
+    """
+
+    qfactory: Callable[[Role, bool], AbstractQuantizer | None]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.qfactory):
+            raise TypeError(
+                "`qfactory` of `mpx.CustomRecipe` is a function from role to "
+                f"quantizer; got {self.qfactory!r}."
+            )
+
+    def _quantizer(self, role: Role, for_wgrad: bool) -> AbstractQuantizer | None:
+        found = self.qfactory(role, for_wgrad)
+        if found is not None and not isinstance(found, AbstractQuantizer):
+            raise TypeError(
+                "`qfactory` of `mpx.CustomRecipe` gives a quantizer such as "
+                f"`mpx.TensorQuantizer()`, or None; got {found!r} for {role!r}."
+            )
+        return found
+
+
+def format_of(format: Format, role: Role) -> Format:
+    """The format of a role: of a pair the second one is for gradients."""
+    return format.backward if role is Role.GRADIENT else format.forward
+
+
+def check_fp8_format(recipe: AbstractRecipe) -> None:
+    """Raises unless the field `fp8_format` is E4M3 or HYBRID."""
+    format = getattr(recipe, "fp8_format", None)
+    name = f"`fp8_format` of `mpx.{type(recipe).__name__}`"
+    if not isinstance(format, Format):
+        raise TypeError(f"{name} is a `mpx.Format`; got {format!r}.")
+    if format not in (Format.E4M3, Format.HYBRID):
+        why = "2 bits of mantissa are too few for weights" if format.bits == 8 else ""
+        raise ValueError(
+            f"{name} is `mpx.Format.E4M3` or `mpx.Format.HYBRID`; got {format!r}"
+            + (f": {why}." if why else ". For 4 bits take `mpx.NVFP4BlockScaling`.")
+        )

@@ -1,0 +1,83 @@
+"""Rounding of float32 to a format, on the float32 grid.
+
+A number is rounded by arithmetic, not by a cast: divided by the distance of two
+neighbours of the format (a power of two, from the exponent bits), rounded to an
+integer, multiplied back. Every step is exact, so that the result is right on every
+device, and the cast that follows changes nothing. That matters twice: XLA may drop a
+pair of casts (float32 to float8 and back) inside of `jax.jit`, and a cast from float32
+to float8 by way of float16, which some compilers make of it, rounds twice.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32
+
+from ._format import Format
+
+# Below the smallest normal float32 devices differ: some flush to zero, others do not.
+SMALLEST_FLOAT32 = 2.0**-126
+
+
+def power_of_two(biased_exponent: Array) -> Array:
+    """The float32 number 2^(e - 127) for integers 1 <= e <= 254, from its bits.
+
+    `exp2` will not do: XLA's on the CPU is not exact.
+    """
+    bits = biased_exponent.astype(jnp.uint32) << 23
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def biased_exponent(x: Array) -> Array:
+    """The 8 bits of exponent of float32 numbers, as int32; 0 for subnormal ones."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return ((bits >> 23) & 255).astype(jnp.int32)
+
+
+def flushed(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Subnormal float32 numbers as zeros of their sign; all others as they are."""
+    return jnp.where(jnp.abs(x) < SMALLEST_FLOAT32, x * 0, x)
+
+
+def largest_magnitude(
+    x: Float32[Array, "..."], axis: tuple[int, ...] | None = None
+) -> Array:
+    """The maximum of |x|; NaN where there is a NaN, 0 of nothing.
+
+    Taken of the bits, whose order as integers is that of the numbers, with infinity
+    and then NaN above. XLA's maximum of floats loses NaNs on the CPU.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    bits = jnp.max(bits, axis=axis, initial=0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def round_to_format(
+    x: Float32[Array, "..."], format: Format, key: Array | None = None
+) -> Float32[Array, "..."]:
+    """The nearest numbers of a format, ties to even; or random neighbours.
+
+    Args:
+        x: Numbers in float32.
+        format: Any format but `HYBRID`.
+        key: A PRNG key for stochastic rounding: of the two neighbours the upper one
+            with the probability (x - lower) / (upper - lower).
+
+    Returns:
+        Float32 numbers that the format has. What is larger than its largest number, an
+        infinity too, becomes that number; NaN stays NaN; zeros keep their sign.
+    """
+    facts = format._facts
+    magnitude = jnp.minimum(jnp.abs(x), format.largest)
+    # The distance of neighbours is constant below the smallest normal number.
+    exponent = jnp.maximum(biased_exponent(magnitude), 127 + facts.smallest_exponent)
+    distance = power_of_two(exponent - facts.mantissa_bits)
+    steps = magnitude * power_of_two(254 - exponent + facts.mantissa_bits)
+    if key is None:
+        rounded = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
+    else:
+        # Not floor(steps + uniform): that sum would round 15 + 0.9999999 up to 16.
+        lower = jnp.floor(steps)
+        draws = jax.random.uniform(key, x.shape, jnp.float32)
+        rounded = lower + (draws < steps - lower).astype(jnp.float32)
+    return jnp.where(jnp.isnan(x), jnp.nan, jnp.copysign(rounded * distance, x))

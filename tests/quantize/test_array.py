@@ -1,0 +1,120 @@
+"""`QuantizedArray` as a PyTree: transforms, pickle, abstract values, storage."""
+
+import copy
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from tests import helpers
+from tests.quantize.cases import DATA, KINDS, QUANTIZERS, SHAPE
+
+each_quantizer = pytest.mark.parametrize("name", KINDS)
+
+
+def stack(name: str) -> tuple[mpx.AbstractQuantizer, jax.Array]:
+    x = DATA["normal"]().reshape(2, SHAPE[0] // 2, SHAPE[1])
+    return QUANTIZERS[name][0], jnp.asarray(x) * jnp.array([1, 64.0])[:, None, None]
+
+
+@functools.cache
+def stacked(name: str) -> mpx.QuantizedArray:
+    quantizer, x = stack(name)
+    return jax.jit(jax.vmap(lambda x: mpx.quantize(x, quantizer)))(x)
+
+
+@each_quantizer
+def test_rows_of_a_vmap_are_quantized_on_their_own(name: str):
+    quantizer, x = stack(name)
+    mapped = stacked(name)
+    assert mapped.shape == x.shape
+    values = np.asarray(mapped.dequantize())
+    one = jax.jit(lambda x: mpx.quantize(x, quantizer))
+    for index in range(2):
+        row = one(x[index])
+        for ours, theirs in zip(*map(jax.tree.leaves, (mapped, row)), strict=True):
+            assert helpers.is_same_array(np.asarray(ours)[index], theirs)
+        assert helpers.is_same_array(values[index], row.dequantize())
+
+
+@each_quantizer
+def test_a_scan_takes_and_gives_quantized_arrays(name: str):
+    mapped = stacked(name)
+
+    def body(carry, q):
+        return carry + 1, (q, q.dequantize())
+
+    _, (again, values) = jax.lax.scan(body, 0, mapped)
+    helpers.assert_same_bits(again, mapped)
+    helpers.assert_same_bits(values, mapped.dequantize())
+
+
+@each_quantizer
+def test_shapes_are_known_without_numbers(name: str):
+    quantizer, x = stack(name)
+    q = jax.jit(lambda x: mpx.quantize(x, quantizer))(x)
+    abstract = jax.eval_shape(lambda x: mpx.quantize(x, quantizer), x)
+    assert isinstance(abstract, mpx.QuantizedArray)
+    assert jax.tree.structure(abstract) == jax.tree.structure(q)
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(abstract)] == [
+        (a.shape, a.dtype) for a in jax.tree.leaves(q)
+    ]
+    assert abstract.shape == q.shape == x.shape
+    assert abstract.nbytes == q.nbytes
+    assert (q.ndim, q.size) == (3, x.size)
+    value = jax.eval_shape(lambda q: q.dequantize(), abstract)
+    assert (value.shape, value.dtype) == (x.shape, x.dtype)
+
+
+@each_quantizer
+def test_pickle_and_copies_keep_every_bit(name: str):
+    q = stacked(name)
+    for again in (pickle.loads(pickle.dumps(q)), copy.deepcopy(q)):
+        helpers.assert_same_bits(again, q)
+        helpers.assert_same_bits(again.dequantize(), q.dequantize())
+
+
+def test_bytes_are_those_of_the_formats():
+    x = jnp.ones((256, 512), jnp.bfloat16)
+    count = x.size
+    bits = {
+        mpx.TensorQuantizer(): 8 + 32 / count,
+        mpx.BlockQuantizer(): 8 + 32 / 128,
+        mpx.BlockQuantizer(block_dimensions=2): 8 + 32 / 128**2,
+        mpx.MXFP8Quantizer(): 8 + 8 / 32,
+        mpx.NVFP4Quantizer(): 4 + 8 / 16 + 32 / count,
+        mpx.NVFP4Quantizer(2): 4 + 8 / 256 + 32 / count,
+    }
+    for quantizer, expected in bits.items():
+        q = jax.eval_shape(lambda x, by=quantizer: mpx.quantize(x, by), x)
+        assert q.nbytes == count * expected / 8
+    nvfp4 = jax.jit(lambda x: mpx.quantize(x, mpx.NVFP4Quantizer()))(x)
+    assert nvfp4.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(nvfp4))
+    assert (nvfp4.payload.dtype, nvfp4.payload.shape) == (jnp.uint8, (256, 256))
+    assert nvfp4.nbytes <= 0.30 * x.nbytes
+
+
+def test_it_is_immutable():
+    q = mpx.quantize(jnp.ones(16), mpx.NVFP4Quantizer())
+    with pytest.raises(AttributeError, match="assign to field"):
+        q.payload = q.payload  # pyright: ignore
+
+
+def test_a_jitted_function_is_compiled_once_for_equal_metadata():
+    traced = []
+
+    @jax.jit
+    def f(q):
+        traced.append(q)
+        return q.dequantize()
+
+    for seed in range(3):
+        x = jax.random.normal(jax.random.key(seed), (4, 64))
+        f(mpx.quantize(x, mpx.MXFP8Quantizer()))
+    assert len(traced) == 1
+    f(mpx.quantize(x, mpx.NVFP4Quantizer()))
+    assert len(traced) == 2

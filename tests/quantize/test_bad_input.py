@@ -1,0 +1,162 @@
+"""Wrong calls: what must hold, what came, what to do."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+from tests.helpers import Case, unchecked_annotations
+
+X = jax.ShapeDtypeStruct((4, 100), jnp.float32)
+
+
+def quantize(x=X, quantizer=None, **options):
+    quantizer = mpx.MXFP8Quantizer() if quantizer is None else quantizer
+    return lambda: jax.eval_shape(lambda x: mpx.quantize(x, quantizer, **options), x)
+
+
+CASES = [
+    Case(
+        "no multiple of the block",
+        quantize(),
+        ValueError,
+        r"blocks of 1x32; got shape \(4, 100\), whose axis -1 has length 100. Pad "
+        r"that axis with 28 zeros",
+    ),
+    Case(
+        "one of two axes no multiple of the block",
+        quantize(quantizer=mpx.NVFP4Quantizer(2)),
+        ValueError,
+        r"blocks of 16x16; got shape \(4, 100\), whose axis -2 has length 4. Pad that "
+        "axis with 12 zeros.*choose another `axis`.*`mpx.TensorQuantizer`",
+    ),
+    Case("no such axis", quantize(axis=2), ValueError, r"got 2 for shape \(4, 100\)"),
+    Case("axis of text", quantize(axis="rows"), TypeError, "integer or a pair"),
+    Case("boolean axis", quantize(axis=[True]), TypeError, "integer or a pair"),
+    Case("two axes for 1x32", quantize(axis=(0, 1)), ValueError, "1 different axes"),
+    Case(
+        "one axis twice",
+        quantize(quantizer=mpx.BlockQuantizer(block_dimensions=2), axis=(0, -2, 1)),
+        ValueError,
+        r"whose axis -2 has length 4",
+    ),
+    Case(
+        "square blocks of a vector",
+        quantize(jnp.ones(16), mpx.NVFP4Quantizer(2)),
+        ValueError,
+        r"16x16 needs an array of at least 2 axes; got shape \(16,\)",
+    ),
+    Case("integers", quantize(jnp.ones(32, int)), TypeError, r"got int32\[32\]. Cast"),
+    Case(
+        "low precision",
+        quantize(jnp.ones(32, jnp.float8_e5m2)),
+        TypeError,
+        "float8_e5m2",
+    ),
+    Case(
+        "a Python number",
+        lambda: mpx.quantize(1.0, mpx.TensorQuantizer()),  # pyright: ignore
+        TypeError,
+        "got float 1.0",
+    ),
+    Case(
+        "quantized already",
+        lambda: mpx.quantize(
+            mpx.quantize(jnp.ones(32), mpx.MXFP8Quantizer()),  # pyright: ignore
+            mpx.MXFP8Quantizer(),
+        ),
+        TypeError,
+        "quantized already; `x.dequantize",
+    ),
+    Case(
+        "a format for a quantizer",
+        quantize(quantizer=mpx.Format.E4M3),
+        TypeError,
+        "needs a quantizer such as `mpx.TensorQuantizer",
+    ),
+    Case(
+        "no key",
+        quantize(quantizer=mpx.MXFP8Quantizer(stochastic_rounding=True)),
+        ValueError,
+        "needs a `key` for stochastic rounding",
+    ),
+    Case("a scale for blocks", quantize(scale=1.0), ValueError, "Leave it out: blocks"),
+    Case(
+        "scales",
+        quantize(quantizer=mpx.TensorQuantizer(), scale=jnp.ones(4)),
+        ValueError,
+        r"one number; got float32\[4\]. Use `jax.vmap`",
+    ),
+    Case(
+        "hybrid",
+        lambda: mpx.TensorQuantizer(mpx.Format.HYBRID),
+        ValueError,
+        "needs one format.*`Format.HYBRID.forward`",
+    ),
+    Case(
+        "format as text",
+        lambda: mpx.MXFP8Quantizer("E4M3"),  # pyright: ignore
+        TypeError,
+        "needs a format such as `mpx.Format.E4M3`; got 'E4M3'",
+    ),
+    Case(
+        "4 bits",
+        lambda: mpx.BlockQuantizer(mpx.Format.E2M1),
+        ValueError,
+        "has 8 bits.*`mpx.NVFP4Quantizer`",
+    ),
+    Case(
+        "dimensions",
+        lambda: mpx.BlockQuantizer(block_dimensions=3),
+        ValueError,
+        "`block_dimensions` of `mpx.BlockQuantizer` is 1 or 2; got 3",
+    ),
+    Case(
+        "rotated squares",
+        lambda: mpx.NVFP4Quantizer(2, hadamard=True),
+        ValueError,
+        "along one axis",
+    ),
+    Case(
+        "flag",
+        lambda: mpx.TensorQuantizer(power_of_two_scales=1),  # pyright: ignore
+        TypeError,
+        "`power_of_two_scales` of `mpx.TensorQuantizer` is True or False; got 1",
+    ),
+    Case(
+        "epsilon",
+        lambda: mpx.TensorQuantizer(amax_epsilon=-1.0),
+        ValueError,
+        "finite and not negative; got -1.0",
+    ),
+    Case(
+        "epsilon of text",
+        lambda: mpx.BlockQuantizer(amax_epsilon="small"),  # pyright: ignore
+        TypeError,
+        "`amax_epsilon` of `mpx.BlockQuantizer` is a number; got 'small'",
+    ),
+    Case(
+        "rotating integers",
+        lambda: mpx.hadamard_transform(jnp.ones(16, int)),
+        TypeError,
+        "needs a floating array; got int32",
+    ),
+    Case(
+        "rotating 20 numbers",
+        lambda: mpx.hadamard_transform(jnp.ones(20)),
+        ValueError,
+        "blocks of 1x16",
+    ),
+    Case(
+        "4 signs",
+        lambda: mpx.hadamard_transform(jnp.ones(16), signs=jnp.ones(4)),
+        TypeError,
+        r"`signs`.*16 numbers; got \(4,\)",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.test_id)
+def test_errors_say_what_to_do(case: Case):
+    with unchecked_annotations(), pytest.raises(case.error, match=case.match):
+        case.call()

@@ -1,0 +1,103 @@
+"""Derivatives: straight through the round trip, none through what is stored."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from tests import helpers
+from tests.quantize.cases import KINDS, QUANTIZERS
+
+X = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
+T = np.random.default_rng(1).standard_normal((128, 128)).astype(np.float32)
+each_quantizer = pytest.mark.parametrize("name", KINDS)
+
+
+@each_quantizer
+def test_the_derivative_is_that_of_the_identity(name: str):
+    quantizer, _ = QUANTIZERS[name]
+    x, t = jnp.asarray(X), jnp.asarray(T)
+
+    @jax.jit
+    def all_of_them(x, t):
+        f = lambda x: mpx.quantize_dequantize(x, quantizer)  # noqa: E731
+        value, tangent = jax.jvp(f, (x,), (t,))
+        pulled, back = jax.vjp(f, x)
+        return value, tangent, pulled, back(t)[0]
+
+    value, tangent, pulled, cotangent = all_of_them(x, t)
+    helpers.assert_same_bits((tangent, cotangent), (t, t))
+    expected = mpx.quantize(x, quantizer).dequantize()
+    helpers.assert_same_bits((value, pulled), (expected, expected))
+
+
+def test_the_chain_rule_sees_the_quantized_value():
+    """d/dx of y(x)^2 is 2 y, and the second derivative that of y^2 with y' = 1."""
+    quantizer = mpx.TensorQuantizer()
+    f = lambda x: mpx.quantize_dequantize(x, quantizer, scale=1.0) ** 2  # noqa: E731
+    y = mpx.quantize_dequantize(jnp.float32(1.3), quantizer, scale=1.0)
+    assert float(y) == 1.25
+    assert float(jax.grad(f)(jnp.float32(1.3))) == 2.5
+    assert float(jax.grad(jax.grad(f))(jnp.float32(1.3))) == 2.0
+    assert float(jax.grad(f)(jnp.float32(1000.0))) == 2 * 448.0  # saturated, too
+
+
+@pytest.mark.parametrize("dtype", helpers.WIDE)
+def test_gradients_have_the_dtype_of_the_array(dtype: str):
+    f = lambda x: mpx.quantize_dequantize(x, mpx.MXFP8Quantizer()).sum()  # noqa: E731
+    grad = jax.grad(f)(jnp.ones((2, 32), dtype))
+    helpers.assert_same_bits(grad, jnp.ones((2, 32), dtype))
+
+
+def test_the_scale_and_the_key_get_no_gradient():
+    quantizer = mpx.TensorQuantizer(stochastic_rounding=True)
+
+    def f(x, scale, key):
+        return mpx.quantize_dequantize(x, quantizer, scale=scale, key=key).sum()
+
+    x, key = jnp.ones(4), jax.random.key(0)
+    grads = jax.jit(jax.grad(f, argnums=(0, 1)))(x, jnp.float32(3.0), key)
+    helpers.assert_same_bits(grads, (jnp.ones(4), jnp.float32(0)))
+
+
+def test_it_goes_through_vmap_scan_and_remat():
+    quantizer = mpx.MXFP8Quantizer()
+    f = lambda x: (mpx.quantize_dequantize(x, quantizer) ** 2).sum()  # noqa: E731
+
+    @jax.jit
+    def all_of_them(x):
+        grads = [jax.grad(transform(f))(x) for transform in helpers.TRANSFORMS.values()]
+        return [*grads, jax.vmap(jax.grad(f))(x)]
+
+    expected = 2 * mpx.quantize_dequantize(jnp.asarray(X), quantizer)
+    for grad in all_of_them(jnp.asarray(X)):
+        helpers.assert_same_bits(grad, expected)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.vmap])
+def test_quantize_refuses_to_be_differentiated(transform):
+    def f(x):
+        return mpx.quantize(x, mpx.MXFP8Quantizer()).dequantize().sum()
+
+    x = jnp.ones((2, 32))
+    if transform is jax.vmap:  # no derivative asked for
+        assert transform(f)(x).tolist() == [32.0, 32.0]
+        return
+    with pytest.raises(TypeError, match="no derivative.*`mpx.quantize_dequantize`"):
+        transform(f)(x)
+    stopped = transform(lambda x: x.sum() * f(jax.lax.stop_gradient(x)))(x)
+    helpers.assert_same_bits(stopped, jnp.full((2, 32), 64.0))
+
+
+def test_a_quantized_array_is_a_constant_to_derivatives():
+    q = mpx.quantize(jnp.ones((2, 32)), mpx.NVFP4Quantizer())
+
+    def f(inverse_scale, x):
+        leaves, tree = jax.tree.flatten(q)
+        leaves[-1] = inverse_scale
+        return (jax.tree.unflatten(tree, leaves).dequantize() * x).sum()
+
+    assert q.tensor_inverse_scale is not None
+    grads = jax.grad(f, argnums=(0, 1))(q.tensor_inverse_scale, jnp.ones((2, 32)))
+    helpers.assert_same_bits(grads, (jnp.float32(0), q.dequantize()))

@@ -1,0 +1,104 @@
+"""The random Hadamard transform against its matrix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from tests import helpers
+from tests.quantize.cases import DATA
+from tests.reference import low_precision as reference
+
+
+def matrix(signs=None) -> np.ndarray:
+    return np.asarray(mpx.hadamard_transform(jnp.eye(16), signs=signs))
+
+
+def test_the_matrix_is_orthogonal_and_of_one_magnitude():
+    h = matrix()
+    np.testing.assert_array_equal(h @ h.T, np.eye(16))  # powers of two: exact
+    np.testing.assert_array_equal(np.abs(h), 0.25)
+
+
+def test_it_is_sylvester_s_matrix_with_signs():
+    signs = np.sign(matrix()[:, 0])
+    np.testing.assert_array_equal(matrix(), reference.hadamard(signs))
+    assert 4 < (signs > 0).sum() < 12
+    chosen = np.where(np.random.default_rng(0).random(16) < 0.5, -1.0, 1.0)
+    found = matrix(jnp.asarray(chosen))
+    np.testing.assert_array_equal(found, reference.hadamard(chosen))
+    # No column of Sylvester's matrix: a constant block stays spread.
+    assert (np.abs(np.ones(16) @ matrix()) < 4).all()
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_blocks_along_an_axis_are_multiplied(axis: int, inverse: bool):
+    x = np.random.default_rng(1).standard_normal((32, 48, 16)).astype(np.float32)
+    h = reference.hadamard(np.sign(matrix()[:, 0]))
+    h = h.T if inverse else h
+    blocks = np.moveaxis(x, axis, -1).astype(np.float64)
+    exact = (blocks.reshape(*blocks.shape[:-1], -1, 16) @ h).reshape(blocks.shape)
+    f = lambda x: mpx.hadamard_transform(x, axis=axis, inverse=inverse)  # noqa: E731
+    found = f(jnp.asarray(x))
+    np.testing.assert_allclose(found, np.moveaxis(exact, -1, axis), atol=2e-6)
+    helpers.assert_same_bits(jax.jit(f)(jnp.asarray(x)), found)
+
+
+@pytest.mark.parametrize("dtype", helpers.WIDE)
+def test_the_transpose_is_the_inverse(dtype: str):
+    x = jnp.asarray(DATA["normal"]()).astype(dtype)
+    y = mpx.hadamard_transform(x)
+    assert y.dtype == x.dtype
+    back = mpx.hadamard_transform(y, inverse=True).astype(jnp.float32)
+    tolerance = 4 * helpers.TOLERANCE[dtype]
+    np.testing.assert_allclose(back, x.astype(jnp.float32), atol=tolerance)
+
+
+def test_products_stay():
+    a, b = (np.random.default_rng(i).standard_normal((8, 64)) for i in (2, 3))
+    a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    rotated = mpx.hadamard_transform(a) @ mpx.hadamard_transform(b).T
+    np.testing.assert_allclose(rotated, a @ b.T, atol=1e-4)
+
+
+def test_its_derivative_is_itself():
+    x = jnp.asarray(DATA["normal"]()[:2])
+    g = jnp.asarray(DATA["normal"]()[2:4])
+    pull = jax.jit(lambda x, g: jax.vjp(mpx.hadamard_transform, x)[1](g)[0])
+    inverse = jax.jit(lambda g: mpx.hadamard_transform(g, inverse=True))(g)
+    np.testing.assert_allclose(pull(x, g), inverse, atol=1e-6)
+
+
+def test_the_quantizer_rotates_and_dequantize_undoes_it():
+    x = jnp.asarray(DATA["normal"]())
+    rotating = mpx.NVFP4Quantizer(hadamard=True)
+
+    @jax.jit
+    def both_ways(x):
+        q = mpx.quantize(x, rotating, axis=0)
+        rotated = mpx.hadamard_transform(x, axis=0)
+        plain = mpx.quantize(rotated, mpx.NVFP4Quantizer(), axis=0)
+        undone = mpx.hadamard_transform(plain.dequantize(), axis=0, inverse=True)
+        first = q.payload, q.dequantize(rotated=True), q.dequantize()
+        return first, (plain.payload, plain.dequantize(), undone)
+
+    found, expected = both_ways(x)
+    helpers.assert_same_bits(found, expected)
+    error = jnp.abs(found[2] - x).mean() / jnp.abs(x).mean()
+    assert float(error) < 0.12
+
+
+def test_numbers_beside_an_outlier_do_not_vanish():
+    """Beside a number 100 times as large all others of a block are rounded to zero."""
+    x = np.array(DATA["normal"]())
+    beside = np.arange(x.shape[1]) % 16 != 5
+    x[:, ~beside] = 100
+    kept = {}
+    for hadamard in (False, True):
+        q = mpx.quantize(jnp.asarray(x), mpx.NVFP4Quantizer(hadamard=hadamard))
+        small, found = x[:, beside], np.asarray(q.dequantize())[:, beside]
+        kept[hadamard] = (small * found).sum() / (small * small).sum()
+    assert kept[False] < 0.01
+    assert abs(kept[True] - 1) < 0.1

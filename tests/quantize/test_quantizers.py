@@ -1,0 +1,155 @@
+"""Every quantizer on every kind of data against its oracle, bit for bit."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import mpx
+from tests import helpers
+from tests.quantize.cases import DATA, KINDS, QUANTIZERS, SHAPE, codes_of, scales_of
+from tests.reference import low_precision as reference
+
+each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
+each_kind = pytest.mark.parametrize("name", KINDS)
+
+
+@functools.cache
+def jitted(name: str):
+    quantizer, _ = QUANTIZERS[name]
+
+    @jax.jit
+    def run(x):
+        q = mpx.quantize(x, quantizer)
+        return q, q.dequantize()
+
+    return run
+
+
+@each_quantizer
+@pytest.mark.parametrize("data", DATA)
+def test_codes_scales_and_values_are_the_oracle_s(name: str, data: str):
+    quantizer, oracle = QUANTIZERS[name]
+    x = DATA[data]()
+    expected = oracle(x)
+    q, values = jitted(name)(x)
+    np.testing.assert_array_equal(codes_of(q), expected.codes)
+    np.testing.assert_array_equal(scales_of(q), expected.scales)
+    if expected.tensor is not None:
+        np.testing.assert_array_equal(q.tensor_inverse_scale, expected.tensor)
+    bits = reference.FORMATS[q.format.name]
+    exact = reference.dequantize(expected.codes, bits, expected.factors, expected.shape)
+    # Subnormal products are zero on some devices.
+    np.testing.assert_array_equal(
+        reference.flush(np.asarray(values)), reference.flush(exact)
+    )
+    eager = mpx.quantize(jnp.asarray(x), quantizer)
+    helpers.assert_same_bits(eager, q)
+    helpers.assert_same_bits(eager.dequantize(), values)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", helpers.HALF)
+def test_half_precision_is_quantized_as_its_float32(name: str, dtype: str):
+    x = jnp.asarray(DATA["normal"]()).astype(dtype)
+    q, narrow = jitted(name)(x)
+    wide, values = jitted(name)(x.astype(jnp.float32))
+    helpers.assert_same_bits(q.payload, wide.payload)
+    helpers.assert_same_bits(q.inverse_scale, wide.inverse_scale)
+    helpers.assert_same_bits(narrow, values.astype(dtype))
+
+
+@each_kind
+def test_axis_is_where_the_blocks_lie(name: str):
+    """Along axis 0 the result is that of the transposed array, transposed."""
+    quantizer, _ = QUANTIZERS[name]
+    x = jnp.asarray(DATA["outliers"]())
+    q = jax.jit(lambda x: mpx.quantize(x, quantizer, axis=0))(x.T)
+    straight, values = jitted(name)(x)
+    assert q.shape == x.T.shape
+    helpers.assert_same_bits(q.dequantize(), values.T)
+    helpers.assert_same_bits(q.inverse_scale, straight.inverse_scale.T)
+    if q.format is not mpx.Format.E2M1 or quantizer.block_dimensions == 1:
+        helpers.assert_same_bits(q.payload, straight.payload.T)
+
+
+finite = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False)
+
+
+@each_quantizer
+@hypothesis.given(block=hnp.arrays(np.float32, 256, elements=finite))
+def test_the_error_is_at_most_half_a_step(name: str, block: np.ndarray):
+    """Half a unit in the last place, or half the smallest step of the block's scale."""
+    x = np.broadcast_to(block, (SHAPE[0], 256)).T.reshape(-1)[: SHAPE[0] * 256]
+    x = np.concatenate([x, np.zeros(SHAPE[0] * 128, "f4")]).reshape(SHAPE)
+    q, values = jitted(name)(x)
+    factors = np.asarray(q.inverse_scale, np.float64)
+    if q.tensor_inverse_scale is not None:
+        factors = factors * float(q.tensor_inverse_scale)
+    repeat = [
+        length // max(1, cut) for length, cut in zip(SHAPE, factors.shape, strict=False)
+    ]
+    if factors.ndim:
+        factors = np.repeat(np.repeat(factors, repeat[0], 0), repeat[1], 1)
+    bits = reference.FORMATS[q.format.name]
+    largest = bits.largest * factors
+    relative = 2.0 ** -(bits.mantissa + 1) * np.abs(x)
+    bound = np.maximum(relative, q.format.smallest / 2 * factors) * (1 + 1e-5)
+    # An NVFP4 block's scale is itself rounded, perhaps down: then numbers saturate.
+    bound = np.maximum(bound, np.abs(x) - largest * (1 - 1e-5))
+    assert (np.abs(np.asarray(values, np.float64) - x) <= bound + 2.0**-126).all()
+    if q.format is mpx.Format.E2M1:
+        assert (np.abs(x) <= largest * (1 + 2.0**-3) + 2.0**-10 * np.abs(x).max()).all()
+
+
+@pytest.mark.parametrize("data", ["normal", "outliers", "infinity", "zeros", "tiny"])
+def test_mxfp8_saturates_no_finite_number(data: str):
+    x = DATA[data]()
+    q, _ = jitted("mxfp8 e4m3")(x)
+    scales = 2.0 ** (127.0 - np.repeat(scales_of(q), 32, axis=1))
+    real = np.isfinite(x)
+    assert (np.abs(x.astype(np.float64) * scales)[real] <= 448).all()
+
+
+NONFINITE = {
+    # name: what comes back of (inf, nan, the finite numbers beside them)
+    "tensor e4m3": (448.0, np.nan, True),
+    "tensor e5m2": (57344.0, np.nan, True),
+    "1x128": (448.0, np.nan, True),
+    "mxfp8 e4m3": (np.inf, np.nan, False),
+    "nvfp4 1x16": (6.0 * 448, np.nan, False),
+}
+
+
+@pytest.mark.parametrize("name", NONFINITE)
+def test_infinities_saturate_and_nan_stays(name: str):
+    infinite, nan, neighbours_survive_nan = NONFINITE[name]
+    x = np.ones(SHAPE, np.float32)
+    x[0, 3], x[1, 3] = -np.inf, np.inf
+    _, values = jitted(name)(x)
+    assert (values[0, 3], values[1, 3]) == (-infinite, infinite)
+    assert np.isfinite(np.delete(np.asarray(values), 3, axis=1)).all()
+    x[0, 3], x[1, 3] = np.nan, 1.0
+    _, values = jitted(name)(x)
+    assert np.isnan(values[0, 3]) and np.isnan(nan)
+    assert bool(jnp.isfinite(values[0, 4])) is neighbours_survive_nan
+    assert np.isfinite(np.asarray(values[1:])).all()
+
+
+def test_a_scale_from_elsewhere_is_used():
+    x = jnp.array([1.0, 500.0, 2.0**-12], jnp.float32)
+    q = mpx.quantize(x, mpx.TensorQuantizer(), scale=2.0)
+    assert q.payload.astype(jnp.float32).tolist() == [2.0, 448.0, 0.0]
+    assert q.dequantize().tolist() == [1.0, 224.0, 0.0]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 128), (3,)])
+def test_one_scale_takes_any_shape(shape: tuple[int, ...]):
+    q = mpx.quantize(jnp.ones(shape, jnp.bfloat16), mpx.TensorQuantizer())
+    assert q.shape == shape and q.dequantize().shape == shape
+    assert bool((q.dequantize() == 1).all())
