@@ -88,7 +88,6 @@ def attention_pair(key, dtype, **options):
 
 OPTIONS = {
     "plain": {},
-    "causal": {"self_attention_mask_type": "causal"},
     "grouped": {"num_gqa_groups": 2, "self_attention_mask_type": "causal"},
     "one group": {"num_gqa_groups": 1, "use_bias": False},
 }
