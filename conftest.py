@@ -8,6 +8,7 @@ This file stands at the root, not in `tests/`, because the doctests in `mpx/` ob
 too. It must not import mpx: the jaxtyping hook has to be in place before that.
 """
 
+import builtins
 import importlib.util
 import os
 import zlib
@@ -52,6 +53,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU (JAX_PLATFORMS=cuda,cpu where there is one)")
     if item.get_closest_marker("libtpu") and not importlib.util.find_spec("libtpu"):
         pytest.skip("needs libtpu, the TPU's compiler (`.ci/run` installs it)")
+
+
+def pytest_runtest_teardown() -> None:
+    """Forgets what a doctest showed last: tyro hashes all that it finds in builtins."""
+    vars(builtins).pop("_", None)
 
 
 @pytest.fixture(autouse=True)
