@@ -37,12 +37,17 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 # Two profiles: the same examples in every run, or a search for new ones
-# (HYPOTHESIS_PROFILE=search). Compiling takes longer than any deadline.
+# (HYPOTHESIS_PROFILE=search). Compiling takes longer than any deadline, and a busy
+# machine is no reason to fail.
+_PATIENT = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
 hypothesis.settings.register_profile(
-    "repeatable", deadline=None, derandomize=True, max_examples=50, database=None
+    "repeatable", **_PATIENT, derandomize=True, max_examples=50, database=None
 )
 hypothesis.settings.register_profile(
-    "search", deadline=None, max_examples=1000, print_blob=True
+    "search", **_PATIENT, max_examples=1000, print_blob=True
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
