@@ -20,8 +20,15 @@ _ROOT = Path(__file__).parent
 # Before JAX is imported. The CPU unless JAX_PLATFORMS says more, as eight devices; TPU
 # programs are compiled without a chip, and nobody is to be asked for one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Compiling is half of a cold run, and most of it is many small programs that run once:
+# XLA:CPU is told to make less effort (a quarter less time), and sums stay what they are.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+    )
 )
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
