@@ -92,3 +92,18 @@ def shard_map_axes(params: dict[str, Any]) -> tuple[str, ...]:
 def composite_parameter(params: dict[str, Any]) -> str:
     """The name of the parameter that holds the decomposition of a composite."""
     return "jaxpr" if "jaxpr" in params else "call_jaxpr"  # since jax 0.11
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes of `shard_map` on which a value varies; empty where nobody checks."""
+    kind = jax.typeof(x)
+    found = getattr(kind, "manual_axis_type", None)
+    if found is not None:
+        return frozenset(found.varying)
+    return frozenset(getattr(kind, "vma", ()))
+
+
+def as_varying(x: Any, axes: frozenset[str]) -> Any:
+    """The value as one that varies on these axes of `shard_map`, too."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

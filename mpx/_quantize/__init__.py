@@ -16,6 +16,7 @@ from ._delayed import (
 )
 from ._format import Format as Format
 from ._hadamard import hadamard_transform as hadamard_transform
+from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
 from ._quantize import (
     quantize as quantize,
     quantize_dequantize as quantize_dequantize,
@@ -36,3 +37,4 @@ from ._recipes import (
     NVFP4BlockScaling as NVFP4BlockScaling,
     Role as Role,
 )
+from ._target import Target as Target, target_from as target_from

@@ -118,6 +118,27 @@ class QuantizedArray(eqx.Module):
             x = hadamard_transform(x, axis=self.axes[-1], inverse=True)
         return x.astype(self.dtype)
 
+    def _factors(self, *, rotated: bool) -> tuple[Array, Array | None]:
+        """The array in float32 as numbers and what all of them are multiplied by.
+
+        Args:
+            rotated: As in `dequantize`.
+
+        Returns:
+            Numbers, which are exact but for blocks with scales of float32, and the
+            inverse scale of the tensor; None where blocks have all there is.
+        """
+        numbers = self._numbers()
+        if not self.axes:
+            return numbers, lax.stop_gradient(self.inverse_scale)
+        scale = _float32(lax.stop_gradient(self.inverse_scale))
+        x = multiply_blocks(numbers, scale, self.axes, self.block)
+        if self.rotated and not rotated:
+            x = hadamard_transform(x, axis=self.axes[-1], inverse=True)
+        if self.tensor_inverse_scale is None:
+            return x, None
+        return x, lax.stop_gradient(self.tensor_inverse_scale)
+
     def _numbers(self) -> Array:
         """The payload in float32, without scales."""
         payload = lax.stop_gradient(self.payload)

@@ -155,16 +155,21 @@ class DelayedScaling(AbstractRecipe):
             ValueError: `amax` is not one number, or the function of
                 `amax_compute_algo` did not give one.
         """
-        quantizer = self.quantizer(role)
-        assert isinstance(quantizer, TensorQuantizer)  # no override: see above
         amax = _one_number(amax, "`amax` of `mpx.DelayedScaling.update`")
         history = state.amax_history.at[0].set(amax)
         chosen = self._chosen(history)
-        usable = (chosen >= SMALLEST_FLOAT32) & (chosen < jnp.inf)
-        scale = quantizer.format.largest / jnp.where(usable, chosen, 1.0)
-        scale = jnp.clip(scale / 2.0**self.margin, SMALLEST_FLOAT32, LARGEST_SCALE)
+        scale = self._scale(chosen, role, state.scale)
         history = jnp.roll(history, -1).at[0].set(0.0)
-        return DelayedScalingState(history, jnp.where(usable, scale, state.scale))
+        return DelayedScalingState(history, scale)
+
+    def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array:
+        """The scale from an amax, or something else where that has no meaning."""
+        quantizer = self.quantizer(role)
+        assert isinstance(quantizer, TensorQuantizer)  # no override: see above
+        usable = (amax >= SMALLEST_FLOAT32) & (amax < jnp.inf)
+        scale = quantizer.format.largest / jnp.where(usable, amax, 1.0)
+        scale = jnp.clip(scale / 2.0**self.margin, SMALLEST_FLOAT32, LARGEST_SCALE)
+        return jnp.where(usable, scale, otherwise)
 
     def _chosen(self, history: Array) -> Array:
         if self.amax_compute_algo == "max":

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
+from ._amax import Join, alone
 from ._array import QuantizedArray
 from ._blocks import Axes, block_maximum, multiply_blocks
 from ._checks import check_dimensions, check_epsilon, check_flags, check_format
@@ -66,6 +67,7 @@ class AbstractQuantizer(abc.ABC):
         axes: Axes,
         key: Array | None,
         scale: Array | None,
+        join: Join = alone,
     ) -> QuantizedArray:
         """Quantizes an array whose subnormal numbers were flushed.
 
@@ -75,6 +77,8 @@ class AbstractQuantizer(abc.ABC):
             axes: As many axes as blocks have dimensions, negative, ascending.
             key: A key, given exactly if `stochastic_rounding`.
             scale: A scale for the tensor, given only if there are no blocks.
+            join: Makes the amax of the whole array from that of `x`, which may be a
+                piece of it.
         """
 
 
@@ -125,9 +129,10 @@ class TensorQuantizer(AbstractQuantizer):
         axes: Axes,
         key: Array | None,
         scale: Array | None,
+        join: Join = alone,
     ) -> QuantizedArray:
         if scale is None:
-            amax = largest_magnitude(x)
+            amax = join(largest_magnitude(x))
             scale = scale_from_amax(
                 jnp.maximum(amax, self.amax_epsilon),
                 self.format.largest,
@@ -197,6 +202,7 @@ class BlockQuantizer(AbstractQuantizer):
         axes: Axes,
         key: Array | None,
         scale: Array | None,
+        join: Join = alone,
     ) -> QuantizedArray:
         amax = block_maximum(x, axes, self.block)
         scales = scale_from_amax(
@@ -269,6 +275,7 @@ class MXFP8Quantizer(AbstractQuantizer):
         axes: Axes,
         key: Array | None,
         scale: Array | None,
+        join: Join = alone,
     ) -> QuantizedArray:
         code = e8m0_code(block_maximum(x, axes, self.block), self.format)
         scaled = multiply_blocks(x, e8m0_scale(code), axes, self.block)
@@ -345,11 +352,12 @@ class NVFP4Quantizer(AbstractQuantizer):
         axes: Axes,
         key: Array | None,
         scale: Array | None,
+        join: Join = alone,
     ) -> QuantizedArray:
         if self.hadamard:
             x = hadamard_transform(x, axis=axes[-1])
         block_amax = block_maximum(x, axes, self.block)
-        tensor_scale = nvfp4_tensor_scale(largest_magnitude(block_amax))
+        tensor_scale = nvfp4_tensor_scale(join(largest_magnitude(block_amax)))
         tensor_inverse_scale = 1 / tensor_scale
         inverse_scale = nvfp4_block_inverse_scale(block_amax, tensor_scale)
         scales = nvfp4_scale(inverse_scale, tensor_inverse_scale)

@@ -1,0 +1,271 @@
+r"""`linear_product`: the product of a linear layer, quantized in both directions.
+
+$$y = Q(x)\,Q(w) \qquad dx = Q(g)\,Q(w)^T \qquad dw = Q(x)^T\,Q(g)$$
+
+A `jax.custom_vjp`. What it keeps for the backward pass are quantized operands only: the
+copies that dx and dw contract. Forward mode (`jax.jvp`) has no rule, and JAX says so.
+
+Scales of delayed scaling are an argument, float32[3] in the order of `Role`. What comes
+back in the place of their gradient is no gradient: the three *amaxes* of this step, for
+`DelayedScaling.update`. A slot of its own for every product keeps JAX from adding
+two of them.
+"""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._errors import describe
+from .._jax_compat import as_varying, varying_axes
+from ._amax import Join, as_cotangent, joined_over, refuse_batching
+from ._contraction import (
+    DimensionNumbers,
+    LinearContractions,
+    as_matrices,
+    contractions,
+    product_shape,
+)
+from ._delayed import DelayedScaling
+from ._operands import Copies, has_blocks
+from ._products import Operand, multiply
+from ._recipes import AbstractRecipe, Role
+from ._rounding import flushed, largest_magnitude
+from ._target import Target
+
+_ROLES = tuple(Role)
+_FLOAT32 = np.dtype("float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearProduct:
+    """A product of data and a weight: all that is known of it before numbers are.
+
+    Attributes:
+        recipe: How operands are quantized.
+        dimension_numbers: Those of `jax.lax.dot_general`, as tuples.
+        is_weight_first: Whether the left operand is the weight.
+        dtype: The dtype of the result and of the gradient of the data: half precision,
+            or float32.
+        target: The device that it is compiled for.
+        manual_axes: Axes of `shard_map` in force, over which the pieces of an array
+            have one scale.
+        sums_over_devices: Whether that is `shard_map(check_vma=False)`, where JAX adds
+            up the cotangents of replicated arguments over all `manual_axes`.
+    """
+
+    recipe: AbstractRecipe
+    dimension_numbers: DimensionNumbers
+    is_weight_first: bool
+    dtype: np.dtype
+    target: Target
+    manual_axes: tuple[str, ...] = ()
+    sums_over_devices: bool = False
+
+    def _copies(self, role: Role) -> Copies:
+        axes = {
+            "left": (-1, -2),
+            "right": (-2, -1),
+            # dx first: of the left operand it contracts columns, of the right one rows.
+            "result": (-2, -1) if self.is_weight_first else (-1, -2),
+        }[self._place(role)]
+        return Copies(self.recipe, role, self.dtype, self._join(), axes)
+
+    def _place(self, role: Role) -> str:
+        if role is Role.GRADIENT:
+            return "result"
+        return "left" if (role is Role.WEIGHT) == self.is_weight_first else "right"
+
+    def _join(self) -> Join:
+        return joined_over(self.manual_axes, self.sums_over_devices)
+
+    def _ordered(self, data: Any, weight: Any) -> tuple[Any, Any]:
+        """Two things as (left, right), or (left, right) as (data, weight)."""
+        return (weight, data) if self.is_weight_first else (data, weight)
+
+
+def linear_product(
+    product: LinearProduct, left: Array, right: Array, scales: Array | None = None
+) -> Array:
+    """The product of a linear layer.
+
+    Args:
+        product: What product, and how.
+        left: The left operand of `jax.lax.dot_general`, floating. The weight is best
+            given in float32, if that is what it is kept in: it is quantized from what
+            comes.
+        right: The right operand.
+        scales: float32[3], the scales of input, weight and gradient, for
+            `DelayedScaling` and for no other recipe. Where one is 0, it is computed
+            from the array at hand (a warm start).
+
+    Returns:
+        The product in `product.dtype`. Its gradients come in the dtypes of the
+        operands: that of the data rounded to `product.dtype` first, that of the weight
+        straight from float32. The "gradient" of `scales` are the amaxes of input,
+        weight and gradient; they may be infinite or NaN.
+
+    Raises:
+        TypeError: Scales are missing, or given to a recipe that has none.
+        ValueError: `jax.vmap` goes over the operands while scales are given once.
+    """
+    _check_scales(product.recipe, scales)
+    everywhere = varying_axes(left) | varying_axes(right)
+    left, right = as_varying(left, everywhere), as_varying(right, everywhere)
+    if not has_blocks(product.recipe):
+        return _product(product, left, right, scales)
+    left, right, matrices, shape = as_matrices(product.dimension_numbers, left, right)
+    product = dataclasses.replace(product, dimension_numbers=matrices)
+    return _product(product, left, right, scales).reshape(shape)
+
+
+def _check_scales(recipe: AbstractRecipe, scales: Array | None) -> None:
+    call = "`linear_product(product, left, right, scales)`"
+    if not isinstance(recipe, DelayedScaling):
+        if scales is None:
+            return
+        raise TypeError(
+            f"`scales` of {call} are for `mpx.DelayedScaling`; got {describe(scales)} "
+            f"for `mpx.{type(recipe).__name__}`. Leave them out."
+        )
+    shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
+    if shape != (3,) or dtype != jnp.float32:
+        raise TypeError(
+            f"`scales` of {call} are float32[3] for `mpx.DelayedScaling`: of input, "
+            f"weight and gradient; got {describe(scales)}."
+        )
+
+
+class _Kept(eqx.Module):
+    """What the backward pass needs.
+
+    Attributes:
+        data: The copy that dw contracts.
+        weight: The copy that dx contracts.
+        scales: The scales of delayed scaling.
+        amaxes: The amaxes of input and weight, with scales.
+        left: Shape and dtype of the left operand.
+        right: The same of the right one.
+    """
+
+    data: Operand
+    weight: Operand
+    scales: Array | None
+    amaxes: tuple[Array, Array] | None
+    left: jax.ShapeDtypeStruct = eqx.field(static=True)
+    right: jax.ShapeDtypeStruct = eqx.field(static=True)
+
+    def contractions(self, product: LinearProduct) -> LinearContractions:
+        """The products that are left to compute."""
+        ranks = len(self.left.shape), len(self.right.shape)
+        return contractions(product.dimension_numbers, *ranks)
+
+
+def _scaled(
+    product: LinearProduct, role: Role, x: Array, scales: Array | None
+) -> tuple[Array | None, Array | None]:
+    """The amax of an array and the scale to quantize it with, for delayed scaling."""
+    if scales is None:
+        return None, None
+    recipe = product.recipe
+    assert isinstance(recipe, DelayedScaling)  # has been checked
+    amax = product._join()(largest_magnitude(flushed(x.astype(jnp.float32))))
+    amax = refuse_batching(amax, scales)
+    given = scales[_ROLES.index(role)]
+    return amax, jnp.where(given == 0, recipe._scale(amax, role, 1.0), given)
+
+
+def _forward(
+    product: LinearProduct,
+    left: Array,
+    right: Array,
+    scales: Array | None,
+    *,
+    is_differentiated: bool,
+) -> tuple[Array, _Kept | None]:
+    data, weight = product._ordered(left, right)
+    data_amax, data_scale = _scaled(product, Role.INPUT, data, scales)
+    weight_amax, weight_scale = _scaled(product, Role.WEIGHT, weight, scales)
+    of_data, of_weight = product._copies(Role.INPUT), product._copies(Role.WEIGHT)
+    x, w = of_data.first(data, data_scale), of_weight.first(weight, weight_scale)
+    numbers = contractions(product.dimension_numbers, left.ndim, right.ndim)
+    y = multiply(
+        *product._ordered(x, w),
+        numbers.forward,
+        product.dtype,
+        product.target,
+        product.dtype,
+        is_backward=False,
+    )
+    # Square blocks pad what is not contracted, too.
+    y = _cut(y, product_shape(product.dimension_numbers, left.shape, right.shape))
+    if not is_differentiated:
+        return y, None
+    amaxes = None
+    if data_amax is not None and weight_amax is not None:
+        amaxes = data_amax, weight_amax
+    kept = _Kept(
+        of_data.second(data, x, data_scale),
+        of_weight.second(weight, w, weight_scale),
+        scales,
+        amaxes,
+        jax.ShapeDtypeStruct(left.shape, left.dtype),
+        jax.ShapeDtypeStruct(right.shape, right.dtype),
+    )
+    return y, kept
+
+
+def _cut(x: Array, shape: tuple[int, ...]) -> Array:
+    return x if x.shape == shape else x[tuple(map(slice, shape))]
+
+
+def _primal(
+    product: LinearProduct, left: Array, right: Array, scales: Array | None
+) -> Array:
+    return _forward(product, left, right, scales, is_differentiated=False)[0]
+
+
+_product = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+
+
+def _forward_rule(
+    product: LinearProduct, left: Array, right: Array, scales: Array | None
+) -> tuple[Array, _Kept | None]:
+    return _forward(product, left, right, scales, is_differentiated=True)
+
+
+def _backward_rule(
+    product: LinearProduct, kept: _Kept, g: Array
+) -> tuple[Array, Array, Array | None]:
+    amax, scale = _scaled(product, Role.GRADIENT, g, kept.scales)
+    of_gradient = product._copies(Role.GRADIENT)
+    for_data = of_gradient.first(g, scale)
+    for_weight = of_gradient.second(g, for_data, scale)
+    numbers = kept.contractions(product)
+    left, right = product._ordered(kept.data, kept.weight)
+    for_left, for_right = product._ordered(for_data, for_weight)
+    left_dtype, right_dtype = product._ordered(product.dtype, _FLOAT32)
+    target, half = product.target, product.dtype
+    left_gradient = multiply(
+        for_left, right, numbers.for_left, left_dtype, target, half, is_backward=True
+    )
+    right_gradient = multiply(
+        left, for_right, numbers.for_right, right_dtype, target, half, is_backward=True
+    )
+    left_gradient = _cut(left_gradient, kept.left.shape).astype(kept.left.dtype)
+    right_gradient = _cut(right_gradient, kept.right.shape).astype(kept.right.dtype)
+    return left_gradient, right_gradient, _amaxes(product, kept, amax)
+
+
+def _amaxes(product: LinearProduct, kept: _Kept, amax: Array | None) -> Array | None:
+    if amax is None or kept.amaxes is None or kept.scales is None:
+        return None
+    axes = product.manual_axes if product.sums_over_devices else ()
+    return as_cotangent(jnp.stack([*kept.amaxes, amax]), kept.scales, axes)
+
+
+_product.defvjp(_forward_rule, _backward_rule)

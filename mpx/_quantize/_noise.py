@@ -1,0 +1,42 @@
+"""The key of stochastic rounding, from the numbers that are rounded.
+
+A backward pass has no key at hand, and one in the state of training would have to be
+split at every product. So the key is a hash of the gradient: the same gradient is
+rounded the same way, in a rematerialized pass too, and another one another way. The
+hash is a sum of integers, which no order of summation changes: a sharded array has the
+hash of the whole.
+"""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32
+
+
+def key_from(x: Float32[Array, "..."], salt: int) -> Array:
+    """A PRNG key that the numbers and their places determine.
+
+    Args:
+        x: The numbers.
+        salt: A constant, so that two copies of the same numbers get two keys.
+
+    Returns:
+        A Threefry key.
+    """
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis in range(x.ndim):
+        index = lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        place = place * jnp.uint32(x.shape[axis] & 0xFFFFFFFF) + index
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    # Odd factors, so that a change of one number always changes the sum. Numbers of
+    # bfloat16 differ in their upper bits only, which a product moves nowhere: mix them
+    # down first.
+    mixed = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    mixed = mixed ^ (mixed >> 15)
+    total = jnp.sum(mixed * (2 * place + 1), dtype=jnp.uint32)
+    # Threefry draws the same numbers for an array on one device and on many.
+    seed = zlib.crc32(repr((salt, x.shape)).encode())
+    key = jax.random.key(seed, impl="threefry2x32")
+    return jax.random.fold_in(key, total)

@@ -1,0 +1,75 @@
+"""Stochastic rounding of gradients in NVFP4, whose key is made of the gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from mpx._quantize import LinearProduct
+from mpx._quantize._noise import key_from
+from tests.quantize.linear_cases import CPU, result_and_gradients
+
+MATRICES = (((1,), (0,)), ((), ()))
+PRODUCT = LinearProduct(
+    mpx.NVFP4BlockScaling(), MATRICES, False, np.dtype("float32"), CPU
+)
+X = jax.random.normal(jax.random.key(0), (16, 32))
+W = jax.random.normal(jax.random.key(1), (32, 48))
+G = jax.random.normal(jax.random.key(2), (16, 48))
+
+
+def test_the_same_gradient_is_rounded_the_same_way_and_another_another_way():
+    first = result_and_gradients(PRODUCT, X, W, G)
+    again = result_and_gradients(PRODUCT, X, W, G)
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    # The change is too small to be seen but for the draws.
+    _, dx, dw, _ = result_and_gradients(PRODUCT, X, W, G.at[0, 0].multiply(1 + 1e-6))
+    assert (dx != first[1]).mean() > 0.5 and (dw != first[2]).mean() > 0.5
+    assert (dx[1:] != first[1][1:]).any()
+
+
+def test_the_mean_over_many_gradients_is_close():
+    count = 400
+    near = G[None] * (1 + 1e-6 * jnp.arange(1.0 * count).reshape(-1, 1, 1))
+    many = jax.vmap(lambda g: result_and_gradients(PRODUCT, X, W, g)[1:3])
+    nearest = mpx.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    plain = LinearProduct(nearest, MATRICES, False, np.dtype("float32"), CPU)
+    half = LinearProduct(
+        mpx.NVFP4BlockScaling(backward_override="dequantized"),
+        *(MATRICES, False, np.dtype("float32"), CPU),
+    )
+
+    def error(found, exact) -> float:
+        return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+
+    draws = many(near)
+    exact = result_and_gradients(half, X, W, G)[1]
+    found = error(draws[0].mean(0), exact)
+    once = error(draws[0][0], exact)
+    # Without bias the error of a mean falls as 1 / sqrt(count); rounding to the
+    # nearest has one that no mean removes.
+    assert found < 0.1 * once
+    assert found < 0.3 * error(result_and_gradients(plain, X, W, G)[1], exact)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_key_is_of_the_numbers_and_their_places(dtype: str):
+    x = G.astype(dtype).astype("float32")
+    key = jax.jit(key_from, static_argnums=1)
+
+    def bits(x, salt: int = 0):
+        return tuple(np.asarray(jax.random.key_data(key(x, salt))).tolist())
+
+    keys = {
+        "itself": bits(x),
+        "salt": bits(x, 1),
+        "swapped": bits(x[::-1]),
+        "reshaped": bits(x.reshape(48, 16)),
+        "sign": bits(x.at[3, 3].multiply(-1)),
+        "doubled": bits(2 * x),
+        "zeros": bits(0 * x),
+    }
+    assert len({*keys.values()}) == len(keys)
+    eager = np.asarray(jax.random.key_data(key_from(x, 0)))
+    assert tuple(eager.tolist()) == keys["itself"]

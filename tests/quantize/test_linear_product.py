@@ -1,0 +1,158 @@
+"""The products of linear layers against float64, in every layout and recipe."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from mpx._quantize import linear_product
+from tests.quantize.linear_cases import (
+    LAYOUTS,
+    RECIPES,
+    data,
+    expected,
+    product_of,
+    result_and_gradients,
+    scales_of,
+)
+
+# One layout for all recipes: odd sizes, nothing is a multiple of a block.
+ODD = LAYOUTS["3-D"]
+
+
+def assert_close(found, exact: np.ndarray) -> None:
+    assert found.shape == exact.shape
+    error = np.abs(np.asarray(found, np.float64) - exact).max()
+    assert error <= 1e-6 * np.abs(exact).max()
+
+
+def check(recipe_name: str, layout_name: str) -> None:
+    recipe, layout = RECIPES[recipe_name], LAYOUTS[layout_name]
+    left, right, g = data(layout)
+    product = product_of(recipe, layout)
+    found = result_and_gradients(product, left, right, g, scales_of(recipe))
+    exact = expected(recipe, layout, left, right, g)
+    for one, other in zip(found, exact, strict=False):
+        assert one.dtype == jnp.float32
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_products_of_a_recipe_are_those_of_float64(recipe_name: str):
+    check(recipe_name, "3-D")
+
+
+# One recipe that keeps the layout, and one that brings operands into blocks.
+@pytest.mark.parametrize("layout_name", [name for name in LAYOUTS if name != "3-D"])
+@pytest.mark.parametrize("recipe_name", ["current", "nvfp4"])
+def test_products_in_every_layout_are_those_of_float64(recipe_name, layout_name: str):
+    check(recipe_name, layout_name)
+
+
+@pytest.mark.parametrize("recipe_name", ["dequantized backward", "blocks"])
+def test_the_weight_may_come_first(recipe_name: str):
+    check(recipe_name, "weight first")
+
+
+@pytest.mark.parametrize("recipe_name", ["current", "mxfp8"])
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_half_precision_rounds_once(recipe_name: str, half: str):
+    recipe, (left, right, g) = RECIPES[recipe_name], data(ODD)
+    product = product_of(recipe, ODD, half)
+    found = result_and_gradients(product, left.astype(half), right, g)
+    y, d_left, d_right, amaxes = found
+    assert (y.dtype, d_left.dtype, d_right.dtype) == (half, half, jnp.float32)
+    assert amaxes is None
+    exact = expected(recipe, ODD, left, right, g)
+    assert_close(d_right, exact[2])
+    # Numbers in half precision are the exact ones rounded, but for ties.
+    for one, other in ((y, exact[0]), (d_left, exact[1])):
+        step = float(jnp.finfo(half).eps)
+        error = np.abs(np.asarray(one, np.float64) - other)
+        assert (error <= 0.51 * step * np.abs(other) + 1e-6 * np.abs(other).max()).all()
+
+
+def test_weights_in_half_precision_get_gradients_in_it():
+    left, right, g = data(ODD)
+    product = product_of(RECIPES["current"], ODD, "bfloat16")
+    _, _, d_right, _ = result_and_gradients(
+        product, left.astype("bfloat16"), right.astype("bfloat16"), g
+    )
+    assert d_right.dtype == jnp.bfloat16
+
+
+def test_a_weight_is_quantized_from_float32():
+    """Rounded to bfloat16 first, 1 + 2^-4 + 2^-10 would be a tie and become 1."""
+    near = np.float32(1 + 2**-4 + 2**-10)
+    weight = np.array([[near, 1.75]], np.float32)
+    product = product_of(RECIPES["current"], LAYOUTS["matrices"], "bfloat16")
+    y = linear_product(product, jnp.ones((2, 1), "bfloat16"), jnp.asarray(weight))
+    assert y[0, 0] == 1.125
+
+
+def test_eager_and_jit_give_the_same_bits():
+    recipe, (left, right, g) = RECIPES["delayed"], data(ODD)
+    product, scales = product_of(recipe, ODD, "bfloat16"), scales_of(recipe)
+    jitted = result_and_gradients(product, left, right, g, scales)
+    eager = result_and_gradients.__wrapped__(product, left, right, g, scales)
+    jax.tree.map(np.testing.assert_array_equal, jitted, eager)
+
+
+@pytest.mark.parametrize("recipe_name", ["delayed", "nvfp4"])
+def test_a_rematerialized_product_has_the_same_bits(recipe_name: str):
+    """NVFP4 with stochastic rounding, whose draws have to be the same, too."""
+    recipe, (left, right, g) = RECIPES[recipe_name], data(ODD)
+    recipe = dataclasses.replace(recipe, recipe=type(recipe.recipe)())
+    product, scales = product_of(recipe, ODD, "bfloat16"), scales_of(recipe)
+
+    @jax.jit
+    def rematerialized(left, right, scales):
+        f = jax.checkpoint(lambda *a: linear_product(product, *a))
+        y, backward = jax.vjp(f, left, right, scales)
+        return y, *backward(g.astype(y.dtype))
+
+    once = result_and_gradients(product, left, right, g, scales)
+    again = rematerialized(left, right, scales)
+    jax.tree.map(np.testing.assert_array_equal, once, again)
+
+
+@pytest.mark.parametrize("recipe_name", ["current", "mxfp8", "nvfp4"])
+def test_vmap_gives_every_example_its_scale(recipe_name: str):
+    recipe, (left, right, g) = RECIPES[recipe_name], data(ODD)
+    left = left * np.float32([1, 1e-3, 1e3])[:, None, None]
+    product = product_of(recipe, LAYOUTS["matrices"])
+    right = jnp.asarray(right)
+    mapped = jax.vmap(lambda x, g: result_and_gradients(product, x, right, g))(left, g)
+    for index in range(len(left)):
+        alone = result_and_gradients(product, left[index], right, g[index])
+        for one, other in zip(mapped, alone, strict=True):
+            if other is not None:
+                np.testing.assert_allclose(one[index], other, rtol=1e-6, atol=1e-6)
+
+
+def test_forward_mode_is_refused():
+    left, right, _ = data(ODD)
+    product = product_of(RECIPES["current"], ODD)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda x: linear_product(product, x, right), (left,), (left,))
+
+
+def test_scales_are_for_delayed_scaling_only():
+    left, right, _ = data(ODD)
+    delayed, current = (product_of(RECIPES[n], ODD) for n in ("delayed", "current"))
+    with pytest.raises(TypeError, match=r"float32\[3\].*got None"):
+        linear_product(delayed, left, right)
+    with pytest.raises(TypeError, match=r"float32\[3\].*got float32\[2\]"):
+        linear_product(delayed, left, right, jnp.ones(2))
+    with pytest.raises(TypeError, match="Float8CurrentScaling.*Leave them out"):
+        linear_product(current, left, right, jnp.ones(3))
+
+
+def test_a_product_is_a_constant_to_jit():
+    one, other = (product_of(RECIPES["current"], ODD) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+    assert one != product_of(RECIPES["mxfp8"], ODD)
+    assert one.recipe == mpx.Float8CurrentScaling()
