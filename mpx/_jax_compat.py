@@ -53,6 +53,12 @@ def scope_names(equation: Any) -> tuple[str, ...]:
     return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
 
+def is_transposed(equation: Any) -> bool:
+    """Whether an equation was made by transposing a derivative."""
+    stack = equation.source_info.name_stack.stack
+    return any(getattr(entry, "name", "") == "transpose" for entry in stack)
+
+
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a scan equation that are arguments of `jax.lax.scan`."""
     names = ("length", "reverse", "unroll", "_split_transpose")

@@ -320,7 +320,7 @@ def _with_limit(scaling: Any, before: Any, limit: int) -> Any:
     """Halts past the limit; a halted state stays as it was when that happened."""
     record = scaling.record
     halted = record.halted | (record.skipped_in_a_row > limit)
-    limited = replaced(scaling, record=replaced(record, halted=halted))
+    limited = scaling._with_record(replaced(record, halted=halted))
     return select_tree(before.record.halted, before, limited)
 
 

@@ -7,4 +7,10 @@ from ._call import (
 from ._decisions import Candidate as Candidate, Precision as Precision
 from ._region import ambient_with as ambient_with
 from ._rules import Rule as Rule, Rules as Rules
+from ._slots import (
+    Request as Request,
+    SlotName as SlotName,
+    collecting as collecting,
+    providing as providing,
+)
 from ._transform import autocast as autocast, settings_of as settings_of

@@ -1,6 +1,7 @@
 """Calling a function, rewritten: trace it, emit it again, put the results together."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +14,14 @@ from .._dtypes import is_half
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
+from ._ends import ends_of_results, recipes_in
 from ._interpreter import evaluate
 from ._notes import RESULT, note_unused, noted_cast
 from ._plan import Wish, wish_for
-from ._region import is_tracing, region_text, trace
+from ._region import is_tracing, region, trace
 from ._settings import Place, Programs, Run, Settings
-from ._values import Value, declared, is_castable
+from ._slots import Slots, next_source
+from ._values import Colour, Value, declared, is_castable
 
 _REWRITES = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
 
@@ -52,13 +55,36 @@ def call_autocast(
     """
     if has_nnx_objects((func, args, kwargs)):
         return _call_with_objects(settings, weights, programs, func, args, kwargs)
-    run = Run(settings, _REWRITES, programs)
-    value = functools.partial(_input, run, weights)
-    results = _call(run, func, args, kwargs, value, trace)
+    runs: list[Run] = []
+
+    def run_of(jaxpr: Any) -> Run:
+        told = settings.recipe, *settings.rules.recipes
+        recipes = recipes_in(jaxpr).union(r for r in told if r is not None)
+        runs.append(Run(settings, _REWRITES, programs, recipes))
+        return runs[0]
+
+    source = next_source()
+    value = functools.partial(_input, weights, source)
+    results = _call(run_of, func, args, kwargs, value, trace)
+    (run,) = runs
     if settings.is_strict:
         _strict.refuse_unused(settings.rules, run.used)
+    if settings.recipe is not None and settings.recipe not in run.used:
+        raise ValueError(_nothing_to_quantize(settings.recipe, weights))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
     return results
+
+
+def _nothing_to_quantize(recipe: Any, weights: Weights) -> str:
+    return (
+        f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` found no product of "
+        f"data with a weight to quantize. Weights are the arrays of argument "
+        f"{weights[0]!r} (`weights=` says which), and of the function if it is a "
+        "PyTree; arrays that the function closes over are constants. Products with a "
+        "single vector are left alone: put `jax.vmap` inside of `mpx.autocast`. So is "
+        "the final projection before the loss: `mpx.Rule(mpx.Precision.LOW, ...)` "
+        "includes it. `mpx.explain` says it for each product."
+    )
 
 
 # Stands for a leaf that is no weight; not None, which is no leaf at all.
@@ -95,7 +121,7 @@ def call_with_masters(
     found, _ = jax.tree_util.tree_flatten_with_path((None, tuple(masters)))
     wide = {path: master for path, master in found if master is not NO_MASTER}
 
-    def value(path: Any, leaf: Any) -> Value:
+    def value(run: Run, path: Any, leaf: Any) -> Value:
         master = wide.get(path)
         if master is None or leaf.dtype == master.dtype or not is_half(leaf.dtype):
             return declared(leaf)
@@ -103,18 +129,21 @@ def call_with_masters(
         return Value(jax.lax.convert_element_type(master, dtype), facts)
 
     run = Run(settings, _REWRITES)
-    return _call(run, func, tuple(args), kwargs, value, jax.make_jaxpr)
+    return _call(lambda _: run, func, tuple(args), kwargs, value, jax.make_jaxpr)
 
 
 def _call(
-    run: Run,
+    run_of: Callable[[Any], Run],
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    value: Callable[[Any, Any], Value],
+    value: Callable[[Run, Any, Any], Value],
     trace: Callable[..., Any],
 ) -> Any:
-    """Calls a function, traced by `trace`, with the values that `value` makes."""
+    """Calls a function, traced by `trace`, with the values that `value` makes.
+
+    The run is made when its program is known.
+    """
     paths, treedef = jax.tree_util.tree_flatten_with_path((func, args, kwargs))
     leaves = [leaf for _, leaf in paths]
     is_array = [isinstance(x, _ARRAYS) for x in leaves]
@@ -133,7 +162,8 @@ def _call(
 
     inputs = [pair for pair, a in zip(paths, is_array, strict=True) if a]
     closed = trace(flat)(*(leaf for _, leaf in inputs))
-    values = [value(path, leaf) for path, leaf in inputs]
+    run = run_of(closed.jaxpr)
+    values = [value(run, path, leaf) for path, leaf in inputs]
     with _done_for_others():
         arrays = iter(_results(run, closed, values))
     out_tree, rest = found
@@ -165,7 +195,7 @@ def _done_for_others() -> contextlib.AbstractContextManager[Any]:
     """Within another autocast function, what this one emits is left as it is."""
     if not is_tracing():
         return contextlib.nullcontext()
-    return jax.named_scope(region_text(enabled=False))
+    return region({"is_enabled": False})
 
 
 def _results(run: Run, closed: Any, values: list[Value]) -> list[Any]:
@@ -174,6 +204,8 @@ def _results(run: Run, closed: Any, values: list[Value]) -> list[Any]:
         wish_for(aval.dtype) if is_castable(aval) else Wish.ANY for aval in avals
     )
     place = Place(run.settings)
+    if run.has_recipe:
+        place = dataclasses.replace(place, ends=ends_of_results(avals))
     results = evaluate(run, place, closed.jaxpr, closed.consts, values, wishes)
     with noted_cast(RESULT):
         return [
@@ -182,7 +214,7 @@ def _results(run: Run, closed: Any, values: list[Value]) -> list[Any]:
         ]
 
 
-def _input(run: Run, weights: Weights, path: Any, leaf: Any) -> Value:
+def _input(weights: Weights, source: Any, run: Run, path: Any, leaf: Any) -> Value:
     """An argument; those of the function itself, too, are parameters."""
     root, *rest = path
     if root.idx == 0:
@@ -193,4 +225,11 @@ def _input(run: Run, weights: Weights, path: Any, leaf: Any) -> Value:
             return declared(leaf)
         below = rest[1:]
     # Equal layers are rewritten once if nobody asks which parameters are theirs.
-    return declared(leaf, path_text(tuple(below)) if run.needs_parameters else "")
+    name = path_text(tuple(below)) if run.needs_parameters else ""
+    value = declared(leaf, name)
+    if value.facts.colour is Colour.OTHER:
+        return value
+    value.facts = value.facts._replace(is_weight=True)
+    if run.is_stateful:
+        value.slots = Slots.of_parameter(name, source)
+    return value

@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._quantize import AbstractRecipe
 from ._classes import PrimitiveClass, class_of
 from ._decisions import Precision, Reason
 from ._plan import Wish
 from ._rules import Rule
-from ._settings import Settings
+from ._settings import Place, Settings
 from ._values import FULL, Colour, Value, does_not_fit, is_castable
 
 
@@ -22,6 +23,8 @@ class Choice(NamedTuple):
         dtype: What its operands are cast to; None leaves each in its declared dtype.
         result: The dtype of a product's result.
         rule: The user's rule that was applied, or None.
+        recipe: How a product is quantized, or None.
+        detail: More about the reason.
     """
 
     kind: PrimitiveClass | None
@@ -29,10 +32,14 @@ class Choice(NamedTuple):
     dtype: np.dtype | None = None
     result: np.dtype | None = None
     rule: Rule | None = None
+    recipe: AbstractRecipe | None = None
+    detail: str = ""
 
     @property
     def precision(self) -> Precision:
         """The precision it is computed in."""
+        if self.recipe is not None:
+            return Precision.LOW
         if self.dtype is None:
             return Precision.DECLARED
         return Precision.FULL if self.dtype == FULL else Precision.HALF
@@ -54,7 +61,7 @@ class Case(NamedTuple):
     """An equation that a precision is chosen for.
 
     Attributes:
-        settings: What holds where it stands.
+        place: Where it stands.
         equation: The equation.
         operands: Its operands.
         wish: What the users of its results want.
@@ -62,12 +69,17 @@ class Case(NamedTuple):
         is_scaling: Whether it scales a product by a number.
     """
 
-    settings: Settings
+    place: Place
     equation: Any
     operands: list[Value]
     wish: Wish
     is_residual: bool
     is_scaling: bool
+
+    @property
+    def settings(self) -> Settings:
+        """What holds where it stands."""
+        return self.place.settings
 
     @property
     def name(self) -> str:
@@ -114,7 +126,7 @@ def choose(case: Case, rule: Rule | None = None) -> Choice:
 
 def _ruled(case: Case, kind: PrimitiveClass | None, precision: Precision) -> Choice:
     is_product = kind is PrimitiveClass.HALF
-    if precision is Precision.HALF:
+    if precision in (Precision.HALF, Precision.LOW):
         dtype = _half_dtype(case)
         if not is_product:
             return Choice(kind, Reason.RULE, dtype)

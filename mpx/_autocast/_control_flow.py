@@ -10,12 +10,14 @@ times) is rewritten once for each way in which its operands come.
 - The results of branches must agree: all in half, or all in float32.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import core
+from jax.sharding import PartitionSpec as P
 
 from .._jax_compat import (
     bind_equation,
@@ -25,11 +27,13 @@ from .._jax_compat import (
     scan_counts,
     scan_options,
 )
+from .._jaxpr import sub_jaxprs
+from ._ends import ends_of_program
 from ._interpreter import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._plan import Wish, carry_wishes, plan, program_of
-from ._rules import Rule
 from ._settings import Place, Run
+from ._slots import Slots, repeated
 from ._values import FULL, Colour, Facts, Value, computed, is_castable
 
 
@@ -39,15 +43,17 @@ class Program(NamedTuple):
     Attributes:
         closed: The new program.
         facts: What is known of its results.
-        used: The user's rules that held inside.
+        used: The user's rules that held inside, and the recipes that quantized.
     """
 
     closed: Any
     facts: tuple[Facts, ...]
-    used: frozenset[Rule]
+    used: frozenset[Any]
 
 
-def enter(arrays: Sequence[Any], facts: Sequence[Facts]) -> list[Value]:
+def enter(
+    arrays: Sequence[Any], facts: Sequence[Facts], slots: Sequence[Any] = ()
+) -> list[Value]:
     """The operands of a program, as values inside of it.
 
     A number is put in the place of its variable. Not where a program runs once per
@@ -57,9 +63,36 @@ def enter(arrays: Sequence[Any], facts: Sequence[Facts]) -> list[Value]:
     return [
         Value(np.asarray(f.literal, x.dtype), f, is_constant=True)
         if may_replace and f.literal is not None and x.shape == ()
-        else Value(x, f)
-        for x, f in zip(arrays, facts, strict=True)
+        else Value(x, f, slots=s)
+        for x, f, s in zip(arrays, facts, slots or (None,) * len(facts), strict=True)
     ]
+
+
+class Luggage:
+    """The slots of a program's operands, which it gets besides them.
+
+    Attributes:
+        arrays: What the program gets.
+        form: All else that a rewritten program depends on.
+    """
+
+    def __init__(self, operands: Sequence[Value], *lengths: int) -> None:
+        """Packs the slots; `lengths` is that of the scan that cuts the operands."""
+        self._slots = [v.slots for v in operands]
+        self._lengths = lengths
+        self._counts = [0 if s is None else len(s.uses) for s in self._slots]
+        self.form = tuple(None if s is None else s.form for s in self._slots)
+        self.arrays = [x for s in self._slots if s is not None for x in s.handed_over()]
+
+    def unpacked(self, arrays: Sequence[Any]) -> list[Slots | None]:
+        """The slots of the operands inside, from what the program got."""
+        rest = iter(arrays)
+        return [
+            None
+            if s is None
+            else s.inside([next(rest) for _ in range(count)], self._lengths)
+            for s, count in zip(self._slots, self._counts, strict=True)
+        ]
 
 
 def evaluate_closed(
@@ -76,6 +109,7 @@ def rewritten(
     jaxpr: Any,
     operands: list[Value],
     wishes: tuple[Wish, ...],
+    luggage: Luggage,
     dtypes: tuple[Any, ...] | None = None,
 ) -> Program:
     """Rewrites a program for operands as they come.
@@ -86,6 +120,7 @@ def rewritten(
         jaxpr: The program, open or closed.
         operands: Its inputs.
         wishes: What is wanted of its results.
+        luggage: What it gets besides.
         dtypes: The dtypes that its results must have; None for a result that may have
             any.
 
@@ -94,8 +129,9 @@ def rewritten(
     """
     facts = tuple(v.facts for v in operands)
     avals = tuple(jax.typeof(v.array) for v in operands)
+    besides = [jax.typeof(x) for x in luggage.arrays]
     known = run.programs.setdefault(jaxpr, {})
-    key = (place, facts, avals, wishes, dtypes)
+    key = (place, facts, avals, wishes, dtypes, luggage.form)
     made = known.get(key)
     if made is not None:
         run.used |= made.used
@@ -103,7 +139,8 @@ def rewritten(
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: Any) -> list[Any]:
-        inside = enter(arrays, facts)
+        slots = luggage.unpacked(arrays[len(facts) :])
+        inside = enter(arrays[: len(facts)], facts, slots)
         results = evaluate_closed(run, place, jaxpr, inside, wishes)
         if dtypes is not None:
             results = [as_dtype(v, d) for v, d in zip(results, dtypes, strict=True)]
@@ -111,7 +148,7 @@ def rewritten(
         return [v.array for v in results]
 
     before, run.used = run.used, set()
-    closed = jax.make_jaxpr(program)(*avals)
+    closed = jax.make_jaxpr(program)(*avals, *besides)
     made = known[key] = Program(closed, found[0], frozenset(run.used))
     run.used |= before
     return made
@@ -144,7 +181,7 @@ def widened(
     jaxpr = program_of(equation)
     ahead = plan(run, place.settings, jaxpr, are_declared, wishes)
     return [
-        Value(v.cast(FULL)[0], v.facts._replace(colour=Colour.FULL))
+        Value(v.cast(FULL)[0], v.facts._replace(colour=Colour.FULL), slots=v.slots)
         if wish is Wish.FULL
         and v.facts.colour is Colour.HALF
         and atom.aval.dtype == FULL
@@ -158,16 +195,45 @@ def rewrite_jit(
 ) -> list[Value]:
     """A jit, with its name, shardings, layouts and donation."""
     operands = widened(run, place, equation, operands, wishes)
-    made = rewritten(run, place, equation.params["jaxpr"], operands, wishes)
+    jaxpr, luggage = equation.params["jaxpr"], Luggage(operands)
+    if any(luggage.form):
+        return _rewrite_inline(run, place, equation, operands, wishes)
+    made = rewritten(run, place, jaxpr, operands, wishes, luggage)
     arrays = [v.array for v in operands]
     return _rebound(equation, {"jaxpr": made.closed}, made.facts, arrays)
+
+
+def _rewrite_inline(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """A jit that has more operands than its shardings and donations are for."""
+    params = equation.params
+    constrained = [
+        _constrained(v, s)
+        for v, s in zip(operands, params["in_shardings"], strict=True)
+    ]
+    results = evaluate_closed(run, place, params["jaxpr"], constrained, wishes)
+    return [
+        _constrained(v, s)
+        for v, s in zip(results, params["out_shardings"], strict=True)
+    ]
+
+
+def _constrained(value: Value, sharding: Any) -> Value:
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return value
+    array = jax.lax.with_sharding_constraint(value.array, sharding)
+    return Value(array, value.facts, slots=value.slots)
 
 
 def rewrite_composite(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
-    made = rewritten(run, place, program_of(equation), operands, wishes)
+    luggage = Luggage(operands)
+    if any(luggage.form):
+        return rewrite_call(run, place, equation, operands, wishes)
+    made = rewritten(run, place, program_of(equation), operands, wishes, luggage)
     parameter = composite_parameter(equation.params)
     arrays = [v.array for v in operands]
     return _rebound(equation, {parameter: made.closed}, made.facts, arrays)
@@ -185,11 +251,13 @@ def rewrite_remat(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
-    made = rewritten(run, place, equation.params["jaxpr"], operands, wishes)
+    luggage = Luggage(operands)
+    made = rewritten(run, place, equation.params["jaxpr"], operands, wishes, luggage)
     params = {"jaxpr": open_jaxpr(made.closed)}
     if made.closed.consts:  # an open program cannot hold arrays
         return evaluate_closed(run, place, equation.params["jaxpr"], operands, wishes)
-    return _rebound(equation, params, made.facts, [v.array for v in operands])
+    arrays = [*(v.array for v in operands), *luggage.arrays]
+    return _rebound(equation, params, made.facts, arrays)
 
 
 def rewrite_shard_map(
@@ -198,10 +266,14 @@ def rewrite_shard_map(
     """A program that runs once per device."""
     params = equation.params
     facts = tuple(v.facts for v in operands)
+    luggage = Luggage(operands)
+    if not params["check_vma"]:
+        place = dataclasses.replace(place, sums_over_devices=True)
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: Any) -> tuple[Any, ...]:
-        inside = enter(arrays, facts)
+        slots = luggage.unpacked(arrays[len(facts) :])
+        inside = enter(arrays[: len(facts)], facts, slots)
         results = evaluate_closed(run, place, params["jaxpr"], inside, wishes)
         found[:] = [tuple(v.facts for v in results)]
         return tuple(v.array for v in results)
@@ -209,12 +281,12 @@ def rewrite_shard_map(
     mapped = jax.shard_map(
         program,
         mesh=params["mesh"],
-        in_specs=params["in_specs"],
+        in_specs=(*params["in_specs"], *(P() for _ in luggage.arrays)),
         out_specs=params["out_specs"],
         check_vma=params["check_vma"],
         axis_names=set(params["newly_manual_axes"]),
     )
-    results = mapped(*(v.array for v in operands))
+    results = mapped(*(v.array for v in operands), *luggage.arrays)
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 
 
@@ -248,11 +320,18 @@ def rewrite_scan(
     fixed, stacked = operands[:n_consts], operands[end:]
     facts = tuple(v.facts for v in stacked)
     wanted = (*carry_wishes(jaxpr.invars[n_consts:end]), *wishes[n_carry:])
+    place = _loop_place(place, equation)
+    # A weight that all turns share has a copy of its slots for each.
+    shared, cut = Luggage(fixed), Luggage(stacked, params["length"])
+    copies = [repeated(x, params["length"]) for x in shared.arrays]
     found: list[tuple[Facts, ...]] = []
 
     def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
-        consts = enter([v.array for v in fixed], [v.facts for v in fixed])
-        inside = [*consts, *_carried(carry), *enter(xs, facts)]
+        xs, for_fixed, for_stacked = xs
+        slots = shared.unpacked(for_fixed)
+        consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
+        rows = enter(xs, facts, cut.unpacked(for_stacked))
+        inside = [*consts, *_carried(carry), *rows]
         results = evaluate_closed(run, place, closed, inside, wanted)
         out = [
             _strong(v, a) for v, a in zip(results[:n_carry], carry_avals, strict=True)
@@ -260,9 +339,17 @@ def rewrite_scan(
         found[:] = [tuple(_stacked_facts(v.facts) for v in results[n_carry:])]
         return out, [v.array for v in results[n_carry:]]
 
-    xs = [v.array for v in stacked]
+    xs = ([v.array for v in stacked], copies, cut.arrays)
     carry, ys = jax.lax.scan(body, init, xs, **scan_options(params))
     return _carried(carry) + [Value(y, f) for y, f in zip(ys, found[0], strict=True)]
+
+
+def _loop_place(place: Place, equation: Any) -> Place:
+    """The place inside of a loop, whose results go into its next turn, too."""
+    if not place.ends:
+        return place
+    body = sub_jaxprs(equation)[0]
+    return dataclasses.replace(place, ends=ends_of_program(body, place.ends))
 
 
 def _stacked_facts(facts: Facts) -> Facts:
@@ -279,17 +366,21 @@ def rewrite_while(
     avals = [v.aval for v in open_jaxpr(body).invars[n_body:]]
     wanted = carry_wishes(open_jaxpr(body).invars[n_body:])
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
+    place = _loop_place(place, equation)
+    test_place = dataclasses.replace(place, ends=())
     init = [
         _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)
     ]
 
     def inside(fixed: list[Value], carry: Any) -> list[Value]:
-        values = enter([v.array for v in fixed], [v.facts for v in fixed])
+        luggage = Luggage(fixed)
+        slots = luggage.unpacked(luggage.arrays)
+        values = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
         return [*values, *_carried(carry)]
 
     def is_going_on(carry: Any) -> Any:
         values = inside(for_test, carry)
-        return evaluate_closed(run, place, test, values, (Wish.ANY,))[0].array
+        return evaluate_closed(run, test_place, test, values, (Wish.ANY,))[0].array
 
     def step(carry: Any) -> list[Any]:
         values = inside(for_body, carry)
@@ -305,14 +396,15 @@ def rewrite_cond(
     """Branches, whose results agree on their dtypes."""
     branches = equation.params["branches"]
     index, *rest = operands
-    made = [rewritten(run, place, branch, rest, wishes) for branch in branches]
+    luggage = Luggage(rest)
+    made = [rewritten(run, place, b, rest, wishes, luggage) for b in branches]
     dtypes = tuple(
         _agreed(variable.aval, [branch.closed.out_avals[i].dtype for branch in made])
         for i, variable in enumerate(equation.outvars)
     )
     if any(d is not None for d in dtypes):
         made = [
-            rewritten(run, place, branch, rest, wishes, dtypes) for branch in branches
+            rewritten(run, place, b, rest, wishes, luggage, dtypes) for b in branches
         ]
     facts = [
         _common(same, aval.dtype)
@@ -323,7 +415,8 @@ def rewrite_cond(
         )
     ]
     params = {"branches": tuple(p.closed for p in made)}
-    return _rebound(equation, params, facts, [v.array for v in operands])
+    arrays = [*(v.array for v in operands), *luggage.arrays]
+    return _rebound(equation, params, facts, arrays)
 
 
 def _agreed(aval: Any, dtypes: list[Any]) -> Any:

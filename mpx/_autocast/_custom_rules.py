@@ -80,10 +80,16 @@ def _merged(args: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -
     return args
 
 
+def _own(place: Place) -> Place:
+    """The place inside: what the rule computes is not ours to quantize."""
+    return dataclasses.replace(place, has_own_rule=True, ends=())
+
+
 def rewrite_custom_jvp(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A function with a rule for its tangents."""
+    place = _own(place)
     facts = tuple(v.facts for v in operands)
     jaxpr = program_of(equation)
     is_float = [_is_inexact(v.aval) for v in equation.outvars]
@@ -133,6 +139,7 @@ def rewrite_custom_vjp(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A function with a rule for its cotangents."""
+    place = _own(place)
     facts = tuple(v.facts for v in operands)
     jaxpr = program_of(equation)
     is_float = [_is_inexact(v.aval) for v in equation.outvars]
@@ -233,6 +240,7 @@ def rewrite_custom_vmap(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A function with a rule for `vmap`."""
+    place = _own(place)
     facts = tuple(v.facts for v in operands)
     jaxpr = program_of(equation)
     form = _Results()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ class Precision(enum.Enum):
 
     HALF = "half"
     """Its float32 operands are float16 or bfloat16 when it runs."""
+    LOW = "low"
+    """Quantized by the recipe that holds there; for matrix products."""
     FULL = "full"
     """Computed in float32."""
     FOLLOW = "follow"
@@ -43,6 +46,7 @@ class Reason(enum.Enum):
     UNTOUCHED = "no float16, bfloat16 or float32 among its operands and results"
     REGION = "a region that is switched off"
     RULE = "a rule of the user's"
+    RECIPE = "a product of data with a weight"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +72,16 @@ class Candidate:
     equation: Any
     in_dtypes: tuple[np.dtype, ...]
     parameters: tuple[str | None, ...]
+
+    @property
+    def multiplications(self) -> int:
+        """How many pairs of numbers a matrix product multiplies; 0 of anything else."""
+        if self.primitive != "dot_general":
+            return 0
+        contracted = self.equation.params["dimension_numbers"][0][0]
+        shape = self.equation.invars[0].aval.shape
+        results = self.equation.outvars[0].aval.size
+        return results * math.prod(shape[i] for i in contracted)
 
     @property
     def line(self) -> str:

@@ -40,6 +40,11 @@ def emit_operation(equation: Any, operands: list[Value], choice: Choice) -> list
     ]
     is_fixed = choice.result is None and bool(values) and all(map(_is_fixed, values))
     results = [computed(x, choice.result is not None, is_fixed) for x in bound]
+    weights = [v for v in values if v.facts.is_weight] if is_fixed else []
+    if weights:
+        for result in results:
+            result.facts = result.facts._replace(is_weight=True)
+            result.slots = weights[0].slots
     if is_fixed and all(v.facts.is_broadcast for v in values):
         for result in results:
             result.facts = result.facts._replace(is_broadcast=True)
@@ -80,7 +85,7 @@ def _spread(equation: Any, value: Value, target: Any) -> Value:
         return value
     axes = tuple(range(len(shape)))
     array = jax.lax.broadcast_in_dim(value.array, shape, axes)
-    return Value(array, value.facts)
+    return Value(array, value.facts, slots=value.slots)
 
 
 def _product(

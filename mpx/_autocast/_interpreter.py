@@ -6,7 +6,7 @@ is bound here, after casting its operands to what `choose` says.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,16 +14,19 @@ import numpy as np
 from jax.extend import core
 
 from .._jax_compat import bind_equation, equation_context, scope_names
+from .._quantize import AbstractRecipe
 from . import _strict
 from ._choice import Case, Choice, choose
 from ._classes import PrimitiveClass, class_of
 from ._decisions import Candidate, Precision, Reason
 from ._emission import emit_operation
+from ._ends import ends_in
+from ._linear import emit_linear, path_text, product_of, quantized
 from ._notes import is_note, noted
 from ._plan import JOINS, MOVES, Plan, Wish, plan
 from ._region import is_region, settings_within
 from ._rules import Rule
-from ._settings import Place, Run
+from ._settings import NOWHERE, Ends, Place, Run
 from ._values import (
     FULL,
     Colour,
@@ -62,6 +65,7 @@ def evaluate(
     """
     are_declared = tuple(v.facts.colour is Colour.DECLARED for v in operands)
     ahead = plan(run, place.settings, jaxpr, are_declared, results)
+    ends = ends_in(jaxpr, place.ends) if place.ends else {}
     values: dict[Any, Value] = dict(zip(jaxpr.invars, operands, strict=True))
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
         values[variable] = constant(array, parameter="")
@@ -72,22 +76,26 @@ def evaluate(
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
         with equation_context(equation):
-            outputs = _emit(
-                run, _place_of(run, place, equation), equation, inputs, ahead
-            )
+            here = _place_of(run, place, equation, ends)
+            outputs = _emit(run, here, equation, inputs, ahead)
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _place_of(run: Run, place: Place, equation: Any) -> Place:
+def _place_of(run: Run, place: Place, equation: Any, ends: Mapping[Any, Ends]) -> Place:
     """The place inside of the scopes of an equation."""
     scopes = scope_names(equation)
+    if run.has_recipe and not place.has_own_rule:
+        found = tuple(ends.get(v, NOWHERE) for v in equation.outvars)
+        place = dataclasses.replace(place, ends=found)
     if not scopes:
         return place
     settings = settings_within(place.settings, scopes)
     if run.needs_scopes:
         named = tuple(s for s in scopes if not is_region(s) and not is_note(s))
-        return Place(settings, place.scopes + named)
+        return dataclasses.replace(
+            place, settings=settings, scopes=place.scopes + named
+        )
     if settings is place.settings:
         return place
     return dataclasses.replace(place, settings=settings)
@@ -124,7 +132,7 @@ def _emit(
         wish |= one
     first = equation.outvars[0] if equation.outvars else None
     is_residual, is_scaling = first in ahead.residuals, first in ahead.scalings
-    case = Case(place.settings, equation, operands, wish, is_residual, is_scaling)
+    case = Case(place, equation, operands, wish, is_residual, is_scaling)
     return _emit_case(run, place, case)
 
 
@@ -157,16 +165,35 @@ def _number(equation: Any, operands: list[Value]) -> Value | None:
 
 def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
     rule = _find_rule(run, place, case)
+    if rule is not None and isinstance(rule.precision, AbstractRecipe):
+        settings = dataclasses.replace(place.settings, recipe=rule.precision)
+        place = dataclasses.replace(place, settings=settings)
+        case, rule = case._replace(place=place), None
     if rule is not None and not isinstance(rule.precision, Precision):
         kind = class_of(case.name, place.settings.dtype)
         with noted(case.name, Choice(kind, Reason.RULE, rule=rule)):
             return _rewritten_by(rule, _candidate(place, case), case)
     choice = choose(case, rule)
+    is_asked_for = rule is not None and rule.precision is Precision.LOW
+    if is_asked_for or choice.reason is Reason.PRODUCT:
+        choice = quantized(case, choice, is_asked_for)
     if place.settings.is_strict:
         _strict.refuse_unknown(case, choice)
         _strict.refuse_accident(case, choice)
+    if choice.recipe is not None:
+        return _emit_quantized(run, case, choice)
     with noted(case.name, choice):
         return emit_operation(case.equation, case.operands, choice)
+
+
+def _emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
+    assert choice.recipe is not None
+    run.used.add(case.settings.recipe)
+    product = product_of(case, choice)
+    if case.settings.is_strict:
+        _strict.refuse_slow(case, product)
+    with noted(case.name, choice._replace(detail=path_text(product))):
+        return emit_linear(case, choice, product)
 
 
 def _find_rule(run: Run, place: Place, case: Case) -> Rule | None:
@@ -223,8 +250,11 @@ def _are_declared(equation: Any, operands: list[Value]) -> bool:
 def _join(equation: Any, operands: list[Value]) -> list[Value]:
     """Puts declared values side by side: the result is one, too."""
     bound = bind_equation(equation, *(v.array for v in operands))
+    weights = [v for v in operands if v.facts.is_weight]
+    facts = Facts(Colour.DECLARED, is_weight=bool(weights))
+    slots = weights[0].slots if weights else None
     return [
-        Value(x, Facts(Colour.DECLARED)) if is_castable(v.aval) else computed(x)
+        Value(x, facts, slots=slots) if is_castable(v.aval) else computed(x)
         for x, v in zip(bound, equation.outvars, strict=True)
     ]
 
@@ -250,9 +280,11 @@ def _move(equation: Any, operands: list[Value]) -> list[Value]:
         facts = source.facts
         if name in _BROADCASTS and array.size > source.array.size:
             facts = facts._replace(is_broadcast=True)
+        slots = source.slots
         if name == "gather":  # rows of a table are data, whoever learned them
-            facts = facts._replace(is_broadcast=False, parameter=None)
-        results.append(Value(array, facts))
+            facts = facts._replace(is_broadcast=False, parameter=None, is_weight=False)
+            slots = None
+        results.append(Value(array, facts, slots=slots))
     return results
 
 
@@ -273,13 +305,13 @@ def _convert(place: Place, equation: Any, value: Value) -> Value:
             return value
         params = {**equation.params, "new_dtype": value.dtype}
         (array,) = bind_equation(equation.replace(params=params), value.array)
-        return Value(array, value.facts)
+        return Value(array, value.facts, slots=value.slots)
     array, _ = value.cast(target)
     colour = Colour.FULL if target == FULL else Colour.HALF
     facts = value.facts._replace(colour=colour, is_broadcast=False)
     if facts.literal is not None:
         facts = facts._replace(colour=Colour.DECLARED, is_broadcast=True)
-    result = Value(array, facts, value.is_constant)
+    result = Value(array, facts, value.is_constant, value.slots)
     if target == FULL:
         result.widened_by = equation
     return result

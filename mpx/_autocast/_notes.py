@@ -81,9 +81,10 @@ def noted(primitive: str, choice: Choice) -> contextlib.AbstractContextManager[N
         return contextlib.nullcontext()
     kind = "unknown" if choice.kind is None else choice.kind.value
     rule = "" if choice.rule is None else str(choice.rule)
-    return _write(
-        Note(primitive, kind, choice.precision.value, choice.reason.value, rule)
-    )
+    reason = choice.reason.value
+    if choice.detail:
+        reason = f"{reason}; {choice.detail}"
+    return _write(Note(primitive, kind, choice.precision.value, reason, rule))
 
 
 def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:

@@ -343,6 +343,7 @@ def _operand_wishes(
 
 _PLANNED = {
     Precision.HALF: PrimitiveClass.HALF,
+    Precision.LOW: PrimitiveClass.HALF,
     Precision.FULL: PrimitiveClass.FULL,
     Precision.FOLLOW: PrimitiveClass.PROMOTE,
     Precision.DECLARED: PrimitiveClass.OPAQUE,

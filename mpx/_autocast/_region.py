@@ -1,9 +1,8 @@
 """Regions: autocast's settings for a part of a program, and around calls.
 
 A region inside of a function that is being transformed is a `jax.named_scope`, whose
-text says the setting completely. So it stays on every equation that is traced in it,
-through jit, loops, remat and derivative rules, and the innermost one wins. What a scope
-cannot hold, `rules=`, cannot be said in a region.
+name, a text, carries the settings. So it stays on every equation that is traced in it,
+through jit, loops, remat and derivative rules, and the innermost one wins.
 
 *Ambient* settings hold around calls, for functions that `mpx.autocast` made and that
 were not told themselves. They are part of the key of JAX's trace cache, so no function
@@ -12,19 +11,36 @@ that was compiled under another setting is used again.
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ._settings import Settings
 
 _is_tracing = jax.make_user_context(default_value=False)
 _ambient = jax.make_user_context(default_value=None)
 
-_TEXT = re.compile(r"mpx\.autocast\((?P<settings>[\w=,]*)\)")
+
+class _Region(str):
+    """The name of a region's scope: a text for whoever reads it, and the settings."""
+
+    told: dict[str, Any]
+
+    def __new__(cls, told: dict[str, Any]) -> "_Region":
+        parts = ",".join(f"{_NAMES.get(k, k)}={_text(v)}" for k, v in told.items())
+        self = super().__new__(cls, f"mpx.autocast({parts})")
+        self.told = told
+        return self
+
+
+# What a setting is called where it is said.
+_NAMES = {"is_enabled": "enabled"}
+
+
+def _text(value: Any) -> str:
+    # A slash would part the name of a scope.
+    return str(value).replace("/", "|")
 
 
 def trace(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,45 +58,27 @@ def is_tracing() -> bool:
     return _is_tracing.value
 
 
-def region_text(**changes: Any) -> str:
-    """The text of a region's scope."""
-    parts = ",".join(f"{name}={value}" for name, value in changes.items())
-    return f"mpx.autocast({parts})"
-
-
 def settings_within(settings: Settings, scopes: tuple[str, ...]) -> Settings:
     """The settings that hold within scopes, the outermost first."""
     for scope in scopes:
-        found = _TEXT.fullmatch(scope)
-        if found is not None:
-            settings = _changed(settings, found["settings"])
+        if isinstance(scope, _Region):
+            settings = dataclasses.replace(settings, **scope.told)
     return settings
 
 
 def is_region(scope: str) -> bool:
     """Whether the name of a scope is a region."""
-    return _TEXT.fullmatch(scope) is not None
+    return isinstance(scope, _Region)
 
 
-def _changed(settings: Settings, text: str) -> Settings:
-    changes: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        name, value = part.split("=")
-        if name == "dtype":
-            changes["dtype"] = jnp.dtype(value)
-        elif name == "residual_stream":
-            changes["residual_stream"] = value
-        elif name == "enabled":
-            changes["is_enabled"] = value == "True"
-    return dataclasses.replace(settings, **changes)
+def told_by(scope: str) -> dict[str, Any]:
+    """The settings that a scope says, if it is a region."""
+    return scope.told if isinstance(scope, _Region) else {}
 
 
 def region(told: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """A region with the settings that it was told."""
-    names = {"is_enabled": "enabled"}
-    return jax.named_scope(
-        region_text(**{names.get(name, name): value for name, value in told.items()})
-    )
+    return jax.named_scope(_Region(told))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._errors import describe
+from .._quantize import AbstractRecipe
 from ._decisions import Candidate, Precision
 
 Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]
@@ -27,7 +28,9 @@ class Rule:
     """What is to be done with some operations.
 
     Attributes:
-        precision: The precision they are computed in; or a function that is given the
+        precision: The precision they are computed in, `Precision.LOW` for matrix
+            products of whatever operands by the recipe that holds there; or a recipe,
+            for products of data with a weight; or a function that is given the
             operation and its operands in their present dtypes, and returns operands and
             parameters to bind the primitive to.
         primitive: The name of a primitive, or several; `*` and `?` stand for any text
@@ -39,7 +42,7 @@ class Rule:
         when: A function of the operation that says whether the rule holds.
 
     Raises:
-        TypeError: `precision` is neither, or `when` is no function.
+        TypeError: `precision` is none of these, or `when` is no function.
         ValueError: The rule has no condition.
 
     Examples:
@@ -48,7 +51,7 @@ class Rule:
         'head'
     """
 
-    precision: Precision | Rewrite
+    precision: Precision | AbstractRecipe | Rewrite
     primitive: str | tuple[str, ...] | None = None
     scope: str | None = None
     parameter: str | None = None
@@ -56,10 +59,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Checks what was given."""
-        if not isinstance(self.precision, Precision) and not callable(self.precision):
+        is_named = isinstance(self.precision, Precision | AbstractRecipe)
+        if not is_named and not callable(self.precision):
             raise TypeError(
-                "`precision` of `mpx.Rule` must be a `mpx.Precision` or a function "
-                "`rewrite(candidate, operands)`; got "
+                "`precision` of `mpx.Rule` must be a `mpx.Precision`, a recipe or a "
+                "function `rewrite(candidate, operands)`; got "
                 f"{describe(self.precision)}. For float32: `mpx.Precision.FULL`."
             )
         if self.when is not None and not callable(self.when):
@@ -113,7 +117,8 @@ class Rule:
     @property
     def asks_for_all(self) -> bool:
         """Whether a function is given all that is known of an operation."""
-        return self.when is not None or not isinstance(self.precision, Precision)
+        is_named = isinstance(self.precision, Precision | AbstractRecipe)
+        return self.when is not None or not is_named
 
     @property
     def is_about_primitives(self) -> bool:
@@ -199,6 +204,12 @@ class Rules:
         full = Rule(Precision.FULL, primitive=_PYTORCH_FULL)
         follow = Rule(Precision.FOLLOW, primitive=_PYTORCH_FOLLOW)
         return cls(*rules, full, follow, looks_ahead=False)
+
+    @property
+    def recipes(self) -> tuple[AbstractRecipe, ...]:
+        """The recipes that rules name."""
+        found = (r.precision for r in self.rules)
+        return tuple(p for p in found if isinstance(p, AbstractRecipe))
 
     @property
     def needs_scopes(self) -> bool:

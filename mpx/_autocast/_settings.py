@@ -1,13 +1,15 @@
 """What an autocast transform was told, and what it keeps while it rewrites a call."""
 
 import dataclasses
+import enum
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 
-from ._rules import Rule, Rules
+from .._quantize import AbstractRecipe, DelayedScaling, Target
+from ._rules import Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Settings:
         is_enabled: Whether anything is cast at all.
         rules: The user's rules.
         is_strict: Whether what happens by accident is an error.
+        recipe: How products of weights are quantized; None if they are not.
+        target: The device that is compiled for; None if nobody said.
     """
 
     dtype: np.dtype
@@ -27,6 +31,20 @@ class Settings:
     is_enabled: bool = True
     rules: Rules = Rules()
     is_strict: bool = False
+    recipe: AbstractRecipe | None = None
+    target: Target | None = None
+
+
+class Ends(enum.Flag):
+    """Where a value goes."""
+
+    LOSS = enum.auto()
+    """Into a scalar that the function returns."""
+    PRODUCT = enum.auto()
+    """Into another product."""
+
+
+NOWHERE = Ends(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +54,18 @@ class Place:
     Attributes:
         settings: What holds there.
         scopes: The named scopes around it, the outermost first, if anybody asks.
+        ends: Where the results of the program that it stands in go; empty if no
+            recipe asks.
+        has_own_rule: Whether it is part of a function with a derivative rule of its
+            own, in which nothing is quantized.
+        sums_over_devices: Whether JAX sums the gradients of what all devices share.
     """
 
     settings: Settings
     scopes: tuple[str, ...] = ()
+    ends: tuple[Ends, ...] = ()
+    has_own_rule: bool = False
+    sums_over_devices: bool = False
 
 
 Programs = MutableMapping[Any, dict[Any, Any]]
@@ -62,7 +88,9 @@ class Run:
         programs: Inner programs that were rewritten, by program and by how it was met.
             They may be kept from call to call: JAX gives the same program for the same
             jitted function, and compiles what it finds again only once.
-        used: The rules that held for an operation.
+        used: The rules that held for an operation, and the recipes that quantized one.
+        has_recipe: Whether anything may be quantized.
+        is_stateful: Whether a recipe with a state may be among those.
     """
 
     def __init__(
@@ -70,12 +98,15 @@ class Run:
         settings: Settings,
         rewrites: Mapping[str, Any],
         programs: Programs | None = None,
+        recipes: Collection[AbstractRecipe] = (),
     ) -> None:
-        """Starts a run."""
+        """Starts a run in whose program these recipes stand."""
         self.settings = settings
         self.rewrites = rewrites
-        self.needs_scopes = settings.rules.needs_scopes
-        self.needs_parameters = settings.rules.needs_parameters
+        self.has_recipe = bool(recipes)
+        self.is_stateful = any(isinstance(r, DelayedScaling) for r in recipes)
+        self.needs_scopes = settings.rules.needs_scopes or self.is_stateful
+        self.needs_parameters = settings.rules.needs_parameters or self.is_stateful
         self.plans: dict[Any, Any] = {}
         self.programs = new_programs() if programs is None else programs
-        self.used: set[Rule] = set()
+        self.used: set[Any] = set()

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .._errors import describe, listing
+from .._quantize import FAST, LinearProduct, path_of
 from .._source import source_span
 from ._choice import Case, Choice
 from ._decisions import Reason, line_of
@@ -78,6 +79,18 @@ def _was_widened_here(case: Case) -> bool:
         return False
     here = source_span(case.equation)
     return here is not None and all(source_span(v.widened_by) == here for v in widened)
+
+
+def refuse_slow(case: Case, product: LinearProduct) -> None:
+    """Raises where a recipe is emulated on the device that is compiled for."""
+    path, why = path_of(product)
+    if path != FAST:
+        raise ValueError(
+            f"{_CALL}: the product{_where(case.equation)} is not computed on the "
+            f"device's units of low precision, but {path}: {why}. Choose another "
+            "recipe, leave the product in half precision "
+            "(`mpx.Rule(mpx.Precision.HALF, ...)`), or leave `strict` out."
+        )
 
 
 def refuse_unused(rules: Rules, used: set[Any]) -> None:

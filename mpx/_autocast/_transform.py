@@ -16,6 +16,7 @@ import numpy as np
 from .._cast import cast_of_inputs
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
+from .._quantize import AbstractRecipe, target_from
 from .._typing import DTypeLike
 from ._call import Weights, call_autocast
 from ._region import ambient_settings, ambient_with, is_tracing, region
@@ -25,6 +26,16 @@ from ._settings import Settings, new_programs
 _CALL = "`mpx.autocast`"
 
 
+class Unsaid:
+    """The default of `recipe`, of which None says something."""
+
+    def __repr__(self) -> str:
+        return "unsaid"
+
+
+UNSAID = Unsaid()
+
+
 def autocast(
     func: Callable[..., Any] | None = None,
     dtype: DTypeLike | None = None,
@@ -32,6 +43,8 @@ def autocast(
     rules: Rules | None = None,
     residual_stream: str | None = None,
     weights: int | str | tuple[int | str, ...] = 0,
+    recipe: AbstractRecipe | None | Unsaid = UNSAID,
+    target: str | None = None,
     strict: bool | None = None,
     enabled: bool | None = None,
     ambient: bool = False,
@@ -69,12 +82,20 @@ def autocast(
             regions.
         residual_stream: "full", the default, keeps the sum that residual blocks add to
             in float32; "half" saves memory and loses digits.
+        recipe: How products of data with a weight are quantized to 8 bits or fewer in
+            forward and backward pass: `mpx.Float8CurrentScaling()`,
+            `mpx.DelayedScaling()`, ... Attention's products of data with data and the
+            final projection before a loss stay in half precision; rules change that.
+            None, said in a region or under an ambient recipe, quantizes nothing.
+        target: The device that is compiled for, if it is not the one at hand:
+            "sm_90", "sm_100", "tpu7x", "cpu". It decides which units a recipe runs on.
         weights: The position of the argument that holds the parameters, or its name,
             or several. The arrays of `func` itself are always parameters. Rules ask for
             them, and a vector that is one is a bias.
         strict: True makes an error of what is otherwise only reported: a primitive that
             mpx does not know, a rule that holds for no operation, something small that
-            makes a half precision value float32 by accident.
+            makes a half precision value float32 by accident, a recipe that the device
+            has no units for.
         enabled: False leaves the program as it is.
         ambient: Whether the settings are for functions called in the body of `with`.
 
@@ -87,8 +108,10 @@ def autocast(
     Raises:
         TypeError: `func` cannot be called, is a dtype, or an option is of a wrong kind.
         ValueError: `dtype` or `residual_stream` is none of those above; a region is
-            entered where nothing is being transformed; under `strict`, what it says; or
-            the inputs of a call were cast by `mpx.filter_grad` or its sisters.
+            entered where nothing is being transformed; under `strict`, what it says;
+            the inputs of a call were cast by `mpx.filter_grad` or its sisters; a recipe
+            finds nothing to quantize, meets a derivative, or has a state and is called
+            without one.
         NotImplementedError: Under `strict`, a primitive that mpx does not know.
 
     Examples:
@@ -119,6 +142,10 @@ def autocast(
             f"takes keywords only: `@mpx.autocast(dtype=jnp.{name})`."
         )
     told = _told(dtype, rules, residual_stream, strict, enabled)
+    if not isinstance(recipe, Unsaid):
+        told["recipe"] = _recipe(recipe)
+    if target is not None:
+        told["target"] = target_from(target)
     places = weights if isinstance(weights, tuple) else (weights,)
     if func is None:
         return _Deferred(told, places, ambient)
@@ -177,6 +204,8 @@ class _Deferred(contextlib.ContextDecorator):
         options = {**self._told, "ambient": self._ambient}
         names = {"is_strict": "strict", "is_enabled": "enabled"}
         options = {names.get(key, key): value for key, value in options.items()}
+        if "target" in options:
+            options["target"] = options["target"].name
         return autocast(func, weights=self._weights, **options)
 
     def __enter__(self) -> None:
@@ -195,7 +224,7 @@ class _Deferred(contextlib.ContextDecorator):
                 "nothing. Transform the function around it, `mpx.autocast(func)`, or, "
                 "around calls of such functions, say `ambient=True`."
             )
-        for name in ("rules", "is_strict"):
+        for name in ("rules", "is_strict", "target"):
             if name in self._told:
                 raise TypeError(
                     f"`{name.removeprefix('is_')}` of {_CALL} cannot be said in a "
@@ -296,6 +325,15 @@ def _dtype_name(value: Any) -> str | None:
     except TypeError:
         return None
     return None if found.kind == "O" else found.name
+
+
+def _recipe(recipe: Any) -> AbstractRecipe | None:
+    if recipe is not None and not isinstance(recipe, AbstractRecipe):
+        raise TypeError(
+            f"`recipe` of {_CALL} must be a recipe such as "
+            f"`mpx.Float8CurrentScaling()`, or None; got {describe(recipe)}."
+        )
+    return recipe
 
 
 def _half(dtype: DTypeLike) -> np.dtype:

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
+from ._slots import Slots
+
 FULL = np.dtype(np.float32)
 _CASTABLE = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 
@@ -49,6 +51,7 @@ class Facts(NamedTuple):
         parameter: The path of the parameter that it is, moved or sliced perhaps. Rows
             that were looked up in a table are none.
         is_fixed: Computed, but from parameters and constants alone.
+        is_weight: A parameter, or computed from parameters and constants alone.
     """
 
     colour: Colour
@@ -57,18 +60,33 @@ class Facts(NamedTuple):
     literal: float | None = None
     parameter: str | None = None
     is_fixed: bool = False
+    is_weight: bool = False
 
 
 class Value:
     """A value of the program: an array in its present dtype, and its facts."""
 
-    __slots__ = ("_casts", "array", "facts", "is_constant", "widened_by")
+    __slots__ = ("_casts", "array", "facts", "is_constant", "slots", "widened_by")
 
-    def __init__(self, array: Any, facts: Facts, is_constant: bool = False) -> None:
-        """Makes a value; `is_constant` for a number that stands in the program."""
+    def __init__(
+        self,
+        array: Any,
+        facts: Facts,
+        is_constant: bool = False,
+        slots: Slots | None = None,
+    ) -> None:
+        """Makes a value.
+
+        Args:
+            array: The array.
+            facts: What is known of it.
+            is_constant: Whether it is a number that stands in the program.
+            slots: The state of recipes that a weight carries.
+        """
         self.array = array
         self.facts = facts
         self.is_constant = is_constant
+        self.slots = slots
         self.widened_by: Any = None  # the equation that cast it from half to float32
         self._casts: dict[np.dtype, list[Any]] = {}
 

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from .._dtypes import full_precision_of
 from .._errors import describe
+from .._quantize import largest_magnitude
 from .._tree import is_model_state, is_trainable
 from .._typing import LeafPredicate
 from ._inputs import input_path
@@ -88,12 +89,15 @@ class Accumulation:
 
 def accumulated(
     how: Accumulation,
-    one: Callable[[Any, Any], tuple[Any, Any, PyTree]],
+    one: Callable[[Any, Any], tuple[Any, Any, PyTree, PyTree]],
     argnums: tuple[int, ...],
     args: Any,
     kwargs: Any,
-) -> tuple[Any, Any, PyTree]:
-    """Runs `one(args, kwargs) -> (loss, aux, grads)` over micro-batches."""
+) -> tuple[Any, Any, PyTree, PyTree]:
+    """Runs `one(args, kwargs) -> (loss, aux, grads, amaxes)` over micro-batches.
+
+    Of amaxes it gives the maximum.
+    """
     paths, treedef = jax.tree_util.tree_flatten_with_path(
         (args, kwargs), is_leaf=is_model_state
     )
@@ -115,24 +119,25 @@ def accumulated(
             for leaf, kind, x in zip(leaves, kinds, xs, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(treedef, parts)
-        loss, aux, grads = one(args, kwargs)
+        loss, aux, grads, amaxes = one(args, kwargs)
         weight = _weight(how, args, kwargs)
         state = _new_state(how, aux, state)
         traced[:] = [_Aux.read(aux, state)]
         total = jax.tree.map(lambda t, g: t + weight.astype(g.dtype) * g, total, grads)
-        return (total, state), (loss, weight, traced[0].stacked(aux))
+        return (total, state), (loss, weight, traced[0].stacked(aux), amaxes)
 
     differentiated = eqx.filter(tuple(args[i] for i in argnums), is_trainable)
     zeros = jax.tree.map(
         lambda w: jnp.zeros(w.shape, full_precision_of(w.dtype)), differentiated
     )
-    (total, state), (losses, weights, stacked) = jax.lax.scan(
+    (total, state), (losses, weights, stacked, amaxes) = jax.lax.scan(
         body, (zeros, state), xs, length=how.steps
     )
     weight = jnp.sum(weights)
     grads = jax.tree.map(lambda t: t / weight.astype(t.dtype), total)
     loss = jnp.sum(losses * weights.astype(losses.dtype)) / weight.astype(losses.dtype)
-    return loss, traced[0].rebuild(stacked, state), grads
+    amaxes = jax.tree.map(lambda x: largest_magnitude(x, (0,)), amaxes)
+    return loss, traced[0].rebuild(stacked, state), grads, amaxes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from .._cast import cast_leaf
 from .._dtypes import full_precision_of
 from .._jax_compat import manual_axes
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
+from .._scaling import RecipeScaling
 from .._tree import Filled, finite_by_leaf
 from .._typing import BoolScalar, FloatScalar
 from ._accumulate import Accumulation, accumulated
@@ -33,12 +34,14 @@ class Outcome(NamedTuple):
         aux: What the function returned beside it.
         grads: The unscaled gradients, one tree for each differentiated argument.
         flags: Whether the loss and each gradient is finite; None if nobody asks.
+        amaxes: The amaxes that the recipes in the function saw, by slot.
     """
 
     loss: FloatScalar
     aux: Any
     grads: tuple[PyTree, ...]
     flags: Bool[Array, " n"] | None
+    amaxes: dict[Any, Array]
 
 
 def attempt(
@@ -52,20 +55,23 @@ def attempt(
     if how.steps > 1:
 
         def one(args: Any, kwargs: Any) -> Any:
-            _, loss, aux, grads = scaled_value_and_grad(problem, scaling, args, kwargs)
-            return loss, aux, scaling.unscale(as_weights(problem, grads, args))
+            found = scaled_value_and_grad(problem, scaling, args, kwargs)
+            grads = scaling.unscale(as_weights(problem, found.grads, args))
+            return found.loss, found.aux, grads, found.amaxes
 
-        loss, aux, grads = accumulated(how, one, problem.argnums, args, kwargs)
+        loss, aux, grads, amaxes = accumulated(how, one, problem.argnums, args, kwargs)
         if not scaling._is_stateful:
-            return Outcome(loss, aux, grads, None)
+            return Outcome(loss, aux, grads, None, amaxes)
         flags = _agreed(_finite_flags(NoLossScaling(), loss, grads))
-        return Outcome(loss, aux, grads, flags)
-    _, loss, aux, computed = scaled_value_and_grad(problem, scaling, args, kwargs)
-    grads = as_weights(problem, computed, args)
+        return Outcome(loss, aux, grads, flags, amaxes)
+    found = scaled_value_and_grad(problem, scaling, args, kwargs)
+    grads = as_weights(problem, found.grads, args)
     if not scaling._is_stateful:
-        return Outcome(loss, aux, scaling.unscale(grads), None)
-    flags = _agreed(_finite_flags(scaling, loss, computed))
-    return Outcome(loss, aux, _known_after(flags, scaling).unscale(grads), flags)
+        unscaled = scaling.unscale(grads)
+        return Outcome(found.loss, found.aux, unscaled, None, found.amaxes)
+    flags = _agreed(_finite_flags(scaling, found.loss, found.grads))
+    unscaled = _known_after(flags, scaling).unscale(grads)
+    return Outcome(found.loss, found.aux, unscaled, flags, found.amaxes)
 
 
 def retried(
@@ -107,6 +113,8 @@ def _finite_flags(
     each gradient to trace and to lower. A float16 gradient, below 2^16, need only be
     finite: it overflows float32 at scales below 2^-111, where no step counts as finite.
     """
+    if isinstance(scaling, RecipeScaling):
+        scaling = scaling.loss
     if isinstance(scaling, NoLossScaling):
         return jnp.stack(finite_by_leaf((loss, grads)))
     # Below 1 a little smaller, because 1 / s is rounded.

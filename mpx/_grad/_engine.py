@@ -1,8 +1,9 @@
 """One batch: cast, run, scale, differentiate."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,6 +16,7 @@ from .._cast import cast_leaf, casting_inputs
 from .._dtypes import full_precision_of
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling
+from .._scaling import RecipeScaling
 from .._tree import is_trainable
 from .._typing import FloatScalar, LeafPredicate
 from ._inputs import cast_inputs
@@ -55,16 +57,29 @@ class Problem:
         return self.compute if self.accumulate_dtype is None else None
 
 
+class Differentiated(NamedTuple):
+    """What differentiating the scaled loss gives.
+
+    Attributes:
+        scaled: The scaled loss, float32 at least.
+        loss: The unscaled one.
+        aux: As the function returned it.
+        grads: The scaled gradients, one for each of `problem.argnums`, in the dtypes
+            that they were computed in; `as_weights` casts them.
+        amaxes: The amaxes that the recipes in the function saw, by slot.
+    """
+
+    scaled: FloatScalar
+    loss: FloatScalar
+    aux: Any
+    grads: tuple[PyTree, ...]
+    amaxes: dict[Any, Array]
+
+
 def scaled_value_and_grad(
     problem: Problem, scaling: AbstractLossScaling, args: Any, kwargs: Any
-) -> tuple[FloatScalar, FloatScalar, Any, tuple[PyTree, ...]]:
-    """Differentiates the scaled loss.
-
-    Returns:
-        The scaled loss, the unscaled loss (both float32 at least), aux as the function
-        returned it, and the scaled gradients, one for each of `problem.argnums`, in the
-        dtypes that they were computed in; `as_weights` casts them.
-    """
+) -> Differentiated:
+    """Differentiates the scaled loss."""
     func = problem.func
     if problem.casts_before is not None:
         args, kwargs, func = cast_inputs(
@@ -75,11 +90,11 @@ def scaled_value_and_grad(
 
     # JAX records the call stack at every operation of the user's function, which costs
     # time for each frame: between here and there are as few as possible.
-    def scaled_loss(weights: Any) -> Any:
+    def scaled_loss(weights: Any, tokens: Any) -> Any:
         full = list(args)
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
-        with casting_inputs(problem.call, problem.compute):
+        with casting_inputs(problem.call, problem.compute), provided(tokens):
             if problem.accumulate_dtype is None:
                 result = func(*full, **kwargs)
             else:
@@ -87,9 +102,16 @@ def scaled_value_and_grad(
         loss, aux = _loss_and_aux(problem, result)
         return scaling.scale(loss), (loss, aux)
 
-    differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
-    (scaled, (loss, aux)), grads = differentiate(weights)
-    return scaled, loss, aux, grads
+    tokens, provided = {}, _nothing_provided
+    if isinstance(scaling, RecipeScaling):
+        tokens, provided = scaling._tokens(), scaling._providing
+    differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
+    (scaled, (loss, aux)), (grads, amaxes) = differentiate(weights, tokens)
+    return Differentiated(scaled, loss, aux, grads, amaxes)
+
+
+def _nothing_provided(tokens: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def as_weights(

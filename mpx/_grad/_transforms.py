@@ -13,6 +13,7 @@ from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
+from .._scaling import RecipeScaling
 from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
 from ._accumulate import Accumulation
@@ -246,9 +247,15 @@ def calculate_scaled_grad(
         problem = build(len(args))
         _check_call(problem, scaling, args, kwargs, options)
         used = _used_scaling(scaling, use_mixed_precision)
-        scaled, _, aux, computed = scaled_value_and_grad(problem, used, args, kwargs)
-        (grads,) = as_weights(problem, computed, args)
-        return ((scaled, aux), grads) if has_aux else (scaled, grads)
+        if isinstance(used, RecipeScaling):
+            raise TypeError(
+                f"{call} returns no scaling, and the amaxes of the recipe would be "
+                "lost. Use `mpx.filter_value_and_grad(func, scaling)`."
+            )
+        found = scaled_value_and_grad(problem, used, args, kwargs)
+        (grads,) = as_weights(problem, found.grads, args)
+        value = (found.scaled, found.aux) if has_aux else found.scaled
+        return value, grads
 
     return wrapper
 
@@ -277,14 +284,17 @@ def _transform(
         _check_call(problem, scaling, args, kwargs, options)
 
         used = _used_scaling(scaling, options.mixed)
-        loss, aux, grads, flags = outcome = attempt(problem, how, used, args, kwargs)
-        if flags is not None and options.retries:
-            used, (loss, aux, grads, flags) = retried(
+        outcome = attempt(problem, how, used, args, kwargs)
+        if outcome.flags is not None and options.retries:
+            used, outcome = retried(
                 functools.partial(attempt, problem, how, args=args, kwargs=kwargs),
                 used,
                 outcome,
                 options.retries,
             )
+        loss, aux, grads, flags, amaxes = outcome
+        if isinstance(used, RecipeScaling):
+            used = used._seen(amaxes)
         finite = jnp.asarray(True) if flags is None else jnp.all(flags)
         result = GradientResult(
             **({"value": loss} if with_value else {}),

@@ -144,7 +144,11 @@ class AbstractLossScaling(eqx.Module):
     ) -> Self:
         """The state with its counters advanced and the scale as it is."""
         finite = finite_scalar(grads_finite, self)
-        return replaced(self, record=self.record.updated(finite, places_finite))
+        return self._with_record(self.record.updated(finite, places_finite))
+
+    def _with_record(self, record: StepRecord) -> Self:
+        """The state with other counters."""
+        return replaced(self, record=record)
 
     def _backed_off(self) -> Self:
         """The state for one more try of the same step at a smaller scale."""
@@ -177,6 +181,13 @@ class AbstractLossScaling(eqx.Module):
                 later version, or holds dtypes, shapes or values that no run can reach.
         """
         return _state_dict.read(cls, state)
+
+    @classmethod
+    def _template(cls) -> Self:
+        """An instance with the fields that a state dictionary fills."""
+        with_scale: Any = cls
+        has_scale = "loss_scaling" in cls.__annotations__
+        return with_scale(1.0) if has_scale else with_scale()
 
     def _validate(self) -> None:
         """Raises `ValueError` for values that no run can reach."""

@@ -43,7 +43,7 @@ def read(cls: Any, state: Mapping[str, Any]) -> Any:
             f"{call} was given the state of {state['kind']!r}; this class reads "
             f"{listing(sorted(kinds(cls)))}."
         )
-    template = kind(1.0) if "loss_scaling" in kind.__annotations__ else kind()
+    template = kind._template()
     scaling = _build(template, _checked(state, _fields(template), call))
     scaling._validate()
     return scaling

@@ -149,7 +149,7 @@ def test_ambient_settings_hold_for_functions_that_were_not_told(inputs):
         with mpx.autocast(enabled=False, ambient=True):
             assert order(func, *inputs) == [F32]
         assert order(func, *inputs) == [F16]
-        assert type(mpx.init_scaling(func)) is mpx.DynamicLossScaling
+        assert type(mpx.init_scaling(func, *inputs)) is mpx.DynamicLossScaling
     assert order(func, *inputs) == [BF16]
 
 

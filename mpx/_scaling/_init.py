@@ -1,4 +1,4 @@
-"""The state of a training step that a function's precision needs."""
+"""`init_scaling`: the state of a training step that a function's precision needs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._autocast import settings_of
-from ._errors import describe
-from ._jaxpr import NoFlow, walk
-from ._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScaling
+from .._autocast import collecting, settings_of
+from .._errors import describe
+from .._jaxpr import NoFlow, walk
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScaling
+from ._recipe_scaling import RecipeScaling
 
 _ARRAYS = jax.Array | np.ndarray | np.generic
 
@@ -17,14 +18,18 @@ _ARRAYS = jax.Array | np.ndarray | np.generic
 def init_scaling(
     func: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> AbstractLossScaling:
-    r"""The loss scaling that a function needs, to begin training with.
+    r"""The state that a training step of a function needs, to begin training with.
 
     Gradients below $2^{-24}$ are zero in float16, so a function that computes anything
     in float16 gets `DynamicLossScaling()`. bfloat16 has the range of float32 and gets
     `NoLossScaling()`, as does float32.
 
-    A function that `mpx.autocast` made has said what it computes in. Any other is
-    traced, with the arguments as they are; nothing is computed. What the gradient
+    A recipe with a state, `mpx.DelayedScaling`, needs scales for each product: with one
+    in the function, the loss scaling comes inside of a `RecipeScaling`.
+
+    The function is traced, with the arguments as they are; nothing is computed. One
+    that `mpx.autocast` made has said what it computes in, any other shows it. What the
+    gradient
     functions do in the explicit style, casting its inputs, is not part of the function:
     for that style choose the scaling yourself.
 
@@ -34,7 +39,7 @@ def init_scaling(
         **kwargs: Its keyword arguments.
 
     Returns:
-        A new loss scaling.
+        A new loss scaling; a `RecipeScaling` if there is a recipe with a state.
 
     Raises:
         TypeError: `func` cannot be called.
@@ -54,15 +59,21 @@ def init_scaling(
             "`mpx.init_scaling(func, *args)` needs the function that will be "
             f"differentiated; got {describe(func)}."
         )
+    with collecting() as found:
+        jaxpr, count = _traced(func, args, kwargs)
     settings = settings_of(func)
     if settings is not None:
         needs_scaling = settings.dtype == np.float16
     else:
-        needs_scaling = _computes_in_float16(func, args, kwargs)
-    return DynamicLossScaling() if needs_scaling else NoLossScaling()
+        needs_scaling = _computes_in_float16(jaxpr, count)
+    loss = DynamicLossScaling() if needs_scaling else NoLossScaling()
+    if not found.requests:
+        return loss
+    return RecipeScaling._new(loss, found.requests, found.calls)
 
 
-def _computes_in_float16(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+def _traced(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
+    """The program of a function, and how many inputs it has."""
     leaves, treedef = jax.tree.flatten((func, args, kwargs))
     is_array = [isinstance(x, _ARRAYS | jax.ShapeDtypeStruct) for x in leaves]
 
@@ -74,9 +85,12 @@ def _computes_in_float16(func: Callable[..., Any], args: Any, kwargs: Any) -> bo
         return [x for x in jax.tree.leaves(out) if isinstance(x, _ARRAYS)]
 
     arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    return jax.make_jaxpr(flat)(*arrays), len(arrays)
+
+
+def _computes_in_float16(jaxpr: Any, count: int) -> bool:
     return any(
         getattr(variable.aval, "dtype", None) == np.float16
-        for visit in walk(jaxpr, [None] * len(arrays), NoFlow())
+        for visit in walk(jaxpr, [None] * count, NoFlow())
         for variable in visit.equation.outvars
     )

@@ -1,0 +1,171 @@
+"""Which products a recipe quantizes, and binding them.
+
+A recipe is for *linear* products: of data with a weight, which is what comes by
+dataflow from the parameters alone. Everything else, attention's products of data with
+data among them, follows the half precision rules; what was left alone, and why, is in
+the note on it. `Precision.LOW` in a rule quantizes any matrix product.
+"""
+
+import math
+from typing import Any
+
+import jax
+
+from .._jax_compat import is_transposed, manual_axes
+from .._quantize import (
+    AbstractRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    LinearProduct,
+    linear_product,
+    path_of,
+    target_from,
+)
+from ._choice import Case, Choice
+from ._decisions import Reason, line_of
+from ._settings import Ends
+from ._values import Value, computed
+
+
+def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
+    """The choice for a product, given what is chosen where there is no recipe.
+
+    Args:
+        case: The product.
+        choice: The choice for half precision.
+        is_asked_for: Whether a rule asks for low precision.
+
+    Returns:
+        The choice, with a recipe, or with the reason for leaving it alone.
+
+    Raises:
+        ValueError: The product was made by differentiating.
+    """
+    recipe = case.settings.recipe
+    if recipe is None:
+        return choice
+    why_not = _impossible(case)
+    if why_not is None and not is_asked_for:
+        why_not = _unwanted(case)
+    if why_not is not None:
+        return choice._replace(detail=f"not quantized: {why_not}")
+    if is_transposed(case.equation):
+        raise ValueError(
+            f"A recipe met a product{_where(case)} that was made by differentiating, "
+            "of which it cannot tell gradients from data. Differentiate what "
+            "`mpx.autocast` made, not the other way round: "
+            "`mpx.filter_grad(mpx.autocast(loss, recipe=...), scaling)`."
+        )
+    recipe = _recipe_for(case, recipe)
+    return choice._replace(reason=Reason.RECIPE, recipe=recipe)
+
+
+def _impossible(case: Case) -> str | None:
+    """Why a product cannot be quantized."""
+    if case.name != "dot_general":
+        return "only matrix products are"
+    if case.place.has_own_rule:
+        return "a function with a derivative rule of its own"
+    left, right = (v.aval for v in case.equation.invars[:2])
+    (left_sum, right_sum), (left_batch, right_batch) = case.equation.params[
+        "dimension_numbers"
+    ]
+    sums = math.prod(left.shape[i] for i in left_sum)
+    rows = math.prod(n for i, n in enumerate(left.shape) if i not in left_sum)
+    columns = math.prod(n for i, n in enumerate(right.shape) if i not in right_sum)
+    batch = math.prod(left.shape[i] for i in left_batch)
+    if min(sums, rows // max(batch, 1), columns // max(batch, 1)) <= 1:
+        return "a product with a vector"
+    return None
+
+
+def _unwanted(case: Case) -> str | None:
+    """Why a recipe leaves a product alone."""
+    weights = [v.facts.is_weight for v in case.operands[:2]]
+    if not any(weights):
+        return "a product of data with data"
+    data = case.operands[weights.index(True) ^ 1]
+    if all(weights) or data.facts.is_fixed or data.is_constant:
+        return "a product of weights alone"
+    (end,) = case.place.ends or (Ends(0),)
+    if Ends.LOSS in end and Ends.PRODUCT not in end:
+        return "the final projection"
+    weight = case.operands[weights.index(True)]
+    if isinstance(case.settings.recipe, DelayedScaling) and weight.slots is None:
+        return "its weight comes out of a program within the program"
+    return None
+
+
+def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
+    """The recipe, or one without a state for operands that carry none."""
+    if isinstance(recipe, DelayedScaling) and _weight(case.operands).slots is None:
+        return Float8CurrentScaling(recipe.fp8_format)
+    return recipe
+
+
+def _weight(operands: list[Value]) -> Value:
+    """The operand that takes the part of the weight."""
+    first, second = operands[:2]
+    return first if first.facts.is_weight and not second.facts.is_weight else second
+
+
+def product_of(case: Case, choice: Choice) -> LinearProduct:
+    """The quantized product that is bound for an equation."""
+    assert choice.recipe is not None and choice.dtype is not None
+    numbers = case.equation.params["dimension_numbers"]
+    return LinearProduct(
+        recipe=choice.recipe,
+        dimension_numbers=jax.tree.map(int, _tuples(numbers)),
+        is_weight_first=_weight(case.operands) is case.operands[0],
+        dtype=choice.dtype,
+        target=case.settings.target or target_from(None),
+        manual_axes=manual_axes(),
+        sums_over_devices=case.place.sums_over_devices,
+    )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, tuple | list) else value
+
+
+def emit_linear(case: Case, choice: Choice, product: LinearProduct) -> list[Value]:
+    """Binds a quantized product; the weight goes in as it is, not rounded before."""
+    assert choice.dtype is not None
+    weight = _weight(case.operands)
+    left, right = (
+        v.array if v is weight else v.cast(choice.dtype)[0] for v in case.operands[:2]
+    )
+    scales = None
+    if isinstance(product.recipe, DelayedScaling):
+        scales = _scales(case, weight, product.recipe)
+    result = linear_product(product, left, right, scales)
+    if choice.result is not None and choice.result != result.dtype:
+        result = jax.lax.convert_element_type(result, choice.result)
+    return [computed(result, is_product=True)]
+
+
+def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Any:
+    assert weight.slots is not None
+    scope = "/".join(case.place.scopes)
+    shape = "x".join(map(str, weight.array.shape))
+    found = weight.slots.take(f"{scope} {shape}".strip(), recipe)
+    if found is None:
+        raise ValueError(
+            f"`mpx.DelayedScaling`{_where(case)} has a state, which only a training "
+            "step has. Train with `mpx.filter_grad(func, scaling)` or its relatives "
+            "and `scaling = mpx.init_scaling(func, model, ...)`; to evaluate, "
+            "`mpx.freeze(func, scaling)`; or use a recipe without a state, "
+            "`mpx.Float8CurrentScaling()`."
+        )
+    return found
+
+
+def path_text(product: LinearProduct) -> str:
+    """On which path a product runs and why, for notes."""
+    path, why = path_of(product)
+    return f"{type(product.recipe).__name__}, {path} ({why})"
+
+
+def _where(case: Case) -> str:
+    line = line_of(case.equation)
+    return f" at {line}" if line else ""

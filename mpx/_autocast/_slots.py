@@ -1,0 +1,206 @@
+"""The state of recipes on its way to the products that need it, and back.
+
+Delayed scaling quantizes with scales that are known before a step, and learns an amax
+of each array in it. Both are kept by weight: the path of the parameter, and for each
+way of using it its named scope and shape. The scales travel with the weight, as
+*slots*: wherever a program hands the weight to a program inside, it hands over its
+slots, too; a scan over stacked layers cuts both alike.
+
+The amaxes come back as what JAX takes for the derivative of the scales. JAX would add
+up those of several uses, of which the maximum is wanted: so each use gets a copy of its
+own (`_shared`), whose derivative rule is the maximum.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._quantize import AbstractRecipe, largest_magnitude
+
+# Scales for input, weight and gradient.
+ROLES = 3
+
+
+class SlotName(NamedTuple):
+    """Which slot: of which parameter, and for which use of it."""
+
+    parameter: str
+    use: str
+
+    def __str__(self) -> str:
+        return f"{self.parameter} ({self.use})"
+
+
+class Request(NamedTuple):
+    """What the state of a slot must be like.
+
+    Attributes:
+        recipe: The recipe.
+        lengths: The lengths of the scans that cut the weight, the outermost first.
+    """
+
+    recipe: AbstractRecipe
+    lengths: tuple[int, ...]
+
+
+class Collection:
+    """The slots that a function asks for, instead of state."""
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self.requests: dict[SlotName, Request] = {}
+        self.calls = 0
+
+    def take(self) -> "Collection":
+        """The source of one more call of an autocast function."""
+        self.calls += 1
+        return self
+
+
+class Provision:
+    """The state of all slots, for a few calls of autocast functions."""
+
+    def __init__(self, scales: Mapping[SlotName, Array], calls: int) -> None:
+        """Makes a copy of the scales for each call."""
+        copies = {name: shared(x, calls) for name, x in scales.items()}
+        self._rest = [{k: v[i] for k, v in copies.items()} for i in range(calls)]
+
+    def take(self) -> Mapping[SlotName, Array]:
+        """The scales for one more call; the last ones again for calls not foreseen."""
+        return self._rest.pop() if len(self._rest) > 1 else self._rest[0]
+
+
+# Known to JAX, so that no program that was traced with one source is used with another.
+_source = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Collection]:
+    """Autocast functions that are called inside say which slots they need."""
+    found = Collection()
+    with _source(found):
+        yield found
+
+
+@contextlib.contextmanager
+def providing(scales: Mapping[SlotName, Array], calls: int) -> Iterator[None]:
+    """Autocast functions that are called inside take their scales from here."""
+    with _source(Provision(scales, calls)):
+        yield
+
+
+def next_source() -> Any:
+    """Where an autocast function that is called now has its slots from, or None."""
+    source = _source.value
+    return None if source is None else source.take()
+
+
+class Slots:
+    """The slots of one weight, in one program."""
+
+    def __init__(
+        self, parameter: str, source: Any, lengths: tuple[int, ...] = ()
+    ) -> None:
+        """Slots of a parameter from a collection, or the arrays of its uses."""
+        self.parameter = parameter
+        self._source = source
+        self._lengths = lengths
+
+    @classmethod
+    def of_parameter(cls, parameter: str, source: Any) -> "Slots | None":
+        """The slots of a parameter of the function."""
+        if source is None or isinstance(source, Collection):
+            return cls(parameter, source)
+        found = {n.use: x for n, x in source.items() if n.parameter == parameter}
+        return cls(parameter, found)
+
+    def take(self, use: str, recipe: AbstractRecipe) -> Array | None:
+        """The scales for one use; None if there is no state."""
+        if isinstance(self._source, Collection):
+            name = SlotName(self.parameter, use)
+            self._source.requests[name] = Request(recipe, self._lengths)
+            return jnp.ones(ROLES, jnp.float32)
+        if self._source is None:
+            return None
+        rest = self._source.get(use)
+        if rest is None:
+            known = ", ".join(map(repr, self._source)) or "none"
+            raise ValueError(
+                f"The state of the recipe has no scales for `{self.parameter}` used in "
+                f"{use!r}; it has them for {known}. Has the model changed? Make the "
+                "state anew: `mpx.init_scaling(func, model, ...)`."
+            )
+        mine, self._source[use] = shared(rest, 2)
+        return mine
+
+    @property
+    def form(self) -> Any:
+        """All but the arrays: a key of caches."""
+        return self.parameter, self.uses, self._lengths
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """The uses for which there are arrays."""
+        return tuple(self._source) if isinstance(self._source, dict) else ()
+
+    def handed_over(self) -> list[Array]:
+        """A copy of the array of each use, for a program inside."""
+        taken = []
+        for use in self.uses:
+            mine, self._source[use] = shared(self._source[use], 2)
+            taken.append(mine)
+        return taken
+
+    def inside(self, arrays: list[Array], lengths: tuple[int, ...] = ()) -> "Slots":
+        """The slots in a program inside, given its arrays; cut by scans of lengths."""
+        source = self._source
+        if isinstance(source, dict):
+            source = dict(zip(self.uses, arrays, strict=True))
+        return Slots(self.parameter, source, (*self._lengths, *lengths))
+
+
+def shared(x: Array, count: int) -> tuple[Array, ...]:
+    """Copies of scales, of whose amaxes the maximum comes back."""
+    return (x,) if count == 1 else _shared(count, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _shared(count: int, x: Array) -> tuple[Array, ...]:
+    return (x,) * count
+
+
+def _shared_forward(count: int, x: Array) -> Any:
+    return (x,) * count, None
+
+
+def _shared_backward(count: int, _: None, amaxes: tuple[Array, ...]) -> Any:
+    return (largest_magnitude(jnp.stack(amaxes), (0,)),)
+
+
+_shared.defvjp(_shared_forward, _shared_backward)
+
+
+def repeated(x: Array, length: int) -> Array:
+    """Scales for each turn of a loop, of whose amaxes the maximum comes back."""
+    return _repeated(length, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _repeated(length: int, x: Array) -> Array:
+    return jnp.broadcast_to(x, (length, *x.shape))
+
+
+def _repeated_forward(length: int, x: Array) -> Any:
+    return _repeated(length, x), None
+
+
+def _repeated_backward(length: int, _: None, amaxes: Array) -> Any:
+    return (largest_magnitude(amaxes, (0,)),)
+
+
+_repeated.defvjp(_repeated_forward, _repeated_backward)

@@ -1,0 +1,53 @@
+"""`freeze`: a function that uses the state of a recipe and does not change it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .._errors import describe
+from ._recipe_scaling import RecipeScaling
+
+
+def freeze(func: Callable[..., Any], scaling: Any) -> Callable[..., Any]:
+    """A function with the scales of a training run, to evaluate or to serve.
+
+    A function that `mpx.autocast` made with `mpx.DelayedScaling` computes with scales
+    from earlier steps. Outside of a training step it has none; here it gets those of
+    the state as it is, and learns nothing.
+
+    Args:
+        func: The function, or one that calls it.
+        scaling: The `mpx.RecipeScaling` of the run.
+
+    Returns:
+        A function of the same arguments and results. Differentiated, it gives gradients
+        with these scales; the amaxes are lost.
+
+    Raises:
+        TypeError: `func` cannot be called, or `scaling` holds no state of recipes.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> layer = mpx.autocast(jnp.dot, recipe=mpx.DelayedScaling(), weights=1)
+        >>> x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
+        >>> scaling = mpx.init_scaling(layer, x, w)
+        >>> mpx.freeze(layer, scaling)(x, w).shape
+        (2, 3)
+    """
+    if not callable(func):
+        raise TypeError(
+            f"`mpx.freeze(func, scaling)` needs a function; got {describe(func)}."
+        )
+    if not isinstance(scaling, RecipeScaling):
+        raise TypeError(
+            "`mpx.freeze(func, scaling)` needs the `mpx.RecipeScaling` of a run; got "
+            f"{describe(scaling)}. A function whose recipe has no state needs no "
+            "freezing: call it as it is."
+        )
+
+    @functools.wraps(func, updated=())
+    def frozen(*args: Any, **kwargs: Any) -> Any:
+        with scaling._providing(scaling._tokens()):
+            return func(*args, **kwargs)
+
+    return frozen
