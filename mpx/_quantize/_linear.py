@@ -12,6 +12,7 @@ two of them.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -56,6 +57,8 @@ class LinearProduct:
             have one scale.
         sums_over_devices: Whether that is `shard_map(check_vma=False)`, where JAX adds
             up the cotangents of replicated arguments over all `manual_axes`.
+        out_sharding: That of `dot_general`, over a mesh of explicit axes. None: as
+            `dot_general` finds it.
     """
 
     recipe: AbstractRecipe
@@ -65,6 +68,7 @@ class LinearProduct:
     target: Target
     manual_axes: tuple[str, ...] = ()
     sums_over_devices: bool = False
+    out_sharding: Any = None
 
     def _copies(self, role: Role) -> Copies:
         axes = {
@@ -114,6 +118,26 @@ def linear_product(
         ValueError: `jax.vmap` goes over the operands while scales are given once.
     """
     _check_scales(product.recipe, scales)
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return _linear_product(product, left, right, scales)
+    # Inside, blocks are cut and joined: the compiler finds shardings better than types.
+    sharding = product.out_sharding or _plain_sharding(product, left, right)
+    auto_axes: Any = jax.sharding.auto_axes
+    inside = functools.partial(_linear_product, product)
+    return auto_axes(inside, out_sharding=sharding)(left, right, scales)
+
+
+def _plain_sharding(product: LinearProduct, left: Array, right: Array) -> Any:
+    def dot(left: Array, right: Array) -> Array:
+        left, right = left.astype(product.dtype), right.astype(product.dtype)
+        return jax.lax.dot_general(left, right, product.dimension_numbers)
+
+    return jax.eval_shape(dot, left, right).sharding
+
+
+def _linear_product(
+    product: LinearProduct, left: Array, right: Array, scales: Array | None
+) -> Array:
     everywhere = varying_axes(left) | varying_axes(right)
     left, right = as_varying(left, everywhere), as_varying(right, everywhere)
     if not has_blocks(product.recipe):

@@ -87,3 +87,21 @@ def test_jit_over_a_mesh(recipe: mpx.AbstractRecipe):
     )
     assert found[0].sharding.spec[0] == "data"
     assert_same(found, alone)
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_explicit_axes(recipe_name: str):
+    """Types say where arrays are; gradients are where their primals are."""
+    recipe = RECIPES[recipe_name]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    product, scales = product_of(recipe), scales_of(recipe)
+    alone = result_and_gradients(product, X, W, G, scales)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("data"))
+        w = jax.device_put(W, P(None, "model"))
+        g = jax.device_put(G, P("data", "model"))
+        found = result_and_gradients(product, x, w, g, scales)
+    assert [jax.typeof(one).sharding.spec for one in found[:3]] == [
+        *(P("data", "model"), P("data", None), P(None, "model"))
+    ]
+    assert_same(found, alone)
