@@ -160,8 +160,8 @@ def _dequantized(
 ) -> Array:
     # A product sees the transform of an operand only if it has that of the other one.
     rotated = _is_rotated(left) and _is_rotated(right)
-    left, left_scale = _numbers_and_scale(left, rotated)
-    right, right_scale = _numbers_and_scale(right, rotated)
+    left, left_scale = numbers_and_scale(left, rotated=rotated)
+    right, right_scale = numbers_and_scale(right, rotated=rotated)
     for here, there in zip(*contraction.dimension_numbers[0], strict=True):
         left = padded(left, here, right.shape[there])
         right = padded(right, there, left.shape[here])
@@ -172,18 +172,23 @@ def _dequantized(
         precision=lax.Precision.HIGHEST if inner == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    for scale in _joined(left_scale, right_scale):
-        y = y * scale
+    y = times_scales(y, left_scale, right_scale)
     return y.transpose(contraction.permutation).astype(dtype)
 
 
-def _joined(left: Array | None, right: Array | None) -> list[Array]:
+def times_scales(y: Array, left: Array | None, right: Array | None) -> Array:
+    """A product of numbers times the scales of its operands, in float32."""
+    y = y.astype(jnp.float32)
     if left is not None and right is not None:
-        return [left * right]
-    return [scale for scale in (left, right) if scale is not None]
+        return y * (left * right)
+    scale = right if left is None else left
+    return y if scale is None else y * scale
 
 
-def _numbers_and_scale(operand: Operand, rotated: bool) -> tuple[Array, Array | None]:
+def numbers_and_scale(
+    operand: Operand, *, rotated: bool = False
+) -> tuple[Array, Array | None]:
+    """An operand as numbers and what is common to all; see `QuantizedArray`."""
     if isinstance(operand, QuantizedArray):
         return operand._factors(rotated=rotated)
     return operand, None
