@@ -38,6 +38,6 @@ from ._recipes import (
     NVFP4BlockScaling as NVFP4BlockScaling,
     Role as Role,
 )
+from ._products import Path as Path
 from ._rounding import largest_magnitude as largest_magnitude
 from ._target import Target as Target, target_from as target_from
-from ._tmp_path import FAST as FAST, path_of as path_of
