@@ -98,12 +98,12 @@ def _unwanted(case: Case) -> str | None:
 
 def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
     """The recipe, or one without a state for operands that carry none."""
-    if isinstance(recipe, DelayedScaling) and _weight(case.operands).slots is None:
+    if isinstance(recipe, DelayedScaling) and weight_of(case.operands).slots is None:
         return Float8CurrentScaling(recipe.fp8_format)
     return recipe
 
 
-def _weight(operands: list[Value]) -> Value:
+def weight_of(operands: list[Value]) -> Value:
     """The operand that takes the part of the weight."""
     first, second = operands[:2]
     return first if first.facts.is_weight and not second.facts.is_weight else second
@@ -116,7 +116,7 @@ def product_of(case: Case, choice: Choice) -> LinearProduct:
     return LinearProduct(
         recipe=choice.recipe,
         dimension_numbers=jax.tree.map(int, _tuples(numbers)),
-        is_weight_first=_weight(case.operands) is case.operands[0],
+        is_weight_first=weight_of(case.operands) is case.operands[0],
         dtype=choice.dtype,
         target=case.settings.target or target_from(None),
         manual_axes=manual_axes(),
@@ -131,7 +131,7 @@ def _tuples(value: Any) -> Any:
 def emit_linear(case: Case, choice: Choice, product: LinearProduct) -> list[Value]:
     """Binds a quantized product; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
-    weight = _weight(case.operands)
+    weight = weight_of(case.operands)
     left, right = (
         v.array if v is weight else v.cast(choice.dtype)[0] for v in case.operands[:2]
     )
