@@ -6,7 +6,8 @@ the convolution, taken of quantized numbers by `jax.linear_transpose`. Blocks al
 contracted axis have no meaning here, since a window contracts several.
 
 On GPUs and TPUs the convolutions are computed in bfloat16, which has all numbers of 8
-bits: what is gained are the bytes kept for the backward pass, not speed.
+bits, with results in bfloat16 too, as such layers have them without quantization. What
+is gained are the bytes kept for the backward pass, not speed.
 """
 
 import dataclasses
@@ -79,13 +80,7 @@ class ConvolutionProduct:
                 "`mpx.DelayedScaling`, or leave the convolution in high precision."
             )
 
-    def _convolve(
-        self,
-        data: Array,
-        weight: Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-    ) -> Array:
+    def _convolve(self, data: Array, weight: Array, precision: Any = None) -> Array:
         return lax.conv_general_dilated(
             data,
             weight,
@@ -97,7 +92,6 @@ class ConvolutionProduct:
             self.feature_group_count,
             self.batch_group_count,
             precision,
-            preferred_element_type,
         )
 
     def _copies(self, role: Role) -> Copies:
@@ -171,8 +165,7 @@ def _forward(
     weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
     of_data, of_weight = product._copies(Role.INPUT), product._copies(Role.WEIGHT)
     x, w = of_data.first(data, data_scale), of_weight.first(weight, weight_scale)
-    convolve = functools.partial(product._convolve, preferred_element_type=jnp.float32)
-    y = _on_target(product, convolve, x, w, product.dtype)
+    y = _on_target(product, product._convolve, x, w, product.dtype)
     kept = _Kept(
         of_data.second(data, x, data_scale),
         of_weight.second(weight, w, weight_scale),
