@@ -10,6 +10,10 @@ low-precision numbers has no derivative (see `_quantize`).
 """
 
 from ._array import QuantizedArray as QuantizedArray
+from ._convolution import (
+    ConvolutionProduct as ConvolutionProduct,
+    linear_convolution as linear_convolution,
+)
 from ._delayed import (
     DelayedScaling as DelayedScaling,
     DelayedScalingState as DelayedScalingState,

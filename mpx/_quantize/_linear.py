@@ -32,6 +32,7 @@ from ._contraction import (
 from ._operands import Copies, has_blocks
 from ._products import Operand, multiply
 from ._recipes import AbstractRecipe, Role
+from ._sharding import in_automatic_axes
 from ._slots import amax_and_scale, amax_cotangent, check_scales
 from ._target import Target
 
@@ -120,21 +121,13 @@ def linear_product(
         ValueError: `jax.vmap` goes over the operands while scales are given once.
     """
     check_scales(_CALL, product.recipe, scales)
-    if not jax.sharding.get_abstract_mesh().explicit_axes:
-        return _linear_product(product, left, right, scales)
-    # Inside, blocks are cut and joined: the compiler finds shardings better than types.
-    sharding = product.out_sharding or _plain_sharding(product, left, right)
-    auto_axes: Any = jax.sharding.auto_axes
-    inside = functools.partial(_linear_product, product)
-    return auto_axes(inside, out_sharding=sharding)(left, right, scales)
 
-
-def _plain_sharding(product: LinearProduct, left: Array, right: Array) -> Any:
-    def dot(left: Array, right: Array) -> Array:
+    def plain(left: Array, right: Array) -> Array:
         left, right = left.astype(product.dtype), right.astype(product.dtype)
         return jax.lax.dot_general(left, right, product.dimension_numbers)
 
-    return jax.eval_shape(dot, left, right).sharding
+    f = functools.partial(_linear_product, product)
+    return in_automatic_axes(f, plain, product.out_sharding, left, right, scales)
 
 
 def _linear_product(
