@@ -68,6 +68,11 @@ def taking_notes() -> Iterator[list[str]]:
         _unused.reset(token)
 
 
+def is_taking_notes() -> bool:
+    """Whether somebody takes notes here."""
+    return _taking.value
+
+
 def note_unused(rules: Iterable[Rule]) -> None:
     """Notes rules that held for no operation, if somebody takes notes."""
     unused = _unused.get()

@@ -14,6 +14,7 @@ from ._delayed import (
     DelayedScaling as DelayedScaling,
     DelayedScalingState as DelayedScalingState,
 )
+from ._explain import path_of as path_of
 from ._format import Format as Format
 from ._hadamard import hadamard_transform as hadamard_transform
 from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
@@ -37,6 +38,6 @@ from ._recipes import (
     NVFP4BlockScaling as NVFP4BlockScaling,
     Role as Role,
 )
+from ._products import Path as Path
 from ._rounding import largest_magnitude as largest_magnitude
 from ._target import Target as Target, target_from as target_from
-from ._tmp_path import FAST as FAST, path_of as path_of
