@@ -8,6 +8,7 @@ array, so that one update serves them all, however many layers there are.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Self
@@ -78,15 +79,23 @@ class DelayedScales(eqx.Module):
 
     def updated(self, amaxes: Float32[Array, "slots 3"]) -> Self:
         """The state after a step with these amaxes."""
-        columns = []
-        for i, role in enumerate(_ROLES):
-            state = DelayedScalingState(self.amax_history[:, i], self.scale[:, i])
-            update = lambda s, a, role=role: self.recipe.update(s, a, role)  # noqa: E731
-            columns.append(jax.vmap(update)(state, amaxes[:, i]))
+
+        def update(role: Role, history: Array, scale: Array, amax: Array) -> Any:
+            state = DelayedScalingState(history, scale)
+            new = self.recipe.update(state, amax, role)
+            return new.amax_history, new.scale
+
+        columns = [
+            jax.vmap(functools.partial(update, role))(
+                self.amax_history[:, i], self.scale[:, i], amaxes[:, i]
+            )
+            for i, role in enumerate(_ROLES)
+        ]
+        histories, scales = zip(*columns, strict=True)
         return dataclasses.replace(
             self,
-            amax_history=jnp.stack([s.amax_history for s in columns], axis=1),
-            scale=jnp.stack([s.scale for s in columns], axis=1),
+            amax_history=jnp.stack(histories, axis=1),
+            scale=jnp.stack(scales, axis=1),
         )
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from .._autocast import with_ambient_recipe
 from .._errors import describe
 from .._typing import DTypeLike
 from ._attention import attention, rotate
@@ -120,6 +121,7 @@ class MultiheadAttention(eqx.Module):
         self.rotary_base = rotary_base
         self.implementation = implementation
 
+    @with_ambient_recipe
     def __call__(
         self,
         x: Float[Array, "*batch q_seq hidden"],

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from .._autocast import with_ambient_recipe
 from .._typing import DTypeLike
 from ._elementwise import activate, dropout
 from ._layers import LayerNorm, Linear, RMSNorm, check_rate, check_size
@@ -121,6 +122,7 @@ class TransformerLayer(eqx.Module):
         self.activation = activation
         self.hidden_dropout = hidden_dropout
 
+    @with_ambient_recipe
     def __call__(
         self,
         x: Float[Array, "*batch seq hidden"],
