@@ -80,9 +80,16 @@ class DelayedScales(eqx.Module):
         """The state after a step with these amaxes."""
         columns = []
         for i, role in enumerate(_ROLES):
-            state = DelayedScalingState(self.amax_history[:, i], self.scale[:, i])
-            update = lambda s, a, role=role: self.recipe.update(s, a, role)  # noqa: E731
-            columns.append(jax.vmap(update)(state, amaxes[:, i]))
+
+            def update(
+                history: Array, scale: Array, amax: Array, role: Role = role
+            ) -> DelayedScalingState:
+                return self.recipe.update(
+                    DelayedScalingState(history, scale), amax, role
+                )
+
+            of_role = self.amax_history[:, i], self.scale[:, i], amaxes[:, i]
+            columns.append(jax.vmap(update)(*of_role))
         return dataclasses.replace(
             self,
             amax_history=jnp.stack([s.amax_history for s in columns], axis=1),
