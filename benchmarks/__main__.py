@@ -6,17 +6,17 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import tyro
 from rich.console import Console
 
-from . import documentation, parts
+from . import documentation, parts, recipes
 from .results import COMMITTED
 
-Name = Literal["sweep", "scaling", "autocast", "host", "time", "folds"]
+Name = Literal["sweep", "scaling", "autocast", "host", "time", "folds", "recipes"]
 SCRATCH = Path("runs/bench")
-ALL: tuple[Name, ...] = ("sweep", "scaling", "autocast", "host", "time", "folds")
+ALL: tuple[Name, ...] = get_args(Name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Options:
     Without names everything is measured: `sweep` (memory and traffic over the batch
     size), `scaling` (traffic added by dynamic loss scaling), `autocast` (memory and
     traffic where autocast casts), `host` (CPU time to trace and lower), `time` (step
-    time, where a GPU is) and `folds` (accuracy over five folds). `cuda` is sweep,
-    autocast and scaling compiled for an H100. `docs` only writes the tables of the
-    committed results into docs/benchmarks.md.
+    time, where a GPU is), `folds` (accuracy over five folds) and `recipes` (the loss
+    of a GPT in low precision). `cuda` is sweep, autocast and scaling compiled for an
+    H100. `docs` only writes the tables of the committed results into
+    docs/benchmarks.md.
     """
 
     names: tyro.conf.Positional[tuple[Literal[Name, "cuda", "docs"], ...]] = ALL
@@ -47,6 +48,10 @@ class Options:
     """Seeds of every fold; each trains three models."""
     fold_steps: int | None = None
     """Steps of every model in folds; the preset's by default."""
+    recipe_seeds: int = recipes.SEEDS
+    """Seeds of recipes; each trains seven models."""
+    recipe_steps: int = recipes.STEPS
+    """Steps of every model in recipes."""
     cuda_libraries: Path = Path(".venv-cuda")
     """Folder with JAX's CUDA plugin for `cuda`; made (5 GB) where it is missing."""
 
@@ -90,6 +95,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.time(options.rounds)
     elif name == "folds":
         session.folds(range(options.seeds), options.fold_steps)
+    elif name == "recipes":
+        session.recipes(options.recipe_seeds, options.recipe_steps)
     elif name == "cuda":
         session.cuda(options.cuda_libraries)
     elif name == "docs":

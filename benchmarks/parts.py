@@ -21,6 +21,7 @@ from . import (
     host_table,
     peers,
     processes,
+    recipes,
     results,
     scaling_traffic,
     sweep,
@@ -168,13 +169,8 @@ class Session:
             "precisions": folds.PRECISIONS,
             "steps": steps,
         }
-        # Folds and seeds share their programs: compile each once.
-        cache = {
-            "JAX_COMPILATION_CACHE_DIR": str(self.log.parent.resolve() / "programs"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
         answers = processes.ask(
-            "ours", request, None, compile_only=False, variables=cache
+            "ours", request, None, compile_only=False, variables=self._cache()
         )
         found.versions["ours"] = next(answers)["versions"]
         total = len(folds.FOLDS) * len(folds.PRECISIONS) * len(request["seeds"])
@@ -184,6 +180,36 @@ class Session:
                 found.records.append(answer["run"])
                 progress.advance(task)
         self._show(found, folds.tables(found), folds.goals(found))
+
+    def recipes(self, seeds: int, steps: int) -> None:
+        """The loss of a GPT under every recipe; goes on where it was interrupted."""
+        device = f"measured on {_processor()}"
+        found = results.read("recipes", self.out) or self._results("recipes", device)
+        found.command, found.device = self.command, device
+        found.records = [r for r in found.records if r["steps"] == steps]
+        runs = recipes.missing(found, seeds, steps)
+        request = {"task": "recipes", "runs": runs, "steps": steps}
+        answers = processes.ask(
+            "ours", request, None, compile_only=False, variables=self._cache()
+        )
+        found.versions["ours"] = next(answers)["versions"]
+        with compiling.make_progress(self.console) as progress:
+            task = progress.add_task("recipes: models", total=len(runs))
+            for answer in answers:
+                found.records.append(answer["run"])
+                found.write(self.out)
+                progress.advance(task)
+        self._show(found, recipes.tables(found), recipes.goals(found))
+        path = self.out / "recipes.png"
+        recipes.picture(found, path)
+        self.console.print(f"Picture {path}")
+
+    def _cache(self) -> dict[str, str]:
+        """Variables for seeds that share their programs: each is compiled once."""
+        return {
+            "JAX_COMPILATION_CACHE_DIR": str(self.log.parent.resolve() / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
 
     def summarize(self) -> int:
         """Prints which goals are met; returns the exit status."""

@@ -58,7 +58,7 @@ def _arms(which: str) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """What the numbers of this process depend on."""
     found = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "libtpu", "equinox", "optax"):
+    for name in ("jax", "jaxlib", "libtpu", "equinox", "optax", "flax"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -143,6 +143,12 @@ def _folds(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from folds.measure(request)
 
 
+def _recipes(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import recipes
+
+    yield from recipes.measure(request)
+
+
 def _versions(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from ()
 
@@ -154,6 +160,7 @@ TASKS = {
     "autocast host": _autocast_host,
     "time": _time,
     "folds": _folds,
+    "recipes": _recipes,
     "versions": _versions,
 }
 

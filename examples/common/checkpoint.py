@@ -26,6 +26,7 @@ VERSION = 1
 # numbers nor the data.
 FREE_OPTIONS = (
     "precision",
+    "recipe",
     "data_path",
     "workers",
     "run_dir",

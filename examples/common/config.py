@@ -6,13 +6,18 @@ Every field of a configuration is an option of the command line: `batch_size` is
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from .errors import SetupError
 
-Precision = Literal["float32", "float16", "bfloat16"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+Recipe = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
+Precision = Dtype | Recipe
+"""What a model is trained in; with a recipe in bfloat16, and its linear layers in less.
+"""
 
-PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16")
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +50,11 @@ class RunConfig:
     """AdamW's weight decay, on matrices only."""
     model: Any
     scaling: ScalingConfig = ScalingConfig()
-    precision: Precision | Literal["all"] = "all"
+    precision: Dtype | Literal["all"] = "all"
     """Of the forward and backward pass; `all` trains the same model in each."""
+    recipe: tuple[Recipe | Literal["all"], ...] = ()
+    """Train it in bfloat16 with quantized linear layers, too: once for each of these;
+    `all` are all of them."""
     accumulate: int = 1
     """Micro-batches per step; the gradient is their mean."""
     clip: float | None = None
@@ -77,7 +85,9 @@ class RunConfig:
     @property
     def precisions(self) -> tuple[Precision, ...]:
         """The precisions to train, in order."""
-        return PRECISIONS if self.precision == "all" else (self.precision,)
+        dtypes = DTYPES if self.precision == "all" else (self.precision,)
+        everything = "all" in self.recipe
+        return *dtypes, *(r for r in RECIPES if everything or r in self.recipe)
 
     @property
     def items_per_step(self) -> int:

@@ -20,6 +20,11 @@ STYLES: dict[Precision, dict[str, Any]] = {
     "float32": {"color": "#BBBBBB", "linewidth": 6.0, "zorder": 2},
     "float16": {"color": "#0072B2", "linewidth": 2.2, "zorder": 3},
     "bfloat16": {"color": "#E69F00", "linewidth": 2.2, "zorder": 4, "dashes": (3, 2)},
+    "delayed": {"color": "#009E73", "linewidth": 1.4, "zorder": 4},
+    "current": {"color": "#D55E00", "linewidth": 1.4, "zorder": 4},
+    "block": {"color": "#CC79A7", "linewidth": 1.4, "zorder": 4},
+    "mxfp8": {"color": "#56B4E9", "linewidth": 1.4, "zorder": 4},
+    "nvfp4": {"color": "#000000", "linewidth": 1.4, "zorder": 4},
 }
 SKIPPED = "#D32F2F"
 INK, FAINT, GRID = "#222222", "#777777", "#EAEAEA"
@@ -123,7 +128,9 @@ def finish_scale(axes: Axes, history: Mapping[Precision, list[Row]]) -> None:
         axes.set_yticks([])
     if unscaled:
         verb = "needs" if len(unscaled) == 1 else "need"
-        note = f"{' and '.join(unscaled)} {verb} none"
+        *some, last = unscaled
+        names = f"{', '.join(some)} and {last}" if some else last
+        note = f"{names} {verb} none"
         axes.set_title(note, loc="right", color=FAINT, fontsize=10)
 
 

@@ -4,19 +4,47 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpx
 
-from .config import Precision, RunConfig, ScalingConfig
+from .config import Precision, Recipe, RunConfig, ScalingConfig
 from .errors import SetupError
+
+# As Transformer Engine has them by default.
+RECIPES: dict[Recipe, mpx.AbstractRecipe] = {
+    "delayed": mpx.DelayedScaling(),
+    "current": mpx.Float8CurrentScaling(),
+    "block": mpx.Float8BlockScaling(),
+    "mxfp8": mpx.MXFP8BlockScaling(),
+    "nvfp4": mpx.NVFP4BlockScaling(),
+}
+
+
+def in_precision(func: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    """A function that knows nothing of precision, by autocast; float32 is itself."""
+    if precision == "float32":
+        return func
+    if precision in RECIPES:
+        return mpx.autocast(func, jnp.bfloat16, recipe=RECIPES[precision])
+    return mpx.autocast(func, precision)
 
 
 def initial_scaling(
-    precision: Precision, config: ScalingConfig
+    precision: Precision, config: ScalingConfig, loss: Callable[..., Any], *args: Any
 ) -> mpx.AbstractLossScaling:
-    """The state that a precision needs: a loss scale for float16, none otherwise."""
+    """The state that a precision needs: a loss scale for float16, scales for a recipe.
+
+    Args:
+        precision: the precision.
+        config: the loss scaling of float16.
+        loss: the function that is differentiated, which recipes ask for scales.
+        args: its arguments, or their shapes.
+    """
+    if precision in RECIPES:
+        return mpx.init_scaling(loss, *args)
     if precision != "float16":
         return mpx.NoLossScaling()
     try:
@@ -25,6 +53,13 @@ def initial_scaling(
         )
     except ValueError as error:
         raise SetupError(f"`--scaling.*`: {error}") from error
+
+
+def frozen(
+    func: Callable[..., Any], scaling: mpx.AbstractLossScaling
+) -> Callable[..., Any]:
+    """A function to test with: the scales of the training, if its recipe keeps any."""
+    return mpx.freeze(func, scaling) if isinstance(scaling, mpx.RecipeScaling) else func
 
 
 def make_optimizer(

@@ -1,7 +1,8 @@
 """The training step of a model that knows nothing of mixed precision.
 
-All of mpx stands here: `mpx.autocast` around the loss, `mpx.nnx.value_and_grad` in the
-place of `nnx.value_and_grad`, and `mpx.nnx.update` in that of `optimizer.update`.
+All of mpx stands here: `mpx.autocast` around the loss (see `common.training`),
+`mpx.nnx.value_and_grad` in the place of `nnx.value_and_grad`, and `mpx.nnx.update` in
+that of `optimizer.update`.
 """
 
 import functools
@@ -19,7 +20,7 @@ import mpx.nnx
 
 from ..common.config import Precision
 from ..common.loop import Metrics
-from ..common.training import make_optimizer, replicated
+from ..common.training import frozen, in_precision, make_optimizer, replicated
 from .config import Config
 from .model import GPT
 
@@ -56,12 +57,10 @@ def make_step(config: Config, precision: Precision, mesh: Mesh):
         changes the model and the optimizer in place. The metrics are scalars that stay
         on the device.
     """
-    loss: Any = loss_and_accuracy
+    loss = in_precision(loss_and_accuracy, precision)
     options: dict[str, Any] = {}
     if precision == "float32":
         options = {"use_mixed_precision": False}
-    else:
-        loss = mpx.autocast(loss, precision)
 
     @functools.partial(nnx.jit, donate_argnums=(0, 1, 2))
     def step(
@@ -96,14 +95,14 @@ def make_evaluation(precision: Precision):
     """Makes the jitted test of one batch, in the precision of the training.
 
     Returns:
-        A function that returns the mean loss and the accuracy of a batch.
+        A function of the model, the scaling and a batch that returns the mean loss and
+        the accuracy.
     """
+    loss = in_precision(loss_and_accuracy, precision)
 
-    def evaluate(model: GPT, texts: Texts) -> tuple[Array, Array]:
+    def evaluate(model: GPT, scaling: Any, texts: Texts) -> tuple[Array, Array]:
         model = nnx.clone(model)  # the model itself stays in training mode
         model.eval()
-        return loss_and_accuracy(model, texts)
+        return frozen(loss, scaling)(model, texts)
 
-    if precision != "float32":
-        evaluate = mpx.autocast(evaluate, precision)
     return nnx.jit(evaluate)

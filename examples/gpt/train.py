@@ -20,6 +20,7 @@ from ..common.record import Result, Row, RunFolder
 from ..common.training import (
     data_mesh,
     divided,
+    in_precision,
     initial_scaling,
     replicated,
     require_divisible,
@@ -28,7 +29,7 @@ from ..common.training import (
 from .config import Config
 from .data import TextData
 from .model import GPT
-from .step import gpt_optimizer, make_evaluation, make_step
+from .step import gpt_optimizer, loss_and_accuracy, make_evaluation, make_step
 
 
 def train(
@@ -87,7 +88,13 @@ class GptTrainee(Trainee[Config]):
             rngs=nnx.Rngs(config.seed),
         )
         self.optimizer = gpt_optimizer(config, self.model)
-        self.loss_scaling = initial_scaling(precision, config.scaling)
+        self.loss_scaling = initial_scaling(
+            precision,
+            config.scaling,
+            in_precision(loss_and_accuracy, precision),
+            self.model,
+            data.batch(config, 0),
+        )
         self.state = jax.device_put(self.state, replicated(mesh))
         self.compiled: Any = None
         self.evaluate = make_evaluation(precision)
@@ -141,7 +148,7 @@ class GptTrainee(Trainee[Config]):
     def score(self) -> Score:
         losses, accuracies = [], []
         for texts in self.test_batches():
-            loss, accuracy = self.evaluate(self.model, texts)
+            loss, accuracy = self.evaluate(self.model, self.loss_scaling, texts)
             losses.append(loss)
             accuracies.append(accuracy)
         return Score(

@@ -47,7 +47,7 @@ class Config(RunConfig):
     model: ModelConfig
     style: Style = "explicit"
     """Of half precision: by hand in the model, or by `mpx.autocast` around the loss of
-    a model that knows nothing of it."""
+    a model that knows nothing of it. Recipes are always of the second style."""
     data_path: Path | None = None
     """Where the data set lies (cifar100, imagenet)."""
     image_size: int = 224

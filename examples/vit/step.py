@@ -20,7 +20,14 @@ import mpx
 
 from ..common.config import Precision
 from ..common.loop import Metrics
-from ..common.training import initial_scaling, make_optimizer, replicated
+from ..common.training import (
+    RECIPES,
+    frozen,
+    in_precision,
+    initial_scaling,
+    make_optimizer,
+    replicated,
+)
 from . import model, plain_model
 from .config import Config
 
@@ -34,7 +41,8 @@ class TrainState(NamedTuple):
     model: VisionTransformer
     opt_state: Any
     scaling: Any
-    """An `mpx.AbstractLossScaling`: the loss scale, if there is one, and counters."""
+    """An `mpx.AbstractLossScaling`: the loss scale, if there is one, and counters; the
+    scales of a recipe, too."""
     position: Int[Array, ""]
     """Batches seen, which is the data position; skipped steps count too."""
 
@@ -54,12 +62,22 @@ def initial_state(
 ) -> TrainState:
     """The same initial model for every precision, on every device of the mesh."""
     key = jax.random.key(config.seed)
-    module = model if config.style == "explicit" else plain_model
+    module = model if is_explicit(config, precision) else plain_model
     vit = module.VisionTransformer(config.model, image_shape, classes, key)
     opt_state = vit_optimizer(config).init(eqx.filter(vit, eqx.is_inexact_array))
-    scaling = initial_scaling(precision, config.scaling)
+    batch = {
+        "image": jax.ShapeDtypeStruct((config.batch_size, *image_shape), jnp.float32),
+        "label": jax.ShapeDtypeStruct((config.batch_size,), jnp.int32),
+    }
+    loss, _ = make_loss(config, precision)
+    scaling = initial_scaling(precision, config.scaling, loss, vit, batch, None)
     state = TrainState(vit, opt_state, scaling, jnp.zeros((), jnp.uint32))
     return eqx.filter_shard(state, replicated(mesh))
+
+
+def is_explicit(config: Config, precision: Precision) -> bool:
+    """Whether the model itself says what stays in full precision; else autocast."""
+    return config.style == "explicit" and precision not in RECIPES
 
 
 def is_norm(path: str, leaf: Any) -> bool:
@@ -74,15 +92,13 @@ def make_loss(
 
     Float32 master weights in each case.
     """
-    if config.style == "explicit":
+    if is_explicit(config, precision):
         loss = functools.partial(loss_and_accuracy, full_precision_cross_entropy)
         policy = f"params=float32,compute={precision},output=float32"
         half = {"policy": mpx.get_policy(policy), "keep": is_norm}
     else:
         loss = functools.partial(loss_and_accuracy, cross_entropy)
-        half = {}
-        if precision != "float32":
-            loss = mpx.autocast(loss, precision)
+        loss, half = in_precision(loss, precision), {}
     return loss, half if precision != "float32" else {"use_mixed_precision": False}
 
 
@@ -155,8 +171,9 @@ def make_evaluation(config: Config, precision: Precision):
     The model is tested in the precision and style it was trained in.
 
     Returns:
-        A function that returns the number of correct answers, and the sum of the losses
-        of all images; padding, with the label -1, counts for neither.
+        A function of the state of the training and a batch that returns the number of
+        correct answers, and the sum of the losses of all images; padding, with the
+        label -1, counts for neither.
     """
 
     def predict(
@@ -164,11 +181,9 @@ def make_evaluation(config: Config, precision: Precision):
     ) -> Float[Array, "batch classes"]:
         return jax.vmap(model)(images)
 
-    if precision != "float32":
-        cast = mpx.cast_function if config.style == "explicit" else mpx.autocast
-        predict = cast(predict, jnp.dtype(precision))
+    if is_explicit(config, precision) and precision != "float32":
+        predict = mpx.cast_function(predict, jnp.dtype(precision))
 
-    @eqx.filter_jit
     def sums(
         model: VisionTransformer, batch: Batch
     ) -> tuple[Int[Array, ""], Float[Array, ""]]:
@@ -180,4 +195,11 @@ def make_evaluation(config: Config, precision: Precision):
         )
         return correct, jnp.sum(jnp.where(label >= 0, losses, 0.0))
 
-    return sums
+    if not is_explicit(config, precision):
+        sums = in_precision(sums, precision)
+
+    @eqx.filter_jit
+    def evaluate(state: TrainState, batch: Batch) -> tuple[Array, Array]:
+        return frozen(sums, state.scaling)(state.model, batch)
+
+    return evaluate

@@ -118,7 +118,7 @@ class VitTrainee(Trainee[Config]):
         correct, loss = 0, 0.0
         for batch in batches(self.data.test, self.config.workers):
             placed = jax.device_put(batch, divided(self.mesh))
-            sums = self.evaluate(self.train_state.model, placed)
+            sums = self.evaluate(self.train_state, placed)
             correct, loss = correct + int(sums[0]), loss + float(sums[1])
         size = self.data.test_size
         return Score(correct / size, loss / size)

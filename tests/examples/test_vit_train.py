@@ -93,7 +93,7 @@ def restored(folder: Path, precision, **changes):
 # --- Resuming ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["float16", "float32"])
+@pytest.mark.parametrize("precision", ["float16", "float32", "delayed"])
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result, rows = train_in(whole, precision)
@@ -406,6 +406,23 @@ def test_autocast_trains_a_model_that_knows_nothing_of_it(tmp_path, capsys):
     assert skipped["float32"] == skipped["bfloat16"] == 0 and skipped["float16"] > 0
     state, position = restored(tmp_path, "float16", style="autocast", accumulate=1)
     assert position == 10 and state.model.embed.weight.dtype == np.float32
+
+
+def test_recipes_train_the_same_model_beside_it(tmp_path, capsys):
+    config = config_in(tmp_path, precision="float32", recipe=("delayed", "nvfp4"))
+    run(config, Display(), types.SimpleNamespace(requested=False))
+    printed = capsys.readouterr().out
+    assert "delayed" in printed and "nvfp4" in printed
+    rows = read_metrics(tmp_path)
+    first = {row["precision"]: float(row["loss"]) for row in rows if row["step"] == "1"}
+    assert list(first) == ["float32", "delayed", "nvfp4"]
+    np.testing.assert_allclose(list(first.values()), first["float32"], rtol=3e-2)
+    assert len(set(first.values())) == 3  # each was rounded in its own way
+    state, position = restored(tmp_path, "delayed")
+    scales = state.scaling.scales_by_weight()
+    assert position == 10 and len(scales) == 7  # all layers but the last
+    for name, scale in scales.items():
+        assert np.isfinite(scale).all() and (np.asarray(scale) != 1).all(), name
 
 
 def test_default_mesh_is_every_device():
