@@ -16,6 +16,8 @@ from . import (
     autocast_host,
     folds,
     host_table,
+    recipe_counts,
+    recipe_time,
     results,
     scaling_traffic,
     sweep,
@@ -32,6 +34,8 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "scaling": scaling_traffic.tables,
     "host": lambda found: [*host_table.tables(found), *autocast_host.tables(found)],
     "time": time_table.tables,
+    "recipe-counts": recipe_counts.tables,
+    "recipe-time": recipe_time.tables,
     "folds": folds.tables,
     "autocast": autocast_counts.tables,
     "cuda": lambda found: [
@@ -40,7 +44,7 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
         for table in part.tables(found)
     ],
 }
-_PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str, folder: Path = results.COMMITTED) -> str:
