@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import re
 
 import equinox as eqx
 import jax
@@ -390,3 +391,21 @@ def test_full_precision_control_keeps_the_state(inputs):
     assert result.value == loss.__wrapped__(*inputs)
     assert same_bits(result.scaling.scales, scaling.scales)
     assert int(result.scaling.record.steps) == 1
+
+
+def test_weights_are_quantized_once_for_all_micro_batches(inputs):
+    """XLA takes what does not change out of the loop: nothing of a weight's shape."""
+    params, x = inputs
+    scaling = mpx.init_scaling(loss, params, x)
+    compiled = jax.jit(lambda s: step(loss, s, params, x, accumulate=4).grads)
+    text = compiled.lower(scaling).compile().as_text()
+    programs = dict(re.findall(r"^(%[\w.-]+) [^\n]*{\n(.*?)^}", text, re.S | re.M))
+    waiting = re.findall(r"body=(%[\w.-]+)", text)
+    assert waiting
+    inside = ""
+    while waiting:
+        program = programs.pop(waiting.pop(), "")
+        inside += program
+        waiting += re.findall(r"(?:calls|to_apply|body)=(%[\w.-]+)", program)
+    rounded = set(re.findall(r"f32\[([\d,]+)\]\S* round-nearest-even", inside))
+    assert rounded == {f"{N // 2},{N}", f"{N // 2},{2 * N}"}
