@@ -385,6 +385,25 @@ def test_one_trace_for_many_steps(inputs):
         assert int(scaling.record.steps) == 3
 
 
+def test_a_warm_start_is_current_scaling(inputs):
+    cold, warm = (
+        mpx.DelayedScaling(amax_history_len=4, warm_start=is_warm)
+        for is_warm in (False, True)
+    )
+    values = {}
+    for recipe in (cold, warm, mpx.Float8CurrentScaling()):
+        func = mpx.autocast(loss.__wrapped__, recipe=recipe, rules=EVERY)
+        scaling = mpx.init_scaling(func, *inputs)
+        run = jax.jit(lambda s, f=func: step(f, s, *inputs))
+        values[recipe] = run(scaling)
+    *_, current = values.values()
+    assert same_bits(values[warm].grads, current.grads)
+    assert not same_bits(values[cold].grads, current.grads)
+    # From the second step on there is no difference.
+    after = [values[r].scaling.scales[0].scale for r in (cold, warm)]
+    assert np.allclose(*after, rtol=0.1) and np.all(after[1] > 0)
+
+
 def test_full_precision_control_keeps_the_state(inputs):
     scaling = mpx.init_scaling(loss, *inputs)
     result = step(loss, scaling, *inputs, use_mixed_precision=False)
