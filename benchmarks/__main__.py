@@ -14,7 +14,9 @@ from rich.console import Console
 from . import documentation, parts, recipes
 from .results import COMMITTED
 
-Name = Literal["sweep", "scaling", "autocast", "host", "time", "folds", "recipes"]
+Name = Literal[
+    "sweep", "scaling", "autocast", "host", "time", "folds", "recipes", "errors"
+]
 SCRATCH = Path("runs/bench")
 ALL: tuple[Name, ...] = get_args(Name)
 
@@ -26,10 +28,10 @@ class Options:
     Without names everything is measured: `sweep` (memory and traffic over the batch
     size), `scaling` (traffic added by dynamic loss scaling), `autocast` (memory and
     traffic where autocast casts), `host` (CPU time to trace and lower), `time` (step
-    time, where a GPU is), `folds` (accuracy over five folds) and `recipes` (the loss
-    of a GPT in low precision). `cuda` is sweep, autocast and scaling compiled for an
-    H100. `docs` only writes the tables of the committed results into
-    docs/benchmarks.md.
+    time, where a GPU is), `folds` (accuracy over five folds), `recipes` (the loss of a
+    GPT in low precision) and `errors` (of single products in low precision). `cuda` is
+    sweep, autocast and scaling compiled for an H100. `docs` only writes the tables of
+    the committed results into docs/benchmarks.md.
     """
 
     names: tyro.conf.Positional[tuple[Literal[Name, "cuda", "docs"], ...]] = ALL
@@ -97,6 +99,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.folds(range(options.seeds), options.fold_steps)
     elif name == "recipes":
         session.recipes(options.recipe_seeds, options.recipe_steps)
+    elif name == "errors":
+        session.errors()
     elif name == "cuda":
         session.cuda(options.cuda_libraries)
     elif name == "docs":

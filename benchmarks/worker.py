@@ -149,6 +149,12 @@ def _recipes(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from recipes.measure(request)
 
 
+def _errors(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import errors
+
+    yield from errors.measure(request)
+
+
 def _versions(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from ()
 
@@ -161,6 +167,7 @@ TASKS = {
     "time": _time,
     "folds": _folds,
     "recipes": _recipes,
+    "errors": _errors,
     "versions": _versions,
 }
 
