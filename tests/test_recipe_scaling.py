@@ -250,6 +250,21 @@ def test_vmap_outside_is_an_error(inputs):
     ).finite
 
 
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_a_loop_outside_is_an_error(inputs, loop):
+    """JAX would add up the amaxes of its turns."""
+
+    def looped(params, x):
+        if loop == "while":
+            return jax.lax.while_loop(
+                lambda c: c < 1, lambda c: c + loss(params, x), jnp.zeros(())
+            )
+        return jnp.sum(jax.lax.map(lambda x: loss(params, x), x.reshape(2, N, N)))
+
+    with pytest.raises(ValueError, match=f"called in the {loop}.*add up the amaxes"):
+        mpx.init_scaling(looped, *inputs)
+
+
 def test_no_state_is_an_error_that_names_the_ways_out(inputs):
     with pytest.raises(ValueError, match=r"filter_grad.*init_scaling.*mpx\.freeze"):
         loss(*inputs)

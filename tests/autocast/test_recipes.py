@@ -214,6 +214,18 @@ def test_a_layer_that_returns_no_loss_has_no_final_projection(square):
     assert quantized(func, *square) == [("[0]",)]
 
 
+def test_the_final_projection_is_quantized_if_it_is_all_there_is(square):
+    func = mpx.autocast(lambda w, x: jnp.sum(x @ w[0]), recipe=CURRENT)
+    assert quantized(func, *square) == [("[0]",)]
+
+
+def test_the_arrays_of_a_module_are_its_weights_and_its_input_is_data(inputs):
+    layer = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 1, key=jax.random.key(0))
+    x = jnp.ones((WIDTH, WIDTH))
+    batched = mpx.autocast(eqx.filter_vmap(layer), recipe=CURRENT)
+    assert quantized(batched, x) == [("layers[0].weight",), ("layers[1].weight",)]
+
+
 def test_weights_that_are_computed_from_weights_are_weights(square):
     """Weight normalization, a fused kernel, a transpose, a cast, a slice."""
 
@@ -275,12 +287,14 @@ def test_convolutions(getkey):
 def test_nothing_to_quantize_is_an_error(square):
     w, x = square[0][0], square[1]
     with pytest.raises(ValueError, match="found no product of data with a weight"):
-        mpx.autocast(lambda w, x: jnp.sum(x @ w), recipe=CURRENT)(w, x)
+        mpx.autocast(lambda w, x: jnp.sum(x) * jnp.sum(w), recipe=CURRENT)(w, x)
     with pytest.raises(ValueError, match="put `jax.vmap` inside"):
         jax.vmap(mpx.autocast(lambda w, x: x @ w, recipe=CURRENT), (None, 0))(w, x)
     closed_over = mpx.autocast(lambda x: x @ w, recipe=CURRENT)
     with pytest.raises(ValueError, match="closes over are constants"):
         closed_over(x)
+    with pytest.raises(ValueError, match="closes over are constants"):
+        mpx.autocast(lambda x: jnp.tanh(x @ w.T), recipe=CURRENT)(x)
     assert mpx.autocast(lambda x, w: x @ w, recipe=CURRENT, weights=1)(x, w).size
 
 
