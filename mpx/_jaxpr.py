@@ -30,6 +30,9 @@ MOVES = frozenset(
 )  # fmt: skip
 """Operations whose result holds values of their first operand and nothing else."""
 
+OTHERS = "for other platforms"
+"""The role of a branch for all platforms that have none of their own."""
+
 # Programs that run once where their equation does, operand by operand.
 _CALLS = frozenset(
     {
@@ -145,15 +148,20 @@ def _while_programs(equation: Any) -> tuple[SubJaxpr, ...]:
 
 def _branches(equation: Any) -> tuple[SubJaxpr, ...]:
     branches = equation.params["branches"]
+    roles = [f"branch {i} of {len(branches)}" for i in range(1, len(branches) + 1)]
+    # What `jax.lax.platform_dependent` makes; None is for all that are not named.
+    platforms = equation.params.get("branches_platforms")
+    if platforms is not None:
+        roles = [OTHERS if p is None else f"for {' or '.join(p)}" for p in platforms]
     return tuple(
         _sub(
             branch,
-            role=f"branch {number} of {len(branches)}",
+            role=role,
             trips=1,
             operands=tuple(range(1, len(equation.invars))),
             results=tuple(range(len(equation.outvars))),
         )
-        for number, branch in enumerate(branches, start=1)
+        for role, branch in zip(roles, branches, strict=True)
     )
 
 

@@ -18,7 +18,14 @@ from ._errors import at_path, describe
 from ._grad import GradientResult
 from ._loss_scaling import AbstractLossScaling, StepRecord
 from ._loss_scaling._record import refuse_limit, replaced
-from ._tree import all_finite, bool_scalar, finite_by_leaf, path_text, select_tree
+from ._tree import (
+    all_finite,
+    bool_scalar,
+    finite_by_leaf,
+    is_float_leaf,
+    path_text,
+    select_tree,
+)
 from ._typing import BoolLike, BoolScalar
 
 
@@ -219,6 +226,7 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         flags = jnp.stack([jnp.asarray(True), *finite_by_leaf(updates)])
         finite = jnp.all(flags)
         new, inner = optimizer.update(updates, state.inner_state, params, **extra_args)
+        inner = _with_dtypes_of(state.inner_state, inner)
         nothing = jax.tree.map(lambda u: jnp.full_like(u, -0.0), new)
         return select_tree(finite, new, nothing), SkipNonfiniteState(
             state.record.updated(finite, flags),
@@ -245,8 +253,25 @@ def _update(
         )
     params = _with_gradients(model, grads, call)
     updates, new_state = optimizer.update(grads, state, params, **extra_args)
+    new_state = _with_dtypes_of(state, new_state)
     new_model = jax.tree.map(_applied, updates, model, is_leaf=_is_none)
     return updates, new_model, new_state
+
+
+def _with_dtypes_of(before: PyTree, after: PyTree) -> PyTree:
+    """The new state of an optimizer in the dtypes of the one before.
+
+    Gradients are float32 for weights of half precision, too, and would make moments
+    that began like the weights float32 at the first step.
+    """
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        return after  # an error of which others tell more
+
+    def cast(old: Any, new: Any) -> Any:
+        both = is_float_leaf(old) and is_float_leaf(new)
+        return new.astype(old.dtype) if both and old.dtype != new.dtype else new
+
+    return jax.tree.map(cast, before, after)
 
 
 def _applied(update: Any, weight: Any) -> Any:

@@ -252,3 +252,21 @@ def test_only_trained_leaves_change():
         half, optimizer, optimizer.init(half), {"w": jnp.ones(2)}, True
     )
     assert new["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, mpx.skip_nonfinite])
+def test_moments_of_half_precision_weights_keep_their_dtype(wrap):
+    """Gradients are float32; the moments began like the weights."""
+    model = {"w": jnp.ones(4, jnp.bfloat16)}
+    optimizer = wrap(optax.adam(RATE))
+    state = optimizer.init(model)
+    for _ in range(2):
+        grads = {"w": jnp.ones(4)}
+        model, new = mpx.optimizer_update(model, optimizer, state, grads, True)
+        before, after = (
+            list(map(jnp.asarray, jax.tree.leaves(s))) for s in (state, new)
+        )
+        assert [x.dtype for x in after] == [x.dtype for x in before]
+        state = new
+    expected = 1 - 2 * RATE
+    assert abs(float(model["w"][0]) - expected) < 0.01 and float(model["w"][0]) < 1

@@ -5,6 +5,7 @@ from ._call import (
     call_with_masters as call_with_masters,
 )
 from ._decisions import Candidate as Candidate, Precision as Precision
+from ._layers import with_ambient_recipe as with_ambient_recipe
 from ._region import ambient_with as ambient_with
 from ._rules import Rule as Rule, Rules as Rules
 from ._slots import (

@@ -16,7 +16,7 @@ from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
 from ._ends import ends_of_results, recipes_in
 from ._interpreter import evaluate
-from ._notes import RESULT, note_unused, noted_cast
+from ._notes import RESULT, is_taking_notes, note_unused, noted_cast
 from ._plan import Wish, wish_for
 from ._region import is_tracing, region, trace
 from ._settings import Place, Programs, Run, Settings
@@ -61,6 +61,7 @@ def call_autocast(
         told = settings.recipe, *settings.rules.recipes
         recipes = recipes_in(jaxpr).union(r for r in told if r is not None)
         runs.append(Run(settings, _REWRITES, programs, recipes))
+        runs[0].needs_parameters |= is_taking_notes()
         return runs[0]
 
     source = next_source()

@@ -21,8 +21,8 @@ from ._classes import PrimitiveClass, class_of
 from ._decisions import Candidate, Precision, Reason
 from ._emission import emit_operation
 from ._ends import ends_in
-from ._linear import emit_linear, path_text, product_of, quantized
-from ._notes import is_note, noted
+from ._linear import emit_linear, path_text, product_of, quantized, weight_of
+from ._notes import is_note, is_taking_notes, noted
 from ._plan import JOINS, MOVES, Plan, Wish, plan
 from ._region import is_region, settings_within
 from ._rules import Rule
@@ -192,7 +192,11 @@ def _emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
     product = product_of(case, choice)
     if case.settings.is_strict:
         _strict.refuse_slow(case, product)
-    with noted(case.name, choice._replace(detail=path_text(product))):
+    weight = ""
+    if is_taking_notes():
+        choice = choice._replace(detail=path_text(product))
+        weight = weight_of(case.operands).facts.parameter or ""
+    with noted(case.name, choice, weight):
         return emit_linear(case, choice, product)
 
 

@@ -40,6 +40,7 @@ class Note:
         kind: The class of the primitive: `half`, `full`, ...
         precision: What was chosen: `half`, `full` or `declared`.
         reason: Why, in words.
+        weight: Of a quantized product, the path of its weight; "" of others.
         rule: The rule of the user's that was applied; "" if none was.
     """
 
@@ -47,6 +48,7 @@ class Note:
     kind: str
     precision: str
     reason: str
+    weight: str = ""
     rule: str = ""
 
 
@@ -68,6 +70,11 @@ def taking_notes() -> Iterator[list[str]]:
         _unused.reset(token)
 
 
+def is_taking_notes() -> bool:
+    """Whether somebody takes notes here."""
+    return _taking.value
+
+
 def note_unused(rules: Iterable[Rule]) -> None:
     """Notes rules that held for no operation, if somebody takes notes."""
     unused = _unused.get()
@@ -75,7 +82,9 @@ def note_unused(rules: Iterable[Rule]) -> None:
         unused += [text for rule in rules if (text := str(rule)) not in unused]
 
 
-def noted(primitive: str, choice: Choice) -> contextlib.AbstractContextManager[None]:
+def noted(
+    primitive: str, choice: Choice, weight: str = ""
+) -> contextlib.AbstractContextManager[None]:
     """What is emitted inside was decided so."""
     if not _taking.value:
         return contextlib.nullcontext()
@@ -84,7 +93,8 @@ def noted(primitive: str, choice: Choice) -> contextlib.AbstractContextManager[N
     reason = choice.reason.value
     if choice.detail:
         reason = f"{reason}; {choice.detail}"
-    return _write(Note(primitive, kind, choice.precision.value, reason, rule))
+    precision = choice.precision.value
+    return _write(Note(primitive, kind, precision, reason, weight, rule))
 
 
 def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:

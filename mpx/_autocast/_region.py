@@ -36,6 +36,8 @@ class _Region(str):
 
 # What a setting is called where it is said.
 _NAMES = {"is_enabled": "enabled"}
+# Settings that hold for a whole function.
+NOT_OF_REGIONS = ("rules", "is_strict", "target")
 
 
 def _text(value: Any) -> str:
@@ -83,9 +85,15 @@ def region(told: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def ambient_with(told: dict[str, Any]) -> Iterator[None]:
-    """Settings for functions that are called inside and were not told themselves."""
+    """Settings for functions that are called inside and were not told themselves.
+
+    Inside of a function that is being transformed it is a region, too: what is called
+    there belongs to that function.
+    """
     present = ambient_settings() | told
-    with _ambient(tuple(sorted(present.items(), key=lambda item: item[0]))):
+    here = {k: v for k, v in told.items() if k not in NOT_OF_REGIONS}
+    around = region(here) if is_tracing() and here else contextlib.nullcontext()
+    with _ambient(tuple(sorted(present.items(), key=lambda item: item[0]))), around:
         yield
 
 

@@ -19,7 +19,7 @@ from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
 from .._typing import DTypeLike
 from ._call import Weights, call_autocast
-from ._region import ambient_settings, ambient_with, is_tracing, region
+from ._region import NOT_OF_REGIONS, ambient_settings, ambient_with, is_tracing, region
 from ._rules import Rules
 from ._settings import Settings, new_programs
 
@@ -224,7 +224,7 @@ class _Deferred(contextlib.ContextDecorator):
                 "nothing. Transform the function around it, `mpx.autocast(func)`, or, "
                 "around calls of such functions, say `ambient=True`."
             )
-        for name in ("rules", "is_strict", "target"):
+        for name in NOT_OF_REGIONS:
             if name in self._told:
                 raise TypeError(
                     f"`{name.removeprefix('is_')}` of {_CALL} cannot be said in a "

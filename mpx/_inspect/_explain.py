@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._autocast._classes import PrimitiveClass, class_of
+from .._autocast._decisions import Precision
 from .._autocast._notes import Note, is_note, read_note, taking_notes
 from .._autocast._transform import autocast, unwrapped, weights_of
 from .._errors import describe
-from .._jaxpr import Visit, walk
+from .._jaxpr import OTHERS, Visit, walk
 from .._typing import DTypeLike
 from ._costs import bytes_moved, flops
 from ._facts import (
@@ -20,7 +21,7 @@ from ._facts import (
     is_float_cast,
     promotion,
 )
-from ._report import HALF, Operation, Report, totals_of
+from ._report import HALF, LOW, QUANTIZES, Operation, Report, totals_of
 from ._residuals import residual_bytes
 from ._source_text import function_path, line_text, phase, scope_path, stack_text
 from ._trace import Traced, trace, trace_gradient
@@ -130,11 +131,19 @@ def _operations(traced: Traced) -> tuple[Operation, ...]:
             traced.paths, traced.is_weight, traced.jaxpr.jaxpr.invars, strict=True
         )
     ]
-    visits = list(walk(traced.jaxpr, inputs, flow))
+    every = walk(traced.jaxpr, inputs, flow)
+    visits = [visit for visit in every if not _is_for_others(visit)]
     is_mixed = any(_uses_half(visit.equation) for visit in visits)
     return tuple(
         _operation(number, visit, flow, is_mixed) for number, visit in enumerate(visits)
     )
+
+
+def _is_for_others(visit: Visit[Fact]) -> bool:
+    """Whether it stands in for a quantized product where the target is another one."""
+    is_other = any(name.endswith(OTHERS) for name in visit.place.inside)
+    note = _note(visit) if is_other else None
+    return note is not None and note.precision == Precision.LOW.value
 
 
 def _input_fact(path: str, is_weight: bool, aval: Any) -> Fact:
@@ -152,6 +161,8 @@ def _operation(
     rule, reason = _decision(visit, flow, note)
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
+    if note is not None and note.weight:
+        paths = [note.weight]  # quantizing it is computing with it
     return Operation(
         number=number,
         primitive=equation.primitive.name,
@@ -195,13 +206,18 @@ def precision_of(equation: Any) -> str:
     """The dtype that an equation is computed in.
 
     That of its operands for matrix products and convolutions, `mixed` where they
-    differ. Else that of its first floating result, or operand, or result.
+    differ, `float8` if both are formats of 8 bits. Else that of its first floating
+    result, or operand, or result.
     """
     operands = [v.aval.dtype for v in equation.invars if hasattr(v.aval, "dtype")]
     results = [v.aval.dtype for v in equation.outvars if hasattr(v.aval, "dtype")]
     numbers = [d for d in operands if jnp.issubdtype(d, jnp.inexact)]
     if _is_product(equation) and numbers:
-        return str(numbers[0]) if len({*numbers[:2]}) == 1 else "mixed"
+        names = {str(dtype) for dtype in numbers[:2]}
+        if len(names) == 1:
+            return names.pop()
+        # E4M3 by E5M2 is how gradients meet weights, and no accident.
+        return "float8" if all(n.startswith("float8") for n in names) else "mixed"
     found = [d for d in results if jnp.issubdtype(d, jnp.inexact)] or numbers or results
     return str(found[0]) if found else ""
 
@@ -229,6 +245,10 @@ def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, 
     equation = visit.equation
     rule = note.rule or note.kind
     name = equation.primitive.name
+    if note.precision == Precision.LOW.value:
+        rule = note.rule or LOW
+        if not _is_product(equation):
+            return QUANTIZES, f"for {note.primitive}: {note.reason}"
     if is_float_cast(equation) and note.primitive != name:
         return "cast", f"for {note.primitive}: {note.reason}"
     if phase(visit.scopes) == "backward":

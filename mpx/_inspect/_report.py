@@ -13,6 +13,11 @@ _VERSION = 1
 HALF = ("bfloat16", "float16")
 """The dtypes that count as half precision."""
 
+LOW = "low"
+"""The rule of products that a recipe quantizes."""
+QUANTIZES = "quantize"
+"""The rule of the operations that quantize their operands."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
@@ -71,6 +76,11 @@ class Operation:
         return self.scope or self.function
 
     @property
+    def is_low(self) -> bool:
+        """Whether it is a product that a recipe quantizes."""
+        return self.rule.split(" ")[0] == LOW
+
+    @property
     def times(self) -> str:
         """How often it runs, in words: `7`, or `7 x ?` inside of a `while` loop."""
         return str(self.executions) + " x ?" * self.unknown_loops
@@ -95,7 +105,8 @@ class Totals:
     half_flops_share: float
     """The share of FLOPs in float16 and bfloat16, 0 to 1."""
     low_flops_share: float
-    """The share of FLOPs in formats of 8 bits and fewer."""
+    """The share of FLOPs in products that a recipe quantizes, emulated ones too, and
+    in formats of 8 bits and fewer."""
     bytes: int
     """Bytes read and written if nothing were fused."""
     casts: int
@@ -130,7 +141,7 @@ def totals_of(
     flops = dict(sorted(flops.items(), key=lambda item: -item[1]))
     total = sum(flops.values())
     half = sum(count for name, count in flops.items() if name in HALF)
-    low = sum(count for name, count in flops.items() if is_low(name))
+    low = sum(o.flops or 0 for o in operations if is_low(o.precision) or o.is_low)
     casts = [operation for operation in operations if operation.is_cast]
     return Totals(
         operations=len(operations),

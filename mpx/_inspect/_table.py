@@ -10,7 +10,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._report import Operation, Report
+from ._report import QUANTIZES, Operation, Report
 from ._units import bytes_text, count_text, flops_text, share_text, short_type
 
 _BAR = 24
@@ -51,10 +51,17 @@ class Line:
 
 
 def lines_of(operations: Iterable[Operation]) -> list[Line]:
-    """Puts equal operations together, in the order in which the first of them comes."""
+    """Puts equal operations together, in the order in which the first of them comes.
+
+    The many small ones that quantize the operands of a product are one line.
+    """
     groups: dict[Any, list[Operation]] = {}
     for operation in operations:
         key = dataclasses.replace(operation, number=0, parameters=(), reason="")
+        if operation.rule == QUANTIZES:
+            what = {"primitive": "(quantization)", "inputs": (), "outputs": ()}
+            operation = dataclasses.replace(operation, precision="", **what)
+            key = (operation.where, operation.phase, operation.source)
         groups.setdefault(key, []).append(operation)
     return [Line(tuple(group)) for group in groups.values()]
 
@@ -145,10 +152,7 @@ def _chosen(report: Report, limit: int | None) -> tuple[list[Line], str]:
 
 def _cells(line: Line) -> tuple[str, ...]:
     first = line.first
-    types = (
-        f"{' '.join(map(short_type, first.inputs))} -> "
-        f"{' '.join(map(short_type, first.outputs))}"
-    )
+    types = f"{_types(first.inputs)} -> {_types(first.outputs)}" * bool(first.outputs)
     rule = "" if first.rule == "as written" else f"{first.rule}: "
     finding = f"! {first.finding}: " if first.finding else ""
     why = finding + rule + first.reason
@@ -164,6 +168,10 @@ def _cells(line: Line) -> tuple[str, ...]:
         cut(first.source, 24, end=False),
         cut(why, 160),
     )
+
+
+def _types(names: Sequence[str]) -> str:
+    return " ".join(map(short_type, names))
 
 
 _PHASES = {"forward": "", "backward": " (backward)", "recompute": " (again)"}
@@ -195,6 +203,12 @@ def _summary(report: Report) -> list[str]:
         share = part / totals.flops
         bar = "#" * round(_BAR * share)
         print(f"  {name:<14}{share_text(share):>7}  {bar}", file=out)
+    if totals.low_flops_share:
+        print(
+            f"  recipes       {share_text(totals.low_flops_share):>7}  "
+            "of FLOPs are in products that a recipe quantizes",
+            file=out,
+        )
     print(
         f"  casts         {count_text(totals.casts):>7}  "
         f"moving {bytes_text(totals.cast_bytes)}",

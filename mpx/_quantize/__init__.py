@@ -10,13 +10,19 @@ low-precision numbers has no derivative (see `_quantize`).
 """
 
 from ._array import QuantizedArray as QuantizedArray
+from ._convolution import (
+    ConvolutionProduct as ConvolutionProduct,
+    linear_convolution as linear_convolution,
+)
 from ._delayed import (
     DelayedScaling as DelayedScaling,
     DelayedScalingState as DelayedScalingState,
 )
+from ._explain import path_of as path_of
 from ._format import Format as Format
 from ._hadamard import hadamard_transform as hadamard_transform
 from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
+from ._products import Path as Path
 from ._quantize import (
     quantize as quantize,
     quantize_dequantize as quantize_dequantize,
@@ -39,4 +45,3 @@ from ._recipes import (
 )
 from ._rounding import largest_magnitude as largest_magnitude
 from ._target import Target as Target, target_from as target_from
-from ._tmp_path import FAST as FAST, path_of as path_of

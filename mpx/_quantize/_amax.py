@@ -29,13 +29,14 @@ def joined_over(axes: tuple[str, ...], all_vary: bool) -> Join:
     Args:
         axes: The axes.
         all_vary: Take it over all of them. Otherwise over those on which JAX says that
-            the amax varies (`check_vma=True`).
+            the amax varies, if it says so (`check_vma=True`).
     """
     if not axes:
         return alone
 
     def join(amax: Array) -> Array:
-        found = axes if all_vary else varying_axes(amax)
+        is_known = bool(varying_axes(lax.axis_index(axes[0])))
+        found = varying_axes(amax) if is_known and not all_vary else axes
         names = tuple(axis for axis in axes if axis in found)
         if not names:
             return amax

@@ -28,18 +28,34 @@ class Contraction(NamedTuple):
     dimension_numbers: DimensionNumbers
     permutation: Axes
 
-    def smallest_free_size(self, left: Axes, right: Axes) -> int:
-        """How many rows or columns the product has, whichever is less.
+    def sizes(self, left: Axes, right: Axes) -> tuple[int, int, int]:
+        """How many rows, columns and contracted numbers the product has.
 
         Args:
             left: The shape of the left operand.
             right: The shape of the right operand.
         """
         (lc, rc), (lb, rb) = self.dimension_numbers
-        return min(
+        return (
             math.prod(left[axis] for axis in _free(len(left), lc, lb)),
             math.prod(right[axis] for axis in _free(len(right), rc, rb)),
+            math.prod(left[axis] for axis in lc),
         )
+
+    def swapped(self, left_rank: int, right_rank: int) -> "Contraction":
+        """The same product with its operands in the other order."""
+        (lc, rc), (lb, rb) = self.dimension_numbers
+        batch = len(lb)
+        left, right = left_rank - batch - len(lc), right_rank - batch - len(rc)
+        order = [*range(batch), *range(batch + right, batch + right + left)]
+        order += range(batch, batch + right)
+        permutation = tuple(order[axis] for axis in self.permutation)
+        return Contraction(((rc, lc), (rb, lb)), permutation)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the axes of the result are in place."""
+        return self.permutation == tuple(range(len(self.permutation)))
 
 
 class LinearContractions(NamedTuple):

@@ -12,17 +12,16 @@ two of them.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._errors import describe
 from .._jax_compat import as_varying, varying_axes
-from ._amax import Join, as_cotangent, joined_over, refuse_batching
+from ._amax import Join, joined_over
 from ._contraction import (
     DimensionNumbers,
     LinearContractions,
@@ -30,14 +29,14 @@ from ._contraction import (
     contractions,
     product_shape,
 )
-from ._delayed import DelayedScaling
 from ._operands import Copies, has_blocks
 from ._products import Operand, multiply
 from ._recipes import AbstractRecipe, Role
-from ._rounding import flushed, largest_magnitude
+from ._sharding import in_automatic_axes
+from ._slots import amax_and_scale, amax_cotangent, check_scales
 from ._target import Target
 
-_ROLES = tuple(Role)
+_CALL = "`linear_product(product, left, right, scales)`"
 _FLOAT32 = np.dtype("float32")
 
 
@@ -56,6 +55,8 @@ class LinearProduct:
             have one scale.
         sums_over_devices: Whether that is `shard_map(check_vma=False)`, where JAX adds
             up the cotangents of replicated arguments over all `manual_axes`.
+        out_sharding: That of `dot_general`, over a mesh of explicit axes. None: as
+            `dot_general` finds it.
     """
 
     recipe: AbstractRecipe
@@ -65,6 +66,7 @@ class LinearProduct:
     target: Target
     manual_axes: tuple[str, ...] = ()
     sums_over_devices: bool = False
+    out_sharding: Any = None
 
     def _copies(self, role: Role) -> Copies:
         axes = {
@@ -82,6 +84,11 @@ class LinearProduct:
 
     def _join(self) -> Join:
         return joined_over(self.manual_axes, self.sums_over_devices)
+
+    def _scaled(
+        self, role: Role, x: Array, scales: Array | None
+    ) -> tuple[Array | None, Array | None]:
+        return amax_and_scale(self.recipe, self._join(), role, x, scales)
 
     def _ordered(self, data: Any, weight: Any) -> tuple[Any, Any]:
         """Two things as (left, right), or (left, right) as (data, weight)."""
@@ -113,7 +120,19 @@ def linear_product(
         TypeError: Scales are missing, or given to a recipe that has none.
         ValueError: `jax.vmap` goes over the operands while scales are given once.
     """
-    _check_scales(product.recipe, scales)
+    check_scales(_CALL, product.recipe, scales)
+
+    def plain(left: Array, right: Array) -> Array:
+        left, right = left.astype(product.dtype), right.astype(product.dtype)
+        return jax.lax.dot_general(left, right, product.dimension_numbers)
+
+    f = functools.partial(_linear_product, product)
+    return in_automatic_axes(f, plain, product.out_sharding, left, right, scales)
+
+
+def _linear_product(
+    product: LinearProduct, left: Array, right: Array, scales: Array | None
+) -> Array:
     everywhere = varying_axes(left) | varying_axes(right)
     left, right = as_varying(left, everywhere), as_varying(right, everywhere)
     if not has_blocks(product.recipe):
@@ -121,23 +140,6 @@ def linear_product(
     left, right, matrices, shape = as_matrices(product.dimension_numbers, left, right)
     product = dataclasses.replace(product, dimension_numbers=matrices)
     return _product(product, left, right, scales).reshape(shape)
-
-
-def _check_scales(recipe: AbstractRecipe, scales: Array | None) -> None:
-    call = "`linear_product(product, left, right, scales)`"
-    if not isinstance(recipe, DelayedScaling):
-        if scales is None:
-            return
-        raise TypeError(
-            f"`scales` of {call} are for `mpx.DelayedScaling`; got {describe(scales)} "
-            f"for `mpx.{type(recipe).__name__}`. Leave them out."
-        )
-    shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
-    if shape != (3,) or dtype != jnp.float32:
-        raise TypeError(
-            f"`scales` of {call} are float32[3] for `mpx.DelayedScaling`: of input, "
-            f"weight and gradient; got {describe(scales)}."
-        )
 
 
 class _Kept(eqx.Module):
@@ -155,7 +157,7 @@ class _Kept(eqx.Module):
     data: Operand
     weight: Operand
     scales: Array | None
-    amaxes: tuple[Array, Array] | None
+    amaxes: tuple[Array | None, Array | None]
     left: jax.ShapeDtypeStruct = eqx.field(static=True)
     right: jax.ShapeDtypeStruct = eqx.field(static=True)
 
@@ -163,20 +165,6 @@ class _Kept(eqx.Module):
         """The products that are left to compute."""
         ranks = len(self.left.shape), len(self.right.shape)
         return contractions(product.dimension_numbers, *ranks)
-
-
-def _scaled(
-    product: LinearProduct, role: Role, x: Array, scales: Array | None
-) -> tuple[Array | None, Array | None]:
-    """The amax of an array and the scale to quantize it with, for delayed scaling."""
-    if scales is None:
-        return None, None
-    recipe = product.recipe
-    assert isinstance(recipe, DelayedScaling)  # has been checked
-    amax = product._join()(largest_magnitude(flushed(x.astype(jnp.float32))))
-    amax = refuse_batching(amax, scales)
-    given = scales[_ROLES.index(role)]
-    return amax, jnp.where(given == 0, recipe._scale(amax, role, 1.0), given)
 
 
 def _forward(
@@ -188,8 +176,8 @@ def _forward(
     is_differentiated: bool,
 ) -> tuple[Array, _Kept | None]:
     data, weight = product._ordered(left, right)
-    data_amax, data_scale = _scaled(product, Role.INPUT, data, scales)
-    weight_amax, weight_scale = _scaled(product, Role.WEIGHT, weight, scales)
+    data_amax, data_scale = product._scaled(Role.INPUT, data, scales)
+    weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
     of_data, of_weight = product._copies(Role.INPUT), product._copies(Role.WEIGHT)
     x, w = of_data.first(data, data_scale), of_weight.first(weight, weight_scale)
     numbers = contractions(product.dimension_numbers, left.ndim, right.ndim)
@@ -205,14 +193,11 @@ def _forward(
     y = _cut(y, product_shape(product.dimension_numbers, left.shape, right.shape))
     if not is_differentiated:
         return y, None
-    amaxes = None
-    if data_amax is not None and weight_amax is not None:
-        amaxes = data_amax, weight_amax
     kept = _Kept(
         of_data.second(data, x, data_scale),
         of_weight.second(weight, w, weight_scale),
         scales,
-        amaxes,
+        (data_amax, weight_amax),
         jax.ShapeDtypeStruct(left.shape, left.dtype),
         jax.ShapeDtypeStruct(right.shape, right.dtype),
     )
@@ -241,7 +226,7 @@ def _forward_rule(
 def _backward_rule(
     product: LinearProduct, kept: _Kept, g: Array
 ) -> tuple[Array, Array, Array | None]:
-    amax, scale = _scaled(product, Role.GRADIENT, g, kept.scales)
+    amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
     of_gradient = product._copies(Role.GRADIENT)
     for_data = of_gradient.first(g, scale)
     for_weight = of_gradient.second(g, for_data, scale)
@@ -258,14 +243,9 @@ def _backward_rule(
     )
     left_gradient = _cut(left_gradient, kept.left.shape).astype(kept.left.dtype)
     right_gradient = _cut(right_gradient, kept.right.shape).astype(kept.right.dtype)
-    return left_gradient, right_gradient, _amaxes(product, kept, amax)
-
-
-def _amaxes(product: LinearProduct, kept: _Kept, amax: Array | None) -> Array | None:
-    if amax is None or kept.amaxes is None or kept.scales is None:
-        return None
     axes = product.manual_axes if product.sums_over_devices else ()
-    return as_cotangent(jnp.stack([*kept.amaxes, amax]), kept.scales, axes)
+    amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, axes)
+    return left_gradient, right_gradient, amaxes
 
 
 _product.defvjp(_forward_rule, _backward_rule)

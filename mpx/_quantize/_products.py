@@ -14,7 +14,9 @@ A path stands in `jax.lax.platform_dependent` with the emulated one as the defau
 that the same program runs on the CPU.
 """
 
+import enum
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,11 +24,21 @@ from jax import lax
 from jaxtyping import Array
 
 from ._array import QuantizedArray
+from ._block_units import have_block_form, in_blocks
 from ._contraction import Contraction, padded
 from ._format import Format
 from ._target import Target
 
 Operand = QuantizedArray | Array
+
+
+class Path(enum.Enum):
+    """How a product is computed; see the top of this file."""
+
+    EMULATED = "emulated"
+    HALF = "dequantized"
+    FP8_UNITS = "FP8 units"
+    BLOCK_UNITS = "block-scaled units"
 
 
 def multiply(
@@ -57,15 +69,18 @@ def multiply(
     emulated = functools.partial(
         _dequantized, contraction=contraction, inner=np.dtype("float32"), dtype=dtype
     )
-    if target.platform == "cpu":
+    path = path_of_operands(left, right, contraction, target)
+    if path is Path.EMULATED:
         return emulated(left, right)
-    if has_fp8_form(left, right, contraction, target):
+    if path is Path.FP8_UNITS:
         fast = functools.partial(
             _in_fp8,
             contraction=contraction,
             dtype=dtype,
             precision=_preset(is_backward) if target.platform == "cuda" else None,
         )
+    elif path is Path.BLOCK_UNITS:
+        fast = functools.partial(in_blocks, contraction=contraction, dtype=dtype)
     else:
         fast = functools.partial(
             _dequantized, contraction=contraction, inner=half, dtype=dtype
@@ -76,26 +91,35 @@ def multiply(
     return lax.platform_dependent(left, right, **branches, default=emulated)
 
 
+def path_of_operands(
+    left: Any, right: Any, contraction: Contraction, target: Target
+) -> Path:
+    """The path of a product. Shapes and options decide, no numbers do.
+
+    Args:
+        left: The left operand, or what `jax.eval_shape` gives for it.
+        right: The same of the right one.
+        contraction: What to contract.
+        target: The device.
+    """
+    if target.platform == "cpu":
+        return Path.EMULATED
+    if not isinstance(left, QuantizedArray) or not isinstance(right, QuantizedArray):
+        return Path.HALF
+    if left.axes or right.axes:
+        return Path.BLOCK_UNITS if have_block_form(left, right, target) else Path.HALF
+    # cuBLAS has no product of E5M2 by E5M2, and XLA finds none of a matrix by a vector.
+    both_wide = left.format is Format.E5M2 and right.format is Format.E5M2
+    rows, columns, _ = contraction.sizes(left.shape, right.shape)
+    if target.has_fp8_units and not both_wide and min(rows, columns) > 1:
+        return Path.FP8_UNITS
+    return Path.HALF
+
+
 def _preset(is_backward: bool) -> lax.DotAlgorithmPreset:
     if is_backward:
         return lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
     return lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
-
-
-def has_fp8_form(
-    left: Operand, right: Operand, contraction: Contraction, target: Target
-) -> bool:
-    """Whether the product is one of two FP8 arrays that the target's units compute.
-
-    cuBLAS has none of E5M2 by E5M2, and XLA none of a matrix by a vector.
-    """
-    if not isinstance(left, QuantizedArray) or not isinstance(right, QuantizedArray):
-        return False
-    if not target.has_fp8_units or left.axes or right.axes:
-        return False
-    both_wide = left.format is Format.E5M2 and right.format is Format.E5M2
-    smallest = contraction.smallest_free_size(left.shape, right.shape)
-    return not both_wide and smallest > 1
 
 
 def _in_fp8(
@@ -106,8 +130,15 @@ def _in_fp8(
     precision: lax.DotAlgorithmPreset | None,
 ) -> Array:
     assert isinstance(left, QuantizedArray) and isinstance(right, QuantizedArray)
-    # float16 has not the range of the unscaled product, which bfloat16 has.
-    inner = dtype if dtype == jnp.bfloat16 else jnp.dtype("float32")
+    swapped = contraction.swapped(left.ndim, right.ndim)
+    if swapped.is_ordered:  # or a transpose would come between product and scale
+        left, right, contraction = right, left, swapped
+    # On CUDA XLA takes the scale into the product, unless sizes make it pad: then one
+    # in bfloat16 would be rounded before it is scaled. float16 has not its range.
+    sizes = contraction.sizes(left.shape, right.shape)
+    is_taken_in = precision is not None and all(size % 16 == 0 for size in sizes)
+    is_taken_in &= dtype == jnp.bfloat16
+    inner = jnp.dtype("bfloat16" if is_taken_in else "float32")
     y = lax.dot_general(
         left.payload,
         right.payload,
@@ -129,8 +160,8 @@ def _dequantized(
 ) -> Array:
     # A product sees the transform of an operand only if it has that of the other one.
     rotated = _is_rotated(left) and _is_rotated(right)
-    left, left_scale = _numbers_and_scale(left, rotated)
-    right, right_scale = _numbers_and_scale(right, rotated)
+    left, left_scale = numbers_and_scale(left, rotated=rotated)
+    right, right_scale = numbers_and_scale(right, rotated=rotated)
     for here, there in zip(*contraction.dimension_numbers[0], strict=True):
         left = padded(left, here, right.shape[there])
         right = padded(right, there, left.shape[here])
@@ -141,18 +172,23 @@ def _dequantized(
         precision=lax.Precision.HIGHEST if inner == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    for scale in _joined(left_scale, right_scale):
-        y = y * scale
+    y = times_scales(y, left_scale, right_scale)
     return y.transpose(contraction.permutation).astype(dtype)
 
 
-def _joined(left: Array | None, right: Array | None) -> list[Array]:
+def times_scales(y: Array, left: Array | None, right: Array | None) -> Array:
+    """A product of numbers times the scales of its operands, in float32."""
+    y = y.astype(jnp.float32)
     if left is not None and right is not None:
-        return [left * right]
-    return [scale for scale in (left, right) if scale is not None]
+        return y * (left * right)
+    scale = right if left is None else left
+    return y if scale is None else y * scale
 
 
-def _numbers_and_scale(operand: Operand, rotated: bool) -> tuple[Array, Array | None]:
+def numbers_and_scale(
+    operand: Operand, *, rotated: bool = False
+) -> tuple[Array, Array | None]:
+    """An operand as numbers and what is common to all; see `QuantizedArray`."""
     if isinstance(operand, QuantizedArray):
         return operand._factors(rotated=rotated)
     return operand, None

@@ -69,7 +69,7 @@ class Target:
 CPU = Target("cpu", "cpu")
 
 
-def target_from(value: str | None) -> Target:
+def target_from(value: Any) -> Target:
     """The target that a name means.
 
     Args:
@@ -102,7 +102,7 @@ def _from_name(name: str) -> Target | None:
     if match := re.fullmatch(r"sm_(\d+)(\d)a?", words):
         capability = (int(match[1]), int(match[2]))
         return Target("cuda", words, capability)
-    if match := re.match(r"tpu ?v?(\d+)", words):
+    if match := re.fullmatch(r"(?:tpu ?v?|v)(\d+) ?(?:lite|[a-z])?", words):
         return Target("tpu", words, (int(match[1]), 0))
     for gpu, capability in _GPUS:
         if re.search(rf"\b{gpu}\b", words):
@@ -120,11 +120,15 @@ def _from_default_device() -> Target:
     chosen: Any = getattr(jax.config, "jax_default_device", None)
     if chosen is None or isinstance(chosen, str):
         chosen = jax.local_devices(backend=chosen)[0]
-    capability = getattr(chosen, "compute_capability", None)
-    if chosen.platform in ("gpu", "cuda") and capability is not None:
-        match = re.fullmatch(r"(\d+)\.(\d+)", str(capability))
-        if match:  # ROCm's are words
-            capability = (int(match[1]), int(match[2]))
-            return Target("cuda", f"sm_{match[1]}{match[2]}", capability)
-    kind = chosen.device_kind
-    return _from_name(kind) or Target(chosen.platform, kind)
+    return target_of(chosen)
+
+
+def target_of(device: Any) -> Target:
+    """The target that a `jax.Device` is."""
+    capability = str(getattr(device, "compute_capability", ""))
+    match = re.fullmatch(r"(\d+)\.(\d+)", capability)  # of ROCm it is a word
+    if device.platform in ("gpu", "cuda") and match:
+        name = f"sm_{match[1]}{match[2]}"
+        return Target("cuda", name, (int(match[1]), int(match[2])))
+    kind = device.device_kind
+    return _from_name(kind) or Target(device.platform, kind)

@@ -8,6 +8,7 @@ array, so that one update serves them all, however many layers there are.
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Self
@@ -78,22 +79,23 @@ class DelayedScales(eqx.Module):
 
     def updated(self, amaxes: Float32[Array, "slots 3"]) -> Self:
         """The state after a step with these amaxes."""
-        columns = []
-        for i, role in enumerate(_ROLES):
 
-            def update(
-                history: Array, scale: Array, amax: Array, role: Role = role
-            ) -> DelayedScalingState:
-                return self.recipe.update(
-                    DelayedScalingState(history, scale), amax, role
-                )
+        def update(role: Role, history: Array, scale: Array, amax: Array) -> Any:
+            state = DelayedScalingState(history, scale)
+            new = self.recipe.update(state, amax, role)
+            return new.amax_history, new.scale
 
-            of_role = self.amax_history[:, i], self.scale[:, i], amaxes[:, i]
-            columns.append(jax.vmap(update)(*of_role))
+        columns = [
+            jax.vmap(functools.partial(update, role))(
+                self.amax_history[:, i], self.scale[:, i], amaxes[:, i]
+            )
+            for i, role in enumerate(_ROLES)
+        ]
+        histories, scales = zip(*columns, strict=True)
         return dataclasses.replace(
             self,
-            amax_history=jnp.stack([s.amax_history for s in columns], axis=1),
-            scale=jnp.stack([s.scale for s in columns], axis=1),
+            amax_history=jnp.stack(histories, axis=1),
+            scale=jnp.stack(scales, axis=1),
         )
 
 
@@ -269,8 +271,12 @@ class RecipeScaling(AbstractLossScaling):
         )
 
     def __reduce__(self) -> Any:
-        leaves, tree = jax.tree.flatten((self.loss, self.scales, self.amaxes))
-        return _rebuilt, (tree, [np.asarray(x) for x in leaves], self.calls)
+        scales = [
+            (np.asarray(s.amax_history), np.asarray(s.scale), s.recipe, s.slots)
+            for s in self.scales
+        ]
+        amaxes = [np.asarray(x) for x in self.amaxes]
+        return _rebuilt, (self.loss, scales, amaxes, self.calls)
 
     # --- How a step uses it -----------------------------------------------------------
 
@@ -299,9 +305,12 @@ def _nothing(scales: tuple[DelayedScales, ...]) -> tuple[Array, ...]:
     return tuple(jnp.zeros_like(state.scale) for state in scales)
 
 
-def _rebuilt(tree: Any, leaves: list[np.ndarray], calls: int) -> RecipeScaling:
-    loss, scales, amaxes = jax.tree.unflatten(tree, map(jnp.asarray, leaves))
-    return RecipeScaling(loss, scales, amaxes, calls)
+def _rebuilt(loss: Any, scales: Any, amaxes: Any, calls: int) -> RecipeScaling:
+    states = tuple(
+        DelayedScales(jnp.asarray(history), jnp.asarray(scale), recipe, slots)
+        for history, scale, recipe, slots in scales
+    )
+    return RecipeScaling(loss, states, tuple(map(jnp.asarray, amaxes)), calls)
 
 
 def _check_state(state: Mapping[str, Any], slots: set[str], call: str) -> None:

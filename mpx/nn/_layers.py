@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._autocast import with_ambient_recipe
 from .._dtypes import float_dtype
 from .._errors import describe
 from .._typing import DTypeLike
@@ -78,6 +79,7 @@ class Linear(eqx.Module):
             draw(bias_key, shape, parameters, -bound, bound) if use_bias else None
         )
 
+    @with_ambient_recipe
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Applies the layer to the last axis: `... in_features -> ... out_features`."""
         check_last_axis("Linear", x, self.weight.shape[1])

@@ -1,0 +1,67 @@
+"""Which path the products of a linear layer take, in words."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ._contraction import contractions
+from ._convolution import ConvolutionProduct
+from ._linear import LinearProduct
+from ._operands import Copies
+from ._products import Operand, Path, path_of_operands
+from ._quantizers import BlockQuantizer
+from ._recipes import Role
+from ._target import Target
+
+_MATRICES = (((1,), (0,)), ((), ()))
+
+
+def path_of(product: LinearProduct | ConvolutionProduct) -> tuple[str, str]:
+    """How the forward product is computed, and why.
+
+    Args:
+        product: What product. Its shapes are not known here; a matrix by a vector is
+            always computed dequantized.
+
+    Returns:
+        The path ("FP8 units", "block-scaled units", "dequantized" or "emulated") and
+        the reason, without a full stop.
+    """
+    target, recipe = product.target, product.recipe
+    if isinstance(product, ConvolutionProduct):
+        if target.platform == "cpu":
+            return Path.EMULATED.value, "a float32 convolution on a CPU"
+        return Path.HALF.value, "convolutions have no form in FP8"
+
+    def operands(left: Array, right: Array) -> tuple[Operand, Operand]:
+        half, join = product.dtype, lambda amax: amax
+        data = Copies(recipe, Role.INPUT, half, join, (-1, -2)).first(left)
+        weight = Copies(recipe, Role.WEIGHT, half, join, (-2, -1)).first(right)
+        return data, weight
+
+    any_matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    left, right = jax.eval_shape(operands, any_matrix, any_matrix)
+    forward = contractions(_MATRICES, 2, 2).forward
+    path = path_of_operands(left, right, forward, target)
+    return path.value, _reason(path, product, target)
+
+
+def _reason(path: Path, product: LinearProduct, target: Target) -> str:
+    if path is Path.EMULATED:
+        return "float32 products on a CPU"
+    if path is Path.FP8_UNITS:
+        return f"{'cuBLASLt' if target.platform == 'cuda' else 'XLA'} on {target.name}"
+    if path is Path.BLOCK_UNITS:
+        return f"cuDNN on {target.name}, from cuDNN 9.10 on"
+    quantizers = [product.recipe.quantizer(r) for r in (Role.INPUT, Role.WEIGHT)]
+    if any(isinstance(one, BlockQuantizer) for one in quantizers):
+        return "blocks of 128 have no fast form in XLA"
+    if None in quantizers:
+        return "one operand is not quantized"
+    if any(one is not None and one.block_dimensions for one in quantizers):
+        if target.has_block_units:
+            return "the operands have blocks that do not go together"
+        return f"{target.name} has no units for blocks with scales"
+    if target.has_fp8_units:
+        return f"{target.name} has no product of these formats"
+    return f"{target.name} has no FP8 units that XLA uses"

@@ -1,0 +1,77 @@
+"""The slots of delayed scaling at one product: three scales in, three amaxes out.
+
+Scales are float32[3] in the order of `Role`. The amaxes take the place of their
+gradient, which they are not: JAX carries cotangents from the backward pass to the
+caller, and nothing else.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._errors import describe
+from ._amax import Join, as_cotangent, refuse_batching
+from ._delayed import DelayedScaling
+from ._recipes import AbstractRecipe, Role
+from ._rounding import flushed, largest_magnitude
+
+_ROLES = tuple(Role)
+
+
+def check_scales(call: str, recipe: AbstractRecipe, scales: Any) -> None:
+    """Raises `TypeError` unless scales are given where, and as, a recipe needs them."""
+    if not isinstance(recipe, DelayedScaling):
+        if scales is None:
+            return
+        raise TypeError(
+            f"`scales` of {call} are for `mpx.DelayedScaling`; got {describe(scales)} "
+            f"for `mpx.{type(recipe).__name__}`. Leave them out."
+        )
+    shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
+    if shape != (3,) or dtype != jnp.float32:
+        raise TypeError(
+            f"`scales` of {call} are float32[3] for `mpx.DelayedScaling`: of input, "
+            f"weight and gradient; got {describe(scales)}."
+        )
+
+
+def amax_and_scale(
+    recipe: AbstractRecipe, join: Join, role: Role, x: Array, scales: Array | None
+) -> tuple[Array | None, Array | None]:
+    """The amax of an array and the scale to quantize it with; None without slots.
+
+    Args:
+        recipe: The recipe, delayed scaling if there are scales.
+        join: Joins amaxes over devices.
+        role: Which slot is the array's.
+        x: The array.
+        scales: The slots. Where one is 0, the scale is that of the amax.
+    """
+    if scales is None:
+        return None, None
+    assert isinstance(recipe, DelayedScaling)  # has been checked
+    amax = join(largest_magnitude(flushed(x.astype(jnp.float32))))
+    amax = refuse_batching(amax, scales)
+    given = scales[_ROLES.index(role)]
+    return amax, jnp.where(given == 0, recipe._scale(amax, role, 1.0), given)
+
+
+def amax_cotangent(
+    kept: tuple[Array | None, Array | None],
+    amax: Array | None,
+    scales: Array | None,
+    summed_axes: tuple[str, ...],
+) -> Array | None:
+    """What a backward rule returns for the slots.
+
+    Args:
+        kept: The amaxes of input and weight, from the forward pass.
+        amax: That of the gradient.
+        scales: The slots.
+        summed_axes: See `as_cotangent`.
+    """
+    data, weight = kept
+    if scales is None or data is None or weight is None or amax is None:
+        return None
+    return as_cotangent(jnp.stack([data, weight, amax]), scales, summed_axes)

@@ -1,0 +1,307 @@
+"""Layers of `mpx.nn` obey the recipe of the context that they are called in."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+import mpx.nn
+
+from ..autocast.counting import equations
+from ..low_precision import low_dtypes, quantized_products
+
+HIDDEN = 32
+CURRENT = mpx.Float8CurrentScaling()
+RECIPES = {
+    "current": CURRENT,
+    "block": mpx.Float8BlockScaling(),
+    "mxfp8": mpx.MXFP8BlockScaling(),
+    "nvfp4": mpx.NVFP4BlockScaling(),
+}
+
+
+def ambient(recipe=CURRENT, **options):
+    return mpx.autocast(recipe=recipe, ambient=True, **options)
+
+
+def linear(seed=0, size=HIDDEN, **options):
+    return mpx.nn.Linear(HIDDEN, size, key=jax.random.key(seed), **options)
+
+
+# How many products of weights there are in a layer.
+LAYERS = {
+    "Linear": (lambda key: mpx.nn.Linear(HIDDEN, 48, key=key), 1),
+    "MultiheadAttention": (
+        lambda key: mpx.nn.MultiheadAttention(HIDDEN, 4, num_gqa_groups=2, key=key),
+        4,
+    ),
+    "TransformerLayer": (
+        lambda key: mpx.nn.TransformerLayer(HIDDEN, 64, 4, gated_mlp=True, key=key),
+        7,
+    ),
+}
+
+
+@pytest.fixture
+def x(getkey):
+    return jax.random.normal(getkey(), (2, 8, HIDDEN), jnp.bfloat16)
+
+
+def call(layer, x):
+    return layer(x)
+
+
+def equal(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_transforms_its_own_call(name, dtype, x, getkey):
+    make, count = LAYERS[name]
+    layer, x = make(getkey()), x.astype(dtype)
+    assert quantized_products(call, layer, x) == 0
+    with ambient():
+        assert quantized_products(call, layer, x) == count
+        found = jax.jit(call)(layer, x)
+    assert found.dtype == x.dtype
+    assert equal(found, jax.jit(mpx.autocast(call, recipe=CURRENT))(layer, x))
+    half = jax.jit(call)(layer, x.astype(jnp.bfloat16)).astype(jnp.float32)
+    error = jnp.abs(found.astype(jnp.float32) - half).max() / jnp.abs(half).max()
+    assert 0 < error < 0.1
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_every_recipe_without_a_state(recipe, x):
+    def loss(layer, x):
+        return mpx.nn.mean(layer(x) ** 2, dtype="float32")
+
+    layer = linear()
+    expected = jax.grad(loss)(layer, x).weight
+    with ambient(recipe):
+        assert quantized_products(call, layer, x) == 1
+        found = jax.jit(jax.grad(loss))(layer, x).weight
+    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    assert 1e-3 < error < (0.25 if "NVFP4" in str(recipe) else 0.08)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_inputs_keep_their_dtype(dtype, x, getkey):
+    layer, _ = LAYERS["TransformerLayer"]
+    with ambient(dtype=jnp.float16):
+        jaxpr = jax.make_jaxpr(layer(getkey()))(x.astype(dtype))
+    found = {str(v.aval.dtype) for e, _ in equations(jaxpr) for v in e.outvars}
+    assert found & {"float16", "bfloat16"} == {dtype}
+
+
+def test_switched_off_inside(x):
+    layer = linear()
+    plain = layer(x)
+    with ambient():
+        quantized = layer(x)
+        with mpx.autocast(recipe=None, ambient=True):
+            assert equal(layer(x), plain)
+        with mpx.autocast(enabled=False, ambient=True):
+            assert equal(layer(x), plain)
+            assert low_dtypes(call, layer, x) == set()
+        assert equal(layer(x), quantized)
+    assert equal(layer(x), plain) and not equal(quantized, plain)
+
+
+def test_ambient_settings_without_a_recipe_change_no_layer(x):
+    layer = linear()
+    with mpx.autocast(dtype=jnp.float16, ambient=True):
+        text = str(jax.make_jaxpr(layer)(x))
+    assert text == str(jax.make_jaxpr(layer)(x))
+
+
+def nested(layers, x):
+    """Outer recipe, inner recipe, nothing, and the outer recipe again."""
+    with ambient(OUTER):
+        x = layers[0](x)
+        with ambient(INNER):
+            x = layers[1](x)
+            with ambient(None):
+                x = layers[2](x)
+        return layers[3](x)
+
+
+OUTER, INNER = mpx.Float8CurrentScaling(mpx.Format.E4M3), mpx.NVFP4BlockScaling()
+
+
+def test_the_inner_context_wins(x):
+    layers = [linear(seed) for seed in range(4)]
+    recipes = [OUTER, INNER, None, OUTER]
+    assert quantized_products(nested, layers, x) == 3
+
+    def expected(layers, x):
+        for layer, recipe in zip(layers, recipes, strict=True):
+            x = mpx.autocast(call, recipe=recipe)(layer, x) if recipe else layer(x)
+        return x
+
+    def loss(func):
+        return lambda layers: mpx.nn.mean(func(layers, x) ** 2, dtype="float32")
+
+    found, wanted = (jax.jit(jax.grad(loss(f))) for f in (nested, expected))
+    assert equal(found(layers), wanted(layers))
+
+
+def test_what_is_compiled_in_one_context_is_not_used_in_another(x):
+    traces = []
+
+    @jax.jit
+    def func(layer, x):
+        traces.append(1)
+        return layer(x)
+
+    layer = linear()
+    plain = func(layer, x)
+    for _ in range(2):
+        with ambient():
+            assert not equal(func(layer, x), plain)
+        assert equal(func(layer, x), plain)
+    assert len(traces) == 2
+
+
+# --- In a function that is being transformed ------------------------------------------
+
+
+def test_in_a_transformed_function_the_function_decides(x):
+    layers = [linear(seed) for seed in range(2)]
+
+    def func(layers, x):
+        return layers[1](layers[0](x))
+
+    with ambient():
+        once = mpx.autocast(func)
+        assert quantized_products(once, layers, x) == 2
+        assert quantized_products(mpx.autocast(func, recipe=None), layers, x) == 0
+        found = jax.jit(once)(layers, x)
+    assert equal(found, jax.jit(mpx.autocast(func, recipe=CURRENT))(layers, x))
+
+
+def test_contexts_in_a_transformed_function_are_regions(x):
+    """So a program that is written with contexts may be transformed, too."""
+    layers = [linear(seed) for seed in range(4)]
+
+    def with_regions(layers, x):
+        with mpx.autocast(recipe=OUTER):
+            x = layers[0](x)
+            with mpx.autocast(recipe=INNER):
+                x = layers[1](x)
+                with mpx.autocast(recipe=None):
+                    x = layers[2](x)
+            return layers[3](x)
+
+    found, expected = (mpx.autocast(func) for func in (nested, with_regions))
+    assert quantized_products(found, layers, x) == 3
+    assert equal(jax.jit(found)(layers, x), jax.jit(expected)(layers, x))
+
+
+def test_a_region_in_a_context_wins(x):
+    def func(layer, x):
+        with ambient(), mpx.autocast(recipe=None):
+            return layer(x)
+
+    assert quantized_products(mpx.autocast(func), linear(), x) == 0
+
+
+def test_rules_of_a_context_are_not_for_the_function_around(x):
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, primitive="dot_general"))
+
+    def func(layer, x):
+        with mpx.autocast(rules=rules, ambient=True):
+            return layer(x)
+
+    text = str(jax.make_jaxpr(mpx.autocast(func))(linear(), x))
+    assert text == str(jax.make_jaxpr(mpx.autocast(call))(linear(), x))
+
+
+# --- State ----------------------------------------------------------------------------
+
+
+def test_a_recipe_with_a_state_needs_a_transformed_function(x):
+    layer = linear()
+    with ambient(mpx.DelayedScaling()):
+        with pytest.raises(ValueError, match=r"mpx.nn.Linear.*mpx.autocast\(loss\)"):
+            layer(x)
+    rules = mpx.Rules(mpx.Rule(mpx.DelayedScaling(), primitive="dot_general"))
+    with ambient(CURRENT, rules=rules):
+        with pytest.raises(ValueError, match="has a state for each weight"):
+            layer(x)
+
+
+def test_contexts_with_a_state_in_a_transformed_function(x):
+    first = mpx.DelayedScaling(fp8_format=mpx.Format.E4M3, amax_history_len=2)
+    second = mpx.DelayedScaling(amax_history_len=4)
+
+    @mpx.autocast()
+    def loss(layers, x):
+        with ambient(first):
+            hidden = layers[0](x)
+        with ambient(second):
+            return mpx.nn.mean(layers[2](layers[1](hidden)), dtype="float32")
+
+    layers = [linear(seed) for seed in range(3)]
+    scaling = mpx.init_scaling(loss, layers, x)
+    assert isinstance(scaling, mpx.RecipeScaling)
+    assert {s.recipe for s in scaling.scales} == {first, second}
+    result = jax.jit(lambda s, *a: mpx.filter_grad(loss, s)(*a))(scaling, layers, x)
+    assert float(result.finite)
+    changed = result.scaling.scales_by_weight()
+    amax = jnp.abs(layers[1].weight.astype(x.dtype)).max().astype(jnp.float32)
+    (scale,) = (s[1] for name, s in changed.items() if name.startswith("[1].weight"))
+    np.testing.assert_allclose(scale, 448 / amax, rtol=1e-6)
+
+
+# --- Transforms of JAX ----------------------------------------------------------------
+
+TRANSFORMS = {
+    "remat": lambda layer, x: jax.checkpoint(call)(layer, x),
+    "scan": lambda layer, x: jax.lax.scan(lambda c, x: (c, layer(x)), 0, x)[1],
+    "vmap": lambda layer, x: jax.vmap(layer)(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name, x):
+    func, layer, recipe = TRANSFORMS[name], linear(), mpx.MXFP8BlockScaling()
+    with ambient(recipe):  # blocks lie in rows, so it does not matter how they come
+        found = jax.jit(func)(layer, x)
+        expected = jax.jit(call)(layer, x)
+    assert quantized_products(func, layer, x) == 0
+    assert equal(found, expected)
+
+
+def test_a_row_alone_is_refused(x):
+    with ambient(), pytest.raises(ValueError, match="found no product.*jax.vmap"):
+        jax.vmap(linear())(x[0])
+
+
+def test_explicit_mixed_precision(x):
+    """The gradient function casts the weights, and the layer quantizes."""
+
+    def loss(layer, x):
+        return mpx.nn.mean(layer(x) ** 2, dtype="float32")
+
+    layer, x = linear(use_bias=False), x.astype(jnp.float32)
+    scaling = mpx.NoLossScaling()
+    with mpx.half_precision("bfloat16"):
+        grad = jax.jit(lambda s, *args: mpx.filter_grad(loss, s)(*args).grads)
+        plain = grad(scaling, layer, x)
+        with ambient():
+            found = grad(scaling, layer, x)
+    assert found.weight.dtype == jnp.float32
+    error = jnp.linalg.norm(found.weight - plain.weight)
+    assert 1e-3 < error / jnp.linalg.norm(plain.weight) < 0.08
+
+
+def test_a_layer_is_still_a_tree(x):
+    layer = linear()
+    with ambient():
+        doubled = jax.tree.map(lambda p: 2 * p, layer)
+        assert isinstance(doubled, mpx.nn.Linear) and doubled(x).shape == x.shape
+        assert eqx.filter_jit(layer)(x).shape == x.shape

@@ -1,0 +1,107 @@
+"""A product in pieces on eight devices is the product on one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import mpx
+from mpx._quantize import LinearProduct, linear_product
+from tests.quantize.linear_cases import CPU, result_and_gradients
+
+MATRICES = (((1,), (0,)), ((), ()))
+# Every piece has another amax, and a whole number of blocks.
+X = jax.random.normal(jax.random.key(0), (256, 32)) * (1 + jnp.arange(256.0)[:, None])
+W = jax.random.normal(jax.random.key(1), (32, 64))
+G = jax.random.normal(jax.random.key(2), (256, 64)) * (257 - jnp.arange(256.0)[:, None])
+RECIPES = {
+    "current": mpx.Float8CurrentScaling(),
+    "delayed": mpx.DelayedScaling(),
+    "nvfp4": mpx.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+
+
+def product_of(recipe: mpx.AbstractRecipe, **options) -> LinearProduct:
+    return LinearProduct(recipe, MATRICES, False, np.dtype("float32"), CPU, **options)
+
+
+def scales_of(recipe: mpx.AbstractRecipe) -> jax.Array | None:
+    return jnp.zeros(3) if isinstance(recipe, mpx.DelayedScaling) else None
+
+
+def assert_same(found, alone) -> None:
+    for one, other in zip(found, alone, strict=True):
+        if other is not None:
+            # Sums over devices are in another order.
+            atol = 1e-6 * float(jnp.abs(other).max())
+            np.testing.assert_allclose(one, other, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_shard_map(recipe_name: str, check_vma: bool):
+    recipe = RECIPES[recipe_name]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    scales = scales_of(recipe)
+    product = product_of(
+        recipe, manual_axes=("data", "model"), sums_over_devices=not check_vma
+    )
+
+    def loss(x, w, scales, g):
+        """Its gradient by the result is g: one device's share where all add up."""
+        y = linear_product(product, x, w, scales)
+        return lax.psum((y * g).sum(), ("data", "model")), y
+
+    specs = (P("data"), P(None, "model"), P(), P("data", "model"))
+    run = jax.shard_map(
+        loss,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=(P(), P("data", "model")),
+        check_vma=check_vma,
+    )
+    args = (0, 1) if scales is None else (0, 1, 2)
+    step = jax.jit(jax.value_and_grad(run, argnums=args, has_aux=True))
+    (_, y), gradients = step(X, W, scales, G)
+    plain = dataclasses.replace(product, manual_axes=(), sums_over_devices=False)
+    alone = result_and_gradients(plain, X, W, G, scales)
+    assert_same((y, *gradients), alone[: 1 + len(gradients)])
+    if scales is not None:
+        exact = [jnp.abs(array).max() for array in (X, W, G)]
+        np.testing.assert_array_equal(gradients[2], exact)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), mpx.NVFP4BlockScaling()])
+def test_jit_over_a_mesh(recipe: mpx.AbstractRecipe):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    put = jax.device_put
+    rows, whole = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
+    product, scales = product_of(recipe), scales_of(recipe)
+    alone = result_and_gradients(product, X, W, G, scales)
+    found = result_and_gradients(
+        product, put(X, rows), put(W, whole), put(G, rows), scales
+    )
+    assert found[0].sharding.spec[0] == "data"
+    assert_same(found, alone)
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_explicit_axes(recipe_name: str):
+    """Types say where arrays are; gradients are where their primals are."""
+    recipe = RECIPES[recipe_name]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    product, scales = product_of(recipe), scales_of(recipe)
+    alone = result_and_gradients(product, X, W, G, scales)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("data"))
+        w = jax.device_put(W, P(None, "model"))
+        g = jax.device_put(G, P("data", "model"))
+        found = result_and_gradients(product, x, w, g, scales)
+    assert [jax.typeof(one).sharding.spec for one in found[:3]] == [
+        *(P("data", "model"), P("data", None), P(None, "model"))
+    ]
+    assert_same(found, alone)

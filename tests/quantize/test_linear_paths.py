@@ -1,0 +1,190 @@
+"""The paths of other devices: what is lowered for them, and the same bits on a CPU.
+
+Nothing is compiled for a device here. StableHLO is what JAX hands to its compiler: the
+forms in it are those that become calls of FP8 and block-scaled units.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from mpx._quantize import LinearProduct, linear_product, target_from
+from mpx._quantize._block_units import _with_axis_last
+from mpx._quantize._contraction import contractions
+from mpx._quantize._operands import Copies
+from mpx._quantize._products import _dequantized, _in_fp8
+from tests.quantize.linear_cases import (
+    LAYOUTS,
+    RECIPES,
+    data,
+    product_of,
+    result_and_gradients,
+    scales_of,
+)
+
+MATRICES = (((1,), (0,)), ((), ()))
+F8 = r"tensor<\d+x\d+xf8E\dM\d(?:FN)?>"
+
+
+def lowered(recipe, target: str, shapes=((256, 512), (512, 128)), dtype="bfloat16"):
+    """The lines of products in what is lowered for forward and backward."""
+    found = target_from(target)
+    product = LinearProduct(recipe, MATRICES, False, np.dtype(dtype), found)
+
+    def train(left, right):
+        f = functools.partial(linear_product, product)
+        y, backward = jax.vjp(f, left, right)
+        return y, *backward(y)
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    program = jax.jit(train).trace(*args).lower(lowering_platforms=(found.platform,))
+    lines = program.as_text().splitlines()
+    return [line for line in lines if re.search(r"dot_general|call @__op\$", line)]
+
+
+def test_fp8_units_of_cuda():
+    forward, *backward = lowered(mpx.Float8CurrentScaling(), "sm_90")
+    assert len(backward) == 2
+    assert "allow_imprecise_accumulation = true" in forward
+    for line in (forward, *backward):
+        assert len(re.findall(F8, line)) == 2
+        assert "algorithm = <lhs_precision_type = f8E" in line
+    for line in backward:
+        assert "allow_imprecise_accumulation = false" in line
+    results = [line.rpartition("-> ")[2] for line in (forward, *backward)]
+    # The result of dw is the float32 sum; the others are scaled in half precision.
+    assert results == [
+        "tensor<256x128xbf16>",
+        "tensor<256x512xbf16>",
+        "tensor<512x128xf32>",
+    ]
+
+
+def test_fp8_units_give_float32_where_the_scale_is_not_taken_in():
+    for options in ({"dtype": "float16"}, {"shapes": ((255, 512), (512, 128))}):
+        for line in lowered(mpx.Float8CurrentScaling(), "sm_90", **options)[:2]:
+            assert len(re.findall(F8, line)) == 2 and line.endswith("xf32>")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "shapes"),
+    [
+        (mpx.Float8CurrentScaling(), "sm_80", ((256, 512), (512, 128))),
+        (mpx.Float8CurrentScaling(), "tpu v5e", ((256, 512), (512, 128))),
+        (mpx.Float8CurrentScaling(), "sm_90", ((1, 512), (512, 128))),
+        (mpx.MXFP8BlockScaling(), "sm_90", ((256, 512), (512, 128))),
+    ],
+)
+def test_without_units_products_are_of_half_precision(recipe, target: str, shapes):
+    lines = lowered(recipe, target, shapes)
+    operands = [re.findall(r"x(bf16|f32|f8\w+)>", line) for line in lines]
+    assert operands[0] == ["bf16", "bf16", "f32"]
+
+
+def test_fp8_of_tpus_has_no_preset():
+    for line in lowered(mpx.Float8CurrentScaling(), "tpu7x"):
+        assert len(re.findall(F8, line)) == 2 and "algorithm" not in line
+
+
+def test_e5m2_by_e5m2_is_left_out():
+    def wide(role: mpx.Role, for_wgrad: bool) -> mpx.AbstractQuantizer:
+        return mpx.TensorQuantizer(mpx.Format.E5M2)
+
+    for line in lowered(mpx.CustomRecipe(wide), "sm_90"):
+        assert not re.findall(F8, line)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        mpx.MXFP8BlockScaling(),
+        mpx.MXFP8BlockScaling(mpx.Format.HYBRID),
+        mpx.NVFP4BlockScaling(),
+    ],
+)
+def test_block_scaled_units(recipe: mpx.AbstractRecipe):
+    lines = lowered(recipe, "sm_100")
+    assert len(lines) == 3 and all("block_scaled_dot" in line for line in lines)
+
+
+def test_block_scaled_units_under_vmap_get_one_batch():
+    product = LinearProduct(
+        mpx.MXFP8BlockScaling(),
+        *(MATRICES, False, np.dtype("bfloat16"), target_from("sm_100")),
+    )
+    f = jax.vmap(functools.partial(linear_product, product), (0, None))
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((5, 64, 96), (96, 32))]
+    program = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"call @__op\$block_scaled_dot.*tensor<5x64x96xf8E4M3FN>", program)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "tpu7x"])
+@pytest.mark.parametrize("recipe_name", ["delayed", "mxfp8", "nvfp4"])
+def test_a_program_for_another_device_runs_on_the_cpu(recipe_name: str, target: str):
+    recipe, layout = RECIPES[recipe_name], LAYOUTS["3-D"]
+    here = product_of(recipe, layout, "bfloat16")
+    there = dataclasses.replace(here, target=target_from(target))
+    args = (*data(layout), scales_of(recipe))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        result_and_gradients(there, *args),
+        result_and_gradients(here, *args),
+    )
+
+
+def operands(recipe: mpx.AbstractRecipe, shape=(64, 96)):
+    left = jax.random.normal(jax.random.key(0), shape)
+    right = 0.1 * jax.random.normal(jax.random.key(1), (shape[1], 48))
+    float32, join = np.dtype("float32"), lambda amax: amax
+    data = Copies(recipe, mpx.Role.INPUT, float32, join, (-1, -2)).first(left)
+    weight = Copies(recipe, mpx.Role.WEIGHT, float32, join, (-2, -1)).first(right)
+    return data, weight, contractions(MATRICES, 2, 2).forward
+
+
+def relative_error(found, exact) -> float:
+    error = jnp.abs(found.astype("float32") - exact.astype("float32")).max()
+    return float(error / jnp.abs(exact.astype("float32")).max())
+
+
+@pytest.mark.parametrize("recipe_name", ["current", "blocks", "mxfp8", "nvfp4"])
+def test_half_precision_holds_the_numbers_of_8_and_4_bits(recipe_name: str):
+    """They are exact in it, and what is common to a tensor is applied afterwards."""
+    left, right, forward = operands(RECIPES[recipe_name].recipe)
+    found, exact = (
+        _dequantized(left, right, forward, np.dtype(inner), np.dtype("float32"))
+        for inner in ("bfloat16", "float32")
+    )
+    assert relative_error(found, exact) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_scaling_of_fp8_units_is_that_of_the_emulation(dtype: str):
+    left, right, forward = operands(mpx.Float8CurrentScaling())
+    found = _in_fp8(left, right, forward, np.dtype(dtype), None)
+    exact = _dequantized(left, right, forward, *[np.dtype("float32")] * 2)
+    assert found.dtype == dtype
+    assert relative_error(found, exact) <= max(1e-6, float(jnp.finfo(dtype).eps) / 2)
+
+
+@pytest.mark.parametrize("recipe_name", ["mxfp8", "nvfp4"])
+def test_block_scaled_units_get_the_numbers_that_were_quantized(recipe_name: str):
+    left, right, forward = operands(RECIPES[recipe_name].recipe)
+    exact = _dequantized(left, right, forward, *[np.dtype("float32")] * 2)
+    dense = []
+    for operand, axis in ((left, -1), (right, -2)):
+        payload, scales = _with_axis_last(operand, axis)
+        block = payload.shape[-1] // scales.shape[-1]
+        assert payload.ndim == 3 and block == operand.block
+        scales = np.repeat(np.asarray(scales, np.float64), block, axis=-1)
+        x = np.asarray(payload, np.float64) * scales
+        if operand.tensor_inverse_scale is not None:
+            x = x * np.float64(operand.tensor_inverse_scale)
+        dense.append(x[0])
+    found = dense[0] @ dense[1].T
+    assert np.abs(found - exact).max() <= 1e-6 * np.abs(exact).max()

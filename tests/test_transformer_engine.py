@@ -1,0 +1,341 @@
+"""Both examples of Transformer Engine's introduction, and what it says about them.
+
+The first trains a layer in high precision, with bfloat16 or float16 computation and
+float32 master weights, and with bfloat16 weights. The second trains in FP8: with one
+recipe, with sequential contexts and with nested ones. Each is done twice: by ambient
+contexts around layers of `mpx.nn`, as there, and by transforming a function.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx
+import mpx.nn
+
+from .low_precision import low_dtypes, quantized_products
+
+pytestmark = pytest.mark.third_party  # Optax
+
+HIDDEN = 32
+E4M3 = mpx.DelayedScaling(fp8_format=mpx.Format.E4M3, amax_history_len=4)
+HYBRID = mpx.DelayedScaling(fp8_format=mpx.Format.HYBRID, amax_history_len=4)
+
+
+def transformer(dtype="float32", seed=0):
+    return mpx.nn.TransformerLayer(
+        hidden_size=HIDDEN,
+        mlp_hidden_size=64,
+        num_attention_heads=4,
+        dtype=dtype,
+        key=jax.random.key(seed),
+    )
+
+
+def linears(count):
+    return [
+        mpx.nn.Linear(HIDDEN, HIDDEN, key=jax.random.key(seed)) for seed in range(count)
+    ]
+
+
+def batch(dtype="bfloat16"):
+    x, y = jax.random.normal(jax.random.key(9), (2, 2, 8, HIDDEN))
+    return x.astype(dtype), y
+
+
+def plain_loss(model, x, y):
+    return difference(model(x), y)
+
+
+def difference(output, y):
+    """A loss, in float32."""
+    return mpx.nn.mean((output.astype(jnp.float32) - y) ** 2)
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    model: Any
+    scaling: Any
+    grads: Any  # of the last step: delayed scaling knows no scales in the first
+
+
+def train(loss, model, data, optimizer=None, steps=4, scaling=None, mixed=True):
+    """Trains for a few steps."""
+    optimizer = optax.adam(3e-3) if optimizer is None else optimizer
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    scaling = mpx.init_scaling(loss, model, *data) if scaling is None else scaling
+
+    @eqx.filter_jit
+    def step(model, opt_state, scaling):
+        grad = mpx.filter_value_and_grad(loss, scaling, use_mixed_precision=mixed)
+        result = grad(model, *data)
+        return mpx.optimizer_step(model, optimizer, opt_state, result), result
+
+    losses = []
+    for _ in range(steps):
+        (model, opt_state, scaling), result = step(model, opt_state, scaling)
+        losses.append(float(result.value))
+    assert scaling.skipped == 0
+    return Trained(losses, model, scaling, result.grads)
+
+
+def falls(losses):
+    return losses == sorted(losses, reverse=True) and losses[-1] < 0.98 * losses[0]
+
+
+def near(trained, reference):
+    """Whether a run in low precision differs from one in bfloat16 and is near it."""
+    np.testing.assert_allclose(trained.losses, reference.losses, rtol=0.02)
+    assert trained.losses != reference.losses
+    return 1e-3 < error(trained.grads, reference.grads) < 0.15
+
+
+def dtypes(tree):
+    return {leaf.dtype.name for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))}
+
+
+def flat(tree):
+    leaves = [x.astype(jnp.float32).ravel() for x in jax.tree.leaves(tree)]
+    return jnp.concatenate(leaves)
+
+
+def error(found, exact):
+    found, exact = flat(found), flat(exact)
+    return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+
+
+# --- High precision, half precision, master weights -----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameters", "compute"),
+    [
+        ("float32", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("bfloat16", "bfloat16"),
+    ],
+)
+def test_the_input_decides_the_precision(parameters, compute):
+    """Weights of any dtype are cast to the input's dtype where they are used."""
+    layer, data = transformer(parameters), batch(compute)
+
+    def loss(layer, x, y):
+        output = layer(x)
+        assert output.dtype == compute
+        return difference(output, y)
+
+    is_float16 = compute == "float16"
+    scaling = mpx.DynamicLossScaling() if is_float16 else mpx.NoLossScaling()
+    run = train(loss, layer, data, scaling=scaling, mixed=False)
+    assert falls(run.losses) and dtypes(run.model) == {parameters}
+    assert run.scaling.loss_scale == (2.0**15 if is_float16 else 1)
+
+
+@functools.cache
+def in_half_precision(dtype):
+    return train(mpx.autocast(plain_loss, dtype), transformer(), batch("float32"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_transform_keeps_master_weights_in_the_model(dtype):
+    """As `torch.autocast` around a layer of float32."""
+
+    run = in_half_precision(dtype)
+    assert falls(run.losses) and dtypes(run.model) == {"float32"}
+    kind = mpx.NoLossScaling if dtype == "bfloat16" else mpx.DynamicLossScaling
+    assert isinstance(run.scaling, kind)
+
+
+def test_master_weights_in_the_optimizer_keep_what_bfloat16_loses():
+    """Steps too small for bfloat16 add up in the optimizer's float32 copies."""
+    start, data = linears(1)[0], batch()
+    start = mpx.cast_to_bfloat16(start)
+    optimizers = {
+        "none": optax.sgd(1e-3),
+        "in the optimizer": mpx.master_weights(optax.sgd(1e-3)),
+        "in the model": optax.sgd(1e-3),
+    }
+    moved = {}
+    for name, optimizer in optimizers.items():
+        layer = mpx.cast_to_float32(start) if name == "in the model" else start
+        run = train(plain_loss, layer, data, optimizer, steps=6, mixed=False)
+        assert dtypes(run.model) == dtypes(layer)
+        moved[name] = flat(run.model) - flat(start)
+    exact = moved["in the model"]
+    assert error(moved["none"], exact) > 0.9  # next to nothing has moved
+    masters = mpx.master_weights(optax.sgd(1e-3)).init(start).masters
+    assert dtypes(masters) == {"float32"}
+    # What the model shows is rounded, but on the right side.
+    assert error(moved["in the optimizer"], exact) < error(moved["none"], exact)
+
+
+# --- Low precision: one recipe --------------------------------------------------------
+
+
+def test_a_layer_in_fp8_by_a_transform():
+    layer, data = transformer(), batch("float32")
+    loss = mpx.autocast(plain_loss, recipe=mpx.DelayedScaling(amax_history_len=4))
+    run = train(loss, layer, data)
+    assert falls(run.losses) and dtypes(run.model) == {"float32"}
+    assert near(run, in_half_precision("bfloat16"))
+    frozen = mpx.freeze(loss, run.scaling)
+    # Query, key, value, output, and the first of the perceptron: the second one is the
+    # last product before the loss.
+    assert quantized_products(frozen, layer, *data) == 5
+    assert low_dtypes(jax.grad(frozen), layer, *data) == {
+        "float8_e4m3fn",
+        "float8_e5m2",
+    }
+
+
+def test_the_last_product_is_quantized_if_a_rule_says_so():
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="mlp_out.weight"))
+    loss = mpx.autocast(plain_loss, recipe=mpx.Float8CurrentScaling(), rules=rules)
+    assert quantized_products(loss, transformer(), *batch()) == 6
+
+
+def test_one_linear_layer_and_a_sum():
+    """The smallest example: its only product is the last one before the loss."""
+
+    def loss(layer, x):
+        return layer(x).astype(jnp.float32).sum()
+
+    (layer,), (x, _) = linears(1), batch()
+    with pytest.raises(ValueError, match="So is the final projection"):
+        mpx.autocast(loss, recipe=mpx.DelayedScaling())(layer, x)
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="weight"))
+    transformed = mpx.autocast(loss, recipe=mpx.DelayedScaling(), rules=rules)
+    scaling = mpx.init_scaling(transformed, layer, x)
+    result = mpx.filter_value_and_grad(transformed, scaling)(layer, x)
+    assert quantized_products(mpx.freeze(transformed, scaling), layer, x) == 1
+    # Gradients of 1 are exact in E5M2; x and w are not in E4M3.
+    exact = jnp.einsum("bsi->i", x.astype(jnp.float32))
+    assert 1e-3 < error(result.grads.weight[0], exact) < 0.12
+    with mpx.autocast(enabled=True, recipe=mpx.Float8CurrentScaling(), ambient=True):
+        assert quantized_products(loss, layer, x) == 1
+
+
+def test_a_layer_in_fp8_by_a_context():
+    layer, data = transformer(), batch()
+    with mpx.autocast(recipe=mpx.Float8CurrentScaling(), ambient=True):
+        assert quantized_products(plain_loss, layer, *data) == 6
+        run = train(plain_loss, layer, data, mixed=False)
+    assert falls(run.losses) and dtypes(run.model) == {"float32"}
+    assert near(run, in_half_precision("bfloat16"))
+    assert quantized_products(plain_loss, layer, *data) == 0
+
+
+# --- Low precision: several recipes ---------------------------------------------------
+
+
+def sequential(layers, x, context):
+    """Different recipes for different parts of a model."""
+    encoder, decoder = layers
+    with context(E4M3):
+        hidden = encoder(x)
+    with context(HYBRID):
+        return decoder(hidden)
+
+
+def nested(layers, x, context):
+    """The inner context overrides the outer one; one layer is left out."""
+    with context(E4M3):
+        x = layers[0](x)
+        with context(HYBRID):
+            x = layers[1](x)
+        with context(None):
+            x = layers[2](x)
+        return layers[3](x)
+
+
+MODELS = {"sequential": (sequential, 2, 2), "nested": (nested, 4, 3)}
+
+
+def region(recipe):
+    return mpx.autocast(recipe=recipe)
+
+
+def ambient(recipe):
+    return mpx.autocast(recipe=recipe, ambient=True)
+
+
+def ambient_without_state(recipe):
+    """The recipe that computes its scales from the array at hand."""
+    if recipe is not None:
+        recipe = mpx.Float8CurrentScaling(recipe.fp8_format)
+    return ambient(recipe)
+
+
+def off(recipe):
+    """No recipe."""
+    return ambient(None)
+
+
+def loss_in(context, model):
+    return lambda layers, x, y: difference(model(layers, x, context), y)
+
+
+BOTH = {"float8_e4m3fn", "float8_e5m2"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_several_recipes_in_a_transformed_function(name):
+    model, depth, quantized = MODELS[name]
+    layers, data = linears(depth), batch("float32")
+    # The last layer is the last product before the loss.
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter=f"[{depth - 1}].weight"))
+    loss, by_contexts, in_bfloat16 = (
+        mpx.autocast(loss_in(context, model), rules=rules)
+        for context in (region, ambient, off)
+    )
+    run = train(loss, layers, data)
+    assert falls(run.losses) and near(run, train(in_bfloat16, layers, data))
+    recipes = {
+        parameter: state.recipe
+        for state in run.scaling.scales
+        for (parameter, _), _ in state.slots
+    }
+    expected = {0: E4M3, 1: HYBRID} if depth == 2 else {0: E4M3, 1: HYBRID, 3: E4M3}
+    assert recipes == {f"[{i}].weight": recipe for i, recipe in expected.items()}
+    grads = [jax.grad(mpx.freeze(f, run.scaling)) for f in (loss, by_contexts)]
+    assert quantized_products(mpx.freeze(loss, run.scaling), layers, *data) == quantized
+    assert low_dtypes(grads[0], layers, *data) == BOTH
+    # Contexts in a transformed function are regions.
+    texts = [str(jax.make_jaxpr(grad)(layers, *data)) for grad in grads]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_several_recipes_by_contexts_around_layers(name):
+    model, depth, quantized = MODELS[name]
+    layers, data = linears(depth), batch()
+    loss, in_bfloat16 = (loss_in(f, model) for f in (ambient_without_state, off))
+    assert quantized_products(loss, layers, *data) == quantized
+    assert low_dtypes(jax.grad(loss), layers, *data) == BOTH
+    run, reference = (
+        train(f, layers, data, mixed=False, scaling=mpx.NoLossScaling())
+        for f in (loss, in_bfloat16)
+    )
+    assert falls(run.losses) and near(run, reference)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_several_recipes_for_transformer_layers(name):
+    """The second example of the introduction, layer by layer."""
+    model, depth, quantized = MODELS[name]
+    layers = [transformer(seed=seed) for seed in range(depth)]
+    func = functools.partial(model, context=ambient_without_state)
+    assert quantized_products(func, layers, batch()[0]) == 6 * quantized
+    in_regions = mpx.autocast(functools.partial(model, context=region))
+    with pytest.raises(ValueError, match="mpx.init_scaling"):  # it has a state
+        in_regions(layers, batch()[0])
+    scaling = mpx.init_scaling(in_regions, layers, batch()[0])
+    frozen = mpx.freeze(in_regions, scaling)
+    assert quantized_products(frozen, layers, batch()[0]) == 6 * quantized
