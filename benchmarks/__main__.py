@@ -15,7 +15,15 @@ from . import documentation, parts, recipes
 from .results import COMMITTED
 
 Name = Literal[
-    "sweep", "scaling", "autocast", "host", "time", "folds", "recipes", "errors"
+    "sweep",
+    "scaling",
+    "autocast",
+    "host",
+    "time",
+    "recipe-time",
+    "folds",
+    "recipes",
+    "errors",
 ]
 SCRATCH = Path("runs/bench")
 ALL: tuple[Name, ...] = get_args(Name)
@@ -28,13 +36,17 @@ class Options:
     Without names everything is measured: `sweep` (memory and traffic over the batch
     size), `scaling` (traffic added by dynamic loss scaling), `autocast` (memory and
     traffic where autocast casts), `host` (CPU time to trace and lower), `time` (step
-    time, where a GPU is), `folds` (accuracy over five folds), `recipes` (the loss of a
-    GPT in low precision) and `errors` (of single products in low precision). `cuda` is
-    sweep, autocast and scaling compiled for an H100. `docs` only writes the tables of
-    the committed results into docs/benchmarks.md.
+    time, where a GPU is), `recipe-time` (the same of an MLP block under recipes),
+    `folds` (accuracy over five folds), `recipes` (the loss of a GPT in low precision)
+    and `errors` (of single products in low precision). `cuda` is sweep, autocast and
+    scaling compiled for an H100; `recipe-counts` says on which units the products of
+    low precision run on an H100, a B200 and a TPU7x, and what they keep. `docs` only
+    writes the tables of the committed results into docs/benchmarks.md.
     """
 
-    names: tyro.conf.Positional[tuple[Literal[Name, "cuda", "docs"], ...]] = ALL
+    names: tyro.conf.Positional[
+        tuple[Literal[Name, "cuda", "recipe-counts", "docs"], ...]
+    ] = ALL
     """What to measure."""
     out: Path = SCRATCH
     """Where results and pictures go; `benchmarks/results` is what is committed."""
@@ -45,7 +57,7 @@ class Options:
     fresh: bool = False
     """Compile also what has been compiled before by the same compiler."""
     rounds: int = 15
-    """Samples of every arm in host and time."""
+    """Samples of every arm in host, time and recipe-time."""
     seeds: int = 4
     """Seeds of every fold; each trains three models."""
     fold_steps: int | None = None
@@ -55,7 +67,7 @@ class Options:
     recipe_steps: int = recipes.STEPS
     """Steps of every model in recipes."""
     cuda_libraries: Path = Path(".venv-cuda")
-    """Folder with JAX's CUDA plugin for `cuda`; made (5 GB) where it is missing."""
+    """Folder with JAX's CUDA plugin; made (5 GB) where it is needed and missing."""
 
     @property
     def command(self) -> str:
@@ -95,6 +107,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.host(options.rounds)
     elif name == "time":
         session.time(options.rounds)
+    elif name == "recipe-time":
+        session.recipe_time(options.rounds)
     elif name == "folds":
         session.folds(range(options.seeds), options.fold_steps)
     elif name == "recipes":
@@ -103,6 +117,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.errors()
     elif name == "cuda":
         session.cuda(options.cuda_libraries)
+    elif name == "recipe-counts":
+        session.recipe_counts(options.cuda_libraries)
     elif name == "docs":
         for path in documentation.write():
             session.console.print(f"Written {path}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ class Compiler:
         target_name: str,
         sides: dict[processes.Side, Sequence[dict[str, Any]]],
         progress: Progress,
+        *,
+        steps: str = "vit",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Adds a record for every case to `found`.
 
@@ -49,6 +52,8 @@ class Compiler:
             target_name: a name of `targets.TARGETS`.
             sides: the cases of each environment, as fields of `steps.Case`.
             progress: shows how far it is.
+            steps: what they are cases of, a name of `worker.STEPS`.
+            variables: further environment variables.
         """
         total = sum(map(len, sides.values()))
         task = progress.add_task(f"{found.name} for {target_name}", total=total)
@@ -60,6 +65,7 @@ class Compiler:
             request = {
                 "task": "count",
                 "target": target_name,
+                "steps": steps,
                 "cases": list(cases),
                 "known": sorted(
                     (program, by)
@@ -67,7 +73,13 @@ class Compiler:
                     if target == target_name
                 ),
             }
-            answers = processes.ask(side, request, self.peers, libraries=self.libraries)
+            answers = processes.ask(
+                side,
+                request,
+                self.peers,
+                libraries=self.libraries,
+                variables=variables,
+            )
             versions = next(answers)["versions"]
             found.versions[side] = versions
             by = results.compiler(versions, platform)

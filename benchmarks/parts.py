@@ -22,12 +22,15 @@ from . import (
     host_table,
     peers,
     processes,
+    recipe_counts,
+    recipe_time,
     recipes,
     results,
     scaling_traffic,
     sweep,
     time_table,
 )
+from .recipe_models import UNITS
 from .tables import Goal, Table
 from .targets import TARGETS
 
@@ -108,6 +111,24 @@ class Session:
             [goal for part in CUDA for goal in part.goals(found)],
         )
 
+    def recipe_counts(self, libraries: Path) -> None:
+        """Which units recipes run on, for every device that has some."""
+        found = self._compiled("recipe-counts", "tpu7x")
+        if found is None:
+            return
+        titles = [TARGETS[name].title for name in UNITS]
+        found.device = f"compiled for {', '.join(titles)}"
+        with self._compiling() as (compiler, progress):
+            cuda = peers.prepare_cuda(libraries, self.console.print)
+            for target in UNITS:
+                is_cuda = TARGETS[target].platform == "cuda"
+                compiler.libraries = cuda if is_cuda else None
+                recipe_counts.run(found, compiler, target, progress)
+        with self.console.status("bytes kept"):
+            _, *answers = processes.ask("ours", {"task": "kept"}, None)
+        found.records += [answer["kept"] for answer in answers]
+        self._show(found, recipe_counts.tables(found), recipe_counts.goals(found))
+
     def host(self, rounds: int) -> None:
         """CPU seconds to trace and to lower."""
         found = self._results("host", f"measured on {_processor()}")
@@ -159,6 +180,29 @@ class Session:
                     found.device = f"measured on {device}"
                     found.records += time_table.records(side, problem, batch, answers)
         self._show(found, time_table.tables(found), [])
+
+    def recipe_time(self, rounds: int) -> None:
+        """The time of an MLP block under recipes, where a GPU is."""
+        request = {
+            "task": "recipe time",
+            "platform": "gpu",
+            "rounds": rounds,
+            "chain": recipe_time.CHAIN,
+            "shape": recipe_time.SHAPE,
+        }
+        with self.console.status("time of an MLP block"):
+            answers = processes.ask("ours", request, None, compile_only=False)
+            versions = next(answers)["versions"]
+            device = next(answers)["device"]
+            if device is None:
+                self.console.print(
+                    "[yellow]recipe-time: not run, JAX finds no GPU here.[/]"
+                )
+                return
+            found = self._results("recipe-time", f"measured on {device}")
+            found.versions["ours"] = versions
+            found.records = recipe_time.records(answers)
+        self._show(found, recipe_time.tables(found), recipe_time.goals(found))
 
     def folds(self, seeds: Sequence[int], steps: int | None) -> None:
         """Accuracy over five folds."""

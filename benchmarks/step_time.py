@@ -13,7 +13,7 @@ default.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -28,28 +28,45 @@ def measure(arms: dict[str, Any], request: dict[str, Any]) -> Iterator[dict[str,
 
     from benchmarks import steps
 
-    try:
-        device = jax.devices(request["platform"])[0]
-    except RuntimeError:
-        yield {"device": None}
+    device = find_device(request["platform"])
+    yield {"device": None if device is None else device.device_kind}
+    if device is None:
         return
-    yield {"device": device.device_kind}
     cases = [steps.Case(**fields) for fields in request["cases"]]
     with jax.default_device(device):
-        running = [_start(arms[case.arm], case) for case in cases]
-        for step in running:
-            step.advance(request["chain"])
-        for _ in range(request["rounds"]):
-            seconds = [step.advance(request["chain"]) for step in running]
-            yield {
-                "round": [
-                    {"arm": case.arm, "seconds": value}
-                    for case, value in zip(cases, seconds, strict=True)
-                ]
-            }
+        running = {
+            case.arm: start(steps.build_concrete(arms[case.arm], case, seed=0))
+            for case in cases
+        }
+        yield from alternate(running, request["rounds"], request["chain"])
 
 
-class _Running:
+def find_device(platform: str) -> Any:
+    """The first device of a platform, or None."""
+    import jax
+
+    try:
+        return jax.devices(platform)[0]
+    except RuntimeError:
+        return None
+
+
+def alternate(
+    running: Mapping[str, Running], rounds: int, chain: int
+) -> Iterator[dict[str, Any]]:
+    """Yields one answer per round, with seconds per step of every arm."""
+    for step in running.values():
+        step.advance(chain)
+    for _ in range(rounds):
+        yield {
+            "round": [
+                {"arm": arm, "seconds": step.advance(chain)}
+                for arm, step in running.items()
+            ]
+        }
+
+
+class Running:
     """A compiled step and its state."""
 
     def __init__(self, compiled: Any, state: Any, batch: Any):
@@ -59,6 +76,7 @@ class _Running:
         """Makes `count` steps; returns the seconds of one."""
         import jax
 
+        loss = None
         jax.block_until_ready(self.state)
         start = time.perf_counter()
         for _ in range(count):
@@ -67,9 +85,7 @@ class _Running:
         return (time.perf_counter() - start) / count
 
 
-def _start(arm: Any, case: Any) -> _Running:
-    from benchmarks import steps
-
-    step = steps.build_concrete(arm, case, seed=0)
+def start(step: Any) -> Running:
+    """Compiles a `steps.ArrayStep` of arrays."""
     compiled = step.jitted().lower(step.state, step.batch).compile()
-    return _Running(compiled, step.state, step.batch)
+    return Running(compiled, step.state, step.batch)

@@ -179,7 +179,7 @@ def build(arm: Arm, case: Case, devices: list[Any] | None = None) -> ArrayStep:
         jax.ShapeDtypeStruct((case.batch, *problem.image_shape), np.float32),
         jax.ShapeDtypeStruct((case.batch,), np.int32),
     )
-    return _arrays_only(arm, case, state, batch, devices)
+    return _step_of(arm, case, state, batch, devices)
 
 
 def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
@@ -190,7 +190,7 @@ def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
     images = random.standard_normal((case.batch, *problem.image_shape), np.float32)
     labels = random.integers(problem.classes, size=case.batch, dtype=np.int32)
     batch = (jnp.asarray(images), jnp.asarray(labels))
-    return _arrays_only(arm, case, state, batch, None)
+    return _step_of(arm, case, state, batch, None)
 
 
 def _initial_state(arm: Arm, case: Case, key: Any) -> tuple[Any, Any, Any]:
@@ -201,11 +201,25 @@ def _initial_state(arm: Arm, case: Case, key: Any) -> tuple[Any, Any, Any]:
     return model, make_optimizer(case.recipe).init(params), arm.first_scaling()
 
 
-def _arrays_only(
+def _step_of(
     arm: Arm, case: Case, state: Any, batch: Any, devices: list[Any] | None
 ) -> ArrayStep:
     loss = mean_loss if case.recipe == "adam" else mean_loss_with_dropout
     step = arm.make_step(loss, make_optimizer(case.recipe))
+    return arrays_only(step, state, batch, devices)
+
+
+def arrays_only(
+    step: Callable[..., tuple], state: tuple, batch: Any, devices: list[Any] | None
+) -> ArrayStep:
+    """A step as a function of arrays.
+
+    Args:
+        step: `*new_state, loss = step(*state, batch)`.
+        state: its first arguments, PyTrees with or without other things than arrays.
+        batch: its last one.
+        devices: see `build`.
+    """
     arrays, rest = eqx.partition(state, _is_array)
 
     def function(arrays: Any, batch: Any) -> tuple[Any, jax.Array]:

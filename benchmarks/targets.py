@@ -51,6 +51,7 @@ def _cuda_config(
     shared_per_core: int,
     shared_per_block: int,
     title: str,
+    cudnn: int = 8,
 ) -> str:
     """XLA's `GpuTargetConfigProto` text; limits per thread block are CUDA's own.
 
@@ -82,7 +83,7 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 runtime_version {{ major: 12 minor: 9 }}
-dnn_version_info {{ major: 9 minor: 8 }}
+dnn_version_info {{ major: 9 minor: {cudnn} }}
 device_description_str: "{title}"
 """
 
@@ -108,6 +109,23 @@ TARGETS = {
                 shared_per_core=233_472,
                 shared_per_block=232_448,
                 title="NVIDIA H100 80GB HBM3",
+            ),
+        ),
+        Target(
+            "b200",
+            "cuda",
+            "NVIDIA B200",
+            config=_cuda_config(
+                cores=148,
+                bandwidth=7_672_320_000_000,
+                capability=(10, 0),
+                memory=191_514_411_008,
+                cache=132_644_864,
+                clock_ghz=1.965,
+                shared_per_core=233_472,
+                shared_per_block=232_448,
+                title="NVIDIA B200",
+                cudnn=10,  # the first with products of MXFP8 and NVFP4
             ),
         ),
         Target(

@@ -19,9 +19,14 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+# From a case's fields, and devices or none, to its step; and from what was compiled of
+# it to its counts.
+Build = Callable[..., Any]
+Count = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -77,20 +82,45 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _vit_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """The steps of the Vision Transformers, in this environment's arms."""
+    from benchmarks import counts, steps
+
+    arms = _arms(request["arms"])
+
+    def build(fields: dict[str, Any], devices: Any = None) -> Any:
+        case = steps.Case(**fields)
+        return steps.build(arms[case.arm], case, devices)
+
+    def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        return dataclasses.asdict(counts.count(compiled))
+
+    return build, count
+
+
+def _recipe_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """The steps of the transformers of bytes, under recipes."""
+    from benchmarks import recipe_counts
+
+    return recipe_counts.build, recipe_counts.count
+
+
+STEPS = {"vit": _vit_steps, "recipes": _recipe_steps}
+
+
 def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Compiles each case for the target and counts; known programs are skipped."""
     import jax
 
-    from benchmarks import counts, results, steps, targets
+    from benchmarks import counts, results, targets
 
-    arms = _arms(request["arms"])
+    build, count = STEPS[request.get("steps", "vit")](request)
     target = targets.TARGETS[request["target"]]
     compiler = results.compiler(versions(), target.platform)
     known = {tuple(pair) for pair in request.get("known", ())}
     for fields in request["cases"]:
-        case = steps.Case(**fields)
-        devices = targets.compile_only_devices(target, case.devices)
-        step = steps.build(arms[case.arm], case, devices)
+        devices = targets.compile_only_devices(target, fields.get("devices", 1))
+        step = build(fields, devices)
         lowered = step.jitted().lower(step.state, step.batch)
         program = counts.fingerprint(lowered)
         answer: dict[str, Any] = {"case": fields, "program": program}
@@ -102,20 +132,21 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     raise
                 answer["counts"] = None  # does not fit into the device's memory
             else:
-                answer["counts"] = dataclasses.asdict(counts.count(compiled))
+                answer["counts"] = count(compiled, fields)
         yield answer
 
 
 def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Fingerprints of cases lowered for a platform that need not be here."""
-    from benchmarks import counts, steps
+    from benchmarks import counts, targets
 
-    arms = _arms(request["arms"])
+    build, _ = STEPS[request.get("steps", "vit")](request)
     for fields in request["cases"]:
-        case = steps.Case(**fields)
-        step = steps.build(arms[case.arm], case)
+        named = targets.TARGETS.get(fields.get("target"))
+        platform = request["platform"] if named is None else named.platform
+        step = build(fields)
         traced = step.jitted().trace(step.state, step.batch)
-        lowered = traced.lower(lowering_platforms=(request["platform"],))
+        lowered = traced.lower(lowering_platforms=(platform,))
         yield {"case": fields, "program": counts.fingerprint(lowered)}
 
 
@@ -155,6 +186,18 @@ def _errors(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from errors.measure(request)
 
 
+def _kept(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import recipe_counts
+
+    yield from recipe_counts.measure_kept()
+
+
+def _recipe_time(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import recipe_time
+
+    yield from recipe_time.measure(request)
+
+
 def _versions(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from ()
 
@@ -168,6 +211,8 @@ TASKS = {
     "folds": _folds,
     "recipes": _recipes,
     "errors": _errors,
+    "kept": _kept,
+    "recipe time": _recipe_time,
     "versions": _versions,
 }
 
