@@ -140,7 +140,7 @@ def test_layers_of_a_scan_have_slots_of_their_own(inputs):
     func = autocast(stacked)
     scaling = mpx.init_scaling(func, (layers, shared), x)
     shapes = {name: s.shape for name, s in scaling.scales_by_weight().items()}
-    assert shapes == {"[0] (16x16)": (2, 3), "[1] (16x16)": (3,)}
+    assert shapes == {"[0] (16x16 of 2)": (2, 3), "[1] (16x16)": (3,)}
     seen = amaxes_of(func, (layers, shared), x)
     assert np.array_equal(seen[:2, 1], np.abs(layers).max((1, 2)))
     assert seen[2, 1] == np.abs(shared).max()
@@ -148,6 +148,32 @@ def test_layers_of_a_scan_have_slots_of_their_own(inputs):
     turns = amaxes_of(autocast(scanned), *inputs)
     joined = np.stack([np.max(turns[:2], axis=0), turns[2]])
     assert np.allclose(joined, one_by_one, rtol=ULP)
+
+
+def test_a_weight_inside_of_a_scan_and_outside(inputs):
+    params, x = inputs
+    layers = jnp.stack([params["first"][:, :N], 3 * params["first"][:, N:]])
+
+    def both(layers, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ layers[1], layers)
+        return jnp.sum(x**2)
+
+    func = autocast(both)
+    names = list(mpx.init_scaling(func, layers, x).scales_by_weight())
+    assert names == [" (16x16)", " (16x16 of 2)"]
+    seen = amaxes_of(func, layers, x)
+    expected = [jnp.abs(w).max() for w in (layers[1], *layers)]
+    assert np.array_equal(seen[:, 1], expected)
+
+
+def test_two_recipes_for_one_use_are_an_error(inputs):
+    def func(w, x):
+        y = x @ w
+        with mpx.autocast(recipe=mpx.DelayedScaling(margin=1)):
+            return jnp.sum((y @ w) @ w)
+
+    with pytest.raises(ValueError, match="two recipes with a state"):
+        mpx.init_scaling(autocast(func), inputs[0]["first"][:, :N], inputs[1])
 
 
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, jax.remat])
