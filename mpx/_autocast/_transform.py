@@ -19,6 +19,7 @@ from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
 from .._typing import DTypeLike
+from .._wraps import wraps
 from ._call import Weights, call_autocast
 from ._region import NOT_OF_REGIONS, ambient_settings, ambient_with, is_tracing, region
 from ._rules import Rules
@@ -246,7 +247,7 @@ def _wrapped(
 ) -> Callable[..., Any]:
     programs = new_programs()
 
-    @functools.wraps(func, updated=())
+    @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         settings = _resolved(told)
         if not settings.is_enabled:
