@@ -59,8 +59,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that runs everything."""
+    parser.addoption(
+        "--slow",
+        action="store_true",
+        help="run also what is marked `slow`, as `.ci/run` does",
+    )
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test whose device or compiler this machine does not have."""
+    """Skips a test that takes long, or whose device or compiler is not here."""
+    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+        pytest.skip("slow: `.ci/run` runs it, and `make test ARGS=--slow`")
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs a GPU (JAX_PLATFORMS=cuda,cpu where there is one)")
     if item.get_closest_marker("libtpu") and not importlib.util.find_spec("libtpu"):

@@ -23,6 +23,7 @@ Name = Literal[
     "recipe-time",
     "folds",
     "recipes",
+    "errors",
 ]
 SCRATCH = Path("runs/bench")
 ALL: tuple[Name, ...] = get_args(Name)
@@ -36,11 +37,11 @@ class Options:
     size), `scaling` (traffic added by dynamic loss scaling), `autocast` (memory and
     traffic where autocast casts), `host` (CPU time to trace and lower), `time` (step
     time, where a GPU is), `recipe-time` (the same of an MLP block under recipes),
-    `folds` (accuracy over five folds) and `recipes` (the loss of a GPT in low
-    precision). `cuda` is sweep, autocast and scaling compiled for an
-    H100; `recipe-counts` says on which units the products of low precision run on an
-    H100, a B200 and a TPU7x, and what they keep. `docs` only writes the tables of the
-    committed results into docs/benchmarks.md.
+    `folds` (accuracy over five folds), `recipes` (the loss of a GPT in low precision)
+    and `errors` (of single products in low precision). `cuda` is sweep, autocast and
+    scaling compiled for an H100; `recipe-counts` says on which units the products of
+    low precision run on an H100, a B200 and a TPU7x, and what they keep. `docs` only
+    writes the tables of the committed results into docs/benchmarks.md.
     """
 
     names: tyro.conf.Positional[
@@ -112,6 +113,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.folds(range(options.seeds), options.fold_steps)
     elif name == "recipes":
         session.recipes(options.recipe_seeds, options.recipe_steps)
+    elif name == "errors":
+        session.errors()
     elif name == "cuda":
         session.cuda(options.cuda_libraries)
     elif name == "recipe-counts":

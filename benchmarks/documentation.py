@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/benchmarks.md, from the committed results.
+"""The tables and the pictures of docs/benchmarks.md, from the committed results.
 
 The page is written by hand but for its marked places: what stands between
 `<!-- table NAME -->` and `<!-- end -->` comes from `benchmarks/results/NAME.json`.
@@ -14,10 +14,12 @@ from pathlib import Path
 from . import (
     autocast_counts,
     autocast_host,
+    errors,
     folds,
     host_table,
     recipe_counts,
     recipe_time,
+    recipes,
     results,
     scaling_traffic,
     sweep,
@@ -28,7 +30,10 @@ from .results import Results
 from .tables import Table
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
-PICTURE = REPOSITORY / "docs" / "pictures" / "benchmarks-sweep.png"
+PICTURES: dict[str, Callable[[Results, Path], None]] = {
+    "sweep": sweep.picture,
+    "recipes": recipes.picture,
+}
 TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "sweep": sweep.tables,
     "scaling": scaling_traffic.tables,
@@ -37,6 +42,8 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "recipe-counts": recipe_counts.tables,
     "recipe-time": recipe_time.tables,
     "folds": folds.tables,
+    "recipes": recipes.tables,
+    "errors": errors.tables,
     "autocast": autocast_counts.tables,
     "cuda": lambda found: [
         table
@@ -66,11 +73,13 @@ def _tables(name: str, folder: Path) -> str:
 
 
 def write() -> list[Path]:
-    """Writes page and picture; returns their paths."""
+    """Writes page and pictures; returns their paths."""
     PAGE.write_text(render(PAGE.read_text()))
     written = [PAGE]
-    found = results.read("sweep")
-    if found is not None:
-        sweep.picture(found, PICTURE)
-        written.append(PICTURE)
+    for name, picture in PICTURES.items():
+        found = results.read(name)
+        if found is not None:
+            path = REPOSITORY / "docs" / "pictures" / f"benchmarks-{name}.png"
+            picture(found, path)
+            written.append(path)
     return written

@@ -17,6 +17,7 @@ from . import (
     autocast_counts,
     autocast_host,
     compiling,
+    errors,
     folds,
     host_table,
     peers,
@@ -247,6 +248,16 @@ class Session:
         path = self.out / "recipes.png"
         recipes.picture(found, path)
         self.console.print(f"Picture {path}")
+
+    def errors(self) -> None:
+        """Relative errors of products of outlier-heavy data."""
+        found = self._results("errors", f"measured on {_processor()}")
+        request = {"task": "errors", "seeds": errors.SEEDS}
+        with self.console.status("errors of products"):
+            answers = processes.ask("ours", request, None)
+            found.versions["ours"] = next(answers)["versions"]
+            found.records += (answer["run"] for answer in answers)
+        self._show(found, errors.tables(found), errors.goals(found))
 
     def _cache(self) -> dict[str, str]:
         """Variables for seeds that share their programs: each is compiled once."""

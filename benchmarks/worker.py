@@ -180,6 +180,12 @@ def _recipes(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from recipes.measure(request)
 
 
+def _errors(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import errors
+
+    yield from errors.measure(request)
+
+
 def _kept(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from benchmarks import recipe_counts
 
@@ -204,6 +210,7 @@ TASKS = {
     "time": _time,
     "folds": _folds,
     "recipes": _recipes,
+    "errors": _errors,
     "kept": _kept,
     "recipe time": _recipe_time,
     "versions": _versions,

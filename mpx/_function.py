@@ -17,6 +17,7 @@ from ._cast import cast_leaf
 from ._dtypes import float_dtype, half_precision_datatype
 from ._tree import is_model_state
 from ._typing import DTypeLike
+from ._wraps import wraps
 
 
 def cast_function(
@@ -118,7 +119,7 @@ def _wrap(
         )
 
     # updated=(): a layer's fields are no business of the wrapper's __dict__.
-    @functools.wraps(func, updated=())
+    @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         cast_func, args, kwargs = _cast((func, args, kwargs), compute)
         return _cast(cast_func(*args, **kwargs), result())

@@ -35,7 +35,6 @@ This module needs Flax and imports it; `import mpx` does neither.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +49,7 @@ from ._nnx_graph import Parts, refuse_method, refuse_weights, taken_apart
 from ._policy import Policy
 from ._tree import bool_scalar, path_text, select_tree
 from ._typing import BoolLike, DTypeLike, LeafPredicate
+from ._wraps import wraps
 
 
 def grad(
@@ -254,7 +254,7 @@ def _gradient_function(
     how = options.accumulate
     how = how if isinstance(how, Accumulation) else Accumulation(how)
 
-    @functools.wraps(func, updated=())
+    @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
         inside = _in_call(tuple(filters), len(args), call)
         wanted = dict(zip(inside, filters.values(), strict=True))
@@ -264,7 +264,7 @@ def _gradient_function(
             extra = len(args)
 
             # With the marks of `func`, by which an autocast function is known.
-            @functools.wraps(func, updated=())
+            @wraps(func)
             def pure(*full: Any, **kwargs: Any) -> Any:
                 *args, (fixed, func), state = full
                 result, state, others = parts.call(

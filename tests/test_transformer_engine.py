@@ -201,6 +201,24 @@ def test_the_last_product_is_quantized_if_a_rule_says_so():
     assert quantized_products(loss, transformer(), *batch()) == 6
 
 
+def test_one_linear_layer_and_a_sum():
+    """The smallest example: its only product is the last one before the loss."""
+
+    def loss(layer, x):
+        return layer(x).astype(jnp.float32).sum()
+
+    (layer,), (x, _) = linears(1), batch()
+    transformed = mpx.autocast(loss, recipe=mpx.DelayedScaling())
+    scaling = mpx.init_scaling(transformed, layer, x)
+    result = mpx.filter_value_and_grad(transformed, scaling)(layer, x)
+    assert quantized_products(mpx.freeze(transformed, scaling), layer, x) == 1
+    # Gradients of 1 are exact in E5M2; x and w are not in E4M3.
+    exact = jnp.einsum("bsi->i", x.astype(jnp.float32))
+    assert 1e-3 < error(result.grads.weight[0], exact) < 0.12
+    with mpx.autocast(enabled=True, recipe=mpx.Float8CurrentScaling(), ambient=True):
+        assert quantized_products(loss, layer, x) == 1
+
+
 def test_a_layer_in_fp8_by_a_context():
     layer, data = transformer(), batch()
     with mpx.autocast(recipe=mpx.Float8CurrentScaling(), ambient=True):

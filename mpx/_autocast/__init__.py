@@ -3,6 +3,7 @@
 from ._call import (
     NO_MASTER as NO_MASTER,
     call_with_masters as call_with_masters,
+    is_marked as is_marked,
 )
 from ._decisions import Candidate as Candidate, Precision as Precision
 from ._layers import with_ambient_recipe as with_ambient_recipe

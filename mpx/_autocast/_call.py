@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from .._dtypes import is_half
+from .._errors import listing
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
@@ -20,7 +22,7 @@ from ._notes import RESULT, is_taking_notes, note_unused, noted_cast
 from ._plan import Wish, wish_for
 from ._region import is_tracing, region, trace
 from ._settings import Place, Programs, Run, Settings
-from ._slots import Slots, next_source
+from ._slots import Collection, Slots, next_source
 from ._values import Colour, Value, declared, is_castable
 
 _REWRITES = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
@@ -55,37 +57,63 @@ def call_autocast(
     """
     if has_nnx_objects((func, args, kwargs)):
         return _call_with_objects(settings, weights, programs, func, args, kwargs)
-    runs: list[Run] = []
-
-    def run_of(jaxpr: Any) -> Run:
-        told = settings.recipe, *settings.rules.recipes
-        recipes = recipes_in(jaxpr).union(r for r in told if r is not None)
-        runs.append(Run(settings, _REWRITES, programs, recipes))
-        runs[0].needs_parameters |= is_taking_notes()
-        return runs[0]
-
     source = next_source()
     value = functools.partial(_input, weights, source)
-    results = _call(run_of, func, args, kwargs, value, trace)
-    (run,) = runs
+    recipe = settings.recipe
+
+    def attempt(spares_final: bool) -> tuple[Any, Run]:
+        runs: list[Run] = []
+
+        def run_of(jaxpr: Any) -> Run:
+            told = recipe, *settings.rules.recipes
+            recipes = recipes_in(jaxpr).union(r for r in told if r is not None)
+            run = Run(settings, _REWRITES, programs, recipes, spares_final)
+            run.needs_parameters |= is_taking_notes()
+            runs.append(run)
+            return run
+
+        return _call(run_of, func, args, kwargs, value, trace), runs[0]
+
+    results, run = attempt(spares_final=True)
+    if recipe is not None and recipe not in run.used:
+        # The only product of a weight, perhaps, is the final projection.
+        results, run = attempt(spares_final=False)
+        if recipe not in run.used:
+            raise ValueError(_nothing_to_quantize(recipe, weights))
     if settings.is_strict:
         _strict.refuse_unused(settings.rules, run.used)
-    if settings.recipe is not None and settings.recipe not in run.used:
-        raise ValueError(_nothing_to_quantize(settings.recipe, weights))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
-    return results
+    return marked(results) if isinstance(source, Collection) else results
 
 
 def _nothing_to_quantize(recipe: Any, weights: Weights) -> str:
+    places = f"argument {listing(list(map(str, weights)))} (`weights=` says which)"
     return (
         f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` found no product of "
-        f"data with a weight to quantize. Weights are the arrays of argument "
-        f"{weights[0]!r} (`weights=` says which), and of the function if it is a "
-        "PyTree; arrays that the function closes over are constants. Products with a "
-        "single vector are left alone: put `jax.vmap` inside of `mpx.autocast`. So is "
-        "the final projection before the loss: `mpx.Rule(mpx.Precision.LOW, ...)` "
-        "includes it. `mpx.explain` says it for each product."
+        f"data with a weight to quantize. Weights are the arrays of "
+        f"{places if weights else 'the function itself'}; arrays that a function "
+        "closes over are constants. Products with a single vector are left alone: put "
+        "`jax.vmap` inside of `mpx.autocast`. So is what stands in a function with a "
+        "derivative rule of its own. `mpx.explain` of the function without the recipe "
+        "shows its products."
     )
+
+
+# The name of a result of an autocast function, while slots are collected.
+_MARK = "mpx: what an autocast function returns"
+
+
+def marked(results: Any) -> Any:
+    """Results, of which one can be found in a program that calls the function."""
+    return jax.tree.map(
+        lambda x: checkpoint_name(x, _MARK) if isinstance(x, jax.Array) else x, results
+    )
+
+
+def is_marked(equation: Any) -> bool:
+    """Whether an equation marks a result of an autocast function."""
+    is_name = equation.primitive.name == "name"
+    return is_name and equation.params.get("name") == _MARK
 
 
 # Stands for a leaf that is no weight; not None, which is no leaf at all.
@@ -205,7 +233,7 @@ def _results(run: Run, closed: Any, values: list[Value]) -> list[Any]:
         wish_for(aval.dtype) if is_castable(aval) else Wish.ANY for aval in avals
     )
     place = Place(run.settings)
-    if run.has_recipe:
+    if run.has_recipe and run.spares_final:
         place = dataclasses.replace(place, ends=ends_of_results(avals))
     results = evaluate(run, place, closed.jaxpr, closed.consts, values, wishes)
     with noted_cast(RESULT):

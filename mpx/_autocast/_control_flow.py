@@ -80,18 +80,18 @@ class Luggage:
         """Packs the slots; `lengths` is that of the scan that cuts the operands."""
         self._slots = [v.slots for v in operands]
         self._lengths = lengths
-        self._counts = [0 if s is None else len(s.uses) for s in self._slots]
         self.form = tuple(None if s is None else s.form for s in self._slots)
-        self.arrays = [x for s in self._slots if s is not None for x in s.handed_over()]
+        packed = [
+            {} if s is None else s.handed_over(bool(lengths)) for s in self._slots
+        ]
+        self.arrays, self._tree = jax.tree.flatten(packed)
 
     def unpacked(self, arrays: Sequence[Any]) -> list[Slots | None]:
         """The slots of the operands inside, from what the program got."""
-        rest = iter(arrays)
+        packed = jax.tree.unflatten(self._tree, arrays)
         return [
-            None
-            if s is None
-            else s.inside([next(rest) for _ in range(count)], self._lengths)
-            for s, count in zip(self._slots, self._counts, strict=True)
+            None if s is None else s.inside(own, self._lengths)
+            for s, own in zip(self._slots, packed, strict=True)
         ]
 
 

@@ -6,7 +6,10 @@ data among them, follows the half precision rules; what was left alone, and why,
 the note on it. `Precision.LOW` in a rule quantizes any matrix product.
 """
 
+import contextlib
+import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,9 +17,11 @@ import jax
 from .._jax_compat import is_transposed, manual_axes
 from .._quantize import (
     AbstractRecipe,
+    ConvolutionProduct,
     DelayedScaling,
     Float8CurrentScaling,
     LinearProduct,
+    linear_convolution,
     linear_product,
     path_of,
     target_from,
@@ -25,6 +30,8 @@ from ._choice import Case, Choice
 from ._decisions import Reason, line_of
 from ._settings import Ends
 from ._values import Value, computed
+
+_CONVOLUTION = "conv_general_dilated"
 
 
 def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
@@ -62,10 +69,13 @@ def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
 
 def _impossible(case: Case) -> str | None:
     """Why a product cannot be quantized."""
-    if case.name != "dot_general":
-        return "only matrix products are"
+    if case.name not in ("dot_general", _CONVOLUTION):
+        return "only matrix products and convolutions are"
     if case.place.has_own_rule:
         return "a function with a derivative rule of its own"
+    if case.name == _CONVOLUTION:
+        assert case.settings.recipe is not None
+        return _impossible_convolution(case, case.settings.recipe)
     left, right = (v.aval for v in case.equation.invars[:2])
     (left_sum, right_sum), (left_batch, right_batch) = case.equation.params[
         "dimension_numbers"
@@ -79,13 +89,22 @@ def _impossible(case: Case) -> str | None:
     return None
 
 
+def _impossible_convolution(case: Case, recipe: AbstractRecipe) -> str | None:
+    if not isinstance(recipe, DelayedScaling | Float8CurrentScaling):
+        return "a convolution needs a recipe with one scale for each array"
+    if case.operands[0].facts.is_weight or not case.operands[1].facts.is_weight:
+        return "a convolution of other things than data with a weight"
+    return None
+
+
 def _unwanted(case: Case) -> str | None:
     """Why a recipe leaves a product alone."""
     weights = [v.facts.is_weight for v in case.operands[:2]]
     if not any(weights):
         return "a product of data with data"
     data = case.operands[weights.index(True) ^ 1]
-    if all(weights) or data.facts.is_fixed or data.is_constant:
+    # Constants of the program have an empty path, and are no weights.
+    if all(weights) or data.facts.is_fixed or data.facts.parameter is not None:
         return "a product of weights alone"
     (end,) = case.place.ends or (Ends(0),)
     if Ends.LOSS in end and Ends.PRODUCT not in end:
@@ -109,26 +128,34 @@ def weight_of(operands: list[Value]) -> Value:
     return first if first.facts.is_weight and not second.facts.is_weight else second
 
 
-def product_of(case: Case, choice: Choice) -> LinearProduct:
+Product = LinearProduct | ConvolutionProduct
+
+
+def product_of(case: Case, choice: Choice) -> Product:
     """The quantized product that is bound for an equation."""
     assert choice.recipe is not None and choice.dtype is not None
-    numbers = case.equation.params["dimension_numbers"]
-    return LinearProduct(
+    params = case.equation.params
+    common: dict[str, Any] = dict(
         recipe=choice.recipe,
-        dimension_numbers=jax.tree.map(int, _tuples(numbers)),
-        is_weight_first=weight_of(case.operands) is case.operands[0],
         dtype=choice.dtype,
         target=case.settings.target or target_from(None),
         manual_axes=manual_axes(),
         sums_over_devices=case.place.sums_over_devices,
+        out_sharding=params.get("out_sharding"),
+    )
+    if case.name == _CONVOLUTION:
+        names = (f.name for f in dataclasses.fields(ConvolutionProduct))
+        own = {name: params[name] for name in names if name in params}
+        return ConvolutionProduct(**{**own, **common})
+    is_weight_first = weight_of(case.operands) is case.operands[0]
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    sums, batch = (tuple(left), tuple(right)), (tuple(left_batch), tuple(right_batch))
+    return LinearProduct(
+        dimension_numbers=(sums, batch), is_weight_first=is_weight_first, **common
     )
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, tuple | list) else value
-
-
-def emit_linear(case: Case, choice: Choice, product: LinearProduct) -> list[Value]:
+def emit_linear(case: Case, choice: Choice, product: Product) -> list[Value]:
     """Binds a quantized product; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
     weight = weight_of(case.operands)
@@ -138,10 +165,29 @@ def emit_linear(case: Case, choice: Choice, product: LinearProduct) -> list[Valu
     scales = None
     if isinstance(product.recipe, DelayedScaling):
         scales = _scales(case, weight, product.recipe)
-    result = linear_product(product, left, right, scales)
+    with _explaining_forward_mode():
+        if isinstance(product, ConvolutionProduct):
+            result = linear_convolution(product, left, right, scales)
+        else:
+            result = linear_product(product, left, right, scales)
     if choice.result is not None and choice.result != result.dtype:
         result = jax.lax.convert_element_type(result, choice.result)
     return [computed(result, is_product=True)]
+
+
+@contextlib.contextmanager
+def _explaining_forward_mode() -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "A recipe has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`, "
+            "`jax.hessian`): its backward pass is not the derivative of its forward "
+            "pass. Use `jax.grad` and its relatives, or take the tangents without it: "
+            "`mpx.autocast(func, recipe=None)`."
+        ) from error
 
 
 def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Any:
@@ -160,7 +206,7 @@ def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Any:
     return found
 
 
-def path_text(product: LinearProduct) -> str:
+def path_text(product: Product) -> str:
     """On which path a product runs and why, for notes."""
     path, why = path_of(product)
     return f"{type(product.recipe).__name__}, {path} ({why})"

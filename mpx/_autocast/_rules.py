@@ -18,6 +18,7 @@ from typing import Any
 
 from .._errors import describe
 from .._quantize import AbstractRecipe
+from ._classes import PrimitiveClass
 from ._decisions import Candidate, Precision
 
 Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]
@@ -93,6 +94,8 @@ class Rule:
 
     def holds(self, candidate: Candidate) -> bool:
         """Whether all conditions hold for an operation."""
+        if self.is_for_products and candidate.kind is not PrimitiveClass.HALF:
+            return False
         return (
             self.holds_for_primitive(candidate.primitive)
             and (self.scope is None or _is_within(candidate.scopes, self.scope))
@@ -113,6 +116,12 @@ class Rule:
         names = self.primitive
         names = (names,) if isinstance(names, str) else names
         return any(_matches(name, pattern) for pattern in names)
+
+    @property
+    def is_for_products(self) -> bool:
+        """Whether it is about quantizing, which only products can be."""
+        is_recipe = isinstance(self.precision, AbstractRecipe)
+        return is_recipe or self.precision is Precision.LOW
 
     @property
     def asks_for_all(self) -> bool:
@@ -236,7 +245,7 @@ class Rules:
     def precision_of(self, name: str) -> Precision | None:
         """What the rules say of a primitive wherever it stands; None if it depends."""
         for rule in self.rules:
-            if not rule.holds_for_primitive(name):
+            if rule.is_for_products or not rule.holds_for_primitive(name):
                 continue
             if rule.is_about_primitives and isinstance(rule.precision, Precision):
                 return rule.precision

@@ -90,6 +90,7 @@ class Run:
             jitted function, and compiles what it finds again only once.
         used: The rules that held for an operation, and the recipes that quantized one.
         has_recipe: Whether anything may be quantized.
+        spares_final: Whether the final projection is left alone.
         is_stateful: Whether a recipe with a state may be among those.
     """
 
@@ -99,8 +100,10 @@ class Run:
         rewrites: Mapping[str, Any],
         programs: Programs | None = None,
         recipes: Collection[AbstractRecipe] = (),
+        spares_final: bool = True,
     ) -> None:
         """Starts a run in whose program these recipes stand."""
+        self.spares_final = spares_final
         self.settings = settings
         self.rewrites = rewrites
         self.has_recipe = bool(recipes)

@@ -121,9 +121,19 @@ class Slots:
 
     def take(self, use: str, recipe: AbstractRecipe) -> Array | None:
         """The scales for one use; None if there is no state."""
+        if self._lengths:
+            use = f"{use} of {'x'.join(map(str, self._lengths))}"
         if isinstance(self._source, Collection):
-            name = SlotName(self.parameter, use)
-            self._source.requests[name] = Request(recipe, self._lengths)
+            name, request = (
+                SlotName(self.parameter, use),
+                Request(recipe, self._lengths),
+            )
+            if self._source.requests.setdefault(name, request) != request:
+                raise ValueError(
+                    f"`{self.parameter}` is used twice in {use!r} under two recipes "
+                    "with a state. Put the uses into `jax.named_scope`s of their own, "
+                    "or under one recipe."
+                )
             return jnp.ones(ROLES, jnp.float32)
         if self._source is None:
             return None
@@ -141,26 +151,25 @@ class Slots:
     @property
     def form(self) -> Any:
         """All but the arrays: a key of caches."""
-        return self.parameter, self.uses, self._lengths
+        has_state = isinstance(self._source, dict)
+        uses = [(k, x.shape) for k, x in self._source.items()] if has_state else ()
+        return self.parameter, tuple(uses), self._lengths
 
-    @property
-    def uses(self) -> tuple[str, ...]:
-        """The uses for which there are arrays."""
-        return tuple(self._source) if isinstance(self._source, dict) else ()
-
-    def handed_over(self) -> list[Array]:
-        """A copy of the array of each use, for a program inside."""
-        taken = []
-        for use in self.uses:
-            mine, self._source[use] = shared(self._source[use], 2)
-            taken.append(mine)
+    def handed_over(self, is_cut: bool) -> dict[str, Array]:
+        """Copies of arrays for a program inside; for a scan of those that it cuts."""
+        if not isinstance(self._source, dict):
+            return {}
+        taken = {}
+        for use, rest in self._source.items():
+            if rest.ndim > 1 or not is_cut:
+                taken[use], self._source[use] = shared(rest, 2)
         return taken
 
-    def inside(self, arrays: list[Array], lengths: tuple[int, ...] = ()) -> "Slots":
+    def inside(
+        self, arrays: dict[str, Array], lengths: tuple[int, ...] = ()
+    ) -> "Slots":
         """The slots in a program inside, given its arrays; cut by scans of lengths."""
-        source = self._source
-        if isinstance(source, dict):
-            source = dict(zip(self.uses, arrays, strict=True))
+        source = arrays if isinstance(self._source, dict) else self._source
         return Slots(self.parameter, source, (*self._lengths, *lengths))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +19,7 @@ from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
 from .._typing import DTypeLike
+from .._wraps import wraps
 from ._call import Weights, call_autocast
 from ._region import NOT_OF_REGIONS, ambient_settings, ambient_with, is_tracing, region
 from ._rules import Rules
@@ -42,7 +44,7 @@ def autocast(
     *,
     rules: Rules | None = None,
     residual_stream: str | None = None,
-    weights: int | str | tuple[int | str, ...] = 0,
+    weights: int | str | tuple[int | str, ...] | None = None,
     recipe: AbstractRecipe | None | Unsaid = UNSAID,
     target: str | None = None,
     strict: bool | None = None,
@@ -90,8 +92,9 @@ def autocast(
         target: The device that is compiled for, if it is not the one at hand:
             "sm_90", "sm_100", "tpu7x", "cpu". It decides which units a recipe runs on.
         weights: The position of the argument that holds the parameters, or its name,
-            or several. The arrays of `func` itself are always parameters. Rules ask for
-            them, and a vector that is one is a bias.
+            or several. The arrays of `func` itself are always parameters; if it has
+            any, no argument holds more, and else the first one does. Rules ask for
+            them, recipes quantize them, and a vector that is one is a bias.
         strict: True makes an error of what is otherwise only reported: a primitive that
             mpx does not know, a rule that holds for no operation, something small that
             makes a half precision value float32 by accident, a recipe that the device
@@ -146,7 +149,7 @@ def autocast(
         told["recipe"] = _recipe(recipe)
     if target is not None:
         told["target"] = target_from(target)
-    places = weights if isinstance(weights, tuple) else (weights,)
+    places = weights if isinstance(weights, tuple | None) else (weights,)
     if func is None:
         return _Deferred(told, places, ambient)
     if not callable(func):
@@ -156,6 +159,9 @@ def autocast(
             f"`ambient=True` of {_CALL} is for `with mpx.autocast(..., ambient=True):` "
             "around calls; a function was given. Leave one of them out."
         )
+    if places is None:
+        holds_arrays = any(map(eqx.is_array, jax.tree.leaves(func)))
+        places = () if holds_arrays else (0,)
     return func if enabled is False else _wrapped(func, told, places)
 
 
@@ -194,7 +200,9 @@ def _told(
 class _Deferred(contextlib.ContextDecorator):
     """`mpx.autocast` without a function: a decorator and a context manager."""
 
-    def __init__(self, told: dict[str, Any], weights: Weights, ambient: bool) -> None:
+    def __init__(
+        self, told: dict[str, Any], weights: Weights | None, ambient: bool
+    ) -> None:
         self._told = told
         self._weights = weights
         self._ambient = ambient
@@ -239,7 +247,7 @@ def _wrapped(
 ) -> Callable[..., Any]:
     programs = new_programs()
 
-    @functools.wraps(func, updated=())
+    @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         settings = _resolved(told)
         if not settings.is_enabled:

@@ -15,6 +15,7 @@ from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
 from .._scaling import RecipeScaling
 from .._typing import DTypeLike, LeafPredicate
+from .._wraps import wraps
 from . import _inputs
 from ._accumulate import Accumulation
 from ._attempt import attempt, retried
@@ -242,7 +243,7 @@ def calculate_scaled_grad(
     _inputs.refuse_unknown_scaling(scaling, call, use_mixed_precision)
     build = _problem_builder(call, func, (0,), options)
 
-    @functools.wraps(func, updated=())
+    @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         problem = build(len(args))
         _check_call(problem, scaling, args, kwargs, options)
@@ -276,7 +277,7 @@ def _transform(
     how = how if isinstance(how, Accumulation) else Accumulation(how)
     _refuse_retries(options.retries, call)
 
-    @functools.wraps(func, updated=())
+    @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
         problem = build(len(args))
         if argnums is not None:

@@ -1,7 +1,6 @@
 """The interface of loss scaling, and the two forms whose scale never changes."""
 
 import abc
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -17,6 +16,7 @@ from .._dtypes import full_precision_of
 from .._errors import describe
 from .._tree import Filled, bool_scalar, is_inexact_leaf
 from .._typing import BoolLike, BoolScalar, FloatScalar, ScalarLike
+from .._wraps import wraps
 from . import _state_dict
 from ._record import StepRecord, replaced
 
@@ -343,7 +343,7 @@ def scaled(
             f"{describe(func)}. To scale a value: `scaling.scale(value)`."
         )
 
-    @functools.wraps(func, updated=())
+    @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not has_aux:
             return scaling.scale(func(*args, **kwargs))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from .._typing import FloatScalar
+from ._checks import check_flags
 from ._format import Format
 from ._quantizers import TensorQuantizer
 from ._recipes import AbstractRecipe, Role, check_fp8_format, format_of
@@ -52,8 +53,8 @@ class DelayedScaling(AbstractRecipe):
     of the history's amaxes, this step's among them. `update` has every detail.
 
     The scale starts at 1, which flushes small gradients to zero (in E5M2 those below
-    $2^{-17}$). For a warm start quantize the first steps with current scaling: leave
-    `scale` out of `mpx.quantize`.
+    $2^{-17}$) in the first step. With `warm_start=True` it starts at 0, which stands
+    for: computed from the array at hand, as current scaling does.
 
     Args:
         margin: How many powers of two to stay below MAX, for arrays that grow.
@@ -61,6 +62,8 @@ class DelayedScaling(AbstractRecipe):
         amax_history_len: How many amaxes the history has room for.
         amax_compute_algo: "max" of the history, "most_recent" for this step's amax, or
             a function from the history (float32, this step's amax first) to one amax.
+        warm_start: Whether the first step computes its scales from the arrays. For
+            `mpx.quantize` leave `scale` out while it is 0.
         backward_override: None; with a high-precision backward pass there would be no
             amaxes of gradients, and Transformer Engine allows no other value either.
 
@@ -85,10 +88,12 @@ class DelayedScaling(AbstractRecipe):
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
+    warm_start: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fp8_format(self)
+        check_flags(self, "warm_start")
         for name, least in (("margin", None), ("amax_history_len", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -121,9 +126,10 @@ class DelayedScaling(AbstractRecipe):
         return TensorQuantizer(format_of(self.fp8_format, role))
 
     def init(self) -> DelayedScalingState:
-        """The state before the first step: a history of zeros, and a scale of 1."""
+        """The state before the first step: zeros for amaxes, and a scale of 1 or 0."""
         history = jnp.zeros(self.amax_history_len, jnp.float32)
-        return DelayedScalingState(history, jnp.ones((), jnp.float32))
+        scale = 0.0 if self.warm_start else 1.0
+        return DelayedScalingState(history, jnp.full((), scale, jnp.float32))
 
     def update(
         self, state: DelayedScalingState, amax: Array, role: Role

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._contraction import contractions
+from ._convolution import ConvolutionProduct
 from ._linear import LinearProduct
 from ._operands import Copies
 from ._products import Operand, Path, path_of_operands
@@ -15,7 +16,7 @@ from ._target import Target
 _MATRICES = (((1,), (0,)), ((), ()))
 
 
-def path_of(product: LinearProduct) -> tuple[str, str]:
+def path_of(product: LinearProduct | ConvolutionProduct) -> tuple[str, str]:
     """How the forward product is computed, and why.
 
     Args:
@@ -27,6 +28,10 @@ def path_of(product: LinearProduct) -> tuple[str, str]:
         the reason, without a full stop.
     """
     target, recipe = product.target, product.recipe
+    if isinstance(product, ConvolutionProduct):
+        if target.platform == "cpu":
+            return Path.EMULATED.value, "a float32 convolution on a CPU"
+        return Path.HALF.value, "convolutions have no form in FP8"
 
     def operands(left: Array, right: Array) -> tuple[Operand, Operand]:
         half, join = product.dtype, lambda amax: amax

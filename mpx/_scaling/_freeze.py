@@ -1,10 +1,10 @@
 """`freeze`: a function that uses the state of a recipe and does not change it."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from .._errors import describe
+from .._wraps import wraps
 from ._recipe_scaling import RecipeScaling
 
 
@@ -45,7 +45,7 @@ def freeze(func: Callable[..., Any], scaling: Any) -> Callable[..., Any]:
             "freezing: call it as it is."
         )
 
-    @functools.wraps(func, updated=())
+    @wraps(func)
     def frozen(*args: Any, **kwargs: Any) -> Any:
         with scaling._providing(scaling._tokens()):
             return func(*args, **kwargs)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._autocast import collecting, settings_of
+from .._autocast import collecting, is_marked, settings_of
 from .._errors import describe
 from .._jaxpr import NoFlow, walk
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScaling
@@ -69,7 +69,21 @@ def init_scaling(
     loss = DynamicLossScaling() if needs_scaling else NoLossScaling()
     if not found.requests:
         return loss
+    _refuse_loops(jaxpr, count)
     return RecipeScaling._new(loss, found.requests, found.calls)
+
+
+def _refuse_loops(jaxpr: Any, count: int) -> None:
+    """Raises where a loop calls an autocast function whose amaxes JAX would add up."""
+    for visit in walk(jaxpr, [None] * count, NoFlow()):
+        loops = [x for x in visit.place.inside if x.startswith(("scan", "while"))]
+        if loops and is_marked(visit.equation):
+            raise ValueError(
+                "A function that `mpx.autocast` made with `mpx.DelayedScaling` is "
+                f"called in the {loops[-1]}, which would add up the amaxes of all "
+                "turns where their maximum is needed. Put `mpx.autocast` around the "
+                "function that holds the loop."
+            )
 
 
 def _traced(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:

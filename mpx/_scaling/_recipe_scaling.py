@@ -271,8 +271,12 @@ class RecipeScaling(AbstractLossScaling):
         )
 
     def __reduce__(self) -> Any:
-        leaves, tree = jax.tree.flatten((self.loss, self.scales, self.amaxes))
-        return _rebuilt, (tree, [np.asarray(x) for x in leaves], self.calls)
+        scales = [
+            (np.asarray(s.amax_history), np.asarray(s.scale), s.recipe, s.slots)
+            for s in self.scales
+        ]
+        amaxes = [np.asarray(x) for x in self.amaxes]
+        return _rebuilt, (self.loss, scales, amaxes, self.calls)
 
     # --- How a step uses it -----------------------------------------------------------
 
@@ -301,9 +305,12 @@ def _nothing(scales: tuple[DelayedScales, ...]) -> tuple[Array, ...]:
     return tuple(jnp.zeros_like(state.scale) for state in scales)
 
 
-def _rebuilt(tree: Any, leaves: list[np.ndarray], calls: int) -> RecipeScaling:
-    loss, scales, amaxes = jax.tree.unflatten(tree, map(jnp.asarray, leaves))
-    return RecipeScaling(loss, scales, amaxes, calls)
+def _rebuilt(loss: Any, scales: Any, amaxes: Any, calls: int) -> RecipeScaling:
+    states = tuple(
+        DelayedScales(jnp.asarray(history), jnp.asarray(scale), recipe, slots)
+        for history, scale, recipe, slots in scales
+    )
+    return RecipeScaling(loss, states, tuple(map(jnp.asarray, amaxes)), calls)
 
 
 def _check_state(state: Mapping[str, Any], slots: set[str], call: str) -> None:

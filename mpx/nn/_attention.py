@@ -1,7 +1,7 @@
 r"""The core of attention: scores, probabilities and what they select.
 
-$$P = \operatorname{softmax}\!\Big(\frac{Q K^\top}{\sqrt d} + \text{mask}\Big),
-\qquad O = P\, V$$
+$$P = \operatorname{softmax}\!\Big(\frac{Q K^\top}{\sqrt d} + \text{bias}
++ \text{mask}\Big), \qquad O = P\, V$$
 
 The scores are added up and exponentiated in float32; what is kept for the backward pass
 is $Q$, $K$, $V$ and $P$ in half precision. `jax.nn.dot_product_attention` keeps $P$ in
@@ -26,6 +26,7 @@ def attention(
     key: Float[Array, "batch kv_seq groups size"],
     value: Float[Array, "batch kv_seq groups size"],
     mask: Bool[Array, "#batch #heads #q_seq #kv_seq"] | None,
+    bias: Float[Array, "#batch #heads #q_seq #kv_seq"] | None,
     is_causal: bool,
     rate: float,
     dropout_key: PRNGKeyArray | None,
@@ -36,10 +37,10 @@ def attention(
     if is_causal:
         causal = jnp.tril(jnp.ones((1, 1, length, key.shape[1]), bool))
         mask = causal if mask is None else mask & causal
-    if mask is not None:
-        mask = _grouped(mask, groups)
+    mask = None if mask is None else _grouped(mask, groups)
+    bias = None if bias is None else _grouped(bias, groups)
     query = query.reshape(batch, length, groups, heads // groups, size)
-    p = _probabilities(query, key, mask)
+    p = _probabilities(query, key, mask, bias)
     if dropout_key is not None and rate > 0:
         p = dropout(p, rate, dropout_key)
     out = jnp.einsum("bgnts,bsgh->btgnh", p, value)
@@ -47,17 +48,21 @@ def attention(
 
 
 def _grouped(mask: Array, groups: int) -> Array:
-    """A mask whose axis of heads is split in two: the groups, and the heads of each."""
+    """A mask or bias with two axes of heads: the groups, and the heads of each."""
     heads = mask.shape[1]
     split = (1, 1) if heads == 1 else (groups, heads // groups)
     return mask.reshape(mask.shape[0], *split, *mask.shape[2:])
 
 
 @jax.custom_jvp
-def _probabilities(query: Array, key: Array, mask: Array | None) -> Array:
+def _probabilities(
+    query: Array, key: Array, mask: Array | None, bias: Array | None
+) -> Array:
     wide = widen(query[:0]).dtype
     scores = jnp.einsum("btgnh,bsgh->bgnts", query, key, preferred_element_type=wide)
     scores = scores * _scale(query)
+    if bias is not None:
+        scores = scores + bias.astype(wide)
     if mask is not None:
         # Not -inf: a row of which nothing is left is uniform, and not NaN.
         scores = jnp.where(mask, scores, 0.7 * jnp.finfo(wide).min)
@@ -70,21 +75,24 @@ def _scale(query: Array) -> float:
 
 @_probabilities.defjvp
 def _probabilities_rule(primals: Any, tangents: Any) -> Any:
-    query, key, mask = primals
-    query_dot, key_dot, _ = tangents
-    p = _probabilities(query, key, mask)
+    query, key, mask, bias = primals
+    query_dot, key_dot, _, bias_dot = tangents
+    p = _probabilities(query, key, mask, bias)
     product = functools.partial(jnp.einsum, "btgnh,bsgh->bgnts")
     dot = product(query_dot, key) + product(query, key_dot)
 
-    def linear_part(residuals: Any, dot: Array) -> Array:
+    def linear_part(residuals: Any, dots: Any) -> Array:
         p, mask = residuals
+        dot, bias_dot = dots
         p, dot = widen(p), widen(dot) * _scale(query)
+        if bias_dot is not None:
+            dot = dot + bias_dot.astype(dot.dtype)
         if mask is not None:  # matters in rows of which nothing is left
             dot = jnp.where(mask, dot, 0)
         inner = jnp.sum(p * dot, -1, keepdims=True)
         return (p * (dot - inner)).astype(query.dtype)
 
-    return p, from_residuals(linear_part, (p, mask), dot)
+    return p, from_residuals(linear_part, (p, mask), (dot, bias_dot))
 
 
 def rotate(

@@ -37,6 +37,37 @@ def _activate_rule(
     return _activate(activation, x), from_residuals(linear_part, x, tangents[0])
 
 
+def activate_gated(
+    activation: Callable[[Array], Array], x: Float[Array, "..."], y: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """An activation times a gate, in float32; both half-precision inputs are kept."""
+    gate = _gated if is_half(x.dtype) else _gated_wide
+    return gate(activation, x, y)
+
+
+def _gated_wide(activation: Callable[[Array], Array], x: Array, y: Array) -> Array:
+    return activation(x) * y
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gated(activation: Callable[[Array], Array], x: Array, y: Array) -> Array:
+    return _gated_wide(activation, widen(x), widen(y)).astype(x.dtype)
+
+
+@_gated.defjvp
+def _gated_rule(
+    activation: Callable[[Array], Array], primals: Any, tangents: Any
+) -> Any:
+    x, _ = primals
+
+    def linear_part(primals: Any, dots: Any) -> Array:
+        wide, wide_dots = jax.tree.map(widen, (primals, dots))
+        func = functools.partial(_gated_wide, activation)
+        return jax.jvp(func, wide, wide_dots)[1].astype(x.dtype)
+
+    return _gated(activation, *primals), from_residuals(linear_part, primals, tangents)
+
+
 def add_bias(x: Float[Array, "... n"], bias: Float[Array, " n"]) -> Array:
     """The sum in the dtype of x; the gradient of the bias is summed in float32."""
     wide = widen(x)

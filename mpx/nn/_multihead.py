@@ -128,6 +128,7 @@ class MultiheadAttention(eqx.Module):
         key_value: Float[Array, "*batch kv_seq hidden"] | None = None,
         *,
         mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
         key: PRNGKeyArray | None = None,
         inference: bool = False,
     ) -> Float[Array, "*batch q_seq hidden"]:
@@ -139,6 +140,8 @@ class MultiheadAttention(eqx.Module):
             mask: True where a position may be looked at: of shape (q_seq, kv_seq),
                 (*batch, q_seq, kv_seq) or (*batch, heads, q_seq, kv_seq), each axis
                 possibly 1. A row without True attends evenly to all.
+            bias: What is added to the scaled scores, of a shape as for `mask`: relative
+                positions, for example. Its gradient is summed in float32.
             key: A PRNG key for dropout.
             inference: Whether dropout is switched off.
 
@@ -159,13 +162,17 @@ class MultiheadAttention(eqx.Module):
         batch = x.shape[:-2]
         x = x.reshape(-1, *x.shape[-2:])
         seen = seen.astype(x.dtype).reshape(-1, *seen.shape[-2:])
-        full_mask = _batched(mask, batch, (heads, x.shape[1], seen.shape[1]))
+        inner = heads, x.shape[1], seen.shape[1]
+        masks = (
+            _batched("mask", mask, batch, inner),
+            _batched("bias", bias, batch, inner),
+        )
         q = self.query(x).reshape(*x.shape[:2], heads, -1)
         k = self.key(seen).reshape(*seen.shape[:2], groups, -1)
         v = self.value(seen).reshape(*seen.shape[:2], groups, -1)
         if self.use_rotary_positions:
             q, k = rotate(q, self.rotary_base), rotate(k, self.rotary_base)
-        out = self._attend(q, k, v, full_mask, rate, key)
+        out = self._attend(q, k, v, masks, rate, key)
         out = self.output(out.reshape(*x.shape[:2], -1))
         return out.reshape(*batch, *out.shape[-2:])
 
@@ -174,15 +181,22 @@ class MultiheadAttention(eqx.Module):
         q: Array,
         k: Array,
         v: Array,
-        mask: Array | None,
+        masks: tuple[Array | None, Array | None],
         rate: float,
         key: PRNGKeyArray | None,
     ) -> Array:
         is_causal = self.self_attention_mask_type == "causal"
+        mask, bias = masks
         if self.implementation is None:
-            return attention(q, k, v, mask, is_causal, rate, key)
+            return attention(q, k, v, mask, bias, is_causal, rate, key)
         return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=is_causal, implementation=self.implementation
+            q,
+            k,
+            v,
+            bias=bias,
+            mask=mask,
+            is_causal=is_causal,
+            implementation=self.implementation,
         )
 
 
@@ -235,8 +249,14 @@ def _check_sequences(x: Array, seen: Array) -> None:
         )
 
 
+_MEANING = {
+    "mask": "True stands where a position may be looked at.",
+    "bias": "It is added to the scores.",
+}
+
+
 def _batched(
-    mask: Array | None, batch: tuple[int, ...], inner: tuple[int, ...]
+    name: str, mask: Array | None, batch: tuple[int, ...], inner: tuple[int, ...]
 ) -> Array | None:
     """A mask of shape (batch or 1, heads or 1, q_seq, kv_seq), each inner axis or 1."""
     if mask is None:
@@ -247,9 +267,9 @@ def _batched(
     pairs = zip(mask.shape, full, strict=False)
     if lead is None or any(n not in (1, m) for n, m in pairs):
         raise ValueError(
-            f"`mask` of {_CALL} must have the shape {inner[1:]}, "
+            f"`{name}` of {_CALL} must have the shape {inner[1:]}, "
             f"{(*batch, *inner[1:])} or {(*batch, *inner)}, each axis possibly 1; got "
-            f"{describe(mask)}. True stands where a position may be looked at."
+            f"{describe(mask)}. {_MEANING[name]}"
         )
     if mask.ndim == 2:
         mask = mask.reshape((1,) * (len(batch) + 1) + mask.shape)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from .._autocast import with_ambient_recipe
 from .._typing import DTypeLike
-from ._elementwise import activate, dropout
+from ._elementwise import activate, activate_gated, dropout
 from ._layers import LayerNorm, Linear, RMSNorm, check_rate, check_size
 from ._multihead import Implementation, MaskType, MultiheadAttention
 
@@ -22,6 +22,10 @@ class TransformerLayer(eqx.Module):
     $$h = x + \operatorname{Attention}(\operatorname{Norm}(x)), \qquad
     \text{out} = h + W_2\, \phi(W_1 \operatorname{Norm}(h) + b_1) + b_2$$
 
+    With `gated_mlp` what goes into $W_2$ is $\phi(W_1 n + b_1) \odot (V n + c)$, where
+    $n$ is the norm of $h$: SwiGLU with `activation=jax.nn.silu`, GeGLU with
+    `jax.nn.gelu`, ReGLU with `jax.nn.relu`.
+
     The arguments are named as those of Transformer Engine's layer for JAX where both
     have them. Dropout is off unless asked for, and the activation is GELU.
 
@@ -30,6 +34,7 @@ class TransformerLayer(eqx.Module):
         attention: An `mpx.nn.MultiheadAttention`.
         mlp_norm: The norm in front of the perceptron.
         mlp_in: $W_1$ and $b_1$.
+        mlp_gate: $V$ and $c$ of a gated perceptron, or None.
         mlp_out: $W_2$ and $b_2$.
 
     Args:
@@ -44,6 +49,7 @@ class TransformerLayer(eqx.Module):
         layernorm_epsilon: What the norms add to the variance.
         activation: $\phi$, a function of one array, element by element. It is computed
             in float32, and again in the backward pass.
+        gated_mlp: Whether the perceptron is gated.
         self_attention_mask_type: "causal" or "no_mask".
         use_bias: Whether the linear layers have a bias.
         use_rotary_positions: Whether queries and keys are turned by their positions.
@@ -65,6 +71,7 @@ class TransformerLayer(eqx.Module):
     attention: MultiheadAttention
     mlp_norm: LayerNorm | RMSNorm
     mlp_in: Linear
+    mlp_gate: Linear | None
     mlp_out: Linear
     activation: Callable[[Array], Array] = eqx.field(static=True)
     hidden_dropout: float = eqx.field(static=True)
@@ -81,6 +88,7 @@ class TransformerLayer(eqx.Module):
         layernorm_type: Literal["layernorm", "rmsnorm"] = "layernorm",
         layernorm_epsilon: float = 1e-6,
         activation: Callable[[Array], Array] = jax.nn.gelu,
+        gated_mlp: bool = False,
         self_attention_mask_type: MaskType = "no_mask",
         use_bias: bool = True,
         use_rotary_positions: bool = False,
@@ -113,9 +121,14 @@ class TransformerLayer(eqx.Module):
         )
         self.attention_norm = norm(hidden_size, epsilon=epsilon, dtype=dtype)
         self.mlp_norm = norm(hidden_size, epsilon=epsilon, dtype=dtype)
-        self.mlp_in = Linear(
-            hidden_size, mlp_hidden_size, use_bias=use_bias, dtype=dtype, key=in_key
-        )
+
+        def linear_in(key: PRNGKeyArray) -> Linear:
+            sizes = hidden_size, mlp_hidden_size
+            return Linear(*sizes, use_bias=use_bias, dtype=dtype, key=key)
+
+        self.mlp_in = linear_in(in_key)
+        gate_key = jax.random.fold_in(in_key, 1)
+        self.mlp_gate = linear_in(gate_key) if gated_mlp else None
         self.mlp_out = Linear(
             mlp_hidden_size, hidden_size, use_bias=use_bias, dtype=dtype, key=out_key
         )
@@ -128,6 +141,7 @@ class TransformerLayer(eqx.Module):
         x: Float[Array, "*batch seq hidden"],
         *,
         mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
         key: PRNGKeyArray | None = None,
         inference: bool = False,
     ) -> Float[Array, "*batch seq hidden"]:
@@ -137,6 +151,7 @@ class TransformerLayer(eqx.Module):
             x: The sequence, with any number of leading axes.
             mask: True where a position may be looked at; see
                 `mpx.nn.MultiheadAttention`.
+            bias: What is added to the scores of attention; see there, too.
             key: A PRNG key for dropout.
             inference: Whether dropout is switched off.
 
@@ -155,7 +170,14 @@ class TransformerLayer(eqx.Module):
             return dropout(y, rate, key) if rate and key is not None else y
 
         y = self.attention_norm(x)
-        y = self.attention(y, mask=mask, key=keys[0], inference=inference)
+        y = self.attention(y, mask=mask, bias=bias, key=keys[0], inference=inference)
         x = x + dropped(y, keys[1])
-        y = activate(self.activation, self.mlp_in(self.mlp_norm(x)))
+        y = self._activated(self.mlp_norm(x))
         return x + dropped(self.mlp_out(y), keys[2])
+
+    def _activated(self, x: Array) -> Array:
+        """What goes into the second product of the perceptron."""
+        y = self.mlp_in(x)
+        if self.mlp_gate is None:
+            return activate(self.activation, y)
+        return activate_gated(self.activation, y, self.mlp_gate(x))

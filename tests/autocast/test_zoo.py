@@ -157,6 +157,7 @@ def test_jitted(name, found, way, dtype):
     assert_close(found, dtype, traced(name, way, dtype)())
 
 
+@pytest.mark.slow
 @each_program()
 def test_eager(name, found):
     """Operation by operation: slow, and no different in float16."""

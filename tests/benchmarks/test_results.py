@@ -228,7 +228,7 @@ def test_the_committed_page_shows_the_committed_results():
     )
 
 
-@pytest.mark.parametrize("name", ["counts", "tables", "folds"])
+@pytest.mark.parametrize("name", ["counts", "tables", "folds", "recipes"])
 def test_doctests(name):
     module = importlib.import_module(f"benchmarks.{name}")
     found = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
@@ -237,7 +237,7 @@ def test_doctests(name):
 
 def test_every_result_has_a_table():
     names = {"sweep", "scaling", "autocast", "host", "time", "folds", "cuda"}
-    names |= {"recipe-counts", "recipe-time"}
+    names |= {"recipes", "errors", "recipe-counts", "recipe-time"}
     assert names == set(documentation.TABLES)
     for path in results.COMMITTED.glob("*.json"):
         found = results.read(path.stem)

@@ -125,6 +125,59 @@ def test_masks(shape, getkey):
     assert_close(found, expected, TOLERANCE["float32"])
 
 
+@pytest.mark.third_party  # JAX's attention promotes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(LENGTH, LENGTH), (1, HEADS, LENGTH, LENGTH)])
+def test_a_bias_of_the_scores(shape, dtype, getkey):
+    options = {"num_gqa_groups": 2, "self_attention_mask_type": "causal"}
+    mine, other = attention_pair(getkey(), dtype, **options)
+    x = jax.random.normal(getkey(), (2, LENGTH, HIDDEN))
+    bias = jax.random.normal(getkey(), shape)
+    found = gradients(lambda m, x, b: m(x, bias=b), mine, x.astype(dtype), bias)
+    expected = gradients(lambda m, x, b: m(x, bias=b), other, x, bias)
+    assert found[-1].dtype == jnp.float32 and jnp.abs(expected[-1]).max() > 0.01
+    assert_close(found, expected, TOLERANCE[dtype])
+    assert relative_error(found[-1], expected[-1]) <= 2 * TOLERANCE[dtype]
+    layer = mpx.nn.TransformerLayer(HIDDEN, 32, HEADS, key=getkey())
+    assert (layer(x, bias=bias) != layer(x)).any()
+
+
+GATED = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "reglu": jax.nn.relu}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in GATED), *(("swiglu", d) for d in HALF)],
+)
+def test_gated_perceptrons(name, dtype, getkey):
+    layer = mpx.nn.TransformerLayer(
+        HIDDEN, 32, HEADS, activation=GATED[name], gated_mlp=True, key=getkey()
+    )
+    x = jax.random.normal(getkey(), (2, LENGTH, HIDDEN))
+
+    def expected(layer, x):
+        h = x + layer.attention(layer.attention_norm(x))
+        n = layer.mlp_norm(h)
+        w1, v, w2 = (
+            lambda y, part=part: y @ part.weight.T + part.bias.reshape(1, 1, -1)
+            for part in (layer.mlp_in, layer.mlp_gate, layer.mlp_out)
+        )
+        return h + w2(GATED[name](w1(n)) * v(n))
+
+    found = gradients(lambda m, x: m(x), *mpx.cast_tree((layer, x), dtype))
+    assert_close(found, gradients(expected, layer, x), TOLERANCE[dtype])
+    plain = mpx.nn.TransformerLayer(HIDDEN, 32, HEADS, key=getkey())
+    assert plain.mlp_gate is None
+
+
+def test_a_gate_keeps_its_half_inputs():
+    from mpx.nn._elementwise import activate_gated
+
+    x = jnp.ones((4, 8), jnp.bfloat16)
+    kept = kept_arrays(lambda x, y: activate_gated(jax.nn.silu, x, y), x, x)
+    assert kept == [("bfloat16", (4, 8))] * 2
+
+
 @pytest.mark.parametrize("dtype", WIDE)
 def test_equinox_attention_with_the_same_weights(dtype, getkey):
     mine = mpx.nn.MultiheadAttention(HIDDEN, HEADS, use_bias=False, key=getkey())
@@ -301,6 +354,10 @@ BAD = {
     "mask shape": (
         lambda: attention()(jnp.asarray(X), mask=jnp.ones((3, 4), bool)),
         r"must have the shape \(3, 3\), \(2, 3, 3\) or \(2, 4, 3, 3\)",
+    ),
+    "bias shape": (
+        lambda: attention()(jnp.asarray(X), bias=jnp.ones((2, 4, 1, 2))),
+        "`bias` of `mpx.nn.MultiheadAttention` must have the shape",
     ),
     "mask rank": (
         lambda: attention()(jnp.asarray(X), mask=jnp.ones(3, bool)),

@@ -38,8 +38,8 @@ LAYERS = {
         4,
     ),
     "TransformerLayer": (
-        lambda key: mpx.nn.TransformerLayer(HIDDEN, 64, 4, key=key),
-        6,
+        lambda key: mpx.nn.TransformerLayer(HIDDEN, 64, 4, gated_mlp=True, key=key),
+        7,
     ),
 }
 

@@ -1,0 +1,363 @@
+"""Which products a recipe quantizes, and what the user can say about it."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+from mpx import Precision, Rule, Rules
+from tests.autocast.counting import relative_error
+from tests.helpers import unchecked_annotations
+
+WIDTH, HEADS, CLASSES = 32, 2, 10
+CURRENT, MXFP8 = mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()
+RECIPES = {
+    "current": CURRENT,
+    "block": mpx.Float8BlockScaling(),
+    "mxfp8": MXFP8,
+    "nvfp4": mpx.NVFP4BlockScaling(),
+    "custom": mpx.CustomRecipe(lambda role, for_wgrad: mpx.TensorQuantizer()),
+}
+
+
+class Block(eqx.Module):
+    """Attention and a perceptron, as somebody writes them who knows nothing of mpx."""
+
+    qkv: eqx.nn.Linear
+    out: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.qkv = eqx.nn.Linear(WIDTH, 3 * WIDTH, key=keys[0])
+        self.out = eqx.nn.Linear(WIDTH, WIDTH, key=keys[1])
+        self.up = eqx.nn.Linear(WIDTH, 2 * WIDTH, key=keys[2])
+        self.down = eqx.nn.Linear(2 * WIDTH, WIDTH, key=keys[3])
+
+    def __call__(self, x):
+        with jax.named_scope("attention"):
+            parts = jnp.split(jax.vmap(self.qkv)(x), 3, -1)
+            q, k, v = (p.reshape(len(x), HEADS, -1) for p in parts)
+            weights = jax.nn.softmax(jnp.einsum("shd,thd->hst", q, k))
+            mixed = jnp.einsum("hst,thd->shd", weights, v).reshape(len(x), -1)
+            x = x + jax.vmap(self.out)(mixed)
+        with jax.named_scope("mlp"):
+            return x + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(x)))
+
+
+class Model(eqx.Module):
+    table: eqx.nn.Embedding
+    blocks: list[Block]
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.table = eqx.nn.Embedding(CLASSES, WIDTH, key=keys[0])
+        self.blocks = [Block(k) for k in keys[1:3]]
+        self.head = eqx.nn.Linear(WIDTH, CLASSES, key=keys[3])
+
+    def __call__(self, tokens):
+        x = jax.vmap(self.table)(tokens)
+        for block in self.blocks:
+            x = block(x)
+        with jax.named_scope("head"):
+            return jax.vmap(self.head)(x)
+
+
+def loss(model, tokens):
+    logits = jax.vmap(model)(tokens)
+    chosen = jax.nn.log_softmax(logits)[..., :-1, :]
+    return -jnp.mean(jnp.take_along_axis(chosen, tokens[:, 1:, None], -1))
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    key = jax.random.key(0)
+    return Model(key), jax.random.randint(key, (4, 16), 0, CLASSES)
+
+
+def quantized(func, *args):
+    """The weights of the products that a recipe took, in their order."""
+    report = mpx.explain(func)(*args)
+    return [o.parameters for o in report.operations if o.is_low]
+
+
+LINEAR = [
+    (f"blocks[{i}].{name}.weight",)
+    for i in range(2)
+    for name in ("qkv", "out", "up", "down")
+]
+HEAD = ("head.weight",)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_of_weights_are_quantized_and_no_others(name, inputs):
+    func = mpx.autocast(loss, recipe=RECIPES[name])
+    report = mpx.explain(func)(*inputs)
+    low = [o.parameters for o in report.operations if o.is_low]
+    assert low == LINEAR
+    rest = {
+        o.reason.split("not quantized: ")[-1]
+        for o in report.operations
+        if o.primitive == "dot_general" and not o.is_low
+    }
+    assert rest == {"a product of data with data", "the final projection"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_are_near_those_of_half_precision(name, inputs):
+    half = eqx.filter_grad(mpx.autocast(loss))(*inputs)
+    low = eqx.filter_jit(eqx.filter_grad(mpx.autocast(loss, recipe=RECIPES[name])))(
+        *inputs
+    )
+    error = relative_error(low, half)
+    assert 1e-3 < error < (0.6 if name == "nvfp4" else 0.15)
+    assert all(g.dtype == np.float32 for g in jax.tree.leaves(low))
+
+
+def low(**conditions):
+    return Rule(Precision.LOW, **conditions)
+
+
+def half(**conditions):
+    return Rule(Precision.HALF, **conditions)
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (low(scope="head"), [*LINEAR, HEAD]),
+        (low(parameter="head.weight"), [*LINEAR, HEAD]),
+        (half(scope="attention"), [LINEAR[i] for i in (2, 3, 6, 7)]),
+        (half(parameter="blocks[0]*"), LINEAR[4:]),
+        (
+            half(when=lambda c: c.multiplications <= 64 * 32 * 64),
+            [LINEAR[0], LINEAR[4]],
+        ),
+    ],
+    ids=["scope", "parameter", "not a scope", "not a block", "not small ones"],
+)
+def test_rules(rules, expected, inputs):
+    func = mpx.autocast(loss, recipe=CURRENT, rules=Rules(rules))
+    assert quantized(func, *inputs) == expected
+
+
+def test_attention_in_low_precision_is_an_option(inputs):
+    """Transformer Engine's `fp8_dpa`: scores and weighted values, too."""
+    rules = Rules(low(scope="attention"))
+    func = mpx.autocast(loss, recipe=CURRENT, rules=rules)
+    assert len(quantized(func, *inputs)) == len(LINEAR) + 2 * 2
+    grads = eqx.filter_grad(func)(*inputs)
+    error = relative_error(grads, eqx.filter_grad(mpx.autocast(loss))(*inputs))
+    assert 1e-3 < error < 0.15
+
+
+def test_a_rule_may_name_a_recipe(inputs):
+    rules = Rules(Rule(MXFP8, scope="mlp"))
+    report = mpx.explain(mpx.autocast(loss, recipe=CURRENT, rules=rules))(*inputs)
+    names = [
+        o.reason.split(";")[1].split(",")[0] for o in report.operations if o.is_low
+    ]
+    per_block = ["Float8CurrentScaling"] * 2 + ["MXFP8BlockScaling"] * 2
+    assert [name.strip() for name in names] == 2 * per_block
+    alone = mpx.autocast(loss, rules=rules)
+    assert len(quantized(alone, *inputs)) == 4
+
+
+def layers(params, x):
+    """Three layers in different regions, and a head."""
+    x = jnp.tanh(x @ params[0])
+    with mpx.autocast(recipe=MXFP8):
+        x = jnp.tanh(x @ params[1])
+        with mpx.autocast(recipe=None):
+            x = jnp.tanh(x @ params[2])
+        with mpx.autocast(enabled=False):
+            x = jnp.tanh(x @ params[3])
+    return jnp.sum(jnp.tanh(x @ params[4]) @ params[5])
+
+
+@pytest.fixture(scope="module")
+def square():
+    keys = jax.random.split(jax.random.key(1), 7)
+    ws = [jax.random.normal(k, (WIDTH, WIDTH)) / 6 for k in keys[:6]]
+    return ws, jax.random.normal(keys[6], (8, WIDTH))
+
+
+def test_regions_nest_and_follow(square):
+    report = mpx.explain(mpx.autocast(layers, recipe=CURRENT))(*square)
+    found = [(o.parameters, o.reason) for o in report.operations if o.is_low]
+    assert [p for p, _ in found] == [("[0]",), ("[1]",), ("[4]",)]
+    recipes = [reason.split(";")[1].split(",")[0].strip() for _, reason in found]
+    assert recipes == ["Float8CurrentScaling", "MXFP8BlockScaling"] + recipes[:1]
+    assert quantized(mpx.autocast(layers), *square) == [("[1]",)]
+
+
+def test_regions_hold_inside_of_programs_that_were_traced_before(square):
+    @jax.jit
+    def product(w, x):
+        return jnp.tanh(x @ w)
+
+    def func(params, x):
+        with mpx.autocast(recipe=CURRENT):
+            x = product(params[0], x)
+        return product(params[1], x)
+
+    product(square[0][0], square[1])
+    assert len(quantized(mpx.autocast(func), *square)) == 1
+
+
+def test_a_layer_that_returns_no_loss_has_no_final_projection(square):
+    func = mpx.autocast(lambda w, x: x @ w[0], recipe=CURRENT)
+    assert quantized(func, *square) == [("[0]",)]
+
+
+def test_the_final_projection_is_quantized_if_it_is_all_there_is(square):
+    func = mpx.autocast(lambda w, x: jnp.sum(x @ w[0]), recipe=CURRENT)
+    assert quantized(func, *square) == [("[0]",)]
+
+
+def test_the_arrays_of_a_module_are_its_weights_and_its_input_is_data(inputs):
+    layer = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 1, key=jax.random.key(0))
+    x = jnp.ones((WIDTH, WIDTH))
+    batched = mpx.autocast(eqx.filter_vmap(layer), recipe=CURRENT)
+    assert quantized(batched, x) == [("layers[0].weight",), ("layers[1].weight",)]
+
+
+def test_weights_that_are_computed_from_weights_are_weights(square):
+    """Weight normalization, a fused kernel, a transpose, a cast, a slice."""
+
+    def func(params, x):
+        normed = params[0] / jnp.linalg.norm(params[0], axis=0, keepdims=True)
+        fused = jnp.concatenate([params[1], params[2]], axis=1)
+        y = jnp.tanh(x @ normed) @ fused
+        y = jnp.tanh(y[:, :WIDTH] @ params[3].T).astype(jnp.bfloat16)
+        y = y @ params[4].astype(jnp.bfloat16)
+        return y.astype(jnp.float32) @ params[5][:, : WIDTH // 2]
+
+    report = mpx.explain(mpx.autocast(func, recipe=CURRENT))(*square)
+    assert sum(o.is_low for o in report.operations) == 5
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4"])
+def test_every_form_of_product(name, square):
+    """Weight first, batches of weights, several contracted axes, a convolution."""
+    w, x = square[0][0], square[1]
+
+    def func(w, x):
+        heads = w.reshape(WIDTH, 4, 8)
+        y = jnp.einsum("bi,ihd->bhd", x, heads)
+        y = jnp.einsum("bhd,hdo->bo", y, w.reshape(4, 8, WIDTH))
+        y = (w @ y.T).T
+        experts = jnp.stack([w, w.T])
+        return jnp.einsum("ebi,eio->ebo", jnp.stack([y, 2 * y]), experts)
+
+    low = mpx.autocast(func, recipe=RECIPES[name])
+    assert len(quantized(low, w, x)) == 4
+    tolerance = 0.5 if name == "nvfp4" else 0.1
+    assert relative_error(jax.jit(low)(w, x), func(w, x)) < tolerance
+
+    def gradient(f):
+        return jax.jit(jax.grad(lambda w, x: jnp.sum(f(w, x) ** 2), (0, 1)))(w, x)
+
+    assert relative_error(gradient(low), gradient(func)) < 3 * tolerance
+
+
+def test_convolutions(getkey):
+    kernel = jax.random.normal(getkey(), (3, 3, 4, 8)) / 6
+    x = jax.random.normal(getkey(), (2, 8, 8, 4))
+
+    def func(kernel, x):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    low = mpx.autocast(func, recipe=CURRENT)
+    assert len(quantized(low, kernel, x)) == 1
+    assert 1e-3 < relative_error(low(kernel, x), func(kernel, x)) < 0.1
+    grads = jax.grad(lambda *a: jnp.sum(low(*a) ** 2), (0, 1))(kernel, x)
+    exact = jax.grad(lambda *a: jnp.sum(func(*a) ** 2), (0, 1))(kernel, x)
+    assert 1e-3 < relative_error(grads, exact) < 0.2
+    with pytest.raises(ValueError, match="found no product"):
+        mpx.autocast(func, recipe=MXFP8)(kernel, x)
+
+
+def test_nothing_to_quantize_is_an_error(square):
+    w, x = square[0][0], square[1]
+    with pytest.raises(ValueError, match="found no product of data with a weight"):
+        mpx.autocast(lambda w, x: jnp.sum(x) * jnp.sum(w), recipe=CURRENT)(w, x)
+    with pytest.raises(ValueError, match="put `jax.vmap` inside"):
+        jax.vmap(mpx.autocast(lambda w, x: x @ w, recipe=CURRENT), (None, 0))(w, x)
+    closed_over = mpx.autocast(lambda x: x @ w, recipe=CURRENT)
+    with pytest.raises(ValueError, match="closes over are constants"):
+        closed_over(x)
+    with pytest.raises(ValueError, match="closes over are constants"):
+        mpx.autocast(lambda x: jnp.tanh(x @ w.T), recipe=CURRENT)(x)
+    assert mpx.autocast(lambda x, w: x @ w, recipe=CURRENT, weights=1)(x, w).size
+
+
+def test_a_recipe_around_a_gradient_is_an_error(inputs):
+    with pytest.raises(ValueError, match="not the other way round"):
+        mpx.autocast(eqx.filter_grad(loss), recipe=CURRENT)(*inputs)
+
+
+def test_forward_mode_is_an_error_that_says_so(square):
+    func = mpx.autocast(lambda w, x: x @ w, recipe=CURRENT)
+    w, x = square[0][0], square[1]
+    with pytest.raises(TypeError, match="forward-mode.*recipe=None"):
+        jax.jvp(lambda w: func(w, x), (w,), (w,))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", mpx.Float8CurrentScaling])
+def test_what_is_no_recipe(recipe):
+    with unchecked_annotations(), pytest.raises(TypeError, match="a recipe such as"):
+        mpx.autocast(loss, recipe=recipe)
+
+
+def test_an_unknown_target():
+    with pytest.raises(ValueError, match="sm_90"):
+        mpx.autocast(loss, recipe=CURRENT, target="abacus")
+
+
+def test_strict_refuses_a_slow_path(inputs):
+    strict = mpx.autocast(loss, recipe=CURRENT, strict=True, target="sm_80")
+    with pytest.raises(ValueError, match="units of low precision.*FP8 units"):
+        strict(*inputs)
+    fast = mpx.autocast(loss, recipe=CURRENT, strict=True, target="sm_90")
+    assert np.isfinite(fast(*inputs))
+
+
+def test_a_recipe_is_traced_once_for_many_steps(inputs):
+    model, tokens = inputs
+    traces = []
+
+    def counted(model, tokens):
+        traces.append(1)
+        return loss(model, tokens)
+
+    step = eqx.filter_jit(eqx.filter_grad(mpx.autocast(counted, recipe=CURRENT)))
+    for i in range(3):
+        step(model, tokens + i)
+    assert len(traces) == 1
+
+
+def test_custom_derivatives_inside_keep_their_own_precision(square):
+    """What a derivative rule computes is not ours to quantize."""
+
+    @jax.custom_vjp
+    def product(w, x):
+        return x @ w
+
+    product.defvjp(
+        lambda w, x: (x @ w, (w, x)), lambda kept, g: (kept[1].T @ g, g @ kept[0].T)
+    )
+
+    def func(params, x):
+        return jax.nn.relu(product(params[0], x)) @ params[1]
+
+    report = mpx.explain(mpx.autocast(func, recipe=CURRENT))(square[0][:2], square[1])
+    assert [o.parameters for o in report.operations if o.is_low] == [("[1]",)]
+    reasons = [o.reason for o in report.operations if o.primitive == "dot_general"]
+    assert any("derivative rule of its own" in reason for reason in reasons)

@@ -1,0 +1,47 @@
+"""A very small GPT in low precision: it learns as in float32, but for a little.
+
+The real comparison, over seeds, is `python -m benchmarks recipes`.
+"""
+
+import jax
+import pytest
+
+from examples.gpt.config import Config, ModelConfig
+from examples.gpt.data import load_data
+from examples.gpt.train import train
+
+# Flax and Optax need JAX's own promotion.
+pytestmark = pytest.mark.third_party
+
+CONFIG = Config(
+    steps=40,
+    batch_size=16,
+    warmup_steps=5,
+    checkpoint_every=40,
+    test_texts=128,
+    model=ModelConfig(context=16, width=32, hidden=64, blocks=1, heads=2),
+)
+
+
+def trained(precision):
+    """The training losses, and the loss on held-out texts."""
+    auto = (jax.sharding.AxisType.Auto,)
+    one = jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
+    result, rows = train(CONFIG, precision, load_data(CONFIG), mesh=one)
+    return [row.loss for row in rows], result.test_loss
+
+
+@pytest.fixture(scope="module")
+def full():
+    return trained("float32")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "limit"),
+    [("current", 0.005), ("delayed", 0.005), ("mxfp8", 0.005), ("nvfp4", 0.015)],
+)
+def test_it_learns_as_in_full_precision(full, recipe, limit):
+    losses, final = trained(recipe)
+    assert losses[-1] < 0.7 * losses[0]
+    assert losses != full[0]  # something was quantized
+    assert abs(final / full[1] - 1) < limit

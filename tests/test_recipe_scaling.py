@@ -1,0 +1,471 @@
+"""The state of delayed scaling: made by tracing, threaded through steps, and kept."""
+
+import copy
+import functools
+import pickle
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import mpx
+from tests.grad.cases import same_bits
+
+N = 16
+# XLA may keep more digits than bfloat16 has, or not, as it fuses.
+ULP = 2.0**-7
+RECIPE = mpx.DelayedScaling(amax_history_len=4)
+# Also the last product, so that two suffice.
+EVERY = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
+autocast = functools.partial(mpx.autocast, recipe=RECIPE, rules=EVERY)
+
+
+def forward(params, x):
+    return jnp.tanh(x @ params["first"]) @ params["second"]
+
+
+@autocast
+def loss(params, x):
+    return jnp.sum(forward(params, x) ** 2) / N
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 3)
+    first = jax.random.normal(keys[0], (N, 2 * N)) / 4
+    second = jax.random.normal(keys[1], (2 * N, N)) / 4
+    return {"first": first, "second": second}, jax.random.normal(keys[2], (2 * N, N))
+
+
+def step(func, scaling, *args, **options):
+    """One step of a training run, jitted: the result of the gradient function."""
+    call = mpx.filter_value_and_grad(func, scaling, **options)
+    return call(*args)
+
+
+def amaxes_of(func, *args, **options):
+    scaling = mpx.init_scaling(func, *args)
+    run = jax.jit(lambda s, args: step(func, s, *args, **options)._parts["_scaled"])
+    return run(scaling, args).amaxes[0]
+
+
+@pytest.fixture(scope="module")
+def amaxes(inputs):
+    return amaxes_of(loss, *inputs)
+
+
+def test_a_scaling_of_the_slots_of_a_function(inputs):
+    scaling = mpx.init_scaling(loss, *inputs)
+    assert isinstance(scaling, mpx.RecipeScaling)
+    assert isinstance(scaling.loss, mpx.NoLossScaling)
+    scales = scaling.scales_by_weight()
+    assert list(scales) == ["['first'] (16x32)", "['second'] (32x16)"]
+    assert all(np.array_equal(x, [1, 1, 1]) for x in scales.values())
+    half = mpx.autocast(loss.__wrapped__, jnp.float16, recipe=RECIPE, rules=EVERY)
+    scaling = mpx.init_scaling(half, *inputs)
+    assert isinstance(scaling.loss, mpx.DynamicLossScaling)
+    assert float(scaling.loss_scale) == float(scaling.loss.loss_scale) > 1
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    assert mpx.init_scaling(loss, *shapes).scales_by_weight().keys() == scales.keys()
+
+
+def test_amaxes_are_those_of_the_arrays(inputs, amaxes):
+    params, x = inputs
+    hidden = jnp.tanh(x.astype(jnp.bfloat16) @ params["first"].astype(jnp.bfloat16))
+    expected = [[np.abs(x).max(), np.abs(params["first"]).max()]]
+    expected += [[np.abs(hidden).max(), np.abs(params["second"]).max()]]
+    assert np.allclose(amaxes[:, :2], np.float32(expected), rtol=2e-2)
+    assert np.array_equal(amaxes[:, 1], np.float32(expected)[:, 1])
+    assert np.all(amaxes[:, 2] > 0)
+
+
+def test_histories_of_forty_steps(inputs):
+    """Against the recipe's own rule, step by step, with bad steps in between."""
+    params, x = inputs
+    scaling = mpx.init_scaling(loss, *inputs)
+    run = jax.jit(lambda s, x: step(loss, s, params, x))
+    state = [[RECIPE.init() for _ in mpx.Role] for _ in params]
+    for i in range(40):
+        scale = {7: 0.0, 11: 1e-30, 20: 1e4}.get(i, 1.0 + i % 5)
+        bad = i in (3, 25)
+        result = run(scaling, x * scale + (np.nan if bad else 0))
+        assert bool(result.finite) is not bad
+        seen = np.asarray(result._parts["_scaled"].amaxes[0])
+        if not bad:
+            state = [
+                [
+                    RECIPE.update(s, jnp.asarray(a), role)
+                    for s, a, role in zip(row, got, mpx.Role, strict=True)
+                ]
+                for row, got in zip(state, seen, strict=True)
+            ]
+        scaling = result.scaling
+        now = scaling.scales[0]
+        assert np.array_equal(now.scale, [[s.scale for s in row] for row in state])
+        histories = [[s.amax_history for s in row] for row in state]
+        assert np.array_equal(now.amax_history, histories)
+    assert int(scaling.skipped) == 2 and int(scaling.record.steps) == 40
+
+
+def scanned(params, x, wrap=lambda f: f):
+    """Two layers as a scan over stacked weights, and one weight in every turn."""
+    first = jnp.stack([params["first"][:, :N], params["first"][:, N:]])
+    body = wrap(lambda x, w: (jnp.tanh(x @ w) @ params["second"][:N], None))
+    x, _ = jax.lax.scan(body, x, first)
+    return jnp.sum(x**2)
+
+
+def unrolled(params, x):
+    for w in (params["first"][:, :N], params["first"][:, N:]):
+        x = jnp.tanh(x @ w) @ params["second"][:N]
+    return jnp.sum(x**2)
+
+
+def stacked(params, x):
+    layers, shared = params
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) @ shared, None), x, layers)
+    return jnp.sum(x**2)
+
+
+def test_layers_of_a_scan_have_slots_of_their_own(inputs):
+    """And a weight of all turns has the maximum, not the sum."""
+    params, x = inputs
+    layers = jnp.stack([params["first"][:, :N], 2 * params["first"][:, N:]])
+    shared = params["second"][:N]
+    func = autocast(stacked)
+    scaling = mpx.init_scaling(func, (layers, shared), x)
+    shapes = {name: s.shape for name, s in scaling.scales_by_weight().items()}
+    assert shapes == {"[0] (16x16 of 2)": (2, 3), "[1] (16x16)": (3,)}
+    seen = amaxes_of(func, (layers, shared), x)
+    assert np.array_equal(seen[:2, 1], np.abs(layers).max((1, 2)))
+    assert seen[2, 1] == np.abs(shared).max()
+    one_by_one = amaxes_of(autocast(unrolled), *inputs)
+    turns = amaxes_of(autocast(scanned), *inputs)
+    joined = np.stack([np.max(turns[:2], axis=0), turns[2]])
+    assert np.allclose(joined, one_by_one, rtol=ULP)
+
+
+def test_a_weight_inside_of_a_scan_and_outside(inputs):
+    params, x = inputs
+    layers = jnp.stack([params["first"][:, :N], 3 * params["first"][:, N:]])
+
+    def both(layers, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ layers[1], layers)
+        return jnp.sum(x**2)
+
+    func = autocast(both)
+    names = list(mpx.init_scaling(func, layers, x).scales_by_weight())
+    assert names == [" (16x16)", " (16x16 of 2)"]
+    seen = amaxes_of(func, layers, x)
+    expected = [jnp.abs(w).max() for w in (layers[1], *layers)]
+    assert np.array_equal(seen[:, 1], expected)
+
+
+def test_two_recipes_for_one_use_are_an_error(inputs):
+    def func(w, x):
+        y = x @ w
+        with mpx.autocast(recipe=mpx.DelayedScaling(margin=1)):
+            return jnp.sum((y @ w) @ w)
+
+    with pytest.raises(ValueError, match="two recipes with a state"):
+        mpx.init_scaling(autocast(func), inputs[0]["first"][:, :N], inputs[1])
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, jax.remat])
+def test_programs_within_the_program_change_nothing(inputs, wrap):
+    plain = amaxes_of(autocast(scanned), *inputs)
+    assert np.array_equal(
+        amaxes_of(autocast(functools.partial(scanned, wrap=wrap)), *inputs), plain
+    )
+
+
+def test_uses_of_one_weight_are_joined_by_maximum(inputs, amaxes):
+    params, x = inputs
+
+    def twice(params, x):
+        return loss.__wrapped__(params, x) + loss.__wrapped__(params, 3 * x)
+
+    seen = amaxes_of(autocast(twice), params, x)
+    assert float(seen[0, 0]) == float(jnp.bfloat16(3 * np.abs(x).max()))
+    assert np.array_equal(seen[:, 1], amaxes[:, 1])
+    # Two calls of an autocast function are no different.
+    calls = lambda p, x: loss(p, x) + loss(p, 3 * x)  # noqa: E731
+    assert mpx.init_scaling(calls, params, x).calls == 2
+    assert np.array_equal(amaxes_of(calls, params, x, policy="full"), seen)
+
+
+def test_micro_batches_are_joined_by_maximum(inputs):
+    params, x = inputs
+    parts = [amaxes_of(loss, params, x[i::4]) for i in range(4)]
+    seen = amaxes_of(loss, params, x, accumulate=4)
+    assert np.allclose(seen, np.max(parts, axis=0), rtol=1e-2)
+    assert np.array_equal(seen[:, 1], parts[0][:, 1])
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", "unchecked"])
+def test_eight_devices_see_what_one_sees(inputs, amaxes, kind):
+    params, x = inputs
+    explicit = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(explicit,))
+    if kind in ("auto", "explicit"):
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        with jax.set_mesh(mesh):
+            assert np.allclose(amaxes_of(loss, params, x), amaxes, rtol=ULP)
+        return
+
+    def inner(params, x):
+        return jax.lax.psum(loss.__wrapped__(params, x), "data")
+
+    @autocast
+    def sharded(params, x):
+        return jax.shard_map(
+            inner,
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            check_vma=kind == "shard_map",
+        )(params, x)
+
+    assert np.allclose(amaxes_of(sharded, params, x), amaxes, rtol=ULP)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_step_within_shard_map(inputs, amaxes, check):
+    params, x = inputs
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def one(params, x, scaling):
+        return step(loss, scaling, params, x)._parts["_scaled"].amaxes[0]
+
+    run = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P()),
+        out_specs=P(),
+        check_vma=check,
+    )
+    seen = jax.jit(run)(params, x, mpx.init_scaling(loss, *inputs))
+    assert np.allclose(seen, amaxes, rtol=ULP)
+
+
+def test_vmap_outside_is_an_error(inputs):
+    params, x = inputs
+
+    def batched(params, x):
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, x.reshape(2, N, N)))
+
+    with pytest.raises(ValueError, match="outside of vmap"):
+        mpx.init_scaling(batched, params, x)
+    scaling = mpx.init_scaling(loss, params, x)
+    with pytest.raises(ValueError, match="outside of vmap"):
+        step(batched, scaling, params, x, policy="full")
+    inside = autocast(
+        lambda p, x: jnp.mean(jax.vmap(loss.__wrapped__, (None, 0))(p, x))
+    )
+    assert step(
+        inside,
+        mpx.init_scaling(inside, params, x.reshape(2, N, N)),
+        params,
+        x.reshape(2, N, N),
+    ).finite
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_a_loop_outside_is_an_error(inputs, loop):
+    """JAX would add up the amaxes of its turns."""
+
+    def looped(params, x):
+        if loop == "while":
+            return jax.lax.while_loop(
+                lambda c: c < 1, lambda c: c + loss(params, x), jnp.zeros(())
+            )
+        return jnp.sum(jax.lax.map(lambda x: loss(params, x), x.reshape(2, N, N)))
+
+    with pytest.raises(ValueError, match=f"called in the {loop}.*add up the amaxes"):
+        mpx.init_scaling(looped, *inputs)
+
+
+def test_no_state_is_an_error_that_names_the_ways_out(inputs):
+    with pytest.raises(ValueError, match=r"filter_grad.*init_scaling.*mpx\.freeze"):
+        loss(*inputs)
+    with pytest.raises(ValueError, match="has a state"):
+        step(loss, mpx.NoLossScaling(), *inputs)
+    scaling = mpx.init_scaling(loss, *inputs)
+    with pytest.raises(TypeError, match="amaxes of the recipe would be lost"):
+        mpx.calculate_scaled_grad(loss, scaling)(*inputs)
+
+
+def test_a_state_of_another_model_is_an_error(inputs):
+    params, x = inputs
+    scaling = mpx.init_scaling(loss, *inputs)
+    wider = {**params, "second": jnp.ones((2 * N, 2 * N))}
+    with pytest.raises(ValueError, match=r"no scales for `\['second'\]`.*32x16"):
+        step(loss, scaling, wider, x)
+    renamed = mpx.init_scaling(
+        autocast(lambda w, x: x @ w[0] @ w[1]), (params["first"], params["second"]), x
+    )
+    with pytest.raises(ValueError, match="exactly the slots of this program"):
+        scaling.with_state(renamed)
+
+
+def train(scaling, params, x, steps, recipe=RECIPE):
+    func = mpx.autocast(loss.__wrapped__, recipe=recipe, rules=EVERY)
+    optimizer = optax.sgd(1e-2)
+
+    @jax.jit
+    def one(params, scaling):
+        result = step(func, scaling, params, x)
+        params, _, scaling = mpx.optimizer_step(
+            params, optimizer, optimizer.init(params), result
+        )
+        return params, scaling, result.value
+
+    value = None
+    for _ in range(steps):
+        params, scaling, value = one(params, scaling)
+    return params, scaling, value
+
+
+KEEPERS = {
+    "pickle": lambda s, _: pickle.loads(pickle.dumps(s)),
+    "deepcopy": lambda s, _: copy.deepcopy(s),
+    "state_dict": lambda s, new: new.with_state(s.state_dict()),
+    "leaves": lambda s, new: jax.tree.unflatten(
+        jax.tree.structure(new), jax.tree.leaves(s)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_run_goes_on_bit_for_bit(inputs, name):
+    params, x = inputs
+    new = mpx.init_scaling(loss, *inputs)
+    whole = train(new, params, x, 5)
+    params, scaling, _ = train(new, params, x, 2)
+    again = train(KEEPERS[name](scaling, new), params, x, 3)
+    assert same_bits(again, whole)
+
+
+def test_a_run_goes_on_with_another_recipe(inputs):
+    params, x = inputs
+    params, scaling, _ = train(mpx.init_scaling(loss, *inputs), params, x, 3)
+    longer = mpx.DelayedScaling(amax_history_len=8, margin=1)
+    func = mpx.autocast(loss.__wrapped__, recipe=longer, rules=EVERY)
+    moved = mpx.init_scaling(func, *inputs).with_state(scaling)
+    assert moved.scales[0].amax_history.shape == (2, 3, 8)
+    assert np.array_equal(moved.scales[0].scale, scaling.scales[0].scale)
+    history = scaling.scales[0].amax_history
+    assert np.array_equal(moved.scales[0].amax_history[..., -3:], history[..., 1:])
+    _, after, value = train(moved, params, x, 2, longer)
+    assert np.isfinite(value)
+    # And to one without a state, which has nothing to keep.
+    current = mpx.autocast(loss.__wrapped__, recipe=mpx.Float8CurrentScaling())
+    assert type(mpx.init_scaling(current, *inputs)) is mpx.NoLossScaling
+    assert np.isfinite(step(current, after.loss, params, x).value)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "state of a `RecipeScaling`"),
+        ({"kind": "RecipeScaling", "version": 2, "slots": {}}, "Install a newer"),
+        ({"kind": "NoLossScaling", "version": 1}, "got that of 'NoLossScaling'"),
+    ],
+)
+def test_bad_states(inputs, state, message):
+    with pytest.raises(ValueError, match=message):
+        mpx.init_scaling(loss, *inputs).with_state(state)
+
+
+def test_a_state_of_the_wrong_shape(inputs):
+    scaling = mpx.init_scaling(loss, *inputs)
+    state = scaling.state_dict()
+    name = next(iter(state["slots"]))
+    state["slots"][name] = {"scale": np.ones(2), "amax_history": np.ones((2, 4))}
+    with pytest.raises(ValueError, match=r"is of \(3,\); got scales of \(2,\)"):
+        scaling.with_state(state)
+    with pytest.raises(ValueError, match="init_scaling.*with_state"):
+        mpx.RecipeScaling.from_state_dict(scaling.state_dict())
+    with pytest.raises(ValueError, match="init_scaling.*with_state"):
+        mpx.NoLossScaling.__base__.from_state_dict(scaling.state_dict())
+
+
+def test_frozen_scales_for_evaluation(inputs):
+    params, scaling, _ = train(mpx.init_scaling(loss, *inputs), *inputs, 3)
+    x = inputs[1]
+    value = jax.jit(lambda s, x: mpx.freeze(loss, s)(params, x))(scaling, x)
+    assert value == pytest.approx(float(step(loss, scaling, params, x).value), rel=1e-2)
+    fresh = mpx.freeze(loss, mpx.init_scaling(loss, *inputs))(params, x)
+    assert float(fresh) != float(value)
+    with pytest.raises(TypeError, match="needs no freezing"):
+        mpx.freeze(loss, mpx.NoLossScaling())
+
+
+def test_one_trace_for_many_steps(inputs):
+    params, x = inputs
+    traces = []
+
+    def counted(params, x):
+        traces.append(1)
+        return forward(params, x).sum()
+
+    func = autocast(counted)
+    scaling = mpx.init_scaling(func, params, x)
+    traces.clear()
+    run = jax.jit(lambda s, x: step(func, s, params, x).scaling)
+    for _ in range(3):
+        scaling = run(scaling, x)
+    assert len(traces) == 1
+    if isinstance(scaling, eqx.Module):
+        assert int(scaling.record.steps) == 3
+
+
+def test_a_warm_start_is_current_scaling(inputs):
+    cold, warm = (
+        mpx.DelayedScaling(amax_history_len=4, warm_start=is_warm)
+        for is_warm in (False, True)
+    )
+    values = {}
+    for recipe in (cold, warm, mpx.Float8CurrentScaling()):
+        func = mpx.autocast(loss.__wrapped__, recipe=recipe, rules=EVERY)
+        scaling = mpx.init_scaling(func, *inputs)
+        run = jax.jit(lambda s, f=func: step(f, s, *inputs))
+        values[recipe] = run(scaling)
+    *_, current = values.values()
+    assert same_bits(values[warm].grads, current.grads)
+    assert not same_bits(values[cold].grads, current.grads)
+    # From the second step on there is no difference.
+    after = [values[r].scaling.scales[0].scale for r in (cold, warm)]
+    assert np.allclose(*after, rtol=0.1) and np.all(after[1] > 0)
+
+
+def test_full_precision_control_keeps_the_state(inputs):
+    scaling = mpx.init_scaling(loss, *inputs)
+    result = step(loss, scaling, *inputs, use_mixed_precision=False)
+    assert result.value == loss.__wrapped__(*inputs)
+    assert same_bits(result.scaling.scales, scaling.scales)
+    assert int(result.scaling.record.steps) == 1
+
+
+def test_weights_are_quantized_once_for_all_micro_batches(inputs):
+    """XLA takes what does not change out of the loop: nothing of a weight's shape."""
+    params, x = inputs
+    scaling = mpx.init_scaling(loss, params, x)
+    compiled = jax.jit(lambda s: step(loss, s, params, x, accumulate=4).grads)
+    text = compiled.lower(scaling).compile().as_text()
+    programs = dict(re.findall(r"^(%[\w.-]+) [^\n]*{\n(.*?)^}", text, re.S | re.M))
+    waiting = re.findall(r"body=(%[\w.-]+)", text)
+    assert waiting
+    inside = ""
+    while waiting:
+        program = programs.pop(waiting.pop(), "")
+        inside += program
+        waiting += re.findall(r"(?:calls|to_apply|body)=(%[\w.-]+)", program)
+    rounded = set(re.findall(r"f32\[([\d,]+)\]\S* round-nearest-even", inside))
+    assert rounded == {f"{N // 2},{N}", f"{N // 2},{2 * N}"}
