@@ -56,14 +56,6 @@ CASES = [
 ]
 
 
-# Cases whose programs `make test` compares: each framework and each recipe.
-COMPARED = [
-    case
-    for case in CASES
-    if not case.head and (case.framework == "Equinox" or case.recipe == "delayed")
-]
-
-
 def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
     """Compiles the cases for a target."""
     cases = [dataclasses.asdict(case) for case in CASES if case.target == target]

@@ -108,7 +108,7 @@ def linear_product(
         right: The right operand.
         scales: float32[3], the scales of input, weight and gradient, for
             `DelayedScaling` and for no other recipe. Where one is 0, it is computed
-            from the array at hand (a warm start).
+            from the array at hand if the recipe has a `warm_start`, and else 1.
 
     Returns:
         The product in `product.dtype`. Its gradients come in the dtypes of the

@@ -46,15 +46,19 @@ def amax_and_scale(
         join: Joins amaxes over devices.
         role: Which slot is the array's.
         x: The array.
-        scales: The slots. Where one is 0, the scale is that of the amax.
+        scales: The slots. Where one is 0, which is how a recipe starts warm, the scale
+            is that of the amax, or 1 if the recipe does not.
     """
     if scales is None:
         return None, None
     assert isinstance(recipe, DelayedScaling)  # has been checked
-    amax = join(largest_magnitude(flushed(x.astype(jnp.float32))))
+    amax = join(flushed(largest_magnitude(x.astype(jnp.float32))))
     amax = refuse_batching(amax, scales)
     given = scales[_ROLES.index(role)]
-    return amax, jnp.where(given == 0, recipe._scale(amax, role, 1.0), given)
+    # Without a warm start nothing may wait for the amax, so that XLA can quantize an
+    # array in the operations that make it.
+    first = recipe._scale(amax, role, 1.0) if recipe.warm_start else 1.0
+    return amax, jnp.where(given == 0, first, given)
 
 
 def amax_cotangent(

@@ -199,7 +199,9 @@ RECIPES = {
         ),
         scales=_SCALES,
     ),
-    "delayed, warm start": Recipe(mpx.DelayedScaling(), _CURRENT, scales=(0, 0, 0)),
+    "delayed, warm start": Recipe(
+        mpx.DelayedScaling(warm_start=True), _CURRENT, scales=(0, 0, 0)
+    ),
     "blocks": Recipe(
         mpx.Float8BlockScaling(),
         (blocks((1, 128)), blocks((128, 128)), blocks((1, 128))),

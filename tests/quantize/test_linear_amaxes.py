@@ -58,7 +58,8 @@ def test_amaxes_go_into_the_state_as_they_come():
 
 def test_a_scale_of_zero_starts_warm_with_the_margin_of_the_recipe():
     left, right, g = data(LAYOUT)
-    roomy = RECIPES["delayed"].__class__(mpx.DelayedScaling(margin=2), ())
+    recipe = mpx.DelayedScaling(margin=2, warm_start=True)
+    roomy = RECIPES["delayed"].__class__(recipe, ())
     product = product_of(roomy, LAYOUT)
     amaxes = amaxes_of(left, right, g)
     scales = jnp.array([448.0, 448.0, 57344.0]) / amaxes / 4
@@ -69,6 +70,30 @@ def test_a_scale_of_zero_starts_warm_with_the_margin_of_the_recipe():
     zero = jnp.zeros_like(right)
     warm = result_and_gradients(product, left, zero, g, jnp.zeros(3))
     assert not warm[0].any() and np.isfinite(warm[1]).all()
+
+
+def test_only_a_warm_start_lets_quantizing_wait_for_the_amax():
+    """An array is read once more for that."""
+
+    def reduces(recipe):
+        product = product_of(RECIPES["delayed"].__class__(recipe, ()), LAYOUT)
+
+        def results(left, right, g, scales):
+            return result_and_gradients(product, left, right, g, scales)[:3]
+
+        compiled = jax.jit(results).lower(*data(LAYOUT), jnp.ones(3)).compile()
+        return " reduce(" in compiled.as_text()
+
+    assert reduces(mpx.DelayedScaling(warm_start=True))
+    assert not reduces(mpx.DelayedScaling())
+
+
+def test_a_scale_of_zero_without_a_warm_start_is_one():
+    left, right, g = data(LAYOUT)
+    product = product_of(RECIPES["delayed"], LAYOUT)
+    found = result_and_gradients(product, left, right, g, jnp.zeros(3))
+    expected = result_and_gradients(product, left, right, g, jnp.ones(3))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_each_slot_of_a_scan_gets_its_own_amaxes():
