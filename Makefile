@@ -52,7 +52,7 @@ bench: $(ALL) ## Measure against the peers and write the report
 
 # Commit what it writes: `make test` compares the programs' fingerprints with it.
 counts-cuda: $(ALL) ## Count the programs compiled for an H100 (5 GB, no GPU needed)
-	@$(BIN)/python -m benchmarks cuda docs --out benchmarks/results $(ARGS)
+	@$(BIN)/python -m benchmarks cuda recipe-counts docs --out benchmarks/results $(ARGS)
 
 docs: $(ALL) ## Build the documentation, strictly, into site/
 	@echo '== documentation (mkdocs --strict)'

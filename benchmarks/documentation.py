@@ -17,6 +17,8 @@ from . import (
     errors,
     folds,
     host_table,
+    recipe_counts,
+    recipe_time,
     recipes,
     results,
     scaling_traffic,
@@ -37,6 +39,8 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "scaling": scaling_traffic.tables,
     "host": lambda found: [*host_table.tables(found), *autocast_host.tables(found)],
     "time": time_table.tables,
+    "recipe-counts": recipe_counts.tables,
+    "recipe-time": recipe_time.tables,
     "folds": folds.tables,
     "recipes": recipes.tables,
     "errors": errors.tables,
@@ -47,7 +51,7 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
         for table in part.tables(found)
     ],
 }
-_PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def render(text: str, folder: Path = results.COMMITTED) -> str:

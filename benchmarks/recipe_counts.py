@@ -109,8 +109,12 @@ def is_fast(kind: str, case: Case) -> bool:
     """Whether a kind of product runs on the units that the recipe is for."""
     if case.target == "tpu7x":
         return kind.count("float8") == 2
-    call = FP8_CALL if case.recipe in PER_TENSOR else BLOCK_CALL
-    return kind.startswith(f"{call} ")
+    return kind.startswith(f"{fast_call(case)} ")
+
+
+def fast_call(case: Case) -> str:
+    """The call of CUDA's libraries that the recipe is for."""
+    return FP8_CALL if case.recipe in PER_TENSOR else BLOCK_CALL
 
 
 def flops_of(product: Operation) -> int:

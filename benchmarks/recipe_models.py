@@ -222,6 +222,8 @@ def _nnx_step(
 ) -> ArrayStep:
     def objects(key: Array) -> tuple[Any, nnx.Optimizer]:
         model = initial(key)
+        # Nothing is dropped; keys are lowered to other text with a device than without.
+        nnx.pop(model, nnx.RngState)
         return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
     graph, arrays = nnx.split(nnx.eval_shape(objects, key))

@@ -47,8 +47,18 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from alternate(running, request["rounds"], request["chain"])
 
 
-def build(arm: str, tokens: int, width: int, hidden: int) -> Any:
-    """Forward and backward of the block, as a step without an optimizer."""
+def build(
+    arm: str, tokens: int, width: int, hidden: int, target: str | None = None
+) -> Any:
+    """Forward and backward of the block, as a step without an optimizer.
+
+    Args:
+        arm: One of `ARMS`.
+        tokens: Rows of the input.
+        width: Features of input and output.
+        hidden: Features in between.
+        target: That of `mpx.autocast`; the device at hand by default.
+    """
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -78,7 +88,7 @@ def build(arm: str, tokens: int, width: int, hidden: int) -> Any:
         # The last product before a loss is one of the block's own here.
         rule = mpx.Rule(mpx.Precision.LOW, primitive="dot_general")
         options = {"recipe": RECIPES[arm], "rules": mpx.Rules(rule)}
-    loss = mpx.autocast(plain_loss, jnp.bfloat16, **options)
+    loss = mpx.autocast(plain_loss, jnp.bfloat16, target=target, **options)
     scaling: Any = mpx.NoLossScaling(skip=False)
     found = mpx.init_scaling(loss, weights, x, gradient)
     if isinstance(found, mpx.RecipeScaling):
