@@ -9,6 +9,7 @@ too. It must not import mpx: the jaxtyping hook has to be in place before that.
 """
 
 import builtins
+import importlib.metadata
 import importlib.util
 import os
 import zlib
@@ -21,15 +22,15 @@ _ROOT = Path(__file__).parent
 # programs are compiled without a chip, and nobody is to be asked for one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling is half of a cold run, most of it of many small programs that run once. So
-# XLA:CPU is told to make less effort, which halves the time.
-os.environ["XLA_FLAGS"] = " ".join(
-    (
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false",
-    )
-)
+# XLA:CPU is told to make less effort, which halves the time. XLA stops the process at a
+# flag that it does not know.
+_FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_LOG_DIR", "disabled")
