@@ -22,6 +22,16 @@ RECIPES = {
 }
 
 
+QUICK = ("current", "nvfp4")
+each_recipe = pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in RECIPES
+    ],
+)
+
+
 class Block(eqx.Module):
     """Attention and a perceptron, as somebody writes them who knows nothing of mpx."""
 
@@ -93,7 +103,7 @@ LINEAR = [
 HEAD = ("head.weight",)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@each_recipe
 def test_products_of_weights_are_quantized_and_no_others(name, inputs):
     func = mpx.autocast(loss, recipe=RECIPES[name])
     report = mpx.explain(func)(*inputs)
@@ -107,7 +117,7 @@ def test_products_of_weights_are_quantized_and_no_others(name, inputs):
     assert rest == {"a product of data with data", "the final projection"}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@each_recipe
 def test_gradients_are_near_those_of_half_precision(name, inputs):
     half = eqx.filter_grad(mpx.autocast(loss))(*inputs)
     low = eqx.filter_jit(eqx.filter_grad(mpx.autocast(loss, recipe=RECIPES[name])))(

@@ -45,7 +45,10 @@ def plain(found: Program, fn: Function, dtype: str) -> Function:
 
 WAYS = {"plain": plain, "inside": inside, "outside": outside}
 # Both sides of the gradient, both precisions: all four pairs find nothing more.
-JITTED = [("inside", "float16"), ("outside", "bfloat16")]
+JITTED = [
+    ("inside", "float16"),
+    pytest.param("outside", "bfloat16", marks=pytest.mark.slow),
+]
 
 
 @functools.cache

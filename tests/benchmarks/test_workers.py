@@ -42,7 +42,9 @@ needs_libtpu = pytest.mark.skipif(
 
 @pytest.mark.third_party
 @pytest.mark.parametrize("name", our_arms.ARMS)
-@pytest.mark.parametrize("recipe", ["adam", "job"])
+@pytest.mark.parametrize(
+    "recipe", ["adam", pytest.param("job", marks=pytest.mark.slow)]
+)
 def test_every_arm_trains(name, recipe):
     arm = our_arms.ARMS[name]
     case = steps.Case(arm=name, recipe=recipe, **TINY)

@@ -258,9 +258,9 @@ def stop_before(position: int):
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
-        ("float16", {}),
+        pytest.param("float16", {}, marks=pytest.mark.slow),
         ("float16", {"scan": True, "remat": True}),
-        ("delayed", {"scan": True}),
+        pytest.param("delayed", {"scan": True}, marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_and_resumed_equals_uninterrupted(

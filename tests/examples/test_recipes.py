@@ -38,7 +38,12 @@ def full():
 
 @pytest.mark.parametrize(
     ("recipe", "limit"),
-    [("current", 0.005), ("delayed", 0.005), ("mxfp8", 0.005), ("nvfp4", 0.015)],
+    [
+        pytest.param("current", 0.005, marks=pytest.mark.slow),
+        ("delayed", 0.005),
+        pytest.param("mxfp8", 0.005, marks=pytest.mark.slow),
+        ("nvfp4", 0.015),
+    ],
 )
 def test_it_learns_as_in_full_precision(full, recipe, limit):
     losses, final = trained(recipe)

@@ -93,7 +93,10 @@ def restored(folder: Path, precision, **changes):
 # --- Resuming ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["float16", "float32", "delayed"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param("float16", marks=pytest.mark.slow), "float32", "delayed"],
+)
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result, rows = train_in(whole, precision)
@@ -408,6 +411,7 @@ def test_autocast_trains_a_model_that_knows_nothing_of_it(tmp_path, capsys):
     assert position == 10 and state.model.embed.weight.dtype == np.float32
 
 
+@pytest.mark.slow
 def test_recipes_train_the_same_model_beside_it(tmp_path, capsys):
     config = config_in(tmp_path, precision="float32", recipe=("delayed", "nvfp4"))
     run(config, Display(), types.SimpleNamespace(requested=False))

@@ -44,6 +44,7 @@ def counted(func, *args):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [*cases()])
 def test_a_program_is_explained(program):
     with program.context():

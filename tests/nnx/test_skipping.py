@@ -36,7 +36,13 @@ def half_step(policy):
     return lambda *args: mpx_step(*args, policy=policy)
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "jit",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="eager"),
+        pytest.param(True, id="jit"),
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("case", ["scale too high", "bfloat16", "float32"])
 def test_a_bad_step_leaves_everything_as_it_was(name, case, jit):
