@@ -9,6 +9,7 @@ too. It must not import mpx: the jaxtyping hook has to be in place before that.
 """
 
 import builtins
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -40,9 +41,13 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
+
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+# Tracing makes many objects that are not garbage.
+gc.set_threshold(200_000, 50, 100)
 
 # Two profiles: the same examples in every run, or a search for new ones
 # (HYPOTHESIS_PROFILE=search). Compiling takes longer than any deadline, and a busy

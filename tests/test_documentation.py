@@ -18,10 +18,16 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 
 PAGES_WITH_CODE = [page for page in GUIDES if blocks(page)]
+# These train models.
+SLOW = ("examples-", "coming-from-transformer-engine", "layers")
+MARKED = [
+    pytest.param(page, marks=pytest.mark.slow) if page.name.startswith(SLOW) else page
+    for page in PAGES_WITH_CODE
+]
 
 
 @pytest.mark.third_party  # they show Optax and Equinox
-@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", MARKED, ids=lambda page: page.name)
 def test_the_code_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a block may write files
     namespace: dict[str, object] = {"__name__": page.stem}

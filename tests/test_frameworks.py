@@ -231,7 +231,8 @@ def numbers(state):
 
 
 @pytest.mark.parametrize(
-    ("precision", "tolerance"), [("float16", 1e-5), ("bfloat16", 1e-4)]
+    ("precision", "tolerance"),
+    [("float16", 1e-5), pytest.param("bfloat16", 1e-4, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name", WITH_STATISTICS)
 def test_statistics_go_through_a_half_precision_loss_unrounded(

@@ -324,6 +324,7 @@ def test_several_recipes_by_contexts_around_layers(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_several_recipes_for_transformer_layers(name):
     """The second example of the introduction, layer by layer."""
     model, depth, quantized = MODELS[name]

@@ -78,6 +78,7 @@ def test_a_weight_used_many_times_sums_its_gradients_in_float32(getkey):
     assert relative_error(got, jnp.full((8, 1), 256.0)) < 2e-4
 
 
+@pytest.mark.slow
 def test_a_computed_value_used_many_times_sums_its_gradients_in_groups():
     def count(w):
         wide = jnp.exp(w)  # computed in float32, then cast for each product

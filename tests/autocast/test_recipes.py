@@ -22,7 +22,7 @@ RECIPES = {
 }
 
 
-QUICK = ("current", "nvfp4")
+QUICK = ("nvfp4",)
 each_recipe = pytest.mark.parametrize(
     "name",
     [
@@ -155,6 +155,7 @@ def test_rules(rules, expected, inputs):
     assert quantized(func, *inputs) == expected
 
 
+@pytest.mark.slow
 def test_attention_in_low_precision_is_an_option(inputs):
     """Transformer Engine's `fp8_dpa`: scores and weighted values, too."""
     rules = Rules(low(scope="attention"))

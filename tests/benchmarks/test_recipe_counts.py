@@ -140,6 +140,7 @@ def test_the_committed_counts_meet_their_goals():
 # --- The time of an MLP block ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_mlp_block_is_timed_in_rounds():
     shape = {"tokens": 32, "width": 16, "hidden": 32}
     request = {"task": "recipe time", "rounds": 2, "chain": 2, "shape": shape}

@@ -83,6 +83,7 @@ def test_a_worker_lowers_without_a_device():
     assert len({answer["program"] for answer in answers}) == 2
 
 
+@pytest.mark.slow
 def test_host_cost_and_step_time_answer_in_rounds():
     cases = [{**TINY, "arm": arm} for arm in ("float32", "mpx bfloat16")]
     _, *rounds = ask("ours", {"task": "host", "cases": cases, "rounds": 2})

@@ -162,6 +162,7 @@ def test_the_model_knows_nothing_of_mpx():
     assert not any("mpx" in ast.unparse(x) for x in modules)
 
 
+@pytest.mark.slow
 def test_scan_and_remat_change_nothing_but_the_form():
     config = dataclasses.replace(SMALL, dropout=0.0)
     models = {

@@ -42,7 +42,7 @@ def full():
         pytest.param("current", 0.005, marks=pytest.mark.slow),
         ("delayed", 0.005),
         pytest.param("mxfp8", 0.005, marks=pytest.mark.slow),
-        ("nvfp4", 0.015),
+        pytest.param("nvfp4", 0.015, marks=pytest.mark.slow),
     ],
 )
 def test_it_learns_as_in_full_precision(full, recipe, limit):

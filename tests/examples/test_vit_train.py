@@ -95,7 +95,11 @@ def restored(folder: Path, precision, **changes):
 
 @pytest.mark.parametrize(
     "precision",
-    [pytest.param("float16", marks=pytest.mark.slow), "float32", "delayed"],
+    [
+        pytest.param("float16", marks=pytest.mark.slow),
+        pytest.param("float32", marks=pytest.mark.slow),
+        "delayed",
+    ],
 )
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -115,7 +119,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
     )
 
 
-@pytest.mark.parametrize("steps", [3, 7])  # before and after the first checkpoint
+@pytest.mark.parametrize(
+    "steps", [3, pytest.param(7, marks=pytest.mark.slow)]
+)  # before and after the first checkpoint
 def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path, steps):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     _, rows = train_in(whole, "float16")
@@ -389,6 +395,7 @@ def test_the_whole_job(tmp_path, capsys):
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_autocast_trains_a_model_that_knows_nothing_of_it(tmp_path, capsys):
     config = config_in(tmp_path, style="autocast", accumulate=1)
     run(config, Display(), types.SimpleNamespace(requested=False))

@@ -153,6 +153,7 @@ def test_forward_mode_is_the_transpose_of_reverse_mode(name, dtype, getkey):
 
 
 @by_name
+@pytest.mark.slow
 def test_second_derivatives(name, getkey):
     """Through the rule for half precision, which float32 alone may not take."""
     mine, other = FUNCTIONS[name].pair(axis=-1)

@@ -74,7 +74,12 @@ def test_good_steps_are_those_of_nnx_under_jit(name):
     ("policy", "scaling", "tolerance"),
     [
         (BFLOAT16, mpx.NoLossScaling, 0.1),
-        (FLOAT16, lambda: mpx.DynamicLossScaling(2.0**10), 0.02),
+        pytest.param(
+            FLOAT16,
+            lambda: mpx.DynamicLossScaling(2.0**10),
+            0.02,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_half_precision_is_near_and_keeps_dtypes(name, policy, scaling, tolerance):
