@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
+from tests.autocast.counting import relative_error
 from tests.grad.cases import same_bits
 
 N = 16
@@ -291,6 +292,18 @@ def test_a_loop_outside_is_an_error(inputs, loop):
         mpx.init_scaling(looped, *inputs)
 
 
+def test_a_jitted_call_that_is_traced_once_and_made_twice_is_an_error(inputs):
+    jitted = jax.jit(loss)
+
+    def twice(params, x):
+        return jitted(params, x) + jitted(params, 2 * x)
+
+    with pytest.raises(ValueError, match="called 2 times and traced 1 times"):
+        mpx.init_scaling(twice, *inputs)
+    once = mpx.init_scaling(jitted, *inputs)
+    assert once.scales_by_weight().keys()
+
+
 def test_no_state_is_an_error_that_names_the_ways_out(inputs):
     with pytest.raises(ValueError, match=r"filter_grad.*init_scaling.*mpx\.freeze"):
         loss(*inputs)
@@ -359,7 +372,8 @@ def test_a_run_goes_on_with_another_recipe(inputs):
     func = mpx.autocast(loss.__wrapped__, recipe=longer, rules=EVERY)
     moved = mpx.init_scaling(func, *inputs).with_state(scaling)
     assert moved.scales[0].amax_history.shape == (2, 3, 8)
-    assert np.array_equal(moved.scales[0].scale, scaling.scales[0].scale)
+    # Scaled to half as much: the margin.
+    assert np.array_equal(moved.scales[0].scale, scaling.scales[0].scale / 2)
     history = scaling.scales[0].amax_history
     assert np.array_equal(moved.scales[0].amax_history[..., -3:], history[..., 1:])
     _, after, value = train(moved, params, x, 2, longer)
@@ -368,6 +382,24 @@ def test_a_run_goes_on_with_another_recipe(inputs):
     current = mpx.autocast(loss.__wrapped__, recipe=mpx.Float8CurrentScaling())
     assert type(mpx.init_scaling(current, *inputs)) is mpx.NoLossScaling
     assert np.isfinite(step(current, after.loss, params, x).value)
+
+
+def test_scales_of_another_format_are_converted(inputs):
+    """Else all gradients would saturate: 448 is 2^-7 of 57344."""
+    params, x = inputs
+    params, scaling, _ = train(mpx.init_scaling(loss, *inputs), params, x, 3)
+    narrow = mpx.DelayedScaling(amax_history_len=4, fp8_format=mpx.Format.E4M3)
+    func = mpx.autocast(loss.__wrapped__, recipe=narrow, rules=EVERY)
+    moved = mpx.init_scaling(func, *inputs).with_state(scaling)
+    factors = np.asarray(moved.scales[0].scale) / scaling.scales[0].scale
+    assert np.array_equal(factors, [[1, 1, 2.0**-7]] * 2)
+    grads = step(func, moved, params, x).grads
+    exact = jax.grad(loss.__wrapped__)(params, x)
+    assert relative_error(grads, exact) < 0.1
+    fresh = mpx.init_scaling(loss, *inputs)
+    assert same_bits(mpx.init_scaling(func, *inputs).with_state(fresh).loss, fresh.loss)
+    untouched = mpx.init_scaling(func, *inputs).with_state(fresh).scales[0].scale
+    assert np.array_equal(untouched, np.ones((2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -387,7 +419,8 @@ def test_a_state_of_the_wrong_shape(inputs):
     scaling = mpx.init_scaling(loss, *inputs)
     state = scaling.state_dict()
     name = next(iter(state["slots"]))
-    state["slots"][name] = {"scale": np.ones(2), "amax_history": np.ones((2, 4))}
+    bad = {"scale": np.ones(2), "amax_history": np.ones((2, 4)), "largest": np.ones(3)}
+    state["slots"][name] = bad
     with pytest.raises(ValueError, match=r"is of \(3,\); got scales of \(2,\)"):
         scaling.with_state(state)
     with pytest.raises(ValueError, match="init_scaling.*with_state"):

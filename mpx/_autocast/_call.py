@@ -16,6 +16,7 @@ from .._errors import listing
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
+from ._decisions import Precision
 from ._ends import ends_of_results, recipes_in
 from ._interpreter import evaluate
 from ._notes import RESULT, is_taking_notes, note_unused, noted_cast
@@ -65,8 +66,13 @@ def call_autocast(
         runs: list[Run] = []
 
         def run_of(jaxpr: Any) -> Run:
-            told = recipe, *settings.rules.recipes
+            rules, told = settings.rules.rules, (recipe, *settings.rules.recipes)
             recipes = recipes_in(jaxpr).union(r for r in told if r is not None)
+            if not recipes and any(r.precision is Precision.LOW for r in rules):
+                raise ValueError(
+                    "`mpx.Precision.LOW` quantizes by the recipe that holds, and there "
+                    "is none. Say one: `mpx.autocast(func, rules=..., recipe=...)`."
+                )
             run = Run(settings, _REWRITES, programs, recipes, spares_final)
             run.needs_parameters |= is_taking_notes()
             runs.append(run)
@@ -104,10 +110,12 @@ _MARK = "mpx: what an autocast function returns"
 
 
 def marked(results: Any) -> Any:
-    """Results, of which one can be found in a program that calls the function."""
-    return jax.tree.map(
-        lambda x: checkpoint_name(x, _MARK) if isinstance(x, jax.Array) else x, results
-    )
+    """Results, one of which can be found in a program that calls the function."""
+    leaves, tree = jax.tree.flatten(results)
+    first = next((i for i, x in enumerate(leaves) if isinstance(x, jax.Array)), None)
+    if first is not None:
+        leaves[first] = checkpoint_name(leaves[first], _MARK)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def is_marked(equation: Any) -> bool:

@@ -169,6 +169,8 @@ def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
         settings = dataclasses.replace(place.settings, recipe=rule.precision)
         place = dataclasses.replace(place, settings=settings)
         case, rule = case._replace(place=place), None
+    if place.settings.recipe is None and rule is not None and rule.is_for_products:
+        rule = None  # no recipe holds here
     if rule is not None and not isinstance(rule.precision, Precision):
         kind = class_of(case.name, place.settings.dtype)
         with noted(case.name, Choice(kind, Reason.RULE, rule=rule)):
@@ -177,6 +179,8 @@ def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
     is_asked_for = rule is not None and rule.precision is Precision.LOW
     if is_asked_for or choice.reason is Reason.PRODUCT:
         choice = quantized(case, choice, is_asked_for)
+        if is_asked_for and choice.recipe is None:
+            choice = choice._replace(reason=Reason.PRODUCT, rule=None)
     if place.settings.is_strict:
         _strict.refuse_unknown(case, choice)
         _strict.refuse_accident(case, choice)

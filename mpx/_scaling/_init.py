@@ -69,21 +69,33 @@ def init_scaling(
     loss = DynamicLossScaling() if needs_scaling else NoLossScaling()
     if not found.requests:
         return loss
-    _refuse_loops(jaxpr, count)
+    _refuse_repetition(jaxpr, count, found.calls)
     return RecipeScaling._new(loss, found.requests, found.calls)
 
 
-def _refuse_loops(jaxpr: Any, count: int) -> None:
-    """Raises where a loop calls an autocast function whose amaxes JAX would add up."""
-    for visit in walk(jaxpr, [None] * count, NoFlow()):
-        loops = [x for x in visit.place.inside if x.startswith(("scan", "while"))]
-        if loops and is_marked(visit.equation):
+def _refuse_repetition(jaxpr: Any, count: int, calls: int) -> None:
+    """Raises where JAX would add up the amaxes of calls that were traced once.
+
+    These are calls in a loop, and several calls of one jitted function.
+    """
+    visits = walk(jaxpr, [None] * count, NoFlow())
+    places = [visit.place for visit in visits if is_marked(visit.equation)]
+    for place in places:
+        loops = [x for x in place.inside if x.startswith(("scan", "while"))]
+        if loops:
             raise ValueError(
                 "A function that `mpx.autocast` made with `mpx.DelayedScaling` is "
                 f"called in the {loops[-1]}, which would add up the amaxes of all "
                 "turns where their maximum is needed. Put `mpx.autocast` around the "
                 "function that holds the loop."
             )
+    if len(places) > calls:
+        raise ValueError(
+            "A function that `mpx.autocast` made with `mpx.DelayedScaling` is called "
+            f"{len(places)} times and traced {calls} times, because `jax.jit` around "
+            "it keeps what it has traced; the amaxes of such calls would be added up. "
+            "Put `mpx.autocast` or `jax.jit` around the function that makes the calls."
+        )
 
 
 def _traced(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:

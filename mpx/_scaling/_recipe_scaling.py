@@ -26,8 +26,6 @@ from .._quantize import AbstractRecipe, DelayedScaling, DelayedScalingState, Rol
 from .._typing import BoolLike, FloatScalar
 
 _ROLES = tuple(Role)
-
-
 _VERSION = 1
 
 
@@ -59,6 +57,12 @@ class DelayedScales(eqx.Module):
             recipe,
             slots,
         )
+
+    @property
+    def largest(self) -> np.ndarray:
+        """What amaxes of input, weight and gradient are scaled to, float32[3]."""
+        unit = jnp.ones((), jnp.float32)
+        return np.asarray([self.recipe._scale(unit, role, 0.0) for role in _ROLES])
 
     def by_slot(self, x: Array) -> dict[SlotName, Array]:
         """The rows of an array by slot, stacked as its scans want them."""
@@ -187,11 +191,7 @@ class RecipeScaling(AbstractLossScaling):
 
     def scales_by_weight(self) -> dict[str, Float32[Array, "... 3"]]:
         """The scales of input, weight and gradient by the name of their slot."""
-        return {
-            str(name): x
-            for state in self.scales
-            for name, x in state.by_slot(state.scale).items()
-        }
+        return {str(name): x for name, x in self._tokens().items()}
 
     def _counted(
         self, grads_finite: BoolLike, places_finite: Bool[Array, " n"] | None
@@ -217,7 +217,11 @@ class RecipeScaling(AbstractLossScaling):
         Recipes are not in it: they belong to the program. `with_state` reads it.
         """
         slots = {
-            str(name): {"amax_history": np.asarray(history), "scale": np.asarray(scale)}
+            str(name): {
+                "amax_history": np.asarray(history),
+                "scale": np.asarray(scale),
+                "largest": state.largest,
+            }
             for state in self.scales
             for (name, history), scale in zip(
                 state.by_slot(state.amax_history).items(),
@@ -238,6 +242,7 @@ class RecipeScaling(AbstractLossScaling):
         `mpx.init_scaling(func, model, ...)` makes a state for the program of today;
         what an earlier run learned goes into it slot by slot. A history that is longer
         than there is room for loses its oldest amaxes, a shorter one begins with zeros.
+        Scales that were found for another format or margin are converted, exactly.
         Continued with the same recipe, a run goes on bit for bit.
 
         Args:
@@ -342,12 +347,17 @@ def _with_slots(
     for name, lengths in state.slots:
         saved = slots[str(name)]
         history, scale = np.asarray(saved["amax_history"]), np.asarray(saved["scale"])
-        shape = (*lengths, len(_ROLES))
-        if scale.shape != shape or history.shape[:-1] != shape:
+        largest, shape = np.asarray(saved["largest"]), (*lengths, len(_ROLES))
+        is_whole = scale.shape == shape == history.shape[:-1]
+        if not is_whole or largest.shape != (len(_ROLES),):
             raise ValueError(
                 f"{call}: the slot {str(name)!r} is of {shape}; got scales of "
                 f"{scale.shape} and histories of {history.shape}."
             )
+        # All formats' largest numbers differ by powers of two. A scale that no amax
+        # has made yet is the recipe's first one.
+        is_made = np.any(history > 0, axis=-1)
+        scale = np.where(is_made, scale * (state.largest / largest), scale)
         histories[name] = _resized(jnp.asarray(history, jnp.float32), room)
         scales[name] = jnp.asarray(scale, jnp.float32)
     return dataclasses.replace(

@@ -328,6 +328,17 @@ def test_what_is_no_recipe(recipe):
         mpx.autocast(loss, recipe=recipe)
 
 
+def test_low_precision_without_a_recipe_is_an_error(square):
+    func = mpx.autocast(layers, rules=Rules(low(scope="*", primitive="dot_general")))
+    assert len(quantized(func, *square)) == 1  # a region of it has one
+
+    def plain(w, x):
+        return x @ w[0]
+
+    with pytest.raises(ValueError, match="there is none"):
+        mpx.autocast(plain, rules=Rules(low(primitive="dot_general")))(*square)
+
+
 def test_an_unknown_target():
     with pytest.raises(ValueError, match="sm_90"):
         mpx.autocast(loss, recipe=CURRENT, target="abacus")
