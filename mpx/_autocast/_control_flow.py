@@ -30,10 +30,11 @@ from .._jax_compat import (
 from .._jaxpr import sub_jaxprs
 from ._ends import ends_of_program
 from ._interpreter import Rewrite, evaluate
+from ._luggage import Luggage
 from ._notes import CARRY, noted_cast
 from ._plan import Wish, carry_wishes, plan, program_of
 from ._settings import Place, Run
-from ._slots import Slots, repeated
+from ._slots import repeated
 from ._values import FULL, Colour, Facts, Value, computed, is_castable
 
 
@@ -66,33 +67,6 @@ def enter(
         else Value(x, f, slots=s)
         for x, f, s in zip(arrays, facts, slots or (None,) * len(facts), strict=True)
     ]
-
-
-class Luggage:
-    """The slots of a program's operands, which it gets besides them.
-
-    Attributes:
-        arrays: What the program gets.
-        form: All else that a rewritten program depends on.
-    """
-
-    def __init__(self, operands: Sequence[Value], *lengths: int) -> None:
-        """Packs the slots; `lengths` is that of the scan that cuts the operands."""
-        self._slots = [v.slots for v in operands]
-        self._lengths = lengths
-        self.form = tuple(None if s is None else s.form for s in self._slots)
-        packed = [
-            {} if s is None else s.handed_over(bool(lengths)) for s in self._slots
-        ]
-        self.arrays, self._tree = jax.tree.flatten(packed)
-
-    def unpacked(self, arrays: Sequence[Any]) -> list[Slots | None]:
-        """The slots of the operands inside, from what the program got."""
-        packed = jax.tree.unflatten(self._tree, arrays)
-        return [
-            None if s is None else s.inside(own, self._lengths)
-            for s, own in zip(self._slots, packed, strict=True)
-        ]
 
 
 def evaluate_closed(
