@@ -59,6 +59,12 @@ def is_transposed(equation: Any) -> bool:
     return any(getattr(entry, "name", "") == "transpose" for entry in stack)
 
 
+def is_differentiated(equation: Any) -> bool:
+    """Whether an equation is part of a derivative."""
+    stack = equation.source_info.name_stack.stack
+    return any(getattr(entry, "name", "") in ("jvp", "transpose") for entry in stack)
+
+
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a scan equation that are arguments of `jax.lax.scan`."""
     names = ("length", "reverse", "unroll", "_split_transpose")

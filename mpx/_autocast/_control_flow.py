@@ -226,6 +226,7 @@ def rewrite_remat(
 ) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
     luggage = Luggage(operands)
+    place = dataclasses.replace(place, is_recomputed=True)
     made = rewritten(run, place, equation.params["jaxpr"], operands, wishes, luggage)
     params = {"jaxpr": open_jaxpr(made.closed)}
     if made.closed.consts:  # an open program cannot hold arrays
@@ -320,10 +321,8 @@ def rewrite_scan(
 
 def _loop_place(place: Place, equation: Any) -> Place:
     """The place inside of a loop, whose results go into its next turn, too."""
-    if not place.ends:
-        return place
-    body = sub_jaxprs(equation)[0]
-    return dataclasses.replace(place, ends=ends_of_program(body, place.ends))
+    ends = place.ends and ends_of_program(sub_jaxprs(equation)[0], place.ends)
+    return dataclasses.replace(place, ends=ends, is_in_loop=True)
 
 
 def _stacked_facts(facts: Facts) -> Facts:

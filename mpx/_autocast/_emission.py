@@ -26,8 +26,8 @@ def emit_operation(equation: Any, operands: list[Value], choice: Choice) -> list
         for value, atom in zip(operands, equation.invars, strict=True)
     ]
     if choice.dtype is not None and choice.result is not None:
-        bound = [_product(equation, arrays, choice.dtype, choice.result)]
-    elif equation.primitive.name in _SCATTERS:
+        return [_product(equation, arrays, choice.dtype, choice.result)]
+    if equation.primitive.name in _SCATTERS:
         bound = [_scatter(equation, arrays)]
     else:
         bound = bind_equation(equation, *arrays)
@@ -38,8 +38,8 @@ def emit_operation(equation: Any, operands: list[Value], choice: Choice) -> list
         for v, atom in zip(operands, equation.invars, strict=True)
         if is_castable(atom.aval)
     ]
-    is_fixed = choice.result is None and bool(values) and all(map(_is_fixed, values))
-    results = [computed(x, choice.result is not None, is_fixed) for x in bound]
+    is_fixed = bool(values) and all(map(_is_fixed, values))
+    results = [computed(x, is_fixed=is_fixed) for x in bound]
     weights = [v for v in values if v.facts.is_weight] if is_fixed else []
     if weights:
         for result in results:
@@ -90,7 +90,7 @@ def _spread(equation: Any, value: Value, target: Any) -> Value:
 
 def _product(
     equation: Any, arrays: list[Any], dtype: np.dtype, result: np.dtype
-) -> jax.Array:
+) -> Value:
     """A product of operands in half precision, or of float32 ones if a rule says so.
 
     A product of half precision operands that gives float32 would have backward products
@@ -103,7 +103,11 @@ def _product(
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     (half,) = bind_equation(equation.replace(params=params), *arrays)
-    return half if half.dtype == result else jax.lax.convert_element_type(half, result)
+    if half.dtype == result:
+        return computed(half, is_product=True)
+    made = computed(jax.lax.convert_element_type(half, result), is_product=True)
+    made.narrow = half
+    return made
 
 
 _SCATTERS = {

@@ -13,7 +13,12 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from .._jax_compat import bind_equation, equation_context, scope_names
+from .._jax_compat import (
+    bind_equation,
+    equation_context,
+    is_differentiated,
+    scope_names,
+)
 from .._quantize import AbstractRecipe
 from . import _strict
 from ._choice import Case, Choice, choose
@@ -21,9 +26,11 @@ from ._classes import PrimitiveClass, class_of
 from ._decisions import Candidate, Precision, Reason
 from ._emission import emit_operation
 from ._ends import ends_in
+from ._islands import Island, parts
 from ._linear import emit_linear, path_text, product_of, quantized, weight_of
 from ._notes import is_note, is_taking_notes, noted
 from ._plan import JOINS, MOVES, Plan, Wish, plan
+from ._recompute import emit_island
 from ._region import is_region, settings_within
 from ._rules import Rule
 from ._settings import NOWHERE, Ends, Place, Run
@@ -70,16 +77,41 @@ def evaluate(
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
         values[variable] = constant(array, parameter="")
 
-    def read(atom: Any) -> Value:
-        return literal(atom.val) if isinstance(atom, core.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
+    def emit(place: Place, equation: Any, values: dict[Any, Value]) -> None:
+        inputs = [_read(values, atom) for atom in equation.invars]
         with equation_context(equation):
             here = _place_of(run, place, equation, ends)
             outputs = _emit(run, here, equation, inputs, ahead)
         values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+
+    for part in _parts(place, jaxpr, values, ahead.residuals):
+        if isinstance(part, Island):
+            emit_island(run, place, part, values, ahead, emit)
+        else:
+            emit(place, part, values)
+    return [_read(values, atom) for atom in jaxpr.outvars]
+
+
+def _read(values: dict[Any, Value], atom: Any) -> Value:
+    return literal(atom.val) if isinstance(atom, core.Literal) else values[atom]
+
+
+def _parts(
+    place: Place, jaxpr: Any, values: dict[Any, Value], residuals: frozenset[Any]
+) -> list[Any]:
+    """The equations of a program, those of islands together."""
+    is_whole = place.has_own_rule or place.is_recomputed
+    if is_whole or place.settings.residuals is None:
+        return jaxpr.eqns
+
+    def may_join(equation: Any) -> bool:
+        settings = settings_within(place.settings, scope_names(equation))
+        is_asked_for = settings.is_enabled and settings.residuals == "small"
+        is_stream = any(v in residuals for v in equation.outvars)
+        return is_asked_for and not is_stream and not is_differentiated(equation)
+
+    weights = [v for v in jaxpr.invars if values[v].facts.is_weight]
+    return parts(jaxpr, weights, may_join)
 
 
 def _place_of(run: Run, place: Place, equation: Any, ends: Mapping[Any, Ends]) -> Place:
@@ -321,5 +353,5 @@ def _convert(place: Place, equation: Any, value: Value) -> Value:
         facts = facts._replace(colour=Colour.DECLARED, is_broadcast=True)
     result = Value(array, facts, value.is_constant, value.slots)
     if target == FULL:
-        result.widened_by = equation
+        result.widened_by, result.narrow = equation, value.array
     return result

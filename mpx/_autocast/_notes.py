@@ -10,6 +10,7 @@ nobody takes, and a program that was traced without them is traced anew.
 import contextlib
 import contextvars
 import dataclasses
+import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ _START, _SEPARATOR = "mpx:", "!"
 
 RESULT = "a result keeps its declared dtype"
 CARRY = "what a loop carries keeps its declared dtype"
+USED = "what uses it takes half precision"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,41 @@ def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:
     if not _taking.value:
         return contextlib.nullcontext()
     return _write(Note("convert_element_type", "convert", "declared", reason))
+
+
+_ISLAND = "mpx-island:"
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandNote:
+    """What recomputing an island saves.
+
+    Attributes:
+        before: The bytes that autodiff would keep of it.
+        after: Those that are kept.
+        name: Sets it apart from others.
+    """
+
+    before: int
+    after: int
+    name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+
+
+def noted_island(
+    note: IslandNote | None,
+) -> contextlib.AbstractContextManager[Any]:
+    """What is emitted inside is an island that is recomputed."""
+    if note is None:
+        return contextlib.nullcontext()
+    return jax.named_scope(f"{_ISLAND}{note.before}:{note.after}:{note.name}")
+
+
+def read_island(scope: str) -> IslandNote | None:
+    """The note on an island that the name of a scope is, if it is one."""
+    if not scope.startswith(_ISLAND):
+        return None
+    before, after, name = scope.removeprefix(_ISLAND).split(":")
+    return IslandNote(int(before), int(after), name)
 
 
 def _write(note: Note) -> contextlib.AbstractContextManager[Any]:

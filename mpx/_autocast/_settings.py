@@ -19,6 +19,7 @@ class Settings:
     Attributes:
         dtype: The half precision dtype.
         residual_stream: "full" or "half".
+        residuals: "small" or "fast"; None if nobody said.
         is_enabled: Whether anything is cast at all.
         rules: The user's rules.
         is_strict: Whether what happens by accident is an error.
@@ -28,6 +29,7 @@ class Settings:
 
     dtype: np.dtype
     residual_stream: str = "full"
+    residuals: str | None = None
     is_enabled: bool = True
     rules: Rules = Rules()
     is_strict: bool = False
@@ -59,6 +61,8 @@ class Place:
         has_own_rule: Whether it is part of a function with a derivative rule of its
             own, in which nothing is quantized.
         sums_over_devices: Whether JAX sums the gradients of what all devices share.
+        is_recomputed: Whether it is part of something that is recomputed as a whole.
+        is_in_loop: Whether it is in the body of a loop.
     """
 
     settings: Settings
@@ -66,6 +70,8 @@ class Place:
     ends: tuple[Ends, ...] = ()
     has_own_rule: bool = False
     sums_over_devices: bool = False
+    is_recomputed: bool = False
+    is_in_loop: bool = False
 
 
 Programs = MutableMapping[Any, dict[Any, Any]]
@@ -88,6 +94,7 @@ class Run:
         programs: Inner programs that were rewritten, by program and by how it was met.
             They may be kept from call to call: JAX gives the same program for the same
             jitted function, and compiles what it finds again only once.
+        islands: Islands that were emitted, by what they have in common.
         used: The rules that held for an operation, and the recipes that quantized one.
         has_recipe: Whether anything may be quantized.
         spares_final: Whether the final projection is left alone.
@@ -111,5 +118,6 @@ class Run:
         self.needs_scopes = settings.rules.needs_scopes or self.is_stateful
         self.needs_parameters = settings.rules.needs_parameters or self.is_stateful
         self.plans: dict[Any, Any] = {}
+        self.islands: dict[Any, Any] = {}
         self.programs = new_programs() if programs is None else programs
         self.used: set[Any] = set()

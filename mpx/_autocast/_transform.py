@@ -5,6 +5,7 @@ without, a decorator, or a region (`_region`) of a program that is being transfo
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,7 @@ def autocast(
     *,
     rules: Rules | None = None,
     residual_stream: str | None = None,
+    residuals: str | None = None,
     weights: int | str | tuple[int | str, ...] | None = None,
     recipe: AbstractRecipe | None | Unsaid = UNSAID,
     target: str | None = None,
@@ -84,6 +86,11 @@ def autocast(
             regions.
         residual_stream: "full", the default, keeps the sum that residual blocks add to
             in float32; "half" saves memory and loses digits.
+        residuals: "small" computes softmax, norms, gelu and the like again in the
+            backward pass, from the half precision values that went in, instead of
+            keeping float32 ones; values and gradients are the same. "fast" keeps what
+            JAX keeps. The default is "small", but on TPUs, whose compiler recomputes
+            on its own, "fast".
         recipe: How products of data with a weight are quantized to 8 bits or fewer in
             forward and backward pass: `mpx.Float8CurrentScaling()`,
             `mpx.DelayedScaling()`, ... Attention's products of data with data and the
@@ -110,11 +117,11 @@ def autocast(
 
     Raises:
         TypeError: `func` cannot be called, is a dtype, or an option is of a wrong kind.
-        ValueError: `dtype` or `residual_stream` is none of those above; a region is
-            entered where nothing is being transformed; under `strict`, what it says;
-            the inputs of a call were cast by `mpx.filter_grad` or its sisters; a recipe
-            finds nothing to quantize, meets a derivative, or has a state and is called
-            without one.
+        ValueError: `dtype`, `residual_stream` or `residuals` is none of those above; a
+            region is entered where nothing is being transformed; under `strict`, what
+            it says; the inputs of a call were cast by `mpx.filter_grad` or its sisters;
+            a recipe finds nothing to quantize, meets a derivative, or has a state and
+            is called without one.
         NotImplementedError: Under `strict`, a primitive that mpx does not know.
 
     Examples:
@@ -144,7 +151,7 @@ def autocast(
             f"{_CALL} needs a function first; got the dtype {name}. As a decorator it "
             f"takes keywords only: `@mpx.autocast(dtype=jnp.{name})`."
         )
-    told = _told(dtype, rules, residual_stream, strict, enabled)
+    told = _told(dtype, rules, residual_stream, residuals, strict, enabled)
     if not isinstance(recipe, Unsaid):
         told["recipe"] = _recipe(recipe)
     if target is not None:
@@ -169,6 +176,7 @@ def _told(
     dtype: DTypeLike | None,
     rules: Rules | None,
     residual_stream: str | None,
+    residuals: str | None,
     strict: bool | None,
     enabled: bool | None,
 ) -> dict[str, Any]:
@@ -190,6 +198,13 @@ def _told(
                 f"{describe(residual_stream)}."
             )
         told["residual_stream"] = residual_stream
+    if residuals is not None:
+        if residuals not in ("small", "fast"):
+            raise ValueError(
+                f'`residuals` of {_CALL} must be "small" or "fast"; got '
+                f"{describe(residuals)}."
+            )
+        told["residuals"] = residuals
     if strict is not None:
         told["is_strict"] = bool(strict)
     if enabled is not None:
@@ -253,6 +268,8 @@ def _wrapped(
         if not settings.is_enabled:
             return func(*args, **kwargs)
         _refuse_cast_inputs()
+        if settings.residuals is None:
+            settings = dataclasses.replace(settings, residuals=_residuals(settings))
         return call_autocast(settings, weights, programs, func, args, kwargs)
 
     if isinstance(func, eqx.Module):
@@ -266,6 +283,12 @@ def _wrapped(
 def _resolved(told: dict[str, Any]) -> Settings:
     """The settings of a call here and now."""
     return Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **ambient_settings(), **told})
+
+
+def _residuals(settings: Settings) -> str:
+    """What is said of residuals if nobody says it: a TPU's compiler recomputes."""
+    target = settings.target or target_from(None)
+    return "fast" if target.platform == "tpu" else "small"
 
 
 def _refuse_cast_inputs() -> None:

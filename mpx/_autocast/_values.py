@@ -66,7 +66,15 @@ class Facts(NamedTuple):
 class Value:
     """A value of the program: an array in its present dtype, and its facts."""
 
-    __slots__ = ("_casts", "array", "facts", "is_constant", "slots", "widened_by")
+    __slots__ = (
+        "_casts",
+        "array",
+        "facts",
+        "is_constant",
+        "narrow",
+        "slots",
+        "widened_by",
+    )
 
     def __init__(
         self,
@@ -88,12 +96,17 @@ class Value:
         self.is_constant = is_constant
         self.slots = slots
         self.widened_by: Any = None  # the equation that cast it from half to float32
+        self.narrow: Any = None  # the array that it was cast from
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @property
     def dtype(self) -> Any:
         """The dtype that it has now."""
         return self.array.dtype
+
+    def offer(self, array: Any) -> None:
+        """Gives a cast of the array that was made elsewhere."""
+        self._casts[array.dtype] = [array, 0]
 
     def cast(self, dtype: np.dtype) -> tuple[Any, bool]:
         """The array in a dtype, and whether a cast for an earlier use is used again."""

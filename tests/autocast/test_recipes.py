@@ -22,7 +22,7 @@ RECIPES = {
 }
 
 
-QUICK = ("nvfp4",)
+QUICK = ("mxfp8",)
 each_recipe = pytest.mark.parametrize(
     "name",
     [
@@ -253,7 +253,9 @@ def test_weights_that_are_computed_from_weights_are_weights(square):
     assert sum(o.is_low for o in report.operations) == 5
 
 
-@pytest.mark.parametrize("name", ["current", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["current", pytest.param("nvfp4", marks=pytest.mark.slow)]
+)
 def test_every_form_of_product(name, square):
     """Weight first, batches of weights, several contracted axes, a convolution."""
     w, x = square[0][0], square[1]

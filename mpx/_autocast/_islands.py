@@ -1,0 +1,243 @@
+"""Islands: what stands between two products and is cheap to compute again.
+
+An *island* is a connected part of a program in which nothing is expensive: softmax, a
+norm, gelu, dropout's scaling, a loss, however they are spelled. Autodiff keeps what is
+computed inside of it, in float32. Computed again from what goes in, mostly the half
+precision result of a product, it costs a few operations and no memory.
+
+An island ends at whatever is not cheap (products, loops, random bits, gathers, sums
+over devices), at residual additions, since the stream is kept anyway, and at names
+(`jax.ad_checkpoint.checkpoint_name`), which are for the user's own policies.
+
+So that an island can run as a whole, no path may leave it and come back. Hence
+equations are joined only at the same *level*, the largest number of ends on a way that
+leads to them.
+"""
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from .._jax_compat import open_jaxpr
+from ._classes import CLASSES, PrimitiveClass
+
+# The parameter that holds the program of an equation that may be part of an island.
+HOLDERS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+}
+
+_CHEAP = (
+    PrimitiveClass.FULL,
+    PrimitiveClass.PROMOTE,
+    PrimitiveClass.FOLLOW,
+    PrimitiveClass.CONVERT,
+)
+# Of these classes, but not cheap, or not ours to repeat.
+_ENDS = frozenset(
+    """
+    name optimization_barrier sharding_constraint reshard device_put layout_constraint
+    gather scatter scatter-add scatter-mul scatter-sub scatter-max scatter-min
+    dynamic_update_slice sort top_k approx_top_k
+    cumlogsumexp cummax cummin cumprod cumsum
+    reduce_window_max reduce_window_min reduce_window_sum
+    select_and_gather_add select_and_scatter_add
+    all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin
+    ppermute preduced psum psum2 psum_invariant ragged_all_to_all reduce_scatter
+    reduced_vary_cast_p unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p
+    """.split()
+)
+
+
+class Island(NamedTuple):
+    """A part of a program that runs as a whole.
+
+    Attributes:
+        equations: Its equations, in the order of the program.
+        inputs: What it needs from outside.
+        outputs: What others need of it.
+    """
+
+    equations: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+def is_cheap(equation: Any) -> bool:
+    """Whether an equation costs little more than to read what it needs."""
+    name = equation.primitive.name
+    if equation.effects or name in _ENDS:
+        return False
+    if name in HOLDERS:
+        inner = open_jaxpr(equation.params[HOLDERS[name]])
+        return not _is_placed(equation.params) and all(map(is_cheap, inner.eqns))
+    return CLASSES.get(name) in _CHEAP
+
+
+def _is_placed(params: dict[str, Any]) -> bool:
+    """Whether a jit says where its operands are, or that they may be overwritten."""
+    places = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    is_placed = any(isinstance(place, jax.sharding.Sharding) for place in places)
+    return is_placed or any(params.get("donated_invars", ()))
+
+
+def parts(
+    jaxpr: Any, fixed: Iterable[Any], may_join: Callable[[Any], bool]
+) -> list[Any]:
+    """Divides a program into islands and other equations.
+
+    Args:
+        jaxpr: The program.
+        fixed: The inputs that are weights. What is computed from weights and constants
+            alone is part of no island.
+        may_join: Whether an equation may be part of an island, if it is cheap.
+
+    Returns:
+        Islands and equations, each after those that it needs.
+    """
+    groups, copied = _groups(jaxpr, {*fixed, *jaxpr.constvars}, may_join)
+    if all(isinstance(group, int) for group in groups):
+        return list(jaxpr.eqns)
+    return list(_in_order(jaxpr, groups, copied))
+
+
+def _variables(equation: Any) -> list[Any]:
+    return [a for a in equation.invars if not isinstance(a, core.Literal)]
+
+
+def _groups(
+    jaxpr: Any, fixed: set[Any], may_join: Callable[[Any], bool]
+) -> tuple[list[int | list[int]], set[int]]:
+    """Positions of equations: alone, or together. And those that islands may copy."""
+    level: dict[Any, int] = {}
+    island: dict[Any, int] = {}  # the number of the island that a variable is made in
+    roots: list[int] = []
+    members: list[list[int]] = []
+    alone: list[int] = []
+    copied: set[int] = set()
+
+    def root(number: int) -> int:
+        while roots[number] != number:
+            roots[number] = roots[roots[number]]
+            number = roots[number]
+        return number
+
+    for position, equation in enumerate(jaxpr.eqns):
+        inputs = _variables(equation)
+        here = max((level.get(v, 0) for v in inputs), default=0)
+        is_fixed = all(v in fixed for v in inputs)
+        joins = is_cheap(equation) and may_join(equation)
+        if is_fixed:
+            fixed.update(equation.outvars)
+            if joins:
+                copied.add(position)
+        if joins and not is_fixed:
+            number = len(roots)
+            roots.append(number)
+            members.append([position])
+            for v in inputs:
+                if v in island and level[v] == here:
+                    roots[root(island[v])] = number
+            island.update((v, number) for v in equation.outvars)
+        else:
+            here += not is_fixed
+            alone.append(position)
+        level.update((v, here) for v in equation.outvars)
+    together: dict[int, list[int]] = {}
+    for number, positions in enumerate(members):
+        together.setdefault(root(number), []).extend(positions)
+    return [*alone, *together.values()], copied
+
+
+def _in_order(
+    jaxpr: Any, groups: Sequence[int | list[int]], copied: Collection[int]
+) -> Iterator[Any]:
+    """Islands and equations, as near to the order of the program as can be."""
+    maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
+    units = [[group] if isinstance(group, int) else group for group in groups]
+    islands = [not isinstance(group, int) for group in groups]
+
+    def with_copies(positions: list[int]) -> list[int]:
+        """An island's equations, and copies of what weights and constants become."""
+        found, waiting = set(positions), list(positions)
+        while waiting:
+            for v in _variables(jaxpr.eqns[waiting.pop()]):
+                position = maker.get(v, -1)
+                if position in copied and position not in found:
+                    found.add(position)
+                    waiting.append(position)
+        return sorted(found)
+
+    whole = [with_copies(p) if i else p for p, i in zip(units, islands, strict=True)]
+    unit_of = {position: n for n, unit in enumerate(units) for position in unit}
+    users: dict[Any, set[int]] = {}
+    needs: list[set[int]] = [set() for _ in units]
+    for n, positions in enumerate(whole):
+        made = {v for i in positions for v in jaxpr.eqns[i].outvars}
+        for v in {v for i in positions for v in _variables(jaxpr.eqns[i])} - made:
+            users.setdefault(v, set()).add(n)
+            if v in maker:
+                needs[n].add(unit_of[maker[v]])
+    for first, second in _effects(jaxpr):
+        needs[unit_of[second]].add(unit_of[first])
+    results = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    roots = [n for n, p in enumerate(units) if islands[n] or p[0] not in copied]
+    roots += [unit_of[maker[v]] for v in results if v in maker]
+    live = _reachable(roots, needs)
+
+    def unit(n: int) -> Any:
+        equations = tuple(jaxpr.eqns[i] for i in whole[n])
+        if not islands[n]:
+            return equations[0]
+        made = {v for e in equations for v in e.outvars}
+        inputs = dict.fromkeys(v for e in equations for v in _variables(e))
+        return Island(
+            equations,
+            tuple(v for v in inputs if v not in made),
+            tuple(
+                v
+                for i in units[n]
+                for v in jaxpr.eqns[i].outvars
+                if v in results or users.get(v)
+            ),
+        )
+
+    unlocks: list[list[int]] = [[] for _ in units]
+    missing = [len(needed) for needed in needs]
+    for n in live:
+        for other in needs[n]:
+            unlocks[other].append(n)
+    ready = [(units[n][0], n) for n in live if not missing[n]]
+    heapq.heapify(ready)
+    while ready:
+        _, n = heapq.heappop(ready)
+        yield unit(n)
+        for other in unlocks[n]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (units[other][0], other))
+
+
+def _reachable(roots: Iterable[int], needs: Sequence[set[int]]) -> set[int]:
+    """What is needed; copies that only islands use are made inside of them."""
+    found, waiting = set(roots), list(roots)
+    while waiting:
+        new = needs[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _effects(jaxpr: Any) -> Iterator[tuple[int, int]]:
+    """Pairs of equations with effects, which stay in their order."""
+    before = None
+    for position, equation in enumerate(jaxpr.eqns):
+        if equation.effects:
+            if before is not None:
+                yield before, position
+            before = position

@@ -1,0 +1,214 @@
+"""Emitting an island so that its backward pass starts from what went in."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from .._jax_compat import open_jaxpr, scope_names
+from ._islands import HOLDERS, Island
+from ._keeping import kept_bytes, may_keep, measured_bytes
+from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
+from ._plan import Plan, Wish
+from ._settings import Place, Run
+from ._values import Colour, Facts, Value
+
+# What recomputing saves of the bytes that autodiff would keep must be worth its while:
+# a quarter of them.
+_WORTH = 0.75
+# A norm has thirty operations. What has more than this is a computation of its own
+# right, which would take as long again.
+_MANY = 300
+# The sums that a norm takes are of at least so many numbers.
+_FEW = 16
+
+Values = dict[Any, Value]
+Emit = Callable[[Place, Any, Values], None]
+
+
+class Recomputed(NamedTuple):
+    """An island that was emitted as a function of its own.
+
+    Attributes:
+        function: Of the arrays that go in.
+        facts: What is known of its results.
+        are_cast: Which results come in half precision, too, after the others.
+        used: The user's rules that held inside.
+        note: What is to be noted on it.
+    """
+
+    function: Callable[..., Any]
+    facts: tuple[Facts, ...]
+    are_cast: tuple[bool, ...]
+    used: frozenset[Any]
+    note: IslandNote | None = None
+
+
+def emit_island(
+    run: Run, place: Place, island: Island, values: Values, ahead: Plan, emit: Emit
+) -> None:
+    """Emits an island, to be recomputed in the backward pass if that saves memory.
+
+    What comes in float32 but was half precision goes in as it was, and what goes out
+    only to be cast is cast inside: so nothing in float32 crosses the border that need
+    not. Equal islands, those of equal layers, are emitted once.
+
+    Args:
+        run: The run, which keeps islands.
+        place: Where it stands.
+        island: The island.
+        values: Values by variable; the island's results are added.
+        ahead: The plan of the program.
+        emit: Emits one equation, given values, and adds its results.
+    """
+    made = None
+    if any(map(may_keep, island.equations)):
+        key = _signature(run, place, island, values, ahead)
+        if key not in run.islands:
+            run.islands[key] = _recomputed(run, place, island, values, ahead, emit)
+        made = run.islands[key]
+    if made is None:
+        for equation in island.equations:
+            emit(place, equation, values)
+        return
+    run.used |= made.used
+    with noted_island(made.note):
+        results = made.function(*_arrays(island, values).values())
+    casts = iter(results[len(made.facts) :])
+    for variable, array, facts, is_cast in zip(
+        island.outputs, results, made.facts, made.are_cast, strict=False
+    ):
+        values[variable] = Value(array, facts)
+        if is_cast:
+            values[variable].offer(next(casts))
+
+
+def _arrays(island: Island, values: Values) -> dict[Any, Any]:
+    """What goes into an island, but for numbers: the half precision of it if it was."""
+    found = ((v, values[v]) for v in island.inputs)
+    return {
+        v: value.array if value.narrow is None else value.narrow
+        for v, value in found
+        if not value.is_constant
+    }
+
+
+def _recomputed(
+    run: Run, place: Place, island: Island, values: Values, ahead: Plan, emit: Emit
+) -> Recomputed | None:
+    """The island as a function that is recomputed; None if that is not worth it.
+
+    The barrier of `jax.checkpoint` keeps XLA from merging what is computed again with
+    the forward pass. Between the passes of a loop there is nothing to merge.
+    """
+    arrays = _arrays(island, values)
+    facts = {v: values[v].facts for v in arrays}
+    wide = {v: (values[v].dtype, values[v].widened_by) for v in arrays}
+    numbers = {v: values[v] for v in island.inputs if values[v].is_constant}
+    inner = dataclasses.replace(place, is_recomputed=True)
+    half = place.settings.dtype
+    found: list[Any] = []
+
+    def program(*arrays: Any) -> tuple[list[Any], list[Any]]:
+        inside = dict(numbers)
+        for (variable, (dtype, widened_by)), x in zip(
+            wide.items(), arrays, strict=True
+        ):
+            if x.dtype != dtype:
+                x = jax.lax.convert_element_type(x, dtype)
+            inside[variable] = Value(x, facts[variable])
+            inside[variable].widened_by = widened_by
+        for equation in island.equations:
+            emit(inner, equation, inside)
+        results = [inside[v] for v in island.outputs]
+        are_cast = tuple(
+            value.facts.colour is Colour.FULL and ahead.wish(v) is Wish.HALF
+            for v, value in zip(island.outputs, results, strict=True)
+        )
+        found[:] = [tuple(value.facts for value in results), are_cast]
+        with noted_cast(USED):
+            casts = [
+                v.cast(half)[0] for v, c in zip(results, are_cast, strict=True) if c
+            ]
+        return [value.array for value in results], casts
+
+    others, run.used = run.used, set()
+    closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()))
+    used, run.used = frozenset(run.used), others
+    are_free = tuple(f.is_weight for f in facts.values())
+    kept, needed = kept_bytes(closed.jaxpr, are_free)
+    if not kept or needed > _WORTH * kept:
+        return None
+    if sum(1 for _ in _operations(closed.jaxpr)) > _MANY:
+        return None
+    plain, note = core.jaxpr_as_fun(closed), None
+    function = jax.checkpoint(plain, prevent_cse=not place.is_in_loop, policy=_is_a_sum)
+    if is_taking_notes():
+        types = closed.in_avals
+        before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
+        note = IslandNote(before, after)
+    return Recomputed(function, found[0], found[1], used, note)
+
+
+def _operations(jaxpr: Any) -> Iterator[Any]:
+    """The operations of an island, those of programs within it, too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in HOLDERS:
+            inner = open_jaxpr(equation.params[HOLDERS[equation.primitive.name]])
+            yield from _operations(inner)
+        else:
+            yield equation
+
+
+def _is_a_sum(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Whether a result is kept: a mean or a variance, small and dear.
+
+    Not a maximum, which softmax finds on its way: XLA makes one kernel of softmax and
+    its derivative, and two of one that comes with a maximum.
+    """
+    if primitive.name != "reduce_sum":
+        return False
+    shape = operands[0].shape
+    return math.prod(shape[axis] for axis in params["axes"]) >= _FEW
+
+
+def _signature(
+    run: Run, place: Place, island: Island, values: Values, ahead: Plan
+) -> Hashable:
+    """What islands have in common that are emitted alike."""
+    if is_taking_notes() or place.settings.is_strict:  # each one is looked at
+        return object()
+    numbers = {v: i for i, v in enumerate(island.inputs)}
+    equations = []
+    for equation in island.equations:
+        operands = tuple(
+            (repr(a.val), a.aval) if isinstance(a, core.Literal) else numbers[a]
+            for a in equation.invars
+        )
+        results = tuple(
+            (v.aval, ahead.wish(v), v in ahead.scalings) for v in equation.outvars
+        )
+        params = tuple((k, _hashable(v)) for k, v in equation.params.items())
+        scopes = scope_names(equation)
+        equations.append((equation.primitive, params, operands, results, scopes))
+        for v in equation.outvars:
+            numbers[v] = len(numbers)
+    inputs = tuple(
+        (value.facts, repr(value.array))
+        if (value := values[v]).is_constant
+        else (value.facts, value.dtype, jax.typeof(x))
+        for v, x in {**dict.fromkeys(island.inputs), **_arrays(island, values)}.items()
+    )
+    outputs = tuple(numbers[v] for v in island.outputs)
+    return place, tuple(equations), inputs, outputs
+
+
+def _hashable(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value

@@ -1,0 +1,477 @@
+"""What autocast computes again for the backward pass, and what is kept instead."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+from jax.sharding import PartitionSpec as P
+
+import mpx
+from mpx._autocast._islands import Island, parts
+from mpx._autocast._keeping import kept_bytes, measured_bytes
+
+from .blocks import block, layer_norm, vit_parameters
+from .counting import count_products, equations, relative_error
+
+ROWS, WIDTH = 32, 64
+SIZE = ROWS * WIDTH
+
+
+def normed(x):
+    return layer_norm({"scale": jnp.full(WIDTH, 1.5), "bias": jnp.ones(WIDTH)}, x)
+
+
+def rms(x):
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+
+
+def masked_softmax(x):
+    mask = jnp.arange(ROWS)[:, None] >= jnp.arange(WIDTH)[None]
+    return jax.nn.softmax(jnp.where(mask, x, -1e30))
+
+
+def dropped_gelu(x):
+    kept = jax.random.bernoulli(jax.random.key(0), 0.9, x.shape)
+    return jnp.where(kept, jax.nn.gelu(x) / 0.9, 0)
+
+
+ISLANDS = {
+    "softmax": jax.nn.softmax,
+    "softmax with a mask": masked_softmax,
+    "log_softmax": jax.nn.log_softmax,
+    "layer norm": normed,
+    "root mean square": rms,
+    "gelu": jax.nn.gelu,
+    "exact gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+    "squared and scaled": lambda x: jnp.square(jnp.tanh(x)) * x,
+    "dropout after gelu": dropped_gelu,
+}
+on_every_island = pytest.mark.parametrize("name", ISLANDS)
+on_both = pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
+
+
+def weights():
+    first, second = jax.random.split(jax.random.key(1))
+    return (
+        jax.random.normal(first, (WIDTH, WIDTH)) / 8,
+        jax.random.normal(second, (WIDTH, WIDTH)) / 8,
+    )
+
+
+def between_products(island):
+    def loss(weights, x):
+        x = island(x @ weights[0]) @ weights[1]
+        return jnp.sum(x * jnp.cos(jnp.arange(1.0, SIZE + 1).reshape(x.shape)))
+
+    return loss
+
+
+X = jax.random.normal(jax.random.key(2), (ROWS, WIDTH))
+
+
+def residuals_of(func, *args):
+    """The arrays that autodiff keeps of a function, of its own size."""
+    kept = jax.eval_shape(lambda *a: jax.vjp(func, *a)[1], *args)
+    return [x for x in jax.tree.leaves(kept) if x.size >= SIZE]
+
+
+def size_of(arrays):
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def remats(func, *args):
+    jaxpr = jax.make_jaxpr(func)(*args)
+    return [e for e, _ in equations(jaxpr) if "policy" in e.params]
+
+
+def same(a, b):
+    return all(
+        np.array_equal(x, y, equal_nan=True)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def near(a, b):
+    """As far apart as rounding in another order puts them."""
+    np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2 * np.max(np.abs(b)))
+
+
+@on_both
+@on_every_island
+def test_gradients_are_the_same_bit_for_bit(name, dtype):
+    """Without a compiler, which may fuse the one otherwise than the other."""
+    loss = between_products(ISLANDS[name])
+    small, fast = (
+        jax.value_and_grad(mpx.autocast(loss, dtype, residuals=r), (0, 1))(weights(), X)
+        for r in ("small", "fast")
+    )
+    assert same(small, fast)
+    assert remats(mpx.autocast(loss, dtype), weights(), X)
+    assert not remats(mpx.autocast(loss, dtype, residuals="fast"), weights(), X)
+
+
+@on_both
+@on_every_island
+def test_no_float32_array_is_kept_of_an_island(name, dtype):
+    loss = mpx.autocast(between_products(ISLANDS[name]), dtype)
+    # The last product's result is multiplied by numbers of its size.
+    kept = [x.dtype.name for x in residuals_of(loss, weights(), X)]
+    assert kept.count("float32") <= 1 + kept.count("bool")
+    fast = between_products(ISLANDS[name])
+    before = residuals_of(mpx.autocast(fast, dtype, residuals="fast"), weights(), X)
+    after = residuals_of(loss, weights(), X)
+    assert size_of(after) < size_of(before)
+
+
+@on_every_island
+def test_the_count_by_primitives_decides_as_autodiff_would(name):
+    x = jnp.ones((ROWS, WIDTH), jnp.bfloat16)
+
+    def island(x):
+        return ISLANDS[name](x.astype(jnp.float32)).astype(jnp.bfloat16)
+
+    jaxpr = jax.make_jaxpr(island)(x)
+    counted, needed = kept_bytes(jaxpr.jaxpr, (False,))
+    measured = measured_bytes(island, [jax.typeof(x)], (False,))
+    assert needed in (2 * SIZE, 3 * SIZE)  # with a boolean mask
+    assert 0.4 <= counted / measured <= 2.5
+    assert needed <= 0.75 * counted and needed <= 0.75 * measured
+
+
+def test_what_is_kept_anyway_does_not_count():
+    def island(scale, x):
+        return (jnp.exp(x) * scale).astype(jnp.bfloat16)
+
+    types = [jax.ShapeDtypeStruct((SIZE,), jnp.float32)] * 2
+    jaxpr = jax.make_jaxpr(island)(*types).jaxpr
+    assert kept_bytes(jaxpr, (False, False)) == (8 * SIZE, 8 * SIZE)
+    assert kept_bytes(jaxpr, (True, False)) == (4 * SIZE, 4 * SIZE)
+    assert measured_bytes(island, types, (True, False)) == 4 * SIZE
+
+
+@pytest.mark.parametrize(
+    "island",
+    [
+        lambda x: x + 1,
+        lambda x: jnp.where(jnp.arange(WIDTH) > 3, x, 0.0),
+        lambda x: jax.nn.relu(x),
+        lambda x: x.reshape(WIDTH, ROWS).T / 3,
+    ],
+)
+def test_what_keeps_little_is_left_alone(island):
+    assert not remats(mpx.autocast(between_products(island)), weights(), X)
+
+
+def test_a_long_computation_is_not_repeated():
+    def island(x, count):
+        for _ in range(count):
+            x = jnp.sin(x)
+        return x
+
+    for count, found in ((20, True), (400, False)):
+        loss = between_products(functools.partial(island, count=count))
+        assert bool(remats(mpx.autocast(loss), weights(), X)) == found
+
+
+# --- Where islands are ----------------------------------------------------------------
+
+
+def divided(func, *args, fixed=(), may_join=lambda equation: True):
+    jaxpr = jax.make_jaxpr(func)(*args).jaxpr
+    return parts(jaxpr, [jaxpr.invars[i] for i in fixed], may_join), jaxpr
+
+
+def names(found):
+    return [
+        {e.primitive.name for e in part.equations}
+        if isinstance(part, Island)
+        else part.primitive.name
+        for part in found
+    ]
+
+
+def test_no_path_leaves_an_island_and_comes_back():
+    def func(x, w):
+        y = jnp.exp(x)
+        return jnp.sin(y) + (y @ w)  # the sum needs the product
+
+    found, jaxpr = divided(func, X, weights()[0], fixed=(1,))
+    assert names(found) == [{"exp", "sin"}, "dot_general", {"add"}]
+    done = set(jaxpr.invars)
+    for part in found:
+        made = (part,) if not isinstance(part, Island) else part.equations
+        for equation in made:
+            atoms = [a for a in equation.invars if not isinstance(a, core.Literal)]
+            assert done.issuperset(atoms)
+            done.update(equation.outvars)
+    assert done.issuperset(jaxpr.outvars)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda x: checkpoint_name(x, "mine"),
+        lambda x: jax.lax.sort(x),
+        lambda x: jnp.cumsum(x, axis=0),
+        lambda x: jax.lax.optimization_barrier(x),
+    ],
+    ids=["a name", "a sort", "a cumulative sum", "a barrier"],
+)
+def test_ends(end):
+    found, _ = divided(lambda x: jnp.sin(end(jnp.exp(x))), X)
+    assert [isinstance(part, Island) for part in found] == [True, False, True]
+
+
+def test_what_weights_become_is_in_no_island_but_copied_into_it():
+    def func(x, w):
+        return jnp.exp(x) * jnp.broadcast_to(jnp.tanh(w), x.shape)
+
+    found, _ = divided(func, X, weights()[0][0], fixed=(1,))
+    (island,) = found
+    assert {"tanh", "exp", "mul"} <= {e.primitive.name for e in island.equations}
+    assert [v.aval.shape for v in island.inputs] == [(WIDTH,), X.shape] or [
+        v.aval.shape for v in island.inputs
+    ] == [X.shape, (WIDTH,)]
+
+
+def test_effects_stay_in_their_order():
+    def func(x):
+        jax.debug.print("first {}", x[0, 0])
+        y = jnp.exp(x)
+        jax.debug.print("second {}", y[0, 0])
+        return jnp.sin(y)
+
+    found, _ = divided(func, X)
+    printed = [
+        part.params["fmt"] if "fmt" in part.params else part.primitive.name
+        for part in found
+        if not isinstance(part, Island) and part.effects
+    ]
+    assert len(printed) == 2
+    formats = [
+        str(p)
+        for part in found
+        if not isinstance(part, Island) and part.effects
+        for p in part.params.values()
+    ]
+    text = " ".join(formats)
+    assert "first" not in text or text.index("first") < text.index("second")
+
+
+def test_equal_layers_are_emitted_once():
+    layers = [vit_parameters(k, 96) for k in jax.random.split(jax.random.key(3), 4)]
+    x = jax.ShapeDtypeStruct((2, 8, 96), jnp.float32)
+
+    def loss(layers, x):
+        for layer in layers:
+            x = block(layer, x)
+        return jnp.sum(x)
+
+    found = remats(mpx.autocast(loss), layers, x)
+    assert len(found) >= 4 * 4  # two norms, softmax and gelu of each
+    # The first norm's input is an argument, not a stream.
+    assert len({id(e.params["jaxpr"]) for e in found}) <= 6
+
+
+# --- In every place -------------------------------------------------------------------
+
+
+def stack(layers, x, residuals, **options):
+    def loss(layers, x):
+        def turn(x, layer):
+            return block(layer, x, causal=True), None
+
+        if options.get("scan"):
+            x, _ = jax.lax.scan(turn, x, layers)
+        else:
+            for i in range(3):
+                x, _ = turn(x, jax.tree.map(lambda leaf: leaf[i], layers))  # noqa: B023
+        return jnp.mean(jnp.square(x))
+
+    return mpx.autocast(loss, residuals=residuals)
+
+
+@functools.cache
+def stacked():
+    keys = jax.random.split(jax.random.key(4), 3)
+    layers = jax.vmap(lambda key: vit_parameters(key, 96))(keys)
+    return layers, jax.random.normal(jax.random.key(5), (8, 128, 96))
+
+
+@pytest.mark.parametrize(
+    "scan",
+    [
+        pytest.param(False, id="in a row", marks=pytest.mark.slow),
+        pytest.param(True, id="scanned"),
+    ],
+)
+def test_a_stack_of_blocks_keeps_half_precision_and_its_stream(scan):
+    layers, x = stacked()
+    found = {}
+    for residuals in ("small", "fast"):
+        loss = stack(layers, x, residuals, scan=scan)
+        found[residuals] = jax.jit(jax.value_and_grad(loss))(layers, x)
+        found[residuals, "products"] = count_products(jax.grad(loss), layers, x)
+        found[residuals, "bytes"] = size_of(
+            x for x in residuals_of(loss, layers, x) if x.dtype != np.bool_
+        )
+    assert found["small", "products"] == found["fast", "products"]
+    assert found["small", "bytes"] < 0.75 * found["fast", "bytes"]
+    assert relative_error(found["small"], found["fast"]) < 5e-3
+
+
+def test_the_compiled_program_needs_less_memory():
+    layers, x = stacked()
+    small, fast = (
+        jax.jit(jax.grad(stack(layers, x, residuals)))
+        .lower(layers, x)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for residuals in ("small", "fast")
+    )
+    assert small < 0.95 * fast
+
+
+TRANSFORMS = {
+    "jit": lambda f: jax.jit(jax.grad(f)),
+    "vmap": lambda f: jax.vmap(jax.grad(f), (None, 0)),
+    "checkpoint around it": lambda f: jax.grad(jax.checkpoint(f)),
+    "forward mode": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
+    "forward over reverse": lambda f: lambda w, x: jax.jvp(jax.grad(f), (w, x), (w, x)),
+    "reverse over reverse": lambda f: jax.grad(
+        lambda w, x: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(w, x)))
+    ),
+    "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("island", ["layer norm", "dropout after gelu"])
+def test_under_transforms(name, island):
+    x = jnp.stack([X, 2 * X]) if name == "vmap" else X
+    small, fast = (
+        TRANSFORMS[name](
+            mpx.autocast(between_products(ISLANDS[island]), residuals=residuals)
+        )(weights(), x)
+        for residuals in ("small", "fast")
+    )
+    jax.tree.map(near, small, fast)
+
+
+def test_under_shard_map():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    loss = between_products(normed)
+    x = jnp.tile(X, (8, 1))
+
+    def mean(weights, x):
+        return jax.lax.pmean(loss(weights, x), "data")
+
+    inner = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    outer = jax.shard_map(
+        mpx.autocast(mean), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+    )
+    expected = jax.jit(jax.grad(mpx.autocast(loss, residuals="fast")))(weights(), X)
+    for func in (mpx.autocast(inner), outer):
+        assert remats(func, weights(), x)
+        found = jax.jit(jax.grad(func))(weights(), x)
+        jax.tree.map(near, found, expected)
+
+
+# --- With the user's own --------------------------------------------------------------
+
+
+def test_nothing_is_recomputed_within_what_the_user_recomputes():
+    loss = between_products(lambda x: jax.checkpoint(normed)(x))
+    found = remats(mpx.autocast(loss), weights(), X)
+    assert len(found) == 1 and found[0].params["policy"] is None
+
+
+def test_a_policy_of_names_keeps_what_it_names():
+    def island(x):
+        return jnp.sin(checkpoint_name(normed(x), "norm"))
+
+    loss = between_products(island)
+    policy = jax.checkpoint_policies.save_only_these_names("norm")
+    kept = residuals_of(jax.checkpoint(mpx.autocast(loss), policy=policy), weights(), X)
+    none = residuals_of(jax.checkpoint(mpx.autocast(loss)), weights(), X)
+    assert len(kept) == len(none) + 1
+    products = [
+        count_products(jax.grad(mpx.autocast(loss, residuals=residuals)), weights(), X)
+        for residuals in ("small", "fast")
+    ]
+    assert products[0] == products[1]
+
+
+def test_a_region_may_say_otherwise():
+    def island(x):
+        with mpx.autocast(residuals="fast"):
+            return normed(x)
+
+    assert not remats(mpx.autocast(between_products(island)), weights(), X)
+    found = remats(
+        mpx.autocast(between_products(ISLANDS["softmax"]), residuals="fast"),
+        weights(),
+        X,
+    )
+    assert not found
+
+
+def test_a_tpu_s_compiler_recomputes_on_its_own():
+    loss = between_products(normed)
+    for target, count in (("tpu v5e", 0), ("h100", 1), ("cpu", 1)):
+        found = remats(mpx.autocast(loss, target=target), weights(), X)
+        assert bool(found) == bool(count)
+    asked_for = mpx.autocast(loss, target="tpu v5e", residuals="small")
+    assert remats(asked_for, weights(), X)
+
+
+def test_derivatives_inside_are_left_alone():
+    loss = between_products(normed)
+    assert not remats(mpx.autocast(jax.grad(loss)), weights(), X)
+
+
+def test_an_unknown_kind_is_an_error():
+    with pytest.raises(ValueError, match='`residuals` .* "small" or "fast"; got'):
+        mpx.autocast(jnp.sin, residuals="tiny")
+
+
+@pytest.mark.third_party
+def test_layers_of_equinox():
+    layer = eqx.nn.LayerNorm(WIDTH)
+
+    def loss(model, x):
+        return jnp.sum(jnp.sin(jax.vmap(model)(x @ weights()[0])))
+
+    assert remats(mpx.autocast(loss), layer, X)
+
+
+# --- Shown ----------------------------------------------------------------------------
+
+
+def test_explain_shows_islands_with_their_bytes():
+    loss = mpx.autocast(between_products(normed))
+    report = mpx.explain(jax.grad(loss))(weights(), X)
+    (island,) = [i for i in report.islands if "rsqrt" in i.primitives]
+    assert island.bytes_before >= 2 * 4 * SIZE
+    assert island.bytes_after <= 2 * SIZE + 4 * 4 * ROWS
+    assert "normed" in island.where or "layer_norm" in island.where
+    assert island.source
+    assert "computed again" in report.table()
+    assert "islands computed again" in report.to_html()
+    assert mpx.Report.from_json(report.to_json()) == report
+    kept = mpx.explain(jax.grad(loss), residuals="fast")(weights(), X)
+    assert kept.totals.residual_bytes is not None
+    plain = mpx.autocast(between_products(normed), residuals="fast")
+    fast = mpx.explain(jax.grad(plain))(weights(), X)
+    assert fast.islands == ()
+    saved = fast.totals.residual_bytes - report.totals.residual_bytes
+    assert saved >= 0.9 * (island.bytes_before - island.bytes_after)
