@@ -1,13 +1,21 @@
 """`mpx.explain`: every operation of a function, and what it costs."""
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from .._autocast._classes import PrimitiveClass, class_of
 from .._autocast._decisions import Precision
-from .._autocast._notes import Note, is_note, read_note, taking_notes
+from .._autocast._notes import (
+    IslandNote,
+    Note,
+    is_note,
+    read_island,
+    read_note,
+    taking_notes,
+)
 from .._autocast._transform import autocast, unwrapped, weights_of
 from .._errors import describe
 from .._jaxpr import OTHERS, Visit, walk
@@ -21,7 +29,7 @@ from ._facts import (
     is_float_cast,
     promotion,
 )
-from ._report import HALF, LOW, QUANTIZES, Operation, Report, totals_of
+from ._report import HALF, LOW, QUANTIZES, Island, Operation, Report, totals_of
 from ._residuals import residual_bytes
 from ._source_text import function_path, line_text, phase, scope_path, stack_text
 from ._trace import Traced, trace, trace_gradient
@@ -90,12 +98,13 @@ def explain(
     def report(*args: Any, **kwargs: Any) -> Report:
         with taking_notes() as unused_rules:
             traced = trace(inside, args, kwargs, wrap, positions)
-            operations = _operations(traced)
+            visits, operations = _operations(traced)
             return Report(
                 name=_name(inside),
                 operations=operations,
                 totals=totals_of(operations, *_residuals(traced)),
                 unused_rules=tuple(unused_rules),
+                islands=_islands(visits, operations),
             )
 
     return report
@@ -123,7 +132,9 @@ def _residuals(traced: Traced) -> tuple[int | None, str]:
     )
 
 
-def _operations(traced: Traced) -> tuple[Operation, ...]:
+def _operations(
+    traced: Traced,
+) -> tuple[list[Visit[Fact]], tuple[Operation, ...]]:
     flow = Facts()
     inputs = [
         _input_fact(path, is_weight, variable.aval)
@@ -134,9 +145,37 @@ def _operations(traced: Traced) -> tuple[Operation, ...]:
     every = walk(traced.jaxpr, inputs, flow)
     visits = [visit for visit in every if not _is_for_others(visit)]
     is_mixed = any(_uses_half(visit.equation) for visit in visits)
-    return tuple(
+    return visits, tuple(
         _operation(number, visit, flow, is_mixed) for number, visit in enumerate(visits)
     )
+
+
+def _islands(
+    visits: Sequence[Visit[Fact]], operations: Sequence[Operation]
+) -> tuple[Island, ...]:
+    """The islands of a program, in the order of the program."""
+    found: dict[IslandNote, list[Operation]] = {}
+    for visit, operation in zip(visits, operations, strict=True):
+        for entry in visit.scopes:
+            note = read_island(entry.name)
+            if note is not None and operation.phase == "forward":
+                found.setdefault(note, []).append(operation)
+    return tuple(
+        Island(
+            where=_most(o.where for o in parts),
+            primitives=tuple(dict.fromkeys(o.primitive for o in parts)),
+            bytes_before=note.before * parts[0].executions,
+            bytes_after=note.after * parts[0].executions,
+            source=_most(o.source for o in parts),
+        )
+        for note, parts in found.items()
+    )
+
+
+def _most(texts: Iterable[str]) -> str:
+    """The text that comes most often, "" only if there is no other."""
+    counts = collections.Counter(text for text in texts if text)
+    return max(counts, key=counts.__getitem__, default="")
 
 
 def _is_for_others(visit: Visit[Fact]) -> bool:

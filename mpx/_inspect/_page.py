@@ -12,7 +12,7 @@ import string
 from typing import Any
 
 from ._report import Operation, Report
-from ._table import notes
+from ._table import island_lines, notes
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Operation))
 _SINGLE = (
@@ -73,8 +73,14 @@ def data_of(report: Report) -> dict[str, Any]:
         "texts": list(texts),
         "operations": rows,
         "totals": dataclasses.asdict(report.totals),
-        "notes": notes(report),
+        "notes": [*_islands(report), *notes(report)],
     }
+
+
+def _islands(report: Report) -> list[str]:
+    """What is recomputed, in a note."""
+    head, *lines = island_lines(report.islands) or [""]
+    return [f"{len(report.islands)} islands {head}: {'; '.join(lines)}"] if head else []
 
 
 def _embedded(data: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _FORMAT = "mpx report"
-_VERSION = 1
+_VERSION = 2
 
 HALF = ("bfloat16", "float16")
 """The dtypes that count as half precision."""
@@ -84,6 +84,26 @@ class Operation:
     def times(self) -> str:
         """How often it runs, in words: `7`, or `7 x ?` inside of a `while` loop."""
         return str(self.executions) + " x ?" * self.unknown_loops
+
+
+@dataclasses.dataclass(frozen=True)
+class Island:
+    """A part of a program that the backward pass computes again: softmax, a norm, ...
+
+    Its bytes are those of all its executions together, without what is kept anyway:
+    weights, and what goes in half precision into a matrix product.
+    """
+
+    where: str
+    """The named scopes, or else the functions around it."""
+    primitives: tuple[str, ...]
+    """The operations of its forward pass, each once."""
+    bytes_before: int
+    """What autodiff would keep of it for the backward pass."""
+    bytes_after: int
+    """What is kept of it."""
+    source: str
+    """The line of the user's code that its first operation comes from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +216,8 @@ class Report:
     """Sums over the operations."""
     unused_rules: tuple[str, ...] = ()
     """The rules of `mpx.autocast` that held for no operation."""
+    islands: tuple[Island, ...] = ()
+    """What `mpx.autocast` has recomputed: `residuals="small"`."""
 
     @property
     def findings(self) -> tuple[Operation, ...]:
@@ -257,7 +279,9 @@ class Report:
             )
         operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
         totals = _from_dict(Totals, data["totals"])
-        return cls(data["name"], operations, totals, tuple(data["unused_rules"]))
+        islands = tuple(_from_dict(Island, entry) for entry in data["islands"])
+        unused_rules = tuple(data["unused_rules"])
+        return cls(data["name"], operations, totals, unused_rules, islands)
 
     def to_html(self) -> str:
         """The report as one page of HTML that needs no network."""

@@ -4,13 +4,14 @@ Plain text for every terminal and file; with rich, if it is installed, the same 
 colours.
 """
 
+import collections
 import dataclasses
 import importlib.util
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._report import QUANTIZES, Operation, Report
+from ._report import QUANTIZES, Island, Operation, Report
 from ._units import bytes_text, count_text, flops_text, share_text, short_type
 
 _BAR = 24
@@ -216,6 +217,9 @@ def _summary(report: Report) -> list[str]:
     )
     kept = "?" if totals.residual_bytes is None else bytes_text(totals.residual_bytes)
     print(f"  residuals     {kept:>7}  {totals.residuals}", file=out)
+    count = f"  islands       {count_text(len(report.islands)):>7}  "
+    for number, line in enumerate(island_lines(report.islands)):
+        print((" " * len(count) if number else count) + line, file=out)
     print(
         f"  traffic       {bytes_text(totals.bytes):>7}  if nothing were fused",
         file=out,
@@ -224,6 +228,29 @@ def _summary(report: Report) -> list[str]:
     for note in notes(report):
         print(f"  note: {note}", file=out)
     return out.getvalue().rstrip().splitlines()
+
+
+_ISLANDS = 6
+
+
+def island_lines(islands: Sequence[Island]) -> list[str]:
+    """What is recomputed: all together, then each kind that keeps most, in a line."""
+    if not islands:
+        return []
+    before = bytes_text(sum(island.bytes_before for island in islands))
+    after = bytes_text(sum(island.bytes_after for island in islands))
+    found = [f"computed again: {after} kept instead of {before}"]
+    groups = collections.Counter(islands)
+    kinds = sorted(groups, key=lambda island: -island.bytes_before * groups[island])
+    for island in kinds[:_ISLANDS]:
+        count = groups[island]
+        sizes = (island.bytes_after * count, island.bytes_before * count)
+        kept, instead = map(bytes_text, sizes)
+        what = cut(island.where, 36, end=False) or ", ".join(island.primitives[:4])
+        times = f"{count} x " * (count > 1)
+        place = f"  {island.source}" if island.source else ""
+        found.append(f"{times}{what}: {kept} of {instead}{place}")
+    return found
 
 
 def notes(report: Report) -> list[str]:
