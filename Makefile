@@ -11,7 +11,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := -m pip --disable-pip-version-check --no-input install --quiet
+# Python compiles what is imported when it is; that is a small part of what is installed.
+PIP := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 
 # The first of these that runs and is new enough; PYTHON=... chooses another one.
 CANDIDATES := python3.13 python3.12 python3.11 python3
@@ -52,7 +53,7 @@ bench: $(ALL) ## Measure against the peers and write the report
 
 # Commit what it writes: `make test` compares the programs' fingerprints with it.
 counts-cuda: $(ALL) ## Count the programs compiled for an H100 (5 GB, no GPU needed)
-	@$(BIN)/python -m benchmarks cuda recipe-counts docs --out benchmarks/results $(ARGS)
+	@$(BIN)/python -m benchmarks cuda recipe-counts residuals docs --out benchmarks/results $(ARGS)
 
 docs: $(ALL) ## Build the documentation, strictly, into site/
 	@echo '== documentation (mkdocs --strict)'

@@ -40,12 +40,13 @@ class Options:
     `folds` (accuracy over five folds), `recipes` (the loss of a GPT in low precision)
     and `errors` (of single products in low precision). `cuda` is sweep, autocast and
     scaling compiled for an H100; `recipe-counts` says on which units the products of
-    low precision run on an H100, a B200 and a TPU7x, and what they keep. `docs` only
+    low precision run on an H100, a B200 and a TPU7x, and what they keep; `residuals`
+    what steps need that recompute islands, on an H100 and a TPU v5e. `docs` only
     writes the tables of the committed results into docs/benchmarks.md.
     """
 
     names: tyro.conf.Positional[
-        tuple[Literal[Name, "cuda", "recipe-counts", "docs"], ...]
+        tuple[Literal[Name, "cuda", "recipe-counts", "residuals", "docs"], ...]
     ] = ALL
     """What to measure."""
     out: Path = SCRATCH
@@ -119,6 +120,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.cuda(options.cuda_libraries)
     elif name == "recipe-counts":
         session.recipe_counts(options.cuda_libraries)
+    elif name == "residuals":
+        session.residuals(options.cuda_libraries)
     elif name == "docs":
         for path in documentation.write():
             session.console.print(f"Written {path}")

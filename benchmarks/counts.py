@@ -138,6 +138,23 @@ def count(compiled: Any) -> Counts:
     )
 
 
+_PRODUCTS = frozenset({"convolution", "dot", "ragged-dot"})
+_PRODUCT_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
+
+
+def products(text: str) -> int:
+    """How many matrix products and convolutions an optimized HLO module has.
+
+    One in the body of a loop counts once.
+    """
+    return sum(
+        instruction.opcode in _PRODUCTS
+        or _PRODUCT_CALL.search(instruction.line) is not None
+        for _, _, body in _computations(text)
+        for instruction in body
+    )
+
+
 def fingerprint(lowered: Any) -> str:
     """A short hash of the program before the compiler sees it.
 

@@ -31,9 +31,11 @@ def _mpx_arm(name: str, dtype: str, first_scaling: Any) -> Arm:
     return Arm(name, "mpx", first_scaling, make_step)
 
 
-def _autocast_arm(name: str, dtype: str, stream: str, first_scaling: Any) -> Arm:
+def _autocast_arm(
+    name: str, dtype: str, stream: str, first_scaling: Any, residuals: str | None = None
+) -> Arm:
     def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
-        loss = mpx.autocast(loss, dtype, residual_stream=stream)
+        loss = mpx.autocast(loss, dtype, residual_stream=stream, residuals=residuals)
 
         def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
             result = mpx.filter_value_and_grad(loss, scaling)(model, batch)
@@ -68,5 +70,8 @@ ARMS = {
             "mpx float16 unscaled", "float16", lambda: mpx.NoLossScaling(skip=False)
         ),
         *_autocast_arms(),
+        _autocast_arm(
+            "autocast bfloat16, kept", "bfloat16", "full", mpx.NoLossScaling, "fast"
+        ),
     )
 }

@@ -25,6 +25,7 @@ from . import (
     recipe_counts,
     recipe_time,
     recipes,
+    residual_counts,
     results,
     scaling_traffic,
     sweep,
@@ -128,6 +129,22 @@ class Session:
             _, *answers = processes.ask("ours", {"task": "kept"}, None)
         found.records += [answer["kept"] for answer in answers]
         self._show(found, recipe_counts.tables(found), recipe_counts.goals(found))
+
+    def residuals(self, libraries: Path) -> None:
+        """What steps keep where autocast recomputes, for a GPU and a TPU."""
+        found = self._compiled("residuals", "v5e")
+        if found is None:
+            return
+        targets = sorted({setup[0] for setup in residual_counts.SETUPS})
+        titles = ", ".join(TARGETS[name].title for name in targets)
+        found.device = f"compiled for {titles}"
+        with self._compiling() as (compiler, progress):
+            cuda = peers.prepare_cuda(libraries, self.console.print)
+            for target in targets:
+                is_cuda = TARGETS[target].platform == "cuda"
+                compiler.libraries = cuda if is_cuda else None
+                residual_counts.run(found, compiler, target, progress)
+        self._show(found, residual_counts.tables(found), residual_counts.goals(found))
 
     def host(self, rounds: int) -> None:
         """CPU seconds to trace and to lower."""

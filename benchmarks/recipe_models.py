@@ -24,6 +24,7 @@ import mpx.nnx
 from examples.gpt.config import ModelConfig
 from examples.gpt.model import BYTES, GPT
 
+from . import transformers
 from .steps import ArrayStep, arrays_only
 
 SIZE = ModelConfig(context=128, width=256, hidden=1024, blocks=2, heads=4)
@@ -66,57 +67,6 @@ def linear_flops(size: ModelConfig, head: bool) -> int:
     return 3 * 2 * BATCH * size.context * weights
 
 
-class EquinoxBlock(eqx.Module):
-    """Attention and MLP of one text, as Equinox has them."""
-
-    attention_norm: eqx.nn.LayerNorm
-    attention: eqx.nn.MultiheadAttention
-    mlp_norm: eqx.nn.LayerNorm
-    dense_in: eqx.nn.Linear
-    dense_out: eqx.nn.Linear
-
-    def __init__(self, size: ModelConfig, key: Array):
-        keys = jax.random.split(key, 3)
-        self.attention_norm = eqx.nn.LayerNorm(size.width)
-        self.attention = eqx.nn.MultiheadAttention(
-            size.heads, size.width, use_output_bias=True, key=keys[0]
-        )
-        self.mlp_norm = eqx.nn.LayerNorm(size.width)
-        self.dense_in = eqx.nn.Linear(size.width, size.hidden, key=keys[1])
-        self.dense_out = eqx.nn.Linear(size.hidden, size.width, key=keys[2])
-
-    def __call__(self, x: Array) -> Array:
-        normed = jax.vmap(self.attention_norm)(x)
-        mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
-        x = x + self.attention(normed, normed, normed, mask)
-        hidden = jax.vmap(self.dense_in)(jax.vmap(self.mlp_norm)(x))
-        return x + jax.vmap(self.dense_out)(jax.nn.gelu(hidden))
-
-
-class EquinoxGPT(eqx.Module):
-    """The transformer for one text."""
-
-    embed: eqx.nn.Embedding
-    place: Array
-    blocks: list[EquinoxBlock]
-    norm: eqx.nn.LayerNorm
-    head: eqx.nn.Linear
-
-    def __init__(self, size: ModelConfig, key: Array):
-        keys = jax.random.split(key, 3 + size.blocks)
-        self.embed = eqx.nn.Embedding(BYTES, size.width, key=keys[0])
-        self.place = 0.5 * jax.random.normal(keys[1], (size.context, size.width))
-        self.blocks = [EquinoxBlock(size, block_key) for block_key in keys[3:]]
-        self.norm = eqx.nn.LayerNorm(size.width)
-        self.head = eqx.nn.Linear(size.width, BYTES, use_bias=False, key=keys[2])
-
-    def __call__(self, text: Array) -> Array:
-        x = jax.vmap(self.embed)(text) + self.place
-        for block in self.blocks:
-            x = block(x)
-        return jax.vmap(self.head)(jax.vmap(self.norm)(x))
-
-
 class LinenGPT(linen.Module):
     """The transformer for a batch, of Linen's own layers."""
 
@@ -154,10 +104,15 @@ def _pure_step(loss: Any, optimizer: Any) -> Callable[..., tuple]:
 def equinox(size: ModelConfig) -> tuple[Callable[[Array], Any], Any, str]:
     """What makes the model, its loss and the path of the final projection's weight."""
 
-    def loss(model: EquinoxGPT, texts: Array) -> Array:
+    def loss(model: transformers.GPT, texts: Array) -> Array:
         return cross_entropy(jax.vmap(model)(texts[:, :-1]), texts[:, 1:])
 
-    return lambda key: EquinoxGPT(size, key), loss, "head.weight"
+    def initial(key: Array) -> transformers.GPT:
+        return transformers.GPT(
+            size.width, size.hidden, size.heads, size.context, size.blocks, key
+        )
+
+    return initial, loss, "head.weight"
 
 
 def flax_linen(size: ModelConfig) -> tuple[Callable[[Array], Any], Any, str]:

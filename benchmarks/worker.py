@@ -11,6 +11,7 @@ A request is `{"task": ..., "arms": "ours" | "peers", "cases": [...], ...}`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -105,7 +106,37 @@ def _recipe_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     return recipe_counts.build, recipe_counts.count
 
 
-STEPS = {"vit": _vit_steps, "recipes": _recipe_steps}
+def _residual_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """The steps of plain transformers, in this environment's arms."""
+    from benchmarks import counts, residual_models
+
+    arms = _arms(request["arms"])
+
+    def build(fields: dict[str, Any], devices: Any = None) -> Any:
+        case = residual_models.Case(**fields)
+        return residual_models.build(arms[case.arm], case, devices)
+
+    def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        products = counts.products(compiled.as_text())
+        return {**dataclasses.asdict(counts.count(compiled)), "products": products}
+
+    return build, count
+
+
+STEPS = {"vit": _vit_steps, "recipes": _recipe_steps, "residuals": _residual_steps}
+
+
+# A device of each platform.
+_USUAL = {"cpu": "cpu", "cuda": "h100", "tpu": "v5e"}
+
+
+def _compiling_for(request: dict[str, Any], target: str) -> Any:
+    """Tells our autocast which device is compiled for; it is not the one here."""
+    if request["arms"] != "ours" or request.get("steps") == "recipes":
+        return contextlib.nullcontext()  # no autocast, or it has been told
+    import mpx
+
+    return mpx.autocast(target=target, ambient=True)
 
 
 def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -120,8 +151,9 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     known = {tuple(pair) for pair in request.get("known", ())}
     for fields in request["cases"]:
         devices = targets.compile_only_devices(target, fields.get("devices", 1))
-        step = build(fields, devices)
-        lowered = step.jitted().lower(step.state, step.batch)
+        with _compiling_for(request, target.name):
+            step = build(fields, devices)
+            lowered = step.jitted().lower(step.state, step.batch)
         program = counts.fingerprint(lowered)
         answer: dict[str, Any] = {"case": fields, "program": program}
         if (program, compiler) not in known:
@@ -144,8 +176,9 @@ def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for fields in request["cases"]:
         named = targets.TARGETS.get(fields.get("target"))
         platform = request["platform"] if named is None else named.platform
-        step = build(fields)
-        traced = step.jitted().trace(step.state, step.batch)
+        with _compiling_for(request, fields.get("target") or _USUAL[platform]):
+            step = build(fields)
+            traced = step.jitted().trace(step.state, step.batch)
         lowered = traced.lower(lowering_platforms=(platform,))
         yield {"case": fields, "program": counts.fingerprint(lowered)}
 

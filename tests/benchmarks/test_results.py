@@ -237,7 +237,7 @@ def test_doctests(name):
 
 def test_every_result_has_a_table():
     names = {"sweep", "scaling", "autocast", "host", "time", "folds", "cuda"}
-    names |= {"recipes", "errors", "recipe-counts", "recipe-time"}
+    names |= {"recipes", "errors", "recipe-counts", "recipe-time", "residuals"}
     assert names == set(documentation.TABLES)
     for path in results.COMMITTED.glob("*.json"):
         found = results.read(path.stem)

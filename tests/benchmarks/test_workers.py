@@ -156,7 +156,15 @@ def test_targets_say_what_is_missing(monkeypatch):
         targets.compile_only_devices(targets.TARGETS["h100"])
 
 
-@pytest.mark.parametrize("name", ["sweep", "scaling", "autocast", "cuda"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuda",
+        pytest.param("autocast", marks=pytest.mark.slow),
+        pytest.param("scaling", marks=pytest.mark.slow),
+        pytest.param("sweep", marks=pytest.mark.slow),
+    ],
+)
 def test_committed_counts_are_of_todays_programs(name):
     """What is committed was compiled from what the code lowers to now."""
     found = results.read(name)

@@ -1,0 +1,145 @@
+"""What a compiled step keeps for its backward pass where autocast recomputes islands.
+
+The models (`transformers`) are plain. The arms are float32, casts by hand with norms
+and softmax in full precision, as the published MPX wants them, and autocast: keeping
+what JAX keeps, and as it is by default, with a residual stream in float32 and in half
+precision.
+
+Beside memory and traffic stand the matrix
+products of the program: recomputing must add none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from .compiling import Compiler
+from .problems import PROBLEMS
+from .residual_models import DROPOUT, GPT, Case
+from .results import Results
+from .tables import Goal, Table, megabytes, ratio
+from .targets import TARGETS
+
+FLOAT32 = "float32"
+BY_HAND = "mpx bfloat16"
+KEPT = "autocast bfloat16, kept"
+DEFAULT = "autocast bfloat16"
+HALF = "autocast bfloat16, half stream"
+OUR_ARMS = (FLOAT32, BY_HAND, KEPT, DEFAULT, HALF)
+PEER_ARMS = ("MPX float16",)
+
+
+# Memory and traffic of float32 over those of the default that are to be reached.
+LIMITS = {
+    ("h100", "desktop", 12, 256): (1.85, 1.75),
+    ("h100", "desktop", 4, 256): (1.85, 1.75),
+    ("h100", "base", 4, 64): (1.75, 1.60),
+    ("h100", "gpt", 4, 16): (1.85, 1.75),
+    ("h100", "gpt scan", 4, 16): (1.85, 1.75),
+}
+SETUPS = (*LIMITS, ("v5e", "desktop", 2, 256))
+
+
+def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
+    """Compiles the cases for a target."""
+    sides = {
+        side: [
+            dataclasses.asdict(Case(*setup, arm))
+            for setup in SETUPS
+            if setup[0] == target
+            for arm in arms
+        ]
+        for side, arms in (("ours", OUR_ARMS), ("peers", PEER_ARMS))
+    }
+    compiler.count(found, target, sides, progress, steps="residuals")
+
+
+# --- What is shown --------------------------------------------------------------------
+
+Setup = tuple[str, str, int, int]
+
+
+def _counts(found: Results) -> dict[Setup, dict[str, dict[str, Any]]]:
+    """Counts of each arm, in each setup."""
+    made: dict[Setup, dict[str, dict[str, Any]]] = {}
+    for record in found.records:
+        if "model" in record and record["counts"] is not None:
+            names = ("target", "model", "blocks", "batch")
+            setup = tuple(record[name] for name in names)
+            made.setdefault(setup, {})[record["arm"]] = record["counts"]
+    return made
+
+
+def _title(setup: Setup) -> str:
+    target, model, blocks, batch = setup
+    titles = {
+        "gpt": f"GPT (width {GPT['width']}, context {GPT['context']})",
+        "gpt scan": f"GPT (width {GPT['width']}, context {GPT['context']}), scanned",
+    }
+    name = titles.get(model) or f"{PROBLEMS[model].title}, dropout {DROPOUT}"
+    device = TARGETS[target].title
+    return f"{name}: {blocks} blocks, batch {batch}, Adam, compiled for {device}"
+
+
+def tables(found: Results) -> list[Table]:
+    """One table for each setup."""
+    made = []
+    for setup, counts in _counts(found).items():
+        base = counts[FLOAT32]
+        made.append(
+            Table(
+                title=_title(setup),
+                columns=[
+                    "arm",
+                    "memory, MB",
+                    "float32 / arm",
+                    "traffic, MB",
+                    "float32 / arm",
+                    "products",
+                ],
+                rows=[
+                    [
+                        arm,
+                        megabytes(count["memory"]),
+                        ratio(base["memory"] / count["memory"]),
+                        megabytes(count["traffic"]),
+                        ratio(base["traffic"] / count["traffic"]),
+                        str(count["products"]),
+                    ]
+                    for arm, count in counts.items()
+                ],
+                notes=[
+                    f"*{BY_HAND}* and *MPX float16* cast by hand. *{KEPT}* is "
+                    '`mpx.autocast(..., residuals="fast")`, *half stream* '
+                    '`residual_stream="half"`, both with an unchanged model. '
+                    "Higher ratios are better."
+                ],
+            )
+        )
+    return made
+
+
+def goals(found: Results) -> list[Goal]:
+    """The ratios asked for; no more products; on TPUs no worse than by hand."""
+    made = []
+    for setup, counts in _counts(found).items():
+        base, title = counts[FLOAT32], _title(setup)
+        for what, limit in zip(
+            ("memory", "traffic"), LIMITS.get(setup, ()), strict=False
+        ):
+            for arm in (DEFAULT, HALF):
+                reached = base[what] / counts[arm][what]
+                text = f"{what} of float32 / {arm} >= {limit}: {reached:.3f}: {title}"
+                made.append(Goal(text, reached >= limit))
+        for arm in (DEFAULT, HALF):
+            products, kept = (counts[name]["products"] for name in (arm, KEPT))
+            text = f"products of {arm}, {products}, no more than {kept}: {title}"
+            made.append(Goal(text, products <= kept))
+        if setup[0] != "h100":
+            for arm, what in itertools.product((DEFAULT, HALF), ("memory", "traffic")):
+                share = counts[arm][what] / counts[BY_HAND][what] - 1
+                text = f"{what} of {arm} at most {BY_HAND}'s: {100 * share:+.2f}%"
+                made.append(Goal(f"{text}: {title}", share <= 0))
+    return made

@@ -1,0 +1,137 @@
+"""Steps that recompute islands, compiled for other devices: models, goals, commits."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import (
+    counts,
+    our_arms,
+    processes,
+    residual_counts,
+    residual_models,
+    results,
+    transformers,
+)
+from benchmarks.problems import PROBLEMS
+
+PROGRAM = """HloModule step
+
+%fused (a: bf16[8,8]) -> bf16[8,8] {
+  %a = bf16[8,8]{1,0} parameter(0)
+  ROOT %inside = bf16[8,8]{1,0} convolution(%a, %a), dim_labels=bf_io->bf
+}
+
+ENTRY %main (a: bf16[8,8]) -> bf16[8,8] {
+  %a = bf16[8,8]{1,0} parameter(0)
+  %one = bf16[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %two = (bf16[8,8]{1,0}, s8[8]{0}) custom-call(%one), custom_call_target="__cublas$gemm"
+  %sum = bf16[8,8]{1,0} add(%one, %a), metadata={op_name="dot_general"}
+  %other = bf16[8,8]{1,0} custom-call(%sum), custom_call_target="Sharding"
+  ROOT %result = bf16[8,8]{1,0} fusion(%other), kind=kLoop, calls=%fused
+}
+"""  # noqa: E501
+
+
+def test_products_are_counted_wherever_they_stand():
+    assert counts.products(PROGRAM) == 3
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_gpt_is_causal_and_scans_alike(scan):
+    model = transformers.GPT(16, 32, 2, 8, 2, jax.random.key(0), scan=scan)
+    text = jnp.arange(8)
+    logits = eqx.filter_jit(model)(text)
+    changed = eqx.filter_jit(model)(text.at[5].set(99))
+    assert logits.shape == (8, 256)
+    assert jnp.array_equal(logits[:5], changed[:5])
+    assert not jnp.array_equal(logits[5:], changed[5:])
+    plain = transformers.GPT(16, 32, 2, 8, 2, jax.random.key(0))
+    assert jnp.allclose(logits, eqx.filter_jit(plain)(text), atol=1e-5)
+
+
+@pytest.mark.third_party
+def test_the_vit_drops_at_three_places():
+    model = transformers.ViT(PROBLEMS["tiny"], 1, 0.5, jax.random.key(0))
+    image = jnp.ones((8, 8, 1))
+    text = str(jax.make_jaxpr(lambda key: model(image, key))(jax.random.key(1)))
+    assert text.count("name=_bernoulli") == 3
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("name", residual_counts.OUR_ARMS)
+def test_every_arm_of_the_benchmark_can_be_traced(name):
+    case = residual_models.Case("h100", "tiny", 1, 4, name)
+    step = residual_models.build(our_arms.ARMS[name], case)
+    (_, loss) = jax.eval_shape(step.jitted(), step.state, step.batch)
+    assert loss.dtype == "float32"
+
+
+def count_of(memory, traffic, products=85):
+    return {"memory": memory, "traffic": traffic, "products": products}
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_goals_and_tables(met):
+    setup = ("h100", "desktop", 4, 256)
+    names = ("target", "model", "blocks", "batch")
+    arms = {
+        residual_counts.FLOAT32: count_of(200, 200),
+        residual_counts.KEPT: count_of(150, 150),
+        residual_counts.DEFAULT: count_of(100, 100, 85 if met else 86),
+        residual_counts.HALF: count_of(100 if met else 110, 100),
+    }
+    found = results.Results("residuals", "test", "compiled for X")
+    found.records = [
+        {**dict(zip(names, setup, strict=True)), "arm": arm, "counts": count}
+        for arm, count in arms.items()
+    ]
+    missed = [goal for goal in residual_counts.goals(found) if not goal.met]
+    assert len(missed) == (0 if met else 2)
+    (table,) = residual_counts.tables(found)
+    assert [row[2] for row in table.rows][:3] == ["1.00", "1.33", "2.00"]
+
+
+FEW = [
+    ("h100", "desktop", 4, 256, residual_counts.DEFAULT),
+    ("h100", "gpt scan", 4, 16, residual_counts.DEFAULT),
+]
+
+
+@pytest.mark.parametrize(
+    "few",
+    [
+        pytest.param(True, id="the default"),
+        pytest.param(False, id="all others", marks=pytest.mark.slow),
+    ],
+)
+def test_committed_counts_are_of_todays_programs(few):
+    found = results.read("residuals")
+    assert found is not None
+    names = [field.name for field in dataclasses.fields(residual_models.Case)]
+    ours = {
+        case: record["program"]
+        for record in found.records
+        if record["arm"] in our_arms.ARMS
+        and ((case := tuple(record[name] for name in names)) in FEW) == few
+    }
+    assert len(ours) == len(FEW) if few else len(ours) > len(FEW)
+    cases = [dict(zip(names, case, strict=True)) for case in ours]
+    request = {"task": "lower", "steps": "residuals", "cases": cases}
+    versions, *answers = processes.ask("ours", request, None)
+    for package in ("jax", "equinox"):
+        if versions["versions"][package] != found.versions["ours"][package]:
+            pytest.skip("other versions lower to other text")
+    changed = [
+        answer["case"]
+        for answer in answers
+        if answer["program"] != ours[tuple(answer["case"].values())]
+    ]
+    assert not changed, (
+        "residuals.json is older than the code; run "
+        "`python -m benchmarks residuals docs --out benchmarks/results`"
+    )
