@@ -260,7 +260,7 @@ def stop_before(position: int):
     ("precision", "options"),
     [
         pytest.param("float16", {}, marks=pytest.mark.slow),
-        ("float16", {"scan": True, "remat": True}),
+        pytest.param("float16", {"scan": True, "remat": True}, marks=pytest.mark.slow),
         pytest.param("delayed", {"scan": True}, marks=pytest.mark.slow),
     ],
 )

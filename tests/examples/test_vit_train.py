@@ -297,6 +297,7 @@ def wait_for_rows(path: Path, count: int, process: subprocess.Popen) -> None:
     raise AssertionError(process.communicate()[1])
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_valid_checkpoint(tmp_path):
     model, scaling = CONFIG.model, CONFIG.scaling
     options = (
