@@ -19,7 +19,7 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 PAGES_WITH_CODE = [page for page in GUIDES if blocks(page)]
 # These train models.
-SLOW = ("examples-", "coming-from-transformer-engine", "layers")
+SLOW = ("examples-", "coming-from-transformer-engine", "layers", "low-precision")
 MARKED = [
     pytest.param(page, marks=pytest.mark.slow) if page.name.startswith(SLOW) else page
     for page in PAGES_WITH_CODE

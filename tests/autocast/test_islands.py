@@ -52,7 +52,14 @@ ISLANDS = {
     "squared and scaled": lambda x: jnp.square(jnp.tanh(x)) * x,
     "dropout after gelu": dropped_gelu,
 }
-on_every_island = pytest.mark.parametrize("name", ISLANDS)
+QUICK = ("softmax with a mask", "layer norm", "dropout after gelu")
+on_every_island = pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in ISLANDS
+    ],
+)
 on_both = pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
 )

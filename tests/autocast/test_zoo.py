@@ -154,6 +154,7 @@ def test_plain_program(name, found):
     assert any(np.any(np.asarray(g)) for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 @each_program()
 @pytest.mark.parametrize(("way", "dtype"), JITTED)
 def test_jitted(name, found, way, dtype):

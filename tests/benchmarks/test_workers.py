@@ -157,15 +157,16 @@ def test_targets_say_what_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "arms"),
     [
-        "cuda",
-        pytest.param("autocast", marks=pytest.mark.slow),
-        pytest.param("scaling", marks=pytest.mark.slow),
-        pytest.param("sweep", marks=pytest.mark.slow),
+        pytest.param("cuda", ("autocast bfloat16", "mpx float16"), id="cuda"),
+        pytest.param("cuda", None, id="all of cuda", marks=pytest.mark.slow),
+        pytest.param("autocast", None, id="autocast", marks=pytest.mark.slow),
+        pytest.param("scaling", None, id="scaling", marks=pytest.mark.slow),
+        pytest.param("sweep", None, id="sweep", marks=pytest.mark.slow),
     ],
 )
-def test_committed_counts_are_of_todays_programs(name):
+def test_committed_counts_are_of_todays_programs(name, arms):
     """What is committed was compiled from what the code lowers to now."""
     found = results.read(name)
     assert found is not None
@@ -174,7 +175,7 @@ def test_committed_counts_are_of_todays_programs(name):
         for record in found.records
         if "program" in record
         and record["devices"] == 1
-        and (record["arm"] == "float32" or record["arm"] in our_arms.ARMS)
+        and record["arm"] in (arms or our_arms.ARMS)
     ]
     assert ours
     fields = ("problem", "arm", "batch", "blocks", "devices")

@@ -196,6 +196,7 @@ def test_master_weights_keep_a_step_in_half_precision():
     mpx.expect(step, w, state, x, products=BF16, donated_are_aliased=True)
 
 
+@pytest.mark.slow
 def test_python_without_assertions():
     """`python -O` drops assert statements; this is none."""
     code = (

@@ -310,6 +310,7 @@ def test_the_test_is_without_dropout_and_leaves_the_model_as_it_is(library):
     assert int(dropout.rngs.count[...]) > 0
 
 
+@pytest.mark.slow
 def test_the_whole_job(tmp_path, library, capsys):
     """On all devices, as the command line runs it."""
     model = dataclasses.replace(SMALL, dropout=0.0)

@@ -98,7 +98,7 @@ def restored(folder: Path, precision, **changes):
     [
         pytest.param("float16", marks=pytest.mark.slow),
         pytest.param("float32", marks=pytest.mark.slow),
-        "delayed",
+        pytest.param("delayed", marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):

@@ -62,6 +62,7 @@ def test_a_program_is_explained(program):
                 assert "mpx:" not in operation.where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [*cases()])
 def test_products_are_those_that_another_walk_counts(program):
     with program.context():

@@ -152,10 +152,10 @@ def relative_error(found, exact) -> float:
     return float(error / jnp.abs(exact.astype("float32")).max())
 
 
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("blocks", "mxfp8")]
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("blocks", "mxfp8", "nvfp4")]
 
 
-@pytest.mark.parametrize("recipe_name", ["current", "nvfp4", *SLOW])
+@pytest.mark.parametrize("recipe_name", ["current", *SLOW])
 def test_half_precision_holds_the_numbers_of_8_and_4_bits(recipe_name: str):
     """They are exact in it, and what is common to a tensor is applied afterwards."""
     left, right, forward = operands(RECIPES[recipe_name].recipe)
