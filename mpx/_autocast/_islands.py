@@ -11,7 +11,7 @@ over devices), at residual additions, since the stream is kept anyway, and at na
 
 So that an island can run as a whole, no path may leave it and come back. Hence
 equations are joined only at the same *level*, the largest number of ends on a way that
-leads to them.
+leads to them. Effects, which happen one after the other, are ends on one long way.
 """
 
 import heapq
@@ -22,15 +22,12 @@ import jax
 from jax.extend import core
 
 from .._jax_compat import open_jaxpr
+from .._jaxpr import sub_jaxprs
 from ._classes import CLASSES, PrimitiveClass
+from ._plan import program_of
 
-# The parameter that holds the program of an equation that may be part of an island.
-HOLDERS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-}
+# These hold a program, and yet may be part of an island.
+HOLDERS = frozenset("jit pjit closed_call custom_jvp_call".split())
 
 _CHEAP = (
     PrimitiveClass.FULL,
@@ -50,6 +47,7 @@ _ENDS = frozenset(
     all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin
     ppermute preduced psum psum2 psum_invariant ragged_all_to_all reduce_scatter
     reduced_vary_cast_p unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p
+    with_memory_space_constraint
     """.split()
 )
 
@@ -74,9 +72,21 @@ def is_cheap(equation: Any) -> bool:
     if equation.effects or name in _ENDS:
         return False
     if name in HOLDERS:
-        inner = open_jaxpr(equation.params[HOLDERS[name]])
+        inner = open_jaxpr(program_of(equation))
         return not _is_placed(equation.params) and all(map(is_cheap, inner.eqns))
     return CLASSES.get(name) in _CHEAP
+
+
+def _makes_data(equation: Any) -> bool:
+    """Whether what an equation makes of weights and constants is data.
+
+    The batch may be a constant that the function closes over.
+    """
+    name = equation.primitive.name
+    if name == "gather" or CLASSES.get(name) is PrimitiveClass.HALF:
+        return True
+    programs = sub_jaxprs(equation)
+    return any(_makes_data(inner) for sub in programs for inner in sub.jaxpr.eqns)
 
 
 def _is_placed(params: dict[str, Any]) -> bool:
@@ -94,7 +104,7 @@ def parts(
     Args:
         jaxpr: The program.
         fixed: The inputs that are weights. What is computed from weights and constants
-            alone is part of no island.
+            alone, without products, is part of no island.
         may_join: Whether an equation may be part of an island, if it is cheap.
 
     Returns:
@@ -120,6 +130,7 @@ def _groups(
     members: list[list[int]] = []
     alone: list[int] = []
     copied: set[int] = set()
+    effects = 0  # the level of the last one
 
     def root(number: int) -> int:
         while roots[number] != number:
@@ -130,7 +141,7 @@ def _groups(
     for position, equation in enumerate(jaxpr.eqns):
         inputs = _variables(equation)
         here = max((level.get(v, 0) for v in inputs), default=0)
-        is_fixed = all(v in fixed for v in inputs)
+        is_fixed = all(v in fixed for v in inputs) and not _makes_data(equation)
         joins = is_cheap(equation) and may_join(equation)
         if is_fixed:
             fixed.update(equation.outvars)
@@ -145,7 +156,10 @@ def _groups(
                     roots[root(island[v])] = number
             island.update((v, number) for v in equation.outvars)
         else:
-            here += not is_fixed
+            if equation.effects:
+                here = effects = max(here, effects) + 1
+            elif not is_fixed:
+                here += 1
             alone.append(position)
         level.update((v, here) for v in equation.outvars)
     together: dict[int, list[int]] = {}
@@ -214,13 +228,16 @@ def _in_order(
             unlocks[other].append(n)
     ready = [(units[n][0], n) for n in live if not missing[n]]
     heapq.heapify(ready)
+    done = 0
     while ready:
         _, n = heapq.heappop(ready)
+        done += 1
         yield unit(n)
         for other in unlocks[n]:
             missing[other] -= 1
             if not missing[other]:
                 heapq.heappush(ready, (units[other][0], other))
+    assert done == len(live), "a path leaves an island and comes back"
 
 
 def _reachable(roots: Iterable[int], needs: Sequence[set[int]]) -> set[int]:

@@ -16,9 +16,10 @@ import jax
 from jax.extend import core
 from jax.numpy import inexact, issubdtype
 
+from .._dtypes import is_half
 from .._jax_compat import open_jaxpr
 from ._islands import HOLDERS
-from ._values import is_castable
+from ._plan import program_of
 
 # The derivative is computed from the result.
 _RESULT = frozenset("cbrt exp exp2 expm1 logistic rsqrt sqrt tan tanh".split())
@@ -69,8 +70,8 @@ def kept_bytes(jaxpr: Any, are_free: tuple[bool, ...]) -> tuple[int, int]:
     _walk(jaxpr, nodes, kept)
     for variable in jaxpr.outvars:
         is_known = not _is_literal(variable) and variable in nodes
-        if is_known and is_castable(variable.aval):
-            nodes[variable].is_free |= variable.aval.dtype.itemsize == 2
+        if is_known and is_half(variable.aval.dtype):
+            nodes[variable].is_free = True
     needed, waiting = set(kept), list(kept)
     while waiting:
         for node in waiting.pop().made_of:
@@ -98,13 +99,8 @@ def measured_bytes(
     closed = jax.make_jaxpr(residuals)(*types)
     jaxpr, count = closed.jaxpr, len(jax.tree.leaves(jax.eval_shape(function, *types)))
     results = jaxpr.outvars[:count]
-    are_half = [is_castable(v.aval) and v.aval.dtype.itemsize == 2 for v in results]
     elsewhere = {v for v, free in zip(jaxpr.invars, are_free, strict=True) if free}
-    elsewhere |= {
-        v
-        for v, is_half in zip(results, are_half, strict=True)
-        if is_half and not _is_literal(v)
-    }
+    elsewhere |= {v for v in results if not _is_literal(v) and is_half(v.aval.dtype)}
     kept = {v for v in jaxpr.outvars[count:] if not _is_literal(v)}
     return sum(_bytes(v.aval) for v in kept - elsewhere)
 
@@ -116,7 +112,7 @@ def _walk(jaxpr: Any, nodes: dict[Any, _Node], kept: dict[_Node, None]) -> None:
         operands = [nodes.get(a) for a in equation.invars if not _is_literal(a)]
         made_of = [node for node in operands if node is not None]
         if name in HOLDERS:
-            inner = open_jaxpr(equation.params[HOLDERS[name]])
+            inner = open_jaxpr(program_of(equation))
             inside = {
                 v: nodes[a]
                 for v, a in zip(inner.invars, equation.invars, strict=True)
@@ -161,7 +157,7 @@ def _kept(name: str, equation: Any, nodes: dict[Any, _Node]) -> list[_Node]:
         if divisor is not None and not divisor.is_active:
             return [divisor]  # the numerator is not needed
         return kept
-    if name in _CHOICES and sum(o is not None for o in operands) > 0:
+    if name in _CHOICES:
         made_of = [o for o in operands if o is not None]
         return [_Node(math.prod(equation.outvars[0].aval.shape), made_of)]
     if name == "select_n" and operands[0] is not None:
@@ -181,7 +177,7 @@ def _bytes(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-_KEEPERS = _RESULT | _OPERAND | _OTHERS | _CHOICES | {"select_n"} | HOLDERS.keys()
+_KEEPERS = _RESULT | _OPERAND | _OTHERS | _CHOICES | {"select_n"} | HOLDERS
 
 
 def may_keep(equation: Any) -> bool:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from .._jax_compat import open_jaxpr, scope_names
 from ._islands import HOLDERS, Island
 from ._keeping import kept_bytes, may_keep, measured_bytes
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
-from ._plan import Plan, Wish
+from ._plan import Plan, Wish, program_of
 from ._settings import Place, Run
 from ._values import Colour, Facts, Value
 
@@ -72,7 +73,8 @@ def emit_island(
         made = run.islands[key]
     if made is None:
         for equation in island.equations:
-            emit(place, equation, values)
+            if not all(v in values for v in equation.outvars):  # a copy, there already
+                emit(place, equation, values)
         return
     run.used |= made.used
     with noted_island(made.note):
@@ -157,8 +159,7 @@ def _operations(jaxpr: Any) -> Iterator[Any]:
     """The operations of an island, those of programs within it, too."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in HOLDERS:
-            inner = open_jaxpr(equation.params[HOLDERS[equation.primitive.name]])
-            yield from _operations(inner)
+            yield from _operations(open_jaxpr(program_of(equation)))
         else:
             yield equation
 
@@ -185,7 +186,7 @@ def _signature(
     equations = []
     for equation in island.equations:
         operands = tuple(
-            (repr(a.val), a.aval) if isinstance(a, core.Literal) else numbers[a]
+            (_exact(a.val), a.aval) if isinstance(a, core.Literal) else numbers[a]
             for a in equation.invars
         )
         results = tuple(
@@ -197,13 +198,19 @@ def _signature(
         for v in equation.outvars:
             numbers[v] = len(numbers)
     inputs = tuple(
-        (value.facts, repr(value.array))
+        (value.facts, _exact(value.array))
         if (value := values[v]).is_constant
         else (value.facts, value.dtype, jax.typeof(x))
         for v, x in {**dict.fromkeys(island.inputs), **_arrays(island, values)}.items()
     )
     outputs = tuple(numbers[v] for v in island.outputs)
     return place, tuple(equations), inputs, outputs
+
+
+def _exact(number: Any) -> Hashable:
+    """A number to its last bit; -0.0 is not 0.0, and NaN is itself."""
+    array = np.asarray(number)
+    return array.dtype, array.shape, array.tobytes()
 
 
 def _hashable(value: Any) -> Hashable:

@@ -249,28 +249,73 @@ def test_what_weights_become_is_in_no_island_but_copied_into_it():
     ] == [X.shape, (WIDTH,)]
 
 
-def test_effects_stay_in_their_order():
-    def func(x):
-        jax.debug.print("first {}", x[0, 0])
+def test_effects_stay_in_their_order(capfd):
+    def loss(x):
+        jax.debug.print("first", ordered=True)
         y = jnp.exp(x)
-        jax.debug.print("second {}", y[0, 0])
+        jax.debug.print("second {}", y[0, 0], ordered=True)
         return jnp.sin(y)
 
-    found, _ = divided(func, X)
-    printed = [
-        part.params["fmt"] if "fmt" in part.params else part.primitive.name
-        for part in found
-        if not isinstance(part, Island) and part.effects
-    ]
-    assert len(printed) == 2
-    formats = [
-        str(p)
-        for part in found
-        if not isinstance(part, Island) and part.effects
-        for p in part.params.values()
-    ]
-    text = " ".join(formats)
-    assert "first" not in text or text.index("first") < text.index("second")
+    found, _ = divided(loss, X)
+    assert [isinstance(part, Island) for part in found] == [False, True, False]
+    mpx.autocast(loss)(X)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.startswith("first\nsecond ")
+
+
+def test_no_path_of_effects_leaves_an_island_and_comes_back():
+    @jax.jit
+    def layer(w, x):
+        y = x @ w
+        jax.debug.print("{}", y[0, 0])
+        return y
+
+    def loss(w, x):
+        skipped = jnp.tanh(x @ w)
+        y = layer(w, skipped)
+        z = layer(w, x)  # prints after the other, and is added to what went into it
+        return jnp.sum(y) + jnp.sum(jnp.sin(skipped + z))
+
+    w = weights()[0]
+    found, jaxpr = divided(loss, w, X, fixed=(0,))
+    inside = [part.equations for part in found if isinstance(part, Island)]
+    alone = [part for part in found if not isinstance(part, Island)]
+    assert len(alone) + sum(map(len, inside)) == len(jaxpr.eqns)
+    exact, rounded = (jax.grad(f)(w, X) for f in (loss, mpx.autocast(loss)))
+    assert relative_error(rounded, exact) < 2e-2
+
+
+def test_a_batch_that_the_function_closes_over_is_data():
+    loss = between_products(normed)
+    assert remats(mpx.autocast(lambda w: loss(w, X)), weights())
+
+
+def test_what_is_not_worth_its_while_is_emitted_once():
+    def loss(w, x):
+        floor = jnp.tanh(w[:1])
+        first, second = jnp.maximum(x @ w, floor), jnp.maximum(-x @ w, floor)
+        return jnp.sum(first) + jnp.sum(second)
+
+    func = mpx.autocast(loss)
+    found = list(equations(jax.make_jaxpr(func)(weights()[0], X)))
+    assert sum(e.primitive.name == "tanh" for e, _ in found) == 1
+
+
+def test_islands_that_differ_by_one_bit_are_not_equal():
+    ends = (1.0, float(np.nextafter(np.float32(1), np.float32(2))))
+
+    def loss(w, x, ends):
+        x = x @ w
+        return [jnp.exp(jnp.square(x)) * end for end in ends]
+
+    func = mpx.autocast(functools.partial(loss, ends=ends), residuals="small")
+    literals = {
+        float(a.val)
+        for e, _ in equations(jax.make_jaxpr(func)(weights()[0], X))
+        for a in e.invars
+        if isinstance(a, core.Literal)
+    }
+    assert literals.issuperset(np.float32(ends))
 
 
 def test_equal_layers_are_emitted_once():
@@ -391,6 +436,18 @@ def test_under_shard_map():
         assert remats(func, weights(), x)
         found = jax.jit(jax.grad(func))(weights(), x)
         jax.tree.map(near, found, expected)
+
+
+def test_where_types_say_how_arrays_are_sharded():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    loss = between_products(normed)
+    expected = jax.jit(jax.grad(mpx.autocast(loss, residuals="fast")))(weights(), X)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, P("data")))
+        func = mpx.autocast(loss)
+        assert remats(func, weights(), x)
+        found = jax.jit(jax.grad(func))(weights(), x)
+    jax.tree.map(near, found, expected)
 
 
 # --- With the user's own --------------------------------------------------------------
