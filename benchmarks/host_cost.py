@@ -6,8 +6,8 @@ the same Equinox step without it? The baseline uses no mpx at all, not even
 
 All arms of one process alternate, round by round, with JAX's caches cleared before each
 sample, so that every sample is what a user pays who starts the program. CPU time of the
-process is measured, not the clock on the wall; the ratio is the median over the rounds
-of each round's own ratio, so that a slow minute of the machine hits both sides of it.
+process is measured, not the clock on the wall, and the fastest rounds are compared, as
+`timeit` advises: what else runs on the machine makes a round slower, never faster.
 """
 
 from __future__ import annotations

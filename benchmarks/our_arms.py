@@ -70,8 +70,15 @@ ARMS = {
             "mpx float16 unscaled", "float16", lambda: mpx.NoLossScaling(skip=False)
         ),
         *_autocast_arms(),
-        _autocast_arm(
-            "autocast bfloat16, kept", "bfloat16", "full", mpx.NoLossScaling, "fast"
+        *(
+            _autocast_arm(
+                f"autocast bfloat16, {suffix}",
+                "bfloat16",
+                "full",
+                mpx.NoLossScaling,
+                residuals,
+            )
+            for suffix, residuals in (("kept", "fast"), ("recomputed", "small"))
         ),
     )
 }

@@ -76,6 +76,7 @@ from ._optimizer import skip_nonfinite as skip_nonfinite
 from ._master_weights import master_weights as master_weights
 from ._check import check as check
 from ._inspect import explain as explain
+from ._inspect import Island as Island
 from ._inspect import Operation as Operation
 from ._inspect import Report as Report
 from ._inspect import Totals as Totals

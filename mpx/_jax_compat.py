@@ -6,6 +6,7 @@ one version to the next is hidden behind a function.
 
 import contextlib
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -104,6 +105,12 @@ def shard_map_axes(params: dict[str, Any]) -> tuple[str, ...]:
 def composite_parameter(params: dict[str, Any]) -> str:
     """The name of the parameter that holds the decomposition of a composite."""
     return "jaxpr" if "jaxpr" in params else "call_jaxpr"  # since jax 0.11
+
+
+def stack(arrays: Sequence[Any]) -> Any:
+    """Arrays of one type, along a new first axis."""
+    found = getattr(jax.lax, "stack", None)  # since jax 0.10.1; several times as fast
+    return jax.numpy.stack(arrays) if found is None else found(arrays)
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from ._errors import at_path, describe
 from ._grad import GradientResult
+from ._jax_compat import stack
 from ._loss_scaling import AbstractLossScaling, StepRecord
 from ._loss_scaling._record import refuse_limit, replaced
 from ._tree import (
@@ -223,7 +224,7 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SkipNonfiniteState]:
-        flags = jnp.stack([jnp.asarray(True), *finite_by_leaf(updates)])
+        flags = stack([jnp.asarray(True), *finite_by_leaf(updates)])
         finite = jnp.all(flags)
         new, inner = optimizer.update(updates, state.inner_state, params, **extra_args)
         inner = _with_dtypes_of(state.inner_state, inner)
@@ -268,8 +269,10 @@ def _with_dtypes_of(before: PyTree, after: PyTree) -> PyTree:
         return after  # an error of which others tell more
 
     def cast(old: Any, new: Any) -> Any:
+        if getattr(old, "dtype", None) == getattr(new, "dtype", None):
+            return new
         both = is_float_leaf(old) and is_float_leaf(new)
-        return new.astype(old.dtype) if both and old.dtype != new.dtype else new
+        return new.astype(old.dtype) if both else new
 
     return jax.tree.map(cast, before, after)
 
@@ -321,7 +324,7 @@ def _places(result: GradientResult, grads: PyTree) -> Any:
 
 
 def _joined(flags: Any, by_leaf: list[Any], rest: BoolScalar) -> Any:
-    return flags & jnp.stack([jnp.asarray(True), *by_leaf, rest])
+    return flags & stack([jnp.asarray(True), *by_leaf, rest])
 
 
 def _stays_finite(before: PyTree, after: PyTree) -> BoolScalar:

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
 from ._errors import at_path, describe
+from ._jax_compat import stack
 from ._typing import BoolLike, BoolScalar
 
 # Dtypes and not their names, which numpy puts together anew each time it is asked.
@@ -172,7 +173,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
         False
     """
     flags = [f for f in finite_by_leaf(tree) if not _is_known_true(f)]
-    return jnp.stack(flags).all() if flags else jnp.asarray(True)
+    return stack(flags).all() if flags else jnp.asarray(True)
 
 
 def _is_known_true(flag: BoolScalar) -> bool:

@@ -27,6 +27,8 @@ from ._rules import Rules
 from ._settings import Settings, new_programs
 
 _CALL = "`mpx.autocast`"
+_STREAMS = ("full", "half")
+_RESIDUALS = ("small", "fast")
 
 
 class Unsaid:
@@ -192,23 +194,24 @@ def _told(
             )
         told["rules"] = rules
     if residual_stream is not None:
-        if residual_stream not in ("full", "half"):
-            raise ValueError(
-                f'`residual_stream` of {_CALL} must be "full" or "half"; got '
-                f"{describe(residual_stream)}."
-            )
-        told["residual_stream"] = residual_stream
+        told["residual_stream"] = _one_of("residual_stream", residual_stream, _STREAMS)
     if residuals is not None:
-        if residuals not in ("small", "fast"):
-            raise ValueError(
-                f'`residuals` of {_CALL} must be "small" or "fast"; got '
-                f"{describe(residuals)}."
-            )
-        told["residuals"] = residuals
+        told["residuals"] = _one_of("residuals", residuals, _RESIDUALS)
     if strict is not None:
         told["is_strict"] = bool(strict)
     if enabled is not None:
         told["is_enabled"] = bool(enabled)
+    return told
+
+
+def _one_of(option: str, told: Any, words: tuple[str, str]) -> str:
+    """What was said, if it is one of two words."""
+    if told not in words:
+        first, second = words
+        raise ValueError(
+            f'`{option}` of {_CALL} must be "{first}" or "{second}"; got '
+            f"{describe(told)}."
+        )
     return told
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._cast import cast_leaf
 from .._dtypes import full_precision_of
-from .._jax_compat import manual_axes
+from .._jax_compat import manual_axes, stack
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
 from .._scaling import RecipeScaling
 from .._tree import Filled, finite_by_leaf
@@ -116,7 +116,7 @@ def _finite_flags(
     if isinstance(scaling, RecipeScaling):
         scaling = scaling.loss
     if isinstance(scaling, NoLossScaling):
-        return jnp.stack(finite_by_leaf((loss, grads)))
+        return stack(finite_by_leaf((loss, grads)))
     # Below 1 a little smaller, because 1 / s is rounded.
     scale = scaling.loss_scale
     reach = jax.lax.select(scale < 1, scale * (1 - 2.0**-20), jnp.ones_like(scale))
@@ -125,7 +125,7 @@ def _finite_flags(
     (is_finite,) = finite_by_leaf(loss)
     if any(grad.dtype == np.float16 for grad in leaves):
         is_finite &= scale >= 2.0**-111
-    return jnp.stack([is_finite, *(_is_within(grad, limits) for grad in leaves)])
+    return stack([is_finite, *(_is_within(grad, limits) for grad in leaves)])
 
 
 def _is_within(grad: Array, limits: Filled) -> BoolScalar:

@@ -1,4 +1,9 @@
 """Seeing what a function does: which operation runs in which precision, and why."""
 
 from ._explain import explain as explain
-from ._report import Operation as Operation, Report as Report, Totals as Totals
+from ._report import (
+    Island as Island,
+    Operation as Operation,
+    Report as Report,
+    Totals as Totals,
+)

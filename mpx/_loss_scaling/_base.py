@@ -432,7 +432,8 @@ def _multiply(leaf: Any, scale: Filled) -> Any:
     if not is_inexact_leaf(leaf):
         return leaf
     wide = _to_full(leaf)
-    wide = wide if isinstance(wide, jax.Array) else jnp.asarray(wide)
+    if not isinstance(wide, jax.Array):
+        wide = jnp.asarray(wide)
     if jnp.issubdtype(wide.dtype, jnp.complexfloating):
         # Not a complex product, in which infinity times the zero imaginary part is NaN.
         factor = scale.like(wide.real)
