@@ -49,7 +49,7 @@ from ._quantize import MXFP8BlockScaling as MXFP8BlockScaling
 from ._quantize import NVFP4BlockScaling as NVFP4BlockScaling
 from ._quantize import CustomRecipe as CustomRecipe
 from ._function import cast_function as cast_function
-from ._function import force_full_precision as force_full_precision
+from ._forced import force_full_precision as force_full_precision
 from ._policy import Policy as Policy
 from ._policy import get_policy as get_policy
 from ._loss_scaling import AbstractLossScaling as AbstractLossScaling

@@ -5,16 +5,14 @@ by casting its inputs. `force_full_precision` is the tool for critical operation
 half-precision code: sums, means, norms, softmax, losses.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 
 from ._cast import cast_leaf
-from ._dtypes import float_dtype, half_precision_datatype
+from ._dtypes import float_dtype
 from ._tree import is_model_state
 from ._typing import DTypeLike
 from ._wraps import wraps
@@ -61,74 +59,33 @@ def cast_function(
     call = "`mpx.cast_function(func, dtype, return_dtype)`"
     compute = float_dtype(dtype, call)
     result = compute if return_dtype is None else float_dtype(return_dtype, call)
-    return _wrap(func, call, compute, lambda: result)
+    refuse_uncallable(func, call)
+
+    @wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return call_in(func, args, kwargs, compute, result)
+
+    return wrapper
 
 
-def force_full_precision(
-    func: Callable[..., Any] | None = None, return_dtype: DTypeLike | None = None
-) -> Callable[..., Any]:
-    """Makes a function compute in float32 whatever precision its inputs have.
-
-    The same as `cast_function(func, float32, return_dtype)`, except that results go to
-    `half_precision_datatype()`, asked for at each call, where `return_dtype` is None.
-
-    Use it as a function or as a decorator, with or without arguments.
-
-    Args:
-        func: A function or a callable PyTree; None to get a decorator.
-        return_dtype: The floating dtype of the result, or its name;
-            `half_precision_datatype()` if None.
-
-    Returns:
-        A function of the same arguments, or the decorator that makes it.
-
-    Raises:
-        TypeError: `func` cannot be called, or `return_dtype` is not floating.
-        ValueError: `return_dtype` does not exist, or is float64 and not enabled in JAX.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp, mpx
-        >>> x = jnp.full(4, 3e4, jnp.float16)  # the squares' sum overflows float16
-        >>> mpx.force_full_precision(jnp.linalg.norm, x.dtype)(x)
-        Array(6.e+04, dtype=float16)
-        >>> @mpx.force_full_precision(return_dtype="float32")
-        ... def mean_of_squares(x):
-        ...     return jnp.mean(x**2)
-        >>> float(mean_of_squares(x))
-        900000000.0
-    """
-    if func is None:
-        return functools.partial(force_full_precision, return_dtype=return_dtype)
-    call = "`mpx.force_full_precision(func, return_dtype)`"
-    full = np.dtype(np.float32)
-    if return_dtype is None:
-        return _wrap(func, call, full, half_precision_datatype)
-    result = float_dtype(return_dtype, call)
-    return _wrap(func, call, full, lambda: result)
-
-
-def _wrap(
-    func: Callable[..., Any],
-    call: str,
-    compute: np.dtype,
-    result: Callable[[], np.dtype],
-) -> Callable[..., Any]:
+def refuse_uncallable(func: Any, call: str) -> None:
+    """Raises for what cannot be called."""
     if not callable(func):
         raise TypeError(
             f"{call} needs a function or a callable PyTree as `func`; got {func!r}."
         )
 
-    # updated=(): a layer's fields are no business of the wrapper's __dict__.
-    @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        cast_func, args, kwargs = _cast((func, args, kwargs), compute)
-        return _cast(cast_func(*args, **kwargs), result())
 
-    if isinstance(func, eqx.Module):
-        # JAX follows `__wrapped__` for the name in its messages and would print the
-        # whole layer, with all its fields, each time it is traced.
-        del wrapper.__wrapped__
-    return wrapper
+def call_in(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    compute: np.dtype,
+    result: np.dtype,
+) -> Any:
+    """Casts a function and its arguments to a dtype, and its result to another one."""
+    func, args, kwargs = _cast((func, args, kwargs), compute)
+    return _cast(func(*args, **kwargs), result)
 
 
 def _cast(tree: Any, dtype: np.dtype) -> Any:

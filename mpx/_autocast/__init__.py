@@ -7,6 +7,7 @@ from ._call import (
 )
 from ._decisions import Candidate as Candidate, Precision as Precision
 from ._layers import with_ambient_recipe as with_ambient_recipe
+from ._recompute import recomputed_if_cheap as recomputed_if_cheap
 from ._region import ambient_with as ambient_with
 from ._rules import Rule as Rule, Rules as Rules
 from ._slots import (

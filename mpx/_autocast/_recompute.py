@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from .._jax_compat import open_jaxpr, scope_names
-from ._islands import HOLDERS, Island
+from ._islands import HOLDERS, Island, is_cheap
 from ._keeping import kept_bytes, may_keep, measured_bytes
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
 from ._plan import Plan, Wish, program_of
@@ -141,10 +141,7 @@ def _recomputed(
     closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()))
     used, run.used = frozenset(run.used), others
     are_free = tuple(f.is_weight for f in facts.values())
-    kept, needed = kept_bytes(closed.jaxpr, are_free)
-    if not kept or needed > _WORTH * kept:
-        return None
-    if sum(1 for _ in _operations(closed.jaxpr)) > _MANY:
+    if not _is_worth_while(closed.jaxpr, are_free):
         return None
     plain, note = core.jaxpr_as_fun(closed), None
     function = jax.checkpoint(plain, prevent_cse=not place.is_in_loop, policy=_is_a_sum)
@@ -153,6 +150,30 @@ def _recomputed(
         before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
         note = IslandNote(before, after)
     return Recomputed(function, found[0], found[1], used, note)
+
+
+def recomputed_if_cheap(closed: Any, are_free: tuple[bool, ...]) -> Callable[..., Any]:
+    """A program as a function that is recomputed if it could be an island.
+
+    Args:
+        closed: The program.
+        are_free: For each input whether it is there anyway: a weight, a constant.
+
+    Returns:
+        A function of the program's inputs.
+    """
+    plain = core.jaxpr_as_fun(closed)
+    if not all(map(is_cheap, closed.jaxpr.eqns)):
+        return plain
+    if not _is_worth_while(closed.jaxpr, are_free):
+        return plain
+    return jax.checkpoint(plain, policy=_is_a_sum)
+
+
+def _is_worth_while(jaxpr: Any, are_free: tuple[bool, ...]) -> bool:
+    kept, needed = kept_bytes(jaxpr, are_free)
+    is_small = sum(1 for _ in _operations(jaxpr)) <= _MANY
+    return kept > 0 and needed <= _WORTH * kept and is_small
 
 
 def _operations(jaxpr: Any) -> Iterator[Any]:

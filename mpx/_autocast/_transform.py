@@ -276,8 +276,6 @@ def _wrapped(
         return call_autocast(settings, weights, programs, func, args, kwargs)
 
     if isinstance(func, eqx.Module):
-        # JAX would print the whole layer with all its fields in its messages.
-        del wrapper.__wrapped__
         wrapper.__name__ = type(func).__name__
     setattr(wrapper, _MARK, _Mark(wrapper, func, told, weights))
     return wrapper
