@@ -8,6 +8,7 @@ import haiku
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.extend import core
@@ -32,12 +33,18 @@ def summed(func, *rest):
     return lambda x: jnp.sum(func(x, *rest).astype(jnp.float32) * weights)
 
 
+def labelled_loss(x):
+    labels = jnp.arange(ROWS)
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels)[:, None]
+
+
 FUNCTIONS = {
     "norm": lambda: norm,
     "softmax": lambda: jax.nn.softmax,
     "softmax of columns": lambda: functools.partial(jax.nn.softmax, axis=0),
     "a lambda": lambda: lambda x: jnp.tanh(x) * jnp.exp(x),
     "a vmapped layer": lambda: jax.vmap(eqx.nn.LayerNorm(WIDTH)),
+    "a loss of labels": lambda: labelled_loss,
 }
 
 

@@ -66,14 +66,21 @@ class Island(NamedTuple):
     outputs: tuple[Any, ...]
 
 
-def is_cheap(equation: Any) -> bool:
-    """Whether an equation costs little more than to read what it needs."""
+def is_cheap(equation: Any, with_lookups: bool = False) -> bool:
+    """Whether an equation costs little more than to read what it needs.
+
+    A lookup does, too, but an embedding is no part of what comes after it.
+    """
     name = equation.primitive.name
+    if with_lookups and name == "gather":
+        return True
     if equation.effects or name in _ENDS:
         return False
     if name in HOLDERS:
-        inner = open_jaxpr(program_of(equation))
-        return not _is_placed(equation.params) and all(map(is_cheap, inner.eqns))
+        inner = open_jaxpr(program_of(equation)).eqns
+        return not _is_placed(equation.params) and all(
+            is_cheap(e, with_lookups) for e in inner
+        )
     return CLASSES.get(name) in _CHEAP
 
 

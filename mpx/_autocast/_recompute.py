@@ -163,9 +163,8 @@ def recomputed_if_cheap(closed: Any, are_free: tuple[bool, ...]) -> Callable[...
         A function of the program's inputs.
     """
     plain = core.jaxpr_as_fun(closed)
-    if not all(map(is_cheap, closed.jaxpr.eqns)):
-        return plain
-    if not _is_worth_while(closed.jaxpr, are_free):
+    are_cheap = all(is_cheap(e, with_lookups=True) for e in closed.jaxpr.eqns)
+    if not are_cheap or not _is_worth_while(closed.jaxpr, are_free):
         return plain
     return jax.checkpoint(plain, policy=_is_a_sum)
 

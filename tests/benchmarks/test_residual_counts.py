@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import mpx
 from benchmarks import (
     counts,
     our_arms,
@@ -135,3 +136,15 @@ def test_committed_counts_are_of_todays_programs(few):
         "residuals.json is older than the code; run "
         "`python -m benchmarks residuals docs --out benchmarks/results`"
     )
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("model", ["desktop", "base", "gpt"])
+def test_recomputing_takes_few_floating_point_operations(model):
+    found = {}
+    for arm in (residual_counts.KEPT, residual_counts.SMALL):
+        case = residual_models.Case("h100", model, 2, 16, arm)
+        step = residual_models.build(our_arms.ARMS[arm], case)
+        found[arm] = mpx.explain(step.function)(step.state, step.batch).totals.flops
+    ratio = found[residual_counts.SMALL] / found[residual_counts.KEPT]
+    assert 1 < ratio <= 1.02
