@@ -5,6 +5,7 @@ Imported only in the peers' environment, where `mpx` is the published package.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -30,22 +31,21 @@ def _mpx_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFuncti
     return step
 
 
-def _mpx_unscaled_step(
-    loss: Loss, optimizer: optax.GradientTransformation
-) -> StepFunction:
-    """The same with MPX's casts, but without its scaling, check and select."""
+def _mpx_unscaled_step(cast: Callable[[Any], Any]) -> Any:
+    """The same with a cast of MPX's, but without its scaling, check and select."""
 
-    def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
-        value, grads = eqx.filter_value_and_grad(loss)(
-            mpx.cast_to_half_precision(model), mpx.cast_to_half_precision(batch)
-        )
-        grads = mpx.cast_to_full_precision(grads)
-        updates, opt_state = optimizer.update(
-            grads, opt_state, eqx.filter(model, eqx.is_array)
-        )
-        return eqx.apply_updates(model, updates), opt_state, scaling, value
+    def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
+        def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
+            value, grads = eqx.filter_value_and_grad(loss)(cast(model), cast(batch))
+            grads = mpx.cast_to_full_precision(grads)
+            updates, opt_state = optimizer.update(
+                grads, opt_state, eqx.filter(model, eqx.is_array)
+            )
+            return eqx.apply_updates(model, updates), opt_state, scaling, value
 
-    return step
+        return step
+
+    return make_step
 
 
 def _jmp_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
@@ -111,7 +111,13 @@ ARMS = {
             "MPX float16 unscaled",
             "mixed-precision-for-JAX",
             lambda: None,
-            _mpx_unscaled_step,
+            _mpx_unscaled_step(mpx.cast_to_half_precision),
+        ),
+        Arm(
+            "MPX bfloat16",
+            "mixed-precision-for-JAX",
+            lambda: None,
+            _mpx_unscaled_step(mpx.cast_to_bfloat16),
         ),
         Arm(
             "JMP float16",
