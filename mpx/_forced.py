@@ -1,41 +1,29 @@
 """Critical operations in float32: sums, means, norms, softmax, losses.
 
-Written out, `force_full_precision` is three steps: cast, call, cast back. Under a
-transform of JAX it does two things more, which change no value:
-
-- What layers have in common is one program (`jax.jit`), traced and lowered once for all
-  of them, and not once for each.
-- Autodiff would keep the float32 values in between. Instead they are computed again in
-  the backward pass, from the half-precision values that went in, where that saves
-  memory and costs only elementwise operations and sums, as autocast does it.
+Written out, `force_full_precision` is three steps: cast, call, cast back. While JAX
+traces, what has no effects becomes a program of its own (`_program`), which is traced
+once for all layers that are alike and keeps half precision for the backward pass.
 """
 
-import dataclasses
-import enum
 import functools
 import inspect
 import sys
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import numpy as np
-from jax.core import Tracer
 
-from ._autocast import recomputed_if_cheap
-from ._dtypes import float_dtype, half_precision_datatype, is_half
+from ._dtypes import float_dtype, half_precision_datatype
 from ._function import call_in, refuse_uncallable
+from ._program import as_program
 from ._typing import DTypeLike
 from ._wraps import wraps
 
 _CALL = "`mpx.force_full_precision(func, return_dtype)`"
 _FULL = np.dtype(np.float32)
-_NUMBERS = (int, float, complex, np.generic)
 # Packages whose functions have no effects.
 _PURE = ("jax", "optax", "equinox")
-_PLAIN = (*_NUMBERS, str, bytes, np.dtype, enum.Enum, types.NoneType)
 
 
 def force_full_precision(
@@ -87,7 +75,7 @@ def force_full_precision(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = half_precision_datatype() if told is None else told
         if not _may_have_effects(func):
-            is_done, found = _as_program((_bound(func), args, kwargs), result)
+            is_done, found = as_program(func, args, kwargs, _FULL, result)
             if is_done:
                 return found
         return call_in(func, args, kwargs, _FULL, result)
@@ -120,139 +108,3 @@ def _is_called_by_a_framework() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Bound:
-    """A function with arguments, equal to another one with the same."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    exact: tuple[Any, ...]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.func(*self.args, *args, **{**dict(self.kwargs), **kwargs})
-
-
-def _bound(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A `functools.partial`, which is equal to itself only, as one that is not."""
-    is_tree = isinstance(func, jax.tree_util.Partial)
-    if is_tree or not isinstance(func, functools.partial):
-        return func
-    exact = tuple(map(_exact, (*func.args, *func.keywords.values())))
-    return _Bound(func.func, func.args, tuple(func.keywords.items()), exact)
-
-
-# --- Programs -------------------------------------------------------------------------
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """A tree without its arrays."""
-
-    structure: Any
-    are_arrays: tuple[bool, ...]
-    rest: tuple[Any, ...]
-    exact: tuple[Any, ...]
-
-    def filled(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays."""
-        missing = iter(arrays)
-        pairs = zip(self.are_arrays, self.rest, strict=True)
-        leaves = [next(missing) if is_array else leaf for is_array, leaf in pairs]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def _divided(tree: Any, is_array: Callable[[Any], bool]) -> tuple[list[Any], _Form]:
-    """The arrays of a tree, and its form."""
-    leaves, structure = jax.tree.flatten(tree)
-    are_arrays = tuple(map(is_array, leaves))
-    arrays, rest = [], []
-    for leaf, is_one in zip(leaves, are_arrays, strict=True):
-        arrays += [leaf] if is_one else []
-        rest.append(None if is_one else leaf)
-    exact = tuple(map(_exact, rest))
-    return arrays, _Form(structure, are_arrays, tuple(rest), exact)
-
-
-def _exact(leaf: Any) -> Any:
-    """What tells a number from its equals: 1 from 1.0 and True, 0.0 from -0.0."""
-    return (type(leaf), repr(leaf)) if isinstance(leaf, _NUMBERS) else None
-
-
-def _is_tracer(leaf: Any) -> bool:
-    return isinstance(leaf, Tracer)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def _as_program(call: tuple[Any, Any, Any], result: np.dtype) -> tuple[bool, Any]:
-    """Runs `(func, args, kwargs)` as a program, if it is one.
-
-    Returns:
-        Whether it was, and what it returned.
-    """
-    arrays, form = _divided(call, _is_tracer)
-    if not any(is_half(x.dtype) for x in arrays):
-        return False, None
-    weights = len(_divided(call[0], _is_tracer)[0])
-    run = _run_once_for_all if _is_lasting(form) else _run
-    try:
-        outputs, found = run(form, weights, result, arrays)
-    except Exception:
-        # It needs values, or changes what is around it, or is wrong. As it is, it runs
-        # or raises the error that belongs to it.
-        return False, None
-    return True, found.filled(outputs)
-
-
-def _run(
-    form: _Form, weights: int, result: np.dtype, arrays: list[Any]
-) -> tuple[list[Any], _Form]:
-    """Runs a program; the first so many of its arrays are weights."""
-    found: list[_Form] = []
-
-    def program(*arrays: Any) -> list[Any]:
-        func, args, kwargs = form.filled(arrays)
-        outputs = call_in(func, args, kwargs, _FULL, result)
-        made, output_form = _divided(outputs, _is_array)
-        found[:] = [output_form]
-        return made
-
-    closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays))
-    are_weights = tuple(i < weights for i in range(len(arrays)))
-    return recomputed_if_cheap(closed, are_weights)(*arrays), found[0]
-
-
-_run_once_for_all: Any = jax.jit(_run, static_argnums=(0, 1, 2))
-
-
-def _is_lasting(form: _Form) -> bool:
-    """Whether a form may be kept: equal ones come, and it holds no arrays of a call."""
-    try:
-        hash(form)
-    except TypeError:
-        return False
-    return all(map(_is_known, form.rest))
-
-
-def _is_known(leaf: Any) -> bool:
-    if isinstance(leaf, _Bound):
-        bound = (leaf.func, *leaf.args, *(value for _, value in leaf.kwargs))
-        return all(map(_is_known, bound))
-    if isinstance(leaf, _PLAIN):
-        return True
-    name, module = getattr(leaf, "__name__", ""), getattr(leaf, "__module__", None)
-    if getattr(sys.modules.get(module or ""), name, None) is leaf:
-        return True
-    return (
-        isinstance(leaf, types.FunctionType)
-        and leaf.__closure__ is None
-        and leaf.__defaults__ is None
-        and leaf.__kwdefaults__ is None
-        and "<locals>" not in leaf.__qualname__
-    )

@@ -1,0 +1,178 @@
+"""A call as a program of its own.
+
+- What is computed for several layers alike is traced and lowered once for all of them
+  (`jax.jit`), and not once for each.
+- Autodiff would keep the values in between. Instead they are computed again in the
+  backward pass, from what went in, where that saves memory and costs only elementwise
+  operations, sums and lookups, as autocast does it.
+
+Neither changes a value. A call can be a program if it is a function of the arrays that
+JAX traces in it. What else is in it, is part of the program.
+"""
+
+import dataclasses
+import enum
+import functools
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from ._autocast import recomputed_if_cheap
+from ._dtypes import is_half
+from ._function import call_in
+
+_NUMBERS = (int, float, complex, np.generic)
+_PLAIN = (*_NUMBERS, str, bytes, np.dtype, enum.Enum, types.NoneType)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """A tree without its arrays."""
+
+    structure: Any
+    are_arrays: tuple[bool, ...]
+    rest: tuple[Any, ...]
+    exact: tuple[Any, ...]
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """The tree with these arrays."""
+        missing = iter(arrays)
+        pairs = zip(self.are_arrays, self.rest, strict=True)
+        leaves = [next(missing) if is_array else leaf for is_array, leaf in pairs]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def _divided(tree: Any, is_array: Callable[[Any], bool]) -> tuple[list[Any], _Form]:
+    """The arrays of a tree, and its form."""
+    leaves, structure = jax.tree.flatten(tree)
+    are_arrays = tuple(map(is_array, leaves))
+    arrays, rest = [], []
+    for leaf, is_one in zip(leaves, are_arrays, strict=True):
+        arrays += [leaf] if is_one else []
+        rest.append(None if is_one else leaf)
+    exact = tuple(map(_exact, rest))
+    return arrays, _Form(structure, are_arrays, tuple(rest), exact)
+
+
+def _exact(leaf: Any) -> Any:
+    """What tells a number from its equals: 1 from 1.0 and True, 0.0 from -0.0."""
+    return (type(leaf), repr(leaf)) if isinstance(leaf, _NUMBERS) else None
+
+
+def _is_tracer(leaf: Any) -> bool:
+    return isinstance(leaf, Tracer)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def as_program(
+    func: Any, args: Any, kwargs: Any, compute: np.dtype, result: np.dtype
+) -> tuple[bool, Any]:
+    """Does what `call_in` does as a program, if the call can be one.
+
+    Args:
+        func: The function, without effects.
+        args: What it is called with.
+        kwargs: By name.
+        compute: The dtype to compute in.
+        result: The dtype of the result.
+
+    Returns:
+        Whether it could, and what it returned.
+    """
+    arrays, form = _divided((_bound(func), args, kwargs), _is_tracer)
+    if not any(is_half(x.dtype) for x in arrays):
+        return False, None
+    weights = sum(map(_is_tracer, jax.tree.leaves(func)))
+    run = _run_once_for_all if _is_lasting(form) else _full_precision
+    try:
+        outputs, found = run(form, weights, compute, result, arrays)
+    except Exception:
+        # It needs values, or changes what is around it, or is wrong. As it is, it runs
+        # or raises the error that belongs to it.
+        return False, None
+    return True, found.filled(outputs)
+
+
+# The name is what profilers show.
+def _full_precision(
+    form: _Form,
+    weights: int,
+    compute: np.dtype,
+    result: np.dtype,
+    arrays: list[Any],
+) -> tuple[list[Any], _Form]:
+    """Runs a program; the first so many of its arrays are weights."""
+    found: list[_Form] = []
+
+    def program(*arrays: Any) -> list[Any]:
+        func, args, kwargs = form.filled(arrays)
+        outputs = call_in(func, args, kwargs, compute, result)
+        made, output_form = _divided(outputs, _is_array)
+        found[:] = [output_form]
+        return made
+
+    closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays))
+    are_weights = tuple(i < weights for i in range(len(arrays)))
+    return recomputed_if_cheap(closed, are_weights)(*arrays), found[0]
+
+
+_run_once_for_all: Any = jax.jit(_full_precision, static_argnums=(0, 1, 2, 3))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """A function with arguments, equal to another one with the same."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    exact: tuple[Any, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*self.args, *args, **{**dict(self.kwargs), **kwargs})
+
+
+def _bound(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A `functools.partial`, which is equal to itself only, as one that is not."""
+    is_tree = isinstance(func, jax.tree_util.Partial)
+    if is_tree or not isinstance(func, functools.partial):
+        return func
+    exact = tuple(map(_exact, (*func.args, *func.keywords.values())))
+    return _Bound(func.func, func.args, tuple(func.keywords.items()), exact)
+
+
+def _is_lasting(form: _Form) -> bool:
+    """Whether a form may be kept: equal ones come, and it holds no arrays of a call."""
+    try:
+        hash(form)
+    except TypeError:
+        return False
+    return all(map(_is_known, form.rest))
+
+
+def _is_known(leaf: Any) -> bool:
+    """Whether a leaf is plain, or a function that is there as long as its module."""
+    if isinstance(leaf, _Bound):
+        bound = (leaf.func, *leaf.args, *(value for _, value in leaf.kwargs))
+        return all(map(_is_known, bound))
+    if isinstance(leaf, _PLAIN):
+        return True
+    module = sys.modules.get(getattr(leaf, "__module__", None) or "")
+    if module and vars(module).get(getattr(leaf, "__name__", "")) is leaf:
+        return True
+    return (
+        isinstance(leaf, types.FunctionType)
+        and leaf.__closure__ is None
+        and leaf.__defaults__ is None
+        and leaf.__kwdefaults__ is None
+        and "<locals>" not in leaf.__qualname__
+    )
