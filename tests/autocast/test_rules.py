@@ -235,7 +235,7 @@ def test_pytorchs_lists_let_the_square_root_follow():
 
     def dtype(**options):
         jaxpr = jax.make_jaxpr(mpx.autocast(func, **options))(x)
-        (sqrt,) = [e for e in jaxpr.eqns if e.primitive.name == "sqrt"]
+        (sqrt,) = [e for e, _ in equations(jaxpr) if e.primitive.name == "sqrt"]
         return sqrt.invars[0].aval.dtype.name
 
     assert dtype() == "float32" and dtype(rules=Rules.like_pytorch()) == "bfloat16"
