@@ -25,6 +25,8 @@ Name = Literal[
     "recipes",
     "errors",
 ]
+# Of programs compiled for a GPU that need not be there.
+Counted = Literal["cuda", "recipe-counts", "residuals", "compile-time"]
 SCRATCH = Path("runs/bench")
 ALL: tuple[Name, ...] = get_args(Name)
 
@@ -41,13 +43,12 @@ class Options:
     and `errors` (of single products in low precision). `cuda` is sweep, autocast and
     scaling compiled for an H100; `recipe-counts` says on which units the products of
     low precision run on an H100, a B200 and a TPU7x, and what they keep; `residuals`
-    what steps need that recompute islands, on an H100 and a TPU v5e. `docs` only
-    writes the tables of the committed results into docs/benchmarks.md.
+    what steps need that recompute islands, on an H100 and a TPU v5e; `compile-time` how
+    long such steps take to compile. `docs` only writes the tables of the committed
+    results into docs/benchmarks.md.
     """
 
-    names: tyro.conf.Positional[
-        tuple[Literal[Name, "cuda", "recipe-counts", "residuals", "docs"], ...]
-    ] = ALL
+    names: tyro.conf.Positional[tuple[Name | Literal[Counted, "docs"], ...]] = ALL
     """What to measure."""
     out: Path = SCRATCH
     """Where results and pictures go; `benchmarks/results` is what is committed."""
@@ -122,6 +123,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.recipe_counts(options.cuda_libraries)
     elif name == "residuals":
         session.residuals(options.cuda_libraries)
+    elif name == "compile-time":
+        session.compile_time(options.cuda_libraries)
     elif name == "docs":
         for path in documentation.write():
             session.console.print(f"Written {path}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from . import (
     autocast_counts,
     autocast_host,
+    compile_time,
     errors,
     folds,
     host_table,
@@ -43,6 +44,7 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "recipe-counts": recipe_counts.tables,
     "recipe-time": recipe_time.tables,
     "residuals": residual_counts.tables,
+    "compile-time": compile_time.tables,
     "folds": folds.tables,
     "recipes": recipes.tables,
     "errors": errors.tables,

@@ -16,6 +16,7 @@ from rich.progress import Progress
 from . import (
     autocast_counts,
     autocast_host,
+    compile_time,
     compiling,
     errors,
     folds,
@@ -145,6 +146,17 @@ class Session:
                 compiler.libraries = cuda if is_cuda else None
                 residual_counts.run(found, compiler, target, progress)
         self._show(found, residual_counts.tables(found), residual_counts.goals(found))
+
+    def compile_time(self, libraries: Path) -> None:
+        """CPU seconds that the compiler takes, for an H100."""
+        found = self._results("compile-time", f"measured on {_processor()}")
+        libraries = peers.prepare_cuda(libraries, self.console.print)
+        request = {"task": "compile time", "rounds": compile_time.ROUNDS}
+        with self.console.status("compile time"):
+            answers = processes.ask("ours", request, None, libraries=libraries)
+            found.versions["ours"] = next(answers)["versions"]
+            found.records = compile_time.records(answers)
+        self._show(found, compile_time.tables(found), compile_time.goals(found))
 
     def host(self, rounds: int) -> None:
         """CPU seconds to trace and to lower."""

@@ -231,6 +231,12 @@ def _recipe_time(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from recipe_time.measure(request)
 
 
+def _compile_time(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks import compile_time
+
+    yield from compile_time.measure(request)
+
+
 def _versions(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from ()
 
@@ -246,6 +252,7 @@ TASKS = {
     "errors": _errors,
     "kept": _kept,
     "recipe time": _recipe_time,
+    "compile time": _compile_time,
     "versions": _versions,
 }
 

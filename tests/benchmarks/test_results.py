@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import (
     autocast_host,
+    compile_time,
     compiling,
     documentation,
     folds,
@@ -239,6 +240,7 @@ def test_doctests(name):
 def test_every_result_has_a_table():
     names = {"sweep", "scaling", "autocast", "host", "time", "folds", "cuda"}
     names |= {"recipes", "errors", "recipe-counts", "recipe-time", "residuals"}
+    names.add("compile-time")
     assert names == set(documentation.TABLES)
     for path in results.COMMITTED.glob("*.json"):
         found = results.read(path.stem)
@@ -246,3 +248,21 @@ def test_every_result_has_a_table():
         assert found.command and found.device and found.versions
         assert documentation.TABLES[path.stem](found)
     assert folds.LIMIT == 0.5
+
+
+@pytest.mark.parametrize(("seconds", "met"), [(2.3, True), (2.5, False)])
+def test_compile_time_compares_the_fastest_rounds(seconds, met):
+    found = results.Results("compile-time", "test", "measured on X")
+    setup = ("h100", "desktop", 4, 256)
+    found.records = compile_time.records(
+        {"setup": setup, "seconds": dict(zip(compile_time.ARMS, one, strict=True))}
+        for one in ((1.0, 2.0, 9.0), (1.5, 9.0, seconds))
+    )
+    assert [goal.met for goal in compile_time.goals(found)] == [met]
+    (table,) = compile_time.tables(found)
+    assert [row[2] for row in table.rows] == ["1.00", "2.00", f"{seconds:.2f}"]
+
+
+def test_compile_time_without_results():
+    found = results.Results("compile-time", "test", "measured on X")
+    assert compile_time.tables(found) == compile_time.goals(found) == []
