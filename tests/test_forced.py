@@ -276,3 +276,15 @@ def test_under_autocast():
     products = [e for e, _ in equations(found) if e.primitive.name == "dot_general"]
     assert all(e.invars[0].aval.dtype == jnp.bfloat16 for e in products)
     assert isinstance(found, core.ClosedJaxpr)
+
+
+def test_in_a_report():
+    def loss(x):
+        return jnp.sum(mpx.force_full_precision(jax.nn.softmax, "f32")(x))
+
+    report = mpx.explain(loss)(X.astype(jnp.float16))
+    (exponential,) = [o for o in report.operations if o.primitive == "exp"]
+    assert exponential.precision == "float32"
+    assert exponential.reason.startswith("cast to float32")
+    assert not exponential.reason.endswith(" at ")
+    assert "test_forced.py" in exponential.source

@@ -195,4 +195,5 @@ def _origin(
 
 
 def _at(frames: Sequence[Any]) -> str:
-    return f" at {line_text(frames)}" if frames else ""
+    line = line_text(frames)  # none where mpx itself casts
+    return f" at {line}" if line else ""
