@@ -2,7 +2,9 @@
 
 Written out, `force_full_precision` is three steps: cast, call, cast back. While JAX
 traces, what has no effects becomes a program of its own (`_program`), which is traced
-once for all layers that are alike and keeps half precision for the backward pass.
+once for all layers that are alike and keeps half precision for the backward pass. Not
+on TPUs: their compiler recomputes on its own, and where it is told to it needs more memory
+and traffic.
 """
 
 import functools
@@ -14,6 +16,7 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
+from ._autocast import ambient_residuals
 from ._dtypes import float_dtype, half_precision_datatype
 from ._function import call_in, refuse_uncallable
 from ._program import as_program
@@ -39,7 +42,9 @@ def force_full_precision(
     Kept for the backward pass: the half-precision values that go in, and sums, such as
     the mean of each row; what is computed between them in float32 is computed again.
     Where that would not pay or would repeat a matrix product, it is what JAX keeps, as
-    it always is with `cast_function`.
+    it always is with `cast_function`; and on TPUs, which recompute on their own. `with
+    mpx.autocast(residuals="small" or "fast", ambient=True)` around calls says
+    otherwise.
 
     Args:
         func: A function or a callable PyTree; None to get a decorator. Under a
@@ -74,7 +79,7 @@ def force_full_precision(
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = half_precision_datatype() if told is None else told
-        if not _may_have_effects(func):
+        if ambient_residuals() == "small" and not _may_have_effects(func):
             is_done, found = as_program(func, args, kwargs, _FULL, result)
             if is_done:
                 return found

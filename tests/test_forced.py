@@ -139,6 +139,17 @@ def test_products_are_not_repeated():
     assert sum(e.primitive.name == "dot_general" for e, _ in found) == 2
 
 
+@pytest.mark.parametrize("target", ["tpu v5e", "h100"])
+def test_on_a_tpu_jax_keeps_what_it_likes(target):
+    x = X.astype(jnp.bfloat16)
+    for residuals in (None, "small", "fast"):
+        said = {} if residuals is None else {"residuals": residuals}
+        with mpx.autocast(target=target, ambient=True, **said):
+            kept = kept_arrays(mpx.force_full_precision(norm, x.dtype), x)
+        keeps_half = residuals == "small" or (residuals is None and target == "h100")
+        assert (("float32", X.shape) in kept) != keeps_half
+
+
 def test_what_is_traced_in_float32_is_left_alone():
     func = mpx.force_full_precision(norm, "float32")
     assert str(jax.make_jaxpr(func)(X)) == str(jax.make_jaxpr(norm)(X))

@@ -16,4 +16,8 @@ from ._slots import (
     collecting as collecting,
     providing as providing,
 )
-from ._transform import autocast as autocast, settings_of as settings_of
+from ._transform import (
+    ambient_residuals as ambient_residuals,
+    autocast as autocast,
+    settings_of as settings_of,
+)

@@ -286,6 +286,12 @@ def _resolved(told: dict[str, Any]) -> Settings:
     return Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **ambient_settings(), **told})
 
 
+def ambient_residuals() -> str:
+    """What holds of residuals around a call: "small" or "fast"."""
+    settings = _resolved({})
+    return settings.residuals or _residuals(settings)
+
+
 def _residuals(settings: Settings) -> str:
     """What is said of residuals if nobody says it: a TPU's compiler recomputes."""
     target = settings.target or target_from(None)
