@@ -3,8 +3,8 @@
 Written out, `force_full_precision` is three steps: cast, call, cast back. While JAX
 traces, what has no effects becomes a program of its own (`_program`), which is traced
 once for all layers that are alike and keeps half precision for the backward pass. Not
-on TPUs: their compiler recomputes on its own, and where it is told to it needs more memory
-and traffic.
+on TPUs: their compiler recomputes on its own, and where it is told to it needs more
+memory and traffic.
 """
 
 import functools
