@@ -48,8 +48,8 @@ def records(
 def added(found: Results, record: dict[str, Any], what: str) -> float:
     """The share that the fastest round adds to float32's fastest.
 
-    What else runs on a machine only ever makes a round slower. The ratio of medians
-    of one program to itself was seen at 1.08, that of the fastest within 1.03.
+    What else runs on a machine only ever makes a round slower. How far it can be
+    trusted, float32's second row tells, which adds nothing.
     """
     base = next(
         r

@@ -2,9 +2,7 @@
 
 Written out, `force_full_precision` is three steps: cast, call, cast back. While JAX
 traces, what has no effects becomes a program of its own (`_program`), which is traced
-once for all layers that are alike and keeps half precision for the backward pass. Not
-on TPUs: their compiler recomputes on its own, and where it is told to it needs more
-memory and traffic.
+once for all layers that are alike and keeps half precision for the backward pass.
 """
 
 import functools
@@ -14,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import numpy as np
 
-from ._autocast import ambient_residuals
+from ._autocast import settings_of
 from ._dtypes import float_dtype, half_precision_datatype
 from ._function import call_in, refuse_uncallable
 from ._program import as_program
@@ -79,7 +78,7 @@ def force_full_precision(
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = half_precision_datatype() if told is None else told
-        if ambient_residuals() == "small" and not _may_have_effects(func):
+        if not _may_have_effects(func):
             is_done, found = as_program(func, args, kwargs, _FULL, result)
             if is_done:
                 return found
@@ -92,10 +91,14 @@ def _may_have_effects(func: Any) -> bool:
     """Whether a call may make or change parameters that it was not given.
 
     Flax's and Haiku's modules do, and so may any function of the user's that is called
-    by them.
+    by them, and any object of which JAX knows nothing. What `mpx.autocast` made may
+    depend on the step around it.
     """
     if isinstance(func, functools.partial):
         return _may_have_effects(func.func)
+    is_unknown = not hasattr(func, "__name__") and jax.tree_util.all_leaves([func])
+    if is_unknown or settings_of(func) is not None:
+        return True
     kinds = type(getattr(func, "__self__", func)).__mro__
     if any(kind.__module__.startswith(("flax.", "haiku.")) for kind in kinds):
         return True

@@ -8,6 +8,9 @@
 
 Neither changes a value. A call can be a program if it is a function of the arrays that
 JAX traces in it. What else is in it, is part of the program.
+
+Not on TPUs: their compiler recomputes on its own, and where it is told to it needs more
+memory and traffic.
 """
 
 import dataclasses
@@ -22,7 +25,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ._autocast import recomputed_if_cheap
+from ._autocast import ambient_residuals, recomputed_if_cheap
 from ._dtypes import is_half
 from ._function import call_in
 
@@ -76,7 +79,7 @@ def _is_array(leaf: Any) -> bool:
 def as_program(
     func: Any, args: Any, kwargs: Any, compute: np.dtype, result: np.dtype
 ) -> tuple[bool, Any]:
-    """Does what `call_in` does as a program, if the call can be one.
+    """Does what `call_in` does as a program, if the call can be one, and shall.
 
     Args:
         func: The function, without effects.
@@ -89,11 +92,11 @@ def as_program(
         Whether it could, and what it returned.
     """
     arrays, form = _divided((_bound(func), args, kwargs), _is_tracer)
-    if not any(is_half(x.dtype) for x in arrays):
+    if not any(is_half(x.dtype) for x in arrays) or ambient_residuals() != "small":
         return False, None
     weights = sum(map(_is_tracer, jax.tree.leaves(func)))
-    run = _run_once_for_all if _is_lasting(form) else _full_precision
     try:
+        run = _run_once_for_all if _is_lasting(form) else _full_precision
         outputs, found = run(form, weights, compute, result, arrays)
     except Exception:
         # It needs values, or changes what is around it, or is wrong. As it is, it runs

@@ -64,7 +64,7 @@ def test_the_vit_drops_at_three_places():
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("name", residual_counts.OUR_ARMS)
+@pytest.mark.parametrize("name", residual_counts.TPU_ARMS)
 def test_every_arm_of_the_benchmark_can_be_traced(name):
     case = residual_models.Case("h100", "tiny", 1, 4, name)
     step = residual_models.build(our_arms.ARMS[name], case)
@@ -95,6 +95,29 @@ def test_goals_and_tables(met):
     assert len(missed) == (0 if met else 2)
     (table,) = residual_counts.tables(found)
     assert [row[2] for row in table.rows][:3] == ["1.00", "1.33", "2.00"]
+
+
+@pytest.mark.parametrize(("traffic", "met"), [(90, True), (91, False)])
+def test_on_a_tpu_autocast_is_compared_with_the_peer(traffic, met):
+    setup = {"target": "v5e", "model": "desktop", "blocks": 2, "batch": 256}
+    arms = {
+        residual_counts.FLOAT32: count_of(200, 200),
+        residual_counts.KEPT: count_of(90, 90),
+        residual_counts.DEFAULT: count_of(90, traffic),
+        residual_counts.HALF: count_of(80, 80),
+        residual_counts.PEER: count_of(90, 90),
+    }
+    found = results.Results("residuals", "test", "compiled for X")
+    found.records = [
+        {
+            **dict(zip(names, ("v5e", "desktop", 2, 256), strict=True)),
+            "arm": a,
+            "counts": c,
+        }
+        for a, c in arms.items()
+    ]
+    missed = [goal.text for goal in residual_counts.goals(found) if not goal.met]
+    assert len(missed) == (0 if met else 1)
 
 
 FEW = [
