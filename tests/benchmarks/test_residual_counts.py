@@ -109,12 +109,7 @@ def test_on_a_tpu_autocast_is_compared_with_the_peer(traffic, met):
     }
     found = results.Results("residuals", "test", "compiled for X")
     found.records = [
-        {
-            **dict(zip(names, ("v5e", "desktop", 2, 256), strict=True)),
-            "arm": a,
-            "counts": c,
-        }
-        for a, c in arms.items()
+        {**setup, "arm": arm, "counts": count} for arm, count in arms.items()
     ]
     missed = [goal.text for goal in residual_counts.goals(found) if not goal.met]
     assert len(missed) == (0 if met else 1)
