@@ -16,13 +16,17 @@ import jax
 
 from .._jax_compat import is_transposed, manual_axes
 from .._quantize import (
+    AbstractProduct,
     AbstractRecipe,
     ConvolutionProduct,
     DelayedScaling,
     Float8CurrentScaling,
     LinearProduct,
+    RaggedProduct,
+    has_ragged_form,
     linear_convolution,
     linear_product,
+    linear_ragged_product,
     path_of,
     target_from,
 )
@@ -31,7 +35,7 @@ from ._decisions import Reason, line_of
 from ._settings import Ends
 from ._values import Value, computed
 
-_CONVOLUTION = "conv_general_dilated"
+_CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 
 
 def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
@@ -69,13 +73,15 @@ def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
 
 def _impossible(case: Case) -> str | None:
     """Why a product cannot be quantized."""
-    if case.name not in ("dot_general", _CONVOLUTION):
+    if case.name not in ("dot_general", _CONVOLUTION, _RAGGED):
         return "only matrix products and convolutions are"
     if case.place.has_own_rule:
         return "a function with a derivative rule of its own"
     if case.name == _CONVOLUTION:
         assert case.settings.recipe is not None
         return _impossible_convolution(case, case.settings.recipe)
+    if case.name == _RAGGED:
+        return _impossible_ragged(case)
     left, right = (v.aval for v in case.equation.invars[:2])
     (left_sum, right_sum), (left_batch, right_batch) = case.equation.params[
         "dimension_numbers"
@@ -89,12 +95,25 @@ def _impossible(case: Case) -> str | None:
     return None
 
 
+def _impossible_ragged(case: Case) -> str | None:
+    params = case.equation.params
+    ranks = (v.aval.ndim for v in case.equation.invars[:2])
+    numbers = params["ragged_dot_dimension_numbers"]
+    if params["group_offset"] is not None or not has_ragged_form(numbers, *ranks):
+        return "a ragged product of another form than rows in groups"
+    return _impossible_order(case, "ragged product")
+
+
+def _impossible_order(case: Case, what: str) -> str | None:
+    if case.operands[0].facts.is_weight or not case.operands[1].facts.is_weight:
+        return f"a {what} of other things than data with a weight"
+    return None
+
+
 def _impossible_convolution(case: Case, recipe: AbstractRecipe) -> str | None:
     if not isinstance(recipe, DelayedScaling | Float8CurrentScaling):
         return "a convolution needs a recipe with one scale for each array"
-    if case.operands[0].facts.is_weight or not case.operands[1].facts.is_weight:
-        return "a convolution of other things than data with a weight"
-    return None
+    return _impossible_order(case, "convolution")
 
 
 def _unwanted(case: Case) -> str | None:
@@ -128,10 +147,7 @@ def weight_of(operands: list[Value]) -> Value:
     return first if first.facts.is_weight and not second.facts.is_weight else second
 
 
-Product = LinearProduct | ConvolutionProduct
-
-
-def product_of(case: Case, choice: Choice) -> Product:
+def product_of(case: Case, choice: Choice) -> AbstractProduct:
     """The quantized product that is bound for an equation."""
     assert choice.recipe is not None and choice.dtype is not None
     params = case.equation.params
@@ -147,6 +163,9 @@ def product_of(case: Case, choice: Choice) -> Product:
         names = (f.name for f in dataclasses.fields(ConvolutionProduct))
         own = {name: params[name] for name in names if name in params}
         return ConvolutionProduct(**{**own, **common})
+    if case.name == _RAGGED:
+        numbers = params["ragged_dot_dimension_numbers"]
+        return RaggedProduct(dimension_numbers=numbers, **common)
     is_weight_first = weight_of(case.operands) is case.operands[0]
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     sums, batch = (tuple(left), tuple(right)), (tuple(left_batch), tuple(right_batch))
@@ -155,7 +174,7 @@ def product_of(case: Case, choice: Choice) -> Product:
     )
 
 
-def emit_linear(case: Case, choice: Choice, product: Product) -> list[Value]:
+def emit_linear(case: Case, choice: Choice, product: AbstractProduct) -> list[Value]:
     """Binds a quantized product; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
     weight = weight_of(case.operands)
@@ -166,13 +185,22 @@ def emit_linear(case: Case, choice: Choice, product: Product) -> list[Value]:
     if isinstance(product.recipe, DelayedScaling):
         scales = _scales(case, weight, product.recipe)
     with _explaining_forward_mode():
-        if isinstance(product, ConvolutionProduct):
-            result = linear_convolution(product, left, right, scales)
-        else:
-            result = linear_product(product, left, right, scales)
+        result = _bound(product, left, right, case, scales)
     if choice.result is not None and choice.result != result.dtype:
         result = jax.lax.convert_element_type(result, choice.result)
     return [computed(result, is_product=True)]
+
+
+def _bound(
+    product: AbstractProduct, left: Any, right: Any, case: Case, scales: Any
+) -> Any:
+    if isinstance(product, ConvolutionProduct):
+        return linear_convolution(product, left, right, scales)
+    if isinstance(product, RaggedProduct):
+        sizes = case.operands[2].array
+        return linear_ragged_product(product, left, right, sizes, scales)
+    assert isinstance(product, LinearProduct)
+    return linear_product(product, left, right, scales)
 
 
 @contextlib.contextmanager
@@ -206,7 +234,7 @@ def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Any:
     return found
 
 
-def path_text(product: Product) -> str:
+def path_text(product: AbstractProduct) -> str:
     """On which path a product runs and why, for notes."""
     path, why = path_of(product)
     return f"{type(product.recipe).__name__}, {path} ({why})"

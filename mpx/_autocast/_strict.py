@@ -3,7 +3,7 @@
 from typing import Any
 
 from .._errors import describe, listing
-from .._quantize import ConvolutionProduct, LinearProduct, Path, path_of
+from .._quantize import AbstractProduct, Path, path_of
 from .._source import source_span
 from ._choice import Case, Choice
 from ._decisions import Reason, line_of
@@ -81,7 +81,7 @@ def _was_widened_here(case: Case) -> bool:
     return here is not None and all(source_span(v.widened_by) == here for v in widened)
 
 
-def refuse_slow(case: Case, product: LinearProduct | ConvolutionProduct) -> None:
+def refuse_slow(case: Case, product: AbstractProduct) -> None:
     """Raises where a recipe is emulated on the device that is compiled for."""
     path, why = path_of(product)
     if Path(path) not in (Path.FP8_UNITS, Path.BLOCK_UNITS):

@@ -9,6 +9,7 @@ infinity saturates, so that an overflow has to be looked for before; and an arra
 low-precision numbers has no derivative (see `_quantize`).
 """
 
+from ._abstract_product import AbstractProduct as AbstractProduct
 from ._array import QuantizedArray as QuantizedArray
 from ._convolution import (
     ConvolutionProduct as ConvolutionProduct,
@@ -33,6 +34,11 @@ from ._quantizers import (
     MXFP8Quantizer as MXFP8Quantizer,
     NVFP4Quantizer as NVFP4Quantizer,
     TensorQuantizer as TensorQuantizer,
+)
+from ._ragged import (
+    RaggedProduct as RaggedProduct,
+    has_ragged_form as has_ragged_form,
+    linear_ragged_product as linear_ragged_product,
 )
 from ._recipes import (
     AbstractRecipe as AbstractRecipe,

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ._abstract_product import AbstractProduct
 from ._contraction import contractions
-from ._convolution import ConvolutionProduct
-from ._linear import LinearProduct
+from ._dequantized_product import AbstractDequantizedProduct
 from ._operands import Copies
 from ._products import Operand, Path, path_of_operands
 from ._quantizers import BlockQuantizer
@@ -16,7 +16,7 @@ from ._target import Target
 _MATRICES = (((1,), (0,)), ((), ()))
 
 
-def path_of(product: LinearProduct | ConvolutionProduct) -> tuple[str, str]:
+def path_of(product: AbstractProduct) -> tuple[str, str]:
     """How the forward product is computed, and why.
 
     Args:
@@ -28,10 +28,10 @@ def path_of(product: LinearProduct | ConvolutionProduct) -> tuple[str, str]:
         the reason, without a full stop.
     """
     target, recipe = product.target, product.recipe
-    if isinstance(product, ConvolutionProduct):
+    if isinstance(product, AbstractDequantizedProduct):
         if target.platform == "cpu":
-            return Path.EMULATED.value, "a float32 convolution on a CPU"
-        return Path.HALF.value, "convolutions have no form in FP8"
+            return Path.EMULATED.value, f"float32 {product.plural} on a CPU"
+        return Path.HALF.value, f"{product.plural} have no form in FP8"
 
     def operands(left: Array, right: Array) -> tuple[Operand, Operand]:
         half, join = product.dtype, lambda amax: amax
@@ -46,7 +46,7 @@ def path_of(product: LinearProduct | ConvolutionProduct) -> tuple[str, str]:
     return path.value, _reason(path, product, target)
 
 
-def _reason(path: Path, product: LinearProduct, target: Target) -> str:
+def _reason(path: Path, product: AbstractProduct, target: Target) -> str:
     if path is Path.EMULATED:
         return "float32 products on a CPU"
     if path is Path.FP8_UNITS:

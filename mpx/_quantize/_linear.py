@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._jax_compat import as_varying, varying_axes
-from ._amax import Join, joined_over
+from ._abstract_product import AbstractProduct
 from ._contraction import (
     DimensionNumbers,
     LinearContractions,
@@ -31,42 +31,25 @@ from ._contraction import (
 )
 from ._operands import Copies, has_blocks
 from ._products import Operand, multiply
-from ._recipes import AbstractRecipe, Role
+from ._recipes import Role
 from ._sharding import in_automatic_axes
-from ._slots import amax_and_scale, amax_cotangent, check_scales
-from ._target import Target
+from ._slots import amax_cotangent, check_scales
 
 _CALL = "`linear_product(product, left, right, scales)`"
 _FLOAT32 = np.dtype("float32")
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearProduct:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearProduct(AbstractProduct):
     """A product of data and a weight: all that is known of it before numbers are.
 
     Attributes:
-        recipe: How operands are quantized.
         dimension_numbers: Those of `jax.lax.dot_general`, as tuples.
         is_weight_first: Whether the left operand is the weight.
-        dtype: The dtype of the result and of the gradient of the data: half precision,
-            or float32.
-        target: The device that it is compiled for.
-        manual_axes: Axes of `shard_map` in force, over which the pieces of an array
-            have one scale.
-        sums_over_devices: Whether that is `shard_map(check_vma=False)`, where JAX adds
-            up the cotangents of replicated arguments over all `manual_axes`.
-        out_sharding: That of `dot_general`, over a mesh of explicit axes. None: as
-            `dot_general` finds it.
     """
 
-    recipe: AbstractRecipe
     dimension_numbers: DimensionNumbers
     is_weight_first: bool
-    dtype: np.dtype
-    target: Target
-    manual_axes: tuple[str, ...] = ()
-    sums_over_devices: bool = False
-    out_sharding: Any = None
 
     def _copies(self, role: Role) -> Copies:
         axes = {
@@ -81,14 +64,6 @@ class LinearProduct:
         if role is Role.GRADIENT:
             return "result"
         return "left" if (role is Role.WEIGHT) == self.is_weight_first else "right"
-
-    def _join(self) -> Join:
-        return joined_over(self.manual_axes, self.sums_over_devices)
-
-    def _scaled(
-        self, role: Role, x: Array, scales: Array | None
-    ) -> tuple[Array | None, Array | None]:
-        return amax_and_scale(self.recipe, self._join(), role, x, scales)
 
     def _ordered(self, data: Any, weight: Any) -> tuple[Any, Any]:
         """Two things as (left, right), or (left, right) as (data, weight)."""
@@ -127,11 +102,11 @@ def linear_product(
         return jax.lax.dot_general(left, right, product.dimension_numbers)
 
     f = functools.partial(_linear_product, product)
-    return in_automatic_axes(f, plain, product.out_sharding, left, right, scales)
+    return in_automatic_axes(f, plain, product.out_sharding, scales, left, right)
 
 
 def _linear_product(
-    product: LinearProduct, left: Array, right: Array, scales: Array | None
+    product: LinearProduct, scales: Array | None, left: Array, right: Array
 ) -> Array:
     everywhere = varying_axes(left) | varying_axes(right)
     left, right = as_varying(left, everywhere), as_varying(right, everywhere)
@@ -193,9 +168,11 @@ def _forward(
     y = _cut(y, product_shape(product.dimension_numbers, left.shape, right.shape))
     if not is_differentiated:
         return y, None
+    kept_data = of_data.second(data, x, data_scale)
+    kept_weight = of_weight.second(weight, w, weight_scale)
     kept = _Kept(
-        of_data.second(data, x, data_scale),
-        of_weight.second(weight, w, weight_scale),
+        kept_data,
+        kept_weight,
         scales,
         (data_amax, weight_amax),
         jax.ShapeDtypeStruct(left.shape, left.dtype),
@@ -243,8 +220,7 @@ def _backward_rule(
     )
     left_gradient = _cut(left_gradient, kept.left.shape).astype(kept.left.dtype)
     right_gradient = _cut(right_gradient, kept.right.shape).astype(kept.right.dtype)
-    axes = product.manual_axes if product.sums_over_devices else ()
-    amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, axes)
+    amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
     return left_gradient, right_gradient, amaxes
 
 

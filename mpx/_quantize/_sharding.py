@@ -16,23 +16,21 @@ def in_automatic_axes(
     f: Callable[..., Array],
     plain: Callable[..., Array],
     out_sharding: Any,
-    left: Array,
-    right: Array,
     scales: Array | None,
+    *operands: Array,
 ) -> Array:
-    """Calls `f(left, right, scales)` without types of shardings inside.
+    """Calls `f(scales, *operands)` without types of shardings inside.
 
     Args:
         f: The quantized product.
-        plain: The same product of half precision, from `left` and `right`.
+        plain: The same product of half precision, from `*operands`.
         out_sharding: The sharding of the result; None: what `plain` has.
-        left: The left operand.
-        right: The right operand.
         scales: The scales of delayed scaling, or None.
+        *operands: The operands.
     """
     if not jax.sharding.get_abstract_mesh().explicit_axes:
-        return f(left, right, scales)
+        return f(scales, *operands)
     if out_sharding is None:
-        out_sharding = jax.eval_shape(plain, left, right).sharding
+        out_sharding = jax.eval_shape(plain, *operands).sharding
     auto_axes: Any = jax.sharding.auto_axes
-    return auto_axes(f, out_sharding=out_sharding)(left, right, scales)
+    return auto_axes(f, out_sharding=out_sharding)(scales, *operands)

@@ -298,6 +298,62 @@ def test_convolutions(getkey):
         mpx.autocast(func, recipe=MXFP8)(kernel, x)
 
 
+def experts(weights, x, chosen):
+    """A layer of experts: rows sorted by expert, two ragged products, and back."""
+    order = jnp.argsort(chosen)
+    sizes = jnp.bincount(chosen, length=len(weights["up"]))
+    h = jax.nn.relu(jax.lax.ragged_dot(x[order], weights["up"], sizes))
+    y = jax.lax.ragged_dot(h, weights["down"], sizes)
+    return y[jnp.argsort(order)] @ weights["head"]
+
+
+def an_expert_layer(getkey):
+    shapes = {"up": (4, 32, 64), "down": (4, 64, 32), "head": (32, 8)}
+    weights = {k: jax.random.normal(getkey(), s) / 6 for k, s in shapes.items()}
+    x = jax.random.normal(getkey(), (48, 32))
+    return weights, x, jax.random.randint(getkey(), (48,), 0, 4)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts(name, getkey):
+    args = an_expert_layer(getkey)
+
+    def loss(*args):
+        return jnp.mean(experts(*args) ** 2)
+
+    low = mpx.autocast(loss, recipe=RECIPES[name])
+    assert len(quantized(low, *args)) == 2
+    exact_loss, exact = jax.value_and_grad(loss)(*args)
+    scaling = mpx.init_scaling(low, *args)
+    for _ in range(2):  # delayed scaling has scales in the second step
+        result = mpx.filter_value_and_grad(low, scaling)(*args)
+        scaling = result.scaling
+    is_four_bits = name.startswith("nvfp4")
+    assert relative_error(result.value, exact_loss) < (0.1 if is_four_bits else 0.02)
+    assert relative_error(result.grads, exact) < (0.5 if is_four_bits else 0.15)
+
+
+def test_ragged_products_that_are_left_alone(getkey):
+    """What is no product of rows in groups with weights."""
+    weights, x, chosen = an_expert_layer(getkey)
+    sizes = jnp.bincount(chosen, length=4)
+    sums = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+    def by_group(weights, x):
+        y = x @ weights["up"][0]
+        return jax.lax.ragged_dot_general(x, y, sizes, sums)
+
+    report = mpx.explain(mpx.autocast(by_group, recipe=CURRENT))(weights, x)
+    assert "a ragged product of another form than rows in groups" in str(report)
+
+    def of_data(weights, x):
+        y = x @ weights["up"][0]
+        return jax.lax.ragged_dot(x, jnp.stack([y.T @ y] * 4)[:, :32], sizes)
+
+    report = mpx.explain(mpx.autocast(of_data, recipe=CURRENT))(weights, x)
+    assert "not quantized: a ragged product of other things" in str(report)
+
+
 def test_nothing_to_quantize_is_an_error(square):
     w, x = square[0][0], square[1]
     with pytest.raises(ValueError, match="found no product of data with a weight"):

@@ -235,13 +235,28 @@ RECIPES = {
 }
 
 
+MATRICES = (((1,), (0,)), ((), ()))
+
+
 def product_of(recipe: Recipe, layout: Layout, dtype=FLOAT32) -> LinearProduct:
     return LinearProduct(
-        recipe.recipe,
-        layout.dimension_numbers,
-        layout.is_weight_first,
-        np.dtype(dtype),
-        CPU,
+        recipe=recipe.recipe,
+        dimension_numbers=layout.dimension_numbers,
+        is_weight_first=layout.is_weight_first,
+        dtype=np.dtype(dtype),
+        target=CPU,
+    )
+
+
+def matrix_product(recipe, dtype="float32", target=CPU, **options) -> LinearProduct:
+    """The product of a matrix of data and a matrix of weights."""
+    return LinearProduct(
+        recipe=recipe,
+        dimension_numbers=MATRICES,
+        is_weight_first=False,
+        dtype=np.dtype(dtype),
+        target=target,
+        **options,
     )
 
 

@@ -21,14 +21,16 @@ NUMBERS = lax.conv_dimension_numbers(DATA, WEIGHT, ("NHWC", "HWIO", "NHWC"))
 
 def product_of(recipe=None, dtype="float32", **options) -> ConvolutionProduct:
     return ConvolutionProduct(
-        recipe or mpx.Float8CurrentScaling(),
-        STRIDES,
-        PADDING,
-        (1, 1),
-        DILATION,
-        NUMBERS,
-        *(1, 1, np.dtype(dtype)),
-        options.pop("target", CPU),
+        recipe=recipe or mpx.Float8CurrentScaling(),
+        dtype=np.dtype(dtype),
+        target=options.pop("target", CPU),
+        window_strides=STRIDES,
+        padding=PADDING,
+        lhs_dilation=(1, 1),
+        rhs_dilation=DILATION,
+        dimension_numbers=NUMBERS,
+        feature_group_count=1,
+        batch_group_count=1,
         **options,
     )
 

@@ -10,10 +10,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx._quantize import LinearProduct, linear_product
-from tests.quantize.linear_cases import CPU, result_and_gradients
+from mpx._quantize import linear_product
+from tests.quantize.linear_cases import matrix_product, result_and_gradients
 
-MATRICES = (((1,), (0,)), ((), ()))
 # Every piece has another amax, and a whole number of blocks.
 X = jax.random.normal(jax.random.key(0), (256, 32)) * (1 + jnp.arange(256.0)[:, None])
 W = jax.random.normal(jax.random.key(1), (32, 64))
@@ -23,10 +22,6 @@ RECIPES = {
     "delayed": mpx.DelayedScaling(),
     "nvfp4": mpx.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
-
-
-def product_of(recipe: mpx.AbstractRecipe, **options) -> LinearProduct:
-    return LinearProduct(recipe, MATRICES, False, np.dtype("float32"), CPU, **options)
 
 
 def scales_of(recipe: mpx.AbstractRecipe) -> jax.Array | None:
@@ -47,7 +42,7 @@ def test_shard_map(recipe_name: str, check_vma: bool):
     recipe = RECIPES[recipe_name]
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     scales = scales_of(recipe)
-    product = product_of(
+    product = matrix_product(
         recipe, manual_axes=("data", "model"), sums_over_devices=not check_vma
     )
 
@@ -80,7 +75,7 @@ def test_jit_over_a_mesh(recipe: mpx.AbstractRecipe):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     put = jax.device_put
     rows, whole = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
-    product, scales = product_of(recipe), scales_of(recipe)
+    product, scales = matrix_product(recipe), scales_of(recipe)
     alone = result_and_gradients(product, X, W, G, scales)
     found = result_and_gradients(
         product, put(X, rows), put(W, whole), put(G, rows), scales
@@ -94,7 +89,7 @@ def test_explicit_axes(recipe_name: str):
     """Types say where arrays are; gradients are where their primals are."""
     recipe = RECIPES[recipe_name]
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    product, scales = product_of(recipe), scales_of(recipe)
+    product, scales = matrix_product(recipe), scales_of(recipe)
     alone = result_and_gradients(product, X, W, G, scales)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, P("data"))

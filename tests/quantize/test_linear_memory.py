@@ -2,20 +2,18 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize import LinearProduct, linear_product
-from tests.quantize.linear_cases import CPU
+from mpx._quantize import linear_product
+from tests.quantize.linear_cases import matrix_product
 
 ROWS, DEPTH, COLUMNS = 512, 256, 384
 HALF_BYTES = 2 * (ROWS * DEPTH + DEPTH * COLUMNS)
-MATRICES = (((1,), (0,)), ((), ()))
 
 
 def kept_bytes(recipe: mpx.AbstractRecipe) -> int:
-    product = LinearProduct(recipe, MATRICES, False, np.dtype("bfloat16"), CPU)
+    product = matrix_product(recipe, "bfloat16")
     is_delayed = isinstance(recipe, mpx.DelayedScaling)
     scales = jax.ShapeDtypeStruct((3,), jnp.float32) if is_delayed else None
     x = jax.ShapeDtypeStruct((ROWS, DEPTH), jnp.bfloat16)

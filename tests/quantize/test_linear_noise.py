@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize import LinearProduct
 from mpx._quantize._noise import key_from
-from tests.quantize.linear_cases import CPU, result_and_gradients
+from tests.quantize.linear_cases import matrix_product, result_and_gradients
 
-MATRICES = (((1,), (0,)), ((), ()))
-PRODUCT = LinearProduct(
-    mpx.NVFP4BlockScaling(), MATRICES, False, np.dtype("float32"), CPU
-)
+PRODUCT = matrix_product(mpx.NVFP4BlockScaling())
 X = jax.random.normal(jax.random.key(0), (16, 32))
 W = jax.random.normal(jax.random.key(1), (32, 48))
 G = jax.random.normal(jax.random.key(2), (16, 48))
@@ -34,11 +30,8 @@ def test_the_mean_over_many_gradients_is_close():
     near = G[None] * (1 + 1e-6 * jnp.arange(1.0 * count).reshape(-1, 1, 1))
     many = jax.vmap(lambda g: result_and_gradients(PRODUCT, X, W, g)[1:3])
     nearest = mpx.NVFP4BlockScaling(disable_stochastic_rounding=True)
-    plain = LinearProduct(nearest, MATRICES, False, np.dtype("float32"), CPU)
-    half = LinearProduct(
-        mpx.NVFP4BlockScaling(backward_override="dequantized"),
-        *(MATRICES, False, np.dtype("float32"), CPU),
-    )
+    plain = matrix_product(nearest)
+    half = matrix_product(mpx.NVFP4BlockScaling(backward_override="dequantized"))
 
     def error(found, exact) -> float:
         return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))

@@ -14,28 +14,29 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize import LinearProduct, linear_product, target_from
+from mpx._quantize import linear_product, target_from
 from mpx._quantize._block_units import _with_axis_last
 from mpx._quantize._contraction import contractions
 from mpx._quantize._operands import Copies
 from mpx._quantize._products import _dequantized, _in_fp8
 from tests.quantize.linear_cases import (
     LAYOUTS,
+    MATRICES,
     RECIPES,
     data,
+    matrix_product,
     product_of,
     result_and_gradients,
     scales_of,
 )
 
-MATRICES = (((1,), (0,)), ((), ()))
 F8 = r"tensor<\d+x\d+xf8E\dM\d(?:FN)?>"
 
 
 def lowered(recipe, target: str, shapes=((256, 512), (512, 128)), dtype="bfloat16"):
     """The lines of products in what is lowered for forward and backward."""
     found = target_from(target)
-    product = LinearProduct(recipe, MATRICES, False, np.dtype(dtype), found)
+    product = matrix_product(recipe, dtype, found)
 
     def train(left, right):
         f = functools.partial(linear_product, product)
@@ -114,10 +115,8 @@ def test_block_scaled_units(recipe: mpx.AbstractRecipe):
 
 
 def test_block_scaled_units_under_vmap_get_one_batch():
-    product = LinearProduct(
-        mpx.MXFP8BlockScaling(),
-        *(MATRICES, False, np.dtype("bfloat16"), target_from("sm_100")),
-    )
+    target = target_from("sm_100")
+    product = matrix_product(mpx.MXFP8BlockScaling(), "bfloat16", target)
     f = jax.vmap(functools.partial(linear_product, product), (0, None))
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((5, 64, 96), (96, 32))]
     program = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

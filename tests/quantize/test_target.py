@@ -3,15 +3,12 @@
 import types
 
 import jax
-import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize import LinearProduct, Target, path_of, target_from
+from mpx._quantize import Target, path_of, target_from
 from mpx._quantize._target import target_of
-from tests.quantize.linear_cases import CPU
-
-MATRICES = (((1,), (0,)), ((), ()))
+from tests.quantize.linear_cases import CPU, matrix_product
 
 
 @pytest.mark.parametrize(
@@ -100,8 +97,6 @@ def _weights_only(role: mpx.Role, for_wgrad: bool):
     ],
 )
 def test_paths(recipe: mpx.AbstractRecipe, target: str, path: str, why: str):
-    product = LinearProduct(
-        recipe, MATRICES, False, np.dtype("bfloat16"), target_from(target)
-    )
+    product = matrix_product(recipe, "bfloat16", target_from(target))
     found, reason = path_of(product)
     assert found == path and why in reason

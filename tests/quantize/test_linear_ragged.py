@@ -1,0 +1,195 @@
+"""The products of experts against float64, group by group."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import mpx
+from mpx._quantize import RaggedProduct, linear_ragged_product, target_from
+from tests.quantize.linear_cases import CPU, RECIPES, Recipe, scales_of
+
+ROWS, DEPTH, COLUMNS = 37, 40, 20
+SIZES = np.array([9, 0, 20, 3])  # a group without rows, and 5 rows in no group
+PLAIN = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+
+
+def product_of(recipe=None, numbers=PLAIN, dtype="float32", **options) -> RaggedProduct:
+    return RaggedProduct(
+        recipe=recipe or mpx.Float8CurrentScaling(),
+        dtype=np.dtype(dtype),
+        target=options.pop("target", CPU),
+        dimension_numbers=numbers,
+        **options,
+    )
+
+
+def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
+    random = np.random.default_rng(0)
+    shapes = (ROWS, DEPTH), (len(SIZES), DEPTH, COLUMNS), (ROWS, COLUMNS)
+    return tuple(
+        jnp.asarray(scale * random.integers(-127, 128, shape) / 64, "float32")
+        for scale, shape in zip((1.0, 0.125, 4.0), shapes, strict=True)
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def result_and_gradients(product, x, w, g, scales=None, sizes=SIZES):
+    def f(x, w, scales):
+        return linear_ragged_product(product, x, w, jnp.asarray(sizes), scales)
+
+    y, backward = jax.vjp(f, x, w, scales)
+    return y, *backward(g.astype(y.dtype))
+
+
+def expected(recipe: Recipe, x, w, g) -> tuple[np.ndarray, ...]:
+    """The three products of what the oracles leave of the operands."""
+    in_group = (np.arange(ROWS) < SIZES.sum())[:, None]
+    x, w, g = (np.asarray(a) for a in (x, w, g))
+    x, g = x * in_group, g * in_group
+    of_x, of_w, of_g = recipe.rounders
+
+    def rows(rounder, x: np.ndarray, for_wgrad: bool = False) -> np.ndarray:
+        return rounder(x[None], for_wgrad)[0]
+
+    def columns(rounder, x: np.ndarray) -> np.ndarray:
+        found = rounder(x.T[None], True)[0]
+        if found.shape[1] > ROWS:  # transformed, which is undone here
+            rotation = np.asarray(mpx.hadamard_transform(jnp.eye(16)), np.float64)
+            found = (found.reshape(-1, 16) @ rotation.T).reshape(found.shape)
+        return found.T[:ROWS]
+
+    w_forward = of_w(w.swapaxes(1, 2), False).swapaxes(1, 2)
+    w_backward, kept = of_w(w, False), columns(of_x, x)
+    if recipe.backward == "high_precision":
+        w_backward, kept = w.astype(np.float64), x.astype(np.float64)
+    elif recipe.backward == "dequantized":
+        w_backward, kept = w_forward, rows(of_x, x)
+    x, dx_of, dw_of = rows(of_x, x), rows(of_g, g), columns(of_g, g)
+    y, dx = np.zeros((ROWS, COLUMNS)), np.zeros((ROWS, DEPTH))
+    dw = np.zeros(w.shape)
+    ends = np.cumsum(SIZES)
+    for group, (end, size) in enumerate(zip(ends, SIZES, strict=True)):
+        here = slice(end - size, end)
+        y[here] = x[here] @ w_forward[group]
+        dx[here] = dx_of[here] @ w_backward[group].T
+        dw[group] = kept[here].T @ dw_of[here]
+    return y, dx, dw
+
+
+def assert_close(found, exact: np.ndarray) -> None:
+    assert found.shape == exact.shape
+    error = np.abs(np.asarray(found, np.float64) - exact).max()
+    assert error <= 1e-6 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("recipe_name", [name for name in RECIPES if name != "custom"])
+def test_products_of_a_recipe_are_those_of_float64(recipe_name: str):
+    recipe, (x, w, g) = RECIPES[recipe_name], arrays()
+    found = result_and_gradients(product_of(recipe.recipe), x, w, g, scales_of(recipe))
+    for one, other in zip(found, expected(recipe, x, w, g), strict=False):
+        assert_close(one, other)
+
+
+def test_rows_in_no_group_count_for_nothing():
+    x, w, g = arrays()
+    alone = result_and_gradients(product_of(), x, w, g)
+    rest = slice(SIZES.sum(), None)
+    there = x.at[rest].set(jnp.inf), w, g.at[rest].set(jnp.nan)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        result_and_gradients(product_of(), *there),
+        alone,
+    )
+
+
+def test_weights_in_another_layout_and_batches():
+    x, w, g = arrays()
+    alone = result_and_gradients(product_of(), x, w, g)
+    swapped = lax.RaggedDotDimensionNumbers((((0,), (1,)), ((), ())), [1], [2])
+    found = result_and_gradients(product_of(numbers=swapped), x.T, w.T, g)
+    expected = (alone[0], alone[1].T, alone[2].T)
+    # The same sums, in the same order or not.
+    for one, other in zip(found, expected, strict=False):
+        assert_close(one, np.asarray(other))
+    batches = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
+    twice = [jnp.stack([a, a]) for a in (x, w, g)]
+    sizes = np.stack([SIZES, SIZES])
+    found = result_and_gradients(product_of(numbers=batches), *twice, sizes=sizes)
+    for one, other in zip(found[:3], alone[:3], strict=True):
+        for batch in one:
+            assert_close(batch, np.asarray(other))
+
+
+def test_dtypes_amaxes_and_bytes():
+    x, w, g = arrays()
+    product = product_of(mpx.DelayedScaling(), dtype="bfloat16")
+    y, dx, dw, amaxes = result_and_gradients(
+        product, x.astype("bfloat16"), w, g, jnp.zeros(3)
+    )
+    assert (y.dtype, dx.dtype, dw.dtype) == ("bfloat16", "bfloat16", "float32")
+    inside = slice(0, SIZES.sum())
+    seen = (x[inside].astype("bfloat16"), w, g[inside].astype("bfloat16"))
+    largest = [jnp.abs(array.astype("float32")).max() for array in seen]
+    np.testing.assert_array_equal(amaxes, largest)
+
+    def backward(x, w, scales):
+        f = functools.partial(linear_ragged_product, product)
+        return jax.vjp(lambda x, w, s: f(x, w, jnp.asarray(SIZES), s), x, w, scales)[1]
+
+    kept = jax.eval_shape(backward, x, w, jnp.zeros(3))
+    sizes = {leaf.dtype.name: leaf.size for leaf in jax.tree.leaves(kept)}
+    assert sizes.pop("float32") <= 3 and sizes.pop("int32") == len(SIZES)
+    assert list(sizes) == ["float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_pieces_on_devices(check_vma: bool):
+    """Groups of tokens on each device, the same experts on all."""
+    x, w, g = arrays()
+    x, g = x[: SIZES.sum()], g[: SIZES.sum()]
+    sizes = np.array([[4, 0, 10, 2], [5, 0, 10, 1]])
+    # What the first and the second device have, of each group.
+    order = np.argsort(np.repeat([0, 1] * 4, sizes.T.reshape(-1)), kind="stable")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    recipe, scales = mpx.DelayedScaling(), jnp.zeros(3)
+    product = product_of(recipe, manual_axes=("data",), sums_over_devices=not check_vma)
+
+    def loss(x, w, scales, g, sizes):
+        y = linear_ragged_product(product, x, w, sizes[0], scales)
+        return lax.psum((y * g).sum(), "data")
+
+    run = jax.shard_map(
+        loss,
+        mesh=mesh,
+        in_specs=(P("data"), P(), P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    gradient = jax.jit(jax.grad(run, argnums=(0, 1, 2)))
+    found = gradient(x[order], w, scales, g[order], jnp.asarray(sizes))
+    alone = result_and_gradients(product_of(recipe), x, w, g, scales)[1:]
+    alone = (alone[0][order], *alone[1:])
+    for one, other in zip(found, alone, strict=True):
+        assert_close(one, np.asarray(other))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "tpu7x"])
+def test_the_path_of_another_device_runs_on_the_cpu(target: str):
+    x, w, g = arrays()
+    there = product_of(target=target_from(target))
+    here = result_and_gradients(product_of(), x, w, g)
+    found = result_and_gradients(there, x, w, g)
+    jax.tree.map(np.testing.assert_array_equal, found, here)
+
+
+def test_scales():
+    x, w, _ = arrays()
+    with pytest.raises(TypeError, match="linear_ragged_product.*got None"):
+        linear_ragged_product(
+            product_of(mpx.DelayedScaling()), x, w, jnp.asarray(SIZES)
+        )
