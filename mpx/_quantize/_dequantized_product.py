@@ -22,7 +22,7 @@ from jaxtyping import Array
 from .._jax_compat import as_varying, varying_axes
 from ._abstract_product import AbstractProduct
 from ._operands import Copies
-from ._products import Operand, numbers_and_scale, times_scales
+from ._products import Operand, numbers_and_scale, stored, times_scales
 from ._recipes import Role
 from ._sharding import in_automatic_axes
 from ._slots import amax_cotangent, check_scales
@@ -136,8 +136,11 @@ def _forward(
     y = _multiplied(product, forward, (x, data.shape), (w, weight.shape), product.dtype)
     if not is_differentiated:
         return y, None
-    kept_data = of_data.second(data, x, data_scale)
-    kept_weight = of_weight.second(weight, w, weight_scale)
+    y, kept_data, kept_weight = stored(
+        y,
+        of_data.second(data, x, data_scale),
+        of_weight.second(weight, w, weight_scale),
+    )
     kept = _Kept(
         kept_data,
         kept_weight,
@@ -181,6 +184,7 @@ def _backward_rule(
     of_gradient = product._copies(Role.GRADIENT)
     for_data = of_gradient.first(g, scale)
     for_weight = of_gradient.second(g, for_data, scale)
+    for_data, for_weight = stored(for_data, for_weight)
     data, weight = kept.like_data, kept.like_weight
     dx = _multiplied(
         product,

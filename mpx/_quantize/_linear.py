@@ -30,7 +30,7 @@ from ._contraction import (
     product_shape,
 )
 from ._operands import Copies, has_blocks
-from ._products import Operand, multiply
+from ._products import Operand, has_units, multiply, stored
 from ._recipes import Role
 from ._sharding import in_automatic_axes
 from ._slots import amax_cotangent, check_scales
@@ -170,6 +170,8 @@ def _forward(
         return y, None
     kept_data = of_data.second(data, x, data_scale)
     kept_weight = of_weight.second(weight, w, weight_scale)
+    if not has_units(*product._ordered(x, w), numbers.forward, product.target):
+        y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
     kept = _Kept(
         kept_data,
         kept_weight,
@@ -210,6 +212,8 @@ def _backward_rule(
     numbers = kept.contractions(product)
     left, right = product._ordered(kept.data, kept.weight)
     for_left, for_right = product._ordered(for_data, for_weight)
+    if not has_units(for_left, right, numbers.for_left, product.target):
+        for_left, for_right = stored(for_left, for_right)
     left_dtype, right_dtype = product._ordered(product.dtype, _FLOAT32)
     target, half = product.target, product.dtype
     left_gradient = multiply(

@@ -185,6 +185,24 @@ def times_scales(y: Array, left: Array | None, right: Array | None) -> Array:
     return y if scale is None else y * scale
 
 
+def has_units(left: Any, right: Any, contraction: Contraction, target: Target) -> bool:
+    """Whether a product is computed with the bits of its operands."""
+    path = path_of_operands(left, right, contraction, target)
+    return path in (Path.FP8_UNITS, Path.BLOCK_UNITS)
+
+
+def stored(*arrays: Any) -> tuple[Any, ...]:
+    """Operands that wait for a product, in the few bits that they have.
+
+    Where nothing computes with these bits, the compiler sees an array that is rounded,
+    narrowed and widened again. As nothing is lost by it, it would leave out the last
+    two and keep the wide array. And it would make an operand of the backward pass when
+    that comes, and keep for it what it is made from: so a result that goes in here
+    comes out when the operands are there.
+    """
+    return lax.optimization_barrier(arrays)
+
+
 def numbers_and_scale(
     operand: Operand, *, rotated: bool = False
 ) -> tuple[Array, Array | None]:

@@ -123,6 +123,25 @@ def test_block_scaled_units_under_vmap_get_one_batch():
     assert re.search(r"call @__op\$block_scaled_dot.*tensor<5x64x96xf8E4M3FN>", program)
 
 
+def test_what_is_kept_stays_narrow_where_nothing_computes_with_it():
+    """Compilers leave out narrowing and widening again, but for a barrier."""
+
+    def barriers(target: str) -> list[list[str]]:
+        recipe = mpx.Float8CurrentScaling()
+        product = matrix_product(recipe, "bfloat16", target_from(target))
+        gradient = jax.grad(lambda *a: linear_product(product, *a).sum(), (0, 1))
+        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 32), (32, 16))]
+        return [
+            [v.aval.dtype.name for v in equation.outvars if v.aval.shape]
+            for equation in jax.make_jaxpr(gradient)(*args).eqns
+            if equation.primitive.name == "optimization_barrier"
+        ]
+
+    narrow = ["float8_e4m3fn", "float8_e4m3fn"]
+    assert barriers("sm_80") == [["bfloat16", *narrow], ["float8_e5m2", "float8_e5m2"]]
+    assert barriers("sm_90") == []
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "tpu7x"])
 @pytest.mark.parametrize("recipe_name", ["delayed", "mxfp8", "nvfp4"])
 def test_a_program_for_another_device_runs_on_the_cpu(recipe_name: str, target: str):
