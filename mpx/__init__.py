@@ -73,6 +73,9 @@ from ._grad import GradientResult as GradientResult
 from ._optimizer import optimizer_update as optimizer_update
 from ._optimizer import optimizer_step as optimizer_step
 from ._optimizer import skip_nonfinite as skip_nonfinite
+from ._stored_weights import quantize_weights as quantize_weights
+from ._stored_weights import dequantize_weights as dequantize_weights
+from ._stored_weights import StoredWeight as StoredWeight
 from ._master_weights import master_weights as master_weights
 from ._check import check as check
 from ._inspect import explain as explain

@@ -5,7 +5,8 @@ numpy scalars, `jax.ShapeDtypeStruct`). float64 is treated like the others, so t
 numpy array with numpy's default dtype never promotes a half-precision program in
 silence; use `keep` to leave it. Everything else comes back as the same object: integers
 and booleans, PRNG keys, complex numbers, formats of 8 bits and fewer, Python scalars
-(they take the dtype of what they meet), functions, strings and None.
+(they take the dtype of what they meet), functions, strings, None, and quantized arrays
+with their scales.
 
 What happens to values: rounding to nearest, ties to even; float64 may be rounded to
 float32 on the way. Values beyond the target's range become infinite in float16 and
@@ -26,7 +27,7 @@ from jaxtyping import PyTree
 
 from ._dtypes import float_dtype, half_precision_datatype, is_half
 from ._errors import describe
-from ._tree import is_float_leaf, path_text
+from ._tree import is_float_leaf, is_whole, path_text
 from ._typing import DTypeLike, LeafPredicate
 
 
@@ -65,7 +66,7 @@ def cast_tree(
 def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> PyTree:
     """`cast_tree` for a dtype that was read already."""
     if keep is None:
-        return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree)
+        return jax.tree.map(lambda leaf: cast_leaf(leaf, dtype), tree, is_leaf=is_whole)
 
     if not callable(keep):
         raise TypeError(
@@ -79,7 +80,7 @@ def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> Py
             return leaf
         return cast_leaf(leaf, dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, tree)
+    return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_whole)
 
 
 def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ._cast import cast_leaf
 from ._dtypes import float_dtype
-from ._tree import is_model_state
+from ._tree import keeps_dtypes
 from ._typing import DTypeLike
 from ._wraps import wraps
 
@@ -92,6 +92,6 @@ def _cast(tree: Any, dtype: np.dtype) -> Any:
     """Casts float leaves but Equinox's model state, whose statistics stay float32."""
 
     def cast(node: Any) -> Any:
-        return node if is_model_state(node) else cast_leaf(node, dtype)
+        return node if keeps_dtypes(node) else cast_leaf(node, dtype)
 
-    return jax.tree.map(cast, tree, is_leaf=is_model_state)
+    return jax.tree.map(cast, tree, is_leaf=keeps_dtypes)

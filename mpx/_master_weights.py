@@ -1,7 +1,8 @@
 r"""Master weights in the optimizer, for models whose own weights are half precision.
 
-The model holds $p$ (bfloat16 or float16), the optimizer's state holds the *masters*
-$m$ (float32) next to its moments, and after every step
+The model holds $p$ (bfloat16, float16, or 8 bits, see `mpx.quantize_weights`), the
+optimizer's state holds the *masters* $m$ (float32) next to its moments, and after every
+step
 
 $$p = \operatorname{round}(m)$$
 
@@ -35,6 +36,7 @@ from ._cast import cast_leaf
 from ._dtypes import is_half
 from ._errors import at_path, describe
 from ._optimizer import refuse_optimizer
+from ._stored_weights import StoredWeight, is_stored
 from ._tree import is_float_leaf, path_text
 
 _CALL = "`mpx.master_weights(optimizer)`"
@@ -113,35 +115,39 @@ class NewWeight:
 
 
 def master_weights(optimizer: Any) -> MasterWeights:
-    r"""Makes an Optax transformation keep float32 copies of half-precision weights.
+    r"""Makes an Optax transformation keep float32 copies of narrower weights.
 
     $$m \leftarrow m + u, \quad p \leftarrow \operatorname{round}(m) \qquad
         (u, o') = \operatorname{update}(\text{float32}(g), o, m)$$
 
     For models whose weights $p$ are bfloat16 or float16, which need no cast in the
-    forward pass and half the bytes where they are gathered. In bfloat16 alone, a
-    weight stands still as soon as its updates are below $2^{-9}$ of it.
+    forward pass and half the bytes where they are gathered, or stored in 8 bits by
+    `mpx.quantize_weights`. In bfloat16 alone, a weight stands still as soon as its
+    updates are below $2^{-9}$ of it.
 
     Args:
         optimizer: An Optax transformation.
 
     Returns:
         A pair `(init, update)` to use as an Optax transformation, the outermost one or
-        the last of a chain, also in `optax.multi_transform` and `optax.masked`. Its
-        state has `masters` (float32, like the weights) and `inner_state`. Apply the
-        updates with `optax.apply_updates`, `eqx.apply_updates`, `mpx.optimizer_update`
-        or `mpx.optimizer_step`: the weights are then the rounded masters, bit for bit.
+        the last of a chain, also in `optax.multi_transform` and `optax.masked`.
+        `init(params, masters)` starts from weights that are known in full precision;
+        without, masters are the numbers of `params`. The state has `masters` (float32,
+        like the weights) and `inner_state`. Apply the updates with
+        `optax.apply_updates`, `eqx.apply_updates`, `mpx.optimizer_update` or
+        `mpx.optimizer_step`: the weights are then the rounded masters, bit for bit.
 
     Raises:
         TypeError: `optimizer` has no `init` and `update`.
         ValueError: In `update`: without `params`, or the weights are not of the
-            structure, shapes and dtypes that `init` saw.
+            structure, shapes and dtypes that `init` saw. In `init`: `masters` are not.
 
     - Weights of other dtypes (float32, float64, complex) have no copy: their master is
       None, and their updates are those of `optimizer`. Leaves that are None stay None.
     - Extra arguments go on to `optimizer.update` as they are.
     - A weight that is not its rounded master was changed from outside (loaded,
-      clipped): its master starts anew from it, element by element.
+      clipped): its master starts anew from it, element by element. In 8 bits a change
+      within the error of rounding is not seen.
     - A step that is skipped leaves masters and weights as they were. Put
       `mpx.skip_nonfinite` inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
     - A master beyond the range of the weight's dtype gives an infinite weight;
@@ -162,8 +168,10 @@ def master_weights(optimizer: Any) -> MasterWeights:
     """
     refuse_optimizer(optimizer, _CALL)
 
-    def init(params: PyTree) -> MasterWeightsState:
-        masters = jax.tree.map(_master, params)
+    def init(params: PyTree, masters: PyTree | None = None) -> MasterWeightsState:
+        given = params if masters is None else masters
+        _refuse_masters(params, given)
+        masters = _map(_master, params, given)
         return MasterWeightsState(masters, optimizer.init(_full(masters, params)))
 
     def update(
@@ -175,7 +183,7 @@ def master_weights(optimizer: Any) -> MasterWeights:
         _refuse_weights(state.masters, params)
         masters = _map(_followed, state.masters, params)
         updates, inner = optimizer.update(
-            jax.tree.map(_widened, updates),
+            _map(_widened, updates),
             state.inner_state,
             _full(masters, params),
             **extra_args,
@@ -187,28 +195,32 @@ def master_weights(optimizer: Any) -> MasterWeights:
     return MasterWeights(init, update)
 
 
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
+def _is_leaf(node: Any) -> bool:
+    return node is None or is_stored(node)
 
 
 def _map(function: Callable[..., Any], *trees: PyTree) -> PyTree:
-    return jax.tree.map(function, *trees, is_leaf=_is_none)
+    return jax.tree.map(function, *trees, is_leaf=_is_leaf)
+
+
+def _is_half(leaf: Any) -> bool:
+    return is_float_leaf(leaf) and is_half(leaf.dtype)
 
 
 def _has_master(weight: Any) -> bool:
-    return is_float_leaf(weight) and is_half(weight.dtype)
+    return is_stored(weight) or _is_half(weight)
 
 
-def _master(weight: Any) -> Any:
-    return jnp.asarray(weight, jnp.float32) if _has_master(weight) else None
+def _master(weight: Any, given: Any) -> Any:
+    if not _has_master(weight):
+        return None
+    given = given._full() if is_stored(given) else given
+    # A copy, so that the model and the state of its optimizer can both be donated.
+    return jnp.array(given, jnp.float32)
 
 
 def _widened(gradient: Any) -> Any:
-    return (
-        cast_leaf(gradient, np.dtype(np.float32))
-        if _has_master(gradient)
-        else (gradient)
-    )
+    return cast_leaf(gradient, np.dtype(np.float32)) if _is_half(gradient) else gradient
 
 
 def _full(masters: PyTree, params: PyTree) -> PyTree:
@@ -228,6 +240,8 @@ def _followed(master: Any, weight: Any) -> Any:
     """
     if master is None or weight is None:
         return master
+    if isinstance(weight, StoredWeight):
+        return jnp.where(weight._is_rounded(master), master, weight._full())
     is_own = _bits(master.astype(weight.dtype)) == _bits(weight)
     return jnp.where(is_own, master, jnp.asarray(weight, jnp.float32))
 
@@ -245,7 +259,29 @@ def _moved(master: Any, update: Any) -> Any:
 def _update(master: Any, update: Any, weight: Any) -> Any:
     if master is None or update is None or weight is None:
         return update
+    if isinstance(weight, StoredWeight):
+        return jax.tree.map(NewWeight, weight._with(master))
     return NewWeight(master.astype(weight.dtype))
+
+
+def _refuse_masters(params: PyTree, masters: PyTree) -> None:
+    """Raises unless masters are weights of the same structure and shapes."""
+    structures = [jax.tree.structure(tree, _is_leaf) for tree in (params, masters)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"`masters` in `init` of {_CALL} are like `params`; got\n"
+            f"  params: {structures[0]}\n  masters: {structures[1]}"
+        )
+    leaves = jax.tree.leaves(masters, is_leaf=_is_leaf)
+    for (path, weight), given in zip(
+        jax.tree_util.tree_leaves_with_path(params, _is_leaf), leaves, strict=True
+    ):
+        is_float = is_stored(given) or is_float_leaf(given)
+        if _has_master(weight) and not (is_float and given.shape == weight.shape):
+            raise ValueError(
+                f"`masters` in `init` of {_CALL} have the shapes of `params`; got "
+                f"{describe(given)} for {describe(weight)}{at_path(path_text(path))}."
+            )
 
 
 def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
@@ -255,7 +291,7 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
             f"`update` of {_CALL} needs the weights: "
             "`optimizer.update(grads, state, params)`."
         )
-    structures = [jax.tree.structure(tree, _is_none) for tree in (masters, params)]
+    structures = [jax.tree.structure(tree, _is_leaf) for tree in (masters, params)]
     if structures[0] != structures[1]:
         raise ValueError(
             f"`update` of {_CALL} needs weights of the structure that `init` saw; got\n"
@@ -263,8 +299,8 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
             "with `init(params)` of this model."
         )
     pairs = zip(
-        jax.tree_util.tree_leaves_with_path(params, _is_none),
-        jax.tree.leaves(masters, is_leaf=_is_none),
+        jax.tree_util.tree_leaves_with_path(params, _is_leaf),
+        jax.tree.leaves(masters, is_leaf=_is_leaf),
         strict=True,
     )
     for (path, weight), master in pairs:

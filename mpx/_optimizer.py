@@ -19,6 +19,7 @@ from ._grad import GradientResult
 from ._jax_compat import stack
 from ._loss_scaling import AbstractLossScaling, StepRecord
 from ._loss_scaling._record import refuse_limit, replaced
+from ._stored_weights import is_stored
 from ._tree import (
     all_finite,
     bool_scalar,
@@ -291,7 +292,7 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
     def choose(path: Any, grad: Any, weight: Any) -> Any:
         if grad is None:
             return None
-        if jnp.shape(grad) != jnp.shape(weight):
+        if jnp.shape(grad) != _shape(weight):
             raise ValueError(
                 f"{call} needs a gradient of its weight's shape; got {describe(grad)} "
                 f"for {describe(weight)}{at_path(path_text(path))}."
@@ -309,6 +310,10 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
             f"  model: {jax.tree.structure(model)}\nDifferentiate with respect to the "
             "model that is updated."
         ) from None
+
+
+def _shape(weight: Any) -> tuple[int, ...]:
+    return weight.shape if is_stored(weight) else jnp.shape(weight)
 
 
 def _is_none(leaf: Any) -> bool:

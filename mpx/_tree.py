@@ -87,6 +87,23 @@ class ModelState(NamedLeaves):
     """Named leaves that a model changes as it runs: statistics, random streams."""
 
 
+class Whole(eqx.Module):
+    """A module whose arrays mean nothing alone, such as numbers without their scale.
+
+    Casts do not look into it.
+    """
+
+
+def is_whole(node: Any) -> bool:
+    """Whether a node of a tree is no collection of arrays, but one thing."""
+    return isinstance(node, Whole)
+
+
+def keeps_dtypes(node: Any) -> bool:
+    """Whether a node of a tree is one that casts of inputs do not look into."""
+    return is_whole(node) or is_model_state(node)
+
+
 def is_model_state(node: Any) -> bool:
     """Whether a node of a tree is a model's state: Equinox's, or taken from NNX."""
     return isinstance(node, eqx.nn.State | eqx.nn.StateIndex | ModelState)

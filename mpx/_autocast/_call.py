@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._dtypes import is_half
 from .._errors import listing
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
+from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
 from ._decisions import Precision
@@ -56,6 +57,7 @@ def call_autocast(
     Returns:
         What the function returns, in the same dtypes.
     """
+    func, args, kwargs = dequantize_weights((func, args, kwargs))
     if has_nnx_objects((func, args, kwargs)):
         return _call_with_objects(settings, weights, programs, func, args, kwargs)
     source = next_source()

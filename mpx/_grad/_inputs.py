@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._cast import cast_leaf
 from .._errors import at_path, describe
 from .._loss_scaling import AbstractLossScaling
-from .._tree import is_float_leaf, is_model_state, is_trainable
+from .._tree import is_float_leaf, is_trainable, keeps_dtypes
 from .._typing import LeafPredicate
 
 # Names under which frameworks keep running statistics: Flax's collection, and the
@@ -31,7 +31,7 @@ def cast_inputs(
     """
 
     def cast(path: Any, leaf: Any) -> Any:
-        if is_model_state(leaf) or _is_statistic(path):
+        if keeps_dtypes(leaf) or _is_statistic(path):
             return leaf
         if keep is not None and is_float_leaf(leaf) and keep(input_path(path), leaf):
             return leaf
@@ -39,7 +39,7 @@ def cast_inputs(
 
     # One tree for all: the first key tells which of the three it is.
     return jax.tree_util.tree_map_with_path(
-        cast, (args, kwargs, func), is_leaf=is_model_state
+        cast, (args, kwargs, func), is_leaf=keeps_dtypes
     )
 
 

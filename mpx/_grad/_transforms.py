@@ -14,6 +14,7 @@ from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
 from .._scaling import RecipeScaling
+from .._stored_weights import dequantize_weights
 from .._typing import DTypeLike, LeafPredicate
 from .._wraps import wraps
 from . import _inputs
@@ -245,6 +246,7 @@ def calculate_scaled_grad(
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = dequantize_weights((args, kwargs))
         problem = build(len(args))
         _check_call(problem, scaling, args, kwargs, options)
         used = _used_scaling(scaling, use_mixed_precision)
@@ -279,6 +281,7 @@ def _transform(
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
+        args, kwargs = dequantize_weights((args, kwargs))
         problem = build(len(args))
         if argnums is not None:
             args = _inputs.as_floating(args, problem.argnums, call)

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from .._tree import Whole
 from ._blocks import Axes, multiply_blocks
 from ._format import Format
 from ._four_bits import unpack
@@ -16,7 +17,7 @@ from ._hadamard import hadamard_transform
 from ._scales import float32_from_e8m0
 
 
-class QuantizedArray(eqx.Module):
+class QuantizedArray(Whole):
     r"""An array in low precision: payload and inverse scales, an immutable PyTree.
 
     $$x \approx \mathrm{payload} \cdot \mathrm{inverse\_scale}

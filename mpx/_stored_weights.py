@@ -1,0 +1,245 @@
+r"""Weights that are stored in 8 bits: `quantize_weights` and `dequantize_weights`.
+
+Of a weight $m$ (float32, in the state of `mpx.master_weights`) the model holds
+
+$$p = \operatorname{quantize}(m)$$
+
+a byte for each number instead of four: where weights lie on every device, or are
+gathered in every step, and their float32 copies lie in pieces beside the moments.
+
+Any function trains on such a model. `mpx.autocast` and the gradient functions
+dequantize what they are given, and gradients are those of the numbers that come out, in
+the dtype that the weight had. A recipe quantizes them again, which changes nothing: the
+largest number is the largest one of the format, so the scale is the same but for the
+last bit, and each number is one of the format.
+
+Sharp edges:
+
+- Only `mpx.master_weights` can update them: steps are smaller than what 8 bits can say.
+- A stored weight is no array. What computes with one says so; `dequantize_weights`
+  gives arrays, for functions that mpx does not call.
+"""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ._errors import at_path, describe
+from ._quantize import (
+    AbstractQuantizer,
+    NVFP4Quantizer,
+    QuantizedArray,
+    TensorQuantizer,
+    quantize,
+)
+from ._tree import Whole, is_float_leaf, is_whole, path_text
+from ._typing import LeafPredicate
+
+_CALL = "`mpx.quantize_weights(model, quantizer, ...)`"
+_FLOAT32 = np.dtype("float32")
+
+
+class StoredWeight(Whole):
+    """A weight in 8 bits, an immutable PyTree: what `mpx.quantize_weights` makes.
+
+    It goes through jit, donation, sharding and checkpoints as its arrays do. It has no
+    arithmetic: `mpx.autocast`, the gradient functions and `mpx.dequantize_weights` make
+    an array of it.
+
+    Attributes:
+        quantized: Payload and scales.
+        quantizer: How they were made, and will be after the next step.
+        axis: The axis that blocks lie along.
+    """
+
+    quantized: QuantizedArray
+    quantizer: AbstractQuantizer = eqx.field(static=True)
+    axis: int = eqx.field(static=True, default=-1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.quantized.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.quantized.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that the weight had, and that its gradient has."""
+        return self.quantized.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of payload and scales together."""
+        return self.quantized.nbytes
+
+    def dequantize(self) -> Array:
+        """The weight as an array of `dtype`."""
+        return self.quantized.dequantize()
+
+    def __jax_array__(self) -> Array:
+        """Refuses to be computed with."""
+        return self._refused()
+
+    def _refused(self, *_: Any) -> Any:
+        raise TypeError(
+            f"A stored weight, {self.dtype}{list(self.shape)} in 8 bits, is no array "
+            "to compute with. Call functions that `mpx.autocast` made, or give them "
+            "`mpx.dequantize_weights(model)`; to train, `mpx.filter_value_and_grad` "
+            "and an optimizer in `mpx.master_weights(optimizer)`."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __getitem__ = _refused
+    __mul__ = __rmul__ = __truediv__ = __matmul__ = __rmatmul__ = _refused
+
+    def _with(self, x: Array) -> "StoredWeight":
+        """A weight that is stored in the same way, from numbers of float32."""
+        quantized = quantize(x, self.quantizer, axis=self.axis)
+        quantized = dataclasses.replace(quantized, dtype=self.dtype)
+        return StoredWeight(quantized, self.quantizer, self.axis)
+
+    def _full(self) -> Array:
+        """What is stored, in float32."""
+        return dataclasses.replace(self.quantized, dtype=_FLOAT32).dequantize()
+
+    def _is_rounded(self, x: Array) -> Array:
+        """Whether numbers of float32 are within the rounding of what is stored.
+
+        Not whether they quantize to the same bits: a scale that a compiler divides for
+        in another way would change all of them.
+        """
+        payload, number = self.quantized.payload, self._full()
+        ones = dataclasses.replace(
+            self.quantized, payload=jnp.ones_like(payload), dtype=_FLOAT32
+        )
+        digits = jnp.finfo(payload.dtype).nmant
+        smallest = self.quantized.format.smallest_normal * 2.0**-digits
+        relative = jnp.maximum(jnp.abs(x), jnp.abs(number)) * 2.0 ** -(digits + 1)
+        absolute = ones.dequantize() * (smallest / 2)
+        # A little more, for the rounding of the scales.
+        return jnp.abs(x - number) <= jnp.maximum(relative, absolute) * (1 + 2.0**-10)
+
+
+def is_stored(node: Any) -> bool:
+    """Whether a node of a tree is a weight in 8 bits."""
+    return isinstance(node, StoredWeight)
+
+
+def quantize_weights(
+    model: PyTree,
+    quantizer: AbstractQuantizer | None = None,
+    *,
+    where: LeafPredicate | None = None,
+    axis: int = -1,
+) -> PyTree:
+    r"""Stores weights of a model in 8 bits.
+
+    $$p = \operatorname{quantize}(w)$$
+
+    Args:
+        model: Any PyTree.
+        quantizer: `mpx.TensorQuantizer` (the default, in E4M3), `mpx.BlockQuantizer` or
+            `mpx.MXFP8Quantizer`, without stochastic rounding.
+        where: `where(path, leaf)` is True for the float leaves to store, with a path
+            such as `layers[0].weight`. By default all that have two axes or more, which
+            are embeddings, too.
+        axis: The axis that blocks lie along, as in `mpx.quantize`.
+
+    Returns:
+        The model with an `mpx.StoredWeight` in the place of each such leaf. Functions
+        that `mpx.autocast` made take it, and so do the gradient functions, whose
+        gradients have arrays there. To update it, put the optimizer into
+        `mpx.master_weights`.
+
+    Raises:
+        TypeError: `quantizer` is none, or `where` is not a function.
+        ValueError: The quantizer has not 8 bits or rounds at random; an axis does not
+            divide into its blocks; or there is nothing to store.
+
+    What a quantizer does at zero, infinity and NaN is in its docstring: an infinity
+    saturates, and NaN stays. Weights that are stored already stay as they are.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> model = {"w": jnp.eye(64), "b": jnp.zeros(64)}
+        >>> stored = mpx.quantize_weights(model)
+        >>> stored["w"].nbytes, stored["w"].quantized.payload.dtype
+        (4100, dtype(float8_e4m3fn))
+        >>> mpx.dequantize_weights(stored)["w"].dtype
+        dtype('float32')
+    """
+    quantizer = TensorQuantizer() if quantizer is None else quantizer
+    _check(quantizer, where)
+    found = False
+
+    def store(path: Any, leaf: Any) -> Any:
+        nonlocal found
+        found |= is_stored(leaf)
+        if not is_float_leaf(leaf):
+            return leaf
+        is_meant = leaf.ndim > 1 if where is None else where(path_text(path), leaf)
+        if not is_meant:
+            return leaf
+        found = True
+        try:
+            quantized = quantize(leaf, quantizer, axis=axis)
+        except ValueError as error:
+            raise ValueError(f"{_CALL}{at_path(path_text(path))}: {error}") from error
+        return StoredWeight(quantized, quantizer, axis)
+
+    stored = jax.tree_util.tree_map_with_path(store, model, is_leaf=is_whole)
+    if not found:
+        which = "with two axes or more" if where is None else "that `where` names"
+        raise ValueError(f"{_CALL} found no float array {which}.")
+    return stored
+
+
+def dequantize_weights(model: PyTree) -> PyTree:
+    """Makes arrays of weights that are stored in 8 bits.
+
+    Args:
+        model: Any PyTree.
+
+    Returns:
+        The tree with an array, in the dtype that it had, in the place of each
+        `mpx.StoredWeight`; the same object if it has none.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> stored = mpx.quantize_weights(jnp.array([[1.0, 0.3], [2.0, -4.0]]))
+        >>> mpx.dequantize_weights(stored).round(3).tolist()
+        [[1.0, 0.286...], [2.0, -4.0]]
+    """
+    if not any(map(is_stored, jax.tree.leaves(model, is_leaf=is_stored))):
+        return model
+    return jax.tree.map(
+        lambda node: node.dequantize() if is_stored(node) else node,
+        model,
+        is_leaf=is_stored,
+    )
+
+
+def _check(quantizer: Any, where: Any) -> None:
+    if not isinstance(quantizer, AbstractQuantizer):
+        raise TypeError(
+            f"`quantizer` of {_CALL} is a quantizer such as `mpx.TensorQuantizer()`; "
+            f"got {describe(quantizer)}."
+        )
+    if isinstance(quantizer, NVFP4Quantizer) or quantizer.stochastic_rounding:
+        raise ValueError(
+            f"`quantizer` of {_CALL} has 8 bits and rounds to the nearest; got "
+            f"{quantizer}. Take `mpx.TensorQuantizer()`."
+        )
+    if where is not None and not callable(where):
+        raise TypeError(
+            f"`where` of {_CALL} is a function `where(path, leaf) -> bool`; got "
+            f"{describe(where)}."
+        )

@@ -1,0 +1,303 @@
+"""Weights in 8 bits: storing them, computing with them, and training them."""
+
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import mpx
+
+from .grad.cases import same_bits
+from .helpers import unchecked_annotations
+
+QUANTIZERS = {
+    "tensor": mpx.TensorQuantizer(),
+    "E5M2": mpx.TensorQuantizer(mpx.Format.E5M2, power_of_two_scales=True),
+    "square": mpx.BlockQuantizer(block_dimensions=2),
+    "mxfp8": mpx.MXFP8Quantizer(),
+}
+each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
+SIZE = 128
+
+
+def assert_same_bits(a, b):
+    assert same_bits(a, b)
+
+
+def model_of(dtype="float32"):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "up": (jax.random.normal(keys[0], (SIZE, SIZE)) / 12).astype(dtype),
+        "down": (jax.random.normal(keys[1], (SIZE, SIZE)) / 12).astype(dtype),
+        "bias": jnp.zeros(SIZE, dtype),
+        "steps": 3,
+    }
+
+
+X = jax.random.normal(jax.random.key(2), (16, SIZE))
+
+
+def forward(model, x):
+    return jax.nn.relu(x @ model["up"] + model["bias"][None]) @ model["down"]
+
+
+def loss(model, x):
+    return jnp.mean((forward(model, x) - x) ** 2)
+
+
+def params_of(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+@each_quantizer
+def test_matrices_are_stored_in_a_byte_for_each_number(name: str):
+    quantizer, model = QUANTIZERS[name], model_of()
+    stored = mpx.quantize_weights(model, quantizer)
+    assert stored["bias"] is model["bias"] and stored["steps"] == 3
+    for key in ("up", "down"):
+        weight, expected = stored[key], mpx.quantize(model[key], quantizer)
+        assert isinstance(weight, mpx.StoredWeight)
+        assert weight.shape == (SIZE, SIZE) and weight.ndim == 2
+        assert weight.dtype == jnp.float32
+        assert weight.nbytes <= 1.04 * SIZE**2
+        assert_same_bits(weight.quantized, expected)
+        assert_same_bits(mpx.dequantize_weights(stored)[key], expected.dequantize())
+    again = mpx.quantize_weights(stored, quantizer)
+    assert_same_bits(again, stored)
+    assert_same_bits(pickle.loads(pickle.dumps(stored["up"])), stored["up"])
+
+
+def test_which_weights_are_stored():
+    model = model_of("bfloat16")
+    stored = mpx.quantize_weights(model, where=lambda path, leaf: "down" in path)
+    assert not isinstance(stored["up"], mpx.StoredWeight)
+    assert mpx.dequantize_weights(stored)["down"].dtype == jnp.bfloat16
+    untouched = model_of()
+    assert mpx.dequantize_weights(untouched) is untouched
+    shapes = eqx.filter_eval_shape(mpx.quantize_weights, model_of())
+    assert shapes["up"].quantized.payload.dtype == jnp.float8_e4m3fn
+
+
+def test_what_cannot_be_stored():
+    model = model_of()
+    with pytest.raises(ValueError, match="8 bits and rounds to the nearest.*NVFP4"):
+        mpx.quantize_weights(model, mpx.NVFP4Quantizer())
+    with pytest.raises(ValueError, match="rounds to the nearest"):
+        mpx.quantize_weights(model, mpx.TensorQuantizer(stochastic_rounding=True))
+    with unchecked_annotations():
+        with pytest.raises(TypeError, match="`quantizer`.*a quantizer such as"):
+            mpx.quantize_weights(model, "fp8")
+        with pytest.raises(TypeError, match="`where`.*is a function"):
+            mpx.quantize_weights(model, where="up")
+    with pytest.raises(ValueError, match="no float array with two axes"):
+        mpx.quantize_weights({"bias": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="no float array that `where` names"):
+        mpx.quantize_weights(model, where=lambda path, leaf: False)
+    with pytest.raises(ValueError, match=r"at `\['w'\]`.*32"):
+        mpx.quantize_weights({"w": jnp.zeros((3, 5))}, mpx.MXFP8Quantizer())
+
+
+@pytest.mark.parametrize(
+    "compute", [lambda w: X @ w, lambda w: w @ X.T, lambda w: w * 2, jnp.sum]
+)
+def test_a_stored_weight_says_that_it_is_no_array(compute):
+    stored = mpx.quantize_weights(model_of())
+    with pytest.raises(TypeError, match=r"float32\[128, 128\].*dequantize_weights"):
+        compute(stored["up"])
+
+
+def test_casts_do_not_look_into_what_is_quantized():
+    stored = mpx.quantize_weights(model_of())
+    half = mpx.cast_tree(stored, "bfloat16", keep=lambda path, leaf: "up" in path)
+    for cast in (half, mpx.cast_to_half_precision(stored)):
+        assert_same_bits(cast["up"], stored["up"])
+        assert cast["bias"].dtype.itemsize == 2
+    array = stored["up"].quantized
+
+    def seen(model, array):
+        assert_same_bits(array, stored["up"].quantized)
+        return jnp.sum(model["bias"]).astype(jnp.float32)
+
+    mpx.filter_grad(seen, mpx.NoLossScaling())(model_of(), array)
+
+
+@each_quantizer
+def test_autocast_and_gradients_are_those_of_the_numbers_that_are_stored(name: str):
+    stored = mpx.quantize_weights(model_of(), QUANTIZERS[name])
+    plain = mpx.dequantize_weights(stored)
+    func, scaling = mpx.autocast(loss), mpx.NoLossScaling()
+    assert_same_bits(func(stored, X), func(plain, X))
+    for differentiate in (mpx.filter_value_and_grad, mpx.filter_grad):
+        for fun in (func, loss):
+            result = differentiate(fun, scaling)(stored, X)
+            assert_same_bits(result.grads, differentiate(fun, scaling)(plain, X).grads)
+    assert result.grads["up"].dtype == jnp.float32
+    scaled = mpx.calculate_scaled_grad(loss, mpx.StaticLossScaling(8.0))
+    assert_same_bits(scaled(stored, X), scaled(plain, X))
+    summed = mpx.filter_grad(func, scaling, accumulate=4)
+    assert_same_bits(summed(stored, X).grads, summed(plain, X).grads)
+    assert_same_bits(
+        mpx.grad(func, scaling)({"w": stored["up"], **_arrays(stored)}, X).grads,
+        mpx.grad(func, scaling)({"w": plain["up"], **_arrays(plain)}, X).grads,
+    )
+
+
+def _arrays(model):
+    return {key: model[key] for key in ("up", "down", "bias")}
+
+
+def test_reports_name_stored_weights_as_any_other():
+    func = mpx.autocast(loss, recipe=mpx.Float8CurrentScaling())
+    stored = mpx.quantize_weights(model_of())
+
+    def parameters(model):
+        report = mpx.explain(func)(model, X)
+        return [o.parameters for o in report.operations if o.is_low]
+
+    assert parameters(stored) == parameters(model_of()) != []
+
+
+@pytest.mark.parametrize("name", ["tensor", "E5M2", "square"])
+def test_a_recipe_quantizes_a_stored_weight_to_the_same_numbers(name: str):
+    quantizer, model = QUANTIZERS[name], model_of()
+    recipe = mpx.CustomRecipe(lambda role, for_wgrad: quantizer)
+    func = jax.jit(mpx.autocast(forward, recipe=recipe))
+    stored = mpx.quantize_weights(model, quantizer)
+    again = mpx.quantize(stored["up"].dequantize(), quantizer)
+    assert_same_bits(again.payload, stored["up"].quantized.payload)
+    np.testing.assert_allclose(
+        *(q.inverse_scale for q in (again, stored["up"].quantized)), rtol=2e-7
+    )
+    found, expected = (func(_arrays(m), X) for m in (stored, model))
+    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def straight_through(quantizer):
+    """The same training by hand: float32 weights, quantized in the loss."""
+
+    def func(model, x):
+        quantized = {
+            key: mpx.quantize_dequantize(w, quantizer) if w.ndim > 1 else w
+            for key, w in model.items()
+        }
+        return loss(quantized, x)
+
+    return func
+
+
+@pytest.mark.third_party
+@each_quantizer
+def test_masters_train_as_weights_that_are_quantized_in_the_loss(name: str):
+    quantizer, model = QUANTIZERS[name], _arrays(model_of())
+    stored, optimizer = mpx.quantize_weights(model, quantizer), optax.adamw(1e-2)
+    tx, by_hand = mpx.master_weights(optimizer), straight_through(quantizer)
+    state, scaling = tx.init(params_of(stored), model), mpx.NoLossScaling()
+    start, state_by_hand = model, optimizer.init(model)
+
+    @jax.jit
+    def step(stored, state, scaling):
+        result = mpx.filter_value_and_grad(loss, scaling, use_mixed_precision=False)(
+            stored, X
+        )
+        stored, state, _ = mpx.optimizer_step(stored, tx, state, result)
+        return stored, state, result.value
+
+    @jax.jit
+    def step_by_hand(model, state):
+        grads = jax.grad(by_hand)(model, X)
+        updates, state = optimizer.update(grads, state, model)
+        return optax.apply_updates(model, updates), state
+
+    values = []
+    for _ in range(40):
+        stored, state, value = step(stored, state, scaling)
+        model, state_by_hand = step_by_hand(model, state_by_hand)
+        values.append(float(value))
+    assert values[-1] < 0.5 * values[0]
+    for key in ("up", "down"):
+        # Not the same bits: a sum in another order can turn a rounding around.
+        way = jnp.linalg.norm(model[key] - start[key])
+        assert jnp.linalg.norm(state.masters[key] - model[key]) < 0.05 * way
+        expected = mpx.quantize(state.masters[key], quantizer)
+        assert_same_bits(stored[key].quantized.payload, expected.payload)
+
+
+@pytest.mark.third_party
+def test_updates_are_applied_by_optax_equinox_and_mpx_alike():
+    stored = mpx.quantize_weights(_arrays(model_of()))
+    tx = mpx.master_weights(optax.sgd(0.1))
+    state = tx.init(stored)
+    grads = mpx.filter_grad(loss, mpx.NoLossScaling())(stored, X).grads
+    updates, after = tx.update(grads, state, stored)
+    by_optax = optax.apply_updates(stored, updates)
+    assert_same_bits(by_optax, eqx.apply_updates(stored, updates))
+    by_mpx, state = mpx.optimizer_update(stored, tx, state, grads, True)
+    assert_same_bits((by_mpx, state), (by_optax, after))
+    skipped, _ = mpx.optimizer_update(stored, tx, state, grads, False)
+    assert_same_bits(skipped, stored)
+
+
+@pytest.mark.third_party
+def test_small_steps_add_up_and_changes_from_outside_count():
+    stored = mpx.quantize_weights({"w": jnp.eye(4)})
+    tx = mpx.master_weights(optax.sgd(1.0))
+    state = tx.init(stored)
+    small = {"w": jnp.full((4, 4), 1e-3).at[0].set(0.0)}
+    for _ in range(50):
+        stored, state = mpx.optimizer_update(stored, tx, state, small, True)
+    np.testing.assert_allclose(state.masters["w"][1, 1], 0.95, rtol=1e-5)
+    np.testing.assert_allclose(stored["w"].dequantize()[1, 1], 0.95, rtol=2**-4)
+    other = mpx.quantize_weights({"w": 2 * jnp.eye(4)})
+    nothing = {"w": jnp.zeros((4, 4))}
+    changed, state = mpx.optimizer_update(other, tx, state, nothing, True)
+    np.testing.assert_array_equal(jnp.diag(state.masters["w"]), 2.0)
+    assert_same_bits(changed, other)
+
+
+@pytest.mark.third_party
+def test_masters_to_start_from():
+    model = _arrays(model_of())
+    stored, tx = mpx.quantize_weights(model), mpx.master_weights(optax.sgd(0.1))
+    state = tx.init(stored, model)
+    assert_same_bits(
+        (state.masters["up"], state.masters["down"]), (model["up"], model["down"])
+    )
+    assert state.masters["bias"] is None
+    with pytest.raises(ValueError, match="`masters`.*are like `params`"):
+        tx.init(stored, {"up": model["up"]})
+    with pytest.raises(ValueError, match=r"float32\[3\].*up"):
+        tx.init(stored, {**model, "up": jnp.zeros(3)})
+
+
+@pytest.mark.third_party
+def test_another_optimizer_says_what_is_missing():
+    stored, optimizer = mpx.quantize_weights(_arrays(model_of())), optax.adam(0.1)
+    result = mpx.filter_grad(loss, mpx.NoLossScaling())(stored, X)
+    with pytest.raises(TypeError, match=r"mpx.master_weights\(optimizer\)"):
+        mpx.optimizer_step(stored, optimizer, optimizer.init(stored), result)
+
+
+def test_what_is_gathered_are_the_stored_numbers():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    stored = mpx.quantize_weights(_arrays(model_of()))
+
+    def place(spec):
+        return jax.tree.map(
+            lambda a: NamedSharding(mesh, spec if a.ndim > 1 else P()), stored
+        )
+
+    def step(stored, x):
+        stored = jax.lax.with_sharding_constraint(stored, place(P()))
+        return mpx.filter_grad(mpx.autocast(loss), mpx.NoLossScaling())(stored, x).grads
+
+    stored = jax.tree.map(jax.device_put, stored, place(P("data")))
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    text = jax.jit(step).lower(stored, x).compile().as_text()
+    gathered = [line for line in text.splitlines() if " all-gather(" in line]
+    # XLA:CPU has no collectives of 8 bits, and gathers them as float16.
+    assert len(gathered) == 2 and all("= f16[128,128]" in line for line in gathered)
