@@ -138,6 +138,17 @@ def test_no_float32_array_is_kept_of_an_island(name, dtype):
     assert size_of(after) < size_of(before)
 
 
+def test_means_and_roots_are_kept_but_no_maximum():
+    def again(island):
+        loss = mpx.autocast(between_products(island))
+        (found,) = remats(jax.grad(loss), weights(), X)
+        return {e.primitive.name for e, _ in equations(found.params["jaxpr"])}
+
+    assert "rsqrt" not in again(rms)
+    assert "rsqrt" not in again(normed)
+    assert {"exp", "reduce_max"} <= again(jax.nn.softmax)
+
+
 @on_every_island
 def test_the_count_by_primitives_decides_as_autodiff_would(name):
     x = jnp.ones((ROWS, WIDTH), jnp.bfloat16)
