@@ -106,7 +106,8 @@ def _recomputed(
     """The island as a function that is recomputed; None if that is not worth it.
 
     The barrier of `jax.checkpoint` keeps XLA from merging what is computed again with
-    the forward pass. Between the passes of a loop there is nothing to merge.
+    the forward pass. Between the passes of a loop there is nothing to merge. There only
+    sums are kept: with means a scanned GPT's step moves 0.7% more bytes.
     """
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
@@ -146,7 +147,7 @@ def _recomputed(
     if not _is_worth_while(closed.jaxpr, are_free):
         return None
     plain, note = core.jaxpr_as_fun(closed), None
-    policy = _Kept(_sums(closed.jaxpr))
+    policy = _Kept(frozenset() if place.is_in_loop else _sums(closed.jaxpr))
     function = jax.checkpoint(plain, prevent_cse=not place.is_in_loop, policy=policy)
     if is_taking_notes():
         types = closed.in_avals
