@@ -120,22 +120,40 @@ def _unwanted(case: Case) -> str | None:
     """Why a recipe leaves a product alone."""
     weights = [v.facts.is_weight for v in case.operands[:2]]
     if not any(weights):
-        return "a product of data with data"
+        return _final(case) if _is_attention(case) else "a product of data with data"
     data = case.operands[weights.index(True) ^ 1]
     # Constants of the program have an empty path, and are no weights.
     if all(weights) or data.facts.is_fixed or data.facts.parameter is not None:
         return "a product of weights alone"
-    (end,) = case.place.ends or (Ends(0),)
-    if Ends.LOSS in end and Ends.PRODUCT not in end:
-        return "the final projection"
     weight = case.operands[weights.index(True)]
     if isinstance(case.settings.recipe, DelayedScaling) and weight.slots is None:
         return "its weight comes out of a program within the program"
+    return _final(case)
+
+
+def _final(case: Case) -> str | None:
+    (end,) = case.place.ends or (Ends(0),)
+    if Ends.LOSS in end and Ends.PRODUCT not in end:
+        return "the final projection"
     return None
+
+
+def _is_attention(case: Case) -> bool:
+    """Whether a product is of data with data, and meant to be quantized."""
+    recipe, operands = case.settings.recipe, case.operands[:2]
+    return (
+        recipe is not None
+        and recipe.fp8_dpa
+        and case.name == "dot_general"
+        and not any(v.facts.is_weight or v.facts.is_fixed for v in operands)
+        and all(v.facts.parameter is None for v in operands)
+    )
 
 
 def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
     """The recipe, or one without a state for operands that carry none."""
+    if _is_attention(case):
+        return recipe._for_attention()
     if isinstance(recipe, DelayedScaling) and weight_of(case.operands).slots is None:
         return Float8CurrentScaling(recipe.fp8_format)
     return recipe

@@ -66,6 +66,7 @@ class DelayedScaling(AbstractRecipe):
             `mpx.quantize` leave `scale` out while it is 0.
         backward_override: None; with a high-precision backward pass there would be no
             amaxes of gradients, and Transformer Engine allows no other value either.
+        fp8_dpa: See `mpx.AbstractRecipe`.
 
     Raises:
         TypeError: An option is of the wrong kind.

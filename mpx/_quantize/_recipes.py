@@ -57,11 +57,15 @@ class AbstractRecipe(abc.ABC):
             operands. "high_precision": with x and w as they were and g unquantized.
             "dequantized": with x and w as the forward pass quantized them and g
             unquantized. With either of the last two a gradient gets no quantizer.
+        fp8_dpa: Whether products of data with data, which are those of attention, are
+            quantized, too: in FP8 with current scaling, under every recipe.
     """
 
     backward_override: str | None = dataclasses.field(default=None, kw_only=True)
+    fp8_dpa: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_flags(self, "fp8_dpa")
         if self.backward_override not in _OVERRIDES:
             raise ValueError(
                 f"`backward_override` of `mpx.{type(self).__name__}` is None, "
@@ -100,6 +104,12 @@ class AbstractRecipe(abc.ABC):
             return None
         return self._quantizer(role, for_wgrad)
 
+    def _for_attention(self) -> "Float8CurrentScaling":
+        """The recipe of products of data with data."""
+        format = getattr(self, "fp8_format", Format.HYBRID)
+        override = self.backward_override
+        return Float8CurrentScaling(format, backward_override=override)
+
     @abc.abstractmethod
     def _quantizer(self, role: Role, for_wgrad: bool) -> AbstractQuantizer | None:
         """The quantizer, after the checks."""
@@ -120,6 +130,7 @@ class Float8CurrentScaling(AbstractRecipe):
         use_power_2_scales: Round scales down to powers of two.
         amax_epsilon: $\epsilon$, the smallest amax.
         backward_override: See `mpx.AbstractRecipe`.
+        fp8_dpa: See `mpx.AbstractRecipe`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -172,6 +183,7 @@ class Float8BlockScaling(AbstractRecipe):
         grad_block_scaling_dim: The same for gradients. Two of them are multiplied in
             every product, and at most one of the two may be 2.
         backward_override: See `mpx.AbstractRecipe`.
+        fp8_dpa: See `mpx.AbstractRecipe`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -240,6 +252,7 @@ class MXFP8BlockScaling(AbstractRecipe):
     Args:
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
         backward_override: See `mpx.AbstractRecipe`.
+        fp8_dpa: See `mpx.AbstractRecipe`.
 
     Raises:
         TypeError: The format is none.
@@ -283,6 +296,7 @@ class NVFP4BlockScaling(AbstractRecipe):
         disable_2d_quantization: Weights have 1x16 blocks, too.
         fp4_format: `Format.E2M1`.
         backward_override: See `mpx.AbstractRecipe`.
+        fp8_dpa: See `mpx.AbstractRecipe`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -340,6 +354,7 @@ class CustomRecipe(AbstractRecipe):
             leave the array in high precision. Recipes are compared and hashed by it:
             define it once, not anew for every step.
         backward_override: See `mpx.AbstractRecipe`.
+        fp8_dpa: See `mpx.AbstractRecipe`.
 
     Raises:
         TypeError: `qfactory` is not callable; or, when it is called, it gives neither

@@ -166,6 +166,33 @@ def test_attention_in_low_precision_is_an_option(inputs):
     assert 1e-3 < error < 0.15
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        mpx.DelayedScaling(fp8_dpa=True, warm_start=True),
+        mpx.MXFP8BlockScaling(fp8_dpa=True),
+    ],
+    ids=["delayed", "mxfp8"],
+)
+def test_attention_in_fp8_under_any_recipe(recipe, inputs):
+    func = mpx.autocast(loss, recipe=recipe)
+    scaling = mpx.init_scaling(func, *inputs)
+    frozen = func
+    if isinstance(scaling, mpx.RecipeScaling):
+        frozen = mpx.freeze(func, scaling)
+    report = mpx.explain(frozen)(*inputs)
+    found = [o for o in report.operations if o.is_low]
+    assert len(found) == len(LINEAR) + 2 * 2
+    attention = [o for o in found if not o.parameters]
+    assert len(attention) == 4
+    assert all("Float8CurrentScaling" in o.reason for o in attention)
+    assert not any("Float8CurrentScaling" in o.reason for o in found if o.parameters)
+    result = mpx.filter_value_and_grad(func, scaling)(*inputs)
+    assert bool(result.finite)
+    exact = mpx.filter_value_and_grad(mpx.autocast(loss), mpx.NoLossScaling())
+    assert relative_error(result.value, exact(*inputs).value) < 0.05
+
+
 def test_a_rule_may_name_a_recipe(inputs):
     rules = Rules(Rule(MXFP8, scope="mlp"))
     report = mpx.explain(mpx.autocast(loss, recipe=CURRENT, rules=rules))(*inputs)
