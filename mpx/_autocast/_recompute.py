@@ -1,19 +1,19 @@
 """Emitting an island so that its backward pass starts from what went in."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend import core
 
-from .._jax_compat import open_jaxpr, scope_names
-from ._islands import HOLDERS, Island, is_cheap
+from .._jax_compat import scope_names
+from ._again import computed_again, operations
+from ._islands import Island, is_cheap
 from ._keeping import kept_bytes, may_keep, measured_bytes
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
-from ._plan import Plan, Wish, program_of
+from ._plan import Plan, Wish
 from ._settings import Place, Run
 from ._values import Colour, Facts, Value
 
@@ -23,10 +23,6 @@ _WORTH = 0.75
 # A norm has thirty operations. What has more than this is a computation of its own
 # right, which would take as long again.
 _MANY = 300
-# The sums that a norm takes are of at least so many numbers.
-_FEW = 16
-# What a norm makes of its sums, and what the derivative does: means, roots, slopes.
-_OF_SUMS = frozenset("div rsqrt sqrt".split())
 
 Values = dict[Any, Value]
 Emit = Callable[[Place, Any, Values], None]
@@ -103,12 +99,7 @@ def _arrays(island: Island, values: Values) -> dict[Any, Any]:
 def _recomputed(
     run: Run, place: Place, island: Island, values: Values, ahead: Plan, emit: Emit
 ) -> Recomputed | None:
-    """The island as a function that is recomputed; None if that is not worth it.
-
-    The barrier of `jax.checkpoint` keeps XLA from merging what is computed again with
-    the forward pass. Between the passes of a loop there is nothing to merge. There only
-    sums are kept: with means a scanned GPT's step moves 0.7% more bytes.
-    """
+    """The island as a function that is recomputed; None if that is not worth it."""
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
     wide = {v: (values[v].dtype, values[v].widened_by) for v in arrays}
@@ -146,11 +137,9 @@ def _recomputed(
     are_free = tuple(f.is_weight for f in facts.values())
     if not _is_worth_while(closed.jaxpr, are_free):
         return None
-    plain, note = core.jaxpr_as_fun(closed), None
-    policy = _Kept(frozenset() if place.is_in_loop else _sums(closed.jaxpr))
-    function = jax.checkpoint(plain, prevent_cse=not place.is_in_loop, policy=policy)
+    function, note = computed_again(closed, is_in_loop=place.is_in_loop), None
     if is_taking_notes():
-        types = closed.in_avals
+        plain, types = core.jaxpr_as_fun(closed), closed.in_avals
         before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
         note = IslandNote(before, after)
     return Recomputed(function, found[0], found[1], used, note)
@@ -166,67 +155,16 @@ def recomputed_if_cheap(closed: Any, are_free: tuple[bool, ...]) -> Callable[...
     Returns:
         A function of the program's inputs.
     """
-    plain = core.jaxpr_as_fun(closed)
     are_cheap = all(is_cheap(e, with_lookups=True) for e in closed.jaxpr.eqns)
     if not are_cheap or not _is_worth_while(closed.jaxpr, are_free):
-        return plain
-    return jax.checkpoint(plain, policy=_Kept(_sums(closed.jaxpr)))
+        return core.jaxpr_as_fun(closed)
+    return computed_again(closed)
 
 
 def _is_worth_while(jaxpr: Any, are_free: tuple[bool, ...]) -> bool:
     kept, needed = kept_bytes(jaxpr, are_free)
-    is_small = sum(1 for _ in _operations(jaxpr)) <= _MANY
+    is_small = sum(1 for _ in operations(jaxpr)) <= _MANY
     return kept > 0 and needed <= _WORTH * kept and is_small
-
-
-def _operations(jaxpr: Any) -> Iterator[Any]:
-    """The operations of an island, those of programs within it, too."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in HOLDERS:
-            yield from _operations(open_jaxpr(program_of(equation)))
-        else:
-            yield equation
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """A policy of `jax.checkpoint`: what is small and dear is kept.
-
-    That is sums, and means and roots of them. From sums alone a norm's derivative is a
-    hundred operations, which XLA tries to fuse in every way: a GPT's step takes a fifth
-    longer to compile.
-
-    Not a maximum, which softmax finds on its way: XLA makes one kernel of softmax and
-    its derivative, and two of one that comes with a maximum.
-
-    Attributes:
-        sums: How many numbers the island's sums have.
-    """
-
-    sums: frozenset[int]
-
-    def __call__(self, primitive: Any, *operands: Any, **params: Any) -> bool:
-        """Whether the result of an operation is kept."""
-        if primitive.name == "reduce_sum":
-            return _is_of_many(operands[0], params)
-        if primitive.name not in _OF_SUMS:
-            return False
-        return max(math.prod(operand.shape) for operand in operands) in self.sums
-
-
-def _sums(jaxpr: Any) -> frozenset[int]:
-    """How many numbers the sums of a program have."""
-    return frozenset(
-        math.prod(equation.outvars[0].aval.shape)
-        for equation in _operations(jaxpr)
-        if equation.primitive.name == "reduce_sum"
-        and _is_of_many(equation.invars[0].aval, equation.params)
-    )
-
-
-def _is_of_many(operand: Any, params: dict[str, Any]) -> bool:
-    """Whether each number that a reduction gives is made of many."""
-    return math.prod(operand.shape[axis] for axis in params["axes"]) >= _FEW
 
 
 def _signature(
