@@ -72,9 +72,8 @@ def _from_inputs(
     """A function whose derivative keeps what goes in, and nothing else."""
 
     def tangents(xs: list[Array], dots: list[Array]) -> Any:
-        one = jax.lax.optimization_barrier(jnp.ones((), jnp.float32))
         pairs = zip(xs, are_inexact, strict=True)
-        xs = [x * one.astype(x.dtype) if is_in else x for x, is_in in pairs]
+        xs = [x * _one(x.dtype) if is_in else x for x, is_in in pairs]
 
         def of_inexact(*inexact: Array) -> Any:
             given = iter(inexact)
@@ -97,6 +96,11 @@ def _from_inputs(
         return plain(*xs), again(list(xs), list(dots))
 
     return function
+
+
+def _one(dtype: Any) -> Array:
+    """A number that the compiler does not know."""
+    return jax.lax.optimization_barrier(jnp.ones((), dtype))
 
 
 @dataclasses.dataclass(frozen=True)
