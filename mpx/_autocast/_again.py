@@ -71,29 +71,30 @@ def _from_inputs(
 ) -> Callable[..., Any]:
     """A function whose derivative keeps what goes in, and nothing else."""
 
-    def tangents(xs: list[Array], dots: list[Array]) -> Any:
+    def tangents(xs: list[Any], dots: list[Any]) -> Any:
+        """Those of the results, from those of the inputs that have any."""
         pairs = zip(xs, are_inexact, strict=True)
         xs = [x * _one(x.dtype) if is_in else x for x, is_in in pairs]
 
-        def of_inexact(*inexact: Array) -> Any:
+        def of_inexact(*inexact: Any) -> Any:
             given = iter(inexact)
             pairs = zip(xs, are_inexact, strict=True)
             return plain(*(next(given) if is_in else x for x, is_in in pairs))
 
-        return jax.jvp(of_inexact, _inexact(xs), _inexact(dots))[1]
+        return jax.jvp(of_inexact, inexact_of(xs), dots)[1]
 
-    def _inexact(arrays: Any) -> list[Array]:
+    def inexact_of(arrays: Any) -> list[Any]:
         return [x for x, is_in in zip(arrays, are_inexact, strict=True) if is_in]
 
     again = jax.checkpoint(tangents, prevent_cse=False)
 
     @jax.custom_jvp
-    def function(*xs: Array) -> Any:
+    def function(*xs: Any) -> Any:
         return plain(*xs)
 
     @function.defjvp
-    def rule(xs: tuple[Array, ...], dots: tuple[Array, ...]) -> tuple[Any, Any]:
-        return plain(*xs), again(list(xs), list(dots))
+    def rule(xs: tuple[Any, ...], dots: tuple[Any, ...]) -> tuple[Any, Any]:
+        return plain(*xs), again(list(xs), inexact_of(dots))
 
     return function
 
