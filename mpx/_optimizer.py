@@ -156,7 +156,8 @@ def optimizer_step(
         flags = _joined(flags, finite_by_leaf(grads), jnp.asarray(True))
     if check_update:
         rest = _stays_finite(optimizer_state, new_state) & _norm_is_finite(grads)
-        flags = _joined(flags, finite_by_leaf(updates), rest & all_finite(new_model))
+        by_weight = finite_by_leaf(_one_for_each_weight(updates))
+        flags = _joined(flags, by_weight, rest & all_finite(new_model))
     rechecked = check_gradients or check_update
     finite = result.finite & jnp.all(flags) if rechecked else result.finite
     scaling = result._judged(finite, flags) if rechecked else result.scaling
@@ -314,6 +315,15 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
 
 def _shape(weight: Any) -> tuple[int, ...]:
     return weight.shape if is_stored(weight) else jnp.shape(weight)
+
+
+def _one_for_each_weight(updates: PyTree) -> PyTree:
+    """Updates as one leaf for each gradient: a stored weight has several arrays."""
+
+    def one(update: Any) -> Any:
+        return update.quantized.payload if is_stored(update) else update
+
+    return jax.tree.map(one, updates, is_leaf=is_stored)
 
 
 def _is_none(leaf: Any) -> bool:

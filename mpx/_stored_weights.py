@@ -16,6 +16,7 @@ last bit, and each number is one of the format.
 Sharp edges:
 
 - Only `mpx.master_weights` can update them: steps are smaller than what 8 bits can say.
+- JAX's own gradient functions would give zeros, in 8 bits: that is an error.
 - A stored weight is no array. What computes with one says so; `dequantize_weights`
   gives arrays, for functions that mpx does not call.
 """
@@ -30,6 +31,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ._errors import at_path, describe
+from ._nnx_graph import is_nnx_module
 from ._quantize import (
     AbstractQuantizer,
     NVFP4Quantizer,
@@ -82,8 +84,9 @@ class StoredWeight(Whole):
         return self.quantized.nbytes
 
     def dequantize(self) -> Array:
-        """The weight as an array of `dtype`."""
-        return self.quantized.dequantize()
+        """The weight as an array of `dtype`; not to be differentiated."""
+        payload = _refuse_derivative(self.quantized.payload)
+        return dataclasses.replace(self.quantized, payload=payload).dequantize()
 
     def __jax_array__(self) -> Array:
         """Refuses to be computed with."""
@@ -128,6 +131,20 @@ class StoredWeight(Whole):
         return jnp.abs(x - number) <= jnp.maximum(relative, absolute) * (1 + 2.0**-10)
 
 
+@jax.custom_jvp
+def _refuse_derivative(payload: Array) -> Array:
+    return payload
+
+
+@_refuse_derivative.defjvp
+def _refuse_derivative_rule(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "A stored weight has no derivative: numbers of 8 bits have no useful tangents. "
+        "`mpx.filter_grad` and its relatives give that of the numbers it stands for; "
+        "so does `jax.grad` of a function of `mpx.dequantize_weights(model)`."
+    )
+
+
 def is_stored(node: Any) -> bool:
     """Whether a node of a tree is a weight in 8 bits."""
     return isinstance(node, StoredWeight)
@@ -160,7 +177,8 @@ def quantize_weights(
         `mpx.master_weights`.
 
     Raises:
-        TypeError: `quantizer` is none, or `where` is not a function.
+        TypeError: `quantizer` is none, `where` is not a function, or the model is a
+            Flax NNX module, whose state (`nnx.split`) can be stored.
         ValueError: The quantizer has not 8 bits or rounds at random; an axis does not
             divide into its blocks; or there is nothing to store.
 
@@ -183,6 +201,12 @@ def quantize_weights(
     def store(path: Any, leaf: Any) -> Any:
         nonlocal found
         found |= is_stored(leaf)
+        if is_nnx_module(leaf):
+            raise TypeError(
+                f"{_CALL} was given {describe(leaf)}, a Flax NNX object, which changes "
+                "in place. Split it, and store its parameters: `graphdef, params, rest "
+                "= nnx.split(model, nnx.Param, ...)`."
+            )
         if not is_float_leaf(leaf):
             return leaf
         is_meant = leaf.ndim > 1 if where is None else where(path_text(path), leaf)
@@ -195,7 +219,7 @@ def quantize_weights(
             raise ValueError(f"{_CALL}{at_path(path_text(path))}: {error}") from error
         return StoredWeight(quantized, quantizer, axis)
 
-    stored = jax.tree_util.tree_map_with_path(store, model, is_leaf=is_whole)
+    stored = jax.tree_util.tree_map_with_path(store, model, is_leaf=_is_leaf)
     if not found:
         which = "with two axes or more" if where is None else "that `where` names"
         raise ValueError(f"{_CALL} found no float array {which}.")
@@ -210,7 +234,8 @@ def dequantize_weights(model: PyTree) -> PyTree:
 
     Returns:
         The tree with an array, in the dtype that it had, in the place of each
-        `mpx.StoredWeight`; the same object if it has none.
+        `mpx.StoredWeight`; the same object if it has none. Flax NNX modules, which
+        change in place, stay as they are.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -218,13 +243,17 @@ def dequantize_weights(model: PyTree) -> PyTree:
         >>> mpx.dequantize_weights(stored).round(3).tolist()
         [[1.0, 0.286...], [2.0, -4.0]]
     """
-    if not any(map(is_stored, jax.tree.leaves(model, is_leaf=is_stored))):
+    if not any(map(is_stored, jax.tree.leaves(model, is_leaf=_is_leaf))):
         return model
     return jax.tree.map(
         lambda node: node.dequantize() if is_stored(node) else node,
         model,
-        is_leaf=is_stored,
+        is_leaf=_is_leaf,
     )
+
+
+def _is_leaf(node: Any) -> bool:
+    return is_whole(node) or is_nnx_module(node)
 
 
 def _check(quantizer: Any, where: Any) -> None:

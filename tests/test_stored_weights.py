@@ -151,6 +151,17 @@ def _arrays(model):
     return {key: model[key] for key in ("up", "down", "bias")}
 
 
+def test_derivatives_by_jax_alone_are_refused():
+    stored = mpx.quantize_weights(_arrays(model_of()))
+    func = mpx.autocast(loss)
+    for differentiate in (jax.grad, eqx.filter_grad):
+        with pytest.raises(TypeError, match="no derivative.*mpx.filter_grad"):
+            differentiate(func)(stored, X)
+    grads = jax.grad(func)(mpx.dequantize_weights(stored), X)
+    assert_same_bits(grads, mpx.filter_grad(func, mpx.NoLossScaling())(stored, X).grads)
+    assert jax.grad(func, argnums=1)(stored, X).shape == X.shape
+
+
 def test_reports_name_stored_weights_as_any_other():
     func = mpx.autocast(loss, recipe=mpx.Float8CurrentScaling())
     stored = mpx.quantize_weights(model_of())
@@ -240,6 +251,35 @@ def test_updates_are_applied_by_optax_equinox_and_mpx_alike():
     assert_same_bits((by_mpx, state), (by_optax, after))
     skipped, _ = mpx.optimizer_update(stored, tx, state, grads, False)
     assert_same_bits(skipped, stored)
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_steps_can_be_checked(is_bad: bool):
+    stored = mpx.quantize_weights(_arrays(model_of()))
+    rate = 1e38 if is_bad else 0.1
+    tx = mpx.master_weights(optax.chain(optax.scale(1e3), optax.sgd(rate)))
+    state, scaling = tx.init(stored), mpx.DynamicLossScaling()
+    result = mpx.filter_grad(mpx.autocast(loss), scaling)(stored, X)
+    after, _, scaling = mpx.optimizer_step(
+        stored, tx, state, result, check_gradients=True, check_update=True
+    )
+    assert same_bits(after, stored) == is_bad == bool(scaling.record.skipped)
+
+
+def test_modules_of_nnx_are_refused_and_their_state_is_not():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="changes in place.*nnx.split"):
+        mpx.quantize_weights(model)
+    graphdef, params = nnx.split(model, nnx.Param)
+    stored = mpx.quantize_weights(params)
+    func = mpx.autocast(lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x)))
+    x = jnp.ones((2, 8))
+    plain = mpx.dequantize_weights(stored)
+    assert_same_bits(func(stored, x), func(plain, x))
+    grads = mpx.filter_grad(func, mpx.NoLossScaling())(stored, x).grads
+    assert jax.tree.structure(grads) == jax.tree.structure(plain)
 
 
 @pytest.mark.third_party

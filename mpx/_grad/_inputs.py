@@ -1,6 +1,5 @@
 """Inputs of a gradient function: which leaves are cast, and what is refused."""
 
-import sys
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jaxtyping import PyTree
 from .._cast import cast_leaf
 from .._errors import at_path, describe
 from .._loss_scaling import AbstractLossScaling
+from .._nnx_graph import is_nnx_module
 from .._tree import is_float_leaf, is_trainable, keeps_dtypes
 from .._typing import LeafPredicate
 
@@ -94,16 +94,8 @@ def is_frozen(leaf: Any) -> bool:
 
 def refuse_nnx(trees: Any, call: str) -> None:
     """Raises where a Flax NNX module would lose its in-place updates in silence."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-    kinds = (nnx.Module, nnx.Optimizer, nnx.Rngs)
-
-    def is_nnx(node: Any) -> bool:
-        return isinstance(node, kinds)
-
-    for leaf in jax.tree.leaves(trees, is_leaf=is_nnx):
-        if is_nnx(leaf):
+    for leaf in jax.tree.leaves(trees, is_leaf=is_nnx_module):
+        if is_nnx_module(leaf):
             raise TypeError(
                 f"{call} was given {describe(leaf)}, a Flax NNX object. NNX changes "
                 "its objects in place (batch statistics, random streams), which every "

@@ -24,6 +24,7 @@ from ._checks import (
 )
 from ._forms import (
     has_nnx_objects as has_nnx_objects,
+    is_nnx_module as is_nnx_module,
     is_nnx_object as is_nnx_object,
 )
 from ._parts import (

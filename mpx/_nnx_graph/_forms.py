@@ -15,6 +15,13 @@ def is_nnx_object(node: Any) -> bool:
     return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
 
 
+def is_nnx_module(node: Any) -> bool:
+    """Whether a node is an NNX object that changes in place, and no state of one."""
+    nnx = sys.modules.get("flax.nnx")
+    kinds = () if nnx is None else (nnx.Module, nnx.Optimizer, nnx.Rngs)
+    return isinstance(node, kinds)
+
+
 class Slot(NamedTuple):
     """A place in an object that holds a value.
 

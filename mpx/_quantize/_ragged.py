@@ -88,7 +88,9 @@ def linear_ragged_product(
     groups = (*right_batch, *numbers.rhs_group_dimensions, *right)
     rest = (axis for axis in range(weight.ndim) if axis not in groups)
     weight = weight.transpose(*groups, *rest)
-    return dequantized_product(call, product, data, weight, scales, (group_sizes,))
+    # In fewer bits the sums of sizes would wrap around.
+    sizes = group_sizes.astype("int32")
+    return dequantized_product(call, product, data, weight, scales, (sizes,))
 
 
 def has_ragged_form(

@@ -87,7 +87,7 @@ def assert_close(found, exact: np.ndarray) -> None:
     assert error <= 1e-6 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("recipe_name", [name for name in RECIPES if name != "custom"])
+@pytest.mark.parametrize("recipe_name", RECIPES)
 def test_products_of_a_recipe_are_those_of_float64(recipe_name: str):
     recipe, (x, w, g) = RECIPES[recipe_name], arrays()
     found = result_and_gradients(product_of(recipe.recipe), x, w, g, scales_of(recipe))
@@ -105,6 +105,14 @@ def test_rows_in_no_group_count_for_nothing():
         result_and_gradients(product_of(), *there),
         alone,
     )
+
+
+def test_sizes_of_few_bits_do_not_wrap_around():
+    data, sizes = jnp.ones((300, 4)), np.array([100, 150, 50])
+    w = jnp.arange(3.0)[:, None, None] * jnp.ones((3, 4, 2))
+    rows = linear_ragged_product(product_of(), data, w, jnp.asarray(sizes, "uint8"))
+    expected = 4.0 * np.repeat(np.arange(3), sizes)
+    np.testing.assert_allclose(rows[:, 0], expected, rtol=1e-6)
 
 
 def test_weights_in_another_layout_and_batches():
