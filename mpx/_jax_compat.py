@@ -6,11 +6,12 @@ one version to the next is hidden behind a function.
 
 import contextlib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend import source_info_util
+from jax.interpreters import ad
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -41,11 +42,18 @@ def bind_equation(equation: Any, *operands: Any) -> list[Any]:
     return list(results) if primitive.multiple_results else [results]
 
 
-def equation_context(equation: Any) -> contextlib.AbstractContextManager[None]:
-    """The source lines and named scopes of an equation, for what is emitted for it."""
+@contextlib.contextmanager
+def equation_context(equation: Any) -> Iterator[None]:
+    """What an equation was traced in, for what is emitted for it.
+
+    Its source lines and named scopes; the mesh whose axes its operands are sharded
+    over, and where it is computed (`jax.experimental.compute_on`).
+    """
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
-    return source_info_util.user_context(info.traceback, name_stack=stack)
+    with source_info_util.user_context(info.traceback, name_stack=stack):
+        with equation.ctx.manager:
+            yield
 
 
 def scope_names(equation: Any) -> tuple[str, ...]:
@@ -126,3 +134,11 @@ def as_varying(x: Any, axes: frozenset[str]) -> Any:
     """The value as one that varies on these axes of `shard_map`, too."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def symbolic_zero(aval: Any) -> Any:
+    """A cotangent known to be zero, as pullbacks of `jax.vjp` take it.
+
+    A rule with `symbolic_zeros=True` is then told so; others get an array of zeros.
+    """
+    return ad.Zero(aval.to_ct_aval())

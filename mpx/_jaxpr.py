@@ -179,6 +179,30 @@ def _solve(equation: Any) -> SubJaxpr:
     )
 
 
+def zero_results(jaxpr: Any) -> tuple[bool, ...]:
+    """For each result of a program whether it is zero, whatever the program is given.
+
+    So come the derivatives that JAX knows to be zero when it has to make arrays of
+    them. One that is found to be nothing by computing is not known.
+    """
+    makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+
+    def is_zero(atom: Any) -> bool:
+        if isinstance(atom, core.Literal):
+            return bool(atom.val == 0)
+        maker = makers.get(atom)
+        return (
+            maker is not None
+            and maker.primitive.name in _SPREADS
+            and is_zero(maker.invars[0])
+        )
+
+    return tuple(map(is_zero, jaxpr.outvars))
+
+
+_SPREADS = frozenset(("broadcast_in_dim", "convert_element_type", "pvary"))
+
+
 def _devices(params: dict[str, Any]) -> int:
     """Over how many devices a program is split by hand."""
     if "axis_size" in params:

@@ -10,9 +10,10 @@ gradient that is no gradient.
 A cotangent has the dtype that its primal has when it runs.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .._jax_compat import bind_equation
+from .._jax_compat import bind_equation, open_jaxpr, symbolic_zero
+from .._jaxpr import zero_results
 from ._control_flow import as_dtype, enter, evaluate_closed
 from ._interpreter import Rewrite
 from ._plan import Wish, program_of, wish_for
@@ -100,12 +102,14 @@ def rewrite_custom_jvp(
         values = enter(arrays, facts)
         return form.settle(evaluate_closed(run, place, jaxpr, values, wishes))
 
+    @_explaining_leaks(equation)
     def rule(primals: Any, tangents: Any) -> Any:
         active = [
             i
             for i, t in enumerate(tangents)
             if not isinstance(t, SymbolicZero) and t.dtype != _FLOAT0
         ]
+        _refuse_active_constants(equation, active)
 
         def derivative(args: Any, dots: Any) -> Any:
             def original(*new: Any) -> list[Any]:
@@ -125,9 +129,10 @@ def rewrite_custom_jvp(
         wanted += tuple(w for w, f in zip(wanted, is_float, strict=True) if f)
         results = evaluate_closed(run, place, closed, inside, wanted)
         out = form.settle(results[: len(is_float)])
-        out_dots = iter(results[len(is_float) :])
+        are_zero = zero_results(closed.jaxpr)[len(is_float) :]
+        out_dots = iter(zip(results[len(is_float) :], are_zero, strict=True))
         return out, [
-            as_dtype(next(out_dots), x.dtype).array if f else np.zeros(x.shape, _FLOAT0)
+            _tangent(*next(out_dots), x) if f else np.zeros(x.shape, _FLOAT0)
             for x, f in zip(out, is_float, strict=True)
         ]
 
@@ -135,15 +140,24 @@ def rewrite_custom_jvp(
     return form.values(function(*(v.array for v in operands)))
 
 
+def _tangent(value: Value, is_zero: bool, primal: Any) -> Any:
+    """A tangent in the dtype of its primal, or JAX's sign that there is none."""
+    if is_zero:
+        return SymbolicZero(jax.typeof(primal).to_tangent_aval())
+    return as_dtype(value, primal.dtype).array
+
+
 def rewrite_custom_vjp(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
-    """A function with a rule for its cotangents."""
+    """A function with a rule for its cotangents.
+
+    What the rule is told of its operands and results, whether they are differentiated,
+    is what JAX says of those of the new function.
+    """
     place = _own(place)
     facts = tuple(v.facts for v in operands)
     jaxpr = program_of(equation)
-    is_float = [_is_inexact(v.aval) for v in equation.outvars]
-    active = [i for i, v in enumerate(equation.invars) if _is_inexact(v.aval)]
     form = _Results()
 
     @jax.custom_vjp
@@ -151,81 +165,105 @@ def rewrite_custom_vjp(
         values = enter(arrays, facts)
         return form.settle(evaluate_closed(run, place, jaxpr, values, wishes))
 
-    def forward(*arrays: Any) -> Any:
-        trees: list[Any] = []
-
-        def declared(*args: Any) -> Any:
-            def original(*new: Any) -> list[Any]:
-                return bind_equation(equation, *_merged(args, active, new))
-
-            out, pullback = jax.vjp(original, *(args[i] for i in active))
-            residuals, tree = jax.tree.flatten(pullback)
-            trees[:] = [tree]
-            return out, residuals
-
-        closed = trace(declared)(*_declared_avals(arrays, equation.invars))
-        residual_avals = closed.out_avals[len(is_float) :]
+    @_explaining_leaks(equation)
+    def forward(*primals: Any) -> Any:
+        arrays = [primal.value for primal in primals]
+        active = [
+            i
+            for i, (primal, v) in enumerate(zip(primals, equation.invars, strict=True))
+            if primal.perturbed and _is_inexact(v.aval)
+        ]
+        _refuse_active_constants(equation, active)
+        closed, tree = _traced_forward(equation, arrays, active)
+        count = len(equation.outvars)
+        residual_avals = closed.out_avals[count:]
         wanted = form.wishes(wishes) + (Wish.ANY,) * len(residual_avals)
-        inside = enter(arrays, facts)
-        results = evaluate_closed(run, place, closed, inside, wanted)
-        out = form.settle(results[: len(is_float)])
-        residuals = results[len(is_float) :]
+        results = evaluate_closed(run, place, closed, enter(arrays, facts), wanted)
+        residuals = results[count:]
         saved = _Saved(
             [v.array for v in residuals],
-            trees[0],
+            tree,
             tuple(residual_avals),
             tuple(v.facts for v in residuals),
-            tuple(x.dtype for x in arrays),
+            tuple((i, arrays[i].dtype) for i in active),
         )
-        return out, saved
+        return form.settle(results[:count]), saved
 
+    @_explaining_leaks(equation)
     def backward(saved: "_Saved", cotangents: Any) -> Any:
-        residuals = saved.arrays
-
-        def declared(residuals: Any, given: Any) -> Any:
-            given = iter(given)
-            full = [
-                next(given) if f else np.zeros(v.aval.shape, _FLOAT0)
-                for f, v in zip(is_float, equation.outvars, strict=True)
-            ]
-            return jax.tree.unflatten(saved.tree, residuals)(full)
-
-        given = [c for c, f in zip(cotangents, is_float, strict=True) if f]
-        variables = [v for v, f in zip(equation.outvars, is_float, strict=True) if f]
-        closed = trace(declared)(
-            _retyped(residuals, saved.avals), _declared_avals(given, variables)
-        )
-        inside = [*enter(residuals, saved.facts), *map(computed, given)]
-        dtypes = [saved.dtypes[i] for i in active]
-        wanted = tuple(map(wish_for, dtypes))
+        given = [c for c in cotangents if not isinstance(c, SymbolicZero)]
+        closed = _traced_backward(equation, saved, cotangents)
+        inside = [*enter(saved.arrays, saved.facts), *map(computed, given)]
+        wanted = tuple(wish_for(dtype) for _, dtype in saved.active)
         results = evaluate_closed(run, place, closed, inside, wanted)
-        found: list[Any] = [None] * len(saved.dtypes)
-        for i, value, dtype in zip(active, results, dtypes, strict=True):
-            found[i] = as_dtype(value, dtype).array
+        found: list[Any] = [None] * len(operands)
+        for (i, dtype), value, is_zero in zip(
+            saved.active, results, zero_results(closed.jaxpr), strict=True
+        ):
+            found[i] = None if is_zero else as_dtype(value, dtype).array
         return tuple(found)
 
-    function.defvjp(forward, backward)
+    function.defvjp(forward, backward, symbolic_zeros=True)
     return form.values(function(*(v.array for v in operands)))
+
+
+def _traced_forward(
+    equation: Any, arrays: Sequence[Any], active: Sequence[int]
+) -> tuple[Any, Any]:
+    """The program of results and residuals, and how to make a pullback of the latter.
+
+    Only what is `active` is differentiated.
+    """
+    trees: list[Any] = []
+
+    def declared(*args: Any) -> Any:
+        def original(*new: Any) -> list[Any]:
+            return bind_equation(equation, *_merged(args, active, new))
+
+        out, pullback = jax.vjp(original, *(args[i] for i in active))
+        residuals, tree = jax.tree.flatten(pullback)
+        trees[:] = [tree]
+        return out, residuals
+
+    closed = trace(declared)(*_declared_avals(arrays, equation.invars))
+    return closed, trees[0]
+
+
+def _traced_backward(equation: Any, saved: "_Saved", cotangents: Any) -> Any:
+    """The program of a pullback, given the cotangents that are not known to be zero."""
+    pairs = list(zip(cotangents, equation.outvars, strict=True))
+    pairs = [(None if isinstance(c, SymbolicZero) else c, v) for c, v in pairs]
+
+    def declared(residuals: Any, given: Any) -> Any:
+        given = iter(given)
+        full = [symbolic_zero(v.aval) if c is None else next(given) for c, v in pairs]
+        return jax.tree.unflatten(saved.tree, residuals)(full)
+
+    given = [c for c, _ in pairs if c is not None]
+    variables = [v for c, v in pairs if c is not None]
+    return trace(declared)(
+        _retyped(saved.arrays, saved.avals), _declared_avals(given, variables)
+    )
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays"],
-    meta_fields=["tree", "avals", "facts", "dtypes"],
+    meta_fields=["tree", "avals", "facts", "active"],
 )
 @dataclasses.dataclass(frozen=True)
 class _Saved:
     """What the forward pass leaves to the backward pass.
 
     The arrays that the pullback holds, how to put it together, the types and facts of
-    the arrays, and the dtypes of the function's operands.
+    the arrays, and of the operands that are differentiated the positions and dtypes.
     """
 
     arrays: list[Any]
     tree: Any
     avals: Any
     facts: Any
-    dtypes: Any
+    active: Any
 
 
 def _retyped(arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
@@ -234,6 +272,47 @@ def _retyped(arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
         jax.typeof(x).update(dtype=a.dtype) if is_castable(a) else x
         for x, a in zip(arrays, avals, strict=True)
     ]
+
+
+def _refuse_active_constants(equation: Any, active: Sequence[int]) -> None:
+    """Raises where a function closes over what is differentiated.
+
+    JAX knows no derivative by it: the rule gives none.
+    """
+    if all(i >= equation.params["num_consts"] for i in active):
+        return
+    raise ValueError(
+        f"`mpx.autocast` met the function {_named(equation)}, whose derivative rule "
+        "is its own, and which closes over an array that is differentiated. The rule "
+        "gives no derivative by that array. Make it an argument of the function."
+    )
+
+
+_LEAK = "The derivative rule of the function "
+
+
+@contextlib.contextmanager
+def _explaining_leaks(equation: Any) -> Iterator[None]:
+    """Says which function has a rule that needs an array which is no more."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        if str(error).startswith(_LEAK):  # of a function inside
+            raise
+        raise jax.errors.UnexpectedTracerError(
+            f"{_LEAK}{_named(equation)} closes over an array of the function around "
+            "it. `mpx.autocast` runs the rule when the function around it has been "
+            "traced, as `jax.checkpoint` and `jax.grad` of a jitted function do, and "
+            "then the array is no more. Make it an argument of the function with the "
+            "rule."
+        ) from error
+
+
+def _named(equation: Any) -> str:
+    """The name of a function with a rule, and where it stands."""
+    info = open_jaxpr(program_of(equation)).debug_info
+    name, _, place = info.func_src_info.partition(" at ")
+    return f"`{name}` at {place}" if place else f"`{name}`"
 
 
 def rewrite_custom_vmap(

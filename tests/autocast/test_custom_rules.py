@@ -2,9 +2,11 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.custom_derivatives import SymbolicZero
 
 import mpx
 from tests.autocast.counting import count_products, equations, relative_error
@@ -178,3 +180,220 @@ def test_a_rule_is_still_there_after_autocast(getkey):
     x = jax.random.normal(getkey(), (4, 8))
     jaxpr = jax.make_jaxpr(mpx.autocast(lambda w, x: tripled(x, w, 2)))(w, x)
     assert "custom_vjp_call" in [e.primitive.name for e, _ in equations(jaxpr)]
+
+
+# --- What a rule is told ------------------------------------------------------------
+
+
+def recorder():
+    """A function of two arrays with two results, and what its rule was told.
+
+    Whether the arrays are differentiated, and whether the results go anywhere.
+    """
+    told = {}
+
+    @jax.custom_vjp
+    def function(x, y):
+        return x * y, x + y
+
+    def forward(x, y):
+        told["perturbed"] = (x.perturbed, y.perturbed)
+        return (x.value * y.value, x.value + y.value), (x.value, y.value)
+
+    def backward(saved, cotangents):
+        are_zero = tuple(isinstance(c, SymbolicZero) for c in cotangents)
+        if not all(are_zero):  # as rules may be called by JAX, for nothing
+            told.setdefault("zero", []).append(are_zero)
+        first, second = (0.0 if isinstance(c, SymbolicZero) else c for c in cotangents)
+        x, y = saved
+        return first * y + second, None
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function, told
+
+
+WAYS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda f: (
+        lambda x: jax.lax.scan(lambda c, row: (c, f(row)), None, x[None])[1][0]
+    ),
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rule_is_told_what_it_is_told_without_autocast(getkey, way):
+    x, y = jax.random.normal(getkey(), (2, 4))
+    function, told = recorder()
+    cases = {
+        "one operand": lambda x: function(x * 2.0, y)[0],
+        "the other": lambda x: function(y, x * 2.0)[1],
+        "both": lambda x: sum(function(jnp.sin(x), x)),
+        "one behind a stop": lambda x: function(x, jax.lax.stop_gradient(x))[1],
+        # The rule of the last one gives nothing for its second operand.
+        "behind a rule that gives none": lambda x: function(
+            jnp.cos(x), function(x, x)[0]
+        )[1],
+    }
+    for name, case in cases.items():
+        found = []
+        for func in (case, mpx.autocast(case)):
+            told.clear()
+            grad = jax.grad(lambda x, f=func: jnp.sum(WAYS[way](f)(x)))(x)
+            found.append((dict(told), grad))
+        (expected, grad), (seen, got) = found
+        assert seen == expected, name
+        assert relative_error(got + 1.0, grad + 1.0) < 2e-2
+
+
+@eqx.filter_custom_vjp
+def filtered(weights, x, name):
+    return jnp.tanh(x @ weights["w"]) + weights["b"]
+
+
+@filtered.def_fwd
+def _filtered_forward(perturbed, weights, x, name):
+    assert perturbed == {"w": True, "b": False, "n": False} and name == "layer"
+    return filtered(weights, x, name), jnp.tanh(x @ weights["w"])
+
+
+@filtered.def_bwd
+def _filtered_backward(y, g, perturbed, weights, x, name):
+    return {"w": 2.0 * x.T @ (g * (1 - y * y)), "b": None, "n": None}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rules_of_equinox_are_differentiated(getkey, way):
+    w = jax.random.normal(getkey(), (8, 8)) / 3
+    x = jax.random.normal(getkey(), (4, 8))
+
+    def loss(w):
+        weights = {"w": w, "b": jnp.ones((4, 8)), "n": jnp.arange(3)}
+        return jnp.sum(filtered(weights, x, "layer"))
+
+    grad = jax.grad(lambda w: WAYS[way](mpx.autocast(loss))(w))
+    assert relative_error(grad(w), jax.grad(loss)(w)) < 2e-2
+    # One forward, one of its recomputation, one for the gradient: none in float32.
+    assert set(count_products(grad, w)) == {BF16}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def applied(func, x, n):
+    return func(x) * n
+
+
+applied.defvjp(
+    lambda func, x, n: (func(x) * n, x),
+    lambda func, n, x, g: (7.0 * n * g * jnp.cos(x),),
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rule_may_close_over_constants_and_take_functions(getkey, way):
+    x = jax.random.normal(getkey(), (8,))
+    table = jax.random.normal(getkey(), (8, 8))
+
+    @jax.custom_vjp
+    def closing(x):
+        return jnp.sin(table @ x)
+
+    closing.defvjp(
+        lambda x: (jnp.sin(table @ x), x),
+        lambda x, g: (3.0 * table.T @ (g * jnp.cos(table @ x)),),
+    )
+
+    def loss(x):
+        return jnp.sum(closing(x)) + jnp.sum(applied(jnp.sin, x, 2))
+
+    grad = jax.grad(lambda x: jnp.sum(WAYS[way](mpx.autocast(loss))(x)))(x)
+    assert relative_error(grad, jax.grad(loss)(x)) < 2e-2
+
+
+def test_a_rule_may_close_over_an_argument_that_is_not_differentiated(getkey):
+    """As far as `jax.checkpoint` can: where the rule itself does not need it."""
+    w, x = jax.random.normal(getkey(), (2, 8))
+
+    def loss(w, x):
+        @jax.custom_vjp
+        def closing(w):
+            return jnp.sum(w * x)
+
+        closing.defvjp(lambda w: (jnp.sum(w), w), lambda w, g: (5.0 * g * w,))
+        return closing(jnp.sin(w))
+
+    for func in (loss, mpx.autocast(loss), jax.checkpoint(mpx.autocast(loss))):
+        assert relative_error(jax.grad(func)(w, x), jax.grad(loss)(w, x)) < 2e-2
+
+
+def test_a_rule_that_closes_over_an_argument_is_named(getkey):
+    w, x = jax.random.normal(getkey(), (2, 8))
+
+    def loss(w, x):
+        @jax.custom_vjp
+        def closing_over_x(w):
+            return jnp.sum(w * x)
+
+        closing_over_x.defvjp(lambda w: (jnp.sum(w * x), w), lambda w, g: (g * w,))
+        return closing_over_x(w)
+
+    def loss_of_backward(w, x):
+        @jax.custom_vjp
+        def closing_over_x(w):
+            return jnp.sum(w * w)
+
+        closing_over_x.defvjp(lambda w: (jnp.sum(w * w), w), lambda w, g: (g * x,))
+        return closing_over_x(w)
+
+    message = "rule of the function `.*closing_over_x` at .*test_custom_rules.*argument"
+    for func in (loss, loss_of_backward):
+        with pytest.raises(jax.errors.UnexpectedTracerError):
+            jax.grad(jax.checkpoint(func))(w, x)
+        with pytest.raises(jax.errors.UnexpectedTracerError, match=message):
+            jax.grad(mpx.autocast(func))(w, x)
+
+
+def test_no_derivative_by_what_a_rule_closes_over(getkey):
+    w, x = jax.random.normal(getkey(), (2, 8))
+
+    def loss(w, x):
+        @jax.custom_vjp
+        def of_vjp(w):
+            return jnp.sum(w * x)
+
+        of_vjp.defvjp(lambda w: (jnp.sum(w), w), lambda w, g: (g * w,))
+        return of_vjp(w)
+
+    def loss_of_tangents(w, x):
+        @jax.custom_jvp
+        def of_jvp(w):
+            return jnp.sum(w * x)
+
+        of_jvp.defjvp(lambda w, w_dot: (jnp.sum(w[0]), jnp.sum(w_dot[0])))
+        return of_jvp(w)
+
+    for func, name in ((loss, "of_vjp"), (loss_of_tangents, "of_jvp")):
+        message = f"`.*{name}` at .*closes over an array that is differentiated"
+        with pytest.raises(ValueError, match=message):
+            jax.grad(mpx.autocast(func), 1)(w, x)
+
+
+def test_tangents_that_a_rule_knows_to_be_zero_stay_so(getkey):
+    x = jax.random.normal(getkey(), (4,))
+    function, told = recorder()
+
+    @jax.custom_jvp
+    def halves(x):
+        return x, x + 1.0
+
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return (x, x + 1.0), (t, SymbolicZero(jax.typeof(x).to_tangent_aval()))
+
+    halves.defjvp(rule, symbolic_zeros=True)
+    loss = lambda x: jnp.sum(function(*halves(x))[0])  # noqa: E731
+    expected = jax.grad(loss)(x)
+    seen = dict(told)
+    assert relative_error(jax.grad(mpx.autocast(loss))(x), expected) < 2e-2
+    assert told == seen == {"perturbed": (True, False), "zero": [(False, True)]}
