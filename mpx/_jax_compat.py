@@ -6,7 +6,7 @@ one version to the next is hidden behind a function.
 
 import contextlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,17 +42,28 @@ def bind_equation(equation: Any, *operands: Any) -> list[Any]:
     return list(results) if primitive.multiple_results else [results]
 
 
+def execution_context(equation: Any) -> contextlib.AbstractContextManager[Any]:
+    """The mesh that an equation is for, and the device that computes it."""
+    return equation.ctx.manager
+
+
+def execution_key(equation: Any) -> Hashable:
+    """What equations have in common that are for the same mesh and device."""
+    context = equation.ctx
+    metadata = tuple(sorted((context.xla_metadata or {}).items()))
+    return context.cur_abstract_mesh, context.compute_type, metadata
+
+
 @contextlib.contextmanager
 def equation_context(equation: Any) -> Iterator[None]:
     """What an equation was traced in, for what is emitted for it.
 
-    Its source lines and named scopes; the mesh whose axes its operands are sharded
-    over, and where it is computed (`jax.experimental.compute_on`).
+    Its source lines, its named scopes, and its execution context.
     """
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=stack):
-        with equation.ctx.manager:
+        with execution_context(equation):
             yield
 
 

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+import jax
 from jax.extend import core
 
 from ._jax_compat import open_jaxpr, scan_counts, shard_map_axes
@@ -39,7 +40,8 @@ _CALLS = frozenset(
         "call", "checkpoint", "closed_call", "composite", "compute_on", "core_call",
         "custom_jvp_call", "custom_partitioning", "custom_vjp_call",
         "custom_vmap_call", "eval_jaxpr", "fused_call", "jaxpr_call", "jit", "pjit",
-        "remat", "remat2", "shard_map", "xla_metadata_call", "xla_pmap",
+        "remat", "remat2", "remat_opt",
+        "shard_map", "xla_metadata_call", "xla_pmap",
     }
 )  # fmt: skip
 
@@ -177,6 +179,24 @@ def _solve(equation: Any) -> SubJaxpr:
         operands=(*range(first, first + lengths.solve), *right_sides),
         results=tuple(range(len(equation.outvars))),
     )
+
+
+def constants_as_inputs(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """A program that holds no arrays, and those that it is given first instead.
+
+    What a function closes over may be an array that JAX traces; a program that holds
+    one lasts no longer than the trace.
+    """
+    if not closed.consts:
+        return closed, ()
+    count = len(closed.consts)
+
+    def program(*arrays: Any) -> list[Any]:
+        held = core.ClosedJaxpr(open_jaxpr(closed), list(arrays[:count]))
+        return core.jaxpr_as_fun(held)(*arrays[count:])
+
+    types = map(jax.typeof, closed.consts)
+    return jax.make_jaxpr(program)(*types, *closed.in_avals), closed.consts
 
 
 def zero_results(jaxpr: Any) -> tuple[bool, ...]:

@@ -85,7 +85,7 @@ _CONVERT = "convert_element_type"
 
 _RECURSE = """
 call checkpoint closed_call composite cond core_call custom_jvp_call custom_vjp_call
-custom_vmap_call jit pjit remat remat2 scan shard_map while
+custom_vmap_call eval_jaxpr jit pjit remat remat2 remat_opt scan shard_map while
 """
 
 _OPAQUE = """
@@ -100,7 +100,7 @@ pure_callback
 call_exported check compute_on ffi_call jaxpr_call mpmd_map pallas_call tpu_custom_call
 call_hi_primitive call_hi_primitive_linearized closed_call_hi create_linear consume
 core_map cudnn_fusion custom_fusion custom_jvp_call_jaxpr custom_lin
-custom_partitioning dce_sink eval_jaxpr fused_call fusible linear_call remat_opt
+custom_partitioning dce_sink fused_call fusible linear_call
 run_state xla_metadata_call xla_metadata_value xla_pmap
 philox2x32 philox4x32 prng_join prng_random_bits prng_seed prng_split random_bits
 random_clone random_fold_in random_seed random_split random_unwrap random_wrap

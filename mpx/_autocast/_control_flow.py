@@ -27,7 +27,7 @@ from .._jax_compat import (
     scan_counts,
     scan_options,
 )
-from .._jaxpr import sub_jaxprs
+from .._jaxpr import constants_as_inputs, sub_jaxprs
 from ._ends import ends_of_program
 from ._interpreter import Rewrite, evaluate
 from ._luggage import Luggage
@@ -101,8 +101,33 @@ def rewritten(
     Returns:
         The new program.
     """
-    facts = tuple(v.facts for v in operands)
+    return rewritten_for(run, place, jaxpr, types_of(operands), wishes, luggage, dtypes)
+
+
+class Types(NamedTuple):
+    """What is known of operands without their arrays."""
+
+    facts: tuple[Facts, ...]
+    avals: tuple[Any, ...]
+
+
+def types_of(operands: Sequence[Value]) -> Types:
+    """What is known of operands without their arrays."""
     avals = tuple(jax.typeof(v.array) for v in operands)
+    return Types(tuple(v.facts for v in operands), avals)
+
+
+def rewritten_for(
+    run: Run,
+    place: Place,
+    jaxpr: Any,
+    types: Types,
+    wishes: tuple[Wish, ...],
+    luggage: Luggage,
+    dtypes: tuple[Any, ...] | None = None,
+) -> Program:
+    """`rewritten` for operands whose arrays are not at hand."""
+    facts, avals = types
     besides = [jax.typeof(x) for x in luggage.arrays]
     known = run.programs.setdefault(jaxpr, {})
     key = (place, facts, avals, wishes, dtypes, luggage.form)
@@ -135,9 +160,10 @@ def as_dtype(value: Value, dtype: Any) -> Value:
     return computed(value.cast(dtype)[0])
 
 
-def _rebound(
+def rebound(
     equation: Any, params: dict[str, Any], facts: Any, operands: Sequence[Any]
 ) -> list[Value]:
+    """Binds an equation that holds a program with another one in its place."""
     changed = equation.replace(params={**equation.params, **params})
     results = bind_equation(changed, *operands)
     return [Value(x, f) for x, f in zip(results, facts, strict=True)]
@@ -174,7 +200,7 @@ def rewrite_jit(
         return _rewrite_inline(run, place, equation, operands, wishes)
     made = rewritten(run, place, jaxpr, operands, wishes, luggage)
     arrays = [v.array for v in operands]
-    return _rebound(equation, {"jaxpr": made.closed}, made.facts, arrays)
+    return rebound(equation, {"jaxpr": made.closed}, made.facts, arrays)
 
 
 def _rewrite_inline(
@@ -210,7 +236,7 @@ def rewrite_composite(
     made = rewritten(run, place, program_of(equation), operands, wishes, luggage)
     parameter = composite_parameter(equation.params)
     arrays = [v.array for v in operands]
-    return _rebound(equation, {parameter: made.closed}, made.facts, arrays)
+    return rebound(equation, {parameter: made.closed}, made.facts, arrays)
 
 
 def rewrite_call(
@@ -228,11 +254,9 @@ def rewrite_remat(
     luggage = Luggage(operands)
     place = dataclasses.replace(place, is_recomputed=True)
     made = rewritten(run, place, equation.params["jaxpr"], operands, wishes, luggage)
-    params = {"jaxpr": open_jaxpr(made.closed)}
-    if made.closed.consts:  # an open program cannot hold arrays
-        return evaluate_closed(run, place, equation.params["jaxpr"], operands, wishes)
-    arrays = [*(v.array for v in operands), *luggage.arrays]
-    return _rebound(equation, params, made.facts, arrays)
+    jaxpr, constants = constants_as_inputs(made.closed)
+    arrays = [*constants, *(v.array for v in operands), *luggage.arrays]
+    return rebound(equation, {"jaxpr": open_jaxpr(jaxpr)}, made.facts, arrays)
 
 
 def rewrite_shard_map(
@@ -389,7 +413,7 @@ def rewrite_cond(
     ]
     params = {"branches": tuple(p.closed for p in made)}
     arrays = [*(v.array for v in operands), *luggage.arrays]
-    return _rebound(equation, params, facts, arrays)
+    return rebound(equation, params, facts, arrays)
 
 
 def _agreed(aval: Any, dtypes: list[Any]) -> Any:
@@ -414,6 +438,7 @@ REWRITES: dict[str, Rewrite] = {
     "pjit": rewrite_jit,
     "composite": rewrite_composite,
     "closed_call": rewrite_call,
+    "eval_jaxpr": rewrite_call,  # the same since jax 0.12
     "core_call": rewrite_call,
     "call": rewrite_call,
     "remat": rewrite_remat,

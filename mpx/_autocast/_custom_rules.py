@@ -20,11 +20,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
 
 from .._jax_compat import bind_equation, open_jaxpr, symbolic_zero
-from .._jaxpr import zero_results
-from ._control_flow import as_dtype, enter, evaluate_closed
+from .._jaxpr import constants_as_inputs, zero_results
+from ._control_flow import (
+    Types,
+    as_dtype,
+    enter,
+    evaluate_closed,
+    rebound,
+    rewritten_for,
+    types_of,
+)
 from ._interpreter import Rewrite
+from ._luggage import Luggage
 from ._plan import Wish, program_of, wish_for
 from ._region import trace
 from ._settings import Place, Run
@@ -344,8 +354,42 @@ def rewrite_custom_vmap(
     return form.values(function(*(v.array for v in operands)))
 
 
+def rewrite_remat_opt(
+    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+) -> list[Value]:
+    """A forward rule, in whose place the function itself runs if that is enough.
+
+    So JAX does with `defvjp(..., optimize_remat=True)` where nobody needs what the rule
+    saves, as in the forward pass of something that is recomputed.
+    """
+    place = _own(place)
+    params = equation.params
+    count, saved = params["num_consts"], params["num_res"]
+    nothing, types = Luggage(()), types_of(operands)
+    made = rewritten_for(run, place, params["fwd_jaxpr"], types, wishes, nothing)
+    jaxpr, constants = constants_as_inputs(made.closed)
+    dtypes = tuple(aval.dtype for aval in made.closed.out_avals[saved:])
+    own = Types(types.facts[count:], types.avals[count:])
+
+    @functools.cache
+    def alone() -> tuple[Any, Sequence[Any]]:
+        closed = core.ClosedJaxpr(*params["fun_jaxpr_thunk"]())
+        wanted = tuple(map(wish_for, dtypes))
+        found = rewritten_for(run, place, closed, own, wanted, nothing, dtypes)
+        return open_jaxpr(found.closed), found.closed.consts
+
+    new = {
+        "fwd_jaxpr": jaxpr,
+        "fun_jaxpr_thunk": alone,
+        "num_consts": count + len(constants),
+    }
+    arrays = [*constants, *(v.array for v in operands)]
+    return rebound(equation, new, made.facts, arrays)
+
+
 REWRITES: dict[str, Rewrite] = {
     "custom_jvp_call": rewrite_custom_jvp,
     "custom_vjp_call": rewrite_custom_vjp,
     "custom_vmap_call": rewrite_custom_vmap,
+    "remat_opt": rewrite_remat_opt,
 }

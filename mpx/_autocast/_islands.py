@@ -12,6 +12,7 @@ over devices), at residual additions, since the stream is kept anyway, and at na
 So that an island can run as a whole, no path may leave it and come back. Hence
 equations are joined only at the same *level*, the largest number of ends on a way that
 leads to them. Effects, which happen one after the other, are ends on one long way.
+And an island runs on one mesh and kind of device: where those change, it ends, too.
 """
 
 import heapq
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from .._jax_compat import open_jaxpr
+from .._jax_compat import execution_key, open_jaxpr
 from .._jaxpr import sub_jaxprs
 from ._classes import CLASSES, PrimitiveClass
 from ._plan import program_of
@@ -132,6 +133,7 @@ def _groups(
 ) -> tuple[list[int | list[int]], set[int]]:
     """Positions of equations: alone, or together. And those that islands may copy."""
     level: dict[Any, int] = {}
+    home: dict[Any, Any] = {}  # where a variable is computed
     island: dict[Any, int] = {}  # the number of the island that a variable is made in
     roots: list[int] = []
     members: list[list[int]] = []
@@ -147,7 +149,10 @@ def _groups(
 
     for position, equation in enumerate(jaxpr.eqns):
         inputs = _variables(equation)
-        here = max((level.get(v, 0) for v in inputs), default=0)
+        where = execution_key(equation)
+        here = max(
+            (level.get(v, 0) + (home.get(v, where) != where) for v in inputs), default=0
+        )
         is_fixed = all(v in fixed for v in inputs) and not _makes_data(equation)
         joins = is_cheap(equation) and may_join(equation)
         if is_fixed:
@@ -169,6 +174,7 @@ def _groups(
                 here += 1
             alone.append(position)
         level.update((v, here) for v in equation.outvars)
+        home.update((v, where) for v in equation.outvars)
     together: dict[int, list[int]] = {}
     for number, positions in enumerate(members):
         together.setdefault(root(number), []).extend(positions)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from .._jax_compat import scope_names
+from .._jax_compat import execution_context, execution_key, scope_names
 from ._again import computed_again, operations
 from ._islands import Island, is_cheap
 from ._keeping import kept_bytes, may_keep, measured_bytes
@@ -67,7 +67,9 @@ def emit_island(
     if any(map(may_keep, island.equations)):
         key = _signature(run, place, island, values, ahead)
         if key not in run.islands:
-            run.islands[key] = _recomputed(run, place, island, values, ahead, emit)
+            with execution_context(island.equations[0]):
+                made = _recomputed(run, place, island, values, ahead, emit)
+            run.islands[key] = made
         made = run.islands[key]
     if made is None:
         for equation in island.equations:
@@ -75,7 +77,7 @@ def emit_island(
                 emit(place, equation, values)
         return
     run.used |= made.used
-    with noted_island(made.note):
+    with noted_island(made.note), execution_context(island.equations[0]):
         results = made.function(*_arrays(island, values).values())
     casts = iter(results[len(made.facts) :])
     for variable, array, facts, is_cast in zip(
@@ -195,7 +197,8 @@ def _signature(
         for v, x in {**dict.fromkeys(island.inputs), **_arrays(island, values)}.items()
     )
     outputs = tuple(numbers[v] for v in island.outputs)
-    return place, tuple(equations), inputs, outputs
+    where = execution_key(island.equations[0])
+    return place, where, tuple(equations), inputs, outputs
 
 
 def _exact(number: Any) -> Hashable:

@@ -395,5 +395,82 @@ def test_tangents_that_a_rule_knows_to_be_zero_stay_so(getkey):
     loss = lambda x: jnp.sum(function(*halves(x))[0])  # noqa: E731
     expected = jax.grad(loss)(x)
     seen = dict(told)
+    told.clear()
     assert relative_error(jax.grad(mpx.autocast(loss))(x), expected) < 2e-2
     assert told == seen == {"perturbed": (True, False), "zero": [(False, True)]}
+
+
+# --- Rules that run the function alone where they can -------------------------------
+
+
+@jax.custom_vjp
+def fused(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _fused_forward(x, w):
+    y = jnp.tanh(x @ w)
+    # A kernel would save more than it needs to give its result.
+    return y, (x, w, jnp.sin(y))
+
+
+def _fused_backward(saved, g):
+    x, w, y = saved
+    g = g * (1 - jnp.asin(y) ** 2)
+    return g @ w.T, x.T @ g
+
+
+fused.defvjp(_fused_forward, _fused_backward, optimize_remat=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forward_rules_of_a_training_step_are_in_half_precision(getkey, way):
+    w = jax.random.normal(getkey(), (8, 8)) / 3
+    x = jax.random.normal(getkey(), (4, 8))
+
+    def loss(w):
+        return jnp.mean(fused(fused(x, w), w) ** 2)
+
+    expected = jax.grad(loss)(w)
+    grads = [
+        jax.grad(WAYS[way](mpx.autocast(loss))),
+        mpx.autocast(jax.grad(WAYS[way](loss))),
+    ]
+    if way != "vmap":  # JAX itself cannot: `jax.grad(jax.jit(jax.vmap(loss)))`
+        grads.append(jax.grad(mpx.autocast(WAYS[way](loss))))
+    for grad in grads:
+        assert relative_error(jax.jit(grad)(w), expected) < 2e-2
+        assert set(count_products(grad, w)) == {BF16}
+
+
+def test_what_a_rule_saves_is_not_computed_where_nobody_needs_it(getkey):
+    """In the forward pass of something that is recomputed."""
+    w = jax.random.normal(getkey(), (8, 8)) / 3
+    x = jax.random.normal(getkey(), (4, 8))
+
+    def loss(w):
+        return jnp.mean(fused(x, w) ** 2)
+
+    for func in (loss, mpx.autocast(loss)):
+        jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(func)))(w)
+        forward = [e for e in jaxpr.eqns if "remat" not in e.primitive.name]
+        inside = jax.tree.leaves(forward, is_leaf=lambda e: hasattr(e, "primitive"))
+        assert inside and "sin" not in "\n".join(map(str, inside))
+
+
+def test_explain_says_the_same_of_a_rule_and_of_its_gradient(getkey):
+    w = jax.random.normal(getkey(), (8, 8)) / 3
+    x = jax.random.normal(getkey(), (4, 8))
+
+    def loss(w):
+        return jnp.mean(fused(x, w) ** 2)
+
+    def forward_products(func):
+        found = mpx.explain(func)(w).operations
+        products = [o for o in found if o.primitive == "dot_general"]
+        return [(o.precision, o.reason) for o in products if o.phase == "forward"]
+
+    cast = mpx.autocast(loss)
+    (of_loss,) = forward_products(cast)
+    assert of_loss == ("bfloat16", "a matrix product or convolution")
+    assert of_loss in forward_products(jax.grad(cast))
