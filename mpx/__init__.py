@@ -88,9 +88,10 @@ from ._contract import ContractError as ContractError
 
 
 def __getattr__(name: str) -> _Any:
-    # The adapter imports Flax, so it is imported when somebody asks for it.
-    if name == "nnx":
-        return _importlib.import_module(".nnx", __name__)
+    # Imported when somebody asks for them: most programs need none, and `nnx` imports
+    # Flax.
+    if name in ("compat", "nn", "nnx"):
+        return _importlib.import_module(f".{name}", __name__)
     # The published MPX has the present setting as a module attribute.
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()

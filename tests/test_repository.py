@@ -45,6 +45,12 @@ def test_import_starts_no_backend_and_imports_no_framework(module: str):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("name", ["nn.Linear", "compat", "nnx.value_and_grad"])
+def test_modules_are_there_without_an_import_of_their_own(name: str):
+    result = run_python(f"import mpx\nmpx.{name}")
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(
     ("statement", "complaint"),
     [
