@@ -90,6 +90,41 @@ def counted_norm(x):
     return norm(x)
 
 
+CLOSURES = {
+    "softmax": lambda b: lambda x: jax.nn.softmax(x + b),
+    "norm": lambda b: lambda x: norm(x) * b,
+    "gelu": lambda b: lambda x: jax.nn.gelu(x + b),
+}
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: (
+            lambda b: jax.lax.scan(lambda c, b: (c + f(b), None), 0.0, b[None])[0]
+        ),
+        lambda f: lambda b: jax.vmap(f)(b[None])[0],
+    ],
+    ids=["plain", "jit", "remat", "scan", "vmap"],
+)
+def test_a_function_may_close_over_a_weight(name, transform):
+    """Which is differentiated, in half precision or not."""
+    x, b = X.astype(jnp.bfloat16), jnp.cos(X)
+
+    def loss(b, force):
+        return summed(force(CLOSURES[name](b)))(x)
+
+    expected = jax.grad(lambda b: loss(b, lambda f: lambda x: f(x.astype(b.dtype))))(b)
+    for derivative in (jax.grad, jax.jacfwd):
+        forced = transform(lambda b: loss(b, mpx.force_full_precision))
+        got = jax.jit(derivative(forced))(b)
+        np.testing.assert_allclose(got, expected, atol=2e-2)
+
+
 def test_equal_layers_are_traced_once():
     def layers(x):
         for _ in range(5):

@@ -1,6 +1,7 @@
 """Emitting an island so that its backward pass starts from what went in."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from .._jax_compat import execution_context, execution_key, scope_names
+from .._jaxpr import constants_as_inputs
 from ._again import computed_again, operations
 from ._islands import Island, is_cheap
 from ._keeping import kept_bytes, may_keep, measured_bytes
@@ -160,7 +162,9 @@ def recomputed_if_cheap(closed: Any, are_free: tuple[bool, ...]) -> Callable[...
     are_cheap = all(is_cheap(e, with_lookups=True) for e in closed.jaxpr.eqns)
     if not are_cheap or not _is_worth_while(closed.jaxpr, are_free):
         return core.jaxpr_as_fun(closed)
-    return computed_again(closed)
+    # What the program closes over may be differentiated, too: it goes in.
+    closed, constants = constants_as_inputs(closed)
+    return functools.partial(computed_again(closed), *constants)
 
 
 def _is_worth_while(jaxpr: Any, are_free: tuple[bool, ...]) -> bool:
