@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
@@ -375,16 +376,35 @@ def rewrite_while(
         values = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
         return [*values, *_carried(carry)]
 
-    def is_going_on(carry: Any) -> Any:
+    def are_going_on(carry: Any) -> Any:
         values = inside(for_test, carry)
         return evaluate_closed(run, test_place, test, values, (Wish.ANY,))[0].array
+
+    def is_going_on(carry: Any) -> Any:
+        going = are_going_on(carry)
+        return jnp.any(going) if going.ndim else going
 
     def step(carry: Any) -> list[Any]:
         values = inside(for_body, carry)
         results = evaluate_closed(run, place, body, values, wanted)
-        return [_strong(v, a) for v, a in zip(results, avals, strict=True)]
+        new = [_strong(v, a) for v, a in zip(results, avals, strict=True)]
+        if not open_jaxpr(test).outvars[0].aval.shape:
+            return new
+        # `vmap` of a loop whose examples end at different times: JAX's while primitive
+        # takes a test for each example, which `jax.lax.while_loop` does not, and keeps
+        # those that have ended as they are when it is lowered (jax 0.10 to 0.12).
+        going = are_going_on(carry)
+        return [_where(going, a, b) for a, b in zip(new, carry, strict=True)]
 
     return _carried(jax.lax.while_loop(is_going_on, step, init))
+
+
+def _where(condition: Any, new: Any, old: Any) -> Any:
+    """`new` where a condition of the leading axes holds."""
+    axes = range(condition.ndim)
+    return jax.lax.select(
+        jax.lax.broadcast_in_dim(condition, new.shape, axes), new, old
+    )
 
 
 def rewrite_cond(

@@ -93,6 +93,35 @@ def test_values_gradients_and_products(inputs, name):
     assert set(count_products(jax.grad(cast), *inputs)) == {BF16}
 
 
+@pytest.mark.parametrize("way", ["eager", "jit", "forwards"])
+def test_examples_of_a_vmapped_while_end_one_by_one(way):
+    """Each after as many turns as on its own, with a key among what is carried."""
+    w = jnp.eye(4) / 2
+
+    def halve(x, limit, key):
+        def step(carry):
+            count, x, key = carry
+            return count + 1, x @ w, jax.random.fold_in(key, count)
+
+        def is_large(carry):
+            return jnp.sum(jnp.abs(carry[1])) > limit
+
+        return lax.while_loop(is_large, step, (jnp.int32(0), x, key))
+
+    batched = jax.vmap(halve)
+    xs, limits = jnp.ones((3, 4)), jnp.array([8.0, 1.5, 0.4])
+    keys = jax.random.split(jax.random.key(0), 3)
+    cast = mpx.autocast(lambda xs: batched(xs, limits, keys))
+    if way == "forwards":
+        (_, xs_out, _), (_, tangents, _) = jax.jvp(cast, (xs,), (xs,))
+        assert (xs_out == tangents).all()  # the loop is linear in what it begins with
+        return
+    found = (jax.jit(cast) if way == "jit" else cast)(xs)
+    expected = batched(xs, limits, keys)
+    assert found[0].tolist() == expected[0].tolist() == [0, 2, 4]
+    assert (found[1] == expected[1]).all() and (found[2] == expected[2]).all()
+
+
 def test_a_while_keeps_the_dtypes_that_it_carries(inputs):
     w, x = inputs
 
