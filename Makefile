@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train train-gpt test bench counts-cuda docs serve venv lint format types layers pytest \
+.PHONY: help train train-gpt test bench clients counts-cuda docs serve venv lint format types layers pytest \
 	test-newest lock clean
 
 # A target that fails half-way must not look finished.
@@ -50,6 +50,18 @@ test: $(ALL) ## Run everything: lint, types, layers, docs, doctests and tests
 
 bench: $(ALL) ## Measure against the peers and write the report
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+# The versions are exact, JAX's those of the tests. Some packages' requirements contradict
+# each other (typeguard, NumPy), so nothing is resolved. mpx is the one in this folder.
+CLIENTS := .venv-clients/.installed
+clients: $(CLIENTS) ## Try mpx on programs of other packages and write docs/works-with.md
+	@.venv-clients/bin/python -m tests.clients $(ARGS)
+
+$(CLIENTS): tests/clients/constraints.txt pyproject.toml
+	@$(call make_venv,.venv-clients)
+	@echo 'Installing the packages of tests/clients into .venv-clients ...'
+	@.venv-clients/bin/python $(PIP) --no-deps -r tests/clients/constraints.txt
+	@touch $@
 
 # Commit what it writes: `make test` compares the programs' fingerprints with it.
 counts-cuda: $(ALL) ## Count the programs compiled for an H100 (5 GB, no GPU needed)
@@ -122,13 +134,16 @@ define make_venv
 	fi
 endef
 
+# All but `clients`, which has versions of its own.
+EXTRAS := cuda12 cuda13 tpu examples test docs dev
+
 # uv is the one tool here that locks for every Python version and platform at once.
 lock: ## Write constraints.txt anew with the newest versions
 	@$(call make_venv,.venv-lock)
 	@.venv-lock/bin/python $(PIP) --upgrade uv
 	@sed '/^[^#]/,$$d' constraints.txt > .venv-lock/header
 	@.venv-lock/bin/uv pip compile pyproject.toml --quiet --universal \
-		--python-version 3.11 --all-extras --no-annotate --no-header \
+		--python-version 3.11 $(EXTRAS:%=--extra %) --no-annotate --no-header \
 		--no-emit-index-url --no-emit-find-links --output-file .venv-lock/lock --upgrade
 	@cat .venv-lock/header .venv-lock/lock > constraints.txt
 	@git --no-pager diff --stat -- constraints.txt || true

@@ -91,26 +91,41 @@ def test_the_check_of_public_symbols_sees_symbols():
     assert {"mpx.DynamicLossScaling", "mpx.filter_grad"} <= public_names()
 
 
-def locked_lines() -> list[str]:
-    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+# The lock, and that of the packages of others that mpx is tried on.
+LOCKS = ("constraints.txt", "tests/clients/constraints.txt")
+
+
+def locked_lines(lock: str) -> list[str]:
+    text = (ROOT / lock).read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def test_the_lock_holds_exact_versions_and_no_addresses():
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_lock_holds_exact_versions_and_no_addresses(lock):
     line = re.compile(r"[a-z0-9-]+==[0-9][0-9a-z.]*( ; [\w .'<>=!]+)?")
-    wrong = [entry for entry in locked_lines() if not line.fullmatch(entry)]
+    wrong = [entry for entry in locked_lines(lock) if not line.fullmatch(entry)]
     assert not wrong
 
 
-def test_the_lock_covers_what_pyproject_asks_for():
+@pytest.mark.parametrize("lock", LOCKS)
+def test_the_lock_covers_what_pyproject_asks_for(lock):
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
+    extras, is_ours = project["optional-dependencies"], lock == LOCKS[0]
     wanted = [*project["dependencies"]]
-    for extra in project["optional-dependencies"].values():
-        wanted += extra
+    for name, extra in extras.items():
+        wanted += extra if is_ours == (name != "clients") else []
     names = {re.match(r"[A-Za-z0-9-]+", text).group().lower() for text in wanted}
-    locked = {entry.partition("==")[0] for entry in locked_lines()}
-    assert names - locked == {"mpx-jax"}
+    locked = {entry.partition("==")[0] for entry in locked_lines(lock)}
+    assert names - locked == ({"mpx-jax"} if is_ours else set())
+
+
+def test_programs_of_others_are_tried_with_the_jax_of_the_lock():
+    """For the oldest Python, which both locks serve."""
+    ours = {line.partition(" ;")[0] for line in locked_lines(LOCKS[0])}
+    theirs = [line for line in locked_lines(LOCKS[1]) if line.startswith("jax")]
+    assert {"jax", "jaxlib"} <= {line.partition("==")[0] for line in theirs}
+    assert {line for line in theirs if re.match("jax(lib)?==", line)} <= ours
 
 
 def test_the_version_is_the_same_everywhere():

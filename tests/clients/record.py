@@ -1,0 +1,79 @@
+"""What one program is: a loss that a package's users would write, and its arguments."""
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+HALF = ("bfloat16", "float16")
+Loss = Callable[..., Any]
+
+
+class Built(NamedTuple):
+    """A program that was made.
+
+    Attributes:
+        loss: `loss(params, *batch) -> (value, outputs)`: a scalar, and any tree of new
+            state, predictions, indices.
+        params: What is differentiated: its floating point leaves.
+        batch: The other arguments; arrays have their examples along the first axis.
+    """
+
+    loss: Loss
+    params: Any
+    batch: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Client:
+    """A program of another package.
+
+    Attributes:
+        name: Its name, which also seeds its numbers.
+        package: The package, as PyPI has it.
+        build: Makes it from a key.
+        linear: It has products of data with weights: recipes run, too.
+        without: Recipes that find nothing to quantize all the same: blocks, where there
+            are convolutions only.
+        layouts: It runs on several devices, too.
+        faults: What cannot work and is not ours to mend: a cell (a precision, or a
+            layout) and the reason, which names the evidence.
+        note: What a reader of the table must know.
+    """
+
+    name: str
+    package: str
+    build: Callable[[jax.Array], Any]
+    linear: bool = False
+    without: tuple[str, ...] = ()
+    layouts: bool = False
+    faults: dict[str, str] = dataclasses.field(default_factory=dict)
+    note: str = ""
+
+    def has(self, precision: str) -> bool:
+        """Whether it is to run in a precision."""
+        return precision in HALF or (self.linear and precision not in self.without)
+
+    def make(self, seed: int = 0) -> Built:
+        """The program; the seed chooses its numbers, never its shapes."""
+        key = jax.random.key(zlib.crc32(self.name.encode()) + seed)
+        return Built(*self.build(key))
+
+
+def client(
+    package: str = "", **options: Any
+) -> Callable[[Callable[[jax.Array], Any]], Client]:
+    """Makes a program of a function of a key, with that function's name.
+
+    Args:
+        package: The package, if it is not that of the module.
+        **options: Further fields of `Client`.
+    """
+
+    def decorate(build: Callable[[jax.Array], Any]) -> Client:
+        module = build.__module__.rpartition(".")[2].replace("_", "-")
+        return Client(build.__name__, package or module, build, **options)
+
+    return decorate

@@ -1,0 +1,131 @@
+"""Programs of others that need no further package, and what `make clients` wrote."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from . import goals, page, runner
+from .gradients import plain
+from .measure import Compiled, make_all, measure
+from .programs import PACKAGES, QUICK, programs_of
+
+QUICK_ONES = (
+    "equinox_mlp",
+    "equinox_transformer",
+    "equinox_batch_norm",
+    "linen_resnet",
+    "linen_scanned_layers",
+    "nnx_batch_norm",
+    "nnx_gru",
+    "haiku_lstm",
+    "optax_ctc",
+    "optax_step_inside",
+)
+FOUND = {n: c for module in QUICK for n, c in programs_of(module).items()}
+
+
+def check(name: str, precision: str) -> None:
+    """Fails unless a program is as good under mpx as the goals ask."""
+    record = measure(FOUND[name], precisions=(precision,), seeds=2, costs=False)
+    assert goals.runs(record), record["float32"]
+    found = goals.cell(record, precision)
+    assert found.colour == "green", found.why
+
+
+@pytest.mark.third_party
+@pytest.mark.filterwarnings("ignore")  # of the packages
+@pytest.mark.parametrize("name", QUICK_ONES)
+def test_one_line_gives_the_gradient_of_a_program_of_others(name):
+    check(name, "bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.third_party
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("precision", ["float16", "current", "delayed"])
+def test_every_precision_runs_programs_of_others(name, precision):
+    if FOUND[name].has(precision):
+        check(name, precision)
+
+
+def test_programs_have_names_of_their_own():
+    names = [n for module in PACKAGES for n in programs_of(module)]
+    assert len(names) == len(set(names)) >= 40
+
+
+def made(**parts: Any) -> dict[str, Any]:
+    """A record of a program, as `measure` makes it."""
+    good = {"finite": True, "same outputs": True, "same gradients": True}
+    record: dict[str, Any] = {"program": "p", "precisions": [], "faults": {}}
+    record["float32"] = {"finite": True}
+    for name, part in parts.items():
+        record[name.replace("_", " ")] = {**good, **part}
+    return record
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"gradient": 0.021}, "2.1 times the naive cast's"),
+        ({"gradient": 0.01, "finite": False}, "not finite"),
+        ({"gradient": 0.01, "same outputs": False}, "other dtypes or shapes"),
+        ({"gradient": 0.01, "same gradients": False}, "other dtypes or shapes"),
+        ({"gradient": 0.01, "reasons": {"": 1}}, "without a reason"),
+        ({"gradient": 1.5}, "times the naive"),
+        ({"error": "TypeError: no"}, "TypeError: no"),
+    ],
+)
+def test_a_cell_is_red_and_says_why(part, why):
+    record = made(naive_bfloat16={"gradient": 0.01}, bfloat16=part)
+    found = goals.cell(record, "bfloat16")
+    assert found.colour == "red" and why in found.why
+
+
+def test_a_fault_of_a_package_needs_evidence():
+    broken = made(
+        naive_bfloat16={"error": "TypeError"}, bfloat16={"error": "TypeError"}
+    )
+    assert goals.cell(broken, "bfloat16").colour == "red"
+    broken["faults"] = {"bfloat16": "it asks for float32"}
+    assert goals.cell(broken, "bfloat16").colour == "fault"
+    broken["naive bfloat16"] = {"gradient": 0.01, "finite": True}
+    assert goals.cell(broken, "bfloat16").colour == "red"
+
+
+def test_a_program_may_define_its_classes_inside():
+    first, second = make_all(FOUND["equinox_transformer"], 2)
+    assert jax.tree.structure(first.params) == jax.tree.structure(second.params)
+    compiled = Compiled(plain(first), first)
+    assert compiled(first).value != compiled(second).value
+
+
+def test_a_process_that_dies_costs_one_program(monkeypatch):
+    """The others of its module are measured by another process."""
+    monkeypatch.setattr(runner, "_Worker", DyingWorker)
+    records = list(runner.measure_module("m", ["a", "b", "c"], "programs", {}))
+    assert [r["program"] for r in records] == ["a", "b", "c"]
+    assert ["error" in r for r in records] == [False, True, False]
+    assert "Aborted" in records[1]["error"]
+
+
+class DyingWorker:
+    """Measures everything but `b`, at which the process ends."""
+
+    errors = ["Aborted (core dumped)"]
+
+    def __init__(self, module, programs, task, options):
+        self.programs = programs
+
+    def __iter__(self):
+        for name in self.programs:
+            yield {"begin": name}
+            if name == "b":
+                return
+            yield {"program": name, "record": {}}
+
+
+def test_the_page_is_what_the_results_say():
+    written = page.PAGE.read_text()
+    assert written == page.render(runner.read()), "python -m tests.clients --page"
