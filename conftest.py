@@ -29,6 +29,8 @@ _FLAGS = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
 ]
+if "cuda" in os.environ["JAX_PLATFORMS"]:
+    _FLAGS = []  # a GPU is tested as it is used
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
@@ -66,11 +68,16 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option that runs everything."""
+    """Adds the options that run more."""
     parser.addoption(
         "--slow",
         action="store_true",
         help="run also what is marked `slow`, as `.ci/run` does",
+    )
+    parser.addoption(
+        "--any-device",
+        action="store_true",
+        help="run what is marked `gpu` on whatever device JAX has",
     )
 
 
@@ -78,7 +85,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test that takes long, or whose device or compiler is not here."""
     if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
         pytest.skip("slow: `.ci/run` runs it, and `make test ARGS=--slow`")
-    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+    needs_gpu = item.get_closest_marker("gpu") and not item.config.getoption(
+        "--any-device"
+    )
+    if needs_gpu and jax.default_backend() != "gpu":
         pytest.skip("needs a GPU (JAX_PLATFORMS=cuda,cpu where there is one)")
     if item.get_closest_marker("libtpu") and not importlib.util.find_spec("libtpu"):
         pytest.skip("needs libtpu, the TPU's compiler (`.ci/run` installs it)")

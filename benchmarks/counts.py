@@ -109,12 +109,7 @@ class Counts:
 
 def count(compiled: Any) -> Counts:
     """Counts of a `jax.stages.Compiled`."""
-    sizes = compiled.memory_analysis()
-    if sizes is None:
-        raise RuntimeError(
-            "`count(compiled)` needs an executable with a memory analysis; this "
-            "backend gives none. Compile for one of `benchmarks.targets.TARGETS`."
-        )
+    sizes = _sizes(compiled)
     cost = compiled.cost_analysis() or {}
     text = compiled.as_text()
     if "bytes accessed" in cost:
@@ -124,10 +119,7 @@ def count(compiled: Any) -> Counts:
         traffic_by = "operands and results"
     has_spaces = _ON_CHIP.search(text) is not None
     return Counts(
-        memory=sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        - sizes.alias_size_in_bytes
-        + sizes.temp_size_in_bytes,
+        memory=memory(compiled),
         arguments=sizes.argument_size_in_bytes,
         temporaries=sizes.temp_size_in_bytes,
         aliased=sizes.alias_size_in_bytes,
@@ -136,6 +128,27 @@ def count(compiled: Any) -> Counts:
         off_chip=operand_and_result_bytes(text, on_chip=False) if has_spaces else None,
         flops=int(cost["flops"]) if "flops" in cost else None,
     )
+
+
+def memory(compiled: Any) -> int:
+    """Bytes that a `jax.stages.Compiled` needs: see `Counts`."""
+    sizes = _sizes(compiled)
+    return (
+        sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        - sizes.alias_size_in_bytes
+        + sizes.temp_size_in_bytes
+    )
+
+
+def _sizes(compiled: Any) -> Any:
+    sizes = compiled.memory_analysis()
+    if sizes is None:
+        raise RuntimeError(
+            "`count(compiled)` needs an executable with a memory analysis; this "
+            "backend gives none. Compile for one of `benchmarks.targets.TARGETS`."
+        )
+    return sizes
 
 
 _PRODUCTS = frozenset({"convolution", "dot", "ragged-dot"})

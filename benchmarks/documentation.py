@@ -19,14 +19,13 @@ from . import (
     folds,
     host_table,
     recipe_counts,
-    recipe_time,
     recipes,
     residual_counts,
     results,
     scaling_traffic,
     sweep,
-    time_table,
 )
+from .device import tables as device_tables
 from .peers import REPOSITORY
 from .results import Results
 from .tables import Table
@@ -40,15 +39,14 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "sweep": sweep.tables,
     "scaling": scaling_traffic.tables,
     "host": lambda found: [*host_table.tables(found), *autocast_host.tables(found)],
-    "time": time_table.tables,
     "recipe-counts": recipe_counts.tables,
-    "recipe-time": recipe_time.tables,
     "residuals": residual_counts.tables,
     "compile-time": compile_time.tables,
     "folds": folds.tables,
     "recipes": recipes.tables,
     "errors": errors.tables,
     "autocast": autocast_counts.tables,
+    "device": device_tables.tables,
     "cuda": lambda found: [
         table
         for part in (sweep, autocast_counts, scaling_traffic)
@@ -68,12 +66,14 @@ def render(text: str, folder: Path = results.COMMITTED) -> str:
 
 
 def _tables(name: str, folder: Path) -> str:
-    found = results.read(name, folder)
-    if found is None:
-        return "*Not measured yet.*"
-    parts = [table.markdown() for table in TABLES[name](found)]
-    parts.append(f"`{found.command}`; {found.device}; {found.versions_line()}.")
-    return "\n\n".join([*parts, *found.notes])
+    parts: list[str] = []
+    for found in results.read_all(name, folder):
+        parts += [table.markdown() for table in TABLES[name](found)]
+        commits = dict.fromkeys(r["commit"] for r in found.records if "commit" in r)
+        of = f"; commit {', '.join(commits)}" if commits else ""
+        parts.append(f"`{found.command}`; {found.device}; {found.versions_line()}{of}.")
+        parts += found.notes
+    return "\n\n".join(parts) or "*Not measured yet.*"
 
 
 def write() -> list[Path]:

@@ -9,10 +9,33 @@ import optax
 import mpx
 from examples.vit.step import is_norm
 
-from .steps import FIRST_SCALE, FLOAT32, Arm, Loss, StepFunction
+from .steps import FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction
+
+RECIPES = {
+    "delayed": mpx.DelayedScaling(),
+    "current": mpx.Float8CurrentScaling(),
+    "mxfp8": mpx.MXFP8BlockScaling(),
+    "nvfp4": mpx.NVFP4BlockScaling(),
+}
 
 
-def _mpx_arm(name: str, dtype: str, first_scaling: Any) -> Arm:
+def _dynamic(loss: Loss, model: Any, batch: Any) -> mpx.DynamicLossScaling:
+    return mpx.DynamicLossScaling(FIRST_SCALE)
+
+
+def _skipping(loss: Loss, model: Any, batch: Any) -> mpx.NoLossScaling:
+    return mpx.NoLossScaling()
+
+
+def _nothing(loss: Loss, model: Any, batch: Any) -> mpx.NoLossScaling:
+    return mpx.NoLossScaling(skip=False)
+
+
+# What scales by default, in each precision.
+_FIRST = {"float16": _dynamic, "bfloat16": _skipping}
+
+
+def _mpx_arm(name: str, dtype: str, first_scaling: Any = None) -> Arm:
     policy = mpx.get_policy(f"params=float32,compute={dtype},output=float32")
 
     def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
@@ -28,14 +51,15 @@ def _mpx_arm(name: str, dtype: str, first_scaling: Any) -> Arm:
 
         return step
 
-    return Arm(name, "mpx", first_scaling, make_step)
+    return Arm(name, "mpx", first_scaling or _FIRST[dtype], make_step)
 
 
-def _autocast_arm(
-    name: str, dtype: str, stream: str, first_scaling: Any, residuals: str | None = None
-) -> Arm:
+def _autocast_arm(name: str, dtype: str = "bfloat16", **options: Any) -> Arm:
+    def cast(loss: Loss) -> Any:
+        return mpx.autocast(loss, dtype, **options)
+
     def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
-        loss = mpx.autocast(loss, dtype, residual_stream=stream, residuals=residuals)
+        loss = cast(loss)
 
         def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
             result = mpx.filter_value_and_grad(loss, scaling)(model, batch)
@@ -46,39 +70,32 @@ def _autocast_arm(
 
         return step
 
+    def of_recipe(loss: Loss, model: Any, batch: Any) -> Any:
+        return mpx.init_scaling(cast(loss), model, batch)
+
+    first_scaling = of_recipe if "recipe" in options else _FIRST[dtype]
     return Arm(name, "mpx", first_scaling, make_step, uses_mpx=False)
-
-
-def _autocast_arms() -> list[Arm]:
-    float16 = lambda: mpx.DynamicLossScaling(FIRST_SCALE)  # noqa: E731
-    return [
-        _autocast_arm(f"autocast {dtype}{suffix}", dtype, stream, first)
-        for dtype, first in (("float16", float16), ("bfloat16", mpx.NoLossScaling))
-        for stream, suffix in (("full", ""), ("half", ", half stream"))
-    ]
 
 
 ARMS = {
     arm.name: arm
     for arm in (
         FLOAT32,
-        _mpx_arm("mpx float16", "float16", lambda: mpx.DynamicLossScaling(FIRST_SCALE)),
-        _mpx_arm("mpx bfloat16", "bfloat16", mpx.NoLossScaling),
+        NAIVE,
+        _mpx_arm("mpx float16", "float16"),
+        _mpx_arm("mpx bfloat16", "bfloat16"),
         # Without loss scaling, check and skip: what dynamic loss scaling adds is the
         # difference to this.
-        _mpx_arm(
-            "mpx float16 unscaled", "float16", lambda: mpx.NoLossScaling(skip=False)
-        ),
-        *_autocast_arms(),
+        _mpx_arm("mpx float16 unscaled", "float16", _nothing),
         *(
-            _autocast_arm(
-                f"autocast bfloat16, {suffix}",
-                "bfloat16",
-                "full",
-                mpx.NoLossScaling,
-                residuals,
-            )
+            _autocast_arm(f"autocast {dtype}{suffix}", dtype, residual_stream=stream)
+            for dtype in ("float16", "bfloat16")
+            for stream, suffix in (("full", ""), ("half", ", half stream"))
+        ),
+        *(
+            _autocast_arm(f"autocast bfloat16, {suffix}", residuals=residuals)
             for suffix, residuals in (("kept", "fast"), ("recomputed", "small"))
         ),
+        *(_autocast_arm(name, recipe=recipe) for name, recipe in RECIPES.items()),
     )
 }

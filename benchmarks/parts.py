@@ -24,13 +24,11 @@ from . import (
     peers,
     processes,
     recipe_counts,
-    recipe_time,
     recipes,
     residual_counts,
     results,
     scaling_traffic,
     sweep,
-    time_table,
 )
 from .recipe_models import UNITS
 from .tables import Goal, Table
@@ -182,56 +180,6 @@ class Session:
             [table for part in HOST for table in part.tables(found)],
             [goal for part in HOST for goal in part.goals(found)],
         )
-
-    def time(self, rounds: int) -> None:
-        """Step time, where a GPU is."""
-        found = self._results("time", "")
-        for side, arms in time_table.ARMS.items():
-            for problem, batch in time_table.BATCHES.items():
-                request = {
-                    "task": "time",
-                    "platform": "gpu",
-                    "rounds": rounds,
-                    "chain": time_table.CHAIN,
-                    "cases": [time_table.case(problem, batch, arm) for arm in arms],
-                }
-                with self.console.status(f"step time, {side}: {problem}"):
-                    answers = processes.ask(
-                        side, request, self.peers, compile_only=False
-                    )
-                    found.versions[side] = next(answers)["versions"]
-                    device = next(answers)["device"]
-                    if device is None:
-                        self.console.print(
-                            "[yellow]time: not run, JAX finds no GPU here.[/]"
-                        )
-                        return
-                    found.device = f"measured on {device}"
-                    found.records += time_table.records(side, problem, batch, answers)
-        self._show(found, time_table.tables(found), [])
-
-    def recipe_time(self, rounds: int) -> None:
-        """The time of an MLP block under recipes, where a GPU is."""
-        request = {
-            "task": "recipe time",
-            "platform": "gpu",
-            "rounds": rounds,
-            "chain": recipe_time.CHAIN,
-            "shape": recipe_time.SHAPE,
-        }
-        with self.console.status("time of an MLP block"):
-            answers = processes.ask("ours", request, None, compile_only=False)
-            versions = next(answers)["versions"]
-            device = next(answers)["device"]
-            if device is None:
-                self.console.print(
-                    "[yellow]recipe-time: not run, JAX finds no GPU here.[/]"
-                )
-                return
-            found = self._results("recipe-time", f"measured on {device}")
-            found.versions["ours"] = versions
-            found.records = recipe_time.records(answers)
-        self._show(found, recipe_time.tables(found), recipe_time.goals(found))
 
     def folds(self, seeds: Sequence[int], steps: int | None) -> None:
         """Accuracy over five folds."""

@@ -15,7 +15,7 @@ import optax
 
 import mpx
 
-from .steps import FIRST_SCALE, FLOAT32, Arm, Loss, StepFunction
+from .steps import FIRST_SCALE, FLOAT32, Arm, Loss, StepFunction, no_scaling
 
 
 def _mpx_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
@@ -93,11 +93,11 @@ def _jmp_unscaled_step(
     return step
 
 
-def _mpx_scaling() -> Any:
+def _mpx_scaling(loss: Loss, model: Any, batch: Any) -> Any:
     return mpx.DynamicLossScaling(jnp.float32(FIRST_SCALE), jnp.float32(1.0))
 
 
-def _jmp_scaling() -> Any:
+def _jmp_scaling(loss: Loss, model: Any, batch: Any) -> Any:
     # Not the object itself: it cannot hold the placeholders of `eqx.partition`.
     return jnp.float32(FIRST_SCALE), jnp.zeros((), jnp.int32)
 
@@ -110,13 +110,13 @@ ARMS = {
         Arm(
             "MPX float16 unscaled",
             "mixed-precision-for-JAX",
-            lambda: None,
+            no_scaling,
             _mpx_unscaled_step(mpx.cast_to_half_precision),
         ),
         Arm(
             "MPX bfloat16",
             "mixed-precision-for-JAX",
-            lambda: None,
+            no_scaling,
             _mpx_unscaled_step(mpx.cast_to_bfloat16),
         ),
         Arm(
@@ -125,6 +125,6 @@ ARMS = {
             _jmp_scaling,
             _jmp_step,
         ),
-        Arm("JMP float16 unscaled", "jmp", lambda: None, _jmp_unscaled_step),
+        Arm("JMP float16 unscaled", "jmp", no_scaling, _jmp_unscaled_step),
     )
 }

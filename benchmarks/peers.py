@@ -24,8 +24,7 @@ _CONSTRAINTS = (
     REPOSITORY / "constraints.txt",
     Path(__file__).resolve().parent / "peers-constraints.txt",
 )
-# tyro: the example's configuration, which the model's file imports, is a command line.
-_PACKAGES = ("mixed-precision-for-JAX", "jmp", "jax", "equinox", "optax", "tyro")
+_PACKAGES = ("mixed-precision-for-JAX", "jmp", "jax", "equinox", "optax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +34,30 @@ class Peers:
     Attributes:
         python: its interpreter.
         libtpu: its TPU compiler; None where there is no wheel for this machine.
+        packages: a folder of packages that go before those of the interpreter.
     """
 
     python: Path
     libtpu: Path | None
+    packages: Path | None = None
 
 
 def installed_libtpu() -> Path | None:
     found = sorted(DIRECTORY.glob("lib/python*/site-packages/libtpu/libtpu.so"))
     return found[0] if found else None
+
+
+def existing(packages: Path | None = None) -> Peers | None:
+    """What is here already: a folder of packages, or the environment; else None.
+
+    A folder is made by `pip install --target FOLDER --no-deps mixed-precision-for-JAX
+    jmp`, for machines with JAX and without a package index.
+    """
+    if packages is not None:
+        return Peers(Path(sys.executable), None, packages)
+    if not (DIRECTORY / ".installed").is_file():
+        return None
+    return Peers(DIRECTORY / "bin" / "python", installed_libtpu())
 
 
 def _install(python: Path, *packages: str) -> subprocess.CompletedProcess[str]:

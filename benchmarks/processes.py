@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import os
+import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +41,7 @@ def ask(
     compile_only: bool = True,
     libraries: Path | None = None,
     variables: Mapping[str, str] | None = None,
+    patience: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[dict[str, Any]]:
     """Runs one worker and yields its answers as they come; the first is its versions.
 
@@ -49,6 +52,7 @@ def ask(
         compile_only: hide accelerators, so that compiling opens none.
         libraries: a folder with JAX's CUDA plugin, to compile for CUDA.
         variables: further environment variables.
+        patience: seconds within which the next answer must come; asked before each.
 
     Raises:
         WorkerError: with the last lines of its standard error.
@@ -67,6 +71,8 @@ def ask(
     else:
         worker = Path(__file__).resolve().with_name("worker.py")
         command = [str(peers.python), "-P", str(worker)]
+        if peers.packages is not None:
+            environment["PYTHONPATH"] = str(peers.packages.resolve())
     process = subprocess.Popen(
         command,
         cwd=REPOSITORY,
@@ -85,18 +91,60 @@ def ask(
     try:
         json.dump({**request, "arms": side}, process.stdin)
         process.stdin.close()
-        for line in process.stdout:
+        for line in read_lines(process, patience):
             yield json.loads(line)
-        process.wait()
     finally:
         if process.poll() is None:
             process.kill()
         process.wait()
         reader.join()
-        process.stdout.close()
         process.stderr.close()
     if process.returncode:
         raise WorkerError(
             f"the worker for {side} ended with status {process.returncode}:\n"
             + "".join(errors)
         )
+
+
+def read_lines(
+    process: subprocess.Popen[str], patience: Callable[[], float]
+) -> Iterator[str]:
+    """Yields what a process prints, and waits for its end.
+
+    Args:
+        process: With a pipe for its standard output.
+        patience: Seconds within which the next line must come; asked before each.
+
+    Raises:
+        WorkerError: It did not come, and the process was killed.
+    """
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        while True:
+            seconds = patience()
+            try:
+                timeout = None if seconds == math.inf else max(seconds, 0.0)
+                line = lines.get(timeout=timeout)
+            except queue.Empty:
+                raise WorkerError(
+                    f"nothing came within {max(seconds, 0.0):.0f} s; it was killed"
+                ) from None
+            if line is None:
+                break
+            yield line
+        process.wait()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        reader.join()
+        if process.stdout is not None:
+            process.stdout.close()

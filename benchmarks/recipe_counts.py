@@ -30,7 +30,8 @@ from mpx._contract._operations import Operation, compiled_products
 
 from . import recipe_models
 from .compiling import Compiler
-from .recipe_models import BATCH, RECIPES, SIZE, Case, linear_flops
+from .our_arms import RECIPES
+from .recipe_models import BATCH, SIZE, Case, linear_flops
 from .results import Results
 from .steps import ArrayStep
 from .tables import Goal, Table

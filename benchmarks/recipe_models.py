@@ -25,16 +25,11 @@ from examples.gpt.config import ModelConfig
 from examples.gpt.model import BYTES, GPT
 
 from . import transformers
+from .our_arms import RECIPES
 from .steps import ArrayStep, arrays_only
 
 SIZE = ModelConfig(context=128, width=256, hidden=1024, blocks=2, heads=4)
 BATCH = 8
-RECIPES = {
-    "delayed": mpx.DelayedScaling(),
-    "current": mpx.Float8CurrentScaling(),
-    "mxfp8": mpx.MXFP8BlockScaling(),
-    "nvfp4": mpx.NVFP4BlockScaling(),
-}
 # What `mpx.autocast(target=...)` calls a target of `targets`.
 UNITS = {"h100": "sm_90", "b200": "sm_100", "tpu7x": "tpu7x"}
 
@@ -45,7 +40,7 @@ class Case:
 
     Attributes:
         framework: A name of `FRAMEWORKS`.
-        recipe: A name of `RECIPES`.
+        recipe: A name of `our_arms.RECIPES`.
         target: A name of `UNITS`.
         head: Whether the final projection is quantized, which it is not by default.
     """

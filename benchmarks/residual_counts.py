@@ -14,8 +14,7 @@ import itertools
 from typing import Any
 
 from .compiling import Compiler
-from .problems import PROBLEMS
-from .residual_models import DROPOUT, GPT, Case
+from .residual_models import Case, title
 from .results import Results
 from .tables import Goal, Table, megabytes, ratio
 from .targets import TARGETS
@@ -76,13 +75,10 @@ def _counts(found: Results) -> dict[Setup, dict[str, dict[str, Any]]]:
 
 def _title(setup: Setup) -> str:
     target, model, blocks, batch = setup
-    titles = {
-        "gpt": f"GPT (width {GPT['width']}, context {GPT['context']})",
-        "gpt scan": f"GPT (width {GPT['width']}, context {GPT['context']}), scanned",
-    }
-    name = titles.get(model) or f"{PROBLEMS[model].title}, dropout {DROPOUT}"
     device = TARGETS[target].title
-    return f"{name}: {blocks} blocks, batch {batch}, Adam, compiled for {device}"
+    return (
+        f"{title(model)}: {blocks} blocks, batch {batch}, Adam, compiled for {device}"
+    )
 
 
 def tables(found: Results) -> list[Table]:

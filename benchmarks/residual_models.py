@@ -12,15 +12,41 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from . import transformers
 from .problems import PROBLEMS
-from .steps import LEARNING_RATE, Arm, ArrayStep, arrays_only
+from .steps import LEARNING_RATE, Arm, ArrayStep, Loss, arrays_only, random_images
 
-DROPOUT = 0.1
+# Which ViTs there are: the problem, the dropout, and whether a token of its own is what
+# is classified. The MPX paper's have one, and it says nothing of dropout.
+VITS = {
+    **{name: (problem, 0.1, False) for name, problem in PROBLEMS.items()},
+    **{f"paper {name}": (problem, 0.0, True) for name, problem in PROBLEMS.items()},
+}
 GPT = {"width": 768, "hidden": 3072, "heads": 12, "context": 512}
+GPTS = {
+    "gpt": GPT,
+    "gpt scan": GPT,
+    "tiny gpt": {"width": 16, "hidden": 32, "heads": 2, "context": 8},
+}
+
+
+def title(model: str) -> str:
+    """A model in words.
+
+    >>> title("paper desktop")
+    'desktop ViT (width 256, hidden 800) on CIFAR-100, 65 tokens'
+    """
+    if model in GPTS:
+        sizes = GPTS[model]
+        scanned = ", scanned" if model == "gpt scan" else ""
+        return f"GPT (width {sizes['width']}, context {sizes['context']}){scanned}"
+    problem, dropout, class_token = VITS[model]
+    height, width, _ = problem.image_shape
+    tokens = (height // problem.patch) * (width // problem.patch) + class_token
+    more = f", dropout {dropout}" if dropout else ""
+    return problem.title + more + (f", {tokens} tokens" if class_token else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +55,7 @@ class Case:
 
     Attributes:
         target: A name of `targets.TARGETS`.
-        model: "desktop" or "base", of `PROBLEMS`; "gpt" or "gpt scan".
+        model: A name of `VITS` or of `GPTS`.
         blocks: How many blocks it has.
         batch: Images or texts per step.
         arm: The name of an arm.
@@ -44,24 +70,40 @@ class Case:
 
 def build(arm: Arm, case: Case, devices: list[Any] | None = None) -> ArrayStep:
     """The step of a case, with shapes for arguments; see `steps.build`."""
-    optimizer = optax.adam(LEARNING_RATE)
-    is_vit = case.model in PROBLEMS
+    key = jax.random.key(0)
+    batch = jax.eval_shape(lambda key: _random_batch(case, key), key)
+    state = eqx.filter_eval_shape(lambda key: _initial(arm, case, batch, key), key)
+    return arrays_only(_step(arm, case), state, batch, devices)
 
-    def initial(key: Any) -> tuple[Any, Any, Any]:
-        model = _vit(arm, case, key) if is_vit else _gpt(arm, case, key)
-        params = eqx.filter(model, eqx.is_inexact_array)
-        return model, optimizer.init(params), arm.first_scaling()
 
-    state = eqx.filter_eval_shape(initial, jax.random.key(0))
-    batch: Any
-    if is_vit:
-        shape = (case.batch, *PROBLEMS[case.model].image_shape)
-        labels = jax.ShapeDtypeStruct((case.batch,), np.int32)
-        batch = (jax.ShapeDtypeStruct(shape, np.float32), labels)
-    else:
-        batch = jax.ShapeDtypeStruct((case.batch, GPT["context"] + 1), np.int32)
-    step = arm.make_step(_vit_loss if is_vit else _gpt_loss, optimizer)
-    return arrays_only(step, state, batch, devices)
+def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
+    """The step of a case with random weights and a random batch, to run it."""
+    key = jax.random.key(seed)
+    batch = _random_batch(case, key)
+    state = _initial(arm, case, batch, key)
+    return arrays_only(_step(arm, case), state, batch, None)
+
+
+def _random_batch(case: Case, key: Any) -> Any:
+    if case.model in VITS:
+        return random_images(VITS[case.model][0], case.batch, key)
+    shape = (case.batch, GPTS[case.model]["context"] + 1)
+    return jax.random.randint(key, shape, 0, transformers.BYTES)
+
+
+def _initial(arm: Arm, case: Case, batch: Any, key: Any) -> tuple[Any, Any, Any]:
+    model = _vit(arm, case, key) if case.model in VITS else _gpt(arm, case, key)
+    params = eqx.filter(model, eqx.is_inexact_array)
+    first_scaling = arm.first_scaling(_loss(case), model, batch)
+    return model, optax.adam(LEARNING_RATE).init(params), first_scaling
+
+
+def _step(arm: Arm, case: Case) -> Any:
+    return arm.make_step(_loss(case), optax.adam(LEARNING_RATE))
+
+
+def _loss(case: Case) -> Loss:
+    return _vit_loss if case.model in VITS else _gpt_loss
 
 
 def _full(arm: Arm) -> transformers.Full:
@@ -73,14 +115,16 @@ def _full(arm: Arm) -> transformers.Full:
 
 
 def _vit(arm: Arm, case: Case, key: Any) -> transformers.ViT:
-    problem = PROBLEMS[case.model]
-    return transformers.ViT(problem, case.blocks, DROPOUT, key, _full(arm))
+    problem, dropout, class_token = VITS[case.model]
+    return transformers.ViT(
+        problem, case.blocks, dropout, key, _full(arm), class_token=class_token
+    )
 
 
 def _gpt(arm: Arm, case: Case, key: Any) -> transformers.GPT:
-    is_scan = case.model == "gpt scan"
+    sizes, is_scan = GPTS[case.model], case.model == "gpt scan"
     return transformers.GPT(
-        **GPT, blocks=case.blocks, key=key, scan=is_scan, full=_full(arm)
+        **sizes, blocks=case.blocks, key=key, scan=is_scan, full=_full(arm)
     )
 
 

@@ -44,8 +44,10 @@ class Results:
         head = dataclasses.asdict(self)
         records = ",\n".join("  " + json.dumps(r) for r in head.pop("records"))
         text = json.dumps(head, indent=1).rstrip("\n}")
-        path.write_text(f'{text},\n "records": [\n{records}\n ]\n}}\n')
-        return path
+        # At once, so that whoever is killed meanwhile leaves the one before.
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(f'{text},\n "records": [\n{records}\n ]\n}}\n')
+        return new.replace(path)
 
     def versions_line(self) -> str:
         """The versions as one sentence."""
@@ -61,6 +63,13 @@ def read(name: str, folder: Path = COMMITTED) -> Results | None:
     if not path.is_file():
         return None
     return Results(**json.loads(path.read_text()))
+
+
+def read_all(name: str, folder: Path = COMMITTED) -> list[Results]:
+    """What was found under a name; of `device`, on every device."""
+    names = [path.stem for path in sorted(folder.glob("device-*.json"))]
+    every = (read(one, folder) for one in (names if name == "device" else [name]))
+    return [found for found in every if found is not None]
 
 
 def compiler(versions: dict[str, str], platform: str) -> str:

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from examples.vit.config import PRESETS
 
-from .problems import PROBLEMS, make_model
+from .problems import PROBLEMS, Problem, make_model
 
 Recipe = Literal["adam", "job"]
 
@@ -45,7 +45,8 @@ class Arm:
     Attributes:
         name: the word on the command line and in tables.
         library: whose code it is, with `{version}` filled in by the worker.
-        first_scaling: makes the state that the loss scaling starts with.
+        first_scaling: makes the state that the scaling starts with, from the loss, the
+            model and a batch.
         make_step: from loss and optimizer to
             `model, opt_state, scaling, loss = step(model, opt_state, scaling, batch)`.
         uses_mpx: False where the model must not use mpx either.
@@ -53,7 +54,7 @@ class Arm:
 
     name: str
     library: str
-    first_scaling: Callable[[], Any]
+    first_scaling: Callable[[Loss, Any, Any], Any]
     make_step: Callable[[Loss, optax.GradientTransformation], StepFunction]
     uses_mpx: bool = True
 
@@ -103,7 +104,24 @@ def _float32_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFu
     return step
 
 
-FLOAT32 = Arm("float32", "equinox", lambda: None, _float32_step, uses_mpx=False)
+def _naive_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
+    def cast_loss(model: Any, batch: Any) -> jax.Array:
+        return loss(*jax.tree.map(_to_bfloat16, (model, batch)))
+
+    return _float32_step(cast_loss, optimizer)
+
+
+def _to_bfloat16(leaf: Any) -> Any:
+    return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
+
+
+def no_scaling(loss: Loss, model: Any, batch: Any) -> None:
+    """The state of a step that scales nothing."""
+
+
+FLOAT32 = Arm("float32", "equinox", no_scaling, _float32_step, uses_mpx=False)
+# What one writes without a library: all weights and inputs cast, whatever they are for.
+NAIVE = Arm("naive bfloat16", "equinox", no_scaling, _naive_step, uses_mpx=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,43 +187,47 @@ def build(arm: Arm, case: Case, devices: list[Any] | None = None) -> ArrayStep:
         devices: compile-only devices that the shapes are placed on, `case.devices` of
             them; none leaves them where `jax.jit` puts them.
     """
-    problem = PROBLEMS[case.problem]
+    problem, key = PROBLEMS[case.problem], jax.random.key(0)
+    batch = jax.eval_shape(lambda key: random_images(problem, case.batch, key), key)
 
     def initial(key: Any) -> tuple[Any, Any, Any]:
-        return _initial_state(arm, case, key)
+        return _initial_state(arm, case, batch, key)
 
-    state = eqx.filter_eval_shape(initial, jax.random.key(0))
-    batch = (
-        jax.ShapeDtypeStruct((case.batch, *problem.image_shape), np.float32),
-        jax.ShapeDtypeStruct((case.batch,), np.int32),
-    )
+    state = eqx.filter_eval_shape(initial, key)
     return _step_of(arm, case, state, batch, devices)
 
 
 def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
     """The step of a case with random weights and images, to run it."""
-    problem = PROBLEMS[case.problem]
-    state = _initial_state(arm, case, jax.random.key(seed))
-    random = np.random.default_rng(seed)
-    images = random.standard_normal((case.batch, *problem.image_shape), np.float32)
-    labels = random.integers(problem.classes, size=case.batch, dtype=np.int32)
-    batch = (jnp.asarray(images), jnp.asarray(labels))
+    key = jax.random.key(seed)
+    batch = random_images(PROBLEMS[case.problem], case.batch, key)
+    state = _initial_state(arm, case, batch, key)
     return _step_of(arm, case, state, batch, None)
 
 
-def _initial_state(arm: Arm, case: Case, key: Any) -> tuple[Any, Any, Any]:
+def random_images(problem: Problem, batch: int, key: Any) -> tuple[Any, Any]:
+    """Random images and labels."""
+    images = jax.random.normal(key, (batch, *problem.image_shape))
+    return images, jax.random.randint(key, (batch,), 0, problem.classes)
+
+
+def _initial_state(arm: Arm, case: Case, batch: Any, key: Any) -> tuple[Any, Any, Any]:
     dropout = PRESETS["cifar100"].model.dropout if case.recipe == "job" else 0.0
     config = PROBLEMS[case.problem].config(case.blocks, dropout)
     model = make_model(PROBLEMS[case.problem], config, key, with_mpx=arm.uses_mpx)
     params = eqx.filter(model, eqx.is_inexact_array)
-    return model, make_optimizer(case.recipe).init(params), arm.first_scaling()
+    scaling = arm.first_scaling(_loss(case), model, batch)
+    return model, make_optimizer(case.recipe).init(params), scaling
+
+
+def _loss(case: Case) -> Loss:
+    return mean_loss if case.recipe == "adam" else mean_loss_with_dropout
 
 
 def _step_of(
     arm: Arm, case: Case, state: Any, batch: Any, devices: list[Any] | None
 ) -> ArrayStep:
-    loss = mean_loss if case.recipe == "adam" else mean_loss_with_dropout
-    step = arm.make_step(loss, make_optimizer(case.recipe))
+    step = arm.make_step(_loss(case), make_optimizer(case.recipe))
     return arrays_only(step, state, batch, devices)
 
 

@@ -83,9 +83,13 @@ class Block(eqx.Module):
 
 
 class ViT(eqx.Module):
-    """Patches, blocks, mean over tokens, linear classifier; one image at a time."""
+    """Patches, blocks, linear classifier; one image at a time.
+
+    What is classified is the mean over the tokens, or a token of its own before them.
+    """
 
     embed: eqx.nn.Linear
+    class_token: Array | None
     place: Array
     blocks: list[Block]
     norm: eqx.nn.LayerNorm
@@ -100,12 +104,15 @@ class ViT(eqx.Module):
         dropout: float,
         key: Array,
         full: Full = as_it_is,
+        *,
+        class_token: bool = False,
     ):
         height, width, channels = problem.image_shape
         patch = problem.patch
         keys = jax.random.split(key, blocks + 2)
         self.embed = eqx.nn.Linear(patch * patch * channels, problem.width, key=keys[0])
-        tokens = (height // patch) * (width // patch)
+        tokens = (height // patch) * (width // patch) + class_token
+        self.class_token = jnp.zeros((1, problem.width)) if class_token else None
         self.place = jnp.zeros((tokens, problem.width))
         self.blocks = [
             Block(
@@ -128,12 +135,17 @@ class ViT(eqx.Module):
         p = self.patch
         x = image.reshape(height // p, p, width // p, p, channels)
         x = x.transpose(0, 2, 1, 3, 4).reshape(-1, p * p * channels)
-        x = jax.vmap(self.embed)(x) + self.place
+        x = jax.vmap(self.embed)(x)
+        if self.class_token is not None:
+            x = jnp.concatenate([self.class_token, x])
+        x = x + self.place
         for block, block_key in zip(
             self.blocks, jax.random.split(key, len(self.blocks)), strict=True
         ):
             x = block(x, block_key)
         x = jax.vmap(self.full(self.norm, x.dtype))(x)
+        if self.class_token is not None:
+            return self.head(x[0])
         return self.head(self.full(jnp.mean, x.dtype)(x, 0))
 
 

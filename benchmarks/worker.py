@@ -30,6 +30,19 @@ Build = Callable[..., Any]
 Count = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "libtpu",
+    "equinox",
+    "optax",
+    "flax",
+    "qwix",
+    "mixed-precision-for-JAX",
+    "jmp",
+)
 
 
 def _add_package(name: str) -> None:
@@ -64,16 +77,9 @@ def _arms(which: str) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """What the numbers of this process depend on."""
     found = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "libtpu", "equinox", "optax", "flax"):
-        try:
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    for name in ("mixed-precision-for-JAX", "jmp"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     library = os.environ.get("TPU_LIBRARY_PATH")
     if library and "libtpu" not in found:
         # Used from another environment: its metadata lies beside it.
@@ -195,10 +201,10 @@ def _autocast_host(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from autocast_host.measure(request)
 
 
-def _time(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from benchmarks import step_time
+def _device(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    from benchmarks.device import measure
 
-    yield from step_time.measure(_arms(request["arms"]), request)
+    yield from measure.measure(_arms(request["arms"]), request)
 
 
 def _folds(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -225,12 +231,6 @@ def _kept(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from recipe_counts.measure_kept()
 
 
-def _recipe_time(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from benchmarks import recipe_time
-
-    yield from recipe_time.measure(request)
-
-
 def _compile_time(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from benchmarks import compile_time
 
@@ -246,12 +246,11 @@ TASKS = {
     "lower": _lower,
     "host": _host,
     "autocast host": _autocast_host,
-    "time": _time,
+    "device": _device,
     "folds": _folds,
     "recipes": _recipes,
     "errors": _errors,
     "kept": _kept,
-    "recipe time": _recipe_time,
     "compile time": _compile_time,
     "versions": _versions,
 }

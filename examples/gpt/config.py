@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
-
 from ..common.config import RunConfig, ScalingConfig, require
 
 
@@ -84,5 +82,7 @@ class Config(RunConfig):
 
 def parse_config(arguments: Sequence[str] | None = None) -> Config:
     """Reads the command line."""
+    import tyro  # here: a model and its sizes need no command line
+
     config = tyro.cli(Config, prog="python -m examples.gpt", args=arguments)
     return config.validate()

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
 from ..common.config import RunConfig, ScalingConfig, require
 
 Preset = Literal["digits", "cifar100", "imagenet"]
@@ -128,6 +126,8 @@ PRESETS: dict[str, Config] = {
 
 def parse_config(arguments: Sequence[str] | None = None) -> Config:
     """Reads the command line: first `--preset`, then everything over its defaults."""
+    import tyro  # here: a model and its sizes need no command line
+
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="digits")
     preset = first.parse_known_args(arguments)[0].preset

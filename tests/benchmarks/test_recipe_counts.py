@@ -1,14 +1,21 @@
 """Recipes compiled for other devices: models, counts, tables, and what is committed."""
 
 import dataclasses
-import math
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import processes, recipe_counts, recipe_models, recipe_time, results
+from benchmarks import (
+    flax_layers,
+    linear_layers,
+    our_arms,
+    processes,
+    recipe_counts,
+    recipe_models,
+    results,
+)
 from examples.gpt.config import ModelConfig
 from mpx._contract._hlo import parse
 from mpx._contract._operations import products
@@ -137,52 +144,41 @@ def test_the_committed_counts_meet_their_goals():
     assert not missed
 
 
-# --- The time of an MLP block ---------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_mlp_block_is_timed_in_rounds():
-    shape = {"tokens": 32, "width": 16, "hidden": 32}
-    request = {"task": "recipe time", "rounds": 2, "chain": 2, "shape": shape}
-    _, device, *rounds = processes.ask("ours", {**request, "platform": "cpu"}, None)
-    assert device == {"device": "cpu"} and len(rounds) == 2
-    for answer in rounds:
-        assert [sample["arm"] for sample in answer["round"]] == list(recipe_time.ARMS)
-        assert all(sample["seconds"] > 0 for sample in answer["round"])
+# --- Stacks of linear layers ----------------------------------------------------------
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("arm", recipe_time.ARMS)
-def test_all_products_of_the_mlp_block_are_quantized(arm):
-    step = recipe_time.build(arm, tokens=32, width=16, hidden=48, target="sm_90")
+@pytest.mark.parametrize("arm", ["autocast bfloat16", "delayed", "current"])
+def test_all_products_of_a_stack_are_quantized(arm):
+    key = jax.random.key(0)
+    step = linear_layers.build(arm, 32, (16, 48, 16), key, target="sm_90")
     traced = step.jitted().trace(step.state, step.batch)
     lowered = traced.lower(lowering_platforms=("cuda",))
     found = products(parse(lowered.as_text(dialect="hlo")))
     # Forward, and both gradients, of both layers.
-    assert sum(x.flops for x in found) == 2 * 3 * 2 * 32 * 16 * 48
-    kind = "bfloat16" if arm == "bfloat16" else "float8"
+    assert sum(x.flops for x in found) == linear_layers.flops(32, (16, 48, 16))
+    kind = "float8" if arm in our_arms.RECIPES else "bfloat16"
     assert all(dtype.startswith(kind) for x in found for dtype in x.dtypes)
-    if arm == "delayed":
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize(
+    "arm",
+    [
+        pytest.param(arm, marks=[pytest.mark.slow] if "fp" in arm else [])
+        for arm in (*linear_layers.ARMS, *flax_layers.ARMS)
+    ],
+)
+def test_a_stack_has_the_gradients_of_float32(arm):
+    """Of random weights of its own where it is of others; as large, then."""
+    for package in flax_layers.ARMS.get(arm, ()):
+        pytest.importorskip(package)
+    module = flax_layers if arm in flax_layers.ARMS else linear_layers
+    sizes = []
+    for one, built_by in (("float32", linear_layers), (arm, module)):
+        step = built_by.build(one, 32, (32, 64, 32), jax.random.key(0))
         state, train = step.state, step.jitted()
         for _ in range(2):
-            state, (loss, grads) = train(state, step.batch)
-        assert math.isfinite(loss) and all(map(jnp.any, jax.tree.leaves(grads)))
-
-
-def test_the_table_pairs_the_rounds():
-    found = results.Results("recipe-time", "test", "measured on NVIDIA H200")
-    found.records = recipe_time.records(
-        {
-            "round": [
-                {"arm": "bfloat16", "seconds": base},
-                {"arm": "delayed", "seconds": base / 1.7},
-                {"arm": "current", "seconds": base / 1.5},
-            ]
-        }
-        for base in (0.01, 0.03, 0.02)
-    )
-    (table,) = recipe_time.tables(found)
-    assert [row[-1] for row in table.rows] == ["1.00", "1.70", "1.50"]
-    assert [goal.met for goal in recipe_time.goals(found)] == [True, False]
-    found.device = "measured on another GPU"
-    assert recipe_time.goals(found) == []
+            state, (_, grads) = train(state, step.batch)
+        sizes.append(sum(float(jnp.sum(jnp.abs(g))) for g in jax.tree.leaves(grads)))
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.1)

@@ -1,0 +1,124 @@
+"""The command line: `python -m benchmarks [names] [options]`, but for `device`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import Literal, get_args
+
+import tyro
+from rich.console import Console
+
+from . import documentation, parts, recipes
+from .results import COMMITTED
+
+Name = Literal[
+    "sweep",
+    "scaling",
+    "autocast",
+    "host",
+    "folds",
+    "recipes",
+    "errors",
+]
+# Of programs compiled for a GPU that need not be there.
+Counted = Literal["cuda", "recipe-counts", "residuals", "compile-time"]
+SCRATCH = Path("runs/bench")
+ALL: tuple[Name, ...] = get_args(Name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Measures mpx beside float32, the published MPX and JMP.
+
+    Without names everything is measured: `sweep` (memory and traffic over the batch
+    size), `scaling` (traffic added by dynamic loss scaling), `autocast` (memory and
+    traffic where autocast casts), `host` (CPU time to trace and lower), `folds`
+    (accuracy over five folds), `recipes` (the loss of a GPT in low precision) and
+    `errors` (of single products in low precision). `cuda` is sweep, autocast and
+    scaling compiled for an H100; `recipe-counts` says on which units the products of
+    low precision run on an H100, a B200 and a TPU7x, and what they keep; `residuals`
+    what steps need that recompute islands, on an H100 and a TPU v5e; `compile-time` how
+    long such steps take to compile. `docs` only writes the tables of the committed
+    results into docs/benchmarks.md. `device` measures what only a GPU can tell, and has
+    options of its own: `python -m benchmarks device --help`.
+    """
+
+    names: tyro.conf.Positional[tuple[Name | Literal[Counted, "docs"], ...]] = ALL
+    """What to measure."""
+    out: Path = SCRATCH
+    """Where results and pictures go; `benchmarks/results` is what is committed."""
+    target: Literal["v5e", "v5p", "v6e", "tpu7x"] = "v5e"
+    """TPU that sweep and scaling are compiled for."""
+    blocks: int = 2
+    """Transformer blocks in sweep and scaling; 12 takes minutes for each program."""
+    fresh: bool = False
+    """Compile also what has been compiled before by the same compiler."""
+    rounds: int = 15
+    """Samples of every arm in host."""
+    seeds: int = 4
+    """Seeds of every fold; each trains three models."""
+    fold_steps: int | None = None
+    """Steps of every model in folds; the preset's by default."""
+    recipe_seeds: int = recipes.SEEDS
+    """Seeds of recipes; each trains seven models."""
+    recipe_steps: int = recipes.STEPS
+    """Steps of every model in recipes."""
+    cuda_libraries: Path = Path(".venv-cuda")
+    """Folder with JAX's CUDA plugin; made (5 GB) where it is needed and missing."""
+
+    @property
+    def command(self) -> str:
+        """The command that ran, for the results."""
+        return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+
+
+def main() -> int:
+    """Runs the benchmarks; returns 1 where a goal was missed, 2 after an error."""
+    options = tyro.cli(Options, prog="python -m benchmarks")
+    console = Console()
+    session = parts.Session(
+        console=console,
+        out=options.out,
+        command=options.command,
+        log=SCRATCH / "compiled.jsonl",
+        known_in=() if options.fresh else (COMMITTED, SCRATCH, options.out),
+    )
+    try:
+        for name in options.names:
+            run_one(name, options, session)
+    except RuntimeError as error:
+        Console(stderr=True).print(f"Error: {error}", markup=False)
+        return 2
+    return session.summarize()
+
+
+def run_one(name: str, options: Options, session: parts.Session) -> None:
+    """Runs one benchmark."""
+    if name == "sweep":
+        session.sweep(options.target, options.blocks)
+    elif name == "scaling":
+        session.scaling(options.target, options.blocks)
+    elif name == "autocast":
+        session.autocast(options.target)
+    elif name == "host":
+        session.host(options.rounds)
+    elif name == "folds":
+        session.folds(range(options.seeds), options.fold_steps)
+    elif name == "recipes":
+        session.recipes(options.recipe_seeds, options.recipe_steps)
+    elif name == "errors":
+        session.errors()
+    elif name == "cuda":
+        session.cuda(options.cuda_libraries)
+    elif name == "recipe-counts":
+        session.recipe_counts(options.cuda_libraries)
+    elif name == "residuals":
+        session.residuals(options.cuda_libraries)
+    elif name == "compile-time":
+        session.compile_time(options.cuda_libraries)
+    elif name == "docs":
+        for path in documentation.write():
+            session.console.print(f"Written {path}")

@@ -1,0 +1,283 @@
+"""The worker's side of `device`: one case after the other, as far as the time goes.
+
+A case's arm alternates with its base in this process, sample by sample. Each sample is
+a chain of steps, each on the results of the one before, with one wait at its end, so
+that the host's dispatch hides behind the device. Compilation and a warm-up are not
+timed; weights and data are random numbers, since zeros would draw less power and run
+faster. The base itself alternates with a second copy of itself, which shows what is
+left to chance.
+
+Imported in the peers' environment, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..counts import memory
+from ..steps import ArrayStep
+from .about import about
+from .plan import ABOUT, Case, Sizes
+
+# Calls of FP8 and block-scaled units in an optimized program.
+UNIT_CALLS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
+# Compute capabilities with units for FP8 with a scale per tensor, and for blocks.
+CAPABILITIES = {"delayed": 8.9, "current": 8.9, "mxfp8": 10.0, "nvfp4": 10.0}
+CAPABILITIES |= {"Flax fp8": 8.9, "Qwix fp8": 8.9}
+
+
+# What XLA says where a program does not fit.
+NO_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+class SkippedError(Exception):
+    """A case that cannot be measured here, and why."""
+
+
+def measure(arms: dict[str, Any], request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the device, then two answers for every case: that it starts, and a record.
+
+    Args:
+        arms: The arms of this environment.
+        request: `platform` (`"gpu"`; `"cpu"` in tests), `sizes` and `cases` as fields,
+            and `seconds`, after which no case is begun.
+    """
+    until = time.monotonic() + request["seconds"]
+    device = find_device(request["platform"])
+    yield {"device": None if device is None else device.device_kind}
+    if device is None:
+        return
+    sizes = Sizes(**request["sizes"])
+    worker = Worker(arms, device, sizes, emulate=request["platform"] == "cpu")
+    with jax.default_device(device):
+        for index, fields in enumerate(request["cases"]):
+            if time.monotonic() > until:
+                return
+            yield {"started": index}
+            yield {"case": index, "record": worker.record(Case.of(fields))}
+
+
+def find_device(platform: str) -> Any:
+    """The first device of a platform, or None."""
+    try:
+        return jax.devices(platform)[0]
+    except RuntimeError:
+        return None
+
+
+class Worker:
+    """Measures cases, and keeps the base of the last one."""
+
+    def __init__(self, arms: dict[str, Any], device: Any, sizes: Sizes, emulate: bool):
+        """Everything is built for `device`.
+
+        Args:
+            arms: The arms of this environment.
+            device: That it runs on.
+            sizes: Of samples and trials.
+            emulate: Run also what the device has no units for.
+        """
+        self.arms, self.device, self.sizes = arms, device, sizes
+        self.emulate = emulate
+        self._base: tuple[Any, Running] | None = None
+
+    def record(self, case: Case) -> dict[str, Any]:
+        """What was measured; or `error`, or `skipped`, with the reason."""
+        start = time.perf_counter()
+        try:
+            if case == ABOUT:
+                return about(self.device, self.sizes.matrix)
+            self._check(case)
+            found = self._largest(case) if case.is_alone else self._pair(case)
+            return {**found, "took": round(time.perf_counter() - start, 1)}
+        except SkippedError as reason:
+            return {"skipped": str(reason)}
+        except Exception as error:  # whatever it is, the other cases go on
+            return {"error": in_words(error)}
+        finally:
+            gc.collect()
+
+    def _check(self, case: Case) -> None:
+        needed = CAPABILITIES.get(case.arm, 0.0)
+        capability = str(getattr(self.device, "compute_capability", "0"))
+        if not self.emulate and needed > float(capability):
+            raise SkippedError(
+                f"the device has no units for it: compute capability {capability}, "
+                f"needed {needed}"
+            )
+        if case.model == "layers":
+            from .. import flax_layers
+
+            for package in flax_layers.ARMS.get(case.arm, ()):
+                if importlib.util.find_spec(package) is None:
+                    raise SkippedError(f"{package} is not installed")
+
+    def _build(self, case: Case, arm: str) -> ArrayStep:
+        key = jax.random.key(0)
+        if case.model == "layers":
+            from .. import flax_layers, linear_layers
+
+            module = flax_layers if arm in flax_layers.ARMS else linear_layers
+            return module.build(arm, case.batch, case.features, key)
+        from .. import residual_models
+
+        fields = ("", case.model, case.blocks, case.batch, arm)
+        one = residual_models.Case(*fields)
+        return residual_models.build_concrete(self.arms[arm], one, seed=0)
+
+    def _pair(self, case: Case) -> dict[str, Any]:
+        """Samples of the arm and of its base, and what the executable needs."""
+        base = self._started_base(case)
+        is_base = case.arm == case.base
+        arm = base.again() if is_base else Running(self._build(case, case.arm))
+        found: dict[str, list[float]] = {"base_seconds": [], "seconds": []}
+        base.warm_up()
+        arm.warm_up()
+        chain = self.sizes.chain
+        estimate = chain * (base.advance(chain) + arm.advance(chain))
+        fewest, most = self.sizes.rounds
+        rounds = min(max(int(self.sizes.seconds / estimate), fewest), most)
+        for _ in range(rounds):
+            found["base_seconds"].append(base.advance(chain))
+            found["seconds"].append(arm.advance(chain))
+        rounded = {k: [float(f"{x:.4g}") for x in v] for k, v in found.items()}
+        text = arm.compiled.as_text()
+        return {
+            **rounded,
+            "base_memory": memory(base.compiled),
+            "memory": memory(arm.compiled),
+            "unit_calls": sum(text.count(f'"{call}"') for call in UNIT_CALLS),
+            "base_size": base.size,
+            "size": arm.size,
+        }
+
+    def _started_base(self, case: Case) -> Running:
+        key = (case.setup, case.base)
+        if self._base is None or self._base[0] != key:
+            self._base = None  # frees its memory before the next one's is taken
+            gc.collect()
+            self._base = (key, Running(self._build(case, case.base)))
+        return self._base[1]
+
+    def _largest(self, case: Case) -> dict[str, Any]:
+        """The peak of memory at the case's batch, and the largest batch that runs."""
+        has_stats = bool(self.device.memory_stats())
+        limit = self._stats().get("bytes_limit", self.sizes.pretended)
+
+        def attempt(batch: int) -> tuple[Running, float]:
+            gc.collect()  # the one before
+            one = dataclasses.replace(case, batch=batch)
+            running = Running(self._build(one, case.arm))
+            needed = memory(running.compiled)
+            if not has_stats and needed > limit:
+                raise MemoryError(f"{NO_MEMORY}: {needed} bytes of {limit}")
+            running.warm_up()
+            return running, running.advance(2)
+
+        first, _ = attempt(case.batch)
+        peak = self._stats().get("peak_bytes_in_use")
+        needed, fixed = memory(first.compiled), bytes_of(first.state)
+        # What is needed besides the state grows in proportion to the batch.
+        guess = int(case.batch * (limit - fixed) / max(needed - fixed, 1))
+        del first
+        trials = self.sizes.trials
+        found = largest_batch(
+            lambda batch: attempt(batch)[1], case.batch, guess, trials
+        )
+        return {"memory": needed, "peak": peak, "limit": limit, **found}
+
+    def _stats(self) -> dict[str, Any]:
+        return self.device.memory_stats() or {}
+
+
+def largest_batch(
+    attempt: Callable[[int], float], batch: int, guess: int, trials: int
+) -> dict[str, Any]:
+    """The largest batch that was seen to run.
+
+    From the first guess it goes up by 5% or down by 7%, until one runs and one does
+    not; between those two the way is halved.
+
+    Args:
+        attempt: Runs a batch; gives seconds per step, or raises an error that speaks
+            of `NO_MEMORY`.
+        batch: One that runs.
+        guess: The first trial.
+        trials: How often it is tried at most.
+    """
+    lowest, highest, seconds, tried = batch, None, None, []
+    for _ in range(trials):
+        if guess <= lowest or guess == highest:
+            break
+        try:
+            seconds = attempt(guess)
+        except Exception as error:
+            if NO_MEMORY not in str(error):
+                raise
+            highest = guess
+        else:
+            lowest = guess
+        tried.append([guess, guess == lowest])
+        if highest is None:
+            guess = max(int(1.05 * lowest), lowest + 1)
+        elif lowest == batch:
+            guess = int(0.93 * highest)
+        else:
+            guess = (lowest + highest) // 2
+    return {"largest": lowest, "largest_seconds": seconds, "tried": tried}
+
+
+class Running:
+    """A compiled step, its state and its batch."""
+
+    def __init__(self, step: ArrayStep, compiled: Any = None):
+        """Compiles a step of arrays, or takes what was compiled of it."""
+        self.step, self.state = step, step.state
+        self.size: float | None = None
+        lower = step.jitted().lower
+        self.compiled = compiled or lower(step.state, step.batch).compile()
+
+    def again(self) -> Running:
+        """The same program with a state of its own."""
+        state = jax.tree.map(jnp.copy, self.state)
+        return Running(dataclasses.replace(self.step, state=state), self.compiled)
+
+    def warm_up(self) -> None:
+        """Makes two steps, and keeps the size of the first result to compare it."""
+        self.state, result = self.compiled(self.state, self.step.batch)
+        if self.size is None:
+            size = sum(
+                jnp.sum(jnp.abs(leaf.astype(jnp.float32)))
+                for leaf in jax.tree.leaves(result)
+            )
+            self.size = float(f"{size:.6g}")
+        self.advance(1)
+
+    def advance(self, count: int) -> float:
+        """Makes `count` steps; returns the seconds of one."""
+        result = None
+        jax.block_until_ready(self.state)
+        start = time.perf_counter()
+        for _ in range(count):
+            self.state, result = self.compiled(self.state, self.step.batch)
+        jax.block_until_ready((self.state, result))
+        return (time.perf_counter() - start) / count
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def in_words(error: Exception) -> str:
+    """The kind of an error and the beginning of what it says."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:400]

@@ -1,0 +1,231 @@
+"""The parts of a run on a device, and the cases of each, in order of worth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..processes import Side
+
+PARTS = ("tests", "steps", "largest", "sweep", "products")
+
+# Seconds that a part may take, so that the later ones have their turn.
+SECONDS = {"tests": 180, "steps": 600, "largest": 300, "sweep": 240, "products": 240}
+
+# In order of worth. A base comes first: its row shows what is left to chance.
+LAYER_ARMS = (
+    "naive bfloat16",
+    "delayed",
+    "current",
+    "autocast bfloat16",
+    "float32",
+    "mxfp8",
+    "nvfp4",
+    "Flax fp8",
+    "Qwix fp8",
+    "autocast float16",
+)
+FIRST_ARMS = (
+    "float32",
+    "autocast bfloat16",
+    "autocast bfloat16, half stream",
+    "naive bfloat16",
+)
+LATER_ARMS = ("mpx float16", "mpx bfloat16", "current", "delayed")
+LAST_ARMS = ("autocast float16", "mxfp8", "nvfp4")
+PEER_ARMS = ("MPX float16", "JMP float16", "MPX bfloat16")
+LARGEST_ARMS = (
+    "float32",
+    "autocast bfloat16, half stream",
+    "autocast bfloat16",
+    "naive bfloat16",
+)
+SWEEP_ARMS = ("mpx float16", "autocast bfloat16, half stream")
+# The one that the paper is about.
+PAPER_ARM = "MPX float16"
+PRODUCT_ARMS = ("current", "delayed", "mxfp8", "nvfp4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Something to measure.
+
+    Attributes:
+        part: One of `PARTS`, or "about" for what the device itself can do.
+        model: A name of `residual_models.VITS` or `GPTS`; "layers" for a stack of
+            linear layers.
+        batch: Images, texts, or rows of the input of a stack.
+        arm: A name of `our_arms.ARMS` or `peer_arms.ARMS`; for layers, of
+            `linear_layers.ARMS` or `flax_layers.ARMS`.
+        base: The arm that it alternates with, and is compared with.
+        blocks: Of a transformer.
+        features: Of a stack: of its input, and of what each layer gives.
+        side: Whose code it is.
+    """
+
+    part: str
+    model: str = ""
+    batch: int = 0
+    arm: str = ""
+    base: str = ""
+    blocks: int = 0
+    features: tuple[int, ...] = ()
+    side: Side = "ours"
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Case:
+        """The case of a record, which may say more."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        fields = {name: record[name] for name in names if name in record}
+        return cls(**{**fields, "features": tuple(fields.get("features", ()))})
+
+    @property
+    def setup(self) -> tuple[Any, ...]:
+        """What is equal in all rows of a table."""
+        return self.part, self.model, self.batch, self.blocks, self.features
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it must have a process of its own, whose memory it fills."""
+        return self.part == "largest"
+
+
+ABOUT = Case("about")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How large everything is: of a device, or of a test on a CPU.
+
+    Attributes:
+        vits: Model, blocks and batch of the Vision Transformers.
+        gpt: The same of the GPT.
+        tokens: Rows of the input of the block.
+        block: Features of its two layers.
+        shares: The batches of the sweep, in those of `vits`.
+        products: Rows, inputs and outputs of single products.
+        seconds: For the samples of a pair of arms.
+        chain: Steps between two looks at the clock.
+        rounds: Samples of an arm, at least and at most.
+        matrix: Side of the matrices that show what the device can do.
+        trials: Batches tried for the largest one.
+        pretended: Bytes that a device is said to have whose limit is not known.
+    """
+
+    vits: Sequence[tuple[str, int, int]]
+    gpt: tuple[str, int, int]
+    tokens: int
+    block: tuple[int, int, int]
+    shares: Sequence[float]
+    products: Sequence[tuple[int, int, int]]
+    seconds: float
+    chain: int
+    rounds: tuple[int, int]
+    matrix: int
+    trials: int
+    pretended: int
+
+
+FULL = Sizes(
+    vits=(("paper desktop", 12, 256), ("paper base", 12, 64)),
+    gpt=("gpt", 4, 16),
+    tokens=16384,
+    block=(4096, 16384, 4096),
+    shares=(0.25, 0.5, 2, 4),
+    products=(
+        *((n, n, n) for n in (4096, 1024, 2048, 8192, 512)),
+        # Few tokens; then the layers of ViT-Base and of the desktop ViT.
+        (1024, 4096, 4096),
+        (16384, 4096, 4096),
+        (12608, 768, 3072),
+        (16640, 256, 800),
+    ),
+    seconds=6.0,
+    chain=10,
+    rounds=(5, 15),
+    matrix=8192,
+    trials=4,
+    pretended=0,
+)
+TINY = Sizes(
+    vits=(("paper tiny", 1, 4),),
+    gpt=("tiny gpt", 1, 4),
+    tokens=32,
+    block=(16, 32, 16),
+    shares=(2,),
+    products=((32, 32, 32),),
+    seconds=0.01,
+    chain=2,
+    rounds=(2, 3),
+    matrix=64,
+    trials=3,
+    pretended=400_000,
+)
+
+
+def cases(part: str, sizes: Sizes) -> list[Case]:
+    """What a part measures; the tests are not cases."""
+    return {
+        "tests": lambda sizes: [],
+        "steps": _steps,
+        "largest": _largest,
+        "sweep": _sweep,
+        "products": _products,
+    }[part](sizes)
+
+
+def _steps(sizes: Sizes) -> list[Case]:
+    made = [
+        Case("steps", "layers", sizes.tokens, arm, LAYER_ARMS[0], 0, sizes.block)
+        for arm in LAYER_ARMS
+    ]
+    every = (*sizes.vits, sizes.gpt)
+    for models, arms, side in (
+        (sizes.vits, FIRST_ARMS, "ours"),
+        (sizes.vits, PEER_ARMS, "peers"),
+        (sizes.vits, LATER_ARMS, "ours"),
+        ([sizes.gpt], (*FIRST_ARMS, *LATER_ARMS), "ours"),
+        ([sizes.gpt], PEER_ARMS, "peers"),
+        (every, LAST_ARMS, "ours"),
+    ):
+        made += [
+            _transformer("steps", *model, arm, side) for model in models for arm in arms
+        ]
+    return made
+
+
+def _largest(sizes: Sizes) -> list[Case]:
+    return [
+        _transformer("largest", *vit, arm, side)
+        for vit in sizes.vits
+        for arm, side in (
+            *((arm, "ours") for arm in LARGEST_ARMS),
+            (PAPER_ARM, "peers"),
+        )
+    ]
+
+
+def _sweep(sizes: Sizes) -> list[Case]:
+    """Around the batch of the steps, which has been measured."""
+    return [
+        _transformer("sweep", model, blocks, int(share * batch), arm, side)
+        for arms, side in ((SWEEP_ARMS, "ours"), ((PAPER_ARM,), "peers"))
+        for model, blocks, batch in sizes.vits
+        for share in sizes.shares
+        for arm in arms
+    ]
+
+
+def _products(sizes: Sizes) -> list[Case]:
+    return [
+        Case("products", "layers", tokens, arm, LAYER_ARMS[0], 0, (inputs, outputs))
+        for tokens, inputs, outputs in sizes.products
+        for arm in PRODUCT_ARMS
+    ]
+
+
+def _transformer(
+    part: str, model: str, blocks: int, batch: int, arm: str, side: Any
+) -> Case:
+    return Case(part, model, batch, arm, FIRST_ARMS[0], blocks, side=side)
