@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train train-gpt test bench clients counts-cuda docs serve venv lint format types layers pytest \
-	test-newest lock clean
+	test-newest test-newest-part newest-venv lock clean
 
 # A target that fails half-way must not look finished.
 .DELETE_ON_ERROR:
@@ -19,6 +19,19 @@ CANDIDATES := python3.13 python3.12 python3.11 python3
 IS_NEW_ENOUGH := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in $(CANDIDATES); do \
 	$$p -c '$(IS_NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+# The same for the newest versions, which want the newest Python: also of pyenv, whose
+# `python3.13` runs only where one has said so.
+PYENV_ROOT ?= $(HOME)/.pyenv
+OF_PYENV = $(shell ls -d $(PYENV_ROOT)/versions/3.$(1).*/bin/python3 2>/dev/null)
+NEWEST ?= $(shell for p in python3.13 $(call OF_PYENV,13) python3.12 \
+	$(call OF_PYENV,12) $(PYTHON); do \
+	$$p -c '$(IS_NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+# Tests that see most of JAX's own programs, for the newest version in `.ci/run`.
+NEWEST_PART := tests/test_jaxpr.py tests/test_function.py tests/test_forced.py \
+	tests/test_frameworks.py tests/autocast/test_classes.py \
+	tests/autocast/test_control_flow.py tests/autocast/test_custom_rules.py \
+	tests/grad tests/inspect/test_costs.py tests/quantize/test_derivatives.py
 
 # Arguments for the program behind a target: make train ARGS="--steps 100"
 ARGS ?=
@@ -97,13 +110,28 @@ pytest: $(ALL) ## Run tests and doctests only; ARGS="tests/test_cast.py -k keys"
 	@echo '== tests and doctests (pytest)'
 	@$(BIN)/python -m pytest $(ARGS)
 
-# Unlocked on purpose, so in an environment of its own, upgraded at every run.
-test-newest: ## Run the tests with the newest versions that are allowed
-	@$(call make_venv,.venv-newest)
+test-newest: newest-venv ## Run the tests with the newest versions that are allowed
+	@.venv-newest/bin/python -m pytest $(ARGS)
+
+# JAX since 0.11 needs Python 3.12.
+test-newest-part:
+	@if '$(NEWEST)' -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
+		$(MAKE) --no-print-directory test-newest \
+			ARGS="$(NEWEST_PART) -n 2 --dist loadfile $(ARGS)"; \
+	else \
+		echo 'Skipped: the newest JAX needs Python 3.12, and the newest Python that'; \
+		echo "runs here is $$('$(NEWEST)' --version). NEWEST=... names another one."; \
+	fi
+
+# Unlocked on purpose, so in an environment of its own, upgraded at every run; and made
+# anew where it is of another Python.
+newest-venv:
+	@[ "$$(.venv-newest/bin/python --version 2>&1)" = "$$('$(NEWEST)' --version)" ] \
+		|| rm -rf .venv-newest
+	@$(call make_venv,.venv-newest,$(NEWEST))
 	@.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e '.[test]'
 	@.venv-newest/bin/python -m pip --disable-pip-version-check list \
 		| grep -iE '^(jax|jaxlib|equinox|jaxtyping|optax|flax|numpy) '
-	@.venv-newest/bin/python -m pytest $(ARGS)
 
 venv: $(ALL) ## Create .venv with all that the other targets need
 
@@ -129,8 +157,8 @@ define make_venv
 			echo '  $(CANDIDATES)' >&2; \
 			echo 'Install one, or name it: make PYTHON=/path/to/python' >&2; exit 1; \
 		fi; \
-		echo "Creating $(1) with $$($(PYTHON) --version) ..."; \
-		$(PYTHON) -m venv $(1); \
+		echo "Creating $(1) with $$($(or $(2),$(PYTHON)) --version) ..."; \
+		$(or $(2),$(PYTHON)) -m venv $(1); \
 	fi
 endef
 

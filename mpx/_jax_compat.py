@@ -1,7 +1,7 @@
 """The only file that knows versions of JAX.
 
-Tested with jax 0.10 and 0.11. Everything here is public API of JAX; what differs from
-one version to the next is hidden behind a function.
+Tested with jax 0.10, 0.11 and 0.12. Everything here is public API of JAX; what differs
+from one version to the next is hidden behind a function.
 """
 
 import contextlib

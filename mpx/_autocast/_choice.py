@@ -50,6 +50,7 @@ EXACT = frozenset(
     """
     abs argmax argmin approx_top_k ceil cummax cummin floor is_finite neg pmax pmin
     reduce_max reduce_min reduce_window_max reduce_window_min sign sort top_k
+    unreduced_pmax unreduced_pmin
     """.split()
 )
 _COMPARISONS = frozenset("eq eq_to ge gt le le_to lt lt_to ne".split())

@@ -49,7 +49,7 @@ dot_product_attention_fwd scaled_dot scaled_matmul scaled_matmul_wrapper
 
 _FULL = """
 acos acosh asin asinh atan atan2 atanh cos cosh sin sinh tan
-exp exp2 expm1 log log1p pow sqrt rsqrt cbrt
+exp exp2 expm1 log log1p log2 polynomial pow sqrt rsqrt cbrt
 cumlogsumexp cumprod cumsum reduce_prod reduce_sum reduce_window_sum
 scatter-add scatter-mul scatter-sub
 bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac lgamma polygamma
@@ -64,17 +64,21 @@ eq eq_to ge gt le le_to lt lt_to ne
 integer_pow square
 """
 
+# JAX takes 1 - x^2 (`one_minus_square`) of results of tanh and sin, in derivatives.
 _FOLLOW = """
 abs ceil erf erfc floor logistic neg round sign tanh is_finite stop_gradient
 add_dependency assert_consumed_value broadcast_in_dim broadcast_to copy copy_p
 device_put dynamic_slice expand_dims gather iota layout_constraint name
-optimization_barrier reshape reshard rev roll shard_alike sharding_constraint slice
-split squeeze tile transpose unstack with_memory_space_constraint zeros_like
+one_minus_square optimization_barrier relayout reshape reshard rev roll shard_alike
+sharding_constraint slice split squeeze tile transpose unstack
+with_memory_space_constraint zeros_like
 approx_top_k argmax argmin cummax cummin reduce_max reduce_min reduce_window_max
 reduce_window_min sort top_k
-all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin
-ppermute preduced psum psum2 psum_invariant pvary ragged_all_to_all reduce_scatter
-reduced_vary_cast_p unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p
+all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast
+pbroadcast_dynamic pmax pmin ppermute preduced psum psum2 psum_invariant pvary
+ragged_all_to_all reduce_scatter reduced_vary_cast reduced_vary_cast_p unreduced_pmax
+unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast
+vary_unreduced_cast_p
 and clz not or population_count reduce_and reduce_or reduce_xor shift_left
 shift_right_arithmetic shift_right_logical xor
 axis_index dimension_size iota_2x32_shape dim_as_value
@@ -101,7 +105,7 @@ call_exported check compute_on ffi_call jaxpr_call mpmd_map pallas_call tpu_cust
 call_hi_primitive call_hi_primitive_linearized closed_call_hi create_linear consume
 core_map cudnn_fusion custom_fusion custom_jvp_call_jaxpr custom_lin
 custom_partitioning dce_sink fused_call fusible linear_call
-run_state xla_metadata_call xla_metadata_value xla_pmap
+program_order run_state xla_metadata_call xla_metadata_value xla_pmap
 philox2x32 philox4x32 prng_join prng_random_bits prng_seed prng_split random_bits
 random_clone random_fold_in random_seed random_split random_unwrap random_wrap
 rng_bit_generator rng_uniform threefry2x32 threefry4x32
@@ -120,25 +124,34 @@ ppermute_done ppermute_start precv psend psum_done psum_invariant_start psum_sta
 reduce_scatter_done reduce_scatter_start shape_assertion unique unreachable
 unreduced_psum_start unreduced_reduce_scatter_start
 announce_jaxpr maybe_set noinline select_if_vmap vprim
+thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
+thunky.async_start thunky.call_jax thunky.call_thunky_nested thunky.collective_group
+thunky.collective_permute thunky.cond thunky.copy thunky.custom_call
+thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel
+thunky.reduce_scatter thunky.while
 """
 
 # Found only in the bodies of Pallas kernels, which autocast does not enter.
 _KERNEL = """
 async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem
 async_load async_prefetch async_store_smem async_store_tmem atomic_cas atomic_rmw
-barrier barrier_arrive barrier_test barrier_wait bitcast commit_group commit_smem
-commit_tmem copy_gmem_to_smem copy_smem_to_gmem debug_barrier_p delay dma_start dma_wait
-einshape_lo elementwise_inline_asm_p emit_pipeline get_barrier_semaphore get_global
-griddepcontrol_launch_dependents griddepcontrol_wait inline_mgpu_p layout_cast load
-masked_cummax masked_cummin masked_cumsum masked_load masked_sort masked_swap
-matmul_acc_lhs matmul_pop matmul_push_rhs max_contiguous mgpu_atomic_store mosaic_gpu_p
+barrier barrier_arrive barrier_arrive_and_wait barrier_test barrier_wait bitcast
+commit_group commit_smem commit_tmem conv copy_gmem_to_smem copy_smem_to_gmem
+debug_barrier debug_barrier_p delay dma_start dma_wait einshape_lo
+elementwise_inline_asm elementwise_inline_asm_p emit_pipeline get_barrier_semaphore
+get_global griddepcontrol_launch_dependents griddepcontrol_wait has_memory_space
+inline_mgpu inline_mgpu_p layout_cast load masked_cummax masked_cummin masked_cumsum
+masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop
+matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma mosaic_gpu_p
+mosaic_gpu_reduce_max mosaic_gpu_reduce_min mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum
 multimem_load_reduce multimem_store multiple_of num_programs pack pack_dtype
 pack_elementwise parallel_loop pipeline_body program_id query_cluster_cancel reciprocal
-remove_memory_space run_scoped sc_fetch_and_add semaphore_read semaphore_signal
-semaphore_signal_multicast semaphore_signal_parallel semaphore_wait set_max_registers_p
-stage tcgen05_commit_arrive tcgen05_mma try_cluster_cancel unpack unpack_dtype
-unpack_elementwise wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref_p
-wgmma_accumulator_store_p wgmma_ref wgmma_wait
+remove_memory_space run_scoped sc_fetch_and_add scan_count semaphore_read
+semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait
+set_max_registers set_max_registers_p stage store tcgen05_commit_arrive tcgen05_mma
+try_cluster_cancel unpack unpack_dtype unpack_elementwise wait_gmem_to_smem
+wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref wgmma_accumulator_deref_p
+wgmma_accumulator_store wgmma_accumulator_store_p wgmma_ref wgmma_wait
 """
 
 CLASSES: dict[str, PrimitiveClass] = {

@@ -45,10 +45,11 @@ _ENDS = frozenset(
     cumlogsumexp cummax cummin cumprod cumsum
     reduce_window_max reduce_window_min reduce_window_sum
     select_and_gather_add select_and_scatter_add
-    all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pmax pmin
-    ppermute preduced psum psum2 psum_invariant ragged_all_to_all reduce_scatter
-    reduced_vary_cast_p unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p
-    with_memory_space_constraint
+    all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast
+    pbroadcast_dynamic pmax pmin ppermute preduced psum psum2 psum_invariant
+    ragged_all_to_all reduce_scatter reduced_vary_cast reduced_vary_cast_p
+    unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter
+    vary_unreduced_cast vary_unreduced_cast_p relayout with_memory_space_constraint
     """.split()
 )
 

@@ -27,8 +27,8 @@ _RESULT = frozenset("cbrt exp exp2 expm1 logistic rsqrt sqrt tan tanh".split())
 _OPERAND = frozenset(
     """
     abs acos acosh asin asinh atan atanh cos cosh digamma erf erf_inv erfc integer_pow
-    lgamma log log1p reduce_max reduce_min reduce_prod sign sin sinh square
-    bessel_i0e bessel_i1e
+    lgamma log log1p log2 one_minus_square polynomial reduce_max reduce_min reduce_prod
+    sign sin sinh square bessel_i0e bessel_i1e
     """.split()
 )
 # The derivative by one operand is computed from the others.

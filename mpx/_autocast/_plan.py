@@ -74,9 +74,9 @@ MOVES = frozenset(
     """
     all_gather all_gather_invariant all_gather_reduced all_to_all broadcast_in_dim
     broadcast_to copy copy_p device_put dynamic_slice expand_dims gather
-    layout_constraint name optimization_barrier pbroadcast ppermute pvary reshape
-    reshard rev roll sharding_constraint slice split squeeze stop_gradient tile
-    transpose unstack with_memory_space_constraint
+    layout_constraint name optimization_barrier pbroadcast pbroadcast_dynamic ppermute
+    pvary relayout reshape reshard rev roll sharding_constraint slice split squeeze
+    stop_gradient tile transpose unstack with_memory_space_constraint
     """.split()
 )
 # These put values side by side.

@@ -256,7 +256,7 @@ class Rules:
 _PYTORCH_FULL = tuple(
     """
     acos asin cosh cumprod cumsum cumlogsumexp erf_inv exp exp2 expm1 integer_pow log
-    log1p pow reduce_prod reduce_sum rsqrt sinh square tan
+    log1p log2 polynomial pow reduce_prod reduce_sum rsqrt sinh square tan
     """.split()
 )
 _PYTORCH_FOLLOW = tuple(

@@ -37,7 +37,8 @@ from .._jax_compat import open_jaxpr
 
 _ELEMENTWISE = """
 acos acosh asin asinh atan atan2 atanh cos cosh sin sinh tan tanh
-exp exp2 expm1 log log1p logistic pow integer_pow square sqrt rsqrt cbrt
+exp exp2 expm1 log log1p log2 logistic pow integer_pow square sqrt rsqrt cbrt
+one_minus_square polynomial
 bessel_i0e bessel_i1e digamma erf erfc erf_inv igamma igamma_grad_a igammac lgamma
 polygamma random_gamma random_gamma_grad regularized_incomplete_beta zeta
 abs add add_any ceil clamp div floor max min mul mulhi neg nextafter rem round sign sub
@@ -49,11 +50,12 @@ _MOVEMENT = """
 add_dependency assert_consumed_value bitcast_convert_type broadcast_in_dim broadcast_to
 complex concatenate convert_element_type copy copy_p device_put dynamic_slice
 dynamic_update_slice expand_dims gather imag iota layout_constraint name
-optimization_barrier pad real reshape reshard rev roll scatter shard_alike
+optimization_barrier pad real relayout reshape reshard rev roll scatter shard_alike
 sharding_constraint slice split squeeze stack stop_gradient tie tile transpose unstack
 with_memory_space_constraint zeros_like empty empty2
-all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast ppermute
-preduced pvary ragged_all_to_all reduced_vary_cast_p vary_unreduced_cast_p
+all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast
+pbroadcast_dynamic ppermute preduced pvary ragged_all_to_all reduced_vary_cast
+reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p
 and clz not or population_count reduce_and reduce_or reduce_xor shift_left
 shift_right_arithmetic shift_right_logical xor
 axis_index dimension_size iota_2x32_shape dim_as_value
@@ -69,8 +71,8 @@ _REDUCTIONS = "argmax argmin reduce_max reduce_min reduce_prod reduce_sum reduce
 
 _PER_OPERAND_ELEMENT = """
 cumlogsumexp cummax cummin cumprod cumsum
-pmax pmin psum psum2 psum_invariant reduce_scatter unreduced_psum
-unreduced_reduce_scatter approx_top_k top_k
+pmax pmin psum psum2 psum_invariant reduce_scatter unreduced_pmax unreduced_pmin
+unreduced_psum unreduced_reduce_scatter approx_top_k top_k
 """
 
 _SCATTERS = "scatter-add scatter-max scatter-min scatter-mul scatter-sub"
