@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from ..data import cross_entropy, labels, mean_square, normal
 from ..record import client
 
+NOTE = "Its products are in a solver with a derivative rule: no recipe quantizes them."
+
 
 def field(key, width=32, inputs=4, outputs=4):
     """A vector field."""
@@ -46,13 +48,13 @@ def start_and_target(key):
     return normal(keys[0], 8, 4), normal(keys[1], 8, 5, 4)
 
 
-@client(linear=True)
+@client(note=NOTE)
 def diffrax_ode(key):
     keys = jax.random.split(key)
     return solve_loss(), field(keys[0]), start_and_target(keys[1])
 
 
-@client(linear=True)
+@client(note=NOTE)
 def diffrax_backsolve_adjoint(key):
     """The ODE is solved backwards for its gradient."""
     import diffrax
@@ -62,7 +64,7 @@ def diffrax_backsolve_adjoint(key):
     return loss, field(keys[0]), start_and_target(keys[1])
 
 
-@client(linear=True)
+@client(note=NOTE)
 def diffrax_cde(key):
     """A controlled equation: a classifier of time series."""
     import diffrax
@@ -94,7 +96,7 @@ def diffrax_cde(key):
     return loss, model, (normal(keys[2], 8, 10, 3), labels(keys[3], 8, classes=4))
 
 
-@client(linear=True)
+@client(note=NOTE)
 def diffrax_sde(key):
     """A stochastic equation with a Brownian path."""
     import diffrax
@@ -122,7 +124,7 @@ def diffrax_sde(key):
     return loss, model, (normal(keys[2], 8, 4), keys[3])
 
 
-@client(linear=True)
+@client(note=NOTE)
 def diffrax_stiff(key):
     """An implicit solver, whose Newton steps solve linear systems."""
     import diffrax

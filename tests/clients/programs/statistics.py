@@ -29,7 +29,7 @@ def ott_sinkhorn(key):
     )
 
 
-@client("ott-jax", linear=True)
+@client("ott-jax", note="Its one product is of a single output.")
 def ott_soft_sort(key):
     """Ranks with a derivative."""
     from ott.tools import soft_sort
