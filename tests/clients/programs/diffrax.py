@@ -64,7 +64,7 @@ def diffrax_backsolve_adjoint(key):
     return loss, field(keys[0]), start_and_target(keys[1])
 
 
-@client(note=NOTE)
+@client(linear=True)
 def diffrax_cde(key):
     """A controlled equation: a classifier of time series."""
     import diffrax

@@ -79,6 +79,7 @@ def brax_ppo(key):
             "state_extras": {"truncation": jnp.zeros(shape)},
             "policy_extras": {
                 "raw_action": raw,
+                "distribution_params": 0.5 * normal(keys[7], *shape, 8),
                 "log_prob": -4 + 0.1 * normal(keys[6], *shape),
             },
         },
