@@ -24,8 +24,8 @@ CPU, and writes this page; what each program is stands in `tests/clients/program
 _HOW = """\
 ## How to read it
 
-* A number is the error of the gradient against float32, by the global norm, as root
-  mean square of three sets of numbers. In brackets: how many times the error of the
+* A number is the error of the gradient against float32, by the global norm, the
+  median of seven sets of numbers. In brackets: how many times the error of the
   *naive* cast it is, of all weights and inputs to the same precision. No bracket: the
   naive cast itself fails. Where a library computes in float32 whatever it is given, the
   naive cast rounds weights and inputs only.
