@@ -4,9 +4,10 @@ Vocabulary: a *format* says how bits make a number; a *scale* multiplies on the 
 low precision, an *inverse scale* on the way out; a *quantizer* computes both scales and
 numbers; a *recipe* says which quantizer is for inputs, for weights and for gradients.
 
-The sharp edges: rounding is arithmetic in float32, not a cast (see `_rounding`); an
-infinity saturates, so that an overflow has to be looked for before; and an array of
-low-precision numbers has no derivative (see `_quantize`).
+The sharp edges: rounding is arithmetic in float32, not a cast (see `_rounding`);
+finite numbers saturate, while an infinity or a NaN shows in every product (see
+`_quantizers`); and an array of low-precision numbers has no derivative (see
+`_quantize`).
 """
 
 from ._abstract_product import AbstractProduct as AbstractProduct

@@ -143,9 +143,10 @@ class DelayedScaling(AbstractRecipe):
         s' = \frac{\mathrm{MAX} / a}{2^{\mathrm{margin}}}, \qquad
         h \leftarrow \mathrm{roll}(h, -1), \qquad h_0 \leftarrow 0$$
 
-        Where $a$ is zero (or subnormal) or not finite, the scale stays what it was. An
-        infinite or NaN amax is kept, so with "max" the scale stays until it has left
-        the history. Scales are between $2^{-126}$ and $2^{126}$.
+        Where $a$ is zero (or subnormal) or not finite, the scale stays what it was.
+        Scales are between $2^{-126}$ and $2^{126}$. An amax that is infinite or NaN is
+        that of a bad step, which leaves the state as it was: in the history it would
+        hold back the scale until it has left it.
 
         Pure, to be jitted with the rest of the step; `jax.vmap` updates stacked states.
 
@@ -167,7 +168,11 @@ class DelayedScaling(AbstractRecipe):
         chosen = self._chosen(history)
         scale = self._scale(chosen, role, state.scale)
         history = jnp.roll(history, -1).at[0].set(0.0)
-        return DelayedScalingState(history, scale)
+        is_good = amax < jnp.inf
+        return DelayedScalingState(
+            jnp.where(is_good, history, state.amax_history),
+            jnp.where(is_good, scale, state.scale),
+        )
 
     def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array:
         """The scale from an amax, or something else where that has no meaning."""

@@ -33,10 +33,10 @@ def quantize(
 ) -> QuantizedArray:
     r"""Quantizes an array: scales, low-precision numbers, and nothing else.
 
-    The quantizer's docstring has the equations. Numbers are rounded to the nearest,
-    ties to even, and saturate; they are scaled in float32. What is subnormal in float32
-    is taken for zero, on every device. The same bits come out eagerly and under
-    `jax.jit`.
+    The quantizer's docstring has the equations. Finite numbers are rounded to the
+    nearest, ties to even, and saturate; they are scaled in float32. An infinity or a
+    NaN becomes NaN, with its block if it has one. What is subnormal in float32 is taken
+    for zero, on every device. The same bits come out eagerly and under `jax.jit`.
 
     Args:
         x: An array of float16, bfloat16, float32 or float64 (rounded to float32 first).

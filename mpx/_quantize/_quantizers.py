@@ -10,6 +10,10 @@ differ in what shares a scale, and in the dtype of the scales:
     NVFP4Quantizer    1x16 or 16x16       E4M3, and one float32 for the tensor
 
 A block `1xn` lies along one axis: the one that a product contracts.
+
+Finite numbers saturate. An infinity or a NaN comes back as NaN, together with its block
+if it has one, so that a product of it is: an overflow shows, as it would without
+quantization. No array is read once more for that.
 """
 
 import abc
@@ -90,9 +94,10 @@ class TensorQuantizer(AbstractQuantizer):
     q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
     x \approx q \cdot (1 / s)$$
 
-    $s = 1$ where the amax is zero or not finite, and it stays within $2^{\pm 126}$.
-    Infinities saturate to MAX, NaN stays NaN. `mpx.quantize(..., scale=s)` takes a
-    scale from elsewhere, as delayed scaling does.
+    The maximum is that of the finite numbers; $s = 1$ where it is zero, and $s$ stays
+    within $2^{\pm 126}$. An infinity or a NaN becomes NaN, and its neighbours stay.
+    `mpx.quantize(..., scale=s)` takes a scale from elsewhere, as delayed scaling does;
+    finite numbers then saturate to MAX.
 
     Args:
         format: `Format.E4M3` or `Format.E5M2`.
@@ -132,13 +137,16 @@ class TensorQuantizer(AbstractQuantizer):
         join: Join = alone,
     ) -> QuantizedArray:
         if scale is None:
-            amax = join(largest_magnitude(x))
+            amax = join(largest_magnitude(x, only_finite=True))
             scale = scale_from_amax(
                 jnp.maximum(amax, self.amax_epsilon),
                 self.format.largest,
                 power_of_two_scales=self.power_of_two_scales,
             )
-        rounded = round_to_format(x * scale, self.format, key)
+        # Element by element, so that nothing waits for an amax where a scale is given.
+        # Of x: a finite number that a large scale makes infinite saturates.
+        scaled = jnp.where(jnp.isfinite(x), x * scale, jnp.nan)
+        rounded = round_to_format(scaled, self.format, key)
         payload = rounded.astype(self.format.dtype)
         return QuantizedArray(payload, 1 / scale, format=self.format, dtype=dtype)
 
@@ -153,8 +161,8 @@ class BlockQuantizer(AbstractQuantizer):
     x \approx q \cdot (1 / s_b)$$
 
     The floor is left out with `power_of_two_scales=False`. $s_b = 1$ where the amax of
-    a block is zero or not finite, and it stays within $2^{\pm 126}$. Infinities
-    saturate to MAX, NaN stays NaN.
+    a block is zero, and it stays within $2^{\pm 126}$. A block that holds an infinity
+    or a NaN has the scale NaN and is NaN.
 
     Args:
         format: `Format.E4M3` or `Format.E5M2`.
@@ -230,9 +238,8 @@ class MXFP8Quantizer(AbstractQuantizer):
     q = \mathrm{sat}(\mathrm{round}(x \cdot 2^{-e_b})) \qquad
     x \approx q \cdot 2^{e_b}$$
 
-    with $-126 \le e_b \le 126$, so that no finite number saturates. In a block that
-    holds an infinity $e_b = 126$, and the infinity comes back as one. A block that
-    holds a NaN has the scale NaN and is NaN.
+    with $-126 \le e_b \le 126$, so that no finite number saturates. A block that holds
+    an infinity or a NaN has the scale NaN and is NaN.
 
     Args:
         format: `Format.E4M3` or `Format.E5M2`.
@@ -299,9 +306,9 @@ class NVFP4Quantizer(AbstractQuantizer):
     q = \mathrm{E2M1}\!\left(x \cdot \frac{1}{b \cdot (1 / t)}\right)$$
 
     and $x \approx q \cdot (b \cdot (1 / t))$; $t = 1$ where the amax of the tensor is
-    zero or not finite, and at most $2^{100}$. Infinities saturate to $6 \cdot 448 / t$.
-    E2M1 has no NaN: a block that holds one has the scale NaN and is NaN. Blocks whose
-    scale rounds to zero are zero.
+    zero, and at most $2^{100}$. Of an array that holds an infinity or a NaN all scales
+    are NaN, since E2M1 has none, and so is all of it. Blocks whose scale rounds to zero
+    are zero.
 
     Args:
         block_dimensions: 1 for 1x16 (inputs, gradients), 2 for 16x16 (weights).

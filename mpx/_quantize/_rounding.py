@@ -40,14 +40,24 @@ def flushed(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def largest_magnitude(
-    x: Float32[Array, "..."], axis: tuple[int, ...] | None = None
+    x: Float32[Array, "..."],
+    axis: tuple[int, ...] | None = None,
+    *,
+    only_finite: bool = False,
 ) -> Array:
     """The maximum of |x|; NaN where there is a NaN, 0 of nothing.
 
     Taken of the bits, whose order as integers is that of the numbers, with infinity
     and then NaN above. XLA's maximum of floats loses NaNs on the CPU.
+
+    Args:
+        x: The numbers.
+        axis: The axes to take it over; None for all.
+        only_finite: Leave out what is not finite.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+    if only_finite:
+        bits = jnp.where(bits < 0x7F800000, bits, 0)
     bits = jnp.max(bits, axis=axis, initial=0)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -65,7 +75,8 @@ def round_to_format(
 
     Returns:
         Float32 numbers that the format has. What is larger than its largest number, an
-        infinity too, becomes that number; NaN stays NaN; zeros keep their sign.
+        infinity too, becomes that number; NaN stays NaN; zeros keep their sign. An
+        infinity here is a finite number times a scale; see `_quantizers`.
     """
     facts = format._facts
     magnitude = jnp.minimum(jnp.abs(x), format.largest)

@@ -5,6 +5,10 @@ is the largest magnitude of what shares a scale, MAX the largest number of the f
 All of it is float32 arithmetic and bit shifts, each operation rounded once, in a fixed
 order. Both a scale and its inverse stay normal float32 numbers: what is below
 may be flushed to zero, and a division by it would be lost.
+
+The scale of an amax that is not finite is NaN. E2M1 has neither infinity nor NaN, so
+its numbers could not show an overflow: it would saturate, and training would go on with
+a wrong gradient. The amax has seen all numbers, so nothing is read again for it.
 """
 
 import jax.numpy as jnp
@@ -33,17 +37,17 @@ def scale_from_amax(
     otherwise: Array | float = 1.0,
     limit: float = LARGEST_SCALE,
 ) -> Float32[Array, "..."]:
-    """MAX / amax, or something else where that has no meaning.
+    """MAX / amax; NaN of an infinity or a NaN, something else of zero.
 
     Args:
         amax: The largest magnitudes.
         largest: MAX.
         power_of_two_scales: Round down to a power of two, by zeroing the mantissa.
-        otherwise: The scale where amax is zero (or subnormal) or not finite.
+        otherwise: The scale where amax is zero (or subnormal).
         limit: The largest scale.
 
     Returns:
-        Scales between 2^-126 and the limit.
+        Scales between 2^-126 and the limit, or NaN.
     """
     usable = (amax >= SMALLEST_FLOAT32) & (amax < jnp.inf)
     scale = largest / jnp.where(usable, amax, 1.0)
@@ -51,7 +55,8 @@ def scale_from_amax(
     if power_of_two_scales:
         bits = lax.bitcast_convert_type(scale, jnp.uint32)
         scale = lax.bitcast_convert_type((bits >> 23) << 23, jnp.float32)
-    return jnp.where(usable, scale, otherwise)
+    scale = jnp.where(usable, scale, otherwise)
+    return jnp.where(amax < jnp.inf, scale, jnp.nan)
 
 
 def e8m0_code(amax: Float32[Array, "..."], format: Format) -> Array:
@@ -66,15 +71,14 @@ def e8m0_code(amax: Float32[Array, "..."], format: Format) -> Array:
         format: E4M3 or E5M2.
 
     Returns:
-        Codes from 1 to 253, whose inverses are normal numbers too: an infinite amax
-        has 253, one of zero 1. NaN has 255, which is NaN in E8M0.
+        Codes from 1 to 253, whose inverses are normal numbers too; zero has 1. Infinity
+        and NaN have 255, which is NaN in E8M0.
     """
     mantissa = lax.bitcast_convert_type(amax, jnp.uint32) & 0x7FFFFF
     largest_exponent = {Format.E4M3: 8, Format.E5M2: 15}[format]
     above = (mantissa > 0x600000).astype(jnp.int32)
     code = biased_exponent(amax) - largest_exponent + above
-    code = jnp.where(amax == jnp.inf, 253, jnp.clip(code, 1, 253))
-    return jnp.where(jnp.isnan(amax), 255, code)
+    return jnp.where(amax < jnp.inf, jnp.clip(code, 1, 253), 255)
 
 
 def e8m0_from_code(code: Array) -> Array:

@@ -47,7 +47,8 @@ def amax_and_scale(
         role: Which slot is the array's.
         x: The array.
         scales: The slots. Where one is 0, which is how a recipe starts warm, the scale
-            is that of the amax, or 1 if the recipe does not.
+            is that of the amax, or 1 if the recipe does not. It is NaN where the amax
+            is not finite.
     """
     if scales is None:
         return None, None
@@ -57,7 +58,9 @@ def amax_and_scale(
     given = scales[_ROLES.index(role)]
     # Without a warm start nothing may wait for the amax, so that XLA can quantize an
     # array in the operations that make it.
-    first = recipe._scale(amax, role, 1.0) if recipe.warm_start else 1.0
+    first = 1.0
+    if recipe.warm_start:
+        first = recipe._scale(amax, role, jnp.where(amax < jnp.inf, 1.0, jnp.nan))
     return amax, jnp.where(given == 0, first, given)
 
 

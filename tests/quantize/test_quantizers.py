@@ -117,29 +117,34 @@ def test_mxfp8_saturates_no_finite_number(data: str):
     assert (np.abs(x.astype(np.float64) * scales)[real] <= 448).all()
 
 
-NONFINITE = {
-    # name: what comes back of (inf, nan, the finite numbers beside them)
-    "tensor e4m3": (448.0, np.nan, True),
-    "tensor e5m2": (57344.0, np.nan, True),
-    "1x128": (448.0, np.nan, True),
-    "mxfp8 e4m3": (np.inf, np.nan, False),
-    "nvfp4 1x16": (6.0 * 448, np.nan, False),
-}
-
-
-@pytest.mark.parametrize("name", NONFINITE)
-def test_infinities_saturate_and_nan_stays(name: str):
-    infinite, nan, neighbours_survive_nan = NONFINITE[name]
+@each_kind
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_nan_and_so_is_its_block(name: str, value: float):
+    quantizer, _ = QUANTIZERS[name]
     x = np.ones(SHAPE, np.float32)
-    x[0, 3], x[1, 3] = -np.inf, np.inf
+    x[0, 3] = value
+    bad = ~np.isfinite(x)
+    if isinstance(quantizer, mpx.NVFP4Quantizer):  # by the scale of the tensor
+        bad[...] = True
+    elif quantizer.block:
+        square = quantizer.block_dimensions == 2
+        bad[: quantizer.block if square else 1, : quantizer.block] = True
     _, values = jitted(name)(x)
-    assert (values[0, 3], values[1, 3]) == (-infinite, infinite)
-    assert np.isfinite(np.delete(np.asarray(values), 3, axis=1)).all()
-    x[0, 3], x[1, 3] = np.nan, 1.0
-    _, values = jitted(name)(x)
-    assert np.isnan(values[0, 3]) and np.isnan(nan)
-    assert bool(jnp.isfinite(values[0, 4])) is neighbours_survive_nan
-    assert np.isfinite(np.asarray(values[1:])).all()
+    np.testing.assert_array_equal(values, np.where(bad, np.nan, 1))
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("format", [mpx.Format.E4M3, mpx.Format.E5M2])
+def test_with_a_scale_that_is_given_only_what_is_not_finite_is_nan(format, value):
+    largest = format.largest
+    x = jnp.array([value, 3e38, -3e38, 1.0, 0.0], jnp.float32)
+    quantizer = mpx.TensorQuantizer(format)
+    # 3e38 times 8 is infinite in float32, and still a finite number that saturates.
+    for transform in (lambda f: f, jax.jit):
+        q = transform(lambda x: mpx.quantize(x, quantizer, scale=8.0))(x)
+        found = q.payload.astype(jnp.float32)
+        np.testing.assert_array_equal(found, [np.nan, largest, -largest, 8, 0])
+        assert np.isnan(q.dequantize()[0]) and q.dequantize()[1] == largest / 8
 
 
 def test_a_scale_from_elsewhere_is_used():

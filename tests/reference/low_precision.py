@@ -99,7 +99,7 @@ def from_blocks(blocks: np.ndarray) -> np.ndarray:
 def scale(
     amax: np.ndarray, largest: float, power_of_two: bool, limit: float = 2.0**126
 ):
-    """MAX / amax in float32, or 1; perhaps rounded down to a power of two."""
+    """MAX / amax in float32, or 1, or NaN; perhaps rounded down to a power of two."""
     amax = np.asarray(amax, F32)
     usable = np.isfinite(amax) & (amax >= TINY)
     with np.errstate(over="ignore"):
@@ -108,22 +108,26 @@ def scale(
     if power_of_two:
         _, exponent = np.frexp(found)
         found = np.ldexp(1.0, exponent - 1).astype(F32)
-    return np.where(usable, found, F32(1)).astype(F32)
+    found = np.where(np.isfinite(amax), np.where(usable, found, 1), np.nan)
+    return found.astype(F32)
 
 
 def quantize_scaled(x, bits, shape, power_of_two, epsilon=0.0):
     """Codes and inverse scales of blocks of a shape with float32 scales."""
     blocks = to_blocks(flush(x), *shape)
+    if shape == x.shape:  # one scale: that of the finite numbers
+        blocks = np.where(np.isfinite(blocks), blocks, F32(0))
     amax = np.maximum(np.abs(blocks).max(axis=(2, 3)), F32(epsilon))
     scales = scale(amax, bits.largest, power_of_two)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         scaled = blocks * scales[:, :, None, None]
-    return from_blocks(encode(scaled, bits)), (F32(1) / scales).astype(F32)
+    codes = np.where(np.isfinite(x), from_blocks(encode(scaled, bits)), -1)
+    return codes, (F32(1) / scales).astype(F32)
 
 
 @np.errstate(invalid="ignore")
 def e8m0_codes(amax: np.ndarray, bits: Bits) -> np.ndarray:
-    """The smallest k with MAX * 2^k >= amax, plus 127; 253 for inf, 255 for NaN."""
+    """The smallest k with MAX * 2^k >= amax, plus 127; 255 for inf and for NaN."""
     amax = amax.astype(np.float64)
     usable = np.isfinite(amax) & (amax > 0)
     value = np.where(usable, amax, 1.0)
@@ -131,7 +135,7 @@ def e8m0_codes(amax: np.ndarray, bits: Bits) -> np.ndarray:
     while np.any(short := bits.largest * 2.0**k < value):
         k = k + short
     code = np.where(usable, np.clip(k + 127, 1, 253), 1)
-    return np.where(np.isnan(amax), 255, np.where(np.isinf(amax), 253, code))
+    return np.where(np.isfinite(amax), code, 255)
 
 
 def quantize_mx(x, bits):
@@ -182,6 +186,8 @@ def hadamard(signs: np.ndarray) -> np.ndarray:
 
 def delayed_update(history, scale, amax, largest, margin, algorithm):
     """One step of delayed scaling: the next history and the next scale."""
+    if not np.isfinite(amax):
+        return history, F32(scale)
     history = history.astype(F32).copy()
     history[0] = amax
     if algorithm == "max":

@@ -1,0 +1,161 @@
+"""Training under a recipe sees an overflow, and a bad step leaves no trace."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+
+from . import helpers
+
+WIDTH, BATCH = 128, 64
+RECIPES = {
+    "current": mpx.Float8CurrentScaling(),
+    "delayed": mpx.DelayedScaling(amax_history_len=4),
+    "warm": mpx.DelayedScaling(amax_history_len=4, warm_start=True),
+    "blocks": mpx.Float8BlockScaling(),
+    "mxfp8": mpx.MXFP8BlockScaling(),
+    "nvfp4": mpx.NVFP4BlockScaling(),
+    "dequantized": mpx.MXFP8BlockScaling(backward_override="dequantized"),
+    "custom": mpx.CustomRecipe(
+        lambda role, _: (
+            mpx.NVFP4Quantizer() if role is mpx.Role.INPUT else mpx.TensorQuantizer()
+        )
+    ),
+}
+# The final projection, too, whose gradient is the first to overflow.
+EVERY = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
+each_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def loss(params, x, y):
+    """Three layers: the products of the middle one are all seen by a gradient."""
+    hidden = jax.nn.relu(x @ params["first"])
+    hidden = jax.nn.relu(hidden @ params["second"])
+    return jnp.mean(jnp.sum((hidden @ params["third"] - y) ** 2, -1))
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 5)
+    names = ("first", "second", "third")
+    params = {
+        name: jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5
+        for name, key in zip(names, keys, strict=False)
+    }
+    x, y = (jax.random.normal(key, (BATCH, WIDTH)) for key in keys[3:])
+    return params, x, y
+
+
+@functools.cache
+def step_of(name: str):
+    func = mpx.autocast(loss, jnp.float16, recipe=RECIPES[name], rules=EVERY)
+
+    @jax.jit
+    def step(scaling, params, x, y):
+        return mpx.filter_value_and_grad(func, scaling)(params, x, y)
+
+    return func, step
+
+
+def scaling_of(name: str, inputs, scale: float = 1.0):
+    """A scaling that has seen a few good steps, at a scale."""
+    func, step = step_of(name)
+    scaling = mpx.init_scaling(func, *inputs)
+    for factor in (1.0, 2.0):
+        params, x, y = inputs
+        result = step(at_scale(scaling, 1.0), params, factor * x, y)
+        assert bool(result.finite)
+        scaling = result.scaling
+    return at_scale(scaling, scale)
+
+
+def at_scale(scaling, scale: float):
+    loss = mpx.DynamicLossScaling(scale, max_loss_scaling=2.0**30)
+    if isinstance(scaling, mpx.RecipeScaling):
+        return dataclasses.replace(scaling, loss=loss)
+    return loss
+
+
+def assert_skipped(before, result) -> None:
+    assert not bool(result.finite)
+    assert float(result.scaling.loss_scale) == float(before.loss_scale) / 2
+    if isinstance(before, mpx.RecipeScaling):
+        helpers.assert_same_bits(result.scaling.scales, before.scales)
+        helpers.assert_same_bits(result.scaling.amaxes, before.amaxes)
+
+
+@each_recipe
+def test_a_gradient_that_overflows_in_float16_is_seen(name: str, inputs):
+    _, step = step_of(name)
+    before = scaling_of(name, inputs)
+    good = step(at_scale(before, 2.0**8), *inputs)
+    assert bool(good.finite)
+    for exponent in range(9, 27):
+        scaled = at_scale(before, 2.0**exponent)
+        result = step(scaled, *inputs)
+        assert result.value == good.value  # the forward pass knows nothing of it
+        if exponent < 20 and bool(result.finite):
+            # Scales of delayed scaling are those of another loss scale.
+            if not isinstance(scaled, mpx.RecipeScaling):
+                assert distance(result.grads, good.grads) < 0.2
+        else:
+            assert_skipped(scaled, result)
+
+
+def distance(grads, others) -> float:
+    flat = [jax.flatten_util.ravel_pytree(tree)[0] for tree in (grads, others)]
+    return float(jnp.linalg.norm(flat[0] - flat[1]) / jnp.linalg.norm(flat[1]))
+
+
+@each_recipe
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_in_a_batch_or_a_weight_is_seen(name, value, inputs):
+    _, step = step_of(name)
+    params, x, y = inputs
+    before = scaling_of(name, inputs, 8.0)
+    assert_skipped(before, step(before, params, x.at[3, 5].set(value), y))
+    for where in params:
+        broken = {**params, where: params[where].at[3, 5].set(value)}
+        assert_skipped(before, step(before, broken, x, y))
+
+
+@each_recipe
+def test_a_run_goes_on_as_if_the_bad_step_had_not_been(name: str, inputs):
+    _, step = step_of(name)
+    params, x, y = inputs
+    before = scaling_of(name, inputs, 8.0)
+    bad = step(before, params, jnp.full_like(x, jnp.inf), y).scaling
+    again = at_scale(bad, 8.0)
+    one, other = step(before, params, x, y), step(again, params, x, y)
+    helpers.assert_same_bits(one.grads, other.grads)
+    if isinstance(before, mpx.RecipeScaling):
+        helpers.assert_same_bits(one.scaling.scales, other.scaling.scales)
+
+
+def test_attention_in_fp8_and_stored_weights(inputs):
+    """The other ways into a product of low precision."""
+    params, x, y = inputs
+    recipe = mpx.Float8CurrentScaling(fp8_dpa=True)
+
+    @functools.partial(mpx.autocast, dtype=jnp.float16, recipe=recipe)
+    def attention(params, x, y):
+        query, key, value = (x @ params[name] for name in ("first", "second", "third"))
+        p = jax.nn.softmax((query @ key.T).astype(jnp.float32) / 8)
+        return jnp.mean((p.astype(x.dtype) @ value - y) ** 2)
+
+    @jax.jit
+    def step(scaling, params, x):
+        return mpx.filter_value_and_grad(attention, scaling)(params, x, y)
+
+    before = mpx.DynamicLossScaling(8.0)
+    assert bool(step(before, params, x).finite)
+    assert_skipped(before, step(before, params, x.at[3, 5].set(jnp.inf)))
+    broken = {**params, "third": params["third"].at[3, 5].set(jnp.inf)}
+    assert_skipped(before, step(before, broken, x))
+    assert_skipped(before, step(before, mpx.quantize_weights(broken), x))
