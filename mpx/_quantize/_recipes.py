@@ -282,7 +282,7 @@ class NVFP4BlockScaling(AbstractRecipe):
     r"""NVFP4: 4 bits, blocks of 1x16 (weights 16x16), an E4M3 scale for each.
 
     $$t = \frac{448 \cdot 6}{\max|x|} \qquad
-    b = \mathrm{E4M3}\!\left(\frac{\max_b|x|}{6} \cdot t\right) \qquad
+    b = \mathrm{E4M3}\!\left(\max\nolimits_b|x| \cdot \frac{t}{6}\right) \qquad
     q = \mathrm{E2M1}\!\left(x \cdot \frac{1}{b \cdot (1 / t)}\right)$$
 
     and $x \approx q \cdot (b \cdot (1 / t))$. Gradients are rounded stochastically,

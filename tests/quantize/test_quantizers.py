@@ -64,6 +64,34 @@ def test_half_precision_is_quantized_as_its_float32(name: str, dtype: str):
     helpers.assert_same_bits(narrow, values.astype(dtype))
 
 
+# What tests are compiled with, and what users are.
+COMPILERS = (
+    {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
+    {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True},
+)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_same_bits_come_out_however_it_is_compiled(name: str, dtype: str):
+    quantizer, _ = QUANTIZERS[name]
+
+    def run(x):
+        return mpx.quantize(x, quantizer)
+
+    shape = jax.ShapeDtypeStruct(SHAPE, dtype)
+    lowered = jax.jit(run).lower(shape)
+    compiled = [lowered.compile(compiler_options=options) for options in COMPILERS]
+    random = np.random.default_rng(0)
+    rows = np.exp2(random.uniform(-6, 0, (SHAPE[0], 1))).astype(np.float32)
+    x = random.standard_normal(SHAPE).astype(np.float32) * rows
+    for amax in [448.0, *random.uniform(1e-3, 1e3, 5)]:
+        given = jnp.asarray(x * np.float32(amax / np.abs(x).max()), dtype)
+        eager = run(given)
+        for one in compiled:
+            helpers.assert_same_bits(one(given), eager)
+
+
 @each_kind
 def test_axis_is_where_the_blocks_lie(name: str):
     """Along axis 0 the result is that of the transposed array, transposed."""

@@ -148,13 +148,17 @@ def quantize_mx(x, bits):
 
 
 def quantize_nvfp4(x, shape):
-    """Codes, E4M3 codes of the blocks (-1: NaN) and the inverse tensor scale."""
+    """Codes, E4M3 codes of the blocks (-1: NaN) and the inverse tensor scale.
+
+    The order of operations is Transformer Engine's: block amax times (tensor scale
+    times 1/6), each rounded to float32.
+    """
     blocks = to_blocks(flush(x), *shape)
     amax = np.abs(blocks).max(axis=(2, 3))
     tensor = scale(amax.max(), 448.0 * 6.0, False, limit=2.0**100)
     inverse = F32(1) / tensor
     with np.errstate(all="ignore"):
-        shared = encode(((amax / F32(6)) * tensor).astype(F32), E4M3)
+        shared = encode((amax * (tensor * (F32(1) / F32(6)))).astype(F32), E4M3)
         block = decode(np.where(shared < 0, 0x7F, shared), E4M3).astype(F32)
         factor = np.minimum(F32(1) / (block * inverse), np.finfo(F32).max)
         scaled = blocks * factor[:, :, None, None]
