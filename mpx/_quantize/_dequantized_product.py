@@ -24,6 +24,7 @@ from ._abstract_product import AbstractProduct
 from ._operands import Copies
 from ._products import Operand, numbers_and_scale, stored, times_scales
 from ._recipes import Role
+from ._second_derivative import differentiated_once
 from ._sharding import in_automatic_axes
 from ._slots import amax_cotangent, check_scales
 
@@ -173,13 +174,14 @@ def _forward_rule(
     extra: tuple[Array, ...],
     scales: Array | None,
 ) -> tuple[Array, _Kept | None]:
+    data, weight, scales = differentiated_once((data, weight, scales))
     return _forward(product, data, weight, extra, scales, is_differentiated=True)
 
 
 def _backward_rule(
     product: AbstractDequantizedProduct, kept: _Kept, g: Array
 ) -> tuple[Array, Array, None, Array | None]:
-    g = product._read(g, kept.extra)
+    g = product._read(differentiated_once(g), kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
     of_gradient = product._copies(Role.GRADIENT)
     for_data = of_gradient.first(g, scale)

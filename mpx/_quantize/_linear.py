@@ -3,7 +3,8 @@ r"""`linear_product`: the product of a linear layer, quantized in both direction
 $$y = Q(x)\,Q(w) \qquad dx = Q(g)\,Q(w)^T \qquad dw = Q(x)^T\,Q(g)$$
 
 A `jax.custom_vjp`. What it keeps for the backward pass are quantized operands only: the
-copies that dx and dw contract. Forward mode (`jax.jvp`) has no rule, and JAX says so.
+copies that dx and dw contract. Forward mode (`jax.jvp`) has no rule, and JAX says so;
+the derivative of a derivative has none either (see `_second_derivative`).
 
 Scales of delayed scaling are an argument, float32[3] in the order of `Role`. What comes
 back in the place of their gradient is no gradient: the three *amaxes* of this step, for
@@ -32,6 +33,7 @@ from ._contraction import (
 from ._operands import Copies, has_blocks
 from ._products import Operand, has_units, multiply, stored
 from ._recipes import Role
+from ._second_derivative import differentiated_once
 from ._sharding import in_automatic_axes
 from ._slots import amax_cotangent, check_scales
 
@@ -199,12 +201,14 @@ _product = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 def _forward_rule(
     product: LinearProduct, left: Array, right: Array, scales: Array | None
 ) -> tuple[Array, _Kept | None]:
+    left, right, scales = differentiated_once((left, right, scales))
     return _forward(product, left, right, scales, is_differentiated=True)
 
 
 def _backward_rule(
     product: LinearProduct, kept: _Kept, g: Array
 ) -> tuple[Array, Array, Array | None]:
+    g = differentiated_once(g)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
     of_gradient = product._copies(Role.GRADIENT)
     for_data = of_gradient.first(g, scale)
