@@ -26,7 +26,7 @@ def ends_of_results(avals: Sequence[Any]) -> tuple[Ends, ...]:
     return tuple(
         Ends.LOSS
         if math.prod(aval.shape) == 1 and jnp.issubdtype(aval.dtype, np.floating)
-        else NOWHERE
+        else Ends.RESULT
         for aval in avals
     )
 

@@ -50,7 +50,7 @@ def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
         The choice, with a recipe, or with the reason for leaving it alone.
 
     Raises:
-        ValueError: The product was made by differentiating.
+        ValueError: The product is the gradient of a weight, and that of the function.
     """
     recipe = case.settings.recipe
     if recipe is None:
@@ -59,16 +59,26 @@ def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
     if why_not is None and not is_asked_for:
         why_not = _unwanted(case)
     if why_not is not None:
+        _refuse_gradient(case)
         return choice._replace(detail=f"not quantized: {why_not}")
-    if is_transposed(case.equation):
-        raise ValueError(
-            f"A recipe met a product{_where(case)} that was made by differentiating, "
-            "of which it cannot tell gradients from data. Differentiate what "
-            "`mpx.autocast` made, not the other way round: "
-            "`mpx.filter_grad(mpx.autocast(loss, recipe=...), scaling)`."
-        )
     recipe = _recipe_for(case, recipe)
     return choice._replace(reason=Reason.RECIPE, recipe=recipe)
+
+
+def _refuse_gradient(case: Case) -> None:
+    """Raises where the gradient of a weight comes out of the function.
+
+    It is a product of data with data. An inner derivative that goes into a loss, as in
+    a gradient penalty, is a product like others and quantized by itself where one
+    operand is a weight.
+    """
+    if is_transposed(case.equation) and case.place.ends == (Ends.RESULT,):
+        raise ValueError(
+            f"A recipe met the gradient of a weight{_where(case)}, which comes out of "
+            "the function: its products are of data with data, and would not be "
+            "quantized. Differentiate what `mpx.autocast` made, not the other way "
+            "round: `mpx.filter_grad(mpx.autocast(loss, recipe=...), scaling)`."
+        )
 
 
 def _impossible(case: Case) -> str | None:
@@ -240,7 +250,9 @@ def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Any:
     assert weight.slots is not None
     scope = "/".join(case.place.scopes)
     shape = "x".join(map(str, weight.array.shape))
-    found = weight.slots.take(f"{scope} {shape}".strip(), recipe)
+    # An inner derivative has numbers of another size than the data has.
+    kind = "transposed" if is_transposed(case.equation) else ""
+    found = weight.slots.take(" ".join(filter(None, (scope, shape, kind))), recipe)
     if found is None:
         raise ValueError(
             f"`mpx.DelayedScaling`{_where(case)} has a state, which only a training "

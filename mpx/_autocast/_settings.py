@@ -44,6 +44,8 @@ class Ends(enum.Flag):
     """Into a scalar that the function returns."""
     PRODUCT = enum.auto()
     """Into another product."""
+    RESULT = enum.auto()
+    """Into another result of the function."""
 
 
 NOWHERE = Ends(0)
