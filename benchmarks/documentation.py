@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import (
+    activation_counts,
     autocast_counts,
     autocast_host,
     compile_time,
@@ -39,7 +40,10 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "sweep": sweep.tables,
     "scaling": scaling_traffic.tables,
     "host": lambda found: [*host_table.tables(found), *autocast_host.tables(found)],
-    "recipe-counts": recipe_counts.tables,
+    "recipe-counts": lambda found: [
+        *recipe_counts.tables(found),
+        *activation_counts.tables(found),
+    ],
     "residuals": residual_counts.tables,
     "compile-time": compile_time.tables,
     "folds": folds.tables,

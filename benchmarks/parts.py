@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from . import (
+    activation_counts,
     autocast_counts,
     autocast_host,
     compile_time,
@@ -124,10 +125,16 @@ class Session:
                 is_cuda = TARGETS[target].platform == "cuda"
                 compiler.libraries = cuda if is_cuda else None
                 recipe_counts.run(found, compiler, target, progress)
+                activation_counts.run(found, compiler, target, progress)
         with self.console.status("bytes kept"):
             _, *answers = processes.ask("ours", {"task": "kept"}, None)
         found.records += [answer["kept"] for answer in answers]
-        self._show(found, recipe_counts.tables(found), recipe_counts.goals(found))
+        parts = (recipe_counts, activation_counts)
+        self._show(
+            found,
+            [table for part in parts for table in part.tables(found)],
+            [goal for part in parts for goal in part.goals(found)],
+        )
 
     def residuals(self, libraries: Path) -> None:
         """What steps keep where autocast recomputes, for a GPU and a TPU."""

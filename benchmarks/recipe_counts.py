@@ -194,7 +194,7 @@ def tables(found: Results) -> list[Table]:
             "calls",
             "other products",
         ],
-        rows=[_units_row(record) for record in found.records if "program" in record],
+        rows=[_units_row(record) for record in found.records if "framework" in record],
         notes=[
             "FLOPs of the three products of each linear layer that the compiler made "
             f"`{FP8_CALL}` of (H100), `{BLOCK_CALL}` (B200), or left with FP8 operands "
@@ -258,7 +258,7 @@ def goals(found: Results) -> list[Goal]:
     """All FLOPs on the units; bytes within their limits."""
     made = []
     for record in found.records:
-        if "program" not in record:
+        if "framework" not in record:
             continue
         counts = record["counts"]
         share = counts["fast_flops"] / counts["linear_flops"]

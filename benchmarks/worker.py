@@ -129,7 +129,19 @@ def _residual_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     return build, count
 
 
-STEPS = {"vit": _vit_steps, "recipes": _recipe_steps, "residuals": _residual_steps}
+def _activation_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """The steps of blocks with different activations, under recipes."""
+    from benchmarks import activation_counts
+
+    return activation_counts.build, activation_counts.count
+
+
+STEPS = {
+    "vit": _vit_steps,
+    "recipes": _recipe_steps,
+    "residuals": _residual_steps,
+    "activations": _activation_steps,
+}
 
 
 # A device of each platform.
@@ -138,7 +150,8 @@ _USUAL = {"cpu": "cpu", "cuda": "h100", "tpu": "v5e"}
 
 def _compiling_for(request: dict[str, Any], target: str) -> Any:
     """Tells our autocast which device is compiled for; it is not the one here."""
-    if request["arms"] != "ours" or request.get("steps") == "recipes":
+    told = request.get("steps") in ("recipes", "activations")
+    if request["arms"] != "ours" or told:
         return contextlib.nullcontext()  # no autocast, or it has been told
     import mpx
 

@@ -73,11 +73,13 @@ def multiply(
     if path is Path.EMULATED:
         return emulated(left, right)
     if path is Path.FP8_UNITS:
+        is_cuda = target.platform == "cuda"
         fast = functools.partial(
             _in_fp8,
             contraction=contraction,
             dtype=dtype,
-            precision=_preset(is_backward) if target.platform == "cuda" else None,
+            precision=_preset(is_backward) if is_cuda else None,
+            stands_alone=is_cuda and not is_backward,
         )
     elif path is Path.BLOCK_UNITS:
         fast = functools.partial(in_blocks, contraction=contraction, dtype=dtype)
@@ -128,6 +130,7 @@ def _in_fp8(
     contraction: Contraction,
     dtype: np.dtype,
     precision: lax.DotAlgorithmPreset | None,
+    stands_alone: bool = False,
 ) -> Array:
     assert isinstance(left, QuantizedArray) and isinstance(right, QuantizedArray)
     swapped = contraction.swapped(left.ndim, right.ndim)
@@ -147,8 +150,16 @@ def _in_fp8(
         preferred_element_type=inner,
     )
     scale = left.inverse_scale * right.inverse_scale
-    y = y * scale.astype(inner)
-    return y.transpose(contraction.permutation).astype(dtype)
+    y = (y * scale.astype(inner)).astype(dtype)
+    if stands_alone:
+        # XLA would compute a gelu behind the product in its call. Where the product is
+        # wanted for the backward pass, too, that call has two results, which it cannot
+        # emit in FP8: "RET_CHECK failure (xla/service/gpu/thunk_emitter.cc)
+        # !has_aux_output" (jax 0.10.2, CUDA 12.9, November 2026). The result of a call
+        # is written in any case, so a barrier behind it moves no bytes: the table
+        # "by the activation behind them" of `benchmarks recipe-counts`.
+        y = lax.optimization_barrier(y)
+    return y.transpose(contraction.permutation)
 
 
 def _dequantized(

@@ -117,7 +117,7 @@ def test_committed_counts_are_of_todays_programs(cases):
     programs = {
         tuple(record[name] for name in names): record["program"]
         for record in found.records
-        if "program" in record
+        if "framework" in record
     }
     assert set(programs) == {dataclasses.astuple(case) for case in recipe_counts.CASES}
     request = {"task": "lower", "steps": "recipes"}

@@ -67,6 +67,26 @@ def test_fp8_units_of_cuda():
     ]
 
 
+def test_the_result_of_fp8_units_of_cuda_stands_alone():
+    """XLA does not compile a gelu that is computed in the call, but for a barrier."""
+
+    def barriers(target: str) -> list[str]:
+        found = target_from(target)
+        product = matrix_product(mpx.Float8CurrentScaling(), "bfloat16", found)
+
+        def train(*args):
+            y, backward = jax.vjp(functools.partial(linear_product, product), *args)
+            return y, *backward(y)
+
+        args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 32), (32, 16))]
+        traced = jax.jit(train).trace(*args)
+        text = traced.lower(lowering_platforms=(found.platform,)).as_text()
+        return re.findall(r"optimization_barrier.*: (.*)", text)
+
+    assert barriers("sm_90") == ["tensor<64x16xbf16>"]
+    assert barriers("tpu7x") == []
+
+
 def test_fp8_units_give_float32_where_the_scale_is_not_taken_in():
     for options in ({"dtype": "float16"}, {"shapes": ((255, 512), (512, 128))}):
         for line in lowered(mpx.Float8CurrentScaling(), "sm_90", **options)[:2]:

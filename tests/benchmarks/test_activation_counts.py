@@ -1,0 +1,92 @@
+"""Activations behind quantized products: the programs, their table and goal."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+
+from benchmarks import activation_counts, processes, results
+from benchmarks.activation_counts import CASES, Case
+
+
+def lowered(case: Case) -> str:
+    step = activation_counts.build(dataclasses.asdict(case))
+    traced = step.jitted().trace(step.state, step.batch)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("case", "layers"),
+    [
+        (Case("gelu", "current", "autocast", "h100"), 2),
+        (Case("geglu", "current", "layers", "h100"), 3),
+    ],
+)
+def test_every_product_of_a_step_is_quantized(case: Case, layers: int):
+    """With its derivatives, and what `jax.checkpoint` computes again."""
+    text = lowered(case)
+    dots = [line for line in text.splitlines() if "dot_general" in line]
+    assert all(len(re.findall(r"xf8E\dM\d", line)) == 2 for line in dots)
+    # Each kind of block has biases or not.
+    assert len(dots) >= 2 * (3 * layers) + 2 * (3 * layers + 1)
+
+
+def test_all_combinations_are_compiled_for_an_h100():
+    found = {dataclasses.astuple(case) for case in CASES}
+    product = itertools.product(
+        activation_counts.ACTIVATIONS,
+        activation_counts.RECIPES,
+        activation_counts.STYLES,
+    )
+    assert found >= {(*names, "h100") for names in product}
+    assert {case.activation for case in CASES if case.target == "b200"} == set(
+        activation_counts.ACTIVATIONS
+    )
+    assert set(activation_counts.BLOCKS) == {
+        *((bias, form) for bias in (True, False) for form in ("scan", "remat"))
+    }
+
+
+@pytest.mark.parametrize(("fast", "met"), [(25, True), (24, False)])
+def test_the_table_and_the_goal(fast: int, met: bool):
+    found = results.Results("recipe-counts", "test", "compiled for X")
+    assert activation_counts.tables(found) == []
+    found.records = [
+        {**dataclasses.asdict(case), "counts": {"products": 25, "fast": fast}}
+        for case in CASES
+    ]
+    (table,) = activation_counts.tables(found)
+    assert table.rows[0] == ["NVIDIA H100 80GB HBM3", "gelu", *[f"{fast} of 25"] * 4]
+    assert len(table.rows) == 12 and table.rows[-1][-1] == ""
+    (goal,) = activation_counts.goals(found)
+    assert goal.met is met and "30 programs" in goal.text
+
+
+@pytest.mark.slow
+def test_committed_counts_are_of_todays_programs():
+    found = results.read("recipe-counts")
+    assert found is not None
+    names = [field.name for field in dataclasses.fields(Case)]
+    programs = {
+        tuple(record[name] for name in names): record["program"]
+        for record in found.records
+        if "activation" in record
+    }
+    assert set(programs) == {dataclasses.astuple(case) for case in CASES}
+    request = {"task": "lower", "steps": "activations"}
+    request["cases"] = [dataclasses.asdict(case) for case in CASES]
+    versions, *answers = processes.ask("ours", request, None)
+    for package in ("jax", "equinox"):
+        if versions["versions"][package] != found.versions["ours"][package]:
+            pytest.skip("other versions lower to other text")
+    changed = [
+        answer["case"]
+        for answer in answers
+        if answer["program"] != programs[tuple(answer["case"].values())]
+    ]
+    assert not changed, (
+        "recipe-counts.json is older than the code; run "
+        "`python -m benchmarks recipe-counts docs --out benchmarks/results`"
+    )
+    assert all(goal.met for goal in activation_counts.goals(found))
