@@ -75,14 +75,18 @@ def scope_names(equation: Any) -> tuple[str, ...]:
 
 def is_transposed(equation: Any) -> bool:
     """Whether an equation was made by transposing a derivative."""
-    stack = equation.source_info.name_stack.stack
-    return any(getattr(entry, "name", "") == "transpose" for entry in stack)
+    return "transpose" in _transforms(equation)
 
 
 def is_differentiated(equation: Any) -> bool:
     """Whether an equation is part of a derivative."""
+    return not _transforms(equation).isdisjoint(("jvp", "transpose"))
+
+
+def _transforms(equation: Any) -> set[str]:
+    """The transforms of JAX that made an equation; a named scope is none."""
     stack = equation.source_info.name_stack.stack
-    return any(getattr(entry, "name", "") in ("jvp", "transpose") for entry in stack)
+    return {entry.name for entry in stack if type(entry).__name__ == "Transform"}
 
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:

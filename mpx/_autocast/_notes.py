@@ -26,8 +26,6 @@ _unused: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
     "unused", default=None
 )
 
-_START, _SEPARATOR = "mpx:", "!"
-
 RESULT = "a result keeps its declared dtype"
 CARRY = "what a loop carries keeps its declared dtype"
 USED = "what uses it takes half precision"
@@ -52,9 +50,6 @@ class Note:
     reason: str
     weight: str = ""
     rule: str = ""
-
-
-_SEPARATORS = len(dataclasses.fields(Note)) - 1
 
 
 @contextlib.contextmanager
@@ -106,9 +101,6 @@ def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:
     return _write(Note("convert_element_type", "convert", "declared", reason))
 
 
-_ISLAND = "mpx-island:"
-
-
 @dataclasses.dataclass(frozen=True)
 class IslandNote:
     """What recomputing an island saves.
@@ -124,33 +116,34 @@ class IslandNote:
     name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 
+class _Scope(str):
+    """The name of a scope that is a note: no text of a user's is one."""
+
+    note: Note | IslandNote
+
+    def __new__(cls, note: Note | IslandNote) -> "_Scope":
+        parts = map(str, dataclasses.astuple(note))
+        self = super().__new__(cls, f"mpx:{'!'.join(parts)}")
+        self.note = note
+        return self
+
+
 def noted_island(
     note: IslandNote | None,
 ) -> contextlib.AbstractContextManager[Any]:
     """What is emitted inside is an island that is recomputed."""
-    if note is None:
-        return contextlib.nullcontext()
-    return jax.named_scope(f"{_ISLAND}{note.before}:{note.after}:{note.name}")
+    return contextlib.nullcontext() if note is None else _write(note)
 
 
-def read_island(scope: str) -> IslandNote | None:
-    """The note on an island that the name of a scope is, if it is one."""
-    if not scope.startswith(_ISLAND):
-        return None
-    before, after, name = scope.removeprefix(_ISLAND).split(":")
-    return IslandNote(int(before), int(after), name)
-
-
-def _write(note: Note) -> contextlib.AbstractContextManager[Any]:
-    return jax.named_scope(_START + _SEPARATOR.join(dataclasses.astuple(note)))
+def _write(note: Note | IslandNote) -> contextlib.AbstractContextManager[Any]:
+    return jax.named_scope(_Scope(note))
 
 
 def is_note(scope: str) -> bool:
-    """Whether the name of a scope is a note."""
-    return scope.startswith(_START) and scope.count(_SEPARATOR) >= _SEPARATORS
+    """Whether the name of a scope is a note, on an equation or on an island."""
+    return isinstance(scope, _Scope)
 
 
-def read_note(scope: str) -> Note:
-    """The note that the name of a scope is."""
-    # The rule comes last, and its globs may hold the separator.
-    return Note(*scope.removeprefix(_START).split(_SEPARATOR, _SEPARATORS))
+def read_note(scope: str) -> Note | IslandNote | None:
+    """The note that the name of a scope is, if it is one."""
+    return scope.note if isinstance(scope, _Scope) else None

@@ -11,8 +11,6 @@ from .._autocast._decisions import Precision
 from .._autocast._notes import (
     IslandNote,
     Note,
-    is_note,
-    read_island,
     read_note,
     taking_notes,
 )
@@ -157,8 +155,8 @@ def _islands(
     found: dict[IslandNote, list[Operation]] = {}
     for visit, operation in zip(visits, operations, strict=True):
         for entry in visit.scopes:
-            note = read_island(entry.name)
-            if note is not None and operation.phase == "forward":
+            note = read_note(entry.name)
+            if isinstance(note, IslandNote) and operation.phase == "forward":
                 found.setdefault(note, []).append(operation)
     return tuple(
         Island(
@@ -273,8 +271,8 @@ def _uses_half(equation: Any) -> bool:
 
 def _note(visit: Visit[Fact]) -> Note | None:
     """What autocast noted on an operation; the last word where several did."""
-    notes = [entry.name for entry in visit.scopes if is_note(entry.name)]
-    return read_note(notes[-1]) if notes else None
+    notes = [read_note(entry.name) for entry in visit.scopes]
+    return next((n for n in reversed(notes) if isinstance(n, Note)), None)
 
 
 def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, str]:

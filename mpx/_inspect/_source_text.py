@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .._autocast._notes import is_note, read_island
+from .._autocast._notes import is_note
 from .._autocast._region import is_region
 from .._source import Frame, ScopeEntry
 
@@ -59,7 +59,6 @@ def scope_path(entries: Iterable[ScopeEntry]) -> str:
         if not entry.is_transform
         and entry.name != RECOMPUTED
         and not is_note(entry.name)
-        and read_island(entry.name) is None
         and not is_region(entry.name)
         and not _LIBRARY_SCOPE.fullmatch(entry.name)
     ]

@@ -193,3 +193,43 @@ def test_the_full_precision_control_of_an_autocast_function(inputs):
         return result.grads
 
     assert set(count_products(step, *inputs)) == {F32}
+
+
+# --- The text of a scope of the user's says nothing to mpx --------------------------
+
+NAMES = [
+    "transpose",
+    "jvp",
+    "mpx.autocast(enabled=False)",
+    "mpx:dot_general!half!declared!as the user says!!",
+    "mpx-island:1:2:3",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("recipe", [None, mpx.Float8CurrentScaling()])
+def test_a_scope_changes_nothing_whatever_its_name(inputs, name, recipe):
+    x, w = inputs
+
+    def loss(named, w, x):
+        def layer(x):
+            with jax.named_scope(name if named else "layer"):
+                return jax.nn.softmax(jax.nn.gelu(x @ w))
+
+        return jnp.sum((layer(layer(x)) @ w) ** 2)
+
+    def gradient(named):
+        cast = mpx.autocast(lambda w, x: loss(named, w, x), recipe=recipe)
+        return jax.make_jaxpr(jax.grad(cast))(w, x)
+
+    assert str(gradient(True)) == str(gradient(False))
+
+    def told(named):
+        cast = mpx.autocast(lambda w, x: loss(named, w, x), recipe=recipe)
+        report = mpx.explain(jax.grad(cast))(w, x)
+        return [
+            (o.primitive, o.precision, o.rule, o.reason, o.phase)
+            for o in report.operations
+        ], [(i.primitives, i.bytes_before, i.bytes_after) for i in report.islands]
+
+    assert told(True) == told(False)
