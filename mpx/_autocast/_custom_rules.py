@@ -101,7 +101,7 @@ def rewrite_custom_jvp(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A function with a rule for its tangents."""
-    place = _own(place)
+    place, later = _own(place), run.for_later()
     facts = tuple(v.facts for v in operands)
     jaxpr = program_of(equation)
     is_float = [_is_inexact(v.aval) for v in equation.outvars]
@@ -110,7 +110,7 @@ def rewrite_custom_jvp(
     @jax.custom_jvp
     def function(*arrays: Any) -> list[Any]:
         values = enter(arrays, facts)
-        return form.settle(evaluate_closed(run, place, jaxpr, values, wishes))
+        return form.settle(evaluate_closed(later(), place, jaxpr, values, wishes))
 
     @_explaining_leaks(equation)
     def rule(primals: Any, tangents: Any) -> Any:
@@ -137,7 +137,7 @@ def rewrite_custom_jvp(
         wanted = form.wishes(wishes)
         # A tangent has the dtype of its primal.
         wanted += tuple(w for w, f in zip(wanted, is_float, strict=True) if f)
-        results = evaluate_closed(run, place, closed, inside, wanted)
+        results = evaluate_closed(later(), place, closed, inside, wanted)
         out = form.settle(results[: len(is_float)])
         are_zero = zero_results(closed.jaxpr)[len(is_float) :]
         out_dots = iter(zip(results[len(is_float) :], are_zero, strict=True))
@@ -165,7 +165,7 @@ def rewrite_custom_vjp(
     What the rule is told of its operands and results, whether they are differentiated,
     is what JAX says of those of the new function.
     """
-    place = _own(place)
+    place, later = _own(place), run.for_later()
     facts = tuple(v.facts for v in operands)
     jaxpr = program_of(equation)
     form = _Results()
@@ -173,7 +173,7 @@ def rewrite_custom_vjp(
     @jax.custom_vjp
     def function(*arrays: Any) -> list[Any]:
         values = enter(arrays, facts)
-        return form.settle(evaluate_closed(run, place, jaxpr, values, wishes))
+        return form.settle(evaluate_closed(later(), place, jaxpr, values, wishes))
 
     @_explaining_leaks(equation)
     def forward(*primals: Any) -> Any:
@@ -188,7 +188,7 @@ def rewrite_custom_vjp(
         count = len(equation.outvars)
         residual_avals = closed.out_avals[count:]
         wanted = form.wishes(wishes) + (Wish.ANY,) * len(residual_avals)
-        results = evaluate_closed(run, place, closed, enter(arrays, facts), wanted)
+        results = evaluate_closed(later(), place, closed, enter(arrays, facts), wanted)
         residuals = results[count:]
         saved = _Saved(
             [v.array for v in residuals],
@@ -205,8 +205,8 @@ def rewrite_custom_vjp(
         closed = _traced_backward(equation, saved, cotangents)
         inside = [*enter(saved.arrays, saved.facts), *map(computed, given)]
         wanted = tuple(wish_for(dtype) for _, dtype in saved.active)
-        results = evaluate_closed(run, place, closed, inside, wanted)
-        found: list[Any] = [None] * len(operands)
+        results = evaluate_closed(later(), place, closed, inside, wanted)
+        found: list[Any] = [None] * len(equation.invars)
         for (i, dtype), value, is_zero in zip(
             saved.active, results, zero_results(closed.jaxpr), strict=True
         ):
@@ -329,7 +329,7 @@ def rewrite_custom_vmap(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A function with a rule for `vmap`."""
-    place = _own(place)
+    place, later = _own(place), run.for_later()
     facts = tuple(v.facts for v in operands)
     jaxpr = program_of(equation)
     form = _Results()
@@ -337,7 +337,7 @@ def rewrite_custom_vmap(
     @jax.custom_batching.custom_vmap
     def function(*arrays: Any) -> list[Any]:
         values = enter(arrays, facts)
-        return form.settle(evaluate_closed(run, place, jaxpr, values, wishes))
+        return form.settle(evaluate_closed(later(), place, jaxpr, values, wishes))
 
     @function.def_vmap
     def rule(axis_size: int, in_batched: Any, *arrays: Any) -> Any:
@@ -347,7 +347,7 @@ def rewrite_custom_vmap(
         closed = trace(batched)(*_declared_avals(arrays, equation.invars))
         inside = enter(arrays, facts)
         wanted = form.wishes(wishes)
-        results = evaluate_closed(run, place, closed, inside, wanted)
+        results = evaluate_closed(later(), place, closed, inside, wanted)
         out = form.settle(results)
         return out, [True] * len(out)
 
@@ -362,7 +362,7 @@ def rewrite_remat_opt(
     So JAX does with `defvjp(..., optimize_remat=True)` where nobody needs what the rule
     saves, as in the forward pass of something that is recomputed.
     """
-    place = _own(place)
+    place, later = _own(place), run.for_later()
     params = equation.params
     count, saved = params["num_consts"], params["num_res"]
     nothing, types = Luggage(()), types_of(operands)
@@ -375,7 +375,7 @@ def rewrite_remat_opt(
     def alone() -> tuple[Any, Sequence[Any]]:
         closed = core.ClosedJaxpr(*params["fun_jaxpr_thunk"]())
         wanted = tuple(map(wish_for, dtypes))
-        found = rewritten_for(run, place, closed, own, wanted, nothing, dtypes)
+        found = rewritten_for(later(), place, closed, own, wanted, nothing, dtypes)
         return open_jaxpr(found.closed), found.closed.consts
 
     new = {

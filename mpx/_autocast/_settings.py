@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import weakref
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -123,3 +123,28 @@ class Run:
         self.islands: dict[Any, Any] = {}
         self.programs = new_programs() if programs is None else programs
         self.used: set[Any] = set()
+        self._recipes = recipes
+
+    def for_later(self) -> "Callable[[], Run]":
+        """How a derivative rule, which outlives a run, gets at it.
+
+        A run holds every program that it has met, and a rule stands in a rewritten one,
+        which is to live no longer than the program that it was made from. So a rule
+        holds no run; when the run is over, it gets another one that is like it.
+
+        Returns:
+            A function that gives this run as long as it is there, and then a new one.
+        """
+        itself, programs = weakref.ref(self), weakref.ref(self.programs)
+        settings, rewrites = self.settings, self.rewrites
+        recipes, spares_final = self._recipes, self.spares_final
+        needs_parameters = self.needs_parameters
+
+        def run() -> Run:
+            found = itself()
+            if found is None:
+                found = Run(settings, rewrites, programs(), recipes, spares_final)
+                found.needs_parameters = needs_parameters
+            return found
+
+        return run

@@ -1,6 +1,8 @@
 """`mpx.autocast` as a transform and decorator: arguments, results, names, errors."""
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import equinox as eqx
@@ -252,3 +254,38 @@ def test_called_again_it_uses_what_jax_has_compiled(inputs):
         return [id(e.params["jaxpr"]) for e in jaxpr.eqns if e.primitive.name == "jit"]
 
     assert programs() == programs()
+
+
+RULES = {
+    "custom_vjp": lambda x: _with_rule(x @ x),
+    "custom_jvp": lambda x: jax.nn.relu(x @ x),
+    "remat": jax.checkpoint(lambda x: _with_rule(x @ x)),
+}
+
+
+@jax.custom_vjp
+def _with_rule(x):
+    return jnp.sin(x)
+
+
+_with_rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("way", ["call", "gradient"])
+def test_a_program_is_kept_no_longer_than_its_function(rule, way):
+    """A function that makes a new jitted one at each call, as many do."""
+    kept = []
+
+    def loss(x):
+        table = np.ones((2, 2), np.float32)  # a program holds what it closes over
+        kept.append(weakref.ref(table))
+        return jnp.sum(jax.jit(lambda x: RULES[rule](x) * table)(x))
+
+    cast = mpx.autocast(loss)
+    func = cast if way == "call" else jax.grad(cast)
+    for _ in range(3):
+        func(jnp.ones((2, 2)))
+    jax.clear_caches()
+    gc.collect()
+    assert len(kept) >= 3 and not any(ref() for ref in kept)
