@@ -14,10 +14,11 @@ import abc
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from ._jax_compat import open_jaxpr, scan_counts, shard_map_axes
@@ -45,7 +46,25 @@ _CALLS = frozenset(
     }
 )  # fmt: skip
 
+MANY = 4096
+"""What a dimension counts that only a call knows, such as that of an exported batch."""
+
 _COMBINERS = re.compile("reduce|reduce_window|scatter.*|select_and_.*|pallas_call")
+
+
+def lengths(shape: Iterable[Any]) -> tuple[int, ...]:
+    """A shape in numbers.
+
+    A dimension without one (`jax.export.symbolic_shape`) is taken to be large: JAX
+    refuses to compare it.
+    """
+    known = (int, np.integer)
+    return tuple(int(n) if isinstance(n, known) else MANY for n in shape)
+
+
+def count(shape: Iterable[Any]) -> int:
+    """How many numbers an array has, to compare it with others."""
+    return math.prod(lengths(shape))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,5 +21,9 @@ if TYPE_CHECKING:
     DTypeLike: TypeAlias = jax.typing.DTypeLike
     ScalarLike: TypeAlias = jax.typing.ArrayLike
     BoolLike: TypeAlias = bool | Bool[Array, ""]
+    # In a program that `jax.export` makes a length may be a symbol, not an integer.
+    Length: TypeAlias = int
+    Shape: TypeAlias = tuple[int, ...]
 else:
-    DTypeLike = ScalarLike = BoolLike = Any
+    DTypeLike = ScalarLike = BoolLike = Length = Any
+    Shape = tuple[Any, ...]

@@ -13,7 +13,6 @@ compiled for an H100:
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from jax.extend import core
 from jaxtyping import Array
 
 from .._jax_compat import open_jaxpr
+from .._jaxpr import count
 from ._islands import HOLDERS
 from ._plan import program_of
 
@@ -127,13 +127,13 @@ class _Kept:
             return _is_of_many(operands[0], params)
         if primitive.name not in _OF_SUMS:
             return False
-        return max(math.prod(operand.shape) for operand in operands) in self.sums
+        return max(count(operand.shape) for operand in operands) in self.sums
 
 
 def _sums(jaxpr: Any) -> frozenset[int]:
     """How many numbers the sums of a program have."""
     return frozenset(
-        math.prod(equation.outvars[0].aval.shape)
+        count(equation.outvars[0].aval.shape)
         for equation in operations(jaxpr)
         if equation.primitive.name == "reduce_sum"
         and _is_of_many(equation.invars[0].aval, equation.params)
@@ -142,4 +142,4 @@ def _sums(jaxpr: Any) -> frozenset[int]:
 
 def _is_of_many(operand: Any, params: dict[str, Any]) -> bool:
     """Whether each number that a reduction gives is made of many."""
-    return math.prod(operand.shape[axis] for axis in params["axes"]) >= _FEW
+    return count(operand.shape[axis] for axis in params["axes"]) >= _FEW

@@ -2,11 +2,11 @@
 
 import dataclasses
 import enum
-import math
 from typing import Any
 
 import numpy as np
 
+from .._jaxpr import count
 from .._source import source_frames
 from ._classes import PrimitiveClass
 
@@ -80,8 +80,8 @@ class Candidate:
             return 0
         contracted = self.equation.params["dimension_numbers"][0][0]
         shape = self.equation.invars[0].aval.shape
-        results = self.equation.outvars[0].aval.size
-        return results * math.prod(shape[i] for i in contracted)
+        results = count(self.equation.outvars[0].aval.shape)
+        return results * count(shape[i] for i in contracted)
 
     @property
     def line(self) -> str:

@@ -6,7 +6,6 @@ from the end: a product that goes into a scalar which the function returns, and 
 other product. In a function that returns no scalar, such as one layer, there is none.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 from .._jax_compat import scope_names
-from .._jaxpr import SubJaxpr, sub_jaxprs
+from .._jaxpr import SubJaxpr, count, sub_jaxprs
 from ._classes import CLASSES, PrimitiveClass
 from ._region import told_by
 from ._settings import NOWHERE, Ends
@@ -25,7 +24,7 @@ def ends_of_results(avals: Sequence[Any]) -> tuple[Ends, ...]:
     """Where the results of a whole function go: a floating scalar is a loss."""
     return tuple(
         Ends.LOSS
-        if math.prod(aval.shape) == 1 and jnp.issubdtype(aval.dtype, np.floating)
+        if count(aval.shape) == 1 and jnp.issubdtype(aval.dtype, np.floating)
         else Ends.RESULT
         for aval in avals
     )

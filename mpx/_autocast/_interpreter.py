@@ -19,6 +19,7 @@ from .._jax_compat import (
     is_differentiated,
     scope_names,
 )
+from .._jaxpr import count
 from .._quantize import AbstractRecipe
 from . import _strict
 from ._choice import Case, Choice, choose
@@ -318,7 +319,7 @@ def _move(equation: Any, operands: list[Value]) -> list[Value]:
             results.append(computed(array))
             continue
         facts = source.facts
-        if name in _BROADCASTS and array.size > source.array.size:
+        if name in _BROADCASTS and count(array.shape) > count(source.array.shape):
             facts = facts._replace(is_broadcast=True)
         slots = source.slots
         if name == "gather":  # rows of a table are data, whoever learned them

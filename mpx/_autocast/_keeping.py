@@ -8,7 +8,6 @@ number, and a function with a derivative rule of its own keeps what it likes.
 `measured_bytes` differentiates.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax.numpy import inexact, issubdtype
 
 from .._dtypes import is_half
 from .._jax_compat import open_jaxpr
+from .._jaxpr import count
 from ._islands import HOLDERS
 from ._plan import program_of
 
@@ -159,7 +159,7 @@ def _kept(name: str, equation: Any, nodes: dict[Any, _Node]) -> list[_Node]:
         return kept
     if name in _CHOICES:
         made_of = [o for o in operands if o is not None]
-        return [_Node(math.prod(equation.outvars[0].aval.shape), made_of)]
+        return [_Node(count(equation.outvars[0].aval.shape), made_of)]
     if name == "select_n" and operands[0] is not None:
         return [operands[0]]
     return []
@@ -174,7 +174,7 @@ def _is_float(aval: Any) -> bool:
 
 
 def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    return count(aval.shape) * aval.dtype.itemsize
 
 
 _KEEPERS = _RESULT | _OPERAND | _OTHERS | _CHOICES | {"select_n"} | HOLDERS

@@ -8,13 +8,13 @@ the note on it. `Precision.LOW` in a rule quantizes any matrix product.
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from .._jax_compat import is_transposed, manual_axes
+from .._jaxpr import count
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
@@ -96,10 +96,10 @@ def _impossible(case: Case) -> str | None:
     (left_sum, right_sum), (left_batch, right_batch) = case.equation.params[
         "dimension_numbers"
     ]
-    sums = math.prod(left.shape[i] for i in left_sum)
-    rows = math.prod(n for i, n in enumerate(left.shape) if i not in left_sum)
-    columns = math.prod(n for i, n in enumerate(right.shape) if i not in right_sum)
-    batch = math.prod(left.shape[i] for i in left_batch)
+    sums = count(left.shape[i] for i in left_sum)
+    rows = count(n for i, n in enumerate(left.shape) if i not in left_sum)
+    columns = count(n for i, n in enumerate(right.shape) if i not in right_sum)
+    batch = count(left.shape[i] for i in left_batch)
     if min(sums, rows // max(batch, 1), columns // max(batch, 1)) <= 1:
         return "a product with a vector"
     return None

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .._errors import describe, listing
+from .._jaxpr import count
 from .._quantize import AbstractProduct, Path, path_of
 from .._source import source_span
 from ._choice import Case, Choice
@@ -53,14 +54,15 @@ def refuse_accident(case: Case, choice: Choice) -> None:
 
 def _small_and_full(case: Case) -> Value | None:
     """An operand that alone is to blame for float32, if there is one."""
-    size = max((v.aval.size for v in case.equation.outvars), default=0)
+    size = max((count(v.aval.shape) for v in case.equation.outvars), default=0)
     values = case.castable
     has_half = any(
-        v.facts.colour is Colour.HALF and v.array.size == size for v in values
+        v.facts.colour is Colour.HALF and count(v.array.shape) == size for v in values
     )
     wide = [v for v in values if v.facts.colour is Colour.FULL]
     is_small = all(
-        v.facts.is_fixed and (v.array.size < size or v.facts.is_broadcast) for v in wide
+        v.facts.is_fixed and (count(v.array.shape) < size or v.facts.is_broadcast)
+        for v in wide
     )
     return wide[0] if has_half and wide and is_small else None
 
@@ -72,10 +74,10 @@ def _was_widened_here(case: Case) -> bool:
     """
     widened = [v for v in case.castable if v.widened_by is not None]
     others = [v for v in case.castable if v.widened_by is None]
-    size = max((v.aval.size for v in case.equation.outvars), default=0)
+    size = max((count(v.aval.shape) for v in case.equation.outvars), default=0)
     if not widened or not others or not is_castable(case.equation.outvars[0].aval):
         return False
-    if any(v.array.size == size and not v.facts.is_broadcast for v in others):
+    if any(count(v.array.shape) == size and not v.facts.is_broadcast for v in others):
         return False
     here = source_span(case.equation)
     return here is not None and all(source_span(v.widened_by) == here for v in widened)

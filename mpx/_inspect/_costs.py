@@ -19,6 +19,8 @@ Complex numbers count 4 times in products and twice elsewhere. What is in no tab
 not counted, and reports say so. XLA counts likewise, but counts casts and integers, too,
 and puts transcendental functions on an account of their own.
 
+A dimension that only a call knows (`jax.export.symbolic_shape`) counts as 4,096.
+
 Bytes are what an operation reads and writes if nothing is fused: an upper bound, which
 shows where traffic can come from. Changes of shape move nothing; slices and gathers
 read what they take, updates in place write what they change.
@@ -27,13 +29,16 @@ read what they take, updates in place write what they change.
 import functools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.core import ShapedArray
 
 from .._jax_compat import open_jaxpr
+from .._jaxpr import count, lengths
 
 _ELEMENTWISE = """
 acos acosh asin asinh atan atan2 atanh cos cosh sin sinh tan tanh
@@ -107,7 +112,7 @@ def bytes_of(aval: Any) -> int:
     """The bytes of an array of a type; 0 for tokens and whatever is no array."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
-    return math.ceil(math.prod(aval.shape) * bits_of(aval.dtype) / 8)
+    return math.ceil(count(aval.shape) * bits_of(aval.dtype) / 8)
 
 
 def bytes_moved(equation: Any) -> int:
@@ -135,8 +140,27 @@ def flops(equation: Any) -> int | None:
     Returns:
         How many; None if mpx does not know what the primitive computes.
     """
-    count = _COUNTS.get(equation.primitive.name)
-    return None if count is None else count(equation)
+    rule = _COUNTS.get(equation.primitive.name)
+    return None if rule is None else rule(_with_lengths(equation))
+
+
+def _with_lengths(equation: Any) -> Any:
+    """An equation, or one like it whose shapes are numbers (`mpx._jaxpr.lengths`)."""
+    avals = [v.aval for v in (*equation.invars, *equation.outvars)]
+    shapes = [getattr(aval, "shape", ()) for aval in avals]
+    if all(isinstance(n, int) for shape in shapes for n in shape):
+        return equation
+    known = [
+        SimpleNamespace(aval=ShapedArray(lengths(aval.shape), aval.dtype))
+        for aval in avals
+    ]
+    operands = len(equation.invars)
+    return SimpleNamespace(
+        primitive=equation.primitive,
+        params=equation.params,
+        invars=known[:operands],
+        outvars=known[operands:],
+    )
 
 
 def _floats(aval: Any) -> int:
@@ -276,9 +300,9 @@ def _meetings(
 
 def _fft(equation: Any) -> int:
     operand, result = equation.invars[0].aval, equation.outvars[0].aval
-    lengths = equation.params["fft_lengths"]
-    points = math.prod(lengths)
-    batch = _size(operand) // math.prod(operand.shape[-len(lengths) :] or (1,))
+    sides = equation.params["fft_lengths"]
+    points = math.prod(sides)
+    batch = _size(operand) // math.prod(operand.shape[-len(sides) :] or (1,))
     is_real = _floats(operand) == 1 or _floats(result) == 1
     whole = 5 * batch * points * math.log2(points) if points else 0
     return round(whole / 2 if is_real else whole)
@@ -330,9 +354,9 @@ def _pallas(equation: Any) -> int | None:
         return None
     body = open_jaxpr(equation.params["jaxpr"])
     counts = [flops(e) for e in body.eqns if e.primitive.name not in _KERNEL_ACCESS]
-    if any(count is None for count in counts):
+    if any(one is None for one in counts):
         return None
-    return math.prod(grid) * sum(count or 0 for count in counts)
+    return math.prod(grid) * sum(one or 0 for one in counts)
 
 
 _KERNEL_ACCESS = frozenset({"get", "swap", "program_id", "num_programs", "multiple_of"})

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._tree import Whole
+from .._typing import Shape
 from ._blocks import Axes, multiply_blocks
 from ._format import Format
 from ._four_bits import unpack
@@ -65,7 +66,7 @@ class QuantizedArray(Whole):
     rotated: bool = eqx.field(static=True, kw_only=True, default=False)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of what was quantized."""
         shape = [*self.payload.shape]
         if self.format is Format.E2M1:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._typing import Shape
 from ._rounding import largest_magnitude
 
 Axes = tuple[int, ...]
 
 
 def resolve_axes(
-    shape: tuple[int, ...],
+    shape: Shape,
     axis: int | Sequence[int],
     block: int,
     dimensions: int,

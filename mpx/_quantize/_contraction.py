@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._typing import Length, Shape
+
 Axes = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 
@@ -28,7 +30,7 @@ class Contraction(NamedTuple):
     dimension_numbers: DimensionNumbers
     permutation: Axes
 
-    def sizes(self, left: Axes, right: Axes) -> tuple[int, int, int]:
+    def sizes(self, left: Shape, right: Shape) -> tuple[Length, Length, Length]:
         """How many rows, columns and contracted numbers the product has.
 
         Args:
@@ -97,7 +99,9 @@ def contractions(
     return LinearContractions(forward, for_left, for_right)
 
 
-def product_shape(dimension_numbers: DimensionNumbers, left: Axes, right: Axes) -> Axes:
+def product_shape(
+    dimension_numbers: DimensionNumbers, left: Shape, right: Shape
+) -> Shape:
     """The shape of the product of arrays of these shapes."""
     (lc, rc), (lb, rb) = dimension_numbers
     batch = tuple(left[axis] for axis in lb)
@@ -108,7 +112,7 @@ def product_shape(dimension_numbers: DimensionNumbers, left: Axes, right: Axes) 
 
 def as_matrices(
     dimension_numbers: DimensionNumbers, left: Array, right: Array
-) -> tuple[Array, Array, DimensionNumbers, Axes]:
+) -> tuple[Array, Array, DimensionNumbers, Shape]:
     """Brings operands into the layout in which blocks lie along one axis.
 
     Args:
@@ -138,10 +142,11 @@ def as_matrices(
     return left, right, matrix, shape
 
 
-def padded(x: Array, axis: int, length: int) -> Array:
+def padded(x: Array, axis: int, length: Length) -> Array:
     """The array with zeros after the end of an axis, up to a length."""
     missing = length - x.shape[axis]
-    if missing <= 0:
+    # A dimension that only a call knows (`jax.export`) cannot be compared.
+    if isinstance(missing, int) and missing <= 0:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, missing)

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax_compat import as_varying, varying_axes
+from .._typing import Shape
 from ._abstract_product import AbstractProduct
 from ._operands import Copies
 from ._products import Operand, numbers_and_scale, stored, times_scales
@@ -212,8 +213,8 @@ _product.defvjp(_forward_rule, _backward_rule)
 def _multiplied(
     product: AbstractDequantizedProduct,
     multiply: Multiply,
-    left: tuple[Operand, tuple[int, ...]],
-    right: tuple[Operand, tuple[int, ...]],
+    left: tuple[Operand, Shape],
+    right: tuple[Operand, Shape],
     dtype: np.dtype,
 ) -> Array:
     """A product of two operands, each given with its shape before it was padded."""
@@ -234,5 +235,5 @@ def _multiplied(
     return lax.platform_dependent(left[0], right[0], **branches, default=emulated)
 
 
-def _cut(x: Array, shape: tuple[int, ...]) -> Array:
+def _cut(x: Array, shape: Shape) -> Array:
     return x if x.shape == shape else x[tuple(map(slice, shape))]

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._jax_compat import as_varying, varying_axes
+from .._typing import Shape
 from ._abstract_product import AbstractProduct
 from ._contraction import (
     DimensionNumbers,
@@ -185,7 +186,7 @@ def _forward(
     return y, kept
 
 
-def _cut(x: Array, shape: tuple[int, ...]) -> Array:
+def _cut(x: Array, shape: Shape) -> Array:
     return x if x.shape == shape else x[tuple(map(slice, shape))]
 
 

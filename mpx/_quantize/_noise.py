@@ -8,6 +8,7 @@ hash of the whole.
 """
 
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def key_from(x: Float32[Array, "..."], salt: int) -> Array:
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis in range(x.ndim):
         index = lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        place = place * jnp.uint32(x.shape[axis] & 0xFFFFFFFF) + index
+        place = place * _as_number(x.shape[axis]) + index
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     # Odd factors, so that a change of one number always changes the sum. Numbers of
     # bfloat16 differ in their upper bits only, which a product moves nowhere: mix them
@@ -40,3 +41,10 @@ def key_from(x: Float32[Array, "..."], salt: int) -> Array:
     seed = zlib.crc32(repr((salt, x.shape)).encode())
     key = jax.random.key(seed, impl="threefry2x32")
     return jax.random.fold_in(key, total)
+
+
+def _as_number(dimension: Any) -> Array:
+    """A dimension in 32 bits; in an exported program perhaps one of the call."""
+    if isinstance(dimension, int):
+        return jnp.uint32(dimension & 0xFFFFFFFF)
+    return jnp.asarray(dimension).astype(jnp.uint32)

@@ -81,8 +81,9 @@ class Copies:
         axes = {0: (), 1: (axis,), 2: (-2, -1)}[quantizer.block_dimensions]
         x = flushed(x.astype(jnp.float32))
         for one in axes:
-            length = x.shape[one]
-            x = padded(x, one, length + -length % quantizer.block)
+            # As a multiple, so that it is known to be one whatever the length.
+            blocks = (x.shape[one] + quantizer.block - 1) // quantizer.block
+            x = padded(x, one, blocks * quantizer.block)
         key = key_from(x, salt) if quantizer.stochastic_rounding else None
         return quantizer._quantize(x, self.half, axes, key, scale, self.join)
 
