@@ -42,6 +42,12 @@ def bind_equation(equation: Any, *operands: Any) -> list[Any]:
     return list(results) if primitive.multiple_results else [results]
 
 
+def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:
+    """An array that gives way in promotion, as a Python number does, or no longer."""
+    convert = jax.lax.convert_element_type_p
+    return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
+
+
 def execution_context(equation: Any) -> contextlib.AbstractContextManager[Any]:
     """The mesh that an equation is for, and the device that computes it."""
     return equation.ctx.manager

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._dtypes import is_half
 from .._errors import listing
+from .._jax_compat import with_weak_type
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
@@ -247,10 +248,16 @@ def _results(run: Run, closed: Any, values: list[Value]) -> list[Any]:
         place = dataclasses.replace(place, ends=ends_of_results(avals))
     results = evaluate(run, place, closed.jaxpr, closed.consts, values, wishes)
     with noted_cast(RESULT):
-        return [
-            jnp.asarray(v.cast(aval.dtype)[0] if is_castable(aval) else v.array)
-            for v, aval in zip(results, avals, strict=True)
-        ]
+        return [_result(v, aval) for v, aval in zip(results, avals, strict=True)]
+
+
+def _result(value: Value, aval: Any) -> Any:
+    """A result in the dtype that it was written in, weakly typed if it was so."""
+    array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
+    array = jnp.asarray(array)
+    is_weak = getattr(aval, "weak_type", False)
+    is_same = getattr(jax.typeof(array), "weak_type", False) == is_weak
+    return array if is_same else with_weak_type(array, is_weak)
 
 
 def _input(weights: Weights, source: Any, run: Run, path: Any, leaf: Any) -> Value:

@@ -289,3 +289,33 @@ def test_a_program_is_kept_no_longer_than_its_function(rule, way):
     jax.clear_caches()
     gc.collect()
     assert len(kept) >= 3 and not any(ref() for ref in kept)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_results_give_way_in_promotion_as_they_did(dtype, inputs):
+    """A weakly typed result must not widen what half precision it meets later."""
+
+    def results(w, x, rate):
+        y = x @ w
+        count = jax.lax.fori_loop(0, 3, lambda i, n: n + 1, 0)
+        chosen = jnp.where(y[0, 0] > 0, 1.0, 0.0)
+        last, _ = jax.lax.scan(lambda c, _: (c * 2.0, None), 1.0, None, length=3)
+        return y, 2.0 * rate, jnp.exp(rate), count, chosen, last, jnp.asarray(3)
+
+    def weak(func):
+        return [x.weak_type for x in func(*inputs, jnp.asarray(2.0))]
+
+    func = mpx.autocast(results, dtype)
+    expected = [False, True, True, True, True, True, True]
+    assert weak(results) == expected
+    assert weak(func) == expected
+    assert weak(jax.jit(func)) == expected
+    assert weak(functools.partial(jax.eval_shape, func)) == expected
+
+
+def test_weakly_typed_results_are_differentiated_like_others(inputs):
+    w, x = inputs
+    rate = jnp.asarray(2.0)
+    func = mpx.autocast(lambda rate, w, x: 2.0 * rate)
+    assert jax.grad(func)(rate, w, x) == 2.0
+    assert jax.jvp(lambda r: func(r, w, x), (rate,), (rate,))[1] == 4.0
