@@ -24,7 +24,7 @@ Name = Literal[
     "errors",
 ]
 # Of programs compiled for a GPU that need not be there.
-Counted = Literal["cuda", "recipe-counts", "residuals", "compile-time"]
+Counted = Literal["cuda", "recipe-counts", "residuals", "attention", "compile-time"]
 SCRATCH = Path("runs/bench")
 ALL: tuple[Name, ...] = get_args(Name)
 
@@ -40,8 +40,9 @@ class Options:
     `errors` (of single products in low precision). `cuda` is sweep, autocast and
     scaling compiled for an H100; `recipe-counts` says on which units the products of
     low precision run on an H100, a B200 and a TPU7x, and what they keep; `residuals`
-    what steps need that recompute islands, on an H100 and a TPU v5e; `compile-time` how
-    long such steps take to compile. `docs` only writes the tables of the committed
+    what steps need that recompute islands, on an H100 and a TPU v5e; `attention` what
+    steps need whose attention is one kernel, on an H100; `compile-time` how long steps
+    that recompute take to compile. `docs` only writes the tables of the committed
     results into docs/benchmarks.md. `device` measures what only a GPU can tell, and has
     options of its own: `python -m benchmarks device --help`.
     """
@@ -117,6 +118,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.recipe_counts(options.cuda_libraries)
     elif name == "residuals":
         session.residuals(options.cuda_libraries)
+    elif name == "attention":
+        session.attention(options.cuda_libraries)
     elif name == "compile-time":
         session.compile_time(options.cuda_libraries)
     elif name == "docs":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from . import (
     activation_counts,
+    attention_counts,
     autocast_counts,
     autocast_host,
     compile_time,
@@ -45,6 +46,7 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
         *activation_counts.tables(found),
     ],
     "residuals": residual_counts.tables,
+    "attention": attention_counts.tables,
     "compile-time": compile_time.tables,
     "folds": folds.tables,
     "recipes": recipes.tables,

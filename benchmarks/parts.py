@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from . import (
     activation_counts,
+    attention_counts,
     autocast_counts,
     autocast_host,
     compile_time,
@@ -151,6 +152,16 @@ class Session:
                 compiler.libraries = cuda if is_cuda else None
                 residual_counts.run(found, compiler, target, progress)
         self._show(found, residual_counts.tables(found), residual_counts.goals(found))
+
+    def attention(self, libraries: Path) -> None:
+        """What attention in one kernel saves, compiled for an H100."""
+        title = TARGETS[attention_counts.TARGET].title
+        found = self._results("attention", f"compiled for {title}")
+        with self._compiling() as (compiler, progress):
+            compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
+            attention_counts.run(found, compiler, progress)
+        tables, goals = attention_counts.tables(found), attention_counts.goals(found)
+        self._show(found, tables, goals)
 
     def compile_time(self, libraries: Path) -> None:
         """CPU seconds that the compiler takes, for an H100."""

@@ -136,11 +136,19 @@ def _activation_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     return activation_counts.build, activation_counts.count
 
 
+def _attention_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """The steps whose attention is written in different ways."""
+    from benchmarks import attention_counts
+
+    return attention_counts.build, attention_counts.count
+
+
 STEPS = {
     "vit": _vit_steps,
     "recipes": _recipe_steps,
     "residuals": _residual_steps,
     "activations": _activation_steps,
+    "attention": _attention_steps,
 }
 
 

@@ -20,6 +20,7 @@ from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
 from ._decisions import Precision
 from ._ends import ends_of_results, recipes_in
+from ._fused_rules import or_fused
 from ._interpreter import evaluate
 from ._notes import RESULT, is_taking_notes, note_unused, noted_cast
 from ._plan import Wish, wish_for
@@ -28,7 +29,10 @@ from ._settings import Place, Programs, Run, Settings
 from ._slots import Collection, Slots, next_source
 from ._values import Colour, Value, declared, is_castable
 
-_REWRITES = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
+_REWRITES = {
+    **_control_flow.REWRITES,
+    **{name: or_fused(name, f) for name, f in _custom_rules.REWRITES.items()},
+}
 
 # Stands for an array among the results of a traced function.
 _ARRAY = object()

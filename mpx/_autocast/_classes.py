@@ -36,7 +36,7 @@ class PrimitiveClass(enum.Enum):
 
 _HALF = """
 bcoo_dot_general conv_general_dilated dot_general ragged_dot ragged_dot_general
-dot_product_attention_fwd_wrapper
+dot_product_attention dot_product_attention_fwd_wrapper
 """
 
 # The user chose dtypes and scales of these himself: half in name, but not ours to cast.

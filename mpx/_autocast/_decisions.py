@@ -9,6 +9,7 @@ import numpy as np
 from .._jaxpr import count
 from .._source import source_frames
 from ._classes import PrimitiveClass
+from ._fused import FusedOperation
 
 
 class Precision(enum.Enum):
@@ -76,6 +77,9 @@ class Candidate:
     @property
     def multiplications(self) -> int:
         """How many pairs of numbers a matrix product multiplies; 0 of anything else."""
+        operation = self.equation.params.get("operation")
+        if isinstance(operation, FusedOperation):
+            return operation.multiplications([v.aval for v in self.equation.invars])
         if self.primitive != "dot_general":
             return 0
         contracted = self.equation.params["dimension_numbers"][0][0]

@@ -197,7 +197,7 @@ def _number(equation: Any, operands: list[Value]) -> Value | None:
 
 
 def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
-    rule = _find_rule(run, place, case)
+    rule = find_rule(run, place, case)
     if rule is not None and isinstance(rule.precision, AbstractRecipe):
         settings = dataclasses.replace(place.settings, recipe=rule.precision)
         place = dataclasses.replace(place, settings=settings)
@@ -207,7 +207,7 @@ def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
     if rule is not None and not isinstance(rule.precision, Precision):
         kind = class_of(case.name, place.settings.dtype)
         with noted(case.name, Choice(kind, Reason.RULE, rule=rule)):
-            return _rewritten_by(rule, _candidate(place, case), case)
+            return _rewritten_by(rule, candidate_of(place, case), case)
     choice = choose(case, rule)
     is_asked_for = rule is not None and rule.precision is Precision.LOW
     if is_asked_for or choice.reason is Reason.PRODUCT:
@@ -237,17 +237,19 @@ def _emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
         return emit_linear(case, choice, product)
 
 
-def _find_rule(run: Run, place: Place, case: Case) -> Rule | None:
+def find_rule(run: Run, place: Place, case: Case) -> Rule | None:
+    """The user's rule for an equation, which counts as used."""
     rules = place.settings.rules
     if not rules.rules or not place.settings.is_enabled:
         return None
-    rule = rules.find(_candidate(place, case))
+    rule = rules.find(candidate_of(place, case))
     if rule is not None:
         run.used.add(rule)
     return rule
 
 
-def _candidate(place: Place, case: Case) -> Candidate:
+def candidate_of(place: Place, case: Case) -> Candidate:
+    """What a rule is asked about."""
     return Candidate(
         primitive=case.name,
         kind=class_of(case.name, place.settings.dtype),

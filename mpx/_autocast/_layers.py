@@ -53,6 +53,30 @@ def with_ambient_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def call_with_ambient(func: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function without weights under the ambient settings.
+
+    Args:
+        func: The function, which holds a `FusedOperation`.
+        *args: What it is called with.
+
+    Returns:
+        What it returns: computed in the ambient dtype, if one was said, and quantized
+        by a recipe that is for products of data with data.
+    """
+    told = {} if is_tracing() else ambient_settings()
+    recipe = told.get("recipe")
+    if not told:
+        return func(*args)
+    if recipe is not None and not recipe.fp8_dpa:
+        recipe = told["recipe"] = None
+    is_enabled = told.get("is_enabled", True) and (
+        "dtype" in told or recipe is not None
+    )
+    told = {"dtype": jnp.dtype(jnp.bfloat16), **told, "is_enabled": is_enabled}
+    return call_autocast(Settings(**told), (), new_programs(), func, args, {})
+
+
 def _refuse_state(settings: Settings, layer: str) -> None:
     recipes = settings.recipe, *settings.rules.recipes
     if not any(isinstance(recipe, DelayedScaling) for recipe in recipes):

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from ._half_only import explaining_half_only
 from ._settings import Settings
 
 _is_tracing = jax.make_user_context(default_value=False)
@@ -49,7 +50,7 @@ def trace(func: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.make_jaxpr` of what will be rewritten, so that regions may stand in it."""
 
     def make(*args: Any) -> Any:
-        with _is_tracing(True):
+        with _is_tracing(True), explaining_half_only():
             return jax.make_jaxpr(func)(*args)
 
     return make

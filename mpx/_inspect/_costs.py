@@ -5,6 +5,7 @@ FLOPs are floating-point operations of the program as it is written:
 | operation | FLOPs |
 |---|---|
 | `dot_general` and relatives | $2 \cdot \text{size(result)} \cdot K$, with $K$ the length of the sum |
+| kernels of attention | $2 \cdot \text{size(query)} \cdot \text{keys}$ for each of its 2 products, 5 backward; masked ones, too |
 | `conv_general_dilated` | 2 for each weight that meets an element of the input; padding and holes are none |
 | elementwise, also `exp`, comparisons and selects | 1 per element |
 | reductions | 1 per element, less 1 per result |
@@ -257,6 +258,21 @@ def _matrices(equation: Any) -> tuple[Any, Any, Any]:
     return lhs, rhs, equation.outvars[0].aval
 
 
+# JAX's kernels of attention and how many products each computes: the scores, what they
+# select; in the backward pass the scores again and a gradient of each of four factors.
+KERNELS = {
+    "dot_product_attention_fwd_wrapper": 2,
+    "dot_product_attention_bwd_wrapper": 5,
+}
+
+
+def _attention(equation: Any) -> int:
+    query, key = (v.aval for v in equation.invars[:2])
+    # The layout says whether heads stand before or behind the sequence.
+    keys = key.shape[2 if equation.params["layout"] else 1]
+    return 2 * KERNELS[equation.primitive.name] * _size(query) * keys
+
+
 def _convolution(equation: Any) -> int:
     params = equation.params
     lhs, rhs, result = _matrices(equation)
@@ -385,6 +401,7 @@ _COUNTS: dict[str, Callable[[Any], int | None]] = {
     "qr": _qr,
     "triangular_solve": _triangular_solve,
     "pallas_call": _pallas,
+    **dict.fromkeys(KERNELS, _attention),
     **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
     **dict.fromkeys(_MOVEMENT.split(), _nothing),
     **dict.fromkeys(_REDUCTIONS.split(), _reduction),

@@ -1,6 +1,7 @@
 """`mpx.explain`: every operation of a function, and what it costs."""
 
 import collections
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from .._autocast._classes import PrimitiveClass, class_of
 from .._autocast._decisions import Precision
+from .._autocast._fused import FusedOperation, operation_of
 from .._autocast._notes import (
     IslandNote,
     Note,
@@ -18,7 +20,7 @@ from .._autocast._transform import autocast, unwrapped, weights_of
 from .._errors import describe
 from .._jaxpr import OTHERS, Visit, walk
 from .._typing import DTypeLike
-from ._costs import bytes_moved, flops
+from ._costs import KERNELS, bytes_moved, flops
 from ._facts import (
     Fact,
     Facts,
@@ -27,7 +29,7 @@ from ._facts import (
     is_float_cast,
     promotion,
 )
-from ._report import HALF, LOW, QUANTIZES, Island, Operation, Report, totals_of
+from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, Report, totals_of
 from ._residuals import residual_bytes
 from ._source_text import function_path, line_text, phase, scope_path, stack_text
 from ._trace import Traced, trace, trace_gradient
@@ -177,10 +179,26 @@ def _most(texts: Iterable[str]) -> str:
 
 
 def _is_for_others(visit: Visit[Fact]) -> bool:
-    """Whether it stands in for a quantized product where the target is another one."""
-    is_other = any(name.endswith(OTHERS) for name in visit.place.inside)
+    """Whether it stands in for what is computed where the target is another one."""
+    names = [name for name in visit.place.inside if _BRANCH.fullmatch(name)]
+    if not names:
+        return False
+    is_other = names[-1].endswith(OTHERS)
+    operation = _fused(visit)
+    if operation is not None:
+        return is_other == (operation.platform is not None)
     note = _note(visit) if is_other else None
     return note is not None and note.precision == Precision.LOW.value
+
+
+# What `jax.lax.platform_dependent` makes.
+_BRANCH = re.compile("cond for .*")
+
+
+def _fused(visit: Visit[Fact]) -> FusedOperation | None:
+    """The operation of mpx's own that it is a part of."""
+    found = [operation_of(entry.name) for entry in visit.scopes]
+    return next((operation for operation in reversed(found) if operation), None)
 
 
 def _input_fact(path: str, is_weight: bool, aval: Any) -> Fact:
@@ -288,6 +306,8 @@ def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, 
             return QUANTIZES, f"for {note.primitive}: {note.reason}"
     if is_float_cast(equation) and note.primitive != name:
         return "cast", f"for {note.primitive}: {note.reason}"
+    if name not in KERNELS and not _is_product(equation) and _fused(visit) is not None:
+        return PART, f"of {note.primitive}"
     if phase(visit.scopes) == "backward":
         return rule, f"derivative of {note.primitive}: {note.reason}"
     return rule, note.reason

@@ -17,6 +17,8 @@ LOW = "low"
 """The rule of products that a recipe quantizes."""
 QUANTIZES = "quantize"
 """The rule of the operations that quantize their operands."""
+PART = "part"
+"""The rule of what stands between the products of an operation of mpx's own."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .._autocast._fused import is_mark
 from .._autocast._notes import is_note
 from .._autocast._region import is_region
 from .._source import Frame, ScopeEntry
@@ -60,6 +61,7 @@ def scope_path(entries: Iterable[ScopeEntry]) -> str:
         and entry.name != RECOMPUTED
         and not is_note(entry.name)
         and not is_region(entry.name)
+        and not is_mark(entry.name)
         and not _LIBRARY_SCOPE.fullmatch(entry.name)
     ]
     # Derivatives of functions with rules of their own repeat the scopes around them.

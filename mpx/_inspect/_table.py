@@ -11,10 +11,13 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._report import QUANTIZES, Island, Operation, Report
+from ._report import PART, QUANTIZES, Island, Operation, Report
 from ._units import bytes_text, count_text, flops_text, share_text, short_type
 
 _BAR = 24
+
+# What operations are called that are one line together, by their rule.
+_TOGETHER = {QUANTIZES: "(quantization)", PART: "(between products)"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +57,14 @@ class Line:
 def lines_of(operations: Iterable[Operation]) -> list[Line]:
     """Puts equal operations together, in the order in which the first of them comes.
 
-    The many small ones that quantize the operands of a product are one line.
+    The many small ones that quantize the operands of a product are one line, and so
+    are those between the products of attention.
     """
     groups: dict[Any, list[Operation]] = {}
     for operation in operations:
         key = dataclasses.replace(operation, number=0, parameters=(), reason="")
-        if operation.rule == QUANTIZES:
-            what = {"primitive": "(quantization)", "inputs": (), "outputs": ()}
+        if operation.rule in _TOGETHER:
+            what = {"primitive": _TOGETHER[operation.rule], "inputs": (), "outputs": ()}
             operation = dataclasses.replace(operation, precision="", **what)
             key = (operation.where, operation.phase, operation.source)
         groups.setdefault(key, []).append(operation)

@@ -7,6 +7,7 @@ no float32 copy of an activation waits for the backward pass.
 The module is imported when it is asked for: `import mpx.nn`.
 """
 
+from ._dot_product_attention import dot_product_attention as dot_product_attention
 from ._layers import LayerNorm as LayerNorm, Linear as Linear, RMSNorm as RMSNorm
 from ._losses import cross_entropy as cross_entropy
 from ._multihead import MultiheadAttention as MultiheadAttention

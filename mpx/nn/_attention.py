@@ -1,123 +1,303 @@
-r"""The core of attention: scores, probabilities and what they select.
+"""Attention as one operation: its derivatives, its batches, its kernel.
 
-$$P = \operatorname{softmax}\!\Big(\frac{Q K^\top}{\sqrt d} + \text{bias}
-+ \text{mask}\Big), \qquad O = P\, V$$
+There are two forms, and which one a call has is decided when it is traced:
 
-The scores are added up and exponentiated in float32; what is kept for the backward pass
-is $Q$, $K$, $V$ and $P$ in half precision. `jax.nn.dot_product_attention` keeps $P$ in
-float32 and in half precision, three times as much, unless cuDNN computes it; and it
-knows no dropout. Gradients of the scores are half precision, as in flash attention, so
-that no product of the backward pass has a float32 operand.
+* Where cuDNN's kernel may be used, forward and backward pass each choose at lowering
+  (`jax.lax.platform_dependent`): the kernel for CUDA, two products elsewhere. It is a
+  `jax.custom_vjp`, so `jax.jvp` of it raises. Derivatives of its derivative are those
+  of the products.
+* Else two products, with all derivatives.
+
+`vmap` puts the batches together, so that there is one call of the form that the kernel
+takes; and autocast finds this call in a program (`_autocast._fused`), whatever was
+mapped, and can make it again in another precision.
 """
 
+import contextlib
+import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array
 
-from ._elementwise import dropout
-from ._linear_part import from_residuals, widen
+from .._autocast import FusedOperation, fused_call, fused_operation, is_tracing
+from .._quantize import Target
+from ._attention_kernel import (
+    Kernel,
+    differentiable,
+    find_kernel,
+    kernel_target,
+    with_differentiable,
+)
+from ._attention_operands import AttentionOptions, Operands, folded, unfolded
+from ._attention_products import attend_by_products, decomposed
+from ._attention_sharding import explicit_shardings, no_kernel_on, on_all_axes
 
-
-def attention(
-    query: Float[Array, "batch q_seq heads size"],
-    key: Float[Array, "batch kv_seq groups size"],
-    value: Float[Array, "batch kv_seq groups size"],
-    mask: Bool[Array, "#batch #heads #q_seq #kv_seq"] | None,
-    bias: Float[Array, "#batch #heads #q_seq #kv_seq"] | None,
-    is_causal: bool,
-    rate: float,
-    dropout_key: PRNGKeyArray | None,
-) -> Float[Array, "batch q_seq heads size"]:
-    """Attention of grouped queries, in the dtype of the query."""
-    batch, length, heads, size = query.shape
-    groups = key.shape[2]
-    if is_causal:
-        causal = jnp.tril(jnp.ones((1, 1, length, key.shape[1]), bool))
-        mask = causal if mask is None else mask & causal
-    mask = None if mask is None else _grouped(mask, groups)
-    bias = None if bias is None else _grouped(bias, groups)
-    query = query.reshape(batch, length, groups, heads // groups, size)
-    p = _probabilities(query, key, mask, bias)
-    if dropout_key is not None and rate > 0:
-        p = dropout(p, rate, dropout_key)
-    out = jnp.einsum("bgnts,bsgh->btgnh", p, value)
-    return out.reshape(batch, length, heads, size)
+_CALL = "`mpx.nn.dot_product_attention`"
 
 
-def _grouped(mask: Array, groups: int) -> Array:
-    """A mask or bias with two axes of heads: the groups, and the heads of each."""
-    heads = mask.shape[1]
-    split = (1, 1) if heads == 1 else (groups, heads // groups)
-    return mask.reshape(mask.shape[0], *split, *mask.shape[2:])
+def attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
+    """Attention.
 
+    Args:
+        options: What it is told.
+        x: Its operands, query, key and value in one dtype.
 
-@jax.custom_jvp
-def _probabilities(
-    query: Array, key: Array, mask: Array | None, bias: Array | None
-) -> Array:
-    wide = widen(query[:0]).dtype
-    scores = jnp.einsum("btgnh,bsgh->bgnts", query, key, preferred_element_type=wide)
-    scores = scores * _scale(query)
-    if bias is not None:
-        scores = scores + bias.astype(wide)
-    if mask is not None:
-        # Not -inf: a row of which nothing is left is uniform, and not NaN.
-        scores = jnp.where(mask, scores, 0.7 * jnp.finfo(wide).min)
-    return jax.nn.softmax(scores, -1).astype(query.dtype)
+    Returns:
+        The result in the shape and dtype of the query; with `with_residual` also the
+        logarithms of the rows' sums, float32, of shape (batch, heads, query sequence).
 
-
-def _scale(query: Array) -> float:
-    return query.shape[-1] ** -0.5
-
-
-@_probabilities.defjvp
-def _probabilities_rule(primals: Any, tangents: Any) -> Any:
-    query, key, mask, bias = primals
-    query_dot, key_dot, _, bias_dot = tangents
-    p = _probabilities(query, key, mask, bias)
-    product = functools.partial(jnp.einsum, "btgnh,bsgh->bgnts")
-    dot = product(query_dot, key) + product(query, key_dot)
-
-    def linear_part(residuals: Any, dots: Any) -> Array:
-        p, mask = residuals
-        dot, bias_dot = dots
-        p, dot = widen(p), widen(dot) * _scale(query)
-        if bias_dot is not None:
-            dot = dot + bias_dot.astype(dot.dtype)
-        if mask is not None:  # matters in rows of which nothing is left
-            dot = jnp.where(mask, dot, 0)
-        inner = jnp.sum(p * dot, -1, keepdims=True)
-        return (p * (dot - inner)).astype(query.dtype)
-
-    return p, from_residuals(linear_part, (p, mask), (dot, bias_dot))
-
-
-def rotate(
-    x: Float[Array, "batch seq heads size"], base: float
-) -> Float[Array, "batch seq heads size"]:
-    r"""Rotary positions: turns pairs of channels by angles that grow with the position.
-
-    $$\begin{pmatrix} y_i \\ y_{i + d/2} \end{pmatrix} =
-    \begin{pmatrix} \cos t\theta_i & -\sin t\theta_i \\
-    \sin t\theta_i & \cos t\theta_i \end{pmatrix}
-    \begin{pmatrix} x_i \\ x_{i + d/2} \end{pmatrix}, \qquad
-    \theta_i = \text{base}^{-2i/d}$$
-
-    Angles, sines and cosines are float32; kept for the backward pass is nothing of the
-    size of x. Reference: Su et al., RoFormer, 2021, equation 34.
+    Raises:
+        ValueError: The kernel was asked for, and there is none.
     """
-    length, half = x.shape[1], x.shape[-1] // 2
-    dtype = widen(x[:0]).dtype
-    rates = base ** (-jnp.arange(half, dtype=dtype) / half)
-    angles = jnp.arange(length, dtype=dtype)[:, None] * rates[None, :]
+    shardings = explicit_shardings(options, x)
+    if shardings is None:
+        return _attend(options, on_all_axes(x))
+    # Each device has rows of the batch, or heads, and needs no other's: the compiler
+    # sees that, and JAX's types do not.
+    why_not = no_kernel_on(x)
+    options = dataclasses.replace(options, without_kernel=why_not or "")
+    one = functools.partial(_attend, options)
+    return jax.sharding.auto_axes(one, out_sharding=shardings)(x)
 
-    def linear_part(turns: Any, x: Array) -> Array:
-        cos, sin = (turn[None, :, None, :] for turn in turns)
-        first, second = jnp.split(widen(x), 2, axis=-1)
-        turned = first * cos - second * sin, second * cos + first * sin
-        return jnp.concatenate(turned, -1).astype(x.dtype)
 
-    return from_residuals(linear_part, (jnp.cos(angles), jnp.sin(angles)), x)
+def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
+    kernel = find_kernel(options, x)
+    if isinstance(kernel, str) and options.implementation == "cudnn":
+        # Under autocast it is asked again, in the precision that is chosen.
+        if not is_tracing():
+            raise ValueError(
+                f'{_CALL} was told `implementation="cudnn"`, and cannot use cuDNN\'s '
+                f"kernel: {kernel}. Leave it out to use the kernel only where it can "
+                "be used."
+            )
+    if isinstance(kernel, str):
+        return _forward(options, kernel)(x)
+    with _explaining_forward_mode(), fused_call(_Attention(options, x.names)):
+        return _with_kernel(options, kernel)(x)
+
+
+@contextlib.contextmanager
+def _explaining_forward_mode() -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"{_CALL} has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`) where "
+            "cuDNN's kernel may be used, which has none. Say "
+            '`implementation="xla"`, or use `jax.grad` and its relatives.'
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention(FusedOperation):
+    """What autocast knows of attention."""
+
+    options: AttentionOptions
+    names: tuple[str, ...]
+
+    name = "dot_product_attention"
+    factors = 3
+
+    @property
+    def text(self) -> str:
+        return f"{self.options},{','.join(self.names)}"
+
+    @property
+    def platform(self) -> str | None:
+        target = kernel_target(self.options.target)
+        return None if target is None else target.platform
+
+    @property
+    def may_decompose(self) -> bool:
+        return self.options.implementation != "cudnn"
+
+    def bind(self, arrays: list[Any], target: Target | None) -> tuple[Array, ...]:
+        options = self._options(target)
+        return attend(options, self._operands(arrays))
+
+    def decompose(self, arrays: list[Any]) -> tuple[Array, ...]:
+        return decomposed(self.options, self._operands(arrays))
+
+    def path(self, arrays: list[Any], target: Target | None) -> str:
+        options = self._options(target)
+        kernel = find_kernel(options, self._operands(arrays))
+        if isinstance(kernel, str):
+            return f"two products: {kernel}"
+        known = kernel_target(options.target)
+        if known is None and options.implementation is None:
+            return "one kernel of cuDNN on CUDA, two products elsewhere"
+        return f"one kernel of cuDNN on {'CUDA' if known is None else known.name}"
+
+    def multiplications(self, avals: list[Any]) -> int:
+        batch, heads, length, keys = Operands(*avals).shape
+        return 2 * batch * heads * length * keys * avals[0].shape[-1]
+
+    def _options(self, target: Target | None) -> AttentionOptions:
+        known = self.options.target
+        return dataclasses.replace(self.options, target=target or known)
+
+    def _operands(self, arrays: list[Any]) -> Operands:
+        return Operands(**dict(zip(self.names, arrays, strict=True)))
+
+
+# --- The forward pass -----------------------------------------------------------------
+
+
+def _forward(
+    options: AttentionOptions, kernel: Kernel | str
+) -> Callable[[Operands], tuple[Array, ...]]:
+    """The forward pass, with the derivatives of the products.
+
+    Args:
+        options: What attention is told.
+        kernel: The kernel for the operands, if there is one.
+    """
+    by_products = functools.partial(attend_by_products, options)
+
+    @jax.custom_batching.custom_vmap
+    def run(x: Operands) -> tuple[Array, ...]:
+        if isinstance(kernel, str):
+            return by_products(x)
+        fast = kernel.forward_with_rows if options.with_residual else kernel.forward
+        return _on_cuda(options, fast, by_products, x)
+
+    @run.def_vmap
+    def rule(size: int, batched: list[Operands], x: Operands) -> Any:
+        whole = folded(size, batched[0], x, apart=False)
+        results = _forward(options, find_kernel(options, whole))(whole)
+        results = tuple(unfolded(size, result) for result in results)
+        return results, (True,) * len(results)
+
+    def operation(x: Operands) -> tuple[Array, ...]:
+        with fused_operation(_Attention(options, x.names)):
+            return run(x)
+
+    differentiated = _differentiated(operation, by_products)
+
+    def forward(x: Operands) -> tuple[Array, ...]:
+        with fused_call(_Attention(options, x.names)):
+            return differentiated(x)
+
+    return forward
+
+
+def _on_cuda(
+    options: AttentionOptions,
+    fast: Callable[..., Any],
+    slow: Callable[..., Any],
+    *operands: Any,
+) -> Any:
+    """Chooses at lowering, unless the kernel was asked for."""
+    if options.implementation == "cudnn":
+        return fast(*operands)
+    return jax.lax.platform_dependent(*operands, cuda=fast, default=slow)
+
+
+def _differentiated(
+    function: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function with the derivatives of another one, which gives the same."""
+
+    @jax.custom_jvp
+    def differentiated(*args: Any) -> Any:
+        return function(*args)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        leaves, tree = jax.tree.flatten(primals)
+        dots = jax.tree.leaves(tangents)
+        active = [i for i, dot in enumerate(dots) if not _is_zero(dot)]
+
+        def of_active(*new: Any) -> Any:
+            full = list(leaves)
+            for i, leaf in zip(active, new, strict=True):
+                full[i] = leaf
+            return reference(*jax.tree.unflatten(tree, full))
+
+        inputs, given = ([xs[i] for i in active] for xs in (leaves, dots))
+        return jax.jvp(of_active, inputs, given)
+
+    differentiated.defjvp(rule, symbolic_zeros=True)
+    return differentiated
+
+
+def _is_zero(dot: Any) -> bool:
+    return isinstance(dot, SymbolicZero) or dot.dtype == jax.dtypes.float0
+
+
+# --- With the kernel's backward pass --------------------------------------------------
+
+
+def _with_kernel(
+    options: AttentionOptions, kernel: Kernel
+) -> Callable[[Operands], tuple[Array, ...]]:
+    """Attention whose backward pass is the kernel's."""
+    keeping = dataclasses.replace(options, with_residual=True)
+
+    @jax.custom_vjp
+    def function(x: Operands) -> tuple[Array, ...]:
+        return _forward(options, kernel)(x)
+
+    def forward(x: Operands) -> Any:
+        out, rows = _forward(keeping, kernel)(x)
+        results = (out, rows) if options.with_residual else (out,)
+        return results, (x, out, rows)
+
+    def backward(residuals: Any, cotangents: Any) -> tuple[Operands]:
+        x, out, rows = residuals
+        with fused_call(_Attention(options, x.names)):
+            found = _backward(keeping, kernel)(x, out, rows, cotangents[0])
+        return (with_differentiable(Operands(None, None, None), found),)
+
+    function.defvjp(forward, backward)
+    return function
+
+
+def _backward(
+    options: AttentionOptions, kernel: Kernel | str
+) -> Callable[..., tuple[Array, ...]]:
+    """The backward pass, a function of operands, results and cotangent."""
+
+    def by_products(
+        x: Operands, out: Array, rows: Array, cotangent: Array
+    ) -> tuple[Array, ...]:
+        alone = dataclasses.replace(options, with_residual=False)
+
+        def of(*arrays: Array) -> Array:
+            return attend_by_products(alone, with_differentiable(x, arrays))[0]
+
+        return jax.vjp(of, *differentiable(x))[1](cotangent)
+
+    @jax.custom_batching.custom_vmap
+    def run(
+        x: Operands, out: Array, rows: Array, cotangent: Array
+    ) -> tuple[Array, ...]:
+        arrays = x, out, rows, cotangent
+        if isinstance(kernel, Kernel):
+            return _on_cuda(options, kernel.backward, by_products, *arrays)
+        return by_products(*arrays)
+
+    @run.def_vmap
+    def rule(size: int, batched: Any, x: Operands, *rest: Array) -> Any:
+        whole = folded(size, batched[0], x, apart=True)
+        flat = []
+        for array, has_axis in zip(rest, batched[1:], strict=True):
+            array = array if has_axis else array[None]
+            array = jnp.broadcast_to(array, (size, *array.shape[1:]))
+            flat.append(array.reshape(-1, *array.shape[2:]))
+        found = _backward(options, find_kernel(options, whole))(whole, *flat)
+        rows = [None] * 3
+        if x.bias is not None:
+            rows.append(x.bias.shape[1 if batched[0].bias else 0])
+        results = tuple(
+            unfolded(size, array, n) for array, n in zip(found, rows, strict=True)
+        )
+        return results, (True,) * len(results)
+
+    return _differentiated(run, by_products)

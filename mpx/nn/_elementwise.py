@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from .._dtypes import is_half
 from ._linear_part import from_residuals, widen
@@ -76,11 +76,15 @@ def add_bias(x: Float[Array, "... n"], bias: Float[Array, " n"]) -> Array:
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray) -> Array:
-    r"""Sets elements to 0 with probability `rate` and divides the rest by 1 - rate.
+    """`drop` of elements that a key chooses."""
+    return drop(x, jax.random.bernoulli(key, 1 - rate, x.shape), rate)
+
+
+def drop(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> Array:
+    r"""Sets elements to 0 that are not kept and divides the rest by 1 - rate.
 
     Kept for the backward pass: the mask, one byte for each element.
     """
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
 
     def linear_part(keep: Array, x: Array) -> Array:
         return jnp.where(keep, widen(x) / (1 - rate), 0).astype(x.dtype)

@@ -10,11 +10,13 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from .._autocast import with_ambient_recipe
 from .._errors import describe
 from .._typing import DTypeLike
-from ._attention import attention, rotate
+from ._attention import attend
+from ._attention_operands import AttentionOptions, Implementation, Operands
+from ._dot_product_attention import checked_implementation
 from ._layers import Linear, check_last_axis, check_rate, check_size
+from ._rotary import rotate
 
 MaskType = Literal["no_mask", "causal"]
-Implementation = Literal["xla", "cudnn"] | None
 _CALL = "`mpx.nn.MultiheadAttention`"
 
 
@@ -28,9 +30,10 @@ class MultiheadAttention(eqx.Module):
     with $y = x$ unless another sequence is given, and $g(i)$ the group of head $i$:
     consecutive heads share keys and values.
 
-    Scores and softmax are float32, products have the input's dtype. Kept for the
-    backward pass: inputs, queries, keys, values and probabilities in half precision;
-    `jax.nn.dot_product_attention` on XLA keeps the probabilities in float32 as well.
+    Between queries and result stands `mpx.nn.dot_product_attention`: one kernel of
+    cuDNN where there is one, else two products in the input's dtype and a softmax in
+    float32. Kept for the backward pass: inputs, queries, keys, values, and the result
+    of the kernel or the probabilities, all in half precision.
 
     Attributes:
         query: The projection $W^Q$, an `mpx.nn.Linear`.
@@ -48,17 +51,17 @@ class MultiheadAttention(eqx.Module):
         use_bias: Whether the projections have a bias.
         use_rotary_positions: Whether queries and keys are turned by their positions.
         rotary_base: The base of the angles.
-        implementation: None for the attention of this module; "xla" or "cudnn" to call
-            `jax.nn.dot_product_attention`, which has no dropout. cuDNN's keeps no
-            probabilities at all, and runs on GPUs in half precision.
+        implementation: None takes cuDNN's kernel where it can be used, which is never
+            while something is dropped; "xla" the products; "cudnn" the kernel or an
+            error. See `mpx.nn.dot_product_attention`.
         dtype: The dtype of the parameters.
         key: A PRNG key for the parameters.
 
     Raises:
         ValueError: The heads do not divide the hidden size, or the groups the heads;
             rotary positions with an odd head size; a dropout rate outside of [0, 1);
-            dropout with `jax.nn.dot_product_attention`. At a call: a shape that does
-            not fit, or dropout without a key.
+            dropout with `implementation="cudnn"`. At a call: a shape that does not fit,
+            or dropout without a key.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx.nn
@@ -139,7 +142,8 @@ class MultiheadAttention(eqx.Module):
             key_value: The sequence that is looked at; `x` if None.
             mask: True where a position may be looked at: of shape (q_seq, kv_seq),
                 (*batch, q_seq, kv_seq) or (*batch, heads, q_seq, kv_seq), each axis
-                possibly 1. A row without True attends evenly to all.
+                possibly 1. A row without True attends evenly to all, but under
+                "causal" to no later one.
             bias: What is added to the scaled scores, of a shape as for `mask`: relative
                 positions, for example. Its gradient is summed in float32.
             key: A PRNG key for dropout.
@@ -185,19 +189,17 @@ class MultiheadAttention(eqx.Module):
         rate: float,
         key: PRNGKeyArray | None,
     ) -> Array:
-        is_causal = self.self_attention_mask_type == "causal"
         mask, bias = masks
-        if self.implementation is None:
-            return attention(q, k, v, mask, bias, is_causal, rate, key)
-        return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            bias=bias,
-            mask=mask,
-            is_causal=is_causal,
+        x = Operands(q, k, v, bias=bias, mask=mask)
+        if rate and key is not None:
+            x = x._replace(keep=jax.random.bernoulli(key, 1 - rate, x.shape))
+        options = AttentionOptions(
+            scale=q.shape[-1] ** -0.5,
+            is_causal=self.self_attention_mask_type == "causal",
+            rate=rate,
             implementation=self.implementation,
         )
+        return attend(options, x)[0]
 
 
 def _check_heads(hidden_size: int, heads: int, groups: int) -> None:
@@ -227,16 +229,12 @@ def _check_options(mask_type: str, implementation: str | None, rate: float) -> N
             f"`self_attention_mask_type` of {_CALL} must be 'no_mask' or 'causal'; "
             f"got {mask_type!r}. Give other masks at the call."
         )
-    if implementation not in (None, "xla", "cudnn"):
+    checked_implementation("MultiheadAttention", implementation)
+    if implementation == "cudnn" and rate:
         raise ValueError(
-            f"`implementation` of {_CALL} must be None, 'xla' or 'cudnn'; got "
-            f"{implementation!r}. None is the attention of `mpx.nn`."
-        )
-    if implementation is not None and rate:
-        raise ValueError(
-            f"`implementation` of {_CALL} calls `jax.nn.dot_product_attention`, "
-            f"which has no dropout; got {implementation!r} with "
-            f"attention_dropout={rate}. Use None, or no dropout."
+            f"`implementation='cudnn'` of {_CALL} has no dropout that a key decides; "
+            f"got attention_dropout={rate}. Leave it out: None takes the kernel where "
+            "nothing is dropped, as in inference."
         )
 
 

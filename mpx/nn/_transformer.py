@@ -9,9 +9,10 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from .._autocast import with_ambient_recipe
 from .._typing import DTypeLike
+from ._attention_operands import Implementation
 from ._elementwise import activate, activate_gated, dropout
 from ._layers import LayerNorm, Linear, RMSNorm, check_rate, check_size
-from ._multihead import Implementation, MaskType, MultiheadAttention
+from ._multihead import MaskType, MultiheadAttention
 
 _CALL = "`mpx.nn.TransformerLayer`"
 

@@ -158,9 +158,9 @@ def test_every_primitive_that_autocast_computes_with_is_counted():
         PrimitiveClass.CONVERT,
     )
     names = {name for name, kind in CLASSES.items() if kind in computed}
-    # Sparse products depend on data; fused attention says nothing of its layout.
+    # Sparse products depend on data; mpx's own attention is never in a program whole.
     missing = names - set(_costs._COUNTS)
-    assert missing == {"bcoo_dot_general", "dot_product_attention_fwd_wrapper"}
+    assert missing == {"bcoo_dot_general", "dot_product_attention"}
 
 
 # --- Against XLA ---------------------------------------------------------------------

@@ -77,11 +77,22 @@ def test_norms_are_those_of_equinox(name, dtype, shape, getkey):
     assert_close(found, expected, TOLERANCE[dtype])
 
 
+class JaxAttention(mpx.nn.MultiheadAttention):
+    """The same layer around JAX's attention."""
+
+    def _attend(self, q, k, v, masks, rate, key):
+        mask, bias = masks
+        is_causal = self.self_attention_mask_type == "causal"
+        return jax.nn.dot_product_attention(
+            q, k, v, bias=bias, mask=mask, is_causal=is_causal
+        )
+
+
 def attention_pair(key, dtype, **options):
     """The attention of `mpx.nn` and the same through JAX's."""
-    mine = mpx.nn.MultiheadAttention(HIDDEN, HEADS, key=key, **options)
-    other = mpx.nn.MultiheadAttention(
-        HIDDEN, HEADS, key=key, implementation="xla", **options
+    mine, other = (
+        kind(HIDDEN, HEADS, key=key, **options)
+        for kind in (mpx.nn.MultiheadAttention, JaxAttention)
     )
     return mpx.cast_tree(mine, dtype), other
 
@@ -216,7 +227,7 @@ def test_rotary_positions_are_those_of_equinox(getkey):
 @pytest.mark.parametrize("dtype", HALF)
 def test_rotary_positions_stay_exact_far_out(dtype):
     """Positions are float32: in half precision 2,049 is not even a number."""
-    from mpx.nn._attention import rotate
+    from mpx.nn._rotary import rotate
 
     x = jnp.ones((1, 3000, 1, 2), dtype)
     exact = np.cos(2999.0) - np.sin(2999.0)
@@ -342,9 +353,9 @@ BAD = {
     ),
     "mask type": (lambda: attention(self_attention_mask_type="x"), "'causal'"),
     "implementation": (lambda: attention(implementation="x"), "None, 'xla' or"),
-    "JAX and dropout": (
-        lambda: attention(implementation="xla", attention_dropout=0.1),
-        "has no dropout",
+    "the kernel and dropout": (
+        lambda: attention(implementation="cudnn", attention_dropout=0.1),
+        "has no dropout that a key decides",
     ),
     "rate": (lambda: attention(attention_dropout=1.0), "between 0 and 1"),
     "rate of layer": (lambda: transformer(hidden_dropout=-0.1), "between 0 and 1"),

@@ -74,11 +74,13 @@ def test_a_layer_transforms_its_own_call(name, dtype, x, getkey):
     assert 0 < error < 0.1
 
 
-def test_of_attention_the_second_product_is_quantized_in_fp8(x, getkey):
-    """The first one is in a function with a derivative rule of its own."""
-    layer = mpx.nn.MultiheadAttention(HIDDEN, 4, key=getkey())
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_both_products_of_attention_are_quantized_by_fp8_dpa(implementation, x, getkey):
+    layer = mpx.nn.MultiheadAttention(
+        HIDDEN, 4, implementation=implementation, key=getkey()
+    )
     with ambient(mpx.MXFP8BlockScaling(fp8_dpa=True)):
-        assert quantized_products(call, layer, x) == 4 + 1
+        assert quantized_products(call, layer, x) == 4 + 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

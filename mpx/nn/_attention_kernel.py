@@ -1,0 +1,246 @@
+"""cuDNN's attention in one kernel, through `jax.nn.dot_product_attention`.
+
+The kernel computes scores, softmax and what they select block by block, on the chip.
+Kept for the backward pass are its operands, its result and one float32 for each row.
+JAX has it for CUDA alone, and not for all sizes: `find_kernel` gives it, or the reason
+why there is none. JAX itself is asked, so what a newer version takes is taken here.
+
+What the kernel is given differs from what attention was given: a mask is a bias to it,
+and a row without a key has no defined result there. `prepare` makes operands of which
+the kernel makes what attention is; such a row gets a query of zeros, to which all keys
+are alike. They are made again for the backward pass instead of being kept.
+
+Between the two passes the residuals are the operands, the result and the rows; see
+`_split_kernel`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._dtypes import is_half
+from .._quantize import Target, target_from
+from ._attention_operands import (
+    AttentionOptions,
+    Operands,
+    visibility,
+    within_lengths,
+)
+from ._split_kernel import SplitKernel, split_kernel
+
+# What stands for "not seen" in a bias: far below every score, and far from the end of
+# the range, where cuDNN subtracts wrongly. The numbers are those of JAX's own masks.
+_LOWEST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+
+_FACTORS = ("query", "key", "value")
+
+
+class _Native(NamedTuple):
+    """What the kernel itself does; the rest is in its bias."""
+
+    is_causal: bool
+    left: int | None
+    with_lengths: bool
+    with_bias: bool
+
+
+def _native(options: AttentionOptions, x: Operands) -> _Native:
+    """What is left to the kernel: combinations that JAX's own tests have."""
+    _, _, length, keys = x.shape
+    window = options.window
+    is_causal = options.is_causal or (window is not None and window[1] == 0)
+    has_mask = x.mask is not None or x.bias is not None
+    native_causal = is_causal and length == keys
+    is_alone = not has_mask and x.key_lengths is None
+    left = window[0] if window is not None and native_causal and is_alone else None
+    order_is_native = native_causal and (window is None or left is not None)
+    has_order = is_causal or window is not None
+    with_bias = has_mask or (has_order and not order_is_native)
+    with_lengths = x.key_lengths is not None and not with_bias
+    return _Native(native_causal, left, with_lengths, with_bias)
+
+
+def prepare(options: AttentionOptions, x: Operands) -> Operands:
+    """Operands of which `call` makes what attention is."""
+    native = _native(options, x)
+    if native.with_bias:
+        return _with_bias(options, x, native)
+    if native.with_lengths:
+        return _with_lengths(x)
+    return Operands(x.query, x.key, x.value)
+
+
+def _with_bias(options: AttentionOptions, x: Operands, native: _Native) -> Operands:
+    found = visibility(options, x)
+    order_is_said = native.is_causal and options.window is None
+    if order_is_said and found.given is not None and found.seen is not None:
+        allowed = found.given | ~found.seen
+    else:
+        allowed = None if order_is_said else found.allowed
+    query, bias, shape = x.query, x.bias, x.shape[2:]
+    if found.seen is not None:
+        query = jnp.where(found.seen.transpose(0, 2, 1, 3), query, 0)
+    if bias is None:
+        return Operands(query, x.key, x.value, mask=_spread(allowed, shape))
+    lowest = jnp.asarray(_LOWEST[query.dtype.name], bias.dtype)
+    bias = jnp.maximum(bias, lowest).astype(query.dtype)
+    if found.seen is not None:
+        bias = jnp.where(found.seen, bias, 0)
+    if allowed is not None:
+        bias = jnp.where(allowed, bias, lowest.astype(bias.dtype))
+    return Operands(query, x.key, x.value, bias=_spread(bias, shape))
+
+
+def _spread(x: Any, shape: tuple[int, int]) -> Array:
+    return jnp.broadcast_to(x, (*x.shape[:2], *shape))
+
+
+def _with_lengths(x: Operands) -> Operands:
+    length, keys = x.shape[2:]
+    key_lengths = jnp.clip(x.key_lengths, 0, keys)
+    is_empty = key_lengths == 0
+    queries = x.query_lengths
+    return Operands(
+        query=jnp.where(is_empty.reshape(-1, 1, 1, 1), 0, x.query),
+        key=x.key,
+        value=x.value,
+        query_lengths=jnp.full_like(key_lengths, length)
+        if queries is None
+        else jnp.clip(queries, 0, length),
+        key_lengths=jnp.where(is_empty, keys, key_lengths),
+    )
+
+
+def call(
+    options: AttentionOptions, native: _Native, implementation: Any, x: Operands
+) -> Array:
+    """JAX's attention of prepared operands."""
+    return jax.nn.dot_product_attention(
+        x.query,
+        x.key,
+        x.value,
+        bias=x.bias,
+        mask=x.mask,
+        scale=options.scale,
+        is_causal=native.is_causal,
+        query_seq_lengths=x.query_lengths,
+        key_value_seq_lengths=x.key_lengths,
+        local_window_size=None if native.left is None else (native.left, 0),
+        implementation=implementation,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """The kernel for operands of certain types.
+
+    Attributes:
+        options: What attention is told.
+        native: What the kernel itself does.
+        split: The kernel and its pullback, apart.
+    """
+
+    options: AttentionOptions
+    native: _Native
+    split: SplitKernel
+
+    def forward(self, x: Operands) -> tuple[Array]:
+        """The result."""
+        out = call(self.options, self.native, "cudnn", prepare(self.options, x))
+        return (within_lengths(out, x.query_lengths),)
+
+    def forward_with_rows(self, x: Operands) -> tuple[Array, Array]:
+        """The result and the rows' logarithms."""
+        out, rows = self.split.forward(prepare(self.options, x))
+        return within_lengths(out, x.query_lengths), rows
+
+    def backward(
+        self, x: Operands, out: Array, rows: Array, cotangent: Array
+    ) -> tuple[Array, ...]:
+        """The gradients of the differentiable operands, in their order."""
+        if self.native.with_bias and x.names != _FACTORS:
+            # Or the compiler would keep what it made of a mask in the forward pass.
+            names = [name for name in x.names if name not in _FACTORS]
+            parts = jax.lax.optimization_barrier([getattr(x, n) for n in names])
+            x = x._replace(**dict(zip(names, parts, strict=True)))
+
+        def prepared(*arrays: Array) -> tuple[Any, Any]:
+            ready = prepare(self.options, with_differentiable(x, arrays))
+            return differentiable(ready), ready
+
+        arrays = differentiable(x)
+        made, pullback, ready = jax.vjp(prepared, *arrays, has_aux=True)
+        cotangent = within_lengths(cotangent, x.query_lengths)
+        found = self.split.backward(ready, out, rows, cotangent)
+        return pullback(found[: len(made)])
+
+
+def differentiable(x: Operands) -> tuple[Array, ...]:
+    """Query, key, value and, if there is one, bias."""
+    arrays = x.query, x.key, x.value, x.bias
+    return tuple(array for array in arrays if array is not None)
+
+
+def with_differentiable(x: Operands, arrays: tuple[Any, ...]) -> Operands:
+    """The operands with others in the places of those."""
+    names = ("query", "key", "value", "bias")[: len(arrays)]
+    return x._replace(**dict(zip(names, arrays, strict=True)))
+
+
+def find_kernel(options: AttentionOptions, x: Operands) -> Kernel | str:
+    """The kernel, or why there is none.
+
+    Args:
+        options: What attention is told.
+        x: The operands, or types like them.
+    """
+    why_not = _refused(options, x)
+    if why_not is not None:
+        return why_not
+    native = _native(options, x)
+    rows = jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)
+    try:
+        ready = jax.eval_shape(functools.partial(prepare, options), x)
+        told = options, native, "cudnn"
+        return Kernel(options, native, split_kernel(call, told, ready, rows))
+    # JAX says so of sizes, old devices, and an installation without cuDNN.
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _refused(options: AttentionOptions, x: Operands) -> str | None:
+    """What is known without asking JAX."""
+    if options.implementation == "xla":
+        return 'implementation="xla"'
+    if options.without_kernel:
+        return options.without_kernel
+    if x.keep is not None:
+        return "dropout of the kernel is no function of a key"
+    if not is_half(x.query.dtype):
+        return f"the kernel takes float16 and bfloat16, not {x.query.dtype}"
+    if 0 in (*x.shape, x.query.shape[-1]):
+        return "an operand is empty"
+    target = kernel_target(options.target)
+    if target is None:
+        return None
+    if target.platform != "cuda":
+        return f"{target.name} has no cuDNN"
+    if target.capability < (8, 0):
+        return f"the kernel needs sm_80 or later, not {target.name}"
+    return None
+
+
+def kernel_target(said: Target | None) -> Target | None:
+    """The device that is compiled for; None if that is known at lowering only.
+
+    JAX's default device tells, if it is a GPU, which sizes it takes. If it is a CPU,
+    the program may still be compiled ahead of time for a GPU.
+    """
+    if said is not None:
+        return said
+    found = target_from(None)
+    return found if found.platform == "cuda" else None

@@ -1,0 +1,278 @@
+"""`dot_product_attention`: attention in one kernel where the device has one."""
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
+
+from .._autocast import call_with_ambient
+from .._errors import describe
+from ._attention import attend
+from ._attention_operands import AttentionOptions, Implementation, Operands
+from ._layers import check_rate
+
+_CALL = "`mpx.nn.dot_product_attention`"
+
+
+def dot_product_attention(
+    query: Float[Array, "*batch q_seq heads size"],
+    key: Float[Array, "*batch kv_seq groups size"],
+    value: Float[Array, "*batch kv_seq groups size"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int32[Array, " batch"] | None = None,
+    key_value_seq_lengths: Int32[Array, " batch"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation = None,
+    return_residual: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: PRNGKeyArray | None = None,
+) -> (
+    Float[Array, "*batch q_seq heads size"]
+    | tuple[
+        Float[Array, "*batch q_seq heads size"], Float32[Array, "*batch q_seq heads"]
+    ]
+):
+    r"""Attention, in one kernel of cuDNN where the device and the sizes allow it.
+
+    $$O = \operatorname{dropout}\!\big(\operatorname{softmax}(s\, Q K^\top +
+    \text{bias})\big)\, V$$
+
+    with the scores that are masked left out. The arguments are those of
+    `jax.nn.dot_product_attention`, and dropout. Consecutive heads share keys and
+    values if there are fewer of these (grouped queries); heads must be a multiple of
+    them. `batch` is one axis or none.
+
+    The kernel takes float16 and bfloat16, on NVIDIA GPUs from compute capability 8.0
+    on, and the sizes that JAX takes: a head size up to 128 (256 from 9.0 on) and a
+    multiple of 8, even lengths with a bias or a mask. It is chosen when the program is
+    lowered, so programs that are compiled ahead of time have it, too. Everywhere else
+    attention is two products with a softmax between them. Under `mpx.autocast` query,
+    key and value of a float32 model are cast first; `mpx.explain` says which way was
+    taken, and why.
+
+    Scores are summed, scaled and exponentiated in float32. Kept for the backward pass:
+    with the kernel query, key, value, the result and one float32 for each row; with
+    products the probabilities in half precision, and the mask of dropout.
+
+    Args:
+        query: float16, bfloat16, float32 or float64.
+        key: In the dtype of `query`.
+        value: As `key`.
+        bias: What is added to the scaled scores; of four axes (batch, heads, q_seq,
+            kv_seq), each possibly 1, or fewer: the first ones may be missing. The
+            kernel rounds it to the dtype of the query.
+        mask: True where a key is seen, of a shape as for `bias`.
+        scale: What the scores are multiplied with; $1 / \sqrt{\text{size}}$ if None.
+        is_causal: Whether no query sees a later key; the first key is as early as the
+            first query.
+        query_seq_lengths: How many queries there are in each row of the batch. What
+            comes behind is 0 in the result.
+        key_value_seq_lengths: How many keys and values; the rest is not seen.
+        local_window_size: How many keys before and after its own place a query sees;
+            one number for both.
+        implementation: None chooses. "cudnn" is the kernel or an error, "xla" the
+            products.
+        return_residual: Whether the logarithms of the rows' sums are returned, too. No
+            gradient goes through them.
+        dropout_rate: The probability that a probability becomes 0; the others are
+            divided by `1 - dropout_rate`.
+        dropout_key: A PRNG key for that.
+
+    Returns:
+        The result in the shape and dtype of `query`. With `return_residual` also the
+        logarithms, in float32, where `jax.nn.dot_product_attention` rounds them to the
+        dtype of `key`.
+
+    Raises:
+        TypeError: Query, key and value differ in dtype, or one is no float; `scale` is
+            traced.
+        ValueError: A shape does not fit; dropout without a key, or a rate outside of
+            [0, 1); `implementation` is none of those above, or "cudnn" cannot be had.
+
+    At the edges: a query that sees no key attends evenly to all that its place lets it
+    see (`is_causal`, `local_window_size`), and its scores have no gradient. A row of
+    biases that are all `-inf` gives no NaN. Scores of float16 do not overflow. `inf`
+    and NaN in query, key and value give NaN.
+
+    Dropout is that of a JAX key, and takes products. cuDNN has one in its kernel, too,
+    but XLA gives it a seed that is part of the program and an offset that grows with
+    each run, so its mask is no function of a key.
+
+    Derivatives: where the kernel may be used, `jax.jvp` raises, as of every
+    `jax.custom_vjp`; `implementation="xla"` has it. Gradients of gradients are right.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx.nn
+        >>> x = jnp.ones((2, 16, 4, 8), jnp.bfloat16)
+        >>> mpx.nn.dot_product_attention(x, x, x, is_causal=True).dtype
+        dtype(bfloat16)
+    """
+    options, operands = operands_of(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        return_residual=return_residual,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+    )
+    results = call_with_ambient(attend, options, operands)
+    is_single = jnp.ndim(query) == 3
+    out = results[0][0] if is_single else results[0]
+    if not return_residual:
+        return out
+    rows = results[1].transpose(0, 2, 1)
+    return out, rows[0] if is_single else rows
+
+
+def operands_of(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    implementation: Any = None,
+    return_residual: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: Any = None,
+) -> tuple[AttentionOptions, Operands]:
+    """What a call says, checked; see `dot_product_attention`."""
+    check_rate("dot_product_attention", "dropout_rate", dropout_rate)
+    if dropout_rate and dropout_key is None:
+        raise ValueError(
+            f"{_CALL} needs a `dropout_key` for dropout; got None. Give it one, or "
+            "`dropout_rate=0.0`."
+        )
+    arrays = _checked(query, key, value)
+    first, is_single = arrays[0], arrays[0].ndim == 3
+    operands = Operands(
+        *(x[None] if is_single else x for x in arrays),
+        bias=_four_axes("bias", bias, arrays),
+        mask=_four_axes("mask", mask, arrays),
+        query_lengths=_lengths("query_seq_lengths", query_seq_lengths, first),
+        key_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, first),
+    )
+    if dropout_rate:
+        keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, operands.shape)
+        operands = operands._replace(keep=keep)
+    options = AttentionOptions(
+        scale=_scale(scale, first.shape[-1]),
+        is_causal=bool(is_causal),
+        window=_window(local_window_size),
+        rate=float(dropout_rate),
+        implementation=checked_implementation("dot_product_attention", implementation),
+        with_residual=bool(return_residual),
+    )
+    return options, operands
+
+
+def checked_implementation(layer: str, implementation: Any) -> Implementation:
+    """Raises unless it is one of those that there are."""
+    if implementation not in (None, "xla", "cudnn"):
+        raise ValueError(
+            f"`implementation` of `mpx.nn.{layer}` must be None, 'xla' or 'cudnn'; got "
+            f"{implementation!r}. None takes cuDNN's kernel where it can be used."
+        )
+    return implementation
+
+
+def _checked(*arrays: Any) -> tuple[Array, Array, Array]:
+    query, key, value = (jnp.asarray(x) for x in arrays)
+    found = ", ".join(map(describe, (query, key, value)))
+    dtypes = {x.dtype for x in (query, key, value)}
+    if len(dtypes) != 1 or not jnp.issubdtype(query.dtype, jnp.floating):
+        raise TypeError(
+            f"{_CALL} needs `query`, `key` and `value` in one floating dtype; got "
+            f"{found}. Cast them."
+        )
+    fits = query.ndim in (3, 4) and key.ndim == query.ndim and key.shape == value.shape
+    fits = fits and query.shape[:-3] == key.shape[:-3]
+    fits = fits and query.shape[-1] == key.shape[-1] and key.shape[-2] > 0
+    if not fits or query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"{_CALL} needs a `query` of (batch, q_seq, heads, size), `key` and "
+            "`value` of (batch, kv_seq, groups, size), where groups divide heads; the "
+            f"batch may be missing from all. Got {found}."
+        )
+    return query, key, value
+
+
+def _four_axes(name: str, x: Any, arrays: tuple[Array, Array, Array]) -> Array | None:
+    """A mask or bias with axes for batch, heads, queries and keys."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    query, key, _ = arrays
+    batch = query.shape[0] if query.ndim == 4 else 1
+    full = (batch, query.shape[-2], query.shape[-3], key.shape[-3])
+    shape = (1,) * (4 - x.ndim) + x.shape
+    pairs = zip(shape, full, strict=False)
+    if len(shape) != 4 or any(n not in (1, m) for n, m in pairs):
+        raise ValueError(
+            f"`{name}` of {_CALL} must have the shape (batch, heads, q_seq, kv_seq) = "
+            f"{full}, each axis possibly 1, or fewer axes; got {describe(x)}."
+        )
+    is_bool = x.dtype == np.bool_
+    if is_bool != (name == "mask"):
+        raise TypeError(
+            f"`{name}` of {_CALL} must be {'bool' if name == 'mask' else 'a float'}; "
+            f"got {describe(x)}. A mask says what is seen, a bias is added to scores."
+        )
+    return x.reshape(shape)
+
+
+def _lengths(name: str, x: Any, query: Array) -> Array | None:
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    batch = query.shape[0] if query.ndim == 4 else 1
+    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"`{name}` of {_CALL} must be one int32 for each row of the batch, "
+            f"int32[{batch}]; got {describe(x)}."
+        )
+    return x.astype(jnp.int32)
+
+
+def _scale(scale: Any, size: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(max(size, 1))
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(
+            f"`scale` of {_CALL} must be a number of Python's, which is part of the "
+            f"kernel; got {describe(scale)}. Multiply the query by an array."
+        )
+    return float(scale)
+
+
+def _window(window: Any) -> tuple[int, int] | None:
+    if window is None:
+        return None
+    pair = (window, window) if isinstance(window, int) else tuple(window)
+    if len(pair) != 2 or not all(isinstance(n, int) and n >= 0 for n in pair):
+        raise ValueError(
+            f"`local_window_size` of {_CALL} must be how many keys are seen before and "
+            f"after, two numbers from 0 on, or one for both; got {window!r}."
+        )
+    return pair

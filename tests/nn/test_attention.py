@@ -1,0 +1,341 @@
+"""`mpx.nn.dot_product_attention` against an oracle of float64, and its edges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+import mpx.nn
+
+from ..helpers import HALF, TOLERANCE, unchecked_annotations
+from ..low_precision import quantized_products
+from .attention_cases import (
+    BATCH,
+    CASES,
+    HEADS,
+    KEYS,
+    LENGTH,
+    SIZE,
+)
+from .cases import kept_arrays
+
+attend = mpx.nn.dot_product_attention
+DIFFERENTIABLE = ("query", "key", "value", "bias")
+
+
+def value_and_gradients(func, arrays, cotangent):
+    """The result, and the gradients of what has one."""
+    names = [name for name in DIFFERENTIABLE if name in arrays]
+    rest = {name: x for name, x in arrays.items() if name not in names}
+
+    def of(*floats):
+        return func(**dict(zip(names, floats, strict=True)), **rest)
+
+    @jax.jit
+    def both(*floats):
+        out, pullback = jax.vjp(of, *floats)
+        return out, pullback(cotangent.astype(out.dtype))
+
+    return both(*(arrays[name] for name in names))
+
+
+def cotangent_for(dtype, seed=1):
+    g = jax.random.normal(jax.random.key(seed), (BATCH, LENGTH, HEADS, SIZE))
+    return g.astype(dtype)
+
+
+def assert_close(found, exact, tolerance):
+    for a, b in zip(found, exact, strict=True):
+        size = max(1e-3, float(np.abs(b).max(initial=0)))
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=tolerance * size)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(n, "float32") for n in CASES]
+    + [
+        ("groups", "float16"),
+        ("blind with a bias", "bfloat16"),
+        ("lengths", "float16"),
+    ],
+)
+def test_values_and_gradients_are_exact(name, dtype):
+    case = CASES[name]
+    arrays, g = case.arrays(dtype), cotangent_for(dtype)
+    out, rows, gradients = case.exact(arrays, g)
+    found, pulled = value_and_gradients(
+        lambda **x: attend(**x, **case.said()), arrays, g
+    )
+    assert found.dtype == dtype
+    assert_close((found, *pulled), (out, *gradients), TOLERANCE[dtype] * 2)
+    said = {**case.said(), "return_residual": True}
+    again, found_rows = jax.jit(lambda **x: attend(**x, **said))(**arrays)
+    assert_close((again,), (out,), TOLERANCE[dtype] * 2)
+    assert found_rows.dtype == jnp.float32
+    inside = np.arange(LENGTH) < (
+        np.full(BATCH, LENGTH) if case.lengths[0] is None else np.array(case.lengths[0])
+    ).reshape(-1, 1)
+    np.testing.assert_allclose(
+        np.where(inside[..., None], found_rows, 0), rows, atol=2e-2, rtol=2e-2
+    )
+
+
+@pytest.mark.third_party  # JAX's attention promotes
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_kernel_is_given_means_the_same(name):
+    """Operands made for the kernel, in the hands of `jax.nn`'s own products."""
+    dtype = "bfloat16"  # JAX's products of float16 are not for CPUs
+    from mpx.nn._attention_kernel import _native, call, prepare
+    from mpx.nn._attention_operands import within_lengths
+    from mpx.nn._dot_product_attention import operands_of
+
+    case = CASES[name]
+    arrays, g = case.arrays(dtype), cotangent_for(dtype)
+    out, _, gradients = case.exact(arrays, g)
+
+    def through_jax(**arrays):
+        options, x = operands_of(**arrays, **case.said())
+        found = call(options, _native(options, x), "xla", prepare(options, x))
+        return within_lengths(found, x.query_lengths)
+
+    found, pulled = value_and_gradients(through_jax, arrays, g)
+    assert_close((found, *pulled), (out, *gradients), TOLERANCE[dtype] * 2)
+
+
+# --- Edges ----------------------------------------------------------------------------
+
+
+def ones(*shape, dtype="float32"):
+    return jnp.ones(shape, dtype)
+
+
+def test_one_example_without_a_batch():
+    arrays = CASES["shared bias"].arrays("float32")
+    one = {n: x[0] for n, x in arrays.items()}
+    call = jax.jit(lambda x: attend(**x, return_residual=True))
+    (expected, rows), (found, found_rows) = call(arrays), call(one)
+    np.testing.assert_allclose(found, expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found_rows, rows[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("said", ["mask", "lengths"])
+def test_a_query_that_sees_nothing_attends_evenly(said, dtype):
+    q, k, v = (x for x in CASES["plain"].arrays(dtype).values())
+    more = {
+        "mask": {"mask": jnp.zeros((1, 1, LENGTH, KEYS), bool)},
+        "lengths": {"key_value_seq_lengths": jnp.zeros(BATCH, jnp.int32)},
+    }[said]
+
+    @jax.jit
+    def both(*xs):
+        out, pullback = jax.vjp(lambda *xs: attend(*xs, **more), *xs)
+        return out, pullback(jnp.ones_like(out))
+
+    out, (q_bar, k_bar, v_bar) = both(q, k, v)
+    even = jnp.broadcast_to(v.astype("float32").mean(1, keepdims=True), out.shape)
+    np.testing.assert_allclose(out.astype("float32"), even, atol=2e-2)
+    assert not q_bar.any() and not k_bar.any()
+    assert jnp.isfinite(v_bar).all() and v_bar.all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_biases_that_are_all_infinite_give_no_nan(dtype):
+    arrays = CASES["plain"].arrays(dtype)
+    arrays["bias"] = jnp.full((1, 1, 1, KEYS), -jnp.inf, dtype)
+    found, pulled = value_and_gradients(attend, arrays, cotangent_for(dtype))
+    assert all(jnp.isfinite(x).all() for x in (found, *pulled))
+
+
+def test_a_query_that_sees_nothing_does_not_see_the_future():
+    q, k, v = CASES["plain"].arrays("float32").values()
+    mask = jnp.arange(KEYS).reshape(1, 1, 1, -1) > 3
+    out = attend(q, k, v, mask=mask, is_causal=True)
+    np.testing.assert_allclose(out[:, 2], v[:, :3].mean(1), rtol=1e-5)
+
+
+def test_scores_of_float16_do_not_overflow():
+    q = jnp.full((1, 2, 1, 8), 300.0, jnp.float16)
+    v = jnp.arange(16.0).reshape(1, 2, 1, 8).astype(jnp.float16)
+    assert (q[0, 0, 0].astype("float32") ** 2).sum() > 65504
+    assert jnp.isinf(q[0, 0, 0] @ q[0, 0, 0])
+    out, gradients = jax.value_and_grad(
+        lambda q: attend(q, q, v, scale=1.0).astype("float32").sum()
+    )(q)
+    np.testing.assert_allclose(out, 120)
+    assert jnp.isfinite(gradients).all()
+
+
+@pytest.mark.parametrize("number", [jnp.inf, jnp.nan])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_not_finite_stays_so(name, number):
+    arrays = CASES["plain"].arrays("bfloat16")
+    arrays[name] = arrays[name].at[0, 1, 1, 1].set(number)
+    assert not jnp.isfinite(attend(**arrays)).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dropout_drops_probabilities(dtype):
+    case, rate, key = CASES["groups"], 0.25, jax.random.key(3)
+    arrays, g = case.arrays(dtype), cotangent_for(dtype)
+    said = {"dropout_rate": rate, "dropout_key": key}
+    found, pulled = value_and_gradients(lambda **x: attend(**x, **said), arrays, g)
+    keep = jax.random.bernoulli(key, 1 - rate, (BATCH, HEADS, LENGTH, KEYS))
+    out, _, gradients = case.exact(arrays, g, keep=keep, rate=rate)
+    assert_close((found, *pulled), (out, *gradients), 2 * TOLERANCE[dtype])
+    mapped = jax.vmap(lambda x, k: attend(**x, dropout_rate=rate, dropout_key=k))
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), (arrays, key))
+    several = jax.jit(mapped)(*twice)
+    assert_close(several, (out, out), 2 * TOLERANCE[dtype])
+
+
+def test_all_derivatives_without_a_kernel():
+    """Forward, backward and both: those of what one would write in JAX."""
+    case = CASES["shared bias"]
+    arrays, along = case.arrays("float32"), case.arrays("float32", seed=5)
+
+    def written(query, key, value, bias):
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) / SIZE**0.5 + bias
+        p = jax.nn.softmax(jnp.where(jnp.tri(LENGTH, dtype=bool), scores, -1e30))
+        return jnp.einsum("bnts,bsnh->btnh", p, value)
+
+    def derivatives(func):
+        def loss(arrays):
+            return jnp.sum(jnp.sin(func(**arrays)))
+
+        def all_of_them(arrays, along):
+            forward = jax.jvp(loss, (arrays,), (along,))
+            return forward, jax.jvp(jax.grad(loss), (arrays,), (along,))
+
+        return jax.jit(all_of_them)(arrays, along)
+
+    with jax.numpy_rank_promotion("allow"):
+        expected = derivatives(written)
+    found = derivatives(lambda **x: attend(**x, is_causal=True))
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1, float(jnp.abs(b).max())))
+
+
+def test_probabilities_are_kept_once_in_half_precision():
+    q, k, v = CASES["plain"].arrays("bfloat16").values()
+    probabilities = BATCH * HEADS * LENGTH * KEYS
+    kept = kept_arrays(attend, q, k, v)
+    assert [d for d, s in kept if np.prod(s) == probabilities] == ["bfloat16"]
+    assert {d for d, _ in kept} == {"bfloat16"}
+    dropped = kept_arrays(
+        lambda *x: attend(*x, dropout_rate=0.5, dropout_key=jax.random.key(0)), q, k, v
+    )
+    sizes = [d for d, s in dropped if np.prod(s) == probabilities]
+    assert sorted(sizes) == ["bfloat16", "bfloat16", "bool"]
+
+
+# --- Ambient settings -----------------------------------------------------------------
+
+
+def test_the_ambient_dtype_is_computed_in():
+    arrays = CASES["causal"].arrays("float32")
+    halves = {n: x.astype(jnp.float16) for n, x in arrays.items()}
+    with mpx.autocast(dtype=jnp.float16, ambient=True):
+        found, kept = attend(**arrays), attend(**halves)
+        with mpx.autocast(enabled=False, ambient=True):
+            plain = attend(**arrays)
+    assert found.dtype == jnp.float32 and kept.dtype == jnp.float16
+    np.testing.assert_array_equal(found, attend(**halves).astype(jnp.float32))
+    np.testing.assert_array_equal(plain, attend(**arrays))
+    with mpx.autocast(target="cpu", ambient=True):
+        np.testing.assert_array_equal(attend(**arrays), plain)
+
+
+def test_an_ambient_recipe_for_attention_quantizes_both_products():
+    arrays = CASES["plain"].arrays("bfloat16")
+    for recipe, count in (
+        (mpx.Float8CurrentScaling(fp8_dpa=True), 2),
+        (mpx.Float8CurrentScaling(), 0),
+    ):
+        with mpx.autocast(recipe=recipe, ambient=True):
+            assert quantized_products(lambda x: attend(**x), arrays) == count
+
+
+@pytest.mark.parametrize("name", ["low", "fp8_dpa"])
+def test_rules_and_recipes_quantize_both_products(name):
+    case = CASES["causal"]
+    arrays = case.arrays("float32")
+    rule = mpx.Rule(mpx.Precision.LOW, primitive="dot_product_attention")
+    options = {
+        "low": {
+            "rules": mpx.Rules(rule),
+            "recipe": mpx.Float8CurrentScaling(),
+            "strict": False,
+        },
+        "fp8_dpa": {"recipe": mpx.DelayedScaling(fp8_dpa=True, warm_start=True)},
+    }[name]
+    func = mpx.autocast(lambda x: attend(**x, **case.said()), weights=(), **options)
+    assert quantized_products(func, arrays) == 2
+    found = jax.jit(func)(arrays)
+    expected = attend(**arrays, **case.said())
+    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    assert 1e-3 < error < 0.1
+    gradients = jax.jit(jax.grad(lambda x: func(x).sum()))(arrays)
+    assert all(jnp.isfinite(x).all() for x in gradients.values())
+
+
+# --- Errors ---------------------------------------------------------------------------
+
+X = np.ones((2, 3, 4, 8), np.float32)
+BAD = {
+    "dtypes": (lambda: attend(X, X, X.astype("float16")), TypeError, "one floating"),
+    "integers": (lambda: attend(*(X.astype(int),) * 3), TypeError, "one floating"),
+    "rank": (lambda: attend(X[0, 0], X, X), ValueError, "needs a `query` of"),
+    "value": (lambda: attend(X, X, X[:, :2]), ValueError, "`value` of .batch, kv_seq"),
+    "size": (lambda: attend(X, X[..., :4], X[..., :4]), ValueError, "of .batch, q_seq"),
+    "groups": (lambda: attend(X, X[:, :, :3], X[:, :, :3]), ValueError, "divide heads"),
+    "mask": (
+        lambda: attend(X, X, X, mask=np.ones((2, 3), bool)),
+        ValueError,
+        r"`mask` of .* must have the shape .* = \(2, 4, 3, 3\).*got bool\[2,3\]",
+    ),
+    "float mask": (
+        lambda: attend(X, X, X, mask=np.ones((3, 3), np.float32)),
+        TypeError,
+        "`mask` of .* must be bool",
+    ),
+    "bool bias": (
+        lambda: attend(X, X, X, bias=np.ones((3, 3), bool)),
+        TypeError,
+        "`bias` of .* must be a float",
+    ),
+    "lengths": (
+        lambda: attend(X, X, X, key_value_seq_lengths=np.ones(3, np.int32)),
+        ValueError,
+        r"`key_value_seq_lengths` of .*int32\[2\]; got",
+    ),
+    "scale": (
+        lambda: jax.jit(lambda s: attend(X, X, X, scale=s))(1.0),
+        TypeError,
+        "`scale` of .* must be a number",
+    ),
+    "window": (
+        lambda: attend(X, X, X, local_window_size=(1, -1)),
+        ValueError,
+        "`local_window_size` of .*two numbers from 0 on",
+    ),
+    "implementation": (
+        lambda: attend(X, X, X, implementation="triton"),
+        ValueError,
+        "must be None, 'xla' or 'cudnn'; got 'triton'",
+    ),
+    "rate": (lambda: attend(X, X, X, dropout_rate=1.0), ValueError, "between 0 and 1"),
+    "key": (
+        lambda: attend(X, X, X, dropout_rate=0.5),
+        ValueError,
+        "needs a `dropout_key`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, match = BAD[name]
+    with unchecked_annotations(), pytest.raises(error, match=match):
+        call()
