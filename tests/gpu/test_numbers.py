@@ -37,11 +37,10 @@ QUANTIZERS = {
 
 def on_both(func, *operands):
     """The results of a jitted function, here and on the CPU, as NumPy arrays."""
-    cpu = jax.devices("cpu")[0]
     found = []
-    for device in (jax.devices()[0], cpu):
-        placed = jax.device_put(operands, device)
-        result = jax.jit(func)(*placed)
+    for device in (jax.devices()[0], jax.devices("cpu")[0]):
+        with jax.default_device(device):  # a recipe asks which units it has
+            result = jax.jit(func)(*jax.device_put(operands, device))
         found.append([np.asarray(leaf) for leaf in jax.tree.leaves(result)])
     return found
 
@@ -54,7 +53,7 @@ def normal(shape, *, seed=0, dtype=np.float32, spread=0.0):
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 def test_casts_to_a_format_are_those_of_a_cpu(name, half):
     """Of every number of 16 bits, or of 65,536 of 32."""
     codes = np.arange(2**16, dtype=np.uint32)
@@ -63,8 +62,6 @@ def test_casts_to_a_format_are_those_of_a_cpu(name, half):
     else:
         numbers = codes.astype(np.uint16).view(np.dtype(getattr(ml_dtypes, half, half)))
     numbers = numbers[~np.isnan(numbers.astype(np.float32))]
-    if name == "float4_e2m1fn":
-        numbers = numbers[np.isfinite(numbers.astype(np.float32))]
 
     def cast(x):
         return x.astype(name).astype(jnp.float32)
