@@ -32,9 +32,11 @@ def name(case: Case) -> str:
 
 def in_short(record: Record) -> str:
     """What a record says, in a few words."""
-    for key in ("error", "skipped", "outcome", "reason"):
+    for key in ("error", "skipped"):
         if key in record:
-            return f"{key}: {record[key]}" if key != "outcome" else record[key]
+            return f"{key}: {record[key]}"
+    if "outcome" in record:
+        return f"{record['test']} {record['outcome']} {record.get('reason', '')}"
     if "seconds" in record:
         faster = ratio(statistics.median(_ratios(record)))
         return f"{_milliseconds(record['seconds'])} ms, {record['base']} / it {faster}"
