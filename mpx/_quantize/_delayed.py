@@ -66,6 +66,8 @@ class DelayedScaling(AbstractRecipe):
             `mpx.quantize` leave `scale` out while it is 0.
         backward_override: None; with a high-precision backward pass there would be no
             amaxes of gradients, and Transformer Engine allows no other value either.
+        reduce_amax: True: an array that lies in pieces on several devices has one amax,
+            and so one scale.
         fp8_dpa: See `mpx.AbstractRecipe`.
 
     Raises:
@@ -90,11 +92,17 @@ class DelayedScaling(AbstractRecipe):
     amax_history_len: int = 1024
     amax_compute_algo: AmaxAlgorithm = "max"
     warm_start: bool = False
+    reduce_amax: bool = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fp8_format(self)
-        check_flags(self, "warm_start")
+        check_flags(self, "warm_start", "reduce_amax")
+        if not self.reduce_amax:
+            raise ValueError(
+                "`reduce_amax` of `mpx.DelayedScaling` is True: the pieces of an array "
+                "on several devices have one scale; got False. Leave it out."
+            )
         for name, least in (("margin", None), ("amax_history_len", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):

@@ -219,6 +219,18 @@ CASES = [
         TypeError,
         "`margin` of `mpx.DelayedScaling` is an integer; got 0.5",
     ),
+    Case(
+        "amaxes of pieces",
+        lambda: mpx.DelayedScaling(reduce_amax=False),
+        ValueError,
+        "`reduce_amax` of `mpx.DelayedScaling` is True.*got False. Leave it out",
+    ),
+    Case(
+        "reduce_amax of text",
+        lambda: mpx.DelayedScaling(reduce_amax="yes"),  # pyright: ignore
+        TypeError,
+        "`reduce_amax` of `mpx.DelayedScaling` is True or False; got 'yes'",
+    ),
     Case("large margin", lambda: mpx.DelayedScaling(99), ValueError, "-64 and 64"),
     Case(
         "algorithm",
