@@ -45,6 +45,7 @@ class QuantizedArray(Whole):
         axes: The axes that blocks lie along, negative; empty for one scale.
         block: The length of a block, 0 for one scale.
         rotated: Whether the payload is of the Hadamard transform of the array.
+        signs: The signs of that transform; None for its own.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -64,6 +65,7 @@ class QuantizedArray(Whole):
     axes: Axes = eqx.field(static=True, kw_only=True, default=())
     block: int = eqx.field(static=True, kw_only=True, default=0)
     rotated: bool = eqx.field(static=True, kw_only=True, default=False)
+    signs: tuple[int, ...] | None = eqx.field(static=True, kw_only=True, default=None)
 
     @property
     def shape(self) -> Shape:
@@ -117,7 +119,7 @@ class QuantizedArray(Whole):
             scale = lax.stop_gradient(self.inverse_scale)
             x = numbers * scale.reshape((scale.shape + last)[: self.ndim])
         if self.rotated and not rotated:
-            x = hadamard_transform(x, axis=self.axes[-1], inverse=True)
+            x = self._rotated_back(x)
         return x.astype(self.dtype)
 
     def _factors(self, *, rotated: bool) -> tuple[Array, Array | None]:
@@ -136,10 +138,18 @@ class QuantizedArray(Whole):
         scale = _float32(lax.stop_gradient(self.inverse_scale))
         x = multiply_blocks(numbers, scale, self.axes, self.block)
         if self.rotated and not rotated:
-            x = hadamard_transform(x, axis=self.axes[-1], inverse=True)
+            x = self._rotated_back(x)
         if self.tensor_inverse_scale is None:
             return x, None
         return x, lax.stop_gradient(self.tensor_inverse_scale)
+
+    def _rotated_back(self, x: Array) -> Array:
+        axis, signs = self.axes[-1], self.signs
+        return hadamard_transform(x, axis=axis, signs=signs, inverse=True)
+
+    def _is_rotated_like(self, other: "QuantizedArray") -> bool:
+        """Whether both payloads are of the same transform, or of none."""
+        return (self.rotated, self.signs) == (other.rotated, other.signs)
 
     def _numbers(self) -> Array:
         """The payload in float32, without scales."""

@@ -28,7 +28,7 @@ def have_block_form(
 
     Those of MXFP8 (not E5M2 by E5M2) or of NVFP4, both Hadamard-transformed or neither.
     """
-    if not target.has_block_units or left.rotated != right.rotated:
+    if not target.has_block_units or not left._is_rotated_like(right):
         return False
     dtypes = {str(one.inverse_scale.dtype) for one in (left, right)}
     blocks = {left.block, right.block}

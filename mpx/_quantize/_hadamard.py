@@ -6,11 +6,16 @@ entries +-1/4, the block has its energy everywhere. Where both operands of a pro
 transformed along the contracted axis, the product stays what it was.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array
 
+from .._errors import describe
 from ._blocks import resolve_axes
 
 BLOCK = 16
@@ -23,7 +28,7 @@ def hadamard_transform(
     x: Array,
     *,
     axis: int = -1,
-    signs: Array | None = None,
+    signs: Array | np.ndarray | Sequence[int] | None = None,
     inverse: bool = False,
 ) -> Array:
     r"""Multiplies blocks of 16 numbers by an orthogonal matrix.
@@ -49,7 +54,8 @@ def hadamard_transform(
 
     Raises:
         TypeError: `x` or `signs` is not what is asked for above.
-        ValueError: The axis does not exist or is no multiple of 16.
+        ValueError: The axis does not exist or is no multiple of 16; or a sign is
+            neither 1 nor -1, unless signs are traced.
 
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149),
     section 4.2; the signs are mpx's own.
@@ -68,9 +74,7 @@ def hadamard_transform(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{call} needs a floating array; got {x.dtype}{[*x.shape]}.")
     (axis,) = resolve_axes(x.shape, axis, BLOCK, 1, call)
-    chosen = np.array(_SIGNS, np.float32) if signs is None else signs
-    if jnp.shape(chosen) != (BLOCK,):
-        raise TypeError(f"`signs` of {call} are 16 numbers; got {jnp.shape(chosen)}.")
+    chosen = np.array(_SIGNS) if signs is None else checked_signs(signs, call)
     blocks = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
     moved = blocks.shape
     chosen = jnp.asarray(chosen, jnp.float32)
@@ -78,6 +82,26 @@ def hadamard_transform(
     blocks = blocks.reshape(-1, BLOCK)
     y = _sylvester(blocks) * chosen if inverse else _sylvester(blocks * chosen)
     return jnp.moveaxis(y.reshape(moved), -1, axis).astype(x.dtype)
+
+
+def checked_signs(signs: Any, call: str) -> Any:
+    """Signs as an array; raises unless they are 16 numbers, each 1 or -1.
+
+    What is traced is believed.
+    """
+    if isinstance(signs, Tracer):
+        shape, is_number = signs.shape, not jnp.issubdtype(signs.dtype, np.bool_)
+    else:
+        signs = np.asarray(signs)
+        shape, is_number = signs.shape, signs.dtype.kind in "iuf"
+    if shape != (BLOCK,) or not is_number:
+        raise TypeError(f"`signs` of {call} are 16 numbers; got {describe(signs)}.")
+    if not isinstance(signs, Tracer) and not (np.abs(signs) == 1).all():
+        raise ValueError(
+            f"`signs` of {call} are 1 or -1, or the transform would not keep products; "
+            f"got {signs.tolist()}."
+        )
+    return signs
 
 
 def _sylvester(blocks: Array) -> Array:

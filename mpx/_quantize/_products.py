@@ -170,7 +170,10 @@ def _dequantized(
     dtype: np.dtype,
 ) -> Array:
     # A product sees the transform of an operand only if it has that of the other one.
-    rotated = _is_rotated(left) and _is_rotated(right)
+    are_quantized = isinstance(left, QuantizedArray) and isinstance(
+        right, QuantizedArray
+    )
+    rotated = are_quantized and left.rotated and left._is_rotated_like(right)
     left, left_scale = numbers_and_scale(left, rotated=rotated)
     right, right_scale = numbers_and_scale(right, rotated=rotated)
     for here, there in zip(*contraction.dimension_numbers[0], strict=True):
@@ -221,7 +224,3 @@ def numbers_and_scale(
     if isinstance(operand, QuantizedArray):
         return operand._factors(rotated=rotated)
     return operand, None
-
-
-def _is_rotated(operand: Operand) -> bool:
-    return isinstance(operand, QuantizedArray) and operand.rotated

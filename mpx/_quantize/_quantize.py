@@ -12,13 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from .._errors import describe
 from ._array import QuantizedArray
 from ._blocks import Axes, resolve_axes
 from ._quantizers import AbstractQuantizer
-from ._rounding import flushed
+from ._rounding import SMALLEST_FLOAT32, flushed
+from ._scales import LARGEST_SCALE
 
 _WIDE = ("float16", "bfloat16", "float32", "float64")
 
@@ -46,8 +48,8 @@ def quantize(
             For square blocks a pair, or one axis, which stands for itself and the last
             of the others. Without meaning where one scale is for the whole array.
         key: A PRNG key; needed for stochastic rounding, unused without.
-        scale: The float32 scale of a `mpx.TensorQuantizer`, one positive number, in
-            place of the one computed from `x`.
+        scale: The float32 scale of a `mpx.TensorQuantizer`, one number between
+            $2^{-126}$ and $2^{126}$, in place of the one computed from `x`.
 
     Returns:
         The `QuantizedArray`, whose `dequantize()` has the shape and dtype of `x`.
@@ -57,7 +59,7 @@ def quantize(
             wrong kind; or the result is differentiated. `mpx.quantize_dequantize` has a
             derivative; `jax.lax.stop_gradient(x)` asks for none.
         ValueError: An axis does not divide into blocks; a key is missing; or a scale is
-            given to a quantizer of blocks.
+            given to a quantizer of blocks, or is none, unless it is traced.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -154,13 +156,20 @@ def _scalar(scale: Any, quantizer: AbstractQuantizer, call: str) -> Array:
             f"`scale` of {call} is for `mpx.TensorQuantizer`, which has one; got one "
             f"for `{type(quantizer).__name__}`. Leave it out: blocks find their own."
         )
-    scale = jnp.asarray(scale, jnp.float32)
-    if scale.shape:
+    if jnp.shape(scale):
         raise ValueError(
             f"`scale` of {call} is one number; got {describe(scale)}. Use `jax.vmap` "
             "for one scale to each row."
         )
-    return scale
+    if not isinstance(scale, Tracer):
+        with np.errstate(over="ignore"):
+            value = np.float32(scale)
+        if not SMALLEST_FLOAT32 <= value <= LARGEST_SCALE:
+            raise ValueError(
+                f"`scale` of {call} is positive and finite, between 2^-126 and 2^126; "
+                f"got {scale}. Leave it out, and it is computed from `x`."
+            )
+    return jnp.asarray(scale, jnp.float32)
 
 
 def _apply(

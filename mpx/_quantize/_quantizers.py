@@ -29,7 +29,7 @@ from ._blocks import Axes, block_maximum, multiply_blocks
 from ._checks import check_dimensions, check_epsilon, check_flags, check_format
 from ._format import Format
 from ._four_bits import pack
-from ._hadamard import hadamard_transform
+from ._hadamard import checked_signs, hadamard_transform
 from ._rounding import largest_magnitude, round_to_format
 from ._scales import (
     e8m0_code,
@@ -313,12 +313,15 @@ class NVFP4Quantizer(AbstractQuantizer):
     Args:
         block_dimensions: 1 for 1x16 (inputs, gradients), 2 for 16x16 (weights).
         hadamard: Quantize `mpx.hadamard_transform(x, axis=...)` instead of `x`.
+        signs: The signs of that transform, 16 numbers 1 or -1; its own if left out.
+            Where the two operands of a product have different ones, the transform is
+            undone before they are multiplied.
         stochastic_rounding: See `mpx.AbstractQuantizer`.
 
     Raises:
         TypeError: An option is of the wrong kind.
-        ValueError: `block_dimensions` is neither 1 nor 2; or the transform is asked for
-            in square blocks.
+        ValueError: `block_dimensions` is neither 1 nor 2; the transform is asked for
+            in square blocks; or signs are given without it, or are others.
 
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149),
     section 2 and appendix C.
@@ -332,8 +335,18 @@ class NVFP4Quantizer(AbstractQuantizer):
 
     block_dimensions: int = 1  # pyright: ignore[reportIncompatibleMethodOverride]
     hadamard: bool = dataclasses.field(default=False, kw_only=True)
+    signs: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.signs is not None:
+            signs = checked_signs(self.signs, "`mpx.NVFP4Quantizer`")
+            # A tuple, so that the options can be hashed and compared.
+            object.__setattr__(self, "signs", tuple(int(sign) for sign in signs))
+            if self.hadamard is False:
+                raise ValueError(
+                    "`signs` of `mpx.NVFP4Quantizer` are those of the Hadamard "
+                    "transform; got signs without one. Say `hadamard=True`, too."
+                )
         check_dimensions(self)
         check_flags(self, "hadamard", "stochastic_rounding")
         if self.hadamard and self.block_dimensions == 2:
@@ -362,7 +375,7 @@ class NVFP4Quantizer(AbstractQuantizer):
         join: Join = alone,
     ) -> QuantizedArray:
         if self.hadamard:
-            x = hadamard_transform(x, axis=axes[-1])
+            x = hadamard_transform(x, axis=axes[-1], signs=self.signs)
         block_amax = block_maximum(x, axes, self.block)
         tensor_scale = nvfp4_tensor_scale(join(largest_magnitude(block_amax)))
         tensor_inverse_scale = 1 / tensor_scale
@@ -378,4 +391,5 @@ class NVFP4Quantizer(AbstractQuantizer):
             axes=axes,
             block=self.block,
             rotated=self.hadamard,
+            signs=self.signs,
         )

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpx
@@ -87,6 +88,18 @@ CASES = [
         ValueError,
         r"one number; got float32\[4\]. Use `jax.vmap`",
     ),
+    *(
+        Case(
+            f"scale {scale}",
+            quantize(quantizer=mpx.TensorQuantizer(), scale=scale),
+            ValueError,
+            "positive and finite, between.*; got .*Leave it out",
+        )
+        for scale in (
+            *(0, -1.0, float("nan"), float("inf"), 1e300, 1e-40),
+            *(np.float32(0), np.array(np.nan), jnp.zeros(())),
+        )
+    ),
     Case(
         "hybrid",
         lambda: mpx.TensorQuantizer(mpx.Format.HYBRID),
@@ -151,7 +164,25 @@ CASES = [
         "4 signs",
         lambda: mpx.hadamard_transform(jnp.ones(16), signs=jnp.ones(4)),
         TypeError,
-        r"`signs`.*16 numbers; got \(4,\)",
+        r"`signs`.*16 numbers; got float32\[4\]",
+    ),
+    Case(
+        "signs that are none",
+        lambda: mpx.hadamard_transform(jnp.ones(16), signs=2 * jnp.ones(16)),
+        ValueError,
+        r"`signs` of `mpx.hadamard_transform.* are 1 or -1, .*; got \[2.0",
+    ),
+    Case(
+        "signs of a quantizer that are none",
+        lambda: mpx.NVFP4Quantizer(hadamard=True, signs=(1,) * 15 + (0,)),
+        ValueError,
+        r"`signs` of `mpx.NVFP4Quantizer` are 1 or -1, .*0\]",
+    ),
+    Case(
+        "signs of no transform",
+        lambda: mpx.NVFP4Quantizer(signs=(1,) * 16),
+        ValueError,
+        "those of the Hadamard transform; .*Say `hadamard=True`",
     ),
 ]
 
@@ -160,3 +191,15 @@ CASES = [
 def test_errors_say_what_to_do(case: Case):
     with unchecked_annotations(), pytest.raises(case.error, match=case.match):
         case.call()
+
+
+def test_a_scale_and_signs_that_are_traced_are_believed():
+    """Their values are not known when the program is traced."""
+
+    @jax.jit
+    def f(x, scale, signs):
+        x = mpx.hadamard_transform(x, signs=signs)
+        return mpx.quantize(x, mpx.TensorQuantizer(), scale=scale).dequantize()
+
+    found = f(jnp.ones(16), jnp.zeros(()), 2 * jnp.ones(16))
+    assert not jnp.isfinite(found).any()

@@ -1,5 +1,7 @@
 """The random Hadamard transform against its matrix."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import mpx
 from tests import helpers
 from tests.quantize.cases import DATA
+from tests.quantize.linear_cases import matrix_product, result_and_gradients
 from tests.reference import low_precision as reference
 
 
@@ -102,3 +105,42 @@ def test_less_vanishes_beside_an_outlier():
         kept[hadamard] = (small * found).sum() / (small * small).sum()
     assert kept[False] < 0.01
     assert kept[True] > 0.1
+
+
+SIGNS = tuple(int(sign) for sign in np.where(np.arange(16) % 3, 1, -1))
+
+
+def test_the_quantizer_takes_signs():
+    x = jnp.asarray(DATA["normal"]())
+    own = mpx.NVFP4Quantizer(hadamard=True, signs=SIGNS)
+    with helpers.unchecked_annotations():
+        array: Any = np.asarray(SIGNS)
+        assert own == mpx.NVFP4Quantizer(hadamard=True, signs=array)
+    assert hash(own) != hash(mpx.NVFP4Quantizer(hadamard=True))
+    q = mpx.quantize(x, own)
+    rotated = mpx.hadamard_transform(x, signs=jnp.asarray(SIGNS))
+    plain = mpx.quantize(rotated, mpx.NVFP4Quantizer())
+    helpers.assert_same_bits(q.payload, plain.payload)
+    helpers.assert_same_bits(q.dequantize(rotated=True), plain.dequantize())
+    undone = mpx.hadamard_transform(
+        plain.dequantize(), signs=jnp.asarray(SIGNS), inverse=True
+    )
+    np.testing.assert_allclose(q.dequantize(), undone, atol=1e-6)
+
+
+@pytest.mark.parametrize("of_input", [None, SIGNS])
+@pytest.mark.parametrize("of_gradient", [None, SIGNS])
+def test_a_product_stays_whatever_signs_its_operands_have(of_input, of_gradient):
+    def qfactory(role: mpx.Role, for_wgrad: bool):
+        signs = of_gradient if role is mpx.Role.GRADIENT else of_input
+        return mpx.NVFP4Quantizer(
+            hadamard=for_wgrad, signs=signs if for_wgrad else None
+        )
+
+    product = matrix_product(mpx.CustomRecipe(qfactory))
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (64, 32), (32, 48), (64, 48)
+    x, w, g = map(jax.random.normal, keys, shapes)
+    _, _, dw, _ = result_and_gradients(product, x, w, g)
+    exact = x.T @ g
+    assert float(jnp.linalg.norm(dw - exact) / jnp.linalg.norm(exact)) < 0.2
