@@ -19,6 +19,8 @@ def describe(value: Any) -> str:
         return "None"
     if isinstance(value, bool | int | float | complex | str):
         return f"{type(value).__name__} {value!r}"
+    if isinstance(value, type):
+        return f"the class {value.__module__}.{value.__qualname__}"
     return f"an instance of {type(value).__module__}.{type(value).__qualname__}"
 
 

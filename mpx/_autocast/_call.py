@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._dtypes import is_half
 from .._errors import listing
 from .._jax_compat import with_weak_type
+from .._named_like import named_like
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
@@ -205,7 +206,8 @@ def _call(
         return [x for x in out if isinstance(x, _ARRAYS)]
 
     inputs = [pair for pair, a in zip(paths, is_array, strict=True) if a]
-    closed = trace(flat)(*(leaf for _, leaf in inputs))
+    named = named_like(flat, func, [path for path, _ in inputs])
+    closed = trace(named)(*(leaf for _, leaf in inputs))
     run = run_of(closed.jaxpr)
     values = [value(run, path, leaf) for path, leaf in inputs]
     with _done_for_others():
@@ -225,13 +227,18 @@ def _call_with_objects(
     kwargs: Any,
 ) -> Any:
     """The same for NNX objects, which as trees would lose what changes in them."""
+    written = type(func).__call__ if is_nnx_object(func) else func
     if is_nnx_object(func):
         weights = (0, *(w + 1 if isinstance(w, int) else w for w in weights))
         func, args = (
             (lambda func, *args, **kwargs: func(*args, **kwargs)),
             (func, *args),
         )
-    rewritten = functools.partial(call_autocast, settings, weights, programs)
+
+    def rewritten(pure: Any, args: Any, kwargs: Any) -> Any:
+        pure.__wrapped__ = written  # for errors of tracing
+        return call_autocast(settings, weights, programs, pure, args, kwargs)
+
     return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
 
 

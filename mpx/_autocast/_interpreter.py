@@ -267,9 +267,8 @@ def _rewritten_by(rule: Rule, candidate: Candidate, case: Case) -> list[Value]:
     A result that autocast cannot carry on, such as half precision in the place of
     float64, goes back to the dtype that the program declares.
     """
-    rewrite: Any = rule.precision
-    arrays, params = rewrite(candidate, [v.array for v in case.operands])
-    equation = case.equation.replace(params=dict(params))
+    arrays, params = rule.rewritten(candidate, [v.array for v in case.operands])
+    equation = case.equation.replace(params=params)
     results = []
     for x, variable in zip(
         bind_equation(equation, *arrays), case.equation.outvars, strict=True

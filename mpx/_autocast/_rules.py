@@ -13,13 +13,16 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._errors import describe
 from .._quantize import AbstractRecipe
 from ._classes import PrimitiveClass
 from ._decisions import Candidate, Precision
+from ._options import as_written, is_recipe_class, read_switch, read_text
+
+_RULE = "`mpx.Rule`"
 
 Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]
 
@@ -43,8 +46,9 @@ class Rule:
         when: A function of the operation that says whether the rule holds.
 
     Raises:
-        TypeError: `precision` is none of these, or `when` is no function.
-        ValueError: The rule has no condition.
+        TypeError: `precision` is none of these, `when` is no function, or another
+            condition is no text.
+        ValueError: The rule has no condition, or an empty one.
 
     Examples:
         >>> import mpx
@@ -60,13 +64,10 @@ class Rule:
 
     def __post_init__(self) -> None:
         """Checks what was given."""
-        is_named = isinstance(self.precision, Precision | AbstractRecipe)
-        if not is_named and not callable(self.precision):
-            raise TypeError(
-                "`precision` of `mpx.Rule` must be a `mpx.Precision`, a recipe or a "
-                "function `rewrite(candidate, operands)`; got "
-                f"{describe(self.precision)}. For float32: `mpx.Precision.FULL`."
-            )
+        self._check_precision()
+        read_text("primitive", self.primitive, _RULE, several=True)
+        read_text("scope", self.scope, _RULE)
+        read_text("parameter", self.parameter, _RULE)
         if self.when is not None and not callable(self.when):
             raise TypeError(
                 "`when` of `mpx.Rule` must be a function `when(candidate) -> bool`; "
@@ -76,7 +77,22 @@ class Rule:
         if all(condition is None for condition in conditions):
             raise ValueError(
                 "`mpx.Rule` needs a condition: `primitive`, `scope`, `parameter` or "
-                'or `when`. For every operation: `primitive="*"`.'
+                '`when`. For every operation: `primitive="*"`.'
+            )
+
+    def _check_precision(self) -> None:
+        given = self.precision
+        if is_recipe_class(given):
+            raise TypeError(
+                "`precision` of `mpx.Rule` must be a recipe, not its class; got "
+                f"{describe(given)}. Call it: `{as_written(given)}`."
+            )
+        is_named = isinstance(given, Precision | AbstractRecipe)
+        if not is_named and (isinstance(given, type) or not callable(given)):
+            raise TypeError(
+                "`precision` of `mpx.Rule` must be a `mpx.Precision`, a recipe or a "
+                "function `rewrite(candidate, operands)`; got "
+                f"{describe(given)}. For float32: `mpx.Precision.FULL`."
             )
 
     def __str__(self) -> str:
@@ -107,6 +123,25 @@ class Rule:
                 )
             )
             and (self.when is None or bool(self.when(candidate)))
+        )
+
+    def rewritten(
+        self, candidate: Candidate, operands: list[Any]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """What the user's function makes of an operation: operands and parameters."""
+        rewrite: Any = self.precision
+        given = rewrite(candidate, operands)
+        if isinstance(given, tuple | list) and len(given) == 2:
+            arrays, params = given
+            is_whole = isinstance(arrays, tuple | list) and len(arrays) == len(operands)
+            if is_whole and isinstance(params, Mapping):
+                return arrays, dict(params)
+        raise TypeError(
+            f"The function `{_name(rewrite)}` that is `precision` of `mpx.Rule` must "
+            "return the operands and the parameters of the operation; got "
+            f"{describe(given)} for {candidate.primitive} with {len(operands)} "
+            "operands. To leave it as it is: `return operands, "
+            "candidate.equation.params`."
         )
 
     def holds_for_primitive(self, name: str) -> bool:
@@ -184,7 +219,7 @@ class Rules:
         """Puts rules in an order.
 
         Raises:
-            TypeError: One of them is no `mpx.Rule`.
+            TypeError: One of them is no `mpx.Rule`, or `looks_ahead` is no truth value.
         """
         for rule in rules:
             if not isinstance(rule, Rule):
@@ -192,7 +227,8 @@ class Rules:
                     f"`mpx.Rules(*rules)` takes `mpx.Rule`s; got {describe(rule)}."
                 )
         object.__setattr__(self, "rules", rules)
-        object.__setattr__(self, "looks_ahead", looks_ahead)
+        is_ahead = read_switch("looks_ahead", looks_ahead, "`mpx.Rules`")
+        object.__setattr__(self, "looks_ahead", is_ahead)
 
     @classmethod
     def like_pytorch(cls, *rules: Rule) -> "Rules":

@@ -22,6 +22,7 @@ from .._quantize import AbstractRecipe, target_from
 from .._typing import DTypeLike
 from .._wraps import wraps
 from ._call import Weights, call_autocast
+from ._options import read_recipe, read_switch, refuse_recipe
 from ._region import NOT_OF_REGIONS, ambient_settings, ambient_with, is_tracing, region
 from ._rules import Rules
 from ._settings import Settings, new_programs
@@ -153,9 +154,12 @@ def autocast(
             f"{_CALL} needs a function first; got the dtype {name}. As a decorator it "
             f"takes keywords only: `@mpx.autocast(dtype=jnp.{name})`."
         )
+    refuse_recipe(func, "a function", _CALL)
+    refuse_recipe(dtype, "a dtype", _CALL)
     told = _told(dtype, rules, residual_stream, residuals, strict, enabled)
+    ambient = read_switch("ambient", ambient, _CALL)
     if not isinstance(recipe, Unsaid):
-        told["recipe"] = _recipe(recipe)
+        told["recipe"] = read_recipe(recipe, _CALL)
     if target is not None:
         told["target"] = target_from(target)
     places = weights if isinstance(weights, tuple | None) else (weights,)
@@ -198,9 +202,9 @@ def _told(
     if residuals is not None:
         told["residuals"] = _one_of("residuals", residuals, _RESIDUALS)
     if strict is not None:
-        told["is_strict"] = bool(strict)
+        told["is_strict"] = read_switch("strict", strict, _CALL)
     if enabled is not None:
-        told["is_enabled"] = bool(enabled)
+        told["is_enabled"] = read_switch("enabled", enabled, _CALL)
     return told
 
 
@@ -363,15 +367,6 @@ def _dtype_name(value: Any) -> str | None:
     except TypeError:
         return None
     return None if found.kind == "O" else found.name
-
-
-def _recipe(recipe: Any) -> AbstractRecipe | None:
-    if recipe is not None and not isinstance(recipe, AbstractRecipe):
-        raise TypeError(
-            f"`recipe` of {_CALL} must be a recipe such as "
-            f"`mpx.Float8CurrentScaling()`, or None; got {describe(recipe)}."
-        )
-    return recipe
 
 
 def _half(dtype: DTypeLike) -> np.dtype:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._errors import describe
+from .._named_like import named_like
 from .._tree import path_text
 
 
@@ -69,7 +70,8 @@ def trace(
             if isinstance(leaf, jax.Array | np.ndarray | np.generic)
         ]
 
-    jaxpr = jax.make_jaxpr(flat)(*inputs)
+    arrays = [path for path, leaf in places if is_array(leaf)]
+    jaxpr = jax.make_jaxpr(named_like(flat, func, arrays))(*inputs)
     return Traced(
         jaxpr,
         tuple(name for name, _ in named),

@@ -142,6 +142,21 @@ def test_a_function_may_rewrite_an_equation(inputs):
     assert seen[0][:2] == ("dot_general", "bfloat16") and "test_rules.py" in seen[0][2]
 
 
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        lambda candidate, operands: None,
+        lambda candidate, operands: operands,
+        lambda candidate, operands: (operands[:1], candidate.equation.params),
+        lambda candidate, operands: (operands, None),
+    ],
+)
+def test_a_rewrite_gives_operands_and_parameters(inputs, rewrite):
+    rules = Rules(Rule(rewrite, primitive="dot_general"))
+    with pytest.raises(TypeError, match="must return the operands and.*dot_general wi"):
+        mpx.autocast(model, rules=rules)(*inputs)
+
+
 def test_a_rule_that_holds_for_nothing(inputs):
     rules = Rules(Rule(Precision.FULL, scope="decoder"))
     mpx.autocast(model, rules=rules)(*inputs)
@@ -161,9 +176,41 @@ def test_rules_are_values(inputs):
     ("call", "error", "match"),
     [
         (lambda: Rule("full", primitive="exp"), TypeError, "must be a `mpx.Precision`"),
-        (lambda: Rule(Precision.FULL), ValueError, "needs a condition"),
+        (
+            lambda: Rule(mpx.DelayedScaling, scope="a"),
+            TypeError,
+            r"`mpx.DelayedScaling\(\)",
+        ),
+        (lambda: Rule(jnp.float32, scope="a"), TypeError, "must be a `mpx.Precision`"),
+        (lambda: Rule(None, scope="a"), TypeError, "got None"),
+        (lambda: Rule(Precision.FULL), ValueError, "`parameter` or `when`. For every"),
+        (
+            lambda: Rule(Precision.FULL, ["exp", "log"]),
+            TypeError,
+            r"tuple.*\['exp', 'lo",
+        ),
+        (
+            lambda: Rule(Precision.FULL, 3),
+            TypeError,
+            "`primitive` of `mpx.Rule`.*int 3",
+        ),
+        (lambda: Rule(Precision.FULL, ("exp", 3)), TypeError, r"got \('exp', 3\)"),
+        (lambda: Rule(Precision.FULL, ()), ValueError, r"must not be empty; got \(\)"),
+        (
+            lambda: Rule(Precision.FULL, scope=["a"]),
+            TypeError,
+            "`scope`.*must be a text",
+        ),
+        (lambda: Rule(Precision.FULL, scope=("a",)), TypeError, r"text; got \('a',\)"),
+        (lambda: Rule(Precision.FULL, scope=""), ValueError, "`scope`.*not be empty"),
+        (
+            lambda: Rule(Precision.FULL, parameter=0),
+            TypeError,
+            "`parameter`.*got int 0",
+        ),
         (lambda: Rule(Precision.FULL, when=3), TypeError, "`when` of `mpx.Rule`"),
         (lambda: Rules(Precision.FULL), TypeError, "takes `mpx.Rule`s"),
+        (lambda: Rules(looks_ahead="no"), TypeError, "`looks_ahead`.*True or False"),
         (lambda: mpx.autocast(model, rules=[]), TypeError, "must be `mpx.Rules`"),
         (
             lambda: mpx.autocast(model, residual_stream="bfloat16"),
