@@ -105,14 +105,14 @@ class Deciding(eqx.Module):
 def test_an_error_of_tracing_names_the_function_of_the_user(call, inputs):
     """An `if` on a value: JAX says in which function, and on which arguments."""
     error = jax.errors.TracerBoolConversionError
-    match = r"function decides at .*test_transform.py.* arguments model_w and images\."
+    match = r"function decides at .*test_errors.py.* arguments model_w and images\."
     with pytest.raises(error, match=match):
         call(*inputs)
 
 
 def test_an_error_of_tracing_names_the_method_of_a_layer(inputs):
     w, x = inputs
-    match = r"function __call__ at .*test_transform.py.* arguments weight and images\."
+    match = r"function __call__ at .*test_errors.py.* arguments weight and images\."
     with pytest.raises(jax.errors.TracerBoolConversionError, match=match):
         mpx.autocast(Deciding(w))(x)
 
@@ -132,5 +132,5 @@ def test_an_error_of_tracing_names_what_takes_an_nnx_object():
     error = jax.errors.TracerBoolConversionError
     with pytest.raises(error, match="function apply at .* model_weight and images"):
         mpx.autocast(apply)(model, x)
-    with pytest.raises(error, match="function __call__ at .*test_transform"):
+    with pytest.raises(error, match="function __call__ at .*test_errors"):
         mpx.autocast(model)(x)
