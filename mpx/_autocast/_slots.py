@@ -100,6 +100,17 @@ def next_source() -> Any:
     return None if source is None else source.take()
 
 
+_is_first_step = jax.make_user_context(default_value=False)
+
+
+def first_step() -> contextlib.AbstractContextManager[Any]:
+    """Functions that are given no state take the scales of a first step, which are 1.
+
+    For looking at a program: it computes with such scales only once.
+    """
+    return _is_first_step(True)
+
+
 class Slots:
     """The slots of one weight, in one program."""
 
@@ -136,7 +147,7 @@ class Slots:
                 )
             return jnp.ones(ROLES, jnp.float32)
         if self._source is None:
-            return None
+            return jnp.ones(ROLES, jnp.float32) if _is_first_step.value else None
         rest = self._source.get(use)
         if rest is None:
             known = ", ".join(map(repr, self._source)) or "none"

@@ -16,6 +16,7 @@ from .._autocast._notes import (
     read_note,
     taking_notes,
 )
+from .._autocast._slots import first_step
 from .._autocast._transform import autocast, unwrapped, weights_of
 from .._errors import describe
 from .._jaxpr import OTHERS, Visit, walk
@@ -54,7 +55,8 @@ def explain(
 
     Of functions that `mpx.autocast` made, wherever they are called inside of `func`,
     the report says what autocast decided and why. Of everything else it says where the
-    dtypes come from.
+    dtypes come from. Recipes with a state, `mpx.DelayedScaling`, need none here: they
+    are shown with the scales of a first step, which are 1.
 
     Args:
         func: The function.
@@ -96,7 +98,7 @@ def explain(
     inside, wrap = unwrapped(func)
 
     def report(*args: Any, **kwargs: Any) -> Report:
-        with taking_notes() as unused_rules:
+        with taking_notes() as unused_rules, first_step():
             traced = trace(inside, args, kwargs, wrap, positions)
             visits, operations = _operations(traced)
             return Report(

@@ -167,3 +167,41 @@ def test_regions_say_that_they_are_switched_off():
     ]
     wheres = [o.where for o in report.operations if o.primitive == "dot_general"]
     assert wheres[0] == "inner"
+
+
+def quantized(report):
+    """The products in 8 bits: of which weight, and in which pass."""
+    return [(o.parameters, o.phase) for o in report.operations if o.is_low]
+
+
+@pytest.mark.parametrize("is_scan", [False, True])
+def test_a_recipe_with_a_state_is_explained_without_one(getkey, is_scan):
+    """With the scales of a first step; the products are those of a training step."""
+    keys = jax.random.split(getkey(), 3)
+    w, x = jax.random.normal(keys[0], (3, 32, 32)), jax.random.normal(keys[1], (16, 32))
+
+    def loss(w, x):
+        if is_scan:
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+        else:
+            x = jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])
+        return jnp.mean((x @ w[2]) ** 2)
+
+    func = mpx.autocast(loss, recipe=mpx.DelayedScaling())
+    current = mpx.autocast(loss, recipe=mpx.Float8CurrentScaling())
+    report = mpx.explain(func)(w, x)
+    assert len(quantized(report)) == (1 if is_scan else 2)
+    assert quantized(report) == quantized(mpx.explain(current)(w, x))
+    assert quantized(mpx.explain(loss, recipe=mpx.DelayedScaling())(w, x))
+    scaling = mpx.init_scaling(func, w, x)
+
+    def step(w, scaling, x):
+        return mpx.filter_grad(func, scaling)(w, x)
+
+    of_gradient = quantized(mpx.explain(jax.grad(func))(w, x))
+    phases = [phase for _, phase in of_gradient]
+    assert phases.count("backward") == 2 * phases.count("forward")
+    assert [p for _, p in quantized(mpx.explain(step)(w, scaling, x))] == phases
+    # Only a report takes them: a call still needs the state.
+    with pytest.raises(ValueError, match="has a state, which only a training step has"):
+        func(w, x)
