@@ -49,7 +49,9 @@ def test_every_arm_trains(name, recipe):
     step = steps.build_concrete(arm, case, seed=0)
     compiled = step.jitted().lower(step.state, step.batch).compile()
     state, first = compiled(step.state, step.batch)
-    for _ in range(20):
+    # In the first 20 the job's learning rate is so small that the loss falls by less
+    # than the rounding to 4 bits moves it.
+    for _ in range(40):
         state, last = compiled(state, step.batch)
     assert first.dtype == last.dtype == "float32"
     assert math.isclose(float(first), math.log(10), rel_tol=0.5)
