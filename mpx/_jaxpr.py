@@ -270,6 +270,9 @@ class Flow(abc.ABC, Generic[F]):
     def join(self, a: F, b: F) -> F:
         """The fact of a value that is one of two: of branches, or of iterations."""
 
+    def leave(self, equation: Any, role: str, results: Sequence[F]) -> None:
+        """Sees the facts of what a program inside of an equation gave."""
+
 
 class NoFlow(Flow[None]):
     """The flow without facts."""
@@ -362,6 +365,17 @@ def walk(jaxpr: Any, inputs: Sequence[F], flow: Flow[F]) -> Iterator[Visit[F]]:
     yield from visits
 
 
+def walk_inside(equation: Any, operands: Sequence[F], flow: Flow[F]) -> None:
+    """Lets facts travel through the programs that one equation holds.
+
+    Args:
+        equation: The equation.
+        operands: The facts of its operands.
+        flow: How facts travel.
+    """
+    _walk_inside(equation, sub_jaxprs(equation), operands, flow, Place())
+
+
 def _walk(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[F], flow: Flow[F], place: Place
 ) -> tuple[list[Visit[F]], list[F]]:
@@ -408,6 +422,7 @@ def _walk_inside(
             inputs = joined
             found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
         visits += found
+        flow.leave(equation, sub.role, outputs)
         # A loop may run no iteration, and its condition sees the carry of later ones.
         for output, where in sub.carried:
             outputs[output] = inputs[where]

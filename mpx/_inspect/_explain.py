@@ -30,6 +30,7 @@ from ._facts import (
     is_float_cast,
     promotion,
 )
+from ._loops import deciding_comparisons
 from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, Report, totals_of
 from ._residuals import residual_bytes
 from ._source_text import function_path, line_text, phase, scope_path, stack_text
@@ -147,8 +148,12 @@ def _operations(
     every = walk(traced.jaxpr, inputs, flow)
     visits = [visit for visit in every if not _is_for_others(visit)]
     is_mixed = any(_uses_half(visit.equation) for visit in visits)
+    ends: frozenset[int] = frozenset()
+    if is_mixed and any(visit.place.unknown_loops for visit in visits):
+        ends = deciding_comparisons(traced.jaxpr.jaxpr, _precision_of_product)
     return visits, tuple(
-        _operation(number, visit, flow, is_mixed) for number, visit in enumerate(visits)
+        _operation(number, visit, flow, is_mixed, id(visit.equation) in ends)
+        for number, visit in enumerate(visits)
     )
 
 
@@ -209,13 +214,18 @@ def _input_fact(path: str, is_weight: bool, aval: Any) -> Fact:
 
 
 def _operation(
-    number: int, visit: Visit[Fact], flow: Facts, is_mixed: bool
+    number: int, visit: Visit[Fact], flow: Facts, is_mixed: bool, ends_loop: bool
 ) -> Operation:
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
     precision = precision_of(equation)
     note = _note(visit)
     rule, reason = _decision(visit, flow, note)
+    finding = _finding(visit, flow, precision) if is_mixed and note is None else ""
+    if ends_loop:
+        finding = "decides by half precision products when a loop ends"
+    if (is_mixed or note is not None) and _hides_a_program(equation):
+        finding = "holds a program that cannot be looked into"
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
     if note is not None and note.weight:
@@ -232,7 +242,7 @@ def _operation(
         precision=precision,
         rule=rule,
         reason=reason,
-        finding=_finding(visit, flow, precision) if is_mixed and note is None else "",
+        finding=finding,
         executions=place.executions,
         unknown_loops=place.unknown_loops,
         flops=None if count is None else count * place.executions,
@@ -277,6 +287,22 @@ def precision_of(equation: Any) -> str:
         return "float8" if all(n.startswith("float8") for n in names) else "mixed"
     found = [d for d in results if jnp.issubdtype(d, jnp.inexact)] or numbers or results
     return str(found[0]) if found else ""
+
+
+def _precision_of_product(equation: Any) -> str | None:
+    return precision_of(equation) if _is_product(equation) else None
+
+
+# Equinox's, and a program that was exported: texts or closures, and no jaxpr.
+_HIDING = frozenset({"call_exported", "noinline"})
+
+
+def _hides_a_program(equation: Any) -> bool:
+    """Whether numbers go into a program of which nothing is known."""
+    return equation.primitive.name in _HIDING and any(
+        jnp.issubdtype(getattr(v.aval, "dtype", bool), jnp.floating)
+        for v in equation.invars
+    )
 
 
 def _uses_half(equation: Any) -> bool:
