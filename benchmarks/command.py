@@ -72,8 +72,12 @@ class Options:
 
     @property
     def command(self) -> str:
-        """The command that ran, for the results."""
-        return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+        """The command that ran, for the results; without the folders of a machine."""
+        words = sys.argv[1:]
+        if "--cuda-libraries" in words:
+            at = words.index("--cuda-libraries")
+            del words[at : at + 2]
+        return shlex.join(["python", "-m", "benchmarks", *words])
 
 
 def main() -> int:

@@ -1,6 +1,9 @@
 """mpx: mixed and low precision training for JAX.
 
-Any JAX function, any model, by changing one line of the training step:
+Any JAX function, any model: one line transforms the loss, and a training step that
+serves every precision has these two:
+
+    loss = mpx.autocast(loss)
 
     result = mpx.filter_value_and_grad(loss, scaling)(model, batch)
     model, opt_state, scaling = mpx.optimizer_step(model, optimizer, opt_state, result)

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import (
     autocast_host,
+    command,
     compile_time,
     compiling,
     documentation,
@@ -260,3 +261,9 @@ def test_compile_time_compares_the_fastest_rounds(seconds, met):
 def test_compile_time_without_results():
     found = results.Results("compile-time", "test", "measured on X")
     assert compile_time.tables(found) == compile_time.goals(found) == []
+
+
+def test_the_recorded_command_says_nothing_of_the_machine(monkeypatch):
+    words = ["cuda", "--cuda-libraries", "a/folder/of/mine", "--out", "results"]
+    monkeypatch.setattr("sys.argv", ["benchmarks", *words])
+    assert command.Options().command == "python -m benchmarks cuda --out results"
