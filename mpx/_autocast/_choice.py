@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from .._quantize import AbstractRecipe
-from ._classes import PrimitiveClass, class_of
+from ._classes import PrimitiveClass, class_of, is_multiplication
 from ._decisions import Precision, Reason
 from ._plan import Wish
 from ._rules import Rule
@@ -164,14 +164,13 @@ def _choose_product(case: Case) -> Choice:
         return Choice(kind, Reason.OPAQUE)
     if _asks_for_precision(params.get("precision")):
         return Choice(kind, Reason.PRECISION)
-    if case.name == "dot_general" and not params["dimension_numbers"][0][0]:
-        # An outer product sums nothing: rotary angles, not a product of weights.
+    if is_multiplication(case.equation):  # rotary angles, decays of a state
         found = _choose_elementwise(case, PrimitiveClass.PROMOTE)
         if found.reason is Reason.WANTED and _are_half(case.castable):
             # What its gradients are multiplied with was half before: they are products.
             dtype = case.castable[0].dtype
             return Choice(kind, Reason.PRODUCT, dtype, _product_result(case, dtype))
-        return found._replace(result=found.dtype)
+        return found._replace(result=found.dtype, detail="it sums nothing")
     dtype = _half_dtype(case)
     return Choice(kind, Reason.PRODUCT, dtype, _product_result(case, dtype))
 

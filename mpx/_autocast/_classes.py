@@ -11,6 +11,7 @@ and their names are what a jaxpr prints.
 """
 
 import enum
+from typing import Any
 
 import numpy as np
 
@@ -187,3 +188,13 @@ def class_of(primitive: str, dtype: np.dtype) -> PrimitiveClass | None:
     if dtype == np.float16 and primitive in _FULL_IN_FLOAT16:
         return PrimitiveClass.FULL
     return CLASSES.get(primitive)
+
+
+def is_multiplication(equation: Any) -> bool:
+    """Whether an equation is a matrix product that sums nothing.
+
+    `jnp.einsum("bl,blp->blp", decay, x)` and `jnp.outer` are multiplications that JAX
+    writes as `dot_general`.
+    """
+    is_product = equation.primitive.name == "dot_general"
+    return is_product and not equation.params["dimension_numbers"][0][0]

@@ -24,7 +24,7 @@ from jax.extend import core
 
 from .._jax_compat import execution_key, open_jaxpr
 from .._jaxpr import sub_jaxprs
-from ._classes import CLASSES, PrimitiveClass
+from ._classes import CLASSES, PrimitiveClass, is_multiplication
 from ._plan import program_of
 
 # These hold a program, and yet may be part of an island.
@@ -83,7 +83,7 @@ def is_cheap(equation: Any, with_lookups: bool = False) -> bool:
         return not _is_placed(equation.params) and all(
             is_cheap(e, with_lookups) for e in inner
         )
-    return CLASSES.get(name) in _CHEAP
+    return CLASSES.get(name) in _CHEAP or is_multiplication(equation)
 
 
 def _makes_data(equation: Any) -> bool:

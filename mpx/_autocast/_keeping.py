@@ -32,7 +32,7 @@ _OPERAND = frozenset(
     """.split()
 )
 # The derivative by one operand is computed from the others.
-_OTHERS = frozenset("atan2 div igamma igammac mul pow rem".split())
+_OTHERS = frozenset("atan2 div dot_general igamma igammac mul pow rem".split())
 # These give the numbers of their operand again.
 _COPIES = frozenset("broadcast_in_dim broadcast_to expand_dims reshape squeeze".split())
 # The derivative asks which operand it was: a boolean for each number of the result.
