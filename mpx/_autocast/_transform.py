@@ -91,9 +91,10 @@ def autocast(
             in float32; "half" saves memory and loses digits.
         residuals: "small" computes softmax, norms, gelu and the like again in the
             backward pass, from the half precision values that went in, instead of
-            keeping float32 ones; values and gradients are the same. "fast" keeps what
-            JAX keeps. The default is "small", but on TPUs, whose compiler recomputes
-            on its own, "fast".
+            keeping float32 ones; values are the same, and gradients but for the order
+            in which those of several uses are summed. "fast" keeps what JAX keeps. The
+            default is "small", but on TPUs, whose compiler recomputes on its own,
+            "fast".
         recipe: How products of data with a weight are quantized to 8 bits or fewer in
             forward and backward pass: `mpx.Float8CurrentScaling()`,
             `mpx.DelayedScaling()`, ... Attention's products of data with data and the
