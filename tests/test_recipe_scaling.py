@@ -406,7 +406,7 @@ def test_scales_of_another_format_are_converted(inputs):
     ("state", "message"),
     [
         ({}, "state of a `RecipeScaling`"),
-        ({"kind": "RecipeScaling", "version": 2, "slots": {}}, "Install a newer"),
+        ({"kind": "RecipeScaling", "version": 3, "slots": {}}, "Install a newer"),
         ({"kind": "NoLossScaling", "version": 1}, "got that of 'NoLossScaling'"),
     ],
 )
@@ -419,9 +419,10 @@ def test_a_state_of_the_wrong_shape(inputs):
     scaling = mpx.init_scaling(loss, *inputs)
     state = scaling.state_dict()
     name = next(iter(state["slots"]))
-    bad = {"scale": np.ones(2), "amax_history": np.ones((2, 4)), "largest": np.ones(3)}
-    state["slots"][name] = bad
-    with pytest.raises(ValueError, match=r"is of \(3,\); got scales of \(2,\)"):
+    whole = state["slots"][name]
+    stacked = {k: np.stack([v, v]) for k, v in whole.items() if k != "largest"}
+    state["slots"][name] = {**whole, **stacked}
+    with pytest.raises(ValueError, match=r"is of \(3,\); got scales of \(2, 3\)"):
         scaling.with_state(state)
     with pytest.raises(ValueError, match="init_scaling.*with_state"):
         mpx.RecipeScaling.from_state_dict(scaling.state_dict())

@@ -19,8 +19,11 @@ from ._recompute import recomputed_if_cheap as recomputed_if_cheap
 from ._region import ambient_with as ambient_with, is_tracing as is_tracing
 from ._rules import Rule as Rule, Rules as Rules
 from ._slots import (
+    Provision as Provision,
     Request as Request,
     SlotName as SlotName,
+    State as State,
+    brief as brief,
     collecting as collecting,
     providing as providing,
 )

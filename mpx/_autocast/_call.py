@@ -16,6 +16,7 @@ from .._errors import listing
 from .._jax_compat import with_weak_type
 from .._named_like import named_like
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
+from .._quantize import AbstractRecipe
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
@@ -27,7 +28,7 @@ from ._notes import RESULT, is_taking_notes, note_unused, noted_cast
 from ._plan import Wish, wish_for
 from ._region import is_tracing, region, trace
 from ._settings import Place, Programs, Run, Settings
-from ._slots import Collection, Slots, next_source
+from ._slots import Collection, Given, Slots, next_source
 from ._values import Colour, Value, declared, is_castable
 
 _REWRITES = {
@@ -96,6 +97,8 @@ def call_autocast(
             raise ValueError(_nothing_to_quantize(recipe, weights))
     if settings.is_strict:
         _strict.refuse_unused(settings.rules, run.used)
+    if isinstance(source, Given):
+        source.used.update(x for x in run.used if isinstance(x, AbstractRecipe))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
     return marked(results) if isinstance(source, Collection) else results
 

@@ -12,6 +12,7 @@ own (`_shared`), whose derivative rule is the maximum.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -62,17 +63,53 @@ class Collection:
         return self
 
 
+class State(NamedTuple):
+    """The state of all slots.
+
+    Attributes:
+        scales: The scales of each slot.
+        recipes: The recipe that its state was made for.
+    """
+
+    scales: Mapping[SlotName, Array]
+    recipes: Mapping[SlotName, AbstractRecipe]
+
+
 class Provision:
-    """The state of all slots, for a few calls of autocast functions."""
+    """The state of all slots, for a few calls of autocast functions.
 
-    def __init__(self, scales: Mapping[SlotName, Array], calls: int) -> None:
+    Attributes:
+        taken: How many calls there were.
+        used: The recipes that quantized a product in them.
+        is_switched_off: Whether a call was of a function that is switched off.
+    """
+
+    def __init__(self, state: State, calls: int) -> None:
         """Makes a copy of the scales for each call."""
-        copies = {name: shared(x, calls) for name, x in scales.items()}
+        copies = {name: shared(x, calls) for name, x in state.scales.items()}
         self._rest = [{k: v[i] for k, v in copies.items()} for i in range(calls)]
+        self._recipes = state.recipes
+        self.taken = 0
+        self.used: set[AbstractRecipe] = set()
+        self.is_switched_off = False
 
-    def take(self) -> Mapping[SlotName, Array]:
+    def take(self) -> "Given":
         """The scales for one more call; the last ones again for calls not foreseen."""
-        return self._rest.pop() if len(self._rest) > 1 else self._rest[0]
+        self.taken += 1
+        rest = self._rest.pop() if len(self._rest) > 1 else self._rest[0]
+        return Given(State(rest, self._recipes), self.used)
+
+
+class Given(NamedTuple):
+    """The state for one call.
+
+    Attributes:
+        state: The state.
+        used: Where the call notes the recipes that it used.
+    """
+
+    state: State
+    used: set[AbstractRecipe]
 
 
 # Known to JAX, so that no program that was traced with one source is used with another.
@@ -88,13 +125,14 @@ def collecting() -> Iterator[Collection]:
 
 
 @contextlib.contextmanager
-def providing(scales: Mapping[SlotName, Array], calls: int) -> Iterator[None]:
+def providing(state: State, calls: int) -> Iterator[Provision]:
     """Autocast functions that are called inside take their scales from here."""
-    with _source(Provision(scales, calls)):
-        yield
+    provision = Provision(state, calls)
+    with _source(provision):
+        yield provision
 
 
-def next_source() -> Any:
+def next_source() -> "Collection | Given | None":
     """Where an autocast function that is called now has its slots from, or None."""
     source = _source.value
     return None if source is None else source.take()
@@ -111,24 +149,41 @@ def first_step() -> contextlib.AbstractContextManager[Any]:
     return _is_first_step(True)
 
 
+def note_switched_off() -> None:
+    """An autocast function is called that is switched off, and takes no slots."""
+    if isinstance(_source.value, Provision):
+        _source.value.is_switched_off = True
+
+
 class Slots:
     """The slots of one weight, in one program."""
 
     def __init__(
-        self, parameter: str, source: Any, lengths: tuple[int, ...] = ()
+        self,
+        parameter: str,
+        source: "Collection | dict[str, Array] | None",
+        recipes: Mapping[str, AbstractRecipe] | None = None,
+        lengths: tuple[int, ...] = (),
     ) -> None:
         """Slots of a parameter from a collection, or the arrays of its uses."""
         self.parameter = parameter
         self._source = source
+        self._recipes = recipes or {}
         self._lengths = lengths
 
     @classmethod
-    def of_parameter(cls, parameter: str, source: Any) -> "Slots | None":
+    def of_parameter(
+        cls, parameter: str, source: "Collection | Given | None"
+    ) -> "Slots":
         """The slots of a parameter of the function."""
-        if source is None or isinstance(source, Collection):
+        if not isinstance(source, Given):
             return cls(parameter, source)
-        found = {n.use: x for n, x in source.items() if n.parameter == parameter}
-        return cls(parameter, found)
+        mine = [name for name in source.state.scales if name.parameter == parameter]
+        return cls(
+            parameter,
+            {name.use: source.state.scales[name] for name in mine},
+            {name.use: source.state.recipes[name] for name in mine},
+        )
 
     def take(self, use: str, recipe: AbstractRecipe) -> Array | None:
         """The scales for one use; None if there is no state."""
@@ -156,15 +211,24 @@ class Slots:
                 f"{use!r}; it has them for {known}. Has the model changed? Make the "
                 "state anew: `mpx.init_scaling(func, model, ...)`."
             )
+        if self._recipes[use] != recipe:
+            raise ValueError(
+                f"The function asks for `{brief(recipe)}` for `{self.parameter}` used "
+                f"in {use!r}, and the state was made for "
+                f"`{brief(self._recipes[use])}`. Take its numbers over to the recipe "
+                "of today: `scaling = mpx.init_scaling(func, model, ...)"
+                ".with_state(scaling)`. (Functions are compared as objects: define "
+                "that of `amax_compute_algo` once.)"
+            )
         mine, self._source[use] = shared(rest, 2)
         return mine
 
     @property
     def form(self) -> Any:
         """All but the arrays: a key of caches."""
-        has_state = isinstance(self._source, dict)
-        uses = [(k, x.shape) for k, x in self._source.items()] if has_state else ()
-        return self.parameter, tuple(uses), self._lengths
+        found = self._source.items() if isinstance(self._source, dict) else ()
+        uses = tuple((use, x.shape, self._recipes[use]) for use, x in found)
+        return self.parameter, uses, self._lengths
 
     def handed_over(self, is_cut: bool) -> dict[str, Array]:
         """Copies of arrays for a program inside; for a scan of those that it cuts."""
@@ -181,7 +245,18 @@ class Slots:
     ) -> "Slots":
         """The slots in a program inside, given its arrays; cut by scans of lengths."""
         source = arrays if isinstance(self._source, dict) else self._source
-        return Slots(self.parameter, source, (*self._lengths, *lengths))
+        lengths = *self._lengths, *lengths
+        return Slots(self.parameter, source, self._recipes, lengths)
+
+
+def brief(recipe: AbstractRecipe) -> str:
+    """A recipe as one would write it: what is not the default."""
+    told = [
+        f"{field.name}={getattr(recipe, field.name)!r}"
+        for field in dataclasses.fields(recipe)
+        if getattr(recipe, field.name) != field.default
+    ]
+    return f"mpx.{type(recipe).__name__}({', '.join(told)})"
 
 
 def shared(x: Array, count: int) -> tuple[Array, ...]:

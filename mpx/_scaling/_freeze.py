@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from .._autocast import Provision, State, brief, providing
 from .._errors import describe
 from .._wraps import wraps
 from ._recipe_scaling import RecipeScaling
@@ -25,6 +26,8 @@ def freeze(func: Callable[..., Any], scaling: Any) -> Callable[..., Any]:
 
     Raises:
         TypeError: `func` cannot be called, or `scaling` holds no state of recipes.
+        ValueError: When called: `func` quantizes by other recipes than that of the
+            state.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -47,7 +50,24 @@ def freeze(func: Callable[..., Any], scaling: Any) -> Callable[..., Any]:
 
     @wraps(func)
     def frozen(*args: Any, **kwargs: Any) -> Any:
-        with scaling._providing(scaling._tokens()):
-            return func(*args, **kwargs)
+        state = State(scaling._tokens(), scaling._recipes())
+        with providing(state, scaling.calls) as provision:
+            result = func(*args, **kwargs)
+        _refuse_another_recipe(provision, scaling)
+        return result
 
     return frozen
+
+
+def _refuse_another_recipe(provision: Provision, scaling: RecipeScaling) -> None:
+    made_for = {state.recipe for state in scaling.scales}
+    if provision.used and not provision.used & made_for:
+        one, other = (
+            ", ".join(f"`{brief(recipe)}`" for recipe in recipes)
+            for recipes in (made_for, provision.used)
+        )
+        raise ValueError(
+            f"`mpx.freeze(func, scaling)` was given a state of {one}, and `func` "
+            f"quantizes by {other}. Give it the function of the run; one whose recipe "
+            "has no state is called as it is."
+        )

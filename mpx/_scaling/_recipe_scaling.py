@@ -8,9 +8,7 @@ array, so that one update serves them all, however many layers there are.
 
 import contextlib
 import dataclasses
-import functools
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import equinox as eqx
@@ -19,88 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32
 
-from .._autocast import Request, SlotName, providing
-from .._errors import describe, listing
+from .._autocast import Provision, Request, SlotName, State, brief, providing
 from .._loss_scaling import AbstractLossScaling, StepRecord
-from .._quantize import AbstractRecipe, DelayedScaling, DelayedScalingState, Role
+from .._quantize import AbstractRecipe, DelayedScaling
 from .._typing import BoolLike, FloatScalar
-
-_ROLES = tuple(Role)
-_VERSION = 1
-
-
-class DelayedScales(eqx.Module):
-    """The state of all slots that share a recipe.
-
-    Attributes:
-        amax_history: Past amaxes, as in `mpx.DelayedScalingState`; rows are slots,
-            columns input, weight and gradient.
-        scale: What to multiply by at the next step.
-        recipe: The recipe.
-        slots: The name of each slot, and the lengths of the scans that cut it.
-    """
-
-    amax_history: Float32[Array, "slots 3 length"]
-    scale: Float32[Array, "slots 3"]
-    recipe: DelayedScaling = eqx.field(static=True)
-    slots: tuple[tuple[SlotName, tuple[int, ...]], ...] = eqx.field(static=True)
-
-    @classmethod
-    def new(cls, recipe: DelayedScaling, requests: Mapping[SlotName, Request]) -> Self:
-        """The state before the first step."""
-        slots = tuple((name, request.lengths) for name, request in requests.items())
-        rows = sum(math.prod(lengths) for _, lengths in slots)
-        state = recipe.init()
-        return cls(
-            jnp.tile(state.amax_history, (rows, len(_ROLES), 1)),
-            jnp.tile(state.scale, (rows, len(_ROLES))),
-            recipe,
-            slots,
-        )
-
-    @property
-    def largest(self) -> np.ndarray:
-        """What amaxes of input, weight and gradient are scaled to, float32[3]."""
-        unit = jnp.ones((), jnp.float32)
-        return np.asarray([self.recipe._scale(unit, role, 0.0) for role in _ROLES])
-
-    def by_slot(self, x: Array) -> dict[SlotName, Array]:
-        """The rows of an array by slot, stacked as its scans want them."""
-        found, start = {}, 0
-        for name, lengths in self.slots:
-            rows = math.prod(lengths)
-            found[name] = x[start : start + rows].reshape(*lengths, *x.shape[1:])
-            start += rows
-        return found
-
-    def from_slots(self, by_slot: Mapping[SlotName, Array]) -> Array:
-        """The inverse of `by_slot`."""
-        parts = [by_slot[name] for name, _ in self.slots]
-        depths = [len(lengths) for _, lengths in self.slots]
-        return jnp.concatenate(
-            [x.reshape(-1, *x.shape[d:]) for x, d in zip(parts, depths, strict=True)]
-        )
-
-    def updated(self, amaxes: Float32[Array, "slots 3"]) -> Self:
-        """The state after a step with these amaxes."""
-
-        def update(role: Role, history: Array, scale: Array, amax: Array) -> Any:
-            state = DelayedScalingState(history, scale)
-            new = self.recipe.update(state, amax, role)
-            return new.amax_history, new.scale
-
-        columns = [
-            jax.vmap(functools.partial(update, role))(
-                self.amax_history[:, i], self.scale[:, i], amaxes[:, i]
-            )
-            for i, role in enumerate(_ROLES)
-        ]
-        histories, scales = zip(*columns, strict=True)
-        return dataclasses.replace(
-            self,
-            amax_history=jnp.stack(histories, axis=1),
-            scale=jnp.stack(scales, axis=1),
-        )
+from . import _saved
+from ._delayed_scales import DelayedScales
 
 
 class RecipeScaling(AbstractLossScaling):
@@ -173,12 +95,15 @@ class RecipeScaling(AbstractLossScaling):
         grads_finite: BoolLike,
         *,
         places_finite: Bool[Array, " n"] | None = None,
+        loss_finite: BoolLike | None = None,
     ) -> Self:
         """The state after one step; `amaxes` go into the histories of a good one.
 
         See `AbstractLossScaling.adjust`.
         """
-        loss = self.loss.adjust(grads_finite, places_finite=places_finite)
+        loss = self.loss.adjust(
+            grads_finite, places_finite=places_finite, loss_finite=loss_finite
+        )
         good = jnp.asarray(grads_finite)
         scales = jax.tree.map(
             lambda new, old: jnp.where(good, new, old),
@@ -194,9 +119,12 @@ class RecipeScaling(AbstractLossScaling):
         return {str(name): x for name, x in self._tokens().items()}
 
     def _counted(
-        self, grads_finite: BoolLike, places_finite: Bool[Array, " n"] | None
+        self,
+        grads_finite: BoolLike,
+        places_finite: Bool[Array, " n"] | None,
+        loss_finite: BoolLike | None = None,
     ) -> Self:
-        loss = self.loss._counted(grads_finite, places_finite)
+        loss = self.loss._counted(grads_finite, places_finite, loss_finite)
         return dataclasses.replace(self, loss=loss)
 
     def _with_record(self, record: StepRecord) -> Self:
@@ -209,6 +137,18 @@ class RecipeScaling(AbstractLossScaling):
     def _is_stateful(self) -> bool:
         return self.loss._is_stateful
 
+    @property
+    def _is_one(self) -> bool:
+        return self.loss._is_one
+
+    def _why_stuck(self) -> str | None:
+        return self.loss._why_stuck() or super()._why_stuck()
+
+    def _validate(self) -> None:
+        self.loss._validate()
+        for state in self.scales:
+            state.validate("`mpx.RecipeScaling`")
+
     # --- Keeping it -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,25 +156,7 @@ class RecipeScaling(AbstractLossScaling):
 
         Recipes are not in it: they belong to the program. `with_state` reads it.
         """
-        slots = {
-            str(name): {
-                "amax_history": np.asarray(history),
-                "scale": np.asarray(scale),
-                "largest": state.largest,
-            }
-            for state in self.scales
-            for (name, history), scale in zip(
-                state.by_slot(state.amax_history).items(),
-                state.by_slot(state.scale).values(),
-                strict=True,
-            )
-        }
-        return {
-            "kind": type(self).__name__,
-            "version": _VERSION,
-            "loss": self.loss.state_dict(),
-            "slots": slots,
-        }
+        return _saved.write(self.loss, self.scales)
 
     def with_state(self, state: "Mapping[str, Any] | RecipeScaling") -> Self:
         """This scaling with the state of another run, also of another recipe.
@@ -242,8 +164,9 @@ class RecipeScaling(AbstractLossScaling):
         `mpx.init_scaling(func, model, ...)` makes a state for the program of today;
         what an earlier run learned goes into it slot by slot. A history that is longer
         than there is room for loses its oldest amaxes, a shorter one begins with zeros.
-        Scales that were found for another format or margin are converted, exactly.
-        Continued with the same recipe, a run goes on bit for bit.
+        Scales that were found for another format or margin are converted, exactly; one
+        that no amax has made yet becomes the recipe's first one. Continued with the
+        same recipe, a run goes on bit for bit.
 
         Args:
             state: A `RecipeScaling`, or what its `state_dict()` returned.
@@ -253,20 +176,22 @@ class RecipeScaling(AbstractLossScaling):
 
         Raises:
             TypeError: `state` is neither.
-            ValueError: It has not the slots of this scaling, or is of a later version.
+            ValueError: It is incomplete, has not the slots of this scaling, is of a
+                later version, or holds dtypes, shapes or values that no run can reach,
+                such as a scale of NaN.
         """
         call = "`with_state(state)` of `mpx.RecipeScaling`"
-        if isinstance(state, RecipeScaling):
-            state = state.state_dict()
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"{call} needs a `RecipeScaling` or its `state_dict()`; got "
-                f"{describe(state)}."
-            )
-        _check_state(state, {str(n) for s in self.scales for n, _ in s.slots}, call)
-        loss = type(self.loss).from_state_dict(state["loss"])
-        scales = tuple(_with_slots(s, state["slots"], call) for s in self.scales)
-        return dataclasses.replace(self, loss=loss, scales=scales)
+        saved = _saved.read(
+            state.state_dict() if isinstance(state, RecipeScaling) else state, call
+        )
+        slots = {str(n) for s in self.scales for n, _ in s.slots}
+        _saved.refuse_other_slots(set(saved.slots), slots, call)
+        return dataclasses.replace(
+            self,
+            loss=type(self.loss).from_state_dict(saved.loss),
+            scales=tuple(_saved.with_slots(s, saved.slots, call) for s in self.scales),
+            amaxes=_nothing(self.scales),
+        )
 
     @classmethod
     def _template(cls) -> Self:
@@ -286,20 +211,45 @@ class RecipeScaling(AbstractLossScaling):
     # --- How a step uses it -----------------------------------------------------------
 
     def _tokens(self) -> dict[SlotName, Array]:
-        """What a step is differentiated by to get the amaxes: the scales."""
         return {
             name: x
             for state in self.scales
             for name, x in state.by_slot(state.scale).items()
         }
 
-    def _providing(
-        self, tokens: Mapping[SlotName, Array]
-    ) -> contextlib.AbstractContextManager[None]:
-        return providing(tokens, self.calls)
+    def _recipes(self) -> dict[SlotName, AbstractRecipe]:
+        return {name: s.recipe for s in self.scales for name, _ in s.slots}
+
+    @contextlib.contextmanager
+    def _providing(self, tokens: Mapping[SlotName, Array]) -> Iterator[None]:
+        with providing(State(tokens, self._recipes()), self.calls) as provision:
+            yield
+        self._refuse_another_function(provision)
+
+    def _refuse_another_function(self, provision: Provision) -> None:
+        """Raises where a function was called that has no use for the state."""
+        if provision.is_switched_off:
+            return
+        made_for = {state.recipe for state in self.scales}
+        unused = [f"`{brief(recipe)}`" for recipe in made_for - provision.used]
+        if unused:
+            used = [f"`{brief(recipe)}`" for recipe in provision.used]
+            raise ValueError(
+                f"The state of this step was made for {', '.join(unused)}, and the "
+                f"function quantizes {'by ' + ', '.join(used) if used else 'nothing'}. "
+                "Give the gradient function what `mpx.init_scaling` was given, a "
+                "function that `mpx.autocast(..., recipe=...)` made, or make the state "
+                "anew: `scaling = mpx.init_scaling(func, model, ...)`."
+            )
+        if provision.taken > self.calls:
+            raise ValueError(
+                f"`mpx.init_scaling` saw {self.calls} calls of functions that "
+                f"`mpx.autocast` made, and here are {provision.taken}: the amaxes of "
+                "the others would be added up. Make the state with the function of "
+                "today: `mpx.init_scaling(func, model, ...).with_state(scaling)`."
+            )
 
     def _seen(self, amaxes: Mapping[SlotName, Array]) -> Self:
-        """The state that knows the amaxes of the step."""
         return dataclasses.replace(
             self, amaxes=tuple(state.from_slots(amaxes) for state in self.scales)
         )
@@ -316,61 +266,3 @@ def _rebuilt(loss: Any, scales: Any, amaxes: Any, calls: int) -> RecipeScaling:
         for history, scale, recipe, slots in scales
     )
     return RecipeScaling(loss, states, tuple(map(jnp.asarray, amaxes)), calls)
-
-
-def _check_state(state: Mapping[str, Any], slots: set[str], call: str) -> None:
-    if state.get("kind") != RecipeScaling.__name__ or "slots" not in state:
-        raise ValueError(
-            f"{call} needs the state of a `RecipeScaling`; got that of "
-            f"{state.get('kind')!r}."
-        )
-    version = state.get("version")
-    if not isinstance(version, int | np.integer) or not 1 <= version <= _VERSION:
-        raise ValueError(
-            f"{call} was given version {version!r}; this mpx reads up to {_VERSION}. "
-            "Install a newer mpx."
-        )
-    given = set(state["slots"])
-    if given != slots:
-        raise ValueError(
-            f"{call} needs exactly the slots of this program; missing: "
-            f"{listing(sorted(slots - given)) or 'none'}; unknown: "
-            f"{listing(sorted(given - slots)) or 'none'}. Has the model changed?"
-        )
-
-
-def _with_slots(
-    state: DelayedScales, slots: Mapping[str, Any], call: str
-) -> DelayedScales:
-    room = state.recipe.amax_history_len
-    histories, scales = {}, {}
-    for name, lengths in state.slots:
-        saved = slots[str(name)]
-        history, scale = np.asarray(saved["amax_history"]), np.asarray(saved["scale"])
-        largest, shape = np.asarray(saved["largest"]), (*lengths, len(_ROLES))
-        is_whole = scale.shape == shape == history.shape[:-1]
-        if not is_whole or largest.shape != (len(_ROLES),):
-            raise ValueError(
-                f"{call}: the slot {str(name)!r} is of {shape}; got scales of "
-                f"{scale.shape} and histories of {history.shape}."
-            )
-        # All formats' largest numbers differ by powers of two. A scale that no amax
-        # has made yet is the recipe's first one.
-        is_made = np.any(history > 0, axis=-1)
-        scale = np.where(is_made, scale * (state.largest / largest), scale)
-        histories[name] = _resized(jnp.asarray(history, jnp.float32), room)
-        scales[name] = jnp.asarray(scale, jnp.float32)
-    return dataclasses.replace(
-        state,
-        amax_history=state.from_slots(histories),
-        scale=state.from_slots(scales),
-    )
-
-
-def _resized(history: Array, room: int) -> Array:
-    """A history with room for more amaxes, or fewer; the newest one stands last."""
-    now, past = history[..., :1], history[..., 1:]
-    past = past[..., max(0, past.shape[-1] - (room - 1)) :]
-    missing = room - 1 - past.shape[-1]
-    widths = [(0, 0)] * (past.ndim - 1) + [(missing, 0)]
-    return jnp.concatenate([now, jnp.pad(past, widths)], axis=-1)

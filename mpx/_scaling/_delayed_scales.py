@@ -1,0 +1,122 @@
+"""`DelayedScales`: past amaxes and scales of all slots that share a recipe."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32
+
+from .._autocast import Request, SlotName
+from .._quantize import DelayedScaling, DelayedScalingState, Role
+
+ROLES = tuple(Role)
+
+# Scales are between these, so that they and their inverses are normal numbers.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
+
+
+class DelayedScales(eqx.Module):
+    """The state of all slots that share a recipe.
+
+    Attributes:
+        amax_history: Past amaxes, as in `mpx.DelayedScalingState`; rows are slots,
+            columns input, weight and gradient.
+        scale: What to multiply by at the next step.
+        recipe: The recipe.
+        slots: The name of each slot, and the lengths of the scans that cut it.
+    """
+
+    amax_history: Float32[Array, "slots 3 length"]
+    scale: Float32[Array, "slots 3"]
+    recipe: DelayedScaling = eqx.field(static=True)
+    slots: tuple[tuple[SlotName, tuple[int, ...]], ...] = eqx.field(static=True)
+
+    @classmethod
+    def new(cls, recipe: DelayedScaling, requests: Mapping[SlotName, Request]) -> Self:
+        """The state before the first step."""
+        slots = tuple((name, request.lengths) for name, request in requests.items())
+        rows = sum(math.prod(lengths) for _, lengths in slots)
+        state = recipe.init()
+        return cls(
+            jnp.tile(state.amax_history, (rows, len(ROLES), 1)),
+            jnp.tile(state.scale, (rows, len(ROLES))),
+            recipe,
+            slots,
+        )
+
+    @property
+    def largest(self) -> np.ndarray:
+        """What amaxes of input, weight and gradient are scaled to, float32[3]."""
+        unit = jnp.ones((), jnp.float32)
+        return np.asarray([self.recipe._scale(unit, role, 0.0) for role in ROLES])
+
+    def by_slot(self, x: Array) -> dict[SlotName, Array]:
+        """The rows of an array by slot, stacked as its scans want them."""
+        found, start = {}, 0
+        for name, lengths in self.slots:
+            rows = math.prod(lengths)
+            found[name] = x[start : start + rows].reshape(*lengths, *x.shape[1:])
+            start += rows
+        return found
+
+    def from_slots(self, by_slot: Mapping[SlotName, Array]) -> Array:
+        """The inverse of `by_slot`."""
+        parts = [by_slot[name] for name, _ in self.slots]
+        depths = [len(lengths) for _, lengths in self.slots]
+        return jnp.concatenate(
+            [x.reshape(-1, *x.shape[d:]) for x, d in zip(parts, depths, strict=True)]
+        )
+
+    def updated(self, amaxes: Float32[Array, "slots 3"]) -> Self:
+        """The state after a step with these amaxes."""
+
+        def update(role: Role, history: Array, scale: Array, amax: Array) -> Any:
+            state = DelayedScalingState(history, scale)
+            new = self.recipe.update(state, amax, role)
+            return new.amax_history, new.scale
+
+        columns = [
+            jax.vmap(functools.partial(update, role))(
+                self.amax_history[:, i], self.scale[:, i], amaxes[:, i]
+            )
+            for i, role in enumerate(ROLES)
+        ]
+        histories, scales = zip(*columns, strict=True)
+        return dataclasses.replace(
+            self,
+            amax_history=jnp.stack(histories, axis=1),
+            scale=jnp.stack(scales, axis=1),
+        )
+
+    def validate(self, owner: str) -> None:
+        """Raises `ValueError` for values that no run can reach; reads them."""
+        histories = self.by_slot(self.amax_history)
+        for name, scale in self.by_slot(self.scale).items():
+            refuse_unreachable(str(name), scale, histories[name], owner)
+            if not self.recipe.warm_start and np.any(np.asarray(scale) == 0):
+                raise ValueError(
+                    f"{owner}: a scale of the slot {str(name)!r} is 0, which stands "
+                    "for the first step of a recipe with `warm_start=True`."
+                )
+
+
+def refuse_unreachable(name: str, scale: Any, history: Any, call: str) -> None:
+    """Raises `ValueError` for scales and amaxes of a slot that no run can reach."""
+    scale, history = np.asarray(scale), np.asarray(history)
+    is_new = (scale == 0) & np.all(history == 0, axis=-1)  # a warm start
+    if not np.all(is_new | ((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE))):
+        raise ValueError(
+            f"{call} needs scales between 2^-126 and 2^126 (or 0 before the first step "
+            f"of a warm start); got {scale.tolist()} for the slot {name!r}."
+        )
+    if not np.all((history >= 0) & (history < np.inf)):
+        raise ValueError(
+            f"{call} needs amaxes that are finite and at least 0; got "
+            f"{history.tolist()} for the slot {name!r}."
+        )
