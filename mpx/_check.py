@@ -8,29 +8,35 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ._errors import describe, listing
-from ._loss_scaling import DynamicLossScaling, StepRecord
+from ._loss_scaling import AbstractLossScaling, StepRecord
 from ._loss_scaling._record import refuse_limit
-from ._tree import is_inexact_leaf, path_text
+from ._stored_weights import is_stored
+from ._tree import is_inexact_leaf, is_trainable, path_text
 
 
 def check(
-    scaling: Any, model: PyTree = None, *, max_skipped_in_a_row: int | None = None
+    scaling: Any, model: PyTree = None, *, max_skipped_in_a_row: int | None = 1000
 ) -> None:
     """Raises if training cannot go on; call it now and then, outside of jit.
 
     It stops a run that
 
     - `mpx.optimizer_step` has halted (its `max_skipped_in_a_row` was exceeded);
-    - has skipped more than `max_skipped_in_a_row` steps in a row, if given here;
+    - has skipped more than `max_skipped_in_a_row` steps in a row;
     - has a bad last step although the dynamic scale was at its floor, so that no
-      smaller scale is left to try.
+      smaller scale is left to try;
+    - has a state with which no step can be good, such as a scale that is NaN.
+
+    Steps whose loss was not finite before it was scaled say nothing about the scale: a
+    bad batch now and then, however long the run, is no reason to stop.
 
     Reading the state waits for the step that makes it: every hundred steps will do.
 
     Args:
         scaling: The loss scaling, or the state of `skip_nonfinite`. None is never a
             reason to stop.
-        model: The model or the gradients, to name the leaves that were not finite.
+        model: The model or the gradients, to name the leaves that were not finite; a
+            tuple of them where a tuple of arguments was differentiated.
         max_skipped_in_a_row: The largest number of skipped steps in a row that is
             still fine; None for no limit.
 
@@ -38,8 +44,8 @@ def check(
         FloatingPointError: Training cannot go on. The message has the step, the scale,
             the counters and up to eight places that were not finite in the last bad
             step.
-        ValueError: Called inside of jit, where values are not known; or
-            `max_skipped_in_a_row` is no whole number.
+        ValueError: Called inside of jit, where values are not known; or with several
+            states at once; or `max_skipped_in_a_row` is no whole number.
         TypeError: `scaling` has no such state.
 
     Examples:
@@ -60,19 +66,22 @@ def check(
             "`mpx.check(scaling)` reads values and cannot run inside of jit. Return "
             "`scaling` from the jitted step and check it outside."
         )
+    if np.ndim(record.steps):
+        raise ValueError(
+            "`mpx.check(scaling)` looks at one state; got several, stacked as "
+            f"{describe(record.steps)}. Check each: `jax.tree.map(lambda x: x[i], "
+            "scaling)`."
+        )
     in_a_row = int(record.skipped_in_a_row)
     if bool(record.halted):
         reason = "the limit given to `mpx.optimizer_step` was exceeded and it halted"
     elif max_skipped_in_a_row is not None and in_a_row > max_skipped_in_a_row:
         reason = f"more than {max_skipped_in_a_row} steps in a row were skipped"
-    elif isinstance(scaling, DynamicLossScaling) and int(scaling.floored) > 0:
-        reason = (
-            f"{int(scaling.floored)} bad steps came at the floor of the loss scale, "
-            f"{float(scaling.min_loss_scaling):g}: a smaller scale is not the cure"
-        )
     else:
-        return
-    raise FloatingPointError(_message(scaling, record, model, reason))
+        is_scaling = isinstance(scaling, AbstractLossScaling)
+        reason = scaling._why_stuck() if is_scaling else None
+    if reason is not None:
+        raise FloatingPointError(_message(scaling, record, model, reason))
 
 
 def _message(scaling: Any, record: StepRecord, model: PyTree, reason: str) -> str:
@@ -80,10 +89,10 @@ def _message(scaling: Any, record: StepRecord, model: PyTree, reason: str) -> st
     at_scale = "" if scale is None else f", loss scale {float(scale):g}"
     return (
         f"Training has to stop at step {int(record.steps)}{at_scale}: {reason}. "
-        "Skipped "
-        f"in a row: {int(record.skipped_in_a_row)}, in all: {int(record.skipped)}; "
-        "last "
-        f"finite step: {int(record.last_finite) or 'none'}. Not finite in the last bad "
+        f"Skipped in a row: {int(record.skipped_in_a_row)}, in all: "
+        f"{int(record.skipped)}, of which {int(record.bad_losses)} had a loss that was "
+        "not finite before it was scaled; last finite step: "
+        f"{int(record.last_finite) or 'none'}. Not finite in the last bad "
         f"step: {_places(record, model)}. Look there for a division by zero, a "
         "logarithm of zero, a sum or square in half precision "
         "(`mpx.force_full_precision`), a learning rate that is too large, or bad data."
@@ -94,8 +103,7 @@ def _places(record: StepRecord, model: PyTree) -> str:
     found = [int(i) for i in np.asarray(record.places) if i >= 0]
     if not found:
         return "not recorded"
-    paths = jax.tree_util.tree_leaves_with_path(model)
-    leaves = [path_text(path) or "gradient" for path, x in paths if is_inexact_leaf(x)]
+    leaves = _gradient_leaves(int(record.places_seen), model)
 
     def name(place: int) -> str:
         if place == 0:
@@ -104,6 +112,40 @@ def _places(record: StepRecord, model: PyTree) -> str:
             return leaves[place - 1]
         if leaves:
             return "the optimizer's state, the new weights or the gradients' norm"
-        return f"gradient leaf {place - 1} (pass `model` to see its name)"
+        if model is None:
+            return f"gradient leaf {place - 1} (pass `model` to see its name)"
+        return f"gradient leaf {place - 1} (`model` is not what was differentiated)"
 
     return listing([name(place) for place in found])
+
+
+def _gradient_leaves(places: int, model: PyTree) -> list[str]:
+    """The names of the leaves that have a gradient; empty where that is not known.
+
+    `mpx.filter_grad` takes gradients of JAX arrays, which under `jax.jit` numpy's and
+    Python's numbers are, too, and `mpx.grad` of all numbers. So what had gradients is
+    told by how many places there were: a loss, leaves, and perhaps one for the rest.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stored)
+    kinds = [
+        [path_text(path) or "gradient" for path, leaf in paths if has_gradient(leaf)]
+        for has_gradient in (_is_trained, _is_inexact, _is_number)
+    ]
+    for count in (places - 2, places - 1):
+        for names in kinds:
+            if names and len(names) == count:
+                return names
+    # A state from before places were counted.
+    return next(filter(None, kinds), []) if places == 0 else []
+
+
+def _is_trained(leaf: Any) -> bool:
+    return is_stored(leaf) or is_trainable(leaf)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return is_stored(leaf) or is_inexact_leaf(leaf)
+
+
+def _is_number(leaf: Any) -> bool:
+    return _is_inexact(leaf) or isinstance(leaf, float | complex)

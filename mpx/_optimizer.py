@@ -226,7 +226,8 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SkipNonfiniteState]:
-        flags = stack([jnp.asarray(True), *finite_by_leaf(updates)])
+        always = jnp.asarray(True)  # of the loss, and of what else a step may look at
+        flags = stack([always, *finite_by_leaf(updates), always])
         finite = jnp.all(flags)
         new, inner = optimizer.update(updates, state.inner_state, params, **extra_args)
         inner = _with_dtypes_of(state.inner_state, inner)
@@ -333,9 +334,7 @@ def _is_none(leaf: Any) -> bool:
 def _places(result: GradientResult, grads: PyTree) -> Any:
     """Which of loss, gradients and optimizer state are finite, so far."""
     flags = result._flags
-    if flags is None:
-        flags = jnp.ones(1 + len(jax.tree.leaves(grads)), bool)
-    return jnp.append(flags, True)
+    return jnp.ones(2 + len(jax.tree.leaves(grads)), bool) if flags is None else flags
 
 
 def _joined(flags: Any, by_leaf: list[Any], rest: BoolScalar) -> Any:

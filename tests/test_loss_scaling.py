@@ -169,6 +169,14 @@ class _Machine(stateful.RuleBasedStateMachine):
             self.scaling = self.scaling.adjust(is_finite)
             self.compare(is_finite)
 
+    @stateful.rule(by_place=st.booleans())
+    def bad_batch(self, by_place):
+        self.oracle.step(False, False)
+        said = jnp.array([False, False]) if by_place else None
+        loss = None if by_place else False
+        self.scaling = self.scaling.adjust(False, places_finite=said, loss_finite=loss)
+        self.compare(False)
+
     @stateful.rule(above=st.integers(0, 3))
     def set_by_hand(self, above):
         value = min(self.oracle.floor * 2.0**above, self.oracle.cap)
@@ -190,6 +198,7 @@ class _Machine(stateful.RuleBasedStateMachine):
             "skipped_in_a_row",
             "last_finite",
             "floored",
+            "bad_losses",
         ):
             assert int(getattr(scaling, name)) == getattr(oracle, name), name
 

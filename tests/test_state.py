@@ -32,7 +32,7 @@ def _dynamic():
     flags = jnp.array([True, False, True, False])
     for step in "1001011":
         scaling = scaling.adjust(step == "1", places_finite=flags)
-    return scaling
+    return scaling.adjust(False, loss_finite=False, places_finite=flags).adjust(True)
 
 
 STATES = {
@@ -255,6 +255,11 @@ def _with(**values):
         (_with(counter=np.int32(-1)), r"`counter`"),
         (_with(hysteresis=np.int32(0)), r"`hysteresis`"),
         (_with(hysteresis_left=np.int32(-1)), r"`hysteresis_left`"),
+        (_with(hysteresis_left=np.int32(2)), r"`hysteresis_left`.*at most.*1; got 2"),
+        (_with(**{"record.skipped": np.int32(99)}), r"`skipped`.*0 and `steps`, 9"),
+        (_with(**{"record.last_finite": np.int32(99)}), r"`last_finite`.*got 99"),
+        (_with(**{"record.skipped_in_a_row": np.int32(9)}), r"`skipped_in_a_row`"),
+        (_with(**{"record.bad_losses": np.int32(9)}), r"`bad_losses`.*`skipped`, 4"),
     ],
 )
 def test_row25_wrong_states_are_refused(change, match):
@@ -342,6 +347,52 @@ def test_row25_a_state_of_the_published_mpx_migrates(make):
     assert float(new.adjust(True).adjust(True).loss_scale) == 128.0
     base = mpx.AbstractLossScaling.from_state_dict(old)
     assert_same_bits(base.state_dict(), new.state_dict())
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_row25_a_state_of_version_1_migrates(kind):
+    """Version 2 counts bad losses, and the places of the last bad step."""
+    scaling = STATES[kind]()
+    state = scaling.state_dict()
+    new = {"record.bad_losses": np.int32(0), "record.places_seen": np.int32(0)}
+    old = {k: v for k, v in state.items() if k not in new} | {"version": 1}
+    migrated = type(scaling).from_state_dict(old).adjust(True).state_dict()
+    assert_same_bits(migrated, {**scaling.adjust(True).state_dict(), **new})
+    del old["record.steps"]
+    with pytest.raises(ValueError, match="missing: `record.steps`; unknown: none"):
+        type(scaling).from_state_dict(old)
+
+
+def test_row25_stacked_states_of_version_1_migrate():
+    states = jax.vmap(mpx.DynamicLossScaling)(jnp.array([8.0, 16.0])).state_dict()
+    new = ("record.bad_losses", "record.places_seen")
+    old = {k: v for k, v in states.items() if k not in new} | {"version": 1}
+    migrated = mpx.DynamicLossScaling.from_state_dict(old)
+    assert_same_bits(migrated.state_dict(), states)
+
+
+LARGEST = 2**31 - 1
+COUNTERS = ["steps", "skipped", "skipped_in_a_row", "bad_losses", "last_finite"]
+
+
+@pytest.mark.parametrize("loss_finite", [True, False])
+@pytest.mark.parametrize("finite", [True, False])
+def test_counters_stay_at_the_largest_number_and_can_be_read(finite, loss_finite):
+    """Of int32; one more would be negative, and the checkpoint refused."""
+    scaling = mpx.DynamicLossScaling(1.0)
+    full = {f"record.{name}": np.int32(LARGEST) for name in COUNTERS}
+    full |= {"counter": np.int32(LARGEST), "floored": np.int32(LARGEST)}
+    scaling = type(scaling).from_state_dict({**scaling.state_dict(), **full})
+    for _ in range(2):
+        scaling = scaling.adjust(finite, loss_finite=loss_finite)
+        assert int(scaling.steps) == int(scaling.skipped) == LARGEST
+        again = type(scaling).from_state_dict(scaling.state_dict())
+        assert_same_bits(again.state_dict(), scaling.state_dict())
+    assert int(scaling.last_finite) == int(scaling.bad_losses) == LARGEST
+    assert int(scaling.skipped_in_a_row) == (0 if finite else LARGEST)
+    if not finite:
+        with pytest.raises(FloatingPointError, match=f"step {LARGEST}"):
+            mpx.check(scaling)
 
 
 def test_a_migrated_state_is_checked():

@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,10 +126,8 @@ def test_nan_is_skipped_with_every_scaling(scaling):
     new, new_state, after = mpx.optimizer_step(weights(), optimizer, state, result)
     assert same_bits(new, weights()) and same_bits(new_state, state)
     assert (int(after.skipped), int(after.steps)) == (1, 1)
-    expected = (
-        2.0 if isinstance(scaling, mpx.DynamicLossScaling) else scaling.loss_scale
-    )
-    assert float(after.loss_scale) == expected
+    assert float(after.loss_scale) == scaling.loss_scale
+    assert int(after.bad_losses) == 1
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -298,6 +297,87 @@ def test_check_names_step_scale_and_leaves():
     assert "last finite step: none" in text
     with pytest.raises(FloatingPointError, match="gradient leaf 1 .*pass `model`"):
         mpx.check(scaling)
+
+
+MIXED = {
+    "a": np.ones(2, np.float32),
+    "b": jnp.ones(2),
+    "c": 1.0,
+    "d": None,
+    "e": jnp.tanh,
+    "f": jnp.arange(3),
+    "g": jnp.ones((2, 2)),
+    "h": "text",
+}
+
+
+@pytest.mark.parametrize("culprit", ["b", "g"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_check_names_the_leaf_in_a_model_of_all_kinds(culprit, jit):
+    """Numpy's arrays have a gradient under jit, where they are traced, and not else."""
+
+    def fun(model):
+        value = total(model["b"]) + total(model["g"]) + total(jnp.asarray(model["a"]))
+        return value + total(jnp.sqrt(model[culprit] - 1))
+
+    step = lambda s, m: mpx.filter_grad(fun, s)(m)  # noqa: E731
+    result = (eqx.filter_jit if jit else lambda f: f)(step)(
+        mpx.DynamicLossScaling(1.0), MIXED
+    )
+    for model in (MIXED, result.grads, jax.device_get(result.grads)):
+        with pytest.raises(
+            FloatingPointError, match=rf"last bad step: `\['{culprit}'\]`"
+        ):
+            mpx.check(result.scaling, model)
+    with pytest.raises(FloatingPointError, match="is not what was differentiated"):
+        mpx.check(result.scaling, {"b": jnp.ones(2)})
+
+
+def test_check_names_numbers_that_were_differentiated():
+    fun = lambda w: total(w["a"] * w["b"]) + total(jnp.sqrt(w["c"] - 1))  # noqa: E731
+    w = {"a": np.float32(1.0), "b": 2.0, "c": 1.0}
+    result = mpx.grad(fun, mpx.DynamicLossScaling(1.0))(w)
+    with pytest.raises(FloatingPointError, match=r"last bad step: `\['c'\]`"):
+        mpx.check(result.scaling, w)
+
+
+def test_check_names_weights_in_eight_bits():
+    model = mpx.quantize_weights({"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))})
+    model |= {"c": jnp.ones(2)}
+
+    def fun(model):
+        return total(model["a"]) + total(model["c"]) + total(jnp.sqrt(model["b"] - 1))
+
+    result = mpx.filter_grad(fun, mpx.DynamicLossScaling(1.0))(model)
+    with pytest.raises(FloatingPointError, match=r"last bad step: `\['b'\]`"):
+        mpx.check(result.scaling, model)
+
+
+def test_check_names_what_the_update_broke():
+    result = result_of(gradients(0), mpx.DynamicLossScaling(1.0))
+    optimizer = optax.sgd(1e39)
+    state = optimizer.init(weights())
+    *_, scaling = mpx.optimizer_step(
+        weights(), optimizer, state, result, check_update=True
+    )
+    with pytest.raises(
+        FloatingPointError, match="the optimizer's state, the new weights"
+    ):
+        mpx.check(scaling, weights())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, -1.0])
+@pytest.mark.parametrize("make", [mpx.DynamicLossScaling, mpx.StaticLossScaling])
+def test_check_finds_a_scale_with_which_no_step_can_be_good(make, value):
+    scaling = eqx.tree_at(lambda s: s.loss_scaling, make(8.0), jnp.float32(value))
+    with pytest.raises(FloatingPointError, match="must be a positive|min_loss_scaling"):
+        mpx.check(scaling)
+
+
+def test_check_wants_one_state():
+    states = jax.vmap(mpx.DynamicLossScaling)(jnp.array([8.0, 16.0]))
+    with pytest.raises(ValueError, match=r"one state; got several.*int32\[2\]"):
+        mpx.check(states)
 
 
 def test_check_knows_what_it_can_read():

@@ -19,7 +19,6 @@ from .._cast import cast_leaf
 from .._dtypes import full_precision_of
 from .._jax_compat import manual_axes, stack
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
-from .._scaling import RecipeScaling
 from .._tree import Filled, finite_by_leaf
 from .._typing import BoolScalar, FloatScalar
 from ._accumulate import Accumulation, accumulated
@@ -33,7 +32,8 @@ class Outcome(NamedTuple):
         loss: The unscaled loss, float32 at least.
         aux: What the function returned beside it.
         grads: The unscaled gradients, one tree for each differentiated argument.
-        flags: Whether the loss and each gradient is finite; None if nobody asks.
+        flags: Whether the loss, each gradient, and all else that may be looked at
+            later is finite; None if nobody asks.
         amaxes: The amaxes that the recipes in the function saw, by slot.
     """
 
@@ -82,6 +82,8 @@ def retried(
 ) -> tuple[AbstractLossScaling, Outcome]:
     """Tries a step again at smaller scales while it is not finite.
 
+    A loss that is not finite is so at every scale.
+
     Returns:
         The scaling of the last try, and its outcome.
     """
@@ -89,7 +91,7 @@ def retried(
 
     def is_bad(state: Any) -> Any:
         _, arrays, tries = state
-        return ~jnp.all(arrays.flags) & (tries < retries)
+        return ~jnp.all(arrays.flags) & arrays.flags[0] & (tries < retries)
 
     def again(state: Any) -> Any:
         scaling, _, tries = state
@@ -113,19 +115,18 @@ def _finite_flags(
     each gradient to trace and to lower. A float16 gradient, below 2^16, need only be
     finite: it overflows float32 at scales below 2^-111, where no step counts as finite.
     """
-    if isinstance(scaling, RecipeScaling):
-        scaling = scaling.loss
-    if isinstance(scaling, NoLossScaling):
-        return stack(finite_by_leaf((loss, grads)))
+    if scaling._is_one:
+        return stack([*finite_by_leaf((loss, grads)), jnp.asarray(True)])
     # Below 1 a little smaller, because 1 / s is rounded.
     scale = scaling.loss_scale
     reach = jax.lax.select(scale < 1, scale * (1 - 2.0**-20), jnp.ones_like(scale))
     limits = Filled(lambda dtype: reach.astype(dtype) * jnp.finfo(dtype).max)
     leaves = jax.tree.leaves(grads)
     (is_finite,) = finite_by_leaf(loss)
+    rest = jnp.asarray(True)
     if any(grad.dtype == np.float16 for grad in leaves):
-        is_finite &= scale >= 2.0**-111
-    return stack([is_finite, *(_is_within(grad, limits) for grad in leaves)])
+        rest = scale >= 2.0**-111
+    return stack([is_finite, *(_is_within(grad, limits) for grad in leaves), rest])
 
 
 def _is_within(grad: Array, limits: Filled) -> BoolScalar:

@@ -1,6 +1,5 @@
 """One batch: cast, run, scale, differentiate."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from .._cast import cast_leaf, casting_inputs
 from .._dtypes import full_precision_of
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling
-from .._scaling import RecipeScaling
 from .._tree import is_trainable
 from .._typing import FloatScalar, LeafPredicate
 from ._inputs import cast_inputs
@@ -102,16 +100,10 @@ def scaled_value_and_grad(
         loss, aux = _loss_and_aux(problem, result)
         return scaling.scale(loss), (loss, aux)
 
-    tokens, provided = {}, _nothing_provided
-    if isinstance(scaling, RecipeScaling):
-        tokens, provided = scaling._tokens(), scaling._providing
+    tokens, provided = scaling._tokens(), scaling._providing
     differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
     (scaled, (loss, aux)), (grads, amaxes) = differentiate(weights, tokens)
     return Differentiated(scaled, loss, aux, grads, amaxes)
-
-
-def _nothing_provided(tokens: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def as_weights(

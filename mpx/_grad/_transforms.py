@@ -13,7 +13,6 @@ from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
-from .._scaling import RecipeScaling
 from .._stored_weights import dequantize_weights
 from .._typing import DTypeLike, LeafPredicate
 from .._wraps import wraps
@@ -250,7 +249,7 @@ def calculate_scaled_grad(
         problem = build(len(args))
         _check_call(problem, scaling, args, kwargs, options)
         used = _used_scaling(scaling, use_mixed_precision)
-        if isinstance(used, RecipeScaling):
+        if used._tokens():
             raise TypeError(
                 f"{call} returns no scaling, and the amaxes of the recipe would be "
                 "lost. Use `mpx.filter_value_and_grad(func, scaling)`."
@@ -297,8 +296,7 @@ def _transform(
                 options.retries,
             )
         loss, aux, grads, flags, amaxes = outcome
-        if isinstance(used, RecipeScaling):
-            used = used._seen(amaxes)
+        used = used._seen(amaxes)
         finite = jnp.asarray(True) if flags is None else jnp.all(flags)
         result = GradientResult(
             **({"value": loss} if with_value else {}),

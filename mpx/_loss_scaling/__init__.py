@@ -14,11 +14,11 @@ as a result. Closed over, it would be frozen at its first value; the gradient fu
 raise where they see that.
 """
 
-from ._base import (
-    AbstractLossScaling as AbstractLossScaling,
+from ._base import AbstractLossScaling as AbstractLossScaling
+from ._dynamic import DynamicLossScaling as DynamicLossScaling
+from ._fixed import (
     NoLossScaling as NoLossScaling,
     StaticLossScaling as StaticLossScaling,
-    scaled as scaled,
 )
-from ._dynamic import DynamicLossScaling as DynamicLossScaling
 from ._record import StepRecord as StepRecord
+from ._scaled import scaled as scaled

@@ -1,6 +1,5 @@
 """A scale that looks for the largest value at which gradients stay finite."""
 
-import math
 from typing import Any, Self
 
 import jax
@@ -9,17 +8,21 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float32, Int32
 
-from .._errors import describe
 from .._typing import BoolLike, FloatScalar, ScalarLike
-from ._base import (
+from ._arguments import (
     LARGEST_SCALE,
-    AbstractLossScaling,
-    finite_scalar,
+    above_one,
+    count,
+    in_zero_one,
+    not_negative,
     number,
-    scale_in_range,
+    power_of_two,
+    require,
     scale_value,
+    start,
 )
-from ._record import StepRecord, replaced
+from ._base import AbstractLossScaling, judged
+from ._record import StepRecord, counted, loss_was_finite, replaced
 
 # The largest power of two that float16 holds. The backward pass of a float16 loss
 # starts with the scale itself, as a float16.
@@ -35,7 +38,9 @@ class DynamicLossScaling(AbstractLossScaling):
       s \leftarrow \min(s \cdot \text{factor}, s_{max}),\; c \leftarrow 0$$
 
     After a bad one: $s \leftarrow \max(s \cdot \text{backoff}, s_{min})$, $c \leftarrow
-    0$. Growth comes at the `period`-th good step, as in PyTorch, Keras, MPX and JMP.
+    0$; but if its loss was not finite before it was scaled, the step is counted and
+    nothing else changes, for no smaller scale would help. Growth comes at the
+    `period`-th good step, as in PyTorch, Keras, MPX and JMP.
 
     With `hysteresis` $h > 1$ the scale falls only at the $h$-th bad step in a row, and
     at each one after it. The next good step refills the tolerance and counts for
@@ -109,25 +114,25 @@ class DynamicLossScaling(AbstractLossScaling):
     ) -> None:
         cls = type(self)
         self.loss_scaling = number(
-            loss_scaling, "loss_scaling", cls, jnp.float32, _start
+            loss_scaling, "loss_scaling", cls, jnp.float32, start
         )
         self.min_loss_scaling = scale_value(min_loss_scaling, "min_loss_scaling", cls)
-        self.factor = number(factor, "factor", cls, jnp.float32, _above_one)
-        self.period = number(period, "period", cls, jnp.int32, _count)
+        self.factor = number(factor, "factor", cls, jnp.float32, above_one)
+        self.period = number(period, "period", cls, jnp.int32, count)
         counter = 0 if counter is None else counter
-        self.counter = number(counter, "counter", cls, jnp.int32, _not_negative)
+        self.counter = number(counter, "counter", cls, jnp.int32, not_negative)
         if backoff is None:
             self.backoff = 1 / self.factor
         else:
-            self.backoff = number(backoff, "backoff", cls, jnp.float32, _in_zero_one)
+            self.backoff = number(backoff, "backoff", cls, jnp.float32, in_zero_one)
         if max_loss_scaling is None:
             self.max_loss_scaling = _default_cap(self.loss_scaling)
             self.loss_scaling = jnp.minimum(self.loss_scaling, self.max_loss_scaling)
         else:
             self.max_loss_scaling = number(
-                max_loss_scaling, "max_loss_scaling", cls, jnp.float32, _power_of_two
+                max_loss_scaling, "max_loss_scaling", cls, jnp.float32, power_of_two
             )
-        self.hysteresis = number(hysteresis, "hysteresis", cls, jnp.int32, _count)
+        self.hysteresis = number(hysteresis, "hysteresis", cls, jnp.int32, count)
         self.hysteresis_left = self.hysteresis - 1
         self.floored = jnp.zeros((), jnp.int32)
         self.record = StepRecord()
@@ -144,21 +149,14 @@ class DynamicLossScaling(AbstractLossScaling):
         grads_finite: BoolLike,
         *,
         places_finite: Bool[Array, " n"] | None = None,
+        loss_finite: BoolLike | None = None,
     ) -> Self:
         """The state after one step; see the class for the equations.
 
-        Args:
-            grads_finite: Whether the step was good, one boolean.
-            places_finite: One boolean for the loss, then one for each leaf of the
-                gradients; after a bad step `mpx.check` names the leaves by them.
-
-        Returns:
-            The new state; this one stays as it is.
-
-        Raises:
-            TypeError: `grads_finite` is not one boolean.
+        Arguments and errors are those of `AbstractLossScaling.adjust`.
         """
-        return _adjusted(self, finite_scalar(grads_finite, self), places_finite)
+        finite, loss_finite = judged(self, grads_finite, loss_finite)
+        return _adjusted(self, finite, places_finite, loss_finite)
 
     def with_loss_scale(self, loss_scale: ScalarLike) -> Self:
         """A copy that uses another scale from the next step on.
@@ -185,7 +183,17 @@ class DynamicLossScaling(AbstractLossScaling):
         zero = jnp.zeros((), jnp.int32)
         return replaced(self, loss_scaling=self._lowered(), counter=zero)
 
+    def _why_stuck(self) -> str | None:
+        why = super()._why_stuck()
+        if why is None and int(self.floored) > 0:
+            why = (
+                f"{int(self.floored)} bad steps came at the floor of the loss scale, "
+                f"{float(self.min_loss_scaling):g}: a smaller scale is not the cure"
+            )
+        return why
+
     def _validate(self) -> None:
+        super()._validate()
         low, scale, cap = (
             np.asarray(x)
             for x in (self.min_loss_scaling, self.loss_scaling, self.max_loss_scaling)
@@ -197,97 +205,53 @@ class DynamicLossScaling(AbstractLossScaling):
                 "for losses in float32: `max_loss_scaling=2.0**24`."
             )
         for name, valid in (
-            ("factor", _above_one),
-            ("backoff", _in_zero_one),
-            ("period", _count),
-            ("counter", _not_negative),
-            ("hysteresis", _count),
-            ("hysteresis_left", _not_negative),
+            ("factor", above_one),
+            ("backoff", in_zero_one),
+            ("period", count),
+            ("counter", not_negative),
+            ("hysteresis", count),
+            ("hysteresis_left", not_negative),
         ):
             valid(np.asarray(getattr(self, name)), name, type(self))
+        left, most = np.asarray(self.hysteresis_left), np.asarray(self.hysteresis) - 1
+        must = f"at most `hysteresis - 1`, which is {most}"
+        require(left <= most, left, "hysteresis_left", type(self), must)
 
 
 # Jitted, so that its two dozen scalar operations are traced once and not in each step.
 @jax.jit
-def _adjusted(scaling: Any, finite: Any, places_finite: Any) -> Any:
+def _adjusted(scaling: Any, finite: Any, places_finite: Any, loss_finite: Any) -> Any:
     # `select` and not `jnp.where`, which is a function of its own to be traced.
     select, zero = jax.lax.select, jnp.zeros((), jnp.int32)
     tolerance = scaling.hysteresis - 1
     is_full = scaling.hysteresis_left >= tolerance
-    counter = select(is_full, scaling.counter + 1, zero)
-    grows = counter >= scaling.period
+    good_steps = select(is_full, counted(scaling.counter), zero)
+    grows = good_steps >= scaling.period
     # min also turns an overflow of the product into the cap.
     grown = jax.lax.min(scaling.loss_scaling * scaling.factor, scaling.max_loss_scaling)
     falls = scaling.hysteresis_left <= 0
     is_floored = falls & (scaling.loss_scaling <= scaling.min_loss_scaling)
-    return replaced(
-        scaling,
-        loss_scaling=select(
-            finite,
+    # What each field becomes after a good step, and after one that overflowed.
+    after = {
+        "loss_scaling": (
             select(grows, grown, scaling.loss_scaling),
             select(falls, scaling._lowered(), scaling.loss_scaling),
         ),
-        counter=select(finite & ~grows, counter, zero),
-        hysteresis_left=select(
-            finite, tolerance, jax.lax.max(scaling.hysteresis_left - 1, zero)
-        ),
-        floored=select(is_floored & ~finite, scaling.floored + 1, zero),
-        record=scaling.record.updated(finite, places_finite),
-    )
+        "counter": (select(grows, zero, good_steps), zero),
+        "hysteresis_left": (tolerance, jax.lax.max(scaling.hysteresis_left - 1, zero)),
+        "floored": (zero, select(is_floored, counted(scaling.floored), zero)),
+    }
+    is_telling = finite | loss_was_finite(places_finite, loss_finite)
+    fields = {
+        name: select(is_telling, select(finite, good, bad), getattr(scaling, name))
+        for name, (good, bad) in after.items()
+    }
+    record = scaling.record.updated(finite, places_finite, loss_finite)
+    return replaced(scaling, record=record, **fields)
 
 
 def _default_cap(loss_scaling: FloatScalar) -> FloatScalar:
     # frexp, not log2, which is inexact: x = m 2^e with m in [0.5, 1).
     _, exponent = jnp.frexp(loss_scaling)
-    start = jnp.ldexp(jnp.ones((), jnp.float32), exponent - 1)
-    return jnp.clip(start, LARGEST_FLOAT16_SCALE, LARGEST_SCALE)
-
-
-def _require(valid: Any, value: np.ndarray, name: str, owner: type, must: str) -> None:
-    if not np.all(valid):
-        raise ValueError(
-            f"`{name}` of `mpx.{owner.__name__}` must be {must}; got "
-            f"{describe_all(value)}."
-        )
-
-
-def describe_all(value: np.ndarray) -> str:
-    """Writes a number, or the shape and values of several."""
-    return str(value) if value.ndim == 0 else f"{describe(value)} {value}"
-
-
-def _start(value: np.ndarray, name: str, owner: type) -> None:
-    # A start above the largest scale is lowered to it, with the default cap.
-    scale_in_range(np.asarray(np.minimum(value, LARGEST_SCALE)), name, owner)
-    _require(value < np.inf, value, name, owner, "finite")
-
-
-def _above_one(value: np.ndarray, name: str, owner: type) -> None:
-    valid = (value > 1) & (value < np.inf)
-    _require(valid, value, name, owner, "a finite number larger than 1")
-
-
-def _in_zero_one(value: np.ndarray, name: str, owner: type) -> None:
-    _require((value > 0) & (value < 1), value, name, owner, "between 0 and 1")
-
-
-def _count(value: np.ndarray, name: str, owner: type) -> None:
-    valid = (value >= 1) & (value < 2**31) & (value == np.floor(value))
-    _require(valid, value, name, owner, "a whole number, at least 1")
-
-
-def _not_negative(value: np.ndarray, name: str, owner: type) -> None:
-    valid = (value >= 0) & (value < 2**31) & (value == np.floor(value))
-    _require(valid, value, name, owner, "a whole number, at least 0")
-
-
-def _power_of_two(value: np.ndarray, name: str, owner: type) -> None:
-    valid = (value > 0) & (value <= LARGEST_SCALE)
-    valid &= np.frexp(np.where(valid, value, 1))[0] == 0.5
-    nearest = (
-        f" (the one below: {2.0 ** math.floor(math.log2(value))})"
-        if value.ndim == 0 and 0 < value < np.inf
-        else ""
-    )
-    must = f"a power of two of at most 2^126, so that scaling is exact{nearest}"
-    _require(valid, value, name, owner, must)
+    below = jnp.ldexp(jnp.ones((), jnp.float32), exponent - 1)
+    return jnp.clip(below, LARGEST_FLOAT16_SCALE, LARGEST_SCALE)

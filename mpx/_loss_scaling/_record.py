@@ -1,5 +1,6 @@
 """What happened in the steps so far: counters that every loss scaling carries."""
 
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -15,15 +16,21 @@ from .._typing import BoolScalar
 # that the state keeps its structure; `mpx.check` turns them into paths.
 PLACES = 8
 
+LARGEST_COUNT = 2**31 - 1
+
 Module = TypeVar("Module", bound=eqx.Module)
 
 
 class StepRecord(eqx.Module):
     """Counters of a training run, exact and part of the state.
 
+    They stop at 2^31 - 1, where int32 ends, and stay there.
+
     Attributes:
         steps: Steps seen.
         skipped: Steps skipped, in all.
+        bad_losses: Those of them whose loss was not finite before it was scaled, which
+            says nothing about the scale.
         skipped_in_a_row: Steps skipped since the last good one.
         last_finite: The number of the last good step, counted from 1; 0 if there was
             none.
@@ -33,28 +40,36 @@ class StepRecord(eqx.Module):
         places: The first eight places that were not finite in the last bad step. 0 is
             the loss, then come the gradient's leaves from 1 on, then the optimizer's
             state; -1 is none.
+        places_seen: How many places were looked at in that step; 0 if nobody said.
     """
 
     steps: Int32[Array, ""]
     skipped: Int32[Array, ""]
+    bad_losses: Int32[Array, ""]
     skipped_in_a_row: Int32[Array, ""]
     last_finite: Int32[Array, ""]
     finite: Bool[Array, ""]
     halted: Bool[Array, ""]
     places: Int32[Array, "8"]
+    places_seen: Int32[Array, ""]
 
     def __init__(self) -> None:
         # One array each: donated buffers must not be shared.
         self.steps = jnp.zeros((), jnp.int32)
         self.skipped = jnp.zeros((), jnp.int32)
+        self.bad_losses = jnp.zeros((), jnp.int32)
         self.skipped_in_a_row = jnp.zeros((), jnp.int32)
         self.last_finite = jnp.zeros((), jnp.int32)
         self.finite = jnp.ones((), bool)
         self.halted = jnp.zeros((), bool)
         self.places = jnp.full((PLACES,), -1, jnp.int32)
+        self.places_seen = jnp.zeros((), jnp.int32)
 
     def updated(
-        self, finite: BoolScalar, places_finite: Bool[Array, " n"] | None
+        self,
+        finite: BoolScalar,
+        places_finite: Bool[Array, " n"] | None,
+        loss_finite: BoolScalar | None = None,
     ) -> "StepRecord":
         """The record after one more step.
 
@@ -62,27 +77,61 @@ class StepRecord(eqx.Module):
             finite: Whether the step was good, one boolean.
             places_finite: One boolean for each place, in the order of `places`; with
                 None the places of a bad step are unknown, -1.
+            loss_finite: Whether the loss was finite before it was scaled; None for
+                what `places_finite` says first.
 
         Returns:
             The new record; this one stays as it is.
         """
-        return _updated(self, finite, places_finite)
+        return _updated(self, finite, places_finite, loss_finite)
+
+    def validate(self, owner: type) -> None:
+        """Raises `ValueError` for counters that no run can reach; reads values."""
+        read = {f.name: np.asarray(getattr(self, f.name)) for f in fields(self)}
+        order = ("skipped_in_a_row", "skipped", "steps")
+        order = (*zip(order, order[1:], strict=False), ("last_finite", "steps"))
+        for small, large in (*order, ("bad_losses", "skipped")):
+            if not np.all((read[small] >= 0) & (read[small] <= read[large])):
+                raise ValueError(
+                    f"`{small}` of `mpx.{owner.__name__}` must lie between 0 and "
+                    f"`{large}`, {read[large]}; got {read[small]}."
+                )
 
 
 # Jitted, so that it is traced once and not in each step.
 @jax.jit
-def _updated(record: Any, finite: Any, places_finite: Any) -> Any:
-    select, steps = jax.lax.select, record.steps + 1
+def _updated(record: Any, finite: Any, places_finite: Any, loss_finite: Any) -> Any:
+    select, steps = jax.lax.select, counted(record.steps)
     row = record.skipped_in_a_row
+    is_bad_loss = ~finite & ~loss_was_finite(places_finite, loss_finite)
+    seen = 0 if places_finite is None else places_finite.size
     return replaced(
         record,
         steps=steps,
-        skipped=record.skipped + (~finite).astype(jnp.int32),
-        skipped_in_a_row=select(finite, jnp.zeros_like(row), row + 1),
+        skipped=select(finite, record.skipped, counted(record.skipped)),
+        bad_losses=select(is_bad_loss, counted(record.bad_losses), record.bad_losses),
+        skipped_in_a_row=select(finite, jnp.zeros_like(row), counted(row)),
         last_finite=select(finite, steps, record.last_finite),
         finite=finite,
         places=select(finite, record.places, _first_places(places_finite)),
+        places_seen=select(
+            finite, record.places_seen, jnp.full_like(record.places_seen, seen)
+        ),
     )
+
+
+def counted(counter: Int32[Array, ""]) -> Int32[Array, ""]:
+    """A counter one further; the largest one stays, where int32 would wrap around."""
+    return jax.lax.min(counter, np.int32(LARGEST_COUNT - 1)) + np.int32(1)
+
+
+def loss_was_finite(
+    places_finite: Bool[Array, " n"] | None, loss_finite: BoolScalar | None
+) -> BoolScalar:
+    """Whether the loss of a step was finite before it was scaled, if anybody said."""
+    if loss_finite is not None:
+        return loss_finite
+    return jnp.ones((), bool) if places_finite is None else places_finite[0]
 
 
 def _first_places(places_finite: Bool[Array, " n"] | None) -> Int32[Array, "8"]:
@@ -110,9 +159,9 @@ def refuse_limit(limit: Any, call: str) -> None:
         )
 
 
-def replaced(module: Module, **fields: object) -> Module:
+def replaced(module: Module, **changes: object) -> Module:
     """A copy of a module with other fields, past its `__init__` and its checks."""
     new = object.__new__(type(module))
-    for name, value in {**vars(module), **fields}.items():
+    for name, value in {**vars(module), **changes}.items():
         object.__setattr__(new, name, value)
     return new

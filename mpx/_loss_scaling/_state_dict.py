@@ -10,10 +10,13 @@ import numpy as np
 from .._errors import describe, listing
 from ._record import StepRecord, replaced
 
-VERSION = 1
+VERSION = 2
 
 # The fields of a loss scaling's record stand among its own.
 _PREFIX = "record."
+
+# Fields of the record that a version brought; 0 in states from before.
+_NEW = {2: ("bad_losses", "places_seen")}
 
 
 def write(scaling: Any) -> dict[str, Any]:
@@ -60,7 +63,9 @@ def read_record(state: Any, call: str) -> StepRecord:
         )
     record = StepRecord()
     fields = _checked(_migrate(dict(state), call), _own_fields(record), call)
-    return replaced(record, **fields)
+    record = replaced(record, **fields)
+    record.validate(StepRecord)
+    return record
 
 
 def _checked(
@@ -151,7 +156,10 @@ def _migrate(state: dict[str, Any], call: str) -> dict[str, Any]:
         return _from_mpx(state, call)
     if "kind" not in state:
         raise ValueError(f"{call} misses the key `kind`; got {listing(sorted(state))}.")
-    return state
+    prefix = "" if state["kind"] == StepRecord.__name__ else _PREFIX
+    shape = np.shape(state.get(f"{prefix}steps", 0))  # several may be stacked
+    new = [name for since, names in _NEW.items() if since > version for name in names]
+    return state | {prefix + name: np.zeros(shape, np.int32) for name in new}
 
 
 def _from_mpx(state: dict[str, Any], call: str) -> dict[str, Any]:

@@ -149,7 +149,10 @@ def test_nan_is_a_bad_step(where):
     x = jnp.array([1.0, jnp.nan]) if where == "input" else jnp.ones(2)
     scaling, finite, _ = mpx.filter_grad(fun, mpx.DynamicLossScaling(8.0))(w, x)
     assert not bool(finite)
-    assert (int(scaling.skipped), float(scaling.loss_scale)) == (1, 4.0)
+    # No smaller scale would mend a loss that is NaN.
+    scale, bad_losses = (4.0, 0) if where == "gradient" else (8.0, 1)
+    assert (int(scaling.skipped), float(scaling.loss_scale)) == (1, scale)
+    assert int(scaling.bad_losses) == bad_losses
 
 
 def test_nan_in_aux_is_no_bad_step():

@@ -25,14 +25,20 @@ class Oracle:
     skipped_in_a_row: int = 0
     last_finite: int = 0
     floored: int = 0
+    bad_losses: int = 0
 
-    def step(self, is_finite: bool) -> float:
+    def step(self, is_finite: bool, is_loss_finite: bool = True) -> float:
         """Advances by one training step and returns the new scale."""
         self.steps += 1
         if is_finite:
             self._good_step()
         else:
-            self._bad_step()
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            if is_loss_finite:
+                self._bad_step()
+            else:
+                self.bad_losses += 1  # which says nothing about the scale
         return self.scale
 
     def _good_step(self) -> None:
@@ -50,8 +56,6 @@ class Oracle:
             self.good = 0
 
     def _bad_step(self) -> None:
-        self.skipped += 1
-        self.skipped_in_a_row += 1
         self.good = 0
         if self.tolerated < self.hysteresis - 1:
             self.tolerated += 1

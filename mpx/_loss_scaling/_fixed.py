@@ -1,0 +1,132 @@
+"""The two forms of loss scaling whose scale never changes."""
+
+from typing import Self
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, PyTree
+
+from .._errors import describe
+from .._typing import BoolLike, FloatScalar, ScalarLike
+from ._arguments import scale_in_range, scale_value
+from ._base import AbstractLossScaling, map_numbers, to_full
+from ._record import StepRecord
+
+
+class StaticLossScaling(AbstractLossScaling):
+    """A scale that never changes; steps that are not finite are still skipped.
+
+    Args:
+        loss_scaling: A positive number, kept as float32. Best a power of two: others
+            round each gradient once more.
+
+    Raises:
+        ValueError: It is not one finite positive number between 2^-126 and 2^126.
+
+    Examples:
+        >>> import mpx
+        >>> float(mpx.StaticLossScaling(1024.0).loss_scale)
+        1024.0
+    """
+
+    loss_scaling: Float32[Array, ""]
+    record: StepRecord
+
+    def __init__(self, loss_scaling: ScalarLike) -> None:
+        self.loss_scaling = scale_value(loss_scaling, "loss_scaling", type(self))
+        self.record = StepRecord()
+
+    @property
+    def loss_scale(self) -> FloatScalar:
+        """The scale, float32."""
+        return self.loss_scaling
+
+    def adjust(
+        self,
+        grads_finite: BoolLike,
+        *,
+        places_finite: Bool[Array, " n"] | None = None,
+        loss_finite: BoolLike | None = None,
+    ) -> Self:
+        """Advances the counters; the scale stays. See `AbstractLossScaling.adjust`."""
+        return self._counted(grads_finite, places_finite, loss_finite)
+
+    def _validate(self) -> None:
+        super()._validate()
+        scale_in_range(np.asarray(self.loss_scaling), "loss_scaling", type(self))
+
+
+class NoLossScaling(AbstractLossScaling):
+    """The state of a training step that needs no scale: bfloat16, float32.
+
+    Args:
+        skip: Whether steps that are not finite are skipped and counted. With False
+            nothing is checked, the compiled step holds no trace of it, and the state
+            never changes.
+
+    Raises:
+        TypeError: `skip` is not True or False; an array will not do, because it must
+            be known when the step is traced.
+
+    Examples:
+        >>> import mpx
+        >>> float(mpx.NoLossScaling().loss_scale)
+        1.0
+    """
+
+    record: StepRecord
+    skip: bool = eqx.field(static=True)
+
+    def __init__(self, skip: bool = True) -> None:
+        if not isinstance(skip, bool):
+            raise TypeError(
+                "`skip` of `mpx.NoLossScaling` must be True or False, known when the "
+                f"step is traced; got {describe(skip)}."
+            )
+        self.record = StepRecord()
+        self.skip = skip
+
+    @property
+    def loss_scale(self) -> FloatScalar:
+        """One, float32."""
+        return jnp.ones((), jnp.float32)
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Casts half-precision leaves to float32, as every `scale` does."""
+        return map_numbers(to_full, tree, "scale")
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Casts half-precision leaves to float32, as every `unscale` does."""
+        return map_numbers(to_full, tree, "unscale")
+
+    def adjust(
+        self,
+        grads_finite: BoolLike,
+        *,
+        places_finite: Bool[Array, " n"] | None = None,
+        loss_finite: BoolLike | None = None,
+    ) -> Self:
+        """Advances the counters; with `skip=False` returns itself.
+
+        See `AbstractLossScaling.adjust`.
+        """
+        return self._counted(grads_finite, places_finite, loss_finite)
+
+    @property
+    def _is_stateful(self) -> bool:
+        return self.skip
+
+    @property
+    def _is_one(self) -> bool:
+        return True
+
+    def _counted(
+        self,
+        grads_finite: BoolLike,
+        places_finite: Bool[Array, " n"] | None,
+        loss_finite: BoolLike | None = None,
+    ) -> Self:
+        if not self.skip:
+            return self
+        return super()._counted(grads_finite, places_finite, loss_finite)
