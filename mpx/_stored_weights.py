@@ -17,6 +17,8 @@ Sharp edges:
 
 - Only `mpx.master_weights` can update them: steps are smaller than what 8 bits can say.
 - JAX's own gradient functions would give zeros, in 8 bits: that is an error.
+- `jax.tree.map` may move its arrays, not compute with them: an average of models is one
+  of `dequantize_weights(model)`, or of the masters. Anything else is an error.
 - A stored weight is no array. What computes with one says so; `dequantize_weights`
   gives arrays, for functions that mpx does not call.
 """
@@ -106,7 +108,8 @@ class StoredWeight(Whole):
     def _with(self, x: Array) -> "StoredWeight":
         """A weight that is stored in the same way, from numbers of float32."""
         quantized = quantize(x, self.quantizer, axis=self.axis)
-        quantized = dataclasses.replace(quantized, dtype=self.dtype)
+        guard = self.quantized.guard
+        quantized = dataclasses.replace(quantized, dtype=self.dtype, guard=guard)
         return StoredWeight(quantized, self.quantizer, self.axis)
 
     def _full(self) -> Array:

@@ -94,6 +94,46 @@ class Whole(eqx.Module):
     """
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Guard:
+    """One boolean beside arrays that mean nothing alone, to notice arithmetic.
+
+    `jax.tree.map(lambda a, b: 0.99 * a + 0.01 * b, ...)` computes with every array that
+    it finds. Numbers of 8 bits and their scale, each on its own, would become garbage,
+    of the same dtypes. A boolean does not stay one, and the tree is refused as it is
+    put together again. What moves arrays as they are (selects, shards, stacks, copies,
+    saves), or makes zeros like them, keeps it; so does a plain sum of two trees, which
+    cannot be told from it.
+
+    Args:
+        leaf: The boolean.
+    """
+
+    def __init__(self, leaf: Any) -> None:
+        self.leaf = leaf
+
+    def tree_flatten_with_keys(self) -> Any:
+        """The boolean."""
+        return [(jax.tree_util.GetAttrKey("leaf"), self.leaf)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, leaves: Any) -> Any:
+        """The guard again, if nothing was computed."""
+        (leaf,) = leaves
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        if is_array and leaf.dtype not in (np.bool_, jax.dtypes.float0):
+            raise TypeError(
+                "The arrays of a `mpx.QuantizedArray` or a `mpx.StoredWeight`, numbers "
+                "of few bits and their scales, mean nothing alone, and `jax.tree.map` "
+                f"computed with each ({describe(leaf)} came of a boolean that is there "
+                "to notice). Compute with what they stand for: "
+                "`mpx.dequantize_weights(model)`, `quantized.dequantize()`, or for a "
+                "running average of weights their float32 copies, "
+                "`opt_state.masters` of `mpx.master_weights`."
+            )
+        return cls(leaf)
+
+
 def is_whole(node: Any) -> bool:
     """Whether a node of a tree is no collection of arrays, but one thing."""
     return isinstance(node, Whole)

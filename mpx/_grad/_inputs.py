@@ -73,6 +73,7 @@ def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> Non
     """
     if scaling is None or not scaling._is_stateful:
         return
+    scaling.record.refuse_arithmetic(f"`scaling` of {call}")
     if is_frozen(scaling.record.steps):
         raise ValueError(
             f"{call} was given a `scaling` from outside of the function that JAX is "

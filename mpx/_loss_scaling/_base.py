@@ -246,6 +246,7 @@ def judged(
 ) -> tuple[BoolScalar, BoolScalar | None]:
     """Reads the arguments of `adjust`."""
     call = f"of `mpx.{type(owner).__name__}.adjust`"
+    owner.record.refuse_arithmetic(f"`self` {call}")
     finite = bool_scalar(grads_finite, f"`grads_finite` {call}")
     if loss_finite is None:
         return finite, None

@@ -85,6 +85,18 @@ class StepRecord(eqx.Module):
         """
         return _updated(self, finite, places_finite, loss_finite)
 
+    def refuse_arithmetic(self, call: str) -> None:
+        """Raises `TypeError` where somebody has computed with the counters.
+
+        `jax.tree.map` of an average over a whole training state does.
+        """
+        if self.finite.dtype != bool or self.steps.dtype != np.int32:
+            raise TypeError(
+                f"{call} is a loss scaling that somebody has computed with: its "
+                f"counters are {self.steps.dtype} and not int32. Leave it out of "
+                "`jax.tree.map`: averages are of weights, not of a training state."
+            )
+
     def validate(self, owner: type) -> None:
         """Raises `ValueError` for counters that no run can reach; reads values."""
         read = {f.name: np.asarray(getattr(self, f.name)) for f in fields(self)}

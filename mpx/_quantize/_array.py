@@ -3,13 +3,12 @@
 import math
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._tree import Whole
+from .._tree import Guard, Whole
 from .._typing import Shape
 from ._blocks import Axes, multiply_blocks
 from ._format import Format
@@ -28,7 +27,8 @@ class QuantizedArray(Whole):
     through jit, scan, `jax.eval_shape`, pickle and checkpoints. A vmap, a scan or a
     stack of layers may put axes *in front*, of all arrays in it, and take them away
     again: `jax.vmap(quantize)` gives one scale (per tensor) to each row. Axes elsewhere
-    (`in_axes=1`) have no meaning, and neither has arithmetic on its leaves.
+    (`in_axes=1`) have no meaning, and neither has arithmetic on its leaves, such as a
+    `jax.tree.map` of a running average: that is a `TypeError`.
 
     To derivatives it is a constant: `dequantize` passes none back to payload or scales.
     `mpx.quantize_dequantize` is what gradients go through.
@@ -44,6 +44,7 @@ class QuantizedArray(Whole):
         dtype: The dtype of what was quantized, and of `dequantize()`.
         axes: The axes that blocks lie along, negative; empty for one scale.
         block: The length of a block, 0 for one scale.
+        guard: Notices arithmetic; None if nobody should.
         rotated: Whether the payload is of the Hadamard transform of the array.
         signs: The signs of that transform; None for its own.
 
@@ -60,6 +61,7 @@ class QuantizedArray(Whole):
     payload: Array
     inverse_scale: Array
     tensor_inverse_scale: Array | None = None
+    guard: Guard | None = None
     format: Format = eqx.field(static=True, kw_only=True)
     dtype: np.dtype = eqx.field(static=True, kw_only=True)
     axes: Axes = eqx.field(static=True, kw_only=True, default=())
@@ -88,9 +90,11 @@ class QuantizedArray(Whole):
     @property
     def nbytes(self) -> int:
         """The bytes of payload and scales together."""
+        arrays = self.payload, self.inverse_scale, self.tensor_inverse_scale
         return sum(
-            math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-            for leaf in jax.tree.leaves(self)
+            math.prod(array.shape) * np.dtype(array.dtype).itemsize
+            for array in arrays
+            if array is not None
         )
 
     def dequantize(self, *, rotated: bool = False) -> Array:

@@ -6,6 +6,7 @@ differentiated. `quantize_dequantize` is *straight-through*: its derivative is t
 the identity.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from .._errors import describe
+from .._tree import Guard
 from ._array import QuantizedArray
 from ._blocks import Axes, resolve_axes
 from ._quantizers import AbstractQuantizer
@@ -70,7 +72,8 @@ def quantize(
     """
     call = "`mpx.quantize(x, quantizer, ...)`"
     x, axes, scale = _checked(x, quantizer, axis, key, scale, call)
-    return _apply(quantizer, axes, _refuse_derivative(x), scale, key)
+    quantized = _apply(quantizer, axes, _refuse_derivative(x), scale, key)
+    return dataclasses.replace(quantized, guard=Guard(jnp.ones((), bool)))
 
 
 def quantize_dequantize(
