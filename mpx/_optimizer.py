@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from ._errors import at_path, describe
@@ -60,8 +61,9 @@ def optimizer_update(
     Raises:
         TypeError: `grads_finite` is no boolean, or `optimizer` has no `init` and
             `update`.
-        ValueError: There are no gradients, they do not fit the model, or the optimizer
-            changed the form of its state.
+        ValueError: There are no gradients, they do not fit the model, are of a leaf
+            that is no array of floating numbers, or the optimizer changed the form of
+            its state.
 
     A skipped step leaves model and state as they were, bit for bit.
 
@@ -294,6 +296,14 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
     def choose(path: Any, grad: Any, weight: Any) -> Any:
         if grad is None:
             return None
+        for what, leaf in (("gradient", grad), ("weight", weight)):
+            if not is_stored(leaf) and not _is_trained(leaf):
+                raise ValueError(
+                    f"{call} updates arrays of floating numbers; got the {what} "
+                    f"{describe(leaf)}{at_path(path_text(path))}. Make an array of a "
+                    "Python number, `jnp.asarray(number)`, and leave what is not "
+                    "trained without a gradient: `mpx.filter_grad` gives None for it."
+                )
         if jnp.shape(grad) != _shape(weight):
             raise ValueError(
                 f"{call} needs a gradient of its weight's shape; got {describe(grad)} "
@@ -312,6 +322,11 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
             f"  model: {jax.tree.structure(model)}\nDifferentiate with respect to the "
             "model that is updated."
         ) from None
+
+
+def _is_trained(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return is_array and jnp.issubdtype(leaf.dtype, np.inexact)
 
 
 def _shape(weight: Any) -> tuple[int, ...]:

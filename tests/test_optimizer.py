@@ -271,3 +271,41 @@ def test_moments_of_half_precision_weights_keep_their_dtype(wrap):
         state = new
     expected = 1 - 2 * RATE
     assert abs(float(model["w"][0]) - expected) < 0.01 and float(model["w"][0]) < 1
+
+
+NUMBERS = {
+    "float": (1.0, jnp.float32(0.5), "the weight float 1.0"),
+    "int": (1, jnp.float32(0.5), "the weight int 1"),
+    "bool": (True, jnp.float32(0.5), "the weight bool True"),
+    "text": ("x", jnp.float32(0.5), "the weight str 'x'"),
+    "integers": (jnp.array(3), jnp.float32(0.5), r"the weight int32\[\]"),
+    "a number for a gradient": (jnp.ones(()), 0.5, "the gradient float 0.5"),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.1)])
+def test_what_no_optimizer_can_update_is_named(name, optimizer):
+    """Python's numbers, and integers, on which an update would have no effect."""
+    weight, grad, what = NUMBERS[name]
+    model, grads = {"w": jnp.ones(2), "a": weight}, {"w": jnp.ones(2), "a": grad}
+    state = optimizer.init({"w": jnp.ones(2), "a": jnp.ones(())})
+    match = rf"floating numbers; got {what} at `\['a'\]`.*jnp.asarray"
+    with pytest.raises(ValueError, match=match):
+        mpx.optimizer_update(model, optimizer, state, grads, True)
+    # Without a gradient they stay as they are.
+    state = optimizer.init({"w": jnp.ones(2), "a": None})
+    new, _ = mpx.optimizer_update(
+        model, optimizer, state, {"w": jnp.ones(2), "a": None}, True
+    )
+    assert type(new["a"]) is type(weight) and new["a"] == weight
+
+
+def test_numbers_that_were_differentiated_are_named():
+    """`mpx.grad` makes arrays of them; the model still holds the numbers."""
+    model, optimizer = {"w": jnp.ones(2), "a": 1.0}, optax.sgd(0.1)
+    result = mpx.grad(lambda m: jnp.sum(m["w"]) * m["a"], mpx.DynamicLossScaling())(
+        model
+    )
+    with pytest.raises(ValueError, match="`mpx.optimizer_step`.*weight float 1.0"):
+        mpx.optimizer_step(model, optimizer, optimizer.init(model), result)

@@ -17,6 +17,12 @@ from .._tree import is_model_state, is_trainable
 from .._typing import LeafPredicate
 from ._inputs import input_path
 
+_FUNCTIONS = {
+    "whole": "whole(path, leaf) -> bool",
+    "weight": "weight(*args, **kwargs) -> number",
+    "new_state": "new_state(aux) -> state",
+}
+
 # What a leaf of the arguments is to the scan.
 _WHOLE, _BATCH, _KEY, _STATE = "whole", "batch", "key", "state"
 
@@ -55,9 +61,11 @@ class Accumulation:
             `state_argnum` is given, and only there.
 
     Raises:
-        TypeError: `steps` is not a whole number.
-        ValueError: `steps` is below 1, or only one of `state_argnum` and `new_state`
-            was given.
+        TypeError: `steps` or `state_argnum` is not a whole number, or another field is
+            not a function.
+        ValueError: `steps` is below 1, `state_argnum` is negative, or only one of it
+            and `new_state` was given. At the call: there is no such argument, or it is
+            differentiated.
 
     Weights that sum to zero make the step a bad one.
     """
@@ -80,6 +88,25 @@ class Accumulation:
             raise ValueError(
                 f"`steps` of `mpx.Accumulation` must be at least 1; got {self.steps}."
             )
+        for name, call in _FUNCTIONS.items():
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(
+                    f"`{name}` of `mpx.Accumulation` must be a function `{call}`; got "
+                    f"{describe(value)}."
+                )
+        position = self.state_argnum
+        is_int = isinstance(position, int | np.integer)
+        if position is not None and (not is_int or isinstance(position, bool)):
+            raise TypeError(
+                "`state_argnum` of `mpx.Accumulation` must be the position of an "
+                f"argument, one whole number; got {describe(position)}."
+            )
+        if position is not None and position < 0:
+            raise ValueError(
+                "`state_argnum` of `mpx.Accumulation` is counted from 0, the first "
+                f"argument; got {position}."
+            )
         if (self.state_argnum is None) != (self.new_state is None):
             raise ValueError(
                 "`mpx.Accumulation` needs `state_argnum` and `new_state` together: "
@@ -98,6 +125,7 @@ def accumulated(
 
     Of amaxes it gives the maximum.
     """
+    _refuse_state(how, argnums, len(args))
     paths, treedef = jax.tree_util.tree_flatten_with_path(
         (args, kwargs), is_leaf=is_model_state
     )
@@ -171,6 +199,20 @@ class _Aux:
         return jax.tree.unflatten(self.tree, leaves)
 
 
+def _refuse_state(how: Accumulation, argnums: tuple[int, ...], count: int) -> None:
+    """Raises where no argument can be the model state."""
+    position = how.state_argnum
+    if position is None or (position < count and position not in argnums):
+        return
+    why = f"the function was called with {count} by position"
+    if position < count:
+        why = "that argument is differentiated"
+    raise ValueError(
+        f"`state_argnum={position}` of `mpx.Accumulation` must be the position of the "
+        f"argument that is model state; {why}."
+    )
+
+
 def _kind(how: Accumulation, argnums: tuple[int, ...], path: Any, leaf: Any) -> str:
     position = path[1].idx if path[0].idx == 0 else None
     if position is not None and position in argnums:
@@ -234,6 +276,7 @@ def _new_state(how: Accumulation, aux: Any, old: list[Any]) -> list[Any]:
         raise ValueError(
             "With `accumulate` the model state must come back in aux, once and with "
             f"the shapes and dtypes it went in with; went in: {before}; came back: "
-            f"{after}."
+            f"{after}. State that is no Equinox `State` is cast like other inputs: "
+            "name its leaves in `keep=`."
         )
     return new

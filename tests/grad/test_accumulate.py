@@ -8,6 +8,7 @@ import pytest
 
 import mpx
 
+from ..helpers import unscaled
 from .cases import (
     FLOAT16,
     batch,
@@ -19,6 +20,8 @@ from .cases import (
     total,
     unchecked,
 )
+
+pytestmark = unscaled
 
 
 def accumulate(fun, scaling, how, has_aux=False, policy=None, **options):
@@ -253,3 +256,58 @@ def test_a_weight_must_be_one_number():
         accumulate(lambda w, x: total(w * x.sum()), None, how)(
             jnp.ones(()), jnp.ones(4)
         )
+
+
+def _loss_with_state(w, x, state):
+    return total(w * x), state
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        ({"whole": 3}, TypeError, r"`whole`.*function `whole\(path, leaf\)"),
+        ({"weight": 2.0}, TypeError, "`weight`.*must be a function.*float 2.0"),
+        (
+            {"state_argnum": 1, "new_state": "aux"},
+            TypeError,
+            r"`new_state`.*`new_state\(aux\) -> state`; got str 'aux'",
+        ),
+        ({"state_argnum": "x", "new_state": abs}, TypeError, "position of an argument"),
+        ({"state_argnum": True, "new_state": abs}, TypeError, "got bool True"),
+        ({"state_argnum": 1.0, "new_state": abs}, TypeError, "got float 1.0"),
+        ({"state_argnum": -1, "new_state": abs}, ValueError, "counted from 0.*got -1"),
+    ],
+)
+def test_a_wrong_field_is_named(fields, error, match):
+    with unchecked(), pytest.raises(error, match=match):
+        mpx.Accumulation(2, **fields)
+
+
+@pytest.mark.parametrize(
+    ("position", "match"),
+    [(7, "called with 3 by position"), (0, "that argument is differentiated")],
+)
+def test_a_state_that_is_not_there_is_named(position, match):
+    """It was left out in silence."""
+    how = mpx.Accumulation(2, state_argnum=position, new_state=lambda aux: aux)
+    step = mpx.filter_grad(
+        _loss_with_state, mpx.DynamicLossScaling(), has_aux=True, accumulate=how
+    )
+    with pytest.raises(ValueError, match=rf"`state_argnum={position}`.*{match}"):
+        step(jnp.ones(()), jnp.ones(4), jnp.ones(()))
+
+
+def test_a_state_that_was_cast_is_told_to_be_kept():
+    how = mpx.Accumulation(2, state_argnum=2, new_state=lambda aux: aux)
+    options = {"has_aux": True, "accumulate": how}
+    args = jnp.ones(()), jnp.ones(4), jnp.ones(())
+    step = mpx.filter_grad(_loss_with_state, mpx.DynamicLossScaling(), **options)
+    with pytest.raises(
+        ValueError, match=r"float32.*float16.*name its leaves in `keep="
+    ):
+        step(*args)
+    keep = lambda path, leaf: path == "args[2]"  # noqa: E731
+    kept = mpx.filter_grad(
+        _loss_with_state, mpx.DynamicLossScaling(8.0), keep=keep, **options
+    )
+    assert kept(*args).aux.dtype == jnp.float32
