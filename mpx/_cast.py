@@ -17,7 +17,7 @@ value: most of these formats have no infinity. NaN stays NaN.
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,24 +136,40 @@ def cast_to_float32(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
     return cast_leaves(x, np.dtype(np.float32), keep)
 
 
-_casting: contextvars.ContextVar[tuple[str, np.dtype] | None] = contextvars.ContextVar(
+class Cast(NamedTuple):
+    """A cast of the inputs of a function.
+
+    Attributes:
+        call: The call that has cast them.
+        dtype: The half precision dtype that they have now.
+        is_default: Whether nobody asked for this dtype.
+    """
+
+    call: str
+    dtype: np.dtype
+    is_default: bool
+
+
+_casting: contextvars.ContextVar[Cast | None] = contextvars.ContextVar(
     "casting", default=None
 )
 
 
 @contextlib.contextmanager
-def casting_inputs(call: str, dtype: np.dtype | None) -> Iterator[None]:
+def casting_inputs(
+    call: str, dtype: np.dtype | None, is_default: bool = False
+) -> Iterator[None]:
     """Says that a function is being called with inputs that `call` has cast."""
     if dtype is None or not is_half(dtype):
         yield
         return
-    token = _casting.set((call, dtype))
+    token = _casting.set(Cast(call, dtype, is_default))
     try:
         yield
     finally:
         _casting.reset(token)
 
 
-def cast_of_inputs() -> tuple[str, np.dtype] | None:
-    """The call that has cast the inputs of what runs here, and to which dtype."""
+def cast_of_inputs() -> Cast | None:
+    """The cast of the inputs of what runs here."""
     return _casting.get()

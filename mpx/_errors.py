@@ -4,6 +4,8 @@ Every message says what must hold (with the public function and the argument in
 backticks), what came, and what to do. The blocks here only describe what came.
 """
 
+import sys
+import warnings
 from typing import Any
 
 import jax
@@ -34,3 +36,24 @@ def listing(names: Any, limit: int = 8) -> str:
     names = [f"`{name}`" for name in names]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+# Whose frames stand between a call of mpx and the user's line.
+_NOT_THE_USER = {"mpx", "jax", "jaxlib", "equinox", "flax", "jaxtyping", "beartype"}
+_NOT_THE_USER |= {"contextlib", "functools"}
+
+
+def warn_user(message: str) -> None:
+    """Warns at the user's line, not at one of mpx or of JAX.
+
+    So Python shows it once for each such line, however often the line runs.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_ours(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_ours(frame: Any) -> bool:
+    name = frame.f_globals.get("__name__") or ""
+    return name.partition(".")[0] in _NOT_THE_USER

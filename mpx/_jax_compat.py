@@ -163,3 +163,12 @@ def symbolic_zero(aval: Any) -> Any:
     A rule with `symbolic_zeros=True` is then told so; others get an array of zeros.
     """
     return ad.Zero(aval.to_ct_aval())
+
+
+def varied_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes on which an equation makes a value varying; mostly none.
+
+    Its transpose is a sum over the devices.
+    """
+    is_one = equation.primitive.name in ("pvary", "pcast")
+    return frozenset(equation.params.get("axes", ())) if is_one else frozenset()

@@ -43,7 +43,8 @@ from flax import nnx as _nnx
 
 from ._errors import at_path, describe, listing
 from ._grad import Accumulation, GradientResult
-from ._grad._transforms import _in_call, _Options, _positions, _transform
+from ._grad._options import Options, positions_in_call, positions_of
+from ._grad._transforms import gradient_function
 from ._loss_scaling import AbstractLossScaling
 from ._nnx_graph import Parts, refuse_method, refuse_weights, taken_apart
 from ._policy import Policy
@@ -76,10 +77,10 @@ def grad(
         >>> from flax import nnx
         >>> model = nnx.Param(jnp.array([3.0]))
         >>> square = lambda w: jnp.sum(w[...] ** 2)
-        >>> mpx.nnx.grad(square, mpx.NoLossScaling())(model).grads[...]
+        >>> mpx.nnx.grad(square, mpx.DynamicLossScaling())(model).grads[...]
         Array([6.], dtype=float32)
     """
-    options = _Options(
+    options = Options(
         has_aux,
         use_mixed_precision,
         policy,
@@ -88,7 +89,9 @@ def grad(
         accumulate_dtype,
         retries,
     )
-    return _gradient_function("`mpx.nnx.grad`", func, scaling, argnums, False, options)
+    return _function_of_objects(
+        "`mpx.nnx.grad`", func, scaling, argnums, False, options
+    )
 
 
 def value_and_grad(
@@ -154,7 +157,7 @@ def value_and_grad(
         Array([[1.],
                [1.]], dtype=float32)
     """
-    options = _Options(
+    options = Options(
         has_aux,
         use_mixed_precision,
         policy,
@@ -164,7 +167,7 @@ def value_and_grad(
         retries,
     )
     call = "`mpx.nnx.value_and_grad`"
-    return _gradient_function(call, func, scaling, argnums, True, options)
+    return _function_of_objects(call, func, scaling, argnums, True, options)
 
 
 def update(
@@ -237,26 +240,26 @@ def update(
     _nnx.update(nodes, jax.tree.unflatten(form, leaves))
 
 
-def _gradient_function(
+def _function_of_objects(
     call: str,
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
     argnums: Any,
     with_value: bool,
-    options: _Options,
+    options: Options,
 ) -> Callable[..., GradientResult]:
     filters = _filters(argnums, call)
     several = not isinstance(argnums, int | _nnx.DiffState)
     refuse_method(func, call)
     # What is wrong about the options is said now, and not at the first call.
     positions = tuple(filters) if several else next(iter(filters))
-    _transform(call, func, scaling, positions, with_value, options)
+    gradient_function(call, func, scaling, positions, with_value, options)
     how = options.accumulate
     how = how if isinstance(how, Accumulation) else Accumulation(how)
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
-        inside = _in_call(tuple(filters), len(args), call)
+        inside = positions_in_call(tuple(filters), len(args), call)
         wanted = dict(zip(inside, filters.values(), strict=True))
         with taken_apart(call, args, kwargs, wanted) as parts:
             for position in inside:
@@ -276,7 +279,7 @@ def _gradient_function(
                     return result  # the engine says what is wrong about it
                 return result[0], (result[1], state, others)
 
-            transformed = _transform(
+            transformed = gradient_function(
                 call,
                 pure,
                 scaling,
@@ -360,7 +363,7 @@ def _filters(argnums: Any, call: str) -> dict[int, Any]:
         x if isinstance(x, _nnx.DiffState) else _nnx.DiffState(x, _nnx.Param)
         for x in items
     ]
-    positions = _positions(tuple(state.argnum for state in states), call)
+    positions = positions_of(tuple(state.argnum for state in states), call)
     return dict(zip(positions, (state.filter for state in states), strict=True))
 
 

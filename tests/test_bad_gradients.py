@@ -14,7 +14,9 @@ from flax import nnx
 
 import mpx
 
-from .helpers import OTHER_LEAVES, Case, unchecked_annotations
+from .helpers import OTHER_LEAVES, Case, unchecked_annotations, unscaled
+
+pytestmark = unscaled
 
 
 @pytest.fixture(autouse=True)

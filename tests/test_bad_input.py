@@ -14,7 +14,9 @@ import pytest
 
 import mpx
 
-from .helpers import Case, unchecked_annotations
+from .helpers import Case, unchecked_annotations, unscaled
+
+pytestmark = unscaled
 
 
 @pytest.fixture(autouse=True)

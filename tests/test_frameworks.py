@@ -18,10 +18,10 @@ from sklearn.datasets import load_digits
 
 import mpx
 
-from .helpers import assert_same_bits
+from .helpers import assert_same_bits, unscaled
 
 # Flax, Haiku and Optax need JAX's own promotion.
-pytestmark = pytest.mark.third_party
+pytestmark = [pytest.mark.third_party, unscaled]
 
 STEPS, BATCH, WIDTH = 60, 64, 32
 PRECISIONS = ("float32", "bfloat16", "float16")

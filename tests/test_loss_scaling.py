@@ -10,7 +10,7 @@ from hypothesis import stateful
 
 import mpx
 
-from .helpers import HALF, assert_same_bits
+from .helpers import HALF, assert_same_bits, unscaled
 from .reference.loss_scaling import Oracle
 
 KINDS = {
@@ -291,6 +291,7 @@ def test_what_is_scaled(kind):
             assert out[name] is tree[name]
 
 
+@unscaled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["scale", "unscale"])
 def test_row20_what_is_unscaled_already_is_refused(method, kind):

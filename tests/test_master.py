@@ -10,6 +10,9 @@ import pytest
 import mpx
 
 from .grad.cases import close, dtypes, same_bits, total, uniform
+from .helpers import unscaled
+
+pytestmark = unscaled
 
 POLICIES = {
     name: mpx.get_policy(f"params=float32,compute={name},output=float32")

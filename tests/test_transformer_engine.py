@@ -219,14 +219,95 @@ def test_one_linear_layer_and_a_sum():
         assert quantized_products(loss, layer, x) == 1
 
 
-def test_a_layer_in_fp8_by_a_context():
+@pytest.mark.parametrize("recipe", [mpx.Float8CurrentScaling(), HYBRID])
+def test_a_layer_in_fp8_by_a_context(recipe):
+    """The first example as it stands there; what is new is an explicit state."""
     layer, data = transformer(), batch()
-    with mpx.autocast(recipe=mpx.Float8CurrentScaling(), ambient=True):
-        assert quantized_products(plain_loss, layer, *data) == 6
-        run = train(plain_loss, layer, data, mixed=False)
+    with mpx.autocast(enabled=True, recipe=recipe, ambient=True):
+        run = train(plain_loss, layer, data)
+        frozen = plain_loss
+        if isinstance(run.scaling, mpx.RecipeScaling):
+            frozen = mpx.freeze(plain_loss, run.scaling)
+        # Also the last product: a context knows no loss.
+        assert quantized_products(frozen, layer, *data) == 6
+        assert low_dtypes(jax.grad(frozen), layer, *data) == BOTH
     assert falls(run.losses) and dtypes(run.model) == {"float32"}
     assert near(run, in_half_precision("bfloat16"))
+    assert run.scaling.loss_scale == 1
     assert quantized_products(plain_loss, layer, *data) == 0
+
+
+def test_without_its_state_a_layer_shows_the_lines_to_write():
+    layer, (x, y) = linears(1)[0], batch()
+    with mpx.autocast(recipe=mpx.DelayedScaling(), ambient=True):
+        for call in (layer, lambda x: jax.value_and_grad(plain_loss)(layer, x, y)):
+            with pytest.raises(ValueError) as error:
+                call(x)
+            for line in (
+                "    scaling = mpx.init_scaling(loss, model, ...)\n",
+                "    result = mpx.filter_value_and_grad(loss, scaling)(model, ...)\n",
+                "    mpx.freeze(loss, scaling)(model, ...)\n",
+                "mpx.Float8CurrentScaling()",
+            ):
+                assert line in str(error.value)
+        with pytest.raises(ValueError, match="mpx.init_scaling"):
+            mpx.filter_grad(plain_loss, mpx.NoLossScaling())(layer, x, y)
+        # What the lines say, in the order in which they stand there.
+        scaling = mpx.init_scaling(plain_loss, layer, x, y)
+        result = mpx.filter_value_and_grad(plain_loss, scaling)(layer, x, y)
+        assert mpx.freeze(plain_loss, result.scaling)(layer, x, y) > 0
+
+
+def test_contexts_may_stand_around_the_step_or_inside_of_the_loss():
+    """And in it around loops, recomputation and jit, where a layer knows nothing."""
+    layers, (x, y) = linears(2), batch()
+
+    def loss(layers, x, y):
+        for layer in layers:
+            x = jax.checkpoint(jax.jit(lambda layer, x: layer(x)))(layer, x)
+        return difference(x, y)
+
+    def inside(layers, x, y):
+        with ambient(HYBRID):
+            return loss(layers, x, y)
+
+    with ambient(HYBRID):
+        outside = mpx.init_scaling(loss, layers, x, y)
+        around = mpx.filter_grad(loss, outside)(layers, x, y)
+    scaling = mpx.init_scaling(inside, layers, x, y)
+    assert list(scaling.scales_by_weight()) == list(outside.scales_by_weight())
+    assert [s.recipe for s in scaling.scales] == [HYBRID]
+    within = mpx.filter_grad(inside, scaling)(layers, x, y)
+    np.testing.assert_array_equal(flat(within.grads), flat(around.grads))
+    # The state is that of the transformed function: a program may change its style.
+    region = mpx.autocast(loss, recipe=HYBRID, rules=ALL)
+    names = mpx.init_scaling(region, layers, x, y).scales_by_weight()
+    assert list(names) == list(outside.scales_by_weight())
+
+
+ALL = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))
+
+
+def test_a_context_decides_the_precision_of_its_layers_alone():
+    """Inputs are not cast by default: they say what layers compute in, as there."""
+    layers, (x, y) = linears(2), batch()
+
+    def loss(layers, x, y):
+        with ambient(mpx.Float8CurrentScaling()):
+            x = layers[0](x)
+        return difference(layers[1](x), y)
+
+    grads = mpx.filter_grad(loss, mpx.NoLossScaling())(layers, x, y).grads
+    control = jax.grad(loss)(layers, x, y)
+    np.testing.assert_array_equal(flat(grads), flat(control))
+    # Asked for, they are.
+    assert mpx.init_scaling(loss, layers, x, y).loss_scale == 1
+
+    def half(scaling, *args):
+        return mpx.filter_grad(loss, scaling, policy="float16")(*args).grads
+
+    scaling = mpx.StaticLossScaling(1.0)
+    assert "f16[2,8,32]" in str(jax.make_jaxpr(half)(scaling, layers, x, y))
 
 
 # --- Low precision: several recipes ---------------------------------------------------
@@ -264,7 +345,7 @@ def ambient(recipe):
 
 
 def ambient_without_state(recipe):
-    """The recipe that computes its scales from the array at hand."""
+    """The recipe that computes its scales from the array at hand, in a context."""
     if recipe is not None:
         recipe = mpx.Float8CurrentScaling(recipe.fp8_format)
     return ambient(recipe)
@@ -310,17 +391,22 @@ def test_several_recipes_in_a_transformed_function(name):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("context", [ambient, ambient_without_state])
 @pytest.mark.parametrize("name", MODELS)
-def test_several_recipes_by_contexts_around_layers(name):
+def test_several_recipes_by_contexts_around_layers(name, context):
+    """The second example as it stands there, in a function that nobody transforms."""
     model, depth, quantized = MODELS[name]
     layers, data = linears(depth), batch()
-    loss, in_bfloat16 = (loss_in(f, model) for f in (ambient_without_state, off))
-    assert quantized_products(loss, layers, *data) == quantized
-    assert low_dtypes(jax.grad(loss), layers, *data) == BOTH
-    run, reference = (
-        train(f, layers, data, mixed=False, scaling=mpx.NoLossScaling())
-        for f in (loss, in_bfloat16)
-    )
+    loss, in_bfloat16 = (loss_in(f, model) for f in (context, off))
+    run = train(loss, layers, data)
+    frozen = loss
+    if context is ambient:
+        recipes = {s.recipe for s in run.scaling.scales}
+        assert recipes == {E4M3, HYBRID}
+        frozen = mpx.freeze(loss, run.scaling)
+    assert quantized_products(frozen, layers, *data) == quantized
+    assert low_dtypes(jax.grad(frozen), layers, *data) == BOTH
+    reference = train(in_bfloat16, layers, data, mixed=False)
     assert falls(run.losses) and near(run, reference)
 
 

@@ -12,13 +12,23 @@ from ._fused import (
     fused_operation as fused_operation,
 )
 from ._layers import (
+    AmbientRecipe as AmbientRecipe,
     call_with_ambient as call_with_ambient,
+    in_contexts as in_contexts,
     with_ambient_recipe as with_ambient_recipe,
 )
+from ._marks import settings_of as settings_of
+from ._notes import noted_scaling as noted_scaling
 from ._recompute import recomputed_if_cheap as recomputed_if_cheap
-from ._region import ambient_with as ambient_with, is_tracing as is_tracing
+from ._region import (
+    is_tracing as is_tracing,
+    note_float16 as note_float16,
+    noting_float16 as noting_float16,
+    under_control as under_control,
+)
 from ._rules import Rule as Rule, Rules as Rules
 from ._slots import (
+    Collection as Collection,
     Provision as Provision,
     Request as Request,
     SlotName as SlotName,
@@ -30,5 +40,4 @@ from ._slots import (
 from ._transform import (
     ambient_residuals as ambient_residuals,
     autocast as autocast,
-    settings_of as settings_of,
 )

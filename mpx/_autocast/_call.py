@@ -26,10 +26,10 @@ from ._fused_rules import or_fused
 from ._interpreter import evaluate
 from ._notes import RESULT, is_taking_notes, note_unused, noted_cast
 from ._plan import Wish, wish_for
-from ._region import is_tracing, region, trace
+from ._region import is_tracing, note_float16, region, trace
 from ._settings import Place, Programs, Run, Settings
 from ._slots import Collection, Given, Slots, next_source
-from ._values import Colour, Value, declared, is_castable
+from ._values import FLOAT16, Colour, Value, declared, is_castable
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -50,6 +50,7 @@ def call_autocast(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    spares_final: bool = True,
 ) -> Any:
     """Calls a function, rewritten.
 
@@ -60,13 +61,16 @@ def call_autocast(
         func: The function; where it is a tree, it holds parameters, too.
         args: Its arguments.
         kwargs: Its keyword arguments.
+        spares_final: Whether recipes leave the final projection alone.
 
     Returns:
         What the function returns, in the same dtypes.
     """
     func, args, kwargs = dequantize_weights((func, args, kwargs))
     if has_nnx_objects((func, args, kwargs)):
-        return _call_with_objects(settings, weights, programs, func, args, kwargs)
+        return _call_with_objects(
+            settings, weights, programs, func, args, kwargs, spares_final
+        )
     source = next_source()
     value = functools.partial(_input, weights, source)
     recipe = settings.recipe
@@ -89,7 +93,7 @@ def call_autocast(
 
         return _call(run_of, func, args, kwargs, value, trace), runs[0]
 
-    results, run = attempt(spares_final=True)
+    results, run = attempt(spares_final)
     if recipe is not None and recipe not in run.used:
         # The only product of a weight, perhaps, is the final projection.
         results, run = attempt(spares_final=False)
@@ -97,6 +101,8 @@ def call_autocast(
             raise ValueError(_nothing_to_quantize(recipe, weights))
     if settings.is_strict:
         _strict.refuse_unused(settings.rules, run.used)
+    if FLOAT16 in run.used:
+        note_float16()
     if isinstance(source, Given):
         source.used.update(x for x in run.used if isinstance(x, AbstractRecipe))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
@@ -228,6 +234,7 @@ def _call_with_objects(
     func: Any,
     args: Any,
     kwargs: Any,
+    spares_final: bool,
 ) -> Any:
     """The same for NNX objects, which as trees would lose what changes in them."""
     written = type(func).__call__ if is_nnx_object(func) else func
@@ -240,7 +247,9 @@ def _call_with_objects(
 
     def rewritten(pure: Any, args: Any, kwargs: Any) -> Any:
         pure.__wrapped__ = written  # for errors of tracing
-        return call_autocast(settings, weights, programs, pure, args, kwargs)
+        return call_autocast(
+            settings, weights, programs, pure, args, kwargs, spares_final
+        )
 
     return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
 

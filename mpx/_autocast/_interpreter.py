@@ -36,6 +36,7 @@ from ._region import is_region, settings_within
 from ._rules import Rule
 from ._settings import NOWHERE, Ends, Place, Run
 from ._values import (
+    FLOAT16,
     FULL,
     Colour,
     Facts,
@@ -83,6 +84,8 @@ def evaluate(
         with equation_context(equation):
             here = _place_of(run, place, equation, ends)
             outputs = _emit(run, here, equation, inputs, ahead)
+        if any(value.dtype == FLOAT16 for value in outputs):
+            run.used.add(FLOAT16)
         values.update(zip(equation.outvars, outputs, strict=True))
 
     for part in _parts(place, jaxpr, values, ahead.residuals):
@@ -214,6 +217,8 @@ def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
         choice = quantized(case, choice, is_asked_for)
         if is_asked_for and choice.recipe is None:
             choice = choice._replace(reason=Reason.PRODUCT, rule=None)
+    if choice.dtype == FLOAT16:
+        run.used.add(FLOAT16)
     if place.settings.is_strict:
         _strict.refuse_unknown(case, choice)
         _strict.refuse_accident(case, choice)

@@ -4,20 +4,49 @@ A layer of `mpx.nn` that is called in `with mpx.autocast(recipe=..., ambient=Tru
 quantizes the products of its weights, without anybody transforming it. Inside of a
 function that autocast is tracing it does nothing of its own: what holds there, regions
 included, is decided for the whole function.
+
+A recipe with a state wants to know which weight of the model a layer's own is. A layer
+does not, and a gradient function does: so such a layer asks for help (`AmbientRecipe`),
+and `in_contexts` makes the function one that autocast traces as a whole, in which the
+contexts switch it on. Outside of a gradient function it is an error that says what to
+write.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._cast import cast_of_inputs
 from .._dtypes import is_half
 from .._quantize import DelayedScaling
+from .._wraps import wraps
 from ._call import call_autocast
-from ._region import ambient_settings, is_tracing
+from ._region import (
+    ambient_settings,
+    contexts_switch_on,
+    is_tracing,
+    is_under_control,
+)
 from ._settings import Settings, new_programs
+from ._switched_off import is_switched_off
+
+
+class AmbientRecipe(ValueError):
+    """A layer in an ambient recipe stands in a function that nobody transforms.
+
+    Attributes:
+        has_state: Whether the recipe has a state, for which the layer needs help.
+    """
+
+    def __init__(self, message: str, has_state: bool) -> None:
+        super().__init__(message)
+        self.has_state = has_state
 
 
 def with_ambient_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,13 +69,14 @@ def with_ambient_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         told = {} if is_tracing() else ambient_settings()
-        if told.get("recipe") is None or not told.get("is_enabled", True):
+        is_on = told.get("is_enabled", not is_switched_off()) and not is_under_control()
+        if told.get("recipe") is None or not is_on:
             return method(self, x, *args, **kwargs)
+        settings = Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **told})
+        _ask_for_help(settings, type(self).__name__)
         dtype = getattr(x, "dtype", None)
         if dtype is not None and is_half(dtype):
-            told["dtype"] = np.dtype(dtype)
-        settings = Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **told})
-        _refuse_state(settings, type(self).__name__)
+            settings = dataclasses.replace(settings, dtype=np.dtype(dtype))
         arguments = self, x, *args
         return call_autocast(settings, (0,), programs, method, arguments, kwargs)
 
@@ -70,22 +100,54 @@ def call_with_ambient(func: Callable[..., Any], *args: Any) -> Any:
         return func(*args)
     if recipe is not None and not recipe.fp8_dpa:
         recipe = told["recipe"] = None
-    is_enabled = told.get("is_enabled", True) and (
-        "dtype" in told or recipe is not None
-    )
+    is_on = told.get("is_enabled", not is_switched_off()) and not is_under_control()
+    is_enabled = is_on and ("dtype" in told or recipe is not None)
     told = {"dtype": jnp.dtype(jnp.bfloat16), **told, "is_enabled": is_enabled}
     return call_autocast(Settings(**told), (), new_programs(), func, args, {})
 
 
-def _refuse_state(settings: Settings, layer: str) -> None:
+def in_contexts(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that autocast traces, and that ambient contexts switch on.
+
+    Outside of them it is as it was written. All products of weights in them are
+    quantized, the final projection, too, as by layers on their own.
+    """
+    programs = new_programs()
+    weights = () if any(map(eqx.is_array, jax.tree.leaves(func))) else (0,)
+
+    @wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        told = {**ambient_settings(), "is_enabled": _ambient_recipe() is not None}
+        settings = Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **told})
+        with contexts_switch_on():
+            return call_autocast(
+                settings, weights, programs, func, args, kwargs, spares_final=False
+            )
+
+    return wrapper
+
+
+def _ambient_recipe() -> Any:
+    """The ambient recipe that holds here; None if there is none."""
+    told = ambient_settings()
+    return told.get("recipe") if told.get("is_enabled", True) else None
+
+
+def _ask_for_help(settings: Settings, layer: str) -> None:
     recipes = settings.recipe, *settings.rules.recipes
-    if not any(isinstance(recipe, DelayedScaling) for recipe in recipes):
+    has_state = any(isinstance(recipe, DelayedScaling) for recipe in recipes)
+    cast = cast_of_inputs()
+    if not has_state and (cast is None or not cast.is_default):
         return
-    raise ValueError(
-        f"`mpx.DelayedScaling` has a state for each weight of a model; `mpx.nn.{layer}`"
-        ", called on its own in `mpx.autocast(recipe=..., ambient=True)`, knows only "
-        "itself. Transform the function that the gradients are taken of: `loss = "
-        "mpx.autocast(loss)` with `scaling = mpx.init_scaling(loss, model, ...)`. "
-        "Ambient settings in it and around it stay as they are. Or take a recipe "
-        "without a state, such as `mpx.Float8CurrentScaling()`."
+    raise AmbientRecipe(
+        f"`mpx.DelayedScaling` has a state for each weight of a model, and `mpx.nn."
+        f"{layer}` in `with mpx.autocast(recipe=..., ambient=True)` knows only its own."
+        " With `loss(model, ...)` the function that calls it, write\n"
+        "    scaling = mpx.init_scaling(loss, model, ...)\n"
+        "    result = mpx.filter_value_and_grad(loss, scaling)(model, ...)\n"
+        "in the place of `jax.value_and_grad(loss)(model, ...)`, and to evaluate\n"
+        "    mpx.freeze(loss, scaling)(model, ...)\n"
+        "each in the same contexts as now; the new state is `result.scaling`. Or take "
+        "a recipe without a state: `mpx.Float8CurrentScaling()`.",
+        has_state,
     )

@@ -139,6 +139,22 @@ def _write(note: Note | IslandNote) -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(_Scope(note))
 
 
+class _ScalingScope(str):
+    """The name of the scope in which a loss is scaled: no text of a user's is one."""
+
+
+def noted_scaling() -> contextlib.AbstractContextManager[Any]:
+    """What is computed inside is the scaled loss."""
+    if not _taking.value:
+        return contextlib.nullcontext()
+    return jax.named_scope(_ScalingScope("mpx-loss-scaling"))
+
+
+def is_scaling_note(scope: str) -> bool:
+    """Whether the name of a scope says that a loss is scaled there."""
+    return isinstance(scope, _ScalingScope)
+
+
 def is_note(scope: str) -> bool:
     """Whether the name of a scope is a note, on an equation or on an island."""
     return isinstance(scope, _Scope)

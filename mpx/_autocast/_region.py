@@ -10,6 +10,7 @@ that was compiled under another setting is used again.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from ._settings import Settings
 
 _is_tracing = jax.make_user_context(default_value=False)
 _ambient = jax.make_user_context(default_value=None)
+_is_control = jax.make_user_context(default_value=False)
+_contexts_switch_on = jax.make_user_context(default_value=False)
 
 
 class _Region(str):
@@ -93,6 +96,8 @@ def ambient_with(told: dict[str, Any]) -> Iterator[None]:
     """
     present = ambient_settings() | told
     here = {k: v for k, v in told.items() if k not in NOT_OF_REGIONS}
+    if here and _contexts_switch_on.value:
+        here = {"is_enabled": True, **here}
     around = region(here) if is_tracing() and here else contextlib.nullcontext()
     with _ambient(tuple(sorted(present.items(), key=lambda item: item[0]))), around:
         yield
@@ -101,3 +106,44 @@ def ambient_with(told: dict[str, Any]) -> Iterator[None]:
 def ambient_settings() -> dict[str, Any]:
     """The ambient settings that hold here."""
     return dict(_ambient.value or ())
+
+
+def under_control() -> contextlib.AbstractContextManager[Any]:
+    """A run in full precision, to compare with: autocast does nothing inside."""
+    return _is_control(True)
+
+
+def is_under_control() -> bool:
+    """Whether autocast does nothing here, whatever it is told."""
+    return _is_control.value
+
+
+def contexts_switch_on() -> contextlib.AbstractContextManager[Any]:
+    """Ambient contexts inside of a function that is traced switch autocast on.
+
+    So they do around layers of `mpx.nn` in a function that nobody transforms.
+    """
+    return _contexts_switch_on(True)
+
+
+_float16_calls: contextvars.ContextVar[list[None] | None] = contextvars.ContextVar(
+    "float16_calls", default=None
+)
+
+
+@contextlib.contextmanager
+def noting_float16() -> Iterator[list[None]]:
+    """Gives a list that is empty unless functions called inside compute in float16."""
+    found: list[None] = []
+    token = _float16_calls.set(found)
+    try:
+        yield found
+    finally:
+        _float16_calls.reset(token)
+
+
+def note_float16() -> None:
+    """What is called here computes in float16."""
+    found = _float16_calls.get()
+    if found is not None:
+        found.append(None)

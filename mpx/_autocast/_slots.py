@@ -56,6 +56,7 @@ class Collection:
         """Starts with none."""
         self.requests: dict[SlotName, Request] = {}
         self.calls = 0
+        self.is_switched_off = False
 
     def take(self) -> "Collection":
         """The source of one more call of an autocast function."""
@@ -151,7 +152,7 @@ def first_step() -> contextlib.AbstractContextManager[Any]:
 
 def note_switched_off() -> None:
     """An autocast function is called that is switched off, and takes no slots."""
-    if isinstance(_source.value, Provision):
+    if _source.value is not None:
         _source.value.is_switched_off = True
 
 

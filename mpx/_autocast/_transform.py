@@ -22,10 +22,16 @@ from .._quantize import AbstractRecipe, target_from
 from .._typing import DTypeLike
 from .._wraps import wraps
 from ._call import Weights, call_autocast
+from ._marks import MARK, Mark, resolved
 from ._options import read_recipe, read_switch, refuse_recipe
-from ._region import NOT_OF_REGIONS, ambient_settings, ambient_with, is_tracing, region
+from ._region import NOT_OF_REGIONS, ambient_with, is_tracing, region
 from ._rules import Rules
 from ._settings import Settings, new_programs
+from ._switched_off import (
+    call_switched_off,
+    is_switched_off,
+    region_of_switched_off,
+)
 
 _CALL = "`mpx.autocast`"
 _STREAMS = ("full", "half")
@@ -84,7 +90,8 @@ def autocast(
         func: The function, or a callable PyTree such as an Equinox module, of any
             PyTrees.
         dtype: float16 or bfloat16, the default. float16 overflows at 65504 and wants
-            dynamic loss scaling.
+            dynamic loss scaling. float32 is for recipes: products of weights in 8 bits,
+            and everything else in full precision.
         rules: What is to be done with single operations; see `mpx.Rules`. Not for
             regions.
         residual_stream: "full", the default, keeps the sum that residual blocks add to
@@ -110,7 +117,10 @@ def autocast(
             mpx does not know, a rule that holds for no operation, something small that
             makes a half precision value float32 by accident, a recipe that the device
             has no units for.
-        enabled: False leaves the program as it is.
+        enabled: False leaves the program as it is, in the precision it was written in:
+            a switch, `enabled=config.mixed`. Gradient functions cast nothing for such a
+            function either, and autocast functions and regions inside of it that say
+            `enabled=True` are not switched off.
         ambient: Whether the settings are for functions called in the body of `with`.
 
     Returns:
@@ -176,7 +186,7 @@ def autocast(
     if places is None:
         holds_arrays = any(map(eqx.is_array, jax.tree.leaves(func)))
         places = () if holds_arrays else (0,)
-    return func if enabled is False else _wrapped(func, told, places)
+    return _wrapped(func, told, places)
 
 
 def _told(
@@ -190,7 +200,7 @@ def _told(
     """What was said, checked; what was not said is left out."""
     told: dict[str, Any] = {}
     if dtype is not None:
-        told["dtype"] = _half(dtype)
+        told["dtype"] = _computing_dtype(dtype)
     if rules is not None:
         if not isinstance(rules, Rules):
             raise TypeError(
@@ -248,13 +258,6 @@ class _Deferred(contextlib.ContextDecorator):
         self._entered.pop().__exit__(*exception)
 
     def _region(self) -> Any:
-        if not is_tracing():
-            raise ValueError(
-                "`with mpx.autocast(...)` is a region of a function that is being "
-                "transformed by `mpx.autocast`; nothing is here, and it would do "
-                "nothing. Transform the function around it, `mpx.autocast(func)`, or, "
-                "around calls of such functions, say `ambient=True`."
-            )
         for name in NOT_OF_REGIONS:
             if name in self._told:
                 raise TypeError(
@@ -262,6 +265,15 @@ class _Deferred(contextlib.ContextDecorator):
                     "region. Say it to the transform; `mpx.Rule(scope=...)` is for one "
                     "part of a program."
                 )
+        if is_switched_off():
+            return region_of_switched_off(self._told)
+        if not is_tracing():
+            raise ValueError(
+                "`with mpx.autocast(...)` is a region of a function that is being "
+                "transformed by `mpx.autocast`; nothing is here, and it would do "
+                "nothing. Transform the function around it, `mpx.autocast(func)`, or, "
+                "around calls of such functions, say `ambient=True`."
+            )
         return region(self._told)
 
 
@@ -272,33 +284,31 @@ def _wrapped(
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        settings = _resolved(told)
-        if not settings.is_enabled:
-            return func(*args, **kwargs)
+        settings = resolved(told)
         _refuse_cast_inputs()
         if settings.residuals is None:
             settings = dataclasses.replace(settings, residuals=_residuals(settings))
+        if not settings.is_enabled:
+            return call_switched_off(settings, weights, programs, func, args, kwargs)
         return call_autocast(settings, weights, programs, func, args, kwargs)
 
     if isinstance(func, eqx.Module):
         wrapper.__name__ = type(func).__name__
-    setattr(wrapper, _MARK, _Mark(wrapper, func, told, weights))
+    again = functools.partial(_wrapped, told=told, weights=weights)
+    setattr(wrapper, MARK, Mark(wrapper, func, told, weights, again))
     return wrapper
-
-
-def _resolved(told: dict[str, Any]) -> Settings:
-    """The settings of a call here and now."""
-    return Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **ambient_settings(), **told})
 
 
 def ambient_residuals() -> str:
     """What holds of residuals around a call: "small" or "fast"."""
-    settings = _resolved({})
+    settings = resolved({})
     return settings.residuals or _residuals(settings)
 
 
 def _residuals(settings: Settings) -> str:
     """What is said of residuals if nobody says it: a TPU's compiler recomputes."""
+    if settings.dtype == np.float32:
+        return "fast"  # there is no half precision value to compute it from
     target = settings.target or target_from(None)
     return "fast" if target.platform == "tpu" else "small"
 
@@ -308,7 +318,7 @@ def _refuse_cast_inputs() -> None:
     cast = cast_of_inputs()
     if cast is None:
         return
-    call, dtype = cast
+    call, dtype, _ = cast
     raise ValueError(
         f"A function made by `mpx.autocast` needs inputs as they are; {call} has cast "
         f"them to {dtype.name}, because it could not see that the function, hidden in "
@@ -316,47 +326,6 @@ def _refuse_cast_inputs() -> None:
         f"{call}, put `mpx.autocast` around the outermost function, or switch the cast "
         'of inputs off: `policy="full"`.'
     )
-
-
-# The attribute by which a function is known to be one that autocast made.
-_MARK = "__mpx_autocast__"
-
-
-class _Mark:
-    """What autocast made a function of. JAX's transforms copy it to what they make."""
-
-    def __init__(self, made: Any, func: Any, told: dict[str, Any], weights: Weights):
-        self.made, self.func, self.told, self.weights = made, func, told, weights
-
-
-def unwrapped(
-    func: Callable[..., Any],
-) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """What autocast wrapped, and how to wrap it again; other functions as they are.
-
-    For those who look into a callable PyTree: its arrays are not in the wrapper's.
-    """
-    mark = getattr(func, _MARK, None)
-    if mark is None or mark.made is not func:
-        return func, lambda same: same
-    return mark.func, lambda new: _wrapped(new, mark.told, mark.weights)
-
-
-def weights_of(func: Any) -> Weights:
-    """Which arguments of a function hold its parameters: the first if nobody said."""
-    mark = getattr(func, _MARK, None)
-    return (0,) if mark is None else mark.weights
-
-
-def settings_of(func: Any) -> Settings | None:
-    """What the transform that made a function was told; None for other functions."""
-    while func is not None:
-        mark = getattr(func, _MARK, None)
-        if mark is not None:
-            return _resolved(mark.told)
-        is_partial = isinstance(func, functools.partial | eqx.Partial)
-        func = func.func if is_partial else getattr(func, "__wrapped__", None)
-    return None
 
 
 def _dtype_name(value: Any) -> str | None:
@@ -370,11 +339,12 @@ def _dtype_name(value: Any) -> str | None:
     return None if found.kind == "O" else found.name
 
 
-def _half(dtype: DTypeLike) -> np.dtype:
+def _computing_dtype(dtype: DTypeLike) -> np.dtype:
     found = float_dtype(dtype, _CALL)
-    if not is_half(found):
+    if not is_half(found) and found != np.float32:
         raise ValueError(
-            f"{_CALL} computes in float16 or bfloat16; got {found.name}. For full "
-            "precision call the function without it, or with `enabled=False`."
+            f"{_CALL} computes in float16 or bfloat16, or with recipes in float32; got "
+            f"{found.name}. For full precision call the function without it, or with "
+            "`enabled=False`."
         )
     return found

@@ -23,6 +23,7 @@ from jax.core import ShapedArray, Tracer
 from ._slots import Slots
 
 FULL = np.dtype(np.float32)
+FLOAT16 = np.dtype(np.float16)
 _CASTABLE = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 
 # The gradients of so many uses of a computed value are summed in half precision: a

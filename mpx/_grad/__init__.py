@@ -12,9 +12,9 @@ unscale, check, adjust the scale. What matters about the order:
 - A step is good if the loss and every gradient are finite. Under `shard_map` and `pmap`
   all devices agree on that.
 
-Modules: `_transforms` (the public functions), `_engine` (one attempt at one batch),
-`_inputs` (which leaves are cast, what is refused), `_accumulate` (micro-batches),
-`_result` (what comes back).
+Modules: `_transforms` (the public functions), `_options` (what they are asked for),
+`_attempt` (a try at a step), `_engine` (one batch), `_inputs` (which leaves are cast,
+what is refused), `_accumulate` (micro-batches), `_result` (what comes back).
 """
 
 from ._accumulate import Accumulation as Accumulation

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,14 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._autocast import NO_MASTER, call_with_masters
+from .._autocast import (
+    NO_MASTER,
+    AmbientRecipe,
+    call_with_masters,
+    in_contexts,
+    note_float16,
+    noted_scaling,
+    noting_float16,
+)
 from .._cast import cast_leaf, casting_inputs
 from .._dtypes import full_precision_of
-from .._errors import describe
+from .._errors import describe, warn_user
+from .._jax_compat import manual_axes
 from .._loss_scaling import AbstractLossScaling
 from .._tree import is_trainable
 from .._typing import FloatScalar, LeafPredicate
 from ._inputs import cast_inputs
+from ._shared import axes_of_half_sums, axes_of_results, spread, summed
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +42,8 @@ class Problem:
         has_aux: Whether `func` returns `(loss, aux)`.
         argnums: The positions that are differentiated.
         compute: The dtype that inputs are cast to, or None.
+        is_default: Whether nobody asked for this dtype.
+        half: The dtype that is computed in, as far as it is known.
         keep: Says which leaves are not cast.
         accumulate_dtype: The dtype that gradients of a weight's uses are summed in.
         allow_float16_weights: Whether weights may be float16.
@@ -40,6 +54,8 @@ class Problem:
     has_aux: bool
     argnums: tuple[int, ...]
     compute: np.dtype | None
+    is_default: bool
+    half: np.dtype | None
     keep: LeafPredicate | None
     accumulate_dtype: np.dtype | None
     allow_float16_weights: bool
@@ -74,11 +90,57 @@ class Differentiated(NamedTuple):
     amaxes: dict[Any, Array]
 
 
+Result = TypeVar("Result")
+
+
+def called(
+    problem: Problem,
+    scaling: AbstractLossScaling,
+    differentiate: Callable[[Problem], Result],
+) -> tuple[Problem, Result]:
+    """Differentiates a problem as its function turns out to need it.
+
+    Where the function meets an ambient recipe, in a layer of `mpx.nn`, its precision is
+    that of the layers: inputs are not cast by default. For a recipe with a state it is
+    traced by autocast, so that the weights are known.
+
+    Float16 without loss scaling gets a warning.
+
+    Args:
+        problem: The problem.
+        scaling: The loss scaling.
+        differentiate: What is to be done with it.
+
+    Returns:
+        The problem as it was differentiated, and the result.
+    """
+    with noting_float16() as notes:
+        try:
+            result = differentiate(problem)
+        except AmbientRecipe as met:
+            if met.has_state and not scaling._tokens():
+                raise
+            func = in_contexts(problem.func) if met.has_state else problem.func
+            half = None if problem.is_default else problem.compute
+            problem = dataclasses.replace(problem, func=func, compute=half, half=half)
+            result = differentiate(problem)
+    if scaling._is_one and (notes or problem.half == np.float16):
+        warn_user(
+            f"{problem.call} computes in float16 with `mpx.NoLossScaling`: gradients "
+            "below 6e-8 become zero without a word. Use `mpx.DynamicLossScaling()`; "
+            "`mpx.init_scaling(func, *args)` gives what a function needs. Or compute "
+            'in bfloat16: `mpx.autocast(func)`, or `policy="bfloat16"` in the explicit '
+            "style. If a scale of 1 is what you want, say "
+            "`mpx.StaticLossScaling(1.0)`."
+        )
+    return problem, result
+
+
 def scaled_value_and_grad(
     problem: Problem, scaling: AbstractLossScaling, args: Any, kwargs: Any
 ) -> Differentiated:
     """Differentiates the scaled loss."""
-    func = problem.func
+    func, given = problem.func, args
     if problem.casts_before is not None:
         args, kwargs, func = cast_inputs(
             func, args, kwargs, problem.casts_before, problem.keep
@@ -92,18 +154,45 @@ def scaled_value_and_grad(
         full = list(args)
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
-        with casting_inputs(problem.call, problem.compute), provided(tokens):
+        casting = casting_inputs(problem.call, problem.compute, problem.is_default)
+        with casting, provided(tokens):
             if problem.accumulate_dtype is None:
                 result = func(*full, **kwargs)
             else:
                 result = _call_with_masters(problem, full, kwargs)
         loss, aux = _loss_and_aux(problem, result)
-        return scaling.scale(loss), (loss, aux)
+        if scaling._is_one:
+            return scaling.scale(loss), (loss, aux)
+        with noted_scaling():
+            return scaling.scale(loss), (loss, aux)
 
     tokens, provided = scaling._tokens(), scaling._providing
     differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
+    if problem.casts_before is not None and manual_axes():
+        axes, results = axes_of_half_sums(scaled_loss, weights, tokens)
+        if axes:
+            masters = tuple(given[i] for i in problem.argnums)
+            masters = eqx.filter(masters, is_trainable)
+            spread_out = spread(masters, weights, axes)
+            found = _as_before(differentiate, (spread_out, tokens), results)
+            if found is None:
+                at_each_use = dataclasses.replace(problem, accumulate_dtype=_FLOAT32)
+                return scaled_value_and_grad(at_each_use, scaling, given, kwargs)
+            (scaled, (loss, aux)), (grads, amaxes) = found
+            grads = summed(grads, weights, axes)
+            return Differentiated(scaled, loss, aux, grads, amaxes)
     (scaled, (loss, aux)), (grads, amaxes) = differentiate(weights, tokens)
     return Differentiated(scaled, loss, aux, grads, amaxes)
+
+
+def _as_before(differentiate: Any, inputs: Any, axes: Any) -> Any:
+    """Differentiates; None where results differ between devices on other axes."""
+    try:
+        found = differentiate(*inputs)
+    # Whatever JAX says of a loop that carries what now differs between devices.
+    except (TypeError, ValueError):
+        return None
+    return found if axes_of_results(found[0]) == axes else None
 
 
 def as_weights(
@@ -112,8 +201,14 @@ def as_weights(
     """Gradients in the dtypes of the weights, which are among the arguments."""
     if problem.casts_before is None:
         return grads
+
+    def cast(grad: Any, weight: Any) -> Any:
+        # Sums over devices are float32, also of weights that are not.
+        is_wider = grad is None or grad.dtype.itemsize > weight.dtype.itemsize
+        return grad if is_wider else cast_leaf(grad, weight.dtype)
+
     return jax.tree.map(
-        lambda grad, weight: None if grad is None else cast_leaf(grad, weight.dtype),
+        cast,
         grads,
         tuple(args[i] for i in problem.argnums),
         is_leaf=lambda grad: grad is None,
@@ -169,6 +264,8 @@ def _loss(problem: Problem, value: Any) -> Array:
             f"{call} must return a scalar loss; got {describe(value)}. Reduce it, in "
             "full precision: `mpx.force_full_precision(jnp.mean, jnp.float32)(losses)`."
         )
+    if value.dtype == np.float16:
+        note_float16()
     return jnp.asarray(value).astype(full_precision_of(value.dtype))
 
 

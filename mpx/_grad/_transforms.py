@@ -1,39 +1,29 @@
 """The public gradient functions."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from .._autocast import ambient_with, settings_of
-from .._dtypes import float_dtype, half_precision_datatype
-from .._errors import describe
-from .._loss_scaling import AbstractLossScaling, NoLossScaling
-from .._policy import Policy, get_policy
+from .._loss_scaling import AbstractLossScaling
+from .._policy import Policy
 from .._stored_weights import dequantize_weights
 from .._typing import DTypeLike, LeafPredicate
 from .._wraps import wraps
 from . import _inputs
 from ._accumulate import Accumulation
 from ._attempt import attempt, retried
-from ._engine import Problem, as_weights, scaled_value_and_grad
+from ._engine import as_weights, called, scaled_value_and_grad
+from ._options import (
+    Options,
+    check_call,
+    positions_of,
+    problem_builder,
+    refuse_retries,
+    used_scaling,
+)
 from ._result import GradientResult
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The keyword options that all gradient functions share."""
-
-    has_aux: bool
-    mixed: bool = True
-    policy: Policy | str | None = None
-    keep: LeafPredicate | None = None
-    accumulate: int | Accumulation = 1
-    accumulate_dtype: DTypeLike | None = None
-    retries: int = 0
 
 
 def filter_grad(
@@ -97,7 +87,7 @@ def filter_grad(
         >>> grads
         Array([1., 1.], dtype=float32)
     """
-    options = _Options(
+    options = Options(
         has_aux,
         use_mixed_precision,
         policy,
@@ -106,7 +96,7 @@ def filter_grad(
         accumulate_dtype,
         retries,
     )
-    return _transform("`mpx.filter_grad`", func, scaling, None, False, options)
+    return gradient_function("`mpx.filter_grad`", func, scaling, None, False, options)
 
 
 def filter_value_and_grad(
@@ -132,12 +122,12 @@ def filter_value_and_grad(
 
     Examples:
         >>> import jax.numpy as jnp, mpx
-        >>> step = mpx.filter_value_and_grad(jnp.sum, mpx.NoLossScaling())
+        >>> step = mpx.filter_value_and_grad(jnp.sum, mpx.DynamicLossScaling())
         >>> value, scaling, finite, grads = step(jnp.ones(3))
         >>> float(value), bool(finite)
         (3.0, True)
     """
-    options = _Options(
+    options = Options(
         has_aux,
         use_mixed_precision,
         policy,
@@ -147,7 +137,7 @@ def filter_value_and_grad(
         retries,
     )
     call = "`mpx.filter_value_and_grad`"
-    return _transform(call, func, scaling, None, True, options)
+    return gradient_function(call, func, scaling, None, True, options)
 
 
 def grad(
@@ -174,15 +164,15 @@ def grad(
     Examples:
         >>> import jax.numpy as jnp, mpx
         >>> multiply = lambda a, b: a * b
-        >>> product = mpx.grad(multiply, mpx.NoLossScaling(), argnums=(0, 1))
+        >>> product = mpx.grad(multiply, mpx.DynamicLossScaling(), argnums=(0, 1))
         >>> [float(g) for g in product(2.0, 3.0).grads]
         [3.0, 2.0]
     """
-    options = _Options(
+    options = Options(
         has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
     )
-    _positions(argnums, "`mpx.grad`")
-    return _transform("`mpx.grad`", fun, scaling, argnums, False, options)
+    positions_of(argnums, "`mpx.grad`")
+    return gradient_function("`mpx.grad`", fun, scaling, argnums, False, options)
 
 
 def value_and_grad(
@@ -208,11 +198,13 @@ def value_and_grad(
         >>> float(step(3.0).value), float(step(3.0).grads)
         (9.0, 6.0)
     """
-    options = _Options(
+    options = Options(
         has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
     )
-    _positions(argnums, "`mpx.value_and_grad`")
-    return _transform("`mpx.value_and_grad`", fun, scaling, argnums, True, options)
+    positions_of(argnums, "`mpx.value_and_grad`")
+    return gradient_function(
+        "`mpx.value_and_grad`", fun, scaling, argnums, True, options
+    )
 
 
 def calculate_scaled_grad(
@@ -239,22 +231,24 @@ def calculate_scaled_grad(
         (16.0, Array([1., 1.], dtype=float32))
     """
     call = "`mpx.calculate_scaled_grad`"
-    options = _Options(has_aux, use_mixed_precision)
+    options = Options(has_aux, use_mixed_precision)
     _inputs.refuse_unknown_scaling(scaling, call, use_mixed_precision)
-    build = _problem_builder(call, func, (0,), options)
+    build = problem_builder(call, func, (0,), options)
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = dequantize_weights((args, kwargs))
         problem = build(len(args))
-        _check_call(problem, scaling, args, kwargs, options)
-        used = _used_scaling(scaling, use_mixed_precision)
+        check_call(problem, scaling, args, kwargs, options)
+        used = used_scaling(scaling, use_mixed_precision)
         if used._tokens():
             raise TypeError(
                 f"{call} returns no scaling, and the amaxes of the recipe would be "
                 "lost. Use `mpx.filter_value_and_grad(func, scaling)`."
             )
-        found = scaled_value_and_grad(problem, used, args, kwargs)
+        problem, found = called(
+            problem, used, lambda p: scaled_value_and_grad(p, used, args, kwargs)
+        )
         (grads,) = as_weights(problem, found.grads, args)
         value = (found.scaled, found.aux) if has_aux else found.scaled
         return value, grads
@@ -262,21 +256,21 @@ def calculate_scaled_grad(
     return wrapper
 
 
-def _transform(
+def gradient_function(
     call: str,
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
     argnums: int | tuple[int, ...] | None,
     with_value: bool,
-    options: _Options,
+    options: Options,
 ) -> Callable[..., GradientResult]:
     """Builds a gradient function; `argnums` is None for those that filter."""
     _inputs.refuse_unknown_scaling(scaling, call, options.mixed)
-    positions = _positions(0 if argnums is None else argnums, call)
-    build = _problem_builder(call, func, positions, options)
+    positions = positions_of(0 if argnums is None else argnums, call)
+    build = problem_builder(call, func, positions, options)
     how = options.accumulate
     how = how if isinstance(how, Accumulation) else Accumulation(how)
-    _refuse_retries(options.retries, call)
+    refuse_retries(options.retries, call)
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
@@ -284,10 +278,12 @@ def _transform(
         problem = build(len(args))
         if argnums is not None:
             args = _inputs.as_floating(args, problem.argnums, call)
-        _check_call(problem, scaling, args, kwargs, options)
+        check_call(problem, scaling, args, kwargs, options)
 
-        used = _used_scaling(scaling, options.mixed)
-        outcome = attempt(problem, how, used, args, kwargs)
+        used = used_scaling(scaling, options.mixed)
+        problem, outcome = called(
+            problem, used, lambda p: attempt(p, how, used, args, kwargs)
+        )
         if outcome.flags is not None and options.retries:
             used, outcome = retried(
                 functools.partial(attempt, problem, how, args=args, kwargs=kwargs),
@@ -310,129 +306,3 @@ def _transform(
         return result._replace(scaling=result._judged(finite, flags))
 
     return wrapper
-
-
-def _problem_builder(
-    call: str,
-    func: Callable[..., Any],
-    argnums: tuple[int, ...],
-    options: _Options,
-) -> Callable[[int], Problem]:
-    """Reads the options now; the half precision datatype is read at each call."""
-    if not callable(func):
-        raise TypeError(f"{call} needs a function; got {describe(func)}.")
-    policy = options.policy
-    policy = get_policy(policy) if isinstance(policy, str) else policy
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(
-            f"`policy` of {call} must be a `mpx.Policy` or its text; got "
-            f"{describe(policy)}."
-        )
-    if options.keep is not None and not callable(options.keep):
-        raise TypeError(
-            f"`keep` of {call} must be a function `keep(path, leaf) -> bool`; got "
-            f"{describe(options.keep)}."
-        )
-    summed = options.accumulate_dtype
-    if summed is not None:
-        summed = float_dtype(summed, f"`accumulate_dtype` of {call}")
-    is_autocast = settings_of(func) is not None
-    if is_autocast:
-        _refuse_casts(options, call)
-        func = func if options.mixed else _switched_off(func)
-
-    def build(count: int) -> Problem:
-        """The problem for a call with `count` positional arguments."""
-        compute = None
-        if options.mixed and not is_autocast:
-            compute = (
-                half_precision_datatype() if policy is None else policy.compute_dtype
-            )
-        return Problem(
-            func=func,
-            call=call,
-            has_aux=options.has_aux,
-            argnums=_in_call(argnums, count, call),
-            compute=compute if compute is None else np.dtype(compute),
-            keep=options.keep,
-            accumulate_dtype=summed,
-            allow_float16_weights=policy is not None
-            and policy.param_dtype == np.float16,
-        )
-
-    return build
-
-
-def _switched_off(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that autocast made, as it would be without."""
-
-    @functools.wraps(func)
-    def control(*args: Any, **kwargs: Any) -> Any:
-        with ambient_with({"is_enabled": False}):
-            return func(*args, **kwargs)
-
-    return control
-
-
-def _refuse_casts(options: _Options, call: str) -> None:
-    """Raises for options that say how inputs are cast, where none are."""
-    for name in ("policy", "keep"):
-        if getattr(options, name) is not None:
-            raise ValueError(
-                f"`{name}` of {call} says how inputs are cast, but the function was "
-                "made by `mpx.autocast`, which casts inside of the function. Leave "
-                f"`{name}` out; what runs where is said to `mpx.autocast`."
-            )
-
-
-def _positions(argnums: Any, call: str) -> tuple[int, ...]:
-    positions = argnums if isinstance(argnums, tuple) else (argnums,)
-    is_int = all(isinstance(i, int) and not isinstance(i, bool) for i in positions)
-    if not is_int or not positions or len(set(positions)) < len(positions):
-        raise TypeError(
-            f"`argnums` of {call} must be an int or a tuple of different ints; got "
-            f"{argnums!r}."
-        )
-    return positions
-
-
-def _in_call(argnums: tuple[int, ...], count: int, call: str) -> tuple[int, ...]:
-    """The positions in a call with `count` arguments, counted from the front."""
-    if any(not -count <= i < count for i in argnums):
-        raise TypeError(
-            f"{call} differentiates positional arguments {argnums}; the function "
-            f"was called with {count}. Pass the model by position."
-        )
-    return tuple(i % count for i in argnums)
-
-
-def _refuse_retries(retries: Any, call: str) -> None:
-    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-        raise ValueError(
-            f"`retries` of {call} must be a whole number, at least 0; got {retries!r}."
-        )
-
-
-def _check_call(
-    problem: Problem,
-    scaling: AbstractLossScaling | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: _Options,
-) -> None:
-    """Refuses what can be wrong about the arguments of a call."""
-    call = problem.call
-    _inputs.refuse_nnx((args, kwargs), call)
-    _inputs.refuse_frozen_scaling(scaling, call)
-    weights = tuple(args[i] for i in problem.argnums)
-    _inputs.refuse_no_weights(weights, call)
-    if options.mixed and not problem.allow_float16_weights:
-        _inputs.refuse_half_masters(args, problem.argnums, call)
-
-
-def _used_scaling(
-    scaling: AbstractLossScaling | None, mixed: bool
-) -> AbstractLossScaling:
-    if scaling is not None and (mixed or not scaling._is_stateful):
-        return scaling
-    return NoLossScaling()

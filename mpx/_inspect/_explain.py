@@ -1,6 +1,7 @@
 """`mpx.explain`: every operation of a function, and what it costs."""
 
 import collections
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from .._autocast._classes import PrimitiveClass, class_of
 from .._autocast._decisions import Precision
 from .._autocast._fused import FusedOperation, operation_of
+from .._autocast._marks import unwrapped, weights_of
 from .._autocast._notes import (
     IslandNote,
     Note,
@@ -17,7 +19,7 @@ from .._autocast._notes import (
     taking_notes,
 )
 from .._autocast._slots import first_step
-from .._autocast._transform import autocast, unwrapped, weights_of
+from .._autocast._transform import autocast
 from .._errors import describe
 from .._jaxpr import OTHERS, Visit, walk
 from .._typing import DTypeLike
@@ -35,6 +37,7 @@ from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, Report, tota
 from ._residuals import residual_bytes
 from ._source_text import function_path, line_text, phase, scope_path, stack_text
 from ._trace import Traced, trace, trace_gradient
+from ._unscaled import FINDING as UNSCALED, unscaled_gradient
 
 
 def explain(
@@ -151,10 +154,15 @@ def _operations(
     ends: frozenset[int] = frozenset()
     if is_mixed and any(visit.place.unknown_loops for visit in visits):
         ends = deciding_comparisons(traced.jaxpr.jaxpr, _precision_of_product)
-    return visits, tuple(
+    operations = [
         _operation(number, visit, flow, is_mixed, id(visit.equation) in ends)
         for number, visit in enumerate(visits)
-    )
+    ]
+    unscaled = unscaled_gradient(visits)
+    if unscaled is not None:
+        found = dataclasses.replace(operations[unscaled], finding=UNSCALED)
+        operations[unscaled] = found
+    return visits, tuple(operations)
 
 
 def _islands(

@@ -3,7 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from .._autocast import Provision, State, brief, providing
+from .._autocast import (
+    AmbientRecipe,
+    Provision,
+    State,
+    brief,
+    in_contexts,
+    providing,
+)
 from .._errors import describe
 from .._wraps import wraps
 from ._recipe_scaling import RecipeScaling
@@ -48,13 +55,19 @@ def freeze(func: Callable[..., Any], scaling: Any) -> Callable[..., Any]:
             "freezing: call it as it is."
         )
 
-    @wraps(func)
-    def frozen(*args: Any, **kwargs: Any) -> Any:
+    def call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         state = State(scaling._tokens(), scaling._recipes())
         with providing(state, scaling.calls) as provision:
             result = func(*args, **kwargs)
         _refuse_another_recipe(provision, scaling)
         return result
+
+    @wraps(func)
+    def frozen(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(func, args, kwargs)
+        except AmbientRecipe:
+            return call(in_contexts(func), args, kwargs)
 
     return frozen
 

@@ -6,71 +6,117 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._autocast import collecting, is_marked, settings_of
+from .._autocast import (
+    AmbientRecipe,
+    Collection,
+    collecting,
+    in_contexts,
+    is_marked,
+    settings_of,
+)
+from .._dtypes import half_precision_datatype
 from .._errors import describe
 from .._jaxpr import NoFlow, walk
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScaling
+from .._policy import Policy, get_policy
 from ._recipe_scaling import RecipeScaling
 
 _ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def init_scaling(
-    func: Callable[..., Any], *args: Any, **kwargs: Any
+    func: Callable[..., Any],
+    *args: Any,
+    policy: Policy | str | None = None,
+    **kwargs: Any,
 ) -> AbstractLossScaling:
     r"""The state that a training step of a function needs, to begin training with.
 
-    Gradients below $2^{-24}$ are zero in float16, so a function that computes anything
-    in float16 gets `DynamicLossScaling()`. bfloat16 has the range of float32 and gets
-    `NoLossScaling()`, as does float32.
+    Gradients below $2^{-24}$ are zero in float16, so where anything is computed in
+    float16 the scaling is `DynamicLossScaling()`. bfloat16 has the range of float32 and
+    gets `NoLossScaling()`, as does float32. A recipe with a state,
+    `mpx.DelayedScaling`, needs scales for each product: with one in the function, the
+    loss scaling comes inside of a `RecipeScaling`.
 
-    A recipe with a state, `mpx.DelayedScaling`, needs scales for each product: with one
-    in the function, the loss scaling comes inside of a `RecipeScaling`.
+    The precision is the one that the gradient functions will compute in:
 
-    The function is traced, with the arguments as they are; nothing is computed. One
-    that `mpx.autocast` made has said what it computes in, any other shows it. What the
-    gradient
-    functions do in the explicit style, casting its inputs, is not part of the function:
-    for that style choose the scaling yourself.
+    - A function that `mpx.autocast` made has said it. Switched off, `enabled=False`, it
+      is float32.
+    - Any other function is one of the explicit style. The gradient functions cast its
+      inputs to `mpx.half_precision_datatype()`, float16 unless set, or to what `policy`
+      says.
+    - Whatever the function itself computes in float16, or a region of it, or a function
+      inside that `mpx.autocast` made, counts, too.
+
+    The function is traced, with the arguments as they are; nothing is computed.
 
     Args:
         func: The function that will be differentiated.
         *args: Its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+        policy: The policy that the gradient function will be given, if any. (A keyword
+            of this name for `func` itself is bound before: `functools.partial`.)
         **kwargs: Its keyword arguments.
 
     Returns:
         A new loss scaling; a `RecipeScaling` if there is a recipe with a state.
 
     Raises:
-        TypeError: `func` cannot be called.
+        TypeError: `func` cannot be called, or `policy` is none.
+        ValueError: `policy` is given for a function that `mpx.autocast` made.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
-        >>> loss = mpx.autocast(lambda w, x: jnp.mean(x @ w), jnp.float16)
+        >>> loss = lambda w, x: jnp.mean(x @ w)
         >>> w = jax.ShapeDtypeStruct((4, 2), "float32")
         >>> x = jax.ShapeDtypeStruct((3, 4), "float32")
-        >>> type(mpx.init_scaling(loss, w, x)).__name__
+        >>> type(mpx.init_scaling(mpx.autocast(loss, jnp.float16), w, x)).__name__
         'DynamicLossScaling'
-        >>> type(mpx.init_scaling(mpx.autocast(loss.__wrapped__), w, x)).__name__
+        >>> type(mpx.init_scaling(mpx.autocast(loss), w, x)).__name__
         'NoLossScaling'
+        >>> type(mpx.init_scaling(loss, w, x)).__name__  # will be cast to float16
+        'DynamicLossScaling'
     """
     if not callable(func):
         raise TypeError(
             "`mpx.init_scaling(func, *args)` needs the function that will be "
             f"differentiated; got {describe(func)}."
         )
-    with collecting() as found:
-        jaxpr, count = _traced(func, args, kwargs)
     settings = settings_of(func)
+    compute = _compute_dtype(policy, settings is not None)
+    try:
+        found, jaxpr, count = _traced(func, args, kwargs)
+    except AmbientRecipe:
+        found, jaxpr, count = _traced(in_contexts(func), args, kwargs)
     if settings is not None:
-        needs_scaling = settings.dtype == np.float16
-    else:
-        needs_scaling = _computes_in_float16(jaxpr, count)
+        compute = settings.dtype if settings.is_enabled else None
+    elif found.calls or found.is_switched_off:
+        compute = None  # autocast functions in it want their inputs as they are
+    needs_scaling = compute == np.float16 or _computes_in_float16(jaxpr, count)
     loss = DynamicLossScaling() if needs_scaling else NoLossScaling()
     if not found.requests:
         return loss
     _refuse_repetition(jaxpr, count, found.calls)
     return RecipeScaling._new(loss, found.requests, found.calls)
+
+
+def _compute_dtype(policy: Any, is_autocast: bool) -> np.dtype:
+    """What the gradient functions cast inputs to."""
+    call = "`policy` of `mpx.init_scaling`"
+    if policy is None:
+        return np.dtype(half_precision_datatype())
+    policy = get_policy(policy) if isinstance(policy, str) else policy
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"{call} must be the `mpx.Policy` that the gradient function is given, or "
+            f"its text; got {describe(policy)}. A keyword of this name for the "
+            "function itself is bound before: `functools.partial(func, policy=...)`."
+        )
+    if is_autocast:
+        raise ValueError(
+            f"{call} says how inputs are cast, but the function was made by "
+            "`mpx.autocast`, which casts inside of the function. Leave it out."
+        )
+    return np.dtype(policy.compute_dtype)
 
 
 def _refuse_repetition(jaxpr: Any, count: int, calls: int) -> None:
@@ -98,8 +144,10 @@ def _refuse_repetition(jaxpr: Any, count: int, calls: int) -> None:
         )
 
 
-def _traced(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
-    """The program of a function, and how many inputs it has."""
+def _traced(
+    func: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[Collection, Any, int]:
+    """What a function asks for, its program, and how many inputs that has."""
     leaves, treedef = jax.tree.flatten((func, args, kwargs))
     is_array = [isinstance(x, _ARRAYS | jax.ShapeDtypeStruct) for x in leaves]
 
@@ -111,7 +159,8 @@ def _traced(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]
         return [x for x in jax.tree.leaves(out) if isinstance(x, _ARRAYS)]
 
     arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
-    return jax.make_jaxpr(flat)(*arrays), len(arrays)
+    with collecting() as found:
+        return found, jax.make_jaxpr(flat)(*arrays), len(arrays)
 
 
 def _computes_in_float16(jaxpr: Any, count: int) -> bool:

@@ -138,9 +138,9 @@ def test_the_scaling_that_a_function_needs(inputs):
         (jax.jit(mpx.autocast(loss, "float16")), (w, x), mpx.DynamicLossScaling),
         (hidden, (w, x), mpx.DynamicLossScaling),
         (in_scan, (w, x), mpx.DynamicLossScaling),
-        (loss, (w, x), mpx.NoLossScaling),
+        (loss, (w, x), mpx.DynamicLossScaling),  # the explicit style
         (loss, (half, half), mpx.DynamicLossScaling),
-        (loss, inputs, mpx.NoLossScaling),
+        (loss, inputs, mpx.DynamicLossScaling),
     ):
         assert type(mpx.init_scaling(func, *args)) is kind
     with unchecked_annotations(), pytest.raises(TypeError, match="needs the function"):

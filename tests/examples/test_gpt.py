@@ -221,7 +221,8 @@ def test_all_products_run_in_half_precision(options, precision):
     def gradient(loss):
         def arrays(state, texts):
             model = nnx.merge(graphdef, state, copy=True)
-            result = mpx.nnx.grad(loss, mpx.NoLossScaling(), has_aux=True)(model, texts)
+            scaling = mpx.DynamicLossScaling()
+            result = mpx.nnx.grad(loss, scaling, has_aux=True)(model, texts)
             return jax.tree.leaves(result.grads)
 
         return arrays

@@ -9,7 +9,10 @@ from jax.extend import core
 import mpx
 from mpx._grad._attempt import _finite_flags
 
+from ..helpers import unscaled
 
+
+@unscaled
 @pytest.mark.parametrize(
     ("scaling", "waits"),
     [

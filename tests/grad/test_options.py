@@ -10,6 +10,7 @@ import pytest
 
 import mpx
 
+from ..helpers import unscaled
 from .cases import (
     BFLOAT16,
     FLOAT16,
@@ -24,6 +25,8 @@ from .cases import (
     unchecked,
     uniform,
 )
+
+pytestmark = unscaled
 
 
 def test_keep_names_leaves_that_are_not_cast():

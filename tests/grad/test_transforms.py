@@ -7,6 +7,7 @@ import pytest
 
 import mpx
 
+from ..helpers import unscaled
 from .cases import (
     BFLOAT16,
     FLOAT16,
@@ -22,6 +23,8 @@ from .cases import (
     total,
     uniform,
 )
+
+pytestmark = unscaled
 
 
 @pytest.mark.parametrize(("policy", "dtype"), PRECISIONS)

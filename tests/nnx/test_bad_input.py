@@ -9,7 +9,7 @@ from flax import nnx
 import mpx
 import mpx.nnx
 
-from ..helpers import Case, unchecked_annotations
+from ..helpers import Case, unchecked_annotations, unscaled
 from .cases import FLOAT16, Normed, Tied, batch, loss_fn, make
 
 pytestmark = pytest.mark.third_party
@@ -252,6 +252,7 @@ def test_an_optimizer_that_changes_its_form_is_refused():
         update(optimizer=optimizer, model=model)
 
 
+@unscaled
 def test_an_error_in_the_loss_leaves_the_model_as_it_was():
     model, _ = make("normed")
 

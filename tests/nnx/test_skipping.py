@@ -10,6 +10,7 @@ from flax import nnx
 import mpx
 import mpx.nnx
 
+from ..helpers import unscaled
 from .cases import (
     BFLOAT16,
     FLOAT16,
@@ -24,7 +25,7 @@ from .cases import (
     plain_step,
 )
 
-pytestmark = pytest.mark.third_party
+pytestmark = [pytest.mark.third_party, unscaled]
 
 
 def copied(tree):

@@ -13,6 +13,7 @@ from flax import nnx
 import mpx
 import mpx.nnx
 
+from ..helpers import unscaled
 from .cases import (
     BFLOAT16,
     FLOAT16,
@@ -31,7 +32,7 @@ from .cases import (
 )
 
 # Flax and Optax need JAX's own promotion.
-pytestmark = pytest.mark.third_party
+pytestmark = [pytest.mark.third_party, unscaled]
 
 
 def trained(step, name, scaling=None, steps=3):

@@ -1,0 +1,160 @@
+"""What a gradient function is asked for: options read, and wrong ones refused."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .._autocast import settings_of, under_control
+from .._dtypes import float_dtype, half_precision_datatype
+from .._errors import describe
+from .._loss_scaling import AbstractLossScaling, NoLossScaling
+from .._policy import Policy, get_policy
+from .._typing import DTypeLike, LeafPredicate
+from . import _inputs
+from ._accumulate import Accumulation
+from ._engine import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The keyword options that all gradient functions share."""
+
+    has_aux: bool
+    mixed: bool = True
+    policy: Policy | str | None = None
+    keep: LeafPredicate | None = None
+    accumulate: int | Accumulation = 1
+    accumulate_dtype: DTypeLike | None = None
+    retries: int = 0
+
+
+def problem_builder(
+    call: str,
+    func: Callable[..., Any],
+    argnums: tuple[int, ...],
+    options: Options,
+) -> Callable[[int], Problem]:
+    """Reads the options now; the half precision datatype is read at each call."""
+    if not callable(func):
+        raise TypeError(f"{call} needs a function; got {describe(func)}.")
+    policy = options.policy
+    policy = get_policy(policy) if isinstance(policy, str) else policy
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(
+            f"`policy` of {call} must be a `mpx.Policy` or its text; got "
+            f"{describe(policy)}."
+        )
+    if options.keep is not None and not callable(options.keep):
+        raise TypeError(
+            f"`keep` of {call} must be a function `keep(path, leaf) -> bool`; got "
+            f"{describe(options.keep)}."
+        )
+    summed = options.accumulate_dtype
+    if summed is not None:
+        summed = float_dtype(summed, f"`accumulate_dtype` of {call}")
+    if settings_of(func) is not None:
+        _refuse_casts(options, call)
+
+    def build(count: int) -> Problem:
+        """The problem for a call with `count` positional arguments."""
+        settings, compute, half = settings_of(func), None, None
+        if options.mixed and settings is None:
+            half = half_precision_datatype() if policy is None else policy.compute_dtype
+            compute = half = np.dtype(half)
+        elif options.mixed and settings is not None and settings.is_enabled:
+            half = settings.dtype
+        return Problem(
+            func=func if options.mixed else _control(func),
+            call=call,
+            has_aux=options.has_aux,
+            argnums=positions_in_call(argnums, count, call),
+            compute=compute,
+            is_default=policy is None,
+            half=half,
+            keep=options.keep,
+            accumulate_dtype=summed,
+            allow_float16_weights=policy is not None
+            and policy.param_dtype == np.float16,
+        )
+
+    return build
+
+
+def _control(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as it would be without autocast and recipes."""
+
+    @functools.wraps(func)
+    def control(*args: Any, **kwargs: Any) -> Any:
+        with under_control():
+            return func(*args, **kwargs)
+
+    return control
+
+
+def _refuse_casts(options: Options, call: str) -> None:
+    """Raises for options that say how inputs are cast, where none are."""
+    for name in ("policy", "keep"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"`{name}` of {call} says how inputs are cast, but the function was "
+                "made by `mpx.autocast`, which casts inside of the function. Leave "
+                f"`{name}` out; what runs where is said to `mpx.autocast`."
+            )
+
+
+def positions_of(argnums: Any, call: str) -> tuple[int, ...]:
+    positions = argnums if isinstance(argnums, tuple) else (argnums,)
+    is_int = all(isinstance(i, int) and not isinstance(i, bool) for i in positions)
+    if not is_int or not positions or len(set(positions)) < len(positions):
+        raise TypeError(
+            f"`argnums` of {call} must be an int or a tuple of different ints; got "
+            f"{argnums!r}."
+        )
+    return positions
+
+
+def positions_in_call(
+    argnums: tuple[int, ...], count: int, call: str
+) -> tuple[int, ...]:
+    """The positions in a call with `count` arguments, counted from the front."""
+    if any(not -count <= i < count for i in argnums):
+        raise TypeError(
+            f"{call} differentiates positional arguments {argnums}; the function "
+            f"was called with {count}. Pass the model by position."
+        )
+    return tuple(i % count for i in argnums)
+
+
+def refuse_retries(retries: Any, call: str) -> None:
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        raise ValueError(
+            f"`retries` of {call} must be a whole number, at least 0; got {retries!r}."
+        )
+
+
+def check_call(
+    problem: Problem,
+    scaling: AbstractLossScaling | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> None:
+    """Refuses what can be wrong about the arguments of a call."""
+    call = problem.call
+    _inputs.refuse_nnx((args, kwargs), call)
+    _inputs.refuse_frozen_scaling(scaling, call)
+    weights = tuple(args[i] for i in problem.argnums)
+    _inputs.refuse_no_weights(weights, call)
+    if options.mixed and not problem.allow_float16_weights:
+        _inputs.refuse_half_masters(args, problem.argnums, call)
+
+
+def used_scaling(
+    scaling: AbstractLossScaling | None, mixed: bool
+) -> AbstractLossScaling:
+    if scaling is not None and (mixed or not scaling._is_stateful):
+        return scaling
+    return NoLossScaling()

@@ -1,0 +1,266 @@
+"""Replicated weights in `shard_map`: gradients are summed over devices in float32.
+
+The explicit style, with the check of what varies (JAX's default), in which JAX inserts
+the sums by itself.
+"""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import mpx
+from mpx._jaxpr import sub_jaxprs
+
+from .cases import close, mean, total
+
+FLOAT16 = "params=float32,compute=float16,output=float32"
+BFLOAT16 = "params=float32,compute=bfloat16,output=float32"
+ONE, DATA = P(), P("data")
+
+
+def mesh(kind=AxisType.Auto, shape=(8,), names=("data",)):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def sharded(func, in_specs, out_specs, mesh, check_vma=True):
+    return jax.shard_map(
+        func, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+
+
+def sums(func, *args):
+    """The dtype of what each sum over devices adds up, from the program.
+
+    Of those whose result is used: a try that came to nothing leaves dead equations.
+    """
+    (equation,) = jax.make_jaxpr(func)(*args).jaxpr.eqns
+    found, used = [], set(equation.params["jaxpr"].outvars)
+    for inner in reversed(equation.params["jaxpr"].eqns):
+        if used.isdisjoint(inner.outvars):
+            continue
+        used.update(v for v in inner.invars if isinstance(v, core.Var))
+        found += every(inner)
+    return collections.Counter(
+        str(e.invars[0].aval.dtype)
+        for e in found
+        if e.primitive.name.startswith("psum")
+    )
+
+
+def every(equation):
+    """An equation, and those of the programs in it."""
+    inside = [e for p in sub_jaxprs(equation) for e in p.jaxpr.eqns]
+    return [equation, *(e for inner in inside for e in every(inner))]
+
+
+def gradient(loss, policy=FLOAT16, scale=2.0**14, **options):
+    """The gradients and the state of one step on one device."""
+
+    def step(w, *data):
+        scaling = mpx.DynamicLossScaling(scale)
+        result = mpx.filter_grad(loss, scaling, policy=policy, **options)(w, *data)
+        return result.grads, result.scaling.loss_scale, result.finite
+
+    return step
+
+
+def product(w, x):
+    return total(w * x)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("options", [{}, {"accumulate_dtype": "float32"}])
+@pytest.mark.parametrize("policy", [FLOAT16, BFLOAT16])
+def test_eight_good_gradients_of_one_give_eight(policy, options, kind):
+    """At a scale of 2^14 their sum, 2^17, is no number of float16."""
+    devices, step = mesh(kind), gradient(product, policy, **options)
+    run = sharded(step, (ONE, DATA), ONE, devices)
+    w = jax.device_put(jnp.ones(()), NamedSharding(devices, ONE))
+    x = jax.device_put(jnp.ones(8), NamedSharding(devices, DATA))
+    grads, scale, finite = jax.jit(run)(w, x)
+    assert grads == 8 and grads.dtype == np.float32
+    assert finite and scale == 2.0**14
+    assert set(sums(run, w, x)) == {"float32"}
+
+
+@pytest.mark.parametrize("policy", [FLOAT16, BFLOAT16])
+def test_autocast_sums_in_float32(policy):
+    loss = mpx.autocast(product, policy.split("=")[2].partition(",")[0])
+    run = sharded(gradient(loss, None), (ONE, DATA), ONE, mesh())
+    grads, _, finite = jax.jit(run)(jnp.ones(()), jnp.ones(8))
+    assert grads == 8 and finite
+    assert set(sums(run, jnp.ones(()), jnp.ones(8))) == {"float32"}
+
+
+def test_no_digit_is_lost_between_devices():
+    """256 + 1 is 256 in bfloat16; eight devices add 1 to 2^8."""
+    x = jnp.ones(8).at[0].set(256)
+    run = sharded(gradient(product, BFLOAT16, 1.0), (ONE, DATA), ONE, mesh())
+    assert jax.jit(run)(jnp.ones(()), x)[0] == 263
+
+
+LOSSES = {
+    "the loss of a device": lambda w, x: mean(w["a"] * x) + total(w["b"]),
+    "the mean over devices": lambda w, x: jax.lax.pmean(
+        mean(w["a"] * x) + total(w["b"] ** 2), "data"
+    ),
+    "a penalty outside of the mean": lambda w, x: (
+        jax.lax.pmean(mean(w["a"] * x), "data") + total(w["b"] ** 2)
+    ),
+    "a penalty of the same weight": lambda w, x: (
+        jax.lax.pmean(mean(w["a"] * x + w["b"]), "data") + total(w["a"] ** 2)
+    ),
+    "a loop over weights alone": lambda w, x: (
+        jax.lax.pmean(mean(w["a"] * x), "data")
+        + jax.lax.scan(lambda c, b: (c + total(b), None), jnp.float32(0), w["b"])[0]
+    ),
+    "a loop over uses": lambda w, x: jax.lax.pmean(
+        jax.lax.scan(
+            lambda c, _: (c + mean(w["a"] * x) + total(w["b"]), None),
+            jax.lax.pcast(jnp.float32(0), "data", to="varying"),
+            length=3,
+        )[0],
+        "data",
+    ),
+    "recomputed": lambda w, x: jax.lax.pmean(
+        jax.checkpoint(lambda a, x: mean(jnp.sin(a * x)))(w["a"], x) + total(w["b"]),
+        "data",
+    ),
+    "jitted": lambda w, x: jax.lax.pmean(
+        jax.jit(lambda a, x: mean(a * x))(w["a"], x) + total(w["b"]), "data"
+    ),
+}
+
+
+@functools.cache
+def data():
+    w = {"a": jnp.linspace(0.5, 1, 4)[None], "b": jnp.linspace(1, 2, 4)[None]}
+    return w, jnp.linspace(0.5, 2, 64).reshape(16, 4)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_float32(name):
+    """The sum of the losses where they differ, and the loss where all share it."""
+    loss, (w, x) = LOSSES[name], data()
+    step = gradient(loss, scale=2.0**6)
+    run = sharded(step, (ONE, DATA), ONE, mesh())
+    control = sharded(jax.grad(loss), (ONE, DATA), ONE, mesh())
+    grads, _, finite = jax.jit(run)(w, x)
+    close(grads, jax.jit(control)(w, x), 2e-3)
+    assert finite and "float16" not in sums(run, w, x)
+    # And not more of them than JAX has for a loss and a gradient of float32.
+    shared = sharded(
+        lambda w, x: jax.lax.pmax(loss(w, x), "data"), (ONE, DATA), ONE, mesh()
+    )
+    theirs = sums(control, w, x) + sums(shared, w, x)
+    assert sums(run, w, x)["float32"] <= theirs["float32"]
+
+
+def test_results_of_weights_alone_stay_shared():
+    """Aux that out_specs says is the same on all devices."""
+
+    def loss(w, x):
+        return jax.lax.pmean(mean(w["a"] * x), "data"), (total(w["b"]), x * 2)
+
+    def step(w, x):
+        scaling = mpx.DynamicLossScaling(2.0**14)
+        call = mpx.filter_value_and_grad(loss, scaling, has_aux=True, policy=FLOAT16)
+        (value, (shared, own)), *_, grads = call(w, x)
+        return value, shared, own, grads
+
+    w, x = data()
+    run = sharded(step, (ONE, DATA), (ONE, ONE, DATA, ONE), mesh())
+    value, shared, own, grads = jax.jit(run)(w, x)
+    assert shared == pytest.approx(6, rel=1e-3) and own.shape == x.shape
+    exact = jax.grad(lambda w: jnp.mean(w["a"] * x))(w)
+    close(grads, exact, 2e-3)
+    assert set(sums(run, w, x)) == {"float32"}
+
+
+def test_two_mesh_axes_of_which_data_vary_on_one():
+    """Gradients are summed over the axis of the data, and not over the other."""
+    both = mesh(shape=(4, 2), names=("data", "model"))
+    run = sharded(gradient(product), (ONE, DATA), ONE, both)
+    assert jax.jit(run)(jnp.ones(()), jnp.ones(8))[0] == 8
+
+
+def test_two_mesh_axes_on_both_of_which_data_vary():
+    both = mesh(shape=(4, 2), names=("data", "model"))
+    run = sharded(gradient(product), (ONE, P(("data", "model"))), ONE, both)
+    assert jax.jit(run)(jnp.ones(()), jnp.ones(8))[0] == 8
+
+
+def test_weights_in_pieces_on_one_axis_and_replicated_on_the_other():
+    """Fully sharded on one axis: gathered as the program says, in half precision."""
+    both = mesh(shape=(4, 2), names=("data", "fsdp"))
+
+    def loss(w, x):
+        whole = jax.lax.all_gather(w, "fsdp", tiled=True)
+        return total(whole[None] * x)
+
+    step = gradient(loss, scale=2.0**13)
+    batch = P(("data", "fsdp"))
+    run = sharded(step, (P("fsdp"), batch), (P("fsdp"), ONE, ONE), both)
+    w, x = jnp.ones(4), jnp.ones((8, 4))
+    grads, _, finite = jax.jit(run)(w, x)
+    # 2^13 * 8 would be infinite; two are summed by the gather, and four here.
+    assert np.array_equal(grads, np.full(4, 8.0)) and finite
+    assert set(sums(run, w, x)) == {"float32"}
+
+
+def test_without_the_check_gradients_are_those_of_each_device():
+    step = gradient(product)
+    run = sharded(
+        lambda w, x: jax.lax.psum(step(w, x)[0], "data"),
+        (ONE, DATA),
+        ONE,
+        mesh(),
+        check_vma=False,
+    )
+    assert jax.jit(run)(jnp.ones(()), jnp.ones(8)) == 8
+    assert sums(run, jnp.ones(()), jnp.ones(8)) == {"float32": 1}
+
+
+def test_micro_batches():
+    run = sharded(gradient(product, accumulate=4), (ONE, DATA), ONE, mesh())
+    grads, _, finite = jax.jit(run)(jnp.ones(()), jnp.ones(64))
+    assert grads == 16 and finite  # 64 of them, in four means
+    assert set(sums(run, jnp.ones(()), jnp.ones(64))) == {"float32"}
+
+
+def test_one_bad_device_is_seen_by_all():
+    run = sharded(gradient(product), (ONE, DATA), ONE, mesh())
+    grads, scale, finite = jax.jit(run)(jnp.ones(()), jnp.ones(8).at[3].set(7e4))
+    assert not finite and not np.isfinite(grads)
+
+
+def test_kept_weights_are_summed_as_they_are():
+    def loss(w, x):
+        return total(w["a"] * x) + total(w["b"] * x.astype(jnp.float32))
+
+    step = gradient(loss, keep=lambda path, leaf: path.endswith("['b']"))
+    run = sharded(step, (ONE, DATA), ONE, mesh())
+    grads, *_ = jax.jit(run)({"a": jnp.ones(()), "b": jnp.ones(())}, jnp.ones(8))
+    assert grads["a"] == grads["b"] == 8
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_weights_of_half_precision(dtype):
+    """Whose float32 copies are in the optimizer."""
+    policy = mpx.get_policy(f"params={jnp.dtype(dtype)},compute={jnp.dtype(dtype)}")
+    run = sharded(gradient(product, policy), (ONE, DATA), ONE, mesh())
+    grads, _, finite = jax.jit(run)(jnp.ones((), dtype), jnp.ones(8))
+    assert grads == 8 and finite and grads.dtype == np.float32
+
+
+def test_a_weight_that_is_not_used_has_a_gradient_of_zero():
+    run = sharded(gradient(lambda w, x: product(w["a"], x)), (ONE, DATA), ONE, mesh())
+    w = {"a": jnp.ones(()), "b": jnp.ones(3)}
+    grads, *_ = jax.jit(run)(w, jnp.ones(8))
+    assert grads["a"] == 8 and np.array_equal(grads["b"], np.zeros(3))
