@@ -30,6 +30,7 @@ from ._region import is_tracing, note_float16, region, trace
 from ._settings import Place, Programs, Run, Settings
 from ._slots import Collection, Given, Slots, next_source
 from ._values import FLOAT16, Colour, Value, declared, is_castable
+from ._weights import Weights
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -39,8 +40,6 @@ _REWRITES = {
 # Stands for an array among the results of a traced function.
 _ARRAY = object()
 _ARRAYS = jax.Array | np.ndarray | np.generic
-
-Weights = tuple[int | str, ...]
 
 
 def call_autocast(

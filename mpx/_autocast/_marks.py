@@ -7,9 +7,9 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 
-from ._call import Weights
 from ._region import ambient_settings, is_under_control
 from ._settings import Settings
+from ._weights import Weights
 
 # The attribute by which a function is known to be one that autocast made.
 MARK = "__mpx_autocast__"

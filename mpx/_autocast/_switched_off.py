@@ -14,10 +14,11 @@ import jax
 
 from .._nnx_graph import has_nnx_objects
 from .._stored_weights import dequantize_weights
-from ._call import Weights, call_autocast
+from ._call import call_autocast
 from ._region import is_tracing, is_under_control, region
 from ._settings import Programs, Settings
 from ._slots import note_switched_off
+from ._weights import Weights
 
 _is_off = jax.make_user_context(default_value=False)
 

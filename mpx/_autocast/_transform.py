@@ -21,7 +21,7 @@ from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
 from .._typing import DTypeLike
 from .._wraps import wraps
-from ._call import Weights, call_autocast
+from ._call import call_autocast
 from ._marks import MARK, Mark, resolved
 from ._options import read_recipe, read_switch, refuse_recipe
 from ._region import NOT_OF_REGIONS, ambient_with, is_tracing, region
@@ -32,6 +32,7 @@ from ._switched_off import (
     is_switched_off,
     region_of_switched_off,
 )
+from ._weights import Weights, read_weights, weights_in_call
 
 _CALL = "`mpx.autocast`"
 _STREAMS = ("full", "half")
@@ -110,7 +111,8 @@ def autocast(
         target: The device that is compiled for, if it is not the one at hand:
             "sm_90", "sm_100", "tpu7x", "cpu". It decides which units a recipe runs on.
         weights: The position of the argument that holds the parameters, or its name,
-            or several. The arrays of `func` itself are always parameters; if it has
+            or several, whether they are passed by position or by name. The arrays of
+            `func` itself are always parameters; if it has
             any, no argument holds more, and else the first one does. Rules ask for
             them, recipes quantize them, and a vector that is one is a bias.
         strict: True makes an error of what is otherwise only reported: a primitive that
@@ -173,7 +175,7 @@ def autocast(
         told["recipe"] = read_recipe(recipe, _CALL)
     if target is not None:
         told["target"] = target_from(target)
-    places = weights if isinstance(weights, tuple | None) else (weights,)
+    places = read_weights(weights, _CALL)
     if func is None:
         return _Deferred(told, places, ambient)
     if not callable(func):
@@ -250,6 +252,12 @@ class _Deferred(contextlib.ContextDecorator):
         return autocast(func, weights=self._weights, **options)
 
     def __enter__(self) -> None:
+        if self._weights is not None:
+            raise TypeError(
+                f"`weights` of {_CALL} says which argument of a function holds its "
+                "parameters, and cannot be said in a region or around calls. Say it to "
+                "the transform: `mpx.autocast(func, weights=...)`."
+            )
         context = ambient_with(self._told) if self._ambient else self._region()
         context.__enter__()
         self._entered.append(context)
@@ -286,11 +294,12 @@ def _wrapped(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         settings = resolved(told)
         _refuse_cast_inputs()
+        places = weights_in_call(func, weights, args, kwargs, _CALL)
         if settings.residuals is None:
             settings = dataclasses.replace(settings, residuals=_residuals(settings))
         if not settings.is_enabled:
-            return call_switched_off(settings, weights, programs, func, args, kwargs)
-        return call_autocast(settings, weights, programs, func, args, kwargs)
+            return call_switched_off(settings, places, programs, func, args, kwargs)
+        return call_autocast(settings, places, programs, func, args, kwargs)
 
     if isinstance(func, eqx.Module):
         wrapper.__name__ = type(func).__name__

@@ -20,6 +20,7 @@ from .._autocast._notes import (
 )
 from .._autocast._slots import first_step
 from .._autocast._transform import autocast
+from .._autocast._weights import read_weights, weights_in_call
 from .._errors import describe
 from .._jaxpr import OTHERS, Visit, walk
 from .._typing import DTypeLike
@@ -38,6 +39,8 @@ from ._residuals import residual_bytes
 from ._source_text import function_path, line_text, phase, scope_path, stack_text
 from ._trace import Traced, trace, trace_gradient
 from ._unscaled import FINDING as UNSCALED, unscaled_gradient
+
+_CALL = "`mpx.explain`"
 
 
 def explain(
@@ -66,8 +69,8 @@ def explain(
         func: The function.
         dtype: With a dtype, or options, `mpx.autocast(func, dtype, **options)` is
             explained; without, `func` as it is.
-        weights: The position of the argument that holds the weights, or its name where
-            it is given by name, or several of them.
+        weights: The position of the argument that holds the weights, or its name, or
+            several of them.
         **options: As in `mpx.autocast`.
 
     Returns:
@@ -95,13 +98,14 @@ def explain(
             f"{describe(func)}. Give the arguments to what it returns: "
             "`mpx.explain(func)(*args)`."
         )
-    positions = weights_of(func) if weights is None else weights
-    positions = positions if isinstance(positions, tuple) else (positions,)
+    said = read_weights(weights, _CALL)
+    said = weights_of(func) if said is None else said
     if dtype is not None or options:
-        func = autocast(func, dtype, weights=positions, **options)
+        func = autocast(func, dtype, weights=said, **options)
     inside, wrap = unwrapped(func)
 
     def report(*args: Any, **kwargs: Any) -> Report:
+        positions = weights_in_call(inside, said, args, kwargs, _CALL)
         with taking_notes() as unused_rules, first_step():
             traced = trace(inside, args, kwargs, wrap, positions)
             visits, operations = _operations(traced)
