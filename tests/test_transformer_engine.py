@@ -285,6 +285,19 @@ def test_contexts_may_stand_around_the_step_or_inside_of_the_loss():
     assert list(names) == list(outside.scales_by_weight())
 
 
+def test_explain_sees_contexts_in_a_function_that_nobody_transformed():
+    layers, data = linears(2), batch()
+
+    def inside(layers, x, y):
+        with ambient(HYBRID):
+            return difference(layers[1](layers[0](x)), y)
+
+    products = [o for o in mpx.explain(inside)(layers, *data).operations if o.is_low]
+    assert [o.parameters for o in products] == [("[0].weight",), ("[1].weight",)]
+    gradient = mpx.explain(jax.grad(inside))(layers, *data)
+    assert sum(o.is_low for o in gradient.operations) > len(products)
+
+
 ALL = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))
 
 

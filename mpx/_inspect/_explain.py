@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from .._autocast._classes import PrimitiveClass, class_of
 from .._autocast._decisions import Precision
 from .._autocast._fused import FusedOperation, operation_of
+from .._autocast._layers import AmbientRecipe, in_contexts
 from .._autocast._marks import unwrapped, weights_of
 from .._autocast._notes import (
     IslandNote,
@@ -107,7 +108,11 @@ def explain(
     def report(*args: Any, **kwargs: Any) -> Report:
         positions = weights_in_call(inside, said, args, kwargs, _CALL)
         with taking_notes() as unused_rules, first_step():
-            traced = trace(inside, args, kwargs, wrap, positions)
+            try:
+                traced = trace(inside, args, kwargs, wrap, positions)
+            except AmbientRecipe:  # in which layers do not know whose they are
+                around = lambda func: wrap(in_contexts(func))  # noqa: E731
+                traced = trace(inside, args, kwargs, around, positions)
             visits, operations = _operations(traced)
             return Report(
                 name=_name(inside),
