@@ -42,10 +42,6 @@ def test_it_is_a_transform_and_a_decorator(inputs):
         assert func.__wrapped__ is product
 
 
-def test_switched_off_it_is_the_function_itself():
-    assert mpx.autocast(product, enabled=False) is product
-
-
 def test_a_layer_with_a_dtype_is_a_function():
     class Layer(eqx.Module):
         dtype: Any = eqx.field(static=True, default=jnp.float32)
