@@ -77,7 +77,8 @@ def grad(
         >>> from flax import nnx
         >>> model = nnx.Param(jnp.array([3.0]))
         >>> square = lambda w: jnp.sum(w[...] ** 2)
-        >>> mpx.nnx.grad(square, mpx.DynamicLossScaling())(model).grads[...]
+        >>> scaling = mpx.DynamicLossScaling(2.0**10)
+        >>> mpx.nnx.grad(square, scaling)(model).grads[...]
         Array([6.], dtype=float32)
     """
     options = Options(

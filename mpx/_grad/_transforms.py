@@ -164,7 +164,8 @@ def grad(
     Examples:
         >>> import jax.numpy as jnp, mpx
         >>> multiply = lambda a, b: a * b
-        >>> product = mpx.grad(multiply, mpx.DynamicLossScaling(), argnums=(0, 1))
+        >>> scaling = mpx.DynamicLossScaling(2.0**10)
+        >>> product = mpx.grad(multiply, scaling, argnums=(0, 1))
         >>> [float(g) for g in product(2.0, 3.0).grads]
         [3.0, 2.0]
     """
