@@ -37,6 +37,7 @@ from ._slots import (
     collecting as collecting,
     providing as providing,
 )
+from ._step import at_step as at_step
 from ._transform import (
     ambient_residuals as ambient_residuals,
     autocast as autocast,

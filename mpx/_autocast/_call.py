@@ -29,6 +29,7 @@ from ._plan import Wish, wish_for
 from ._region import is_tracing, note_float16, region, trace
 from ._settings import Place, Programs, Run, Settings
 from ._slots import Collection, Given, Slots, next_source
+from ._step import is_random, with_step
 from ._values import FLOAT16, Colour, Value, declared, is_castable
 from ._weights import Weights
 
@@ -74,7 +75,7 @@ def call_autocast(
     value = functools.partial(_input, weights, source)
     recipe = settings.recipe
 
-    def attempt(spares_final: bool) -> tuple[Any, Run]:
+    def attempt(spares_final: bool, step: Callable[[], Any]) -> tuple[Any, Run]:
         runs: list[Run] = []
 
         def run_of(jaxpr: Any) -> Run:
@@ -87,15 +88,17 @@ def call_autocast(
                 )
             run = Run(settings, _REWRITES, programs, recipes, spares_final)
             run.needs_parameters |= is_taking_notes()
+            if is_random(recipes):
+                run.step = step()
             runs.append(run)
             return run
 
         return _call(run_of, func, args, kwargs, value, trace), runs[0]
 
-    results, run = attempt(spares_final)
+    results, run = with_step(functools.partial(attempt, spares_final))
     if recipe is not None and recipe not in run.used:
         # The only product of a weight, perhaps, is the final projection.
-        results, run = attempt(spares_final=False)
+        results, run = with_step(functools.partial(attempt, False))
         if recipe not in run.used:
             raise ValueError(_nothing_to_quantize(recipe, weights))
     if settings.is_strict:

@@ -31,6 +31,7 @@ from .._jax_compat import (
 from .._jaxpr import constants_as_inputs, sub_jaxprs
 from ._ends import ends_of_program
 from ._interpreter import Rewrite, evaluate
+from ._linear import PRODUCTS
 from ._luggage import Luggage
 from ._notes import CARRY, noted_cast
 from ._plan import Wish, carry_wishes, plan, program_of
@@ -139,9 +140,10 @@ def rewritten_for(
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: Any) -> list[Any]:
-        slots = luggage.unpacked(arrays[len(facts) :])
+        slots, step = luggage.unpacked(arrays[len(facts) :])
         inside = enter(arrays[: len(facts)], facts, slots)
-        results = evaluate_closed(run, place, jaxpr, inside, wishes)
+        with run.at_step(step):
+            results = evaluate_closed(run, place, jaxpr, inside, wishes)
         if dtypes is not None:
             results = [as_dtype(v, d) for v, d in zip(results, dtypes, strict=True)]
         found[:] = [tuple(v.facts for v in results)]
@@ -152,6 +154,21 @@ def rewritten_for(
     made = known[key] = Program(closed, found[0], frozenset(run.used))
     run.used |= before
     return made
+
+
+def _step_for(run: Run, place: Place, *programs: Any) -> Any:
+    """The number of the step for programs that may quantize; None for others."""
+    if run.step is None or place.has_own_rule:
+        return None
+    return run.step if any(map(_holds_products, programs)) else None
+
+
+def _holds_products(program: Any) -> bool:
+    return any(
+        equation.primitive.name in PRODUCTS
+        or any(_holds_products(inner.jaxpr) for inner in sub_jaxprs(equation))
+        for equation in open_jaxpr(program).eqns
+    )
 
 
 def as_dtype(value: Value, dtype: Any) -> Value:
@@ -196,7 +213,8 @@ def rewrite_jit(
 ) -> list[Value]:
     """A jit, with its name, shardings, layouts and donation."""
     operands = widened(run, place, equation, operands, wishes)
-    jaxpr, luggage = equation.params["jaxpr"], Luggage(operands)
+    jaxpr = equation.params["jaxpr"]
+    luggage = Luggage(operands, step=_step_for(run, place, jaxpr))
     if any(luggage.form):
         return _rewrite_inline(run, place, equation, operands, wishes)
     made = rewritten(run, place, jaxpr, operands, wishes, luggage)
@@ -231,10 +249,11 @@ def rewrite_composite(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
-    luggage = Luggage(operands)
+    jaxpr = program_of(equation)
+    luggage = Luggage(operands, step=_step_for(run, place, jaxpr))
     if any(luggage.form):
         return rewrite_call(run, place, equation, operands, wishes)
-    made = rewritten(run, place, program_of(equation), operands, wishes, luggage)
+    made = rewritten(run, place, jaxpr, operands, wishes, luggage)
     parameter = composite_parameter(equation.params)
     arrays = [v.array for v in operands]
     return rebound(equation, {parameter: made.closed}, made.facts, arrays)
@@ -252,9 +271,10 @@ def rewrite_remat(
     run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
 ) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
-    luggage = Luggage(operands)
+    jaxpr = equation.params["jaxpr"]
+    luggage = Luggage(operands, step=_step_for(run, place, jaxpr))
     place = dataclasses.replace(place, is_recomputed=True)
-    made = rewritten(run, place, equation.params["jaxpr"], operands, wishes, luggage)
+    made = rewritten(run, place, jaxpr, operands, wishes, luggage)
     jaxpr, constants = constants_as_inputs(made.closed)
     arrays = [*constants, *(v.array for v in operands), *luggage.arrays]
     return rebound(equation, {"jaxpr": open_jaxpr(jaxpr)}, made.facts, arrays)
@@ -266,15 +286,16 @@ def rewrite_shard_map(
     """A program that runs once per device."""
     params = equation.params
     facts = tuple(v.facts for v in operands)
-    luggage = Luggage(operands)
+    luggage = Luggage(operands, step=_step_for(run, place, params["jaxpr"]))
     if not params["check_vma"]:
         place = dataclasses.replace(place, sums_over_devices=True)
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: Any) -> tuple[Any, ...]:
-        slots = luggage.unpacked(arrays[len(facts) :])
+        slots, step = luggage.unpacked(arrays[len(facts) :])
         inside = enter(arrays[: len(facts)], facts, slots)
-        results = evaluate_closed(run, place, params["jaxpr"], inside, wishes)
+        with run.at_step(step):
+            results = evaluate_closed(run, place, params["jaxpr"], inside, wishes)
         found[:] = [tuple(v.facts for v in results)]
         return tuple(v.array for v in results)
 
@@ -328,9 +349,9 @@ def rewrite_scan(
 
     def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
         xs, for_fixed, for_stacked = xs
-        slots = shared.unpacked(for_fixed)
+        slots, _ = shared.unpacked(for_fixed)
         consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
-        rows = enter(xs, facts, cut.unpacked(for_stacked))
+        rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
         inside = [*consts, *_carried(carry), *rows]
         results = evaluate_closed(run, place, closed, inside, wanted)
         out = [
@@ -372,7 +393,7 @@ def rewrite_while(
 
     def inside(fixed: list[Value], carry: Any) -> list[Value]:
         luggage = Luggage(fixed)
-        slots = luggage.unpacked(luggage.arrays)
+        slots, _ = luggage.unpacked(luggage.arrays)
         values = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
         return [*values, *_carried(carry)]
 
@@ -413,7 +434,7 @@ def rewrite_cond(
     """Branches, whose results agree on their dtypes."""
     branches = equation.params["branches"]
     index, *rest = operands
-    luggage = Luggage(rest)
+    luggage = Luggage(rest, step=_step_for(run, place, *branches))
     made = [rewritten(run, place, b, rest, wishes, luggage) for b in branches]
     dtypes = tuple(
         _agreed(variable.aval, [branch.closed.out_avals[i].dtype for branch in made])

@@ -239,7 +239,7 @@ def _emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
         choice = choice._replace(detail=path_text(product))
         weight = weight_of(case.operands).facts.parameter or ""
     with noted(case.name, choice, weight):
-        return emit_linear(case, choice, product)
+        return emit_linear(case, choice, product, run.step)
 
 
 def find_rule(run: Run, place: Place, case: Case) -> Rule | None:

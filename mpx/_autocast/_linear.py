@@ -28,6 +28,7 @@ from .._quantize import (
     linear_product,
     linear_ragged_product,
     path_of,
+    rounds_stochastically,
     target_from,
 )
 from ._choice import Case, Choice
@@ -36,6 +37,8 @@ from ._settings import Ends
 from ._values import Value, computed
 
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
+# The operations that a recipe may quantize.
+PRODUCTS = ("dot_general", _CONVOLUTION, _RAGGED)
 
 
 def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
@@ -83,7 +86,7 @@ def _refuse_gradient(case: Case) -> None:
 
 def _impossible(case: Case) -> str | None:
     """Why a product cannot be quantized."""
-    if case.name not in ("dot_general", _CONVOLUTION, _RAGGED):
+    if case.name not in PRODUCTS:
         return "only matrix products and convolutions are"
     if case.place.has_own_rule:
         return "a function with a derivative rule of its own"
@@ -202,8 +205,17 @@ def product_of(case: Case, choice: Choice) -> AbstractProduct:
     )
 
 
-def emit_linear(case: Case, choice: Choice, product: AbstractProduct) -> list[Value]:
-    """Binds a quantized product; the weight goes in as it is, not rounded before."""
+def emit_linear(
+    case: Case, choice: Choice, product: AbstractProduct, step: Any
+) -> list[Value]:
+    """Binds a quantized product; the weight goes in as it is, not rounded before.
+
+    Args:
+        case: The product.
+        choice: What was chosen for it.
+        product: The quantized product.
+        step: The number of the training step; None if nobody knows it.
+    """
     assert choice.dtype is not None
     weight = weight_of(case.operands)
     left, right = (
@@ -212,23 +224,28 @@ def emit_linear(case: Case, choice: Choice, product: AbstractProduct) -> list[Va
     scales = None
     if isinstance(product.recipe, DelayedScaling):
         scales = _scales(case, weight, product.recipe)
+    besides = scales, step if rounds_stochastically(product.recipe) else None
     with _explaining_forward_mode():
-        result = _bound(product, left, right, case, scales)
+        result = _bound(product, left, right, case, besides)
     if choice.result is not None and choice.result != result.dtype:
         result = jax.lax.convert_element_type(result, choice.result)
     return [computed(result, is_product=True)]
 
 
 def _bound(
-    product: AbstractProduct, left: Any, right: Any, case: Case, scales: Any
+    product: AbstractProduct,
+    left: Any,
+    right: Any,
+    case: Case,
+    besides: tuple[Any, Any],
 ) -> Any:
     if isinstance(product, ConvolutionProduct):
-        return linear_convolution(product, left, right, scales)
+        return linear_convolution(product, left, right, *besides)
     if isinstance(product, RaggedProduct):
         sizes = case.operands[2].array
-        return linear_ragged_product(product, left, right, sizes, scales)
+        return linear_ragged_product(product, left, right, sizes, *besides)
     assert isinstance(product, LinearProduct)
-    return linear_product(product, left, right, scales)
+    return linear_product(product, left, right, *besides)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """What an autocast transform was told, and what it keeps while it rewrites a call."""
 
+import contextlib
 import dataclasses
 import enum
 import weakref
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,8 @@ class Run:
         has_recipe: Whether anything may be quantized.
         spares_final: Whether the final projection is left alone.
         is_stateful: Whether a recipe with a state may be among those.
+        step: The number of the training step, an array, in the program that is being
+            emitted; None if nobody knows it or rounds by it.
     """
 
     def __init__(
@@ -124,7 +127,17 @@ class Run:
         self.islands: dict[Any, Any] = {}
         self.programs = new_programs() if programs is None else programs
         self.used: set[Any] = set()
+        self.step: Any = None
         self._recipes = recipes
+
+    @contextlib.contextmanager
+    def at_step(self, step: Any) -> Iterator[None]:
+        """In a program within, the step's number is another array."""
+        outside, self.step = self.step, step
+        try:
+            yield
+        finally:
+            self.step = outside
 
     def for_later(self) -> "Callable[[], Run]":
         """How a derivative rule, which outlives a run, gets at it.

@@ -1,6 +1,8 @@
 """One batch: cast, run, scale, differentiate."""
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,11 +15,13 @@ from jaxtyping import Array, PyTree
 from .._autocast import (
     NO_MASTER,
     AmbientRecipe,
+    at_step,
     call_with_masters,
     in_contexts,
     note_float16,
     noted_scaling,
     noting_float16,
+    settings_of,
 )
 from .._cast import cast_leaf, casting_inputs
 from .._dtypes import full_precision_of
@@ -140,6 +144,18 @@ def scaled_value_and_grad(
     problem: Problem, scaling: AbstractLossScaling, args: Any, kwargs: Any
 ) -> Differentiated:
     """Differentiates the scaled loss."""
+    settings = settings_of(problem.func)
+    differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
+    return at_step(scaling.record.steps, settings, differentiate)
+
+
+def _differentiated(
+    problem: Problem,
+    scaling: AbstractLossScaling,
+    args: Any,
+    kwargs: Any,
+    in_step: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Differentiated:
     func, given = problem.func, args
     if problem.casts_before is not None:
         args, kwargs, func = cast_inputs(
@@ -155,7 +171,7 @@ def scaled_value_and_grad(
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
         casting = casting_inputs(problem.call, problem.compute, problem.is_default)
-        with casting, provided(tokens):
+        with casting, provided(tokens), in_step():
             if problem.accumulate_dtype is None:
                 result = func(*full, **kwargs)
             else:
@@ -177,7 +193,7 @@ def scaled_value_and_grad(
             found = _as_before(differentiate, (spread_out, tokens), results)
             if found is None:
                 at_each_use = dataclasses.replace(problem, accumulate_dtype=_FLOAT32)
-                return scaled_value_and_grad(at_each_use, scaling, given, kwargs)
+                return _differentiated(at_each_use, scaling, given, kwargs, in_step)
             (scaled, (loss, aux)), (grads, amaxes) = found
             grads = summed(grads, weights, axes)
             return Differentiated(scaled, loss, aux, grads, amaxes)

@@ -1,5 +1,6 @@
 """`AbstractProduct`: what is known of every quantized product before numbers are."""
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -7,13 +8,14 @@ import numpy as np
 from jaxtyping import Array
 
 from ._amax import Join, joined_over
+from ._operands import Copies
 from ._recipes import AbstractRecipe, Role
 from ._slots import amax_and_scale
 from ._target import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AbstractProduct:
+class AbstractProduct(abc.ABC):
     """A product of data and a weight.
 
     Attributes:
@@ -35,6 +37,14 @@ class AbstractProduct:
     manual_axes: tuple[str, ...] = ()
     sums_over_devices: bool = False
     out_sharding: Any = None
+
+    @abc.abstractmethod
+    def _copies(self, role: Role) -> Copies:
+        """How an array becomes the operands of its two products."""
+
+    def _copies_at(self, step: Array | None, role: Role) -> Copies:
+        """The same in a training step, by whose number noise is drawn."""
+        return dataclasses.replace(self._copies(role), step=step)
 
     def _join(self) -> Join:
         return joined_over(self.manual_axes, self.sums_over_devices)

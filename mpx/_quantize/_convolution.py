@@ -103,6 +103,7 @@ def linear_convolution(
     data: Array,
     weight: Array,
     scales: Array | None = None,
+    step: Array | None = None,
 ) -> Array:
     """The convolution of a layer; see `dequantized_product`.
 
@@ -111,9 +112,10 @@ def linear_convolution(
         data: The left operand of `jax.lax.conv_general_dilated`.
         weight: The right operand.
         scales: The scales of delayed scaling.
+        step: The number of the training step, for stochastic rounding.
     """
     call = "`linear_convolution(product, data, weight, scales)`"
-    return dequantized_product(call, product, data, weight, scales)
+    return dequantized_product(call, product, data, weight, scales, step)
 
 
 def _zeros(like: Any, g: Array) -> Array:

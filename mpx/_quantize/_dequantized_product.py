@@ -22,7 +22,6 @@ from jaxtyping import Array
 from .._jax_compat import as_varying, varying_axes
 from .._typing import Shape
 from ._abstract_product import AbstractProduct
-from ._operands import Copies
 from ._products import Operand, numbers_and_scale, stored, times_scales
 from ._recipes import Role
 from ._second_derivative import differentiated_once
@@ -41,10 +40,6 @@ class AbstractDequantizedProduct(AbstractProduct):
     """
 
     plural: ClassVar[str]
-
-    @abc.abstractmethod
-    def _copies(self, role: Role) -> Copies:
-        """How an array becomes the operands of its two products."""
 
     @abc.abstractmethod
     def _forward(self, extra: tuple[Array, ...]) -> Multiply:
@@ -69,6 +64,7 @@ def dequantized_product(
     data: Array,
     weight: Array,
     scales: Array | None = None,
+    step: Array | None = None,
     extra: tuple[Array, ...] = (),
 ) -> Array:
     """A product of data and a weight, quantized in both directions.
@@ -80,6 +76,7 @@ def dequantized_product(
         weight: The weight, best in float32 if that is what it is kept in.
         scales: As in `linear_product`, and so is what comes in the place of their
             gradient.
+        step: As in `linear_product`.
         extra: More operands, which have no derivative.
 
     Returns:
@@ -96,14 +93,18 @@ def dequantized_product(
         return product._forward(extra)(data, weight, None)
 
     def quantized(
-        scales: Array | None, data: Array, weight: Array, *extra: Array
+        besides: tuple[Array | None, Array | None],
+        data: Array,
+        weight: Array,
+        *extra: Array,
     ) -> Array:
         everywhere = varying_axes(data) | varying_axes(weight)
         data, weight = as_varying(data, everywhere), as_varying(weight, everywhere)
-        return _product(product, data, weight, extra, scales)
+        return _product(product, data, weight, extra, *besides)
 
     operands = (data, weight, *extra)
-    return in_automatic_axes(quantized, plain, product.out_sharding, scales, *operands)
+    besides = scales, step
+    return in_automatic_axes(quantized, plain, product.out_sharding, besides, *operands)
 
 
 class _Kept(eqx.Module):
@@ -113,6 +114,7 @@ class _Kept(eqx.Module):
     weight: Operand
     extra: tuple[Array, ...]
     scales: Array | None
+    step: Array | None
     amaxes: tuple[Array | None, Array | None]
     like_data: jax.ShapeDtypeStruct = eqx.field(static=True)
     like_weight: jax.ShapeDtypeStruct = eqx.field(static=True)
@@ -124,6 +126,7 @@ def _forward(
     weight: Array,
     extra: tuple[Array, ...],
     scales: Array | None,
+    step: Array | None,
     *,
     is_differentiated: bool,
 ) -> tuple[Array, _Kept | None]:
@@ -132,7 +135,8 @@ def _forward(
     data = product._read(data, extra)
     data_amax, data_scale = product._scaled(Role.INPUT, data, scales)
     weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
-    of_data, of_weight = product._copies(Role.INPUT), product._copies(Role.WEIGHT)
+    of_data = product._copies_at(step, Role.INPUT)
+    of_weight = product._copies_at(step, Role.WEIGHT)
     x, w = of_data.first(data, data_scale), of_weight.first(weight, weight_scale)
     forward = product._forward(extra)
     y = _multiplied(product, forward, (x, data.shape), (w, weight.shape), product.dtype)
@@ -148,6 +152,7 @@ def _forward(
         kept_weight,
         extra,
         scales,
+        step,
         (data_amax, weight_amax),
         like_data,
         like_weight,
@@ -161,8 +166,11 @@ def _primal(
     weight: Array,
     extra: tuple[Array, ...],
     scales: Array | None,
+    step: Array | None,
 ) -> Array:
-    return _forward(product, data, weight, extra, scales, is_differentiated=False)[0]
+    return _forward(
+        product, data, weight, extra, scales, step, is_differentiated=False
+    )[0]
 
 
 _product = jax.custom_vjp(_primal, nondiff_argnums=(0,))
@@ -174,17 +182,18 @@ def _forward_rule(
     weight: Array,
     extra: tuple[Array, ...],
     scales: Array | None,
+    step: Array | None,
 ) -> tuple[Array, _Kept | None]:
     data, weight, scales = differentiated_once((data, weight, scales))
-    return _forward(product, data, weight, extra, scales, is_differentiated=True)
+    return _forward(product, data, weight, extra, scales, step, is_differentiated=True)
 
 
 def _backward_rule(
     product: AbstractDequantizedProduct, kept: _Kept, g: Array
-) -> tuple[Array, Array, None, Array | None]:
+) -> tuple[Array, Array, None, Array | None, None]:
     g = product._read(differentiated_once(g), kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
-    of_gradient = product._copies(Role.GRADIENT)
+    of_gradient = product._copies_at(kept.step, Role.GRADIENT)
     for_data = of_gradient.first(g, scale)
     for_weight = of_gradient.second(g, for_data, scale)
     for_data, for_weight = stored(for_data, for_weight)
@@ -204,7 +213,7 @@ def _backward_rule(
         np.dtype("float32"),
     )
     amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
-    return dx.astype(data.dtype), dw.astype(weight.dtype), None, amaxes
+    return dx.astype(data.dtype), dw.astype(weight.dtype), None, amaxes, None
 
 
 _product.defvjp(_forward_rule, _backward_rule)

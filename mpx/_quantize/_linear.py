@@ -74,7 +74,11 @@ class LinearProduct(AbstractProduct):
 
 
 def linear_product(
-    product: LinearProduct, left: Array, right: Array, scales: Array | None = None
+    product: LinearProduct,
+    left: Array,
+    right: Array,
+    scales: Array | None = None,
+    step: Array | None = None,
 ) -> Array:
     """The product of a linear layer.
 
@@ -87,6 +91,7 @@ def linear_product(
         scales: float32[3], the scales of input, weight and gradient, for
             `DelayedScaling` and for no other recipe. Where one is 0, it is computed
             from the array at hand if the recipe has a `warm_start`, and else 1.
+        step: The number of the training step, an integer, for stochastic rounding.
 
     Returns:
         The product in `product.dtype`. Its gradients come in the dtypes of the
@@ -105,19 +110,24 @@ def linear_product(
         return jax.lax.dot_general(left, right, product.dimension_numbers)
 
     f = functools.partial(_linear_product, product)
-    return in_automatic_axes(f, plain, product.out_sharding, scales, left, right)
+    return in_automatic_axes(
+        f, plain, product.out_sharding, (scales, step), left, right
+    )
 
 
 def _linear_product(
-    product: LinearProduct, scales: Array | None, left: Array, right: Array
+    product: LinearProduct,
+    besides: tuple[Array | None, Array | None],
+    left: Array,
+    right: Array,
 ) -> Array:
     everywhere = varying_axes(left) | varying_axes(right)
     left, right = as_varying(left, everywhere), as_varying(right, everywhere)
     if not has_blocks(product.recipe):
-        return _product(product, left, right, scales)
+        return _product(product, left, right, *besides)
     left, right, matrices, shape = as_matrices(product.dimension_numbers, left, right)
     product = dataclasses.replace(product, dimension_numbers=matrices)
-    return _product(product, left, right, scales).reshape(shape)
+    return _product(product, left, right, *besides).reshape(shape)
 
 
 class _Kept(eqx.Module):
@@ -127,6 +137,7 @@ class _Kept(eqx.Module):
         data: The copy that dw contracts.
         weight: The copy that dx contracts.
         scales: The scales of delayed scaling.
+        step: The number of the training step.
         amaxes: The amaxes of input and weight, with scales.
         left: Shape and dtype of the left operand.
         right: The same of the right one.
@@ -135,6 +146,7 @@ class _Kept(eqx.Module):
     data: Operand
     weight: Operand
     scales: Array | None
+    step: Array | None
     amaxes: tuple[Array | None, Array | None]
     left: jax.ShapeDtypeStruct = eqx.field(static=True)
     right: jax.ShapeDtypeStruct = eqx.field(static=True)
@@ -150,13 +162,15 @@ def _forward(
     left: Array,
     right: Array,
     scales: Array | None,
+    step: Array | None,
     *,
     is_differentiated: bool,
 ) -> tuple[Array, _Kept | None]:
     data, weight = product._ordered(left, right)
     data_amax, data_scale = product._scaled(Role.INPUT, data, scales)
     weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
-    of_data, of_weight = product._copies(Role.INPUT), product._copies(Role.WEIGHT)
+    of_data = product._copies_at(step, Role.INPUT)
+    of_weight = product._copies_at(step, Role.WEIGHT)
     x, w = of_data.first(data, data_scale), of_weight.first(weight, weight_scale)
     numbers = contractions(product.dimension_numbers, left.ndim, right.ndim)
     y = multiply(
@@ -179,6 +193,7 @@ def _forward(
         kept_data,
         kept_weight,
         scales,
+        step,
         (data_amax, weight_amax),
         jax.ShapeDtypeStruct(left.shape, left.dtype),
         jax.ShapeDtypeStruct(right.shape, right.dtype),
@@ -191,27 +206,35 @@ def _cut(x: Array, shape: Shape) -> Array:
 
 
 def _primal(
-    product: LinearProduct, left: Array, right: Array, scales: Array | None
+    product: LinearProduct,
+    left: Array,
+    right: Array,
+    scales: Array | None,
+    step: Array | None,
 ) -> Array:
-    return _forward(product, left, right, scales, is_differentiated=False)[0]
+    return _forward(product, left, right, scales, step, is_differentiated=False)[0]
 
 
 _product = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 
 
 def _forward_rule(
-    product: LinearProduct, left: Array, right: Array, scales: Array | None
+    product: LinearProduct,
+    left: Array,
+    right: Array,
+    scales: Array | None,
+    step: Array | None,
 ) -> tuple[Array, _Kept | None]:
     left, right, scales = differentiated_once((left, right, scales))
-    return _forward(product, left, right, scales, is_differentiated=True)
+    return _forward(product, left, right, scales, step, is_differentiated=True)
 
 
 def _backward_rule(
     product: LinearProduct, kept: _Kept, g: Array
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array, Array | None, None]:
     g = differentiated_once(g)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
-    of_gradient = product._copies(Role.GRADIENT)
+    of_gradient = product._copies_at(kept.step, Role.GRADIENT)
     for_data = of_gradient.first(g, scale)
     for_weight = of_gradient.second(g, for_data, scale)
     numbers = kept.contractions(product)
@@ -230,7 +253,7 @@ def _backward_rule(
     left_gradient = _cut(left_gradient, kept.left.shape).astype(kept.left.dtype)
     right_gradient = _cut(right_gradient, kept.right.shape).astype(kept.right.dtype)
     amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
-    return left_gradient, right_gradient, amaxes
+    return left_gradient, right_gradient, amaxes, None
 
 
 _product.defvjp(_forward_rule, _backward_rule)

@@ -1,8 +1,10 @@
-"""The key of stochastic rounding, from the numbers that are rounded.
+"""The key of stochastic rounding, from the numbers that are rounded and the step.
 
 A backward pass has no key at hand, and one in the state of training would have to be
-split at every product. So the key is a hash of the gradient: the same gradient is
-rounded the same way, in a rematerialized pass too, and another one another way. The
+split at every product. So the key is a hash of the gradient, with the number of the
+training step folded in: within a step the same gradient is rounded the same way, in a
+rematerialized pass too, and another one another way; in the next step both are rounded
+anew, so that what rounding adds to a gradient that stays as it is averages out. The
 hash is a sum of integers, which no order of summation changes: a sharded array has the
 hash of the whole.
 """
@@ -15,13 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
+from .._jax_compat import as_varying, varying_axes
 
-def key_from(x: Float32[Array, "..."], salt: int) -> Array:
-    """A PRNG key that the numbers and their places determine.
+
+def key_from(x: Float32[Array, "..."], salt: int, step: Array | None = None) -> Array:
+    """A PRNG key that the numbers, their places and the step determine.
 
     Args:
         x: The numbers.
         salt: A constant, so that two copies of the same numbers get two keys.
+        step: The number of the step, an integer; None if nobody knows it.
 
     Returns:
         A Threefry key.
@@ -40,7 +45,10 @@ def key_from(x: Float32[Array, "..."], salt: int) -> Array:
     # Threefry draws the same numbers for an array on one device and on many.
     seed = zlib.crc32(repr((salt, x.shape)).encode())
     key = jax.random.key(seed, impl="threefry2x32")
-    return jax.random.fold_in(key, total)
+    key = jax.random.fold_in(key, total)
+    if step is None:
+        return key
+    return jax.random.fold_in(key, as_varying(step, varying_axes(total)))
 
 
 def _as_number(dimension: Any) -> Array:

@@ -32,6 +32,8 @@ class Copies:
         join: How amaxes are joined over devices.
         axes: The axis that the first product contracts and that the second one does,
             negative. Without meaning for quantizers with one scale.
+        step: The number of the training step, by which noise is drawn; None if nobody
+            knows it.
     """
 
     recipe: AbstractRecipe
@@ -39,6 +41,7 @@ class Copies:
     half: np.dtype
     join: Join
     axes: tuple[int, int]
+    step: Array | None = None
 
     def first(self, x: Array, scale: Array | None = None) -> Operand:
         """The copy for y, or for dx of a gradient."""
@@ -84,13 +87,24 @@ class Copies:
             # As a multiple, so that it is known to be one whatever the length.
             blocks = (x.shape[one] + quantizer.block - 1) // quantizer.block
             x = padded(x, one, blocks * quantizer.block)
-        key = key_from(x, salt) if quantizer.stochastic_rounding else None
+        key = None
+        if quantizer.stochastic_rounding:
+            key = key_from(x, salt, self.step)
         return quantizer._quantize(x, self.half, axes, key, scale, self.join)
 
 
 def has_blocks(recipe: AbstractRecipe) -> bool:
     """Whether a quantizer of the recipe has blocks."""
+    return any(one.block_dimensions for one in _quantizers_of(recipe))
+
+
+def rounds_stochastically(recipe: AbstractRecipe) -> bool:
+    """Whether a quantizer of the recipe does."""
+    return any(one.stochastic_rounding for one in _quantizers_of(recipe))
+
+
+def _quantizers_of(recipe: AbstractRecipe) -> list[AbstractQuantizer]:
     uses = [(role, False) for role in Role]
     uses += [(Role.INPUT, True), (Role.GRADIENT, True)]
     quantizers = (recipe.quantizer(role, for_wgrad=use) for role, use in uses)
-    return any(one is not None and one.block_dimensions for one in quantizers)
+    return [one for one in quantizers if one is not None]

@@ -18,6 +18,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -65,8 +66,9 @@ def linear_ragged_product(
     product: RaggedProduct,
     data: Array,
     weight: Array,
-    group_sizes: Array,
+    group_sizes: Array | np.ndarray,
     scales: Array | None = None,
+    step: Array | None = None,
 ) -> Array:
     """The ragged product of a layer of experts; see `dequantized_product`.
 
@@ -77,6 +79,7 @@ def linear_ragged_product(
         group_sizes: How many rows each group has: [*batch, groups], or [groups] for
             all of the batch.
         scales: The scales of delayed scaling.
+        step: The number of the training step, for stochastic rounding.
 
     Returns:
         Of shape [*batch, rows, columns]; zero in rows after the last group.
@@ -89,8 +92,8 @@ def linear_ragged_product(
     rest = (axis for axis in range(weight.ndim) if axis not in groups)
     weight = weight.transpose(*groups, *rest)
     # In fewer bits the sums of sizes would wrap around.
-    sizes = group_sizes.astype("int32")
-    return dequantized_product(call, product, data, weight, scales, (sizes,))
+    sizes = jnp.asarray(group_sizes, jnp.int32)
+    return dequantized_product(call, product, data, weight, scales, step, (sizes,))
 
 
 def has_ragged_form(

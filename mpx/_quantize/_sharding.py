@@ -16,21 +16,21 @@ def in_automatic_axes(
     f: Callable[..., Array],
     plain: Callable[..., Array],
     out_sharding: Any,
-    scales: Array | None,
+    besides: Any,
     *operands: Array,
 ) -> Array:
-    """Calls `f(scales, *operands)` without types of shardings inside.
+    """Calls `f(besides, *operands)` without types of shardings inside.
 
     Args:
         f: The quantized product.
         plain: The same product of half precision, from `*operands`.
         out_sharding: The sharding of the result; None: what `plain` has.
-        scales: The scales of delayed scaling, or None.
+        besides: What it gets beside the operands: any tree of arrays.
         *operands: The operands.
     """
     if not jax.sharding.get_abstract_mesh().explicit_axes:
-        return f(scales, *operands)
+        return f(besides, *operands)
     if out_sharding is None:
         out_sharding = jax.eval_shape(plain, *operands).sharding
     auto_axes: Any = jax.sharding.auto_axes
-    return auto_axes(f, out_sharding=out_sharding)(scales, *operands)
+    return auto_axes(f, out_sharding=out_sharding)(besides, *operands)

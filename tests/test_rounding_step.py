@@ -1,0 +1,259 @@
+"""Stochastic rounding in training: another noise in each step, the same in one."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import mpx
+
+RECIPE = mpx.NVFP4BlockScaling()
+NEAREST = mpx.NVFP4BlockScaling(disable_stochastic_rounding=True)
+WIDTH, BATCH = 32, 16
+EVERY = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
+
+
+@functools.cache
+def inputs() -> tuple[Any, Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys[:3]]
+    return weights, jax.random.normal(keys[3], (BATCH, WIDTH))
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+def loss(ws, x, layer: Any = layer):
+    for w in ws:
+        x = layer(x, w)
+    return jnp.mean(x**2)
+
+
+def scanned(ws, x):
+    x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, jnp.stack(ws))
+    return jnp.mean(x**2)
+
+
+def one_weight_scanned(ws, x):
+    x, _ = jax.lax.scan(lambda x, _: (layer(x, ws[0]), None), x, length=2)
+    return jnp.mean(layer(x, ws[1]) ** 2) + jnp.mean(ws[2])
+
+
+def branches(ws, x):
+    for w in ws:
+        x = jax.lax.cond(x[0, 0] > 9, jnp.sin, functools.partial(layer, w=w), x)
+    return jnp.mean(x**2)
+
+
+def on_devices(check_vma: bool, ws, x):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(ws, x):
+        return jax.lax.pmean(loss(ws, x), "data")
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )(ws, x)
+
+
+def experts(ws, x):
+    sizes = jnp.array([6, 10], jnp.int32)
+    x = jnp.tanh(jax.lax.ragged_dot(x, jnp.stack(ws[:2]), sizes))
+    return jnp.mean((x @ ws[2]) ** 2)
+
+
+def in_a_region(ws, x):
+    with mpx.autocast(recipe=RECIPE):
+        return loss(ws, x)
+
+
+def _of_inputs(role: mpx.Role, for_wgrad: bool) -> mpx.AbstractQuantizer:
+    return mpx.MXFP8Quantizer(stochastic_rounding=role is mpx.Role.INPUT)
+
+
+class Program(NamedTuple):
+    """A loss, and how it is differentiated."""
+
+    func: Callable[..., Any]
+    options: dict[str, Any] = {}
+
+
+def quantized(func, **options) -> Program:
+    return Program(mpx.autocast(func, recipe=RECIPE), options)
+
+
+PROGRAMS = {
+    "plain": quantized(loss),
+    "accumulated": quantized(loss, accumulate=2),
+    "tried again": quantized(loss, retries=2),
+    "in pieces": quantized(functools.partial(loss, layer=jax.jit(layer))),
+    "recomputed": quantized(functools.partial(loss, layer=jax.checkpoint(layer))),
+    "scanned": quantized(scanned),
+    "one weight scanned": quantized(one_weight_scanned),
+    "branches": quantized(branches),
+    "on devices": quantized(functools.partial(on_devices, True)),
+    "on devices, unchecked": quantized(functools.partial(on_devices, False)),
+    "experts": quantized(experts),
+    "jitted": Program(jax.jit(mpx.autocast(loss, recipe=RECIPE))),
+    "a rule": Program(
+        mpx.autocast(loss, rules=mpx.Rules(mpx.Rule(RECIPE, primitive="dot_general")))
+    ),
+    "a region": Program(mpx.autocast(in_a_region)),
+    "hidden": Program(
+        lambda ws, x: mpx.autocast(loss, recipe=RECIPE)(ws, x), {"policy": "full"}
+    ),
+    "mapped": Program(
+        mpx.autocast(
+            lambda ws, x: jax.vmap(loss, (None, 0))(ws, x[None]).sum(), recipe=RECIPE
+        )
+    ),
+    "inputs": Program(mpx.autocast(loss, recipe=mpx.CustomRecipe(_of_inputs))),
+}
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+@functools.cache
+def step_of(name: str):
+    func, options = PROGRAMS[name]
+    return jax.jit(lambda s, *args: mpx.filter_grad(func, s, **options)(*args))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_steps_round_a_gradient_differently_and_each_one_always_the_same(name):
+    """And nothing is compiled again for it."""
+    func, options = PROGRAMS[name]
+    traces = []
+    # A scale that stays what it is.
+    scaling = mpx.DynamicLossScaling(8.0)
+
+    @jax.jit
+    def step(scaling, ws, x):
+        traces.append(1)
+        return mpx.filter_value_and_grad(func, scaling, **options)(ws, x)
+
+    ws, x = inputs()
+    scaling = step(scaling, ws, x).scaling  # from where steps leave it
+    traces.clear()
+    first = step(scaling, ws, x)
+    second = step(first.scaling, ws, x)
+    assert bool(first.finite) and bool(second.finite)
+    assert equal(first.grads, step(scaling, ws, x).grads)
+    assert not equal(first.grads, second.grads)
+    pairs = zip(*map(jax.tree.leaves, (first.grads, second.grads)), strict=True)
+    for one, other in pairs:
+        distance = jnp.linalg.norm(one - other) / (jnp.linalg.norm(one) + 1e-30)
+        assert float(distance) < 0.5
+    if name != "inputs":
+        assert first.value == second.value
+    assert len(traces) <= 1
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_over_a_mesh(axes: AxisType):
+    ws, x = inputs()
+    step, scaling = step_of("plain"), mpx.NoLossScaling()
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(axes,))):
+        x = jax.device_put(x, P("data"))
+        first = step(scaling, ws, x)
+        assert equal(first.grads, step(scaling, ws, x).grads)
+        assert not equal(first.grads, step(first.scaling, ws, x).grads)
+
+
+def test_the_mean_over_steps_goes_to_the_gradient():
+    """Without bias its error falls as one over the root of the number of steps."""
+    (w, *_), x = inputs()
+    g = jax.random.normal(jax.random.key(9), (BATCH, WIDTH))
+
+    def constant_slope(w, x):
+        return jnp.sum((x @ w) * g)
+
+    def mean_of(recipe, count: int):
+        func = mpx.autocast(constant_slope, recipe=recipe)
+
+        def step(scaling, _):
+            result = mpx.grad(func, scaling, argnums=1)(w, x)
+            return result.scaling, result.grads
+
+        return jax.lax.scan(step, mpx.NoLossScaling(), length=count)[1].mean(0)
+
+    exact = mean_of(mpx.NVFP4BlockScaling(backward_override="dequantized"), 1)
+
+    def error(recipe, count: int) -> float:
+        found = mean_of(recipe, count)
+        return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
+
+    once, mean = error(RECIPE, 1), error(RECIPE, 400)
+    assert mean < 0.1 * once
+    assert mean < 0.3 * error(NEAREST, 400)
+
+
+def test_a_step_that_is_skipped_counts_too():
+    """Else a step that rounding made infinite would be rounded so again."""
+    ws, x = inputs()
+    step, scaling = step_of("plain"), mpx.NoLossScaling()
+    good, bad = step(scaling, ws, x), step(scaling, ws, x.at[0, 0].set(jnp.inf))
+    assert bool(good.finite) and not bool(bad.finite)
+    after = [step(result.scaling, ws, x).grads for result in (good, bad)]
+    assert equal(*after) and not equal(after[0], good.grads)
+
+
+@pytest.mark.parametrize("recipe", [None, NEAREST, mpx.MXFP8BlockScaling(), RECIPE])
+def test_only_programs_that_need_it_are_given_the_number(recipe):
+    func = mpx.autocast(loss, recipe=recipe)
+    program = jax.make_jaxpr(lambda s: mpx.filter_grad(func, s)(*inputs()).grads)
+    used, _ = program(mpx.NoLossScaling()).jaxpr, None
+    (number, *_) = used.invars
+    assert number.aval.shape == () and number.aval.dtype == jnp.int32
+    is_given = any(number in e.invars for e in used.eqns if e.primitive.name != "jit")
+    assert is_given == (recipe is RECIPE)
+
+
+def _nested(ws, x):
+    """One autocast function within another one: both round stochastically."""
+    inner = mpx.autocast(lambda ws, x: layer(x, ws), recipe=RECIPE)
+    return jnp.mean((inner(ws[0], x) @ ws[1]) ** 2) + jnp.mean(ws[2])
+
+
+@pytest.mark.parametrize("outer", [RECIPE, NEAREST])
+def test_one_autocast_function_in_another(outer):
+    func = mpx.autocast(_nested, recipe=outer, rules=EVERY)
+    step = jax.jit(lambda s: mpx.filter_grad(func, s)(*inputs()))
+    first = step(mpx.NoLossScaling())
+    second = step(first.scaling)
+    assert equal(first.grads, step(mpx.NoLossScaling()).grads)
+    assert not np.array_equal(first.grads[0], second.grads[0])
+    is_other = not np.array_equal(first.grads[1], second.grads[1])
+    assert is_other == (outer is RECIPE)
+
+
+def test_steps_that_are_not_jitted_trace_jitted_functions_once():
+    """As they do without stochastic rounding, or each step would be compiled anew."""
+    traces = []
+
+    @jax.jit
+    def activation(x):
+        traces.append(1)
+        return jnp.tanh(x)
+
+    func = mpx.autocast(
+        lambda ws, x: jnp.mean((activation(x @ ws[0]) @ ws[1]) ** 2), recipe=RECIPE
+    )
+    scaling, counts = mpx.NoLossScaling(), []
+    for _ in range(3):
+        scaling = mpx.filter_grad(func, scaling)(*inputs()).scaling
+        counts.append(len(traces))
+    assert counts == [1, 1, 1]
+
+
+def test_outside_of_a_training_step_the_numbers_alone_decide():
+    gradient = jax.jit(jax.grad(PROGRAMS["plain"].func))
+    assert equal(gradient(*inputs()), gradient(*inputs()))
