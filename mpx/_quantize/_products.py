@@ -170,10 +170,7 @@ def _dequantized(
     dtype: np.dtype,
 ) -> Array:
     # A product sees the transform of an operand only if it has that of the other one.
-    are_quantized = isinstance(left, QuantizedArray) and isinstance(
-        right, QuantizedArray
-    )
-    rotated = are_quantized and left.rotated and left._is_rotated_like(right)
+    rotated = _are_rotated_alike(left, right)
     left, left_scale = numbers_and_scale(left, rotated=rotated)
     right, right_scale = numbers_and_scale(right, rotated=rotated)
     for here, there in zip(*contraction.dimension_numbers[0], strict=True):
@@ -224,3 +221,10 @@ def numbers_and_scale(
     if isinstance(operand, QuantizedArray):
         return operand._factors(rotated=rotated)
     return operand, None
+
+
+def _are_rotated_alike(left: Operand, right: Operand) -> bool:
+    """Whether both operands are of the same Hadamard transform."""
+    if not isinstance(left, QuantizedArray) or not isinstance(right, QuantizedArray):
+        return False
+    return left.rotated and left._is_rotated_like(right)
