@@ -27,7 +27,7 @@ def inputs(getkey):
         (lambda: mpx.autocast(jnp.float16), TypeError, "keywords only.*dtype=jnp.floa"),
         (lambda: mpx.autocast("bfloat16"), TypeError, "got the dtype bfloat16"),
         (lambda: mpx.autocast(3), TypeError, "needs a function; got int 3"),
-        (lambda: mpx.autocast(product, jnp.float32), ValueError, "got float32"),
+        (lambda: mpx.autocast(product, jnp.int8), TypeError, "got int8"),
         (lambda: mpx.autocast(product, "float8_e4m3fn"), ValueError, "float8_e4m3fn"),
         (lambda: mpx.autocast(product, "half precision"), ValueError, "none called"),
         (

@@ -43,9 +43,7 @@ def loss(w, x):
 def test_the_batch_may_be_of_any_size(name):
     func = mpx.autocast(loss, **OPTIONS[name])
     w, x = weights(), jax.random.normal(jax.random.key(1), (5, TOKENS, WIDTH))
-    scaling = mpx.NoLossScaling()
-    if "recipe" in OPTIONS[name]:
-        scaling = mpx.init_scaling(func, w, x)
+    scaling = mpx.init_scaling(func, w, x)
 
     @jax.jit
     def gradient(scaling, w, x):
