@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -204,8 +205,10 @@ def _call(
     leaves = [leaf for _, leaf in paths]
     is_array = [isinstance(x, _ARRAYS) for x in leaves]
     found: list[Any] = []
+    traced: list[weakref.ref[Any]] = []
 
     def flat(*arrays: Any) -> list[Any]:
+        traced[:] = map(weakref.ref, arrays)
         remaining = iter(arrays)
         full = [
             next(remaining) if a else x for x, a in zip(leaves, is_array, strict=True)
@@ -220,6 +223,7 @@ def _call(
     named = named_like(flat, func, [path for path, _ in inputs])
     closed = trace(named)(*(leaf for _, leaf in inputs))
     run = run_of(closed.jaxpr)
+    run.traced = tuple(traced)
     values = [value(run, path, leaf) for path, leaf in inputs]
     with _done_for_others():
         arrays = iter(_results(run, closed, values))

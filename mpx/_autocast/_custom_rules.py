@@ -133,6 +133,7 @@ def rewrite_custom_jvp(
         closed = trace(derivative)(
             _declared_avals(primals, equation.invars), _declared_avals(dots, variables)
         )
+        _refuse_leaks(later(), equation, closed)
         inside = [*enter(primals, facts), *map(computed, dots)]
         wanted = form.wishes(wishes)
         # A tangent has the dtype of its primal.
@@ -185,6 +186,7 @@ def rewrite_custom_vjp(
         ]
         _refuse_active_constants(equation, active)
         closed, tree = _traced_forward(equation, arrays, active)
+        _refuse_leaks(later(), equation, closed)
         count = len(equation.outvars)
         residual_avals = closed.out_avals[count:]
         wanted = form.wishes(wishes) + (Wish.ANY,) * len(residual_avals)
@@ -203,6 +205,7 @@ def rewrite_custom_vjp(
     def backward(saved: "_Saved", cotangents: Any) -> Any:
         given = [c for c in cotangents if not isinstance(c, SymbolicZero)]
         closed = _traced_backward(equation, saved, cotangents)
+        _refuse_leaks(later(), equation, closed)
         inside = [*enter(saved.arrays, saved.facts), *map(computed, given)]
         wanted = tuple(wish_for(dtype) for _, dtype in saved.active)
         results = evaluate_closed(later(), place, closed, inside, wanted)
@@ -309,13 +312,27 @@ def _explaining_leaks(equation: Any) -> Iterator[None]:
     except jax.errors.UnexpectedTracerError as error:
         if str(error).startswith(_LEAK):  # of a function inside
             raise
-        raise jax.errors.UnexpectedTracerError(
-            f"{_LEAK}{_named(equation)} closes over an array of the function around "
-            "it. `mpx.autocast` runs the rule when the function around it has been "
-            "traced, as `jax.checkpoint` and `jax.grad` of a jitted function do, and "
-            "then the array is no more. Make it an argument of the function with the "
-            "rule."
-        ) from error
+        raise _leak(equation) from error
+
+
+def _refuse_leaks(run: Run, equation: Any, closed: Any) -> None:
+    """Raises where the program of a rule holds what the function was traced with.
+
+    Under `jax.jit` JAX takes it for an array of the function around, and says much
+    later, or not at all where a program is compiled ahead of time, that it is none.
+    """
+    traced = [found for found in (ref() for ref in run.traced) if found is not None]
+    if any(constant is array for constant in closed.consts for array in traced):
+        raise _leak(equation)
+
+
+def _leak(equation: Any) -> jax.errors.UnexpectedTracerError:
+    return jax.errors.UnexpectedTracerError(
+        f"{_LEAK}{_named(equation)} closes over an array of the function around it. "
+        "`mpx.autocast` runs the rule when the function around it has been traced, as "
+        "`jax.checkpoint` and `jax.grad` of a jitted function do, and then the array "
+        "is no more. Make it an argument of the function with the rule."
+    )
 
 
 def _named(equation: Any) -> str:

@@ -103,6 +103,7 @@ class Run:
         has_recipe: Whether anything may be quantized.
         spares_final: Whether the final projection is left alone.
         is_stateful: Whether a recipe with a state may be among those.
+        traced: What the function was traced with, which is no more; weak references.
         step: The number of the training step, an array, in the program that is being
             emitted; None if nobody knows it or rounds by it.
     """
@@ -127,6 +128,7 @@ class Run:
         self.islands: dict[Any, Any] = {}
         self.programs = new_programs() if programs is None else programs
         self.used: set[Any] = set()
+        self.traced: tuple[weakref.ref[Any], ...] = ()
         self.step: Any = None
         self._recipes = recipes
 
@@ -152,13 +154,13 @@ class Run:
         itself, programs = weakref.ref(self), weakref.ref(self.programs)
         settings, rewrites = self.settings, self.rewrites
         recipes, spares_final = self._recipes, self.spares_final
-        needs_parameters = self.needs_parameters
+        needs_parameters, traced = self.needs_parameters, self.traced
 
         def run() -> Run:
             found = itself()
             if found is None:
                 found = Run(settings, rewrites, programs(), recipes, spares_final)
-                found.needs_parameters = needs_parameters
+                found.needs_parameters, found.traced = needs_parameters, traced
             return found
 
         return run

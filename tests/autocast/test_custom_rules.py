@@ -350,8 +350,10 @@ def test_a_rule_that_closes_over_an_argument_is_named(getkey):
     for func in (loss, loss_of_backward):
         with pytest.raises(jax.errors.UnexpectedTracerError):
             jax.grad(jax.checkpoint(func))(w, x)
-        with pytest.raises(jax.errors.UnexpectedTracerError, match=message):
-            jax.grad(mpx.autocast(func))(w, x)
+        grad = jax.grad(mpx.autocast(func))
+        for differentiate in (grad, jax.jit(grad), jax.jit(grad).lower):
+            with pytest.raises(jax.errors.UnexpectedTracerError, match=message):
+                differentiate(w, x)
 
 
 def test_no_derivative_by_what_a_rule_closes_over(getkey):
