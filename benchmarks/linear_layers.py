@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import mpx
 
-from .our_arms import RECIPES
+from .our_arms import RECIPES, unscaled_on_purpose
 from .steps import ArrayStep, arrays_only
 
 NAIVE = "naive bfloat16"
@@ -103,7 +103,8 @@ def build(
         scaling = eqx.tree_at(lambda s: s.loss, found, scaling)
 
     def step(weights: Any, scaling: Any, batch: Any) -> tuple:
-        result = mpx.filter_value_and_grad(loss, scaling)(weights, *batch)
+        with unscaled_on_purpose():
+            result = mpx.filter_value_and_grad(loss, scaling)(weights, *batch)
         return weights, result.scaling, (result.value, result.grads)
 
     return arrays_only(step, (weights, scaling), data, None)

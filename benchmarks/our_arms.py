@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import optax
@@ -31,6 +34,14 @@ def _nothing(loss: Loss, model: Any, batch: Any) -> mpx.NoLossScaling:
     return mpx.NoLossScaling(skip=False)
 
 
+@contextlib.contextmanager
+def unscaled_on_purpose() -> Iterator[None]:
+    """Nobody is told that float16 without loss scaling loses gradients."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* computes in float16 with `mpx.NoLoss")
+        yield
+
+
 # What scales by default, in each precision.
 _FIRST = {"float16": _dynamic, "bfloat16": _skipping}
 
@@ -43,7 +54,8 @@ def _mpx_arm(name: str, dtype: str, first_scaling: Any = None) -> Arm:
             value_and_grad = mpx.filter_value_and_grad(
                 loss, scaling, policy=policy, keep=is_norm
             )
-            result = value_and_grad(model, batch)
+            with unscaled_on_purpose():
+                result = value_and_grad(model, batch)
             model, opt_state, scaling = mpx.optimizer_step(
                 model, optimizer, opt_state, result
             )
