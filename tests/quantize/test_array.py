@@ -93,7 +93,8 @@ def test_bytes_are_those_of_the_formats():
         q = jax.eval_shape(lambda x, by=quantizer: mpx.quantize(x, by), x)
         assert q.nbytes == count * expected / 8
     nvfp4 = jax.jit(lambda x: mpx.quantize(x, mpx.NVFP4Quantizer()))(x)
-    assert nvfp4.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(nvfp4))
+    guard = 1  # one boolean
+    assert nvfp4.nbytes + guard == sum(x.nbytes for x in jax.tree.leaves(nvfp4))
     assert (nvfp4.payload.dtype, nvfp4.payload.shape) == (jnp.uint8, (256, 256))
     assert nvfp4.nbytes <= 0.30 * x.nbytes
 
