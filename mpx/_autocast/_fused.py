@@ -108,5 +108,6 @@ def fused_operation_of(equation: Any) -> FusedOperation | None:
     """The operation that an equation is."""
     scopes = scope_names(equation)
     mark = scopes[-1] if scopes else ""
-    is_operation = isinstance(mark, _Mark) and not mark.is_call
-    return mark.operation if is_operation else None
+    if isinstance(mark, _Mark) and not mark.is_call:
+        return mark.operation
+    return None

@@ -62,7 +62,8 @@ def attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
     why_not = no_kernel_on(x)
     options = dataclasses.replace(options, without_kernel=why_not or "")
     one = functools.partial(_attend, options)
-    return jax.sharding.auto_axes(one, out_sharding=shardings)(x)
+    spread: Callable[..., Any] = jax.sharding.auto_axes(one, out_sharding=shardings)
+    return spread(x)
 
 
 def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:

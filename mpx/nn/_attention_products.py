@@ -58,7 +58,7 @@ def _attend(
     return out, rows
 
 
-def _without_derivative(x: Array | None) -> Array | None:
+def _without_derivative(x: Any) -> Any:
     return None if x is None else jax.lax.stop_gradient(x)
 
 
