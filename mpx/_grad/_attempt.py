@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._cast import cast_leaf
 from .._dtypes import full_precision_of
-from .._jax_compat import manual_axes, stack
+from .._jax_compat import manual_axes, stack, varying_axes
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
 from .._tree import Filled, finite_by_leaf
 from .._typing import BoolScalar, FloatScalar
@@ -142,6 +142,10 @@ def _is_within(grad: Array, limits: Filled) -> BoolScalar:
 def _agreed(flags: Bool[Array, " n"]) -> Bool[Array, " n"]:
     """The flags, agreed on by all devices."""
     axes = manual_axes()
+    if axes and varying_axes(jax.lax.axis_index(axes[0])):
+        # `check_vma=True`: where flags do not vary, devices agree, and JAX 0.12 takes
+        # only axes of one kind.
+        axes = tuple(axis for axis in axes if axis in varying_axes(flags))
     if not axes:
         return flags
     return jax.lax.pmin(flags.astype(jnp.int32), axes).astype(bool)
