@@ -129,7 +129,9 @@ def test_the_short_form():
     short = mpx.explain(loss, jnp.float16)(W, X)
     assert short == mpx.explain(mpx.autocast(loss, jnp.float16))(W, X)
     assert of_product(short)[0][0] == "float16"
-    assert mpx.explain(loss, "bfloat16", enabled=False)(W, X) == mpx.explain(loss)(W, X)
+    off = mpx.explain(loss, "bfloat16", enabled=False)(W, X)
+    # Not the stacks of frames, in which the checks of annotations stand, too.
+    assert str(off) == str(mpx.explain(loss)(W, X))
 
 
 def test_a_module_under_autocast_is_its_own_weights(getkey):
