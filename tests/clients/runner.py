@@ -191,7 +191,9 @@ def write(results: dict[str, Any], path: Path = RESULTS) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers with the digits that say something."""
+    """Numbers with the digits that say something, texts without this folder."""
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, str):
+        return value.replace(f"{ROOT}/", "")
     return float(f"{value:.3g}") if isinstance(value, float) else value

@@ -19,11 +19,12 @@ def jaxopt_lbfgs(key):
     def loss(params, x):
         features = jnp.tanh(x @ params)
 
-        def inner(w, features):
-            each = jnp.logaddexp(0.0, -jnp.sign(x[:, 0]) * (features @ w))
+        def inner(w, features, labels):
+            each = jnp.logaddexp(0.0, -labels * (features @ w))
             return jnp.mean(each) + 0.1 * jnp.sum(w**2)
 
-        found = jaxopt.LBFGS(inner, maxiter=10, tol=1e-2).run(jnp.zeros(16), features)
+        solver = jaxopt.LBFGS(inner, maxiter=10, tol=1e-2)
+        found = solver.run(jnp.zeros(16), features, jnp.sign(x[:, 0]))
         return mean_square(found.params - 0.1), found.params
 
     return loss, normal(keys[0], 8, 16) / 3, (normal(keys[1], 64, 8),)
@@ -39,12 +40,12 @@ def jaxopt_implicit(key):
     def loss(params, x):
         features = jnp.tanh(x @ params)
 
-        def inner(w, features):
-            residual = features @ w - x[:, 0]
+        def inner(w, features, targets):
+            residual = features @ w - targets
             return jnp.mean(residual**2) + 0.5 * jnp.sum(w**2)
 
         solver = jaxopt.GradientDescent(inner, maxiter=30, tol=1e-2, implicit_diff=True)
-        w = solver.run(jnp.zeros(16), features).params
+        w = solver.run(jnp.zeros(16), features, x[:, 0]).params
         return mean_square(features @ w - x[:, 0]), w
 
     return loss, normal(keys[0], 8, 16) / 3, (normal(keys[1], 64, 8),)
