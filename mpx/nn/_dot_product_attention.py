@@ -258,7 +258,7 @@ def _lengths(name: str, x: Any, query: Array) -> Array | None:
 def _scale(scale: Any, size: int) -> float:
     if scale is None:
         return 1 / math.sqrt(max(size, 1))
-    if not isinstance(scale, numbers.Real):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(
             f"`scale` of {_CALL} must be a number of Python's, which is part of the "
             f"kernel; got {describe(scale)}. Multiply the query by an array."

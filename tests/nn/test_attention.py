@@ -315,6 +315,11 @@ BAD = {
         TypeError,
         "`scale` of .* must be a number",
     ),
+    "bool scale": (
+        lambda: attend(X, X, X, scale=True),
+        TypeError,
+        "`scale` of .* must be a number",
+    ),
     "window": (
         lambda: attend(X, X, X, local_window_size=(1, -1)),
         ValueError,
