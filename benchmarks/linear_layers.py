@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -97,10 +96,8 @@ def build(
         options = {"recipe": RECIPES[arm], "rules": mpx.Rules(rule)}
     half = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
     loss = mpx.autocast(_loss, half, target=target, **options)
-    scaling: Any = mpx.NoLossScaling(skip=False)
-    found = mpx.init_scaling(loss, weights, *data)
-    if isinstance(found, mpx.RecipeScaling):
-        scaling = eqx.tree_at(lambda s: s.loss, found, scaling)
+    scaling = mpx.init_scaling(loss, weights, *data)
+    scaling = scaling.with_loss(mpx.NoLossScaling(skip=False))
 
     def step(weights: Any, scaling: Any, batch: Any) -> tuple:
         with unscaled_on_purpose():

@@ -159,9 +159,7 @@ def kept_bytes(stack: Any, recipe: str | None) -> int:
     }
     x = jax.ShapeDtypeStruct((TOKENS, width), jnp.bfloat16)
     func = mpx.autocast(stack, recipe=None if recipe is None else RECIPES[recipe])
-    scaling = mpx.init_scaling(func, weights, x)
-    if isinstance(scaling, mpx.RecipeScaling):
-        func = mpx.freeze(func, scaling)
+    func = mpx.freeze(func, mpx.init_scaling(func, weights, x))
     kept = jax.eval_shape(lambda *args: jax.vjp(func, *args)[1], weights, x)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
 from tests.autocast.counting import relative_error
-from tests.grad.cases import same_bits
+from tests.grad.cases import same_bits, unchecked
 
 N = 16
 # XLA may keep more digits than bfloat16 has, or not, as it fuses.
@@ -437,8 +437,39 @@ def test_frozen_scales_for_evaluation(inputs):
     assert value == pytest.approx(float(step(loss, scaling, params, x).value), rel=1e-2)
     fresh = mpx.freeze(loss, mpx.init_scaling(loss, *inputs))(params, x)
     assert float(fresh) != float(value)
-    with pytest.raises(TypeError, match="needs no freezing"):
-        mpx.freeze(loss, mpx.NoLossScaling())
+    with pytest.raises(ValueError, match=r"init_scaling.*mpx\.freeze"):
+        mpx.freeze(loss, mpx.NoLossScaling())(params, x)
+    with unchecked(), pytest.raises(TypeError, match="loss scaling of a run; got"):
+        mpx.freeze(loss, 8.0)
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()]
+)
+def test_one_line_evaluates_in_every_precision(recipe, inputs):
+    """Where a recipe keeps no state, a frozen function is the function."""
+    rules = None if recipe is None else EVERY
+    func = mpx.autocast(loss.__wrapped__, recipe=recipe, rules=rules)
+    scaling = mpx.init_scaling(func, *inputs)
+    frozen = mpx.freeze(func, step(func, scaling, *inputs).scaling)
+    assert same_bits(frozen(*inputs), func(*inputs))
+    programs = [str(jax.make_jaxpr(f)(*inputs)) for f in (frozen, func)]
+    assert programs[0] == programs[1]
+
+
+def test_another_loss_scaling_leaves_what_recipes_learned(inputs):
+    params, scaling, _ = train(mpx.init_scaling(loss, *inputs), *inputs, 3)
+    wanted = mpx.DynamicLossScaling(4.0)
+    changed = scaling.with_loss(wanted)
+    assert float(changed.loss_scale) == 4 and int(changed.steps) == 0
+    assert same_bits(changed.scales, scaling.scales)
+    again = step(loss, changed, params, inputs[1])
+    assert same_bits(again.value, step(loss, scaling, params, inputs[1]).value)
+    assert mpx.NoLossScaling().with_loss(wanted) is wanted
+    for wrong in (scaling, 4.0):
+        for owner in (scaling, wanted):
+            with unchecked(), pytest.raises(TypeError, match="without a state"):
+                owner.with_loss(wrong)
 
 
 def test_one_trace_for_many_steps(inputs):

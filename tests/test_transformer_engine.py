@@ -225,9 +225,7 @@ def test_a_layer_in_fp8_by_a_context(recipe):
     layer, data = transformer(), batch()
     with mpx.autocast(enabled=True, recipe=recipe, ambient=True):
         run = train(plain_loss, layer, data)
-        frozen = plain_loss
-        if isinstance(run.scaling, mpx.RecipeScaling):
-            frozen = mpx.freeze(plain_loss, run.scaling)
+        frozen = mpx.freeze(plain_loss, run.scaling)
         # Also the last product: a context knows no loss.
         assert quantized_products(frozen, layer, *data) == 6
         assert low_dtypes(jax.grad(frozen), layer, *data) == BOTH

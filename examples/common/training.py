@@ -55,13 +55,6 @@ def initial_scaling(
         raise SetupError(f"`--scaling.*`: {error}") from error
 
 
-def frozen(
-    func: Callable[..., Any], scaling: mpx.AbstractLossScaling
-) -> Callable[..., Any]:
-    """A function to test with: the scales of the training, if its recipe keeps any."""
-    return mpx.freeze(func, scaling) if isinstance(scaling, mpx.RecipeScaling) else func
-
-
 def make_optimizer(
     config: RunConfig, is_decayed: Callable[[Any], Any]
 ) -> optax.GradientTransformation:

@@ -20,7 +20,7 @@ import mpx.nnx
 
 from ..common.config import Precision
 from ..common.loop import Metrics
-from ..common.training import frozen, in_precision, make_optimizer, replicated
+from ..common.training import in_precision, make_optimizer, replicated
 from .config import Config
 from .model import GPT
 
@@ -103,6 +103,6 @@ def make_evaluation(precision: Precision):
     def evaluate(model: GPT, scaling: Any, texts: Texts) -> tuple[Array, Array]:
         model = nnx.clone(model)  # the model itself stays in training mode
         model.eval()
-        return frozen(loss, scaling)(model, texts)
+        return mpx.freeze(loss, scaling)(model, texts)
 
     return nnx.jit(evaluate)

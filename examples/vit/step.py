@@ -22,7 +22,6 @@ from ..common.config import Precision
 from ..common.loop import Metrics
 from ..common.training import (
     RECIPES,
-    frozen,
     in_precision,
     initial_scaling,
     make_optimizer,
@@ -200,6 +199,6 @@ def make_evaluation(config: Config, precision: Precision):
 
     @eqx.filter_jit
     def evaluate(state: TrainState, batch: Batch) -> tuple[Array, Array]:
-        return frozen(sums, state.scaling)(state.model, batch)
+        return mpx.freeze(sums, state.scaling)(state.model, batch)
 
     return evaluate

@@ -171,7 +171,7 @@ def _differentiated(
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
         casting = casting_inputs(problem.call, problem.compute, problem.is_default)
-        with casting, provided(tokens), in_step():
+        with casting, provide(tokens), in_step():
             if problem.accumulate_dtype is None:
                 result = func(*full, **kwargs)
             else:
@@ -182,7 +182,7 @@ def _differentiated(
         with noted_scaling():
             return scaling.scale(loss), (loss, aux)
 
-    tokens, provided = scaling._tokens(), scaling._providing
+    tokens, provide = scaling._tokens(), scaling._provide
     differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
     if problem.casts_before is not None and manual_axes():
         axes, results = axes_of_half_sums(scaled_loss, weights, tokens)

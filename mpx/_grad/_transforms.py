@@ -293,7 +293,7 @@ def gradient_function(
                 options.retries,
             )
         loss, aux, grads, flags, amaxes = outcome
-        used = used._seen(amaxes)
+        used = used._observe(amaxes)
         finite = jnp.asarray(True) if flags is None else jnp.all(flags)
         result = GradientResult(
             **({"value": loss} if with_value else {}),

@@ -150,19 +150,58 @@ class AbstractLossScaling(eqx.Module):
         """Whether the scale is 1 and always will be."""
         return False
 
-    # What recipes need; here there are none.
+    def with_loss(self, loss: "AbstractLossScaling") -> "AbstractLossScaling":
+        """This state with another loss scaling; what recipes have learned stays.
+
+        Args:
+            loss: The loss scaling, which brings its own counters.
+
+        Returns:
+            `loss` itself, unless there is a state of recipes: then the
+            `mpx.RecipeScaling` with `loss` in it.
+
+        Raises:
+            TypeError: `loss` is no loss scaling, or holds a state of recipes itself.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp, mpx
+            >>> layer = mpx.autocast(jnp.dot, jnp.float16, weights=1)
+            >>> x = jax.ShapeDtypeStruct((4, 4), "float32")
+            >>> scaling = mpx.init_scaling(layer, x, x)
+            >>> scaling = scaling.with_loss(mpx.StaticLossScaling(128.0))
+            >>> float(scaling.loss_scale)
+            128.0
+        """
+        if not isinstance(loss, AbstractLossScaling) or loss._tokens():
+            raise TypeError(
+                f"`with_loss(loss)` of `mpx.{type(self).__name__}` needs a loss "
+                f"scaling without a state of recipes; got {type(loss).__name__}. "
+                "Of a `mpx.RecipeScaling` take `.loss`."
+            )
+        return self._with_loss(loss)
+
+    def _with_loss(self, loss: "AbstractLossScaling") -> "AbstractLossScaling":
+        """`with_loss`, of what is one."""
+        return loss
+
+    # What a step does for recipes. Here there are none, and nothing is done; so a step
+    # need not ask of which class its scaling is.
 
     def _tokens(self) -> dict[Any, Array]:
         """What a step is differentiated by to get the amaxes: the scales of recipes."""
         return {}
 
-    def _providing(
+    def _provide(
         self, tokens: Mapping[Any, Array]
     ) -> contextlib.AbstractContextManager[None]:
-        """The scales of recipes for functions that are called inside."""
+        """Gives functions that are called inside, in a step, the scales of recipes."""
         return contextlib.nullcontext()
 
-    def _seen(self, amaxes: Mapping[Any, Array]) -> Self:
+    def _provide_frozen(self) -> contextlib.AbstractContextManager[None]:
+        """Gives functions that are called inside the scales as they are."""
+        return contextlib.nullcontext()
+
+    def _observe(self, amaxes: Mapping[Any, Array]) -> Self:
         """The state that knows the amaxes of the step."""
         return self
 

@@ -130,6 +130,9 @@ class RecipeScaling(AbstractLossScaling):
     def _with_record(self, record: StepRecord) -> Self:
         return dataclasses.replace(self, loss=self.loss._with_record(record))
 
+    def _with_loss(self, loss: AbstractLossScaling) -> Self:
+        return dataclasses.replace(self, loss=loss)
+
     def _backed_off(self) -> Self:
         return dataclasses.replace(self, loss=self.loss._backed_off())
 
@@ -181,9 +184,9 @@ class RecipeScaling(AbstractLossScaling):
                 such as a scale of NaN.
         """
         call = "`with_state(state)` of `mpx.RecipeScaling`"
-        saved = _saved.read(
-            state.state_dict() if isinstance(state, RecipeScaling) else state, call
-        )
+        if isinstance(state, AbstractLossScaling):
+            state = state.state_dict()
+        saved = _saved.read(state, call)
         slots = {str(n) for s in self.scales for n, _ in s.slots}
         _saved.refuse_other_slots(set(saved.slots), slots, call)
         return dataclasses.replace(
@@ -221,17 +224,27 @@ class RecipeScaling(AbstractLossScaling):
         return {name: s.recipe for s in self.scales for name, _ in s.slots}
 
     @contextlib.contextmanager
-    def _providing(self, tokens: Mapping[SlotName, Array]) -> Iterator[None]:
+    def _provide(self, tokens: Mapping[SlotName, Array]) -> Iterator[None]:
         with providing(State(tokens, self._recipes()), self.calls) as provision:
             yield
         self._refuse_another_function(provision)
+
+    @contextlib.contextmanager
+    def _provide_frozen(self) -> Iterator[None]:
+        state = State(self._tokens(), self._recipes())
+        with providing(state, self.calls) as provision:
+            yield
+        self._refuse_another_recipe(provision)
+
+    @property
+    def _made_for(self) -> set[AbstractRecipe]:
+        return {state.recipe for state in self.scales}
 
     def _refuse_another_function(self, provision: Provision) -> None:
         """Raises where a function was called that has no use for the state."""
         if provision.is_switched_off:
             return
-        made_for = {state.recipe for state in self.scales}
-        unused = [f"`{brief(recipe)}`" for recipe in made_for - provision.used]
+        unused = [f"`{brief(recipe)}`" for recipe in self._made_for - provision.used]
         if unused:
             used = [f"`{brief(recipe)}`" for recipe in provision.used]
             raise ValueError(
@@ -249,7 +262,21 @@ class RecipeScaling(AbstractLossScaling):
                 "today: `mpx.init_scaling(func, model, ...).with_state(scaling)`."
             )
 
-    def _seen(self, amaxes: Mapping[SlotName, Array]) -> Self:
+    def _refuse_another_recipe(self, provision: Provision) -> None:
+        """Raises where a function was called that quantizes by other recipes."""
+        if not provision.used or provision.used & self._made_for:
+            return
+        one, other = (
+            ", ".join(f"`{brief(recipe)}`" for recipe in recipes)
+            for recipes in (self._made_for, provision.used)
+        )
+        raise ValueError(
+            f"`mpx.freeze(func, scaling)` was given a state of {one}, and `func` "
+            f"quantizes by {other}. Give it the function of the run; one whose recipe "
+            "has no state is called as it is."
+        )
+
+    def _observe(self, amaxes: Mapping[SlotName, Array]) -> Self:
         return dataclasses.replace(
             self, amaxes=tuple(state.from_slots(amaxes) for state in self.scales)
         )

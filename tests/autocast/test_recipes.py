@@ -177,9 +177,7 @@ def test_attention_in_low_precision_is_an_option(inputs):
 def test_attention_in_fp8_under_any_recipe(recipe, inputs):
     func = mpx.autocast(loss, recipe=recipe)
     scaling = mpx.init_scaling(func, *inputs)
-    frozen = func
-    if isinstance(scaling, mpx.RecipeScaling):
-        frozen = mpx.freeze(func, scaling)
+    frozen = mpx.freeze(func, scaling)
     report = mpx.explain(frozen)(*inputs)
     found = [o for o in report.operations if o.is_low]
     assert len(found) == len(LINEAR) + 2 * 2
