@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 import mpx
 import mpx.nn
-from mpx._contract._hlo import parse
-from mpx._contract._operations import compiled_products
+from mpx._contract import compiled_products, parse
 
 from .compiling import Compiler
 from .recipe_models import UNITS

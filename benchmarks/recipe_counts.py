@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 
 import mpx
-from mpx._contract._hlo import parse
-from mpx._contract._operations import Operation, compiled_products
+from mpx._contract import Operation, compiled_products, parse
 
 from . import recipe_models
 from .compiling import Compiler

@@ -8,8 +8,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ._errors import describe, listing
-from ._loss_scaling import AbstractLossScaling, StepRecord
-from ._loss_scaling._record import refuse_limit
+from ._loss_scaling import AbstractLossScaling, StepRecord, refuse_limit
 from ._stored_weights import is_stored
 from ._tree import is_inexact_leaf, is_trainable, path_text
 

@@ -18,8 +18,7 @@ from jaxtyping import PyTree
 from ._errors import at_path, describe
 from ._grad import GradientResult
 from ._jax_compat import stack
-from ._loss_scaling import AbstractLossScaling, StepRecord
-from ._loss_scaling._record import refuse_limit, replaced
+from ._loss_scaling import AbstractLossScaling, StepRecord, refuse_limit, replaced
 from ._stored_weights import is_stored
 from ._tree import (
     all_finite,

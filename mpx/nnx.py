@@ -42,9 +42,14 @@ import jax
 from flax import nnx as _nnx
 
 from ._errors import at_path, describe, listing
-from ._grad import Accumulation, GradientResult
-from ._grad._options import Options, positions_in_call, positions_of
-from ._grad._transforms import gradient_function
+from ._grad import (
+    Accumulation,
+    GradientResult,
+    Options,
+    gradient_function,
+    positions_in_call,
+    positions_of,
+)
 from ._loss_scaling import AbstractLossScaling
 from ._nnx_graph import Parts, refuse_method, refuse_weights, taken_apart
 from ._policy import Policy

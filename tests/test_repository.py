@@ -1,5 +1,6 @@
 """What the repository promises about itself: imports, documentation, lock."""
 
+import ast
 import os
 import re
 import subprocess
@@ -133,6 +134,63 @@ def test_the_version_is_the_same_everywhere():
         version = tomllib.load(file)["project"]["version"]
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {version}\n" in citation
+
+
+def imports_of_others(file: Path) -> list[tuple[int, str, str]]:
+    """What a file of mpx imports from modules beside or above it: line, module, name.
+
+    Not what it has from modules of its own package.
+    """
+    package = file.relative_to(ROOT).parts[:-1]
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        base = package[: len(package) - node.level + 1] if node.level else ()
+        module = (*base, *(node.module or "").split("."))
+        is_own = len(package) > 1 and module[: len(package)] == package
+        if module[0] == "mpx" and module[-1] and not is_own:
+            name = ".".join(module)
+            found += [(node.lineno, name, alias.name) for alias in node.names]
+    return found
+
+
+def test_no_module_imports_a_name_with_an_underscore_from_another_package():
+    """Names with an underscore belong to their module; modules, to their package.
+
+    The second half is in the contracts of import-linter.
+    """
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {module}.{name}"
+        for file in sorted((ROOT / "mpx").rglob("*.py"))
+        for line, module, name in imports_of_others(file)
+        if name.startswith("_")
+    ]
+    assert not wrong
+
+
+def test_the_check_of_imports_sees_imports():
+    nnx = {name for _, _, name in imports_of_others(ROOT / "mpx" / "nnx.py")}
+    assert {"gradient_function", "describe"} <= nnx
+    inside = imports_of_others(ROOT / "mpx" / "_grad" / "_engine.py")
+    modules = {module for _, module, _ in inside}
+    assert "mpx._autocast" in modules and "mpx._grad._inputs" not in modules
+
+
+def test_each_package_has_a_contract_that_it_is_imported_by_its_face():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    protected = {
+        name: contract["allowed_importers"]
+        for contract in contracts
+        if contract["type"] == "protected"
+        for name in contract["protected_modules"]
+    }
+    packages = {
+        f"mpx.{path.parent.name}" for path in (ROOT / "mpx").glob("*/__init__.py")
+    }
+    assert packages
+    assert protected == {f"{package}.*": [package] for package in packages}
 
 
 def test_no_private_module_of_jax_is_used():

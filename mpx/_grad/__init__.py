@@ -18,11 +18,18 @@ what is refused), `_accumulate` (micro-batches), `_result` (what comes back).
 """
 
 from ._accumulate import Accumulation as Accumulation
+from ._inputs import is_frozen as is_frozen
+from ._options import (
+    Options as Options,
+    positions_in_call as positions_in_call,
+    positions_of as positions_of,
+)
 from ._result import GradientResult as GradientResult
 from ._transforms import (
     calculate_scaled_grad as calculate_scaled_grad,
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
     grad as grad,
+    gradient_function as gradient_function,
     value_and_grad as value_and_grad,
 )

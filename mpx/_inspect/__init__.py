@@ -4,6 +4,6 @@ from ._explain import explain as explain
 from ._report import (
     Island as Island,
     Operation as Operation,
-    Report as Report,
     Totals as Totals,
 )
+from ._views import Report as Report

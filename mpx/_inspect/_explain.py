@@ -8,20 +8,25 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._autocast._classes import PrimitiveClass, class_of
-from .._autocast._decisions import Precision
-from .._autocast._fused import FusedOperation, operation_of
-from .._autocast._layers import AmbientRecipe, in_contexts
-from .._autocast._marks import unwrapped, weights_of
-from .._autocast._notes import (
+from .._autocast import (
+    AmbientRecipe,
+    FusedOperation,
     IslandNote,
     Note,
+    Precision,
+    PrimitiveClass,
+    autocast,
+    class_of,
+    first_step,
+    in_contexts,
+    operation_of,
     read_note,
+    read_weights,
     taking_notes,
+    unwrapped,
+    weights_in_call,
+    weights_of,
 )
-from .._autocast._slots import first_step
-from .._autocast._transform import autocast
-from .._autocast._weights import read_weights, weights_in_call
 from .._errors import describe
 from .._jaxpr import OTHERS, Visit, walk
 from .._typing import DTypeLike
@@ -35,11 +40,12 @@ from ._facts import (
     promotion,
 )
 from ._loops import deciding_comparisons
-from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, Report, totals_of
+from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, totals_of
 from ._residuals import residual_bytes
 from ._source_text import function_path, line_text, phase, scope_path, stack_text
 from ._trace import Traced, trace, trace_gradient
 from ._unscaled import FINDING as UNSCALED, unscaled_gradient
+from ._views import Report
 
 _CALL = "`mpx.explain`"
 

@@ -11,7 +11,7 @@ import json
 import string
 from typing import Any
 
-from ._report import Operation, Report
+from ._report import Content, Operation
 from ._table import island_lines, notes
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Operation))
@@ -22,7 +22,7 @@ _SINGLE = (
 _SEVERAL = ("inside", "inputs", "outputs", "parameters", "stack")
 
 
-def page(report: Report) -> str:
+def page(report: Content) -> str:
     """The whole page."""
     files = importlib.resources.files("mpx._inspect") / "page"
 
@@ -37,7 +37,7 @@ def page(report: Report) -> str:
     )
 
 
-def frame(report: Report) -> str:
+def frame(report: Content) -> str:
     """The page in a frame, for a notebook."""
     source = html.escape(page(report), quote=True)
     return (
@@ -46,7 +46,7 @@ def frame(report: Report) -> str:
     )
 
 
-def data_of(report: Report) -> dict[str, Any]:
+def data_of(report: Content) -> dict[str, Any]:
     """What the script of the page is given."""
     texts: dict[str, int] = {}
 
@@ -77,7 +77,7 @@ def data_of(report: Report) -> dict[str, Any]:
     }
 
 
-def _islands(report: Report) -> list[str]:
+def _islands(report: Content) -> list[str]:
     """What is recomputed, in a note."""
     head, *lines = island_lines(report.islands) or [""]
     return [f"{len(report.islands)} islands {head}: {'; '.join(lines)}"] if head else []

@@ -1,14 +1,7 @@
-"""What a report holds: operations, totals, and how they are kept and shown."""
+"""What a report holds: operations, islands and totals, plain data."""
 
 import dataclasses
-import json
-import os
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-
-_FORMAT = "mpx report"
-_VERSION = 2
 
 HALF = ("bfloat16", "float16")
 """The dtypes that count as half precision."""
@@ -193,22 +186,9 @@ def _is_in_branch(operation: Operation) -> bool:
     return any(place.startswith("cond branch") for place in operation.inside)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Report:
-    """What `mpx.explain` returns: every operation of a program, and totals.
-
-    It prints as a table: the totals, then the operations that cost most, equal ones in
-    one line. `save` writes all of it; a notebook shows the page.
-
-    Examples:
-        >>> import jax.numpy as jnp, mpx
-        >>> x = jnp.ones((8, 8), jnp.bfloat16)
-        >>> report = mpx.explain(lambda x: x @ x)(x)
-        >>> report.totals.half_flops_share
-        1.0
-        >>> report.operations[0].inputs
-        ('bfloat16[8,8]', 'bfloat16[8,8]')
-    """
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """All that a report holds; `Report` is it with the ways to look at it."""
 
     name: str
     """The name of the function."""
@@ -220,118 +200,3 @@ class Report:
     """The rules of `mpx.autocast` that held for no operation."""
     islands: tuple[Island, ...] = ()
     """What `mpx.autocast` has recomputed: `residuals="small"`."""
-
-    @property
-    def findings(self) -> tuple[Operation, ...]:
-        """The operations that are worth a look, those of most FLOPs first."""
-        found = [operation for operation in self.operations if operation.finding]
-        return tuple(sorted(found, key=lambda o: -(o.flops or 0)))
-
-    def table(self, limit: int | None = 30) -> str:
-        """The report as text.
-
-        Args:
-            limit: How many lines of operations, those of most FLOPs, to show; None for
-                all, in the order of the program.
-
-        Returns:
-            The totals and the operations, one line each, equal ones together.
-        """
-        from ._table import text
-
-        return text(self, limit)
-
-    def show(self, limit: int | None = 30) -> None:
-        """Prints the report, in colours where rich is installed.
-
-        Args:
-            limit: As in `table`.
-        """
-        from ._table import show
-
-        show(self, limit)
-
-    def to_json(self) -> str:
-        """The report as JSON, which `mpx.Report.from_json` reads."""
-        data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
-        return json.dumps(data, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Report":
-        """Reads what `to_json` wrote.
-
-        Args:
-            text: The JSON.
-
-        Returns:
-            An equal report.
-
-        Raises:
-            ValueError: The text is no report, or one of another version of mpx.
-        """
-        data = json.loads(text)
-        found = (
-            (data.get("format"), data.get("version")) if isinstance(data, dict) else 0
-        )
-        if found != (_FORMAT, _VERSION):
-            raise ValueError(
-                "`mpx.Report.from_json(text)` needs a report that this version of mpx "
-                f"wrote (format {_FORMAT!r}, version {_VERSION}); got {found}. "
-                "Make it anew with `mpx.explain`."
-            )
-        operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
-        totals = _from_dict(Totals, data["totals"])
-        islands = tuple(_from_dict(Island, entry) for entry in data["islands"])
-        unused_rules = tuple(data["unused_rules"])
-        return cls(data["name"], operations, totals, unused_rules, islands)
-
-    def to_html(self) -> str:
-        """The report as one page of HTML that needs no network."""
-        from ._page import page
-
-        return page(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report to a file: a page, JSON, or the whole table as text.
-
-        Args:
-            path: Ends with `.html`, `.json` or `.txt`.
-
-        Raises:
-            ValueError: It ends with something else.
-        """
-        path = Path(path)
-        writers = {
-            ".html": self.to_html,
-            ".json": self.to_json,
-            ".txt": lambda: self.table(limit=None),
-        }
-        if path.suffix not in writers:
-            raise ValueError(
-                "`path` of `mpx.Report.save(path)` must end with one of "
-                f"{', '.join(writers)}; got {path.name!r}."
-            )
-        path.write_text(writers[path.suffix]() + "\n", encoding="utf-8")
-
-    def __str__(self) -> str:
-        """The totals and the most expensive operations."""
-        return self.table()
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        """What rich prints, with colours."""
-        from ._table import rich_text
-
-        return rich_text(self, 30)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the page, in a frame of its own."""
-        from ._page import frame
-
-        return frame(self)
-
-
-def _from_dict(kind: type[Any], entry: dict[str, Any]) -> Any:
-    """Makes a dataclass of what JSON kept; its lists were tuples."""
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})

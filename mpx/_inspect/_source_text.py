@@ -7,9 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .._autocast._fused import is_mark
-from .._autocast._notes import is_note
-from .._autocast._region import is_region
+from .._autocast import is_mark, is_note, is_region
 from .._source import Frame, ScopeEntry
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep

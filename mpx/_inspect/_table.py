@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._report import PART, QUANTIZES, Island, Operation, Report
+from ._report import PART, QUANTIZES, Content, Island, Operation
 from ._units import bytes_text, count_text, flops_text, share_text, short_type
 
 _BAR = 24
@@ -78,7 +78,7 @@ _HEADER = (
 _NUMBERS = 3
 
 
-def text(report: Report, limit: int | None) -> str:
+def text(report: Content, limit: int | None) -> str:
     """The report as plain text."""
     shown, note = _chosen(report, limit)
     rows = [_HEADER, *(_cells(line) for line in shown)]
@@ -94,7 +94,7 @@ def text(report: Report, limit: int | None) -> str:
     return "\n".join([*parts, "", note] if note else parts)
 
 
-def rich_text(report: Report, limit: int | None) -> Any:
+def rich_text(report: Content, limit: int | None) -> Any:
     """The report for rich, which must be installed."""
     from rich.console import Group
     from rich.table import Table
@@ -126,7 +126,7 @@ _STYLES = {
 }
 
 
-def show(report: Report, limit: int | None) -> None:
+def show(report: Content, limit: int | None) -> None:
     """Prints the report, with rich if it is installed."""
     if importlib.util.find_spec("rich") is None:
         print(text(report, limit))
@@ -136,7 +136,7 @@ def show(report: Report, limit: int | None) -> None:
     Console().print(rich_text(report, limit))
 
 
-def _chosen(report: Report, limit: int | None) -> tuple[list[Line], str]:
+def _chosen(report: Content, limit: int | None) -> tuple[list[Line], str]:
     """The lines to show, and what to say of those that are not."""
     lines = lines_of(report.operations)
     if limit is None or len(lines) <= limit:
@@ -194,7 +194,7 @@ def cut(text: str, width: int, end: bool = True) -> str:
     return text[: width - 3] + "..." if end else "..." + text[3 - width :]
 
 
-def _summary(report: Report) -> list[str]:
+def _summary(report: Content) -> list[str]:
     """The totals in a few lines."""
     totals = report.totals
     out = io.StringIO()
@@ -257,7 +257,7 @@ def island_lines(islands: Sequence[Island]) -> list[str]:
     return found
 
 
-def notes(report: Report) -> list[str]:
+def notes(report: Content) -> list[str]:
     """What a reader of the totals has to know."""
     totals = report.totals
     found = [f"the rule `{rule}` held for nothing" for rule in report.unused_rules]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from .._autocast._notes import is_scaling_note
+from .._autocast import is_scaling_note
 from .._jaxpr import Visit
 from ._source_text import phase
 

@@ -20,5 +20,14 @@ from ._fixed import (
     NoLossScaling as NoLossScaling,
     StaticLossScaling as StaticLossScaling,
 )
-from ._record import StepRecord as StepRecord
+from ._record import (
+    StepRecord as StepRecord,
+    refuse_limit as refuse_limit,
+    replaced as replaced,
+)
 from ._scaled import scaled as scaled
+from ._state_dict import (
+    kinds as kinds,
+    read_record as read_record,
+    write_record as write_record,
+)

@@ -18,6 +18,11 @@ _PREFIX = "record."
 # Fields of the record that a version brought; 0 in states from before.
 _NEW = {2: ("bad_losses", "places_seen")}
 
+# Version 0: the state of the published package `mixed-precision-for-JAX`. It has one
+# loss scaling, whose fields are arguments of ours of this kind.
+_PUBLISHED_KIND = "DynamicLossScaling"
+_PUBLISHED = {"loss_scaling", "min_loss_scaling", "counter", "factor", "period"}
+
 
 def write(scaling: Any) -> dict[str, Any]:
     """The fields of a loss scaling by name, with its kind and the version."""
@@ -46,6 +51,9 @@ def read(cls: Any, state: Mapping[str, Any]) -> Any:
             f"{call} was given the state of {state['kind']!r}; this class reads "
             f"{listing(sorted(kinds(cls)))}."
         )
+    if state["version"] == 0:
+        fields = {k: np.asarray(v) for k, v in state.items() if k in _PUBLISHED}
+        state = write(kind(**fields))  # which knows the rest
     template = kind._template()
     scaling = _build(template, _checked(state, _fields(template), call))
     scaling._validate()
@@ -153,7 +161,7 @@ def _migrate(state: dict[str, Any], call: str) -> dict[str, Any]:
             "reads what is older. Install a newer mpx."
         )
     if int(version) == 0:
-        return _from_mpx(state, call)
+        return _of_published_mpx(state, call)
     if "kind" not in state:
         raise ValueError(f"{call} misses the key `kind`; got {listing(sorted(state))}.")
     prefix = "" if state["kind"] == StepRecord.__name__ else _PREFIX
@@ -162,16 +170,13 @@ def _migrate(state: dict[str, Any], call: str) -> dict[str, Any]:
     return state | {prefix + name: np.zeros(shape, np.int32) for name in new}
 
 
-def _from_mpx(state: dict[str, Any], call: str) -> dict[str, Any]:
-    """Version 0: the fields of the published package `mixed-precision-for-JAX`."""
-    from ._dynamic import DynamicLossScaling
-
-    fields = {"loss_scaling", "min_loss_scaling", "counter", "factor", "period"}
-    if set(state) != fields:
+def _of_published_mpx(state: dict[str, Any], call: str) -> dict[str, Any]:
+    """Version 0, with what it does not say of itself."""
+    if set(state) != _PUBLISHED:
         raise ValueError(
             f"{call} cannot read a state with the keys "
             f"{listing(sorted(state)) or 'none'}; "
             "it needs what `state_dict()` returned (with `kind` and `version`), or the "
-            f"fields of the published MPX: {listing(sorted(fields))}."
+            f"fields of the published MPX: {listing(sorted(_PUBLISHED))}."
         )
-    return write(DynamicLossScaling(**{k: np.asarray(v) for k, v in state.items()}))
+    return {"kind": _PUBLISHED_KIND, "version": 0, **state}

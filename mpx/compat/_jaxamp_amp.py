@@ -20,8 +20,15 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from .._autocast import Candidate, Precision, Rule, Rules, autocast
-from .._autocast._classes import CLASSES, PrimitiveClass
+from .._autocast import (
+    Candidate,
+    Precision,
+    PrimitiveClass,
+    Rule,
+    Rules,
+    autocast,
+    class_of,
+)
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._tree import is_float_leaf
@@ -168,7 +175,7 @@ def _rules(policy: Mapping[Any, PolicyFunction], dtype: Any) -> Rules:
 
 def _holds_program(key: Any) -> bool:
     name = key if isinstance(key, str) else key.name
-    is_program = CLASSES.get(name) is PrimitiveClass.RECURSE
+    is_program = class_of(name, np.dtype(np.float32)) is PrimitiveClass.RECURSE
     return is_program and not isinstance(key, str)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._errors import describe
-from .._grad._inputs import is_frozen
+from .._grad import is_frozen
 from .._loss_scaling import StaticLossScaling
 from .._tree import all_finite
 

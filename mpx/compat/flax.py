@@ -13,8 +13,13 @@ but `from_bytes` hands back the dictionary in the place of the loss scaling.
 
 from typing import Any
 
-from .._loss_scaling import AbstractLossScaling, StepRecord
-from .._loss_scaling._state_dict import kinds, read_record, write_record
+from .._loss_scaling import (
+    AbstractLossScaling,
+    StepRecord,
+    kinds,
+    read_record,
+    write_record,
+)
 
 
 def register_serialization() -> None:
