@@ -14,7 +14,7 @@ The names below stand in the order of the documentation.
 import importlib as _importlib
 import importlib.metadata as _metadata
 import warnings as _warnings
-from typing import Any as _Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING, Any as _Any
 
 from ._dtypes import BFLOAT16_MAX as BFLOAT16_MAX
 from ._dtypes import FLOAT16_MAX as FLOAT16_MAX
@@ -89,11 +89,97 @@ from ._inspect import Totals as Totals
 from ._contract import expect as expect
 from ._contract import ContractError as ContractError
 
+if _TYPE_CHECKING:
+    from . import compat as compat, nn as nn, nnx as nnx
+
+__version__ = "0.1.0"
+
+# Without the modules below: `from mpx import *` must not want Flax.
+__all__ = [
+    "BFLOAT16_MAX",
+    "FLOAT16_MAX",
+    "half_precision",
+    "half_precision_datatype",
+    "set_half_precision_datatype",
+    "cast_tree",
+    "cast_to_half_precision",
+    "cast_to_full_precision",
+    "cast_to_float16",
+    "cast_to_bfloat16",
+    "cast_to_float32",
+    "autocast",
+    "Rules",
+    "Rule",
+    "Precision",
+    "Candidate",
+    "Format",
+    "quantize",
+    "quantize_dequantize",
+    "QuantizedArray",
+    "AbstractQuantizer",
+    "TensorQuantizer",
+    "BlockQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "hadamard_transform",
+    "Role",
+    "AbstractRecipe",
+    "DelayedScaling",
+    "DelayedScalingState",
+    "Float8CurrentScaling",
+    "Float8BlockScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "CustomRecipe",
+    "cast_function",
+    "force_full_precision",
+    "Policy",
+    "get_policy",
+    "AbstractLossScaling",
+    "DynamicLossScaling",
+    "StaticLossScaling",
+    "NoLossScaling",
+    "StepRecord",
+    "scaled",
+    "init_scaling",
+    "freeze",
+    "RecipeScaling",
+    "all_finite",
+    "select_tree",
+    "filter_grad",
+    "filter_value_and_grad",
+    "calculate_scaled_grad",
+    "grad",
+    "value_and_grad",
+    "Accumulation",
+    "GradientResult",
+    "optimizer_update",
+    "optimizer_step",
+    "skip_nonfinite",
+    "quantize_weights",
+    "dequantize_weights",
+    "StoredWeight",
+    "master_weights",
+    "check",
+    "explain",
+    "Island",
+    "Operation",
+    "Report",
+    "Totals",
+    "expect",
+    "ContractError",
+]
+
+# Imported when somebody asks for them: most programs need none, and `nnx` imports Flax.
+_MODULES = ("compat", "nn", "nnx")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
+
 
 def __getattr__(name: str) -> _Any:
-    # Imported when somebody asks for them: most programs need none, and `nnx` imports
-    # Flax.
-    if name in ("compat", "nn", "nnx"):
+    if name in _MODULES:
         return _importlib.import_module(f".{name}", __name__)
     # The published MPX has the present setting as a module attribute.
     if name == "HALF_PRECISION_DATATYPE":

@@ -18,7 +18,13 @@ from jaxtyping import PyTree
 from ._errors import at_path, describe
 from ._grad import GradientResult
 from ._jax_compat import stack
-from ._loss_scaling import AbstractLossScaling, StepRecord, refuse_limit, replaced
+from ._loss_scaling import (
+    AbstractLossScaling,
+    StepRecord,
+    advance_record,
+    refuse_limit,
+    replaced,
+)
 from ._stored_weights import is_stored
 from ._tree import (
     all_finite,
@@ -234,7 +240,7 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         inner = _with_dtypes_of(state.inner_state, inner)
         nothing = jax.tree.map(lambda u: jnp.full_like(u, -0.0), new)
         return select_tree(finite, new, nothing), SkipNonfiniteState(
-            state.record.updated(finite, flags),
+            advance_record(state.record, finite, flags),
             select_tree(finite, inner, state.inner_state),
         )
 

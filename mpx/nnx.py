@@ -57,6 +57,8 @@ from ._tree import bool_scalar, path_text, select_tree
 from ._typing import BoolLike, DTypeLike, LeafPredicate
 from ._wraps import wraps
 
+__all__ = ["grad", "value_and_grad", "update"]
+
 
 def grad(
     func: Callable[..., Any],

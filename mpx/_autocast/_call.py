@@ -80,7 +80,7 @@ def call_autocast(
         runs: list[Run] = []
 
         def run_of(jaxpr: Any) -> Run:
-            rules, told = settings.rules.rules, (recipe, *settings.rules.recipes)
+            rules, told = settings.rules.rules, (recipe, *settings.rules._recipes)
             recipes = recipes_in(jaxpr).union(r for r in told if r is not None)
             if not recipes and any(r.precision is Precision.LOW for r in rules):
                 raise ValueError(

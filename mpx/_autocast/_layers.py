@@ -134,7 +134,7 @@ def _ambient_recipe() -> Any:
 
 
 def _ask_for_help(settings: Settings, layer: str) -> None:
-    recipes = settings.recipe, *settings.rules.recipes
+    recipes = settings.recipe, *settings.rules._recipes
     has_state = any(isinstance(recipe, DelayedScaling) for recipe in recipes)
     cast = cast_of_inputs()
     if not has_state and (cast is None or not cast.is_default):

@@ -108,12 +108,12 @@ class Rule:
         where = ", ".join(f"{k} {v}" for k, v in given.items() if v is not None)
         return f"{text} for {where}"
 
-    def holds(self, candidate: Candidate) -> bool:
+    def _holds(self, candidate: Candidate) -> bool:
         """Whether all conditions hold for an operation."""
-        if self.is_for_products and candidate.kind is not PrimitiveClass.HALF:
+        if self._is_for_products and candidate.kind is not PrimitiveClass.HALF:
             return False
         return (
-            self.holds_for_primitive(candidate.primitive)
+            self._holds_for_primitive(candidate.primitive)
             and (self.scope is None or _is_within(candidate.scopes, self.scope))
             and (
                 self.parameter is None
@@ -125,7 +125,7 @@ class Rule:
             and (self.when is None or bool(self.when(candidate)))
         )
 
-    def rewritten(
+    def _rewritten(
         self, candidate: Candidate, operands: list[Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """What the user's function makes of an operation: operands and parameters."""
@@ -144,7 +144,7 @@ class Rule:
             "candidate.equation.params`."
         )
 
-    def holds_for_primitive(self, name: str) -> bool:
+    def _holds_for_primitive(self, name: str) -> bool:
         """Whether the condition on the primitive holds."""
         if self.primitive is None:
             return True
@@ -153,21 +153,24 @@ class Rule:
         return any(_matches(name, pattern) for pattern in names)
 
     @property
-    def is_for_products(self) -> bool:
+    def _is_for_products(self) -> bool:
         """Whether it is about quantizing, which only products can be."""
         is_recipe = isinstance(self.precision, AbstractRecipe)
         return is_recipe or self.precision is Precision.LOW
 
     @property
-    def asks_for_all(self) -> bool:
+    def _asks_for_all(self) -> bool:
         """Whether a function is given all that is known of an operation."""
         is_named = isinstance(self.precision, Precision | AbstractRecipe)
         return self.when is not None or not is_named
 
     @property
-    def is_about_primitives(self) -> bool:
+    def _is_about_primitives(self) -> bool:
         """Whether the name of the primitive is the only condition."""
         return self.scope is None and self.parameter is None and self.when is None
+
+    # Under these names `_interpreter` still calls them.
+    is_for_products, rewritten = _is_for_products, _rewritten
 
 
 def _name(func: Any) -> str:
@@ -251,42 +254,45 @@ class Rules:
         return cls(*rules, full, follow, looks_ahead=False)
 
     @property
-    def recipes(self) -> tuple[AbstractRecipe, ...]:
+    def _recipes(self) -> tuple[AbstractRecipe, ...]:
         """The recipes that rules name."""
         found = (r.precision for r in self.rules)
         return tuple(p for p in found if isinstance(p, AbstractRecipe))
 
     @property
-    def needs_scopes(self) -> bool:
+    def _needs_scopes(self) -> bool:
         """Whether a rule asks for scopes."""
-        return any(r.scope is not None or r.asks_for_all for r in self.rules)
+        return any(r.scope is not None or r._asks_for_all for r in self.rules)
 
     @property
-    def needs_parameters(self) -> bool:
+    def _needs_parameters(self) -> bool:
         """Whether a rule asks for paths of parameters."""
-        return any(r.parameter is not None or r.asks_for_all for r in self.rules)
+        return any(r.parameter is not None or r._asks_for_all for r in self.rules)
 
-    def find(self, candidate: Candidate) -> Rule | None:
+    def _find(self, candidate: Candidate) -> Rule | None:
         """The first rule that holds for an operation."""
-        return next((r for r in self.rules if r.holds(candidate)), None)
+        return next((r for r in self.rules if r._holds(candidate)), None)
 
-    def find_for_program(self, name: str) -> Rule | None:
+    def _find_for_program(self, name: str) -> Rule | None:
         """A rule that keeps autocast out of a program within the program."""
         for rule in self.rules:
-            names_it = rule.is_about_primitives and rule.primitive != "*"
-            if names_it and rule.holds_for_primitive(name):
+            names_it = rule._is_about_primitives and rule.primitive != "*"
+            if names_it and rule._holds_for_primitive(name):
                 return rule if rule.precision is Precision.DECLARED else None
         return None
 
-    def precision_of(self, name: str) -> Precision | None:
+    def _precision_of(self, name: str) -> Precision | None:
         """What the rules say of a primitive wherever it stands; None if it depends."""
         for rule in self.rules:
-            if rule.is_for_products or not rule.holds_for_primitive(name):
+            if rule._is_for_products or not rule._holds_for_primitive(name):
                 continue
-            if rule.is_about_primitives and isinstance(rule.precision, Precision):
+            if rule._is_about_primitives and isinstance(rule.precision, Precision):
                 return rule.precision
             return None
         return None
+
+    # Under these names `_interpreter` and `_plan` still call them.
+    find, find_for_program, precision_of = _find, _find_for_program, _precision_of
 
 
 _PYTORCH_FULL = tuple(

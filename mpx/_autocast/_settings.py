@@ -122,8 +122,8 @@ class Run:
         self.rewrites = rewrites
         self.has_recipe = bool(recipes)
         self.is_stateful = any(isinstance(r, DelayedScaling) for r in recipes)
-        self.needs_scopes = settings.rules.needs_scopes or self.is_stateful
-        self.needs_parameters = settings.rules.needs_parameters or self.is_stateful
+        self.needs_scopes = settings.rules._needs_scopes or self.is_stateful
+        self.needs_parameters = settings.rules._needs_parameters or self.is_stateful
         self.plans: dict[Any, Any] = {}
         self.islands: dict[Any, Any] = {}
         self.programs = new_programs() if programs is None else programs

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from .._cast import cast_leaf
 from .._errors import at_path, describe
-from .._loss_scaling import AbstractLossScaling
+from .._loss_scaling import AbstractLossScaling, refuse_arithmetic
 from .._nnx_graph import is_nnx_module
 from .._tree import is_float_leaf, is_trainable, keeps_dtypes
 from .._typing import LeafPredicate
@@ -73,7 +73,7 @@ def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> Non
     """
     if scaling is None or not scaling._is_stateful:
         return
-    scaling.record.refuse_arithmetic(f"`scaling` of {call}")
+    refuse_arithmetic(scaling.record, f"`scaling` of {call}")
     if is_frozen(scaling.record.steps):
         raise ValueError(
             f"{call} was given a `scaling` from outside of the function that JAX is "

@@ -7,7 +7,6 @@ import jax
 from .._typing import BoolLike
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class GradientResult(tuple):
     """The result of a gradient function; unpacks like the tuple the paper prints.
 
@@ -95,16 +94,17 @@ class GradientResult(tuple):
     def __reduce__(self) -> Any:
         return _rebuild, (self._parts,)
 
-    def tree_flatten_with_keys(self) -> Any:
-        names = tuple(self._parts)
-        children = [
-            (jax.tree_util.GetAttrKey(name), self._parts[name]) for name in names
-        ]
-        return children, names
 
-    @classmethod
-    def tree_unflatten(cls, names: Any, children: Any) -> "GradientResult":
-        return cls(**dict(zip(names, children, strict=True)))
+def _flatten_with_keys(result: GradientResult) -> Any:
+    parts = result._parts
+    return [(jax.tree_util.GetAttrKey(k), v) for k, v in parts.items()], tuple(parts)
+
+
+def _unflatten(names: Any, children: Any) -> GradientResult:
+    return GradientResult(**dict(zip(names, children, strict=True)))
+
+
+jax.tree_util.register_pytree_with_keys(GradientResult, _flatten_with_keys, _unflatten)
 
 
 def _rebuild(parts: dict[str, Any]) -> GradientResult:

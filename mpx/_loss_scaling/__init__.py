@@ -22,6 +22,8 @@ from ._fixed import (
 )
 from ._record import (
     StepRecord as StepRecord,
+    advance_record as advance_record,
+    refuse_arithmetic as refuse_arithmetic,
     refuse_limit as refuse_limit,
     replaced as replaced,
 )

@@ -16,7 +16,13 @@ from .._dtypes import full_precision_of
 from .._tree import Filled, bool_scalar, is_inexact_leaf
 from .._typing import BoolLike, BoolScalar, FloatScalar
 from . import _state_dict
-from ._record import StepRecord, replaced
+from ._record import (
+    StepRecord,
+    advance_record,
+    refuse_arithmetic,
+    replaced,
+    validate_record,
+)
 
 
 class AbstractLossScaling(eqx.Module):
@@ -213,7 +219,7 @@ class AbstractLossScaling(eqx.Module):
     ) -> Self:
         """The state with its counters advanced and the scale as it is."""
         finite, loss_finite = judged(self, grads_finite, loss_finite)
-        record = self.record.updated(finite, places_finite, loss_finite)
+        record = advance_record(self.record, finite, places_finite, loss_finite)
         return self._with_record(record)
 
     def _with_record(self, record: StepRecord) -> Self:
@@ -261,7 +267,7 @@ class AbstractLossScaling(eqx.Module):
 
     def _validate(self) -> None:
         """Raises `ValueError` for values that no run can reach."""
-        self.record.validate(type(self))
+        validate_record(self.record, type(self))
 
     def _why_stuck(self) -> str | None:
         """Why no later step can be good, if that can be seen; for `mpx.check`."""
@@ -285,7 +291,7 @@ def judged(
 ) -> tuple[BoolScalar, BoolScalar | None]:
     """Reads the arguments of `adjust`."""
     call = f"of `mpx.{type(owner).__name__}.adjust`"
-    owner.record.refuse_arithmetic(f"`self` {call}")
+    refuse_arithmetic(owner.record, f"`self` {call}")
     finite = bool_scalar(grads_finite, f"`grads_finite` {call}")
     if loss_finite is None:
         return finite, None

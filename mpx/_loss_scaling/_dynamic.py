@@ -22,7 +22,7 @@ from ._arguments import (
     start,
 )
 from ._base import AbstractLossScaling, judged
-from ._record import StepRecord, counted, loss_was_finite, replaced
+from ._record import StepRecord, advance_record, counted, loss_was_finite, replaced
 
 # The largest power of two that float16 holds. The backward pass of a float16 loss
 # starts with the scale itself, as a float16.
@@ -246,7 +246,7 @@ def _adjusted(scaling: Any, finite: Any, places_finite: Any, loss_finite: Any) -
         name: select(is_telling, select(finite, good, bad), getattr(scaling, name))
         for name, (good, bad) in after.items()
     }
-    record = scaling.record.updated(finite, places_finite, loss_finite)
+    record = advance_record(scaling.record, finite, places_finite, loss_finite)
     return replaced(scaling, record=record, **fields)
 
 

@@ -65,49 +65,27 @@ class StepRecord(eqx.Module):
         self.places = jnp.full((PLACES,), -1, jnp.int32)
         self.places_seen = jnp.zeros((), jnp.int32)
 
-    def updated(
-        self,
-        finite: BoolScalar,
-        places_finite: Bool[Array, " n"] | None,
-        loss_finite: BoolScalar | None = None,
-    ) -> "StepRecord":
-        """The record after one more step.
 
-        Args:
-            finite: Whether the step was good, one boolean.
-            places_finite: One boolean for each place, in the order of `places`; with
-                None the places of a bad step are unknown, -1.
-            loss_finite: Whether the loss was finite before it was scaled; None for
-                what `places_finite` says first.
+def advance_record(
+    record: StepRecord,
+    finite: BoolScalar,
+    places_finite: Bool[Array, " n"] | None,
+    loss_finite: BoolScalar | None = None,
+) -> StepRecord:
+    """The record after one more step.
 
-        Returns:
-            The new record; this one stays as it is.
-        """
-        return _updated(self, finite, places_finite, loss_finite)
+    Args:
+        record: The record, which stays as it is.
+        finite: Whether the step was good, one boolean.
+        places_finite: One boolean for each place, in the order of `places`; with None
+            the places of a bad step are unknown, -1.
+        loss_finite: Whether the loss was finite before it was scaled; None for what
+            `places_finite` says first.
 
-    def refuse_arithmetic(self, call: str) -> None:
-        """Raises `TypeError` where somebody has computed with the counters.
-
-        `jax.tree.map` of an average over a whole training state does.
-        """
-        if self.finite.dtype != bool or self.steps.dtype != np.int32:
-            raise TypeError(
-                f"{call} is a loss scaling that somebody has computed with: its "
-                f"counters are {self.steps.dtype} and not int32. Leave it out of "
-                "`jax.tree.map`: averages are of weights, not of a training state."
-            )
-
-    def validate(self, owner: type) -> None:
-        """Raises `ValueError` for counters that no run can reach; reads values."""
-        read = {f.name: np.asarray(getattr(self, f.name)) for f in fields(self)}
-        order = ("skipped_in_a_row", "skipped", "steps")
-        order = (*zip(order, order[1:], strict=False), ("last_finite", "steps"))
-        for small, large in (*order, ("bad_losses", "skipped")):
-            if not np.all((read[small] >= 0) & (read[small] <= read[large])):
-                raise ValueError(
-                    f"`{small}` of `mpx.{owner.__name__}` must lie between 0 and "
-                    f"`{large}`, {read[large]}; got {read[small]}."
-                )
+    Returns:
+        The new record.
+    """
+    return _updated(record, finite, places_finite, loss_finite)
 
 
 # Jitted, so that it is traced once and not in each step.
@@ -158,6 +136,32 @@ def _first_places(places_finite: Bool[Array, " n"] | None) -> Int32[Array, "8"]:
         :PLACES
     ]
     return jax.lax.select(first == last, none, first)
+
+
+def refuse_arithmetic(record: StepRecord, call: str) -> None:
+    """Raises `TypeError` where somebody has computed with the counters.
+
+    `jax.tree.map` of an average over a whole training state does.
+    """
+    if record.finite.dtype != bool or record.steps.dtype != np.int32:
+        raise TypeError(
+            f"{call} is a loss scaling that somebody has computed with: its "
+            f"counters are {record.steps.dtype} and not int32. Leave it out of "
+            "`jax.tree.map`: averages are of weights, not of a training state."
+        )
+
+
+def validate_record(record: StepRecord, owner: type) -> None:
+    """Raises `ValueError` for counters that no run can reach; reads values."""
+    read = {f.name: np.asarray(getattr(record, f.name)) for f in fields(record)}
+    order = ("skipped_in_a_row", "skipped", "steps")
+    order = (*zip(order, order[1:], strict=False), ("last_finite", "steps"))
+    for small, large in (*order, ("bad_losses", "skipped")):
+        if not np.all((read[small] >= 0) & (read[small] <= read[large])):
+            raise ValueError(
+                f"`{small}` of `mpx.{owner.__name__}` must lie between 0 and "
+                f"`{large}`, {read[large]}; got {read[small]}."
+            )
 
 
 def refuse_limit(limit: Any, call: str) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import describe, listing
-from ._record import StepRecord, replaced
+from ._record import StepRecord, replaced, validate_record
 
 VERSION = 2
 
@@ -72,7 +72,7 @@ def read_record(state: Any, call: str) -> StepRecord:
     record = StepRecord()
     fields = _checked(_migrate(dict(state), call), _own_fields(record), call)
     record = replaced(record, **fields)
-    record.validate(StepRecord)
+    validate_record(record, StepRecord)
     return record
 
 

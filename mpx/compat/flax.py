@@ -21,6 +21,8 @@ from .._loss_scaling import (
     write_record,
 )
 
+__all__ = ["register_serialization"]
+
 
 def register_serialization() -> None:
     """Registers every loss scaling and `mpx.StepRecord` with `flax.serialization`.
