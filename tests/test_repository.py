@@ -58,9 +58,10 @@ def test_all_that_is_public_is_in_all_but_the_modules_imported_on_demand():
     on_demand = {"compat", "nn", "nnx"}
     assert len(set(mpx.__all__)) == len(mpx.__all__)
     assert {f"mpx.{name}" for name in {*mpx.__all__, *on_demand}} == public_names()
+    modules = {f"mpx.{name}" for name in on_demand}
     result = run_python(
         "import sys\nfrom mpx import *\nautocast, explain\n"
-        f"sys.exit(set({[f'mpx.{name}' for name in on_demand]}) & sys.modules.keys() or 0)"
+        f"sys.exit({modules} & sys.modules.keys() or 0)"
     )
     assert result.returncode == 0, result.stderr
 
