@@ -1,0 +1,200 @@
+"""Writes the programs that mpx emits, to be compared with those of another commit.
+
+    python -m tests.emitted write before
+    ... change the core ...
+    python -m tests.emitted write after
+    python -m tests.emitted compare before after
+
+One text for each program of the zoo, of other packages as far as they are installed,
+and of the examples, in each precision: its jaxpr with the names of JAX's own printer,
+which depend on nothing but the program, and what `mpx.explain` says of it. Addresses in
+memory and paths of this machine are left out. A program that raises has its error as
+its text, which is to stay, too.
+"""
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+
+import mpx
+
+from .autocast.zoo import PROGRAMS, Program, gradient as gradient_of
+from .clients import gradients, runner
+from .clients.programs import programs_of
+
+ROOT = Path(__file__).resolve().parents[1]
+Thunk = Callable[[], Any]
+
+RECIPES = {
+    "mxfp8": mpx.MXFP8BlockScaling(),
+    "nvfp4": mpx.NVFP4BlockScaling(),
+}
+
+
+def text_of(function: Callable[..., Any], *args: Any) -> str:
+    """The program that a function is, in normal form."""
+    arrays, static = eqx.partition(args, eqx.is_array)
+
+    def of_arrays(arrays: Any) -> Any:
+        return eqx.filter(function(*eqx.combine(arrays, static)), eqx.is_array)
+
+    return normal(str(jax.jit(of_arrays).trace(arrays).jaxpr))
+
+
+def normal(text: str) -> str:
+    """A text without what differs from one run, or one machine, to the next."""
+    text = re.sub(r"0x[0-9a-f]+", "0x", text).replace(f"{ROOT}/", "")
+    text = re.sub(r"\S*/site-packages/", "", text)
+    # Lines of mpx's own code move.
+    text = re.sub(r"(mpx/\S+?\.py)\S*", r"\1", text)
+    return re.sub(r"\b(id|key)=\d{6,}", r"\1=", text)
+
+
+def of_the_zoo(name: str, found: Program) -> Iterator[tuple[str, Thunk]]:
+    """A program of the zoo in each precision, differentiated on either side."""
+
+    def made() -> Any:
+        fn, args = found.make()
+        return fn, jax.tree.map(lambda x: x, args)
+
+    def differentiated(fn: Any) -> Any:
+        return gradient_of(fn, found.argnums, forward_mode=found.forward_mode)
+
+    def inside(**options: Any) -> str:
+        fn, args = made()
+        return text_of(differentiated(mpx.autocast(fn, **options)), *args)
+
+    def outside() -> str:
+        fn, args = made()
+        return text_of(mpx.autocast(differentiated(fn), "bfloat16"), *args)
+
+    def delayed() -> str:
+        fn, args = made()
+        loss = mpx.autocast(fn, recipe=mpx.DelayedScaling())
+        scaling = mpx.init_scaling(loss, *args)
+
+        def step(scaling: Any, *args: Any) -> Any:
+            return tuple(mpx.filter_value_and_grad(loss, scaling, has_aux=True)(*args))
+
+        return text_of(step, scaling, *args)
+
+    def report() -> str:
+        fn, args = made()
+        whole = mpx.explain(differentiated(mpx.autocast(fn, "bfloat16")))(*args)
+        return normal(f"{whole}\n{whole.to_json()}")
+
+    yield "float16", lambda: inside(dtype="float16")
+    yield "bfloat16", lambda: inside(dtype="bfloat16")
+    yield "outside", outside
+    yield "fast", lambda: inside(residuals="fast")
+    yield "stream", lambda: inside(residual_stream="half")
+    for recipe, value in RECIPES.items():
+        yield recipe, lambda value=value: inside(recipe=value)
+    yield "units", lambda: inside(recipe=mpx.Float8CurrentScaling(), target="sm_90")
+    yield "delayed", delayed
+    yield "explain", report
+
+
+def of_packages() -> Iterator[tuple[str, str, Thunk]]:
+    """Programs of other packages, those that are installed."""
+    for module in runner.PACKAGES:
+        try:
+            found = programs_of(module)
+        except ImportError:
+            continue
+        for name, client in found.items():
+            for precision in filter(client.has, gradients.PRECISIONS):
+                yield name, precision, lambda c=client, p=precision: _step(c, p)
+
+
+def _step(client: Any, precision: str) -> str:
+    built = client.make()
+    step = gradients.autocast(built, precision)
+    return text_of(step.run, step.state, built.params, built.batch)
+
+
+def everything(parts: list[str]) -> Iterator[tuple[str, Thunk, Any]]:
+    """The names of all texts, how to make them, and what holds meanwhile."""
+    if "zoo" in parts:
+        for name, found in PROGRAMS.items():
+            for kind, make in of_the_zoo(name, found):
+                yield f"zoo.{name}.{kind}", make, found.context
+    if "clients" in parts:
+        for name, kind, make in of_packages():
+            yield f"clients.{name}.{kind}", make, None
+
+
+def write(folder: Path, parts: list[str], share: tuple[int, int]) -> None:
+    """Writes the texts, one file each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = ""
+    for name, make, context in everything(parts):
+        program = name.rpartition(".")[0]
+        if program != before:  # what one leaves does not change the next
+            jax.clear_caches()
+        before = program
+        if zlib.crc32(program.encode()) % share[1] != share[0]:
+            continue
+        try:
+            with context() if context else jax.default_matmul_precision(None):
+                text = make()
+        except Exception as error:
+            text = normal(f"{type(error).__name__}: {error}")
+        (folder / f"{name}.txt").write_text(text + "\n")
+
+
+def compare(first: Path, second: Path, lines: int) -> int:
+    """Says which texts differ, and how they begin to."""
+    names = sorted({p.name for f in (first, second) for p in f.glob("*.txt")})
+    differ = 0
+    for name in names:
+        paths = [first / name, second / name]
+        missing = [str(path) for path in paths if not path.is_file()]
+        if missing:
+            differ += 1
+            print(f"{name}: only one of them has it")
+            continue
+        a, b = (path.read_text() for path in paths)
+        if a != b:
+            differ += 1
+            print(f"{name}: differs")
+            found = difflib.unified_diff(a.splitlines(), b.splitlines(), n=1)
+            print("\n".join(line[:160] for line in list(found)[:lines]))
+    print(f"{len(names)} texts, {differ} differ")
+    return 1 if differ else 0
+
+
+def main() -> int:
+    """Writes or compares."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    writing = commands.add_parser("write")
+    writing.add_argument("folder", type=Path)
+    writing.add_argument("--parts", nargs="+", default=["zoo", "clients"])
+    writing.add_argument("--share", default="0/1", help="which of how many processes")
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("first", type=Path)
+    comparing.add_argument("second", type=Path)
+    comparing.add_argument("--lines", type=int, default=12)
+    told = parser.parse_args()
+    if told.command == "compare":
+        return compare(told.first, told.second, told.lines)
+    number, count = map(int, told.share.split("/"))
+    write(told.folder, told.parts, (number, count))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Programs for several devices, as in the tests.
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    sys.exit(main())
