@@ -1,8 +1,9 @@
 """Critical operations in float32: sums, means, norms, softmax, losses.
 
 Written out, `force_full_precision` is three steps: cast, call, cast back. While JAX
-traces, what has no effects becomes a program of its own (`_program`), which is traced
-once for all layers that are alike and keeps half precision for the backward pass.
+traces, what has no effects becomes a program of its own (`_forced_program`), which is
+traced once for all layers that are alike and keeps half precision for the backward
+pass.
 """
 
 import functools
@@ -17,8 +18,8 @@ import numpy as np
 
 from ._autocast import settings_of
 from ._dtypes import float_dtype, half_precision_datatype
+from ._forced_program import as_program
 from ._function import call_in, refuse_uncallable
-from ._program import as_program
 from ._typing import DTypeLike
 from ._wraps import wraps
 

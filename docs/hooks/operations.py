@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpx._autocast._classes import CLASSES, PrimitiveClass, class_of
+from mpx._program import PRIMITIVES, PrimitiveClass, class_of
 
 _MARK = "<!-- the table of operations -->"
 
@@ -30,7 +30,7 @@ def table() -> str:
     """The table, in Markdown."""
     rows = ["| class | primitives |", "|---|---|"]
     for kind in _ORDER:
-        names = sorted(name for name, found in CLASSES.items() if found is kind)
+        names = sorted(name for name, found in PRIMITIVES.items() if found.kind is kind)
         cell = " ".join(f"`{name}`" + _in_float16(name, kind) for name in names)
         rows.append(f"| **{kind.value}** | {cell} |")
     return "\n".join(rows)

@@ -5,7 +5,6 @@ from ._call import (
     call_with_masters as call_with_masters,
     is_marked as is_marked,
 )
-from ._classes import PrimitiveClass as PrimitiveClass, class_of as class_of
 from ._decisions import Candidate as Candidate, Precision as Precision
 from ._fused import (
     FusedOperation as FusedOperation,

@@ -21,10 +21,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jaxtyping import Array
 
-from .._jax_compat import open_jaxpr
-from .._jaxpr import count
-from ._islands import HOLDERS
-from ._plan import program_of
+from .._program import count, equations, properties
 
 # The sums that a norm takes are of at least so many numbers.
 _FEW = 16
@@ -55,10 +52,8 @@ def computed_again(closed: Any, *, is_in_loop: bool = False) -> Callable[..., An
 
 def operations(jaxpr: Any) -> Iterator[Any]:
     """The operations of a program, those of programs within it, too."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name in HOLDERS:
-            yield from operations(open_jaxpr(program_of(equation)))
-        else:
+    for equation in equations(jaxpr):
+        if not properties(equation.primitive.name).joins_regions:
             yield equation
 
 

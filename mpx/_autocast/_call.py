@@ -22,11 +22,11 @@ from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
 from ._decisions import Precision
+from ._demand import Wish, wish_for
 from ._ends import ends_of_results, recipes_in
 from ._fused_rules import or_fused
 from ._interpreter import evaluate
 from ._notes import RESULT, is_taking_notes, note_unused, noted_cast
-from ._plan import Wish, wish_for
 from ._region import is_tracing, note_float16, region, trace
 from ._settings import Place, Programs, Run, Settings
 from ._slots import Collection, Given, Slots, next_source

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._program import PrimitiveClass, class_of, is_multiplication, properties
 from .._quantize import AbstractRecipe
-from ._classes import PrimitiveClass, class_of, is_multiplication
 from ._decisions import Precision, Reason
-from ._plan import Wish
+from ._demand import Wish
 from ._rules import Rule
 from ._settings import Place, Settings
 from ._values import FULL, Colour, Value, does_not_fit, is_castable
@@ -43,19 +43,6 @@ class Choice(NamedTuple):
         if self.dtype is None:
             return Precision.DECLARED
         return Precision.FULL if self.dtype == FULL else Precision.HALF
-
-
-# What these give is one of their operands' numbers, so it is exact in any precision.
-EXACT = frozenset(
-    """
-    abs argmax argmin approx_top_k ceil cummax cummin floor is_finite neg pmax pmin
-    reduce_max reduce_min reduce_window_max reduce_window_min sign sort top_k
-    unreduced_pmax unreduced_pmin
-    """.split()
-)
-_COMPARISONS = frozenset("eq eq_to ge gt le le_to lt lt_to ne".split())
-_UPDATES = frozenset(("dynamic_update_slice", "scatter", "scatter-max", "scatter-min"))
-_SUMS = frozenset(("add", "add_any", "sub"))
 
 
 class Case(NamedTuple):
@@ -218,7 +205,8 @@ def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
         is_full = any(v.dtype == FULL for v in castable)
         return Choice(kind, Reason.DECLARED, FULL if is_full else None)
     dtype = halves.pop()
-    if case.name in EXACT:
+    known = properties(case.name)
+    if known.is_exact:
         return Choice(kind, Reason.FOLLOWS, dtype)
     is_result_float = any(is_castable(v.aval) for v in case.equation.outvars)
     if case.wish is Wish.FULL and is_result_float and not case.is_scaling:
@@ -226,13 +214,13 @@ def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
     if any(does_not_fit(x, dtype) for x in numbers):
         return Choice(kind, Reason.LITERAL, FULL)
     others = [v for v in values if _colour(v) is Colour.DECLARED]
-    if case.name in _COMPARISONS:
+    if known.compares:
         inexact = others or any(_rounds(x, dtype) for x in numbers)
         return Choice(kind, Reason.FOLLOWS, FULL if inexact else dtype)
-    if case.name in _UPDATES and _colour(castable[0]) is Colour.DECLARED:
+    if known.updates and _colour(castable[0]) is Colour.DECLARED:
         if castable[0].facts.literal is None:
             return Choice(kind, Reason.STREAM, FULL)
-    if case.name in _SUMS and any(not _may_be_added(case, v, values) for v in others):
+    if known.adds and any(not _may_be_added(case, v, values) for v in others):
         return Choice(kind, Reason.STREAM, FULL)
     return Choice(kind, Reason.FOLLOWS, dtype)
 

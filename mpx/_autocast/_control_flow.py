@@ -28,13 +28,18 @@ from .._jax_compat import (
     scan_counts,
     scan_options,
 )
-from .._jaxpr import constants_as_inputs, sub_jaxprs
+from .._program import (
+    constants_as_inputs,
+    distinct_equations,
+    program_of,
+    properties,
+    sub_jaxprs,
+)
+from ._demand import Wish, carry_wishes, plan
 from ._ends import ends_of_program
 from ._interpreter import Rewrite, evaluate
-from ._linear import PRODUCTS
 from ._luggage import Luggage
 from ._notes import CARRY, noted_cast
-from ._plan import Wish, carry_wishes, plan, program_of
 from ._settings import Place, Run
 from ._slots import repeated
 from ._values import FULL, Colour, Facts, Value, computed, is_castable
@@ -165,9 +170,8 @@ def _step_for(run: Run, place: Place, *programs: Any) -> Any:
 
 def _holds_products(program: Any) -> bool:
     return any(
-        equation.primitive.name in PRODUCTS
-        or any(_holds_products(inner.jaxpr) for inner in sub_jaxprs(equation))
-        for equation in open_jaxpr(program).eqns
+        properties(equation.primitive.name).is_quantizable
+        for equation in distinct_equations(program)
     )
 
 

@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from .._jax_compat import bind_equation, open_jaxpr, symbolic_zero
-from .._jaxpr import constants_as_inputs, zero_results
+from .._program import constants_as_inputs, program_of, zero_results
 from ._control_flow import (
     Types,
     as_dtype,
@@ -33,9 +33,9 @@ from ._control_flow import (
     rewritten_for,
     types_of,
 )
+from ._demand import Wish, wish_for
 from ._interpreter import Rewrite
 from ._luggage import Luggage
-from ._plan import Wish, program_of, wish_for
 from ._region import trace
 from ._settings import Place, Run
 from ._values import Facts, Value, computed, is_castable

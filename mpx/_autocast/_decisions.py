@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._jaxpr import count
-from .._source import source_frames
-from ._classes import PrimitiveClass
+from .._program import PrimitiveClass, count, source_frames
 from ._fused import FusedOperation
 
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from .._jax_compat import bind_equation
+from .._program import properties
 from ._choice import Choice
 from ._values import Colour, Value, computed, declared, is_castable
 
@@ -63,18 +64,14 @@ def _cast(equation: Any, value: Value, aval: Any, choice: Choice) -> Any:
     return _spread(equation, value, target).cast(target)[0]
 
 
-# Elementwise operations whose operands JAX broadcasts along axes of size one.
-_BROADCASTING = frozenset("add add_any sub mul div max min".split())
-
-
 def _spread(equation: Any, value: Value, target: Any) -> Value:
     """A declared value that will be cast, broadcast to what it meets.
 
-    Before the cast: the gradient of a bias is a sum over the batch, which then runs in
-    float32.
+    JAX broadcasts the operands of binary operations along axes of size one. Before the
+    cast: the gradient of a bias is a sum over the batch, which then runs in float32.
     """
     if (
-        equation.primitive.name not in _BROADCASTING
+        not properties(equation.primitive.name).is_binary
         or value.facts.colour is not Colour.DECLARED
         or value.is_constant
         or value.dtype == target

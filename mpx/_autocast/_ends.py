@@ -6,16 +6,24 @@ from the end: a product that goes into a scalar which the function returns, and 
 other product. In a function that returns no scalar, such as one layer, there is none.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax_compat import scope_names
-from .._jaxpr import SubJaxpr, count, sub_jaxprs
-from ._classes import CLASSES, PrimitiveClass
+from .._program import (
+    BackwardFlow,
+    PrimitiveClass,
+    SubJaxpr,
+    backward,
+    count,
+    distinct_equations,
+    properties,
+    results_within,
+)
 from ._region import told_by
 from ._settings import NOWHERE, Ends
 
@@ -30,75 +38,47 @@ def ends_of_results(avals: Sequence[Any]) -> tuple[Ends, ...]:
     )
 
 
-def ends_in(jaxpr: Any, results: Sequence[Ends]) -> Mapping[Any, Ends]:
-    """Where the values of a program go.
+class _Ends(BackwardFlow[Ends]):
+    """Where values go, from where the results of their users go."""
 
-    Args:
-        jaxpr: The program, open.
-        results: Where its results go.
+    @property
+    def nothing(self) -> Ends:
+        """Nobody uses it."""
+        return NOWHERE
 
-    Returns:
-        For each variable that goes somewhere.
-    """
-    ends: dict[Any, Ends] = {}
+    def join(self, a: Ends, b: Ends) -> Ends:
+        """Where two users take it."""
+        return a | b
 
-    def add(atom: Any, end: Ends) -> None:
-        if end and not isinstance(atom, core.Literal):
-            ends[atom] = ends.get(atom, NOWHERE) | end
+    def operands(self, equation: JaxprEqn, results: Sequence[Ends]) -> Sequence[Ends]:
+        """A product, whatever program it holds, is an end of its own."""
+        if properties(equation.primitive.name).kind is PrimitiveClass.HALF:
+            return [Ends.PRODUCT] * len(equation.invars)
+        return super().operands(equation, results)
 
-    for atom, end in zip(jaxpr.outvars, results, strict=True):
-        add(atom, end)
-    for equation in reversed(jaxpr.eqns):
-        outputs = [ends.get(v, NOWHERE) for v in equation.outvars]
-        if CLASSES.get(equation.primitive.name) is PrimitiveClass.HALF:
-            for atom in equation.invars:
-                add(atom, Ends.PRODUCT)
-            continue
-        programs = sub_jaxprs(equation)
-        for program in programs:
-            inside = ends_in(program.jaxpr, ends_of_program(program, outputs))
-            for place, variable in zip(
-                program.operands, program.jaxpr.invars, strict=True
-            ):
-                if place is not None:
-                    add(equation.invars[place], inside.get(variable, NOWHERE))
-        if not programs:
-            everything = NOWHERE
-            for end in outputs:
-                everything |= end
-            for atom in equation.invars:
-                add(atom, everything)
-    return ends
+    def transfer(self, equation: JaxprEqn, results: Sequence[Ends]) -> Sequence[Ends]:
+        """Where any result of the operation goes."""
+        everything = NOWHERE
+        for end in results:
+            everything |= end
+        return [everything] * len(equation.invars)
+
+
+def ends_in(jaxpr: Jaxpr, results: Sequence[Ends]) -> Mapping[Any, Ends]:
+    """Where the values of a program go, given where its results go."""
+    return backward(jaxpr, results, _Ends())
 
 
 def ends_of_program(program: SubJaxpr, outputs: Sequence[Ends]) -> tuple[Ends, ...]:
-    """Where the results of a program go, given those of its equation.
-
-    What a loop carries goes where it went in the last turn, and where the body of the
-    next turn takes it.
-    """
-    ends = [NOWHERE if i is None else outputs[i] for i in program.results]
-    while True:
-        inside = ends_in(program.jaxpr, ends) if program.carried else {}
-        before = list(ends)
-        for out, back in program.carried:
-            ends[out] |= inside.get(program.jaxpr.invars[back], NOWHERE)
-        if ends == before:
-            return tuple(ends)
+    """Where the results of a program go, given those of its equation."""
+    return tuple(results_within(program, outputs, _Ends()))
 
 
-def recipes_in(jaxpr: Any) -> set[Any]:
+def recipes_in(jaxpr: Jaxpr) -> set[Any]:
     """The recipes of the regions in a program."""
-    return {told["recipe"] for told in _regions(jaxpr, set()) if told.get("recipe")}
-
-
-def _regions(jaxpr: Any, seen: set[int]) -> Iterator[dict[str, Any]]:
-    if id(jaxpr) in seen:
-        return
-    seen.add(id(jaxpr))
-    for equation in jaxpr.eqns:
-        for scope in scope_names(equation):
-            if told := told_by(scope):
-                yield told
-        for program in sub_jaxprs(equation):
-            yield from _regions(program.jaxpr, seen)
+    told = [
+        told_by(scope)
+        for equation in distinct_equations(jaxpr)
+        for scope in scope_names(equation)
+    ]
+    return {options["recipe"] for options in told if options.get("recipe")}

@@ -14,15 +14,15 @@ import jax
 from jax.extend import core
 
 from .._jax_compat import open_jaxpr
+from .._program import PrimitiveClass, program_of
 from .._quantize import AbstractRecipe
 from ._choice import Case, Choice, choose
-from ._classes import PrimitiveClass
 from ._control_flow import evaluate_closed
 from ._decisions import Precision, Reason
+from ._demand import Wish
 from ._fused import FusedOperation, fused_operation_of, is_fused_call
 from ._interpreter import Rewrite, candidate_of, find_rule
 from ._notes import is_taking_notes, noted
-from ._plan import Wish, program_of
 from ._region import trace
 from ._rules import Rule
 from ._settings import Place, Run

@@ -19,18 +19,17 @@ from .._jax_compat import (
     is_differentiated,
     scope_names,
 )
-from .._jaxpr import count
+from .._program import PrimitiveClass, class_of, count, properties
 from .._quantize import AbstractRecipe
 from . import _strict
 from ._choice import Case, Choice, choose
-from ._classes import PrimitiveClass, class_of
 from ._decisions import Candidate, Precision, Reason
+from ._demand import Plan, Wish, plan
 from ._emission import emit_operation
 from ._ends import ends_in
 from ._islands import Island, parts
 from ._linear import emit_linear, path_text, product_of, quantized, weight_of
 from ._notes import is_note, is_taking_notes, noted
-from ._plan import JOINS, MOVES, Plan, Wish, plan
 from ._recompute import emit_island
 from ._region import is_region, settings_within
 from ._rules import Rule
@@ -157,10 +156,11 @@ def _emit(
     if name == "convert_element_type":
         with noted(name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
             return [_convert(place, equation, operands[0])]
-    if name in MOVES:
+    known = properties(name)
+    if known.moves:
         with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
             return _move(equation, operands)
-    if name in JOINS and _are_declared(equation, operands):
+    if known.joins and _are_declared(equation, operands):
         with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
             return _join(equation, operands)
     wish = Wish.ANY
@@ -306,14 +306,10 @@ def _join(equation: Any, operands: list[Value]) -> list[Value]:
     ]
 
 
-# Only these make a bias of a vector. A lookup in a small table, too, gives more numbers
-# than the table has, and yet is the beginning of a residual stream.
-_BROADCASTS = frozenset(("broadcast_in_dim", "broadcast_to", "tile"))
-
-
 def _move(equation: Any, operands: list[Value]) -> list[Value]:
     """Moves data in whatever precision it comes."""
     name = equation.primitive.name
+    known = properties(name)
     if name == "stop_gradient" and operands[0].is_constant:
         return operands
     bound = bind_equation(equation, *(v.array for v in operands))
@@ -325,7 +321,9 @@ def _move(equation: Any, operands: list[Value]) -> list[Value]:
             results.append(computed(array))
             continue
         facts = source.facts
-        if name in _BROADCASTS and count(array.shape) > count(source.array.shape):
+        # Only this makes a bias of a vector. A lookup in a small table, too, gives more
+        # numbers than the table has, and yet is the beginning of a residual stream.
+        if known.repeats and count(array.shape) > count(source.array.shape):
             facts = facts._replace(is_broadcast=True)
         slots = source.slots
         if name == "gather":  # rows of a table are data, whoever learned them

@@ -20,37 +20,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
+from jax.extend.core import JaxprEqn, Literal
 
 from .._jax_compat import execution_key, open_jaxpr
-from .._jaxpr import sub_jaxprs
-from ._classes import CLASSES, PrimitiveClass, is_multiplication
-from ._plan import program_of
-
-# These hold a program, and yet may be part of an island.
-HOLDERS = frozenset("jit pjit closed_call custom_jvp_call".split())
-
-_CHEAP = (
-    PrimitiveClass.FULL,
-    PrimitiveClass.PROMOTE,
-    PrimitiveClass.FOLLOW,
-    PrimitiveClass.CONVERT,
-)
-# Of these classes, but not cheap, or not ours to repeat.
-_ENDS = frozenset(
-    """
-    name optimization_barrier sharding_constraint reshard device_put layout_constraint
-    gather scatter scatter-add scatter-mul scatter-sub scatter-max scatter-min
-    dynamic_update_slice sort top_k approx_top_k
-    cumlogsumexp cummax cummin cumprod cumsum
-    reduce_window_max reduce_window_min reduce_window_sum
-    select_and_gather_add select_and_scatter_add
-    all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast
-    pbroadcast_dynamic pmax pmin ppermute preduced psum psum2 psum_invariant
-    ragged_all_to_all reduce_scatter reduced_vary_cast reduced_vary_cast_p
-    unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter
-    vary_unreduced_cast vary_unreduced_cast_p relayout with_memory_space_constraint
-    """.split()
+from .._program import (
+    PrimitiveClass,
+    is_multiplication,
+    program_of,
+    properties,
+    sub_jaxprs,
 )
 
 
@@ -68,34 +46,36 @@ class Island(NamedTuple):
     outputs: tuple[Any, ...]
 
 
-def is_cheap(equation: Any, with_lookups: bool = False) -> bool:
+def is_cheap(equation: JaxprEqn, with_lookups: bool = False) -> bool:
     """Whether an equation costs little more than to read what it needs.
 
     A lookup does, too, but an embedding is no part of what comes after it.
     """
     name = equation.primitive.name
+    known = properties(name)
     if with_lookups and name == "gather":
         return True
-    if equation.effects or name in _ENDS:
+    if equation.effects:
         return False
-    if name in HOLDERS:
+    if known.joins_regions:
         inner = open_jaxpr(program_of(equation)).eqns
         return not _is_placed(equation.params) and all(
             is_cheap(e, with_lookups) for e in inner
         )
-    return CLASSES.get(name) in _CHEAP or is_multiplication(equation)
+    return known.is_cheap or is_multiplication(equation)
 
 
-def _makes_data(equation: Any) -> bool:
+def _makes_data(equation: JaxprEqn) -> bool:
     """Whether what an equation makes of weights and constants is data.
 
     The batch may be a constant that the function closes over.
     """
     name = equation.primitive.name
-    if name == "gather" or CLASSES.get(name) is PrimitiveClass.HALF:
+    if name == "gather" or properties(name).kind is PrimitiveClass.HALF:
         return True
-    programs = sub_jaxprs(equation)
-    return any(_makes_data(inner) for sub in programs for inner in sub.jaxpr.eqns)
+    return any(
+        _makes_data(inner) for sub in sub_jaxprs(equation) for inner in sub.jaxpr.eqns
+    )
 
 
 def _is_placed(params: dict[str, Any]) -> bool:
@@ -125,8 +105,8 @@ def parts(
     return list(_in_order(jaxpr, groups, copied))
 
 
-def _variables(equation: Any) -> list[Any]:
-    return [a for a in equation.invars if not isinstance(a, core.Literal)]
+def _variables(equation: JaxprEqn) -> list[Any]:
+    return [a for a in equation.invars if not isinstance(a, Literal)]
 
 
 def _groups(
@@ -213,7 +193,7 @@ def _in_order(
                 needs[n].add(unit_of[maker[v]])
     for first, second in _effects(jaxpr):
         needs[unit_of[second]].add(unit_of[first])
-    results = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    results = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     roots = [n for n, p in enumerate(units) if islands[n] or p[0] not in copied]
     roots += [unit_of[maker[v]] for v in results if v in maker]
     live = _reachable(roots, needs)

@@ -12,31 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.numpy import inexact, issubdtype
 
 from .._dtypes import is_half
-from .._jax_compat import open_jaxpr
-from .._jaxpr import count
-from ._islands import HOLDERS
-from ._plan import program_of
-
-# The derivative is computed from the result.
-_RESULT = frozenset("cbrt exp exp2 expm1 logistic rsqrt sqrt tan tanh".split())
-# The derivative is computed from the operand.
-_OPERAND = frozenset(
-    """
-    abs acos acosh asin asinh atan atanh cos cosh digamma erf erf_inv erfc integer_pow
-    lgamma log log1p log2 one_minus_square polynomial reduce_max reduce_min reduce_prod
-    sign sin sinh square bessel_i0e bessel_i1e
-    """.split()
-)
-# The derivative by one operand is computed from the others.
-_OTHERS = frozenset("atan2 div dot_general igamma igammac mul pow rem".split())
-# These give the numbers of their operand again.
-_COPIES = frozenset("broadcast_in_dim broadcast_to expand_dims reshape squeeze".split())
-# The derivative asks which operand it was: a boolean for each number of the result.
-_CHOICES = frozenset("clamp max min".split())
+from .._program import Flow, Saves, avals, count, propagate, properties
 
 
 class _Node:
@@ -51,7 +31,7 @@ class _Node:
         self.is_free = False  # whether it is kept by others anyway
 
 
-def kept_bytes(jaxpr: Any, are_free: tuple[bool, ...]) -> tuple[int, int]:
+def kept_bytes(jaxpr: Jaxpr, are_free: tuple[bool, ...]) -> tuple[int, int]:
     """The bytes that autodiff keeps of an island, and those to recompute it from.
 
     Args:
@@ -65,13 +45,13 @@ def kept_bytes(jaxpr: Any, are_free: tuple[bool, ...]) -> tuple[int, int]:
     inputs = [_Node(_bytes(v.aval), is_active=_is_float(v.aval)) for v in jaxpr.invars]
     for node, is_free in zip(inputs, are_free, strict=True):
         node.is_free = is_free
-    nodes: dict[Any, _Node] = dict(zip(jaxpr.invars, inputs, strict=True))
-    kept: dict[_Node, None] = {}
-    _walk(jaxpr, nodes, kept)
-    for variable in jaxpr.outvars:
-        is_known = not _is_literal(variable) and variable in nodes
-        if is_known and is_half(variable.aval.dtype):
-            nodes[variable].is_free = True
+    flow = _Keeping()
+    constants = (None,) * len(jaxpr.constvars)
+    results = propagate(jaxpr, constants, inputs, flow)
+    for aval, node in zip(avals(jaxpr.outvars), results, strict=True):
+        if node is not None and is_half(aval.dtype):
+            node.is_free = True
+    kept = flow.kept
     needed, waiting = set(kept), list(kept)
     while waiting:
         for node in waiting.pop().made_of:
@@ -105,68 +85,79 @@ def measured_bytes(
     return sum(_bytes(v.aval) for v in kept - elsewhere)
 
 
-def _walk(jaxpr: Any, nodes: dict[Any, _Node], kept: dict[_Node, None]) -> None:
-    """Adds the nodes of a program, and those that autodiff keeps."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        operands = [nodes.get(a) for a in equation.invars if not _is_literal(a)]
-        made_of = [node for node in operands if node is not None]
-        if name in HOLDERS:
-            inner = open_jaxpr(program_of(equation))
-            inside = {
-                v: nodes[a]
-                for v, a in zip(inner.invars, equation.invars, strict=True)
-                if not _is_literal(a) and a in nodes
-            }
-            _walk(inner, inside, kept)
-            for outer, result in zip(equation.outvars, inner.outvars, strict=True):
-                if not _is_literal(result) and result in inside:
-                    nodes[outer] = inside[result]
-            continue
+class _Keeping(Flow[_Node | None]):
+    """Makes the nodes of a program; None stands for constants.
+
+    Attributes:
+        kept: The nodes that autodiff keeps.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[_Node, None] = {}
+
+    def constant(self, value: Any) -> None:
+        """A number of the program is kept by nobody."""
+
+    def join(self, a: _Node | None, b: _Node | None) -> _Node | None:
+        """Regions have neither branches nor loops."""
+        return a
+
+    def transfer(
+        self, equation: JaxprEqn, facts: Sequence[_Node | None]
+    ) -> Sequence[_Node | None]:
+        """The nodes of the results."""
+        made_of = [node for node in facts if node is not None]
+        results = equation.outvars
         if not made_of:  # of numbers only, or of constants
-            continue
+            return [None] * len(results)
         has_derivative = any(node.is_active for node in made_of)
-        if name in _COPIES and not has_derivative:  # of a mask, say: never written
-            nodes[equation.outvars[0]] = made_of[0]
-            continue
-        for variable in equation.outvars:
-            is_active = has_derivative and _is_float(variable.aval)
-            nodes[variable] = _Node(_bytes(variable.aval), made_of, is_active)
-        if has_derivative and _is_float(equation.outvars[0].aval):
-            kept.update(dict.fromkeys(_kept(name, equation, nodes)))
+        saves = properties(equation.primitive.name).saves
+        if saves is Saves.SAME and not has_derivative:  # of a mask, say: never written
+            return [made_of[0]]
+        nodes = [
+            _Node(_bytes(v.aval), made_of, has_derivative and _is_float(v.aval))
+            for v in results
+        ]
+        if has_derivative and _is_float(results[0].aval):
+            self.kept.update(dict.fromkeys(_kept(saves, equation, facts, nodes[0])))
+        return nodes
 
 
-def _kept(name: str, equation: Any, nodes: dict[Any, _Node]) -> list[_Node]:
+def _kept(
+    saves: Saves, equation: JaxprEqn, operands: Sequence[_Node | None], result: _Node
+) -> list[_Node]:
     """What the derivative of an operation is computed from."""
-    operands = [None if _is_literal(a) else nodes.get(a) for a in equation.invars]
-    result = nodes[equation.outvars[0]]
-    if name in _RESULT:
+    if saves is Saves.RESULT:
         return [result]
-    if name in _OPERAND:
+    if saves is Saves.OPERAND:
         return [node for node in operands if node is not None]
-    if name in _OTHERS:
+    if saves is Saves.OTHERS:
         kept = [
             node
             for i, node in enumerate(operands)
             if node is not None
             and any(
-                o is not None and o.is_active for o in operands[:i] + operands[i + 1 :]
+                other is not None and other.is_active
+                for j, other in enumerate(operands)
+                if j != i
             )
         ]
-        divisor = operands[-1] if name == "div" else None
+        is_quotient = equation.primitive.name == "div"
+        divisor = operands[-1] if is_quotient else None
         if divisor is not None and not divisor.is_active:
             return [divisor]  # the numerator is not needed
         return kept
-    if name in _CHOICES:
+    if saves is Saves.CHOICE:
         made_of = [o for o in operands if o is not None]
-        return [_Node(count(equation.outvars[0].aval.shape), made_of)]
-    if name == "select_n" and operands[0] is not None:
+        (aval,) = avals(equation.outvars)
+        return [_Node(count(aval.shape), made_of)]
+    if saves is Saves.PREDICATE and operands[0] is not None:
         return [operands[0]]
     return []
 
 
 def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, core.Literal)
+    return isinstance(atom, Literal)
 
 
 def _is_float(aval: Any) -> bool:
@@ -177,9 +168,8 @@ def _bytes(aval: Any) -> int:
     return count(aval.shape) * aval.dtype.itemsize
 
 
-_KEEPERS = _RESULT | _OPERAND | _OTHERS | _CHOICES | {"select_n"} | HOLDERS
-
-
-def may_keep(equation: Any) -> bool:
+def may_keep(equation: JaxprEqn) -> bool:
     """Whether autodiff may keep something for an equation."""
-    return equation.primitive.name in _KEEPERS
+    known = properties(equation.primitive.name)
+    keeps_nothing = known.saves in (Saves.NOTHING, Saves.SAME)
+    return known.joins_regions or not keeps_nothing

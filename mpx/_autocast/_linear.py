@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from .._jax_compat import is_transposed, manual_axes
-from .._jaxpr import count
+from .._program import count, properties
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
@@ -37,8 +37,6 @@ from ._settings import Ends
 from ._values import Value, computed
 
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
-# The operations that a recipe may quantize.
-PRODUCTS = ("dot_general", _CONVOLUTION, _RAGGED)
 
 
 def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
@@ -86,7 +84,7 @@ def _refuse_gradient(case: Case) -> None:
 
 def _impossible(case: Case) -> str | None:
     """Why a product cannot be quantized."""
-    if case.name not in PRODUCTS:
+    if not properties(case.name).is_quantizable:
         return "only matrix products and convolutions are"
     if case.place.has_own_rule:
         return "a function with a derivative rule of its own"

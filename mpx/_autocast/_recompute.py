@@ -10,12 +10,12 @@ import numpy as np
 from jax.extend import core
 
 from .._jax_compat import execution_context, execution_key, scope_names
-from .._jaxpr import constants_as_inputs
+from .._program import constants_as_inputs
 from ._again import computed_again, operations
+from ._demand import Plan, Wish
 from ._islands import Island, is_cheap
 from ._keeping import kept_bytes, may_keep, measured_bytes
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
-from ._plan import Plan, Wish
 from ._settings import Place, Run
 from ._values import Colour, Facts, Value
 

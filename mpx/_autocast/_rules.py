@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._errors import describe
+from .._program import PrimitiveClass
 from .._quantize import AbstractRecipe
-from ._classes import PrimitiveClass
 from ._decisions import Candidate, Precision
 from ._options import as_written, is_recipe_class, read_switch, read_text
 

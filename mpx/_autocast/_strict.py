@@ -3,12 +3,11 @@
 from typing import Any
 
 from .._errors import describe, listing
-from .._jaxpr import count
+from .._program import count, source_span
 from .._quantize import AbstractProduct, Path, path_of
-from .._source import source_span
 from ._choice import Case, Choice
 from ._decisions import Reason, line_of
-from ._plan import Wish
+from ._demand import Wish
 from ._rules import Rules
 from ._values import FULL, Colour, Value, is_castable
 

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from .._cast import cast_leaf
 from .._dtypes import full_precision_of
 from .._jax_compat import as_varying, manual_axes, varied_axes, varying_axes
-from .._jaxpr import NoFlow, walk
+from .._program import NoFlow, walk
 
 _HALF = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 

@@ -39,62 +39,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .._jax_compat import open_jaxpr
-from .._jaxpr import count, lengths
-
-_ELEMENTWISE = """
-acos acosh asin asinh atan atan2 atanh cos cosh sin sinh tan tanh
-exp exp2 expm1 log log1p log2 logistic pow integer_pow square sqrt rsqrt cbrt
-one_minus_square polynomial
-bessel_i0e bessel_i1e digamma erf erfc erf_inv igamma igamma_grad_a igammac lgamma
-polygamma random_gamma random_gamma_grad regularized_incomplete_beta zeta
-abs add add_any ceil clamp div floor max min mul mulhi neg nextafter rem round sign sub
-_copysign eq eq_to ge gt is_finite le le_to lt lt_to ne select_n
-reduce_precision stochastic_round conj
-"""
-
-_MOVEMENT = """
-add_dependency assert_consumed_value bitcast_convert_type broadcast_in_dim broadcast_to
-complex concatenate convert_element_type copy copy_p device_put dynamic_slice
-dynamic_update_slice expand_dims gather imag iota layout_constraint name
-optimization_barrier pad real relayout reshape reshard rev roll scatter shard_alike
-sharding_constraint slice split squeeze stack stop_gradient tie tile transpose unstack
-with_memory_space_constraint zeros_like empty empty2
-all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast
-pbroadcast_dynamic ppermute preduced pvary ragged_all_to_all reduced_vary_cast
-reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p
-and clz not or population_count reduce_and reduce_or reduce_xor shift_left
-shift_right_arithmetic shift_right_logical xor
-axis_index dimension_size iota_2x32_shape dim_as_value
-nonbatchable nondifferentiable_backward nontraceable unvmap_all unvmap_any unvmap_max
-philox2x32 philox4x32 prng_join prng_random_bits prng_seed prng_split random_bits
-random_clone random_fold_in random_seed random_split random_unwrap random_wrap
-rng_bit_generator rng_uniform threefry2x32 threefry4x32
-lu_pivots_to_permutation create_token after_all platform_index
-debug_callback debug_print inspect_sharding print_layout
-"""
-
-_REDUCTIONS = "argmax argmin reduce_max reduce_min reduce_prod reduce_sum reduce"
-
-_PER_OPERAND_ELEMENT = """
-cumlogsumexp cummax cummin cumprod cumsum
-pmax pmin psum psum2 psum_invariant reduce_scatter unreduced_pmax unreduced_pmin
-unreduced_psum unreduced_reduce_scatter approx_top_k top_k
-"""
-
-_SCATTERS = "scatter-add scatter-max scatter-min scatter-mul scatter-sub"
-
-_WINDOWS = "reduce_window reduce_window_max reduce_window_min reduce_window_sum"
-
-# Nothing is read or written: the same values under another shape, name or mark.
-_NO_TRAFFIC = frozenset(
-    """
-    expand_dims reshape squeeze stop_gradient optimization_barrier name pvary
-    sharding_constraint nonbatchable nondifferentiable_backward nontraceable
-    empty empty2
-    """.split()
-)
-_READ_A_PART = frozenset({"dynamic_slice", "gather", "slice"})
-_WRITE_A_PART = frozenset({"dynamic_update_slice", "scatter", *_SCATTERS.split()})
+from .._program import Flops, count, lengths, properties
 
 
 def bits_of(dtype: Any) -> int:
@@ -119,13 +64,14 @@ def bytes_of(aval: Any) -> int:
 def bytes_moved(equation: Any) -> int:
     """The bytes that an equation reads and writes when it runs once."""
     name = equation.primitive.name
-    if name in _NO_TRAFFIC:
+    known = properties(name)
+    if known.is_free:
         return 0
     operands = [v.aval for v in equation.invars]
     writes = sum(bytes_of(v.aval) for v in equation.outvars)
-    if name in _READ_A_PART:
+    if known.reads_part:
         return 2 * writes + sum(map(bytes_of, operands[1:]))
-    if name in _WRITE_A_PART:
+    if known.writes_part:
         update = operands[1 if name == "dynamic_update_slice" else 2]
         return sum(map(bytes_of, operands[1:])) + 2 * bytes_of(update)
     reads = {id(v): bytes_of(v.aval) for v in equation.invars}  # x * x reads x once
@@ -136,17 +82,17 @@ def flops(equation: Any) -> int | None:
     """The floating-point operations of an equation that runs once.
 
     Args:
-        equation: An equation that holds no program, see `mpx._jaxpr.sub_jaxprs`.
+        equation: An equation that holds no program, see `mpx._program.sub_jaxprs`.
 
     Returns:
         How many; None if mpx does not know what the primitive computes.
     """
-    rule = _COUNTS.get(equation.primitive.name)
+    rule = _COUNTS.get(properties(equation.primitive.name).flops)
     return None if rule is None else rule(_with_lengths(equation))
 
 
 def _with_lengths(equation: Any) -> Any:
-    """An equation, or one like it whose shapes are numbers (`mpx._jaxpr.lengths`)."""
+    """An equation, or one like it whose shapes are numbers (`mpx._program.lengths`)."""
     avals = [v.aval for v in (*equation.invars, *equation.outvars)]
     shapes = [getattr(aval, "shape", ()) for aval in avals]
     if all(isinstance(n, int) for shape in shapes for n in shape):
@@ -258,19 +204,21 @@ def _matrices(equation: Any) -> tuple[Any, Any, Any]:
     return lhs, rhs, equation.outvars[0].aval
 
 
-# JAX's kernels of attention and how many products each computes: the scores, what they
-# select; in the backward pass the scores again and a gradient of each of four factors.
-KERNELS = {
-    "dot_product_attention_fwd_wrapper": 2,
-    "dot_product_attention_bwd_wrapper": 5,
-}
-
-
-def _attention(equation: Any) -> int:
+def _attention(equation: Any, products: int) -> int:
     query, key = (v.aval for v in equation.invars[:2])
     # The layout says whether heads stand before or behind the sequence.
     keys = key.shape[2 if equation.params["layout"] else 1]
-    return 2 * KERNELS[equation.primitive.name] * _size(query) * keys
+    return 2 * products * _size(query) * keys
+
+
+def _attention_forward(equation: Any) -> int:
+    """The scores, and what they select."""
+    return _attention(equation, 2)
+
+
+def _attention_backward(equation: Any) -> int:
+    """The scores again, and a gradient of each of four factors."""
+    return _attention(equation, 5)
 
 
 def _convolution(equation: Any) -> int:
@@ -369,43 +317,38 @@ def _pallas(equation: Any) -> int | None:
     if not all(isinstance(size, int) for size in grid):
         return None
     body = open_jaxpr(equation.params["jaxpr"])
-    counts = [flops(e) for e in body.eqns if e.primitive.name not in _KERNEL_ACCESS]
+    computing = (e for e in body.eqns if not properties(e.primitive.name).is_access)
+    counts = list(map(flops, computing))
     if any(one is None for one in counts):
         return None
     return math.prod(grid) * sum(one or 0 for one in counts)
-
-
-_KERNEL_ACCESS = frozenset({"get", "swap", "program_id", "num_programs", "multiple_of"})
 
 
 def _nothing(equation: Any) -> int:
     return 0
 
 
-_COUNTS: dict[str, Callable[[Any], int | None]] = {
-    "dot_general": _dot_general,
-    "ragged_dot_general": _ragged_dot,
-    "ragged_dot": _last_axis_product,
-    "scaled_matmul": _last_axis_product,
-    "scaled_matmul_wrapper": _last_axis_product,
-    "conv_general_dilated": _convolution,
-    "select_and_scatter": _select_and_scatter,
-    "select_and_scatter_add": _select_and_scatter,
-    "select_and_gather_add": _select_and_gather,
-    "sort": _sort,
-    "fft": _fft,
-    "cholesky": _cholesky,
-    "lu": _lu,
-    "geqrf": _reflectors,
-    "householder_product": _reflectors,
-    "qr": _qr,
-    "triangular_solve": _triangular_solve,
-    "pallas_call": _pallas,
-    **dict.fromkeys(KERNELS, _attention),
-    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
-    **dict.fromkeys(_MOVEMENT.split(), _nothing),
-    **dict.fromkeys(_REDUCTIONS.split(), _reduction),
-    **dict.fromkeys(_PER_OPERAND_ELEMENT.split(), _per_operand_element),
-    **dict.fromkeys(_SCATTERS.split(), _scatter),
-    **dict.fromkeys(_WINDOWS.split(), _window),
+_COUNTS: dict[Flops, Callable[[Any], int | None]] = {
+    Flops.ZERO: _nothing,
+    Flops.ELEMENTWISE: _elementwise,
+    Flops.REDUCTION: _reduction,
+    Flops.PER_OPERAND_ELEMENT: _per_operand_element,
+    Flops.SCATTER: _scatter,
+    Flops.SORT: _sort,
+    Flops.WINDOW: _window,
+    Flops.SELECT_AND_GATHER: _select_and_gather,
+    Flops.SELECT_AND_SCATTER: _select_and_scatter,
+    Flops.DOT_GENERAL: _dot_general,
+    Flops.RAGGED_DOT: _ragged_dot,
+    Flops.LAST_AXIS_PRODUCT: _last_axis_product,
+    Flops.CONVOLUTION: _convolution,
+    Flops.ATTENTION_FORWARD: _attention_forward,
+    Flops.ATTENTION_BACKWARD: _attention_backward,
+    Flops.FFT: _fft,
+    Flops.CHOLESKY: _cholesky,
+    Flops.LU: _lu,
+    Flops.QR: _qr,
+    Flops.REFLECTORS: _reflectors,
+    Flops.TRIANGULAR_SOLVE: _triangular_solve,
+    Flops.PALLAS: _pallas,
 }

@@ -14,9 +14,7 @@ from .._autocast import (
     IslandNote,
     Note,
     Precision,
-    PrimitiveClass,
     autocast,
-    class_of,
     first_step,
     in_contexts,
     operation_of,
@@ -28,9 +26,9 @@ from .._autocast import (
     weights_of,
 )
 from .._errors import describe
-from .._jaxpr import OTHERS, Visit, walk
+from .._program import OTHERS, Flops, PrimitiveClass, Visit, class_of, properties, walk
 from .._typing import DTypeLike
-from ._costs import KERNELS, bytes_moved, flops
+from ._costs import bytes_moved, flops
 from ._facts import (
     Fact,
     Facts,
@@ -316,13 +314,9 @@ def _precision_of_product(equation: Any) -> str | None:
     return precision_of(equation) if _is_product(equation) else None
 
 
-# Equinox's, and a program that was exported: texts or closures, and no jaxpr.
-_HIDING = frozenset({"call_exported", "noinline"})
-
-
 def _hides_a_program(equation: Any) -> bool:
     """Whether numbers go into a program of which nothing is known."""
-    return equation.primitive.name in _HIDING and any(
+    return properties(equation.primitive.name).hides_a_program and any(
         jnp.issubdtype(getattr(v.aval, "dtype", bool), jnp.floating)
         for v in equation.invars
     )
@@ -344,6 +338,9 @@ def _note(visit: Visit[Fact]) -> Note | None:
     return next((n for n in reversed(notes) if isinstance(n, Note)), None)
 
 
+_KERNELS = (Flops.ATTENTION_FORWARD, Flops.ATTENTION_BACKWARD)
+
+
 def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, str]:
     """The rule that decided the precision of an operation, and the reason."""
     if note is None:
@@ -357,7 +354,8 @@ def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, 
             return QUANTIZES, f"for {note.primitive}: {note.reason}"
     if is_float_cast(equation) and note.primitive != name:
         return "cast", f"for {note.primitive}: {note.reason}"
-    if name not in KERNELS and not _is_product(equation) and _fused(visit) is not None:
+    is_whole = _is_product(equation) or properties(name).flops in _KERNELS
+    if not is_whole and _fused(visit) is not None:
         return PART, f"of {note.primitive}"
     if phase(visit.scopes) == "backward":
         return rule, f"derivative of {note.primitive}: {note.reason}"
@@ -403,7 +401,7 @@ def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
     if id(equation) in flow.promotions:
         return ""  # said of the operation that it was made for
     if _is_product(equation) and precision in ("float32", "float64", "mixed"):
-        dtypes = dict.fromkeys(str(v.aval.dtype) for v in equation.invars[:2])
+        dtypes = dict.fromkeys(str(a.dtype) for a in avals(equation.invars[:2]))
         return f"matrix product in {' by '.join(dtypes)}"
     if precision not in HALF:
         return ""

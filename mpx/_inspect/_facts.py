@@ -14,14 +14,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._jaxpr import MOVES, Flow
-from .._source import Span, source_frames, source_span
+from .._program import (
+    Flow,
+    PrimitiveClass,
+    Span,
+    properties,
+    source_frames,
+    source_span,
+)
 from ._report import HALF
 from ._source_text import line_text
-
-# A gather takes rows by their numbers: what it gives is data, not a weight.
-_WEIGHT_MOVES = (MOVES - {"gather"}) | {"convert_element_type", "optimization_barrier"}
-_WEIGHT_JOINS = frozenset({"concatenate", "stack", "pad"})
 
 
 class OriginKind(enum.Enum):
@@ -89,8 +91,8 @@ class Facts(Flow[Fact]):
         if promoted is not None:
             self.promotions.add(promoted.cast.equation)
         return [
-            Fact(parameters, _origin(equation, facts, promoted, v.aval))
-            for v in equation.outvars
+            Fact(paths, _origin(equation, facts, promoted, v.aval))
+            for paths, v in zip(parameters, equation.outvars, strict=True)
         ]
 
 
@@ -141,15 +143,22 @@ def _is_wide(aval: Any) -> bool:
     return _is_float(aval.dtype) and aval.dtype.itemsize > 2
 
 
-def _parameters(equation: Any, facts: Sequence[Fact]) -> tuple[str, ...] | None:
-    """The weights that a result is: moved, cast, or joined, but not computed with."""
-    name = equation.primitive.name
-    if name in _WEIGHT_MOVES:
+def _parameters(
+    equation: Any, facts: Sequence[Fact]
+) -> Sequence[tuple[str, ...] | None]:
+    """The weights that results are: moved, cast, or joined, but not computed with."""
+    name, count = equation.primitive.name, len(equation.outvars)
+    known = properties(name)
+    is_cast = known.kind is PrimitiveClass.CONVERT
+    # A gather takes rows by their numbers: what it gives is data, not a weight.
+    if (known.moves or is_cast) and name != "gather":
+        if len(facts) == count:
+            return [fact.parameters for fact in facts]
         # Where it is moved to or from may depend on data: the n-th layer of a stack.
-        return facts[0].parameters
-    if name in _WEIGHT_JOINS and all(fact.parameters is not None for fact in facts):
-        return _union([fact.parameters or () for fact in facts])
-    return None if facts else ()
+        return [facts[0].parameters] * count
+    if known.joins and all(fact.parameters is not None for fact in facts):
+        return [_union([fact.parameters or () for fact in facts])] * count
+    return [None if facts else ()] * count
 
 
 def _union(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -181,7 +190,7 @@ def _origin(
         for fact, variable in zip(facts, equation.invars, strict=True)
         if getattr(variable.aval, "dtype", None) == dtype
     ]
-    if equation.primitive.name not in MOVES:
+    if not properties(equation.primitive.name).moves:
         same = [dataclasses.replace(origin, is_fresh=False) for origin in same]
     strong = [origin for origin in same if origin.kind is not OriginKind.CONSTANT]
     if strong:

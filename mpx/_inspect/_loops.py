@@ -5,16 +5,14 @@ the error is computed with products in half precision in each iteration: they ar
 2^-8 of themselves in bfloat16, and 2^-11 in float16, whatever the tolerance.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from .._jaxpr import Flow, sub_jaxprs, walk_inside
+from .._program import Flow, distinct_equations, properties, walk_inside
 from ._report import HALF
-
-_COMPARISONS = frozenset("ge ge_to gt gt_to le le_to lt lt_to".split())
 
 
 class _Fact(NamedTuple):
@@ -45,19 +43,13 @@ def deciding_comparisons(
         The identities of their equations.
     """
     found: frozenset[int] = frozenset()
-    for equation in {id(e): e for e in _loops(jaxpr)}.values():
+    for equation in distinct_equations(jaxpr):
+        if equation.primitive.name != "while":
+            continue
         flow = _Rounding(equation, precision_of_product)
         walk_inside(equation, [_NOTHING] * len(equation.invars), flow)
         found |= flow.deciding
     return found
-
-
-def _loops(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "while":
-            yield equation
-        for sub in sub_jaxprs(equation):
-            yield from _loops(sub.jaxpr)
 
 
 class _Rounding(Flow[_Fact]):
@@ -83,7 +75,7 @@ class _Rounding(Flow[_Fact]):
         is_rounded = any(fact.is_rounded for fact in facts)
         is_rounded |= self._precision_of_product(equation) in HALF
         tests = frozenset[int]().union(*(fact.tests for fact in facts))
-        if is_rounded and equation.primitive.name in _COMPARISONS:
+        if is_rounded and properties(equation.primitive.name).orders:
             tests |= {id(equation)}
         number, other = _Fact(is_rounded), _Fact(False, tests)
         return [number if _is_float(v.aval) else other for v in equation.outvars]

@@ -14,8 +14,7 @@ from typing import Any
 from jax.extend import core
 
 from .._jax_compat import open_jaxpr
-from .._jaxpr import SubJaxpr, sub_jaxprs
-from .._source import ScopeEntry, scopes
+from .._program import ScopeEntry, SubJaxpr, scopes, sub_jaxprs
 from ._costs import bytes_of
 from ._source_text import phase
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .._autocast import is_mark, is_note, is_region
-from .._source import Frame, ScopeEntry
+from .._program import Frame, ScopeEntry
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _LIBRARIES = tuple(

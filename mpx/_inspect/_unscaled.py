@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from .._autocast import is_scaling_note
-from .._jaxpr import Visit
+from .._program import Visit
 from ._source_text import phase
 
 FINDING = "float16 gradients without loss scaling: below 6e-8 they are zero"

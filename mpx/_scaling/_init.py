@@ -16,9 +16,9 @@ from .._autocast import (
 )
 from .._dtypes import half_precision_datatype
 from .._errors import describe
-from .._jaxpr import NoFlow, walk
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
+from .._program import NoFlow, walk
 from ._recipe_scaling import RecipeScaling
 
 _ARRAYS = jax.Array | np.ndarray | np.generic

@@ -23,14 +23,13 @@ from jax.extend import core
 from .._autocast import (
     Candidate,
     Precision,
-    PrimitiveClass,
     Rule,
     Rules,
     autocast,
-    class_of,
 )
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
+from .._program import PrimitiveClass, properties
 from .._tree import is_float_leaf
 
 PolicyFunction = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
@@ -175,7 +174,7 @@ def _rules(policy: Mapping[Any, PolicyFunction], dtype: Any) -> Rules:
 
 def _holds_program(key: Any) -> bool:
     name = key if isinstance(key, str) else key.name
-    is_program = class_of(name, np.dtype(np.float32)) is PrimitiveClass.RECURSE
+    is_program = properties(name).kind is PrimitiveClass.RECURSE
     return is_program and not isinstance(key, str)
 
 

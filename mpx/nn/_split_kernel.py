@@ -17,7 +17,7 @@ import jax
 from jax.extend import core
 
 from .._jax_compat import bind_equation
-from .._jaxpr import sub_jaxprs
+from .._program import sub_jaxprs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mpx._autocast._classes import CLASSES, PrimitiveClass
+from mpx._program import PrimitiveClass, properties
 
 
 def equations(jaxpr: Any) -> Iterator[tuple[Any, int]]:
@@ -67,7 +67,7 @@ def count_products(func: Callable[..., Any], *args: Any) -> dict[tuple[str, ...]
 
 def reason_to_stay(equation: Any, within: tuple[str, ...]) -> str | None:
     """Why a product is one that autocast has to leave in float32; None if it is not."""
-    opaque = [n for n in within if CLASSES.get(n) is PrimitiveClass.OPAQUE]
+    opaque = [n for n in within if properties(n).kind is PrimitiveClass.OPAQUE]
     if opaque:
         return f"inside {opaque[0]}"
     precision = equation.params.get("precision")

@@ -29,7 +29,7 @@ from examples.gpt.data import is_held_out, load_data
 from examples.gpt.model import GPT
 from examples.gpt.step import loss_and_accuracy, make_evaluation
 from examples.gpt.train import GptTrainee, train
-from mpx._jaxpr import NoFlow, walk
+from mpx._program import NoFlow, walk
 
 # Flax and Optax need JAX's own promotion.
 pytestmark = pytest.mark.third_party

@@ -15,7 +15,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx._jaxpr import sub_jaxprs
+from mpx._program import sub_jaxprs
 
 from .cases import close, mean, total
 

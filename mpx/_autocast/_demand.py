@@ -13,17 +13,23 @@ that sees the scores in half precision keeps them so until softmax's gradient.
 """
 
 import enum
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .._jax_compat import (
-    composite_parameter,
-    open_jaxpr,
-    scan_counts,
-    scope_names,
+from .._jax_compat import open_jaxpr, scope_names
+from .._program import (
+    BackwardFlow,
+    PrimitiveClass,
+    SubJaxpr,
+    avals,
+    backward,
+    class_of,
+    program_of,
+    properties,
+    sub_jaxprs,
 )
-from ._classes import CLASSES, PrimitiveClass, class_of
 from ._decisions import Precision
 from ._region import settings_within
 from ._settings import Run, Settings
@@ -68,47 +74,6 @@ class Plan(NamedTuple):
         return self.wishes.get(variable, Wish.ANY)
 
 
-# Operations that only move the data of their first operand, or of each operand on its
-# own.
-MOVES = frozenset(
-    """
-    all_gather all_gather_invariant all_gather_reduced all_to_all broadcast_in_dim
-    broadcast_to copy copy_p device_put dynamic_slice expand_dims gather
-    layout_constraint name optimization_barrier pbroadcast pbroadcast_dynamic ppermute
-    pvary relayout reshape reshard rev roll sharding_constraint slice split squeeze
-    stop_gradient tile transpose unstack with_memory_space_constraint
-    """.split()
-)
-# These put values side by side.
-JOINS = frozenset("concatenate pad select_n stack".split())
-
-# The parameter that holds the one program whose inputs are the operands.
-PROGRAMS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat_opt": "fwd_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vmap_call": "call",
-    "shard_map": "jaxpr",
-    "composite": "jaxpr",
-}
-
-
-def program_of(equation: Any) -> Any:
-    """The one program that an equation of `PROGRAMS` holds."""
-    params, name = equation.params, equation.primitive.name
-    parameter = composite_parameter(params) if name == "composite" else PROGRAMS[name]
-    return params[parameter]
-
-
 def wish_for(dtype: Any) -> Wish:
     """The wish of somebody who will cast to a dtype."""
     return Wish.FULL if dtype == FULL else Wish.HALF
@@ -146,46 +111,105 @@ def plan(
 
 
 def _make(
-    run: Run, settings: Settings, jaxpr: Any, are_declared: Any, results: Any
+    run: Run,
+    settings: Settings,
+    jaxpr: Jaxpr,
+    are_declared: tuple[bool, ...],
+    results: tuple[Wish, ...],
 ) -> Plan:
-    known = _declared_variables(jaxpr, are_declared)
-    makers = _makers(jaxpr)
-    wishes: dict[Any, Wish] = {}
-    residuals: set[Any] = set()
-    scalings: set[Any] = set()
-
-    def is_declared(atom: Any) -> bool:
-        return isinstance(atom, core.Literal) or atom in known
-
-    def wish(atom: Any, wanted: Wish) -> None:
-        if not isinstance(atom, core.Literal):
-            wishes[atom] = wishes.get(atom, Wish.ANY) | wanted
-
-    for atom, wanted in zip(jaxpr.outvars, results, strict=True):
-        wish(atom, wanted)
-    for equation in reversed(jaxpr.eqns):
-        outputs = tuple(wishes.get(v, Wish.ANY) for v in equation.outvars)
-        declared = tuple(is_declared(atom) for atom in equation.invars)
-        here = settings_within(settings, scope_names(equation))
-        if not any(declared) and _is_residual(equation, outputs, makers):
-            residuals.update(equation.outvars)
-            wanted = _residual_wishes(here, outputs[0])
-        elif _is_scaling(equation, makers):
-            scalings.update(equation.outvars)
-            wanted = (Wish.ANY if outputs[0] is Wish.FULL else outputs[0],) * 2
-        else:
-            wanted = _operand_wishes(run, here, equation, declared, outputs)
-        for atom, one in zip(equation.invars, wanted, strict=True):
-            if one is not Wish.ANY:
-                wish(atom, one)
+    flow = _Demands(run, settings, jaxpr, are_declared)
+    wishes = backward(jaxpr, results, flow)
     return Plan(
         wishes,
         tuple(wishes.get(v, Wish.ANY) for v in jaxpr.invars),
-        tuple(is_declared(atom) for atom in jaxpr.outvars),
-        frozenset(residuals),
-        frozenset(scalings),
+        tuple(map(flow.is_declared, jaxpr.outvars)),
+        frozenset(flow.residuals),
+        frozenset(flow.scalings),
         jaxpr,
     )
+
+
+class _Demands(BackwardFlow[Wish]):
+    """How demands travel through one program; those within it have plans of their own.
+
+    Attributes:
+        residuals: The results of residual additions.
+        scalings: The results of scaling a product by a number.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        settings: Settings,
+        jaxpr: Jaxpr,
+        are_declared: tuple[bool, ...],
+    ) -> None:
+        self.residuals: set[Any] = set()
+        self.scalings: set[Any] = set()
+        self._run = run
+        self._settings = settings
+        self._declared = _declared_variables(jaxpr, are_declared)
+        self._makers = _makers(jaxpr)
+
+    @property
+    def nothing(self) -> Wish:
+        """Nobody wants anything."""
+        return Wish.ANY
+
+    def join(self, a: Wish, b: Wish) -> Wish:
+        """What two users want together."""
+        return a | b
+
+    def is_declared(self, atom: Any) -> bool:
+        """Whether a value of the program is an input or a constant, moved perhaps."""
+        return isinstance(atom, Literal) or atom in self._declared
+
+    def operands(self, equation: JaxprEqn, results: Sequence[Wish]) -> Sequence[Wish]:
+        """What an equation wants of its operands."""
+        declared = tuple(map(self.is_declared, equation.invars))
+        here = settings_within(self._settings, scope_names(equation))
+        if not any(declared) and _is_residual(equation, results, self._makers):
+            self.residuals.update(equation.outvars)
+            return _residual_wishes(here, results[0])
+        if _is_scaling(equation, self._makers):
+            self.scalings.update(equation.outvars)
+            return (Wish.ANY if results[0] is Wish.FULL else results[0],) * 2
+        kind = properties(equation.primitive.name).kind
+        if kind is not PrimitiveClass.RECURSE:
+            return _operand_wishes(here, equation, results)
+        found = [Wish.ANY] * len(equation.invars)
+        for sub in sub_jaxprs(equation):
+            if sub.role == "condition":  # of a loop: it is planned on its own
+                continue
+            inputs = self._inputs_of(sub, here, declared, results)
+            for place, wish in zip(sub.operands, inputs, strict=True):
+                if place is not None:
+                    found[place] |= wish
+        return found
+
+    def _inputs_of(
+        self,
+        sub: SubJaxpr,
+        settings: Settings,
+        declared: tuple[bool, ...],
+        results: Sequence[Wish],
+    ) -> Sequence[Wish]:
+        """What a program within wants: of what a loop carries, its declared dtype."""
+        variables = sub.jaxpr.invars
+        wanted = [Wish.ANY if i is None else results[i] for i in sub.results]
+        inside = [i is not None and declared[i] for i in sub.operands]
+        for output, where in sub.carried:
+            (wanted[output],) = carry_wishes(variables[where : where + 1])
+            inside[where] = False
+        made = plan(self._run, settings, sub.jaxpr, tuple(inside), tuple(wanted))
+        inputs = list(made.inputs)
+        for output, where in sub.carried:
+            inputs[where] = wanted[output]
+        return inputs
+
+    def transfer(self, equation: JaxprEqn, results: Sequence[Wish]) -> Sequence[Wish]:
+        """What an operation wants of its operands."""
+        return _operand_wishes(self._settings, equation, results)
 
 
 def _makers(jaxpr: Any) -> dict[Any, Any]:
@@ -198,7 +222,7 @@ _ISLAND = 32
 
 
 def _is_residual(
-    equation: Any, outputs: tuple[Wish, ...], makers: dict[Any, Any]
+    equation: JaxprEqn, outputs: Sequence[Wish], makers: dict[Any, Any]
 ) -> bool:
     """Whether an equation of two computed values adds a branch to a stream.
 
@@ -211,7 +235,8 @@ def _is_residual(
     if name == "add_any" and outputs[0] is Wish.FULL:
         return False
     first, second = equation.invars
-    if first.aval.shape != second.aval.shape or not is_castable(first.aval):
+    first_type, second_type = avals((first, second))
+    if first_type.shape != second_type.shape or not is_castable(first_type):
         return False
     return not (
         _is_made_of(second, first, makers) or _is_made_of(first, second, makers)
@@ -226,12 +251,12 @@ def _is_made_of(value: Any, part: Any, makers: dict[Any, Any]) -> bool:
         if found is part:
             return True
         maker = makers.get(found)
-        if maker is None or CLASSES.get(maker.primitive.name) not in _ELEMENTWISE:
+        if maker is None or properties(maker.primitive.name).kind not in _ELEMENTWISE:
             continue
         waiting += [
             a
             for a in maker.invars
-            if not isinstance(a, core.Literal) and a.aval.shape == value.aval.shape
+            if not isinstance(a, Literal) and a.aval.shape == value.aval.shape
         ]
     return False
 
@@ -244,29 +269,30 @@ _ELEMENTWISE = (
 )
 
 
-def _is_scaling(equation: Any, makers: dict[Any, Any]) -> bool:
+def _is_scaling(equation: JaxprEqn, makers: dict[Any, Any]) -> bool:
     """Whether an equation multiplies or divides a product by a number."""
     if equation.primitive.name not in ("mul", "div"):
         return False
     first, second = equation.invars
-    if isinstance(first, core.Literal) and equation.primitive.name == "mul":
+    if isinstance(first, Literal) and equation.primitive.name == "mul":
         first, second = second, first
-    return isinstance(second, core.Literal) and _is_product(first, makers)
+    return isinstance(second, Literal) and _is_product(first, makers)
 
 
 def _is_product(atom: Any, makers: dict[Any, Any]) -> bool:
     """Whether a value is what a matrix product gave, moved perhaps."""
-    maker = None if isinstance(atom, core.Literal) else makers.get(atom)
+    maker = None if isinstance(atom, Literal) else makers.get(atom)
     if maker is None:
         return False
     name = maker.primitive.name
-    if name in PROGRAMS:  # `jnp.einsum` is a jit
+    known = properties(name)
+    if known.program:  # `jnp.einsum` is a jit
         inner = open_jaxpr(program_of(maker))
         result = inner.outvars[maker.outvars.index(atom)]
         return _is_product(result, _makers(inner))
-    if name in MOVES:
+    if known.moves:
         return _is_product(maker.invars[0], makers)
-    return CLASSES.get(name) is PrimitiveClass.HALF
+    return known.kind is PrimitiveClass.HALF
 
 
 def _residual_wishes(settings: Settings, wanted: Wish) -> tuple[Wish, Wish]:
@@ -281,42 +307,32 @@ def _declared_variables(jaxpr: Any, are_declared: Any) -> set[Any]:
     known = {v for v, d in zip(jaxpr.invars, are_declared, strict=True) if d}
     known.update(jaxpr.constvars)
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
+        properties_of = properties(equation.primitive.name)
         atoms = equation.invars
-        if name in MOVES or name in JOINS:
-            if all(isinstance(a, core.Literal) or a in known for a in atoms):
+        if properties_of.moves or properties_of.joins:
+            if all(isinstance(a, Literal) or a in known for a in atoms):
                 known.update(equation.outvars)
-        elif name == "convert_element_type":
+        elif properties_of.kind is PrimitiveClass.CONVERT:
             if not is_castable(atoms[0].aval):
                 known.update(equation.outvars)
-        elif name in PROGRAMS:
-            inputs = tuple(isinstance(a, core.Literal) or a in known for a in atoms)
+        elif properties_of.program:
+            inputs = tuple(isinstance(a, Literal) or a in known for a in atoms)
             inner = open_jaxpr(program_of(equation))
             if any(inputs) and len(inner.eqns) < 8:  # only ones that do little but move
                 found = _declared_variables(inner, inputs)
                 known.update(
                     outer
                     for outer, out in zip(equation.outvars, inner.outvars, strict=True)
-                    if isinstance(out, core.Literal) or out in found
+                    if isinstance(out, Literal) or out in found
                 )
     return known
 
 
 def _operand_wishes(
-    run: Run,
-    settings: Settings,
-    equation: Any,
-    declared: tuple[bool, ...],
-    outputs: tuple[Wish, ...],
+    settings: Settings, equation: JaxprEqn, outputs: Sequence[Wish]
 ) -> tuple[Wish, ...]:
-    """What an equation wants of its operands."""
+    """What an operation wants of its operands."""
     name, count = equation.primitive.name, len(equation.invars)
-    if name in PROGRAMS:
-        inner = program_of(equation)
-        return plan(run, settings, inner, declared, outputs).inputs
-    loop = _LOOPS.get(name)
-    if loop is not None:
-        return loop(run, settings, equation, declared, outputs)
     if not settings.rules.looks_ahead:
         return (Wish.ANY,) * count
     kind = _planned_class(settings, name)
@@ -326,9 +342,10 @@ def _operand_wishes(
     if kind is PrimitiveClass.HALF:
         return (Wish.HALF,) * count
     if kind is PrimitiveClass.CONVERT:
-        if is_castable(equation.outvars[0].aval):
-            source, target = equation.invars[0].aval.dtype, equation.params["new_dtype"]
-            return (wanted if source == target else wish_for(target),)
+        source, result = avals((equation.invars[0], equation.outvars[0]))
+        if is_castable(result):
+            is_none = source.dtype == result.dtype
+            return (wanted if is_none else wish_for(result.dtype),)
         return (Wish.ANY,)
     if kind in (PrimitiveClass.PROMOTE, PrimitiveClass.FOLLOW):
         if not any(is_castable(v.aval) for v in equation.outvars):
@@ -338,8 +355,8 @@ def _operand_wishes(
         return (Wish.FULL,) * count
     # Opaque: declared dtypes.
     return tuple(
-        wish_for(a.aval.dtype) if is_castable(a.aval) else Wish.ANY
-        for a in equation.invars
+        wish_for(aval.dtype) if is_castable(aval) else Wish.ANY
+        for aval in avals(equation.invars)
     )
 
 
@@ -354,7 +371,7 @@ _PLANNED = {
 
 def _planned_class(settings: Settings, name: str) -> PrimitiveClass | None:
     kind = class_of(name, settings.dtype)
-    if kind is PrimitiveClass.CONVERT or name in MOVES:
+    if kind is PrimitiveClass.CONVERT or properties(name).moves:
         return kind
     if not settings.is_enabled:
         return PrimitiveClass.OPAQUE
@@ -362,45 +379,8 @@ def _planned_class(settings: Settings, name: str) -> PrimitiveClass | None:
     return kind if ruled is None else _PLANNED[ruled]
 
 
-def _scan_wishes(
-    run: Run, settings: Settings, equation: Any, declared: Any, outputs: Any
-) -> Any:
-    n_consts, n_carry = scan_counts(equation.params)
-    jaxpr = open_jaxpr(equation.params["jaxpr"])
-    end = n_consts + n_carry
-    inputs = (*declared[:n_consts], *(False,) * n_carry, *declared[end:])
-    carried = carry_wishes(jaxpr.invars[n_consts:end])
-    found = plan(run, settings, jaxpr, inputs, (*carried, *outputs[n_carry:])).inputs
-    return (*found[:n_consts], *carried, *found[end:])
-
-
-def _while_wishes(
-    run: Run, settings: Settings, equation: Any, declared: Any, outputs: Any
-) -> Any:
-    params = equation.params
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    jaxpr = open_jaxpr(params["body_jaxpr"])
-    carried = carry_wishes(jaxpr.invars[second:])
-    inputs = (*declared[first : first + second], *(False,) * len(carried))
-    found = plan(run, settings, jaxpr, inputs, carried).inputs
-    return (*(Wish.ANY,) * first, *found[:second], *carried)
-
-
-def _cond_wishes(
-    run: Run, settings: Settings, equation: Any, declared: Any, outputs: Any
-) -> Any:
-    wanted = [Wish.ANY] * (len(equation.invars) - 1)
-    for branch in equation.params["branches"]:
-        found = plan(run, settings, branch, declared[1:], outputs).inputs
-        wanted = [a | b for a, b in zip(wanted, found, strict=True)]
-    return (Wish.ANY, *wanted)
-
-
 def carry_wishes(variables: Any) -> tuple[Wish, ...]:
     """What a loop wants of the values it carries: their declared dtypes."""
     return tuple(
         wish_for(v.aval.dtype) if is_castable(v.aval) else Wish.ANY for v in variables
     )
-
-
-_LOOPS = {"scan": _scan_wishes, "while": _while_wishes, "cond": _cond_wishes}

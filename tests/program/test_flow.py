@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from mpx._jaxpr import Flow, NoFlow, sub_jaxprs, walk
-from mpx._source import source_span
+from mpx._program import Flow, NoFlow, source_span, sub_jaxprs, walk
 
 SQUARE = jax.ShapeDtypeStruct((3, 3), jnp.float32)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import source_info_util
 
-from ._jax_compat import raw_frames
+from .._jax_compat import raw_frames
 
 
 @dataclasses.dataclass(frozen=True)

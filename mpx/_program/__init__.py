@@ -1,0 +1,47 @@
+"""What JAX's programs are: primitives, equations, and how facts travel through them.
+
+It knows no precision but the class that each primitive has by default.
+"""
+
+from .equations import (
+    OTHERS as OTHERS,
+    SubJaxpr as SubJaxpr,
+    avals as avals,
+    constants_as_inputs as constants_as_inputs,
+    count as count,
+    distinct_equations as distinct_equations,
+    equations as equations,
+    is_multiplication as is_multiplication,
+    lengths as lengths,
+    program_of as program_of,
+    sub_jaxprs as sub_jaxprs,
+    zero_results as zero_results,
+)
+from .flow import (
+    BackwardFlow as BackwardFlow,
+    Flow as Flow,
+    Location as Location,
+    NoFlow as NoFlow,
+    Visit as Visit,
+    backward as backward,
+    propagate as propagate,
+    results_within as results_within,
+    walk as walk,
+    walk_inside as walk_inside,
+)
+from .primitives import (
+    PRIMITIVES as PRIMITIVES,
+    Flops as Flops,
+    PrimitiveClass as PrimitiveClass,
+    Saves as Saves,
+    class_of as class_of,
+    properties as properties,
+)
+from .source import (
+    Frame as Frame,
+    ScopeEntry as ScopeEntry,
+    Span as Span,
+    scopes as scopes,
+    source_frames as source_frames,
+    source_span as source_span,
+)

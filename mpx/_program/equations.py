@@ -1,0 +1,277 @@
+"""Equations of a program, and the programs that they hold.
+
+A *program* is a jaxpr. An equation may hold programs of its own (`sub_jaxprs`): the
+body of a scan, the branches of a cond, a function under jit. Where each operand of the
+equation arrives in them, and how often they run, is said once, here.
+
+What is no program: the scalar combiners of reduce and scatter, and the kernels of
+Pallas, whose instructions work on references. An equation that holds one is a leaf.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from .._jax_compat import composite_parameter, open_jaxpr, scan_counts, shard_map_axes
+from .primitives import PrimitiveClass, properties
+
+OTHERS = "for other platforms"
+"""The role of a branch for all platforms that have none of their own."""
+
+MANY = 4096
+"""What a dimension counts that only a call knows, such as that of an exported batch."""
+
+
+def lengths(shape: Iterable[Any]) -> tuple[int, ...]:
+    """A shape in numbers.
+
+    A dimension without one (`jax.export.symbolic_shape`) is taken to be large: JAX
+    refuses to compare it.
+    """
+    known = (int, np.integer)
+    return tuple(int(n) if isinstance(n, known) else MANY for n in shape)
+
+
+def count(shape: Iterable[Any]) -> int:
+    """How many numbers an array has, to compare it with others."""
+    return math.prod(lengths(shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class SubJaxpr:
+    """A program that an equation holds, and how it is joined to the equation."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    role: str
+    """What it is to the equation, where that has several: `body`, `branch 1 of 3`."""
+    trips: int | None
+    """How often it runs where the equation runs once; None if only a run can tell."""
+    operands: tuple[int | None, ...]
+    """For each input, the operand of the equation that arrives there."""
+    results: tuple[int | None, ...]
+    """For each output, the result of the equation that it becomes."""
+    carried: tuple[tuple[int, int], ...] = ()
+    """Which output comes back as which input in the next iteration."""
+    devices: int = 1
+    """On how many devices it runs, each with a part of the data."""
+
+
+def avals(atoms: Iterable[Any]) -> list[Any]:
+    """The types of operands or results: of arrays, but for tokens and references."""
+    return [atom.aval for atom in atoms]
+
+
+def program_of(equation: JaxprEqn) -> Any:
+    """The one program that an equation holds whose primitive names its parameter."""
+    name, params = equation.primitive.name, equation.params
+    if name == "composite":
+        return params[composite_parameter(params)]
+    return params[properties(name).program]
+
+
+def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """Every equation of a program, and of those within it, in their order.
+
+    One of a program that several equations hold comes several times.
+    """
+    for equation in open_jaxpr(jaxpr).eqns:
+        yield equation
+        for sub in sub_jaxprs(equation):
+            yield from equations(sub.jaxpr)
+
+
+def distinct_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The same, once each: twelve layers may be one program, called twelve times."""
+    seen: set[int] = set()
+
+    def inside(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+        if id(jaxpr) in seen:
+            return
+        seen.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            yield equation
+            for sub in sub_jaxprs(equation):
+                yield from inside(sub.jaxpr)
+
+    yield from inside(open_jaxpr(jaxpr))
+
+
+def is_multiplication(equation: JaxprEqn) -> bool:
+    """Whether an equation is a matrix product that sums nothing.
+
+    `jnp.einsum("bl,blp->blp", decay, x)` and `jnp.outer` are multiplications that JAX
+    writes as `dot_general`.
+    """
+    is_product = equation.primitive.name == "dot_general"
+    return is_product and not equation.params["dimension_numbers"][0][0]
+
+
+def sub_jaxprs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
+    """The programs that an equation holds; none for an operation."""
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        return (_scan_body(equation),)
+    if name == "while":
+        return _while_programs(equation)
+    if name == "cond":
+        return _branches(equation)
+    if name == "custom_linear_solve":
+        return (_solve(equation),)
+    known = properties(name)
+    if known.combines:
+        return ()
+    if known.program:
+        found = [program_of(equation)]
+    else:
+        found = [x for x in params.values() if isinstance(x, Jaxpr | ClosedJaxpr)]
+    devices = _devices(params) if name in ("shard_map", "xla_pmap") else 1
+    role = "" if len(found) == 1 else "program"
+    trips = 1 if known.runs_once else None
+    return tuple(
+        dataclasses.replace(_joined(equation, x, role), trips=trips, devices=devices)
+        for x in found
+    )
+
+
+def _sub(jaxpr: Any, **joints: Any) -> SubJaxpr:
+    consts = tuple(getattr(jaxpr, "consts", ()))
+    return SubJaxpr(open_jaxpr(jaxpr), consts, **joints)
+
+
+def _joined(equation: JaxprEqn, jaxpr: Any, role: str) -> SubJaxpr:
+    """A program whose inputs and outputs are those of its equation, as far as known."""
+    inner = open_jaxpr(jaxpr)
+    n_in, n_out = len(inner.invars), len(inner.outvars)
+    same_in = n_in == len(equation.invars)
+    same_out = n_out == len(equation.outvars)
+    return _sub(
+        jaxpr,
+        role=role,
+        trips=1,
+        operands=tuple(range(n_in)) if same_in else (None,) * n_in,
+        results=tuple(range(n_out)) if same_out else (None,) * n_out,
+    )
+
+
+def _scan_body(equation: JaxprEqn) -> SubJaxpr:
+    params = equation.params
+    n_consts, n_carry = scan_counts(params)
+    body = _joined(equation, params["jaxpr"], "body")
+    return dataclasses.replace(
+        body,
+        trips=params["length"],
+        carried=tuple((i, n_consts + i) for i in range(n_carry)),
+    )
+
+
+def _while_programs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
+    params = equation.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    n_carry = len(equation.outvars)
+    carry = range(n_cond + n_body, n_cond + n_body + n_carry)
+    body = _sub(
+        params["body_jaxpr"],
+        role="body",
+        trips=None,
+        operands=(*range(n_cond, n_cond + n_body), *carry),
+        results=tuple(range(n_carry)),
+        carried=tuple((i, n_body + i) for i in range(n_carry)),
+    )
+    condition = _sub(
+        params["cond_jaxpr"],
+        role="condition",
+        trips=None,
+        operands=(*range(n_cond), *carry),
+        results=(None,),
+    )
+    return body, condition
+
+
+def _branches(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
+    branches = equation.params["branches"]
+    roles = [f"branch {i} of {len(branches)}" for i in range(1, len(branches) + 1)]
+    # What `jax.lax.platform_dependent` makes; None is for all that are not named.
+    platforms = equation.params.get("branches_platforms")
+    if platforms is not None:
+        roles = [OTHERS if p is None else f"for {' or '.join(p)}" for p in platforms]
+    return tuple(
+        _sub(
+            branch,
+            role=role,
+            trips=1,
+            operands=tuple(range(1, len(equation.invars))),
+            results=tuple(range(len(equation.outvars))),
+        )
+        for role, branch in zip(roles, branches, strict=True)
+    )
+
+
+def _solve(equation: JaxprEqn) -> SubJaxpr:
+    """Of the four programs of a linear solve, only the solver itself is run."""
+    lengths, jaxprs = (equation.params[key] for key in ("const_lengths", "jaxprs"))
+    first = lengths.matvec + lengths.vecmat
+    right_sides = range(sum(lengths), len(equation.invars))
+    return _sub(
+        jaxprs.solve,
+        role="solve",
+        trips=1,
+        operands=(*range(first, first + lengths.solve), *right_sides),
+        results=tuple(range(len(equation.outvars))),
+    )
+
+
+def constants_as_inputs(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """A program that holds no arrays, and those that it is given first instead.
+
+    What a function closes over may be an array that JAX traces; a program that holds
+    one lasts no longer than the trace.
+    """
+    if not closed.consts:
+        return closed, ()
+    count = len(closed.consts)
+
+    def program(*arrays: Any) -> list[Any]:
+        held = core.ClosedJaxpr(open_jaxpr(closed), list(arrays[:count]))
+        return core.jaxpr_as_fun(held)(*arrays[count:])
+
+    types = map(jax.typeof, closed.consts)
+    return jax.make_jaxpr(program)(*types, *closed.in_avals), closed.consts
+
+
+def zero_results(jaxpr: Jaxpr) -> tuple[bool, ...]:
+    """For each result of a program whether it is zero, whatever the program is given.
+
+    So come the derivatives that JAX knows to be zero when it has to make arrays of
+    them. One that is found to be nothing by computing is not known.
+    """
+    makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+
+    def is_zero(atom: Any) -> bool:
+        if isinstance(atom, core.Literal):
+            return bool(atom.val == 0)
+        maker = makers.get(atom)
+        if maker is None:
+            return False
+        known = properties(maker.primitive.name)
+        is_same = known.kind is PrimitiveClass.CONVERT or (
+            # What reads a part may read beyond it, where other numbers are filled in.
+            known.moves and not known.reads_part and len(maker.invars) == 1
+        )
+        return is_same and is_zero(maker.invars[0])
+
+    return tuple(map(is_zero, jaxpr.outvars))
+
+
+def _devices(params: dict[str, Any]) -> int:
+    """Over how many devices a program is split by hand."""
+    if "axis_size" in params:
+        return params["axis_size"]
+    sizes = dict(params["mesh"].shape)
+    return math.prod(sizes[axis] for axis in shard_map_axes(params))

@@ -1,0 +1,323 @@
+"""Facts that travel through a program: forward from its inputs, or backward to them.
+
+A *fact* is what an analysis knows of a value. It travels along the equations, into the
+programs that an equation holds and out of them again, and through loops until it stays
+the same. Every analysis of mpx is a `Flow` or a `BackwardFlow`; none goes through scan,
+while and cond on its own.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from .._jax_compat import open_jaxpr
+from .equations import SubJaxpr, sub_jaxprs
+from .source import Frame, ScopeEntry, scopes, source_frames
+
+F = TypeVar("F")
+
+
+class Flow(abc.ABC, Generic[F]):
+    """Facts that travel with values. `join` must reach an end when applied again."""
+
+    @abc.abstractmethod
+    def constant(self, value: Any) -> F:
+        """The fact of a literal, or of an array that the program holds."""
+
+    @abc.abstractmethod
+    def transfer(self, equation: JaxprEqn, facts: Sequence[F]) -> Sequence[F]:
+        """The facts of the results of an operation, from those of its operands."""
+
+    @abc.abstractmethod
+    def join(self, a: F, b: F) -> F:
+        """The fact of a value that is one of two: of branches, or of iterations."""
+
+    def leave(self, equation: JaxprEqn, role: str, results: Sequence[F]) -> None:
+        """Sees the facts of what a program inside of an equation gave."""
+
+
+class NoFlow(Flow[None]):
+    """The flow without facts."""
+
+    def constant(self, value: Any) -> None:
+        """Nothing."""
+
+    def transfer(self, equation: JaxprEqn, facts: Sequence[None]) -> Sequence[None]:
+        """Nothing, for each result."""
+        return [None] * len(equation.outvars)
+
+    def join(self, a: None, b: None) -> None:
+        """Nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Where in a program with programs inside an equation stands."""
+
+    scopes: tuple[ScopeEntry, ...] = ()
+    frames: tuple[Frame, ...] = ()
+    executions: int = 1
+    """How often it runs, each `while` around it counted as one iteration."""
+    unknown_loops: int = 0
+    """How many loops around it have no trip count before they run."""
+    inside: tuple[str, ...] = ()
+    """The equations around it, the outermost first: `jit step`, `scan body`."""
+
+    def enter(self, equation: JaxprEqn, sub: SubJaxpr) -> "Location":
+        """The location of the equations of a program inside of an equation here."""
+        name = " ".join(
+            text
+            for text in (
+                equation.primitive.name,
+                str(equation.params.get("name", "")),
+                sub.role,
+            )
+            if text
+        )
+        return Location(
+            (*self.scopes, *scopes(equation)),
+            self.frames_of(equation),
+            self.executions * (1 if sub.trips is None else sub.trips) * sub.devices,
+            self.unknown_loops + (sub.trips is None),
+            (*self.inside, name),
+        )
+
+    def frames_of(self, equation: JaxprEqn) -> tuple[Frame, ...]:
+        """The calls that led to an equation here, the outermost first."""
+        own = source_frames(equation)
+        # Those of a program inside of an equation begin where its tracing began.
+        known = own[: len(self.frames)] == self.frames
+        return own if known else (*self.frames, *own)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit(Generic[F]):
+    """One operation of a program, with all that holds it."""
+
+    equation: JaxprEqn
+    place: Location
+    operands: tuple[F, ...]
+    """The facts of its operands."""
+    results: tuple[F, ...]
+    """The facts of its results."""
+
+    @property
+    def scopes(self) -> tuple[ScopeEntry, ...]:
+        """The whole name stack, from the outermost program on."""
+        return (*self.place.scopes, *scopes(self.equation))
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """The lines of the user's code that led to it, the outermost first."""
+        return self.place.frames_of(self.equation)
+
+
+def walk(jaxpr: ClosedJaxpr, inputs: Sequence[F], flow: Flow[F]) -> Iterator[Visit[F]]:
+    """Visits every operation, in programs inside of programs too, in their order.
+
+    Args:
+        jaxpr: A closed jaxpr.
+        inputs: The facts of its inputs.
+        flow: How facts travel.
+
+    Yields:
+        The operations; an equation that holds programs is not one itself.
+    """
+    visits, _ = _walk(open_jaxpr(jaxpr), jaxpr.consts, inputs, flow, Location())
+    yield from visits
+
+
+def propagate(
+    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[F], flow: Flow[F]
+) -> list[F]:
+    """The facts of the results of a program, from those of its inputs."""
+    _, results = _walk(jaxpr, consts, inputs, flow, None)
+    return results
+
+
+def walk_inside(equation: JaxprEqn, operands: Sequence[F], flow: Flow[F]) -> None:
+    """Lets facts travel through the programs that one equation holds.
+
+    Args:
+        equation: The equation.
+        operands: The facts of its operands.
+        flow: How facts travel.
+    """
+    _walk_inside(equation, sub_jaxprs(equation), operands, flow, None)
+
+
+def _walk(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    inputs: Sequence[F],
+    flow: Flow[F],
+    place: Location | None,
+) -> tuple[list[Visit[F]], list[F]]:
+    """The visits, none without a location to begin at, and the facts of the results."""
+    facts: dict[Any, F] = {
+        variable: flow.constant(value)
+        for variable, value in zip(jaxpr.constvars, consts, strict=True)
+    }
+    facts.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> F:
+        return flow.constant(atom.val) if isinstance(atom, Literal) else facts[atom]
+
+    visits: list[Visit[F]] = []
+    for equation in jaxpr.eqns:
+        operands = tuple(read(atom) for atom in equation.invars)
+        subs = sub_jaxprs(equation)
+        if subs:
+            found, results = _walk_inside(equation, subs, operands, flow, place)
+            visits += found
+        else:
+            results = flow.transfer(equation, operands)
+            if place is not None:
+                visits.append(Visit(equation, place, operands, tuple(results)))
+        facts.update(zip(equation.outvars, results, strict=True))
+    return visits, [read(atom) for atom in jaxpr.outvars]
+
+
+def _walk_inside(
+    equation: JaxprEqn,
+    subs: Sequence[SubJaxpr],
+    operands: Sequence[F],
+    flow: Flow[F],
+    place: Location | None,
+) -> tuple[list[Visit[F]], Sequence[F]]:
+    visits: list[Visit[F]] = []
+    results: dict[int, F] = {}
+    operands = list(operands)
+    for sub in subs:
+        inner = None if place is None else place.enter(equation, sub)
+        inputs = [_input_fact(flow, operands, i) for i in sub.operands]
+        found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
+        while (joined := _next_iteration(flow, sub, inputs, outputs)) != inputs:
+            inputs = joined
+            found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
+        visits += found
+        flow.leave(equation, sub.role, outputs)
+        # A loop may run no iteration, and its condition sees the carry of later ones.
+        for output, where in sub.carried:
+            outputs[output] = inputs[where]
+            operand = sub.operands[where]
+            if operand is not None:
+                operands[operand] = inputs[where]
+        for number, output in zip(sub.results, outputs, strict=True):
+            if number is not None:
+                before = results.get(number, output)
+                results[number] = flow.join(before, output)
+    if len(results) < len(equation.outvars):
+        # Nothing inside says what these are: an operation like any other.
+        whole = flow.transfer(equation, operands)
+        results = dict(enumerate(whole)) | results
+    return visits, [results[i] for i in range(len(equation.outvars))]
+
+
+def _next_iteration(
+    flow: Flow[F], sub: SubJaxpr, inputs: list[F], outputs: list[F]
+) -> list[F]:
+    """The facts of the inputs when an iteration with these outputs was before."""
+    joined = list(inputs)
+    for output, where in sub.carried:
+        joined[where] = flow.join(inputs[where], outputs[output])
+    return joined
+
+
+def _input_fact(flow: Flow[F], operands: Sequence[F], index: int | None) -> F:
+    if index is not None:
+        return operands[index]
+    fact = operands[0] if operands else flow.constant(None)
+    for other in operands[1:]:
+        fact = flow.join(fact, other)
+    return fact
+
+
+# --- Backward -------------------------------------------------------------------------
+
+
+class BackwardFlow(abc.ABC, Generic[F]):
+    """Facts of values that come from their users: what they want, where they end.
+
+    `join` must reach an end when applied again.
+    """
+
+    @property
+    @abc.abstractmethod
+    def nothing(self) -> F:
+        """The fact of a value that nobody uses."""
+
+    @abc.abstractmethod
+    def join(self, a: F, b: F) -> F:
+        """The fact of a value with two users."""
+
+    @abc.abstractmethod
+    def transfer(self, equation: JaxprEqn, results: Sequence[F]) -> Sequence[F]:
+        """The facts of the operands of an operation, from those of its results."""
+
+    def inside(self, sub: SubJaxpr, results: Sequence[F]) -> Sequence[F]:
+        """The facts of the inputs of a program within, from those of its results."""
+        facts = backward(sub.jaxpr, results, self)
+        return [facts.get(v, self.nothing) for v in sub.jaxpr.invars]
+
+    def operands(self, equation: JaxprEqn, results: Sequence[F]) -> Sequence[F]:
+        """The facts of the operands of any equation."""
+        subs = sub_jaxprs(equation)
+        if not subs:
+            return self.transfer(equation, results)
+        found = [self.nothing] * len(equation.invars)
+        for sub in subs:
+            inputs = self.inside(sub, results_within(sub, results, self))
+            for place, fact in zip(sub.operands, inputs, strict=True):
+                if place is not None:
+                    found[place] = self.join(found[place], fact)
+        return found
+
+
+def backward(jaxpr: Jaxpr, results: Sequence[F], flow: BackwardFlow[F]) -> dict[Any, F]:
+    """Lets facts travel from the results of a program to its inputs.
+
+    Args:
+        jaxpr: The program.
+        results: The facts of its results.
+        flow: How facts travel.
+
+    Returns:
+        For each variable that somebody uses.
+    """
+    facts: dict[Any, F] = {}
+
+    def add(atom: Any, fact: F) -> None:
+        if not isinstance(atom, Literal):
+            known = facts.get(atom)
+            facts[atom] = fact if known is None else flow.join(known, fact)
+
+    for atom, fact in zip(jaxpr.outvars, results, strict=True):
+        add(atom, fact)
+    for equation in reversed(jaxpr.eqns):
+        outputs = [facts.get(v, flow.nothing) for v in equation.outvars]
+        found = flow.operands(equation, outputs)
+        for atom, fact in zip(equation.invars, found, strict=True):
+            add(atom, fact)
+    return facts
+
+
+def results_within(
+    sub: SubJaxpr, results: Sequence[F], flow: BackwardFlow[F]
+) -> list[F]:
+    """The facts of the results of a program within, given those of its equation.
+
+    What a loop carries is used as it is after the last iteration, and as the next
+    iteration uses it.
+    """
+    facts = [flow.nothing if i is None else results[i] for i in sub.results]
+    while True:
+        inputs = flow.inside(sub, facts) if sub.carried else ()
+        before = list(facts)
+        for output, where in sub.carried:
+            facts[output] = flow.join(facts[output], inputs[where])
+        if facts == before:
+            return facts

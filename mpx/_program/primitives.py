@@ -1,0 +1,607 @@
+"""One record for each primitive: all that mpx knows of it without looking at operands.
+
+Every other list of names in mpx is read from here, so a new primitive of JAX is one
+word in one group. What a primitive is bound to, and what was chosen for an equation
+given its operands, is decided elsewhere. A name that stands in no group is *unknown*;
+autocast treats it as opaque and records that it did. Equinox's primitives are here
+because mpx depends on Equinox.
+
+Names and not primitive objects are the keys: most primitives are not public objects,
+and their names are what a jaxpr prints.
+"""
+
+import dataclasses
+import enum
+
+import numpy as np
+
+
+class PrimitiveClass(enum.Enum):
+    """What autocast does with a primitive by default, whatever its operands come in."""
+
+    HALF = "half"
+    """Computed in half precision: matrix products and convolutions."""
+    FULL = "full"
+    """Computed in float32: sums, exponentials, whatever loses digits or overflows."""
+    PROMOTE = "promote"
+    """Several operands: float32 if one of them was computed in float32."""
+    FOLLOW = "follow"
+    """One operand that counts: computed in the precision it comes in."""
+    CONVERT = "convert"
+    """A cast of the user's own, which is respected."""
+    RECURSE = "recurse"
+    """Holds a program, which is cast in turn."""
+    OPAQUE = "opaque"
+    """Declared dtypes in, and its results count as computed in float32."""
+
+
+class Flops(enum.Enum):
+    """How the floating-point operations of a primitive are counted."""
+
+    UNKNOWN = enum.auto()
+    ZERO = enum.auto()
+    """It moves, casts or makes numbers, or computes with integers."""
+    ELEMENTWISE = enum.auto()
+    REDUCTION = enum.auto()
+    PER_OPERAND_ELEMENT = enum.auto()
+    SCATTER = enum.auto()
+    SORT = enum.auto()
+    WINDOW = enum.auto()
+    SELECT_AND_GATHER = enum.auto()
+    SELECT_AND_SCATTER = enum.auto()
+    DOT_GENERAL = enum.auto()
+    RAGGED_DOT = enum.auto()
+    LAST_AXIS_PRODUCT = enum.auto()
+    CONVOLUTION = enum.auto()
+    ATTENTION_FORWARD = enum.auto()
+    ATTENTION_BACKWARD = enum.auto()
+    FFT = enum.auto()
+    CHOLESKY = enum.auto()
+    LU = enum.auto()
+    QR = enum.auto()
+    REFLECTORS = enum.auto()
+    TRIANGULAR_SOLVE = enum.auto()
+    PALLAS = enum.auto()
+
+
+class Saves(enum.Enum):
+    """What JAX's derivative of a primitive keeps for the backward pass."""
+
+    NOTHING = enum.auto()
+    OPERAND = enum.auto()
+    RESULT = enum.auto()
+    OTHERS = enum.auto()
+    """For the derivative by one operand, the others."""
+    CHOICE = enum.auto()
+    """A boolean for each number of the result: which operand it is."""
+    PREDICATE = enum.auto()
+    """Its first operand."""
+    SAME = enum.auto()
+    """Nothing; and the result holds the operand's numbers, which need no bytes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Properties:
+    """What is known of a primitive.
+
+    Attributes:
+        kind: What autocast does with it; None if the primitive is unknown.
+        is_full_in_float16: It overflows in float16, so that its class is `FULL` there:
+            float16 ends at 65504, a cube overflows at 40.3, a square at 255.9.
+        is_quantizable: A product that recipes have a form for.
+        flops: How its operations are counted.
+        saves: What its derivative keeps.
+        moves: Its results hold numbers of its first operand and nothing else, or each
+            those of the operand in its place.
+        repeats: It moves, and its result may have more numbers than the operand.
+        joins: Its result holds numbers of several operands.
+        is_exact: Each number that it gives is one of its operand's, or its negative:
+            no precision rounds it.
+        compares: It gives truth values of pairs of numbers.
+        orders: It compares, and asks which one is larger.
+        updates: It writes numbers into its first operand.
+        adds: It adds or subtracts two operands.
+        is_binary: It is elementwise, of two operands that may be broadcast.
+        is_barrier: No region goes beyond it, though its class is a cheap one: it is
+            expensive, or not ours to repeat (names, shardings, collectives).
+        program: The parameter that holds the one program whose inputs are its
+            operands.
+        runs_once: The program that it holds runs once where it stands.
+        joins_regions: The program that it holds may be part of a region.
+        combines: The program that it holds is a scalar combiner, or a kernel whose
+            instructions work on references: an operation like others.
+        hides_a_program: It holds a program that is no jaxpr.
+        is_free: It neither reads nor writes: the same numbers under another shape,
+            name or mark.
+        reads_part: It reads of its operand what it gives.
+        writes_part: It writes of its operand what it changes.
+        is_access: Reads and writes the references of a Pallas kernel.
+    """
+
+    kind: PrimitiveClass | None
+    is_full_in_float16: bool = False
+    is_quantizable: bool = False
+    flops: Flops = Flops.UNKNOWN
+    saves: Saves = Saves.NOTHING
+    moves: bool = False
+    repeats: bool = False
+    joins: bool = False
+    is_exact: bool = False
+    compares: bool = False
+    orders: bool = False
+    updates: bool = False
+    adds: bool = False
+    is_binary: bool = False
+    is_barrier: bool = False
+    program: str = ""
+    runs_once: bool = False
+    joins_regions: bool = False
+    combines: bool = False
+    hides_a_program: bool = False
+    is_free: bool = False
+    reads_part: bool = False
+    writes_part: bool = False
+    is_access: bool = False
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether it costs little more than to read its operands."""
+        return self.kind in _CHEAP and not self.is_barrier
+
+
+_CHEAP = frozenset(
+    (
+        PrimitiveClass.FULL,
+        PrimitiveClass.PROMOTE,
+        PrimitiveClass.FOLLOW,
+        PrimitiveClass.CONVERT,
+    )
+)
+
+PRIMITIVES: dict[str, Properties] = {}
+UNKNOWN = Properties(kind=None)
+
+
+def properties(name: str) -> Properties:
+    """What is known of the primitive of this name."""
+    return PRIMITIVES.get(name, UNKNOWN)
+
+
+def class_of(name: str, dtype: np.dtype) -> PrimitiveClass | None:
+    """The class of a primitive.
+
+    Args:
+        name: The primitive's name.
+        dtype: The half precision dtype that is computed in.
+
+    Returns:
+        Its class, or None if mpx does not know the primitive.
+    """
+    found = properties(name)
+    if found.is_full_in_float16 and dtype == np.float16:
+        return PrimitiveClass.FULL
+    return found.kind
+
+
+def _group(names: str, kind: PrimitiveClass, **known: object) -> None:
+    """Adds primitives of which the same is known."""
+    record = Properties(kind=kind, **known)  # pyright: ignore[reportArgumentType]
+    for name in names.split():
+        if name in PRIMITIVES:
+            raise ValueError(f"the primitive {name} stands in two groups")
+        PRIMITIVES[name] = record
+
+
+# --- Products, in half precision ------------------------------------------------------
+
+_HALF = PrimitiveClass.HALF
+_group(
+    "dot_general",
+    _HALF,
+    flops=Flops.DOT_GENERAL,
+    saves=Saves.OTHERS,
+    is_quantizable=True,
+)
+_group("ragged_dot_general", _HALF, flops=Flops.RAGGED_DOT, is_quantizable=True)
+_group("conv_general_dilated", _HALF, flops=Flops.CONVOLUTION, is_quantizable=True)
+_group("ragged_dot", _HALF, flops=Flops.LAST_AXIS_PRODUCT)
+_group("dot_product_attention_fwd_wrapper", _HALF, flops=Flops.ATTENTION_FORWARD)
+_group("bcoo_dot_general dot_product_attention", _HALF)
+
+# --- What loses digits or range, in float32 -------------------------------------------
+
+_FULL = PrimitiveClass.FULL
+_group(
+    """
+    acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cos cosh digamma erf_inv
+    lgamma log log1p log2 polynomial sin sinh
+    """,
+    _FULL,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.OPERAND,
+)
+_group(
+    "cbrt exp exp2 expm1 rsqrt sqrt tan",
+    _FULL,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.RESULT,
+)
+_group(
+    "atan2 igamma igammac pow",
+    _FULL,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.OTHERS,
+)
+_group(
+    """
+    igamma_grad_a polygamma random_gamma random_gamma_grad
+    regularized_incomplete_beta zeta
+    """,
+    _FULL,
+    flops=Flops.ELEMENTWISE,
+)
+_group("reduce_sum", _FULL, flops=Flops.REDUCTION)
+_group("reduce_prod", _FULL, flops=Flops.REDUCTION, saves=Saves.OPERAND)
+_group(
+    "cumlogsumexp cumprod cumsum",
+    _FULL,
+    flops=Flops.PER_OPERAND_ELEMENT,
+    is_barrier=True,
+)
+_group("reduce_window_sum", _FULL, flops=Flops.WINDOW, is_barrier=True)
+_group(
+    "scatter-add scatter-mul scatter-sub",
+    _FULL,
+    flops=Flops.SCATTER,
+    is_barrier=True,
+    combines=True,
+    writes_part=True,
+)
+
+# --- Several operands -----------------------------------------------------------------
+
+_PROMOTE = PrimitiveClass.PROMOTE
+_group("add add_any sub", _PROMOTE, flops=Flops.ELEMENTWISE, adds=True, is_binary=True)
+_group(
+    "div mul",
+    _PROMOTE,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.OTHERS,
+    is_binary=True,
+)
+_group("rem", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.OTHERS)
+_group(
+    "max min",
+    _PROMOTE,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.CHOICE,
+    is_binary=True,
+)
+_group("clamp", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.CHOICE)
+_group("select_n", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.PREDICATE, joins=True)
+_group(
+    "integer_pow square",
+    _PROMOTE,
+    is_full_in_float16=True,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.OPERAND,
+)
+_group("_copysign mulhi", _PROMOTE, flops=Flops.ELEMENTWISE)
+_group("eq eq_to ne", _PROMOTE, flops=Flops.ELEMENTWISE, compares=True)
+_group(
+    "ge gt le le_to lt lt_to",
+    _PROMOTE,
+    flops=Flops.ELEMENTWISE,
+    compares=True,
+    orders=True,
+)
+_group("concatenate pad stack", _PROMOTE, flops=Flops.ZERO, joins=True)
+_group("tie", _PROMOTE, flops=Flops.ZERO)
+_group(
+    "dynamic_update_slice",
+    _PROMOTE,
+    flops=Flops.ZERO,
+    updates=True,
+    is_barrier=True,
+    writes_part=True,
+)
+_group(
+    "scatter",
+    _PROMOTE,
+    flops=Flops.ZERO,
+    updates=True,
+    is_barrier=True,
+    combines=True,
+    writes_part=True,
+)
+_group(
+    "scatter-max scatter-min",
+    _PROMOTE,
+    flops=Flops.SCATTER,
+    updates=True,
+    is_barrier=True,
+    combines=True,
+    writes_part=True,
+)
+_group(
+    "select_and_gather_add",
+    _PROMOTE,
+    flops=Flops.SELECT_AND_GATHER,
+    is_barrier=True,
+    combines=True,
+)
+_group(
+    "select_and_scatter_add",
+    _PROMOTE,
+    flops=Flops.SELECT_AND_SCATTER,
+    is_barrier=True,
+    combines=True,
+)
+
+# --- One operand that counts ----------------------------------------------------------
+
+_FOLLOW = PrimitiveClass.FOLLOW
+# JAX takes 1 - x^2 (`one_minus_square`) of results of tanh and sin, in derivatives.
+_group(
+    "erf erfc one_minus_square",
+    _FOLLOW,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.OPERAND,
+)
+_group("logistic tanh", _FOLLOW, flops=Flops.ELEMENTWISE, saves=Saves.RESULT)
+_group("abs sign", _FOLLOW, flops=Flops.ELEMENTWISE, saves=Saves.OPERAND, is_exact=True)
+_group("ceil floor is_finite neg", _FOLLOW, flops=Flops.ELEMENTWISE, is_exact=True)
+_group("round", _FOLLOW, flops=Flops.ELEMENTWISE)
+_group(
+    "reduce_max reduce_min",
+    _FOLLOW,
+    flops=Flops.REDUCTION,
+    saves=Saves.OPERAND,
+    is_exact=True,
+)
+_group("argmax argmin", _FOLLOW, flops=Flops.REDUCTION, is_exact=True)
+_group(
+    "approx_top_k cummax cummin pmax pmin top_k unreduced_pmax unreduced_pmin",
+    _FOLLOW,
+    flops=Flops.PER_OPERAND_ELEMENT,
+    is_exact=True,
+    is_barrier=True,
+)
+_group("sort", _FOLLOW, flops=Flops.SORT, is_exact=True, is_barrier=True)
+_group(
+    "reduce_window_max reduce_window_min",
+    _FOLLOW,
+    flops=Flops.WINDOW,
+    is_exact=True,
+    is_barrier=True,
+)
+_group(
+    "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+    _FOLLOW,
+    flops=Flops.PER_OPERAND_ELEMENT,
+    is_barrier=True,
+)
+_group(
+    """
+    preduced ragged_all_to_all reduced_vary_cast reduced_vary_cast_p
+    vary_unreduced_cast vary_unreduced_cast_p
+    """,
+    _FOLLOW,
+    flops=Flops.ZERO,
+    is_barrier=True,
+)
+# Integers, truth values, and numbers out of nothing.
+_group(
+    """
+    and clz not or population_count reduce_and reduce_or reduce_xor shift_left
+    shift_right_arithmetic shift_right_logical xor
+    axis_index dim_as_value dimension_size iota iota_2x32_shape zeros_like
+    add_dependency assert_consumed_value shard_alike
+    unvmap_all unvmap_any unvmap_max
+    """,
+    _FOLLOW,
+    flops=Flops.ZERO,
+)
+_group(
+    "nonbatchable nondifferentiable_backward nontraceable",
+    _FOLLOW,
+    flops=Flops.ZERO,
+    is_free=True,
+)
+
+# --- Movement of data -----------------------------------------------------------------
+
+_group(
+    "copy copy_p rev roll split transpose unstack",
+    _FOLLOW,
+    flops=Flops.ZERO,
+    moves=True,
+)
+_group(
+    "expand_dims reshape squeeze",
+    _FOLLOW,
+    flops=Flops.ZERO,
+    saves=Saves.SAME,
+    moves=True,
+    is_free=True,
+)
+_group(
+    "broadcast_in_dim broadcast_to",
+    _FOLLOW,
+    flops=Flops.ZERO,
+    saves=Saves.SAME,
+    moves=True,
+    repeats=True,
+)
+_group("tile", _FOLLOW, flops=Flops.ZERO, moves=True, repeats=True)
+_group("dynamic_slice slice", _FOLLOW, flops=Flops.ZERO, moves=True, reads_part=True)
+# An embedding is no part of what comes after it.
+_group(
+    "gather",
+    _FOLLOW,
+    flops=Flops.ZERO,
+    moves=True,
+    is_barrier=True,
+    reads_part=True,
+)
+_group("pvary stop_gradient", _FOLLOW, flops=Flops.ZERO, moves=True, is_free=True)
+_group(
+    "name optimization_barrier sharding_constraint",
+    _FOLLOW,
+    flops=Flops.ZERO,
+    moves=True,
+    is_barrier=True,
+    is_free=True,
+)
+_group(
+    """
+    all_gather all_gather_invariant all_gather_reduced all_to_all device_put
+    layout_constraint pbroadcast pbroadcast_dynamic ppermute relayout reshard
+    with_memory_space_constraint
+    """,
+    _FOLLOW,
+    flops=Flops.ZERO,
+    moves=True,
+    is_barrier=True,
+)
+_group("convert_element_type", PrimitiveClass.CONVERT, flops=Flops.ZERO)
+
+# --- Programs within programs ---------------------------------------------------------
+
+_RECURSE = PrimitiveClass.RECURSE
+_group("jit pjit", _RECURSE, program="jaxpr", runs_once=True, joins_regions=True)
+_group(
+    "closed_call custom_jvp_call",
+    _RECURSE,
+    program="call_jaxpr",
+    runs_once=True,
+    joins_regions=True,
+)
+_group(
+    "call core_call custom_vjp_call eval_jaxpr",
+    _RECURSE,
+    program="call_jaxpr",
+    runs_once=True,
+)
+_group("checkpoint remat remat2 shard_map", _RECURSE, program="jaxpr", runs_once=True)
+_group("composite", _RECURSE, program="jaxpr", runs_once=True)
+_group("custom_vmap_call", _RECURSE, program="call", runs_once=True)
+_group("remat_opt", _RECURSE, program="fwd_jaxpr", runs_once=True)
+_group("cond scan while", _RECURSE)
+
+# --- What runs as it was written ------------------------------------------------------
+
+_OPAQUE = PrimitiveClass.OPAQUE
+_group(
+    "compute_on custom_partitioning fused_call jaxpr_call xla_metadata_call xla_pmap",
+    _OPAQUE,
+    runs_once=True,
+)
+# Equinox's, and a program that was exported: texts or closures.
+_group("call_exported noinline", _OPAQUE, hides_a_program=True)
+_group("pallas_call", _OPAQUE, flops=Flops.PALLAS, combines=True)
+_group("reduce", _OPAQUE, flops=Flops.REDUCTION, combines=True)
+_group("reduce_window", _OPAQUE, flops=Flops.WINDOW, combines=True)
+_group("select_and_scatter", _OPAQUE, flops=Flops.SELECT_AND_SCATTER, combines=True)
+# The user chose dtypes and scales of these himself: half in name, but not ours to cast.
+_group("scaled_matmul scaled_matmul_wrapper", _OPAQUE, flops=Flops.LAST_AXIS_PRODUCT)
+_group("dot_product_attention_bwd_wrapper", _OPAQUE, flops=Flops.ATTENTION_BACKWARD)
+_group(
+    """
+    dot_product_attention_bwd dot_product_attention_fp8_bwd
+    dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
+    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd scaled_dot
+    """,
+    _OPAQUE,
+)
+_group("cholesky", _OPAQUE, flops=Flops.CHOLESKY)
+_group("lu", _OPAQUE, flops=Flops.LU)
+_group("qr", _OPAQUE, flops=Flops.QR)
+_group("geqrf householder_product", _OPAQUE, flops=Flops.REFLECTORS)
+_group("triangular_solve", _OPAQUE, flops=Flops.TRIANGULAR_SOLVE)
+_group("fft", _OPAQUE, flops=Flops.FFT)
+_group(
+    """
+    cholesky_update custom_linear_solve eig eigh geqp3 hessenberg ormqr schur svd
+    symmetric_product tridiagonal tridiagonal_solve
+    """,
+    _OPAQUE,
+)
+_group(
+    "conj nextafter reduce_precision stochastic_round",
+    _OPAQUE,
+    flops=Flops.ELEMENTWISE,
+)
+_group("empty empty2", _OPAQUE, flops=Flops.ZERO, is_free=True)
+_group(
+    """
+    bitcast_convert_type complex imag real lu_pivots_to_permutation platform_index
+    philox2x32 philox4x32 prng_join prng_random_bits prng_seed prng_split random_bits
+    random_clone random_fold_in random_seed random_split random_unwrap random_wrap
+    rng_bit_generator rng_uniform threefry2x32 threefry4x32
+    after_all create_token debug_callback debug_print inspect_sharding print_layout
+    """,
+    _OPAQUE,
+    flops=Flops.ZERO,
+)
+_group(
+    """
+    from_edtype to_edtype all_reduce_ffs all_reduce_population_count
+    buffer_callback io_callback pure_callback
+    check ffi_call mpmd_map tpu_custom_call
+    call_hi_primitive call_hi_primitive_linearized closed_call_hi create_linear consume
+    core_map cudnn_fusion custom_fusion custom_jvp_call_jaxpr custom_lin dce_sink
+    fusible linear_call program_order run_state xla_metadata_value
+    bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices
+    bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general
+    bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec
+    coo_spmm coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv
+    csr_todense spsolve todense
+    rnn_bwd rnn_fwd
+    accum_grad_in_ref addupdate box_get box_set empty_ref free_ref freeze
+    log_extend log_read new_box new_log new_ref pin trace_value unpin
+    all_gather_done all_gather_reduced_start all_gather_start all_to_all_done
+    all_to_all_start global_array_to_host_local_array host_local_array_to_global_array
+    pbroadcast_done pbroadcast_start ppermute_done ppermute_start precv psend psum_done
+    psum_invariant_start psum_start reduce_scatter_done reduce_scatter_start
+    shape_assertion unique unreachable unreduced_psum_start
+    unreduced_reduce_scatter_start
+    announce_jaxpr maybe_set select_if_vmap vprim
+    thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
+    thunky.async_start thunky.call_jax thunky.call_thunky_nested
+    thunky.collective_group thunky.collective_permute thunky.cond thunky.copy
+    thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero
+    thunky.ptx_kernel thunky.reduce_scatter thunky.while
+    """,
+    _OPAQUE,
+)
+_group("get swap", _OPAQUE, is_access=True)
+
+# --- Found only in the bodies of Pallas kernels, which autocast does not enter --------
+
+_group("multiple_of num_programs program_id", _OPAQUE, is_access=True)
+_group(
+    """
+    async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem
+    async_load async_prefetch async_store_smem async_store_tmem atomic_cas atomic_rmw
+    barrier barrier_arrive barrier_arrive_and_wait barrier_test barrier_wait bitcast
+    commit_group commit_smem commit_tmem conv copy_gmem_to_smem copy_smem_to_gmem
+    debug_barrier debug_barrier_p delay dma_start dma_wait einshape_lo
+    elementwise_inline_asm elementwise_inline_asm_p emit_pipeline get_barrier_semaphore
+    get_global griddepcontrol_launch_dependents griddepcontrol_wait has_memory_space
+    inline_mgpu inline_mgpu_p layout_cast load masked_cummax masked_cummin masked_cumsum
+    masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop
+    matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma mosaic_gpu_p
+    mosaic_gpu_reduce_max mosaic_gpu_reduce_min mosaic_gpu_reduce_prod
+    mosaic_gpu_reduce_sum multimem_load_reduce multimem_store pack pack_dtype
+    pack_elementwise parallel_loop pipeline_body query_cluster_cancel reciprocal
+    remove_memory_space run_scoped sc_fetch_and_add scan_count semaphore_read
+    semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait
+    set_max_registers set_max_registers_p stage store tcgen05_commit_arrive tcgen05_mma
+    try_cluster_cancel unpack unpack_dtype unpack_elementwise wait_gmem_to_smem
+    wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref
+    wgmma_accumulator_deref_p wgmma_accumulator_store wgmma_accumulator_store_p
+    wgmma_ref wgmma_wait
+    """,
+    _OPAQUE,
+)
