@@ -26,7 +26,16 @@ from .._autocast import (
     weights_of,
 )
 from .._errors import describe
-from .._program import OTHERS, Flops, PrimitiveClass, Visit, class_of, properties, walk
+from .._program import (
+    OTHERS,
+    Flops,
+    PrimitiveClass,
+    Visit,
+    avals,
+    class_of,
+    properties,
+    walk,
+)
 from .._typing import DTypeLike
 from ._costs import bytes_moved, flops
 from ._facts import (
