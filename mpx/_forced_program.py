@@ -18,7 +18,7 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jax.core import Tracer
 from ._autocast import ambient_residuals, recomputed_if_cheap
 from ._dtypes import is_half
 from ._function import call_in
+from ._program import Form, divide
 
 _NUMBERS = (int, float, complex, np.generic)
 _PLAIN = (*_NUMBERS, str, bytes, np.dtype, enum.Enum, types.NoneType)
@@ -35,32 +36,15 @@ _PLAIN = (*_NUMBERS, str, bytes, np.dtype, enum.Enum, types.NoneType)
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Form:
-    """A tree without its arrays."""
+class _Exact:
+    """A form that is equal only to one with the very same numbers."""
 
-    structure: Any
-    are_arrays: tuple[bool, ...]
-    rest: tuple[Any, ...]
-    exact: tuple[Any, ...]
-
-    def filled(self, arrays: Sequence[Any]) -> Any:
-        """The tree with these arrays."""
-        missing = iter(arrays)
-        pairs = zip(self.are_arrays, self.rest, strict=True)
-        leaves = [next(missing) if is_array else leaf for is_array, leaf in pairs]
-        return jax.tree.unflatten(self.structure, leaves)
+    form: Form
+    numbers: tuple[Any, ...]
 
 
-def _divided(tree: Any, is_array: Callable[[Any], bool]) -> tuple[list[Any], _Form]:
-    """The arrays of a tree, and its form."""
-    leaves, structure = jax.tree.flatten(tree)
-    are_arrays = tuple(map(is_array, leaves))
-    arrays, rest = [], []
-    for leaf, is_one in zip(leaves, are_arrays, strict=True):
-        arrays += [leaf] if is_one else []
-        rest.append(None if is_one else leaf)
-    exact = tuple(map(_exact, rest))
-    return arrays, _Form(structure, are_arrays, tuple(rest), exact)
+def _exactly(form: Form) -> _Exact:
+    return _Exact(form, tuple(map(_exact, form.leaves)))
 
 
 def _exact(leaf: Any) -> Any:
@@ -70,10 +54,6 @@ def _exact(leaf: Any) -> Any:
 
 def _is_tracer(leaf: Any) -> bool:
     return isinstance(leaf, Tracer)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def as_program(
@@ -91,36 +71,36 @@ def as_program(
     Returns:
         Whether it could, and what it returned.
     """
-    arrays, form = _divided((_bound(func), args, kwargs), _is_tracer)
+    arrays, form = divide((_bound(func), args, kwargs), _is_tracer)
     if not any(is_half(x.dtype) for x in arrays) or ambient_residuals() != "small":
         return False, None
     weights = sum(map(_is_tracer, jax.tree.leaves(func)))
     try:
         run = _run_once_for_all if _is_lasting(form) else _full_precision
-        outputs, found = run(form, weights, compute, result, arrays)
+        outputs, found = run(_exactly(form), weights, compute, result, arrays)
     except Exception:
         # It needs values, or changes what is around it, or is wrong. As it is, it runs
         # or raises the error that belongs to it.
         return False, None
-    return True, found.filled(outputs)
+    return True, found.form.filled(outputs)
 
 
 # The name is what profilers show.
 def _full_precision(
-    form: _Form,
+    exact: _Exact,
     weights: int,
     compute: np.dtype,
     result: np.dtype,
     arrays: list[Any],
-) -> tuple[list[Any], _Form]:
+) -> tuple[list[Any], _Exact]:
     """Runs a program; the first so many of its arrays are weights."""
-    found: list[_Form] = []
+    found: list[_Exact] = []
 
     def program(*arrays: Any) -> list[Any]:
-        func, args, kwargs = form.filled(arrays)
+        func, args, kwargs = exact.form.filled(arrays)
         outputs = call_in(func, args, kwargs, compute, result)
-        made, output_form = _divided(outputs, _is_array)
-        found[:] = [output_form]
+        made, form = divide(outputs)
+        found[:] = [_exactly(form)]
         return made
 
     closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays))
@@ -153,13 +133,13 @@ def _bound(func: Callable[..., Any]) -> Callable[..., Any]:
     return _Bound(func.func, func.args, tuple(func.keywords.items()), exact)
 
 
-def _is_lasting(form: _Form) -> bool:
+def _is_lasting(form: Form) -> bool:
     """Whether a form may be kept: equal ones come, and it holds no arrays of a call."""
     try:
         hash(form)
     except TypeError:
         return False
-    return all(map(_is_known, form.rest))
+    return all(map(_is_known, form.leaves))
 
 
 def _is_known(leaf: Any) -> bool:

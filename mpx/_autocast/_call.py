@@ -17,6 +17,7 @@ from .._errors import listing
 from .._jax_compat import with_weak_type
 from .._named_like import named_like
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
+from .._program import Call
 from .._quantize import AbstractRecipe
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
@@ -38,10 +39,6 @@ _REWRITES = {
     **_control_flow.REWRITES,
     **{name: or_fused(name, f) for name, f in _custom_rules.REWRITES.items()},
 }
-
-# Stands for an array among the results of a traced function.
-_ARRAY = object()
-_ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def call_autocast(
@@ -201,36 +198,19 @@ def _call(
 
     The run is made when its program is known.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path((func, args, kwargs))
-    leaves = [leaf for _, leaf in paths]
-    is_array = [isinstance(x, _ARRAYS) for x in leaves]
-    found: list[Any] = []
+    call = Call(func, args, kwargs)
     traced: list[weakref.ref[Any]] = []
 
     def flat(*arrays: Any) -> list[Any]:
         traced[:] = map(weakref.ref, arrays)
-        remaining = iter(arrays)
-        full = [
-            next(remaining) if a else x for x, a in zip(leaves, is_array, strict=True)
-        ]
-        func, args, kwargs = jax.tree.unflatten(treedef, full)
-        out, out_tree = jax.tree.flatten(func(*args, **kwargs))
-        rest = [_ARRAY if isinstance(x, _ARRAYS) else x for x in out]
-        found[:] = [out_tree, rest]
-        return [x for x in out if isinstance(x, _ARRAYS)]
+        return call(*arrays)
 
-    inputs = [pair for pair, a in zip(paths, is_array, strict=True) if a]
-    named = named_like(flat, func, [path for path, _ in inputs])
-    closed = trace(named)(*(leaf for _, leaf in inputs))
+    closed = trace(named_like(flat, func, call.paths))(*call.arrays)
     run = run_of(closed.jaxpr)
     run.traced = tuple(traced)
-    values = [value(run, path, leaf) for path, leaf in inputs]
+    values = [value(run, *pair) for pair in zip(call.paths, call.arrays, strict=True)]
     with _done_for_others():
-        arrays = iter(_results(run, closed, values))
-    out_tree, rest = found
-    return jax.tree.unflatten(
-        out_tree, [next(arrays) if x is _ARRAY else x for x in rest]
-    )
+        return call.result_of(_results(run, closed, values))
 
 
 def _call_with_objects(

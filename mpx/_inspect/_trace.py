@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from .._errors import describe
 from .._named_like import named_like
+from .._program import Call, is_array_or_type
 from .._tree import path_text
 
 
@@ -28,12 +29,11 @@ class Traced:
     inputs: tuple[Any, ...]
 
 
-def is_array(leaf: Any) -> bool:
+def _is_input(leaf: Any) -> bool:
     """Whether a leaf becomes an input of the program."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return True
     # Not numpy's objects, strings and dates.
-    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
+    is_of_numpy = isinstance(leaf, np.ndarray | np.generic)
+    return is_array_or_type(leaf) and not (is_of_numpy and leaf.dtype.kind in "OSUMm")
 
 
 def trace(
@@ -49,35 +49,25 @@ def trace(
     like the others, and then its arrays are the weights. Else those of the arguments
     with these positions or names are. What is called is `wrap(func)`.
     """
-    has_own = any(is_array(leaf) for leaf in jax.tree.leaves(func))
-    tree = (func if has_own else None, args, kwargs)
-    leaves, treedef = jax.tree.flatten(tree)
-    places = jax.tree_util.tree_leaves_with_path(tree)
-    _refuse_tracers(leaves)
+    has_own = any(_is_input(leaf) for leaf in jax.tree.leaves(func))
 
-    inputs = tuple(leaf for leaf in leaves if is_array(leaf))
-    positions = () if has_own else weights
-    named = [_name(path, positions) for path, leaf in places if is_array(leaf)]
+    def called(own: Any, args: Any, kwargs: Any) -> Any:
+        return wrap(own if has_own else func)(*args, **kwargs)
+
+    call = Call(func if has_own else None, args, kwargs, _is_input, called)
+    _refuse_tracers(jax.tree.leaves((func if has_own else None, args, kwargs)))
+    named = [_name(path, () if has_own else weights) for path in call.paths]
 
     def flat(*arrays: Any) -> list[Any]:
-        remaining = iter(arrays)
-        full = [next(remaining) if is_array(leaf) else leaf for leaf in leaves]
-        function, args, kwargs = jax.tree.unflatten(treedef, full)
-        result = wrap(function if has_own else func)(*args, **kwargs)
-        return [
-            leaf
-            for leaf in jax.tree.leaves(result)
-            if isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        ]
+        return call(*arrays)
 
-    arrays = [path for path, leaf in places if is_array(leaf)]
-    jaxpr = jax.make_jaxpr(named_like(flat, func, arrays))(*inputs)
+    jaxpr = jax.make_jaxpr(named_like(flat, func, call.paths))(*call.arrays)
     return Traced(
         jaxpr,
         tuple(name for name, _ in named),
         tuple(is_weight for _, is_weight in named),
         flat,
-        inputs,
+        tuple(call.arrays),
     )
 
 

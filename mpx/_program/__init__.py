@@ -3,6 +3,13 @@
 It knows no precision but the class that each primitive has by default.
 """
 
+from .calls import (
+    Call as Call,
+    Form as Form,
+    divide as divide,
+    is_array as is_array,
+    is_array_or_type as is_array_or_type,
+)
 from .equations import (
     OTHERS as OTHERS,
     SubJaxpr as SubJaxpr,

@@ -18,10 +18,8 @@ from .._dtypes import half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
-from .._program import NoFlow, walk
+from .._program import Call, NoFlow, is_array_or_type, walk
 from ._recipe_scaling import RecipeScaling
-
-_ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def init_scaling(
@@ -148,19 +146,9 @@ def _traced(
     func: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Collection, Any, int]:
     """What a function asks for, its program, and how many inputs that has."""
-    leaves, treedef = jax.tree.flatten((func, args, kwargs))
-    is_array = [isinstance(x, _ARRAYS | jax.ShapeDtypeStruct) for x in leaves]
-
-    def flat(*arrays: Any) -> list[Any]:
-        given = iter(arrays)
-        full = [next(given) if a else x for x, a in zip(leaves, is_array, strict=True)]
-        func, args, kwargs = jax.tree.unflatten(treedef, full)
-        out = func(*args, **kwargs)
-        return [x for x in jax.tree.leaves(out) if isinstance(x, _ARRAYS)]
-
-    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
+    call = Call(func, args, kwargs, is_array_or_type)
     with collecting() as found:
-        return found, jax.make_jaxpr(flat)(*arrays), len(arrays)
+        return found, jax.make_jaxpr(call)(*call.arrays), len(call.arrays)
 
 
 def _computes_in_float16(jaxpr: Any, count: int) -> bool:
