@@ -25,10 +25,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ._autocast import ambient_residuals, recomputed_if_cheap
+from ._autocast import ambient_residuals
 from ._dtypes import is_half
 from ._function import call_in
-from ._program import Form, divide
+from ._program import Form, divide, recomputed_if_cheap
 
 _NUMBERS = (int, float, complex, np.generic)
 _PLAIN = (*_NUMBERS, str, bytes, np.dtype, enum.Enum, types.NoneType)

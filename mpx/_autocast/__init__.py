@@ -33,7 +33,6 @@ from ._notes import (
     read_note as read_note,
     taking_notes as taking_notes,
 )
-from ._recompute import recomputed_if_cheap as recomputed_if_cheap
 from ._region import (
     is_region as is_region,
     is_tracing as is_tracing,

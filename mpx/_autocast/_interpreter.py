@@ -19,7 +19,7 @@ from .._jax_compat import (
     is_differentiated,
     scope_names,
 )
-from .._program import PrimitiveClass, class_of, count, properties
+from .._program import Island, PrimitiveClass, class_of, count, parts, properties
 from .._quantize import AbstractRecipe
 from . import _strict
 from ._choice import Case, Choice, choose
@@ -27,11 +27,10 @@ from ._decisions import Candidate, Precision, Reason
 from ._demand import Plan, Wish, plan
 from ._emission import emit_operation
 from ._ends import ends_in
-from ._islands import Island, parts
 from ._linear import emit_linear, path_text, product_of, quantized, weight_of
 from ._notes import is_note, is_taking_notes, noted
-from ._recompute import emit_island
 from ._region import is_region, settings_within
+from ._remat import emit_island
 from ._rules import Rule
 from ._settings import NOWHERE, Ends, Place, Run
 from ._values import (

@@ -36,6 +36,7 @@ from .flow import (
     walk as walk,
     walk_inside as walk_inside,
 )
+from .islands import Island as Island, parts as parts
 from .primitives import (
     PRIMITIVES as PRIMITIVES,
     Flops as Flops,
@@ -43,6 +44,16 @@ from .primitives import (
     Saves as Saves,
     class_of as class_of,
     properties as properties,
+)
+from .remat import (
+    computed_again as computed_again,
+    is_worth_while as is_worth_while,
+    recomputed_if_cheap as recomputed_if_cheap,
+)
+from .residuals import (
+    kept_bytes as kept_bytes,
+    may_keep as may_keep,
+    measured_bytes as measured_bytes,
 )
 from .source import (
     Frame as Frame,

@@ -12,8 +12,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._autocast._islands import Island, parts
-from mpx._autocast._keeping import kept_bytes, measured_bytes
+from mpx._program import Island, kept_bytes, measured_bytes, parts
 
 from .blocks import block, layer_norm, vit_parameters
 from .counting import count_products, equations, relative_error

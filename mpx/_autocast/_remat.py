@@ -1,7 +1,6 @@
 """Emitting an island so that its backward pass starts from what went in."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -10,21 +9,17 @@ import numpy as np
 from jax.extend import core
 
 from .._jax_compat import execution_context, execution_key, scope_names
-from .._program import constants_as_inputs
-from ._again import computed_again, operations
+from .._program import (
+    Island,
+    computed_again,
+    is_worth_while,
+    may_keep,
+    measured_bytes,
+)
 from ._demand import Plan, Wish
-from ._islands import Island, is_cheap
-from ._keeping import kept_bytes, may_keep, measured_bytes
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
 from ._settings import Place, Run
 from ._values import Colour, Facts, Value
-
-# What recomputing saves of the bytes that autodiff would keep must be worth its while:
-# a quarter of them.
-_WORTH = 0.75
-# A norm has thirty operations. What has more than this is a computation of its own
-# right, which would take as long again.
-_MANY = 300
 
 Values = dict[Any, Value]
 Emit = Callable[[Place, Any, Values], None]
@@ -139,7 +134,7 @@ def _recomputed(
     closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()))
     used, run.used = frozenset(run.used), others
     are_free = tuple(f.is_weight for f in facts.values())
-    if not _is_worth_while(closed.jaxpr, are_free):
+    if not is_worth_while(closed.jaxpr, are_free):
         return None
     function, note = computed_again(closed, is_in_loop=place.is_in_loop), None
     if is_taking_notes():
@@ -147,30 +142,6 @@ def _recomputed(
         before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
         note = IslandNote(before, after)
     return Recomputed(function, found[0], found[1], used, note)
-
-
-def recomputed_if_cheap(closed: Any, are_free: tuple[bool, ...]) -> Callable[..., Any]:
-    """A program as a function that is recomputed if it could be an island.
-
-    Args:
-        closed: The program.
-        are_free: For each input whether it is there anyway: a weight, a constant.
-
-    Returns:
-        A function of the program's inputs.
-    """
-    are_cheap = all(is_cheap(e, with_lookups=True) for e in closed.jaxpr.eqns)
-    if not are_cheap or not _is_worth_while(closed.jaxpr, are_free):
-        return core.jaxpr_as_fun(closed)
-    # What the program closes over may be differentiated, too: it goes in.
-    closed, constants = constants_as_inputs(closed)
-    return functools.partial(computed_again(closed), *constants)
-
-
-def _is_worth_while(jaxpr: Any, are_free: tuple[bool, ...]) -> bool:
-    kept, needed = kept_bytes(jaxpr, are_free)
-    is_small = sum(1 for _ in operations(jaxpr)) <= _MANY
-    return kept > 0 and needed <= _WORTH * kept and is_small
 
 
 def _signature(

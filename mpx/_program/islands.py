@@ -20,16 +20,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._jax_compat import execution_key, open_jaxpr
-from .._program import (
-    PrimitiveClass,
-    is_multiplication,
-    program_of,
-    properties,
-    sub_jaxprs,
-)
+from .equations import is_multiplication, program_of, sub_jaxprs
+from .primitives import PrimitiveClass, properties
 
 
 class Island(NamedTuple):
@@ -86,7 +81,7 @@ def _is_placed(params: dict[str, Any]) -> bool:
 
 
 def parts(
-    jaxpr: Any, fixed: Iterable[Any], may_join: Callable[[Any], bool]
+    jaxpr: Jaxpr, fixed: Iterable[Any], may_join: Callable[[Any], bool]
 ) -> list[Any]:
     """Divides a program into islands and other equations.
 

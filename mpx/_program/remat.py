@@ -13,15 +13,19 @@ compiled for an H100:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array
 
-from .._program import count, equations, properties
+from .equations import constants_as_inputs, count, equations
+from .islands import is_cheap
+from .primitives import properties
+from .residuals import kept_bytes
 
 # The sums that a norm takes are of at least so many numbers.
 _FEW = 16
@@ -30,7 +34,49 @@ _OF_SUMS = frozenset("div rsqrt sqrt".split())
 _SOFTMAX = frozenset(("reduce_max", "exp"))
 
 
-def computed_again(closed: Any, *, is_in_loop: bool = False) -> Callable[..., Any]:
+# What recomputing saves of the bytes that autodiff would keep must be worth its while:
+# a quarter of them.
+_WORTH = 0.75
+# A norm has thirty operations. What has more than this is a computation of its own
+# right, which would take as long again.
+_MANY = 300
+
+
+def is_worth_while(jaxpr: Jaxpr, are_free: tuple[bool, ...]) -> bool:
+    """Whether recomputing a program saves memory and costs little.
+
+    Args:
+        jaxpr: The program.
+        are_free: For each input whether it is there anyway: a weight, a constant.
+    """
+    kept, needed = kept_bytes(jaxpr, are_free)
+    is_small = sum(1 for _ in operations(jaxpr)) <= _MANY
+    return kept > 0 and needed <= _WORTH * kept and is_small
+
+
+def recomputed_if_cheap(
+    closed: ClosedJaxpr, are_free: tuple[bool, ...]
+) -> Callable[..., Any]:
+    """A program as a function that is recomputed if it could be an island.
+
+    Args:
+        closed: The program.
+        are_free: For each input whether it is there anyway: a weight, a constant.
+
+    Returns:
+        A function of the program's inputs.
+    """
+    are_cheap = all(is_cheap(e, with_lookups=True) for e in closed.jaxpr.eqns)
+    if not are_cheap or not is_worth_while(closed.jaxpr, are_free):
+        return jaxpr_as_fun(closed)
+    # What the program closes over may be differentiated, too: it goes in.
+    closed, constants = constants_as_inputs(closed)
+    return functools.partial(computed_again(closed), *constants)
+
+
+def computed_again(
+    closed: ClosedJaxpr, *, is_in_loop: bool = False
+) -> Callable[..., Any]:
     """A program as a function that is computed again in the backward pass.
 
     Args:
@@ -41,7 +87,7 @@ def computed_again(closed: Any, *, is_in_loop: bool = False) -> Callable[..., An
     Returns:
         A function of the program's inputs.
     """
-    plain = core.jaxpr_as_fun(closed)
+    plain = jaxpr_as_fun(closed)
     if is_in_loop:
         return jax.checkpoint(plain, prevent_cse=False, policy=_Kept(frozenset()))
     names = {equation.primitive.name for equation in operations(closed.jaxpr)}
@@ -50,7 +96,7 @@ def computed_again(closed: Any, *, is_in_loop: bool = False) -> Callable[..., An
     return jax.checkpoint(plain, policy=_Kept(_sums(closed.jaxpr)))
 
 
-def operations(jaxpr: Any) -> Iterator[Any]:
+def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """The operations of a program, those of programs within it, too."""
     for equation in equations(jaxpr):
         if not properties(equation.primitive.name).joins_regions:
@@ -125,7 +171,7 @@ class _Kept:
         return max(count(operand.shape) for operand in operands) in self.sums
 
 
-def _sums(jaxpr: Any) -> frozenset[int]:
+def _sums(jaxpr: Jaxpr) -> frozenset[int]:
     """How many numbers the sums of a program have."""
     return frozenset(
         count(equation.outvars[0].aval.shape)

@@ -16,7 +16,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.numpy import inexact, issubdtype
 
 from .._dtypes import is_half
-from .._program import Flow, Saves, avals, count, propagate, properties
+from .equations import avals, count
+from .flow import Flow, propagate
+from .primitives import Saves, properties
 
 
 class _Node:
