@@ -205,6 +205,23 @@ def test_no_module_imports_a_name_with_an_underscore_from_another_package():
     assert not wrong
 
 
+@pytest.mark.parametrize(
+    ("folder", "private"),
+    [("examples", r"mpx(\.\w+)*\._.*"), ("benchmarks", r"mpx\.\w+\._.*")],
+)
+def test_examples_import_what_is_public_and_benchmarks_faces(folder, private):
+    files = sorted((ROOT / folder).rglob("*.py"))
+    imported = {
+        f"{node.module}.{alias.name}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    assert imported
+    assert not [name for name in imported if re.fullmatch(private, name)]
+
+
 def test_the_check_of_imports_sees_imports():
     nnx = {name for _, _, name in imports_of_others(ROOT / "mpx" / "nnx.py")}
     assert {"gradient_function", "describe"} <= nnx
