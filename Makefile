@@ -28,8 +28,8 @@ NEWEST ?= $(shell for p in python3.13 $(call OF_PYENV,13) python3.12 \
 	$(call OF_PYENV,12) $(PYTHON); do \
 	$$p -c '$(IS_NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 # Tests that see most of JAX's own programs, for the newest version in `.ci/run`.
-NEWEST_PART := tests/program tests/test_function.py tests/test_forced.py \
-	tests/test_frameworks.py \
+NEWEST_PART := tests/test_xla.py tests/program tests/test_function.py \
+	tests/test_forced.py tests/test_frameworks.py \
 	tests/autocast/test_control_flow.py tests/autocast/test_custom_rules.py \
 	tests/grad tests/inspect/test_costs.py tests/quantize/test_derivatives.py
 

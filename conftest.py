@@ -31,8 +31,13 @@ _FLAGS = [
 ]
 if "cuda" in os.environ["JAX_PLATFORMS"]:
     _FLAGS = []  # a GPU is tested as it is used
-if importlib.metadata.version("jaxlib").startswith("0.10."):
+_XLA = importlib.metadata.version("jaxlib")
+if _XLA.startswith("0.10."):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+# XLA:CPU leaves bfloat16 products to a library, turns some around, and then sums these
+# in bfloat16 (docs/numerics.md, "On a CPU"). Without the library all add up in float32.
+if _XLA.startswith(("0.11.", "0.12.")):
+    _FLAGS.append("--xla_cpu_experimental_ynn_fusion_type=")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
