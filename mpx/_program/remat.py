@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array
 
-from .equations import constants_as_inputs, count, equations
+from .equations import avals, constants_as_inputs, count, equations
 from .islands import is_cheap
 from .primitives import properties
 from .residuals import kept_bytes
@@ -173,12 +173,9 @@ class _Kept:
 
 def _sums(jaxpr: Jaxpr) -> frozenset[int]:
     """How many numbers the sums of a program have."""
-    return frozenset(
-        count(equation.outvars[0].aval.shape)
-        for equation in operations(jaxpr)
-        if equation.primitive.name == "reduce_sum"
-        and _is_of_many(equation.invars[0].aval, equation.params)
-    )
+    sums = (e for e in operations(jaxpr) if e.primitive.name == "reduce_sum")
+    of_many = (e for e in sums if _is_of_many(e.invars[0].aval, e.params))
+    return frozenset(count(avals(e.outvars)[0].shape) for e in of_many)
 
 
 def _is_of_many(operand: Any, params: dict[str, Any]) -> bool:

@@ -10,7 +10,6 @@ finite numbers saturate, while an infinity or a NaN shows in every product (see
 `_quantize`).
 """
 
-from ._abstract_product import AbstractProduct as AbstractProduct
 from ._array import QuantizedArray as QuantizedArray
 from ._convolution import (
     ConvolutionProduct as ConvolutionProduct,
@@ -25,6 +24,7 @@ from ._format import Format as Format
 from ._hadamard import hadamard_transform as hadamard_transform
 from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
 from ._operands import rounds_stochastically as rounds_stochastically
+from ._product import AbstractProduct as AbstractProduct
 from ._products import Path as Path
 from ._quantize import (
     quantize as quantize,

@@ -20,12 +20,9 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax_compat import as_varying, varying_axes
-from ._dequantized_product import (
-    AbstractDequantizedProduct,
-    Multiply,
-    dequantized_product,
-)
+from ._dequantized_product import AbstractDequantizedProduct, Multiply
 from ._operands import Copies, has_blocks
+from ._product import quantized_product
 from ._recipes import Role
 
 
@@ -80,7 +77,7 @@ class ConvolutionProduct(AbstractDequantizedProduct):
     def _copies(self, role: Role) -> Copies:
         return Copies(self.recipe, role, self.dtype, self._join(), (-1, -1))
 
-    def _forward(self, extra: tuple[Array, ...]) -> Multiply:
+    def _multiply(self, extra: tuple[Array, ...]) -> Multiply:
         return self._convolve
 
     def _for_data(self, extra: tuple[Array, ...], data: Any) -> Multiply:
@@ -105,7 +102,7 @@ def linear_convolution(
     scales: Array | None = None,
     step: Array | None = None,
 ) -> Array:
-    """The convolution of a layer; see `dequantized_product`.
+    """The convolution of a layer; see `quantized_product`.
 
     Args:
         product: What convolution, and how.
@@ -115,7 +112,7 @@ def linear_convolution(
         step: The number of the training step, for stochastic rounding.
     """
     call = "`linear_convolution(product, data, weight, scales)`"
-    return dequantized_product(call, product, data, weight, scales, step)
+    return quantized_product(call, product, data, weight, scales, step)
 
 
 def _zeros(like: Any, g: Array) -> Array:

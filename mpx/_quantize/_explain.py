@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._abstract_product import AbstractProduct
 from ._contraction import contractions
 from ._dequantized_product import AbstractDequantizedProduct
 from ._operands import Copies
+from ._product import AbstractProduct
 from ._products import Operand, Path, path_of_operands
 from ._quantizers import BlockQuantizer
 from ._recipes import Role

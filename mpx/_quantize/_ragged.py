@@ -22,12 +22,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._dequantized_product import (
-    AbstractDequantizedProduct,
-    Multiply,
-    dequantized_product,
-)
+from ._dequantized_product import AbstractDequantizedProduct, Multiply
 from ._operands import Copies
+from ._product import quantized_product
 from ._recipes import Role
 
 
@@ -52,7 +49,7 @@ class RaggedProduct(AbstractDequantizedProduct):
         count = jnp.sum(sizes, axis=-1)[..., None, None]
         return jnp.where(rows < count, x, jnp.zeros_like(x))
 
-    def _forward(self, extra: tuple[Array, ...]) -> Multiply:
+    def _multiply(self, extra: tuple[Array, ...]) -> Multiply:
         return lambda x, w, precision: _multiply(x, w, extra, -2, precision)
 
     def _for_data(self, extra: tuple[Array, ...], data: Any) -> Multiply:
@@ -70,7 +67,7 @@ def linear_ragged_product(
     scales: Array | None = None,
     step: Array | None = None,
 ) -> Array:
-    """The ragged product of a layer of experts; see `dequantized_product`.
+    """The ragged product of a layer of experts; see `quantized_product`.
 
     Args:
         product: What product, and how.
@@ -93,7 +90,7 @@ def linear_ragged_product(
     weight = weight.transpose(*groups, *rest)
     # In fewer bits the sums of sizes would wrap around.
     sizes = jnp.asarray(group_sizes, jnp.int32)
-    return dequantized_product(call, product, data, weight, scales, step, (sizes,))
+    return quantized_product(call, product, data, weight, scales, step, (sizes,))
 
 
 def has_ragged_form(

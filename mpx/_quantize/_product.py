@@ -1,0 +1,288 @@
+r"""`AbstractProduct`: a product of data and a weight, quantized in both directions.
+
+$$y = Q(x)\,Q(w) \qquad dx = Q(g)\,Q(w)^T \qquad dw = Q(x)^T\,Q(g)$$
+
+One `jax.custom_vjp` for all kinds of product: matrix products, convolutions, ragged
+products. What it keeps for the backward pass are quantized operands only: the copies
+that dx and dw contract. Forward mode (`jax.jvp`) has no rule, and JAX says so; the
+derivative of a derivative has none either (see `_second_derivative`).
+
+Scales of delayed scaling are an argument, float32[3] in the order of `Role`. What comes
+back in the place of their gradient is no gradient: the three *amaxes* of this step, for
+`DelayedScaling.update`. A slot of its own for every product keeps JAX from adding
+two of them.
+"""
+
+import abc
+import dataclasses
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from .._jax_compat import as_varying, varying_axes
+from .._typing import Shape
+from ._amax import Join, joined_over
+from ._operands import Copies
+from ._products import Operand, stored
+from ._recipes import AbstractRecipe, Role
+from ._second_derivative import differentiated_once
+from ._sharding import in_automatic_axes
+from ._slots import amax_and_scale, amax_cotangent, check_scales
+from ._target import Target
+
+
+class Kept(eqx.Module):
+    """What the backward pass needs of a product.
+
+    Attributes:
+        data: The copy that dw contracts.
+        weight: The copy that dx contracts.
+        extra: Operands that have no derivative.
+        scales: The scales of delayed scaling.
+        step: The number of the training step.
+        amaxes: The amaxes of data and weight, with scales.
+        like_data: Shape and dtype of the data.
+        like_weight: The same of the weight.
+    """
+
+    data: Operand
+    weight: Operand
+    extra: tuple[Array, ...]
+    scales: Array | None
+    step: Array | None
+    amaxes: tuple[Array | None, Array | None]
+    like_data: jax.ShapeDtypeStruct = eqx.field(static=True)
+    like_weight: jax.ShapeDtypeStruct = eqx.field(static=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractProduct(abc.ABC):
+    """A product of data and a weight: all that is known of it before numbers are.
+
+    Attributes:
+        recipe: How operands are quantized.
+        dtype: The dtype of the result and of the gradient of the data: half precision,
+            or float32.
+        target: The device that it is compiled for.
+        manual_axes: Axes of `shard_map` in force, over which the pieces of an array
+            have one scale.
+        sums_over_devices: Whether that is `shard_map(check_vma=False)`, where JAX adds
+            up the cotangents of replicated arguments over all `manual_axes`.
+        out_sharding: That of the operation, over a mesh of explicit axes. None: as
+            the operation finds it.
+    """
+
+    recipe: AbstractRecipe
+    dtype: np.dtype
+    target: Target
+    manual_axes: tuple[str, ...] = ()
+    sums_over_devices: bool = False
+    out_sharding: Any = None
+
+    @abc.abstractmethod
+    def _copies(self, role: Role) -> Copies:
+        """How an array becomes the operands of its two products."""
+
+    @abc.abstractmethod
+    def _plain(self, data: Array, weight: Array, extra: tuple[Array, ...]) -> Array:
+        """The product without quantizing."""
+
+    @abc.abstractmethod
+    def _forward(
+        self,
+        x: Operand,
+        w: Operand,
+        extra: tuple[Array, ...],
+        shapes: tuple[Shape, Shape],
+    ) -> Array:
+        """The product of operands, which had these shapes before they were padded."""
+
+    @abc.abstractmethod
+    def _backward(
+        self, kept: Kept, for_data: Operand, for_weight: Operand, shape: Shape
+    ) -> tuple[Array, Array]:
+        """The gradients of data and weight, from the copies of the result's gradient.
+
+        Each with the shape of what it is the gradient of; `shape` is the result's.
+        """
+
+    def _has_units(self, x: Operand, w: Operand) -> bool:
+        """Whether the device computes with the bits of the operands."""
+        return False
+
+    def _read(self, x: Array, extra: tuple[Array, ...]) -> Array:
+        """Data or a gradient, with zeros for what the product leaves out."""
+        return x
+
+    def _prepared(
+        self, data: Array, weight: Array
+    ) -> tuple[Self, Array, Array, Shape | None]:
+        """The product and its operands in a form that the recipe can quantize.
+
+        And the shape of the result, if that form has another one.
+        """
+        return self, data, weight, None
+
+    def _copies_at(self, step: Array | None, role: Role) -> Copies:
+        """The same in a training step, by whose number noise is drawn."""
+        return dataclasses.replace(self._copies(role), step=step)
+
+    def _join(self) -> Join:
+        return joined_over(self.manual_axes, self.sums_over_devices)
+
+    def _summed_axes(self) -> tuple[str, ...]:
+        """The axes over which JAX adds up what comes in the place of cotangents."""
+        return self.manual_axes if self.sums_over_devices else ()
+
+    def _scaled(
+        self, role: Role, x: Array, scales: Array | None
+    ) -> tuple[Array | None, Array | None]:
+        """The amax of an array and the scale to quantize it with."""
+        return amax_and_scale(self.recipe, self._join(), role, x, scales)
+
+
+def quantized_product(
+    call: str,
+    product: AbstractProduct,
+    data: Array,
+    weight: Array,
+    scales: Array | None = None,
+    step: Array | None = None,
+    extra: tuple[Array, ...] = (),
+) -> Array:
+    """A product of data and a weight, quantized in both directions.
+
+    Args:
+        call: The call, for errors.
+        product: What product, and how.
+        data: The data, floating.
+        weight: The weight, best in float32 if that is what it is kept in: it is
+            quantized from what comes.
+        scales: float32[3], the scales of input, weight and gradient, for
+            `DelayedScaling` and for no other recipe. Where one is 0, it is computed
+            from the array at hand if the recipe has a `warm_start`, and else 1.
+        step: The number of the training step, an integer, for stochastic rounding.
+        extra: More operands, which have no derivative.
+
+    Returns:
+        The product in `product.dtype`. Its gradients come in the dtypes of the
+        operands: that of the data rounded to `product.dtype` first, that of the weight
+        straight from float32. The "gradient" of `scales` are the amaxes of input,
+        weight and gradient; they may be infinite or NaN.
+
+    Raises:
+        TypeError: Scales are missing, or given to a recipe that has none.
+        ValueError: `jax.vmap` goes over the operands while scales are given once.
+    """
+    check_scales(call, product.recipe, scales)
+
+    def plain(data: Array, weight: Array, *extra: Array) -> Array:
+        data, weight = data.astype(product.dtype), weight.astype(product.dtype)
+        return product._plain(data, weight, extra)
+
+    def quantized(
+        besides: tuple[Array | None, Array | None],
+        data: Array,
+        weight: Array,
+        *extra: Array,
+    ) -> Array:
+        everywhere = varying_axes(data) | varying_axes(weight)
+        data, weight = as_varying(data, everywhere), as_varying(weight, everywhere)
+        prepared, data, weight, shape = product._prepared(data, weight)
+        y = _product(prepared, data, weight, extra, *besides)
+        return y if shape is None else y.reshape(shape)
+
+    operands = (data, weight, *extra)
+    besides = scales, step
+    return in_automatic_axes(quantized, plain, product.out_sharding, besides, *operands)
+
+
+def _forward(
+    product: AbstractProduct,
+    data: Array,
+    weight: Array,
+    extra: tuple[Array, ...],
+    scales: Array | None,
+    step: Array | None,
+    *,
+    is_differentiated: bool,
+) -> tuple[Array, Kept | None]:
+    like_data = jax.ShapeDtypeStruct(data.shape, data.dtype)
+    like_weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+    data = product._read(data, extra)
+    data_amax, data_scale = product._scaled(Role.INPUT, data, scales)
+    weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
+    of_data = product._copies_at(step, Role.INPUT)
+    of_weight = product._copies_at(step, Role.WEIGHT)
+    x, w = of_data.first(data, data_scale), of_weight.first(weight, weight_scale)
+    y = product._forward(x, w, extra, (data.shape, weight.shape))
+    if not is_differentiated:
+        return y, None
+    kept_data = of_data.second(data, x, data_scale)
+    kept_weight = of_weight.second(weight, w, weight_scale)
+    if not product._has_units(x, w):
+        y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
+    kept = Kept(
+        kept_data,
+        kept_weight,
+        extra,
+        scales,
+        step,
+        (data_amax, weight_amax),
+        like_data,
+        like_weight,
+    )
+    return y, kept
+
+
+def _primal(
+    product: AbstractProduct,
+    data: Array,
+    weight: Array,
+    extra: tuple[Array, ...],
+    scales: Array | None,
+    step: Array | None,
+) -> Array:
+    return _forward(
+        product, data, weight, extra, scales, step, is_differentiated=False
+    )[0]
+
+
+_product = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+
+
+def _forward_rule(
+    product: AbstractProduct,
+    data: Array,
+    weight: Array,
+    extra: tuple[Array, ...],
+    scales: Array | None,
+    step: Array | None,
+) -> tuple[Array, Kept | None]:
+    data, weight, scales = differentiated_once((data, weight, scales))
+    return _forward(product, data, weight, extra, scales, step, is_differentiated=True)
+
+
+def _backward_rule(
+    product: AbstractProduct, kept: Kept, g: Array
+) -> tuple[Array, Array, None, Array | None, None]:
+    g = product._read(differentiated_once(g), kept.extra)
+    amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
+    of_gradient = product._copies_at(kept.step, Role.GRADIENT)
+    for_data = of_gradient.first(g, scale)
+    for_weight = of_gradient.second(g, for_data, scale)
+    dx, dw = product._backward(kept, for_data, for_weight, g.shape)
+    amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
+    dx, dw = dx.astype(kept.like_data.dtype), dw.astype(kept.like_weight.dtype)
+    return dx, dw, None, amaxes, None
+
+
+_product.defvjp(_forward_rule, _backward_rule)
+
+
+def cut(x: Array, shape: Shape) -> Array:
+    """An array without what it was padded with."""
+    return x if x.shape == shape else x[tuple(map(slice, shape))]
