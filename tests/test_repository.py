@@ -106,12 +106,6 @@ def test_the_check_of_public_symbols_sees_symbols():
     assert {"mpx.DynamicLossScaling", "mpx.filter_grad"} <= public_names()
 
 
-# Until `_interpreter` and `_plan` say them with an underscore.
-STILL_CALLED = {
-    "find", "find_for_program", "is_for_products", "precision_of", "rewritten",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
@@ -124,7 +118,7 @@ STILL_CALLED = {
 def test_a_class_shows_what_users_say_and_read(kind: type, wanted: set[str]):
     """What only the library calls of it has an underscore, or is a function."""
     shown = {*dir(kind), *kind.__annotations__}
-    assert {n for n in shown if not n.startswith("_")} - STILL_CALLED == wanted
+    assert {n for n in shown if not n.startswith("_")} == wanted
 
 
 # The lock, and that of the packages of others that mpx is tried on.

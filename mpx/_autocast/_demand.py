@@ -375,7 +375,7 @@ def _planned_class(settings: Settings, name: str) -> PrimitiveClass | None:
         return kind
     if not settings.is_enabled:
         return PrimitiveClass.OPAQUE
-    ruled = settings.rules.precision_of(name)
+    ruled = settings.rules._precision_of(name)
     return kind if ruled is None else _PLANNED[ruled]
 
 

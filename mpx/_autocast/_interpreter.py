@@ -142,7 +142,7 @@ def _emit(
     wishes = tuple(map(ahead.wish, equation.outvars))
     rewrite = run.rewrites.get(name)
     if rewrite is not None:
-        rule = place.settings.rules.find_for_program(name)
+        rule = place.settings.rules._find_for_program(name)
         if rule is None:
             return rewrite(run, place, equation, operands, wishes)
         run.used.add(rule)
@@ -204,7 +204,7 @@ def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
         settings = dataclasses.replace(place.settings, recipe=rule.precision)
         place = dataclasses.replace(place, settings=settings)
         case, rule = case._replace(place=place), None
-    if place.settings.recipe is None and rule is not None and rule.is_for_products:
+    if place.settings.recipe is None and rule is not None and rule._is_for_products:
         rule = None  # no recipe holds here
     if rule is not None and not isinstance(rule.precision, Precision):
         kind = class_of(case.name, place.settings.dtype)
@@ -246,7 +246,7 @@ def find_rule(run: Run, place: Place, case: Case) -> Rule | None:
     rules = place.settings.rules
     if not rules.rules or not place.settings.is_enabled:
         return None
-    rule = rules.find(candidate_of(place, case))
+    rule = rules._find(candidate_of(place, case))
     if rule is not None:
         run.used.add(rule)
     return rule
@@ -271,7 +271,7 @@ def _rewritten_by(rule: Rule, candidate: Candidate, case: Case) -> list[Value]:
     A result that autocast cannot carry on, such as half precision in the place of
     float64, goes back to the dtype that the program declares.
     """
-    arrays, params = rule.rewritten(candidate, [v.array for v in case.operands])
+    arrays, params = rule._rewritten(candidate, [v.array for v in case.operands])
     equation = case.equation.replace(params=params)
     results = []
     for x, variable in zip(

@@ -169,9 +169,6 @@ class Rule:
         """Whether the name of the primitive is the only condition."""
         return self.scope is None and self.parameter is None and self.when is None
 
-    # Under these names `_interpreter` still calls them.
-    is_for_products, rewritten = _is_for_products, _rewritten
-
 
 def _name(func: Any) -> str:
     return getattr(func, "__name__", type(func).__name__)
@@ -290,9 +287,6 @@ class Rules:
                 return rule.precision
             return None
         return None
-
-    # Under these names `_interpreter` and `_plan` still call them.
-    find, find_for_program, precision_of = _find, _find_for_program, _precision_of
 
 
 _PYTORCH_FULL = tuple(
