@@ -42,15 +42,15 @@ from ._region import (
 )
 from ._rules import Rule as Rule, Rules as Rules
 from ._slots import (
-    Collection as Collection,
-    Provision as Provision,
+    ProvidedState as ProvidedState,
     Request as Request,
     SlotName as SlotName,
     State as State,
+    StateRequests as StateRequests,
     brief as brief,
-    collecting as collecting,
+    collecting_requests as collecting_requests,
     first_step as first_step,
-    providing as providing,
+    providing_state as providing_state,
 )
 from ._step import at_step as at_step
 from ._transform import (

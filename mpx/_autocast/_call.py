@@ -23,16 +23,16 @@ from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from . import _control_flow, _custom_rules, _strict
 from ._decisions import Precision
-from ._demand import Wish, wish_for
-from ._ends import ends_of_results, recipes_in
+from ._demand import Demand, demand_for
 from ._fused_rules import or_fused
 from ._interpreter import evaluate
 from ._notes import RESULT, is_taking_notes, note_unused, noted_cast
+from ._reach import reach_of_results, recipes_in
 from ._region import is_tracing, note_float16, region, trace
 from ._settings import Place, Programs, Run, Settings
-from ._slots import Collection, Given, Slots, next_source
+from ._slots import Given, Slots, StateRequests, next_source
 from ._step import is_random, with_step
-from ._values import FLOAT16, Colour, Value, declared, is_castable
+from ._values import FLOAT16, Provenance, Value, declared, is_castable
 from ._weights import Weights
 
 _REWRITES = {
@@ -77,8 +77,8 @@ def call_autocast(
         runs: list[Run] = []
 
         def run_of(jaxpr: Any) -> Run:
-            rules, told = settings.rules.rules, (recipe, *settings.rules._recipes)
-            recipes = recipes_in(jaxpr).union(r for r in told if r is not None)
+            rules, asked = settings.rules.rules, (recipe, *settings.rules._recipes)
+            recipes = recipes_in(jaxpr).union(r for r in asked if r is not None)
             if not recipes and any(r.precision is Precision.LOW for r in rules):
                 raise ValueError(
                     "`mpx.Precision.LOW` quantizes by the recipe that holds, and there "
@@ -106,7 +106,7 @@ def call_autocast(
     if isinstance(source, Given):
         source.used.update(x for x in run.used if isinstance(x, AbstractRecipe))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
-    return marked(results) if isinstance(source, Collection) else results
+    return marked(results) if isinstance(source, StateRequests) else results
 
 
 def _nothing_to_quantize(recipe: Any, weights: Weights) -> str:
@@ -249,13 +249,13 @@ def _done_for_others() -> contextlib.AbstractContextManager[Any]:
 
 def _results(run: Run, closed: Any, values: list[Value]) -> list[Any]:
     avals = closed.out_avals
-    wishes = tuple(
-        wish_for(aval.dtype) if is_castable(aval) else Wish.ANY for aval in avals
+    demands = tuple(
+        demand_for(aval.dtype) if is_castable(aval) else Demand.ANY for aval in avals
     )
     place = Place(run.settings)
     if run.has_recipe and run.spares_final:
-        place = dataclasses.replace(place, ends=ends_of_results(avals))
-    results = evaluate(run, place, closed.jaxpr, closed.consts, values, wishes)
+        place = dataclasses.replace(place, reach=reach_of_results(avals))
+    results = evaluate(run, place, closed.jaxpr, closed.consts, values, demands)
     with noted_cast(RESULT):
         return [_result(v, aval) for v, aval in zip(results, avals, strict=True)]
 
@@ -282,7 +282,7 @@ def _input(weights: Weights, source: Any, run: Run, path: Any, leaf: Any) -> Val
     # Equal layers are rewritten once if nobody asks which parameters are theirs.
     name = path_text(tuple(below)) if run.needs_parameters else ""
     value = declared(leaf, name)
-    if value.facts.colour is Colour.OTHER:
+    if value.facts.provenance is Provenance.OTHER:
         return value
     value.facts = value.facts._replace(is_weight=True)
     if run.is_stateful:

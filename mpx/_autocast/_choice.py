@@ -8,10 +8,10 @@ import numpy as np
 from .._program import PrimitiveClass, class_of, is_multiplication, properties
 from .._quantize import AbstractRecipe
 from ._decisions import Precision, Reason
-from ._demand import Wish
+from ._demand import Demand
 from ._rules import Rule
 from ._settings import Place, Settings
-from ._values import FULL, Colour, Value, does_not_fit, is_castable
+from ._values import FULL, Provenance, Value, does_not_fit, is_castable
 
 
 class Choice(NamedTuple):
@@ -52,7 +52,7 @@ class Case(NamedTuple):
         place: Where it stands.
         equation: The equation.
         operands: Its operands.
-        wish: What the users of its results want.
+        demand: What the users of its results want.
         is_residual: Whether it adds a branch to a stream.
         is_scaling: Whether it scales a product by a number.
     """
@@ -60,7 +60,7 @@ class Case(NamedTuple):
     place: Place
     equation: Any
     operands: list[Value]
-    wish: Wish
+    demand: Demand
     is_residual: bool
     is_scaling: bool
 
@@ -142,7 +142,7 @@ def _half_dtype(case: Case) -> np.dtype:
 def _product_result(case: Case, dtype: np.dtype) -> np.dtype:
     is_full = case.equation.outvars[0].aval.dtype == FULL
     asked_for = FULL not in _declared_dtypes(case)
-    return FULL if is_full and (case.wish is Wish.FULL or asked_for) else dtype
+    return FULL if is_full and (case.demand is Demand.FULL or asked_for) else dtype
 
 
 def _choose_product(case: Case) -> Choice:
@@ -194,11 +194,11 @@ def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
     castable = case.castable
     numbers = [v.facts.literal for v in castable if v.facts.literal is not None]
     values = [v for v in castable if v.facts.literal is None]
-    colours = {_colour(v) for v in values}
-    halves = {v.dtype for v in values if _colour(v) is Colour.HALF}
+    provenances = {_provenance(v) for v in values}
+    halves = {v.dtype for v in values if _provenance(v) is Provenance.HALF}
     if len(halves) == 1 and _joins_half_stream(case, values):
         return Choice(kind, Reason.FOLLOWS, halves.pop())
-    if Colour.FULL in colours or len(halves) > 1:
+    if Provenance.FULL in provenances or len(halves) > 1:
         # float16 and bfloat16 have only float32 in common.
         return Choice(kind, Reason.PROMOTED, FULL)
     if not halves:
@@ -209,15 +209,15 @@ def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
     if known.is_exact:
         return Choice(kind, Reason.FOLLOWS, dtype)
     is_result_float = any(is_castable(v.aval) for v in case.equation.outvars)
-    if case.wish is Wish.FULL and is_result_float and not case.is_scaling:
+    if case.demand is Demand.FULL and is_result_float and not case.is_scaling:
         return Choice(kind, Reason.WANTED, FULL)
     if any(does_not_fit(x, dtype) for x in numbers):
         return Choice(kind, Reason.LITERAL, FULL)
-    others = [v for v in values if _colour(v) is Colour.DECLARED]
+    others = [v for v in values if _provenance(v) is Provenance.DECLARED]
     if known.compares:
         inexact = others or any(_rounds(x, dtype) for x in numbers)
         return Choice(kind, Reason.FOLLOWS, FULL if inexact else dtype)
-    if known.updates and _colour(castable[0]) is Colour.DECLARED:
+    if known.updates and _provenance(castable[0]) is Provenance.DECLARED:
         if castable[0].facts.literal is None:
             return Choice(kind, Reason.STREAM, FULL)
     if known.adds and any(not _may_be_added(case, v, values) for v in others):
@@ -225,15 +225,15 @@ def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
     return Choice(kind, Reason.FOLLOWS, dtype)
 
 
-def _colour(value: Value) -> Colour:
-    """The colour for computing: what is declared in half precision is half."""
-    if value.facts.colour is Colour.DECLARED and value.dtype != FULL:
-        return Colour.HALF
-    return value.facts.colour
+def _provenance(value: Value) -> Provenance:
+    """The provenance for computing: what is declared in half precision is half."""
+    if value.facts.provenance is Provenance.DECLARED and value.dtype != FULL:
+        return Provenance.HALF
+    return value.facts.provenance
 
 
 def _are_half(values: list[Value]) -> bool:
-    return all(_colour(v) is Colour.HALF for v in values)
+    return all(_provenance(v) is Provenance.HALF for v in values)
 
 
 def _rounds(number: float, dtype: np.dtype) -> bool:
@@ -246,7 +246,8 @@ def _joins_half_stream(case: Case, values: list[Value]) -> bool:
     if case.settings.residual_stream != "half" or case.name not in ("add", "add_any"):
         return False
     return case.is_residual or any(
-        v.facts.colour is Colour.DECLARED and v.facts.parameter is None for v in values
+        v.facts.provenance is Provenance.DECLARED and v.facts.parameter is None
+        for v in values
     )
 
 

@@ -35,14 +35,14 @@ from .._program import (
     properties,
     sub_jaxprs,
 )
-from ._demand import Wish, carry_wishes, plan
-from ._ends import ends_of_program
+from ._demand import Demand, carried_demands, demands_of
 from ._interpreter import Rewrite, evaluate
-from ._luggage import Luggage
 from ._notes import CARRY, noted_cast
+from ._reach import reach_of_program
 from ._settings import Place, Run
 from ._slots import repeated
-from ._values import FULL, Colour, Facts, Value, computed, is_castable
+from ._state_operands import StateOperands
+from ._values import FULL, Facts, Provenance, Value, computed, is_castable
 
 
 class Program(NamedTuple):
@@ -77,11 +77,11 @@ def enter(
 
 
 def evaluate_closed(
-    run: Run, place: Place, jaxpr: Any, values: list[Value], wishes: tuple[Wish, ...]
+    run: Run, place: Place, jaxpr: Any, values: list[Value], demands: tuple[Demand, ...]
 ) -> list[Value]:
     """`evaluate` for a program that may be open or closed."""
     consts = jaxpr.consts if isinstance(jaxpr, core.ClosedJaxpr) else ()
-    return evaluate(run, place, open_jaxpr(jaxpr), consts, values, wishes)
+    return evaluate(run, place, open_jaxpr(jaxpr), consts, values, demands)
 
 
 def rewritten(
@@ -89,8 +89,8 @@ def rewritten(
     place: Place,
     jaxpr: Any,
     operands: list[Value],
-    wishes: tuple[Wish, ...],
-    luggage: Luggage,
+    demands: tuple[Demand, ...],
+    state: StateOperands,
     dtypes: tuple[Any, ...] | None = None,
 ) -> Program:
     """Rewrites a program for operands as they come.
@@ -100,15 +100,15 @@ def rewritten(
         place: Where the program stands.
         jaxpr: The program, open or closed.
         operands: Its inputs.
-        wishes: What is wanted of its results.
-        luggage: What it gets besides.
+        demands: What is wanted of its results.
+        state: What it gets besides.
         dtypes: The dtypes that its results must have; None for a result that may have
             any.
 
     Returns:
         The new program.
     """
-    return rewritten_for(run, place, jaxpr, types_of(operands), wishes, luggage, dtypes)
+    return rewritten_for(run, place, jaxpr, types_of(operands), demands, state, dtypes)
 
 
 class Types(NamedTuple):
@@ -129,15 +129,15 @@ def rewritten_for(
     place: Place,
     jaxpr: Any,
     types: Types,
-    wishes: tuple[Wish, ...],
-    luggage: Luggage,
+    demands: tuple[Demand, ...],
+    state: StateOperands,
     dtypes: tuple[Any, ...] | None = None,
 ) -> Program:
     """`rewritten` for operands whose arrays are not at hand."""
     facts, avals = types
-    besides = [jax.typeof(x) for x in luggage.arrays]
+    besides = [jax.typeof(x) for x in state.arrays]
     known = run.programs.setdefault(jaxpr, {})
-    key = (place, facts, avals, wishes, dtypes, luggage.form)
+    key = (place, facts, avals, demands, dtypes, state.form)
     made = known.get(key)
     if made is not None:
         run.used |= made.used
@@ -145,10 +145,10 @@ def rewritten_for(
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: Any) -> list[Any]:
-        slots, step = luggage.unpacked(arrays[len(facts) :])
+        slots, step = state.unpacked(arrays[len(facts) :])
         inside = enter(arrays[: len(facts)], facts, slots)
         with run.at_step(step):
-            results = evaluate_closed(run, place, jaxpr, inside, wishes)
+            results = evaluate_closed(run, place, jaxpr, inside, demands)
         if dtypes is not None:
             results = [as_dtype(v, d) for v, d in zip(results, dtypes, strict=True)]
         found[:] = [tuple(v.facts for v in results)]
@@ -192,42 +192,44 @@ def rebound(
 
 
 def widened(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """The operands of a program, in float32 where it wants nothing else.
 
     One cast then serves all of its uses, and what else needs it outside; and its
     gradients are summed in float32 before they are cast back.
     """
-    are_declared = tuple(v.facts.colour is Colour.DECLARED for v in operands)
+    are_declared = tuple(v.facts.provenance is Provenance.DECLARED for v in operands)
     jaxpr = program_of(equation)
-    ahead = plan(run, place.settings, jaxpr, are_declared, wishes)
+    ahead = demands_of(run, place.settings, jaxpr, are_declared, demands)
     return [
-        Value(v.cast(FULL)[0], v.facts._replace(colour=Colour.FULL), slots=v.slots)
-        if wish is Wish.FULL
-        and v.facts.colour is Colour.HALF
+        Value(
+            v.cast(FULL)[0], v.facts._replace(provenance=Provenance.FULL), slots=v.slots
+        )
+        if demand is Demand.FULL
+        and v.facts.provenance is Provenance.HALF
         and atom.aval.dtype == FULL
         else v
-        for v, atom, wish in zip(operands, equation.invars, ahead.inputs, strict=True)
+        for v, atom, demand in zip(operands, equation.invars, ahead.inputs, strict=True)
     ]
 
 
 def rewrite_jit(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A jit, with its name, shardings, layouts and donation."""
-    operands = widened(run, place, equation, operands, wishes)
+    operands = widened(run, place, equation, operands, demands)
     jaxpr = equation.params["jaxpr"]
-    luggage = Luggage(operands, step=_step_for(run, place, jaxpr))
-    if any(luggage.form):
-        return _rewrite_inline(run, place, equation, operands, wishes)
-    made = rewritten(run, place, jaxpr, operands, wishes, luggage)
+    state = StateOperands(operands, step=_step_for(run, place, jaxpr))
+    if any(state.form):
+        return _rewrite_inline(run, place, equation, operands, demands)
+    made = rewritten(run, place, jaxpr, operands, demands, state)
     arrays = [v.array for v in operands]
     return rebound(equation, {"jaxpr": made.closed}, made.facts, arrays)
 
 
 def _rewrite_inline(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A jit that has more operands than its shardings and donations are for."""
     params = equation.params
@@ -235,7 +237,7 @@ def _rewrite_inline(
         _constrained(v, s)
         for v, s in zip(operands, params["in_shardings"], strict=True)
     ]
-    results = evaluate_closed(run, place, params["jaxpr"], constrained, wishes)
+    results = evaluate_closed(run, place, params["jaxpr"], constrained, demands)
     return [
         _constrained(v, s)
         for v, s in zip(results, params["out_shardings"], strict=True)
@@ -250,68 +252,68 @@ def _constrained(value: Value, sharding: Any) -> Value:
 
 
 def rewrite_composite(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
     jaxpr = program_of(equation)
-    luggage = Luggage(operands, step=_step_for(run, place, jaxpr))
-    if any(luggage.form):
-        return rewrite_call(run, place, equation, operands, wishes)
-    made = rewritten(run, place, jaxpr, operands, wishes, luggage)
+    state = StateOperands(operands, step=_step_for(run, place, jaxpr))
+    if any(state.form):
+        return rewrite_call(run, place, equation, operands, demands)
+    made = rewritten(run, place, jaxpr, operands, demands, state)
     parameter = composite_parameter(equation.params)
     arrays = [v.array for v in operands]
     return rebound(equation, {parameter: made.closed}, made.facts, arrays)
 
 
 def rewrite_call(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A call that says nothing but "here is a program": emitted in place."""
     jaxpr = program_of(equation)
-    return evaluate_closed(run, place, jaxpr, operands, wishes)
+    return evaluate_closed(run, place, jaxpr, operands, demands)
 
 
 def rewrite_remat(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
     jaxpr = equation.params["jaxpr"]
-    luggage = Luggage(operands, step=_step_for(run, place, jaxpr))
+    state = StateOperands(operands, step=_step_for(run, place, jaxpr))
     place = dataclasses.replace(place, is_recomputed=True)
-    made = rewritten(run, place, jaxpr, operands, wishes, luggage)
+    made = rewritten(run, place, jaxpr, operands, demands, state)
     jaxpr, constants = constants_as_inputs(made.closed)
-    arrays = [*constants, *(v.array for v in operands), *luggage.arrays]
+    arrays = [*constants, *(v.array for v in operands), *state.arrays]
     return rebound(equation, {"jaxpr": open_jaxpr(jaxpr)}, made.facts, arrays)
 
 
 def rewrite_shard_map(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A program that runs once per device."""
     params = equation.params
     facts = tuple(v.facts for v in operands)
-    luggage = Luggage(operands, step=_step_for(run, place, params["jaxpr"]))
+    state = StateOperands(operands, step=_step_for(run, place, params["jaxpr"]))
     if not params["check_vma"]:
         place = dataclasses.replace(place, sums_over_devices=True)
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: Any) -> tuple[Any, ...]:
-        slots, step = luggage.unpacked(arrays[len(facts) :])
+        slots, step = state.unpacked(arrays[len(facts) :])
         inside = enter(arrays[: len(facts)], facts, slots)
         with run.at_step(step):
-            results = evaluate_closed(run, place, params["jaxpr"], inside, wishes)
+            results = evaluate_closed(run, place, params["jaxpr"], inside, demands)
         found[:] = [tuple(v.facts for v in results)]
         return tuple(v.array for v in results)
 
     mapped = jax.shard_map(
         program,
         mesh=params["mesh"],
-        in_specs=(*params["in_specs"], *(P() for _ in luggage.arrays)),
+        in_specs=(*params["in_specs"], *(P() for _ in state.arrays)),
         out_specs=params["out_specs"],
         check_vma=params["check_vma"],
         axis_names=set(params["newly_manual_axes"]),
     )
-    results = mapped(*(v.array for v in operands), *luggage.arrays)
+    results = mapped(*(v.array for v in operands), *state.arrays)
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 
 
@@ -330,7 +332,7 @@ def _carried(arrays: Sequence[Any]) -> list[Value]:
 
 
 def rewrite_scan(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A scan; what it stacks may be half precision, what it carries keeps its dtype."""
     params = equation.params
@@ -344,10 +346,10 @@ def rewrite_scan(
     ]
     fixed, stacked = operands[:n_consts], operands[end:]
     facts = tuple(v.facts for v in stacked)
-    wanted = (*carry_wishes(jaxpr.invars[n_consts:end]), *wishes[n_carry:])
+    wanted = (*carried_demands(jaxpr.invars[n_consts:end]), *demands[n_carry:])
     place = _loop_place(place, equation)
     # A weight that all turns share has a copy of its slots for each.
-    shared, cut = Luggage(fixed), Luggage(stacked, params["length"])
+    shared, cut = StateOperands(fixed), StateOperands(stacked, params["length"])
     copies = [repeated(x, params["length"]) for x in shared.arrays]
     found: list[tuple[Facts, ...]] = []
 
@@ -371,8 +373,8 @@ def rewrite_scan(
 
 def _loop_place(place: Place, equation: Any) -> Place:
     """The place inside of a loop, whose results go into its next turn, too."""
-    ends = place.ends and ends_of_program(sub_jaxprs(equation)[0], place.ends)
-    return dataclasses.replace(place, ends=ends, is_in_loop=True)
+    reach = place.reach and reach_of_program(sub_jaxprs(equation)[0], place.reach)
+    return dataclasses.replace(place, reach=reach, is_in_loop=True)
 
 
 def _stacked_facts(facts: Facts) -> Facts:
@@ -380,30 +382,30 @@ def _stacked_facts(facts: Facts) -> Facts:
 
 
 def rewrite_while(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A loop of unknown length."""
     params = equation.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     avals = [v.aval for v in open_jaxpr(body).invars[n_body:]]
-    wanted = carry_wishes(open_jaxpr(body).invars[n_body:])
+    wanted = carried_demands(open_jaxpr(body).invars[n_body:])
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
     place = _loop_place(place, equation)
-    test_place = dataclasses.replace(place, ends=())
+    test_place = dataclasses.replace(place, reach=())
     init = [
         _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)
     ]
 
     def inside(fixed: list[Value], carry: Any) -> list[Value]:
-        luggage = Luggage(fixed)
-        slots, _ = luggage.unpacked(luggage.arrays)
+        state = StateOperands(fixed)
+        slots, _ = state.unpacked(state.arrays)
         values = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
         return [*values, *_carried(carry)]
 
     def are_going_on(carry: Any) -> Any:
         values = inside(for_test, carry)
-        return evaluate_closed(run, test_place, test, values, (Wish.ANY,))[0].array
+        return evaluate_closed(run, test_place, test, values, (Demand.ANY,))[0].array
 
     def is_going_on(carry: Any) -> Any:
         going = are_going_on(carry)
@@ -433,20 +435,20 @@ def _where(condition: Any, new: Any, old: Any) -> Any:
 
 
 def rewrite_cond(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """Branches, whose results agree on their dtypes."""
     branches = equation.params["branches"]
     index, *rest = operands
-    luggage = Luggage(rest, step=_step_for(run, place, *branches))
-    made = [rewritten(run, place, b, rest, wishes, luggage) for b in branches]
+    state = StateOperands(rest, step=_step_for(run, place, *branches))
+    made = [rewritten(run, place, b, rest, demands, state) for b in branches]
     dtypes = tuple(
         _agreed(variable.aval, [branch.closed.out_avals[i].dtype for branch in made])
         for i, variable in enumerate(equation.outvars)
     )
     if any(d is not None for d in dtypes):
         made = [
-            rewritten(run, place, b, rest, wishes, luggage, dtypes) for b in branches
+            rewritten(run, place, b, rest, demands, state, dtypes) for b in branches
         ]
     facts = [
         _common(same, aval.dtype)
@@ -457,7 +459,7 @@ def rewrite_cond(
         )
     ]
     params = {"branches": tuple(p.closed for p in made)}
-    arrays = [*(v.array for v in operands), *luggage.arrays]
+    arrays = [*(v.array for v in operands), *state.arrays]
     return rebound(equation, params, facts, arrays)
 
 
@@ -472,10 +474,10 @@ def _common(facts: tuple[Facts, ...], dtype: Any) -> Facts:
     """What is known of a result whichever branch it comes from."""
     if len(set(facts)) == 1:
         return facts[0]
-    colours = {f.colour for f in facts}
-    if len(colours) == 1:
-        return Facts(facts[0].colour)
-    return Facts(Colour.FULL if dtype == FULL else Colour.HALF)
+    provenances = {f.provenance for f in facts}
+    if len(provenances) == 1:
+        return Facts(facts[0].provenance)
+    return Facts(Provenance.FULL if dtype == FULL else Provenance.HALF)
 
 
 REWRITES: dict[str, Rewrite] = {

@@ -33,11 +33,11 @@ from ._control_flow import (
     rewritten_for,
     types_of,
 )
-from ._demand import Wish, wish_for
+from ._demand import Demand, demand_for
 from ._interpreter import Rewrite
-from ._luggage import Luggage
 from ._region import trace
 from ._settings import Place, Run
+from ._state_operands import StateOperands
 from ._values import Facts, Value, computed, is_castable
 
 _FLOAT0 = jax.dtypes.float0
@@ -67,10 +67,10 @@ class _Results:
         assert self.facts is not None
         return [Value(x, f) for x, f in zip(arrays, self.facts, strict=True)]
 
-    def wishes(self, otherwise: tuple[Wish, ...]) -> tuple[Wish, ...]:
+    def demands(self, otherwise: tuple[Demand, ...]) -> tuple[Demand, ...]:
         if self.facts is None:
             return otherwise
-        return tuple(map(wish_for, self._dtypes))
+        return tuple(map(demand_for, self._dtypes))
 
 
 def _is_inexact(aval: Any) -> bool:
@@ -94,11 +94,11 @@ def _merged(args: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -
 
 def _own(place: Place) -> Place:
     """The place inside: what the rule computes is not ours to quantize."""
-    return dataclasses.replace(place, has_own_rule=True, ends=())
+    return dataclasses.replace(place, has_own_rule=True, reach=())
 
 
 def rewrite_custom_jvp(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A function with a rule for its tangents."""
     place, later = _own(place), run.for_later()
@@ -110,7 +110,7 @@ def rewrite_custom_jvp(
     @jax.custom_jvp
     def function(*arrays: Any) -> list[Any]:
         values = enter(arrays, facts)
-        return form.settle(evaluate_closed(later(), place, jaxpr, values, wishes))
+        return form.settle(evaluate_closed(later(), place, jaxpr, values, demands))
 
     @_explaining_leaks(equation)
     def rule(primals: Any, tangents: Any) -> Any:
@@ -135,7 +135,7 @@ def rewrite_custom_jvp(
         )
         _refuse_leaks(later(), equation, closed)
         inside = [*enter(primals, facts), *map(computed, dots)]
-        wanted = form.wishes(wishes)
+        wanted = form.demands(demands)
         # A tangent has the dtype of its primal.
         wanted += tuple(w for w, f in zip(wanted, is_float, strict=True) if f)
         results = evaluate_closed(later(), place, closed, inside, wanted)
@@ -159,7 +159,7 @@ def _tangent(value: Value, is_zero: bool, primal: Any) -> Any:
 
 
 def rewrite_custom_vjp(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A function with a rule for its cotangents.
 
@@ -174,7 +174,7 @@ def rewrite_custom_vjp(
     @jax.custom_vjp
     def function(*arrays: Any) -> list[Any]:
         values = enter(arrays, facts)
-        return form.settle(evaluate_closed(later(), place, jaxpr, values, wishes))
+        return form.settle(evaluate_closed(later(), place, jaxpr, values, demands))
 
     @_explaining_leaks(equation)
     def forward(*primals: Any) -> Any:
@@ -189,7 +189,7 @@ def rewrite_custom_vjp(
         _refuse_leaks(later(), equation, closed)
         count = len(equation.outvars)
         residual_avals = closed.out_avals[count:]
-        wanted = form.wishes(wishes) + (Wish.ANY,) * len(residual_avals)
+        wanted = form.demands(demands) + (Demand.ANY,) * len(residual_avals)
         results = evaluate_closed(later(), place, closed, enter(arrays, facts), wanted)
         residuals = results[count:]
         saved = _Saved(
@@ -207,7 +207,7 @@ def rewrite_custom_vjp(
         closed = _traced_backward(equation, saved, cotangents)
         _refuse_leaks(later(), equation, closed)
         inside = [*enter(saved.arrays, saved.facts), *map(computed, given)]
-        wanted = tuple(wish_for(dtype) for _, dtype in saved.active)
+        wanted = tuple(demand_for(dtype) for _, dtype in saved.active)
         results = evaluate_closed(later(), place, closed, inside, wanted)
         found: list[Any] = [None] * len(equation.invars)
         for (i, dtype), value, is_zero in zip(
@@ -343,7 +343,7 @@ def _named(equation: Any) -> str:
 
 
 def rewrite_custom_vmap(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A function with a rule for `vmap`."""
     place, later = _own(place), run.for_later()
@@ -354,7 +354,7 @@ def rewrite_custom_vmap(
     @jax.custom_batching.custom_vmap
     def function(*arrays: Any) -> list[Any]:
         values = enter(arrays, facts)
-        return form.settle(evaluate_closed(later(), place, jaxpr, values, wishes))
+        return form.settle(evaluate_closed(later(), place, jaxpr, values, demands))
 
     @function.def_vmap
     def rule(axis_size: int, in_batched: Any, *arrays: Any) -> Any:
@@ -363,7 +363,7 @@ def rewrite_custom_vmap(
         batched = jax.vmap(original, in_axes=axes, axis_size=axis_size)
         closed = trace(batched)(*_declared_avals(arrays, equation.invars))
         inside = enter(arrays, facts)
-        wanted = form.wishes(wishes)
+        wanted = form.demands(demands)
         results = evaluate_closed(later(), place, closed, inside, wanted)
         out = form.settle(results)
         return out, [True] * len(out)
@@ -372,7 +372,7 @@ def rewrite_custom_vmap(
 
 
 def rewrite_remat_opt(
-    run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A forward rule, in whose place the function itself runs if that is enough.
 
@@ -382,8 +382,8 @@ def rewrite_remat_opt(
     place, later = _own(place), run.for_later()
     params = equation.params
     count, saved = params["num_consts"], params["num_res"]
-    nothing, types = Luggage(()), types_of(operands)
-    made = rewritten_for(run, place, params["fwd_jaxpr"], types, wishes, nothing)
+    nothing, types = StateOperands(()), types_of(operands)
+    made = rewritten_for(run, place, params["fwd_jaxpr"], types, demands, nothing)
     jaxpr, constants = constants_as_inputs(made.closed)
     dtypes = tuple(aval.dtype for aval in made.closed.out_avals[saved:])
     own = Types(types.facts[count:], types.avals[count:])
@@ -391,7 +391,7 @@ def rewrite_remat_opt(
     @functools.cache
     def alone() -> tuple[Any, Sequence[Any]]:
         closed = core.ClosedJaxpr(*params["fun_jaxpr_thunk"]())
-        wanted = tuple(map(wish_for, dtypes))
+        wanted = tuple(map(demand_for, dtypes))
         found = rewritten_for(later(), place, closed, own, wanted, nothing, dtypes)
         return open_jaxpr(found.closed), found.closed.consts
 

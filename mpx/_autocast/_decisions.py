@@ -1,4 +1,4 @@
-"""The words in which autocast's decisions are told: precision, reason, operation."""
+"""The words in which autocast's decisions are options: precision, reason, operation."""
 
 import dataclasses
 import enum

@@ -1,11 +1,11 @@
-"""Looking ahead: in which precision the users of each value want it.
+"""Demands: in which precision the users of each value want it.
 
-The plan of a program is made from its end to its beginning. A value is wanted in
-float32 if somebody wants it so and nobody wants it in half: then the elementwise
-operations before it run in float32 and a matrix product gives float32 directly,
-instead of rounding a number that is then widened again.
+They travel from the end of a program to its beginning. A value is wanted in float32 if
+one user wants it so and none wants it in half: then the elementwise operations before
+it run in float32 and a matrix product gives float32 directly, instead of rounding a
+number that is then widened again.
 
-The wish stops at *residual additions*, of two computed values neither of which is made
+A demand stops at *residual additions*, of two computed values neither of which is made
 elementwise of the other: the float32 stream is no reason for the products that are
 added to it to be written in float32. And at products that are scaled by a number, as
 attention's scores are: rounded twice they are as good as rounded once, and a compiler
@@ -36,25 +36,25 @@ from ._settings import Run, Settings
 from ._values import FULL, is_castable
 
 
-class Wish(enum.Enum):
+class Demand(enum.Enum):
     """What the users of a value want it to be."""
 
     ANY = "any"
     FULL = "full"
     HALF = "half"
 
-    def __or__(self, other: "Wish") -> "Wish":
+    def __or__(self, other: "Demand") -> "Demand":
         """What two users want together: half wins, for it is cheaper."""
-        if Wish.HALF in (self, other):
-            return Wish.HALF
-        return Wish.FULL if Wish.FULL in (self, other) else Wish.ANY
+        if Demand.HALF in (self, other):
+            return Demand.HALF
+        return Demand.FULL if Demand.FULL in (self, other) else Demand.ANY
 
 
-class Plan(NamedTuple):
-    """The wishes for the values of a program.
+class Demands(NamedTuple):
+    """The demands for the values of a program.
 
     Attributes:
-        wishes: For each variable that somebody uses.
+        demands: For each variable that somebody uses.
         inputs: For each input.
         are_declared: For each result whether it is an input or a constant, moved.
         residuals: The results of residual additions.
@@ -62,30 +62,30 @@ class Plan(NamedTuple):
         jaxpr: The program, held so that its identity stays its own.
     """
 
-    wishes: dict[Any, Wish]
-    inputs: tuple[Wish, ...]
+    demands: dict[Any, Demand]
+    inputs: tuple[Demand, ...]
     are_declared: tuple[bool, ...]
     residuals: frozenset[Any]
     scalings: frozenset[Any]
     jaxpr: Any
 
-    def wish(self, variable: Any) -> Wish:
+    def demand(self, variable: Any) -> Demand:
         """What the users of a variable want."""
-        return self.wishes.get(variable, Wish.ANY)
+        return self.demands.get(variable, Demand.ANY)
 
 
-def wish_for(dtype: Any) -> Wish:
-    """The wish of somebody who will cast to a dtype."""
-    return Wish.FULL if dtype == FULL else Wish.HALF
+def demand_for(dtype: Any) -> Demand:
+    """The demand of somebody who will cast to a dtype."""
+    return Demand.FULL if dtype == FULL else Demand.HALF
 
 
-def plan(
+def demands_of(
     run: Run,
     settings: Settings,
     jaxpr: Any,
     are_declared: tuple[bool, ...],
-    results: tuple[Wish, ...],
-) -> Plan:
+    results: tuple[Demand, ...],
+) -> Demands:
     """Makes the plan of a program.
 
     Args:
@@ -100,13 +100,13 @@ def plan(
     """
     jaxpr = open_jaxpr(jaxpr)
     if not settings.is_enabled:  # everything runs as it was written
-        inputs, nothing = (Wish.ANY,) * len(jaxpr.invars), frozenset()
+        inputs, nothing = (Demand.ANY,) * len(jaxpr.invars), frozenset()
         are_declared = (False,) * len(jaxpr.outvars)
-        return Plan({}, inputs, are_declared, nothing, nothing, jaxpr)
+        return Demands({}, inputs, are_declared, nothing, nothing, jaxpr)
     key = (id(jaxpr), settings, are_declared, results)
-    made = run.plans.get(key)
+    made = run.demands.get(key)
     if made is None:
-        made = run.plans[key] = _make(run, settings, jaxpr, are_declared, results)
+        made = run.demands[key] = _make(run, settings, jaxpr, are_declared, results)
     return made
 
 
@@ -115,13 +115,13 @@ def _make(
     settings: Settings,
     jaxpr: Jaxpr,
     are_declared: tuple[bool, ...],
-    results: tuple[Wish, ...],
-) -> Plan:
-    flow = _Demands(run, settings, jaxpr, are_declared)
-    wishes = backward(jaxpr, results, flow)
-    return Plan(
-        wishes,
-        tuple(wishes.get(v, Wish.ANY) for v in jaxpr.invars),
+    results: tuple[Demand, ...],
+) -> Demands:
+    flow = _DemandFlow(run, settings, jaxpr, are_declared)
+    demands = backward(jaxpr, results, flow)
+    return Demands(
+        demands,
+        tuple(demands.get(v, Demand.ANY) for v in jaxpr.invars),
         tuple(map(flow.is_declared, jaxpr.outvars)),
         frozenset(flow.residuals),
         frozenset(flow.scalings),
@@ -129,7 +129,7 @@ def _make(
     )
 
 
-class _Demands(BackwardFlow[Wish]):
+class _DemandFlow(BackwardFlow[Demand]):
     """How demands travel through one program; those within it have plans of their own.
 
     Attributes:
@@ -152,11 +152,11 @@ class _Demands(BackwardFlow[Wish]):
         self._makers = _makers(jaxpr)
 
     @property
-    def nothing(self) -> Wish:
+    def nothing(self) -> Demand:
         """Nobody wants anything."""
-        return Wish.ANY
+        return Demand.ANY
 
-    def join(self, a: Wish, b: Wish) -> Wish:
+    def join(self, a: Demand, b: Demand) -> Demand:
         """What two users want together."""
         return a | b
 
@@ -164,27 +164,29 @@ class _Demands(BackwardFlow[Wish]):
         """Whether a value of the program is an input or a constant, moved perhaps."""
         return isinstance(atom, Literal) or atom in self._declared
 
-    def operands(self, equation: JaxprEqn, results: Sequence[Wish]) -> Sequence[Wish]:
+    def operands(
+        self, equation: JaxprEqn, results: Sequence[Demand]
+    ) -> Sequence[Demand]:
         """What an equation wants of its operands."""
         declared = tuple(map(self.is_declared, equation.invars))
         here = settings_within(self._settings, scope_names(equation))
         if not any(declared) and _is_residual(equation, results, self._makers):
             self.residuals.update(equation.outvars)
-            return _residual_wishes(here, results[0])
+            return _residual_demands(here, results[0])
         if _is_scaling(equation, self._makers):
             self.scalings.update(equation.outvars)
-            return (Wish.ANY if results[0] is Wish.FULL else results[0],) * 2
+            return (Demand.ANY if results[0] is Demand.FULL else results[0],) * 2
         kind = properties(equation.primitive.name).kind
         if kind is not PrimitiveClass.RECURSE:
-            return _operand_wishes(here, equation, results)
-        found = [Wish.ANY] * len(equation.invars)
+            return _operand_demands(here, equation, results)
+        found = [Demand.ANY] * len(equation.invars)
         for sub in sub_jaxprs(equation):
             if sub.role == "condition":  # of a loop: it is planned on its own
                 continue
             inputs = self._inputs_of(sub, here, declared, results)
-            for place, wish in zip(sub.operands, inputs, strict=True):
+            for place, demand in zip(sub.operands, inputs, strict=True):
                 if place is not None:
-                    found[place] |= wish
+                    found[place] |= demand
         return found
 
     def _inputs_of(
@@ -192,24 +194,26 @@ class _Demands(BackwardFlow[Wish]):
         sub: SubJaxpr,
         settings: Settings,
         declared: tuple[bool, ...],
-        results: Sequence[Wish],
-    ) -> Sequence[Wish]:
+        results: Sequence[Demand],
+    ) -> Sequence[Demand]:
         """What a program within wants: of what a loop carries, its declared dtype."""
         variables = sub.jaxpr.invars
-        wanted = [Wish.ANY if i is None else results[i] for i in sub.results]
+        wanted = [Demand.ANY if i is None else results[i] for i in sub.results]
         inside = [i is not None and declared[i] for i in sub.operands]
         for output, where in sub.carried:
-            (wanted[output],) = carry_wishes(variables[where : where + 1])
+            (wanted[output],) = carried_demands(variables[where : where + 1])
             inside[where] = False
-        made = plan(self._run, settings, sub.jaxpr, tuple(inside), tuple(wanted))
+        made = demands_of(self._run, settings, sub.jaxpr, tuple(inside), tuple(wanted))
         inputs = list(made.inputs)
         for output, where in sub.carried:
             inputs[where] = wanted[output]
         return inputs
 
-    def transfer(self, equation: JaxprEqn, results: Sequence[Wish]) -> Sequence[Wish]:
+    def transfer(
+        self, equation: JaxprEqn, results: Sequence[Demand]
+    ) -> Sequence[Demand]:
         """What an operation wants of its operands."""
-        return _operand_wishes(self._settings, equation, results)
+        return _operand_demands(self._settings, equation, results)
 
 
 def _makers(jaxpr: Any) -> dict[Any, Any]:
@@ -222,7 +226,7 @@ _ISLAND = 32
 
 
 def _is_residual(
-    equation: JaxprEqn, outputs: Sequence[Wish], makers: dict[Any, Any]
+    equation: JaxprEqn, outputs: Sequence[Demand], makers: dict[Any, Any]
 ) -> bool:
     """Whether an equation of two computed values adds a branch to a stream.
 
@@ -232,7 +236,7 @@ def _is_residual(
     name = equation.primitive.name
     if name not in ("add", "add_any"):
         return False
-    if name == "add_any" and outputs[0] is Wish.FULL:
+    if name == "add_any" and outputs[0] is Demand.FULL:
         return False
     first, second = equation.invars
     first_type, second_type = avals((first, second))
@@ -295,11 +299,11 @@ def _is_product(atom: Any, makers: dict[Any, Any]) -> bool:
     return known.kind is PrimitiveClass.HALF
 
 
-def _residual_wishes(settings: Settings, wanted: Wish) -> tuple[Wish, Wish]:
+def _residual_demands(settings: Settings, wanted: Demand) -> tuple[Demand, Demand]:
     if settings.residual_stream == "half" and settings.is_enabled:
-        return Wish.HALF, Wish.HALF
-    if wanted is Wish.FULL:
-        return Wish.ANY, Wish.ANY
+        return Demand.HALF, Demand.HALF
+    if wanted is Demand.FULL:
+        return Demand.ANY, Demand.ANY
     return wanted, wanted
 
 
@@ -328,34 +332,34 @@ def _declared_variables(jaxpr: Any, are_declared: Any) -> set[Any]:
     return known
 
 
-def _operand_wishes(
-    settings: Settings, equation: JaxprEqn, outputs: Sequence[Wish]
-) -> tuple[Wish, ...]:
+def _operand_demands(
+    settings: Settings, equation: JaxprEqn, outputs: Sequence[Demand]
+) -> tuple[Demand, ...]:
     """What an operation wants of its operands."""
     name, count = equation.primitive.name, len(equation.invars)
     if not settings.rules.looks_ahead:
-        return (Wish.ANY,) * count
+        return (Demand.ANY,) * count
     kind = _planned_class(settings, name)
-    wanted = Wish.ANY
+    wanted = Demand.ANY
     for output in outputs:
         wanted |= output
     if kind is PrimitiveClass.HALF:
-        return (Wish.HALF,) * count
+        return (Demand.HALF,) * count
     if kind is PrimitiveClass.CONVERT:
         source, result = avals((equation.invars[0], equation.outvars[0]))
         if is_castable(result):
             is_none = source.dtype == result.dtype
-            return (wanted if is_none else wish_for(result.dtype),)
-        return (Wish.ANY,)
+            return (wanted if is_none else demand_for(result.dtype),)
+        return (Demand.ANY,)
     if kind in (PrimitiveClass.PROMOTE, PrimitiveClass.FOLLOW):
         if not any(is_castable(v.aval) for v in equation.outvars):
-            return (Wish.ANY,) * count
+            return (Demand.ANY,) * count
         return (wanted,) * count
     if kind is PrimitiveClass.FULL:
-        return (Wish.FULL,) * count
+        return (Demand.FULL,) * count
     # Opaque: declared dtypes.
     return tuple(
-        wish_for(aval.dtype) if is_castable(aval) else Wish.ANY
+        demand_for(aval.dtype) if is_castable(aval) else Demand.ANY
         for aval in avals(equation.invars)
     )
 
@@ -379,8 +383,9 @@ def _planned_class(settings: Settings, name: str) -> PrimitiveClass | None:
     return kind if ruled is None else _PLANNED[ruled]
 
 
-def carry_wishes(variables: Any) -> tuple[Wish, ...]:
+def carried_demands(variables: Any) -> tuple[Demand, ...]:
     """What a loop wants of the values it carries: their declared dtypes."""
     return tuple(
-        wish_for(v.aval.dtype) if is_castable(v.aval) else Wish.ANY for v in variables
+        demand_for(v.aval.dtype) if is_castable(v.aval) else Demand.ANY
+        for v in variables
     )

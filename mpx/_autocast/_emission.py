@@ -8,7 +8,7 @@ import numpy as np
 from .._jax_compat import bind_equation
 from .._program import properties
 from ._choice import Choice
-from ._values import Colour, Value, computed, declared, is_castable
+from ._values import Provenance, Value, computed, declared, is_castable
 
 
 def emit_operation(equation: Any, operands: list[Value], choice: Choice) -> list[Value]:
@@ -72,7 +72,7 @@ def _spread(equation: Any, value: Value, target: Any) -> Value:
     """
     if (
         not properties(equation.primitive.name).is_binary
-        or value.facts.colour is not Colour.DECLARED
+        or value.facts.provenance is not Provenance.DECLARED
         or value.is_constant
         or value.dtype == target
     ):

@@ -19,7 +19,7 @@ from .._quantize import AbstractRecipe
 from ._choice import Case, Choice, choose
 from ._control_flow import evaluate_closed
 from ._decisions import Precision, Reason
-from ._demand import Wish
+from ._demand import Demand
 from ._fused import FusedOperation, fused_operation_of, is_fused_call
 from ._interpreter import Rewrite, candidate_of, find_rule
 from ._notes import is_taking_notes, noted
@@ -39,16 +39,16 @@ def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
 
     @functools.wraps(otherwise)
     def rewrite(
-        run: Run, place: Place, equation: Any, operands: list[Value], wishes: Any
+        run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
     ) -> list[Value]:
         if name == "custom_vmap_call":
             operation = fused_operation_of(equation)
             if operation is not None:
-                return _rewrite(run, place, equation, operands, wishes, operation)
+                return _rewrite(run, place, equation, operands, demands, operation)
         elif is_fused_call(equation):
             jaxpr = _from_the_same_line(equation)
-            return evaluate_closed(run, place, jaxpr, operands, wishes)
-        return otherwise(run, place, equation, operands, wishes)
+            return evaluate_closed(run, place, jaxpr, operands, demands)
+        return otherwise(run, place, equation, operands, demands)
 
     return rewrite
 
@@ -75,10 +75,10 @@ def _rewrite(
     place: Place,
     equation: Any,
     operands: list[Value],
-    wishes: tuple[Wish, ...],
+    demands: tuple[Demand, ...],
     operation: FusedOperation,
 ) -> list[Value]:
-    case = _case(place, equation, operands, wishes, operation)
+    case = _case(place, equation, operands, demands, operation)
     rule = find_rule(run, place, case)
     if rule is not None and isinstance(rule.precision, AbstractRecipe):
         place = _with_recipe(place, rule.precision)
@@ -92,7 +92,7 @@ def _rewrite(
     recipe = place.settings.recipe
     if recipe is not None and (is_asked_for or choice.reason is Reason.PRODUCT):
         if operation.may_decompose and (is_asked_for or recipe.fp8_dpa):
-            return _decomposed(run, place, equation, operands, wishes, operation)
+            return _decomposed(run, place, equation, operands, demands, operation)
         why = "products of data with data" if operation.may_decompose else "one kernel"
         choice = choice._replace(detail=f"not quantized: {why}")
     return _emit(place, case, operands, operation, choice)
@@ -102,7 +102,7 @@ def _case(
     place: Place,
     equation: Any,
     operands: list[Value],
-    wishes: tuple[Wish, ...],
+    demands: tuple[Demand, ...],
     operation: FusedOperation,
 ) -> Case:
     """The operation as an equation of a primitive, of the operands that are cast."""
@@ -112,7 +112,7 @@ def _case(
         params={"operation": operation},
         invars=equation.invars[:count],
     )
-    return Case(place, whole, operands[:count], wishes[0], False, False)
+    return Case(place, whole, operands[:count], demands[0], False, False)
 
 
 def _with_recipe(place: Place, recipe: AbstractRecipe) -> Place:
@@ -125,7 +125,7 @@ def _decomposed(
     place: Place,
     equation: Any,
     operands: list[Value],
-    wishes: tuple[Wish, ...],
+    demands: tuple[Demand, ...],
     operation: FusedOperation,
 ) -> list[Value]:
     """Its products one by one, which a recipe quantizes."""
@@ -136,7 +136,7 @@ def _decomposed(
     closed = trace(lambda *arrays: operation.decompose(list(arrays)))(
         *(v.aval for v in equation.invars)
     )
-    results = evaluate_closed(run, place, closed, operands, wishes)
+    results = evaluate_closed(run, place, closed, operands, demands)
     if whole in run.used:
         run.used.add(recipe)
     return results

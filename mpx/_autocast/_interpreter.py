@@ -24,20 +24,20 @@ from .._quantize import AbstractRecipe
 from . import _strict
 from ._choice import Case, Choice, choose
 from ._decisions import Candidate, Precision, Reason
-from ._demand import Plan, Wish, plan
+from ._demand import Demand, Demands, demands_of
 from ._emission import emit_operation
-from ._ends import ends_in
 from ._linear import emit_linear, path_text, product_of, quantized, weight_of
 from ._notes import is_note, is_taking_notes, noted
+from ._reach import reach_in
 from ._region import is_region, settings_within
 from ._remat import emit_island
 from ._rules import Rule
-from ._settings import NOWHERE, Ends, Place, Run
+from ._settings import UNUSED, Place, Reach, Run
 from ._values import (
     FLOAT16,
     FULL,
-    Colour,
     Facts,
+    Provenance,
     Value,
     computed,
     constant,
@@ -46,7 +46,7 @@ from ._values import (
     literal,
 )
 
-Rewrite = Callable[[Run, Place, Any, list[Value], tuple[Wish, ...]], list[Value]]
+Rewrite = Callable[[Run, Place, Any, list[Value], tuple[Demand, ...]], list[Value]]
 
 
 def evaluate(
@@ -55,7 +55,7 @@ def evaluate(
     jaxpr: Any,
     consts: Sequence[Any],
     operands: Sequence[Value],
-    results: tuple[Wish, ...],
+    results: tuple[Demand, ...],
 ) -> list[Value]:
     """Emits a program again.
 
@@ -70,9 +70,9 @@ def evaluate(
     Returns:
         Its results.
     """
-    are_declared = tuple(v.facts.colour is Colour.DECLARED for v in operands)
-    ahead = plan(run, place.settings, jaxpr, are_declared, results)
-    ends = ends_in(jaxpr, place.ends) if place.ends else {}
+    are_declared = tuple(v.facts.provenance is Provenance.DECLARED for v in operands)
+    ahead = demands_of(run, place.settings, jaxpr, are_declared, results)
+    reach = reach_in(jaxpr, place.reach) if place.reach else {}
     values: dict[Any, Value] = dict(zip(jaxpr.invars, operands, strict=True))
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
         values[variable] = constant(array, parameter="")
@@ -80,7 +80,7 @@ def evaluate(
     def emit(place: Place, equation: Any, values: dict[Any, Value]) -> None:
         inputs = [_read(values, atom) for atom in equation.invars]
         with equation_context(equation):
-            here = _place_of(run, place, equation, ends)
+            here = _place_of(run, place, equation, reach)
             outputs = _emit(run, here, equation, inputs, ahead)
         if any(value.dtype == FLOAT16 for value in outputs):
             run.used.add(FLOAT16)
@@ -116,12 +116,14 @@ def _parts(
     return parts(jaxpr, weights, may_join)
 
 
-def _place_of(run: Run, place: Place, equation: Any, ends: Mapping[Any, Ends]) -> Place:
+def _place_of(
+    run: Run, place: Place, equation: Any, reach: Mapping[Any, Reach]
+) -> Place:
     """The place inside of the scopes of an equation."""
     scopes = scope_names(equation)
     if run.has_recipe and not place.has_own_rule:
-        found = tuple(ends.get(v, NOWHERE) for v in equation.outvars)
-        place = dataclasses.replace(place, ends=found)
+        found = tuple(reach.get(v, UNUSED) for v in equation.outvars)
+        place = dataclasses.replace(place, reach=found)
     if not scopes:
         return place
     settings = settings_within(place.settings, scopes)
@@ -136,15 +138,15 @@ def _place_of(run: Run, place: Place, equation: Any, ends: Mapping[Any, Ends]) -
 
 
 def _emit(
-    run: Run, place: Place, equation: Any, operands: list[Value], ahead: Plan
+    run: Run, place: Place, equation: Any, operands: list[Value], ahead: Demands
 ) -> list[Value]:
     name = equation.primitive.name
-    wishes = tuple(map(ahead.wish, equation.outvars))
+    demands = tuple(map(ahead.demand, equation.outvars))
     rewrite = run.rewrites.get(name)
     if rewrite is not None:
         rule = place.settings.rules._find_for_program(name)
         if rule is None:
-            return rewrite(run, place, equation, operands, wishes)
+            return rewrite(run, place, equation, operands, demands)
         run.used.add(rule)
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
         with noted(name, choice):
@@ -162,12 +164,12 @@ def _emit(
     if known.joins and _are_declared(equation, operands):
         with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
             return _join(equation, operands)
-    wish = Wish.ANY
-    for one in wishes:
-        wish |= one
+    demand = Demand.ANY
+    for one in demands:
+        demand |= one
     first = equation.outvars[0] if equation.outvars else None
     is_residual, is_scaling = first in ahead.residuals, first in ahead.scalings
-    case = Case(place, equation, operands, wish, is_residual, is_scaling)
+    case = Case(place, equation, operands, demand, is_residual, is_scaling)
     return _emit_case(run, place, case)
 
 
@@ -287,7 +289,7 @@ def _rewritten_by(rule: Rule, candidate: Candidate, case: Case) -> list[Value]:
 
 def _are_declared(equation: Any, operands: list[Value]) -> bool:
     return all(
-        v.facts.colour is Colour.DECLARED
+        v.facts.provenance is Provenance.DECLARED
         for v, atom in zip(operands, equation.invars, strict=True)
         if is_castable(atom.aval)
     )
@@ -297,7 +299,7 @@ def _join(equation: Any, operands: list[Value]) -> list[Value]:
     """Puts declared values side by side: the result is one, too."""
     bound = bind_equation(equation, *(v.array for v in operands))
     weights = [v for v in operands if v.facts.is_weight]
-    facts = Facts(Colour.DECLARED, is_weight=bool(weights))
+    facts = Facts(Provenance.DECLARED, is_weight=bool(weights))
     slots = weights[0].slots if weights else None
     return [
         Value(x, facts, slots=slots) if is_castable(v.aval) else computed(x)
@@ -351,10 +353,10 @@ def _convert(place: Place, equation: Any, value: Value) -> Value:
         (array,) = bind_equation(equation.replace(params=params), value.array)
         return Value(array, value.facts, slots=value.slots)
     array, _ = value.cast(target)
-    colour = Colour.FULL if target == FULL else Colour.HALF
-    facts = value.facts._replace(colour=colour, is_broadcast=False)
+    provenance = Provenance.FULL if target == FULL else Provenance.HALF
+    facts = value.facts._replace(provenance=provenance, is_broadcast=False)
     if facts.literal is not None:
-        facts = facts._replace(colour=Colour.DECLARED, is_broadcast=True)
+        facts = facts._replace(provenance=Provenance.DECLARED, is_broadcast=True)
     result = Value(array, facts, value.is_constant, value.slots)
     if target == FULL:
         result.widened_by, result.narrow = equation, value.array

@@ -68,11 +68,13 @@ def with_ambient_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        told = {} if is_tracing() else ambient_settings()
-        is_on = told.get("is_enabled", not is_switched_off()) and not is_under_control()
-        if told.get("recipe") is None or not is_on:
+        options = {} if is_tracing() else ambient_settings()
+        is_on = (
+            options.get("is_enabled", not is_switched_off()) and not is_under_control()
+        )
+        if options.get("recipe") is None or not is_on:
             return method(self, x, *args, **kwargs)
-        settings = Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **told})
+        settings = Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **options})
         _ask_for_help(settings, type(self).__name__)
         dtype = getattr(x, "dtype", None)
         if dtype is not None and is_half(dtype):
@@ -94,16 +96,16 @@ def call_with_ambient(func: Callable[..., Any], *args: Any) -> Any:
         What it returns: computed in the ambient dtype, if one was said, and quantized
         by a recipe that is for products of data with data.
     """
-    told = {} if is_tracing() else ambient_settings()
-    recipe = told.get("recipe")
-    if not told:
+    options = {} if is_tracing() else ambient_settings()
+    recipe = options.get("recipe")
+    if not options:
         return func(*args)
     if recipe is not None and not recipe.fp8_dpa:
-        recipe = told["recipe"] = None
-    is_on = told.get("is_enabled", not is_switched_off()) and not is_under_control()
-    is_enabled = is_on and ("dtype" in told or recipe is not None)
-    told = {"dtype": jnp.dtype(jnp.bfloat16), **told, "is_enabled": is_enabled}
-    return call_autocast(Settings(**told), (), new_programs(), func, args, {})
+        recipe = options["recipe"] = None
+    is_on = options.get("is_enabled", not is_switched_off()) and not is_under_control()
+    is_enabled = is_on and ("dtype" in options or recipe is not None)
+    options = {"dtype": jnp.dtype(jnp.bfloat16), **options, "is_enabled": is_enabled}
+    return call_autocast(Settings(**options), (), new_programs(), func, args, {})
 
 
 def in_contexts(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,8 +119,8 @@ def in_contexts(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        told = {**ambient_settings(), "is_enabled": _ambient_recipe() is not None}
-        settings = Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **told})
+        options = {**ambient_settings(), "is_enabled": _ambient_recipe() is not None}
+        settings = Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **options})
         with contexts_switch_on():
             return call_autocast(
                 settings, weights, programs, func, args, kwargs, spares_final=False
@@ -129,8 +131,8 @@ def in_contexts(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ambient_recipe() -> Any:
     """The ambient recipe that holds here; None if there is none."""
-    told = ambient_settings()
-    return told.get("recipe") if told.get("is_enabled", True) else None
+    options = ambient_settings()
+    return options.get("recipe") if options.get("is_enabled", True) else None
 
 
 def _ask_for_help(settings: Settings, layer: str) -> None:

@@ -33,7 +33,7 @@ from .._quantize import (
 )
 from ._choice import Case, Choice
 from ._decisions import Reason, line_of
-from ._settings import Ends
+from ._settings import Reach
 from ._values import Value, computed
 
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
@@ -73,7 +73,7 @@ def _refuse_gradient(case: Case) -> None:
     a gradient penalty, is a product like others and quantized by itself where one
     operand is a weight.
     """
-    if is_transposed(case.equation) and case.place.ends == (Ends.RESULT,):
+    if is_transposed(case.equation) and case.place.reach == (Reach.RESULT,):
         raise ValueError(
             f"A recipe met the gradient of a weight{_where(case)}, which comes out of "
             "the function: its products are of data with data, and would not be "
@@ -143,8 +143,8 @@ def _unwanted(case: Case) -> str | None:
 
 
 def _final(case: Case) -> str | None:
-    (end,) = case.place.ends or (Ends(0),)
-    if Ends.LOSS in end and Ends.PRODUCT not in end:
+    (end,) = case.place.reach or (Reach(0),)
+    if Reach.LOSS in end and Reach.PRODUCT not in end:
         return "the final projection"
     return None
 

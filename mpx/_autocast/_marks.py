@@ -21,7 +21,7 @@ class Mark:
     Attributes:
         made: The function that autocast made.
         func: What it was made of.
-        told: What autocast was told.
+        options: What autocast was told.
         weights: Positions and names of the arguments that hold parameters.
         again: Makes another function in the same way.
     """
@@ -30,17 +30,17 @@ class Mark:
         self,
         made: Any,
         func: Any,
-        told: dict[str, Any],
+        options: dict[str, Any],
         weights: Weights,
         again: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
-        self.made, self.func, self.told, self.weights = made, func, told, weights
+        self.made, self.func, self.options, self.weights = made, func, options, weights
         self.again = again
 
 
-def resolved(told: dict[str, Any]) -> Settings:
+def resolved(options: dict[str, Any]) -> Settings:
     """The settings of a call here and now."""
-    settings = {"dtype": jnp.dtype(jnp.bfloat16), **ambient_settings(), **told}
+    settings = {"dtype": jnp.dtype(jnp.bfloat16), **ambient_settings(), **options}
     if is_under_control():
         settings["is_enabled"] = False
     return Settings(**settings)
@@ -70,7 +70,7 @@ def settings_of(func: Any) -> Settings | None:
     while func is not None:
         mark = getattr(func, MARK, None)
         if mark is not None:
-            return resolved(mark.told)
+            return resolved(mark.options)
         is_partial = isinstance(func, functools.partial | eqx.Partial)
         func = func.func if is_partial else getattr(func, "__wrapped__", None)
     return None

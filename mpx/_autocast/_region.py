@@ -29,12 +29,12 @@ _contexts_switch_on = jax.make_user_context(default_value=False)
 class _Region(str):
     """The name of a region's scope: a text for whoever reads it, and the settings."""
 
-    told: dict[str, Any]
+    options: dict[str, Any]
 
-    def __new__(cls, told: dict[str, Any]) -> "_Region":
-        parts = ",".join(f"{_NAMES.get(k, k)}={_text(v)}" for k, v in told.items())
+    def __new__(cls, options: dict[str, Any]) -> "_Region":
+        parts = ",".join(f"{_NAMES.get(k, k)}={_text(v)}" for k, v in options.items())
         self = super().__new__(cls, f"mpx.autocast({parts})")
-        self.told = told
+        self.options = options
         return self
 
 
@@ -68,7 +68,7 @@ def settings_within(settings: Settings, scopes: tuple[str, ...]) -> Settings:
     """The settings that hold within scopes, the outermost first."""
     for scope in scopes:
         if isinstance(scope, _Region):
-            settings = dataclasses.replace(settings, **scope.told)
+            settings = dataclasses.replace(settings, **scope.options)
     return settings
 
 
@@ -77,25 +77,25 @@ def is_region(scope: str) -> bool:
     return isinstance(scope, _Region)
 
 
-def told_by(scope: str) -> dict[str, Any]:
+def options_of(scope: str) -> dict[str, Any]:
     """The settings that a scope says, if it is a region."""
-    return scope.told if isinstance(scope, _Region) else {}
+    return scope.options if isinstance(scope, _Region) else {}
 
 
-def region(told: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+def region(options: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
     """A region with the settings that it was told."""
-    return jax.named_scope(_Region(told))
+    return jax.named_scope(_Region(options))
 
 
 @contextlib.contextmanager
-def ambient_with(told: dict[str, Any]) -> Iterator[None]:
+def ambient_with(options: dict[str, Any]) -> Iterator[None]:
     """Settings for functions that are called inside and were not told themselves.
 
     Inside of a function that is being transformed it is a region, too: what is called
     there belongs to that function.
     """
-    present = ambient_settings() | told
-    here = {k: v for k, v in told.items() if k not in NOT_OF_REGIONS}
+    present = ambient_settings() | options
+    here = {k: v for k, v in options.items() if k not in NOT_OF_REGIONS}
     if here and _contexts_switch_on.value:
         here = {"is_enabled": True, **here}
     around = region(here) if is_tracing() and here else contextlib.nullcontext()

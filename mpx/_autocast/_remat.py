@@ -16,10 +16,10 @@ from .._program import (
     may_keep,
     measured_bytes,
 )
-from ._demand import Plan, Wish
+from ._demand import Demand, Demands
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
 from ._settings import Place, Run
-from ._values import Colour, Facts, Value
+from ._values import Facts, Provenance, Value
 
 Values = dict[Any, Value]
 Emit = Callable[[Place, Any, Values], None]
@@ -44,7 +44,7 @@ class Recomputed(NamedTuple):
 
 
 def emit_island(
-    run: Run, place: Place, island: Island, values: Values, ahead: Plan, emit: Emit
+    run: Run, place: Place, island: Island, values: Values, ahead: Demands, emit: Emit
 ) -> None:
     """Emits an island, to be recomputed in the backward pass if that saves memory.
 
@@ -96,7 +96,7 @@ def _arrays(island: Island, values: Values) -> dict[Any, Any]:
 
 
 def _recomputed(
-    run: Run, place: Place, island: Island, values: Values, ahead: Plan, emit: Emit
+    run: Run, place: Place, island: Island, values: Values, ahead: Demands, emit: Emit
 ) -> Recomputed | None:
     """The island as a function that is recomputed; None if that is not worth it."""
     arrays = _arrays(island, values)
@@ -120,7 +120,7 @@ def _recomputed(
             emit(inner, equation, inside)
         results = [inside[v] for v in island.outputs]
         are_cast = tuple(
-            value.facts.colour is Colour.FULL and ahead.wish(v) is Wish.HALF
+            value.facts.provenance is Provenance.FULL and ahead.demand(v) is Demand.HALF
             for v, value in zip(island.outputs, results, strict=True)
         )
         found[:] = [tuple(value.facts for value in results), are_cast]
@@ -145,7 +145,7 @@ def _recomputed(
 
 
 def _signature(
-    run: Run, place: Place, island: Island, values: Values, ahead: Plan
+    run: Run, place: Place, island: Island, values: Values, ahead: Demands
 ) -> Hashable:
     """What islands have in common that are emitted alike."""
     if is_taking_notes() or place.settings.is_strict:  # each one is looked at
@@ -158,7 +158,7 @@ def _signature(
             for a in equation.invars
         )
         results = tuple(
-            (v.aval, ahead.wish(v), v in ahead.scalings) for v in equation.outvars
+            (v.aval, ahead.demand(v), v in ahead.scalings) for v in equation.outvars
         )
         params = tuple((k, _hashable(v)) for k, v in equation.params.items())
         scopes = scope_names(equation)

@@ -38,7 +38,7 @@ class Settings:
     target: Target | None = None
 
 
-class Ends(enum.Flag):
+class Reach(enum.Flag):
     """Where a value goes."""
 
     LOSS = enum.auto()
@@ -49,7 +49,7 @@ class Ends(enum.Flag):
     """Into another result of the function."""
 
 
-NOWHERE = Ends(0)
+UNUSED = Reach(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Place:
     Attributes:
         settings: What holds there.
         scopes: The named scopes around it, the outermost first, if anybody asks.
-        ends: Where the results of the program that it stands in go; empty if no
+        reach: Where the results of the program that it stands in go; empty if no
             recipe asks.
         has_own_rule: Whether it is part of a function with a derivative rule of its
             own, in which nothing is quantized.
@@ -70,7 +70,7 @@ class Place:
 
     settings: Settings
     scopes: tuple[str, ...] = ()
-    ends: tuple[Ends, ...] = ()
+    reach: tuple[Reach, ...] = ()
     has_own_rule: bool = False
     sums_over_devices: bool = False
     is_recomputed: bool = False
@@ -93,7 +93,7 @@ class Run:
         rewrites: How equations that hold a program are rewritten, by primitive.
         needs_parameters: Whether anybody asks which parameter a value is. If not,
             paths are not kept apart, and equal layers are rewritten once.
-        plans: Plans that were made, by their keys.
+        demands: The demands of programs that were analysed, by their keys.
         programs: Inner programs that were rewritten, by program and by how it was met.
             They may be kept from call to call: JAX gives the same program for the same
             jitted function, and compiles what it finds again only once.
@@ -124,7 +124,7 @@ class Run:
         self.is_stateful = any(isinstance(r, DelayedScaling) for r in recipes)
         self.needs_scopes = settings.rules._needs_scopes or self.is_stateful
         self.needs_parameters = settings.rules._needs_parameters or self.is_stateful
-        self.plans: dict[Any, Any] = {}
+        self.demands: dict[Any, Any] = {}
         self.islands: dict[Any, Any] = {}
         self.programs = new_programs() if programs is None else programs
         self.used: set[Any] = set()

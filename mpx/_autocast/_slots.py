@@ -49,7 +49,7 @@ class Request(NamedTuple):
     lengths: tuple[int, ...]
 
 
-class Collection:
+class StateRequests:
     """The slots that a function asks for, instead of state."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Collection:
         self.calls = 0
         self.is_switched_off = False
 
-    def take(self) -> "Collection":
+    def take(self) -> "StateRequests":
         """The source of one more call of an autocast function."""
         self.calls += 1
         return self
@@ -76,7 +76,7 @@ class State(NamedTuple):
     recipes: Mapping[SlotName, AbstractRecipe]
 
 
-class Provision:
+class ProvidedState:
     """The state of all slots, for a few calls of autocast functions.
 
     Attributes:
@@ -118,22 +118,22 @@ _source = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[Collection]:
+def collecting_requests() -> Iterator[StateRequests]:
     """Autocast functions that are called inside say which slots they need."""
-    found = Collection()
+    found = StateRequests()
     with _source(found):
         yield found
 
 
 @contextlib.contextmanager
-def providing(state: State, calls: int) -> Iterator[Provision]:
+def providing_state(state: State, calls: int) -> Iterator[ProvidedState]:
     """Autocast functions that are called inside take their scales from here."""
-    provision = Provision(state, calls)
+    provision = ProvidedState(state, calls)
     with _source(provision):
         yield provision
 
 
-def next_source() -> "Collection | Given | None":
+def next_source() -> "StateRequests | Given | None":
     """Where an autocast function that is called now has its slots from, or None."""
     source = _source.value
     return None if source is None else source.take()
@@ -162,7 +162,7 @@ class Slots:
     def __init__(
         self,
         parameter: str,
-        source: "Collection | dict[str, Array] | None",
+        source: "StateRequests | dict[str, Array] | None",
         recipes: Mapping[str, AbstractRecipe] | None = None,
         lengths: tuple[int, ...] = (),
     ) -> None:
@@ -174,7 +174,7 @@ class Slots:
 
     @classmethod
     def of_parameter(
-        cls, parameter: str, source: "Collection | Given | None"
+        cls, parameter: str, source: "StateRequests | Given | None"
     ) -> "Slots":
         """The slots of a parameter of the function."""
         if not isinstance(source, Given):
@@ -190,7 +190,7 @@ class Slots:
         """The scales for one use; None if there is no state."""
         if self._lengths:
             use = f"{use} of {'x'.join(map(str, self._lengths))}"
-        if isinstance(self._source, Collection):
+        if isinstance(self._source, StateRequests):
             name, request = (
                 SlotName(self.parameter, use),
                 Request(recipe, self._lengths),
@@ -231,7 +231,7 @@ class Slots:
         uses = tuple((use, x.shape, self._recipes[use]) for use, x in found)
         return self.parameter, uses, self._lengths
 
-    def handed_over(self, is_cut: bool) -> dict[str, Array]:
+    def as_operands(self, is_cut: bool) -> dict[str, Array]:
         """Copies of arrays for a program inside; for a scan of those that it cuts."""
         if not isinstance(self._source, dict):
             return {}
@@ -252,12 +252,12 @@ class Slots:
 
 def brief(recipe: AbstractRecipe) -> str:
     """A recipe as one would write it: what is not the default."""
-    told = [
+    options = [
         f"{field.name}={getattr(recipe, field.name)!r}"
         for field in dataclasses.fields(recipe)
         if getattr(recipe, field.name) != field.default
     ]
-    return f"mpx.{type(recipe).__name__}({', '.join(told)})"
+    return f"mpx.{type(recipe).__name__}({', '.join(options)})"
 
 
 def shared(x: Array, count: int) -> tuple[Array, ...]:

@@ -52,10 +52,10 @@ def at_step(
         call: Differentiates the function, and calls it in the context that it is given.
             May be called twice.
     """
-    told = () if settings is None else (settings.recipe, *settings.rules._recipes)
+    recipes = () if settings is None else (settings.recipe, *settings.rules._recipes)
     # One context for forward and backward pass, which share what JAX has traced.
     with _present(_ON_REQUEST):
-        if not is_random(recipe for recipe in told if recipe is not None):
+        if not is_random(recipe for recipe in recipes if recipe is not None):
             try:
                 return call(contextlib.nullcontext)
             except _Asked:

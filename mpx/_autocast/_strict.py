@@ -7,9 +7,9 @@ from .._program import count, source_span
 from .._quantize import AbstractProduct, Path, path_of
 from ._choice import Case, Choice
 from ._decisions import Reason, line_of
-from ._demand import Wish
+from ._demand import Demand
 from ._rules import Rules
-from ._values import FULL, Colour, Value, is_castable
+from ._values import FULL, Provenance, Value, is_castable
 
 _CALL = "`mpx.autocast(..., strict=True)`"
 
@@ -34,7 +34,7 @@ def refuse_accident(case: Case, choice: Choice) -> None:
     """
     if choice.dtype != FULL or choice.rule is not None:
         return
-    if choice.reason is Reason.PROMOTED and case.wish is not Wish.FULL:
+    if choice.reason is Reason.PROMOTED and case.demand is not Demand.FULL:
         culprit = _small_and_full(case)
     else:
         culprit = None
@@ -56,9 +56,10 @@ def _small_and_full(case: Case) -> Value | None:
     size = max((count(v.aval.shape) for v in case.equation.outvars), default=0)
     values = case.castable
     has_half = any(
-        v.facts.colour is Colour.HALF and count(v.array.shape) == size for v in values
+        v.facts.provenance is Provenance.HALF and count(v.array.shape) == size
+        for v in values
     )
-    wide = [v for v in values if v.facts.colour is Colour.FULL]
+    wide = [v for v in values if v.facts.provenance is Provenance.FULL]
     is_small = all(
         v.facts.is_fixed and (count(v.array.shape) < size or v.facts.is_broadcast)
         for v in wide

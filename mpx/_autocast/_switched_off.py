@@ -61,9 +61,9 @@ def is_switched_off() -> bool:
 
 
 def region_of_switched_off(
-    told: dict[str, Any],
+    options: dict[str, Any],
 ) -> contextlib.AbstractContextManager[None]:
     """A region in a function that is switched off."""
-    if told.get("is_enabled") and not is_under_control():
+    if options.get("is_enabled") and not is_under_control():
         raise _SwitchedOnInside
     return contextlib.nullcontext()

@@ -39,14 +39,14 @@ _STREAMS = ("full", "half")
 _RESIDUALS = ("small", "fast")
 
 
-class Unsaid:
+class _Unset:
     """The default of `recipe`, of which None says something."""
 
     def __repr__(self) -> str:
-        return "unsaid"
+        return "unset"
 
 
-UNSAID = Unsaid()
+_UNSET = _Unset()
 
 
 def autocast(
@@ -57,7 +57,7 @@ def autocast(
     residual_stream: str | None = None,
     residuals: str | None = None,
     weights: int | str | tuple[int | str, ...] | None = None,
-    recipe: AbstractRecipe | None | Unsaid = UNSAID,
+    recipe: AbstractRecipe | None | _Unset = _UNSET,
     target: str | None = None,
     strict: bool | None = None,
     enabled: bool | None = None,
@@ -135,7 +135,7 @@ def autocast(
         TypeError: `func` cannot be called, is a dtype, or an option is of a wrong kind.
         ValueError: `dtype`, `residual_stream` or `residuals` is none of those above; a
             region is entered where nothing is being transformed; under `strict`, what
-            it says; the inputs of a call were cast by `mpx.filter_grad` or its sisters;
+            it says; the inputs of a call were cast by `mpx.filter_grad` or its relatives;
             a recipe finds nothing to quantize, meets a derivative, or has a state and
             is called without one.
         NotImplementedError: Under `strict`, a primitive that mpx does not know.
@@ -169,15 +169,15 @@ def autocast(
         )
     refuse_recipe(func, "a function", _CALL)
     refuse_recipe(dtype, "a dtype", _CALL)
-    told = _told(dtype, rules, residual_stream, residuals, strict, enabled)
+    options = _read_options(dtype, rules, residual_stream, residuals, strict, enabled)
     ambient = read_switch("ambient", ambient, _CALL)
-    if not isinstance(recipe, Unsaid):
-        told["recipe"] = read_recipe(recipe, _CALL)
+    if not isinstance(recipe, _Unset):
+        options["recipe"] = read_recipe(recipe, _CALL)
     if target is not None:
-        told["target"] = target_from(target)
+        options["target"] = target_from(target)
     places = read_weights(weights, _CALL)
     if func is None:
-        return _Deferred(told, places, ambient)
+        return _Deferred(options, places, ambient)
     if not callable(func):
         raise TypeError(f"{_CALL} needs a function; got {describe(func)}.")
     if ambient:
@@ -188,10 +188,10 @@ def autocast(
     if places is None:
         holds_arrays = any(map(eqx.is_array, jax.tree.leaves(func)))
         places = () if holds_arrays else (0,)
-    return _wrapped(func, told, places)
+    return _wrapped(func, options, places)
 
 
-def _told(
+def _read_options(
     dtype: DTypeLike | None,
     rules: Rules | None,
     residual_stream: str | None,
@@ -200,51 +200,53 @@ def _told(
     enabled: bool | None,
 ) -> dict[str, Any]:
     """What was said, checked; what was not said is left out."""
-    told: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if dtype is not None:
-        told["dtype"] = _computing_dtype(dtype)
+        options["dtype"] = _computing_dtype(dtype)
     if rules is not None:
         if not isinstance(rules, Rules):
             raise TypeError(
                 f"`rules` of {_CALL} must be `mpx.Rules`; got {describe(rules)}. Put "
                 "rules together: `mpx.Rules(mpx.Rule(...), ...)`."
             )
-        told["rules"] = rules
+        options["rules"] = rules
     if residual_stream is not None:
-        told["residual_stream"] = _one_of("residual_stream", residual_stream, _STREAMS)
+        options["residual_stream"] = _one_of(
+            "residual_stream", residual_stream, _STREAMS
+        )
     if residuals is not None:
-        told["residuals"] = _one_of("residuals", residuals, _RESIDUALS)
+        options["residuals"] = _one_of("residuals", residuals, _RESIDUALS)
     if strict is not None:
-        told["is_strict"] = read_switch("strict", strict, _CALL)
+        options["is_strict"] = read_switch("strict", strict, _CALL)
     if enabled is not None:
-        told["is_enabled"] = read_switch("enabled", enabled, _CALL)
-    return told
+        options["is_enabled"] = read_switch("enabled", enabled, _CALL)
+    return options
 
 
-def _one_of(option: str, told: Any, words: tuple[str, str]) -> str:
+def _one_of(option: str, value: Any, words: tuple[str, str]) -> str:
     """What was said, if it is one of two words."""
-    if told not in words:
+    if value not in words:
         first, second = words
         raise ValueError(
             f'`{option}` of {_CALL} must be "{first}" or "{second}"; got '
-            f"{describe(told)}."
+            f"{describe(value)}."
         )
-    return told
+    return value
 
 
 class _Deferred(contextlib.ContextDecorator):
     """`mpx.autocast` without a function: a decorator and a context manager."""
 
     def __init__(
-        self, told: dict[str, Any], weights: Weights | None, ambient: bool
+        self, options: dict[str, Any], weights: Weights | None, ambient: bool
     ) -> None:
-        self._told = told
+        self._options = options
         self._weights = weights
         self._ambient = ambient
         self._entered: list[Any] = []
 
     def __call__(self, func: Callable[..., Any]) -> Any:
-        options = {**self._told, "ambient": self._ambient}
+        options = {**self._options, "ambient": self._ambient}
         names = {"is_strict": "strict", "is_enabled": "enabled"}
         options = {names.get(key, key): value for key, value in options.items()}
         if "target" in options:
@@ -258,7 +260,7 @@ class _Deferred(contextlib.ContextDecorator):
                 "parameters, and cannot be said in a region or around calls. Say it to "
                 "the transform: `mpx.autocast(func, weights=...)`."
             )
-        context = ambient_with(self._told) if self._ambient else self._region()
+        context = ambient_with(self._options) if self._ambient else self._region()
         context.__enter__()
         self._entered.append(context)
 
@@ -267,14 +269,14 @@ class _Deferred(contextlib.ContextDecorator):
 
     def _region(self) -> Any:
         for name in NOT_OF_REGIONS:
-            if name in self._told:
+            if name in self._options:
                 raise TypeError(
                     f"`{name.removeprefix('is_')}` of {_CALL} cannot be said in a "
                     "region. Say it to the transform; `mpx.Rule(scope=...)` is for one "
                     "part of a program."
                 )
         if is_switched_off():
-            return region_of_switched_off(self._told)
+            return region_of_switched_off(self._options)
         if not is_tracing():
             raise ValueError(
                 "`with mpx.autocast(...)` is a region of a function that is being "
@@ -282,17 +284,17 @@ class _Deferred(contextlib.ContextDecorator):
                 "nothing. Transform the function around it, `mpx.autocast(func)`, or, "
                 "around calls of such functions, say `ambient=True`."
             )
-        return region(self._told)
+        return region(self._options)
 
 
 def _wrapped(
-    func: Callable[..., Any], told: dict[str, Any], weights: Weights
+    func: Callable[..., Any], options: dict[str, Any], weights: Weights
 ) -> Callable[..., Any]:
     programs = new_programs()
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        settings = resolved(told)
+        settings = resolved(options)
         _refuse_cast_inputs()
         places = weights_in_call(func, weights, args, kwargs, _CALL)
         if settings.residuals is None:
@@ -303,8 +305,8 @@ def _wrapped(
 
     if isinstance(func, eqx.Module):
         wrapper.__name__ = type(func).__name__
-    again = functools.partial(_wrapped, told=told, weights=weights)
-    setattr(wrapper, MARK, Mark(wrapper, func, told, weights, again))
+    again = functools.partial(_wrapped, options=options, weights=weights)
+    setattr(wrapper, MARK, Mark(wrapper, func, options, weights, again))
     return wrapper
 
 

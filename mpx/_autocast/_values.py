@@ -1,6 +1,6 @@
-"""Values on their way through autocast: their colour, and casting them.
+"""Values on their way through autocast: their provenance, and casting them.
 
-Three *colours* say how a float32 value of the program came to be:
+Three *provenances* say how a float32 value of the program came to be:
 
 - *declared*: an argument or a constant, or such a value moved or sliced. It may become
   half at each use.
@@ -31,7 +31,7 @@ _CASTABLE = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float
 _USES_OF_A_CAST = 8
 
 
-class Colour(enum.Enum):
+class Provenance(enum.Enum):
     """How a value of float16, bfloat16 or float32 came to be."""
 
     DECLARED = "declared"
@@ -45,7 +45,7 @@ class Facts(NamedTuple):
     """What is known of a value without knowing the value; a key of caches.
 
     Attributes:
-        colour: Its colour.
+        provenance: Its provenance.
         is_broadcast: A declared value that was broadcast, or a scalar.
         is_product: What a matrix product gave, moved perhaps.
         literal: The number that all of its elements are, if it is known.
@@ -55,7 +55,7 @@ class Facts(NamedTuple):
         is_weight: A parameter, or computed from parameters and constants alone.
     """
 
-    colour: Colour
+    provenance: Provenance
     is_broadcast: bool = False
     is_product: bool = False
     literal: float | None = None
@@ -116,7 +116,7 @@ class Value:
         if self.is_constant:
             with np.errstate(over="ignore"):
                 return np.asarray(self.array, dtype), False
-        if self.facts.colour is Colour.DECLARED:
+        if self.facts.provenance is Provenance.DECLARED:
             return jax.lax.convert_element_type(self.array, dtype), False
         cast = self._casts.get(dtype)
         if cast is None or cast[1] >= _USES_OF_A_CAST:
@@ -136,9 +136,9 @@ def computed(array: Any, is_product: bool = False, is_fixed: bool = False) -> Va
     """A value that an equation gave."""
     dtype = array.dtype
     if dtype not in _CASTABLE:
-        return Value(array, Facts(Colour.OTHER))
-    colour = Colour.FULL if dtype == FULL else Colour.HALF
-    return Value(array, Facts(colour, is_product=is_product, is_fixed=is_fixed))
+        return Value(array, Facts(Provenance.OTHER))
+    provenance = Provenance.FULL if dtype == FULL else Provenance.HALF
+    return Value(array, Facts(provenance, is_product=is_product, is_fixed=is_fixed))
 
 
 def declared(array: Any, parameter: str | None = None) -> Value:
@@ -146,16 +146,16 @@ def declared(array: Any, parameter: str | None = None) -> Value:
     if not hasattr(array, "shape"):
         array = np.asarray(array)
     if array.dtype not in _CASTABLE:
-        return Value(array, Facts(Colour.OTHER))
+        return Value(array, Facts(Provenance.OTHER))
     is_scalar = array.shape == ()
-    return Value(array, Facts(Colour.DECLARED, is_scalar, parameter=parameter))
+    return Value(array, Facts(Provenance.DECLARED, is_scalar, parameter=parameter))
 
 
 def constant(array: Any, parameter: str | None = None) -> Value:
     """A constant of the program, a number of which is known to be it."""
     value = declared(array, parameter)
     is_known = value.array.shape == () and not isinstance(array, Tracer)
-    if value.facts.colour is Colour.DECLARED and is_known:
+    if value.facts.provenance is Provenance.DECLARED and is_known:
         return Value(value.array, value.facts._replace(literal=float(array)))
     return value
 
@@ -166,7 +166,7 @@ def literal(number: Any) -> Value:
     array = np.asarray(number, getattr(number, "dtype", None))
     if array.dtype not in _CASTABLE or array.shape != ():
         return declared(number)
-    facts = Facts(Colour.DECLARED, is_broadcast=True, literal=float(array))
+    facts = Facts(Provenance.DECLARED, is_broadcast=True, literal=float(array))
     return Value(array, facts, is_constant=True)
 
 

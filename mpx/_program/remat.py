@@ -147,7 +147,7 @@ def _one(dtype: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """A policy of `jax.checkpoint`: what is small and dear is kept.
+    """A policy of `jax.checkpoint`: what is small and expensive is kept.
 
     That is sums, and means and roots of them. From sums alone a norm's derivative is a
     hundred operations, which XLA tries to fuse in every way: a GPT's step takes a fifth

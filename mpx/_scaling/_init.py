@@ -8,8 +8,8 @@ import numpy as np
 
 from .._autocast import (
     AmbientRecipe,
-    Collection,
-    collecting,
+    StateRequests,
+    collecting_requests,
     in_contexts,
     is_marked,
     settings_of,
@@ -144,10 +144,10 @@ def _refuse_repetition(jaxpr: Any, count: int, calls: int) -> None:
 
 def _traced(
     func: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Collection, Any, int]:
+) -> tuple[StateRequests, Any, int]:
     """What a function asks for, its program, and how many inputs that has."""
     call = Call(func, args, kwargs, is_array_or_type)
-    with collecting() as found:
+    with collecting_requests() as found:
         return found, jax.make_jaxpr(call)(*call.arrays), len(call.arrays)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32
 
-from .._autocast import Provision, Request, SlotName, State, brief, providing
+from .._autocast import ProvidedState, Request, SlotName, State, brief, providing_state
 from .._loss_scaling import AbstractLossScaling, StepRecord
 from .._quantize import AbstractRecipe, DelayedScaling
 from .._typing import BoolLike, FloatScalar
@@ -225,14 +225,14 @@ class RecipeScaling(AbstractLossScaling):
 
     @contextlib.contextmanager
     def _provide(self, tokens: Mapping[SlotName, Array]) -> Iterator[None]:
-        with providing(State(tokens, self._recipes()), self.calls) as provision:
+        with providing_state(State(tokens, self._recipes()), self.calls) as provision:
             yield
         self._refuse_another_function(provision)
 
     @contextlib.contextmanager
     def _provide_frozen(self) -> Iterator[None]:
         state = State(self._tokens(), self._recipes())
-        with providing(state, self.calls) as provision:
+        with providing_state(state, self.calls) as provision:
             yield
         self._refuse_another_recipe(provision)
 
@@ -240,7 +240,7 @@ class RecipeScaling(AbstractLossScaling):
     def _made_for(self) -> set[AbstractRecipe]:
         return {state.recipe for state in self.scales}
 
-    def _refuse_another_function(self, provision: Provision) -> None:
+    def _refuse_another_function(self, provision: ProvidedState) -> None:
         """Raises where a function was called that has no use for the state."""
         if provision.is_switched_off:
             return
@@ -262,7 +262,7 @@ class RecipeScaling(AbstractLossScaling):
                 "today: `mpx.init_scaling(func, model, ...).with_state(scaling)`."
             )
 
-    def _refuse_another_recipe(self, provision: Provision) -> None:
+    def _refuse_another_recipe(self, provision: ProvidedState) -> None:
         """Raises where a function was called that quantizes by other recipes."""
         if not provision.used or provision.used & self._made_for:
             return

@@ -24,61 +24,61 @@ from .._program import (
     properties,
     results_within,
 )
-from ._region import told_by
-from ._settings import NOWHERE, Ends
+from ._region import options_of
+from ._settings import UNUSED, Reach
 
 
-def ends_of_results(avals: Sequence[Any]) -> tuple[Ends, ...]:
+def reach_of_results(avals: Sequence[Any]) -> tuple[Reach, ...]:
     """Where the results of a whole function go: a floating scalar is a loss."""
     return tuple(
-        Ends.LOSS
+        Reach.LOSS
         if count(aval.shape) == 1 and jnp.issubdtype(aval.dtype, np.floating)
-        else Ends.RESULT
+        else Reach.RESULT
         for aval in avals
     )
 
 
-class _Ends(BackwardFlow[Ends]):
+class _ReachFlow(BackwardFlow[Reach]):
     """Where values go, from where the results of their users go."""
 
     @property
-    def nothing(self) -> Ends:
+    def nothing(self) -> Reach:
         """Nobody uses it."""
-        return NOWHERE
+        return UNUSED
 
-    def join(self, a: Ends, b: Ends) -> Ends:
+    def join(self, a: Reach, b: Reach) -> Reach:
         """Where two users take it."""
         return a | b
 
-    def operands(self, equation: JaxprEqn, results: Sequence[Ends]) -> Sequence[Ends]:
+    def operands(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
         """A product, whatever program it holds, is an end of its own."""
         if properties(equation.primitive.name).kind is PrimitiveClass.HALF:
-            return [Ends.PRODUCT] * len(equation.invars)
+            return [Reach.PRODUCT] * len(equation.invars)
         return super().operands(equation, results)
 
-    def transfer(self, equation: JaxprEqn, results: Sequence[Ends]) -> Sequence[Ends]:
+    def transfer(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
         """Where any result of the operation goes."""
-        everything = NOWHERE
+        everything = UNUSED
         for end in results:
             everything |= end
         return [everything] * len(equation.invars)
 
 
-def ends_in(jaxpr: Jaxpr, results: Sequence[Ends]) -> Mapping[Any, Ends]:
+def reach_in(jaxpr: Jaxpr, results: Sequence[Reach]) -> Mapping[Any, Reach]:
     """Where the values of a program go, given where its results go."""
-    return backward(jaxpr, results, _Ends())
+    return backward(jaxpr, results, _ReachFlow())
 
 
-def ends_of_program(program: SubJaxpr, outputs: Sequence[Ends]) -> tuple[Ends, ...]:
+def reach_of_program(program: SubJaxpr, outputs: Sequence[Reach]) -> tuple[Reach, ...]:
     """Where the results of a program go, given those of its equation."""
-    return tuple(results_within(program, outputs, _Ends()))
+    return tuple(results_within(program, outputs, _ReachFlow()))
 
 
 def recipes_in(jaxpr: Jaxpr) -> set[Any]:
     """The recipes of the regions in a program."""
-    told = [
-        told_by(scope)
+    found = [
+        options_of(scope)
         for equation in distinct_equations(jaxpr)
         for scope in scope_names(equation)
     ]
-    return {options["recipe"] for options in told if options.get("recipe")}
+    return {options["recipe"] for options in found if options.get("recipe")}

@@ -9,7 +9,7 @@ from ._slots import Slots
 from ._values import Value
 
 
-class Luggage:
+class StateOperands:
     """What a program gets besides its operands.
 
     Attributes:
@@ -31,7 +31,7 @@ class Luggage:
         self._lengths = lengths
         self.form = tuple(None if s is None else s.form for s in self._slots)
         packed = [
-            {} if s is None else s.handed_over(bool(lengths)) for s in self._slots
+            {} if s is None else s.as_operands(bool(lengths)) for s in self._slots
         ]
         self.arrays, self._tree = jax.tree.flatten((packed, step))
         if step is not None:
