@@ -111,7 +111,7 @@ def optimizer_step(
         model: Any PyTree; leaves without a gradient stay as they are.
         optimizer: An Optax transformation.
         optimizer_state: Its state, as in `optimizer_update`.
-        result: What `mpx.filter_grad` and its relatives returned, as it is or with other
+        result: What `mpx.filter_grad` or the like returned, as it is or with other
             gradients: `result._replace(grads=clipped)`.
         check_gradients: Look at `result.grads` once more, for gradients that were
             changed (summed over devices, clipped) since.
@@ -149,7 +149,7 @@ def optimizer_step(
     call = "`mpx.optimizer_step`"
     if not isinstance(result, GradientResult):
         raise TypeError(
-            f"`result` of {call} must be what `mpx.filter_grad` or one of its relatives "
+            f"`result` of {call} must be what `mpx.filter_grad` or the like "
             f"returned, as a whole; got {describe(result)}. With the parts in hand use "
             "`mpx.optimizer_update(model, optimizer, opt_state, grads, finite)`."
         )

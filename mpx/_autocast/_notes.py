@@ -3,8 +3,9 @@
 While somebody takes notes, each emitted equation stands in a named scope of its own,
 whose text says what was decided. So the decision is found in the finished program, on
 every equation that came of it: also in what autodiff made of it, in the bodies of
-loops, and in programs that `jax.jit` had traced before. Without `mpx.explain` nothing is
-noted and nothing is spent on it; a program that was traced without notes is traced anew.
+loops, and in programs that `jax.jit` had traced before. Without `mpx.explain` nothing
+is noted and nothing is spent on it; a program that was traced without notes is traced
+anew.
 """
 
 import contextlib

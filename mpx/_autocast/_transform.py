@@ -135,7 +135,7 @@ def autocast(
         TypeError: `func` cannot be called, is a dtype, or an option is of a wrong kind.
         ValueError: `dtype`, `residual_stream` or `residuals` is none of those above; a
             region is entered where nothing is being transformed; under `strict`, what
-            it says; the inputs of a call were cast by `mpx.filter_grad` or its relatives;
+            it says; the inputs of a call were cast by `mpx.filter_grad` or the like;
             a recipe finds nothing to quantize, meets a derivative, or has a state and
             is called without one.
         NotImplementedError: Under `strict`, a primitive that mpx does not know.
