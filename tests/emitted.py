@@ -30,14 +30,10 @@ import mpx
 from .autocast.zoo import PROGRAMS, Program, gradient as gradient_of
 from .clients import gradients, runner
 from .clients.programs import programs_of
+from .registries import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 Thunk = Callable[[], Any]
-
-RECIPES = {
-    "mxfp8": mpx.MXFP8BlockScaling(),
-    "nvfp4": mpx.NVFP4BlockScaling(),
-}
 
 
 def text_of(function: Callable[..., Any], *args: Any) -> str:
@@ -97,8 +93,8 @@ def of_the_zoo(name: str, found: Program) -> Iterator[tuple[str, Thunk]]:
     yield "outside", outside
     yield "fast", lambda: inside(residuals="fast")
     yield "stream", lambda: inside(residual_stream="half")
-    for recipe, value in RECIPES.items():
-        yield recipe, lambda value=value: inside(recipe=value)
+    for name in ("mxfp8", "nvfp4"):
+        yield name, lambda name=name: inside(recipe=RECIPES[name])
     yield "units", lambda: inside(recipe=mpx.Float8CurrentScaling(), target="sm_90")
     yield "delayed", delayed
     yield "explain", report

@@ -31,16 +31,6 @@ WIDE = (*HALF, "float32")
 # Relative tolerances: a few units in the last place of each format.
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-14}
 
-# Ways to call a function of arrays with one result; each must give the same bits.
-TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "eager": lambda f: f,
-    "jit": jax.jit,
-    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, y: (c, f(y)), 0, x[None])[1][0],
-    "cond": lambda f: lambda x: jax.lax.cond(True, f, f, x),
-    "remat": jax.checkpoint,
-}
-
 
 def identity(x: Any) -> Any:
     """A function as a leaf of a tree."""

@@ -20,12 +20,12 @@ from .helpers import (
     FLOAT_LEAVES,
     HALF,
     OTHER_LEAVES,
-    TRANSFORMS,
     WIDE,
     all_codes,
     assert_same_bits,
     is_same_array,
 )
+from .registries import TRANSFORMS
 
 FUNCTIONS = {
     "float16": mpx.cast_to_float16,

@@ -11,7 +11,8 @@ import pytest
 
 import mpx
 
-from .helpers import HALF, TRANSFORMS, WIDE, assert_same_bits
+from .helpers import HALF, WIDE, assert_same_bits
+from .registries import TRANSFORMS
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 

@@ -11,25 +11,18 @@ import pytest
 import mpx
 
 from . import helpers
+from .registries import RECIPES
 
 WIDTH, BATCH = 128, 64
-RECIPES = {
-    "current": mpx.Float8CurrentScaling(),
-    "delayed": mpx.DelayedScaling(amax_history_len=4),
+# And what the options of some change of how amaxes travel.
+EACH = {
+    **RECIPES,
     "warm": mpx.DelayedScaling(amax_history_len=4, warm_start=True),
-    "blocks": mpx.Float8BlockScaling(),
-    "mxfp8": mpx.MXFP8BlockScaling(),
-    "nvfp4": mpx.NVFP4BlockScaling(),
     "dequantized": mpx.MXFP8BlockScaling(backward_override="dequantized"),
-    "custom": mpx.CustomRecipe(
-        lambda role, _: (
-            mpx.NVFP4Quantizer() if role is mpx.Role.INPUT else mpx.TensorQuantizer()
-        )
-    ),
 }
 # The final projection, too, whose gradient is the first to overflow.
 EVERY = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
-each_recipe = pytest.mark.parametrize("name", RECIPES)
+each_recipe = pytest.mark.parametrize("name", EACH)
 
 
 def loss(params, x, y):
@@ -53,7 +46,7 @@ def inputs():
 
 @functools.cache
 def step_of(name: str):
-    func = mpx.autocast(loss, jnp.float16, recipe=RECIPES[name], rules=EVERY)
+    func = mpx.autocast(loss, jnp.float16, recipe=EACH[name], rules=EVERY)
 
     @jax.jit
     def step(scaling, params, x, y):

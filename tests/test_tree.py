@@ -10,7 +10,8 @@ import pytest
 
 import mpx
 
-from .helpers import EIGHT_BITS, OTHER_LEAVES, TRANSFORMS, WIDE, assert_same_bits
+from .helpers import EIGHT_BITS, OTHER_LEAVES, WIDE, assert_same_bits
+from .registries import TRANSFORMS
 
 BAD = [np.nan, np.inf, -np.inf]
 

@@ -6,14 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-
-RECIPES = {
-    "current": mpx.Float8CurrentScaling(),
-    "delayed": mpx.DelayedScaling(amax_history_len=4),
-    "blocks": mpx.Float8BlockScaling(),
-    "mxfp8": mpx.MXFP8BlockScaling(),
-    "nvfp4": mpx.NVFP4BlockScaling(),
-}
+from tests.registries import RECIPES
 
 
 def mlp(params, x, y):

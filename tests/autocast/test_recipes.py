@@ -10,24 +10,16 @@ import mpx
 from mpx import Precision, Rule, Rules
 from tests.autocast.counting import relative_error
 from tests.helpers import unchecked_annotations
+from tests.registries import STATELESS
 
 WIDTH, HEADS, CLASSES = 32, 2, 10
 CURRENT, MXFP8 = mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()
-RECIPES = {
-    "current": CURRENT,
-    "block": mpx.Float8BlockScaling(),
-    "mxfp8": MXFP8,
-    "nvfp4": mpx.NVFP4BlockScaling(),
-    "custom": mpx.CustomRecipe(lambda role, for_wgrad: mpx.TensorQuantizer()),
-}
-
-
 QUICK = ("mxfp8",)
 each_recipe = pytest.mark.parametrize(
     "name",
     [
         name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in RECIPES
+        for name in STATELESS
     ],
 )
 
@@ -105,7 +97,7 @@ HEAD = ("head.weight",)
 
 @each_recipe
 def test_products_of_weights_are_quantized_and_no_others(name, inputs):
-    func = mpx.autocast(loss, recipe=RECIPES[name])
+    func = mpx.autocast(loss, recipe=STATELESS[name])
     report = mpx.explain(func)(*inputs)
     low = [o.parameters for o in report.operations if o.is_low]
     assert low == LINEAR
@@ -120,7 +112,7 @@ def test_products_of_weights_are_quantized_and_no_others(name, inputs):
 @each_recipe
 def test_gradients_are_near_those_of_half_precision(name, inputs):
     half = eqx.filter_grad(mpx.autocast(loss))(*inputs)
-    low = eqx.filter_jit(eqx.filter_grad(mpx.autocast(loss, recipe=RECIPES[name])))(
+    low = eqx.filter_jit(eqx.filter_grad(mpx.autocast(loss, recipe=STATELESS[name])))(
         *inputs
     )
     error = relative_error(low, half)
@@ -293,7 +285,7 @@ def test_every_form_of_product(name, square):
         experts = jnp.stack([w, w.T])
         return jnp.einsum("ebi,eio->ebo", jnp.stack([y, 2 * y]), experts)
 
-    low = mpx.autocast(func, recipe=RECIPES[name])
+    low = mpx.autocast(func, recipe=STATELESS[name])
     assert len(quantized(low, w, x)) == 4
     tolerance = 0.5 if name == "nvfp4" else 0.1
     assert relative_error(jax.jit(low)(w, x), func(w, x)) < tolerance
@@ -339,14 +331,14 @@ def an_expert_layer(getkey):
     return weights, x, jax.random.randint(getkey(), (48,), 0, 4)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", STATELESS)
 def test_experts(name, getkey):
     args = an_expert_layer(getkey)
 
     def loss(*args):
         return jnp.mean(experts(*args) ** 2)
 
-    low = mpx.autocast(loss, recipe=RECIPES[name])
+    low = mpx.autocast(loss, recipe=STATELESS[name])
     assert len(quantized(low, *args)) == 2
     exact_loss, exact = jax.value_and_grad(loss)(*args)
     scaling = mpx.init_scaling(low, *args)

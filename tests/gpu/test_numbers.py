@@ -3,7 +3,6 @@
 The CPU of the same process is the other side of every comparison.
 """
 
-import itertools
 import zlib
 
 import jax
@@ -13,26 +12,9 @@ import numpy as np
 import pytest
 
 import mpx
+from tests.registries import QUANTIZERS, RECIPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.third_party]  # ranks are promoted
-
-RECIPES = {
-    "delayed": mpx.DelayedScaling(),
-    "current": mpx.Float8CurrentScaling(),
-    "block": mpx.Float8BlockScaling(),
-    "mxfp8": mpx.MXFP8BlockScaling(),
-    "nvfp4": mpx.NVFP4BlockScaling(),
-}
-QUANTIZERS = {
-    "E4M3": mpx.TensorQuantizer(),
-    "E5M2": mpx.TensorQuantizer(mpx.Format.E5M2),
-    "power of two": mpx.TensorQuantizer(power_of_two_scales=True),
-    "blocks": mpx.BlockQuantizer(),
-    "square blocks": mpx.BlockQuantizer(block_dimensions=2),
-    "mxfp8": mpx.MXFP8Quantizer(),
-    "nvfp4": mpx.NVFP4Quantizer(),
-    "square nvfp4": mpx.NVFP4Quantizer(2),
-}
 
 
 def on_both(func, *operands):
@@ -205,20 +187,3 @@ def test_stochastic_rounding_draws_the_same_codes_as_on_a_cpu():
     for (here,), (there,) in sides:
         np.testing.assert_array_equal(here, there)
     assert np.any(sides[0][0][0] != sides[1][0][0])
-
-
-def test_every_quantizer_and_recipe_is_here():
-    """A new one is to be compared, too."""
-    kinds = {type(quantizer) for quantizer in QUANTIZERS.values()}
-    assert {k for k in vars(mpx).values() if is_concrete(k, mpx.AbstractQuantizer)} == (
-        kinds
-    )
-    kinds = {type(recipe) for recipe in RECIPES.values()} | {mpx.CustomRecipe}
-    assert {k for k in vars(mpx).values() if is_concrete(k, mpx.AbstractRecipe)} == (
-        kinds
-    )
-    assert all(itertools.chain(QUANTIZERS, RECIPES))
-
-
-def is_concrete(kind, base):
-    return isinstance(kind, type) and issubclass(kind, base) and kind is not base

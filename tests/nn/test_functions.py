@@ -8,7 +8,8 @@ import pytest
 import mpx
 import mpx.nn
 
-from ..helpers import HALF, TRANSFORMS, WIDE, assert_same_bits
+from ..helpers import HALF, WIDE, assert_same_bits
+from ..registries import TRANSFORMS
 from .cases import FUNCTIONS, WHERE, relative_error
 
 # The rounding of one number: half a unit in the last place.

@@ -11,15 +11,10 @@ import mpx.nn
 
 from ..autocast.counting import equations
 from ..low_precision import low_dtypes, quantized_products
+from ..registries import STATELESS
 
 HIDDEN = 32
 CURRENT = mpx.Float8CurrentScaling()
-RECIPES = {
-    "current": CURRENT,
-    "block": mpx.Float8BlockScaling(),
-    "mxfp8": mpx.MXFP8BlockScaling(),
-    "nvfp4": mpx.NVFP4BlockScaling(),
-}
 
 
 def ambient(recipe=CURRENT, **options):
@@ -83,18 +78,18 @@ def test_both_products_of_attention_are_quantized_by_fp8_dpa(implementation, x, 
         assert quantized_products(call, layer, x) == 4 + 2
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_every_recipe_without_a_state(recipe, x):
+@pytest.mark.parametrize("name", STATELESS)
+def test_every_recipe_without_a_state(name, x):
     def loss(layer, x):
         return mpx.nn.mean(layer(x) ** 2, dtype="float32")
 
-    layer = linear()
+    layer, recipe = linear(), STATELESS[name]
     expected = jax.grad(loss)(layer, x).weight
     with ambient(recipe):
         assert quantized_products(call, layer, x) == 1
         found = jax.jit(jax.grad(loss))(layer, x).weight
     error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
-    assert 1e-3 < error < (0.25 if "NVFP4" in str(recipe) else 0.08)
+    assert 1e-3 < error < (0.25 if name in ("nvfp4", "custom") else 0.08)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -8,6 +8,7 @@ import pytest
 import mpx
 from tests import helpers
 from tests.quantize.cases import KINDS, QUANTIZERS
+from tests.registries import TRANSFORMS
 
 X = np.random.default_rng(0).standard_normal((128, 128)).astype(np.float32)
 T = np.random.default_rng(1).standard_normal((128, 128)).astype(np.float32)
@@ -67,7 +68,7 @@ def test_it_goes_through_vmap_scan_and_remat():
 
     @jax.jit
     def all_of_them(x):
-        grads = [jax.grad(transform(f))(x) for transform in helpers.TRANSFORMS.values()]
+        grads = [jax.grad(transform(f))(x) for transform in TRANSFORMS.values()]
         return [*grads, jax.vmap(jax.grad(f))(x)]
 
     expected = 2 * mpx.quantize_dequantize(jnp.asarray(X), quantizer)

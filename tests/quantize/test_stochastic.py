@@ -12,9 +12,9 @@ from mpx._quantize._rounding import round_to_format
 from tests import helpers
 from tests.quantize.cases import DATA, KINDS, QUANTIZERS, codes_of, scales_of
 from tests.reference import low_precision as reference
+from tests.registries import FORMATS
 
-FORMATS = [mpx.Format.E4M3, mpx.Format.E5M2, mpx.Format.E2M1]
-each_format = pytest.mark.parametrize("format", FORMATS)
+each_format = pytest.mark.parametrize("format", FORMATS.values())
 
 
 def draws(x: np.ndarray, format: mpx.Format, count: int) -> np.ndarray:

@@ -1,0 +1,59 @@
+"""What tests go through: one line here, and what holds of all is asked of it.
+
+A new recipe of mpx stands in `RECIPES`, under the name that tests and tables give it
+(`tests/test_registries.py` fails if it does not). What is tested of some of them only
+is chosen from here by name.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+import mpx
+
+# Each recipe as users make it, but for a history short enough to be filled in a test.
+RECIPES: dict[str, mpx.AbstractRecipe] = {
+    "current": mpx.Float8CurrentScaling(),
+    "delayed": mpx.DelayedScaling(amax_history_len=4),
+    "block": mpx.Float8BlockScaling(),
+    "mxfp8": mpx.MXFP8BlockScaling(),
+    "nvfp4": mpx.NVFP4BlockScaling(),
+    "custom": mpx.CustomRecipe(
+        lambda role, _: (
+            mpx.NVFP4Quantizer() if role is mpx.Role.INPUT else mpx.TensorQuantizer()
+        )
+    ),
+}
+# Those whose scales are known from the operands at hand.
+STATELESS = {name: recipe for name, recipe in RECIPES.items() if name != "delayed"}
+
+QUANTIZERS: dict[str, mpx.AbstractQuantizer] = {
+    "E4M3": mpx.TensorQuantizer(),
+    "E5M2": mpx.TensorQuantizer(mpx.Format.E5M2),
+    "power of two": mpx.TensorQuantizer(power_of_two_scales=True),
+    "blocks": mpx.BlockQuantizer(),
+    "square blocks": mpx.BlockQuantizer(block_dimensions=2),
+    "mxfp8": mpx.MXFP8Quantizer(),
+    "nvfp4": mpx.NVFP4Quantizer(),
+    "square nvfp4": mpx.NVFP4Quantizer(2),
+}
+
+FORMATS = {"E4M3": mpx.Format.E4M3, "E5M2": mpx.Format.E5M2, "E2M1": mpx.Format.E2M1}
+
+# Ways to call a function of arrays with one result; each must give the same bits.
+TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, y: (c, f(y)), 0, x[None])[1][0],
+    "cond": lambda f: lambda x: jax.lax.cond(True, f, f, x),
+    "remat": jax.checkpoint,
+}
+
+# Precisions of a training step: what `mpx.autocast` is told.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    **{name: {"recipe": recipe} for name, recipe in RECIPES.items()},
+}
