@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train train-gpt test bench clients counts-cuda docs serve venv lint format types layers pytest \
+.PHONY: help train train-explicit train-gpt test bench clients counts-cuda docs serve venv lint format types layers pytest \
 	test-newest test-newest-part newest-venv lock clean
 
 # A target that fails half-way must not look finished.
@@ -52,7 +52,10 @@ help: ## Print this list
 train: $(EXAMPLES) ## Train a Vision Transformer in float32, float16 and bfloat16
 	@$(BIN)/python -m examples.vit $(ARGS)
 
-train-gpt: $(EXAMPLES) ## Train a GPT in float32 and under autocast
+train-explicit: $(EXAMPLES) ## The same, with every cast written by hand
+	@$(BIN)/python -m examples.vit_explicit $(ARGS)
+
+train-gpt: $(EXAMPLES) ## Train a GPT in float32, float16 and bfloat16
 	@$(BIN)/python -m examples.gpt $(ARGS)
 
 # Every check runs, also after one has failed; pytest has the last word. Two processes,

@@ -59,12 +59,12 @@ def _gradient(scan: bool, arm: str, blocks: int) -> tuple[Any, tuple[Any, ...]]:
     import jax.numpy as jnp
 
     import mpx
-    from examples.vit.plain_model import MLPBlock, MultiHeadAttentionBlock
+    from examples.vit import AttentionBlock, MLPBlock
 
     config = PROBLEMS["desktop"].config(blocks, 0.0)
 
     def make(key: Any) -> tuple[Any, ...]:
-        return MultiHeadAttentionBlock(config, key), MLPBlock(config, key)
+        return AttentionBlock(config, key), MLPBlock(config, key)
 
     def make_all(keys: Any) -> Any:
         if scan:

@@ -52,9 +52,9 @@ ARMS = ("bfloat16", *EIGHT_BITS, "nvfp4", *WITHOUT, PLAIN)
 def recipes() -> dict[str, Any]:
     """The recipe of each arm but bfloat16."""
     import mpx
-    from examples.common.training import RECIPES
+    from examples.precisions import AUTOCAST, RECIPES
 
-    found: dict[str, Any] = dict(RECIPES)
+    found: dict[str, Any] = {arm: AUTOCAST[arm]["recipe"] for arm in RECIPES}
     for arm, option in WITHOUT.items():
         found[arm] = mpx.NVFP4BlockScaling(**{option: True})
     found[PLAIN] = mpx.NVFP4BlockScaling(**dict.fromkeys(WITHOUT.values(), True))

@@ -3,9 +3,9 @@
 Question: how far is the test accuracy of float16 and bfloat16 from that of float32?
 
 Every image is held out exactly once per seed. A pair is one fold and one seed, trained
-in both precisions by the code of `examples/vit` from the same initial model with the
-same batches in the same order, so that the difference of the two accuracies holds
-nothing but precision and the chaos that any rounding sets off.
+in both precisions by the code of `examples.vit_explicit` from the same initial model
+with the same batches in the same order, so that the difference of the two accuracies
+holds nothing but precision and the chaos that any rounding sets off.
 
 The interval is Student's t over the pairs' differences, at 95%. Its limits: the
 training sets of two folds share three quarters of their images, so pairs of one seed
@@ -38,9 +38,8 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Args:
         request: `folds`, `seeds`, `precisions`, and `steps` (None: the preset's).
     """
-    from examples.vit.config import PRESETS
-    from examples.vit.datasets import load_data
-    from examples.vit.train import train
+    from examples.vit import load_data
+    from examples.vit_explicit import PRESETS, train
 
     for seed in request["seeds"]:
         for fold in request["folds"]:

@@ -1,6 +1,6 @@
 """What is trained: the two Vision Transformers of the paper's evaluation.
 
-The model is the one of `examples/vit/model.py`, and it is always that file: with our
+The model is the one of `vit.py` beside this file, and it is always that file: with our
 `mpx`, with the published MPX (whose package has the same name, so that the file picks
 it up in the peers' environment), and with none at all.
 """
@@ -15,10 +15,19 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from examples.vit.config import ModelConfig
+_MODEL_FILE = Path(__file__).resolve().parent / "vit.py"
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-_MODEL_FILE = REPOSITORY / "examples" / "vit" / "model.py"
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Vision Transformer, as in `examples.vit`."""
+
+    patch: int
+    width: int
+    hidden: int
+    blocks: int
+    heads: int
+    dropout: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Problem:
     blocks: int
 
     def config(self, blocks: int, dropout: float) -> ModelConfig:
-        """The example's configuration."""
+        """The shape of the model with so many blocks."""
         return ModelConfig(
             patch=self.patch,
             width=self.width,
@@ -107,13 +116,13 @@ def _do_nothing(func: Callable[..., Any], return_dtype: Any = None) -> Callable:
 
 @functools.cache
 def model_module(with_mpx: bool) -> ModuleType:
-    """`examples/vit/model.py`, with the `mpx` of this environment or with none.
+    """`vit.py`, with the `mpx` of this environment or with none.
 
     The float32 step that everything is compared with must not pay for mpx, when it is
     traced too. So the file is loaded a second time and `force_full_precision`, the one
     name of mpx in it, does nothing there.
     """
-    name = "examples.vit._model_with" if with_mpx else "examples.vit._model_without"
+    name = "benchmarks._vit_with" if with_mpx else "benchmarks._vit_without"
     spec = importlib.util.spec_from_file_location(name, _MODEL_FILE)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(f"the benchmarks need {_MODEL_FILE}; it is missing")

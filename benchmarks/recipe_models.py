@@ -21,8 +21,7 @@ from jaxtyping import Array
 
 import mpx
 import mpx.nnx
-from examples.gpt.config import ModelConfig
-from examples.gpt.model import BYTES, GPT
+from examples.gpt import BYTES, GPT, ModelConfig
 
 from . import transformers
 from .our_arms import RECIPES
@@ -124,7 +123,7 @@ def flax_linen(size: ModelConfig) -> tuple[Callable[[Array], Any], Any, str]:
 
 
 def flax_nnx(size: ModelConfig) -> tuple[Callable[[Array], Any], Any, str]:
-    """The same in NNX: the model of `examples/gpt`."""
+    """The same in NNX: the model of `examples.gpt`."""
 
     def loss(model: GPT, texts: Array) -> Array:
         return cross_entropy(model(texts[:, :-1]), texts[:, 1:])

@@ -3,7 +3,7 @@
 Question: how far is the final validation loss under a recipe from that in float32?
 
 A pair is one seed: float32 and a recipe from the same initial weights, with the same
-batches in the same order, by the code of `examples/gpt`. A gap is relative to the loss
+batches in the same order, by the code of `examples.gpt`. A gap is relative to the loss
 in float32. The interval is Student's t over the pairs' gaps, at 95%.
 
 Without a device that has the formats they are emulated, which computes the same
@@ -39,9 +39,7 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Args:
         request: `runs`, pairs of seed and arm, and `steps`.
     """
-    from examples.gpt.config import Config, ModelConfig
-    from examples.gpt.data import load_data
-    from examples.gpt.train import train
+    from examples.gpt import Config, ModelConfig, load_data, train
 
     steps = request["steps"]
     for seed, arm in request["runs"]:

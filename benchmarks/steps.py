@@ -5,7 +5,7 @@ and donated buffers. What differs is only what its library tells its users to wr
 `float32` is plain Equinox and uses no mpx at all.
 
 There are two recipes. `adam` is the bare step: Adam, no dropout. `job` is the step of
-the main job (`examples/vit`, preset `cifar100`): clipping, AdamW with a schedule and
+the main job (`examples.vit`, preset `cifar100`): clipping, AdamW with a schedule and
 decay of matrices only, dropout.
 
 The arms of the published packages live in `peer_arms`, because the published MPX is
@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from examples.vit.config import PRESETS
+from examples.presets import CIFAR100, CIFAR100_MODEL
 
 from .problems import PROBLEMS, Problem, make_model
 
@@ -81,16 +81,16 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Adam, or what the main job trains CIFAR-100 with."""
     if recipe == "adam":
         return optax.adam(LEARNING_RATE)
-    job = PRESETS["cifar100"]
+    job = CIFAR100
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, job.learning_rate, job.warmup_steps, job.steps
+        0.0, job["learning_rate"], job["warmup_steps"], job["steps"]
     )
     adamw = optax.adamw(
         schedule,
-        weight_decay=job.weight_decay,
+        weight_decay=job["weight_decay"],
         mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
     )
-    return optax.chain(optax.clip_by_global_norm(job.clip or 1.0), adamw)
+    return optax.chain(optax.clip_by_global_norm(job["clip"]), adamw)
 
 
 def _float32_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
@@ -212,7 +212,7 @@ def random_images(problem: Problem, batch: int, key: Any) -> tuple[Any, Any]:
 
 
 def _initial_state(arm: Arm, case: Case, batch: Any, key: Any) -> tuple[Any, Any, Any]:
-    dropout = PRESETS["cifar100"].model.dropout if case.recipe == "job" else 0.0
+    dropout = CIFAR100_MODEL["dropout"] if case.recipe == "job" else 0.0
     config = PROBLEMS[case.problem].config(case.blocks, dropout)
     model = make_model(PROBLEMS[case.problem], config, key, with_mpx=arm.uses_mpx)
     params = eqx.filter(model, eqx.is_inexact_array)

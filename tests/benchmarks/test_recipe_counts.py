@@ -16,7 +16,7 @@ from benchmarks import (
     recipe_models,
     results,
 )
-from examples.gpt.config import ModelConfig
+from examples.gpt import ModelConfig
 from mpx._contract._hlo import parse
 from mpx._contract._operations import products
 

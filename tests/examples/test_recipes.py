@@ -6,9 +6,7 @@ The real comparison, over seeds, is `python -m benchmarks recipes`.
 import jax
 import pytest
 
-from examples.gpt.config import Config, ModelConfig
-from examples.gpt.data import load_data
-from examples.gpt.train import train
+from examples.gpt import Config, ModelConfig, load_data, train
 
 # Flax and Optax need JAX's own promotion.
 pytestmark = pytest.mark.third_party

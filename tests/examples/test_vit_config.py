@@ -1,12 +1,13 @@
-"""The command line of the ViT example."""
+"""The command lines of the ViT examples."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
 
-from examples.common.errors import SetupError
-from examples.vit.config import PRESETS, parse_config
+from examples import vit_explicit
+from examples.runs import SetupError
+from examples.vit import PRESETS, parse_config
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -40,7 +41,9 @@ def test_default_is_digits_in_all_precisions():
     assert config.preset == "digits"
     assert config.precisions == ("float32", "float16", "bfloat16")
     assert config.folder == Path("runs/digits")
-    assert parse_config(["--style", "autocast"]).folder == Path("runs/digits-autocast")
+    explicit = vit_explicit.parse_config([])
+    assert explicit == dataclasses.replace(config, style="explicit")
+    assert explicit.folder == Path("runs/digits-explicit")
 
 
 def test_paper_sizes():
@@ -60,6 +63,7 @@ def test_paper_sizes():
         ("--learning-rate -1", r"`--learning-rate` must be positive"),
         ("--fold 5", r"`--fold` must be 0, 1, 2, 3 or 4; got 5"),
         ("--model.heads 5", r"`--model.heads` must divide --model.width 64; got 5"),
+        ("--scaling.period 0", r"`--scaling\.\*`: `period` of .* got 0"),
         ("--model.dropout 1", r"`--model.dropout` must lie in \[0, 1\); got 1"),
     ],
 )
@@ -75,3 +79,28 @@ def test_unknown_choices_exit(arguments, capsys):
     with pytest.raises(SystemExit):
         parse_config(arguments.split())
     assert arguments.split()[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parse", "arguments", "message"),
+    [
+        (
+            parse_config,
+            "--style explicit",
+            r"`--style` must be autocast here, see examples\.vit_explicit; got",
+        ),
+        (
+            vit_explicit.parse_config,
+            "--style autocast",
+            r"`--style` must be explicit here, see examples\.vit; got",
+        ),
+        (
+            vit_explicit.parse_config,
+            "--recipe mxfp8",
+            r"`--recipe` is for examples\.vit, which casts by autocast; got",
+        ),
+    ],
+)
+def test_each_script_has_one_style(parse, arguments, message):
+    with pytest.raises(SetupError, match=message):
+        parse(arguments.split())

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.common.errors import SetupError
-from examples.vit.config import PRESETS
-from examples.vit.datasets import batches, load_data
-from examples.vit.datasets.cifar100 import RECORD_BYTES
-from examples.vit.datasets.pipeline import random_mirror, random_shift
+from examples.data.cifar100 import RECORD_BYTES
+from examples.data.pipeline import batches, random_mirror, random_shift
+from examples.runs import SetupError
+from examples.vit import PRESETS, load_data
 
 
 def config_of(preset: str, path: Path | None = None, **changes):

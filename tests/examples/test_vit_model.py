@@ -1,6 +1,7 @@
 """The ViT itself: shapes, dtypes, patches."""
 
 import ast
+import dataclasses
 import inspect
 
 import equinox as eqx
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 import mpx
-from examples.vit import plain_model
-from examples.vit.config import ModelConfig
-from examples.vit.model import VisionTransformer
-from examples.vit.step import full_precision_cross_entropy as cross_entropy
+from benchmarks import problems
+from examples import vit
+from examples.vit import ModelConfig
+from examples.vit_explicit import VisionTransformer, cross_entropy
 from tests.autocast.counting import equations
 
 CONFIG = ModelConfig(patch=2, width=16, hidden=24, blocks=2, heads=4, dropout=0.5)
@@ -91,30 +92,48 @@ def test_patch_must_divide_the_image():
         VisionTransformer(CONFIG, (8, 5, 1), 10, jax.random.key(0))
 
 
-def test_the_plain_model_is_the_same_without_a_trace_of_mpx(model):
-    plain = plain_model.VisionTransformer(CONFIG, (8, 4, 3), 10, jax.random.key(0))
-    paths, others = (
-        jax.tree_util.tree_leaves_with_path(eqx.filter(m, eqx.is_array))
-        for m in (plain, model)
-    )
-    for (path, a), (other, b) in zip(paths, others, strict=True):
-        assert path == other
-        np.testing.assert_array_equal(a, b)
-    for key in (None, jax.random.key(2)):
-        np.testing.assert_allclose(
-            plain(images(), key), model(images(), key), rtol=1e-5, atol=1e-6
-        )
-    tree = ast.parse(inspect.getsource(plain_model))
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    assert "jax" in names and "mpx" not in names
-    modules = [x for x in ast.walk(tree) if isinstance(x, ast.Import | ast.ImportFrom)]
-    assert not any("mpx" in ast.unparse(x) for x in modules)
+def test_the_models_are_one_model():
+    """By autocast, by hand, and the one that the benchmarks measure."""
+    config = problems.ModelConfig(**dataclasses.asdict(CONFIG))
+    shape, key = (8, 4, 3), jax.random.key(0)
+    plain = vit.VisionTransformer(CONFIG, shape, 10, key)
+    expected = jax.tree_util.tree_leaves_with_path(eqx.filter(plain, eqx.is_array))
+    measured = problems.model_module(with_mpx=True).VisionTransformer
+    for other in (
+        measured(config, shape, 10, key),
+        VisionTransformer(CONFIG, shape, 10, key),
+    ):
+        leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(other, eqx.is_array))
+        for (path, a), (other_path, b) in zip(expected, leaves, strict=True):
+            assert path == other_path
+            np.testing.assert_array_equal(a, b)
+        for key_of_dropout in (None, jax.random.key(2)):
+            np.testing.assert_allclose(
+                plain(images(), key_of_dropout),
+                other(images(), key_of_dropout),
+                rtol=1e-5,
+                atol=1e-6,
+            )
+
+
+def test_the_benchmarks_measure_the_sizes_of_the_examples():
+    for name, preset in (("desktop", "cifar100"), ("base", "imagenet")):
+        model = vit.PRESETS[preset].model
+        found = problems.PROBLEMS[name].config(model.blocks, model.dropout)
+        assert dataclasses.asdict(found) == dataclasses.asdict(model)
+
+
+def test_the_plain_model_has_no_trace_of_mpx():
+    for model in (vit.AttentionBlock, vit.MLPBlock, vit.VisionTransformer):
+        tree = ast.parse(inspect.getsource(model))
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert "jax" in names and "mpx" not in names
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.third_party
 def test_autocast_puts_the_products_of_the_plain_model_in_half_precision(dtype):
-    plain = plain_model.VisionTransformer(CONFIG, (8, 4, 3), 10, jax.random.key(0))
+    plain = vit.VisionTransformer(CONFIG, (8, 4, 3), 10, jax.random.key(0))
     arrays, static = eqx.partition(plain, eqx.is_array)
 
     def predict(arrays, images):

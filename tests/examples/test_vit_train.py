@@ -12,21 +12,32 @@ import time
 import types
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
 
-from examples.common.checkpoint import Checkpoints, checksums
-from examples.common.config import ScalingConfig
-from examples.common.display import Display, describe_bytes, describe_scale
-from examples.common.errors import SetupError
-from examples.common.record import RunFolder
-from examples.common.training import data_mesh, replicated
-from examples.vit.__main__ import run
-from examples.vit.config import PRESETS, ModelConfig
-from examples.vit.datasets import load_data
-from examples.vit.step import initial_state
-from examples.vit.train import Interrupted, train
+from examples import vit_explicit
+from examples.runs import (
+    Display,
+    Interrupted,
+    RunFolder,
+    ScalingConfig,
+    SetupError,
+    data_mesh,
+    replicated,
+)
+from examples.runs.checkpoint import Checkpoints, checksums
+from examples.runs.display import describe_bytes, describe_scale
+from examples.vit import (
+    PRESETS,
+    ModelConfig,
+    VisionTransformer,
+    initial_state,
+    load_data,
+    run,
+    train,
+)
 
 ROOT = Path(__file__).parents[2]
 # Optax's Adam needs JAX's standard promotion.
@@ -84,10 +95,17 @@ def stop_before(position: int):
 
 
 def restored(folder: Path, precision, **changes):
-    config, mesh = config_in(folder, **changes), one_device()
-    like = initial_state(config, precision, (8, 8, 1), 10, mesh)
+    config = config_in(folder, **changes)
+    key, shape = jax.random.key(config.seed), (8, 8, 1)
+    batch = {
+        "image": jax.ShapeDtypeStruct((config.batch_size, *shape), "float32"),
+        "label": jax.ShapeDtypeStruct((config.batch_size,), "int32"),
+    }
+    model = VisionTransformer(config.model, shape, 10, key)
+    like = initial_state(config, precision, model, batch)
+    like = eqx.filter_shard(like, replicated(one_device()))
     with Checkpoints(folder, config, precision) as checkpoints:
-        return checkpoints.restore(like, replicated(mesh))
+        return checkpoints.restore(like)
 
 
 # --- Resuming ------------------------------------------------------------------------
@@ -158,7 +176,6 @@ def test_checkpoint_holds_everything(tmp_path):
     assert int(state.scaling.skipped) == int(rows[-1]["skipped"]) > 0
     counts = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 0]
     assert {int(count) for count in counts} == {10 - int(state.scaling.skipped)}
-    assert int(state.position) == 10
 
 
 # --- Damage --------------------------------------------------------------------------
@@ -370,6 +387,7 @@ def test_the_whole_job(tmp_path, capsys):
     for precision in config.precisions:
         assert precision in printed
     assert "accuracy" in printed and "curves.png" in printed
+    assert "This was a CPU: XLA computes half-precision products in float32" in printed
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["finished"]
     assert [r["precision"] for r in results["results"]] == list(config.precisions)
@@ -397,10 +415,10 @@ def test_the_whole_job(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_autocast_trains_a_model_that_knows_nothing_of_it(tmp_path, capsys):
-    config = config_in(tmp_path, style="autocast", accumulate=1)
-    run(config, Display(), types.SimpleNamespace(requested=False))
-    assert "ViT on handwritten digits, autocast" in capsys.readouterr().out
+def test_casts_by_hand_train_the_same_model(tmp_path, capsys):
+    config = config_in(tmp_path, style="explicit", accumulate=1)
+    vit_explicit.run(config, Display(), types.SimpleNamespace(requested=False))
+    assert "ViT on handwritten digits, explicit" in capsys.readouterr().out
     rows = read_metrics(tmp_path)
     losses = {
         precision: [float(row["loss"]) for row in rows if row["precision"] == precision]
@@ -415,8 +433,8 @@ def test_autocast_trains_a_model_that_knows_nothing_of_it(tmp_path, capsys):
     results = json.loads((tmp_path / "results.json").read_text())
     skipped = {r["precision"]: r["skipped"] for r in results["results"]}
     assert skipped["float32"] == skipped["bfloat16"] == 0 and skipped["float16"] > 0
-    state, position = restored(tmp_path, "float16", style="autocast", accumulate=1)
-    assert position == 10 and state.model.embed.weight.dtype == np.float32
+    with pytest.raises(SetupError, match="--style was explicit and is autocast"):
+        restored(tmp_path, "float16", accumulate=1)
 
 
 @pytest.mark.slow
@@ -435,6 +453,17 @@ def test_recipes_train_the_same_model_beside_it(tmp_path, capsys):
     assert position == 10 and len(scales) == 7  # all layers but the last
     for name, scale in scales.items():
         assert np.isfinite(scale).all() and (np.asarray(scale) != 1).all(), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_products_are_computed_in_float32_on_a_cpu(dtype):
+    """What the note under the table says."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("the tests run on an accelerator")
+    x = jax.ShapeDtypeStruct((64, 64), dtype)
+    text = jax.jit(jax.numpy.dot).lower(x, x).compile().as_text()
+    (product,) = (line for line in text.splitlines() if " dot(" in line)
+    assert "= f32[64,64]" in product
 
 
 def test_default_mesh_is_every_device():

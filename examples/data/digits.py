@@ -9,7 +9,6 @@ import scipy.ndimage
 import sklearn.datasets
 from sklearn.model_selection import StratifiedKFold
 
-from ..config import Config
 from .pipeline import ImageData, array_data
 
 FOLDS = 5
@@ -17,20 +16,20 @@ FOLDS = 5
 SPLIT_SEED = 0
 
 
-def load_digits(config: Config) -> ImageData:
-    """Trains on four of five stratified folds and holds out fold `config.fold`."""
+def load_digits(fold: int, *, batch_size: int, seed: int) -> ImageData:
+    """Trains on four of five stratified folds and holds out one."""
     pixels, labels = sklearn.datasets.load_digits(return_X_y=True)
     images = np.asarray(pixels, np.float32).reshape(-1, 8, 8, 1)
     labels = np.asarray(labels, np.int32)
     splitter = StratifiedKFold(FOLDS, shuffle=True, random_state=SPLIT_SEED)
-    train, test = list(splitter.split(images, labels))[config.fold]
+    train, test = list(splitter.split(images, labels))[fold]
     return array_data(
         "handwritten digits",
         (images[train], labels[train]),
         (images[test], labels[test]),
         classes=10,
-        batch_size=config.batch_size,
-        seed=config.seed,
+        batch_size=batch_size,
+        seed=seed,
         augment=distort,
     )
 

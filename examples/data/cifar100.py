@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...common.errors import SetupError
-from ..config import Config
+from ..runs.errors import SetupError
 from .pipeline import ImageData, array_data, random_mirror, random_shift
 
 RECORD_BYTES = 2 + 3 * 32 * 32
@@ -23,11 +22,10 @@ ADVICE = (
 )
 
 
-def load_cifar100(config: Config) -> ImageData:
-    """Reads the two files in `config.data_path`, or in `cifar-100-binary` below it."""
-    if config.data_path is None:
+def load_cifar100(folder: Path | None, *, batch_size: int, seed: int) -> ImageData:
+    """Reads the two files in a folder, or in `cifar-100-binary` below it."""
+    if folder is None:
         raise SetupError(f"`--preset cifar100` needs a `--data-path`. {ADVICE}")
-    folder = config.data_path
     if not (folder / "train.bin").exists() and (folder / "cifar-100-binary").is_dir():
         folder = folder / "cifar-100-binary"
     train, test = read_records(folder / "train.bin"), read_records(folder / "test.bin")
@@ -41,8 +39,8 @@ def load_cifar100(config: Config) -> ImageData:
         train,
         test,
         classes=100,
-        batch_size=config.batch_size,
-        seed=config.seed,
+        batch_size=batch_size,
+        seed=seed,
         augment=shift_and_mirror,
         notes=notes,
     )

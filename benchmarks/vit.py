@@ -1,8 +1,11 @@
-"""The same Vision Transformer as in `model`, without a thought of precision.
+"""The Vision Transformer that is measured: that of the MPX paper, in Equinox.
 
-For `--style autocast`: nothing here knows of mpx, and all is computed in the dtype of
-the weights, float32, until `mpx.autocast` decides otherwise from outside. Same seed,
-same weights as the model of `model`.
+The model of `examples.vit_explicit`, in one file that needs no other: it is loaded with
+our `mpx`, with the published MPX (whose package has the same name) and with none at
+all. Dtypes follow the weights and the image. Only what float16 cannot hold, softmax,
+the statistics of layer norm and the mean over tokens, is computed in float32 by
+`mpx.force_full_precision`, the one name of mpx here, and handed back in the dtype it
+came in.
 """
 
 import math
@@ -12,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .config import ModelConfig
+import mpx
+
+from .problems import ModelConfig
 
 Tokens = Float[Array, "tokens width"]
 
@@ -39,12 +44,25 @@ class MultiHeadAttentionBlock(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.dropout)
         self.num_heads = config.heads
 
+    @staticmethod
+    def attention(
+        q: Float[Array, "tokens size"],
+        k: Float[Array, "tokens size"],
+        v: Float[Array, "tokens size"],
+    ) -> Float[Array, "tokens size"]:
+        """One head: the products in the dtype of `q`, softmax in full precision."""
+        scores = q @ k.T / math.sqrt(q.shape[-1])
+        scores = mpx.force_full_precision(jax.nn.softmax, scores.dtype)(scores, axis=-1)
+        return scores @ v
+
     def __call__(self, inputs: Tokens, key: PRNGKeyArray | None = None) -> Tokens:
-        normed = jax.vmap(self.layer_norm)(inputs)
-        dense = (self.dense_qs, self.dense_ks, self.dense_vs)
-        q, k, v = (self.split_heads(jax.vmap(layer)(normed)) for layer in dense)
-        scores = q @ k.transpose(0, 2, 1) / math.sqrt(q.shape[-1])
-        outputs = jax.nn.softmax(scores, axis=-1) @ v
+        normed = jax.vmap(mpx.force_full_precision(self.layer_norm, inputs.dtype))(
+            inputs
+        )
+        qs = self.split_heads(jax.vmap(self.dense_qs)(normed))
+        ks = self.split_heads(jax.vmap(self.dense_ks)(normed))
+        vs = self.split_heads(jax.vmap(self.dense_vs)(normed))
+        outputs = jax.vmap(self.attention)(qs, ks, vs)
         outputs = outputs.transpose(1, 0, 2).reshape(inputs.shape)
         outputs = jax.vmap(self.dense_o)(outputs)
         return inputs + self.dropout(outputs, key=key, inference=key is None)
@@ -69,7 +87,9 @@ class MLPBlock(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.dropout)
 
     def __call__(self, inputs: Tokens, key: PRNGKeyArray | None = None) -> Tokens:
-        normed = jax.vmap(self.layer_norm)(inputs)
+        normed = jax.vmap(mpx.force_full_precision(self.layer_norm, inputs.dtype))(
+            inputs
+        )
         outputs = jax.nn.gelu(jax.vmap(self.dense_in)(normed))
         outputs = jax.vmap(self.dense_out)(outputs)
         return inputs + self.dropout(outputs, key=key, inference=key is None)
@@ -92,19 +112,29 @@ class VisionTransformer(eqx.Module):
         classes: int,
         key: PRNGKeyArray,
     ):
-        """Draws the initial model; see `model.VisionTransformer`."""
+        """Draws the initial model.
+
+        Args:
+            config: the shape of the transformer.
+            image_shape: height, width and channels of an image. The patch size must
+                divide height and width.
+            classes: the number of logits.
+            key: the PRNG key that fixes the initial weights.
+        """
         height, width, channels = image_shape
         if height % config.patch or width % config.patch:
             raise ValueError(
                 "`VisionTransformer(config, image_shape, ...)` needs a patch size that "
                 f"divides the image; got patch {config.patch} and an image of "
-                f"{height}x{width}. Choose another `--model.patch`."
+                f"{height}x{width}."
             )
         tokens = (height // config.patch) * (width // config.patch)
         embed_key, position_key, head_key, key = jax.random.split(key, 4)
         self.embed = eqx.nn.Linear(
             config.patch**2 * channels, config.width, key=embed_key
         )
+        # As large as an embedded patch of standardized pixels is: with the usual 0.02 a
+        # small data set takes long to learn where a patch is.
         self.position = 0.5 * jax.random.normal(position_key, (tokens, config.width))
         self.blocks = []
         for block_key in jax.random.split(key, config.blocks):
@@ -120,14 +150,19 @@ class VisionTransformer(eqx.Module):
         image: Float[Array, "height width channels"],
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, " classes"]:
-        """Classifies one image; a key turns dropout on."""
+        """Classifies one image; a key turns dropout on.
+
+        The dtype of the image must be the dtype of the weights.
+        """
         x = jax.vmap(self.embed)(self.patches(image)) + self.position
         keys = [None] * len(self.blocks)
         if key is not None:
             keys = list(jax.random.split(key, len(self.blocks)))
         for block, block_key in zip(self.blocks, keys, strict=True):
             x = block(x, block_key)
-        return self.head(jnp.mean(jax.vmap(self.layer_norm)(x), axis=0))
+        x = jax.vmap(mpx.force_full_precision(self.layer_norm, x.dtype))(x)
+        x = mpx.force_full_precision(jnp.mean, x.dtype)(x, axis=0)
+        return self.head(x)
 
     def patches(
         self, image: Float[Array, "height width channels"]

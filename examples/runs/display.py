@@ -1,6 +1,7 @@
 """What a person sees on the terminal: a progress bar per precision and a table."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 
@@ -17,15 +18,59 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from .config import Precision, RunConfig
-from .labels import Labels
-from .record import Result, Row
+from ..precisions import Precision
+from .config import RunConfig
+from .folder import Result, Row
 
 Show = Callable[[Row, float], None]
+"""Shows the last row of a window of steps, and the seconds that one step took."""
 # Where there is no terminal, progress comes as so many lines.
 LINES = 6
 FILE_WIDTH = 100
 UNKNOWN = "unknown"
+
+ON_A_CPU = (
+    "This was a CPU: XLA computes half-precision products in float32 there, so the "
+    "times cannot show a speed-up. Losses and skipped steps are those of each "
+    "precision. Step memory is that of the programs compiled for this CPU, not what a "
+    "GPU or TPU needs."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Labels:
+    """The words in which an example speaks of its run."""
+
+    title: str
+    """Model and data: `ViT on handwritten digits`."""
+    data: str
+    """How much data there is."""
+    notes: tuple[str, ...] = ()
+    """What to know about the data that was found."""
+    items: str
+    """What a step sees: `images`."""
+    items_per_step: int
+    passes: float | None = None
+    """How often the run sees every item of the data; None where that is random."""
+    held_out: str
+    """What is held out: `images`."""
+    score: str
+    """The heading of the column of the score, in two lines."""
+    shows_bits: bool = False
+    """Whether the score is the loss in bits, not the accuracy."""
+
+    def table_score(self, result: Result) -> str:
+        """The score as the table has it."""
+        if self.shows_bits:
+            return f"{result.test_loss / math.log(2):.3f}"
+        return f"{result.test_accuracy:.2%}"
+
+    def legend(self, result: Result) -> str:
+        """The score as the legend of the picture has it."""
+        if self.shows_bits:
+            bits = result.test_loss / math.log(2)
+            return f"{bits:.2f} bits per byte on held-out {self.held_out}"
+        return f"{result.test_accuracy:.1%} on held-out {self.held_out}"
 
 
 class TwoLineProgress(Progress):
@@ -44,22 +89,27 @@ class Display:
         self.console = Console(quiet=quiet, stderr=stderr, highlight=False)
         if not self.console.is_terminal:
             self.console.width = max(self.console.width, FILE_WIDTH)
+        self.labels: Labels | None = None
 
-    def introduce(
-        self, labels: Labels, data: str, details: str, notes: Iterable[str] = ()
-    ) -> None:
-        """Says what is going to happen."""
+    def introduce(self, config: RunConfig, labels: Labels) -> None:
+        """Says what is going to happen; the words are those of what comes."""
+        self.labels = labels
         devices = jax.local_devices()
+        sizes = dataclasses.asdict(config.model).items()
+        model = ", ".join(f"{name} {size}" for name, size in sizes)
+        run = f"{config.steps:,} steps of {labels.items_per_step:,} {labels.items}"
+        if labels.passes is not None:
+            run += f" ({labels.passes:.3g} passes)"
         self.console.print(
-            f"[bold]{labels.title}[/]: {data}\n"
-            f"[dim]{details} · {len(devices)} x {devices[0].device_kind}[/]"
+            f"[bold]{labels.title}[/]: {labels.data}\n"
+            f"[dim]{model} · {run} · {len(devices)} x {devices[0].device_kind}[/]"
         )
-        for note in notes:
+        for note in labels.notes:
             self.console.print(f"[yellow]Note:[/] {note}")
 
     @contextlib.contextmanager
     def training(
-        self, precision: Precision, config: RunConfig, labels: Labels, position: int
+        self, precision: Precision, steps: int, position: int
     ) -> Iterator[Show]:
         """Shows the progress of one precision; call what it gives at every look."""
         progress = TwoLineProgress(
@@ -71,18 +121,21 @@ class Display:
             disable=not self.console.is_terminal,
         )
         task = progress.add_task(
-            precision, total=config.steps, completed=position, metrics="compiling"
+            precision, total=steps, completed=position, metrics="compiling"
         )
         next_line = position
 
-        def show(row: Row, items_per_second: float) -> None:
+        def show(row: Row, seconds: float) -> None:
             nonlocal next_line
-            metrics = describe_row(row, items_per_second, labels.items)
+            if self.labels is None:
+                return
+            labels = self.labels
+            metrics = describe_row(row, labels.items_per_step / seconds, labels.items)
             progress.update(task, completed=row.step, metrics=metrics)
-            is_last = row.step == config.steps
+            is_last = row.step == steps
             if not self.console.is_terminal and (row.step >= next_line or is_last):
-                next_line = row.step + math.ceil(config.steps / LINES)
-                step = f"{row.step}/{config.steps}"
+                next_line = row.step + math.ceil(steps / LINES)
+                step = f"{row.step}/{steps}"
                 self.console.print(f"{precision:<8} {step:>11} {metrics}")
 
         with progress:
@@ -117,6 +170,8 @@ class Display:
                 describe_seconds(result.step_seconds),
             )
         self.console.print(table)
+        if jax.local_devices()[0].platform == "cpu":
+            self.console.print(f"[dim]{ON_A_CPU}[/]")
 
 
 def describe_row(row: Row, items_per_second: float, items: str) -> str:

@@ -7,6 +7,7 @@ one integer.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import grain.python as grain
@@ -35,13 +36,25 @@ class ImageData:
     notes: tuple[str, ...] = ()
     """What a person should know about what was found."""
 
+    @property
+    def summary(self) -> str:
+        """How many images there are."""
+        return (
+            f"{self.train_size:,} images to train on, {self.test_size:,} held out, "
+            f"{self.classes} classes"
+        )
+
 
 def batches(
-    dataset: grain.MapDataset, workers: int = 2, start: int = 0
+    dataset: grain.MapDataset,
+    workers: int = 2,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Iterator[Batch]:
-    """Prepares the batches from position `start` on in background threads."""
+    """Prepares the batches of some positions in background threads."""
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-    return iter(dataset.slice(slice(start, None)).to_iter_dataset(options))
+    prepared = iter(dataset.slice(slice(start, None)).to_iter_dataset(options))
+    return itertools.islice(prepared, None if stop is None else stop - start)
 
 
 def shuffled(size: int, seed: int) -> grain.MapDataset:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..common.errors import SetupError
-from .config import Config
+from ..runs.errors import SetupError
 
 # What is installed beside the library, and tests: odd texts, and half of it.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -31,30 +30,44 @@ class TextData:
     train: np.ndarray
     """uint8, all files one after the other."""
     test: np.ndarray
-    """uint8 (texts, context + 1), taken evenly from the held-out files."""
+    """uint8 (texts, length), taken evenly from the held-out files."""
     train_files: int
     test_files: int
     test_size: int
     """Bytes in the held-out files."""
 
-    def batch(self, config: Config, position: int) -> np.ndarray:
-        """The batch of a step: uint8 (batch, context + 1), from random places."""
-        random = np.random.default_rng((config.seed, position))
-        length = config.model.context + 1
-        starts = random.integers(0, len(self.train) - length + 1, config.batch_size)
+    @property
+    def summary(self) -> str:
+        """How much text there is."""
+        return (
+            f"{len(self.train) / 1e6:.1f} MB in {self.train_files} files to train on, "
+            f"{self.test_size / 1e6:.1f} MB in {self.test_files} files held out"
+        )
+
+    def batch(self, position: int, *, size: int, seed: int) -> np.ndarray:
+        """The batch of a step: uint8 (size, length), from random places."""
+        random = np.random.default_rng((seed, position))
+        length = self.test.shape[1]
+        starts = random.integers(0, len(self.train) - length + 1, size)
         return self.train[starts[:, None] + np.arange(length)]
 
-    def batches(self, config: Config, start: int) -> Iterator[np.ndarray]:
-        """The batches from position `start` on, without end."""
-        position = start
-        while True:
-            yield self.batch(config, position)
-            position += 1
+    def test_batches(self, size: int) -> Iterator[np.ndarray]:
+        """The texts of the test in batches of one size; what is left over is not."""
+        for index in range(max(len(self.test) // size, 1)):
+            yield self.test[
+                np.arange(index * size, (index + 1) * size) % len(self.test)
+            ]
 
 
-def load_data(config: Config) -> TextData:
-    """Reads all Python files of the standard library, or of `config.data_path`."""
-    root = config.data_path or Path(sysconfig.get_paths()["stdlib"])
+def load_text(folder: Path | None, *, length: int, test_texts: int) -> TextData:
+    """Reads all Python files of a folder.
+
+    Args:
+        folder: the folder; None for the standard library of this Python.
+        length: bytes of a text.
+        test_texts: at most so many texts to test on.
+    """
+    root = folder or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
         path.relative_to(root)
         for path in root.rglob("*.py")
@@ -66,7 +79,6 @@ def load_data(config: Config) -> TextData:
     train, test = (
         np.frombuffer(b"".join(parts[held_out]), np.uint8) for held_out in (False, True)
     )
-    length = config.model.context + 1
     if min(len(train), len(test)) < length:
         raise SetupError(
             f"{root} has too little text: {len(train):,} bytes to train on and "
@@ -74,9 +86,9 @@ def load_data(config: Config) -> TextData:
             f"{length} bytes. Name another folder with `--data-path`."
         )
     return TextData(
-        name="Python's standard library" if config.data_path is None else str(root),
+        name="Python's standard library" if folder is None else str(root),
         train=train,
-        test=cut(test, length, config.test_texts),
+        test=cut(test, length, test_texts),
         train_files=len(parts[False]),
         test_files=len(parts[True]),
         test_size=len(test),

@@ -16,8 +16,7 @@ import grain.python as grain
 import numpy as np
 from PIL import Image
 
-from ...common.errors import SetupError
-from ..config import Config
+from ..runs.errors import SetupError
 from .pipeline import Batch, ImageData, pad_batch, shuffled
 
 SUFFIXES = {".jpeg", ".jpg", ".png"}
@@ -32,9 +31,17 @@ ADVICE = (
 )
 
 
-def load_image_folder(config: Config) -> ImageData:
-    """Lists the images below `config.data_path` and prepares their pipeline."""
-    root = config.data_path
+def load_image_folder(
+    root: Path | None, *, size: int, batch_size: int, seed: int
+) -> ImageData:
+    """Lists the images below a folder and prepares their pipeline.
+
+    Args:
+        root: holds `train` and `val`.
+        size: side of the square that images are cropped to.
+        batch_size: images in a batch.
+        seed: fixes the order and the augmentation of the training images.
+    """
     if root is None:
         raise SetupError(f"`--preset imagenet` needs a `--data-path`. {ADVICE}")
     train_files, train_labels, classes = list_images(root / "train")
@@ -49,7 +56,6 @@ def load_image_folder(config: Config) -> ImageData:
     position = {name: label for label, name in enumerate(classes)}
     renumber = np.array([position[name] for name in test_classes], np.int32)
     test_labels = renumber[test_labels]
-    size, batch_size = config.image_size, config.batch_size
 
     def train_image(index: int, random: np.random.Generator) -> Batch:
         image = random_crop(read_image(train_files[index]), random, size)
@@ -59,7 +65,7 @@ def load_image_folder(config: Config) -> ImageData:
         image = center_crop(read_image(test_files[index]), size)
         return {"image": standardize(image), "label": test_labels[index]}
 
-    train = shuffled(len(train_files), config.seed).random_map(train_image)
+    train = shuffled(len(train_files), seed).random_map(train_image)
     test = grain.MapDataset.range(len(test_files)).map(test_image).batch(batch_size)
     notes = () if len(classes) == 1000 else (f"{root} has {len(classes)} classes.",)
     return ImageData(

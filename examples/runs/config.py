@@ -4,20 +4,16 @@ Every field of a configuration is an option of the command line: `batch_size` is
 `--batch-size`, `model.width` is `--model.width`.
 """
 
+import argparse
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar
 
+import mpx
+
+from ..precisions import DTYPES, RECIPES, Dtype, Precision, Recipe
 from .errors import SetupError
-
-Dtype = Literal["float32", "float16", "bfloat16"]
-Recipe = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
-Precision = Dtype | Recipe
-"""What a model is trained in; with a recipe in bfloat16, and its linear layers in less.
-"""
-
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-RECIPES: tuple[Recipe, ...] = get_args(Recipe)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +28,15 @@ class ScalingConfig:
     """Upper bound. May exceed float16's largest number, as the loss is float32."""
     max_skipped_in_a_row: int = 50
     """Stop with a diagnosis after so many skipped steps in a row."""
+
+    def make(self) -> mpx.DynamicLossScaling:
+        """The loss scaling, or a `SetupError`."""
+        try:
+            return mpx.DynamicLossScaling(
+                self.initial, period=self.period, max_loss_scaling=self.maximum
+            )
+        except ValueError as error:
+            raise SetupError(f"`--scaling.*`: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,7 @@ class RunConfig:
     weight_decay: float
     """AdamW's weight decay, on matrices only."""
     model: Any
+    """The sizes of a transformer: `width`, `heads` and others, and `dropout`."""
     scaling: ScalingConfig = ScalingConfig()
     precision: Dtype | Literal["all"] = "all"
     """Of the forward and backward pass; `all` trains the same model in each."""
@@ -89,11 +95,6 @@ class RunConfig:
         everything = "all" in self.recipe
         return *dtypes, *(r for r in RECIPES if everything or r in self.recipe)
 
-    @property
-    def items_per_step(self) -> int:
-        """What a step sees, in the unit of its speed."""
-        return self.batch_size
-
     def validate(self) -> Self:
         """Returns itself, or raises a `SetupError` that names the option to change."""
         for option in ("steps", "batch_size", "accumulate", "log_every"):
@@ -109,7 +110,19 @@ class RunConfig:
             "accumulate",
             f"must divide --batch-size {self.batch_size}",
         )
+        self.scaling.make()
+        self._validate_model()
         return self
+
+    def _validate_model(self) -> None:
+        model = self.model
+        for field in dataclasses.fields(model):
+            if field.name != "dropout":
+                is_size = getattr(model, field.name) >= 1
+                require(is_size, model, field.name, "must be at least 1")
+        rule = f"must divide --model.width {model.width}"
+        require(model.width % model.heads == 0, model, "heads", rule)
+        require(0 <= model.dropout < 1, model, "dropout", "must lie in [0, 1)")
 
 
 def require(holds: bool, config: object, option: str, rule: str) -> None:
@@ -119,3 +132,25 @@ def require(holds: bool, config: object, option: str, rule: str) -> None:
         value = getattr(config, option)
         name = prefix + option.replace("_", "-")
         raise SetupError(f"`{name}` {rule}; got {value}.")
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+def parse_options(
+    presets: Mapping[str, Config], arguments: Sequence[str] | None = None
+) -> Config:
+    """Reads the command line: `--preset`, then everything over its defaults.
+
+    Args:
+        presets: by name; the first is the usual one.
+        arguments: those of the program by default.
+    """
+    import tyro  # here: benchmarks import the examples without it
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    usual = next(iter(presets))
+    first.add_argument("--preset", default=usual)
+    preset = first.parse_known_args(arguments)[0].preset
+    default = presets.get(preset, presets[usual])  # tyro explains a wrong name
+    return tyro.cli(type(default), default=default, args=arguments).validate()

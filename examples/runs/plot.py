@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from .config import Precision
-from .labels import Labels
-from .record import Row, RunFolder
+from ..precisions import Precision
+from .display import Labels
+from .folder import Row, RunFolder
 
 # Where all three agree all three are seen: broad grey, blue on it, dashes on top.
 # Colors of Okabe and Ito (2008), which stay apart for color-blind readers.

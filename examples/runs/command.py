@@ -11,12 +11,10 @@ from typing import Any, Protocol
 from rich.markup import escape
 
 from .config import RunConfig
-from .display import Display
+from .display import Display, Labels
 from .errors import SetupError
-from .labels import Labels
-from .loop import Interrupted
-from .plot import plot_run
-from .record import RunFolder
+from .folder import RunFolder
+from .recorder import Interrupted
 
 # The exit status of a program that Ctrl-C ended, as shells have it.
 INTERRUPTED_STATUS = 128 + signal.SIGINT
@@ -52,7 +50,6 @@ def train_all(
     display: Display,
     stop: Stop,
     train: Callable[..., Any],
-    introduce: Callable[[], None],
 ) -> None:
     """Trains every precision, then writes and prints what came out.
 
@@ -63,18 +60,20 @@ def train_all(
         stop: asked before every step.
         train: `train(precision, folder=..., display=..., should_stop=...)` returns a
             result and the metrics of every step.
-        introduce: says what is going to happen.
     """
+    from .plot import plot_run  # here: benchmarks import the examples without it
+
     folder = RunFolder(config)
-    introduce()
+    display.introduce(config, labels)
     for precision in config.precisions:
-        result, _ = train(
-            precision,
-            folder=folder,
-            display=display,
-            should_stop=lambda: stop.requested,
-        )
-        folder.add_result(result)
+        if precision not in folder.results:  # resumed
+            result, _ = train(
+                precision,
+                folder=folder,
+                display=display,
+                should_stop=lambda: stop.requested,
+            )
+            folder.add_result(result)
     folder.write_results(finished=True)
     plot_run(folder, labels)
     display.summarize(folder.results.values(), labels)
@@ -94,18 +93,24 @@ def resuming_command(module: str, target: str) -> str:
     return f"python -m {module} {arguments}"
 
 
-def main(run: Callable[[Display, Stop], None], module: str, target: str) -> int:
+def main(
+    run: Callable[[Any, Display, Stop], None],
+    parse_config: Callable[[], Any],
+    module: str,
+    target: str,
+) -> int:
     """Runs a program; returns its exit status.
 
     Args:
         run: does all the work.
+        parse_config: reads the command line.
         module: the program's name for `python -m`.
         target: the program's target of the Makefile.
     """
     stop = StopRequest()
     display = Display()
     try:
-        run(display, stop)
+        run(parse_config(), display, stop)
     except Interrupted as interrupted:
         display.console.print(
             f"[yellow]Stopped.[/] {interrupted.precision} is saved after step "

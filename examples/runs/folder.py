@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..precisions import Precision
 from .checkpoint import run_options
-from .config import Precision, RunConfig
+from .config import RunConfig
 from .errors import SetupError
 
 PACKAGES = ("jax", "jaxlib", "equinox", "flax", "optax", "mpx-jax")

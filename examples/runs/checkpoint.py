@@ -14,11 +14,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding
 
-from .config import Precision, RunConfig
+from ..precisions import Precision
+from .config import RunConfig
 from .errors import SetupError
 
 VERSION = 1
@@ -71,7 +72,7 @@ class Checkpoints:
         """Writes a checkpoint and returns when it is complete."""
         if self.position == position:
             return
-        arrays = eqx.filter(state, eqx.is_array)
+        arrays = jax.tree.map(without_key, eqx.filter(state, eqx.is_array))
         record = {
             "version": VERSION,
             "position": position,
@@ -87,12 +88,11 @@ class Checkpoints:
         )
         self.manager.wait_until_finished()
 
-    def restore(self, like: Any, sharding: Sharding) -> tuple[Any, int]:
+    def restore(self, like: Any) -> tuple[Any, int]:
         """Reads the newest checkpoint.
 
         Args:
-            like: a state of the same run; gives structure, shapes and dtypes.
-            sharding: where the arrays go.
+            like: a state of the same run; gives structure, shapes, dtypes and devices.
 
         Returns:
             The state, and the position of the next batch.
@@ -110,9 +110,12 @@ class Checkpoints:
         record = self._record(path, position)
         self._require_same_run(record)
         arrays, static = eqx.partition(like, eqx.is_array)
-        template = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays
-        )
+
+        def describe(array: Any) -> jax.ShapeDtypeStruct:
+            x = without_key(array)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+        template = jax.tree.map(describe, arrays)
         restored = self._item(
             path, position, "state", ocp.args.StandardRestore(template)
         )
@@ -121,7 +124,7 @@ class Checkpoints:
         wrong = [name for name in names if expected.get(name) != found.get(name)]
         if wrong:
             raise self._damaged(path, f"checksum differs at `{wrong[0]}`")
-        return eqx.combine(restored, static), position
+        return eqx.combine(jax.tree.map(with_key_of, arrays, restored), static), position
 
     def _record(self, path: Path, position: int) -> dict[str, Any]:
         record = self._item(path, position, "record", ocp.args.JsonRestore())
@@ -189,3 +192,19 @@ def checksums(tree: Any) -> dict[str, int]:
         jax.tree_util.keystr(path): zlib.crc32(np.ascontiguousarray(leaf).tobytes())
         for path, leaf in leaves
     }
+
+
+def without_key(leaf: Any) -> Any:
+    """A random key as numbers, which checkpoints can hold; others as they are."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def with_key_of(like: Any, leaf: Any) -> Any:
+    """The inverse, for a leaf whose old value is given."""
+    if not is_key(like):
+        return leaf
+    return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
+
+
+def is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,1 @@
+"""Data sets: images, all with one face (`pipeline.ImageData`), and text."""
