@@ -45,8 +45,12 @@ def inputs():
 
 def step(func, scaling, *args, **options):
     """One step of a training run, jitted: the result of the gradient function."""
-    call = mpx.filter_value_and_grad(func, scaling, **options)
-    return call(*args)
+
+    @jax.jit
+    def run(scaling, args):
+        return mpx.filter_value_and_grad(func, scaling, **options)(*args)
+
+    return run(scaling, args)
 
 
 def amaxes_of(func, *args, **options):
