@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
 from jax.interpreters import ad
 
 
@@ -23,7 +24,7 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def bind_equation(equation: Any, *operands: Any) -> list[Any]:
+def bind_equation(equation: JaxprEqn, *operands: Any) -> list[Any]:
     """Binds the primitive of a jaxpr's equation to new operands.
 
     Args:
@@ -48,12 +49,12 @@ def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:
     return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
 
 
-def execution_context(equation: Any) -> contextlib.AbstractContextManager[Any]:
+def execution_context(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """The mesh that an equation is for, and the device that computes it."""
     return equation.ctx.manager
 
 
-def execution_key(equation: Any) -> Hashable:
+def execution_key(equation: JaxprEqn) -> Hashable:
     """What equations have in common that are for the same mesh and device."""
     context = equation.ctx
     metadata = tuple(sorted((context.xla_metadata or {}).items()))
@@ -61,7 +62,7 @@ def execution_key(equation: Any) -> Hashable:
 
 
 @contextlib.contextmanager
-def equation_context(equation: Any) -> Iterator[None]:
+def equation_context(equation: JaxprEqn) -> Iterator[None]:
     """What an equation was traced in, for what is emitted for it.
 
     Its source lines, its named scopes, and its execution context.
@@ -73,23 +74,23 @@ def equation_context(equation: Any) -> Iterator[None]:
             yield
 
 
-def scope_names(equation: Any) -> tuple[str, ...]:
+def scope_names(equation: JaxprEqn) -> tuple[str, ...]:
     """The named scopes of an equation, the outermost first, without transforms."""
     stack = equation.source_info.name_stack.stack
     return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
 
-def is_transposed(equation: Any) -> bool:
+def is_transposed(equation: JaxprEqn) -> bool:
     """Whether an equation was made by transposing a derivative."""
     return "transpose" in _transforms(equation)
 
 
-def is_differentiated(equation: Any) -> bool:
+def is_differentiated(equation: JaxprEqn) -> bool:
     """Whether an equation is part of a derivative."""
     return not _transforms(equation).isdisjoint(("jvp", "transpose"))
 
 
-def _transforms(equation: Any) -> set[str]:
+def _transforms(equation: JaxprEqn) -> set[str]:
     """The transforms of JAX that made an equation; a named scope is none."""
     stack = equation.source_info.name_stack.stack
     return {entry.name for entry in stack if type(entry).__name__ == "Transform"}
@@ -165,7 +166,7 @@ def symbolic_zero(aval: Any) -> Any:
     return ad.Zero(aval.to_ct_aval())
 
 
-def varied_axes(equation: Any) -> frozenset[str]:
+def varied_axes(equation: JaxprEqn) -> frozenset[str]:
     """The mesh axes on which an equation makes a value varying; mostly none.
 
     Its transpose is a sum over the devices.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._dtypes import is_half
 from .._errors import listing
@@ -135,7 +136,7 @@ def marked(results: Any) -> Any:
     return jax.tree.unflatten(tree, leaves)
 
 
-def is_marked(equation: Any) -> bool:
+def is_marked(equation: JaxprEqn) -> bool:
     """Whether an equation marks a result of an autocast function."""
     is_name = equation.primitive.name == "name"
     return is_name and equation.params.get("name") == _MARK
@@ -247,7 +248,7 @@ def _done_for_others() -> contextlib.AbstractContextManager[Any]:
     return region({"is_enabled": False})
 
 
-def _results(run: Run, closed: Any, values: list[Value]) -> list[Any]:
+def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[Any]:
     avals = closed.out_avals
     demands = tuple(
         demand_for(aval.dtype) if is_castable(aval) else Demand.ANY for aval in avals

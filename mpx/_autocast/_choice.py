@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from .._program import PrimitiveClass, class_of, is_multiplication, properties
+from .._program import PrimitiveClass, aval_of, class_of, is_multiplication, properties
 from .._quantize import AbstractRecipe
 from ._decisions import Precision, Reason
 from ._demand import Demand
@@ -58,7 +59,7 @@ class Case(NamedTuple):
     """
 
     place: Place
-    equation: Any
+    equation: JaxprEqn
     operands: list[Value]
     demand: Demand
     is_residual: bool
@@ -128,7 +129,7 @@ def _ruled(case: Case, kind: PrimitiveClass | None, precision: Precision) -> Cho
 
 
 def _declared_dtypes(case: Case) -> set[Any]:
-    return {a.aval.dtype for a in case.equation.invars if is_castable(a.aval)}
+    return {aval_of(a).dtype for a in case.equation.invars if is_castable(aval_of(a))}
 
 
 def _half_dtype(case: Case) -> np.dtype:
@@ -140,7 +141,7 @@ def _half_dtype(case: Case) -> np.dtype:
 
 
 def _product_result(case: Case, dtype: np.dtype) -> np.dtype:
-    is_full = case.equation.outvars[0].aval.dtype == FULL
+    is_full = aval_of(case.equation.outvars[0]).dtype == FULL
     asked_for = FULL not in _declared_dtypes(case)
     return FULL if is_full and (case.demand is Demand.FULL or asked_for) else dtype
 
@@ -162,7 +163,7 @@ def _choose_product(case: Case) -> Choice:
     return Choice(kind, Reason.PRODUCT, dtype, _product_result(case, dtype))
 
 
-def _factors(equation: Any) -> list[Any]:
+def _factors(equation: JaxprEqn) -> list[Any]:
     """The operands of a product that are no indices."""
     return [a for a in equation.invars if not np.issubdtype(_kind(a), np.integer)]
 

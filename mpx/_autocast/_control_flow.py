@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from .._jax_compat import (
@@ -29,6 +30,7 @@ from .._jax_compat import (
     scan_options,
 )
 from .._program import (
+    aval_of,
     constants_as_inputs,
     distinct_equations,
     program_of,
@@ -54,7 +56,7 @@ class Program(NamedTuple):
         used: The user's rules that held inside, and the recipes that quantized.
     """
 
-    closed: Any
+    closed: ClosedJaxpr
     facts: tuple[Facts, ...]
     used: frozenset[Any]
 
@@ -183,7 +185,7 @@ def as_dtype(value: Value, dtype: Any) -> Value:
 
 
 def rebound(
-    equation: Any, params: dict[str, Any], facts: Any, operands: Sequence[Any]
+    equation: JaxprEqn, params: dict[str, Any], facts: Any, operands: Sequence[Any]
 ) -> list[Value]:
     """Binds an equation that holds a program with another one in its place."""
     changed = equation.replace(params={**equation.params, **params})
@@ -192,7 +194,7 @@ def rebound(
 
 
 def widened(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """The operands of a program, in float32 where it wants nothing else.
 
@@ -208,14 +210,14 @@ def widened(
         )
         if demand is Demand.FULL
         and v.facts.provenance is Provenance.HALF
-        and atom.aval.dtype == FULL
+        and aval_of(atom).dtype == FULL
         else v
         for v, atom, demand in zip(operands, equation.invars, ahead.inputs, strict=True)
     ]
 
 
 def rewrite_jit(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A jit, with its name, shardings, layouts and donation."""
     operands = widened(run, place, equation, operands, demands)
@@ -229,7 +231,7 @@ def rewrite_jit(
 
 
 def _rewrite_inline(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A jit that has more operands than its shardings and donations are for."""
     params = equation.params
@@ -252,7 +254,7 @@ def _constrained(value: Value, sharding: Any) -> Value:
 
 
 def rewrite_composite(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
     jaxpr = program_of(equation)
@@ -266,7 +268,7 @@ def rewrite_composite(
 
 
 def rewrite_call(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A call that says nothing but "here is a program": emitted in place."""
     jaxpr = program_of(equation)
@@ -274,7 +276,7 @@ def rewrite_call(
 
 
 def rewrite_remat(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
     jaxpr = equation.params["jaxpr"]
@@ -287,7 +289,7 @@ def rewrite_remat(
 
 
 def rewrite_shard_map(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A program that runs once per device."""
     params = equation.params
@@ -332,7 +334,7 @@ def _carried(arrays: Sequence[Any]) -> list[Value]:
 
 
 def rewrite_scan(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A scan; what it stacks may be half precision, what it carries keeps its dtype."""
     params = equation.params
@@ -371,7 +373,7 @@ def rewrite_scan(
     return _carried(carry) + [Value(y, f) for y, f in zip(ys, found[0], strict=True)]
 
 
-def _loop_place(place: Place, equation: Any) -> Place:
+def _loop_place(place: Place, equation: JaxprEqn) -> Place:
     """The place inside of a loop, whose results go into its next turn, too."""
     reach = place.reach and reach_of_program(sub_jaxprs(equation)[0], place.reach)
     return dataclasses.replace(place, reach=reach, is_in_loop=True)
@@ -382,7 +384,7 @@ def _stacked_facts(facts: Facts) -> Facts:
 
 
 def rewrite_while(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A loop of unknown length."""
     params = equation.params
@@ -435,7 +437,7 @@ def _where(condition: Any, new: Any, old: Any) -> Any:
 
 
 def rewrite_cond(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """Branches, whose results agree on their dtypes."""
     branches = equation.params["branches"]

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jax_compat import bind_equation, open_jaxpr, symbolic_zero
 from .._program import constants_as_inputs, program_of, zero_results
@@ -98,7 +99,7 @@ def _own(place: Place) -> Place:
 
 
 def rewrite_custom_jvp(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A function with a rule for its tangents."""
     place, later = _own(place), run.for_later()
@@ -159,7 +160,7 @@ def _tangent(value: Value, is_zero: bool, primal: Any) -> Any:
 
 
 def rewrite_custom_vjp(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A function with a rule for its cotangents.
 
@@ -221,7 +222,7 @@ def rewrite_custom_vjp(
 
 
 def _traced_forward(
-    equation: Any, arrays: Sequence[Any], active: Sequence[int]
+    equation: JaxprEqn, arrays: Sequence[Any], active: Sequence[int]
 ) -> tuple[Any, Any]:
     """The program of results and residuals, and how to make a pullback of the latter.
 
@@ -242,7 +243,7 @@ def _traced_forward(
     return closed, trees[0]
 
 
-def _traced_backward(equation: Any, saved: "_Saved", cotangents: Any) -> Any:
+def _traced_backward(equation: JaxprEqn, saved: "_Saved", cotangents: Any) -> Any:
     """The program of a pullback, given the cotangents that are not known to be zero."""
     pairs = list(zip(cotangents, equation.outvars, strict=True))
     pairs = [(None if isinstance(c, SymbolicZero) else c, v) for c, v in pairs]
@@ -287,7 +288,7 @@ def _retyped(arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _refuse_active_constants(equation: Any, active: Sequence[int]) -> None:
+def _refuse_active_constants(equation: JaxprEqn, active: Sequence[int]) -> None:
     """Raises where a function closes over what is differentiated.
 
     JAX knows no derivative by it: the rule gives none.
@@ -305,7 +306,7 @@ _LEAK = "The derivative rule of the function "
 
 
 @contextlib.contextmanager
-def _explaining_leaks(equation: Any) -> Iterator[None]:
+def _explaining_leaks(equation: JaxprEqn) -> Iterator[None]:
     """Says which function has a rule that needs an array which is no more."""
     try:
         yield
@@ -315,7 +316,7 @@ def _explaining_leaks(equation: Any) -> Iterator[None]:
         raise _leak(equation) from error
 
 
-def _refuse_leaks(run: Run, equation: Any, closed: Any) -> None:
+def _refuse_leaks(run: Run, equation: JaxprEqn, closed: ClosedJaxpr) -> None:
     """Raises where the program of a rule holds what the function was traced with.
 
     Under `jax.jit` JAX takes it for an array of the function around, and says much
@@ -326,7 +327,7 @@ def _refuse_leaks(run: Run, equation: Any, closed: Any) -> None:
         raise _leak(equation)
 
 
-def _leak(equation: Any) -> jax.errors.UnexpectedTracerError:
+def _leak(equation: JaxprEqn) -> jax.errors.UnexpectedTracerError:
     return jax.errors.UnexpectedTracerError(
         f"{_LEAK}{_named(equation)} closes over an array of the function around it. "
         "`mpx.autocast` runs the rule when the function around it has been traced, as "
@@ -335,7 +336,7 @@ def _leak(equation: Any) -> jax.errors.UnexpectedTracerError:
     )
 
 
-def _named(equation: Any) -> str:
+def _named(equation: JaxprEqn) -> str:
     """The name of a function with a rule, and where it stands."""
     info = open_jaxpr(program_of(equation)).debug_info
     name, _, place = info.func_src_info.partition(" at ")
@@ -343,7 +344,7 @@ def _named(equation: Any) -> str:
 
 
 def rewrite_custom_vmap(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A function with a rule for `vmap`."""
     place, later = _own(place), run.for_later()
@@ -372,7 +373,7 @@ def rewrite_custom_vmap(
 
 
 def rewrite_remat_opt(
-    run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
 ) -> list[Value]:
     """A forward rule, in whose place the function itself runs if that is enough.
 

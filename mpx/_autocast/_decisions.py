@@ -2,11 +2,11 @@
 
 import dataclasses
 import enum
-from typing import Any
 
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from .._program import PrimitiveClass, count, source_frames
+from .._program import PrimitiveClass, aval_of, count, source_frames
 from ._fused import FusedOperation
 
 
@@ -68,7 +68,7 @@ class Candidate:
     kind: PrimitiveClass | None
     dtype: np.dtype
     scopes: tuple[str, ...]
-    equation: Any
+    equation: JaxprEqn
     in_dtypes: tuple[np.dtype, ...]
     parameters: tuple[str | None, ...]
 
@@ -81,8 +81,8 @@ class Candidate:
         if self.primitive != "dot_general":
             return 0
         contracted = self.equation.params["dimension_numbers"][0][0]
-        shape = self.equation.invars[0].aval.shape
-        results = count(self.equation.outvars[0].aval.shape)
+        shape = aval_of(self.equation.invars[0]).shape
+        results = count(aval_of(self.equation.outvars[0]).shape)
         return results * count(shape[i] for i in contracted)
 
     @property
@@ -91,7 +91,7 @@ class Candidate:
         return line_of(self.equation)
 
 
-def line_of(equation: Any) -> str:
+def line_of(equation: JaxprEqn) -> str:
     """The line of the user's code that an equation comes from."""
     frames = source_frames(equation)
     return str(frames[-1]) if frames else ""

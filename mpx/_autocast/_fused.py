@@ -13,6 +13,7 @@ import contextlib
 from typing import Any, ClassVar
 
 import jax
+from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from .._jax_compat import scope_names
@@ -97,14 +98,14 @@ def operation_of(scope: str) -> FusedOperation | None:
     return scope.operation if isinstance(scope, _Mark) else None
 
 
-def is_fused_call(equation: Any) -> bool:
+def is_fused_call(equation: JaxprEqn) -> bool:
     """Whether an equation is a call with derivative rules around an operation."""
     scopes = scope_names(equation)
     mark = scopes[-1] if scopes else ""
     return isinstance(mark, _Mark) and mark.is_call
 
 
-def fused_operation_of(equation: Any) -> FusedOperation | None:
+def fused_operation_of(equation: JaxprEqn) -> FusedOperation | None:
     """The operation that an equation is."""
     scopes = scope_names(equation)
     mark = scopes[-1] if scopes else ""

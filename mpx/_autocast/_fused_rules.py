@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 
 from .._jax_compat import open_jaxpr
-from .._program import PrimitiveClass, program_of
+from .._program import PrimitiveClass, aval_of, program_of
 from .._quantize import AbstractRecipe
 from ._choice import Case, Choice, choose
 from ._control_flow import evaluate_closed
@@ -39,7 +40,7 @@ def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
 
     @functools.wraps(otherwise)
     def rewrite(
-        run: Run, place: Place, equation: Any, operands: list[Value], demands: Any
+        run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
     ) -> list[Value]:
         if name == "custom_vmap_call":
             operation = fused_operation_of(equation)
@@ -53,7 +54,7 @@ def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
     return rewrite
 
 
-def _from_the_same_line(equation: Any) -> Any:
+def _from_the_same_line(equation: JaxprEqn) -> Any:
     """The program of an equation, as if the user's line had made all of it.
 
     What is traced within a derivative rule does not know who called.
@@ -73,7 +74,7 @@ def _from_the_same_line(equation: Any) -> Any:
 def _rewrite(
     run: Run,
     place: Place,
-    equation: Any,
+    equation: JaxprEqn,
     operands: list[Value],
     demands: tuple[Demand, ...],
     operation: FusedOperation,
@@ -100,7 +101,7 @@ def _rewrite(
 
 def _case(
     place: Place,
-    equation: Any,
+    equation: JaxprEqn,
     operands: list[Value],
     demands: tuple[Demand, ...],
     operation: FusedOperation,
@@ -123,7 +124,7 @@ def _with_recipe(place: Place, recipe: AbstractRecipe) -> Place:
 def _decomposed(
     run: Run,
     place: Place,
-    equation: Any,
+    equation: JaxprEqn,
     operands: list[Value],
     demands: tuple[Demand, ...],
     operation: FusedOperation,
@@ -158,7 +159,7 @@ def _cast(case: Case, operands: list[Value], choice: Choice) -> list[Any]:
     """The operands, those that it multiplies in the precision that was chosen."""
     count = len(case.operands)
     factors = [
-        v.cast(atom.aval.dtype if choice.dtype is None else choice.dtype)[0]
+        v.cast(aval_of(atom).dtype if choice.dtype is None else choice.dtype)[0]
         for v, atom in zip(case.operands, case.equation.invars, strict=True)
     ]
     return factors + [v.array for v in operands[count:]]

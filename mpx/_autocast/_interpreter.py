@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 
 from .._jax_compat import (
     bind_equation,
@@ -19,7 +20,16 @@ from .._jax_compat import (
     is_differentiated,
     scope_names,
 )
-from .._program import Island, PrimitiveClass, class_of, count, parts, properties
+from .._program import (
+    Island,
+    PrimitiveClass,
+    aval_of,
+    avals,
+    class_of,
+    count,
+    parts,
+    properties,
+)
 from .._quantize import AbstractRecipe
 from . import _strict
 from ._choice import Case, Choice, choose
@@ -77,7 +87,7 @@ def evaluate(
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
         values[variable] = constant(array, parameter="")
 
-    def emit(place: Place, equation: Any, values: dict[Any, Value]) -> None:
+    def emit(place: Place, equation: JaxprEqn, values: dict[Any, Value]) -> None:
         inputs = [_read(values, atom) for atom in equation.invars]
         with equation_context(equation):
             here = _place_of(run, place, equation, reach)
@@ -106,7 +116,7 @@ def _parts(
     if is_whole or place.settings.residuals is None:
         return jaxpr.eqns
 
-    def may_join(equation: Any) -> bool:
+    def may_join(equation: JaxprEqn) -> bool:
         settings = settings_within(place.settings, scope_names(equation))
         is_asked_for = settings.is_enabled and settings.residuals == "small"
         is_stream = any(v in residuals for v in equation.outvars)
@@ -117,7 +127,7 @@ def _parts(
 
 
 def _place_of(
-    run: Run, place: Place, equation: Any, reach: Mapping[Any, Reach]
+    run: Run, place: Place, equation: JaxprEqn, reach: Mapping[Any, Reach]
 ) -> Place:
     """The place inside of the scopes of an equation."""
     scopes = scope_names(equation)
@@ -138,7 +148,7 @@ def _place_of(
 
 
 def _emit(
-    run: Run, place: Place, equation: Any, operands: list[Value], ahead: Demands
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], ahead: Demands
 ) -> list[Value]:
     name = equation.primitive.name
     demands = tuple(map(ahead.demand, equation.outvars))
@@ -187,7 +197,7 @@ _ARITHMETIC = {
 }
 
 
-def _number(equation: Any, operands: list[Value]) -> Value | None:
+def _number(equation: JaxprEqn, operands: list[Value]) -> Value | None:
     """The number that arithmetic on numbers of the program gives, such as `1 - rate`.
 
     Left to the program it would be a value that was computed in float32, and what it
@@ -280,14 +290,14 @@ def _rewritten_by(rule: Rule, candidate: Candidate, case: Case) -> list[Value]:
         bind_equation(equation, *arrays), case.equation.outvars, strict=True
     ):
         if not (is_castable(variable.aval) and is_castable(jax.typeof(x))):
-            declared_dtype = variable.aval.dtype
+            declared_dtype = aval_of(variable).dtype
             if x.dtype != declared_dtype:
                 x = jax.lax.convert_element_type(x, declared_dtype)
         results.append(computed(x))
     return results
 
 
-def _are_declared(equation: Any, operands: list[Value]) -> bool:
+def _are_declared(equation: JaxprEqn, operands: list[Value]) -> bool:
     return all(
         v.facts.provenance is Provenance.DECLARED
         for v, atom in zip(operands, equation.invars, strict=True)
@@ -295,7 +305,7 @@ def _are_declared(equation: Any, operands: list[Value]) -> bool:
     )
 
 
-def _join(equation: Any, operands: list[Value]) -> list[Value]:
+def _join(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Puts declared values side by side: the result is one, too."""
     bound = bind_equation(equation, *(v.array for v in operands))
     weights = [v for v in operands if v.facts.is_weight]
@@ -307,7 +317,7 @@ def _join(equation: Any, operands: list[Value]) -> list[Value]:
     ]
 
 
-def _move(equation: Any, operands: list[Value]) -> list[Value]:
+def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Moves data in whatever precision it comes."""
     name = equation.primitive.name
     known = properties(name)
@@ -334,13 +344,13 @@ def _move(equation: Any, operands: list[Value]) -> list[Value]:
     return results
 
 
-def _convert(place: Place, equation: Any, value: Value) -> Value:
+def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
     """A cast of the user's own."""
     if not place.settings.is_enabled:
         choice = Choice(PrimitiveClass.CONVERT, Reason.REGION)
         return emit_operation(equation, [value], choice)[0]
     target = equation.params["new_dtype"]
-    from_aval, to_aval = equation.invars[0].aval, equation.outvars[0].aval
+    from_aval, to_aval = avals((equation.invars[0], equation.outvars[0]))
     if not is_castable(from_aval) or not is_castable(to_aval):
         (array,) = bind_equation(equation, value.array)
         is_number = jax.numpy.issubdtype(from_aval.dtype, jax.numpy.integer)

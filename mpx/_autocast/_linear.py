@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from .._jax_compat import is_transposed, manual_axes
-from .._program import count, properties
+from .._program import aval_of, avals, count, properties
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
@@ -93,7 +93,7 @@ def _impossible(case: Case) -> str | None:
         return _impossible_convolution(case, case.settings.recipe)
     if case.name == _RAGGED:
         return _impossible_ragged(case)
-    left, right = (v.aval for v in case.equation.invars[:2])
+    left, right = avals(case.equation.invars[:2])
     (left_sum, right_sum), (left_batch, right_batch) = case.equation.params[
         "dimension_numbers"
     ]
@@ -108,7 +108,7 @@ def _impossible(case: Case) -> str | None:
 
 def _impossible_ragged(case: Case) -> str | None:
     params = case.equation.params
-    ranks = (v.aval.ndim for v in case.equation.invars[:2])
+    ranks = (aval_of(v).ndim for v in case.equation.invars[:2])
     numbers = params["ragged_dot_dimension_numbers"]
     if params["group_offset"] is not None or not has_ragged_form(numbers, *ranks):
         return "a ragged product of another form than rows in groups"

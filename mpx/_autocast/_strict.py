@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from jax.extend.core import JaxprEqn
+
 from .._errors import describe, listing
-from .._program import count, source_span
+from .._program import aval_of, count, source_span
 from .._quantize import AbstractProduct, Path, path_of
 from ._choice import Case, Choice
 from ._decisions import Reason, line_of
@@ -53,7 +55,7 @@ def refuse_accident(case: Case, choice: Choice) -> None:
 
 def _small_and_full(case: Case) -> Value | None:
     """An operand that alone is to blame for float32, if there is one."""
-    size = max((count(v.aval.shape) for v in case.equation.outvars), default=0)
+    size = max((count(aval_of(v).shape) for v in case.equation.outvars), default=0)
     values = case.castable
     has_half = any(
         v.facts.provenance is Provenance.HALF and count(v.array.shape) == size
@@ -74,7 +76,7 @@ def _was_widened_here(case: Case) -> bool:
     """
     widened = [v for v in case.castable if v.widened_by is not None]
     others = [v for v in case.castable if v.widened_by is None]
-    size = max((count(v.aval.shape) for v in case.equation.outvars), default=0)
+    size = max((count(aval_of(v).shape) for v in case.equation.outvars), default=0)
     if not widened or not others or not is_castable(case.equation.outvars[0].aval):
         return False
     if any(count(v.array.shape) == size and not v.facts.is_broadcast for v in others):
@@ -105,6 +107,6 @@ def refuse_unused(rules: Rules, used: set[Any]) -> None:
         )
 
 
-def _where(equation: Any) -> str:
+def _where(equation: JaxprEqn) -> str:
     line = line_of(equation)
     return f" at {line}" if line else ""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from .._autocast import (
     AmbientRecipe,
@@ -295,19 +296,19 @@ def _type(aval: Any) -> str:
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
-def _is_product(equation: Any) -> bool:
+def _is_product(equation: JaxprEqn) -> bool:
     return class_of(equation.primitive.name, _BFLOAT16) is PrimitiveClass.HALF
 
 
-def precision_of(equation: Any) -> str:
+def precision_of(equation: JaxprEqn) -> str:
     """The dtype that an equation is computed in.
 
     That of its operands for matrix products and convolutions, `mixed` where they
     differ, `float8` if both are formats of 8 bits. Else that of its first floating
     result, or operand, or result.
     """
-    operands = [v.aval.dtype for v in equation.invars if hasattr(v.aval, "dtype")]
-    results = [v.aval.dtype for v in equation.outvars if hasattr(v.aval, "dtype")]
+    operands = [a.dtype for a in avals(equation.invars) if hasattr(a, "dtype")]
+    results = [a.dtype for a in avals(equation.outvars) if hasattr(a, "dtype")]
     numbers = [d for d in operands if jnp.issubdtype(d, jnp.inexact)]
     if _is_product(equation) and numbers:
         names = {str(dtype) for dtype in numbers[:2]}
@@ -319,11 +320,11 @@ def precision_of(equation: Any) -> str:
     return str(found[0]) if found else ""
 
 
-def _precision_of_product(equation: Any) -> str | None:
+def _precision_of_product(equation: JaxprEqn) -> str | None:
     return precision_of(equation) if _is_product(equation) else None
 
 
-def _hides_a_program(equation: Any) -> bool:
+def _hides_a_program(equation: JaxprEqn) -> bool:
     """Whether numbers go into a program of which nothing is known."""
     return properties(equation.primitive.name).hides_a_program and any(
         jnp.issubdtype(getattr(v.aval, "dtype", bool), jnp.floating)
@@ -331,7 +332,7 @@ def _hides_a_program(equation: Any) -> bool:
     )
 
 
-def _uses_half(equation: Any) -> bool:
+def _uses_half(equation: JaxprEqn) -> bool:
     return any(
         str(getattr(v.aval, "dtype", "")) in HALF
         for v in (*equation.invars, *equation.outvars)
@@ -391,7 +392,7 @@ def _reason(visit: Visit[Fact], flow: Facts) -> str:
     return "; ".join(texts[:3]) + more
 
 
-def _origins(equation: Any, facts: Sequence[Fact]) -> list[Origin]:
+def _origins(equation: JaxprEqn, facts: Sequence[Fact]) -> list[Origin]:
     """Where the dtypes of the floating operands come from; constants if no other."""
     found = [
         fact.origin

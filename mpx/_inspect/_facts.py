@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from .._program import (
     Flow,
     PrimitiveClass,
     Span,
+    avals,
     properties,
     source_frames,
     source_span,
@@ -84,7 +86,7 @@ class Facts(Flow[Fact]):
             parameters = _union([a.parameters, b.parameters])
         return Fact(parameters, a.origin)
 
-    def transfer(self, equation: Any, facts: Sequence[Fact]) -> Sequence[Fact]:
+    def transfer(self, equation: JaxprEqn, facts: Sequence[Fact]) -> Sequence[Fact]:
         """The facts of the results of an operation."""
         parameters = _parameters(equation, facts)
         promoted = promotion(equation, facts)
@@ -104,7 +106,7 @@ class Promotion:
     cause: Origin
 
 
-def promotion(equation: Any, facts: Sequence[Fact]) -> Promotion | None:
+def promotion(equation: JaxprEqn, facts: Sequence[Fact]) -> Promotion | None:
     """The cast that nobody wrote before an operation, if there is one.
 
     It is a cast from half precision that stands in the same expression as the
@@ -127,12 +129,18 @@ def promotion(equation: Any, facts: Sequence[Fact]) -> Promotion | None:
     return None
 
 
-def is_float_cast(equation: Any) -> bool:
+def is_float_cast(equation: JaxprEqn) -> bool:
     """Whether an equation does nothing but change a floating dtype."""
     if equation.primitive.name != "convert_element_type":
         return False
-    before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    before, after = _dtypes(equation)
     return before != after and _is_float(before) and _is_float(after)
+
+
+def _dtypes(equation: JaxprEqn) -> tuple[Any, Any]:
+    """Those of a cast's operand and result."""
+    operand, result = avals((equation.invars[0], equation.outvars[0]))
+    return operand.dtype, result.dtype
 
 
 def _is_float(dtype: Any) -> bool:
@@ -144,7 +152,7 @@ def _is_wide(aval: Any) -> bool:
 
 
 def _parameters(
-    equation: Any, facts: Sequence[Fact]
+    equation: JaxprEqn, facts: Sequence[Fact]
 ) -> Sequence[tuple[str, ...] | None]:
     """The weights that results are: moved, cast, or joined, but not computed with."""
     name, count = equation.primitive.name, len(equation.outvars)
@@ -166,11 +174,11 @@ def _union(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _origin(
-    equation: Any, facts: Sequence[Fact], promoted: Promotion | None, aval: Any
+    equation: JaxprEqn, facts: Sequence[Fact], promoted: Promotion | None, aval: Any
 ) -> Origin:
     if is_float_cast(equation):
         frames = source_frames(equation)
-        before, after = (v.aval.dtype for v in (*equation.invars, *equation.outvars))
+        before, after = _dtypes(equation)
         return Origin(
             OriginKind.CAST,
             f"cast to {after}{_at(frames)}",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn
 
 from .._program import Flow, distinct_equations, properties, walk_inside
 from ._report import HALF
@@ -70,7 +71,7 @@ class _Rounding(Flow[_Fact]):
         """What one of them depends on."""
         return _Fact(a.is_rounded or b.is_rounded, a.tests | b.tests)
 
-    def transfer(self, equation: Any, facts: Sequence[_Fact]) -> Sequence[_Fact]:
+    def transfer(self, equation: JaxprEqn, facts: Sequence[_Fact]) -> Sequence[_Fact]:
         """Numbers stay rounded; truth values and integers carry the comparisons."""
         is_rounded = any(fact.is_rounded for fact in facts)
         is_rounded |= self._precision_of_product(equation) in HALF
@@ -80,7 +81,7 @@ class _Rounding(Flow[_Fact]):
         number, other = _Fact(is_rounded), _Fact(False, tests)
         return [number if _is_float(v.aval) else other for v in equation.outvars]
 
-    def leave(self, equation: Any, role: str, results: Sequence[_Fact]) -> None:
+    def leave(self, equation: JaxprEqn, role: str, results: Sequence[_Fact]) -> None:
         """What the condition of the loop depends on decides when it ends."""
         if equation is self._loop and role == "condition":
             self.deciding |= results[0].tests

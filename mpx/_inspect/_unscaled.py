@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 
 from .._autocast import is_scaling_note
-from .._program import Visit
+from .._program import Visit, aval_of
 from ._source_text import phase
 
 FINDING = "float16 gradients without loss scaling: below 6e-8 they are zero"
@@ -37,14 +38,14 @@ def unscaled_gradient(visits: Sequence[Visit[Any]]) -> int | None:
     return first
 
 
-def _computes_in_float16(equation: Any) -> bool:
+def _computes_in_float16(equation: JaxprEqn) -> bool:
     atoms = (*equation.invars, *equation.outvars)
     return any(getattr(atom.aval, "dtype", None) == _FLOAT16 for atom in atoms)
 
 
-def _multiplies_by_a_scale(equation: Any) -> bool:
+def _multiplies_by_a_scale(equation: JaxprEqn) -> bool:
     """Whether a number is multiplied by another one, as the scale is."""
-    if equation.primitive.name != "mul" or equation.outvars[0].aval.shape != ():
+    if equation.primitive.name != "mul" or aval_of(equation.outvars[0]).shape != ():
         return False
     numbers = [float(x.val) for x in equation.invars if isinstance(x, core.Literal)]
     # The derivative of the loss itself is 1.

@@ -13,6 +13,7 @@ from .calls import (
 from .equations import (
     OTHERS as OTHERS,
     SubJaxpr as SubJaxpr,
+    aval_of as aval_of,
     avals as avals,
     constants_as_inputs as constants_as_inputs,
     count as count,

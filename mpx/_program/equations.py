@@ -63,8 +63,16 @@ class SubJaxpr:
     """On how many devices it runs, each with a part of the data."""
 
 
+def aval_of(atom: Any) -> Any:
+    """The type of an operand or a result: of an array, but for tokens and references.
+
+    JAX's annotations know an abstract value without shape and dtype.
+    """
+    return atom.aval
+
+
 def avals(atoms: Iterable[Any]) -> list[Any]:
-    """The types of operands or results: of arrays, but for tokens and references."""
+    """The types of operands or results."""
     return [atom.aval for atom in atoms]
 
 
@@ -227,7 +235,7 @@ def _solve(equation: JaxprEqn) -> SubJaxpr:
     )
 
 
-def constants_as_inputs(closed: Any) -> tuple[Any, Sequence[Any]]:
+def constants_as_inputs(closed: ClosedJaxpr) -> tuple[Any, Sequence[Any]]:
     """A program that holds no arrays, and those that it is given first instead.
 
     What a function closes over may be an array that JAX traces; a program that holds

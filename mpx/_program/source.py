@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
-from typing import Any
 
 from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
 
 from .._jax_compat import raw_frames
 
@@ -26,7 +26,7 @@ _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):(?P<column>\d+) \((?P<function>
 _ALL_FRAMES = 1000
 
 
-def source_frames(equation: Any) -> tuple[Frame, ...]:
+def source_frames(equation: JaxprEqn) -> tuple[Frame, ...]:
     """The calls that led to an equation, the outermost first, without JAX's own."""
     text = source_info_util.summarize(equation.source_info, num_frames=_ALL_FRAMES)
     found = [_FRAME.fullmatch(line) for line in text.splitlines()]
@@ -40,7 +40,7 @@ def source_frames(equation: Any) -> tuple[Frame, ...]:
 Span = tuple[str, int | None, int | None, int | None, int | None]
 
 
-def source_span(equation: Any) -> Span | None:
+def source_span(equation: JaxprEqn) -> Span | None:
     """File, first and last line and column of the user's expression that made it.
 
     Two equations of one expression are known by it: `x * scale` makes a cast of `x`
@@ -67,7 +67,7 @@ class ScopeEntry:
     is_transform: bool
 
 
-def scopes(equation: Any) -> tuple[ScopeEntry, ...]:
+def scopes(equation: JaxprEqn) -> tuple[ScopeEntry, ...]:
     """The entries of an equation's own name stack, the outermost first.
 
     Those of a program inside of an equation are relative to that equation.

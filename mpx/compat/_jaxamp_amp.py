@@ -29,7 +29,7 @@ from .._autocast import (
 )
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
-from .._program import PrimitiveClass, properties
+from .._program import PrimitiveClass, aval_of, properties
 from .._tree import is_float_leaf
 
 PolicyFunction = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
@@ -159,7 +159,7 @@ def _rules(policy: Mapping[Any, PolicyFunction], dtype: Any) -> Rules:
         keys = (*candidate.scopes, equation.primitive, "amp_default")
         key = next((key for key in keys if key in policy), None)
         function = use_original_precision if key is None else policy[key]
-        original = [atom.aval.dtype for atom in equation.invars]
+        original = [aval_of(atom).dtype for atom in equation.invars]
         cast, params = function(dtype, original, *operands, **equation.params)
         return cast, dict(params)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.extend.core import JaxprEqn
 
 from .._jax_compat import bind_equation
 from .._program import sub_jaxprs
@@ -135,7 +136,7 @@ def _is_unknown(known: set[Any], atom: Any) -> bool:
     return not isinstance(atom, core.Literal) and atom not in known
 
 
-def _holds_kernel(equation: Any) -> bool:
+def _holds_kernel(equation: JaxprEqn) -> bool:
     if equation.primitive.name.startswith("dot_product_attention"):
         return True
     programs = sub_jaxprs(equation)
