@@ -34,7 +34,9 @@ def main() -> int:
     results = runner.read()
     if not arguments.page:
         measure_all(results, arguments)
-        results = runner.read()  # with the digits that were written
+    results["programs"] = runner.with_words(results["programs"], runner.clients())
+    runner.write(results)
+    results = runner.read()  # with the digits that were written
     page.write(results)
     judged = goals.judge(results)
     for goal in judged:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import mpx
 
-from .record import HALF, Built
+from .record import Built
 
 SCALE = 2.0**15
 """Where the search for a loss scale begins: `mpx.DynamicLossScaling`'s default."""
@@ -25,7 +25,13 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "mxfp8": mpx.MXFP8BlockScaling,
     "nvfp4": mpx.NVFP4BlockScaling,
 }
-PRECISIONS = (*HALF, *RECIPES)
+QUANTIZERS: dict[str, mpx.AbstractQuantizer] = {
+    "current": mpx.TensorQuantizer(),
+    "delayed": mpx.TensorQuantizer(),
+    "mxfp8": mpx.MXFP8Quantizer(),
+    "nvfp4": mpx.NVFP4Quantizer(),
+}
+"""How each recipe quantizes data and weights in the forward pass."""
 STATEFUL = ("float16", "delayed")
 """Those whose training step threads a state through."""
 

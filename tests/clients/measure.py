@@ -24,15 +24,15 @@ from jax.extend import core
 import mpx
 
 from . import gradients
-from .gradients import PRECISIONS, Result, Step
-from .record import Built, Client
+from .gradients import QUANTIZERS, Result, Step
+from .record import HALF, PRECISIONS, Built, Client
 
 SEEDS = 7
 ROUNDS = 3
 MOST_SCALES = 40
 # Compiling is most of the time. What float32 and bfloat16 take to compile is measured,
 # so they are compiled as users have it, and the others with less effort.
-_LESS = {"xla_backend_optimization_level": 0}
+LESS = {"xla_backend_optimization_level": 0}
 PRODUCTS = (
     "dot_general",
     "conv_general_dilated",
@@ -79,6 +79,8 @@ class Compiled:
         for equation in _equations(self.traced.jaxpr.jaxpr):
             if equation.primitive.name in PRODUCTS:
                 dtypes = {str(atom.aval.dtype) for atom in equation.invars[:2]}
+                if all(dtype.startswith("float8") for dtype in dtypes):
+                    dtypes = {"float8"}  # of data and of gradients
                 counts[dtypes.pop() if len(dtypes) == 1 else "mixed"] += 1
         return dict(counts)
 
@@ -251,32 +253,31 @@ def measure(
 
     Returns:
         A record: `float32`, `rounded` (float32 of rounded weights and inputs, which
-        says how much of an error no arithmetic could avoid), `naive bfloat16`, ... and
-        a part for each precision; a part that failed holds its `error`.
+        says how much of an error no arithmetic could avoid; `rounded current` and
+        others where `faults` has a recipe), `naive bfloat16`, `region bfloat16`, ...
+        and a part for each precision; a part that failed holds its `error`.
     """
     built = make_all(client, seeds)
-    record: dict[str, Any] = {
-        "program": client.name,
-        "package": client.package,
-        "precisions": [p for p in PRECISIONS if client.has(p)],
-        "note": client.note,
-        "faults": client.faults,
-    }
+    record = client.words
     record["float32"] = attempt(lambda: _reference(built, record))
     expected = record.pop("results", None)
     if expected is None:
         return record
     run = functools.partial(_run, built=built, expected=expected)
-    for dtype in gradients.HALF:
-        if dtype in precisions:
-            record[f"naive {dtype}"] = attempt(
-                functools.partial(run, gradients.naive, dtype)
+    for dtype in (d for d in HALF if d in precisions):
+        record[f"naive {dtype}"] = attempt(
+            functools.partial(run, gradients.naive, dtype)
+        )
+        if built[0].region is not None:
+            inside = [b._replace(loss=b.region) for b in built]
+            record[f"region {dtype}"] = attempt(
+                functools.partial(run, gradients.autocast, dtype, built=inside)
             )
     for precision in precisions:
         if not client.has(precision):
             continue
         part = attempt(functools.partial(run, gradients.autocast, precision))
-        if "error" not in part and precision not in ("float16", "delayed"):
+        if "error" not in part and precision != "float16":
             part |= attempt(functools.partial(products, built[0], precision))
         record[precision] = part
     if costs:
@@ -294,7 +295,8 @@ def make_all(client: Client, seeds: int) -> list[Built]:
 
     def hung(built: Built) -> Built:
         leaves = jax.tree.leaves((built.params, built.batch))
-        return Built(first.loss, *jax.tree.unflatten(structure, leaves))
+        params, batch = jax.tree.unflatten(structure, leaves)
+        return first._replace(params=params, batch=batch)
 
     return [first, *map(hung, others)]
 
@@ -305,7 +307,7 @@ def _run(
     built: list[Built],
     expected: list[Result],
 ) -> dict[str, Any]:
-    options = None if precision == "bfloat16" else _LESS
+    options = None if precision == "bfloat16" else LESS
     compiled = Compiled(make(built[0], precision), built[0], options=options)
     return {**compare(compiled, built, expected), "products": compiled.products}
 
@@ -319,6 +321,9 @@ def _reference(built: list[Built], record: dict[str, Any]) -> dict[str, Any]:
     record["rounded"] = _together(
         [_errors(a, b) for a, b in zip(rounded, results, strict=True)]
     )
+    for recipe in set(record["faults"]) & set(QUANTIZERS):
+        found = [rounded_by(b, QUANTIZERS[recipe]) for b in built]
+        record[f"rounded {recipe}"] = compare(compiled, found, results)
     return {
         "value": float(results[0].value),
         "norm": norm(results[0].grads),
@@ -332,6 +337,21 @@ def _rounded(built: Built) -> Built:
     """The program with weights and inputs rounded to bfloat16."""
     half = mpx.cast_tree((built.params, built.batch), "bfloat16")
     params, batch = mpx.cast_tree(half, "float32")
+    return built._replace(params=params, batch=batch)
+
+
+def rounded_by(built: Built, quantizer: mpx.AbstractQuantizer) -> Built:
+    """The program with weights and inputs rounded by hand as a recipe rounds them."""
+
+    def rounded(x: Any) -> Any:
+        if not eqx.is_inexact_array(x) or x.ndim == 0:
+            return x
+        length = x.shape[-1]
+        padding = -length % max(quantizer.block, 1)
+        padded = jax.numpy.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+        return mpx.quantize_dequantize(padded, quantizer)[..., :length]
+
+    params, batch = jax.tree.map(rounded, (built.params, built.batch))
     return built._replace(params=params, batch=batch)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from . import goals
-from .gradients import HALF, PRECISIONS
 from .layouts import LAYOUTS, PRECISIONS as IN_LAYOUTS
+from .record import HALF, PRECISIONS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "works-with.md"
 
@@ -27,15 +27,16 @@ _HOW = """\
 * A number is the error of the gradient against float32, by the global norm, the
   median of seven sets of numbers. In brackets: how many times the error of the
   *naive* cast it is, of all weights and inputs to the same precision. No bracket: the
-  naive cast itself fails. Where a library computes in float32 whatever it is given, the
-  naive cast rounds weights and inputs only.
+  naive cast itself fails. *f32*: the naive cast computes most of its products in
+  float32, since the library asks for it or its state is float32; then it is a cast of
+  weights and inputs only, and the number compares half precision with float32.
 * float16 is with dynamic loss scaling. Recipes run where a program has products of data
   with weights: *current* is `Float8CurrentScaling`, *delayed* `DelayedScaling` in its
   third step, *MXFP8* and *NVFP4* the recipes of these names. Errors of 8 bits are about
   sixteen times bfloat16's ([why](numerics.md#what-makes-a-gradient-error-large)).
 * What the loss returns besides its value, new statistics, a cache, predictions, has the
   dtypes and shapes that it has in float32; otherwise the cell is red.
-* ✗ is red by a fault of the package, **✗** is red; the reasons stand below the table.
+* ✗ is red by a fault that is not mpx's, **✗** is red; reasons stand below the table.
 * *trace*, *equations* and *compile* are ratios of bfloat16's gradient to float32's: CPU
   time to trace and lower, size of the program, CPU time to compile.
 """
@@ -107,6 +108,7 @@ def _reasons(results: dict[str, Any]) -> str:
             found = goals.cell(record, precision)
             if found.why:
                 lines.append(f"* {record['program']}, {precision}: {_code(found.why)}")
+        lines += _beside_float32(record)
         if record["note"]:
             lines.append(f"* {record['program']}: {record['note']}")
         naive = [
@@ -121,6 +123,26 @@ def _reasons(results: dict[str, Any]) -> str:
     return "## What is red, and where the naive cast fails\n\n" + "\n".join(
         lines or ["Nothing."]
     )
+
+
+def _beside_float32(record: dict[str, Any]) -> list[str]:
+    """Why a program needs float32, and what a region of it gives."""
+    lines = []
+    if record["sensitive"]:
+        lines.append(f"* {record['program']}: {record['sensitive']}")
+    parts = [
+        f"{dtype} {record[f'region {dtype}']['gradient']:.1e} "
+        f"({goals.in_region(record, dtype):.2f})"
+        for dtype in HALF
+        if goals.in_region(record, dtype) is not None
+    ]
+    if parts:
+        lines.append(
+            f"* {record['program']}, its solver in a region "
+            "[`with mpx.autocast(enabled=False)`](autocast.md#solvers-with-tolerances):"
+            f" {', '.join(parts)}"
+        )
+    return lines
 
 
 def _code(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 HALF = ("bfloat16", "float16")
+PRECISIONS = (*HALF, "current", "delayed", "mxfp8", "nvfp4")
 Loss = Callable[..., Any]
 
 
@@ -19,11 +20,14 @@ class Built(NamedTuple):
             state, predictions, indices.
         params: What is differentiated: its floating point leaves.
         batch: The other arguments; arrays have their examples along the first axis.
+        region: The same loss with its solver in `with mpx.autocast(enabled=False)`, as
+            the docs tell users who need it; None where it has none.
     """
 
     loss: Loss
     params: Any
     batch: tuple[Any, ...]
+    region: Loss | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Client:
         layouts: It runs on several devices, too.
         faults: What cannot work and is not ours to mend: a cell (a precision, or a
             layout) and the reason, which names the evidence.
+        sensitive: Why half precision costs more than `goals.WORST` times the error of a
+            naive cast that stayed in float32, if it does.
         note: What a reader of the table must know.
     """
 
@@ -50,7 +56,20 @@ class Client:
     without: tuple[str, ...] = ()
     layouts: bool = False
     faults: dict[str, str] = dataclasses.field(default_factory=dict)
+    sensitive: str = ""
     note: str = ""
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """What its record says without a measurement."""
+        return {
+            "program": self.name,
+            "package": self.package,
+            "precisions": [p for p in PRECISIONS if self.has(p)],
+            "sensitive": self.sensitive,
+            "note": self.note,
+            "faults": self.faults,
+        }
 
     def has(self, precision: str) -> bool:
         """Whether it is to run in a precision."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .programs import PACKAGES, programs_of
-from .record import Client
+from .record import PRECISIONS, Client
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results.json")
@@ -173,6 +173,17 @@ def read(path: Path = RESULTS) -> dict[str, Any]:
     if not path.is_file():
         return {"versions": {}, "programs": [], "layouts": []}
     return json.loads(path.read_text())
+
+
+def with_words(records: list[Any], clients: dict[str, Any]) -> list[Any]:
+    """Records with what the programs say today, less what they no longer run in."""
+    found = []
+    for record in records:
+        words = clients[record["program"]][1].words
+        gone = set(PRECISIONS) - set(words["precisions"])
+        kept = {k: v for k, v in record.items() if k not in gone}
+        found.append({**kept, **words})
+    return found
 
 
 def merge(before: list[Any], new: list[Any], order: list[str]) -> list[Any]:

@@ -1,14 +1,17 @@
 """Programs of others that need no further package, and what `make clients` wrote."""
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from . import goals, page, runner
-from .gradients import plain
-from .measure import Compiled, make_all, measure
+from .gradients import QUANTIZERS, plain
+from .measure import Compiled, make_all, measure, rounded_by
 from .programs import PACKAGES, QUICK, programs_of
+from .record import Built
 
 QUICK_ONES = (
     "equinox_mlp",
@@ -59,6 +62,7 @@ def made(**parts: Any) -> dict[str, Any]:
     """A record of a program, as `measure` makes it."""
     good = {"finite": True, "same outputs": True, "same gradients": True}
     record: dict[str, Any] = {"program": "p", "precisions": [], "faults": {}}
+    record["sensitive"] = ""
     record["float32"] = {"finite": True}
     for name, part in parts.items():
         record[name.replace("_", " ")] = {**good, **part}
@@ -92,6 +96,61 @@ def test_a_fault_of_a_package_needs_evidence():
     assert goals.cell(broken, "bfloat16").colour == "fault"
     broken["naive bfloat16"] = {"gradient": 0.01, "finite": True}
     assert goals.cell(broken, "bfloat16").colour == "red"
+
+
+def test_a_fault_under_a_recipe_is_shown_by_rounding_by_hand():
+    broken = made(
+        naive_bfloat16={"gradient": 0.2},
+        rounded_current={"gradient": float("nan"), "finite": False},
+        current={"gradient": float("nan"), "finite": False},
+    )
+    broken["faults"] = {"current": "its matrix is not positive definite"}
+    assert goals.cell(broken, "current").colour == "fault"
+    broken["rounded current"] = {"gradient": 0.2, "finite": True}
+    assert goals.cell(broken, "current").colour == "red"
+
+
+@pytest.mark.parametrize("recipe", QUANTIZERS)
+def test_rounding_by_hand_is_what_the_recipe_does_to_data_and_weights(recipe):
+    x = jax.random.normal(jax.random.key(0), (3, 5))
+    built = Built(jnp.sum, {"w": x, "scalar": x[0, 0]}, (jnp.arange(3),))
+    found = rounded_by(built, QUANTIZERS[recipe])
+    error = jnp.abs(found.params["w"] - x).max() / jnp.abs(x).max()
+    assert 0 < error < (0.2 if recipe == "nvfp4" else 0.04)
+    assert found.params["scalar"] == x[0, 0] and (found.batch[0] == jnp.arange(3)).all()
+
+
+def test_an_error_above_that_of_a_cast_that_stayed_in_float32_needs_a_reason():
+    naive = {"gradient": 0.01, "products": {"bfloat16": 1, "float32": 1, "mixed": 1}}
+    record = made(naive_bfloat16=naive, bfloat16={"gradient": 0.03})
+    assert goals.cell(record, "bfloat16").colour == "red"
+    record["sensitive"] = "its solver has a tolerance"
+    found = goals.cell(record, "bfloat16")
+    assert found.colour == "green" and found.text == "3.0e-02 (3.00 f32)"
+    record["naive bfloat16"]["products"]["bfloat16"] = 2
+    found = goals.cell(record, "bfloat16")
+    assert found.colour == "red" and "3.0 times the naive cast's" in found.why
+
+
+@pytest.mark.parametrize(("error", "met"), [(0.02, True), (0.021, False)])
+def test_a_region_of_float32_has_a_goal(error, met):
+    naive = {"gradient": 0.01, "products": {"bfloat16": 2}}
+    record = made(
+        naive_bfloat16=naive,
+        bfloat16={"gradient": 0.01},
+        region_bfloat16={"gradient": error},
+    )
+    found = goals.judge({"programs": [record], "layouts": []})
+    (goal,) = (g for g in found if "in a region" in g.text)
+    assert goal.met == met and "p bfloat16" in goal.text
+
+
+def test_words_of_a_program_are_those_of_today():
+    client = dataclasses.replace(FOUND["optax_ctc"], linear=False, note="new")
+    old = {"program": "optax_ctc", "note": "old", "current": {}, "bfloat16": {}}
+    (found,) = runner.with_words([old], {"optax_ctc": ("optax", client)})
+    assert found["note"] == "new" and found["precisions"] == ["bfloat16", "float16"]
+    assert "bfloat16" in found and "current" not in found
 
 
 def test_a_program_may_define_its_classes_inside():

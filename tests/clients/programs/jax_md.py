@@ -16,7 +16,12 @@ def lattice(key):
 NOTE = "It differentiates inside, where no recipe can tell gradients from data."
 
 
-@client("jax-md", note=NOTE)
+@client(
+    "jax-md",
+    note=NOTE,
+    sensitive="Forces have a cutoff: single seeds of float16 are off by 0.4 of their "
+    "norm, and by 0.7 with the naive cast, so that the ratio of medians says little.",
+)
 def jax_md_graph_network(key):
     """Forces are the derivatives of a learned energy."""
     from flax import nnx

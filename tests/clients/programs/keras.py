@@ -57,7 +57,18 @@ def keras_lstm(key):
     return classifier(key, model, normal(key, 16, 10, 12))
 
 
-@client(linear=True, without=("mxfp8", "nvfp4"))
+CHAOTIC = (
+    "its gradient has no digits left in bfloat16: rounding weights and inputs and "
+    "computing in float32 is off by 1.1 of its norm, since each batch normalization of "
+    "the last blocks is over 8 numbers"
+)
+
+
+@client(
+    linear=True,
+    without=("mxfp8", "nvfp4"),
+    faults=dict.fromkeys(("bfloat16", "current", "delayed"), CHAOTIC),
+)
 def keras_mobilenet(key):
     """One of `keras.applications`, small."""
     keras = load()

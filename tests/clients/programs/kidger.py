@@ -1,7 +1,12 @@
 """Optimistix and Lineax: solvers inside of a loss."""
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
+
+import mpx
 
 from ..data import mean_square, normal
 from ..record import client
@@ -59,7 +64,11 @@ def optimistix_root(key):
     return loss, layer(keys[0]), (normal(keys[1], 8, 16),)
 
 
-@client("optimistix", linear=True)
+@client(
+    "optimistix",
+    linear=True,
+    sensitive="The solver stops at a tolerance, which rounded products meet elsewhere.",
+)
 def optimistix_least_squares(key):
     """Levenberg and Marquardt inside of the loss."""
     import optimistix as optx
@@ -67,18 +76,21 @@ def optimistix_least_squares(key):
     keys = jax.random.split(key)
     solver = optx.LevenbergMarquardt(rtol=1e-2, atol=1e-2)
 
-    def loss(params, x):
+    def loss(params, x, region=contextlib.nullcontext):
         features = jnp.tanh(x @ params["u"])
 
         def residual(z, features):
             return jnp.exp(features @ z) - 1.5
 
-        found = optx.least_squares(
-            residual, solver, jnp.zeros(16), features, throw=False, max_steps=32
-        )
+        with region():
+            found = optx.least_squares(
+                residual, solver, jnp.zeros(16), features, throw=False, max_steps=32
+            )
         return mean_square(found.value - 0.1), found.value
 
-    return loss, layer(keys[0]), (normal(keys[1], 32, 16),)
+    region = functools.partial(mpx.autocast, enabled=False)
+    repaired = functools.partial(loss, region=region)
+    return loss, layer(keys[0]), (normal(keys[1], 32, 16),), repaired
 
 
 @client("lineax", linear=True)
