@@ -124,7 +124,9 @@ class Checkpoints:
         wrong = [name for name in names if expected.get(name) != found.get(name)]
         if wrong:
             raise self._damaged(path, f"checksum differs at `{wrong[0]}`")
-        return eqx.combine(jax.tree.map(with_key_of, arrays, restored), static), position
+        return eqx.combine(
+            jax.tree.map(with_key_of, arrays, restored), static
+        ), position
 
     def _record(self, path: Path, position: int) -> dict[str, Any]:
         record = self._item(path, position, "record", ocp.args.JsonRestore())
