@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import transformers
+from . import other_models, transformers
 from .problems import PROBLEMS
 from .steps import LEARNING_RATE, Arm, ArrayStep, Loss, arrays_only, random_images
 
 # Which ViTs there are: the problem, the dropout, and whether a token of its own is what
-# is classified. The MPX paper's have one, and it says nothing of dropout.
+# is classified. The MPX paper's have one, and it says nothing of dropout. With that
+# token they have 65 and 197 tokens, of which XLA pads half-precision products.
 VITS = {
     **{name: (problem, 0.1, False) for name, problem in PROBLEMS.items()},
+    **{f"{name}, token": (problem, 0.1, True) for name, problem in PROBLEMS.items()},
     **{f"paper {name}": (problem, 0.0, True) for name, problem in PROBLEMS.items()},
 }
 GPT = {"width": 768, "hidden": 3072, "heads": 12, "context": 512}
@@ -30,6 +32,14 @@ GPTS = {
     "gpt scan": GPT,
     "tiny gpt": {"width": 16, "hidden": 32, "heads": 2, "context": 8},
 }
+LLAMA = {"width": 768, "hidden": 2048, "heads": 12, "context": 512}
+STATE_SPACE = {"width": 512, "hidden": 1024, "context": 512}
+# Their names in words, how they are made, and how large they are.
+TEXTS = {
+    "llama": ("Llama", other_models.llama, LLAMA),
+    "state space": ("gated state space model", other_models.state_space, STATE_SPACE),
+}
+RESNET = {"channels": 64, "classes": 100}
 
 
 def title(model: str) -> str:
@@ -38,6 +48,11 @@ def title(model: str) -> str:
     >>> title("paper desktop")
     'desktop ViT (width 256, hidden 800) on CIFAR-100, 65 tokens'
     """
+    if model in TEXTS:
+        name, _, sizes = TEXTS[model]
+        return f"{name} (width {sizes['width']}, context {sizes['context']})"
+    if model == "resnet":
+        return f"ResNet ({RESNET['channels']} channels) on CIFAR-100"
     if model in GPTS:
         sizes = GPTS[model]
         scanned = ", scanned" if model == "gpt scan" else ""
@@ -55,7 +70,7 @@ class Case:
 
     Attributes:
         target: A name of `targets.TARGETS`.
-        model: A name of `VITS` or of `GPTS`.
+        model: A name of `VITS`, of `GPTS`, of `TEXTS`, or "resnet".
         blocks: How many blocks it has.
         batch: Images or texts per step.
         arm: The name of an arm.
@@ -87,15 +102,29 @@ def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
 def _random_batch(case: Case, key: Any) -> Any:
     if case.model in VITS:
         return random_images(VITS[case.model][0], case.batch, key)
-    shape = (case.batch, GPTS[case.model]["context"] + 1)
+    if case.model == "resnet":
+        return random_images(PROBLEMS["desktop"], case.batch, key)
+    sizes = GPTS[case.model] if case.model in GPTS else TEXTS[case.model][2]
+    shape = (case.batch, sizes["context"] + 1)
     return jax.random.randint(key, shape, 0, transformers.BYTES)
 
 
 def _initial(arm: Arm, case: Case, batch: Any, key: Any) -> tuple[Any, Any, Any]:
-    model = _vit(arm, case, key) if case.model in VITS else _gpt(arm, case, key)
+    model = _model(arm, case, key)
     params = eqx.filter(model, eqx.is_inexact_array)
     first_scaling = arm.first_scaling(_loss(case), model, batch)
     return model, optax.adam(LEARNING_RATE).init(params), first_scaling
+
+
+def _model(arm: Arm, case: Case, key: Any) -> Any:
+    if case.model in VITS:
+        return _vit(arm, case, key)
+    if case.model in GPTS:
+        return _gpt(arm, case, key)
+    if case.model == "resnet":
+        return other_models.ResNet(**RESNET, blocks=case.blocks, key=key)
+    _, make, sizes = TEXTS[case.model]
+    return make(sizes, case.blocks, key)
 
 
 def _step(arm: Arm, case: Case) -> Any:
@@ -103,6 +132,8 @@ def _step(arm: Arm, case: Case) -> Any:
 
 
 def _loss(case: Case) -> Loss:
+    if case.model == "resnet":
+        return _resnet_loss
     return _vit_loss if case.model in VITS else _gpt_loss
 
 
@@ -132,6 +163,11 @@ def _vit_loss(model: Any, batch: Any) -> jax.Array:
     images, labels = batch
     keys = jax.random.split(jax.random.key(0), len(labels))
     return _cross_entropy(jax.vmap(model)(images, keys), labels)
+
+
+def _resnet_loss(model: Any, batch: Any) -> jax.Array:
+    images, labels = batch
+    return _cross_entropy(model(images), labels)
 
 
 def _gpt_loss(model: Any, texts: Any) -> jax.Array:
