@@ -211,6 +211,13 @@ def _number(equation: JaxprEqn, operands: list[Value]) -> Value | None:
 
 
 def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
+    """Decides on one operation and binds it.
+
+    A rule of the user's comes first. One that names a recipe changes what holds here
+    and leaves the rest to autocast; one that is a function replaces all of it. A recipe
+    has its say last, for it takes only what would be a product in half precision, or
+    what a rule asks for by `Precision.LOW`.
+    """
     rule = find_rule(run, place, case)
     if rule is not None and isinstance(rule.precision, AbstractRecipe):
         settings = dataclasses.replace(place.settings, recipe=rule.precision)

@@ -126,6 +126,9 @@ def _groups(
     for position, equation in enumerate(jaxpr.eqns):
         inputs = _variables(equation)
         where = execution_key(equation)
+        # Invariant: a value's level is the largest number of barriers on a way to it.
+        # Equations of one level have no barrier between them, whatever way one takes,
+        # so none can leave an island and come back to it.
         here = max(
             (level.get(v, 0) + (home.get(v, where) != where) for v in inputs), default=0
         )
@@ -134,6 +137,8 @@ def _groups(
         if is_fixed:
             fixed.update(equation.outvars)
             if joins:
+                # A mask or a position of constants: made again in each island that
+                # needs it, it is no input that would be kept.
                 copied.add(position)
         if joins and not is_fixed:
             number = len(roots)
@@ -145,6 +150,8 @@ def _groups(
             island.update((v, number) for v in equation.outvars)
         else:
             if equation.effects:
+                # Prints and callbacks happen in their order: each is a barrier behind
+                # all before it.
                 here = effects = max(here, effects) + 1
             elif not is_fixed:
                 here += 1
@@ -215,6 +222,8 @@ def _in_order(
     for n in live:
         for other in needs[n]:
             unlocks[other].append(n)
+    # Of what could come next, what stands first in the program: XLA's schedule begins
+    # from this order, and what is computed early is kept for long.
     ready = [(units[n][0], n) for n in live if not missing[n]]
     heapq.heapify(ready)
     done = 0
