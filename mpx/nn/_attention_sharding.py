@@ -41,7 +41,7 @@ def no_kernel_on(x: Operands) -> str | None:
     if any(_axes(array)[i] for array in (x.query, x.key, x.value) for i in (1, 3)):
         return "a sequence or head is split over devices"
     if x.bias is not None:
-        # XLA stops the process at the sum of a bias' gradient (jax 0.10.2, November 2026).
+        # XLA stops the process at the sum of a bias' gradient (jax 0.10.2, Nov. 2026).
         return "a bias on explicit mesh axes"
     return None
 
