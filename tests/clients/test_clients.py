@@ -46,8 +46,16 @@ def test_one_line_gives_the_gradient_of_a_program_of_others(name):
 @pytest.mark.slow
 @pytest.mark.third_party
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", QUICK_ONES)
-@pytest.mark.parametrize("precision", ["float16", "delayed"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, "float16") for name in QUICK_ONES),
+        *(
+            (name, "delayed")
+            for name in ("equinox_transformer", "linen_scanned_layers")
+        ),
+    ],
+)
 def test_every_precision_runs_programs_of_others(name, precision):
     if FOUND[name].has(precision):
         check(name, precision)
