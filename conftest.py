@@ -42,8 +42,8 @@ if _XLA.startswith("0.10."):
 if _XLA.startswith(("0.11.", "0.12.")):
     _FLAGS.append("--xla_cpu_experimental_ynn_fusion_type=")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
-# Where a program's operations were written is asked of jaxprs, never of compiled text.
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# Of the lines that called an operation, compiled text keeps the innermost.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_LOG_DIR", "disabled")

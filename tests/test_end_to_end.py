@@ -5,6 +5,7 @@ fuses, and merges, and leaves out what it can, as it does for users.
 """
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,13 @@ from .registries import PRECISIONS
 pytestmark = pytest.mark.third_party  # Optax's Adam
 
 BATCH, STEPS, WIDTH = 128, 20, 64
-# What XLA does by default. An option that a version does not have is left out.
-AS_USERS = {"xla_backend_optimization_level": 3}
+# What XLA does by default, where `conftest.py` has it do less.
+AS_USERS = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
+if "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]:
+    AS_USERS["xla_cpu_use_fusion_emitters"] = True
 
 
 @functools.cache

@@ -60,6 +60,7 @@ def work_here(side, request, peers, **options):
     yield from map(json.loads, map(json.dumps, measure.measure(our_arms.ARMS, request)))
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
 @pytest.mark.usefixtures("few")
 def test_a_run_on_a_device_measures_everything_and_shows_it(tmp_path, monkeypatch):

@@ -32,16 +32,24 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
+QUICK = ("float32", "mpx float16", "autocast bfloat16, half stream")
+
+
 @pytest.mark.third_party
 @pytest.mark.parametrize(
-    "name",
+    ("name", "recipe"),
     [
-        pytest.param(arm, marks=[pytest.mark.slow] if arm in our_arms.RECIPES else [])
-        for arm in our_arms.ARMS
+        *((arm, "adam") for arm in QUICK),
+        *(
+            pytest.param(arm, "adam", marks=pytest.mark.slow)
+            for arm in our_arms.ARMS
+            if arm not in QUICK
+        ),
+        *(
+            pytest.param(arm, "job", marks=pytest.mark.slow)
+            for arm in (*QUICK, "current")
+        ),
     ],
-)
-@pytest.mark.parametrize(
-    "recipe", ["adam", pytest.param("job", marks=pytest.mark.slow)]
 )
 def test_every_arm_trains(name, recipe):
     arm = our_arms.ARMS[name]
@@ -96,6 +104,7 @@ def test_host_cost_answers_in_rounds():
         assert all(s["trace"] > 0 and s["lower"] > 0 for s in answer["round"])
 
 
+@pytest.mark.slow
 def test_host_cost_of_autocast_answers_in_rounds():
     _, answer = ask("ours", {"task": "autocast host", "rounds": 1, "blocks": 1})
     forms = {(s["form"], s["arm"]) for s in answer["round"]}

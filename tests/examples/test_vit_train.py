@@ -112,6 +112,25 @@ def restored(folder: Path, precision, **changes):
 # --- Resuming ------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def in_float16(tmp_path_factory):
+    """A finished run: its folder and its rows."""
+    folder = tmp_path_factory.mktemp("float16")
+    return folder, train_in(folder, "float16")[1]
+
+
+@pytest.fixture(scope="module")
+def in_float32(tmp_path_factory):
+    """A finished run: its folder and its result."""
+    folder = tmp_path_factory.mktemp("float32")
+    return folder, train_in(folder, "float32")[0]
+
+
+@pytest.fixture
+def finished(in_float32):
+    return in_float32[0]
+
+
 @pytest.mark.parametrize(
     "precision",
     [
@@ -141,10 +160,8 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
 @pytest.mark.parametrize(
     "steps", [3, pytest.param(7, marks=pytest.mark.slow)]
 )  # before and after the first checkpoint
-def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path, steps):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    _, rows = train_in(whole, "float16")
-
+def test_a_killed_run_resumes_from_its_last_checkpoint(in_float16, tmp_path, steps):
+    (whole, rows), parts = in_float16, tmp_path
     stop = stop_before(steps)
 
     def kill():
@@ -160,20 +177,21 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(tmp_path, steps):
     assert (whole / "metrics.csv").read_bytes() == (parts / "metrics.csv").read_bytes()
 
 
-def test_results_survive_the_loss_of_metrics(tmp_path):
-    result, _ = train_in(tmp_path, "float32")
-    (tmp_path / "metrics.csv").unlink()
-    resumed, rows = train_in(tmp_path, "float32", resume=True)
+def test_results_survive_the_loss_of_metrics(in_float32, tmp_path):
+    finished, result = in_float32
+    folder = copied(finished, tmp_path / "run")
+    (folder / "metrics.csv").unlink()
+    resumed, rows = train_in(folder, "float32", resume=True)
     unknown = {"final_loss": None, "step_seconds": None}
     assert rows == [] and resumed == dataclasses.replace(result, **unknown)
 
 
-def test_checkpoint_holds_everything(tmp_path):
-    train_in(tmp_path, "float16")
-    state, position = restored(tmp_path, "float16")
+def test_checkpoint_holds_everything(in_float16):
+    folder, _ = in_float16
+    state, position = restored(folder, "float16")
     assert position == 10
     assert int(state.scaling.steps) == 10
-    rows = read_metrics(tmp_path)
+    rows = read_metrics(folder)
     assert int(state.scaling.skipped) == int(rows[-1]["skipped"]) > 0
     counts = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim == 0]
     assert {int(count) for count in counts} == {10 - int(state.scaling.skipped)}
@@ -211,13 +229,6 @@ def lose_state(step: Path):
     (step / "state").rmdir()
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    train_in(folder, "float32")
-    return folder
-
-
 def copied(folder: Path, to: Path) -> Path:
     for path in folder.rglob("*"):
         if path.is_file():
@@ -237,16 +248,16 @@ def late_failures(monkeypatch):
 
 
 @pytest.mark.usefixtures("late_failures")
-@pytest.mark.parametrize("damage", [cut_off, flip_bit, lose_record, lose_state])
-def test_damaged_checkpoint_is_refused(finished, tmp_path, damage):
-    folder = copied(finished, tmp_path / "run")
-    damage(folder / "checkpoints" / "float32" / "10")
-    with pytest.raises(
-        SetupError,
-        match=r"The checkpoint .*float32/10 is damaged or cut off .*"
-        r"Remove .*float32/10 to continue from step 8",
-    ):
-        restored(folder, "float32")
+def test_damaged_checkpoint_is_refused(finished, tmp_path):
+    for damage in (cut_off, flip_bit, lose_record, lose_state):
+        folder = copied(finished, tmp_path / damage.__name__)
+        damage(folder / "checkpoints" / "float32" / "10")
+        with pytest.raises(
+            SetupError,
+            match=rf"The checkpoint .*{damage.__name__}/.*float32/10 is damaged or cut "
+            r"off .* Remove .*float32/10 to continue from step 8",
+        ):
+            restored(folder, "float32")
 
 
 def test_changed_value_is_named(finished, tmp_path):
@@ -363,12 +374,11 @@ def test_micro_batches_train_on_the_whole_batch():
     """The published MPX's example applies the gradient of the last one."""
     model = dataclasses.replace(CONFIG.model, dropout=0.0)
     losses = {}
-    for parts in (1, 2, 4):
+    for parts in (1, 4):
         config = dataclasses.replace(CONFIG, model=model, accumulate=parts)
         _, rows = train(config, "float32", load_data(config), mesh=one_device())
         losses[parts] = [row.loss for row in rows]
-    for parts in (2, 4):
-        np.testing.assert_allclose(losses[parts], losses[1], rtol=1e-4)
+    np.testing.assert_allclose(losses[4], losses[1], rtol=1e-4)
 
 
 def test_runaway_skipping_stops_with_a_diagnosis():
