@@ -143,6 +143,15 @@ def mpx_step(model, optimizer, scaling, x, y, **options):
 full_step = functools.partial(mpx_step, use_mixed_precision=False)
 
 
+def compiled(differentiate, loss, scaling, **options):
+    """A gradient function of mpx under `nnx.jit`, with the scaling as an argument."""
+
+    def run(scaling, *args, **kwargs):
+        return differentiate(loss, scaling, **options)(*args, **kwargs)
+
+    return functools.partial(nnx.jit(run), scaling)
+
+
 def numbers(tree):
     """Every array of a tree by path, as numpy has it; random keys as their data."""
     found = {}

@@ -17,6 +17,7 @@ from .cases import (
     Tied,
     assert_equal,
     batch,
+    compiled,
     full_step,
     loss_fn,
     make,
@@ -27,12 +28,29 @@ from .cases import (
 pytestmark = pytest.mark.third_party
 
 HALF = {"bfloat16": (jnp.bfloat16, 0.05), "float16": (jnp.float16, 5e-3)}
+# Each model and each dtype; their product is slow.
+each_model = pytest.mark.parametrize(
+    ("name", "half"),
+    [
+        *((name, "bfloat16") for name in MODELS),
+        ("normed", "float16"),
+        *(
+            pytest.param(name, "float16", marks=pytest.mark.slow)
+            for name in MODELS
+            if name != "normed"
+        ),
+    ],
+)
+PLAIN_STEP = nnx.jit(plain_step)
 
 
 def plain_loss(model, x, y):
     """Without one call of mpx."""
     prediction = model(x)
     return jnp.mean((prediction - y) ** 2), prediction
+
+
+PLAIN_LOSS = nnx.jit(plain_loss)
 
 
 def products(func, *args):
@@ -42,14 +60,13 @@ def products(func, *args):
     return [match.group(1) for match in kinds.finditer(text)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("half", HALF)
+@each_model
 def test_modules_change_as_without_autocast(name, half):
     dtype, tolerance = HALF[half]
     (a, _), (b, _) = make(name), make(name)
     args = batch(0)
-    expected = plain_loss(a, *args)
-    got = mpx.autocast(plain_loss, dtype)(b, *args)
+    expected = PLAIN_LOSS(a, *args)
+    got = nnx.jit(mpx.autocast(plain_loss, dtype))(b, *args)
     assert_equal(got, expected, tolerance)
     assert_equal(nnx.state(b), nnx.state(a), tolerance)
     assert not all(
@@ -57,12 +74,12 @@ def test_modules_change_as_without_autocast(name, half):
     )  # something was rounded
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("half", HALF)
+@each_model
 def test_a_training_step(name, half):
     dtype, tolerance = HALF[half]
     scaling = mpx.DynamicLossScaling(2.0**10)
 
+    @nnx.jit
     def step(model, optimizer, scaling, x, y):
         loss = mpx.autocast(plain_loss, dtype)
         result = mpx.nnx.value_and_grad(loss, scaling, has_aux=True)(model, x, y)
@@ -70,8 +87,8 @@ def test_a_training_step(name, half):
         return result.value, result.aux, result.grads, result.scaling
 
     (a, optimizer_a), (b, optimizer_b) = make(name), make(name)
-    expected = nnx.jit(plain_step)(a, optimizer_a, None, *batch(0))
-    got = nnx.jit(step)(b, optimizer_b, scaling, *batch(0))
+    expected = PLAIN_STEP(a, optimizer_a, None, *batch(0))
+    got = step(b, optimizer_b, scaling, *batch(0))
     assert int(got[3].steps) == 1 and int(got[3].skipped) == 0
     assert_equal(got[:3], expected[:3], tolerance)
     rest = [
@@ -83,7 +100,7 @@ def test_a_training_step(name, half):
     # A bad step leaves everything as it was.
     before = jax.tree.map(jnp.copy, nnx.state((b, optimizer_b)))
     x, y = batch(1)
-    *_, scaling = nnx.jit(step)(b, optimizer_b, got[3], x * jnp.inf, y)
+    *_, scaling = step(b, optimizer_b, got[3], x * jnp.inf, y)
     assert int(scaling.skipped) == 1
     assert_equal(nnx.state((b, optimizer_b)), before)
 
@@ -191,17 +208,21 @@ def test_options_of_the_gradient_functions():
     (a, _), (b, _) = make("normed"), make("normed")
     x, y = batch(0)
     for i in range(4):
-        plain_loss(a, x[i::4], y[i::4])
-    result = mpx.nnx.value_and_grad(
-        mpx.autocast(loss_fn), mpx.NoLossScaling(), has_aux=True, accumulate=4
-    )(b, x, y)
+        PLAIN_LOSS(a, x[i::4], y[i::4])
+    gradient = compiled(
+        mpx.nnx.value_and_grad,
+        mpx.autocast(loss_fn),
+        mpx.NoLossScaling(),
+        has_aux=True,
+        accumulate=4,
+    )
+    result = gradient(b, x, y)
     assert bool(result.finite)
     assert_equal(nnx.state(b), nnx.state(a), 0.05)
     scaling = mpx.DynamicLossScaling(2.0**24, max_loss_scaling=2.0**24)
     model, _ = make("normed")
-    gradient = mpx.nnx.grad(
-        mpx.autocast(loss_fn, jnp.float16), scaling, has_aux=True, retries=24
-    )
+    loss = mpx.autocast(loss_fn, jnp.float16)
+    gradient = compiled(mpx.nnx.grad, loss, scaling, has_aux=True, retries=24)
     assert bool(gradient(model, x, y).finite) and int(model.calls[...]) == 1
 
 
