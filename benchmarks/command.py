@@ -11,7 +11,8 @@ from typing import Literal, get_args
 import tyro
 from rich.console import Console
 
-from . import documentation, parts, recipes
+from . import documentation, parts
+from .numerics import recipes
 from .results import COMMITTED
 
 Name = Literal[

@@ -11,26 +11,22 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import (
-    activation_counts,
-    attention_counts,
-    autocast_counts,
-    autocast_host,
-    compile_time,
-    errors,
-    folds,
-    host_table,
-    recipe_counts,
-    recipes,
-    residual_counts,
-    results,
-    scaling_traffic,
+from . import results
+from .counts import (
+    activations as activation_counts,
+    attention as attention_counts,
+    autocast as autocast_counts,
+    recipes as recipe_counts,
+    residuals as residual_counts,
+    scaling as scaling_traffic,
     sweep,
 )
 from .device import tables as device_tables
-from .peers import REPOSITORY
+from .numerics import errors, folds, recipes
+from .peers.environment import REPOSITORY
 from .results import Results
 from .tables import Table
+from .time import autocast as autocast_host, compiling as compile_time, host_table
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 PICTURES: dict[str, Callable[[Results, Path], None]] = {

@@ -13,28 +13,23 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from . import (
-    activation_counts,
-    attention_counts,
-    autocast_counts,
-    autocast_host,
-    compile_time,
+from . import processes, results
+from .counts import (
+    activations as activation_counts,
+    attention as attention_counts,
+    autocast as autocast_counts,
     compiling,
-    errors,
-    folds,
-    host_table,
-    peers,
-    processes,
-    recipe_counts,
-    recipes,
-    residual_counts,
-    results,
-    scaling_traffic,
+    recipes as recipe_counts,
+    residuals as residual_counts,
+    scaling as scaling_traffic,
     sweep,
 )
-from .recipe_models import UNITS
+from .counts.targets import TARGETS
+from .models.frameworks import UNITS
+from .numerics import errors, folds, recipes
+from .peers import environment as peers
 from .tables import Goal, Table
-from .targets import TARGETS
+from .time import autocast as autocast_host, compiling as compile_time, host_table
 
 # What is counted for an H100, in one file.
 CUDA = (sweep, autocast_counts, scaling_traffic)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from . import targets
-from .peers import REPOSITORY, Peers
+from .counts import targets
+from .peers.environment import REPOSITORY, Peers
 
 Side = Literal["ours", "peers"]
 

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from examples.presets import CIFAR100, CIFAR100_MODEL
 
-from .problems import PROBLEMS, Problem, make_model
+from .models.problems import PROBLEMS, Problem, make_model
 
 Recipe = Literal["adam", "job"]
 

@@ -70,7 +70,7 @@ def _arms(which: str) -> dict[str, Any]:
             f"the worker was asked for the arms of {which!r}, but `mpx` here is "
             f"{mpx.__file__}. Run it in the other environment."
         )
-    module = "our_arms" if which == "ours" else "peer_arms"
+    module = "our_arms" if which == "ours" else "peers.arms"
     return importlib.import_module(f"benchmarks.{module}").ARMS
 
 
@@ -91,7 +91,8 @@ def versions() -> dict[str, str]:
 
 def _vit_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     """The steps of the Vision Transformers, in this environment's arms."""
-    from benchmarks import counts, steps
+    from benchmarks import steps
+    from benchmarks.counts import program as counts
 
     arms = _arms(request["arms"])
 
@@ -107,14 +108,15 @@ def _vit_steps(request: dict[str, Any]) -> tuple[Build, Count]:
 
 def _recipe_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     """The steps of the transformers of bytes, under recipes."""
-    from benchmarks import recipe_counts
+    from benchmarks.counts import recipes as recipe_counts
 
     return recipe_counts.build, recipe_counts.count
 
 
 def _residual_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     """The steps of plain transformers, in this environment's arms."""
-    from benchmarks import counts, residual_models
+    from benchmarks.counts import program as counts
+    from benchmarks.models import plain as residual_models
 
     arms = _arms(request["arms"])
 
@@ -131,14 +133,14 @@ def _residual_steps(request: dict[str, Any]) -> tuple[Build, Count]:
 
 def _activation_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     """The steps of blocks with different activations, under recipes."""
-    from benchmarks import activation_counts
+    from benchmarks.counts import activations as activation_counts
 
     return activation_counts.build, activation_counts.count
 
 
 def _attention_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     """The steps whose attention is written in different ways."""
-    from benchmarks import attention_counts
+    from benchmarks.counts import attention as attention_counts
 
     return attention_counts.build, attention_counts.count
 
@@ -170,7 +172,8 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Compiles each case for the target and counts; known programs are skipped."""
     import jax
 
-    from benchmarks import counts, results, targets
+    from benchmarks import results
+    from benchmarks.counts import program as counts, targets
 
     build, count = STEPS[request.get("steps", "vit")](request)
     target = targets.TARGETS[request["target"]]
@@ -197,7 +200,7 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Fingerprints of cases lowered for a platform that need not be here."""
-    from benchmarks import counts, targets
+    from benchmarks.counts import program as counts, targets
 
     build, _ = STEPS[request.get("steps", "vit")](request)
     for fields in request["cases"]:
@@ -211,13 +214,13 @@ def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _host(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from benchmarks import host_cost
+    from benchmarks.time import host as host_cost
 
     yield from host_cost.measure(_arms(request["arms"]), request)
 
 
 def _autocast_host(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from benchmarks import autocast_host
+    from benchmarks.time import autocast as autocast_host
 
     yield from autocast_host.measure(request)
 
@@ -229,31 +232,31 @@ def _device(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _folds(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from benchmarks import folds
+    from benchmarks.numerics import folds
 
     yield from folds.measure(request)
 
 
 def _recipes(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from benchmarks import recipes
+    from benchmarks.numerics import recipes
 
     yield from recipes.measure(request)
 
 
 def _errors(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from benchmarks import errors
+    from benchmarks.numerics import errors
 
     yield from errors.measure(request)
 
 
 def _kept(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from benchmarks import recipe_counts
+    from benchmarks.counts import recipes as recipe_counts
 
     yield from recipe_counts.measure_kept()
 
 
 def _compile_time(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    from benchmarks import compile_time
+    from benchmarks.time import compiling as compile_time
 
     yield from compile_time.measure(request)
 

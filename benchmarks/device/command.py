@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from .. import peers
+from ..peers import environment as peers
 from . import plan, tables
 from .session import Session
 

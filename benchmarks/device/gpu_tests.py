@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..peers import REPOSITORY
+from ..peers.environment import REPOSITORY
 from ..processes import WorkerError, read_lines
 
 FOLDER = "tests/gpu"

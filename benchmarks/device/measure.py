@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..counts import memory
+from ..counts.program import memory
 from ..steps import ArrayStep
 from .about import about
 from .plan import ABOUT, Case, Sizes
@@ -114,7 +114,7 @@ class Worker:
                 f"needed {needed}"
             )
         if case.model == "layers":
-            from .. import flax_layers
+            from ..peers import layers as flax_layers
 
             for package in flax_layers.ARMS.get(case.arm, ()):
                 if importlib.util.find_spec(package) is None:
@@ -123,11 +123,12 @@ class Worker:
     def _build(self, case: Case, arm: str) -> ArrayStep:
         key = jax.random.key(0)
         if case.model == "layers":
-            from .. import flax_layers, linear_layers
+            from ..models import layers as linear_layers
+            from ..peers import layers as flax_layers
 
             module = flax_layers if arm in flax_layers.ARMS else linear_layers
             return module.build(arm, case.batch, case.features, key)
-        from .. import residual_models
+        from ..models import plain as residual_models
 
         fields = ("", case.model, case.blocks, case.batch, arm)
         one = residual_models.Case(*fields)

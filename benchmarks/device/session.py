@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from .. import processes, results
-from ..peers import Peers
+from ..peers.environment import Peers
 from . import gpu_tests, plan, tables
 from .plan import ABOUT, Case, Sizes
 

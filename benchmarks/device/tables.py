@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..residual_models import title
+from ..models.plain import title
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
 from .about import float32_products
@@ -188,7 +188,7 @@ def _tests(found: Results) -> list[Table]:
 
 def _layers(found: Results) -> list[Table]:
     """Stacks of linear layers."""
-    from ..linear_layers import flops
+    from ..models.layers import flops
 
     made = []
     records = [r for r in _of(found, "steps") if r["model"] == "layers"]

@@ -4,8 +4,8 @@ XLA prints a program in two states that matter here: as JAX *lowered* it (names 
 `%`, called computations, relative operation names) and *optimized* (fusions, custom
 calls, collectives, a schedule). One parser reads both.
 
-`benchmarks/counts.py` reads such text on its own: it also runs in an environment where
-`mpx` is the published package of that name, and can import nothing from here.
+`benchmarks/counts/program.py` reads such text on its own: it also runs where `mpx` is
+the published package of that name, and can import nothing from here.
 """
 
 import dataclasses

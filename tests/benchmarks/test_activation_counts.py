@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from benchmarks import activation_counts, processes, results
-from benchmarks.activation_counts import CASES, Case
+from benchmarks import processes, results
+from benchmarks.counts import activations as activation_counts
+from benchmarks.counts.activations import CASES, Case
 
 
 def lowered(case: Case) -> str:

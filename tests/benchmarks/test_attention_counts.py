@@ -5,8 +5,10 @@ import dataclasses
 import jax
 import pytest
 
-from benchmarks import attention_counts, attention_models, processes, results
-from benchmarks.attention_counts import CASES, LAYERS, OURS, OURS_HALF, PEER, SIZES
+from benchmarks import processes, results
+from benchmarks.counts import attention as attention_counts
+from benchmarks.counts.attention import CASES, LAYERS, OURS, OURS_HALF, PEER, SIZES
+from benchmarks.models import attention as attention_models
 
 # What lowers to the same program where there is no cuDNN.
 PORTABLE = [

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import counts
+from benchmarks.counts import program as counts
 
 FLOAT = 4  # bytes
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks import documentation, our_arms, processes, results, worker
 from benchmarks.device import about, command, gpu_tests, measure, plan, session, tables
 from benchmarks.device.plan import Case
-from benchmarks.peers import REPOSITORY
+from benchmarks.peers.environment import REPOSITORY
 
 # One case of each kind, and one arm that is there in no library.
 FEW = {
@@ -261,7 +261,9 @@ def test_what_the_device_has_no_units_for_is_skipped():
 
 
 def test_every_arm_of_the_plan_exists():
-    from benchmarks import flax_layers, linear_layers, our_arms
+    from benchmarks import our_arms
+    from benchmarks.models import layers as linear_layers
+    from benchmarks.peers import layers as flax_layers
 
     layers = {*linear_layers.ARMS, *flax_layers.ARMS}
     for part in plan.PARTS:

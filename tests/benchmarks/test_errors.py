@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks import errors, results
+from benchmarks import results
+from benchmarks.numerics import errors
 
 
 def test_the_data_has_the_outliers_that_it_should():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks import folds
+from benchmarks.numerics import folds
 from benchmarks.results import Results
 
 

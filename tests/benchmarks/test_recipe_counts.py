@@ -7,15 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import (
-    flax_layers,
-    linear_layers,
-    our_arms,
-    processes,
-    recipe_counts,
-    recipe_models,
-    results,
-)
+from benchmarks import our_arms, processes, results
+from benchmarks.counts import recipes as recipe_counts
+from benchmarks.models import frameworks as recipe_models, layers as linear_layers
+from benchmarks.peers import layers as flax_layers
 from examples.gpt import ModelConfig
 from mpx._contract._hlo import parse
 from mpx._contract._operations import products

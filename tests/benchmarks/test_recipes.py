@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import recipes
+from benchmarks.numerics import recipes
 from benchmarks.results import Results
 
 

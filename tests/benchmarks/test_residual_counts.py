@@ -8,17 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from benchmarks import (
-    counts,
-    other_models,
-    our_arms,
-    processes,
-    residual_counts,
-    residual_models,
-    results,
+from benchmarks import our_arms, processes, results
+from benchmarks.counts import program as counts, residuals as residual_counts
+from benchmarks.models import (
+    others as other_models,
+    plain as residual_models,
     transformers,
 )
-from benchmarks.problems import PROBLEMS
+from benchmarks.models.problems import PROBLEMS
 
 PROGRAM = """HloModule step
 

@@ -5,19 +5,15 @@ import importlib
 
 import pytest
 
-from benchmarks import (
-    autocast_host,
-    command,
-    compile_time,
-    compiling,
-    documentation,
-    folds,
-    host_table,
-    results,
-    scaling_traffic,
-    sweep,
-)
+from benchmarks import command, documentation, results
+from benchmarks.counts import compiling, scaling as scaling_traffic, sweep
+from benchmarks.numerics import folds
 from benchmarks.tables import Table
+from benchmarks.time import (
+    autocast as autocast_host,
+    compiling as compile_time,
+    host_table,
+)
 
 
 def found_sweep(memory_of_ours=100):
@@ -216,12 +212,12 @@ def test_the_committed_page_shows_the_committed_results():
 @pytest.mark.parametrize(
     "name",
     [
-        "counts",
+        "counts.program",
         "tables",
-        "folds",
-        "recipes",
-        "linear_layers",
-        "residual_models",
+        "numerics.folds",
+        "numerics.recipes",
+        "models.layers",
+        "models.plain",
         "device.about",
     ],
 )

@@ -5,15 +5,10 @@ import math
 
 import pytest
 
-from benchmarks import (
-    autocast_host,
-    our_arms,
-    peers,
-    processes,
-    results,
-    steps,
-    targets,
-)
+from benchmarks import our_arms, processes, results, steps
+from benchmarks.counts import targets
+from benchmarks.peers import environment as peers
+from benchmarks.time import autocast as autocast_host
 
 TINY = {"problem": "tiny", "batch": 4, "blocks": 1}
 

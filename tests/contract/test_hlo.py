@@ -157,7 +157,7 @@ def test_flops_are_those_that_xla_counts():
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 def test_a_program_for_a_tpu():
     """Products, gathers, scatters and callbacks of a step sharded over four chips."""
-    from benchmarks import targets
+    from benchmarks.counts import targets
 
     chips = targets.compile_only_devices(targets.TARGETS["v5e"], 4)
     place = NamedSharding(Mesh(np.array(chips), ("d",)), P("d"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpx
-from benchmarks import problems
+from benchmarks.models import problems
 from examples import vit
 from examples.vit import ModelConfig
 from examples.vit_explicit import VisionTransformer, cross_entropy

@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import mpx
 from mpx._contract import Operation, compiled_products, parse
 
-from . import recipe_models
+from ..models import frameworks as recipe_models
+from ..models.frameworks import BATCH, SIZE, Case, linear_flops
+from ..our_arms import RECIPES
+from ..results import Results
+from ..steps import ArrayStep
+from ..tables import Goal, Table
 from .compiling import Compiler
-from .our_arms import RECIPES
-from .recipe_models import BATCH, SIZE, Case, linear_flops
-from .results import Results
-from .steps import ArrayStep
-from .tables import Goal, Table
 from .targets import TARGETS
 
 PER_TENSOR = ("delayed", "current")

@@ -29,9 +29,9 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..results import Results
+from ..tables import Goal, Table
 from .folds import mean_interval
-from .results import Results
-from .tables import Goal, Table
 
 SEEDS = 20
 DRAWS = 64  # quantizations of one gradient

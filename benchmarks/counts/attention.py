@@ -11,11 +11,11 @@ import dataclasses
 import re
 from typing import Any
 
-from . import counts
-from .attention_models import CALLS, HEADS, LAYERS, WIDTH, Case, build as build
+from ..models.attention import CALLS, HEADS, LAYERS, WIDTH, Case, build as build
+from ..results import Results
+from ..tables import Goal, Table, megabytes, ratio
+from . import program as counts
 from .compiling import Compiler
-from .results import Results
-from .tables import Goal, Table, megabytes, ratio
 from .targets import TARGETS
 
 TARGET = "h100"

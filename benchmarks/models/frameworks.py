@@ -23,9 +23,9 @@ import mpx
 import mpx.nnx
 from examples.gpt import BYTES, GPT, ModelConfig
 
+from ..our_arms import RECIPES
+from ..steps import ArrayStep, arrays_only
 from . import transformers
-from .our_arms import RECIPES
-from .steps import ArrayStep, arrays_only
 
 SIZE = ModelConfig(context=128, width=256, hidden=1024, blocks=2, heads=4)
 BATCH = 8

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..results import Results
+from ..tables import Goal, Table
 from .folds import LEVEL, mean_interval
-from .results import Results
-from .tables import Goal, Table
 
 SEEDS = 10
 STEPS = 200

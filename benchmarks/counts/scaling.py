@@ -18,9 +18,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..results import Results
+from ..tables import Goal, Table, megabytes, signed_percent
 from . import compiling
-from .results import Results
-from .tables import Goal, Table, megabytes, signed_percent
 from .targets import TARGETS
 
 # (library, its arm with scaling, its arm without)

@@ -13,11 +13,11 @@ import dataclasses
 import itertools
 from typing import Any
 
+from ..models.plain import Case, title
+from ..processes import Side
+from ..results import Results
+from ..tables import Goal, Table, megabytes, ratio
 from .compiling import Compiler
-from .processes import Side
-from .residual_models import Case, title
-from .results import Results
-from .tables import Goal, Table, megabytes, ratio
 from .targets import TARGETS
 
 FLOAT32 = "float32"

@@ -15,7 +15,7 @@ import optax
 
 import mpx
 
-from .steps import FIRST_SCALE, FLOAT32, Arm, Loss, StepFunction, no_scaling
+from ..steps import FIRST_SCALE, FLOAT32, Arm, Loss, StepFunction, no_scaling
 
 
 def _mpx_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:

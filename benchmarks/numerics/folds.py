@@ -22,8 +22,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .results import Results
-from .tables import Goal, Table
+from ..results import Results
+from ..tables import Goal, Table
 
 FOLDS = (0, 1, 2, 3, 4)
 PRECISIONS = ("float32", "float16", "bfloat16")

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import other_models, transformers
+from ..steps import LEARNING_RATE, Arm, ArrayStep, Loss, arrays_only, random_images
+from . import others as other_models, transformers
 from .problems import PROBLEMS
-from .steps import LEARNING_RATE, Arm, ArrayStep, Loss, arrays_only, random_images
 
 # Which ViTs there are: the problem, the dropout, and whether a token of its own is what
 # is classified. The MPX paper's have one, and it says nothing of dropout. With that

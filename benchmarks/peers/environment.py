@@ -2,7 +2,7 @@
 
 The published MPX installs a package `mpx`, as we do, so it cannot live in our
 environment. Its own is made here on first use, from the exact versions of
-`peers-constraints.txt` (the peers) and of the repository's `constraints.txt`
+`constraints.txt` here (the peers) and of the repository's `constraints.txt`
 (everything else: the same JAX on both sides).
 
 It also holds the TPU compiler, which our processes use from there: in `.venv` it would
@@ -18,11 +18,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 DIRECTORY = REPOSITORY / ".venv-peers"
 _CONSTRAINTS = (
     REPOSITORY / "constraints.txt",
-    Path(__file__).resolve().parent / "peers-constraints.txt",
+    Path(__file__).resolve().parent / "constraints.txt",
 )
 _PACKAGES = ("mixed-precision-for-JAX", "jmp", "jax", "equinox", "optax")
 

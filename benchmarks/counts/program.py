@@ -146,7 +146,8 @@ def _sizes(compiled: Any) -> Any:
     if sizes is None:
         raise RuntimeError(
             "`count(compiled)` needs an executable with a memory analysis; this "
-            "backend gives none. Compile for one of `benchmarks.targets.TARGETS`."
+            "backend gives none. Compile for one of "
+            "`benchmarks.counts.targets.TARGETS`."
         )
     return sizes
 

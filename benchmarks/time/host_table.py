@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .results import Results
-from .tables import Goal, Table, signed_percent
+from ..results import Results
+from ..tables import Goal, Table, signed_percent
 
 # float32 comes again at the end: what it adds to itself is what is left to chance.
 ARMS = {

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 import mpx
 
-from .our_arms import RECIPES, unscaled_on_purpose
-from .steps import ArrayStep, arrays_only
+from ..our_arms import RECIPES, unscaled_on_purpose
+from ..steps import ArrayStep, arrays_only
 
 NAIVE = "naive bfloat16"
 ARMS = ("float32", NAIVE, "autocast bfloat16", "autocast float16", *RECIPES)

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from .problems import PROBLEMS
-from .results import Results
-from .tables import Goal, Table
+from ..models.problems import PROBLEMS
+from ..results import Results
+from ..tables import Goal, Table
 
 FORMS = {"unrolled": False, "scanned": True}
 ARMS = ("float32", "autocast")

@@ -15,10 +15,10 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from ..models.problems import PROBLEMS
+from ..results import Results
+from ..tables import Goal, Table, megabytes, ratio
 from . import compiling
-from .problems import PROBLEMS
-from .results import Results
-from .tables import Goal, Table, megabytes, ratio
 from .targets import TARGETS
 
 OUR_ARMS = ("float32", "mpx float16", "mpx bfloat16")

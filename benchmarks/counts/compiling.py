@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from . import processes, results
-from .peers import Peers
+from .. import processes, results
+from ..peers.environment import Peers
 from .targets import TARGETS
 
 Record = dict[str, Any]

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .linear_layers import inner_product, random_data
-from .steps import ArrayStep, arrays_only
+from ..models.layers import inner_product, random_data
+from ..steps import ArrayStep, arrays_only
 
 # The arms, and the packages that each needs.
 ARMS = {"Flax fp8": ("flax",), "Qwix fp8": ("flax", "qwix")}

@@ -25,11 +25,11 @@ import mpx
 import mpx.nn
 from mpx._contract import compiled_products, parse
 
+from ..models.frameworks import UNITS
+from ..results import Results
+from ..steps import ArrayStep, arrays_only
+from ..tables import Goal, Table
 from .compiling import Compiler
-from .recipe_models import UNITS
-from .results import Results
-from .steps import ArrayStep, arrays_only
-from .tables import Goal, Table
 from .targets import TARGETS
 
 FP8_CALL = "__cublas$lt$matmul$f8"

@@ -122,7 +122,9 @@ def model_module(with_mpx: bool) -> ModuleType:
     traced too. So the file is loaded a second time and `force_full_precision`, the one
     name of mpx in it, does nothing there.
     """
-    name = "benchmarks._vit_with" if with_mpx else "benchmarks._vit_without"
+    name = (
+        "benchmarks.models._vit_with" if with_mpx else "benchmarks.models._vit_without"
+    )
     spec = importlib.util.spec_from_file_location(name, _MODEL_FILE)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(f"the benchmarks need {_MODEL_FILE}; it is missing")

@@ -20,8 +20,8 @@ import optax
 import mpx
 import mpx.nn
 
-from .our_arms import ARMS
-from .steps import LEARNING_RATE, Arm, ArrayStep, arrays_only
+from ..our_arms import ARMS
+from ..steps import LEARNING_RATE, Arm, ArrayStep, arrays_only
 
 WIDTH, HEADS, LAYERS, WORDS = 768, 12, 4, 256
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..models.problems import PROBLEMS
+from ..results import Results
+from ..tables import Goal, Table, megabytes, ratio
 from . import compiling
-from .problems import PROBLEMS
-from .results import Results
-from .tables import Goal, Table, megabytes, ratio
 from .targets import TARGETS
 
 OUR_ARMS = (

@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .residual_counts import DEFAULT, FLOAT32, KEPT
-from .residual_models import Case
-from .results import Results
-from .tables import Goal, Table, ratio
+from ..counts.residuals import DEFAULT, FLOAT32, KEPT
+from ..models.plain import Case
+from ..results import Results
+from ..tables import Goal, Table, ratio
 
 ARMS = (FLOAT32, KEPT, DEFAULT)
 SETUPS = (("h100", "desktop", 4, 256), ("h100", "gpt", 4, 16))
@@ -31,7 +31,9 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         request: how many `rounds`.
     """
     import mpx
-    from benchmarks import our_arms, residual_models, targets
+    from benchmarks import our_arms
+    from benchmarks.counts import targets
+    from benchmarks.models import plain as residual_models
 
     for setup in SETUPS:
         devices = targets.compile_only_devices(targets.TARGETS[setup[0]])

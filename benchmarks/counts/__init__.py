@@ -1,0 +1,1 @@
+"""Counts of compiled programs, for accelerators that need not be there."""

@@ -1,0 +1,1 @@
+"""What is compiled and trained: models, and steps of them that are ready."""

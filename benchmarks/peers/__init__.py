@@ -1,0 +1,1 @@
+"""The libraries beside mpx: their environment and their arms."""

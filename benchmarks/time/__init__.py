@@ -1,0 +1,1 @@
+"""CPU seconds on the host: tracing, lowering, compiling."""
