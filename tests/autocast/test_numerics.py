@@ -113,7 +113,9 @@ def test_gradient_of_a_vit_block(stream, bound):
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    "stream", ["full", pytest.param("half", marks=pytest.mark.slow)]
+)
 def test_loss_and_gradient_of_a_gpt_block(stream):
     loss_error, gradient_error = errors(gpt, residual_stream=stream)
     assert loss_error <= 2e-5
@@ -162,10 +164,6 @@ ORDERS = {
 WEIGHT, INPUTS = jnp.full((8, 4), 0.5), (4096, 2, 8)
 
 
-def inputs(key):
-    return jax.random.uniform(key, INPUTS)
-
-
 def in_a_scan(w, xs):
     return jnp.sum(lax.scan(lambda c, x: (c + x @ w, None), jnp.zeros((2, 4)), xs)[0])
 
@@ -182,9 +180,9 @@ def in_a_jit(w, xs):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("loss", [in_a_scan, in_a_remat, in_a_jit])
-def test_gradient_of_a_weight_held_over_4096_steps(loss, order, getkey):
-    xs = inputs(getkey())
-    expected = jnp.broadcast_to(jnp.sum(xs, (0, 1))[:, None], WEIGHT.shape)
+def test_gradient_of_a_weight_held_over_4096_steps(loss, order):
+    xs = np.random.default_rng(0).random(INPUTS, np.float32)
+    expected = np.broadcast_to(np.sum(xs, (0, 1))[:, None], WEIGHT.shape)
     grads = jax.jit(ORDERS[order](loss))(WEIGHT, xs)
     assert grads.dtype == np.float32
     assert relative_error(grads, expected) <= 1e-4
@@ -201,9 +199,10 @@ def unrolled_by_calls(w, xs):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("loss", [unrolled, unrolled_by_calls])
-def test_gradient_of_a_weight_used_256_times(loss, order, getkey):
-    xs = inputs(getkey())[:256]
-    expected = jnp.broadcast_to(jnp.sum(xs, (0, 1))[:, None], WEIGHT.shape)
+def test_gradient_of_a_weight_used_64_times(loss, order):
+    xs = np.random.default_rng(0).random((64, *INPUTS[1:]), np.float32)
+    expected = np.broadcast_to(np.sum(xs, (0, 1))[:, None], WEIGHT.shape)
     grads = jax.jit(ORDERS[order](loss))(WEIGHT, list(xs))
     assert grads.dtype == np.float32
-    assert relative_error(grads, expected) <= 2e-4
+    # Inputs are rounded once; sums in bfloat16 would be off by ten times as much.
+    assert relative_error(grads, expected) <= 6e-4

@@ -1,5 +1,6 @@
 """`mpx.autocast` as a transform and decorator: arguments, results, names, errors."""
 
+import collections
 import functools
 import gc
 import weakref
@@ -169,20 +170,28 @@ def test_transforms_outside_and_inside(inputs, checking_leaks):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
     cast = mpx.autocast(loss)
-    expected = jax.grad(loss)(w, x)
-    batched = jax.vmap(jax.grad(cast), in_axes=(None, 0))(w, x[:, None]).mean(0)
-    for got in (
-        jax.grad(cast)(w, x),
-        mpx.autocast(jax.grad(loss))(w, x),
-        jax.jit(jax.grad(jax.checkpoint(cast)))(w, x),
-        batched,
-        jax.vjp(cast, w, x)[1](jnp.float32(1))[0],
-        eqx.filter_grad(cast)(w, x),
-    ):
+
+    @jax.jit
+    def gradients(w, x):
+        batched = jax.vmap(jax.grad(cast), in_axes=(None, 0))(w, x[:, None])
+        return jax.grad(loss)(w, x), [
+            jax.grad(cast)(w, x),
+            mpx.autocast(jax.grad(loss))(w, x),
+            jax.grad(jax.checkpoint(cast))(w, x),
+            batched.mean(0),
+            jax.vjp(cast, w, x)[1](jnp.float32(1))[0],
+            eqx.filter_grad(cast)(w, x),
+        ]
+
+    @jax.jit
+    def tangents(w, x):
+        return [jax.jvp(f, (w, x), (w, x)) for f in (cast, loss)]
+
+    expected, found = gradients(w, x)
+    for got in (*found, jax.grad(cast)(w, x)):
         assert got.dtype == jnp.float32
         assert relative_error(got, expected) < 2e-2
-    got = jax.jvp(cast, (w, x), (w, x))
-    assert relative_error(got, jax.jvp(loss, (w, x), (w, x))) < 2e-2
+    assert relative_error(*tangents(w, x)) < 2e-2
 
 
 def test_collectives_of_a_vmap_pass(inputs):
@@ -250,24 +259,28 @@ def _with_rule(x):
 _with_rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("way", ["call", "gradient"])
-def test_a_program_is_kept_no_longer_than_its_function(rule, way):
+def test_a_program_is_kept_no_longer_than_its_function():
     """A function that makes a new jitted one at each call, as many do."""
-    kept = []
+    kept = collections.defaultdict(list)
 
-    def loss(x):
-        table = np.ones((2, 2), np.float32)  # a program holds what it closes over
-        kept.append(weakref.ref(table))
-        return jnp.sum(jax.jit(lambda x: RULES[rule](x) * table)(x))
+    def call(rule, way):
+        def loss(x):
+            table = np.ones((2, 2), np.float32)  # a program holds what it closes over
+            kept[rule, way].append(weakref.ref(table))
+            return jnp.sum(jax.jit(lambda x: RULES[rule](x) * table)(x))
 
-    cast = mpx.autocast(loss)
-    func = cast if way == "call" else jax.grad(cast)
-    for _ in range(3):
-        func(jnp.ones((2, 2)))
-    jax.clear_caches()
+        cast = mpx.autocast(loss)
+        func = cast if way == "call" else jax.grad(cast)
+        for _ in range(3):
+            func(jnp.ones((2, 2)))
+
+    for rule in RULES:
+        call(rule, "call")
+        call(rule, "gradient")
+    jax.clear_caches()  # once: whatever comes after it is compiled anew
     gc.collect()
-    assert len(kept) >= 3 and not any(ref() for ref in kept)
+    assert len(kept) == 6 and all(len(found) >= 3 for found in kept.values())
+    assert not [name for name, found in kept.items() if any(r() for r in found)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

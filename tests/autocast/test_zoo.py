@@ -145,6 +145,7 @@ def assert_close(found: Program, dtype: str, got: Any) -> None:
     assert relative_error(grads, expected_grads) <= tolerance.gradient
 
 
+@pytest.mark.slow
 @each_program()
 def test_plain_program(name, found):
     """What the others are compared with says something."""
