@@ -37,14 +37,34 @@ HALF = Target("other", "a device without units")
 each_recipe = pytest.mark.parametrize("recipe_name", RECIPES)
 
 
-def plain(layout, left, right, g):
+@functools.partial(jax.jit, static_argnums=0)
+def plain(f, left, right, g):
     """The product and its gradients in float32."""
-
-    def f(left, right):
-        return jax.lax.dot_general(left, right, layout.dimension_numbers)
-
     y, backward = jax.vjp(f, left, right)
     return y, *backward(g)
+
+
+@functools.cache
+def dot_of(layout):
+    return lambda left, right: jax.lax.dot_general(
+        left, right, layout.dimension_numbers
+    )
+
+
+def ragged_dot(x, w):
+    return jax.lax.ragged_dot(x, w, jnp.asarray(ragged.SIZES))
+
+
+# Each recipe as it is emulated; another path, and experts, with one of each kind.
+KINDS = ("current", "delayed", "mxfp8", "nvfp4")
+
+
+def slow_but(names, *values):
+    """The parameters for each recipe: all are slow but those of the names."""
+    return [
+        pytest.param(*values, n, marks=() if n in names else pytest.mark.slow)
+        for n in RECIPES
+    ]
 
 
 def assert_shown(found, exact) -> None:
@@ -56,14 +76,16 @@ def assert_shown(found, exact) -> None:
 
 
 def with_one(operands, which: int, value: float):
-    x = operands[which]
-    x = x.at[tuple(length // 2 for length in x.shape)].set(value)
+    x = np.array(operands[which])
+    x[tuple(length // 2 for length in x.shape)] = value
     return [*operands[:which], x, *operands[which + 1 :]]
 
 
-@each_recipe
-@pytest.mark.parametrize("path", ["emulated", "dequantized"])
-def test_what_is_not_finite_goes_into_both_products_of_an_operand(recipe_name, path):
+@pytest.mark.parametrize(
+    ("path", "recipe_name"),
+    [*(("emulated", n) for n in RECIPES), *slow_but(KINDS, "dequantized")],
+)
+def test_what_is_not_finite_goes_into_both_products_of_an_operand(path, recipe_name):
     recipe, layout = RECIPES[recipe_name], LAYOUTS["3-D"]
     product = product_of(recipe, layout, "float32")
     if path == "dequantized":
@@ -73,7 +95,7 @@ def test_what_is_not_finite_goes_into_both_products_of_an_operand(recipe_name, p
         for value in VALUES:
             operands = with_one(data(layout), which, value)
             found = result_and_gradients(product, *operands, scales_of(recipe))
-            assert_shown(found, plain(layout, *operands))
+            assert_shown(found, plain(dot_of(layout), *operands))
 
 
 @pytest.mark.parametrize("recipe_name", ["current", "delayed", "delayed, warm start"])
@@ -83,38 +105,55 @@ def test_of_a_convolution_too(recipe_name: str):
     for which in range(3):
         for value in VALUES:
             x, w, g = with_one(convolution.arrays(), which, value)
-            y, backward = jax.vjp(product._convolve, x, w)
             found = convolution.result_and_gradients(
                 product, x, w, g, scales_of(recipe)
             )
-            assert_shown(found, (y, *backward(g)))
+            assert_shown(found, plain(product._convolve, x, w, g))
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe_name", slow_but(KINDS))
 def test_of_experts_too(recipe_name: str):
     recipe = RECIPES[recipe_name]
     product = ragged.product_of(recipe.recipe)
     for which in range(3):
         for value in VALUES:
             x, w, g = with_one(ragged.arrays(), which, value)
-
-            def f(x, w):
-                return jax.lax.ragged_dot(x, w, jnp.asarray(ragged.SIZES))
-
-            y, backward = jax.vjp(f, x, w)
             found = ragged.result_and_gradients(product, x, w, g, scales_of(recipe))
-            assert_shown(found, (y, *backward(g)))
+            assert_shown(found, plain(ragged_dot, x, w, g))
 
 
-def operands_of(recipe: mpx.AbstractRecipe, which: int, value: float):
-    """Quantized operands of a product of matrices, one number of which is another."""
-    x, w = jnp.ones((64, 96)), jnp.ones((96, 48))
-    x, w = with_one([x, w], which, value)
+@functools.partial(jax.jit, static_argnums=0)
+def quantized(recipe: mpx.AbstractRecipe, x, w):
     float32, join = np.dtype("float32"), lambda amax: amax
     scale = jnp.ones(()) if isinstance(recipe, mpx.DelayedScaling) else None
     left = Copies(recipe, mpx.Role.INPUT, float32, join, (-1, -2)).first(x, scale)
     right = Copies(recipe, mpx.Role.WEIGHT, float32, join, (-2, -1)).first(w, scale)
-    return left, right, np.isnan(np.where(np.isfinite(x @ w), 0, np.nan))
+    return left, right
+
+
+@jax.jit
+def fp8_products(left, right):
+    """What FP8 units give and what is computed without them, in each dtype."""
+    forward = contractions(MATRICES, 2, 2).forward
+    return [
+        (
+            _in_fp8(left, right, forward, dtype, None),
+            _dequantized(left, right, forward, np.dtype("float32"), dtype),
+        )
+        for dtype in map(np.dtype, ("bfloat16", "float16", "float32"))
+    ]
+
+
+def operands_of(recipe: mpx.AbstractRecipe, which: int, value: float):
+    """Quantized operands of a product of matrices, one number of which is another."""
+    ones = np.ones((64, 96), np.float32), np.ones((96, 48), np.float32)
+    x, w = with_one(ones, which, value)
+    bad = np.zeros((64, 48), bool)
+    if which == 0:
+        bad[32] = True
+    else:
+        bad[:, 24] = True
+    return *quantized(recipe, x, w), bad
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -122,13 +161,11 @@ def operands_of(recipe: mpx.AbstractRecipe, which: int, value: float):
 @pytest.mark.parametrize("recipe_name", ["current", "delayed"])
 def test_on_fp8_units(recipe_name: str, value: float, which: int):
     left, right, bad = operands_of(RECIPES[recipe_name].recipe, which, value)
-    assert bad.any()
-    forward = contractions(MATRICES, 2, 2).forward
-    for dtype in map(np.dtype, ("bfloat16", "float16", "float32")):
-        found = _in_fp8(left, right, forward, dtype, None)
+    for found in jax.tree.leaves(fp8_products(left, right)):
         assert not np.isfinite(np.asarray(found, np.float32))[bad].any()
-        found = _dequantized(left, right, forward, np.dtype("float32"), dtype)
-        assert not np.isfinite(np.asarray(found, np.float32))[bad].any()
+
+
+with_axis_last = jax.jit(_with_axis_last, static_argnums=1)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -138,7 +175,7 @@ def test_block_units_get_a_scale_that_is_nan(recipe_name: str, value: float, whi
     """By the formats' specifications a block with such a scale is NaN."""
     operands = operands_of(RECIPES[recipe_name].recipe, which, value)
     for index, axis in ((0, -1), (1, -2)):
-        payload, scales = _with_axis_last(operands[index], axis)
+        payload, scales = with_axis_last(operands[index], axis)
         rows = np.isnan(np.asarray(scales, np.float32)).any(axis=(0, 2))
         if index != which:
             assert not rows.any()
@@ -158,8 +195,9 @@ def test_finite_numbers_give_finite_products(recipe_name: str):
     product = product_of(recipe, layout)
     left, right, g = data(layout)
     for size in (1e-38, 1e-20, 1e15):
+        x = np.asarray(left) * np.float32(size)
         found = result_and_gradients(
-            product, left * size, right, g / 1e3, scales_of(recipe)
+            product, x, right, np.asarray(g) / np.float32(1e3), scales_of(recipe)
         )
         assert all(np.isfinite(x).all() for x in found if x is not None)
 
