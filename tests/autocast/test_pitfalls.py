@@ -82,10 +82,10 @@ def test_a_weight_used_many_times_sums_its_gradients_in_float32(getkey):
 def test_a_computed_value_used_many_times_sums_its_gradients_in_groups():
     def count(w):
         wide = jnp.exp(w)  # computed in float32, then cast for each product
-        return sum(jnp.sum(jnp.ones((1, 8)) @ wide) for _ in range(1024))
+        return sum(jnp.sum(jnp.ones((1, 8)) @ wide) for _ in range(512))
 
     got = jax.jit(jax.grad(mpx.autocast(count)))(jnp.zeros((8, 1)))
-    assert relative_error(got, jnp.full((8, 1), 1024.0)) < 2e-4
+    assert relative_error(got, np.full((8, 1), 512.0)) < 2e-4
 
 
 def test_a_carry_keeps_its_float32():
@@ -122,9 +122,14 @@ def test_scatters_work_in_half_precision(getkey, dtype, update):
         into = jnp.ones((8, 8), dtype)
         return getattr(into.at[rows], update)(y, unique_indices=True)
 
-    for func in (scatter, jax.grad(lambda w, x: scatter(w, x).sum().astype("float32"))):
-        expected = func(w, x)
-        got = jax.jit(mpx.autocast(func, dtype))(w, x)
+    gradient = jax.grad(lambda w, x: scatter(w, x).sum().astype("float32"))
+
+    @jax.jit
+    def results(w, x):
+        funcs = scatter, gradient
+        return [(mpx.autocast(f, dtype)(w, x), f(w, x)) for f in funcs]
+
+    for got, expected in results(w, x):
         assert got.dtype == expected.dtype
         assert relative_error(got, expected) < 2e-2
 
