@@ -14,12 +14,12 @@ WIDTH, HEIGHT, GAP = 2.35, 1.0, 0.45
 
 # Name, what happens, where. Steps 3 to 6 are done again for each program within.
 STEPS = (
-    ("1  call", "options, context\nbecome settings", "_transform  _region"),
+    ("1  call", "options, context\nbecome settings", "_transform  _settings"),
     ("2  program", "trees apart,\ntraced as written", "_program/calls"),
-    ("3  analyse", "demand, reach,\nislands", "_program/flow"),
-    ("4  decide", "rule, class,\noperands, demand", "_interpreter  _choice"),
-    ("5  emit", "cast operands,\nbind again", "_emission  _quantize"),
-    ("6  rematerialize", "islands computed\nagain", "_remat  _program/remat"),
+    ("3  analyse", "demand, reach,\nislands", "_demand  _program/flow"),
+    ("4  decide", "rule, class,\noperands, demand", "_decide  _products"),
+    ("5  emit", "cast operands,\nbind again", "_emit  _quantize"),
+    ("6  rematerialize", "islands computed\nagain", "_rematerialize"),
     ("7  back", "declared dtypes,\nautodiff", "_call"),
     ("8  report", "notes, FLOPs,\nbytes", "_notes  _inspect"),
 )

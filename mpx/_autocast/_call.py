@@ -1,4 +1,11 @@
-"""Calling a function, rewritten: trace it, emit it again, put the results together."""
+"""Calling a function, rewritten: trace it, emit it again, put the results together.
+
+A function that is switched off, `mpx.autocast(func, enabled=False)`, is called as it
+is: nothing is traced, and regions in it have no effect, so that `enabled=config.mixed`
+is all that a program needs for its control run. But a region that says `enabled=True`
+is the innermost one and wins; then, and only then, the function is traced and emitted
+like others.
+"""
 
 import contextlib
 import dataclasses
@@ -22,19 +29,47 @@ from .._program import Call
 from .._quantize import AbstractRecipe
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
-from . import _control_flow, _custom_rules, _strict
-from ._decisions import Precision
+from . import _control_flow, _custom_rules
+from ._context import (
+    FLOAT16,
+    Place,
+    Programs,
+    Provenance,
+    Run,
+    Value,
+    declared,
+    is_castable,
+)
 from ._demand import Demand, demand_for
-from ._fused_rules import or_fused
-from ._interpreter import evaluate
-from ._notes import RESULT, is_taking_notes, note_unused, noted_cast
-from ._reach import reach_of_results, recipes_in
-from ._region import is_tracing, note_float16, region, trace
-from ._settings import Place, Programs, Run, Settings
-from ._slots import Given, Slots, StateRequests, next_source
-from ._step import is_random, with_step
-from ._values import FLOAT16, Provenance, Value, declared, is_castable
-from ._weights import Weights
+from ._emit import evaluate
+from ._fused import or_fused
+from ._notes import (
+    RESULT,
+    is_taking_notes,
+    note_float16,
+    note_unused,
+    noted_cast,
+    refuse_unused,
+)
+from ._products import reach_of_results, recipes_in
+from ._rules import Precision
+from ._settings import (
+    Settings,
+    Weights,
+    is_tracing,
+    is_under_control,
+    region,
+    trace,
+)
+from ._state import (
+    Slots,
+    StateRequests,
+    is_random,
+    next_source,
+    note_switched_off,
+    note_used,
+    with_step,
+)
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -78,8 +113,8 @@ def call_autocast(
         runs: list[Run] = []
 
         def run_of(jaxpr: Any) -> Run:
-            rules, asked = settings.rules.rules, (recipe, *settings.rules._recipes)
-            recipes = recipes_in(jaxpr).union(r for r in asked if r is not None)
+            recipes = recipes_in(jaxpr).union(settings.recipes)
+            rules = settings.rules.rules
             if not recipes and any(r.precision is Precision.LOW for r in rules):
                 raise ValueError(
                     "`mpx.Precision.LOW` quantizes by the recipe that holds, and there "
@@ -101,11 +136,10 @@ def call_autocast(
         if recipe not in run.used:
             raise ValueError(_nothing_to_quantize(recipe, weights))
     if settings.is_strict:
-        _strict.refuse_unused(settings.rules, run.used)
+        refuse_unused(settings.rules, run.used)
     if FLOAT16 in run.used:
         note_float16()
-    if isinstance(source, Given):
-        source.used.update(x for x in run.used if isinstance(x, AbstractRecipe))
+    note_used(x for x in run.used if isinstance(x, AbstractRecipe))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
     return marked(results) if isinstance(source, StateRequests) else results
 
@@ -245,7 +279,7 @@ def _done_for_others() -> contextlib.AbstractContextManager[Any]:
     """Within another autocast function, what this one emits is left as it is."""
     if not is_tracing():
         return contextlib.nullcontext()
-    return region({"is_enabled": False})
+    return region(Settings.of(is_enabled=False))
 
 
 def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[Any]:
@@ -256,7 +290,7 @@ def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[Any]:
     place = Place(run.settings)
     if run.has_recipe and run.spares_final:
         place = dataclasses.replace(place, reach=reach_of_results(avals))
-    results = evaluate(run, place, closed.jaxpr, closed.consts, values, demands)
+    results = evaluate(run, place, closed, values, demands)
     with noted_cast(RESULT):
         return [_result(v, aval) for v, aval in zip(results, avals, strict=True)]
 
@@ -289,3 +323,54 @@ def _input(weights: Weights, source: Any, run: Run, path: Any, leaf: Any) -> Val
     if run.is_stateful:
         value.slots = Slots.of_parameter(name, source)
     return value
+
+
+# --- Functions that are switched off --------------------------------------------------
+
+_is_off = jax.make_user_context(default_value=False)
+
+
+class _SwitchedOnInside(Exception):
+    """A region of a function that is switched off says that it is not."""
+
+
+def call_switched_off(
+    settings: Settings,
+    weights: Weights,
+    programs: Programs,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a function as it is; see `call_autocast` for the arguments."""
+    note_switched_off()
+    func, args, kwargs = dequantize_weights((func, args, kwargs))
+    if is_tracing():  # of an autocast function around it, which leaves this part alone
+        with region(Settings.of(is_enabled=False)):
+            return func(*args, **kwargs)
+    try:
+        with _is_off(True):
+            return func(*args, **kwargs)
+    except _SwitchedOnInside:
+        if has_nnx_objects((func, args, kwargs)):
+            raise ValueError(
+                "`with mpx.autocast(enabled=True)` stands in a function that "
+                "`mpx.autocast(..., enabled=False)` switched off and that was given "
+                "Flax NNX objects, which have been changed by now. Switch the region "
+                "and the function on and off together."
+            ) from None
+    return call_autocast(settings, weights, programs, func, args, kwargs)
+
+
+def is_switched_off() -> bool:
+    """Whether what runs here belongs to an autocast function that is switched off."""
+    return _is_off.value and not is_tracing()
+
+
+def region_of_switched_off(
+    settings: Settings,
+) -> contextlib.AbstractContextManager[object]:
+    """A region in a function that is switched off."""
+    if "is_enabled" in settings.said and settings.is_enabled and not is_under_control():
+        raise _SwitchedOnInside
+    return contextlib.nullcontext()

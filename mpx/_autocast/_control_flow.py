@@ -12,13 +12,13 @@ times) is rewritten once for each way in which its operands come.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 from .._jax_compat import (
@@ -37,28 +37,12 @@ from .._program import (
     properties,
     sub_jaxprs,
 )
+from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
 from ._demand import Demand, carried_demands, demands_of
-from ._interpreter import Rewrite, evaluate
+from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
-from ._reach import reach_of_program
-from ._settings import Place, Run
-from ._slots import repeated
-from ._state_operands import StateOperands
-from ._values import FULL, Facts, Provenance, Value, computed, is_castable
-
-
-class Program(NamedTuple):
-    """A program that was rewritten.
-
-    Attributes:
-        closed: The new program.
-        facts: What is known of its results.
-        used: The user's rules that held inside, and the recipes that quantized.
-    """
-
-    closed: ClosedJaxpr
-    facts: tuple[Facts, ...]
-    used: frozenset[Any]
+from ._products import reach_of_program
+from ._state import StateOperands, repeated
 
 
 def enter(
@@ -78,79 +62,56 @@ def enter(
     ]
 
 
-def evaluate_closed(
-    run: Run, place: Place, jaxpr: Any, values: list[Value], demands: tuple[Demand, ...]
-) -> list[Value]:
-    """`evaluate` for a program that may be open or closed."""
-    consts = jaxpr.consts if isinstance(jaxpr, core.ClosedJaxpr) else ()
-    return evaluate(run, place, open_jaxpr(jaxpr), consts, values, demands)
+# What is known of values without their arrays.
+Types = tuple[tuple[Facts, ...], tuple[ShapedArray, ...]]
+
+
+def types_of(operands: Sequence[Value]) -> Types:
+    """What is known of operands without their arrays."""
+    avals = tuple(jax.typeof(v.array) for v in operands)
+    return tuple(v.facts for v in operands), avals
 
 
 def rewritten(
     run: Run,
     place: Place,
-    jaxpr: Any,
-    operands: list[Value],
+    jaxpr: Jaxpr | ClosedJaxpr,
+    types: Types,
     demands: tuple[Demand, ...],
     state: StateOperands,
-    dtypes: tuple[Any, ...] | None = None,
-) -> Program:
+    dtypes: tuple[np.dtype | None, ...] | None = None,
+) -> tuple[ClosedJaxpr, tuple[Facts, ...]]:
     """Rewrites a program for operands as they come.
 
     Args:
         run: The run, which keeps rewritten programs.
         place: Where the program stands.
         jaxpr: The program, open or closed.
-        operands: Its inputs.
+        types: What is known of its inputs.
         demands: What is wanted of its results.
         state: What it gets besides.
         dtypes: The dtypes that its results must have; None for a result that may have
             any.
 
     Returns:
-        The new program.
+        The new program, and what is known of its results.
     """
-    return rewritten_for(run, place, jaxpr, types_of(operands), demands, state, dtypes)
-
-
-class Types(NamedTuple):
-    """What is known of operands without their arrays."""
-
-    facts: tuple[Facts, ...]
-    avals: tuple[Any, ...]
-
-
-def types_of(operands: Sequence[Value]) -> Types:
-    """What is known of operands without their arrays."""
-    avals = tuple(jax.typeof(v.array) for v in operands)
-    return Types(tuple(v.facts for v in operands), avals)
-
-
-def rewritten_for(
-    run: Run,
-    place: Place,
-    jaxpr: Any,
-    types: Types,
-    demands: tuple[Demand, ...],
-    state: StateOperands,
-    dtypes: tuple[Any, ...] | None = None,
-) -> Program:
-    """`rewritten` for operands whose arrays are not at hand."""
     facts, avals = types
     besides = [jax.typeof(x) for x in state.arrays]
     known = run.programs.setdefault(jaxpr, {})
     key = (place, facts, avals, demands, dtypes, state.form)
     made = known.get(key)
     if made is not None:
-        run.used |= made.used
-        return made
+        closed, new, used = made
+        run.used |= used
+        return closed, new
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: Any) -> list[Any]:
         slots, step = state.unpacked(arrays[len(facts) :])
         inside = enter(arrays[: len(facts)], facts, slots)
         with run.at_step(step):
-            results = evaluate_closed(run, place, jaxpr, inside, demands)
+            results = evaluate(run, place, jaxpr, inside, demands)
         if dtypes is not None:
             results = [as_dtype(v, d) for v, d in zip(results, dtypes, strict=True)]
         found[:] = [tuple(v.facts for v in results)]
@@ -158,16 +119,18 @@ def rewritten_for(
 
     before, run.used = run.used, set()
     closed = jax.make_jaxpr(program)(*avals, *besides)
-    made = known[key] = Program(closed, found[0], frozenset(run.used))
+    known[key] = closed, found[0], frozenset(run.used)
     run.used |= before
-    return made
+    return closed, found[0]
 
 
-def _step_for(run: Run, place: Place, *programs: Any) -> Any:
-    """The number of the step for programs that may quantize; None for others."""
-    if run.step is None or place.has_own_rule:
-        return None
-    return run.step if any(map(_holds_products, programs)) else None
+def _state_for(
+    run: Run, place: Place, operands: Sequence[Value], *programs: Jaxpr | ClosedJaxpr
+) -> StateOperands:
+    """What programs get besides these operands: those that quantize, the step, too."""
+    asks = run.step is not None and not place.has_own_rule
+    step = run.step if asks and any(map(_holds_products, programs)) else None
+    return StateOperands([v.slots for v in operands], step=step)
 
 
 def _holds_products(program: Any) -> bool:
@@ -222,12 +185,12 @@ def rewrite_jit(
     """A jit, with its name, shardings, layouts and donation."""
     operands = widened(run, place, equation, operands, demands)
     jaxpr = equation.params["jaxpr"]
-    state = StateOperands(operands, step=_step_for(run, place, jaxpr))
+    state = _state_for(run, place, operands, jaxpr)
     if any(state.form):
         return _rewrite_inline(run, place, equation, operands, demands)
-    made = rewritten(run, place, jaxpr, operands, demands, state)
+    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
     arrays = [v.array for v in operands]
-    return rebound(equation, {"jaxpr": made.closed}, made.facts, arrays)
+    return rebound(equation, {"jaxpr": closed}, facts, arrays)
 
 
 def _rewrite_inline(
@@ -239,7 +202,7 @@ def _rewrite_inline(
         _constrained(v, s)
         for v, s in zip(operands, params["in_shardings"], strict=True)
     ]
-    results = evaluate_closed(run, place, params["jaxpr"], constrained, demands)
+    results = evaluate(run, place, params["jaxpr"], constrained, demands)
     return [
         _constrained(v, s)
         for v, s in zip(results, params["out_shardings"], strict=True)
@@ -258,13 +221,13 @@ def rewrite_composite(
 ) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
     jaxpr = program_of(equation)
-    state = StateOperands(operands, step=_step_for(run, place, jaxpr))
+    state = _state_for(run, place, operands, jaxpr)
     if any(state.form):
         return rewrite_call(run, place, equation, operands, demands)
-    made = rewritten(run, place, jaxpr, operands, demands, state)
+    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
     parameter = composite_parameter(equation.params)
     arrays = [v.array for v in operands]
-    return rebound(equation, {parameter: made.closed}, made.facts, arrays)
+    return rebound(equation, {parameter: closed}, facts, arrays)
 
 
 def rewrite_call(
@@ -272,7 +235,7 @@ def rewrite_call(
 ) -> list[Value]:
     """A call that says nothing but "here is a program": emitted in place."""
     jaxpr = program_of(equation)
-    return evaluate_closed(run, place, jaxpr, operands, demands)
+    return evaluate(run, place, jaxpr, operands, demands)
 
 
 def rewrite_remat(
@@ -280,12 +243,12 @@ def rewrite_remat(
 ) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
     jaxpr = equation.params["jaxpr"]
-    state = StateOperands(operands, step=_step_for(run, place, jaxpr))
+    state = _state_for(run, place, operands, jaxpr)
     place = dataclasses.replace(place, is_recomputed=True)
-    made = rewritten(run, place, jaxpr, operands, demands, state)
-    jaxpr, constants = constants_as_inputs(made.closed)
+    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
+    jaxpr, constants = constants_as_inputs(closed)
     arrays = [*constants, *(v.array for v in operands), *state.arrays]
-    return rebound(equation, {"jaxpr": open_jaxpr(jaxpr)}, made.facts, arrays)
+    return rebound(equation, {"jaxpr": open_jaxpr(jaxpr)}, facts, arrays)
 
 
 def rewrite_shard_map(
@@ -294,7 +257,7 @@ def rewrite_shard_map(
     """A program that runs once per device."""
     params = equation.params
     facts = tuple(v.facts for v in operands)
-    state = StateOperands(operands, step=_step_for(run, place, params["jaxpr"]))
+    state = _state_for(run, place, operands, params["jaxpr"])
     if not params["check_vma"]:
         place = dataclasses.replace(place, sums_over_devices=True)
     found: list[tuple[Facts, ...]] = []
@@ -303,7 +266,7 @@ def rewrite_shard_map(
         slots, step = state.unpacked(arrays[len(facts) :])
         inside = enter(arrays[: len(facts)], facts, slots)
         with run.at_step(step):
-            results = evaluate_closed(run, place, params["jaxpr"], inside, demands)
+            results = evaluate(run, place, params["jaxpr"], inside, demands)
         found[:] = [tuple(v.facts for v in results)]
         return tuple(v.array for v in results)
 
@@ -351,7 +314,8 @@ def rewrite_scan(
     wanted = (*carried_demands(jaxpr.invars[n_consts:end]), *demands[n_carry:])
     place = _loop_place(place, equation)
     # A weight that all turns share has a copy of its slots for each.
-    shared, cut = StateOperands(fixed), StateOperands(stacked, params["length"])
+    shared = StateOperands([v.slots for v in fixed])
+    cut = StateOperands([v.slots for v in stacked], params["length"])
     copies = [repeated(x, params["length"]) for x in shared.arrays]
     found: list[tuple[Facts, ...]] = []
 
@@ -361,7 +325,7 @@ def rewrite_scan(
         consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
         rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
         inside = [*consts, *_carried(carry), *rows]
-        results = evaluate_closed(run, place, closed, inside, wanted)
+        results = evaluate(run, place, closed, inside, wanted)
         out = [
             _strong(v, a) for v, a in zip(results[:n_carry], carry_avals, strict=True)
         ]
@@ -400,14 +364,14 @@ def rewrite_while(
     ]
 
     def inside(fixed: list[Value], carry: Any) -> list[Value]:
-        state = StateOperands(fixed)
+        state = StateOperands([v.slots for v in fixed])
         slots, _ = state.unpacked(state.arrays)
         values = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
         return [*values, *_carried(carry)]
 
     def are_going_on(carry: Any) -> Any:
         values = inside(for_test, carry)
-        return evaluate_closed(run, test_place, test, values, (Demand.ANY,))[0].array
+        return evaluate(run, test_place, test, values, (Demand.ANY,))[0].array
 
     def is_going_on(carry: Any) -> Any:
         going = are_going_on(carry)
@@ -415,7 +379,7 @@ def rewrite_while(
 
     def step(carry: Any) -> list[Any]:
         values = inside(for_body, carry)
-        results = evaluate_closed(run, place, body, values, wanted)
+        results = evaluate(run, place, body, values, wanted)
         new = [_strong(v, a) for v, a in zip(results, avals, strict=True)]
         if not open_jaxpr(test).outvars[0].aval.shape:
             return new
@@ -442,27 +406,26 @@ def rewrite_cond(
     """Branches, whose results agree on their dtypes."""
     branches = equation.params["branches"]
     index, *rest = operands
-    state = StateOperands(rest, step=_step_for(run, place, *branches))
-    made = [rewritten(run, place, b, rest, demands, state) for b in branches]
+    state = _state_for(run, place, rest, *branches)
+    types = types_of(rest)
+    made = [rewritten(run, place, b, types, demands, state) for b in branches]
     dtypes = tuple(
-        _agreed(variable.aval, [branch.closed.out_avals[i].dtype for branch in made])
+        _agreed(variable.aval, [closed.out_avals[i].dtype for closed, _ in made])
         for i, variable in enumerate(equation.outvars)
     )
     if any(d is not None for d in dtypes):
         made = [
-            rewritten(run, place, b, rest, demands, state, dtypes) for b in branches
+            rewritten(run, place, b, types, demands, state, dtypes) for b in branches
         ]
-    facts = [
+    programs, facts = zip(*made, strict=True)
+    common = [
         _common(same, aval.dtype)
         for same, aval in zip(
-            zip(*(p.facts for p in made), strict=True),
-            made[0].closed.out_avals,
-            strict=True,
+            zip(*facts, strict=True), programs[0].out_avals, strict=True
         )
     ]
-    params = {"branches": tuple(p.closed for p in made)}
     arrays = [*(v.array for v in operands), *state.arrays]
-    return rebound(equation, params, facts, arrays)
+    return rebound(equation, {"branches": programs}, common, arrays)
 
 
 def _agreed(aval: Any, dtypes: list[Any]) -> Any:

@@ -25,21 +25,18 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jax_compat import bind_equation, open_jaxpr, symbolic_zero
 from .._program import constants_as_inputs, program_of, zero_results
+from ._context import Facts, Place, Run, Value, computed, is_castable
 from ._control_flow import (
-    Types,
     as_dtype,
     enter,
-    evaluate_closed,
     rebound,
-    rewritten_for,
+    rewritten,
     types_of,
 )
 from ._demand import Demand, demand_for
-from ._interpreter import Rewrite
-from ._region import trace
-from ._settings import Place, Run
-from ._state_operands import StateOperands
-from ._values import Facts, Value, computed, is_castable
+from ._emit import Rewrite, evaluate
+from ._settings import trace
+from ._state import StateOperands
 
 _FLOAT0 = jax.dtypes.float0
 
@@ -111,7 +108,7 @@ def rewrite_custom_jvp(
     @jax.custom_jvp
     def function(*arrays: Any) -> list[Any]:
         values = enter(arrays, facts)
-        return form.settle(evaluate_closed(later(), place, jaxpr, values, demands))
+        return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
     @_explaining_leaks(equation)
     def rule(primals: Any, tangents: Any) -> Any:
@@ -139,7 +136,7 @@ def rewrite_custom_jvp(
         wanted = form.demands(demands)
         # A tangent has the dtype of its primal.
         wanted += tuple(w for w, f in zip(wanted, is_float, strict=True) if f)
-        results = evaluate_closed(later(), place, closed, inside, wanted)
+        results = evaluate(later(), place, closed, inside, wanted)
         out = form.settle(results[: len(is_float)])
         are_zero = zero_results(closed.jaxpr)[len(is_float) :]
         out_dots = iter(zip(results[len(is_float) :], are_zero, strict=True))
@@ -181,7 +178,7 @@ def rewrite_custom_vjp(
     @jax.custom_vjp
     def function(*arrays: Any) -> list[Any]:
         values = enter(arrays, facts)
-        return form.settle(evaluate_closed(later(), place, jaxpr, values, demands))
+        return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
     @_explaining_leaks(equation)
     def forward(*primals: Any) -> Any:
@@ -197,7 +194,7 @@ def rewrite_custom_vjp(
         count = len(equation.outvars)
         residual_avals = closed.out_avals[count:]
         wanted = form.demands(demands) + (Demand.ANY,) * len(residual_avals)
-        results = evaluate_closed(later(), place, closed, enter(arrays, facts), wanted)
+        results = evaluate(later(), place, closed, enter(arrays, facts), wanted)
         residuals = results[count:]
         saved = _Saved(
             [v.array for v in residuals],
@@ -215,7 +212,7 @@ def rewrite_custom_vjp(
         _refuse_leaks(later(), equation, closed)
         inside = [*enter(saved.arrays, saved.facts), *map(computed, given)]
         wanted = tuple(demand_for(dtype) for _, dtype in saved.active)
-        results = evaluate_closed(later(), place, closed, inside, wanted)
+        results = evaluate(later(), place, closed, inside, wanted)
         found: list[Any] = [None] * len(equation.invars)
         for (i, dtype), value, is_zero in zip(
             saved.active, results, zero_results(closed.jaxpr), strict=True
@@ -361,7 +358,7 @@ def rewrite_custom_vmap(
     @jax.custom_batching.custom_vmap
     def function(*arrays: Any) -> list[Any]:
         values = enter(arrays, facts)
-        return form.settle(evaluate_closed(later(), place, jaxpr, values, demands))
+        return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
     @function.def_vmap
     def rule(axis_size: int, in_batched: Any, *arrays: Any) -> Any:
@@ -371,7 +368,7 @@ def rewrite_custom_vmap(
         closed = trace(batched)(*_declared_avals(arrays, equation.invars))
         inside = enter(arrays, facts)
         wanted = form.demands(demands)
-        results = evaluate_closed(later(), place, closed, inside, wanted)
+        results = evaluate(later(), place, closed, inside, wanted)
         out = form.settle(results)
         return out, [True] * len(out)
 
@@ -390,17 +387,17 @@ def rewrite_remat_opt(
     params = equation.params
     count, saved = params["num_consts"], params["num_res"]
     nothing, types = StateOperands(()), types_of(operands)
-    made = rewritten_for(run, place, params["fwd_jaxpr"], types, demands, nothing)
-    jaxpr, constants = constants_as_inputs(made.closed)
-    dtypes = tuple(aval.dtype for aval in made.closed.out_avals[saved:])
-    own = Types(types.facts[count:], types.avals[count:])
+    made, facts = rewritten(run, place, params["fwd_jaxpr"], types, demands, nothing)
+    jaxpr, constants = constants_as_inputs(made)
+    dtypes = tuple(aval.dtype for aval in made.out_avals[saved:])
+    own = types[0][count:], types[1][count:]
 
     @functools.cache
     def alone() -> tuple[Any, Sequence[Any]]:
         closed = core.ClosedJaxpr(*params["fun_jaxpr_thunk"]())
         wanted = tuple(map(demand_for, dtypes))
-        found = rewritten_for(later(), place, closed, own, wanted, nothing, dtypes)
-        return open_jaxpr(found.closed), found.closed.consts
+        found, _ = rewritten(later(), place, closed, own, wanted, nothing, dtypes)
+        return open_jaxpr(found), found.consts
 
     new = {
         "fwd_jaxpr": jaxpr,
@@ -408,7 +405,7 @@ def rewrite_remat_opt(
         "num_consts": count + len(constants),
     }
     arrays = [*constants, *(v.array for v in operands)]
-    return rebound(equation, new, made.facts, arrays)
+    return rebound(equation, new, facts, arrays)
 
 
 REWRITES: dict[str, Rewrite] = {

@@ -30,10 +30,9 @@ from .._program import (
     properties,
     sub_jaxprs,
 )
-from ._decisions import Precision
-from ._region import settings_within
-from ._settings import Run, Settings
-from ._values import FULL, is_castable
+from ._context import FULL, Run, is_castable
+from ._rules import Precision
+from ._settings import Settings
 
 
 class Demand(enum.Enum):
@@ -169,7 +168,7 @@ class _DemandFlow(BackwardFlow[Demand]):
     ) -> Sequence[Demand]:
         """What an equation wants of its operands."""
         declared = tuple(map(self.is_declared, equation.invars))
-        here = settings_within(self._settings, scope_names(equation))
+        here = self._settings.at(scope_names(equation))
         if not any(declared) and _is_residual(equation, results, self._makers):
             self.residuals.update(equation.outvars)
             return _residual_demands(here, results[0])

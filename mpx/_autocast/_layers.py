@@ -19,22 +19,21 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._cast import cast_of_inputs
 from .._dtypes import is_half
 from .._quantize import DelayedScaling
 from .._wraps import wraps
-from ._call import call_autocast
-from ._region import (
+from ._call import call_autocast, is_switched_off
+from ._context import new_programs
+from ._settings import (
+    Settings,
     ambient_settings,
     contexts_switch_on,
     is_tracing,
     is_under_control,
 )
-from ._settings import Settings, new_programs
-from ._switched_off import is_switched_off
 
 
 class AmbientRecipe(ValueError):
@@ -68,13 +67,9 @@ def with_ambient_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        options = {} if is_tracing() else ambient_settings()
-        is_on = (
-            options.get("is_enabled", not is_switched_off()) and not is_under_control()
-        )
-        if options.get("recipe") is None or not is_on:
+        settings = _here()
+        if settings.recipe is None or not settings.is_enabled:
             return method(self, x, *args, **kwargs)
-        settings = Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **options})
         _ask_for_help(settings, type(self).__name__)
         dtype = getattr(x, "dtype", None)
         if dtype is not None and is_half(dtype):
@@ -96,16 +91,17 @@ def call_with_ambient(func: Callable[..., Any], *args: Any) -> Any:
         What it returns: computed in the ambient dtype, if one was said, and quantized
         by a recipe that is for products of data with data.
     """
-    options = {} if is_tracing() else ambient_settings()
-    recipe = options.get("recipe")
-    if not options:
+    settings = _here()
+    if not settings.said:
         return func(*args)
+    recipe = settings.recipe
     if recipe is not None and not recipe.fp8_dpa:
-        recipe = options["recipe"] = None
-    is_on = options.get("is_enabled", not is_switched_off()) and not is_under_control()
-    is_enabled = is_on and ("dtype" in options or recipe is not None)
-    options = {"dtype": jnp.dtype(jnp.bfloat16), **options, "is_enabled": is_enabled}
-    return call_autocast(Settings(**options), (), new_programs(), func, args, {})
+        recipe = None
+    is_asked_for = "dtype" in settings.said or recipe is not None
+    settings = dataclasses.replace(
+        settings, recipe=recipe, is_enabled=settings.is_enabled and is_asked_for
+    )
+    return call_autocast(settings, (), new_programs(), func, args, {})
 
 
 def in_contexts(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,8 +115,9 @@ def in_contexts(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        options = {**ambient_settings(), "is_enabled": _ambient_recipe() is not None}
-        settings = Settings(**{"dtype": jnp.dtype(jnp.bfloat16), **options})
+        settings = ambient_settings()
+        is_enabled = settings.is_enabled and settings.recipe is not None
+        settings = dataclasses.replace(settings, is_enabled=is_enabled)
         with contexts_switch_on():
             return call_autocast(
                 settings, weights, programs, func, args, kwargs, spares_final=False
@@ -129,15 +126,21 @@ def in_contexts(func: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _ambient_recipe() -> Any:
-    """The ambient recipe that holds here; None if there is none."""
-    options = ambient_settings()
-    return options.get("recipe") if options.get("is_enabled", True) else None
+def _here() -> Settings:
+    """The ambient settings for a call on its own.
+
+    In a function that autocast is tracing nobody has said any. In one that is switched
+    off, and in a run in full precision to compare with, they are switched off, too.
+    """
+    settings = Settings() if is_tracing() else ambient_settings()
+    is_on = (
+        settings.is_enabled if "is_enabled" in settings.said else not is_switched_off()
+    )
+    return dataclasses.replace(settings, is_enabled=is_on and not is_under_control())
 
 
 def _ask_for_help(settings: Settings, layer: str) -> None:
-    recipes = settings.recipe, *settings.rules._recipes
-    has_state = any(isinstance(recipe, DelayedScaling) for recipe in recipes)
+    has_state = any(isinstance(recipe, DelayedScaling) for recipe in settings.recipes)
     cast = cast_of_inputs()
     if not has_state and (cast is None or not cast.is_default):
         return

@@ -1,4 +1,4 @@
-"""Notes on the equations that autocast emits: what was decided, and why.
+"""What autocast says of what it decides: notes for who asks, errors if it is strict.
 
 While somebody takes notes, each emitted equation stands in a named scope of its own,
 whose text says what was decided. So the decision is found in the finished program, on
@@ -6,6 +6,8 @@ every equation that came of it: also in what autodiff made of it, in the bodies 
 loops, and in programs that `jax.jit` had traced before. Without `mpx.explain` nothing
 is noted and nothing is spent on it; a program that was traced without notes is traced
 anew.
+
+In strict mode what happens by accident, or without mpx knowing it, is an error.
 """
 
 import contextlib
@@ -13,12 +15,16 @@ import contextvars
 import dataclasses
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 
-from ._choice import Choice
-from ._rules import Rule
+from .._errors import describe, listing
+from .._program import aval_of, count, data_of, data_scope, source_span
+from .._quantize import AbstractProduct, Path, path_of
+from ._context import FULL, Provenance, Value, is_castable
+from ._decide import Case, Choice, Reason
+from ._demand import Demand
+from ._rules import Rule, Rules
 
 _taking = jax.make_user_context(default_value=False)
 
@@ -82,7 +88,7 @@ def note_unused(rules: Iterable[Rule]) -> None:
 
 def noted(
     primitive: str, choice: Choice, weight: str = ""
-) -> contextlib.AbstractContextManager[None]:
+) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside was decided so."""
     if not _taking.value:
         return contextlib.nullcontext()
@@ -95,7 +101,7 @@ def noted(
     return _write(Note(primitive, kind, precision, reason, weight, rule))
 
 
-def noted_cast(reason: str) -> contextlib.AbstractContextManager[None]:
+def noted_cast(reason: str) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside casts back to a dtype that the program declares."""
     if not _taking.value:
         return contextlib.nullcontext()
@@ -117,50 +123,154 @@ class IslandNote:
     name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 
-class _Scope(str):
-    """The name of a scope that is a note: no text of a user's is one."""
-
-    note: Note | IslandNote
-
-    def __new__(cls, note: Note | IslandNote) -> "_Scope":
-        parts = map(str, dataclasses.astuple(note))
-        self = super().__new__(cls, f"mpx:{'!'.join(parts)}")
-        self.note = note
-        return self
-
-
 def noted_island(
     note: IslandNote | None,
-) -> contextlib.AbstractContextManager[Any]:
+) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside is an island that is recomputed."""
     return contextlib.nullcontext() if note is None else _write(note)
 
 
-def _write(note: Note | IslandNote) -> contextlib.AbstractContextManager[Any]:
-    return jax.named_scope(_Scope(note))
+def _write(note: Note | IslandNote) -> contextlib.AbstractContextManager[object]:
+    parts = map(str, dataclasses.astuple(note))
+    return data_scope(f"mpx:{'!'.join(parts)}", note)
 
 
-class _ScalingScope(str):
-    """The name of the scope in which a loss is scaled: no text of a user's is one."""
+_SCALING = "the loss is scaled here"
 
 
-def noted_scaling() -> contextlib.AbstractContextManager[Any]:
+def noted_scaling() -> contextlib.AbstractContextManager[object]:
     """What is computed inside is the scaled loss."""
     if not _taking.value:
         return contextlib.nullcontext()
-    return jax.named_scope(_ScalingScope("mpx-loss-scaling"))
+    return data_scope("mpx-loss-scaling", _SCALING)
 
 
 def is_scaling_note(scope: str) -> bool:
     """Whether the name of a scope says that a loss is scaled there."""
-    return isinstance(scope, _ScalingScope)
-
-
-def is_note(scope: str) -> bool:
-    """Whether the name of a scope is a note, on an equation or on an island."""
-    return isinstance(scope, _Scope)
+    return data_of(scope, str) == _SCALING
 
 
 def read_note(scope: str) -> Note | IslandNote | None:
-    """The note that the name of a scope is, if it is one."""
-    return scope.note if isinstance(scope, _Scope) else None
+    """The note that the name of a scope carries, if it does."""
+    return data_of(scope, Note) or data_of(scope, IslandNote)
+
+
+# --- Functions that compute in float16 ------------------------------------------------
+
+_float16_calls: contextvars.ContextVar[list[None] | None] = contextvars.ContextVar(
+    "float16_calls", default=None
+)
+
+
+@contextlib.contextmanager
+def noting_float16() -> Iterator[list[None]]:
+    """Gives a list that is empty unless functions called inside compute in float16."""
+    found: list[None] = []
+    token = _float16_calls.set(found)
+    try:
+        yield found
+    finally:
+        _float16_calls.reset(token)
+
+
+def note_float16() -> None:
+    """What is called here computes in float16."""
+    found = _float16_calls.get()
+    if found is not None:
+        found.append(None)
+
+
+# --- Strict mode ----------------------------------------------------------------------
+
+_CALL = "`mpx.autocast(..., strict=True)`"
+
+
+def refuse_unknown(case: Case, choice: Choice) -> None:
+    """Raises for a primitive that mpx does not know."""
+    if choice.reason is Reason.UNKNOWN:
+        raise NotImplementedError(
+            f"{_CALL} met the primitive `{case.name}`{case.where}, which it "
+            "does not know. Say what to do with it in `rules=`: "
+            f'`mpx.Rule(mpx.Precision.DECLARED, primitive="{case.name}")` leaves it as '
+            "it was written."
+        )
+
+
+def refuse_accident(case: Case, choice: Choice) -> None:
+    """Raises where something small makes a half precision value float32.
+
+    Small is what is less than the result, or was broadcast: a scalar, a bias. If it was
+    computed from what was computed in half (a mean), or if the users of the result want
+    float32, nothing happens by accident. A residual stream is not small.
+    """
+    if choice.dtype != FULL or choice.rule is not None:
+        return
+    if choice.reason is Reason.PROMOTED and case.demand is not Demand.FULL:
+        culprit = _small_and_full(case)
+    else:
+        culprit = None
+    if culprit is None and _was_widened_here(case):
+        culprit = next(v for v in case.operands if v.widened_by is None)
+    if culprit is None:
+        return
+    half = case.settings.dtype.name
+    raise ValueError(
+        f"{_CALL}: `{case.name}`{case.where} makes a half precision value "
+        f"float32, because of {describe(culprit.array)}. Write that operand as a "
+        f"Python number, or cast it to {half}; if float32 is what you want, cast the "
+        'other operand: `x.astype("float32")`.'
+    )
+
+
+def _small_and_full(case: Case) -> Value | None:
+    """An operand that alone is to blame for float32, if there is one."""
+    size = max((count(aval_of(v).shape) for v in case.equation.outvars), default=0)
+    values = case.castable
+    has_half = any(
+        v.facts.provenance is Provenance.HALF and count(v.array.shape) == size
+        for v in values
+    )
+    wide = [v for v in values if v.facts.provenance is Provenance.FULL]
+    is_small = all(
+        v.facts.is_fixed and (count(v.array.shape) < size or v.facts.is_broadcast)
+        for v in wide
+    )
+    return wide[0] if has_half and wide and is_small else None
+
+
+def _was_widened_here(case: Case) -> bool:
+    """Whether JAX's promotion cast an operand for the sake of a small one.
+
+    The cast and the operation then come from one expression of the program.
+    """
+    widened = [v for v in case.castable if v.widened_by is not None]
+    others = [v for v in case.castable if v.widened_by is None]
+    size = max((count(aval_of(v).shape) for v in case.equation.outvars), default=0)
+    if not widened or not others or not is_castable(case.equation.outvars[0].aval):
+        return False
+    if any(count(v.array.shape) == size and not v.facts.is_broadcast for v in others):
+        return False
+    here = source_span(case.equation)
+    return here is not None and all(source_span(v.widened_by) == here for v in widened)
+
+
+def refuse_slow(case: Case, product: AbstractProduct) -> None:
+    """Raises where a recipe is emulated on the device that is compiled for."""
+    path, why = path_of(product)
+    if Path(path) not in (Path.FP8_UNITS, Path.BLOCK_UNITS):
+        raise ValueError(
+            f"{_CALL}: the product{case.where} is not computed on the "
+            f"device's units of low precision, but {path}: {why}. Choose another "
+            "recipe, leave the product in half precision "
+            "(`mpx.Rule(mpx.Precision.HALF, ...)`), or leave `strict` out."
+        )
+
+
+def refuse_unused(rules: Rules, used: set[object]) -> None:
+    """Raises for rules that held for no operation."""
+    unused = [str(rule) for rule in rules.rules if rule not in used]
+    if unused:
+        raise ValueError(
+            f"{_CALL} has rules that hold for no operation: {listing(unused)}. Look at "
+            "`mpx.explain(func)(*args)` for names of primitives, scopes and parameters."
+        )

@@ -10,19 +10,86 @@ names such a primitive, with `Precision.DECLARED`, keeps autocast out of it.
 """
 
 import dataclasses
+import enum
 import fnmatch
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from jax.extend.core import JaxprEqn
+
 from .._errors import describe
-from .._program import PrimitiveClass
+from .._program import PrimitiveClass, aval_of, count, source_frames
 from .._quantize import AbstractRecipe
-from ._decisions import Candidate, Precision
-from ._options import as_written, is_recipe_class, read_switch, read_text
 
 _RULE = "`mpx.Rule`"
+
+
+class Precision(enum.Enum):
+    """In which precision an operation is computed."""
+
+    HALF = "half"
+    """Its float32 operands are float16 or bfloat16 when it runs."""
+    LOW = "low"
+    """Quantized by the recipe that holds there; for matrix products."""
+    FULL = "full"
+    """Computed in float32."""
+    FOLLOW = "follow"
+    """In float32 if one of its operands was computed in float32, else in half."""
+    DECLARED = "declared"
+    """Left as it was written."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidate:
+    """An operation of the program that a rule is asked about.
+
+    Attributes:
+        primitive: The primitive's name: `dot_general`, `exp`, ...
+        kind: Its class, what autocast does by default; None if mpx does not know it.
+        dtype: The half precision dtype that holds here.
+        scopes: The named scopes around it, the outermost first.
+        equation: The equation as it was written: operands and results with their
+            declared dtypes (`equation.invars[i].aval`), and parameters.
+        in_dtypes: The dtypes that its operands come in.
+        parameters: For each operand the path of the parameter that it is, moved or
+            sliced perhaps, and None for operands that are no parameters.
+    """
+
+    primitive: str
+    kind: PrimitiveClass | None
+    dtype: np.dtype
+    scopes: tuple[str, ...]
+    equation: JaxprEqn
+    in_dtypes: tuple[np.dtype, ...]
+    parameters: tuple[str | None, ...]
+
+    @property
+    def multiplications(self) -> int:
+        """How many pairs of numbers a matrix product multiplies; 0 of anything else."""
+        own = getattr(self.equation.params.get("operation"), "multiplications", None)
+        if own is not None:  # an operation of mpx's own says it
+            return own([v.aval for v in self.equation.invars])
+        if self.primitive != "dot_general":
+            return 0
+        contracted = self.equation.params["dimension_numbers"][0][0]
+        shape = aval_of(self.equation.invars[0]).shape
+        results = count(aval_of(self.equation.outvars[0]).shape)
+        return results * count(shape[i] for i in contracted)
+
+    @property
+    def line(self) -> str:
+        """The line of the user's code that it comes from; "" if it is not known."""
+        return line_of(self.equation)
+
+
+def line_of(equation: JaxprEqn) -> str:
+    """The line of the user's code that an equation comes from; "" if not known."""
+    frames = source_frames(equation)
+    return str(frames[-1]) if frames else ""
+
 
 Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]
 
@@ -65,9 +132,9 @@ class Rule:
     def __post_init__(self) -> None:
         """Checks what was given."""
         self._check_precision()
-        read_text("primitive", self.primitive, _RULE, several=True)
-        read_text("scope", self.scope, _RULE)
-        read_text("parameter", self.parameter, _RULE)
+        _check_text("primitive", self.primitive, several=True)
+        _check_text("scope", self.scope)
+        _check_text("parameter", self.parameter)
         if self.when is not None and not callable(self.when):
             raise TypeError(
                 "`when` of `mpx.Rule` must be a function `when(candidate) -> bool`; "
@@ -170,7 +237,7 @@ class Rule:
         return self.scope is None and self.parameter is None and self.when is None
 
 
-def _name(func: Any) -> str:
+def _name(func: object) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
@@ -302,3 +369,66 @@ _PYTORCH_FOLLOW = tuple(
     scatter-sub sin sqrt zeta
     """.split()
 )
+
+
+# --- Reading options ------------------------------------------------------------------
+
+
+def is_recipe_class(value: object) -> bool:
+    """Whether a value is a class of recipes."""
+    return isinstance(value, type) and issubclass(value, AbstractRecipe)
+
+
+def as_written(recipe: object) -> str:
+    """A recipe or a class of recipes as one would write it: `mpx.DelayedScaling()`."""
+    made = recipe if isinstance(recipe, type) else type(recipe)
+    options = "" if isinstance(recipe, type) or recipe == _default(made) else "..."
+    return f"mpx.{made.__name__}({options})"
+
+
+def _default(made: type) -> object:
+    try:
+        return made()
+    except TypeError:  # one with arguments of a user's own
+        return None
+
+
+def read_switch(name: str, value: object, caller: str) -> bool:
+    """Reads an option that is True or False.
+
+    Args:
+        name: What it is called.
+        value: What was given.
+        caller: The public call to name in an error.
+
+    Raises:
+        TypeError: It is neither. A text such as "no" would count as True.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"`{name}` of {caller} must be True or False; got {describe(value)}."
+        )
+    return bool(value)
+
+
+def _check_text(name: str, value: object, several: bool = False) -> None:
+    """Raises for a condition that is no text, or an empty one, which never holds."""
+    if value is None:
+        return
+    texts = value if several and isinstance(value, tuple) else (value,)
+    for text in texts:
+        if not isinstance(text, str):
+            kind = "a text, or a tuple of texts" if several else "a text"
+            raise TypeError(f"`{name}` of {_RULE} must be {kind}; got {_shown(value)}.")
+    if not texts or "" in texts:
+        raise ValueError(
+            f"`{name}` of {_RULE} must not be empty; got {value!r}, which holds for "
+            "nothing. Leave it out, or write `*` for all."
+        )
+
+
+def _shown(value: object) -> str:
+    """A short list as it was written, other things described."""
+    if isinstance(value, tuple | list | set | frozenset) and len(repr(value)) < 80:
+        return repr(value)
+    return describe(value)

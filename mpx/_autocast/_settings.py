@@ -1,21 +1,43 @@
-"""What an autocast transform was told, and what it keeps while it rewrites a call."""
+"""Settings: what was told to autocast, and its way to each equation.
+
+`Settings` is the one carrier. Ambient contexts, the options of the transform, regions
+and rules that name a recipe each say some of the settings; of these, in this order, the
+later one wins. What they come to at an equation stands at its `Place`.
+
+*Ambient* settings hold around calls, for functions that `mpx.autocast` made and that
+were not told themselves. They are part of the key of JAX's trace cache, so no function
+that was compiled under another setting is used again.
+
+A *region* inside of a function that is being transformed is a named scope that carries
+settings. So they stay on every equation that is traced in it, through jit, loops, remat
+and derivative rules, and the innermost one wins.
+"""
 
 import contextlib
 import dataclasses
-import enum
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from .._quantize import AbstractRecipe, DelayedScaling, Target
+from .._errors import describe, listing
+from .._program import data_of, data_scope
+from .._quantize import AbstractRecipe, Target
 from ._rules import Rules
+
+# Which arguments of a function hold its parameters: positions and names. One may be
+# passed by position in one call and by name in the next.
+Weights = tuple[int | str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a transform was told; hashable, part of the keys of caches.
+    """What was told; hashable, part of the keys of caches.
 
     Attributes:
         dtype: The half precision dtype.
@@ -26,9 +48,10 @@ class Settings:
         is_strict: Whether what happens by accident is an error.
         recipe: How products of weights are quantized; None if they are not.
         target: The device that is compiled for; None if nobody said.
+        said: The names of those that somebody said; the others are defaults.
     """
 
-    dtype: np.dtype
+    dtype: np.dtype = np.dtype(jnp.bfloat16)
     residual_stream: str = "full"
     residuals: str | None = None
     is_enabled: bool = True
@@ -36,131 +59,287 @@ class Settings:
     is_strict: bool = False
     recipe: AbstractRecipe | None = None
     target: Target | None = None
+    said: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, **options: Any) -> "Settings":
+        """Settings of which only these are said."""
+        return cls(**options, said=frozenset(options))
+
+    def within(self, outer: "Settings") -> "Settings":
+        """These settings, and those around them where these say nothing."""
+        return dataclasses.replace(
+            outer, **self._said_values(), said=outer.said | self.said
+        )
+
+    def at(self, scopes: tuple[str, ...]) -> "Settings":
+        """The settings inside of scopes, the outermost first, some of them regions."""
+        settings = self
+        for scope in scopes:
+            region = data_of(scope, Settings)
+            if region is not None:
+                settings = dataclasses.replace(settings, **region._said_values())
+        return settings
+
+    @property
+    def recipes(self) -> tuple[AbstractRecipe, ...]:
+        """The recipe, and those that rules name."""
+        own = () if self.recipe is None else (self.recipe,)
+        return *own, *self.rules._recipes
+
+    @property
+    def not_of_regions(self) -> list[str]:
+        """The names of those that are said, and that only a whole function can have."""
+        return [name for name in ("rules", "is_strict", "target") if name in self.said]
+
+    def for_a_region(self) -> "Settings":
+        """Those that a part of a program can have."""
+        told = self._said_values()
+        for name in self.not_of_regions:
+            del told[name]
+        return Settings.of(**told)
+
+    def _said_values(self) -> dict[str, Any]:
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if f.name in self.said}
+
+    def __str__(self) -> str:
+        """What was said, as the name of a scope, which a slash would part."""
+        told = self._said_values()
+        texts = (f"{_NAMES.get(k, k)}={v}".replace("/", "|") for k, v in told.items())
+        return f"mpx.autocast({','.join(texts)})"
 
 
-class Reach(enum.Flag):
-    """Where a value goes."""
+# What a setting is called where it is said.
+_NAMES = {"is_enabled": "enabled", "is_strict": "strict"}
 
-    LOSS = enum.auto()
-    """Into a scalar that the function returns."""
-    PRODUCT = enum.auto()
-    """Into another product."""
-    RESULT = enum.auto()
-    """Into another result of the function."""
+_is_tracing = jax.make_user_context(default_value=False)
+_ambient = jax.make_user_context(default_value=Settings())
+_is_control = jax.make_user_context(default_value=False)
+_contexts_switch_on = jax.make_user_context(default_value=False)
 
 
-UNUSED = Reach(0)
+# --- Regions and ambient settings -----------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where in the program an equation stands.
+def trace(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.make_jaxpr` of what will be rewritten, so that regions may stand in it."""
+
+    def make(*args: Any) -> Any:
+        with _is_tracing(True), _explaining_half_only():
+            return jax.make_jaxpr(func)(*args)
+
+    return make
+
+
+def is_tracing() -> bool:
+    """Whether what is traced here will be rewritten by autocast."""
+    return _is_tracing.value
+
+
+# What JAX says of its kernel of attention: of operands, and where there is no cuDNN.
+_HALF_ONLY = ("Q must be fp16/bf16", "cuDNN is not detected")
+
+
+@contextlib.contextmanager
+def _explaining_half_only() -> Iterator[None]:
+    """Says what to write instead of JAX's kernel of attention, which is half only."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if not any(text in str(error) for text in _HALF_ONLY):
+            raise
+        raise type(error)(
+            "`mpx.autocast` traces a function in its own dtypes, before it casts; "
+            '`jax.nn.dot_product_attention(..., implementation="cudnn")` in it says: '
+            f"{error} Write `mpx.nn.dot_product_attention(...)` with the same "
+            "arguments: it is cast with the rest, and takes cuDNN's kernel where the "
+            "device has it. Or cast query, key and value before the call."
+        ) from error
+
+
+def region(settings: Settings) -> contextlib.AbstractContextManager[object]:
+    """A region with what was said."""
+    return data_scope(str(settings), settings)
+
+
+@contextlib.contextmanager
+def ambient_with(settings: Settings) -> Iterator[None]:
+    """Settings for functions that are called inside and were not told themselves.
+
+    Inside of a function that is being transformed it is a region, too: what is called
+    there belongs to that function.
+    """
+    here = settings.for_a_region()
+    if here.said and _contexts_switch_on.value:
+        here = here.within(Settings.of(is_enabled=True))
+    around = region(here) if is_tracing() and here.said else contextlib.nullcontext()
+    with _ambient(settings.within(_ambient.value)), around:
+        yield
+
+
+def ambient_settings() -> Settings:
+    """The ambient settings that hold here."""
+    return _ambient.value
+
+
+def under_control() -> contextlib.AbstractContextManager[object]:
+    """A run in full precision, to compare with: autocast does nothing inside."""
+    return _is_control(True)
+
+
+def is_under_control() -> bool:
+    """Whether autocast does nothing here, whatever it is told."""
+    return _is_control.value
+
+
+def contexts_switch_on() -> contextlib.AbstractContextManager[object]:
+    """Ambient contexts inside of a function that is traced switch autocast on.
+
+    So they do around layers of `mpx.nn` in a function that nobody transforms.
+    """
+    return _contexts_switch_on(True)
+
+
+# --- Functions that autocast made -----------------------------------------------------
+
+# The attribute by which such a function is known.
+MARK = "__mpx_autocast__"
+
+
+class Mark(NamedTuple):
+    """What autocast made a function of. JAX's transforms copy it to what they make.
 
     Attributes:
-        settings: What holds there.
-        scopes: The named scopes around it, the outermost first, if anybody asks.
-        reach: Where the results of the program that it stands in go; empty if no
-            recipe asks.
-        has_own_rule: Whether it is part of a function with a derivative rule of its
-            own, in which nothing is quantized.
-        sums_over_devices: Whether JAX sums the gradients of what all devices share.
-        is_recomputed: Whether it is part of something that is recomputed as a whole.
-        is_in_loop: Whether it is in the body of a loop.
+        made: The function that autocast made.
+        func: What it was made of.
+        settings: What autocast was told.
+        weights: Positions and names of the arguments that hold parameters.
+        again: Makes another function in the same way.
     """
 
+    made: Callable[..., Any]
+    func: Callable[..., Any]
     settings: Settings
-    scopes: tuple[str, ...] = ()
-    reach: tuple[Reach, ...] = ()
-    has_own_rule: bool = False
-    sums_over_devices: bool = False
-    is_recomputed: bool = False
-    is_in_loop: bool = False
+    weights: Weights
+    again: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-Programs = MutableMapping[Any, dict[Any, Any]]
+def resolved(settings: Settings) -> Settings:
+    """The settings of a call here and now."""
+    settings = settings.within(ambient_settings())
+    if is_under_control():
+        settings = dataclasses.replace(settings, is_enabled=False)
+    return settings
 
 
-def new_programs() -> Programs:
-    """A store for rewritten programs, each as long as the one it was made from."""
-    return weakref.WeakKeyDictionary()
+def unwrapped(
+    func: Callable[..., Any],
+) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """What autocast wrapped, and how to wrap it again; other functions as they are.
 
-
-class Run:
-    """One rewriting of a program.
-
-    Attributes:
-        settings: What the transform was told.
-        rewrites: How equations that hold a program are rewritten, by primitive.
-        needs_parameters: Whether anybody asks which parameter a value is. If not,
-            paths are not kept apart, and equal layers are rewritten once.
-        demands: The demands of programs that were analysed, by their keys.
-        programs: Inner programs that were rewritten, by program and by how it was met.
-            They may be kept from call to call: JAX gives the same program for the same
-            jitted function, and compiles what it finds again only once.
-        islands: Islands that were emitted, by what they have in common.
-        used: The rules that held for an operation, the recipes that quantized one, and
-            float16 if anything is computed in it.
-        has_recipe: Whether anything may be quantized.
-        spares_final: Whether the final projection is left alone.
-        is_stateful: Whether a recipe with a state may be among those.
-        traced: What the function was traced with, which is no more; weak references.
-        step: The number of the training step, an array, in the program that is being
-            emitted; None if nobody knows it or rounds by it.
+    For those who look into a callable PyTree: its arrays are not in the wrapper's.
     """
+    mark = getattr(func, MARK, None)
+    if mark is None or mark.made is not func:
+        return func, lambda same: same
+    return mark.func, mark.again
 
-    def __init__(
-        self,
-        settings: Settings,
-        rewrites: Mapping[str, Any],
-        programs: Programs | None = None,
-        recipes: Collection[AbstractRecipe] = (),
-        spares_final: bool = True,
-    ) -> None:
-        """Starts a run in whose program these recipes stand."""
-        self.spares_final = spares_final
-        self.settings = settings
-        self.rewrites = rewrites
-        self.has_recipe = bool(recipes)
-        self.is_stateful = any(isinstance(r, DelayedScaling) for r in recipes)
-        self.needs_scopes = settings.rules._needs_scopes or self.is_stateful
-        self.needs_parameters = settings.rules._needs_parameters or self.is_stateful
-        self.demands: dict[Any, Any] = {}
-        self.islands: dict[Any, Any] = {}
-        self.programs = new_programs() if programs is None else programs
-        self.used: set[Any] = set()
-        self.traced: tuple[weakref.ref[Any], ...] = ()
-        self.step: Any = None
-        self._recipes = recipes
 
-    @contextlib.contextmanager
-    def at_step(self, step: Any) -> Iterator[None]:
-        """In a program within, the step's number is another array."""
-        outside, self.step = self.step, step
-        try:
-            yield
-        finally:
-            self.step = outside
+def weights_of(func: object) -> Weights:
+    """Which arguments of a function hold its parameters: the first if nobody said."""
+    mark = getattr(func, MARK, None)
+    return (0,) if mark is None else mark.weights
 
-    def for_later(self) -> "Callable[[], Run]":
-        """How a derivative rule, which outlives a run, gets at it.
 
-        A run holds every program that it has met, and a rule stands in a rewritten one,
-        which is to live no longer than the program that it was made from. So a rule
-        holds no run; when the run is over, it gets another one that is like it.
+def settings_of(func: Any) -> Settings | None:
+    """What the transform that made a function was told; None for other functions."""
+    while func is not None:
+        mark = getattr(func, MARK, None)
+        if mark is not None:
+            return resolved(mark.settings)
+        is_partial = isinstance(func, functools.partial | eqx.Partial)
+        func = func.func if is_partial else getattr(func, "__wrapped__", None)
+    return None
 
-        Returns:
-            A function that gives this run as long as it is there, and then a new one.
-        """
-        itself, programs = weakref.ref(self), weakref.ref(self.programs)
-        settings, rewrites = self.settings, self.rewrites
-        recipes, spares_final = self._recipes, self.spares_final
-        needs_parameters, traced = self.needs_parameters, self.traced
 
-        def run() -> Run:
-            found = itself()
-            if found is None:
-                found = Run(settings, rewrites, programs(), recipes, spares_final)
-                found.needs_parameters, found.traced = needs_parameters, traced
-            return found
+# --- Which arguments hold parameters --------------------------------------------------
 
-        return run
+
+def read_weights(weights: Any, call: str) -> Weights | None:
+    """What a user said, checked as far as it can be without a function."""
+    if weights is None:
+        return None
+    places = weights if isinstance(weights, tuple) else (weights,)
+    for place in places:
+        if not isinstance(place, int | str) or isinstance(place, bool):
+            raise TypeError(
+                f"`weights` of {call} must be the position of the argument that holds "
+                f"the parameters, its name, or a tuple of such; got {describe(place)}."
+            )
+        if isinstance(place, int) and place < 0:
+            raise ValueError(
+                f"`weights` of {call} are positions counted from 0, the first "
+                f"argument, or names; got {place}."
+            )
+    return places
+
+
+def weights_in_call(
+    func: Callable[..., Any],
+    weights: Weights,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    call: str,
+) -> Weights:
+    """Positions and names of a call's arguments that hold parameters.
+
+    Args:
+        func: The function that is called.
+        weights: What was said of it.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        call: The public function that was told, for messages.
+
+    Returns:
+        For each of `weights` the position, if it is passed by position, or the name.
+
+    Raises:
+        ValueError: There is no such argument.
+    """
+    is_named = [isinstance(w, str) and w in kwargs for w in weights]
+    is_plain = [isinstance(w, int) and w < len(args) for w in weights]
+    if all(a or b for a, b in zip(is_named, is_plain, strict=True)):
+        return weights  # as in nearly all calls, without a look at the signature
+    ordered, others = _parameters(func)
+    found = []
+    for place in weights:
+        here = place
+        if isinstance(place, int) and len(args) <= place < len(ordered):
+            here = ordered[place]
+        elif place in ordered and ordered.index(place) < len(args):
+            here = ordered.index(place)
+        is_known = here in kwargs or here in ordered or here in others
+        # The first argument is the default, also of functions that have none.
+        if not is_known and not (isinstance(here, int) and here < max(len(args), 1)):
+            raise ValueError(
+                f"`weights={place!r}` of {call} must say an argument of the function; "
+                f"it was called with {len(args)} by position and "
+                f"{listing(kwargs) or 'none'} by name."
+            )
+        found.append(here)
+    return tuple(found)
+
+
+def _parameters(func: Callable[..., Any]) -> tuple[list[str], set[str]]:
+    """Names of the parameters that have a position, and of those that have none."""
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # a function of C has no signature
+        return [], set()
+    kind = inspect.Parameter
+    in_order = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD
+    return (
+        [x.name for x in parameters if x.kind in in_order],
+        {x.name for x in parameters if x.kind is kind.KEYWORD_ONLY},
+    )

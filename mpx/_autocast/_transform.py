@@ -1,7 +1,7 @@
 """The public transform: a function whose operations run in the precision that suits.
 
 `mpx.autocast` is three things by how it is called: with a function, a transform;
-without, a decorator, or a region (`_region`) of a program that is being transformed.
+without, a decorator, or a region of a program that is being transformed.
 """
 
 import contextlib
@@ -21,22 +21,28 @@ from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
 from .._typing import DTypeLike
 from .._wraps import wraps
-from ._call import call_autocast
-from ._marks import MARK, Mark, resolved
-from ._options import read_recipe, read_switch, refuse_recipe
-from ._region import NOT_OF_REGIONS, ambient_with, is_tracing, region
-from ._rules import Rules
-from ._settings import Settings, new_programs
-from ._switched_off import (
+from ._call import (
+    call_autocast,
     call_switched_off,
     is_switched_off,
     region_of_switched_off,
 )
-from ._weights import Weights, read_weights, weights_in_call
+from ._context import new_programs
+from ._rules import Rules, as_written, is_recipe_class, read_switch
+from ._settings import (
+    MARK,
+    Mark,
+    Settings,
+    Weights,
+    ambient_with,
+    is_tracing,
+    read_weights,
+    region,
+    resolved,
+    weights_in_call,
+)
 
 _CALL = "`mpx.autocast`"
-_STREAMS = ("full", "half")
-_RESIDUALS = ("small", "fast")
 
 
 class _Unset:
@@ -161,69 +167,79 @@ def autocast(
         >>> jax.grad(loss)(w, x).dtype
         dtype('float32')
     """
+    _refuse_other_things(func)
+    _refuse_recipe(dtype, "a dtype")
+    said: dict[str, Any] = {}
+    if dtype is not None:
+        said["dtype"] = _computing_dtype(dtype)
+    if rules is not None:
+        said["rules"] = _checked_rules(rules)
+    if residual_stream is not None:
+        words = ("full", "half")
+        said["residual_stream"] = _one_of("residual_stream", residual_stream, words)
+    if residuals is not None:
+        said["residuals"] = _one_of("residuals", residuals, ("small", "fast"))
+    if strict is not None:
+        said["is_strict"] = read_switch("strict", strict, _CALL)
+    if enabled is not None:
+        said["is_enabled"] = read_switch("enabled", enabled, _CALL)
+    ambient = read_switch("ambient", ambient, _CALL)
+    if not isinstance(recipe, _Unset):
+        said["recipe"] = _checked_recipe(recipe)
+    if target is not None:
+        said["target"] = target_from(target)
+    places = read_weights(weights, _CALL)
+    deferred = _Deferred(Settings.of(**said), places, ambient)
+    return deferred if func is None else deferred(func)
+
+
+# --- Reading what is said -------------------------------------------------------------
+
+
+def _refuse_other_things(func: object) -> None:
+    """Raises where something else stands in the place of a function."""
     name = _dtype_name(func)
     if name is not None:
         raise TypeError(
             f"{_CALL} needs a function first; got the dtype {name}. As a decorator it "
             f"takes keywords only: `@mpx.autocast(dtype=jnp.{name})`."
         )
-    refuse_recipe(func, "a function", _CALL)
-    refuse_recipe(dtype, "a dtype", _CALL)
-    options = _read_options(dtype, rules, residual_stream, residuals, strict, enabled)
-    ambient = read_switch("ambient", ambient, _CALL)
-    if not isinstance(recipe, _Unset):
-        options["recipe"] = read_recipe(recipe, _CALL)
-    if target is not None:
-        options["target"] = target_from(target)
-    places = read_weights(weights, _CALL)
-    if func is None:
-        return _Deferred(options, places, ambient)
-    if not callable(func):
-        raise TypeError(f"{_CALL} needs a function; got {describe(func)}.")
-    if ambient:
+    _refuse_recipe(func, "a function")
+
+
+def _refuse_recipe(value: object, option: str) -> None:
+    """Raises where a recipe, or the class of one, stands where an option belongs."""
+    if isinstance(value, AbstractRecipe) or is_recipe_class(value):
         raise TypeError(
-            f"`ambient=True` of {_CALL} is for `with mpx.autocast(..., ambient=True):` "
-            "around calls; a function was given. Leave one of them out."
+            f"{_CALL} takes a recipe by its name; got {describe(value)} where "
+            f"{option} belongs. Write `mpx.autocast(func, recipe={as_written(value)})`."
         )
-    if places is None:
-        holds_arrays = any(map(eqx.is_array, jax.tree.leaves(func)))
-        places = () if holds_arrays else (0,)
-    return _wrapped(func, options, places)
 
 
-def _read_options(
-    dtype: DTypeLike | None,
-    rules: Rules | None,
-    residual_stream: str | None,
-    residuals: str | None,
-    strict: bool | None,
-    enabled: bool | None,
-) -> dict[str, Any]:
-    """What was said, checked; what was not said is left out."""
-    options: dict[str, Any] = {}
-    if dtype is not None:
-        options["dtype"] = _computing_dtype(dtype)
-    if rules is not None:
-        if not isinstance(rules, Rules):
-            raise TypeError(
-                f"`rules` of {_CALL} must be `mpx.Rules`; got {describe(rules)}. Put "
-                "rules together: `mpx.Rules(mpx.Rule(...), ...)`."
-            )
-        options["rules"] = rules
-    if residual_stream is not None:
-        options["residual_stream"] = _one_of(
-            "residual_stream", residual_stream, _STREAMS
+def _checked_recipe(recipe: object) -> AbstractRecipe | None:
+    if recipe is None or isinstance(recipe, AbstractRecipe):
+        return recipe
+    if is_recipe_class(recipe):
+        raise TypeError(
+            f"`recipe` of {_CALL} must be a recipe, not its class; got "
+            f"{describe(recipe)}. Call it: `recipe={as_written(recipe)}`."
         )
-    if residuals is not None:
-        options["residuals"] = _one_of("residuals", residuals, _RESIDUALS)
-    if strict is not None:
-        options["is_strict"] = read_switch("strict", strict, _CALL)
-    if enabled is not None:
-        options["is_enabled"] = read_switch("enabled", enabled, _CALL)
-    return options
+    raise TypeError(
+        f"`recipe` of {_CALL} must be a recipe such as "
+        f"`mpx.Float8CurrentScaling()`, or None; got {describe(recipe)}."
+    )
 
 
-def _one_of(option: str, value: Any, words: tuple[str, str]) -> str:
+def _checked_rules(rules: object) -> Rules:
+    if isinstance(rules, Rules):
+        return rules
+    raise TypeError(
+        f"`rules` of {_CALL} must be `mpx.Rules`; got {describe(rules)}. Put "
+        "rules together: `mpx.Rules(mpx.Rule(...), ...)`."
+    )
+
+
+def _one_of(option: str, value: str, words: tuple[str, str]) -> str:
     """What was said, if it is one of two words."""
     if value not in words:
         first, second = words
@@ -234,24 +250,57 @@ def _one_of(option: str, value: Any, words: tuple[str, str]) -> str:
     return value
 
 
+def _dtype_name(value: object) -> str | None:
+    """The name of a dtype, which can be called, and None for other things."""
+    if not isinstance(value, np.dtype | str | type):
+        return None  # an instance may have a `dtype` and yet be a layer
+    try:
+        found = jnp.dtype(value)
+    except TypeError:
+        return None
+    return None if found.kind == "O" else found.name
+
+
+def _computing_dtype(dtype: DTypeLike) -> np.dtype:
+    found = float_dtype(dtype, _CALL)
+    if not is_half(found) and found != np.float32:
+        raise ValueError(
+            f"{_CALL} computes in float16 or bfloat16, or with recipes in float32; got "
+            f"{found.name}. For full precision call the function without it, or with "
+            "`enabled=False`."
+        )
+    return found
+
+
+# --- What is made ---------------------------------------------------------------------
+
+
 class _Deferred(contextlib.ContextDecorator):
     """`mpx.autocast` without a function: a decorator and a context manager."""
 
     def __init__(
-        self, options: dict[str, Any], weights: Weights | None, ambient: bool
+        self, settings: Settings, weights: Weights | None, ambient: bool
     ) -> None:
-        self._options = options
+        self._settings = settings
         self._weights = weights
         self._ambient = ambient
-        self._entered: list[Any] = []
+        self._entered: list[contextlib.AbstractContextManager[object]] = []
 
-    def __call__(self, func: Callable[..., Any]) -> Any:
-        options = {**self._options, "ambient": self._ambient}
-        names = {"is_strict": "strict", "is_enabled": "enabled"}
-        options = {names.get(key, key): value for key, value in options.items()}
-        if "target" in options:
-            options["target"] = options["target"].name
-        return autocast(func, weights=self._weights, **options)
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        _refuse_other_things(func)
+        if not callable(func):
+            raise TypeError(f"{_CALL} needs a function; got {describe(func)}.")
+        if self._ambient:
+            raise TypeError(
+                f"`ambient=True` of {_CALL} is for `with mpx.autocast(..., "
+                "ambient=True):` around calls; a function was given. Leave one of them "
+                "out."
+            )
+        weights = self._weights
+        if weights is None:
+            holds_arrays = any(map(eqx.is_array, jax.tree.leaves(func)))
+            weights = () if holds_arrays else (0,)
+        return _wrapped(func, self._settings, weights)
 
     def __enter__(self) -> None:
         if self._weights is not None:
@@ -260,23 +309,23 @@ class _Deferred(contextlib.ContextDecorator):
                 "parameters, and cannot be said in a region or around calls. Say it to "
                 "the transform: `mpx.autocast(func, weights=...)`."
             )
-        context = ambient_with(self._options) if self._ambient else self._region()
+        context = ambient_with(self._settings) if self._ambient else self._region()
         context.__enter__()
         self._entered.append(context)
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
 
-    def _region(self) -> Any:
-        for name in NOT_OF_REGIONS:
-            if name in self._options:
-                raise TypeError(
-                    f"`{name.removeprefix('is_')}` of {_CALL} cannot be said in a "
-                    "region. Say it to the transform; `mpx.Rule(scope=...)` is for one "
-                    "part of a program."
-                )
+    def _region(self) -> contextlib.AbstractContextManager[object]:
+        whole = self._settings.not_of_regions
+        if whole:
+            raise TypeError(
+                f"`{whole[0].removeprefix('is_')}` of {_CALL} cannot be said in a "
+                "region. Say it to the transform; `mpx.Rule(scope=...)` is for one "
+                "part of a program."
+            )
         if is_switched_off():
-            return region_of_switched_off(self._options)
+            return region_of_switched_off(self._settings)
         if not is_tracing():
             raise ValueError(
                 "`with mpx.autocast(...)` is a region of a function that is being "
@@ -284,17 +333,17 @@ class _Deferred(contextlib.ContextDecorator):
                 "nothing. Transform the function around it, `mpx.autocast(func)`, or, "
                 "around calls of such functions, say `ambient=True`."
             )
-        return region(self._options)
+        return region(self._settings)
 
 
 def _wrapped(
-    func: Callable[..., Any], options: dict[str, Any], weights: Weights
+    func: Callable[..., Any], told: Settings, weights: Weights
 ) -> Callable[..., Any]:
     programs = new_programs()
 
     @wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        settings = resolved(options)
+        settings = resolved(told)
         _refuse_cast_inputs()
         places = weights_in_call(func, weights, args, kwargs, _CALL)
         if settings.residuals is None:
@@ -303,16 +352,16 @@ def _wrapped(
             return call_switched_off(settings, places, programs, func, args, kwargs)
         return call_autocast(settings, places, programs, func, args, kwargs)
 
+    again = functools.partial(_wrapped, told=told, weights=weights)
+    setattr(wrapper, MARK, Mark(wrapper, func, told, weights, again))
     if isinstance(func, eqx.Module):
         wrapper.__name__ = type(func).__name__
-    again = functools.partial(_wrapped, options=options, weights=weights)
-    setattr(wrapper, MARK, Mark(wrapper, func, options, weights, again))
     return wrapper
 
 
 def ambient_residuals() -> str:
     """What holds of residuals around a call: "small" or "fast"."""
-    settings = resolved({})
+    settings = resolved(Settings())
     return settings.residuals or _residuals(settings)
 
 
@@ -337,25 +386,3 @@ def _refuse_cast_inputs() -> None:
         f"{call}, put `mpx.autocast` around the outermost function, or switch the cast "
         'of inputs off: `policy="full"`.'
     )
-
-
-def _dtype_name(value: Any) -> str | None:
-    """The name of a dtype, which can be called, and None for other things."""
-    if not isinstance(value, np.dtype | str | type):
-        return None  # an instance may have a `dtype` and yet be a layer
-    try:
-        found = jnp.dtype(value)
-    except TypeError:
-        return None
-    return None if found.kind == "O" else found.name
-
-
-def _computing_dtype(dtype: DTypeLike) -> np.dtype:
-    found = float_dtype(dtype, _CALL)
-    if not is_half(found) and found != np.float32:
-        raise ValueError(
-            f"{_CALL} computes in float16 or bfloat16, or with recipes in float32; got "
-            f"{found.name}. For full precision call the function without it, or with "
-            "`enabled=False`."
-        )
-    return found

@@ -7,8 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .._autocast import is_mark, is_note, is_region
-from .._program import Frame, ScopeEntry
+from .._program import DataScope, Frame, ScopeEntry
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _LIBRARIES = tuple(
@@ -57,9 +56,7 @@ def scope_path(entries: Iterable[ScopeEntry]) -> str:
         for entry in entries
         if not entry.is_transform
         and entry.name != RECOMPUTED
-        and not is_note(entry.name)
-        and not is_region(entry.name)
-        and not is_mark(entry.name)
+        and not isinstance(entry.name, DataScope)
         and not _LIBRARY_SCOPE.fullmatch(entry.name)
     ]
     # Derivatives of functions with rules of their own repeat the scopes around them.

@@ -12,6 +12,7 @@ from .calls import (
 )
 from .equations import (
     OTHERS as OTHERS,
+    Atom as Atom,
     SubJaxpr as SubJaxpr,
     aval_of as aval_of,
     avals as avals,
@@ -57,9 +58,12 @@ from .residuals import (
     measured_bytes as measured_bytes,
 )
 from .source import (
+    DataScope as DataScope,
     Frame as Frame,
     ScopeEntry as ScopeEntry,
     Span as Span,
+    data_of as data_of,
+    data_scope as data_scope,
     scopes as scopes,
     source_frames as source_frames,
     source_span as source_span,

@@ -16,10 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_compat import composite_parameter, open_jaxpr, scan_counts, shard_map_axes
 from .primitives import PrimitiveClass, properties
+
+Atom = Var | Literal
+"""An operand of an equation, or a result of a program."""
 
 OTHERS = "for other platforms"
 """The role of a branch for all platforms that have none of their own."""

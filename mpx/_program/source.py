@@ -1,8 +1,11 @@
 """Where an equation comes from: lines of the user's code, named scopes, transforms."""
 
+import contextlib
 import dataclasses
 import re
+from typing import TypeVar
 
+import jax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
@@ -57,6 +60,37 @@ def source_span(equation: JaxprEqn) -> Span | None:
         if (line, column) == (innermost.line, innermost.column):
             return (innermost.file, line, last, column, end)
     return None
+
+
+Data = TypeVar("Data")
+
+
+class DataScope(str):
+    """The name of a named scope that carries data, besides a text for whoever reads it.
+
+    It stays on every equation that is traced in the scope, and on all that autodiff,
+    loops, batching and `jit` make of it. No text of a user's is one. JAX compares names
+    as texts, so those of different data must differ.
+    """
+
+    data: object
+
+    def __new__(cls, text: str, data: object) -> "DataScope":
+        """A name with data."""
+        self = super().__new__(cls, text)
+        self.data = data
+        return self
+
+
+def data_scope(text: str, data: object) -> contextlib.AbstractContextManager[object]:
+    """What is traced inside carries data."""
+    return jax.named_scope(DataScope(text, data))
+
+
+def data_of(scope: str, kind: type[Data]) -> Data | None:
+    """The data of this kind that the name of a scope carries, if it does."""
+    data = scope.data if isinstance(scope, DataScope) else None
+    return data if isinstance(data, kind) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpx._autocast import _control_flow, _custom_rules, _emission, _interpreter
+from mpx._autocast import _control_flow, _custom_rules, _emit
 from mpx._inspect import _costs
 from mpx._program import PRIMITIVES, Flops, PrimitiveClass, class_of, primitives
 
@@ -63,8 +63,8 @@ def test_functions_for_primitives_are_for_those_that_the_book_has():
     programs = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
     assert programs.keys() == names(kind=PrimitiveClass.RECURSE)
     scatters = names(combines=True, writes_part=True)
-    assert _emission._SCATTERS.keys() == scatters
-    assert _interpreter._ARITHMETIC.keys() <= names(flops=Flops.ELEMENTWISE)
+    assert _emit._SCATTERS.keys() == scatters
+    assert _emit._ARITHMETIC.keys() <= names(flops=Flops.ELEMENTWISE)
     assert _costs._COUNTS.keys() == set(Flops) - {Flops.UNKNOWN}
 
 

@@ -1,4 +1,4 @@
-"""The state of recipes on its way to the products that need it, and back.
+"""What a training step gives to its products: the state of recipes, and its number.
 
 Delayed scaling quantizes with scales that are known before a step, and learns an amax
 of each array in it. Both are kept by weight: the path of the parameter, and for each
@@ -9,19 +9,27 @@ slots, too; a scan over stacked layers cuts both alike.
 The amaxes come back as what JAX takes for the derivative of the scales. JAX would add
 up those of several uses, of which the maximum is wanted: so each use gets a copy of its
 own (`_shared`), whose derivative rule is the maximum.
+
+The number of the step is for recipes that round stochastically: their noise is drawn by
+it, so that it is another one in each step. A gradient function knows it, from the
+counters of its loss scaling. Where it is known, programs that JAX has traced are of no
+use for the next step. So it is given to those who round by it: to a function that says
+so, or else when one that is called inside asks; and an autocast function that has it
+hides it from what is traced inside, until that asks.
 """
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._quantize import AbstractRecipe, largest_magnitude
+from .._quantize import AbstractRecipe, largest_magnitude, rounds_stochastically
+from ._settings import Settings
 
 # Scales for input, weight and gradient.
 ROLES = 3
@@ -94,23 +102,11 @@ class ProvidedState:
         self.used: set[AbstractRecipe] = set()
         self.is_switched_off = False
 
-    def take(self) -> "Given":
+    def take(self) -> State:
         """The scales for one more call; the last ones again for calls not foreseen."""
         self.taken += 1
         rest = self._rest.pop() if len(self._rest) > 1 else self._rest[0]
-        return Given(State(rest, self._recipes), self.used)
-
-
-class Given(NamedTuple):
-    """The state for one call.
-
-    Attributes:
-        state: The state.
-        used: Where the call notes the recipes that it used.
-    """
-
-    state: State
-    used: set[AbstractRecipe]
+        return State(rest, self._recipes)
 
 
 # Known to JAX, so that no program that was traced with one source is used with another.
@@ -133,16 +129,22 @@ def providing_state(state: State, calls: int) -> Iterator[ProvidedState]:
         yield provision
 
 
-def next_source() -> "StateRequests | Given | None":
+def next_source() -> StateRequests | State | None:
     """Where an autocast function that is called now has its slots from, or None."""
     source = _source.value
     return None if source is None else source.take()
 
 
+def note_used(recipes: Iterable[AbstractRecipe]) -> None:
+    """An autocast function that was called has quantized by these recipes."""
+    if isinstance(_source.value, ProvidedState):
+        _source.value.used.update(recipes)
+
+
 _is_first_step = jax.make_user_context(default_value=False)
 
 
-def first_step() -> contextlib.AbstractContextManager[Any]:
+def first_step() -> contextlib.AbstractContextManager[object]:
     """Functions that are given no state take the scales of a first step, which are 1.
 
     For looking at a program: it computes with such scales only once.
@@ -162,7 +164,7 @@ class Slots:
     def __init__(
         self,
         parameter: str,
-        source: "StateRequests | dict[str, Array] | None",
+        source: StateRequests | dict[str, Array] | None,
         recipes: Mapping[str, AbstractRecipe] | None = None,
         lengths: tuple[int, ...] = (),
     ) -> None:
@@ -174,16 +176,16 @@ class Slots:
 
     @classmethod
     def of_parameter(
-        cls, parameter: str, source: "StateRequests | Given | None"
+        cls, parameter: str, source: StateRequests | State | None
     ) -> "Slots":
         """The slots of a parameter of the function."""
-        if not isinstance(source, Given):
+        if not isinstance(source, State):
             return cls(parameter, source)
-        mine = [name for name in source.state.scales if name.parameter == parameter]
+        mine = [name for name in source.scales if name.parameter == parameter]
         return cls(
             parameter,
-            {name.use: source.state.scales[name] for name in mine},
-            {name.use: source.state.recipes[name] for name in mine},
+            {name.use: source.scales[name] for name in mine},
+            {name.use: source.recipes[name] for name in mine},
         )
 
     def take(self, use: str, recipe: AbstractRecipe) -> Array | None:
@@ -191,10 +193,8 @@ class Slots:
         if self._lengths:
             use = f"{use} of {'x'.join(map(str, self._lengths))}"
         if isinstance(self._source, StateRequests):
-            name, request = (
-                SlotName(self.parameter, use),
-                Request(recipe, self._lengths),
-            )
+            name = SlotName(self.parameter, use)
+            request = Request(recipe, self._lengths)
             if self._source.requests.setdefault(name, request) != request:
                 raise ValueError(
                     f"`{self.parameter}` is used twice in {use!r} under two recipes "
@@ -225,7 +225,7 @@ class Slots:
         return mine
 
     @property
-    def form(self) -> Any:
+    def form(self) -> Hashable:
         """All but the arrays: a key of caches."""
         found = self._source.items() if isinstance(self._source, dict) else ()
         uses = tuple((use, x.shape, self._recipes[use]) for use, x in found)
@@ -248,6 +248,49 @@ class Slots:
         source = arrays if isinstance(self._source, dict) else self._source
         lengths = *self._lengths, *lengths
         return Slots(self.parameter, source, self._recipes, lengths)
+
+
+class StateOperands:
+    """What a program gets besides its operands: their slots, and the step's number.
+
+    Attributes:
+        arrays: What the program gets.
+        form: All else that a rewritten program depends on.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slots | None],
+        *lengths: int,
+        step: Array | None = None,
+    ) -> None:
+        """Packs the slots of operands, and the number of the step.
+
+        Args:
+            slots: Those of each operand.
+            *lengths: The length of the scan that cuts them.
+            step: The number of the training step; None if the program needs none.
+        """
+        self._slots = list(slots)
+        self._lengths = lengths
+        self.form = tuple(None if s is None else s.form for s in self._slots)
+        packed = [
+            {} if s is None else s.as_operands(bool(lengths)) for s in self._slots
+        ]
+        self.arrays, self._tree = jax.tree.flatten((packed, step))
+        if step is not None:
+            self.form += ("step",)
+
+    def unpacked(
+        self, arrays: Sequence[Array]
+    ) -> tuple[list[Slots | None], Array | None]:
+        """The slots of the operands and the step, from what the program got."""
+        packed, step = jax.tree.unflatten(self._tree, arrays)
+        slots = [
+            None if s is None else s.inside(own, self._lengths)
+            for s, own in zip(self._slots, packed, strict=True)
+        ]
+        return slots, step
 
 
 def brief(recipe: AbstractRecipe) -> str:
@@ -300,3 +343,79 @@ def _repeated_backward(length: int, _: None, amaxes: Array) -> Any:
 
 
 _repeated.defvjp(_repeated_forward, _repeated_backward)
+
+
+# --- The number of the step -----------------------------------------------------------
+
+Result = TypeVar("Result")
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+class _Asked(Exception):
+    """A function that is called inside rounds stochastically."""
+
+
+class _Known:
+    """A number of a step. Compared by identity, as it may be a tracer."""
+
+    def __init__(self, number: Array) -> None:
+        self.number: Array | None = number
+
+
+_ON_REQUEST = "on request"
+# Known to JAX, so that no program that was traced in one step is used in another.
+_present = jax.make_user_context(default_value=None)
+
+
+def at_step(
+    number: Array,
+    settings: Settings | None,
+    call: Callable[[Context], Result],
+) -> Result:
+    """Differentiates a function in a training step.
+
+    Args:
+        number: The number of the step, an integer.
+        settings: What autocast was told for the function; None if it is none of
+            autocast's.
+        call: Differentiates the function, and calls it in the context that it is given.
+            May be called twice.
+    """
+    # One context for forward and backward pass, which share what JAX has traced.
+    with _present(_ON_REQUEST):
+        if settings is None or not is_random(settings.recipes):
+            try:
+                return call(contextlib.nullcontext)
+            except _Asked:
+                pass
+        known = _Known(number)
+        try:
+            return call(functools.partial(_present, known))
+        finally:
+            known.number = None  # JAX may keep the key
+
+
+def with_step(call: Callable[[Callable[[], Array | None]], Result]) -> Result:
+    """Rewrites and calls an autocast function.
+
+    Args:
+        call: Does it, given a function that tells the number of the step, or None
+            outside of training steps. May be called twice.
+    """
+    found = _present.value
+    if not isinstance(found, _Known):
+        return call(_asked if found == _ON_REQUEST else lambda: None)
+    try:
+        with _present(_ON_REQUEST):
+            return call(lambda: found.number)
+    except _Asked:
+        return call(lambda: found.number)
+
+
+def _asked() -> Array:
+    raise _Asked
+
+
+def is_random(recipes: Iterable[AbstractRecipe]) -> bool:
+    """Whether one of the recipes rounds stochastically."""
+    return any(map(rounds_stochastically, recipes))

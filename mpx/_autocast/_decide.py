@@ -1,18 +1,54 @@
-"""Choosing the precision of one equation from its class, its operands and its users."""
+"""Deciding on the precision of one equation.
 
+A rule of the user's comes first (`ruled`). Then the class of the primitive, the
+operands and their users decide (`choose`). What a recipe makes of a product that would
+be one in half precision is in `_products`.
+"""
+
+import dataclasses
+import enum
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._program import PrimitiveClass, aval_of, class_of, is_multiplication, properties
+from .._program import (
+    Atom,
+    PrimitiveClass,
+    aval_of,
+    class_of,
+    is_multiplication,
+    properties,
+)
 from .._quantize import AbstractRecipe
-from ._decisions import Precision, Reason
+from ._context import FULL, Place, Provenance, Run, Value, does_not_fit, is_castable
 from ._demand import Demand
-from ._rules import Rule
-from ._settings import Place, Settings
-from ._values import FULL, Provenance, Value, does_not_fit, is_castable
+from ._rules import Candidate, Precision, Rule, line_of
+from ._settings import Settings
+
+
+class Reason(enum.Enum):
+    """Why an operation is computed in the precision it is computed in."""
+
+    PRODUCT = "a matrix product or convolution"
+    SENSITIVE = "loses digits or range in half precision"
+    WANTED = "everything that uses its result wants float32"
+    PROMOTED = "an operand was computed in float32"
+    STREAM = "adds to a float32 value, or updates one"
+    LITERAL = "a constant does not fit into half precision"
+    FOLLOWS = "follows its operands"
+    DECLARED = "its operands are arguments or constants"
+    MOVES = "only moves data"
+    CONVERTED = "a cast that the program asks for"
+    PRECISION = "the program asks for a precision of the product"
+    RECURSES = "a program within the program, decided equation by equation"
+    OPAQUE = "runs as it was written"
+    UNKNOWN = "mpx does not know this primitive; it runs as it was written"
+    UNTOUCHED = "no float16, bfloat16 or float32 among its operands and results"
+    REGION = "a region that is switched off"
+    RULE = "a rule of the user's"
+    RECIPE = "a product of data with a weight"
 
 
 class Choice(NamedTuple):
@@ -76,10 +112,61 @@ class Case(NamedTuple):
         return self.equation.primitive.name
 
     @property
+    def where(self) -> str:
+        """The line of the user's code that it comes from, for messages."""
+        line = line_of(self.equation)
+        return f" at {line}" if line else ""
+
+    @property
+    def candidate(self) -> Candidate:
+        """What a rule is asked about."""
+        return Candidate(
+            primitive=self.name,
+            kind=class_of(self.name, self.settings.dtype),
+            dtype=self.settings.dtype,
+            scopes=self.place.scopes,
+            equation=self.equation,
+            in_dtypes=tuple(v.dtype for v in self.operands),
+            parameters=tuple(v.facts.parameter or None for v in self.operands),
+        )
+
+    def with_recipe(self, recipe: AbstractRecipe) -> "Case":
+        """The same, where another recipe holds."""
+        settings = dataclasses.replace(self.settings, recipe=recipe)
+        return self._replace(place=dataclasses.replace(self.place, settings=settings))
+
+    @property
     def castable(self) -> list[Value]:
         """The operands that may be cast."""
         pairs = zip(self.operands, self.equation.invars, strict=True)
         return [v for v, atom in pairs if is_castable(atom.aval)]
+
+
+def ruled(run: Run, case: Case) -> tuple[Case, Rule | None]:
+    """What the user's rules make of a case.
+
+    A rule that names a recipe changes what holds here, and leaves the rest to autocast.
+    One that asks for low precision says nothing where no recipe holds.
+
+    Args:
+        run: The run, in which a rule that holds counts as used.
+        case: The case.
+
+    Returns:
+        The case, and the rule, which says a precision or a rewriting function.
+    """
+    rules = case.settings.rules
+    if not rules.rules or not case.settings.is_enabled:
+        return case, None
+    rule = rules._find(case.candidate)
+    if rule is None:
+        return case, None
+    run.used.add(rule)
+    if isinstance(rule.precision, AbstractRecipe):
+        return case.with_recipe(rule.precision), None
+    if rule.precision is Precision.LOW and case.settings.recipe is None:
+        return case, None
+    return case, rule
 
 
 def choose(case: Case, rule: Rule | None = None) -> Choice:
@@ -99,9 +186,8 @@ def choose(case: Case, rule: Rule | None = None) -> Choice:
         reason = Reason.UNKNOWN if kind is None else Reason.UNTOUCHED
         return Choice(kind, reason)
     if rule is not None and isinstance(rule.precision, Precision):
-        return _ruled(case, kind, rule.precision)._replace(
-            reason=Reason.RULE, rule=rule, kind=kind
-        )
+        found = _choose_by_rule(case, kind, rule.precision)
+        return found._replace(reason=Reason.RULE, rule=rule, kind=kind)
     if kind is None:
         return Choice(kind, Reason.UNKNOWN)
     if kind is PrimitiveClass.HALF:
@@ -113,7 +199,9 @@ def choose(case: Case, rule: Rule | None = None) -> Choice:
     return Choice(kind, Reason.OPAQUE)
 
 
-def _ruled(case: Case, kind: PrimitiveClass | None, precision: Precision) -> Choice:
+def _choose_by_rule(
+    case: Case, kind: PrimitiveClass | None, precision: Precision
+) -> Choice:
     is_product = kind is PrimitiveClass.HALF
     if precision in (Precision.HALF, Precision.LOW):
         dtype = _half_dtype(case)
@@ -128,7 +216,7 @@ def _ruled(case: Case, kind: PrimitiveClass | None, precision: Precision) -> Cho
     return Choice(kind, Reason.RULE)
 
 
-def _declared_dtypes(case: Case) -> set[Any]:
+def _declared_dtypes(case: Case) -> set[np.dtype]:
     return {aval_of(a).dtype for a in case.equation.invars if is_castable(aval_of(a))}
 
 
@@ -163,13 +251,13 @@ def _choose_product(case: Case) -> Choice:
     return Choice(kind, Reason.PRODUCT, dtype, _product_result(case, dtype))
 
 
-def _factors(equation: JaxprEqn) -> list[Any]:
+def _factors(equation: JaxprEqn) -> list[Atom]:
     """The operands of a product that are no indices."""
     return [a for a in equation.invars if not np.issubdtype(_kind(a), np.integer)]
 
 
-def _kind(atom: Any) -> Any:
-    dtype = atom.aval.dtype
+def _kind(atom: Atom) -> np.dtype:
+    dtype = aval_of(atom).dtype
     return dtype if isinstance(dtype, np.dtype) else np.dtype(object)
 
 
@@ -177,7 +265,7 @@ def _kind(atom: Any) -> Any:
 _HIGHEST = ("highest", "float32", "fp32")
 
 
-def _asks_for_precision(precision: Any) -> bool:
+def _asks_for_precision(precision: object) -> bool:
     """Whether the program asks for more of a product than JAX's present default."""
     if precision is None:
         return False

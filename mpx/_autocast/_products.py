@@ -4,17 +4,38 @@ A recipe is for *linear* products: of data with a weight, which is what comes by
 dataflow from the parameters alone. Everything else, attention's products of data with
 data among them, follows the half precision rules; what was left alone, and why, is in
 the note on it. `Precision.LOW` in a rule quantizes any matrix product.
+
+The last products before a loss, the *final projection*, stay in half precision unless a
+rule says otherwise: the loss sees their rounding as it is. They are found by looking
+from the end: a product that goes into a scalar which the function returns, and into no
+other product. In a function that returns no scalar, such as one layer, there is none.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+from jaxtyping import Array
 
-from .._jax_compat import is_transposed, manual_axes
-from .._program import aval_of, avals, count, properties
+from .._jax_compat import is_transposed, manual_axes, scope_names
+from .._program import (
+    BackwardFlow,
+    PrimitiveClass,
+    SubJaxpr,
+    aval_of,
+    avals,
+    backward,
+    count,
+    data_of,
+    distinct_equations,
+    properties,
+    results_within,
+)
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
@@ -31,10 +52,10 @@ from .._quantize import (
     rounds_stochastically,
     target_from,
 )
-from ._choice import Case, Choice
-from ._decisions import Reason, line_of
-from ._settings import Reach
-from ._values import Value, computed
+from ._context import UNUSED, Reach, Run, Value, computed
+from ._decide import Case, Choice, Reason
+from ._notes import is_taking_notes, noted, refuse_slow
+from ._settings import Settings
 
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 
@@ -75,7 +96,7 @@ def _refuse_gradient(case: Case) -> None:
     """
     if is_transposed(case.equation) and case.place.reach == (Reach.RESULT,):
         raise ValueError(
-            f"A recipe met the gradient of a weight{_where(case)}, which comes out of "
+            f"A recipe met the gradient of a weight{case.where}, which comes out of "
             "the function: its products are of data with data, and would not be "
             "quantized. Differentiate what `mpx.autocast` made, not the other way "
             "round: `mpx.filter_grad(mpx.autocast(loss, recipe=...), scaling)`."
@@ -165,18 +186,18 @@ def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
     """The recipe, or one without a state for operands that carry none."""
     if _is_attention(case):
         return recipe._for_attention()
-    if isinstance(recipe, DelayedScaling) and weight_of(case.operands).slots is None:
+    if isinstance(recipe, DelayedScaling) and _weight_of(case.operands).slots is None:
         return Float8CurrentScaling(recipe.fp8_format)
     return recipe
 
 
-def weight_of(operands: list[Value]) -> Value:
+def _weight_of(operands: list[Value]) -> Value:
     """The operand that takes the part of the weight."""
     first, second = operands[:2]
     return first if first.facts.is_weight and not second.facts.is_weight else second
 
 
-def product_of(case: Case, choice: Choice) -> AbstractProduct:
+def _product_of(case: Case, choice: Choice) -> AbstractProduct:
     """The quantized product that is bound for an equation."""
     assert choice.recipe is not None and choice.dtype is not None
     params = case.equation.params
@@ -195,7 +216,7 @@ def product_of(case: Case, choice: Choice) -> AbstractProduct:
     if case.name == _RAGGED:
         numbers = params["ragged_dot_dimension_numbers"]
         return RaggedProduct(dimension_numbers=numbers, **common)
-    is_weight_first = weight_of(case.operands) is case.operands[0]
+    is_weight_first = _weight_of(case.operands) is case.operands[0]
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     sums, batch = (tuple(left), tuple(right)), (tuple(left_batch), tuple(right_batch))
     return LinearProduct(
@@ -203,19 +224,35 @@ def product_of(case: Case, choice: Choice) -> AbstractProduct:
     )
 
 
-def emit_linear(
-    case: Case, choice: Choice, product: AbstractProduct, step: Any
-) -> list[Value]:
-    """Binds a quantized product; the weight goes in as it is, not rounded before.
+def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
+    """Binds a quantized product.
 
     Args:
+        run: The run, in which the recipe counts as used.
         case: The product.
         choice: What was chosen for it.
-        product: The quantized product.
-        step: The number of the training step; None if nobody knows it.
     """
+    assert choice.recipe is not None
+    run.used.add(case.settings.recipe)
+    product = _product_of(case, choice)
+    if case.settings.is_strict:
+        refuse_slow(case, product)
+    weight = ""
+    if is_taking_notes():
+        path, why = path_of(product)
+        detail = f"{type(product.recipe).__name__}, {path} ({why})"
+        choice = choice._replace(detail=detail)
+        weight = _weight_of(case.operands).facts.parameter or ""
+    with noted(case.name, choice, weight):
+        return _emit_product(case, choice, product, run.step)
+
+
+def _emit_product(
+    case: Case, choice: Choice, product: AbstractProduct, step: Array | None
+) -> list[Value]:
+    """Binds it; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
-    weight = weight_of(case.operands)
+    weight = _weight_of(case.operands)
     left, right = (
         v.array if v is weight else v.cast(choice.dtype)[0] for v in case.operands[:2]
     )
@@ -232,11 +269,11 @@ def emit_linear(
 
 def _bound(
     product: AbstractProduct,
-    left: Any,
-    right: Any,
+    left: Array,
+    right: Array,
     case: Case,
-    besides: tuple[Any, Any],
-) -> Any:
+    besides: tuple[Array | None, Array | None],
+) -> Array:
     if isinstance(product, ConvolutionProduct):
         return linear_convolution(product, left, right, *besides)
     if isinstance(product, RaggedProduct):
@@ -261,7 +298,7 @@ def _explaining_forward_mode() -> Iterator[None]:
         ) from error
 
 
-def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Any:
+def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Array:
     assert weight.slots is not None
     scope = "/".join(case.place.scopes)
     shape = "x".join(map(str, weight.array.shape))
@@ -270,7 +307,7 @@ def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Any:
     found = weight.slots.take(" ".join(filter(None, (scope, shape, kind))), recipe)
     if found is None:
         raise ValueError(
-            f"`mpx.DelayedScaling`{_where(case)} has a state, which only a training "
+            f"`mpx.DelayedScaling`{case.where} has a state, which only a training "
             "step has. Train with `mpx.filter_grad(func, scaling)` or its relatives "
             "and `scaling = mpx.init_scaling(func, model, ...)`; to evaluate, "
             "`mpx.freeze(func, scaling)`; or use a recipe without a state, "
@@ -279,12 +316,60 @@ def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Any:
     return found
 
 
-def path_text(product: AbstractProduct) -> str:
-    """On which path a product runs and why, for notes."""
-    path, why = path_of(product)
-    return f"{type(product.recipe).__name__}, {path} ({why})"
+# --- Where values go: into the loss, or into another product first --------------------
 
 
-def _where(case: Case) -> str:
-    line = line_of(case.equation)
-    return f" at {line}" if line else ""
+def reach_of_results(avals: Sequence[Any]) -> tuple[Reach, ...]:
+    """Where the results of a whole function go: a floating scalar is a loss."""
+    return tuple(
+        Reach.LOSS
+        if count(aval.shape) == 1 and jnp.issubdtype(aval.dtype, np.floating)
+        else Reach.RESULT
+        for aval in avals
+    )
+
+
+class _ReachFlow(BackwardFlow[Reach]):
+    """Where values go, from where the results of their users go."""
+
+    @property
+    def nothing(self) -> Reach:
+        """Nobody uses it."""
+        return UNUSED
+
+    def join(self, a: Reach, b: Reach) -> Reach:
+        """Where two users take it."""
+        return a | b
+
+    def operands(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
+        """A product, whatever program it holds, is an end of its own."""
+        if properties(equation.primitive.name).kind is PrimitiveClass.HALF:
+            return [Reach.PRODUCT] * len(equation.invars)
+        return super().operands(equation, results)
+
+    def transfer(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
+        """Where any result of the operation goes."""
+        everything = UNUSED
+        for end in results:
+            everything |= end
+        return [everything] * len(equation.invars)
+
+
+def reach_in(jaxpr: Jaxpr, results: Sequence[Reach]) -> Mapping[Any, Reach]:
+    """Where the values of a program go, given where its results go."""
+    return backward(jaxpr, results, _ReachFlow())
+
+
+def reach_of_program(program: SubJaxpr, outputs: Sequence[Reach]) -> tuple[Reach, ...]:
+    """Where the results of a program go, given those of its equation."""
+    return tuple(results_within(program, outputs, _ReachFlow()))
+
+
+def recipes_in(jaxpr: Jaxpr) -> set[AbstractRecipe]:
+    """The recipes of the regions in a program."""
+    found = [
+        data_of(scope, Settings)
+        for equation in distinct_equations(jaxpr)
+        for scope in scope_names(equation)
+    ]
+    return {s.recipe for s in found if s is not None and s.recipe is not None}

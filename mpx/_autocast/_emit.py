@@ -1,23 +1,24 @@
 """Emitting a program again, equation by equation, each in its precision.
 
-`evaluate` walks one jaxpr. Equations that hold a program of their own are rewritten by
-the functions that the run was given (`_control_flow`, `_custom_rules`); everything else
-is bound here, after casting its operands to what `choose` says.
+`evaluate` walks one program. Equations that hold a program of their own are rewritten
+by the functions that the run was given (`_control_flow`, `_custom_rules`); islands are
+emitted by `_rematerialize`; everything else is bound here, after casting its operands
+to what `_decide` says.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._jax_compat import (
     bind_equation,
     equation_context,
     is_differentiated,
+    open_jaxpr,
     scope_names,
 )
 from .._program import (
@@ -30,24 +31,14 @@ from .._program import (
     parts,
     properties,
 )
-from .._quantize import AbstractRecipe
-from . import _strict
-from ._choice import Case, Choice, choose
-from ._decisions import Candidate, Precision, Reason
-from ._demand import Demand, Demands, demands_of
-from ._emission import emit_operation
-from ._linear import emit_linear, path_text, product_of, quantized, weight_of
-from ._notes import is_note, is_taking_notes, noted
-from ._reach import reach_in
-from ._region import is_region, settings_within
-from ._remat import emit_island
-from ._rules import Rule
-from ._settings import UNUSED, Place, Reach, Run
-from ._values import (
+from ._context import (
     FLOAT16,
     FULL,
+    UNUSED,
     Facts,
+    Place,
     Provenance,
+    Run,
     Value,
     computed,
     constant,
@@ -55,15 +46,20 @@ from ._values import (
     is_castable,
     literal,
 )
+from ._decide import Case, Choice, Reason, choose, ruled
+from ._demand import Demand, Demands, demands_of
+from ._notes import noted, refuse_accident, refuse_unknown
+from ._products import emit_quantized, quantized, reach_in
+from ._rematerialize import Values, emit_island
+from ._rules import Precision, Rule
 
-Rewrite = Callable[[Run, Place, Any, list[Value], tuple[Demand, ...]], list[Value]]
+Rewrite = Callable[[Run, Place, JaxprEqn, list[Value], tuple[Demand, ...]], list[Value]]
 
 
 def evaluate(
     run: Run,
     place: Place,
-    jaxpr: Any,
-    consts: Sequence[Any],
+    program: Jaxpr | ClosedJaxpr,
     operands: Sequence[Value],
     results: tuple[Demand, ...],
 ) -> list[Value]:
@@ -72,25 +68,28 @@ def evaluate(
     Args:
         run: The run.
         place: Where the program stands.
-        jaxpr: The program.
-        consts: The arrays that it holds.
+        program: The program.
         operands: Its inputs.
         results: What is wanted of each of its results.
 
     Returns:
         Its results.
     """
+    jaxpr, consts = open_jaxpr(program), getattr(program, "consts", ())
     are_declared = tuple(v.facts.provenance is Provenance.DECLARED for v in operands)
     ahead = demands_of(run, place.settings, jaxpr, are_declared, results)
     reach = reach_in(jaxpr, place.reach) if place.reach else {}
-    values: dict[Any, Value] = dict(zip(jaxpr.invars, operands, strict=True))
+    values: Values = dict(zip(jaxpr.invars, operands, strict=True))
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
         values[variable] = constant(array, parameter="")
 
-    def emit(place: Place, equation: JaxprEqn, values: dict[Any, Value]) -> None:
+    def emit(place: Place, equation: JaxprEqn, values: Values) -> None:
         inputs = [_read(values, atom) for atom in equation.invars]
         with equation_context(equation):
-            here = _place_of(run, place, equation, reach)
+            here = place.inside(equation, run.needs_scopes)
+            if run.has_recipe and not place.has_own_rule:
+                found = tuple(reach.get(v, UNUSED) for v in equation.outvars)
+                here = dataclasses.replace(here, reach=found)
             outputs = _emit(run, here, equation, inputs, ahead)
         if any(value.dtype == FLOAT16 for value in outputs):
             run.used.add(FLOAT16)
@@ -104,12 +103,12 @@ def evaluate(
     return [_read(values, atom) for atom in jaxpr.outvars]
 
 
-def _read(values: dict[Any, Value], atom: Any) -> Value:
-    return literal(atom.val) if isinstance(atom, core.Literal) else values[atom]
+def _read(values: Values, atom: Any) -> Value:
+    return literal(atom.val) if isinstance(atom, Literal) else values[atom]
 
 
 def _parts(
-    place: Place, jaxpr: Any, values: dict[Any, Value], residuals: frozenset[Any]
+    place: Place, jaxpr: Any, values: Values, residuals: frozenset[Any]
 ) -> list[Any]:
     """The equations of a program, those of islands together."""
     is_whole = place.has_own_rule or place.is_recomputed
@@ -117,34 +116,13 @@ def _parts(
         return jaxpr.eqns
 
     def may_join(equation: JaxprEqn) -> bool:
-        settings = settings_within(place.settings, scope_names(equation))
+        settings = place.settings.at(scope_names(equation))
         is_asked_for = settings.is_enabled and settings.residuals == "small"
         is_stream = any(v in residuals for v in equation.outvars)
         return is_asked_for and not is_stream and not is_differentiated(equation)
 
     weights = [v for v in jaxpr.invars if values[v].facts.is_weight]
     return parts(jaxpr, weights, may_join)
-
-
-def _place_of(
-    run: Run, place: Place, equation: JaxprEqn, reach: Mapping[Any, Reach]
-) -> Place:
-    """The place inside of the scopes of an equation."""
-    scopes = scope_names(equation)
-    if run.has_recipe and not place.has_own_rule:
-        found = tuple(reach.get(v, UNUSED) for v in equation.outvars)
-        place = dataclasses.replace(place, reach=found)
-    if not scopes:
-        return place
-    settings = settings_within(place.settings, scopes)
-    if run.needs_scopes:
-        named = tuple(s for s in scopes if not is_region(s) and not is_note(s))
-        return dataclasses.replace(
-            place, settings=settings, scopes=place.scopes + named
-        )
-    if settings is place.settings:
-        return place
-    return dataclasses.replace(place, settings=settings)
 
 
 def _emit(
@@ -180,7 +158,7 @@ def _emit(
     first = equation.outvars[0] if equation.outvars else None
     is_residual, is_scaling = first in ahead.residuals, first in ahead.scalings
     case = Case(place, equation, operands, demand, is_residual, is_scaling)
-    return _emit_case(run, place, case)
+    return _emit_case(run, case)
 
 
 # Rounded to the nearest by IEEE 754 wherever they run.
@@ -210,25 +188,17 @@ def _number(equation: JaxprEqn, operands: list[Value]) -> Value | None:
         return literal(function(*(np.asarray(v.array) for v in operands)))
 
 
-def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
+def _emit_case(run: Run, case: Case) -> list[Value]:
     """Decides on one operation and binds it.
 
-    A rule of the user's comes first. One that names a recipe changes what holds here
-    and leaves the rest to autocast; one that is a function replaces all of it. A recipe
-    has its say last, for it takes only what would be a product in half precision, or
-    what a rule asks for by `Precision.LOW`.
+    A recipe has its say last, for it takes only what would be a product in half
+    precision, or what a rule asks for by `Precision.LOW`.
     """
-    rule = find_rule(run, place, case)
-    if rule is not None and isinstance(rule.precision, AbstractRecipe):
-        settings = dataclasses.replace(place.settings, recipe=rule.precision)
-        place = dataclasses.replace(place, settings=settings)
-        case, rule = case._replace(place=place), None
-    if place.settings.recipe is None and rule is not None and rule._is_for_products:
-        rule = None  # no recipe holds here
+    case, rule = ruled(run, case)
     if rule is not None and not isinstance(rule.precision, Precision):
-        kind = class_of(case.name, place.settings.dtype)
+        kind = class_of(case.name, case.settings.dtype)
         with noted(case.name, Choice(kind, Reason.RULE, rule=rule)):
-            return _rewritten_by(rule, candidate_of(place, case), case)
+            return _rewritten_by(rule, case)
     choice = choose(case, rule)
     is_asked_for = rule is not None and rule.precision is Precision.LOW
     if is_asked_for or choice.reason is Reason.PRODUCT:
@@ -237,60 +207,23 @@ def _emit_case(run: Run, place: Place, case: Case) -> list[Value]:
             choice = choice._replace(reason=Reason.PRODUCT, rule=None)
     if choice.dtype == FLOAT16:
         run.used.add(FLOAT16)
-    if place.settings.is_strict:
-        _strict.refuse_unknown(case, choice)
-        _strict.refuse_accident(case, choice)
+    if case.settings.is_strict:
+        refuse_unknown(case, choice)
+        refuse_accident(case, choice)
     if choice.recipe is not None:
-        return _emit_quantized(run, case, choice)
+        return emit_quantized(run, case, choice)
     with noted(case.name, choice):
         return emit_operation(case.equation, case.operands, choice)
 
 
-def _emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
-    assert choice.recipe is not None
-    run.used.add(case.settings.recipe)
-    product = product_of(case, choice)
-    if case.settings.is_strict:
-        _strict.refuse_slow(case, product)
-    weight = ""
-    if is_taking_notes():
-        choice = choice._replace(detail=path_text(product))
-        weight = weight_of(case.operands).facts.parameter or ""
-    with noted(case.name, choice, weight):
-        return emit_linear(case, choice, product, run.step)
-
-
-def find_rule(run: Run, place: Place, case: Case) -> Rule | None:
-    """The user's rule for an equation, which counts as used."""
-    rules = place.settings.rules
-    if not rules.rules or not place.settings.is_enabled:
-        return None
-    rule = rules._find(candidate_of(place, case))
-    if rule is not None:
-        run.used.add(rule)
-    return rule
-
-
-def candidate_of(place: Place, case: Case) -> Candidate:
-    """What a rule is asked about."""
-    return Candidate(
-        primitive=case.name,
-        kind=class_of(case.name, place.settings.dtype),
-        dtype=place.settings.dtype,
-        scopes=place.scopes,
-        equation=case.equation,
-        in_dtypes=tuple(v.dtype for v in case.operands),
-        parameters=tuple(v.facts.parameter or None for v in case.operands),
-    )
-
-
-def _rewritten_by(rule: Rule, candidate: Candidate, case: Case) -> list[Value]:
+def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
     """Binds an equation to what the user's function says.
 
     A result that autocast cannot carry on, such as half precision in the place of
     float64, goes back to the dtype that the program declares.
     """
-    arrays, params = rule._rewritten(candidate, [v.array for v in case.operands])
+    operands = [v.array for v in case.operands]
+    arrays, params = rule._rewritten(case.candidate, operands)
     equation = case.equation.replace(params=params)
     results = []
     for x, variable in zip(
@@ -378,3 +311,131 @@ def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
     if target == FULL:
         result.widened_by, result.narrow = equation, value.array
     return result
+
+
+# --- Binding one equation in the precision that was chosen ----------------------------
+
+
+def emit_operation(
+    equation: JaxprEqn, operands: list[Value], choice: Choice
+) -> list[Value]:
+    """Casts operands and binds an equation.
+
+    Args:
+        equation: The equation.
+        operands: Its operands.
+        choice: What was chosen for it.
+
+    Returns:
+        Its results.
+    """
+    arrays = [
+        _operand(equation, value, atom.aval, choice)
+        for value, atom in zip(operands, equation.invars, strict=True)
+    ]
+    if choice.dtype is not None and choice.result is not None:
+        return [_product(equation, arrays, choice.dtype, choice.result)]
+    if equation.primitive.name in _SCATTERS:
+        bound = [_scatter(equation, arrays)]
+    else:
+        bound = bind_equation(equation, *arrays)
+    if equation.primitive.name == "iota":
+        return [declared(x) for x in bound]
+    values = [
+        v
+        for v, atom in zip(operands, equation.invars, strict=True)
+        if is_castable(atom.aval)
+    ]
+    is_fixed = bool(values) and all(map(_is_fixed, values))
+    results = [computed(x, is_fixed=is_fixed) for x in bound]
+    weights = [v for v in values if v.facts.is_weight] if is_fixed else []
+    if weights:
+        for result in results:
+            result.facts = result.facts._replace(is_weight=True)
+            result.slots = weights[0].slots
+    if is_fixed and all(v.facts.is_broadcast for v in values):
+        for result in results:
+            result.facts = result.facts._replace(is_broadcast=True)
+    return results
+
+
+def _is_fixed(value: Value) -> bool:
+    facts = value.facts
+    return facts.is_fixed or facts.parameter is not None or facts.literal is not None
+
+
+def _operand(equation: JaxprEqn, value: Value, aval: Any, choice: Choice) -> Any:
+    if not is_castable(aval):
+        return value.array
+    target = aval.dtype if choice.dtype is None else choice.dtype
+    return _spread(equation, value, target).cast(target)[0]
+
+
+def _spread(equation: JaxprEqn, value: Value, target: Any) -> Value:
+    """A declared value that will be cast, broadcast to what it meets.
+
+    JAX broadcasts the operands of binary operations along axes of size one. Before the
+    cast: the gradient of a bias is a sum over the batch, which then runs in float32.
+    """
+    if (
+        not properties(equation.primitive.name).is_binary
+        or value.facts.provenance is not Provenance.DECLARED
+        or value.is_constant
+        or value.dtype == target
+    ):
+        return value
+    shape = aval_of(equation.outvars[0]).shape
+    if value.array.shape == shape or value.array.ndim != len(shape):
+        return value
+    axes = tuple(range(len(shape)))
+    array = jax.lax.broadcast_in_dim(value.array, shape, axes)
+    return Value(array, value.facts, slots=value.slots)
+
+
+def _product(
+    equation: JaxprEqn, arrays: list[Any], dtype: np.dtype, result: np.dtype
+) -> Value:
+    """A product of operands in half precision, or of float32 ones if a rule says so.
+
+    A product of half precision operands that gives float32 would have backward products
+    of float32 with half precision operands, and XLA's CPU compiler knows not all of
+    them. So a result that is wanted in float32 is a product in half that is widened.
+    XLA may drop the narrowing between the two (it does on CPUs), or write half as many
+    bytes (on GPUs). The gradient of a ViT block has the same error both ways, 3.0e-3.
+    """
+    params = dict(equation.params)
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = dtype
+    (half,) = bind_equation(equation.replace(params=params), *arrays)
+    if half.dtype == result:
+        return computed(half, is_product=True)
+    made = computed(jax.lax.convert_element_type(half, result), is_product=True)
+    made.narrow = half
+    return made
+
+
+_SCATTERS = {
+    "scatter": jax.lax.scatter,
+    "scatter-add": jax.lax.scatter_add,
+    "scatter-sub": jax.lax.scatter_sub,
+    "scatter-mul": jax.lax.scatter_mul,
+    "scatter-min": jax.lax.scatter_min,
+    "scatter-max": jax.lax.scatter_max,
+}
+
+
+def _scatter(equation: JaxprEqn, arrays: list[Any]) -> jax.Array:
+    """Emits a scatter, which holds a program of its own in the declared dtype."""
+    if arrays[0].dtype == aval_of(equation.invars[0]).dtype:
+        return bind_equation(equation, *arrays)[0]
+    params = equation.params
+    operand, indices, updates = arrays
+    return _SCATTERS[equation.primitive.name](
+        operand,
+        indices,
+        updates,
+        params["dimension_numbers"],
+        indices_are_sorted=params["indices_are_sorted"],
+        unique_indices=params["unique_indices"],
+        mode=params["mode"],
+    )

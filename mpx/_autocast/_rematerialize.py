@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from .._jax_compat import execution_context, execution_key, scope_names
 from .._program import (
@@ -16,31 +18,14 @@ from .._program import (
     may_keep,
     measured_bytes,
 )
+from ._context import Place, Provenance, Run, Value
 from ._demand import Demand, Demands
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
-from ._settings import Place, Run
-from ._values import Facts, Provenance, Value
 
-Values = dict[Any, Value]
-Emit = Callable[[Place, Any, Values], None]
-
-
-class Recomputed(NamedTuple):
-    """An island that was emitted as a function of its own.
-
-    Attributes:
-        function: Of the arrays that go in.
-        facts: What is known of its results.
-        are_cast: Which results come in half precision, too, after the others.
-        used: The user's rules that held inside.
-        note: What is to be noted on it.
-    """
-
-    function: Callable[..., Any]
-    facts: tuple[Facts, ...]
-    are_cast: tuple[bool, ...]
-    used: frozenset[Any]
-    note: IslandNote | None = None
+Values = dict[Var, Value]
+Emit = Callable[[Place, JaxprEqn, Values], None]
+# Emits an island like the one that it was made from, and adds its results.
+Again = Callable[[Run, Island, Values], None]
 
 
 def emit_island(
@@ -68,24 +53,14 @@ def emit_island(
                 made = _recomputed(run, place, island, values, ahead, emit)
             run.islands[key] = made
         made = run.islands[key]
-    if made is None:
-        for equation in island.equations:
-            if not all(v in values for v in equation.outvars):  # a copy, there already
-                emit(place, equation, values)
-        return
-    run.used |= made.used
-    with noted_island(made.note), execution_context(island.equations[0]):
-        results = made.function(*_arrays(island, values).values())
-    casts = iter(results[len(made.facts) :])
-    for variable, array, facts, is_cast in zip(
-        island.outputs, results, made.facts, made.are_cast, strict=False
-    ):
-        values[variable] = Value(array, facts)
-        if is_cast:
-            values[variable].offer(next(casts))
+    if made is not None:
+        return made(run, island, values)
+    for equation in island.equations:
+        if not all(v in values for v in equation.outvars):  # a copy, there already
+            emit(place, equation, values)
 
 
-def _arrays(island: Island, values: Values) -> dict[Any, Any]:
+def _arrays(island: Island, values: Values) -> dict[Var, Array]:
     """What goes into an island, but for numbers: the half precision of it if it was."""
     found = ((v, values[v]) for v in island.inputs)
     return {
@@ -97,8 +72,8 @@ def _arrays(island: Island, values: Values) -> dict[Any, Any]:
 
 def _recomputed(
     run: Run, place: Place, island: Island, values: Values, ahead: Demands, emit: Emit
-) -> Recomputed | None:
-    """The island as a function that is recomputed; None if that is not worth it."""
+) -> Again | None:
+    """Makes a function of an island that recomputes it; None if it is not worth it."""
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
     wide = {v: (values[v].dtype, values[v].widened_by) for v in arrays}
@@ -107,7 +82,7 @@ def _recomputed(
     half = place.settings.dtype
     found: list[Any] = []
 
-    def program(*arrays: Any) -> tuple[list[Any], list[Any]]:
+    def program(*arrays: Array) -> tuple[list[Array], list[Array]]:
         inside = dict(numbers)
         for (variable, (dtype, widened_by)), x in zip(
             wide.items(), arrays, strict=True
@@ -133,15 +108,29 @@ def _recomputed(
     others, run.used = run.used, set()
     closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()))
     used, run.used = frozenset(run.used), others
+    known, are_cast = found
     are_free = tuple(f.is_weight for f in facts.values())
     if not is_worth_while(closed.jaxpr, are_free):
         return None
     function, note = computed_again(closed, is_in_loop=place.is_in_loop), None
     if is_taking_notes():
-        plain, types = core.jaxpr_as_fun(closed), closed.in_avals
+        plain, types = jaxpr_as_fun(closed), closed.in_avals
         before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
         note = IslandNote(before, after)
-    return Recomputed(function, found[0], found[1], used, note)
+
+    def again(run: Run, island: Island, values: Values) -> None:
+        run.used |= used
+        with noted_island(note), execution_context(island.equations[0]):
+            results = function(*_arrays(island, values).values())
+        casts = iter(results[len(known) :])
+        for variable, array, facts, is_cast in zip(
+            island.outputs, results, known, are_cast, strict=False
+        ):
+            values[variable] = Value(array, facts)
+            if is_cast:
+                values[variable].offer(next(casts))
+
+    return again
 
 
 def _signature(
@@ -154,7 +143,7 @@ def _signature(
     equations = []
     for equation in island.equations:
         operands = tuple(
-            (_exact(a.val), a.aval) if isinstance(a, core.Literal) else numbers[a]
+            (_exact(a.val), a.aval) if isinstance(a, Literal) else numbers[a]
             for a in equation.invars
         )
         results = tuple(
@@ -176,13 +165,13 @@ def _signature(
     return place, where, tuple(equations), inputs, outputs
 
 
-def _exact(number: Any) -> Hashable:
+def _exact(number: ArrayLike) -> Hashable:
     """A number to its last bit; -0.0 is not 0.0, and NaN is itself."""
     array = np.asarray(number)
     return array.dtype, array.shape, array.tobytes()
 
 
-def _hashable(value: Any) -> Hashable:
+def _hashable(value: object) -> Hashable:
     try:
         hash(value)
     except TypeError:

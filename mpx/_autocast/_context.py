@@ -1,4 +1,4 @@
-"""Values on their way through autocast: their provenance, and casting them.
+"""What is known while a program is emitted again: of values, of places, of the run.
 
 Three *provenances* say how a float32 value of the program came to be:
 
@@ -12,15 +12,24 @@ summed in float32; XLA merges the casts. A computed value is cast once for a few
 which then share one gradient in half precision.
 """
 
+import contextlib
+import dataclasses
 import enum
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
+from jax.extend.core import JaxprEqn
 
-from ._slots import Slots
+from .._jax_compat import scope_names
+from .._program import DataScope
+from .._quantize import AbstractRecipe, DelayedScaling
+from ._settings import Settings
+from ._state import Slots
 
 FULL = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
@@ -180,3 +189,154 @@ def does_not_fit(number: float, dtype: np.dtype) -> bool:
     with np.errstate(over="ignore", under="ignore"):
         rounded = float(np.asarray(number, dtype))
     return not abs(rounded - number) <= abs(number) / 64
+
+
+# --- Places and runs ------------------------------------------------------------------
+
+
+class Reach(enum.Flag):
+    """Where a value goes."""
+
+    LOSS = enum.auto()
+    """Into a scalar that the function returns."""
+    PRODUCT = enum.auto()
+    """Into another product."""
+    RESULT = enum.auto()
+    """Into another result of the function."""
+
+
+UNUSED = Reach(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in the program an equation stands.
+
+    Attributes:
+        settings: What holds there.
+        scopes: The named scopes around it, the outermost first, if anybody asks.
+        reach: Where the results of the program that it stands in go; empty if no
+            recipe asks.
+        has_own_rule: Whether it is part of a function with a derivative rule of its
+            own, in which nothing is quantized.
+        sums_over_devices: Whether JAX sums the gradients of what all devices share.
+        is_recomputed: Whether it is part of something that is recomputed as a whole.
+        is_in_loop: Whether it is in the body of a loop.
+    """
+
+    settings: Settings
+    scopes: tuple[str, ...] = ()
+    reach: tuple[Reach, ...] = ()
+    has_own_rule: bool = False
+    sums_over_devices: bool = False
+    is_recomputed: bool = False
+    is_in_loop: bool = False
+
+    def inside(self, equation: JaxprEqn, names_scopes: bool) -> "Place":
+        """The place inside of the scopes of an equation that stands here.
+
+        Args:
+            equation: The equation.
+            names_scopes: Whether anybody asks for the names of scopes.
+        """
+        scopes = scope_names(equation)
+        if not scopes:
+            return self
+        settings = self.settings.at(scopes)
+        if names_scopes:
+            named = tuple(s for s in scopes if not isinstance(s, DataScope))
+            return dataclasses.replace(
+                self, settings=settings, scopes=self.scopes + named
+            )
+        if settings is self.settings:
+            return self
+        return dataclasses.replace(self, settings=settings)
+
+
+Programs = MutableMapping[Any, dict[Any, Any]]
+
+
+def new_programs() -> Programs:
+    """A store for rewritten programs, each as long as the one it was made from."""
+    return weakref.WeakKeyDictionary()
+
+
+class Run:
+    """One rewriting of a program.
+
+    Attributes:
+        settings: What the transform was told.
+        rewrites: How equations that hold a program are rewritten, by primitive.
+        needs_parameters: Whether anybody asks which parameter a value is. If not,
+            paths are not kept apart, and equal layers are rewritten once.
+        demands: The demands of programs that were analysed, by their keys.
+        programs: Inner programs that were rewritten, by program and by how it was met.
+            They may be kept from call to call: JAX gives the same program for the same
+            jitted function, and compiles what it finds again only once.
+        islands: Islands that were emitted, by what they have in common.
+        used: The rules that held for an operation, the recipes that quantized one, and
+            float16 if anything is computed in it.
+        has_recipe: Whether anything may be quantized.
+        spares_final: Whether the final projection is left alone.
+        is_stateful: Whether a recipe with a state may be among those.
+        traced: What the function was traced with, which is no more; weak references.
+        step: The number of the training step, an array, in the program that is being
+            emitted; None if nobody knows it or rounds by it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        rewrites: Mapping[str, Any],
+        programs: Programs | None = None,
+        recipes: Collection[AbstractRecipe] = (),
+        spares_final: bool = True,
+    ) -> None:
+        """Starts a run in whose program these recipes stand."""
+        self.spares_final = spares_final
+        self.settings = settings
+        self.rewrites = rewrites
+        self.has_recipe = bool(recipes)
+        self.is_stateful = any(isinstance(r, DelayedScaling) for r in recipes)
+        self.needs_scopes = settings.rules._needs_scopes or self.is_stateful
+        self.needs_parameters = settings.rules._needs_parameters or self.is_stateful
+        self.demands: dict[Any, Any] = {}
+        self.islands: dict[Any, Any] = {}
+        self.programs = new_programs() if programs is None else programs
+        self.used: set[Any] = set()
+        self.traced: tuple[weakref.ref[Any], ...] = ()
+        self.step: Any = None
+        self._recipes = recipes
+
+    @contextlib.contextmanager
+    def at_step(self, step: Any) -> Iterator[None]:
+        """In a program within, the step's number is another array."""
+        outside, self.step = self.step, step
+        try:
+            yield
+        finally:
+            self.step = outside
+
+    def for_later(self) -> "Callable[[], Run]":
+        """How a derivative rule, which outlives a run, gets at it.
+
+        A run holds every program that it has met, and a rule stands in a rewritten one,
+        which is to live no longer than the program that it was made from. So a rule
+        holds no run; when the run is over, it gets another one that is like it.
+
+        Returns:
+            A function that gives this run as long as it is there, and then a new one.
+        """
+        itself, programs = weakref.ref(self), weakref.ref(self.programs)
+        settings, rewrites = self.settings, self.rewrites
+        recipes, spares_final = self._recipes, self.spares_final
+        needs_parameters, traced = self.needs_parameters, self.traced
+
+        def run() -> Run:
+            found = itself()
+            if found is None:
+                found = Run(settings, rewrites, programs(), recipes, spares_final)
+                found.needs_parameters, found.traced = needs_parameters, traced
+            return found
+
+        return run
