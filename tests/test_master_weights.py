@@ -15,7 +15,7 @@ from .helpers import HALF
 # Optax's Adam and others mix dtypes.
 pytestmark = pytest.mark.third_party
 
-STEPS = 300
+STEPS = 100
 OPTIMIZERS = {
     "sgd": optax.sgd(0.3),
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
@@ -43,8 +43,8 @@ def noise(random, weights):
     """Gradients of the sizes of the weights: they shrink, grow and change sign."""
     return jax.tree.map(
         lambda w: (
-            jnp.asarray(random.normal(size=w.shape), jnp.float32)
-            * jnp.maximum(jnp.abs(w.astype(jnp.float32)), 1e-4)
+            np.float32(random.normal(size=w.shape))
+            * np.maximum(np.abs(np.float32(w)), np.float32(1e-4))
         ),
         weights,
     )
@@ -79,7 +79,7 @@ def applied_by(apply):
     ],
 )
 def test_weights_are_the_rounded_float32_weights(name, step, dtype):
-    """300 steps, bit for bit, beside float32 weights that are rounded."""
+    """100 steps, bit for bit, beside float32 weights that are rounded."""
     inner = compiled(OPTIMIZERS[name])
     tx = mpx.master_weights(inner)
     weights = crossing(0, dtype)

@@ -32,10 +32,10 @@ def assert_same_bits(a, b):
 
 
 def model_of(dtype="float32"):
-    keys = jax.random.split(jax.random.key(0), 3)
+    up, down = np.random.default_rng(0).normal(size=(2, SIZE, SIZE)) / 12
     return {
-        "up": (jax.random.normal(keys[0], (SIZE, SIZE)) / 12).astype(dtype),
-        "down": (jax.random.normal(keys[1], (SIZE, SIZE)) / 12).astype(dtype),
+        "up": jnp.asarray(up, dtype),
+        "down": jnp.asarray(down, dtype),
         "bias": jnp.zeros(SIZE, dtype),
         "steps": 3,
     }
@@ -50,6 +50,13 @@ def forward(model, x):
 
 def loss(model, x):
     return jnp.mean((forward(model, x) - x) ** 2)
+
+
+def gradient_of(func, model, scaling=None):
+    """The result of one step, compiled."""
+    scaling = mpx.NoLossScaling() if scaling is None else scaling
+    step = jax.jit(lambda scaling, *args: mpx.filter_grad(func, scaling)(*args))
+    return step(scaling, model, X)
 
 
 def params_of(model):
@@ -132,21 +139,31 @@ def test_casts_do_not_look_into_what_is_quantized():
 def test_autocast_and_gradients_are_those_of_the_numbers_that_are_stored(name: str):
     stored = mpx.quantize_weights(model_of(), QUANTIZERS[name])
     plain = mpx.dequantize_weights(stored)
-    func, scaling = mpx.autocast(loss), mpx.NoLossScaling()
-    assert_same_bits(func(stored, X), func(plain, X))
-    for differentiate in (mpx.filter_value_and_grad, mpx.filter_grad):
-        for fun in (func, loss):
-            result = differentiate(fun, scaling)(stored, X)
-            assert_same_bits(result.grads, differentiate(fun, scaling)(plain, X).grads)
-    assert result.grads["up"].dtype == jnp.float32
-    scaled = mpx.calculate_scaled_grad(loss, mpx.StaticLossScaling(8.0))
-    assert_same_bits(scaled(stored, X), scaled(plain, X))
-    summed = mpx.filter_grad(func, scaling, accumulate=4)
-    assert_same_bits(summed(stored, X).grads, summed(plain, X).grads)
-    assert_same_bits(
-        mpx.grad(func, scaling)({"w": stored["up"], **_arrays(stored)}, X).grads,
-        mpx.grad(func, scaling)({"w": plain["up"], **_arrays(plain)}, X).grads,
+    found, expected = (
+        values_and_gradients(m, mpx.NoLossScaling()) for m in (stored, plain)
     )
+    assert_same_bits(found, expected)
+    assert found["filter_grad"].grads["up"].dtype == jnp.float32
+
+
+AUTOCAST = mpx.autocast(loss)
+
+
+@eqx.filter_jit
+def values_and_gradients(model, scaling):
+    """Of the function that is transformed and of the other, by each that there is."""
+    scaled = mpx.calculate_scaled_grad(loss, mpx.StaticLossScaling(8.0))
+    arrays = {"w": model["up"], **_arrays(model)}
+    return {
+        "value": AUTOCAST(model, X),
+        "filter_value_and_grad": mpx.filter_value_and_grad(AUTOCAST, scaling)(model, X),
+        "filter_grad": mpx.filter_grad(AUTOCAST, scaling)(model, X),
+        "not transformed": mpx.filter_grad(loss, scaling)(model, X),
+        "and its value": mpx.filter_value_and_grad(loss, scaling)(model, X),
+        "scaled": scaled(model, X),
+        "summed": mpx.filter_grad(AUTOCAST, scaling, accumulate=4)(model, X),
+        "grad": mpx.grad(AUTOCAST, scaling)(arrays, X),
+    }
 
 
 def _arrays(model):
@@ -160,9 +177,9 @@ def test_derivatives_by_jax_alone_are_refused():
         eqx.filter_grad(func)(stored, X)
     with pytest.raises(TypeError, match="requires real- or complex-valued inputs"):
         jax.grad(func)(stored, X)  # JAX's own words
-    grads = jax.grad(func)(mpx.dequantize_weights(stored), X)
-    assert_same_bits(grads, mpx.filter_grad(func, mpx.NoLossScaling())(stored, X).grads)
-    assert jax.grad(func, argnums=1)(stored, X).shape == X.shape
+    grads = jax.jit(jax.grad(func))(mpx.dequantize_weights(stored), X)
+    assert_same_bits(grads, gradient_of(func, stored).grads)
+    assert jax.eval_shape(jax.grad(func, argnums=1), stored, X).shape == X.shape
 
 
 def test_reports_name_stored_weights_as_any_other():
@@ -235,8 +252,11 @@ def test_masters_train_as_weights_that_are_quantized_in_the_loss(name: str):
     assert values[-1] < 0.5 * values[0]
     for key in ("up", "down"):
         # Not the same bits: a sum in another order can turn a rounding around.
-        way = jnp.linalg.norm(model[key] - start[key])
-        assert jnp.linalg.norm(state.masters[key] - model[key]) < 0.05 * way
+        master, end, begin = (
+            np.asarray(tree[key]) for tree in (state.masters, model, start)
+        )
+        way = np.linalg.norm(end - begin)
+        assert np.linalg.norm(master - end) < 0.05 * way
         expected = mpx.quantize(state.masters[key], quantizer)
         assert_same_bits(stored[key].quantized.payload, expected.payload)
 
@@ -246,7 +266,7 @@ def test_updates_are_applied_by_optax_equinox_and_mpx_alike():
     stored = mpx.quantize_weights(_arrays(model_of()))
     tx = mpx.master_weights(optax.sgd(0.1))
     state = tx.init(stored)
-    grads = mpx.filter_grad(loss, mpx.NoLossScaling())(stored, X).grads
+    grads = gradient_of(loss, stored).grads
     updates, after = tx.update(grads, state, stored)
     by_optax = optax.apply_updates(stored, updates)
     assert_same_bits(by_optax, eqx.apply_updates(stored, updates))
@@ -263,7 +283,7 @@ def test_steps_can_be_checked(is_bad: bool):
     rate = 1e38 if is_bad else 0.1
     tx = mpx.master_weights(optax.chain(optax.scale(1e3), optax.sgd(rate)))
     state, scaling = tx.init(stored), mpx.DynamicLossScaling()
-    result = mpx.filter_grad(mpx.autocast(loss), scaling)(stored, X)
+    result = gradient_of(mpx.autocast(loss), stored, scaling)
     after, _, scaling = mpx.optimizer_step(
         stored, tx, state, result, check_gradients=True, check_update=True
     )
@@ -280,8 +300,10 @@ def test_modules_of_nnx_are_refused_and_their_state_is_not():
     func = mpx.autocast(lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x)))
     x = jnp.ones((2, 8))
     plain = mpx.dequantize_weights(stored)
-    assert_same_bits(func(stored, x), func(plain, x))
-    grads = mpx.filter_grad(func, mpx.NoLossScaling())(stored, x).grads
+    assert_same_bits(*(jax.jit(func)(weights, x) for weights in (stored, plain)))
+    grads = jax.eval_shape(
+        lambda s, *args: mpx.filter_grad(func, s)(*args), mpx.NoLossScaling(), stored, x
+    ).grads
     assert jax.tree.structure(grads) == jax.tree.structure(plain)
 
 
@@ -291,13 +313,14 @@ def test_small_steps_add_up_and_changes_from_outside_count():
     tx = mpx.master_weights(optax.sgd(1.0))
     state = tx.init(stored)
     small = {"w": jnp.full((4, 4), 1e-3).at[0].set(0.0)}
+    update = jax.jit(lambda *args: mpx.optimizer_update(args[0], tx, *args[1:], True))
     for _ in range(50):
-        stored, state = mpx.optimizer_update(stored, tx, state, small, True)
+        stored, state = update(stored, state, small)
     np.testing.assert_allclose(state.masters["w"][1, 1], 0.95, rtol=1e-5)
     np.testing.assert_allclose(stored["w"].dequantize()[1, 1], 0.95, rtol=2**-4)
     other = mpx.quantize_weights({"w": 2 * jnp.eye(4)})
     nothing = {"w": jnp.zeros((4, 4))}
-    changed, state = mpx.optimizer_update(other, tx, state, nothing, True)
+    changed, state = update(other, state, nothing)
     np.testing.assert_array_equal(jnp.diag(state.masters["w"]), 2.0)
     assert_same_bits(changed, other)
 
@@ -320,7 +343,7 @@ def test_masters_to_start_from():
 @pytest.mark.third_party
 def test_another_optimizer_says_what_is_missing():
     stored, optimizer = mpx.quantize_weights(_arrays(model_of())), optax.adam(0.1)
-    result = mpx.filter_grad(loss, mpx.NoLossScaling())(stored, X)
+    result = gradient_of(loss, stored)
     with pytest.raises(TypeError, match=r"mpx.master_weights\(optimizer\)"):
         mpx.optimizer_step(stored, optimizer, optimizer.init(stored), result)
 

@@ -28,8 +28,7 @@ pytestmark = unscaled
 
 
 @pytest.mark.parametrize(("policy", "dtype"), PRECISIONS)
-@pytest.mark.parametrize("period", [1, 1000], ids=["grows", "stays"])
-@pytest.mark.parametrize("scale", [2.0**-3, 2.0, 2.0**8])
+@pytest.mark.parametrize(("scale", "period"), [(2.0**-3, 1), (2.0, 1000), (2.0**8, 1)])
 def test_scaling_changes_no_bit(policy, dtype, period, scale):
     """Row 1: a power of two leaves loss and gradients as they are."""
     w, (x, y) = params(), batch()
@@ -267,7 +266,7 @@ def test_vmap_gives_gradients_per_example():
     def one(x, y):
         return gradient(FLOAT16, mpx.NoLossScaling())(w, x[None], y[None]).grads
 
-    per_example = jax.vmap(one)(x, y)
+    per_example = jax.jit(jax.vmap(one))(x, y)
     mean = jax.tree.map(lambda g: g.mean(0), per_example)
     close(mean, control(loss, w, x, y)[1], 3e-3)
 
@@ -315,8 +314,9 @@ def test_scan_over_steps_equals_a_loop(checking_leaks):
     start = (jnp.ones(2), mpx.DynamicLossScaling(2.0**4, period=2))
     carry, finite = jax.lax.scan(step, start, xs)
     expected = start
+    one = jax.jit(step)
     for x in xs:
-        expected, _ = step(expected, x)
+        expected, _ = one(expected, x)
     assert finite.tolist() == [True, True, False, True, True, True]
     close(carry[0], expected[0], 1e-6)
     assert same_bits(carry[1], expected[1])

@@ -129,7 +129,9 @@ def test_where_is_leaving_the_classes_out(logits, distribution, smoothing):
 
         @jax.jit
         def both(x, short_x, full=full, short=short, loss=loss):
-            found, pullback = jax.vjp(lambda x: loss(x, full, keep[None]), x)
+            found, pullback = jax.vjp(
+                lambda x: loss(x, full, jnp.asarray(keep[None])), x
+            )
             expected, short_pullback = jax.vjp(lambda x: loss(x, short), short_x)
             of_ones = (f(jnp.ones(5))[0] for f in (pullback, short_pullback))
             return found, expected, *of_ones

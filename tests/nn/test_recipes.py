@@ -53,8 +53,17 @@ def equal(a, b):
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("Linear", "float32"),
+        ("MultiheadAttention", "bfloat16"),
+        ("TransformerLayer", "float32"),
+        pytest.param("Linear", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("MultiheadAttention", "float32", marks=pytest.mark.slow),
+        pytest.param("TransformerLayer", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_layer_transforms_its_own_call(name, dtype, x, getkey):
     make, count = LAYERS[name]
     layer, x = make(getkey()), x.astype(dtype)
@@ -64,8 +73,8 @@ def test_a_layer_transforms_its_own_call(name, dtype, x, getkey):
         found = jax.jit(call)(layer, x)
     assert found.dtype == x.dtype
     assert equal(found, jax.jit(mpx.autocast(call, recipe=CURRENT))(layer, x))
-    half = jax.jit(call)(layer, x.astype(jnp.bfloat16)).astype(jnp.float32)
-    error = jnp.abs(found.astype(jnp.float32) - half).max() / jnp.abs(half).max()
+    half = np.float32(jax.jit(call)(layer, x.astype(jnp.bfloat16)))
+    error = np.abs(np.float32(found) - half).max() / np.abs(half).max()
     assert 0 < error < 0.1
 
 
@@ -84,11 +93,12 @@ def test_every_recipe_without_a_state(name, x):
         return mpx.nn.mean(layer(x) ** 2, dtype="float32")
 
     layer, recipe = linear(), STATELESS[name]
-    expected = jax.grad(loss)(layer, x).weight
+    expected = jax.jit(jax.grad(loss))(layer, x).weight
     with ambient(recipe):
         assert quantized_products(call, layer, x) == 1
         found = jax.jit(jax.grad(loss))(layer, x).weight
-    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    found, expected = map(np.asarray, (found, expected))
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
     assert 1e-3 < error < (0.25 if name in ("nvfp4", "custom") else 0.08)
 
 
@@ -102,16 +112,16 @@ def test_half_precision_inputs_keep_their_dtype(dtype, x, getkey):
 
 
 def test_switched_off_inside(x):
-    layer = linear()
-    plain = layer(x)
+    layer, run = linear(), jax.jit(call)
+    plain = run(layer, x)
     with ambient():
-        quantized = layer(x)
+        quantized = run(layer, x)
         with mpx.autocast(recipe=None, ambient=True):
-            assert equal(layer(x), plain)
+            assert equal(run(layer, x), plain)
         with mpx.autocast(enabled=False, ambient=True):
-            assert equal(layer(x), plain)
+            assert equal(run(layer, x), plain)
             assert low_dtypes(call, layer, x) == set()
-        assert equal(layer(x), quantized)
+        assert equal(run(layer, x), quantized)
     assert equal(layer(x), plain) and not equal(quantized, plain)
 
 
