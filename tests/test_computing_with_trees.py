@@ -31,18 +31,21 @@ QUANTIZERS = {
 
 
 def array(seed=0):
-    return jax.random.normal(jax.random.key(seed), (128, 128))
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(128, 128)), "float32")
 
 
+@functools.cache
 def stored(seed=0):
     model = {"w": array(seed), "b": jnp.ones(3)}
-    return mpx.quantize_weights(model, mpx.MXFP8Quantizer())
+    return jax.jit(lambda m: mpx.quantize_weights(m, mpx.MXFP8Quantizer()))(model)
 
 
+@functools.cache
 def quantized(seed=0, name="tensor"):
-    return mpx.quantize(array(seed), QUANTIZERS[name])
+    return jax.jit(lambda x: mpx.quantize(x, QUANTIZERS[name]))(array(seed))
 
 
+@functools.cache
 def with_recipe():
     func = mpx.autocast(lambda w, x: jnp.mean(x @ w), recipe=RECIPE)
     return mpx.init_scaling(func, jnp.ones((16, 16)), jnp.ones((16, 16)))

@@ -29,6 +29,7 @@ def with_recipe(recipe, **options):
     return mpx.autocast(plain, recipe=recipe, **options)
 
 
+@functools.cache
 def state_of(recipe=RECIPE, **options):
     return mpx.init_scaling(with_recipe(recipe, **options), W, X)
 
@@ -36,9 +37,17 @@ def state_of(recipe=RECIPE, **options):
 def after(scaling, *amaxes):
     """The state after good steps with these amaxes, in every role."""
     for amax in amaxes:
-        seen = tuple(jnp.full_like(s.scale, amax) for s in scaling.scales)
-        scaling = dataclasses.replace(scaling, amaxes=seen).adjust(True)
+        seen = tuple(
+            jnp.asarray(np.full(s.scale.shape, amax, np.float32))
+            for s in scaling.scales
+        )
+        scaling = adjusted(dataclasses.replace(scaling, amaxes=seen))
     return scaling
+
+
+@jax.jit
+def adjusted(scaling):
+    return scaling.adjust(True)
 
 
 def trace(func, scaling, **options):

@@ -5,6 +5,7 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -22,10 +23,10 @@ RECIPES = {
 
 
 def data():
-    keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], (64, WIDTH))
-    labels = jnp.argmax(x @ jax.random.normal(keys[1], (WIDTH, CLASSES)), -1)
-    return x, labels
+    random = np.random.default_rng(0)
+    x = random.normal(size=(64, WIDTH)).astype(np.float32)
+    labels = (x @ random.normal(size=(WIDTH, CLASSES))).argmax(-1)
+    return jnp.asarray(x), jnp.asarray(labels, jnp.int32)
 
 
 def cross_entropy(logits, labels):
@@ -48,7 +49,7 @@ class Linen(nn.Module):
 
 def linen():
     model = Linen()
-    params = model.init(jax.random.key(1), data()[0])
+    params = jax.jit(model.init)(jax.random.key(1), data()[0])
     names = [f"['params']['Dense_{i}']['kernel']" for i in range(2)]
     return params, lambda p, x, y: cross_entropy(model.apply(p, x), y), names
 
@@ -57,7 +58,7 @@ def haiku():
     model = hk.without_apply_rng(
         hk.transform(lambda x: hk.nets.MLP([WIDTH, WIDTH, CLASSES])(x))
     )
-    params = model.init(jax.random.key(1), data()[0])
+    params = jax.jit(model.init)(jax.random.key(1), data()[0])
     names = [f"['mlp/~/linear_{i}']['w']" for i in range(2)]
     return params, lambda p, x, y: cross_entropy(model.apply(p, x), y), names
 
@@ -65,8 +66,13 @@ def haiku():
 MODELS = {"equinox": equinox, "linen": linen, "haiku": haiku}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        *((name, "delayed") for name in MODELS),
+        *(pytest.param(name, "mxfp8", marks=pytest.mark.slow) for name in MODELS),
+    ],
+)
 def test_a_model_trains(name, recipe):
     model, func, names = MODELS[name]()
     loss = mpx.autocast(func, recipe=RECIPES[recipe])
@@ -106,7 +112,9 @@ class Nnx(nnx.Module):
         return self.head(self.norm(x))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", pytest.param("delayed", marks=pytest.mark.slow)]
+)
 def test_an_nnx_model_trains(recipe):
     model = Nnx(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

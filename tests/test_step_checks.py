@@ -35,14 +35,15 @@ def weights():
 
 
 def gradients(seed, bad=None):
-    keys = jax.random.split(jax.random.key(seed), 3)
+    random = np.random.default_rng(seed)
     leaves, tree = jax.tree.flatten(weights())
-    leaves = [jax.random.normal(k, w.shape) for k, w in zip(keys, leaves, strict=True)]
+    leaves = [random.normal(size=w.shape).astype(np.float32) for w in leaves]
     if bad is not None:
-        leaves[1] = leaves[1].at[0, 0].set(bad)
-    return jax.tree.unflatten(tree, leaves)
+        leaves[1][0, 0] = bad
+    return jax.tree.unflatten(tree, map(jnp.asarray, leaves))
 
 
+@functools.partial(jax.jit, static_argnames="finite")
 def result_of(grads, scaling, finite=True):
     """A result with given gradients, as a gradient function makes it."""
 

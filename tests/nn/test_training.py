@@ -10,7 +10,7 @@ import pytest
 import mpx
 import mpx.nn
 
-from ..helpers import HALF, WIDE
+from ..helpers import HALF
 from .cases import kept_arrays
 
 VOCABULARY, HIDDEN, LENGTH = 12, 16, 8
@@ -84,7 +84,13 @@ def train(loss, scaling, dtype=None, steps=20):
 @pytest.mark.third_party  # Optax's Adam
 @pytest.mark.parametrize(
     ("dtype", "style"),
-    [*((d, "explicit") for d in WIDE), *((d, "autocast") for d in HALF)],
+    [
+        ("float32", "explicit"),
+        ("float16", "explicit"),
+        ("bfloat16", "autocast"),
+        pytest.param("bfloat16", "explicit", marks=pytest.mark.slow),
+        pytest.param("float16", "autocast", marks=pytest.mark.slow),
+    ],
 )
 def test_the_loss_falls(dtype, style):
     scaling = mpx.NoLossScaling()
@@ -138,10 +144,10 @@ def test_transforms(name, dtype, expected):
     tolerance = 2e-6 if dtype == "float32" else 3e-2
     np.testing.assert_allclose(value, expected[0], rtol=tolerance)
     found, exact = (
-        jnp.concatenate([g.astype("float32").ravel() for g in jax.tree.leaves(tree)])
+        np.concatenate([np.float64(g).ravel() for g in jax.tree.leaves(tree)])
         for tree in (grads, expected[1])
     )
-    assert jnp.abs(found - exact).max() <= tolerance * jnp.abs(exact).max()
+    assert np.abs(found - exact).max() <= tolerance * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("dtype", HALF)

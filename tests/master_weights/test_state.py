@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
 
-from .grad.cases import same_bits
-from .helpers import HALF, unchecked_annotations
+from ..grad.cases import same_bits
+from ..helpers import HALF, unchecked_annotations
 
 # Optax's Adam and others mix dtypes.
 pytestmark = pytest.mark.third_party

@@ -9,8 +9,8 @@ import pytest
 
 import mpx
 
-from .grad.cases import batch, loss, params, same_bits
-from .helpers import HALF
+from ..grad.cases import batch, loss, params, same_bits
+from ..helpers import HALF
 
 # Optax's Adam and others mix dtypes.
 pytestmark = pytest.mark.third_party

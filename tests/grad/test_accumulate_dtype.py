@@ -9,8 +9,8 @@ import pytest
 
 import mpx
 
-from .grad.cases import close, dtypes, same_bits, total, uniform
-from .helpers import unscaled
+from ..helpers import unscaled
+from .cases import close, dtypes, same_bits, total, uniform
 
 pytestmark = unscaled
 
