@@ -266,13 +266,17 @@ def test_a_parameter_is_known_through_scan_and_jit(inputs):
 @pytest.fixture(scope="module")
 def vit():
     key = jax.random.key(0)
-    return blocks.vit_parameters(key), jax.random.normal(key, (8, 197, 384))
+    return jax.jit(blocks.vit_parameters)(key), jax.random.normal(key, (8, 197, 384))
 
 
-def test_pytorchs_lists_on_a_vit_block(vit):
+@pytest.fixture(scope="module")
+def expected(vit):
+    return jax.jit(jax.grad(blocks.vit_loss))(*vit)
+
+
+def test_pytorchs_lists_on_a_vit_block(vit, expected):
     cast = mpx.autocast(blocks.vit_loss, rules=Rules.like_pytorch())
     assert count_products(jax.grad(cast), *vit) == {BF16: 24}
-    expected = jax.jit(jax.grad(blocks.vit_loss))(*vit)
     assert relative_error(jax.jit(jax.grad(cast))(*vit), expected) <= 4e-3
 
 
@@ -288,7 +292,7 @@ def test_pytorchs_lists_let_the_square_root_follow():
     assert dtype() == "float32" and dtype(rules=Rules.like_pytorch()) == "bfloat16"
 
 
-def test_a_residual_stream_in_half_precision(vit):
+def test_a_residual_stream_in_half_precision(vit, expected):
     def adds(**options):
         cast = mpx.autocast(blocks.block, **options)
         found = [
@@ -301,5 +305,4 @@ def test_a_residual_stream_in_half_precision(vit):
     assert adds().count("float32") > adds(residual_stream="half").count("float32")
     cast = mpx.autocast(blocks.vit_loss, residual_stream="half")
     assert count_casts(cast, *vit) <= 40
-    expected = jax.jit(jax.grad(blocks.vit_loss))(*vit)
     assert relative_error(jax.jit(jax.grad(cast))(*vit), expected) <= 7e-3

@@ -3,6 +3,7 @@
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export, lax
 
@@ -10,8 +11,8 @@ import mpx
 
 LOOP = "decides by half precision products when a loop ends"
 HIDDEN = "holds a program that cannot be looked into"
-MATRIX = 3 * jnp.eye(16) + jnp.sin(jnp.arange(256.0)).reshape(16, 16) / 8
-RIGHT = jnp.cos(jnp.arange(16.0))
+MATRIX = jnp.asarray(3 * np.eye(16) + np.sin(np.arange(256)).reshape(16, 16) / 8, "f4")
+RIGHT = jnp.asarray(np.cos(np.arange(16)), "f4")
 
 
 def error_of(a, b, x):

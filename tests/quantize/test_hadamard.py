@@ -138,8 +138,15 @@ def test_the_quantizer_takes_signs():
     )
 
 
-@pytest.mark.parametrize("of_input", [None, SIGNS])
-@pytest.mark.parametrize("of_gradient", [None, SIGNS])
+@pytest.mark.parametrize(
+    ("of_input", "of_gradient"),
+    [
+        (None, SIGNS),
+        (SIGNS, None),
+        pytest.param(None, None, marks=pytest.mark.slow),
+        pytest.param(SIGNS, SIGNS, marks=pytest.mark.slow),
+    ],
+)
 def test_a_product_stays_whatever_signs_its_operands_have(of_input, of_gradient):
     def qfactory(role: mpx.Role, for_wgrad: bool):
         signs = of_gradient if role is mpx.Role.GRADIENT else of_input
