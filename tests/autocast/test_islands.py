@@ -383,7 +383,7 @@ def stack(layers, x, residuals, **options):
 def stacked():
     keys = jax.random.split(jax.random.key(4), 3)
     layers = jax.jit(jax.vmap(lambda key: vit_parameters(key, 96)))(keys)
-    return layers, jax.random.normal(jax.random.key(5), (8, 128, 96))
+    return layers, jax.random.normal(jax.random.key(5), (2, 128, 96))
 
 
 @pytest.mark.parametrize(
