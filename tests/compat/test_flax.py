@@ -187,8 +187,8 @@ assert eqx.tree_equal(restored["scaling"], scaling)
 """
 
 
-@pytest.mark.parametrize("code", [BEFORE_AND_AFTER, BEFORE_AND_AFTER + DEFINED_LATER])
-def test_classes_are_registered_by_the_call_and_not_before(code):
+def test_classes_are_registered_by_the_call_and_not_before():
+    code = BEFORE_AND_AFTER + DEFINED_LATER
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True
     )

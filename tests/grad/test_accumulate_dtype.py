@@ -120,17 +120,27 @@ def in_scan_over_weights(w, x):
 CONTROL = jax.jit(lambda fun, *args: jax.grad(fun)(*args), static_argnums=0)
 
 
-@pytest.mark.parametrize("dtype", POLICIES)
+PROGRAMS = (
+    in_jit,
+    in_remat,
+    in_cond,
+    in_custom_vjp,
+    in_while,
+    in_moves,
+    in_scan_over_weights,
+)
+
+
 @pytest.mark.parametrize(
-    "fun",
+    ("fun", "dtype"),
     [
-        in_jit,
-        in_remat,
-        in_cond,
-        in_custom_vjp,
-        in_while,
-        in_moves,
-        in_scan_over_weights,
+        *((fun, "float16") for fun in PROGRAMS),
+        (in_jit, "bfloat16"),
+        *(
+            pytest.param(fun, "bfloat16", marks=pytest.mark.slow)
+            for fun in PROGRAMS
+            if fun is not in_jit
+        ),
     ],
 )
 def test_forward_is_bit_equal_and_gradient_near_the_control(fun, dtype):

@@ -108,12 +108,14 @@ def test_batch_norm_statistics_are_those_of_full_precision():
 
     model, state = eqx.nn.make_with_state(Model)(jax.random.key(0))
     x = uniform(0, 8, 3)
-    half = mpx.filter_grad(
-        fun, mpx.NoLossScaling(), has_aux=True, policy=mpx.get_policy(BFLOAT16)
-    )(model, state, x)
-    full = mpx.filter_grad(fun, None, has_aux=True, use_mixed_precision=False)(
-        model, state, x
-    )
+
+    @eqx.filter_jit
+    def both(scaling, *args):
+        half = mpx.filter_grad(fun, scaling, True, policy=mpx.get_policy(BFLOAT16))
+        full = mpx.filter_grad(fun, None, True, use_mixed_precision=False)
+        return half(*args), full(*args)
+
+    half, full = both(mpx.NoLossScaling(), model, state, x)
     assert dtypes(eqx.filter(half.aux, eqx.is_inexact_array)) <= {"float32"}
     for a, b in zip(jax.tree.leaves(half.aux), jax.tree.leaves(full.aux), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
