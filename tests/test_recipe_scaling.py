@@ -219,7 +219,15 @@ def test_micro_batches_are_joined_by_maximum(inputs):
     assert np.array_equal(seen[:, 1], parts[0][:, 1])
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map", "unchecked"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "auto",
+        "explicit",
+        "shard_map",
+        pytest.param("unchecked", marks=pytest.mark.slow),
+    ],
+)
 def test_eight_devices_see_what_one_sees(inputs, amaxes, kind):
     params, x = inputs
     explicit = AxisType.Explicit if kind == "explicit" else AxisType.Auto
