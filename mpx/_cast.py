@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ._dtypes import float_dtype, half_precision_datatype, is_half
@@ -75,7 +76,7 @@ def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> Py
             "`keep=lambda path, leaf: path == 'layers[0].weight'`."
         )
 
-    def cast(path: Any, leaf: Any) -> Any:
+    def cast(path: KeyPath, leaf: object) -> PyTree:
         if is_float_leaf(leaf) and keep(path_text(path), leaf):
             return leaf
         return cast_leaf(leaf, dtype)
@@ -83,7 +84,7 @@ def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> Py
     return jax.tree_util.tree_map_with_path(cast, tree, is_leaf=is_whole)
 
 
-def cast_leaf(leaf: Any, dtype: np.dtype) -> Any:
+def cast_leaf(leaf: Any, dtype: np.dtype) -> PyTree:
     """Casts one leaf if it is a float leaf of another dtype."""
     if not is_float_leaf(leaf) or leaf.dtype == dtype:
         return leaf

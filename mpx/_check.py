@@ -1,7 +1,5 @@
 """Looking at the state on the host: has the run come to a point where it must stop?"""
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -14,7 +12,7 @@ from ._tree import is_inexact_leaf, is_trainable, path_text
 
 
 def check(
-    scaling: Any, model: PyTree = None, *, max_skipped_in_a_row: int | None = 1000
+    scaling: object, model: PyTree = None, *, max_skipped_in_a_row: int | None = 1000
 ) -> None:
     """Raises if training cannot go on; call it now and then, outside of jit.
 
@@ -83,7 +81,7 @@ def check(
         raise FloatingPointError(_message(scaling, record, model, reason))
 
 
-def _message(scaling: Any, record: StepRecord, model: PyTree, reason: str) -> str:
+def _message(scaling: object, record: StepRecord, model: PyTree, reason: str) -> str:
     scale = getattr(scaling, "loss_scale", None)
     at_scale = "" if scale is None else f", loss scale {float(scale):g}"
     return (
@@ -138,13 +136,13 @@ def _gradient_leaves(places: int, model: PyTree) -> list[str]:
     return next(filter(None, kinds), []) if places == 0 else []
 
 
-def _is_trained(leaf: Any) -> bool:
+def _is_trained(leaf: object) -> bool:
     return is_stored(leaf) or is_trainable(leaf)
 
 
-def _is_inexact(leaf: Any) -> bool:
+def _is_inexact(leaf: object) -> bool:
     return is_stored(leaf) or is_inexact_leaf(leaf)
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_number(leaf: object) -> bool:
     return _is_inexact(leaf) or isinstance(leaf, float | complex)

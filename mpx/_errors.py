@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """Describes a value in one short phrase: `float32[3,4]`, `int 3`, `None`."""
     if isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         shape = ",".join(map(str, value.shape))

@@ -10,11 +10,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from ._autocast import settings_of
 from ._dtypes import float_dtype, half_precision_datatype
@@ -30,8 +30,8 @@ _PURE = ("jax", "optax", "equinox")
 
 
 def force_full_precision(
-    func: Callable[..., Any] | None = None, return_dtype: DTypeLike | None = None
-) -> Callable[..., Any]:
+    func: Callable[..., PyTree] | None = None, return_dtype: DTypeLike | None = None
+) -> Callable[..., PyTree]:
     """Makes a function compute in float32 whatever precision its inputs have.
 
     The same as `cast_function(func, float32, return_dtype)`, except that results go to
@@ -77,7 +77,7 @@ def force_full_precision(
     told = None if return_dtype is None else float_dtype(return_dtype, _CALL)
 
     @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         result = half_precision_datatype() if told is None else told
         if not _may_have_effects(func):
             is_done, found = as_program(func, args, kwargs, _FULL, result)
@@ -88,7 +88,7 @@ def force_full_precision(
     return wrapper
 
 
-def _may_have_effects(func: Any) -> bool:
+def _may_have_effects(func: object) -> bool:
     """Whether a call may make or change parameters that it was not given.
 
     Flax's and Haiku's modules do, and so may any function of the user's that is called

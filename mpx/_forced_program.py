@@ -24,11 +24,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from ._autocast import ambient_residuals
 from ._dtypes import is_half
 from ._function import call_in
 from ._program import Form, divide, recomputed_if_cheap
+from ._typing import AnyArray
 
 _NUMBERS = (int, float, complex, np.generic)
 _PLAIN = (*_NUMBERS, str, bytes, np.dtype, enum.Enum, types.NoneType)
@@ -47,17 +49,17 @@ def _exactly(form: Form) -> _Exact:
     return _Exact(form, tuple(map(_exact, form.leaves)))
 
 
-def _exact(leaf: Any) -> Any:
+def _exact(leaf: object) -> Any:
     """What tells a number from its equals: 1 from 1.0 and True, 0.0 from -0.0."""
     return (type(leaf), repr(leaf)) if isinstance(leaf, _NUMBERS) else None
 
 
-def _is_tracer(leaf: Any) -> bool:
+def _is_tracer(leaf: object) -> bool:
     return isinstance(leaf, Tracer)
 
 
 def as_program(
-    func: Any, args: Any, kwargs: Any, compute: np.dtype, result: np.dtype
+    func: Any, args: PyTree, kwargs: PyTree, compute: np.dtype, result: np.dtype
 ) -> tuple[bool, Any]:
     """Does what `call_in` does as a program, if the call can be one, and shall.
 
@@ -96,7 +98,7 @@ def _full_precision(
     """Runs a program; the first so many of its arrays are weights."""
     found: list[_Exact] = []
 
-    def program(*arrays: Any) -> list[Any]:
+    def program(*arrays: AnyArray) -> list[Any]:
         func, args, kwargs = exact.form.filled(arrays)
         outputs = call_in(func, args, kwargs, compute, result)
         made, form = divide(outputs)
@@ -115,16 +117,16 @@ _run_once_for_all: Any = jax.jit(_full_precision, static_argnums=(0, 1, 2, 3))
 class _Bound:
     """A function with arguments, equal to another one with the same."""
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
+    func: Callable[..., PyTree]
+    args: tuple[PyTree, ...]
     kwargs: tuple[tuple[str, Any], ...]
     exact: tuple[Any, ...]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self.func(*self.args, *args, **{**dict(self.kwargs), **kwargs})
 
 
-def _bound(func: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A `functools.partial`, which is equal to itself only, as one that is not."""
     is_tree = isinstance(func, jax.tree_util.Partial)
     if is_tree or not isinstance(func, functools.partial):
@@ -142,7 +144,7 @@ def _is_lasting(form: Form) -> bool:
     return all(map(_is_known, form.leaves))
 
 
-def _is_known(leaf: Any) -> bool:
+def _is_known(leaf: object) -> bool:
     """Whether a leaf is plain, or a function that is there as long as its module."""
     if isinstance(leaf, _Bound):
         bound = (leaf.func, *leaf.args, *(value for _, value in leaf.kwargs))

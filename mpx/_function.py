@@ -6,10 +6,10 @@ half-precision code: sums, means, norms, softmax, losses.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from ._cast import cast_leaf
 from ._dtypes import float_dtype
@@ -19,10 +19,10 @@ from ._wraps import wraps
 
 
 def cast_function(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     dtype: DTypeLike,
     return_dtype: DTypeLike | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Makes a function that computes in `dtype` and returns `return_dtype`.
 
     1. cast every float leaf of the arguments to `dtype` (see `cast_tree`), and of
@@ -62,13 +62,13 @@ def cast_function(
     refuse_uncallable(func, call)
 
     @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         return call_in(func, args, kwargs, compute, result)
 
     return wrapper
 
 
-def refuse_uncallable(func: Any, call: str) -> None:
+def refuse_uncallable(func: object, call: str) -> None:
     """Raises for what cannot be called."""
     if not callable(func):
         raise TypeError(
@@ -77,21 +77,21 @@ def refuse_uncallable(func: Any, call: str) -> None:
 
 
 def call_in(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     compute: np.dtype,
     result: np.dtype,
-) -> Any:
+) -> PyTree:
     """Casts a function and its arguments to a dtype, and its result to another one."""
     func, args, kwargs = _cast((func, args, kwargs), compute)
     return _cast(func(*args, **kwargs), result)
 
 
-def _cast(tree: Any, dtype: np.dtype) -> Any:
+def _cast(tree: PyTree, dtype: np.dtype) -> PyTree:
     """Casts float leaves but Equinox's model state, whose statistics stay float32."""
 
-    def cast(node: Any) -> Any:
+    def cast(node: object) -> PyTree:
         return node if keeps_dtypes(node) else cast_leaf(node, dtype)
 
     return jax.tree.map(cast, tree, is_leaf=keeps_dtypes)

@@ -10,9 +10,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import AbstractValue
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import ad
+from jaxtyping import Array
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -24,7 +26,7 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def bind_equation(equation: JaxprEqn, *operands: Any) -> list[Any]:
+def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     """Binds the primitive of a jaxpr's equation to new operands.
 
     Args:
@@ -49,7 +51,7 @@ def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:
     return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
 
 
-def execution_context(equation: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+def execution_context(equation: JaxprEqn) -> contextlib.AbstractContextManager[object]:
     """The mesh that an equation is for, and the device that computes it."""
     return equation.ctx.manager
 
@@ -110,12 +112,13 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """The jaxpr without its constants; before jax 0.11 a class of its own."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    return inner
 
 
-def raw_frames(traceback: Any) -> list[tuple[types.CodeType, int]]:
+def raw_frames(traceback: object) -> list[tuple[types.CodeType, int]]:
     """Code and instruction of each frame of an equation's traceback, innermost first.
 
     Empty where this version of JAX does not say.
@@ -137,13 +140,13 @@ def composite_parameter(params: dict[str, Any]) -> str:
     return "jaxpr" if "jaxpr" in params else "call_jaxpr"  # since jax 0.11
 
 
-def stack(arrays: Sequence[Any]) -> Any:
+def stack(arrays: Sequence[Any]) -> Array:
     """Arrays of one type, along a new first axis."""
     found = getattr(jax.lax, "stack", None)  # since jax 0.10.1; several times as fast
     return jax.numpy.stack(arrays) if found is None else found(arrays)
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: object) -> frozenset[str]:
     """The axes of `shard_map` on which a value varies; empty where nobody checks."""
     kind = jax.typeof(x)
     found = getattr(kind, "manual_axis_type", None)
@@ -152,13 +155,13 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(getattr(kind, "vma", ()))
 
 
-def as_varying(x: Any, axes: frozenset[str]) -> Any:
+def as_varying(x: object, axes: frozenset[str]) -> Any:
     """The value as one that varies on these axes of `shard_map`, too."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def symbolic_zero(aval: Any) -> Any:
+def symbolic_zero(aval: AbstractValue) -> ad.Zero:
     """A cotangent known to be zero, as pullbacks of `jax.vjp` take it.
 
     A rule with `symbolic_zeros=True` is then told so; others get an array of zeros.

@@ -25,7 +25,7 @@ Sharp edges:
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -85,10 +85,10 @@ class NewWeight:
         """The dtype of the weight."""
         return self.value.dtype
 
-    def __radd__(self, weight: Any) -> Array:
+    def __radd__(self, weight: object) -> Array:
         return self._applied_to(weight)
 
-    def __add__(self, weight: Any) -> Array:
+    def __add__(self, weight: object) -> Array:
         return self._applied_to(weight)
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ class NewWeight:
             )
         return self.value
 
-    def _refused(self, *_: Any) -> Any:
+    def _refused(self, *_: object) -> NoReturn:
         raise TypeError(
             f"An update of {_CALL} is no number to compute with: it says what the "
             "weight becomes. Put what changes updates inside: "
@@ -178,7 +178,7 @@ def master_weights(optimizer: Any) -> MasterWeights:
         updates: PyTree,
         state: MasterWeightsState,
         params: PyTree | None = None,
-        **extra_args: Any,
+        **extra_args: PyTree,
     ) -> tuple[PyTree, MasterWeightsState]:
         _refuse_weights(state.masters, params)
         masters = _map(_followed, state.masters, params)
@@ -195,11 +195,11 @@ def master_weights(optimizer: Any) -> MasterWeights:
     return MasterWeights(init, update)
 
 
-def _is_leaf(node: Any) -> bool:
+def _is_leaf(node: object) -> bool:
     return node is None or is_stored(node)
 
 
-def _map(function: Callable[..., Any], *trees: PyTree) -> PyTree:
+def _map(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
     return jax.tree.map(function, *trees, is_leaf=_is_leaf)
 
 
@@ -207,11 +207,11 @@ def _is_half(leaf: Any) -> bool:
     return is_float_leaf(leaf) and is_half(leaf.dtype)
 
 
-def _has_master(weight: Any) -> bool:
+def _has_master(weight: object) -> bool:
     return is_stored(weight) or _is_half(weight)
 
 
-def _master(weight: Any, given: Any) -> Any:
+def _master(weight: object, given: Any) -> Any:
     if not _has_master(weight):
         return None
     given = given._full() if is_stored(given) else given
@@ -219,14 +219,14 @@ def _master(weight: Any, given: Any) -> Any:
     return jnp.array(given, jnp.float32)
 
 
-def _widened(gradient: Any) -> Any:
+def _widened(gradient: PyTree) -> Any:
     return cast_leaf(gradient, np.dtype(np.float32)) if _is_half(gradient) else gradient
 
 
 def _full(masters: PyTree, params: PyTree) -> PyTree:
     """What the inner optimizer sees as weights."""
 
-    def choose(master: Any, weight: Any) -> Any:
+    def choose(master: object, weight: object) -> Any:
         return weight if master is None or weight is None else master
 
     return _map(choose, masters, params)
@@ -256,7 +256,7 @@ def _moved(master: Any, update: Any) -> Any:
     return (master + _widened(update)).astype(master.dtype)
 
 
-def _update(master: Any, update: Any, weight: Any) -> Any:
+def _update(master: Any, update: object, weight: Any) -> Any:
     if master is None or update is None or weight is None:
         return update
     if isinstance(weight, StoredWeight):

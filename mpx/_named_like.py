@@ -11,12 +11,15 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
+
 from ._tree import path_text
 
 
 def named_like(
-    flat: Callable[..., Any], func: Callable[..., Any], paths: Sequence[Any]
-) -> Callable[..., Any]:
+    flat: Callable[..., PyTree], func: Callable[..., PyTree], paths: Sequence[Any]
+) -> Callable[..., PyTree]:
     """Gives a function the name and the place of another one.
 
     Args:
@@ -55,7 +58,7 @@ def _namer(func: Any) -> Callable[[Any], str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     known = [parameter.name for parameter in parameters if parameter.kind in kinds]
 
-    def name(path: Any) -> str:
+    def name(path: KeyPath) -> str:
         root, *rest = path
         if root.idx == 0:
             return _identifier(path_text(tuple(rest)))

@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from ._errors import at_path, describe
@@ -39,11 +40,11 @@ from ._typing import BoolLike, BoolScalar
 
 def optimizer_update(
     model: PyTree,
-    optimizer: Any,
+    optimizer: object,
     optimizer_state: PyTree,
     grads: PyTree,
     grads_finite: BoolLike,
-    **extra_args: Any,
+    **extra_args: PyTree,
 ) -> tuple[PyTree, PyTree]:
     r"""Applies one step of an Optax optimizer if the gradients are finite.
 
@@ -93,14 +94,14 @@ def optimizer_update(
 
 def optimizer_step(
     model: PyTree,
-    optimizer: Any,
+    optimizer: object,
     optimizer_state: PyTree,
     result: GradientResult,
     *,
     check_gradients: bool = False,
     check_update: bool = False,
     max_skipped_in_a_row: int | None = None,
-    **extra_args: Any,
+    **extra_args: PyTree,
 ) -> tuple[PyTree, PyTree, AbstractLossScaling | None]:
     """Does all that the end of a training step has to do, as one decision.
 
@@ -231,7 +232,7 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         updates: PyTree,
         state: SkipNonfiniteState,
         params: PyTree | None = None,
-        **extra_args: Any,
+        **extra_args: PyTree,
     ) -> tuple[PyTree, SkipNonfiniteState]:
         always = jnp.asarray(True)  # of the loss, and of what else a step may look at
         flags = stack([always, *finite_by_leaf(updates), always])
@@ -298,7 +299,7 @@ def _applied(update: Any, weight: Any) -> Any:
 def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
     """The weights that have a gradient, None for the others, as optimizers want it."""
 
-    def choose(path: Any, grad: Any, weight: Any) -> Any:
+    def choose(path: KeyPath, grad: Any, weight: Any) -> Any:
         if grad is None:
             return None
         for what, leaf in (("gradient", grad), ("weight", weight)):
@@ -329,7 +330,7 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
         ) from None
 
 
-def _is_trained(leaf: Any) -> bool:
+def _is_trained(leaf: object) -> bool:
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
     return is_array and jnp.issubdtype(leaf.dtype, np.inexact)
 
@@ -347,11 +348,11 @@ def _one_for_each_weight(updates: PyTree) -> PyTree:
     return jax.tree.map(one, updates, is_leaf=is_stored)
 
 
-def _is_none(leaf: Any) -> bool:
+def _is_none(leaf: object) -> bool:
     return leaf is None
 
 
-def _places(result: GradientResult, grads: PyTree) -> Any:
+def _places(result: GradientResult, grads: PyTree) -> PyTree:
     """Which of loss, gradients and optimizer state are finite, so far."""
     flags = result._flags
     return jnp.ones(2 + len(jax.tree.leaves(grads)), bool) if flags is None else flags
@@ -386,7 +387,7 @@ def _with_limit(scaling: Any, before: Any, limit: int) -> Any:
     return select_tree(before.record.halted, before, limited)
 
 
-def refuse_optimizer(optimizer: Any, call: str) -> None:
+def refuse_optimizer(optimizer: object, call: str) -> None:
     """Raises for what is no Optax transformation."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(

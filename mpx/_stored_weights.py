@@ -24,12 +24,13 @@ Sharp edges:
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from ._errors import at_path, describe
@@ -94,7 +95,7 @@ class StoredWeight(Whole):
         """Refuses to be computed with."""
         return self._refused()
 
-    def _refused(self, *_: Any) -> Any:
+    def _refused(self, *_: object) -> NoReturn:
         raise TypeError(
             f"A stored weight, {self.dtype}{list(self.shape)} in 8 bits, is no array "
             "to compute with. Call functions that `mpx.autocast` made, or give them "
@@ -140,7 +141,7 @@ def _refuse_derivative(payload: Array) -> Array:
 
 
 @_refuse_derivative.defjvp
-def _refuse_derivative_rule(primals: Any, tangents: Any) -> Any:
+def _refuse_derivative_rule(primals: PyTree, tangents: PyTree) -> PyTree:
     raise TypeError(
         "A stored weight has no derivative: numbers of 8 bits have no useful tangents. "
         "`mpx.filter_grad` and its relatives give that of the numbers it stands for; "
@@ -148,7 +149,7 @@ def _refuse_derivative_rule(primals: Any, tangents: Any) -> Any:
     )
 
 
-def is_stored(node: Any) -> bool:
+def is_stored(node: object) -> bool:
     """Whether a node of a tree is a weight in 8 bits."""
     return isinstance(node, StoredWeight)
 
@@ -201,7 +202,7 @@ def quantize_weights(
     _check(quantizer, where)
     found = False
 
-    def store(path: Any, leaf: Any) -> Any:
+    def store(path: KeyPath, leaf: Any) -> PyTree:
         nonlocal found
         found |= is_stored(leaf)
         if is_nnx_module(leaf):
@@ -255,11 +256,11 @@ def dequantize_weights(model: PyTree) -> PyTree:
     )
 
 
-def _is_leaf(node: Any) -> bool:
+def _is_leaf(node: object) -> bool:
     return is_whole(node) or is_nnx_module(node)
 
 
-def _check(quantizer: Any, where: Any) -> None:
+def _check(quantizer: object, where: object) -> None:
     if not isinstance(quantizer, AbstractQuantizer):
         raise TypeError(
             f"`quantizer` of {_CALL} is a quantizer such as `mpx.TensorQuantizer()`; "

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Bool, PyTree
 
 from ._errors import at_path, describe
@@ -26,7 +27,7 @@ _FLOATS = frozenset(
 )
 
 
-def is_float_leaf(leaf: Any) -> bool:
+def is_float_leaf(leaf: object) -> bool:
     """Whether a leaf is an array of float16, bfloat16, float32 or float64."""
     return (
         isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
@@ -34,7 +35,7 @@ def is_float_leaf(leaf: Any) -> bool:
     )
 
 
-def is_inexact_leaf(leaf: Any) -> bool:
+def is_inexact_leaf(leaf: object) -> bool:
     """Whether a leaf is an array of real or complex numbers of more than 8 bits."""
     return is_float_leaf(leaf) or (
         isinstance(leaf, jax.Array | np.ndarray | np.generic)
@@ -42,7 +43,7 @@ def is_inexact_leaf(leaf: Any) -> bool:
     )
 
 
-def is_trainable(leaf: Any) -> bool:
+def is_trainable(leaf: object) -> bool:
     """Whether a leaf is a JAX array that gradients are taken of.
 
     Not so formats of 8 bits and fewer, which are numbers only together with a scale.
@@ -70,7 +71,7 @@ class NamedLeaves:
         self.names = tuple(names)
         self.leaves = tuple(leaves)
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(self) -> PyTree:
         """The leaves by name."""
         keys = [jax.tree_util.GetAttrKey(name) for name in self.names]
         return list(zip(keys, self.leaves, strict=True)), (self.label, self.names)
@@ -109,10 +110,10 @@ class Guard:
         leaf: The boolean.
     """
 
-    def __init__(self, leaf: Any) -> None:
+    def __init__(self, leaf: object) -> None:
         self.leaf = leaf
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(self) -> PyTree:
         """The boolean."""
         return [(jax.tree_util.GetAttrKey("leaf"), self.leaf)], None
 
@@ -134,17 +135,17 @@ class Guard:
         return cls(leaf)
 
 
-def is_whole(node: Any) -> bool:
+def is_whole(node: object) -> bool:
     """Whether a node of a tree is no collection of arrays, but one thing."""
     return isinstance(node, Whole)
 
 
-def keeps_dtypes(node: Any) -> bool:
+def keeps_dtypes(node: object) -> bool:
     """Whether a node of a tree is one that casts of inputs do not look into."""
     return is_whole(node) or is_model_state(node)
 
 
-def is_model_state(node: Any) -> bool:
+def is_model_state(node: object) -> bool:
     """Whether a node of a tree is a model's state: Equinox's, or taken from NNX."""
     return isinstance(node, eqx.nn.State | eqx.nn.StateIndex | ModelState)
 
@@ -171,7 +172,7 @@ class Filled:
         return self._made[key]
 
 
-def path_text(path: Any) -> str:
+def path_text(path: KeyPath) -> str:
     """Writes a key path as one would write it in code: `layers[0].weight`."""
     return jax.tree_util.keystr(path).removeprefix(".")
 
@@ -191,7 +192,7 @@ def finite_by_leaf(tree: PyTree) -> list[BoolScalar]:
     return [_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def _is_finite(leaf: Any) -> BoolScalar:
+def _is_finite(leaf: object) -> BoolScalar:
     if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic):
         return jnp.asarray(bool(np.isfinite(leaf)))
     if isinstance(leaf, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
@@ -316,11 +317,11 @@ def _why_no_choice(a: Any, b: Any) -> tuple[str, str] | None:
     return "needs equal shapes and dtypes", "Cast one of them first."
 
 
-def _is_any_array(leaf: Any) -> bool:
+def _is_any_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _select_leaf(pred: BoolScalar, a: Any, b: Any) -> Any:
+def _select_leaf(pred: BoolScalar, a: object, b: object) -> Any:
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
         return jax.lax.select(pred, a, b)
     return (

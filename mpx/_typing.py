@@ -9,10 +9,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
+from jax.core import AbstractValue, ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jaxtyping import Array, Bool, Float32
 
 FloatScalar: TypeAlias = Float32[Array, ""]
 BoolScalar: TypeAlias = Bool[Array, ""]
+
+# A program, without the arrays that it closes over or with them.
+Program: TypeAlias = Jaxpr | ClosedJaxpr
+# An operand of an equation, or a result of a program.
+Atom: TypeAlias = Var | Literal
 
 # A predicate over leaves: it is given the leaf's path as text, and the leaf.
 LeafPredicate: TypeAlias = Callable[[str, Any], bool]
@@ -24,6 +31,14 @@ if TYPE_CHECKING:
     # In a program that `jax.export` makes a length may be a symbol, not an integer.
     Length: TypeAlias = int
     Shape: TypeAlias = tuple[int, ...]
+    # The type of an operand or a result: of an array, but for tokens and references,
+    # which have neither shape nor dtype.
+    Aval: TypeAlias = ShapedArray
+    # An array in a program: of JAX, or a number that stands in it, which is NumPy's or
+    # of a class of JAX's that has no public name.
+    AnyArray: TypeAlias = Array
 else:
+    Aval = AbstractValue
+    AnyArray = Any
     DTypeLike = ScalarLike = BoolLike = Length = Any
     Shape = tuple[Any, ...]

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+from jaxtyping import PyTree
 
 _TEXTS = ("__module__", "__name__", "__qualname__", "__doc__")
 
 
-def wraps(func: Callable[..., Any]) -> Callable[[Any], Any]:
+def wraps(func: Callable[..., PyTree]) -> Callable[[Any], Any]:
     """As `functools.wraps`, of callable PyTrees, too.
 
     Their own attributes are no attributes of the wrapper, and what they call their name

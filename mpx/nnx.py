@@ -40,6 +40,7 @@ from typing import Any
 
 import jax
 from flax import nnx as _nnx
+from jaxtyping import PyTree
 
 from ._errors import at_path, describe, listing
 from ._grad import (
@@ -61,7 +62,7 @@ __all__ = ["grad", "value_and_grad", "update"]
 
 
 def grad(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
     *,
     argnums: int | _nnx.DiffState | Sequence[int | _nnx.DiffState] = 0,
@@ -103,7 +104,7 @@ def grad(
 
 
 def value_and_grad(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
     *,
     argnums: int | _nnx.DiffState | Sequence[int | _nnx.DiffState] = 0,
@@ -180,10 +181,10 @@ def value_and_grad(
 
 def update(
     optimizer: _nnx.Optimizer,
-    model: Any,
-    grads: Any,
+    model: PyTree,
+    grads: PyTree,
     finite: BoolLike,
-    **extra_args: Any,
+    **extra_args: PyTree,
 ) -> None:
     r"""Updates model and optimizer in place if the step is good.
 
@@ -250,9 +251,9 @@ def update(
 
 def _function_of_objects(
     call: str,
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
-    argnums: Any,
+    argnums: object,
     with_value: bool,
     options: Options,
 ) -> Callable[..., GradientResult]:
@@ -266,7 +267,7 @@ def _function_of_objects(
     how = how if isinstance(how, Accumulation) else Accumulation(how)
 
     @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> GradientResult:
         inside = positions_in_call(tuple(filters), len(args), call)
         wanted = dict(zip(inside, filters.values(), strict=True))
         with taken_apart(call, args, kwargs, wanted) as parts:
@@ -276,7 +277,7 @@ def _function_of_objects(
 
             # With the marks of `func`, by which an autocast function is known.
             @wraps(func)
-            def pure(*full: Any, **kwargs: Any) -> Any:
+            def pure(*full: PyTree, **kwargs: PyTree) -> PyTree:
                 *args, (fixed, func), state = full
                 result, state, others = parts.call(
                     func, args, kwargs, fixed, state, how.steps > 1
@@ -325,7 +326,7 @@ def _keep(keep: LeafPredicate | None, extra: int) -> LeafPredicate | None:
         return None
     fixed, func = f"args[{extra}][0].", f"args[{extra}][1]"
 
-    def translated(path: str, leaf: Any) -> bool:
+    def translated(path: str, leaf: object) -> bool:
         path = path.removeprefix(fixed)
         if path.startswith(func):
             path = "func" + path.removeprefix(func)
@@ -339,12 +340,12 @@ def _accumulation(how: Accumulation, parts: Parts, extra: int) -> Accumulation:
     whole, new_state = how.whole, how.new_state
     weight: Any = how.weight
 
-    def is_whole(path: str, leaf: Any) -> bool:
+    def is_whole(path: str, leaf: object) -> bool:
         if path.startswith(f"args[{extra}]"):
             return True
         return whole is not None and whole(path, leaf)
 
-    def weigh(*full: Any, **kwargs: Any) -> Any:
+    def weigh(*full: PyTree, **kwargs: PyTree) -> PyTree:
         *args, (fixed, _), state = full
         return parts.evaluate(weight, args, kwargs, fixed, state)
 
@@ -358,7 +359,7 @@ def _accumulation(how: Accumulation, parts: Parts, extra: int) -> Accumulation:
     )
 
 
-def _filters(argnums: Any, call: str) -> dict[int, Any]:
+def _filters(argnums: object, call: str) -> dict[int, Any]:
     """For each position the filter of what is differentiated in it."""
     single = isinstance(argnums, int | _nnx.DiffState)
     items = [argnums] if single else argnums
@@ -375,13 +376,13 @@ def _filters(argnums: Any, call: str) -> dict[int, Any]:
     return dict(zip(positions, (state.filter for state in states), strict=True))
 
 
-def _by_path(state: Any) -> dict[str, Any]:
+def _by_path(state: object) -> dict[str, Any]:
     """The leaves of a state, by their paths, in order."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {path_text(path): leaf for path, leaf in leaves}
 
 
-def _refuse_gradients(optimizer: Any, model: Any, grads: Any, call: str) -> None:
+def _refuse_gradients(optimizer: Any, model: PyTree, grads: PyTree, call: str) -> None:
     """Raises unless there is a gradient of its shape for each updated weight."""
     weights, given = (
         _by_path(_nnx.state(node, optimizer.wrt)) for node in (model, grads)

@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from .._dtypes import is_half
 from .._errors import listing
@@ -29,6 +31,7 @@ from .._program import Call
 from .._quantize import AbstractRecipe
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
+from .._typing import AnyArray, Aval
 from . import _control_flow, _custom_rules
 from ._context import (
     FLOAT16,
@@ -81,11 +84,11 @@ def call_autocast(
     settings: Settings,
     weights: Weights,
     programs: Programs,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     spares_final: bool = True,
-) -> Any:
+) -> PyTree:
     """Calls a function, rewritten.
 
     Args:
@@ -112,7 +115,7 @@ def call_autocast(
     def attempt(spares_final: bool, step: Callable[[], Any]) -> tuple[Any, Run]:
         runs: list[Run] = []
 
-        def run_of(jaxpr: Any) -> Run:
+        def run_of(jaxpr: Jaxpr) -> Run:
             recipes = recipes_in(jaxpr).union(settings.recipes)
             rules = settings.rules.rules
             if not recipes and any(r.precision is Precision.LOW for r in rules):
@@ -144,7 +147,7 @@ def call_autocast(
     return marked(results) if isinstance(source, StateRequests) else results
 
 
-def _nothing_to_quantize(recipe: Any, weights: Weights) -> str:
+def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
     places = f"argument {listing(list(map(str, weights)))} (`weights=` says which)"
     return (
         f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` found no product of "
@@ -161,7 +164,7 @@ def _nothing_to_quantize(recipe: Any, weights: Weights) -> str:
 _MARK = "mpx: what an autocast function returns"
 
 
-def marked(results: Any) -> Any:
+def marked(results: PyTree) -> PyTree:
     """Results, one of which can be found in a program that calls the function."""
     leaves, tree = jax.tree.flatten(results)
     first = next((i for i, x in enumerate(leaves) if isinstance(x, jax.Array)), None)
@@ -181,12 +184,12 @@ NO_MASTER = object()
 
 
 def call_with_masters(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    masters: Sequence[Any],
+    func: Callable[..., PyTree],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    masters: Sequence[PyTree],
     dtype: np.dtype,
-) -> Any:
+) -> PyTree:
     """Calls a function of half precision weights, each use of which is cast on its own.
 
     A weight that is cast once and used many times gets its gradients summed in half
@@ -210,7 +213,7 @@ def call_with_masters(
     found, _ = jax.tree_util.tree_flatten_with_path((None, tuple(masters)))
     wide = {path: master for path, master in found if master is not NO_MASTER}
 
-    def value(run: Run, path: Any, leaf: Any) -> Value:
+    def value(run: Run, path: KeyPath, leaf: Any) -> Value:
         master = wide.get(path)
         if master is None or leaf.dtype == master.dtype or not is_half(leaf.dtype):
             return declared(leaf)
@@ -222,21 +225,21 @@ def call_with_masters(
 
 
 def _call(
-    run_of: Callable[[Any], Run],
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    run_of: Callable[[Jaxpr], Run],
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     value: Callable[[Run, Any, Any], Value],
-    trace: Callable[..., Any],
-) -> Any:
+    trace: Callable[..., PyTree],
+) -> PyTree:
     """Calls a function, traced by `trace`, with the values that `value` makes.
 
     The run is made when its program is known.
     """
     call = Call(func, args, kwargs)
-    traced: list[weakref.ref[Any]] = []
+    traced: list[weakref.ref[AnyArray]] = []
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: AnyArray) -> list[Any]:
         traced[:] = map(weakref.ref, arrays)
         return call(*arrays)
 
@@ -253,10 +256,10 @@ def _call_with_objects(
     weights: Weights,
     programs: Programs,
     func: Any,
-    args: Any,
-    kwargs: Any,
+    args: PyTree,
+    kwargs: PyTree,
     spares_final: bool,
-) -> Any:
+) -> PyTree:
     """The same for NNX objects, which as trees would lose what changes in them."""
     written = type(func).__call__ if is_nnx_object(func) else func
     if is_nnx_object(func):
@@ -266,7 +269,7 @@ def _call_with_objects(
             (func, *args),
         )
 
-    def rewritten(pure: Any, args: Any, kwargs: Any) -> Any:
+    def rewritten(pure: Any, args: PyTree, kwargs: PyTree) -> PyTree:
         pure.__wrapped__ = written  # for errors of tracing
         return call_autocast(
             settings, weights, programs, pure, args, kwargs, spares_final
@@ -275,7 +278,7 @@ def _call_with_objects(
     return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
 
 
-def _done_for_others() -> contextlib.AbstractContextManager[Any]:
+def _done_for_others() -> contextlib.AbstractContextManager[object]:
     """Within another autocast function, what this one emits is left as it is."""
     if not is_tracing():
         return contextlib.nullcontext()
@@ -295,7 +298,7 @@ def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[Any]:
         return [_result(v, aval) for v, aval in zip(results, avals, strict=True)]
 
 
-def _result(value: Value, aval: Any) -> Any:
+def _result(value: Value, aval: Aval) -> AnyArray:
     """A result in the dtype that it was written in, weakly typed if it was so."""
     array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
     array = jnp.asarray(array)
@@ -304,7 +307,9 @@ def _result(value: Value, aval: Any) -> Any:
     return array if is_same else with_weak_type(array, is_weak)
 
 
-def _input(weights: Weights, source: Any, run: Run, path: Any, leaf: Any) -> Value:
+def _input(
+    weights: Weights, source: Any, run: Run, path: KeyPath, leaf: object
+) -> Value:
     """An argument; those of the function itself, too, are parameters."""
     root, *rest = path
     if root.idx == 0:
@@ -338,10 +343,10 @@ def call_switched_off(
     settings: Settings,
     weights: Weights,
     programs: Programs,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> PyTree:
     """Calls a function as it is; see `call_autocast` for the arguments."""
     note_switched_off()
     func, args, kwargs = dequantize_weights((func, args, kwargs))

@@ -28,6 +28,7 @@ from jax.extend.core import JaxprEqn
 from .._jax_compat import scope_names
 from .._program import DataScope
 from .._quantize import AbstractRecipe, DelayedScaling
+from .._typing import AnyArray, Aval
 from ._settings import Settings
 from ._state import Slots
 
@@ -136,7 +137,7 @@ class Value:
         return cast[0], True
 
 
-def is_castable(aval: Any) -> bool:
+def is_castable(aval: Aval) -> bool:
     """Whether values of this type are ones that autocast may cast."""
     return type(aval) is ShapedArray and aval.dtype in _CASTABLE
 
@@ -169,7 +170,7 @@ def constant(array: Any, parameter: str | None = None) -> Value:
     return value
 
 
-def literal(number: Any) -> Value:
+def literal(number: object) -> Value:
     """A number that stands in the program."""
     # A Python number of JAX's own may carry a dtype that numpy does not see.
     array = np.asarray(number, getattr(number, "dtype", None))
@@ -304,12 +305,12 @@ class Run:
         self.islands: dict[Any, Any] = {}
         self.programs = new_programs() if programs is None else programs
         self.used: set[Any] = set()
-        self.traced: tuple[weakref.ref[Any], ...] = ()
+        self.traced: tuple[weakref.ref[AnyArray], ...] = ()
         self.step: Any = None
         self._recipes = recipes
 
     @contextlib.contextmanager
-    def at_step(self, step: Any) -> Iterator[None]:
+    def at_step(self, step: object) -> Iterator[None]:
         """In a program within, the step's number is another array."""
         outside, self.step = self.step, step
         try:

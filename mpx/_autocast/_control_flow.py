@@ -20,6 +20,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from .._jax_compat import (
     bind_equation,
@@ -37,16 +38,17 @@ from .._program import (
     properties,
     sub_jaxprs,
 )
+from .._typing import AnyArray, Aval, Program
 from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
-from ._demand import Demand, carried_demands, demands_of
+from ._demand import Demand, Wanted, carried_demands, demands_of
 from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._products import reach_of_program
-from ._state import StateOperands, repeated
+from ._state import Slots, StateOperands, repeated
 
 
 def enter(
-    arrays: Sequence[Any], facts: Sequence[Facts], slots: Sequence[Any] = ()
+    arrays: Sequence[Any], facts: Sequence[Facts], slots: Sequence[Slots | None] = ()
 ) -> list[Value]:
     """The operands of a program, as values inside of it.
 
@@ -77,7 +79,7 @@ def rewritten(
     place: Place,
     jaxpr: Jaxpr | ClosedJaxpr,
     types: Types,
-    demands: tuple[Demand, ...],
+    demands: Wanted,
     state: StateOperands,
     dtypes: tuple[np.dtype | None, ...] | None = None,
 ) -> tuple[ClosedJaxpr, tuple[Facts, ...]]:
@@ -107,7 +109,7 @@ def rewritten(
         return closed, new
     found: list[tuple[Facts, ...]] = []
 
-    def program(*arrays: Any) -> list[Any]:
+    def program(*arrays: AnyArray) -> list[Any]:
         slots, step = state.unpacked(arrays[len(facts) :])
         inside = enter(arrays[: len(facts)], facts, slots)
         with run.at_step(step):
@@ -133,14 +135,14 @@ def _state_for(
     return StateOperands([v.slots for v in operands], step=step)
 
 
-def _holds_products(program: Any) -> bool:
+def _holds_products(program: Program) -> bool:
     return any(
         properties(equation.primitive.name).is_quantizable
         for equation in distinct_equations(program)
     )
 
 
-def as_dtype(value: Value, dtype: Any) -> Value:
+def as_dtype(value: Value, dtype: np.dtype | None) -> Value:
     """A value cast to a dtype; as it is for None."""
     if dtype is None or value.dtype == dtype:
         return value
@@ -148,7 +150,10 @@ def as_dtype(value: Value, dtype: Any) -> Value:
 
 
 def rebound(
-    equation: JaxprEqn, params: dict[str, Any], facts: Any, operands: Sequence[Any]
+    equation: JaxprEqn,
+    params: dict[str, Any],
+    facts: Sequence[Facts],
+    operands: Sequence[Any],
 ) -> list[Value]:
     """Binds an equation that holds a program with another one in its place."""
     changed = equation.replace(params={**equation.params, **params})
@@ -157,7 +162,11 @@ def rebound(
 
 
 def widened(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """The operands of a program, in float32 where it wants nothing else.
 
@@ -180,7 +189,11 @@ def widened(
 
 
 def rewrite_jit(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A jit, with its name, shardings, layouts and donation."""
     operands = widened(run, place, equation, operands, demands)
@@ -194,7 +207,11 @@ def rewrite_jit(
 
 
 def _rewrite_inline(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A jit that has more operands than its shardings and donations are for."""
     params = equation.params
@@ -209,7 +226,7 @@ def _rewrite_inline(
     ]
 
 
-def _constrained(value: Value, sharding: Any) -> Value:
+def _constrained(value: Value, sharding: object) -> Value:
     if not isinstance(sharding, jax.sharding.Sharding):
         return value
     array = jax.lax.with_sharding_constraint(value.array, sharding)
@@ -217,7 +234,11 @@ def _constrained(value: Value, sharding: Any) -> Value:
 
 
 def rewrite_composite(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
     jaxpr = program_of(equation)
@@ -231,7 +252,11 @@ def rewrite_composite(
 
 
 def rewrite_call(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A call that says nothing but "here is a program": emitted in place."""
     jaxpr = program_of(equation)
@@ -239,7 +264,11 @@ def rewrite_call(
 
 
 def rewrite_remat(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
     jaxpr = equation.params["jaxpr"]
@@ -252,7 +281,11 @@ def rewrite_remat(
 
 
 def rewrite_shard_map(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A program that runs once per device."""
     params = equation.params
@@ -262,7 +295,7 @@ def rewrite_shard_map(
         place = dataclasses.replace(place, sums_over_devices=True)
     found: list[tuple[Facts, ...]] = []
 
-    def program(*arrays: Any) -> tuple[Any, ...]:
+    def program(*arrays: AnyArray) -> tuple[Any, ...]:
         slots, step = state.unpacked(arrays[len(facts) :])
         inside = enter(arrays[: len(facts)], facts, slots)
         with run.at_step(step):
@@ -282,7 +315,7 @@ def rewrite_shard_map(
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 
 
-def _strong(value: Value, aval: Any) -> Any:
+def _strong(value: Value, aval: Aval) -> AnyArray:
     """An array in the dtype that a loop declares for what it carries."""
     with noted_cast(CARRY):
         array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
@@ -297,7 +330,11 @@ def _carried(arrays: Sequence[Any]) -> list[Value]:
 
 
 def rewrite_scan(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A scan; what it stacks may be half precision, what it carries keeps its dtype."""
     params = equation.params
@@ -305,7 +342,7 @@ def rewrite_scan(
     closed = params["jaxpr"]
     jaxpr = open_jaxpr(closed)
     end = n_consts + n_carry
-    carry_avals = [v.aval for v in jaxpr.invars[n_consts:end]]
+    carry_avals = [aval_of(v) for v in jaxpr.invars[n_consts:end]]
     init = [
         _strong(v, a) for v, a in zip(operands[n_consts:end], carry_avals, strict=True)
     ]
@@ -319,7 +356,7 @@ def rewrite_scan(
     copies = [repeated(x, params["length"]) for x in shared.arrays]
     found: list[tuple[Facts, ...]] = []
 
-    def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
+    def body(carry: PyTree, xs: PyTree) -> tuple[list[Any], list[Any]]:
         xs, for_fixed, for_stacked = xs
         slots, _ = shared.unpacked(for_fixed)
         consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
@@ -348,13 +385,17 @@ def _stacked_facts(facts: Facts) -> Facts:
 
 
 def rewrite_while(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A loop of unknown length."""
     params = equation.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
-    avals = [v.aval for v in open_jaxpr(body).invars[n_body:]]
+    avals = [aval_of(v) for v in open_jaxpr(body).invars[n_body:]]
     wanted = carried_demands(open_jaxpr(body).invars[n_body:])
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
     place = _loop_place(place, equation)
@@ -363,25 +404,25 @@ def rewrite_while(
         _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)
     ]
 
-    def inside(fixed: list[Value], carry: Any) -> list[Value]:
+    def inside(fixed: list[Value], carry: PyTree) -> list[Value]:
         state = StateOperands([v.slots for v in fixed])
         slots, _ = state.unpacked(state.arrays)
         values = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
         return [*values, *_carried(carry)]
 
-    def are_going_on(carry: Any) -> Any:
+    def are_going_on(carry: PyTree) -> AnyArray:
         values = inside(for_test, carry)
         return evaluate(run, test_place, test, values, (Demand.ANY,))[0].array
 
-    def is_going_on(carry: Any) -> Any:
+    def is_going_on(carry: PyTree) -> AnyArray:
         going = are_going_on(carry)
         return jnp.any(going) if going.ndim else going
 
-    def step(carry: Any) -> list[Any]:
+    def step(carry: PyTree) -> list[Any]:
         values = inside(for_body, carry)
         results = evaluate(run, place, body, values, wanted)
         new = [_strong(v, a) for v, a in zip(results, avals, strict=True)]
-        if not open_jaxpr(test).outvars[0].aval.shape:
+        if not aval_of(open_jaxpr(test).outvars[0]).shape:
             return new
         # `vmap` of a loop whose examples end at different times: JAX's while primitive
         # takes a test for each example, which `jax.lax.while_loop` does not, and keeps
@@ -392,7 +433,7 @@ def rewrite_while(
     return _carried(jax.lax.while_loop(is_going_on, step, init))
 
 
-def _where(condition: Any, new: Any, old: Any) -> Any:
+def _where(condition: Any, new: Any, old: Any) -> AnyArray:
     """`new` where a condition of the leading axes holds."""
     axes = range(condition.ndim)
     return jax.lax.select(
@@ -401,7 +442,11 @@ def _where(condition: Any, new: Any, old: Any) -> Any:
 
 
 def rewrite_cond(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """Branches, whose results agree on their dtypes."""
     branches = equation.params["branches"]
@@ -410,7 +455,7 @@ def rewrite_cond(
     types = types_of(rest)
     made = [rewritten(run, place, b, types, demands, state) for b in branches]
     dtypes = tuple(
-        _agreed(variable.aval, [closed.out_avals[i].dtype for closed, _ in made])
+        _agreed(aval_of(variable), [closed.out_avals[i].dtype for closed, _ in made])
         for i, variable in enumerate(equation.outvars)
     )
     if any(d is not None for d in dtypes):
@@ -428,14 +473,14 @@ def rewrite_cond(
     return rebound(equation, {"branches": programs}, common, arrays)
 
 
-def _agreed(aval: Any, dtypes: list[Any]) -> Any:
+def _agreed(aval: Aval, dtypes: list[np.dtype]) -> np.dtype | None:
     """What the results of all branches are cast to; None if they agree."""
     if not is_castable(aval) or len(set(dtypes)) == 1:
         return None
     return FULL
 
 
-def _common(facts: tuple[Facts, ...], dtype: Any) -> Facts:
+def _common(facts: tuple[Facts, ...], dtype: object) -> Facts:
     """What is known of a result whichever branch it comes from."""
     if len(set(facts)) == 1:
         return facts[0]

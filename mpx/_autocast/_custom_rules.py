@@ -22,9 +22,11 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jaxtyping import PyTree
 
 from .._jax_compat import bind_equation, open_jaxpr, symbolic_zero
-from .._program import constants_as_inputs, program_of, zero_results
+from .._program import aval_of, constants_as_inputs, program_of, zero_results
+from .._typing import AnyArray, Aval
 from ._context import Facts, Place, Run, Value, computed, is_castable
 from ._control_flow import (
     as_dtype,
@@ -33,7 +35,7 @@ from ._control_flow import (
     rewritten,
     types_of,
 )
-from ._demand import Demand, demand_for
+from ._demand import Demand, Wanted, demand_for
 from ._emit import Rewrite, evaluate
 from ._settings import trace
 from ._state import StateOperands
@@ -50,7 +52,7 @@ class _Results:
 
     def __init__(self) -> None:
         self.facts: tuple[Facts, ...] | None = None
-        self._dtypes: tuple[Any, ...] = ()
+        self._dtypes: tuple[np.dtype, ...] = ()
 
     def settle(self, values: list[Value]) -> list[Any]:
         if self.facts is None:
@@ -71,19 +73,21 @@ class _Results:
         return tuple(map(demand_for, self._dtypes))
 
 
-def _is_inexact(aval: Any) -> bool:
+def _is_inexact(aval: Aval) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _declared_avals(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """The types of arrays if each had its declared dtype."""
     return [
-        jax.typeof(x).update(dtype=v.aval.dtype) if is_castable(v.aval) else x
+        jax.typeof(x).update(dtype=aval_of(v).dtype) if is_castable(aval_of(v)) else x
         for x, v in zip(arrays, variables, strict=True)
     ]
 
 
-def _merged(args: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -> Any:
+def _merged(
+    args: Sequence[PyTree], positions: Sequence[int], new: Sequence[Any]
+) -> PyTree:
     args = list(args)
     for i, x in zip(positions, new, strict=True):
         args[i] = x
@@ -96,22 +100,26 @@ def _own(place: Place) -> Place:
 
 
 def rewrite_custom_jvp(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A function with a rule for its tangents."""
     place, later = _own(place), run.for_later()
     facts = tuple(v.facts for v in operands)
     jaxpr = program_of(equation)
-    is_float = [_is_inexact(v.aval) for v in equation.outvars]
+    is_float = [_is_inexact(aval_of(v)) for v in equation.outvars]
     form = _Results()
 
     @jax.custom_jvp
-    def function(*arrays: Any) -> list[Any]:
+    def function(*arrays: AnyArray) -> list[Any]:
         values = enter(arrays, facts)
         return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
     @_explaining_leaks(equation)
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: PyTree, tangents: PyTree) -> PyTree:
         active = [
             i
             for i, t in enumerate(tangents)
@@ -119,8 +127,8 @@ def rewrite_custom_jvp(
         ]
         _refuse_active_constants(equation, active)
 
-        def derivative(args: Any, dots: Any) -> Any:
-            def original(*new: Any) -> list[Any]:
+        def derivative(args: PyTree, dots: PyTree) -> PyTree:
+            def original(*new: PyTree) -> list[Any]:
                 return bind_equation(equation, *_merged(args, active, new))
 
             out, out_dots = jax.jvp(original, [args[i] for i in active], list(dots))
@@ -149,7 +157,7 @@ def rewrite_custom_jvp(
     return form.values(function(*(v.array for v in operands)))
 
 
-def _tangent(value: Value, is_zero: bool, primal: Any) -> Any:
+def _tangent(value: Value, is_zero: bool, primal: Any) -> AnyArray | SymbolicZero:
     """A tangent in the dtype of its primal, or JAX's sign that there is none."""
     if is_zero:
         return SymbolicZero(jax.typeof(primal).to_tangent_aval())
@@ -157,7 +165,11 @@ def _tangent(value: Value, is_zero: bool, primal: Any) -> Any:
 
 
 def rewrite_custom_vjp(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A function with a rule for its cotangents.
 
@@ -176,17 +188,17 @@ def rewrite_custom_vjp(
     form = _Results()
 
     @jax.custom_vjp
-    def function(*arrays: Any) -> list[Any]:
+    def function(*arrays: AnyArray) -> list[Any]:
         values = enter(arrays, facts)
         return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
     @_explaining_leaks(equation)
-    def forward(*primals: Any) -> Any:
+    def forward(*primals: Any) -> PyTree:
         arrays = [primal.value for primal in primals]
         active = [
             i
             for i, (primal, v) in enumerate(zip(primals, equation.invars, strict=True))
-            if primal.perturbed and _is_inexact(v.aval)
+            if primal.perturbed and _is_inexact(aval_of(v))
         ]
         _refuse_active_constants(equation, active)
         closed, tree = _traced_forward(equation, arrays, active)
@@ -206,7 +218,7 @@ def rewrite_custom_vjp(
         return form.settle(results[:count]), saved
 
     @_explaining_leaks(equation)
-    def backward(saved: "_Saved", cotangents: Any) -> Any:
+    def backward(saved: "_Saved", cotangents: PyTree) -> PyTree:
         given = [c for c in cotangents if not isinstance(c, SymbolicZero)]
         closed = _traced_backward(equation, saved, cotangents)
         _refuse_leaks(later(), equation, closed)
@@ -233,8 +245,8 @@ def _traced_forward(
     """
     trees: list[Any] = []
 
-    def declared(*args: Any) -> Any:
-        def original(*new: Any) -> list[Any]:
+    def declared(*args: PyTree) -> PyTree:
+        def original(*new: PyTree) -> list[Any]:
             return bind_equation(equation, *_merged(args, active, new))
 
         out, pullback = jax.vjp(original, *(args[i] for i in active))
@@ -246,14 +258,16 @@ def _traced_forward(
     return closed, trees[0]
 
 
-def _traced_backward(equation: JaxprEqn, saved: "_Saved", cotangents: Any) -> Any:
+def _traced_backward(equation: JaxprEqn, saved: "_Saved", cotangents: PyTree) -> PyTree:
     """The program of a pullback, given the cotangents that are not known to be zero."""
     pairs = list(zip(cotangents, equation.outvars, strict=True))
     pairs = [(None if isinstance(c, SymbolicZero) else c, v) for c, v in pairs]
 
-    def declared(residuals: Any, given: Any) -> Any:
+    def declared(residuals: PyTree, given: Any) -> PyTree:
         given = iter(given)
-        full = [symbolic_zero(v.aval) if c is None else next(given) for c, v in pairs]
+        full = [
+            symbolic_zero(aval_of(v)) if c is None else next(given) for c, v in pairs
+        ]
         return jax.tree.unflatten(saved.tree, residuals)(full)
 
     given = [c for c, _ in pairs if c is not None]
@@ -278,9 +292,9 @@ class _Saved:
 
     arrays: list[Any]
     tree: Any
-    avals: Any
-    facts: Any
-    active: Any
+    avals: tuple[Aval, ...]
+    facts: tuple[Facts, ...]
+    active: tuple[tuple[int, np.dtype], ...]
 
 
 def _retyped(arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
@@ -347,7 +361,11 @@ def _named(equation: JaxprEqn) -> str:
 
 
 def rewrite_custom_vmap(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A function with a rule for `vmap`."""
     place, later = _own(place), run.for_later()
@@ -356,14 +374,14 @@ def rewrite_custom_vmap(
     form = _Results()
 
     @jax.custom_batching.custom_vmap
-    def function(*arrays: Any) -> list[Any]:
+    def function(*arrays: AnyArray) -> list[Any]:
         values = enter(arrays, facts)
         return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
     @function.def_vmap
-    def rule(axis_size: int, in_batched: Any, *arrays: Any) -> Any:
+    def rule(axis_size: int, in_batched: Any, *arrays: AnyArray) -> PyTree:
         axes = [0 if b else None for b in in_batched]
-        original: Callable[..., Any] = lambda *args: bind_equation(equation, *args)  # noqa: E731
+        original: Callable[..., PyTree] = lambda *args: bind_equation(equation, *args)  # noqa: E731
         batched = jax.vmap(original, in_axes=axes, axis_size=axis_size)
         closed = trace(batched)(*_declared_avals(arrays, equation.invars))
         inside = enter(arrays, facts)
@@ -376,7 +394,11 @@ def rewrite_custom_vmap(
 
 
 def rewrite_remat_opt(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+    run: Run,
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
 ) -> list[Value]:
     """A forward rule, in whose place the function itself runs if that is enough.
 

@@ -14,7 +14,6 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._program import (
-    Atom,
     PrimitiveClass,
     aval_of,
     class_of,
@@ -22,6 +21,7 @@ from .._program import (
     properties,
 )
 from .._quantize import AbstractRecipe
+from .._typing import Atom
 from ._context import FULL, Place, Provenance, Run, Value, does_not_fit, is_castable
 from ._demand import Demand
 from ._rules import Candidate, Precision, Rule, line_of
@@ -139,7 +139,7 @@ class Case(NamedTuple):
     def castable(self) -> list[Value]:
         """The operands that may be cast."""
         pairs = zip(self.operands, self.equation.invars, strict=True)
-        return [v for v, atom in pairs if is_castable(atom.aval)]
+        return [v for v, atom in pairs if is_castable(aval_of(atom))]
 
 
 def ruled(run: Run, case: Case) -> tuple[Case, Rule | None]:
@@ -236,7 +236,7 @@ def _product_result(case: Case, dtype: np.dtype) -> np.dtype:
 
 def _choose_product(case: Case) -> Choice:
     kind, params = PrimitiveClass.HALF, case.equation.params
-    if any(not is_castable(a.aval) for a in _factors(case.equation)):
+    if any(not is_castable(aval_of(a)) for a in _factors(case.equation)):
         return Choice(kind, Reason.OPAQUE)
     if _asks_for_precision(params.get("precision")):
         return Choice(kind, Reason.PRECISION)
@@ -297,7 +297,7 @@ def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
     known = properties(case.name)
     if known.is_exact:
         return Choice(kind, Reason.FOLLOWS, dtype)
-    is_result_float = any(is_castable(v.aval) for v in case.equation.outvars)
+    is_result_float = any(is_castable(aval_of(v)) for v in case.equation.outvars)
     if case.demand is Demand.FULL and is_result_float and not case.is_scaling:
         return Choice(kind, Reason.WANTED, FULL)
     if any(does_not_fit(x, dtype) for x in numbers):

@@ -14,15 +14,17 @@ that sees the scores in half precision keeps them so until softmax's gradient.
 
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_compat import open_jaxpr, scope_names
 from .._program import (
     BackwardFlow,
     PrimitiveClass,
     SubJaxpr,
+    aval_of,
     avals,
     backward,
     class_of,
@@ -30,6 +32,7 @@ from .._program import (
     properties,
     sub_jaxprs,
 )
+from .._typing import Atom, Program
 from ._context import FULL, Run, is_castable
 from ._rules import Precision
 from ._settings import Settings
@@ -49,6 +52,13 @@ class Demand(enum.Enum):
         return Demand.FULL if Demand.FULL in (self, other) else Demand.ANY
 
 
+# The equation that each variable comes from.
+Makers = dict[Atom, JaxprEqn]
+
+# What is wanted of each result of a program, or of an equation.
+Wanted = tuple[Demand, ...]
+
+
 class Demands(NamedTuple):
     """The demands for the values of a program.
 
@@ -61,19 +71,19 @@ class Demands(NamedTuple):
         jaxpr: The program, held so that its identity stays its own.
     """
 
-    demands: dict[Any, Demand]
+    demands: dict[Var, Demand]
     inputs: tuple[Demand, ...]
     are_declared: tuple[bool, ...]
-    residuals: frozenset[Any]
-    scalings: frozenset[Any]
-    jaxpr: Any
+    residuals: frozenset[Var]
+    scalings: frozenset[Var]
+    jaxpr: Jaxpr
 
-    def demand(self, variable: Any) -> Demand:
+    def demand(self, variable: Var) -> Demand:
         """What the users of a variable want."""
         return self.demands.get(variable, Demand.ANY)
 
 
-def demand_for(dtype: Any) -> Demand:
+def demand_for(dtype: np.dtype) -> Demand:
     """The demand of somebody who will cast to a dtype."""
     return Demand.FULL if dtype == FULL else Demand.HALF
 
@@ -81,9 +91,9 @@ def demand_for(dtype: Any) -> Demand:
 def demands_of(
     run: Run,
     settings: Settings,
-    jaxpr: Any,
+    jaxpr: Program,
     are_declared: tuple[bool, ...],
-    results: tuple[Demand, ...],
+    results: Wanted,
 ) -> Demands:
     """Makes the plan of a program.
 
@@ -114,7 +124,7 @@ def _make(
     settings: Settings,
     jaxpr: Jaxpr,
     are_declared: tuple[bool, ...],
-    results: tuple[Demand, ...],
+    results: Wanted,
 ) -> Demands:
     flow = _DemandFlow(run, settings, jaxpr, are_declared)
     demands = backward(jaxpr, results, flow)
@@ -143,8 +153,8 @@ class _DemandFlow(BackwardFlow[Demand]):
         jaxpr: Jaxpr,
         are_declared: tuple[bool, ...],
     ) -> None:
-        self.residuals: set[Any] = set()
-        self.scalings: set[Any] = set()
+        self.residuals: set[Var] = set()
+        self.scalings: set[Var] = set()
         self._run = run
         self._settings = settings
         self._declared = _declared_variables(jaxpr, are_declared)
@@ -159,7 +169,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         """What two users want together."""
         return a | b
 
-    def is_declared(self, atom: Any) -> bool:
+    def is_declared(self, atom: Atom) -> bool:
         """Whether a value of the program is an input or a constant, moved perhaps."""
         return isinstance(atom, Literal) or atom in self._declared
 
@@ -215,7 +225,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         return _operand_demands(self._settings, equation, results)
 
 
-def _makers(jaxpr: Any) -> dict[Any, Any]:
+def _makers(jaxpr: Jaxpr) -> Makers:
     """The equation that each variable comes from."""
     return {v: equation for equation in jaxpr.eqns for v in equation.outvars}
 
@@ -224,9 +234,7 @@ def _makers(jaxpr: Any) -> dict[Any, Any]:
 _ISLAND = 32
 
 
-def _is_residual(
-    equation: JaxprEqn, outputs: Sequence[Demand], makers: dict[Any, Any]
-) -> bool:
+def _is_residual(equation: JaxprEqn, outputs: Sequence[Demand], makers: Makers) -> bool:
     """Whether an equation of two computed values adds a branch to a stream.
 
     JAX's derivatives sum gradients by `add_any`. The gradients of one weight, which end
@@ -246,7 +254,7 @@ def _is_residual(
     )
 
 
-def _is_made_of(value: Any, part: Any, makers: dict[Any, Any]) -> bool:
+def _is_made_of(value: Atom, part: Atom, makers: Makers) -> bool:
     """Whether a value is made of another one by elementwise operations only."""
     waiting, steps = [value], 0
     while waiting and steps < _ISLAND:
@@ -259,7 +267,7 @@ def _is_made_of(value: Any, part: Any, makers: dict[Any, Any]) -> bool:
         waiting += [
             a
             for a in maker.invars
-            if not isinstance(a, Literal) and a.aval.shape == value.aval.shape
+            if not isinstance(a, Literal) and aval_of(a).shape == aval_of(value).shape
         ]
     return False
 
@@ -272,7 +280,7 @@ _ELEMENTWISE = (
 )
 
 
-def _is_scaling(equation: JaxprEqn, makers: dict[Any, Any]) -> bool:
+def _is_scaling(equation: JaxprEqn, makers: Makers) -> bool:
     """Whether an equation multiplies or divides a product by a number."""
     if equation.primitive.name not in ("mul", "div"):
         return False
@@ -282,9 +290,11 @@ def _is_scaling(equation: JaxprEqn, makers: dict[Any, Any]) -> bool:
     return isinstance(second, Literal) and _is_product(first, makers)
 
 
-def _is_product(atom: Any, makers: dict[Any, Any]) -> bool:
+def _is_product(atom: Atom, makers: Makers) -> bool:
     """Whether a value is what a matrix product gave, moved perhaps."""
-    maker = None if isinstance(atom, Literal) else makers.get(atom)
+    if isinstance(atom, Literal):
+        return False
+    maker = makers.get(atom)
     if maker is None:
         return False
     name = maker.primitive.name
@@ -306,7 +316,7 @@ def _residual_demands(settings: Settings, wanted: Demand) -> tuple[Demand, Deman
     return wanted, wanted
 
 
-def _declared_variables(jaxpr: Any, are_declared: Any) -> set[Any]:
+def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
     known = {v for v, d in zip(jaxpr.invars, are_declared, strict=True) if d}
     known.update(jaxpr.constvars)
     for equation in jaxpr.eqns:
@@ -316,7 +326,7 @@ def _declared_variables(jaxpr: Any, are_declared: Any) -> set[Any]:
             if all(isinstance(a, Literal) or a in known for a in atoms):
                 known.update(equation.outvars)
         elif properties_of.kind is PrimitiveClass.CONVERT:
-            if not is_castable(atoms[0].aval):
+            if not is_castable(aval_of(atoms[0])):
                 known.update(equation.outvars)
         elif properties_of.program:
             inputs = tuple(isinstance(a, Literal) or a in known for a in atoms)
@@ -351,7 +361,7 @@ def _operand_demands(
             return (wanted if is_none else demand_for(result.dtype),)
         return (Demand.ANY,)
     if kind in (PrimitiveClass.PROMOTE, PrimitiveClass.FOLLOW):
-        if not any(is_castable(v.aval) for v in equation.outvars):
+        if not any(is_castable(aval_of(v)) for v in equation.outvars):
             return (Demand.ANY,) * count
         return (wanted,) * count
     if kind is PrimitiveClass.FULL:
@@ -382,9 +392,9 @@ def _planned_class(settings: Settings, name: str) -> PrimitiveClass | None:
     return kind if ruled is None else _PLANNED[ruled]
 
 
-def carried_demands(variables: Any) -> tuple[Demand, ...]:
+def carried_demands(variables: Sequence[Var]) -> tuple[Demand, ...]:
     """What a loop wants of the values it carries: their declared dtypes."""
     return tuple(
-        demand_for(v.aval.dtype) if is_castable(v.aval) else Demand.ANY
+        demand_for(aval_of(v).dtype) if is_castable(aval_of(v)) else Demand.ANY
         for v in variables
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_compat import (
     bind_equation,
@@ -31,6 +31,7 @@ from .._program import (
     parts,
     properties,
 )
+from .._typing import AnyArray, Atom, Aval
 from ._context import (
     FLOAT16,
     FULL,
@@ -47,7 +48,7 @@ from ._context import (
     literal,
 )
 from ._decide import Case, Choice, Reason, choose, ruled
-from ._demand import Demand, Demands, demands_of
+from ._demand import Demand, Demands, Wanted, demands_of
 from ._notes import noted, refuse_accident, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
 from ._rematerialize import Values, emit_island
@@ -61,7 +62,7 @@ def evaluate(
     place: Place,
     program: Jaxpr | ClosedJaxpr,
     operands: Sequence[Value],
-    results: tuple[Demand, ...],
+    results: Wanted,
 ) -> list[Value]:
     """Emits a program again.
 
@@ -103,13 +104,13 @@ def evaluate(
     return [_read(values, atom) for atom in jaxpr.outvars]
 
 
-def _read(values: Values, atom: Any) -> Value:
+def _read(values: Values, atom: Atom) -> Value:
     return literal(atom.val) if isinstance(atom, Literal) else values[atom]
 
 
 def _parts(
-    place: Place, jaxpr: Any, values: Values, residuals: frozenset[Any]
-) -> list[Any]:
+    place: Place, jaxpr: Jaxpr, values: Values, residuals: frozenset[Var]
+) -> Sequence[JaxprEqn | Island]:
     """The equations of a program, those of islands together."""
     is_whole = place.has_own_rule or place.is_recomputed
     if is_whole or place.settings.residuals is None:
@@ -229,7 +230,7 @@ def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
     for x, variable in zip(
         bind_equation(equation, *arrays), case.equation.outvars, strict=True
     ):
-        if not (is_castable(variable.aval) and is_castable(jax.typeof(x))):
+        if not (is_castable(aval_of(variable)) and is_castable(jax.typeof(x))):
             declared_dtype = aval_of(variable).dtype
             if x.dtype != declared_dtype:
                 x = jax.lax.convert_element_type(x, declared_dtype)
@@ -241,7 +242,7 @@ def _are_declared(equation: JaxprEqn, operands: list[Value]) -> bool:
     return all(
         v.facts.provenance is Provenance.DECLARED
         for v, atom in zip(operands, equation.invars, strict=True)
-        if is_castable(atom.aval)
+        if is_castable(aval_of(atom))
     )
 
 
@@ -252,7 +253,7 @@ def _join(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     facts = Facts(Provenance.DECLARED, is_weight=bool(weights))
     slots = weights[0].slots if weights else None
     return [
-        Value(x, facts, slots=slots) if is_castable(v.aval) else computed(x)
+        Value(x, facts, slots=slots) if is_castable(aval_of(v)) else computed(x)
         for x, v in zip(bound, equation.outvars, strict=True)
     ]
 
@@ -268,7 +269,7 @@ def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     results = []
     for i, (array, variable) in enumerate(zip(bound, equation.outvars, strict=True)):
         source = operands[i] if is_parallel else operands[0]
-        if not is_castable(variable.aval):
+        if not is_castable(aval_of(variable)):
             results.append(computed(array))
             continue
         facts = source.facts
@@ -330,7 +331,7 @@ def emit_operation(
         Its results.
     """
     arrays = [
-        _operand(equation, value, atom.aval, choice)
+        _operand(equation, value, aval_of(atom), choice)
         for value, atom in zip(operands, equation.invars, strict=True)
     ]
     if choice.dtype is not None and choice.result is not None:
@@ -344,7 +345,7 @@ def emit_operation(
     values = [
         v
         for v, atom in zip(operands, equation.invars, strict=True)
-        if is_castable(atom.aval)
+        if is_castable(aval_of(atom))
     ]
     is_fixed = bool(values) and all(map(_is_fixed, values))
     results = [computed(x, is_fixed=is_fixed) for x in bound]
@@ -364,14 +365,14 @@ def _is_fixed(value: Value) -> bool:
     return facts.is_fixed or facts.parameter is not None or facts.literal is not None
 
 
-def _operand(equation: JaxprEqn, value: Value, aval: Any, choice: Choice) -> Any:
+def _operand(equation: JaxprEqn, value: Value, aval: Aval, choice: Choice) -> AnyArray:
     if not is_castable(aval):
         return value.array
     target = aval.dtype if choice.dtype is None else choice.dtype
     return _spread(equation, value, target).cast(target)[0]
 
 
-def _spread(equation: JaxprEqn, value: Value, target: Any) -> Value:
+def _spread(equation: JaxprEqn, value: Value, target: np.dtype) -> Value:
     """A declared value that will be cast, broadcast to what it meets.
 
     JAX broadcasts the operands of binary operations along axes of size one. Before the

@@ -21,15 +21,15 @@ from typing import Any, ClassVar
 
 import jax
 from jax.extend import core
-from jax.extend.core import JaxprEqn
-from jaxtyping import Array
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jax_compat import open_jaxpr, scope_names
 from .._program import PrimitiveClass, aval_of, data_of, data_scope, program_of
 from .._quantize import Target
+from .._typing import AnyArray
 from ._context import Place, Run, Value, computed
 from ._decide import Case, Choice, Reason, choose, ruled
-from ._demand import Demand
+from ._demand import Wanted
 from ._emit import Rewrite, evaluate
 from ._notes import is_taking_notes, noted
 from ._rules import Precision, Rule
@@ -63,11 +63,11 @@ class FusedOperation(abc.ABC):
         """Whether its products may be quantized one by one."""
 
     @abc.abstractmethod
-    def bind(self, arrays: list[Any], target: Target | None) -> tuple[Array, ...]:
+    def bind(self, arrays: list[Any], target: Target | None) -> tuple[AnyArray, ...]:
         """Computes it, with its derivatives."""
 
     @abc.abstractmethod
-    def decompose(self, arrays: list[Any]) -> tuple[Array, ...]:
+    def decompose(self, arrays: list[Any]) -> tuple[AnyArray, ...]:
         """Computes it by the operations that it stands for."""
 
     @abc.abstractmethod
@@ -121,7 +121,11 @@ def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
 
     @functools.wraps(otherwise)
     def rewrite(
-        run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Any
+        run: Run,
+        place: Place,
+        equation: JaxprEqn,
+        operands: list[Value],
+        demands: Wanted,
     ) -> list[Value]:
         operation, is_call = _innermost(equation)
         if operation is None or is_call == (name == "custom_vmap_call"):
@@ -134,7 +138,7 @@ def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
     return rewrite
 
 
-def _from_the_same_line(equation: JaxprEqn) -> Any:
+def _from_the_same_line(equation: JaxprEqn) -> ClosedJaxpr:
     """The program of an equation, as if the user's line had made all of it.
 
     What is traced within a derivative rule does not know who called.
@@ -156,7 +160,7 @@ def _rewrite(
     place: Place,
     equation: JaxprEqn,
     operands: list[Value],
-    demands: tuple[Demand, ...],
+    demands: Wanted,
     operation: FusedOperation,
 ) -> list[Value]:
     case = _case(place, equation, operands, demands, operation)
@@ -178,7 +182,7 @@ def _case(
     place: Place,
     equation: JaxprEqn,
     operands: list[Value],
-    demands: tuple[Demand, ...],
+    demands: Wanted,
     operation: FusedOperation,
 ) -> Case:
     """The operation as an equation of a primitive, of the operands that are cast."""
@@ -196,7 +200,7 @@ def _decomposed(
     case: Case,
     equation: JaxprEqn,
     operands: list[Value],
-    demands: tuple[Demand, ...],
+    demands: Wanted,
     operation: FusedOperation,
 ) -> list[Value]:
     """Its products one by one, which a recipe quantizes."""
@@ -205,7 +209,7 @@ def _decomposed(
     whole = dataclasses.replace(recipe, fp8_dpa=True)
     place = case.with_recipe(whole).place
     closed = trace(lambda *arrays: operation.decompose(list(arrays)))(
-        *(v.aval for v in equation.invars)
+        *(aval_of(v) for v in equation.invars)
     )
     results = evaluate(run, place, closed, operands, demands)
     if whole in run.used:

@@ -15,11 +15,11 @@ write.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from .._cast import cast_of_inputs
 from .._dtypes import is_half
@@ -48,7 +48,7 @@ class AmbientRecipe(ValueError):
         self.has_state = has_state
 
 
-def with_ambient_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
+def with_ambient_recipe(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Makes a layer obey the ambient recipe.
 
     Args:
@@ -66,7 +66,7 @@ def with_ambient_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
     programs = new_programs()
 
     @functools.wraps(method)
-    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, x: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
         settings = _here()
         if settings.recipe is None or not settings.is_enabled:
             return method(self, x, *args, **kwargs)
@@ -80,7 +80,7 @@ def with_ambient_recipe(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def call_with_ambient(func: Callable[..., Any], *args: Any) -> Any:
+def call_with_ambient(func: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """Calls a function without weights under the ambient settings.
 
     Args:
@@ -104,7 +104,7 @@ def call_with_ambient(func: Callable[..., Any], *args: Any) -> Any:
     return call_autocast(settings, (), new_programs(), func, args, {})
 
 
-def in_contexts(func: Callable[..., Any]) -> Callable[..., Any]:
+def in_contexts(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A function that autocast traces, and that ambient contexts switch on.
 
     Outside of them it is as it was written. All products of weights in them are
@@ -114,7 +114,7 @@ def in_contexts(func: Callable[..., Any]) -> Callable[..., Any]:
     weights = () if any(map(eqx.is_array, jax.tree.leaves(func))) else (0,)
 
     @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         settings = ambient_settings()
         is_enabled = settings.is_enabled and settings.recipe is not None
         settings = dataclasses.replace(settings, is_enabled=is_enabled)

@@ -246,7 +246,7 @@ def _was_widened_here(case: Case) -> bool:
     widened = [v for v in case.castable if v.widened_by is not None]
     others = [v for v in case.castable if v.widened_by is None]
     size = max((count(aval_of(v).shape) for v in case.equation.outvars), default=0)
-    if not widened or not others or not is_castable(case.equation.outvars[0].aval):
+    if not widened or not others or not is_castable(aval_of(case.equation.outvars[0])):
         return False
     if any(count(v.array.shape) == size and not v.facts.is_broadcast for v in others):
         return False

@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
-from jaxtyping import Array
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from .._jax_compat import is_transposed, manual_axes, scope_names
 from .._program import (
@@ -52,6 +51,7 @@ from .._quantize import (
     rounds_stochastically,
     target_from,
 )
+from .._typing import AnyArray, Aval
 from ._context import UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason
 from ._notes import is_taking_notes, noted, refuse_slow
@@ -248,7 +248,7 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
 
 
 def _emit_product(
-    case: Case, choice: Choice, product: AbstractProduct, step: Array | None
+    case: Case, choice: Choice, product: AbstractProduct, step: AnyArray | None
 ) -> list[Value]:
     """Binds it; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
@@ -269,11 +269,11 @@ def _emit_product(
 
 def _bound(
     product: AbstractProduct,
-    left: Array,
-    right: Array,
+    left: AnyArray,
+    right: AnyArray,
     case: Case,
-    besides: tuple[Array | None, Array | None],
-) -> Array:
+    besides: tuple[AnyArray | None, AnyArray | None],
+) -> AnyArray:
     if isinstance(product, ConvolutionProduct):
         return linear_convolution(product, left, right, *besides)
     if isinstance(product, RaggedProduct):
@@ -298,7 +298,7 @@ def _explaining_forward_mode() -> Iterator[None]:
         ) from error
 
 
-def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Array:
+def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> AnyArray:
     assert weight.slots is not None
     scope = "/".join(case.place.scopes)
     shape = "x".join(map(str, weight.array.shape))
@@ -319,7 +319,7 @@ def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> Array:
 # --- Where values go: into the loss, or into another product first --------------------
 
 
-def reach_of_results(avals: Sequence[Any]) -> tuple[Reach, ...]:
+def reach_of_results(avals: Sequence[Aval]) -> tuple[Reach, ...]:
     """Where the results of a whole function go: a floating scalar is a loss."""
     return tuple(
         Reach.LOSS
@@ -355,7 +355,7 @@ class _ReachFlow(BackwardFlow[Reach]):
         return [everything] * len(equation.invars)
 
 
-def reach_in(jaxpr: Jaxpr, results: Sequence[Reach]) -> Mapping[Any, Reach]:
+def reach_in(jaxpr: Jaxpr, results: Sequence[Reach]) -> Mapping[Var, Reach]:
     """Where the values of a program go, given where its results go."""
     return backward(jaxpr, results, _ReachFlow())
 

@@ -8,16 +8,17 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.typing import ArrayLike
-from jaxtyping import Array
 
 from .._jax_compat import execution_context, execution_key, scope_names
 from .._program import (
     Island,
+    aval_of,
     computed_again,
     is_worth_while,
     may_keep,
     measured_bytes,
 )
+from .._typing import AnyArray
 from ._context import Place, Provenance, Run, Value
 from ._demand import Demand, Demands
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
@@ -60,7 +61,7 @@ def emit_island(
             emit(place, equation, values)
 
 
-def _arrays(island: Island, values: Values) -> dict[Var, Array]:
+def _arrays(island: Island, values: Values) -> dict[Var, AnyArray]:
     """What goes into an island, but for numbers: the half precision of it if it was."""
     found = ((v, values[v]) for v in island.inputs)
     return {
@@ -82,7 +83,7 @@ def _recomputed(
     half = place.settings.dtype
     found: list[Any] = []
 
-    def program(*arrays: Array) -> tuple[list[Array], list[Array]]:
+    def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[AnyArray]]:
         inside = dict(numbers)
         for (variable, (dtype, widened_by)), x in zip(
             wide.items(), arrays, strict=True
@@ -143,11 +144,11 @@ def _signature(
     equations = []
     for equation in island.equations:
         operands = tuple(
-            (_exact(a.val), a.aval) if isinstance(a, Literal) else numbers[a]
+            (_exact(a.val), aval_of(a)) if isinstance(a, Literal) else numbers[a]
             for a in equation.invars
         )
         results = tuple(
-            (v.aval, ahead.demand(v), v in ahead.scalings) for v in equation.outvars
+            (aval_of(v), ahead.demand(v), v in ahead.scalings) for v in equation.outvars
         )
         params = tuple((k, _hashable(v)) for k, v in equation.params.items())
         scopes = scope_names(equation)

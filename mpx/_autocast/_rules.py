@@ -71,7 +71,7 @@ class Candidate:
         """How many pairs of numbers a matrix product multiplies; 0 of anything else."""
         own = getattr(self.equation.params.get("operation"), "multiplications", None)
         if own is not None:  # an operation of mpx's own says it
-            return own([v.aval for v in self.equation.invars])
+            return own([aval_of(v) for v in self.equation.invars])
         if self.primitive != "dot_general":
             return 0
         contracted = self.equation.params["dimension_numbers"][0][0]

@@ -24,6 +24,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from .._errors import describe, listing
 from .._program import data_of, data_scope
@@ -122,10 +123,10 @@ _contexts_switch_on = jax.make_user_context(default_value=False)
 # --- Regions and ambient settings -----------------------------------------------------
 
 
-def trace(func: Callable[..., Any]) -> Callable[..., Any]:
+def trace(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`jax.make_jaxpr` of what will be rewritten, so that regions may stand in it."""
 
-    def make(*args: Any) -> Any:
+    def make(*args: PyTree) -> PyTree:
         with _is_tracing(True), _explaining_half_only():
             return jax.make_jaxpr(func)(*args)
 
@@ -218,11 +219,11 @@ class Mark(NamedTuple):
         again: Makes another function in the same way.
     """
 
-    made: Callable[..., Any]
-    func: Callable[..., Any]
+    made: Callable[..., PyTree]
+    func: Callable[..., PyTree]
     settings: Settings
     weights: Weights
-    again: Callable[[Callable[..., Any]], Callable[..., Any]]
+    again: Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
 
 def resolved(settings: Settings) -> Settings:
@@ -234,8 +235,10 @@ def resolved(settings: Settings) -> Settings:
 
 
 def unwrapped(
-    func: Callable[..., Any],
-) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    func: Callable[..., PyTree],
+) -> tuple[
+    Callable[..., PyTree], Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
+]:
     """What autocast wrapped, and how to wrap it again; other functions as they are.
 
     For those who look into a callable PyTree: its arrays are not in the wrapper's.
@@ -286,10 +289,10 @@ def read_weights(weights: Any, call: str) -> Weights | None:
 
 
 def weights_in_call(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     weights: Weights,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
     call: str,
 ) -> Weights:
     """Positions and names of a call's arguments that hold parameters.
@@ -331,7 +334,7 @@ def weights_in_call(
     return tuple(found)
 
 
-def _parameters(func: Callable[..., Any]) -> tuple[list[str], set[str]]:
+def _parameters(func: Callable[..., PyTree]) -> tuple[list[str], set[str]]:
     """Names of the parameters that have a position, and of those that have none."""
     try:
         parameters = inspect.signature(func).parameters.values()

@@ -22,11 +22,11 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._quantize import AbstractRecipe, largest_magnitude, rounds_stochastically
 from ._settings import Settings
@@ -313,11 +313,11 @@ def _shared(count: int, x: Array) -> tuple[Array, ...]:
     return (x,) * count
 
 
-def _shared_forward(count: int, x: Array) -> Any:
+def _shared_forward(count: int, x: Array) -> PyTree:
     return (x,) * count, None
 
 
-def _shared_backward(count: int, _: None, amaxes: tuple[Array, ...]) -> Any:
+def _shared_backward(count: int, _: None, amaxes: tuple[Array, ...]) -> PyTree:
     return (largest_magnitude(jnp.stack(amaxes), (0,)),)
 
 
@@ -334,11 +334,11 @@ def _repeated(length: int, x: Array) -> Array:
     return jnp.broadcast_to(x, (length, *x.shape))
 
 
-def _repeated_forward(length: int, x: Array) -> Any:
+def _repeated_forward(length: int, x: Array) -> PyTree:
     return _repeated(length, x), None
 
 
-def _repeated_backward(length: int, _: None, amaxes: Array) -> Any:
+def _repeated_backward(length: int, _: None, amaxes: Array) -> PyTree:
     return (largest_magnitude(amaxes, (0,)),)
 
 

@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from .._cast import cast_of_inputs
 from .._dtypes import float_dtype, is_half
@@ -56,7 +57,7 @@ _UNSET = _Unset()
 
 
 def autocast(
-    func: Callable[..., Any] | None = None,
+    func: Callable[..., PyTree] | None = None,
     dtype: DTypeLike | None = None,
     *,
     rules: Rules | None = None,
@@ -286,7 +287,7 @@ class _Deferred(contextlib.ContextDecorator):
         self._ambient = ambient
         self._entered: list[contextlib.AbstractContextManager[object]] = []
 
-    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, func: Callable[..., PyTree]) -> Callable[..., PyTree]:
         _refuse_other_things(func)
         if not callable(func):
             raise TypeError(f"{_CALL} needs a function; got {describe(func)}.")
@@ -337,12 +338,12 @@ class _Deferred(contextlib.ContextDecorator):
 
 
 def _wrapped(
-    func: Callable[..., Any], told: Settings, weights: Weights
-) -> Callable[..., Any]:
+    func: Callable[..., PyTree], told: Settings, weights: Weights
+) -> Callable[..., PyTree]:
     programs = new_programs()
 
     @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         settings = resolved(told)
         _refuse_cast_inputs()
         places = weights_in_call(func, weights, args, kwargs, _CALL)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .._dtypes import float_dtype
 from .._errors import describe, listing
@@ -43,8 +44,8 @@ class ContractError(AssertionError):
 
 
 def expect(
-    program: Any,
-    *args: Any,
+    program: object,
+    *args: PyTree,
     temporaries_at_most: int | None = None,
     arguments_at_most: int | None = None,
     memory_at_most: int | None = None,
@@ -146,7 +147,7 @@ Claim = Callable[[Program], Violation | None]
 
 
 def _raise_unless_all_hold(
-    claims: Sequence[Claim], program: Any, args: tuple[Any, ...]
+    claims: Sequence[Claim], program: object, args: tuple[PyTree, ...]
 ) -> None:
     if not claims:
         raise ValueError(
@@ -173,7 +174,7 @@ def _memory_claims(**limits: int | None) -> list[Claim]:
     return [claim(name, x) for name, x in limits.items() if x is not None]
 
 
-def _share(share: Any) -> float:
+def _share(share: object) -> float:
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise ValueError(
             "`products_share` of `mpx.expect` must be a share of the FLOPs, above 0 "
@@ -182,13 +183,13 @@ def _share(share: Any) -> float:
     return share
 
 
-def _except_in(value: Any) -> Callable[[Operation], bool]:
+def _except_in(value: object) -> Callable[[Operation], bool]:
     if not callable(value):
         value = _patterns(value, "products_except")
     return _claims.scope_predicate(value)
 
 
-def _patterns(value: Any, name: str) -> tuple[str, ...]:
+def _patterns(value: object, name: str) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else value
     is_fine = isinstance(patterns, list | tuple | set | frozenset)
     if not is_fine or not all(isinstance(x, str) and x for x in patterns):
@@ -199,7 +200,7 @@ def _patterns(value: Any, name: str) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _names(dtypes: Any, name: str) -> frozenset[str]:
+def _names(dtypes: object, name: str) -> frozenset[str]:
     """The names of dtypes: one, or several of them."""
     several = isinstance(dtypes, list | tuple | set | frozenset)
     return frozenset(_name(x, name) for x in (dtypes if several else (dtypes,)))
@@ -212,7 +213,7 @@ def _name(dtype: Any, name: str) -> str:
         return jnp.dtype(dtype).name
 
 
-def _allowed(collectives: Any) -> dict[str, frozenset[str]]:
+def _allowed(collectives: object) -> dict[str, frozenset[str]]:
     if not isinstance(collectives, Mapping):
         raise TypeError(
             "`collectives` of `mpx.expect` must map operations to dtypes, as in "

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from .._errors import describe
 from ._hlo import Module, parse
@@ -68,7 +69,7 @@ class Program:
         }
 
 
-def as_program(program: Any, args: tuple[Any, ...]) -> Program:
+def as_program(program: Any, args: tuple[PyTree, ...]) -> Program:
     """Reads the first arguments of `mpx.expect`.
 
     Raises:

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from .._dtypes import full_precision_of
@@ -73,7 +74,7 @@ class Accumulation:
     steps: int
     _: dataclasses.KW_ONLY
     whole: LeafPredicate | None = None
-    weight: Callable[..., Any] | None = None
+    weight: Callable[..., PyTree] | None = None
     state_argnum: int | None = None
     new_state: Callable[[Any], Any] | None = None
 
@@ -118,8 +119,8 @@ def accumulated(
     how: Accumulation,
     one: Callable[[Any, Any], tuple[Any, Any, PyTree, PyTree]],
     argnums: tuple[int, ...],
-    args: Any,
-    kwargs: Any,
+    args: PyTree,
+    kwargs: PyTree,
 ) -> tuple[Any, Any, PyTree, PyTree]:
     """Runs `one(args, kwargs) -> (loss, aux, grads, amaxes)` over micro-batches.
 
@@ -139,7 +140,7 @@ def accumulated(
     state, state_tree = jax.tree.flatten(nodes)
     traced: list[_Aux] = []
 
-    def body(carry: Any, xs: Any) -> Any:
+    def body(carry: PyTree, xs: PyTree) -> PyTree:
         total, state = carry
         current = iter(jax.tree.unflatten(state_tree, state))
         parts = [
@@ -177,20 +178,20 @@ class _Aux:
     fixed: list[Any]
 
     @classmethod
-    def read(cls, aux: Any, state: list[Any]) -> "_Aux":
+    def read(cls, aux: PyTree, state: list[Any]) -> "_Aux":
         leaves, tree = jax.tree.flatten(aux)
         places = {id(x): i for i, x in enumerate(state)}
         fixed = [None if eqx.is_array(x) else x for x in leaves]
         return cls(tree, [places.get(id(x)) for x in leaves], fixed)
 
-    def stacked(self, aux: Any) -> list[Any]:
+    def stacked(self, aux: PyTree) -> list[Any]:
         """The leaves of one micro-batch's aux that are to be stacked."""
         return [
             x if eqx.is_array(x) and slot is None else None
             for x, slot in zip(jax.tree.leaves(aux), self.slots, strict=True)
         ]
 
-    def rebuild(self, stacked: list[Any], state: list[Any]) -> Any:
+    def rebuild(self, stacked: list[Any], state: list[Any]) -> PyTree:
         """Aux after the last micro-batch."""
         leaves = [
             state[slot] if slot is not None else fixed if x is None else x
@@ -213,7 +214,9 @@ def _refuse_state(how: Accumulation, argnums: tuple[int, ...], count: int) -> No
     )
 
 
-def _kind(how: Accumulation, argnums: tuple[int, ...], path: Any, leaf: Any) -> str:
+def _kind(
+    how: Accumulation, argnums: tuple[int, ...], path: KeyPath, leaf: object
+) -> str:
     position = path[1].idx if path[0].idx == 0 else None
     if position is not None and position in argnums:
         return _WHOLE
@@ -231,7 +234,7 @@ def _kind(how: Accumulation, argnums: tuple[int, ...], path: Any, leaf: Any) -> 
     return _BATCH if leaf.ndim else _WHOLE
 
 
-def _micro_batches(how: Accumulation, kind: str, path: Any, leaf: Any) -> Any:
+def _micro_batches(how: Accumulation, kind: str, path: KeyPath, leaf: Any) -> Any:
     """The leaf with micro-batches along a new first axis; None if it is not cut."""
     if kind == _KEY:
         return jax.random.split(leaf, how.steps)
@@ -250,7 +253,7 @@ def _micro_batches(how: Accumulation, kind: str, path: Any, leaf: Any) -> Any:
     return jnp.swapaxes(strided, 0, 1)
 
 
-def _weight(how: Accumulation, args: Any, kwargs: Any) -> Any:
+def _weight(how: Accumulation, args: PyTree, kwargs: PyTree) -> PyTree:
     if how.weight is None:
         return jnp.ones((), jnp.float32)
     weight = jnp.asarray(how.weight(*args, **kwargs))
@@ -262,7 +265,7 @@ def _weight(how: Accumulation, args: Any, kwargs: Any) -> Any:
     return weight.astype(jnp.float32)
 
 
-def _new_state(how: Accumulation, aux: Any, old: list[Any]) -> list[Any]:
+def _new_state(how: Accumulation, aux: PyTree, old: list[Any]) -> list[Any]:
     """The leaves of the model state that aux holds."""
     if not old:
         return old

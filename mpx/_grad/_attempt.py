@@ -48,13 +48,13 @@ def attempt(
     problem: Problem,
     how: Accumulation,
     scaling: AbstractLossScaling,
-    args: Any,
-    kwargs: Any,
+    args: PyTree,
+    kwargs: PyTree,
 ) -> Outcome:
     """Runs a step with a scaling, over micro-batches if there are any."""
     if how.steps > 1:
 
-        def one(args: Any, kwargs: Any) -> Any:
+        def one(args: PyTree, kwargs: PyTree) -> PyTree:
             found = scaled_value_and_grad(problem, scaling, args, kwargs)
             grads = scaling.unscale(as_weights(problem, found.grads, args))
             return found.loss, found.aux, grads, found.amaxes
@@ -89,11 +89,11 @@ def retried(
     """
     arrays, static = eqx.partition(outcome, eqx.is_array)
 
-    def is_bad(state: Any) -> Any:
+    def is_bad(state: Any) -> Array:
         _, arrays, tries = state
         return ~jnp.all(arrays.flags) & arrays.flags[0] & (tries < retries)
 
-    def again(state: Any) -> Any:
+    def again(state: Any) -> PyTree:
         scaling, _, tries = state
         lower = scaling._backed_off()
         return lower, eqx.filter(attempt(lower), eqx.is_array), tries + 1

@@ -53,7 +53,7 @@ class Problem:
         allow_float16_weights: Whether weights may be float16.
     """
 
-    func: Callable[..., Any]
+    func: Callable[..., PyTree]
     call: str
     has_aux: bool
     argnums: tuple[int, ...]
@@ -141,7 +141,7 @@ def called(
 
 
 def scaled_value_and_grad(
-    problem: Problem, scaling: AbstractLossScaling, args: Any, kwargs: Any
+    problem: Problem, scaling: AbstractLossScaling, args: PyTree, kwargs: PyTree
 ) -> Differentiated:
     """Differentiates the scaled loss."""
     settings = settings_of(problem.func)
@@ -152,9 +152,9 @@ def scaled_value_and_grad(
 def _differentiated(
     problem: Problem,
     scaling: AbstractLossScaling,
-    args: Any,
-    kwargs: Any,
-    in_step: Callable[[], contextlib.AbstractContextManager[Any]],
+    args: PyTree,
+    kwargs: PyTree,
+    in_step: Callable[[], contextlib.AbstractContextManager[object]],
 ) -> Differentiated:
     func, given = problem.func, args
     if problem.casts_before is not None:
@@ -166,7 +166,7 @@ def _differentiated(
 
     # JAX records the call stack at every operation of the user's function, which costs
     # time for each frame: between here and there are as few as possible.
-    def scaled_loss(weights: Any, tokens: Any) -> Any:
+    def scaled_loss(weights: Any, tokens: Any) -> PyTree:
         full = list(args)
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
@@ -201,7 +201,7 @@ def _differentiated(
     return Differentiated(scaled, loss, aux, grads, amaxes)
 
 
-def _as_before(differentiate: Any, inputs: Any, axes: Any) -> Any:
+def _as_before(differentiate: Any, inputs: PyTree, axes: object) -> PyTree:
     """Differentiates; None where results differ between devices on other axes."""
     try:
         found = differentiate(*inputs)
@@ -212,7 +212,7 @@ def _as_before(differentiate: Any, inputs: Any, axes: Any) -> Any:
 
 
 def as_weights(
-    problem: Problem, grads: tuple[PyTree, ...], args: Any
+    problem: Problem, grads: tuple[PyTree, ...], args: PyTree
 ) -> tuple[PyTree, ...]:
     """Gradients in the dtypes of the weights, which are among the arguments."""
     if problem.casts_before is None:
@@ -231,7 +231,7 @@ def as_weights(
     )
 
 
-def _call_with_masters(problem: Problem, args: Any, kwargs: Any) -> Any:
+def _call_with_masters(problem: Problem, args: PyTree, kwargs: PyTree) -> PyTree:
     if problem.compute is None or problem.accumulate_dtype is None:
         return problem.func(*args, **kwargs)
     cast_args, cast_kwargs, func = cast_inputs(
@@ -246,7 +246,7 @@ def _call_with_masters(problem: Problem, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _loss_and_aux(problem: Problem, result: Any) -> tuple[Array, Any]:
+def _loss_and_aux(problem: Problem, result: PyTree) -> tuple[Array, Any]:
     if not problem.has_aux:
         return _loss(problem, result), None
     if not isinstance(result, tuple) or len(result) != 2:
@@ -258,7 +258,7 @@ def _loss_and_aux(problem: Problem, result: Any) -> tuple[Array, Any]:
     return _loss(problem, result[0]), result[1]
 
 
-def _loss(problem: Problem, value: Any) -> Array:
+def _loss(problem: Problem, value: object) -> Array:
     call = f"The function given to {problem.call}"
     if isinstance(value, float):
         value = jnp.asarray(value)
@@ -285,7 +285,7 @@ def _loss(problem: Problem, value: Any) -> Array:
     return jnp.asarray(value).astype(full_precision_of(value.dtype))
 
 
-def _describe_result(value: Any) -> str:
+def _describe_result(value: object) -> str:
     if isinstance(value, tuple | list):
         inner = ", ".join(describe(item) for item in value)
         return f"a {type(value).__name__} of ({inner})"

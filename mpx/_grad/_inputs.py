@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from .._cast import cast_leaf
@@ -21,7 +22,11 @@ _STATISTICS = ("batch_stats", "mean_ema", "var_ema")
 
 
 def cast_inputs(
-    func: Any, args: Any, kwargs: Any, dtype: np.dtype, keep: LeafPredicate | None
+    func: object,
+    args: PyTree,
+    kwargs: PyTree,
+    dtype: np.dtype,
+    keep: LeafPredicate | None,
 ) -> tuple[Any, Any, Any]:
     """Casts float leaves but model state and what `keep` names.
 
@@ -30,7 +35,7 @@ def cast_inputs(
     always stay.
     """
 
-    def cast(path: Any, leaf: Any) -> Any:
+    def cast(path: KeyPath, leaf: object) -> PyTree:
         if keeps_dtypes(leaf) or _is_statistic(path):
             return leaf
         if keep is not None and is_float_leaf(leaf) and keep(input_path(path), leaf):
@@ -43,18 +48,18 @@ def cast_inputs(
     )
 
 
-def input_path(path: Any) -> str:
+def input_path(path: KeyPath) -> str:
     """Writes a path into `(args, kwargs, func)`: `args[0].layers[1].weight`."""
     root = ("args", "kwargs", "func")[path[0].idx]
     return root + jax.tree_util.keystr(path[1:])
 
 
-def _is_statistic(path: Any) -> bool:
+def _is_statistic(path: KeyPath) -> bool:
     names = (str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
     return any(name.endswith(_STATISTICS) for name in names)
 
 
-def refuse_unknown_scaling(scaling: Any, call: str, mixed: bool) -> None:
+def refuse_unknown_scaling(scaling: object, call: str, mixed: bool) -> None:
     """Raises unless `scaling` is a loss scaling, or None where nothing is scaled."""
     if isinstance(scaling, AbstractLossScaling) or (scaling is None and not mixed):
         return
@@ -93,7 +98,7 @@ def is_frozen(leaf: Any) -> bool:
     return isinstance(jax.lax.add(leaf, np.int32(0)), Tracer)
 
 
-def refuse_nnx(trees: Any, call: str) -> None:
+def refuse_nnx(trees: PyTree, call: str) -> None:
     """Raises where a Flax NNX module would lose its in-place updates in silence."""
     for leaf in jax.tree.leaves(trees, is_leaf=is_nnx_module):
         if is_nnx_module(leaf):
@@ -107,7 +112,7 @@ def refuse_nnx(trees: Any, call: str) -> None:
             )
 
 
-def refuse_half_masters(args: Any, argnums: tuple[int, ...], call: str) -> None:
+def refuse_half_masters(args: PyTree, argnums: tuple[int, ...], call: str) -> None:
     """Raises for float16 weights, whose updates vanish and overflow."""
     for i in argnums:
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[i]):
@@ -134,11 +139,11 @@ def refuse_no_weights(weights: PyTree, call: str) -> None:
 
 
 def as_floating(
-    args: tuple[Any, ...], argnums: tuple[int, ...], call: str
+    args: tuple[PyTree, ...], argnums: tuple[int, ...], call: str
 ) -> tuple[Any, ...]:
     """Makes arrays of the differentiated arguments, all of which must be floating."""
 
-    def convert(path: Any, leaf: Any) -> Any:
+    def convert(path: KeyPath, leaf: object) -> PyTree:
         is_number = isinstance(leaf, float | jax.Array | np.ndarray | np.generic)
         array = jnp.asarray(leaf) if is_number else None
         if array is None or not is_float_leaf(array):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 from .._autocast import settings_of, under_control
 from .._dtypes import float_dtype, half_precision_datatype
@@ -33,7 +34,7 @@ class Options:
 
 def problem_builder(
     call: str,
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     argnums: tuple[int, ...],
     options: Options,
 ) -> Callable[[int], Problem]:
@@ -83,11 +84,11 @@ def problem_builder(
     return build
 
 
-def _control(func: Callable[..., Any]) -> Callable[..., Any]:
+def _control(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A function as it would be without autocast and recipes."""
 
     @functools.wraps(func)
-    def control(*args: Any, **kwargs: Any) -> Any:
+    def control(*args: PyTree, **kwargs: PyTree) -> PyTree:
         with under_control():
             return func(*args, **kwargs)
 
@@ -128,7 +129,7 @@ def positions_in_call(
     return tuple(i % count for i in argnums)
 
 
-def refuse_retries(retries: Any, call: str) -> None:
+def refuse_retries(retries: object, call: str) -> None:
     if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
         raise ValueError(
             f"`retries` of {call} must be a whole number, at least 0; got {retries!r}."
@@ -138,8 +139,8 @@ def refuse_retries(retries: Any, call: str) -> None:
 def check_call(
     problem: Problem,
     scaling: AbstractLossScaling | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
     options: Options,
 ) -> None:
     """Refuses what can be wrong about the arguments of a call."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from .._typing import BoolLike
 
@@ -32,7 +33,7 @@ class GradientResult(tuple):
     _fields: tuple[str, ...]
     _parts: dict[str, Any]
 
-    def __new__(cls, **parts: Any) -> "GradientResult":
+    def __new__(cls, **parts: object) -> "GradientResult":
         has_value, has_aux = "value" in parts, "aux" in parts
         common = (parts["scaling"], parts["finite"], parts["grads"])
         if has_value and has_aux:
@@ -46,7 +47,7 @@ class GradientResult(tuple):
         self._fields = tuple(name for name in parts if not name.startswith("_"))
         return self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> PyTree:
         # Only asked for what is not there in the ordinary way.
         parts = self.__dict__.get("_parts", {})
         if name in parts:
@@ -63,7 +64,7 @@ class GradientResult(tuple):
             )
         raise AttributeError(f"`mpx.GradientResult` has no attribute {name!r}.")
 
-    def _replace(self, **changes: Any) -> "GradientResult":
+    def _replace(self, **changes: object) -> "GradientResult":
         """A copy with other parts, as named tuples have it."""
         unknown = changes.keys() - self._parts.keys()
         if unknown:
@@ -72,7 +73,7 @@ class GradientResult(tuple):
             )
         return GradientResult(**{**self._parts, **changes})
 
-    def _judged(self, finite: BoolLike, flags: Any) -> Any:
+    def _judged(self, finite: BoolLike, flags: object) -> Any:
         """The scaling after this step, had it come out as `finite`."""
         before = self._before
         if before is None:
@@ -91,7 +92,7 @@ class GradientResult(tuple):
         inner = ", ".join(f"{name}={self._parts[name]!r}" for name in self._fields)
         return f"GradientResult({inner})"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple:
         return _rebuild, (self._parts,)
 
 

@@ -29,7 +29,7 @@ _HALF = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
 
 def axes_of_half_sums(
-    loss: Callable[..., Any], weights: PyTree, tokens: Any
+    loss: Callable[..., PyTree], weights: PyTree, tokens: object
 ) -> tuple[frozenset[str], list[frozenset[str]]]:
     """The mesh axes over which gradients of a loss would be summed in half precision.
 
@@ -45,7 +45,7 @@ def axes_of_half_sums(
     if not any(axes - varying_axes(leaf) for leaf in jax.tree.leaves(weights)):
         return frozenset(), found
 
-    def watched(weights: Any, tokens: Any) -> Any:
+    def watched(weights: object, tokens: object) -> PyTree:
         results = loss(weights, tokens)
         found[:] = axes_of_results(results)
         return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
@@ -60,7 +60,7 @@ def axes_of_half_sums(
     return frozenset().union(*summed), found
 
 
-def axes_of_results(results: Any) -> list[frozenset[str]]:
+def axes_of_results(results: PyTree) -> list[frozenset[str]]:
     """On which axes each array among the results of a loss varies."""
     leaves = jax.tree.leaves(results)
     return [varying_axes(x) for x in leaves if isinstance(x, jax.Array)]
@@ -80,7 +80,7 @@ def spread(weights: PyTree, cast: PyTree, axes: frozenset[str]) -> PyTree:
 def summed(grads: PyTree, cast: PyTree, axes: frozenset[str]) -> PyTree:
     """The sums over devices of the gradients of weights that were spread."""
 
-    def one(grad: Any, cast: Any) -> Any:
+    def one(grad: Any, cast: object) -> Any:
         rest = axes - varying_axes(cast)
         if not rest or not _is_half(cast):
             return grad

@@ -2,9 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Policy
@@ -27,7 +27,7 @@ from ._result import GradientResult
 
 
 def filter_grad(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
@@ -100,7 +100,7 @@ def filter_grad(
 
 
 def filter_value_and_grad(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
@@ -141,7 +141,7 @@ def filter_value_and_grad(
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
     argnums: int | tuple[int, ...] = 0,
     *,
@@ -177,7 +177,7 @@ def grad(
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
     argnums: int | tuple[int, ...] = 0,
     *,
@@ -209,11 +209,11 @@ def value_and_grad(
 
 
 def calculate_scaled_grad(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """The scaled loss and its scaled gradient, for training loops of one's own.
 
     Nothing is unscaled, checked or adjusted: sum such gradients over micro-batches,
@@ -237,7 +237,7 @@ def calculate_scaled_grad(
     build = problem_builder(call, func, (0,), options)
 
     @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         args, kwargs = dequantize_weights((args, kwargs))
         problem = build(len(args))
         check_call(problem, scaling, args, kwargs, options)
@@ -259,7 +259,7 @@ def calculate_scaled_grad(
 
 def gradient_function(
     call: str,
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
     argnums: int | tuple[int, ...] | None,
     with_value: bool,
@@ -274,7 +274,7 @@ def gradient_function(
     refuse_retries(options.retries, call)
 
     @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> GradientResult:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> GradientResult:
         args, kwargs = dequantize_weights((args, kwargs))
         problem = build(len(args))
         if argnums is not None:

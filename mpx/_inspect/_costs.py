@@ -37,9 +37,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn
 
 from .._jax_compat import open_jaxpr
-from .._program import Flops, count, lengths, properties
+from .._program import Flops, aval_of, count, lengths, properties
+from .._typing import Aval
 
 
 def bits_of(dtype: Any) -> int:
@@ -54,31 +56,31 @@ def bits_of(dtype: Any) -> int:
     return 8 * dtype.itemsize
 
 
-def bytes_of(aval: Any) -> int:
+def bytes_of(aval: Aval) -> int:
     """The bytes of an array of a type; 0 for tokens and whatever is no array."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
     return math.ceil(count(aval.shape) * bits_of(aval.dtype) / 8)
 
 
-def bytes_moved(equation: Any) -> int:
+def bytes_moved(equation: JaxprEqn) -> int:
     """The bytes that an equation reads and writes when it runs once."""
     name = equation.primitive.name
     known = properties(name)
     if known.is_free:
         return 0
-    operands = [v.aval for v in equation.invars]
-    writes = sum(bytes_of(v.aval) for v in equation.outvars)
+    operands = [aval_of(v) for v in equation.invars]
+    writes = sum(bytes_of(aval_of(v)) for v in equation.outvars)
     if known.reads_part:
         return 2 * writes + sum(map(bytes_of, operands[1:]))
     if known.writes_part:
         update = operands[1 if name == "dynamic_update_slice" else 2]
         return sum(map(bytes_of, operands[1:])) + 2 * bytes_of(update)
-    reads = {id(v): bytes_of(v.aval) for v in equation.invars}  # x * x reads x once
+    reads = {id(v): bytes_of(aval_of(v)) for v in equation.invars}  # x * x reads x once
     return sum(reads.values()) + writes
 
 
-def flops(equation: Any) -> int | None:
+def flops(equation: JaxprEqn) -> int | None:
     """The floating-point operations of an equation that runs once.
 
     Args:
@@ -91,9 +93,9 @@ def flops(equation: Any) -> int | None:
     return None if rule is None else rule(_with_lengths(equation))
 
 
-def _with_lengths(equation: Any) -> Any:
+def _with_lengths(equation: JaxprEqn) -> Any:
     """An equation, or one like it whose shapes are numbers (`mpx._program.lengths`)."""
-    avals = [v.aval for v in (*equation.invars, *equation.outvars)]
+    avals = [aval_of(v) for v in (*equation.invars, *equation.outvars)]
     shapes = [getattr(aval, "shape", ()) for aval in avals]
     if all(isinstance(n, int) for shape in shapes for n in shape):
         return equation
@@ -110,71 +112,71 @@ def _with_lengths(equation: Any) -> Any:
     )
 
 
-def _floats(aval: Any) -> int:
+def _floats(aval: Aval) -> int:
     """What one operation on an element counts: 0 for integers, 2 for complex."""
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):
         return 2
     return int(jnp.issubdtype(aval.dtype, jnp.floating))
 
 
-def _size(aval: Any) -> int:
+def _size(aval: Aval) -> int:
     return math.prod(aval.shape)
 
 
-def _elementwise(equation: Any) -> int:
-    result = equation.outvars[0].aval
-    weight = max(_floats(v.aval) for v in (*equation.invars, *equation.outvars))
+def _elementwise(equation: JaxprEqn) -> int:
+    result = aval_of(equation.outvars[0])
+    weight = max(_floats(aval_of(v)) for v in (*equation.invars, *equation.outvars))
     is_product = equation.primitive.name in ("mul", "div", "integer_pow", "square")
     return _size(result) * (2 * weight if weight == 2 and is_product else weight)
 
 
-def _reduction(equation: Any) -> int:
+def _reduction(equation: JaxprEqn) -> int:
     # `reduce` takes pairs of operand and initial value.
-    operand, result = equation.invars[0].aval, equation.outvars[0].aval
+    operand, result = aval_of(equation.invars[0]), aval_of(equation.outvars[0])
     return (_size(operand) - _size(result)) * _floats(operand)
 
 
-def _per_operand_element(equation: Any) -> int:
-    avals = [v.aval for v in equation.invars]
+def _per_operand_element(equation: JaxprEqn) -> int:
+    avals = [aval_of(v) for v in equation.invars]
     return sum(_size(aval) * _floats(aval) for aval in avals)
 
 
-def _scatter(equation: Any) -> int:
-    updates = equation.invars[2].aval
+def _scatter(equation: JaxprEqn) -> int:
+    updates = aval_of(equation.invars[2])
     return _size(updates) * _floats(updates)
 
 
-def _window(equation: Any) -> int:
-    result = equation.outvars[0].aval
+def _window(equation: JaxprEqn) -> int:
+    result = aval_of(equation.outvars[0])
     window = math.prod(equation.params["window_dimensions"])
     return _size(result) * (window - 1) * _floats(result)
 
 
-def _select_and_scatter(equation: Any) -> int:
+def _select_and_scatter(equation: JaxprEqn) -> int:
     # For each element of the source, the window is searched and one sum is made.
-    source = equation.invars[0].aval
+    source = aval_of(equation.invars[0])
     window = math.prod(equation.params["window_dimensions"])
     return _size(source) * window * _floats(source)
 
 
-def _select_and_gather(equation: Any) -> int:
-    result = equation.outvars[0].aval
+def _select_and_gather(equation: JaxprEqn) -> int:
+    result = aval_of(equation.outvars[0])
     window = math.prod(equation.params["window_dimensions"])
     return _size(result) * (window - 1) * _floats(result)
 
 
-def _sort(equation: Any) -> int:
-    operand = equation.invars[0].aval
+def _sort(equation: JaxprEqn) -> int:
+    operand = aval_of(equation.invars[0])
     length = operand.shape[equation.params["dimension"]]
     return _size(operand) * max(length - 1, 0).bit_length() * _floats(operand)
 
 
-def _fma(*avals: Any) -> int:
+def _fma(*avals: Aval) -> int:
     """One multiplication and one addition, of real or complex numbers."""
     return 2 if all(_floats(aval) == 1 for aval in avals) else 8
 
 
-def _dot_general(equation: Any) -> int:
+def _dot_general(equation: JaxprEqn) -> int:
     lhs, rhs, result = _matrices(equation)
     (contracting, _), _ = equation.params["dimension_numbers"]
     if not _floats(result):
@@ -183,45 +185,45 @@ def _dot_general(equation: Any) -> int:
     return _fma(lhs, rhs) * _size(result) * length
 
 
-def _ragged_dot(equation: Any) -> int:
+def _ragged_dot(equation: JaxprEqn) -> int:
     lhs, rhs, result = _matrices(equation)
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
     length = math.prod(lhs.shape[i] for i in contracting)
     # Where the sum is ragged, each group has a result of its own for a part of it.
     ragged = set(numbers.lhs_ragged_dimensions) & set(contracting)
-    groups = equation.invars[2].aval.shape[-1] if ragged else 1
+    groups = aval_of(equation.invars[2]).shape[-1] if ragged else 1
     return _fma(lhs, rhs) * _size(result) // groups * length
 
 
-def _last_axis_product(equation: Any) -> int:
+def _last_axis_product(equation: JaxprEqn) -> int:
     lhs, rhs, result = _matrices(equation)
     return _fma(lhs, rhs) * _size(result) * lhs.shape[-1]
 
 
-def _matrices(equation: Any) -> tuple[Any, Any, Any]:
-    lhs, rhs = (v.aval for v in equation.invars[:2])
-    return lhs, rhs, equation.outvars[0].aval
+def _matrices(equation: JaxprEqn) -> tuple[Aval, Aval, Aval]:
+    lhs, rhs = (aval_of(v) for v in equation.invars[:2])
+    return lhs, rhs, aval_of(equation.outvars[0])
 
 
-def _attention(equation: Any, products: int) -> int:
-    query, key = (v.aval for v in equation.invars[:2])
+def _attention(equation: JaxprEqn, products: int) -> int:
+    query, key = (aval_of(v) for v in equation.invars[:2])
     # The layout says whether heads stand before or behind the sequence.
     keys = key.shape[2 if equation.params["layout"] else 1]
     return 2 * products * _size(query) * keys
 
 
-def _attention_forward(equation: Any) -> int:
+def _attention_forward(equation: JaxprEqn) -> int:
     """The scores, and what they select."""
     return _attention(equation, 2)
 
 
-def _attention_backward(equation: Any) -> int:
+def _attention_backward(equation: JaxprEqn) -> int:
     """The scores again, and a gradient of each of four factors."""
     return _attention(equation, 5)
 
 
-def _convolution(equation: Any) -> int:
+def _convolution(equation: JaxprEqn) -> int:
     params = equation.params
     lhs, rhs, result = _matrices(equation)
     if not _floats(result):
@@ -262,8 +264,8 @@ def _meetings(
     return int(there.sum())
 
 
-def _fft(equation: Any) -> int:
-    operand, result = equation.invars[0].aval, equation.outvars[0].aval
+def _fft(equation: JaxprEqn) -> int:
+    operand, result = aval_of(equation.invars[0]), aval_of(equation.outvars[0])
     sides = equation.params["fft_lengths"]
     points = math.prod(sides)
     batch = _size(operand) // math.prod(operand.shape[-len(sides) :] or (1,))
@@ -272,43 +274,43 @@ def _fft(equation: Any) -> int:
     return round(whole / 2 if is_real else whole)
 
 
-def _matrix_sizes(equation: Any) -> tuple[int, int, int]:
+def _matrix_sizes(equation: JaxprEqn) -> tuple[int, int, int]:
     """Batch (complex matrices count as four), rows and columns of the operand."""
-    aval = equation.invars[0].aval
+    aval = aval_of(equation.invars[0])
     *batch, m, n = aval.shape
     return math.prod(batch) * (4 if _floats(aval) == 2 else 1), m, n
 
 
-def _cholesky(equation: Any) -> int:
+def _cholesky(equation: JaxprEqn) -> int:
     batch, n, _ = _matrix_sizes(equation)
     return round(batch * n**3 / 3)
 
 
-def _lu(equation: Any) -> int:
+def _lu(equation: JaxprEqn) -> int:
     batch, m, n = _matrix_sizes(equation)
     k = min(m, n)
     return round(batch * (2 * m * n * k - (m + n) * k**2 + 2 * k**3 / 3))
 
 
-def _reflectors(equation: Any) -> int:
+def _reflectors(equation: JaxprEqn) -> int:
     """QR as reflectors, or the product of such reflectors."""
     batch, m, n = _matrix_sizes(equation)
     k = min(m, n)
     return round(batch * 2 * k**2 * (max(m, n) - k / 3))
 
 
-def _qr(equation: Any) -> int:
+def _qr(equation: JaxprEqn) -> int:
     return 2 * _reflectors(equation)
 
 
-def _triangular_solve(equation: Any) -> int:
+def _triangular_solve(equation: JaxprEqn) -> int:
     batch, n, _ = _matrix_sizes(equation)
-    right = equation.invars[1].aval
+    right = aval_of(equation.invars[1])
     columns = right.shape[-1] if equation.params["left_side"] else right.shape[-2]
     return batch * n**2 * columns
 
 
-def _pallas(equation: Any) -> int | None:
+def _pallas(equation: JaxprEqn) -> int | None:
     """What the kernel's author says, or else what its instructions add up to."""
     estimate = equation.params.get("cost_estimate")
     if estimate is not None:
@@ -324,11 +326,11 @@ def _pallas(equation: Any) -> int | None:
     return math.prod(grid) * sum(one or 0 for one in counts)
 
 
-def _nothing(equation: Any) -> int:
+def _nothing(equation: JaxprEqn) -> int:
     return 0
 
 
-_COUNTS: dict[Flops, Callable[[Any], int | None]] = {
+_COUNTS: dict[Flops, Callable[[JaxprEqn], int | None]] = {
     Flops.ZERO: _nothing,
     Flops.ELEMENTWISE: _elementwise,
     Flops.REDUCTION: _reduction,

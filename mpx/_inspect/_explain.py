@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
+from jaxtyping import PyTree
 
 from .._autocast import (
     AmbientRecipe,
@@ -32,12 +33,13 @@ from .._program import (
     Flops,
     PrimitiveClass,
     Visit,
+    aval_of,
     avals,
     class_of,
     properties,
     walk,
 )
-from .._typing import DTypeLike
+from .._typing import Aval, DTypeLike
 from ._costs import bytes_moved, flops
 from ._facts import (
     Fact,
@@ -59,7 +61,7 @@ _CALL = "`mpx.explain`"
 
 
 def explain(
-    func: Callable[..., Any],
+    func: Callable[..., PyTree],
     dtype: DTypeLike | None = None,
     *,
     weights: int | str | tuple[int | str, ...] | None = None,
@@ -119,7 +121,7 @@ def explain(
         func = autocast(func, dtype, weights=said, **options)
     inside, wrap = unwrapped(func)
 
-    def report(*args: Any, **kwargs: Any) -> Report:
+    def report(*args: PyTree, **kwargs: PyTree) -> Report:
         positions = weights_in_call(inside, said, args, kwargs, _CALL)
         with taking_notes() as unused_rules, first_step():
             try:
@@ -139,7 +141,7 @@ def explain(
     return report
 
 
-def _name(func: Any) -> str:
+def _name(func: object) -> str:
     return getattr(func, "__name__", None) or type(func).__name__
 
 
@@ -166,7 +168,7 @@ def _operations(
 ) -> tuple[list[Visit[Fact]], tuple[Operation, ...]]:
     flow = Facts()
     inputs = [
-        _input_fact(path, is_weight, variable.aval)
+        _input_fact(path, is_weight, aval_of(variable))
         for path, is_weight, variable in zip(
             traced.paths, traced.is_weight, traced.jaxpr.jaxpr.invars, strict=True
         )
@@ -239,7 +241,7 @@ def _fused(visit: Visit[Fact]) -> FusedOperation | None:
     return next((operation for operation in reversed(found) if operation), None)
 
 
-def _input_fact(path: str, is_weight: bool, aval: Any) -> Fact:
+def _input_fact(path: str, is_weight: bool, aval: Aval) -> Fact:
     origin = Origin(OriginKind.INPUT, f"`{path}`, which is {aval.dtype}")
     return Fact((path,) if is_weight else None, origin)
 
@@ -268,8 +270,8 @@ def _operation(
         function=function_path(frames),
         phase=phase(entries),
         inside=place.inside,
-        inputs=tuple(_type(v.aval) for v in equation.invars),
-        outputs=tuple(_type(v.aval) for v in equation.outvars),
+        inputs=tuple(_type(aval_of(v)) for v in equation.invars),
+        outputs=tuple(_type(aval_of(v)) for v in equation.outvars),
         precision=precision,
         rule=rule,
         reason=reason,
@@ -285,7 +287,7 @@ def _operation(
     )
 
 
-def _type(aval: Any) -> str:
+def _type(aval: Aval) -> str:
     if hasattr(aval, "shape") and hasattr(aval, "dtype"):
         return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
     return str(aval)
@@ -327,14 +329,14 @@ def _precision_of_product(equation: JaxprEqn) -> str | None:
 def _hides_a_program(equation: JaxprEqn) -> bool:
     """Whether numbers go into a program of which nothing is known."""
     return properties(equation.primitive.name).hides_a_program and any(
-        jnp.issubdtype(getattr(v.aval, "dtype", bool), jnp.floating)
+        jnp.issubdtype(getattr(aval_of(v), "dtype", bool), jnp.floating)
         for v in equation.invars
     )
 
 
 def _uses_half(equation: JaxprEqn) -> bool:
     return any(
-        str(getattr(v.aval, "dtype", "")) in HALF
+        str(getattr(aval_of(v), "dtype", "")) in HALF
         for v in (*equation.invars, *equation.outvars)
     )
 
@@ -397,7 +399,7 @@ def _origins(equation: JaxprEqn, facts: Sequence[Fact]) -> list[Origin]:
     found = [
         fact.origin
         for fact, variable in zip(facts, equation.invars, strict=True)
-        if jnp.issubdtype(getattr(variable.aval, "dtype", bool), jnp.inexact)
+        if jnp.issubdtype(getattr(aval_of(variable), "dtype", bool), jnp.inexact)
     ]
     strong = [origin for origin in found if origin.kind is not OriginKind.CONSTANT]
     return strong or found

@@ -17,13 +17,16 @@ from jax.extend.core import JaxprEqn
 
 from .._program import (
     Flow,
+    Frame,
     PrimitiveClass,
     Span,
+    aval_of,
     avals,
     properties,
     source_frames,
     source_span,
 )
+from .._typing import Aval
 from ._report import HALF
 from ._source_text import line_text
 
@@ -74,7 +77,7 @@ class Facts(Flow[Fact]):
         """Starts without promotions."""
         self.promotions: set[int] = set()
 
-    def constant(self, value: Any) -> Fact:
+    def constant(self, value: object) -> Fact:
         """A constant is no weight, and no data either."""
         return CONSTANT
 
@@ -93,7 +96,7 @@ class Facts(Flow[Fact]):
         if promoted is not None:
             self.promotions.add(promoted.cast.equation)
         return [
-            Fact(paths, _origin(equation, facts, promoted, v.aval))
+            Fact(paths, _origin(equation, facts, promoted, aval_of(v)))
             for paths, v in zip(parameters, equation.outvars, strict=True)
         ]
 
@@ -123,8 +126,8 @@ def promotion(equation: JaxprEqn, facts: Sequence[Fact]) -> Promotion | None:
         # Functions of JAX that compute in float32 inside have the span of their call.
         is_other = fact.origin.span != span
         # A Python number has no dtype to promote to.
-        is_weak = getattr(variable.aval, "weak_type", False)
-        if is_other and not is_weak and _is_wide(variable.aval):
+        is_weak = getattr(aval_of(variable), "weak_type", False)
+        if is_other and not is_weak and _is_wide(aval_of(variable)):
             return Promotion(casts[0], fact.origin)
     return None
 
@@ -147,7 +150,7 @@ def _is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def _is_wide(aval: Any) -> bool:
+def _is_wide(aval: Aval) -> bool:
     return _is_float(aval.dtype) and aval.dtype.itemsize > 2
 
 
@@ -174,7 +177,7 @@ def _union(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _origin(
-    equation: JaxprEqn, facts: Sequence[Fact], promoted: Promotion | None, aval: Any
+    equation: JaxprEqn, facts: Sequence[Fact], promoted: Promotion | None, aval: Aval
 ) -> Origin:
     if is_float_cast(equation):
         frames = source_frames(equation)
@@ -196,7 +199,7 @@ def _origin(
     same = [
         fact.origin
         for fact, variable in zip(facts, equation.invars, strict=True)
-        if getattr(variable.aval, "dtype", None) == dtype
+        if getattr(aval_of(variable), "dtype", None) == dtype
     ]
     if not properties(equation.primitive.name).moves:
         same = [dataclasses.replace(origin, is_fresh=False) for origin in same]
@@ -211,6 +214,6 @@ def _origin(
     return Origin(OriginKind.OPERATION, f"made by {name}{_at(source_frames(equation))}")
 
 
-def _at(frames: Sequence[Any]) -> str:
+def _at(frames: Sequence[Frame]) -> str:
     line = line_text(frames)  # none where mpx itself casts
     return f" at {line}" if line else ""

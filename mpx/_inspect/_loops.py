@@ -6,13 +6,14 @@ the error is computed with products in half precision in each iteration: they ar
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
-from .._program import Flow, distinct_equations, properties, walk_inside
+from .._program import Flow, aval_of, distinct_equations, properties, walk_inside
+from .._typing import Aval, Program
 from ._report import HALF
 
 
@@ -32,7 +33,7 @@ _NOTHING = _Fact()
 
 
 def deciding_comparisons(
-    jaxpr: Any, precision_of_product: Callable[[Any], str | None]
+    jaxpr: Program, precision_of_product: Callable[[JaxprEqn], str | None]
 ) -> frozenset[int]:
     """The comparisons by which loops end, of numbers that products in them round.
 
@@ -57,13 +58,13 @@ class _Rounding(Flow[_Fact]):
     """Follows numbers from products in one loop to its condition."""
 
     def __init__(
-        self, loop: Any, precision_of_product: Callable[[Any], str | None]
+        self, loop: object, precision_of_product: Callable[[JaxprEqn], str | None]
     ) -> None:
         self.deciding: frozenset[int] = frozenset()
         self._loop = loop
         self._precision_of_product = precision_of_product
 
-    def constant(self, value: Any) -> _Fact:
+    def constant(self, value: object) -> _Fact:
         """A constant depends on nothing."""
         return _NOTHING
 
@@ -79,7 +80,7 @@ class _Rounding(Flow[_Fact]):
         if is_rounded and properties(equation.primitive.name).orders:
             tests |= {id(equation)}
         number, other = _Fact(is_rounded), _Fact(False, tests)
-        return [number if _is_float(v.aval) else other for v in equation.outvars]
+        return [number if _is_float(aval_of(v)) else other for v in equation.outvars]
 
     def leave(self, equation: JaxprEqn, role: str, results: Sequence[_Fact]) -> None:
         """What the condition of the loop depends on decides when it ends."""
@@ -87,5 +88,5 @@ class _Rounding(Flow[_Fact]):
             self.deciding |= results[0].tests
 
 
-def _is_float(aval: Any) -> bool:
+def _is_float(aval: Aval) -> bool:
     return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)

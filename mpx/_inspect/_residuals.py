@@ -9,25 +9,26 @@ accumulation are one program, run again and again) the largest counts.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend import core
+from jax.extend.core import Var
 
 from .._jax_compat import open_jaxpr
-from .._program import ScopeEntry, SubJaxpr, scopes, sub_jaxprs
+from .._program import ScopeEntry, SubJaxpr, aval_of, scopes, sub_jaxprs
+from .._typing import Program
 from ._costs import bytes_of
 from ._source_text import phase
 
 
-def residual_bytes(jaxpr: Any) -> int | None:
+def residual_bytes(jaxpr: Program) -> int | None:
     """The bytes that a program keeps for its backward pass; None if it has none."""
     found = _crossing(open_jaxpr(jaxpr))
     return found
 
 
-def _crossing(jaxpr: Any) -> int | None:
-    made: set[Any] = set()
-    kept: set[Any] = set()
+def _crossing(jaxpr: Program) -> int | None:
+    made: set[Var] = set()
+    kept: set[Var] = set()
     inside: list[int] = []
     has_backward = False
     for equation in jaxpr.eqns:
@@ -39,7 +40,7 @@ def _crossing(jaxpr: Any) -> int | None:
             inside += _inside(sub_jaxprs(equation))
     if not has_backward and not inside:
         return None
-    own = sum(bytes_of(v.aval) for v in made & kept)
+    own = sum(bytes_of(aval_of(v)) for v in made & kept)
     return own + max(inside, default=0)
 
 

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from .._errors import describe
 from .._named_like import named_like
@@ -19,7 +22,7 @@ from .._tree import path_text
 class Traced:
     """A call as a program."""
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     paths: tuple[str, ...]
     """For each input, where it is: `layers[0].weight`, `args[1]['image']`."""
     is_weight: tuple[bool, ...]
@@ -29,7 +32,7 @@ class Traced:
     inputs: tuple[Any, ...]
 
 
-def _is_input(leaf: Any) -> bool:
+def _is_input(leaf: object) -> bool:
     """Whether a leaf becomes an input of the program."""
     # Not numpy's objects, strings and dates.
     is_of_numpy = isinstance(leaf, np.ndarray | np.generic)
@@ -37,10 +40,10 @@ def _is_input(leaf: Any) -> bool:
 
 
 def trace(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Any,
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: PyTree,
+    wrap: Callable[[Callable[..., PyTree]], Callable[..., PyTree]],
     weights: tuple[int | str, ...],
 ) -> Traced:
     """Traces a call with abstract values.
@@ -51,7 +54,7 @@ def trace(
     """
     has_own = any(_is_input(leaf) for leaf in jax.tree.leaves(func))
 
-    def called(own: Any, args: Any, kwargs: Any) -> Any:
+    def called(own: Any, args: PyTree, kwargs: PyTree) -> PyTree:
         return wrap(own if has_own else func)(*args, **kwargs)
 
     call = Call(func if has_own else None, args, kwargs, _is_input, called)
@@ -71,7 +74,7 @@ def trace(
     )
 
 
-def trace_gradient(traced: Traced) -> Any:
+def trace_gradient(traced: Traced) -> ClosedJaxpr:
     """The program that computes the result of a traced call and its gradient.
 
     Of the weights, or of all inputs where there is no floating weight.
@@ -81,8 +84,8 @@ def trace_gradient(traced: Traced) -> Any:
     if not any(chosen):
         chosen = is_float
 
-    def gradient(*arrays: Any) -> Any:
-        def loss(*weights: Any) -> list[Any]:
+    def gradient(*arrays: object) -> PyTree:
+        def loss(*weights: object) -> list[Any]:
             remaining = iter(weights)
             full = [
                 next(remaining) if c else x for c, x in zip(chosen, arrays, strict=True)
@@ -97,7 +100,7 @@ def trace_gradient(traced: Traced) -> Any:
     return jax.make_jaxpr(gradient)(*traced.inputs)
 
 
-def _name(path: Any, weights: tuple[int | str, ...]) -> tuple[str, bool]:
+def _name(path: KeyPath, weights: tuple[int | str, ...]) -> tuple[str, bool]:
     """Where an input is, and whether it is a weight."""
     root, rest = path[0].idx, path[1:]
     if root == 0:

@@ -40,7 +40,7 @@ def unscaled_gradient(visits: Sequence[Visit[Any]]) -> int | None:
 
 def _computes_in_float16(equation: JaxprEqn) -> bool:
     atoms = (*equation.invars, *equation.outvars)
-    return any(getattr(atom.aval, "dtype", None) == _FLOAT16 for atom in atoms)
+    return any(getattr(aval_of(atom), "dtype", None) == _FLOAT16 for atom in atoms)
 
 
 def _multiplies_by_a_scale(equation: JaxprEqn) -> bool:

@@ -304,7 +304,7 @@ def map_numbers(func: Callable[[Any], Any], tree: PyTree, method: str) -> PyTree
     The results of the gradient functions hold one; their gradients are unscaled.
     """
 
-    def apply(leaf: Any) -> Any:
+    def apply(leaf: object) -> PyTree:
         if not isinstance(leaf, AbstractLossScaling):
             return func(leaf)
         raise TypeError(
@@ -325,7 +325,7 @@ def to_full(leaf: Any) -> Any:
     return cast_leaf(leaf, full_precision_of(leaf.dtype))
 
 
-def _multiply(leaf: Any, scale: Filled) -> Any:
+def _multiply(leaf: object, scale: Filled) -> Any:
     if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic):
         leaf = jnp.asarray(leaf)
     if not is_inexact_leaf(leaf):

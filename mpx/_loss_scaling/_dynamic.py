@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float32, Int32
 
-from .._typing import BoolLike, FloatScalar, ScalarLike
+from .._typing import BoolLike, BoolScalar, FloatScalar, ScalarLike
 from ._arguments import (
     LARGEST_SCALE,
     above_one,
@@ -220,7 +220,12 @@ class DynamicLossScaling(AbstractLossScaling):
 
 # Jitted, so that its two dozen scalar operations are traced once and not in each step.
 @jax.jit
-def _adjusted(scaling: Any, finite: Any, places_finite: Any, loss_finite: Any) -> Any:
+def _adjusted(
+    scaling: Any,
+    finite: BoolScalar,
+    places_finite: Array | None,
+    loss_finite: BoolScalar | None,
+) -> Any:
     # `select` and not `jnp.where`, which is a function of its own to be traced.
     select, zero = jax.lax.select, jnp.zeros((), jnp.int32)
     tolerance = scaling.hysteresis - 1

@@ -1,7 +1,8 @@
 """`scaled`: a function whose result is multiplied by the scale."""
 
 from collections.abc import Callable
-from typing import Any
+
+from jaxtyping import PyTree
 
 from .._errors import describe
 from .._wraps import wraps
@@ -9,8 +10,8 @@ from ._base import AbstractLossScaling
 
 
 def scaled(
-    func: Callable[..., Any], scaling: AbstractLossScaling, has_aux: bool = False
-) -> Callable[..., Any]:
+    func: Callable[..., PyTree], scaling: AbstractLossScaling, has_aux: bool = False
+) -> Callable[..., PyTree]:
     """Makes a function whose result is multiplied by the scale.
 
     Args:
@@ -43,7 +44,7 @@ def scaled(
         )
 
     @wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if not has_aux:
             return scaling.scale(func(*args, **kwargs))
         result = func(*args, **kwargs)

@@ -24,7 +24,7 @@ _PUBLISHED_KIND = "DynamicLossScaling"
 _PUBLISHED = {"loss_scaling", "min_loss_scaling", "counter", "factor", "period"}
 
 
-def write(scaling: Any) -> dict[str, Any]:
+def write(scaling: object) -> dict[str, Any]:
     """The fields of a loss scaling by name, with its kind and the version."""
     return _written(scaling, _fields(scaling))
 
@@ -34,7 +34,7 @@ def write_record(record: StepRecord) -> dict[str, Any]:
     return _written(record, _own_fields(record))
 
 
-def _written(state: Any, fields: dict[str, Any]) -> dict[str, Any]:
+def _written(state: object, fields: dict[str, Any]) -> dict[str, Any]:
     arrays = {k: v if isinstance(v, bool) else np.asarray(v) for k, v in fields.items()}
     return {"kind": type(state).__name__, "version": VERSION, **arrays}
 
@@ -60,7 +60,7 @@ def read(cls: Any, state: Mapping[str, Any]) -> Any:
     return scaling
 
 
-def read_record(state: Any, call: str) -> StepRecord:
+def read_record(state: object, call: str) -> StepRecord:
     """Rebuilds a record from what `write_record` returned; `call` is for errors."""
     if not isinstance(state, Mapping):
         raise TypeError(f"{call} needs the state of a `mpx.StepRecord`; got {state!r}.")
@@ -105,7 +105,7 @@ def _own_fields(module: Any) -> dict[str, Any]:
     return {f.name: getattr(module, f.name) for f in dataclasses.fields(module)}
 
 
-def _fields(scaling: Any) -> dict[str, Any]:
+def _fields(scaling: object) -> dict[str, Any]:
     fields = _own_fields(scaling)
     record = _own_fields(fields.pop("record"))
     return fields | {_PREFIX + name: value for name, value in record.items()}
@@ -122,7 +122,7 @@ def _stack(value: Any, like: Any) -> tuple[int, ...]:
     return value.shape[: value.ndim - like.ndim]
 
 
-def _value(value: Any, like: Any, name: str, call: str) -> Any:
+def _value(value: object, like: Any, name: str, call: str) -> Any:
     array = np.asarray(value)
     if isinstance(like, bool):
         if array.dtype != bool or array.shape != ():

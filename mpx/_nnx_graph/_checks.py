@@ -40,7 +40,7 @@ class Checks:
         self.outside: str | None = None
         self.seen: dict[int, tuple[bool, str, Any]] = {}
 
-    def check(self, node: Any, predicate: Any, name: str) -> None:
+    def check(self, node: object, predicate: Any, name: str) -> None:
         """Looks at every Variable of an object."""
         from flax import nnx
 
@@ -106,7 +106,7 @@ def with_form_of(slot: Slot, value: Any, call: str) -> Any:
     return jnp.asarray(value)
 
 
-def refuse_method(func: Any, call: str) -> None:
+def refuse_method(func: object, call: str) -> None:
     """Raises where the model would not be an argument."""
     from flax import nnx
 
@@ -121,7 +121,7 @@ def refuse_method(func: Any, call: str) -> None:
             )
 
 
-def refuse_weights(arg: Any, position: int, call: str) -> None:
+def refuse_weights(arg: object, position: int, call: str) -> None:
     """Raises for Variables that cannot be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(
         arg, is_leaf=lambda node: isinstance(node, NamedLeaves)

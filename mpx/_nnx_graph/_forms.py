@@ -4,18 +4,20 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 # The groups of leaves; the last are no arrays and stay what they are.
 WEIGHT, FIXED, STATE, STATIC = "weight", "fixed", "state", "static"
 
 
-def is_nnx_object(node: Any) -> bool:
+def is_nnx_object(node: object) -> bool:
     """Whether a node is an NNX object that has to be taken apart."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.Pytree | nnx.Variable)
 
 
-def is_nnx_module(node: Any) -> bool:
+def is_nnx_module(node: object) -> bool:
     """Whether a node is an NNX object that changes in place, and no state of one."""
     nnx = sys.modules.get("flax.nnx")
     kinds = () if nnx is None else (nnx.Module, nnx.Optimizer, nnx.Rngs)
@@ -78,14 +80,14 @@ class Changed(NamedTuple):
     origins: list[Origin]
 
 
-def has_nnx_objects(tree: Any) -> bool:
+def has_nnx_objects(tree: PyTree) -> bool:
     """Whether there is an NNX object in a tree."""
     if "flax.nnx" not in sys.modules:
         return False
     return any(map(is_nnx_object, jax.tree.leaves(tree, is_leaf=is_nnx_object)))
 
 
-def place_text(path: Any) -> str:
+def place_text(path: KeyPath) -> str:
     """Writes a path into NNX's state as one into the object: `.layers[0].kernel`."""
     *keys, last = path or (None,)
     text = "".join(key_text(getattr(key, "key", key)) for key in keys)
@@ -94,7 +96,7 @@ def place_text(path: Any) -> str:
     return text + key_text(getattr(last, "key", last))
 
 
-def key_text(key: Any) -> str:
+def key_text(key: object) -> str:
     if isinstance(key, str):
         return f".{key}" if key.isidentifier() else f"[{key!r}]"
     return f"[{key}]" if isinstance(key, int) else str(key)

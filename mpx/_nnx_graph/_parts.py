@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from .._tree import ModelState, NamedLeaves, select_tree
 from .._typing import BoolScalar
@@ -34,7 +35,7 @@ _CONTEXT = "mpx"
 
 @contextlib.contextmanager
 def taken_apart(
-    call: str, args: Any, kwargs: Any, wanted: Mapping[int, Any] | None = None
+    call: str, args: PyTree, kwargs: PyTree, wanted: Mapping[int, Any] | None = None
 ) -> Iterator["Parts"]:
     """Takes the NNX objects of a call apart; within the context they may be called.
 
@@ -53,12 +54,12 @@ def taken_apart(
 
 
 def call_with_objects(
-    transformed: Callable[..., Any],
+    transformed: Callable[..., PyTree],
     call: str,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Any,
-) -> Any:
+    func: Callable[..., PyTree],
+    args: Sequence[PyTree],
+    kwargs: PyTree,
+) -> PyTree:
     """Calls a function of NNX objects, which change as it says, in a transform of JAX.
 
     Args:
@@ -72,7 +73,7 @@ def call_with_objects(
     """
     with taken_apart(call, args, kwargs) as parts:
 
-        def pure(*full: Any, **kwargs: Any) -> Any:
+        def pure(*full: PyTree, **kwargs: PyTree) -> PyTree:
             *args, state = full
             return parts.call(func, args, kwargs, parts.fixed, state)
 
@@ -92,7 +93,7 @@ class Parts:
     """
 
     def __init__(
-        self, call: str, args: Any, kwargs: Any, wanted: Mapping[int, Any] | None
+        self, call: str, args: PyTree, kwargs: PyTree, wanted: Mapping[int, Any] | None
     ) -> None:
         from flax import nnx
 
@@ -153,9 +154,9 @@ class Parts:
 
     def call(
         self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Any,
+        func: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        kwargs: PyTree,
         fixed: NamedLeaves,
         state: ModelState,
         keeps_form: bool = False,
@@ -201,19 +202,23 @@ class Parts:
 
     def evaluate(
         self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Any,
+        func: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        kwargs: PyTree,
         fixed: NamedLeaves,
         state: ModelState,
-    ) -> Any:
+    ) -> PyTree:
         """Calls a function as `call` does, and forgets what it changed."""
         objects, _ = self._merged(args, kwargs, fixed, state)
         args, kwargs = _filled((tuple(args), kwargs), objects)
         return func(*args, **kwargs)
 
     def _merged(
-        self, args: Sequence[Any], kwargs: Any, fixed: NamedLeaves, state: ModelState
+        self,
+        args: Sequence[PyTree],
+        kwargs: PyTree,
+        fixed: NamedLeaves,
+        state: ModelState,
     ) -> tuple[list[Any], list[Any]]:
         """All objects, and what each was given by path."""
         from flax import nnx
@@ -285,11 +290,11 @@ class Parts:
 
     def write_back(
         self,
-        result: Any,
+        result: PyTree,
         state: ModelState,
         others: Sequence[Any],
         finite: BoolScalar | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Puts new values into the objects that came in.
 
         Args:
@@ -333,10 +338,10 @@ class Parts:
             ]
         return _filled(result, [*came_in, *objects])
 
-    def gradients(self, grads: Any) -> Any:
+    def gradients(self, grads: PyTree) -> PyTree:
         """Gradients with NNX's states in the place of objects, as `nnx.grad` has it."""
 
-        def states(node: Any) -> Any:
+        def states(node: object) -> PyTree:
             if not isinstance(node, NamedLeaves):
                 return node
             return jax.tree.unflatten(self._objects[node.label].forms[0], node.leaves)
@@ -355,26 +360,26 @@ def _predicate(node: Any, wanted: Any) -> Callable[[Any, Any], bool]:
     return nnx.Everything() if isinstance(node, nnx.Variable) else nnx.Any(wanted)
 
 
-def _is_fixed(path: Any, value: Any) -> bool:
+def _is_fixed(path: object, value: object) -> bool:
     from flax import nnx
 
     del path
     return isinstance(value, nnx.Param) or not isinstance(value, nnx.Variable)
 
 
-def _is_named(node: Any) -> bool:
+def _is_named(node: object) -> bool:
     return isinstance(node, NamedLeaves)
 
 
-def _by_label(args: Any, kwargs: Any) -> dict[int, Sequence[Any]]:
+def _by_label(args: PyTree, kwargs: PyTree) -> dict[int, Sequence[Any]]:
     nodes = jax.tree.leaves((tuple(args), kwargs), is_leaf=_is_named)
     return {node.label: node.leaves for node in nodes if _is_named(node)}
 
 
-def _filled(tree: Any, objects: Sequence[Any]) -> Any:
+def _filled(tree: PyTree, objects: Sequence[Any]) -> PyTree:
     """A tree with objects in the place of `NamedLeaves`."""
 
-    def fill(node: Any) -> Any:
+    def fill(node: object) -> PyTree:
         return objects[node.label] if isinstance(node, NamedLeaves) else node
 
     return jax.tree.map(fill, tree, is_leaf=_is_named)

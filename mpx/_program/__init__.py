@@ -12,7 +12,6 @@ from .calls import (
 )
 from .equations import (
     OTHERS as OTHERS,
-    Atom as Atom,
     SubJaxpr as SubJaxpr,
     aval_of as aval_of,
     avals as avals,

@@ -10,16 +10,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
+
+from .._typing import AnyArray
 
 ARRAYS = jax.Array | np.ndarray | np.generic
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Whether a leaf is an array, or a number of numpy's."""
     return isinstance(leaf, ARRAYS)
 
 
-def is_array_or_type(leaf: Any) -> bool:
+def is_array_or_type(leaf: object) -> bool:
     """Whether a leaf is an array, or stands for one that is not there."""
     return isinstance(leaf, ARRAYS | jax.ShapeDtypeStruct)
 
@@ -38,7 +41,7 @@ class Form:
     leaves: tuple[Any, ...]
     are_arrays: tuple[bool, ...]
 
-    def filled(self, arrays: Sequence[Any]) -> Any:
+    def filled(self, arrays: Sequence[Any]) -> PyTree:
         """The tree with these arrays."""
         missing = iter(arrays)
         pairs = zip(self.leaves, self.are_arrays, strict=True)
@@ -47,7 +50,7 @@ class Form:
 
 
 def divide(
-    tree: Any, is_array: Callable[[Any], bool] = is_array
+    tree: PyTree, is_array: Callable[[Any], bool] = is_array
 ) -> tuple[list[Any], Form]:
     """The arrays of a tree, and the rest of it."""
     leaves, structure = jax.tree.flatten(tree)
@@ -71,11 +74,11 @@ class Call:
 
     def __init__(
         self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
+        func: object,
+        args: PyTree,
+        kwargs: PyTree,
         is_array: Callable[[Any], bool] = is_array,
-        call: Callable[..., Any] | None = None,
+        call: Callable[..., PyTree] | None = None,
     ) -> None:
         """Takes a call apart.
 
@@ -94,16 +97,16 @@ class Call:
         self.result: Form | None = None
         self._call = call or _called
 
-    def __call__(self, *arrays: Any) -> list[Any]:
+    def __call__(self, *arrays: AnyArray) -> list[Any]:
         """The arrays of the result."""
         found, self.result = divide(self._call(*self.form.filled(arrays)))
         return found
 
-    def result_of(self, arrays: Sequence[Any]) -> Any:
+    def result_of(self, arrays: Sequence[Any]) -> PyTree:
         """The whole result, with these arrays."""
         assert self.result is not None, "the call has not run"
         return self.result.filled(arrays)
 
 
-def _called(func: Any, args: Any, kwargs: Any) -> Any:
+def _called(func: Any, args: PyTree, kwargs: PyTree) -> PyTree:
     return func(*args, **kwargs)

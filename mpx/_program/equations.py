@@ -16,13 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._jax_compat import composite_parameter, open_jaxpr, scan_counts, shard_map_axes
+from .._typing import AnyArray, Atom, Aval, Program
 from .primitives import PrimitiveClass, properties
-
-Atom = Var | Literal
-"""An operand of an equation, or a result of a program."""
 
 OTHERS = "for other platforms"
 """The role of a branch for all platforms that have none of their own."""
@@ -50,7 +48,7 @@ def count(shape: Iterable[Any]) -> int:
 class SubJaxpr:
     """A program that an equation holds, and how it is joined to the equation."""
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     consts: tuple[Any, ...]
     role: str
     """What it is to the equation, where that has several: `body`, `branch 1 of 3`."""
@@ -66,20 +64,21 @@ class SubJaxpr:
     """On how many devices it runs, each with a part of the data."""
 
 
-def aval_of(atom: Any) -> Any:
+def aval_of(atom: Atom) -> Aval:
     """The type of an operand or a result: of an array, but for tokens and references.
 
     JAX's annotations know an abstract value without shape and dtype.
     """
-    return atom.aval
+    aval: Any = atom.aval
+    return aval
 
 
-def avals(atoms: Iterable[Any]) -> list[Any]:
+def avals(atoms: Iterable[Atom]) -> list[Aval]:
     """The types of operands or results."""
-    return [atom.aval for atom in atoms]
+    return [aval_of(atom) for atom in atoms]
 
 
-def program_of(equation: JaxprEqn) -> Any:
+def program_of(equation: JaxprEqn) -> Program:
     """The one program that an equation holds whose primitive names its parameter."""
     name, params = equation.primitive.name, equation.params
     if name == "composite":
@@ -87,7 +86,7 @@ def program_of(equation: JaxprEqn) -> Any:
     return params[properties(name).program]
 
 
-def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+def equations(jaxpr: Program) -> Iterator[JaxprEqn]:
     """Every equation of a program, and of those within it, in their order.
 
     One of a program that several equations hold comes several times.
@@ -98,7 +97,7 @@ def equations(jaxpr: Any) -> Iterator[JaxprEqn]:
             yield from equations(sub.jaxpr)
 
 
-def distinct_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+def distinct_equations(jaxpr: Program) -> Iterator[JaxprEqn]:
     """The same, once each: twelve layers may be one program, called twelve times."""
     seen: set[int] = set()
 
@@ -151,12 +150,12 @@ def sub_jaxprs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
     )
 
 
-def _sub(jaxpr: Any, **joints: Any) -> SubJaxpr:
+def _sub(jaxpr: Program, **joints: Any) -> SubJaxpr:
     consts = tuple(getattr(jaxpr, "consts", ()))
     return SubJaxpr(open_jaxpr(jaxpr), consts, **joints)
 
 
-def _joined(equation: JaxprEqn, jaxpr: Any, role: str) -> SubJaxpr:
+def _joined(equation: JaxprEqn, jaxpr: Program, role: str) -> SubJaxpr:
     """A program whose inputs and outputs are those of its equation, as far as known."""
     inner = open_jaxpr(jaxpr)
     n_in, n_out = len(inner.invars), len(inner.outvars)
@@ -248,7 +247,7 @@ def constants_as_inputs(closed: ClosedJaxpr) -> tuple[Any, Sequence[Any]]:
         return closed, ()
     count = len(closed.consts)
 
-    def program(*arrays: Any) -> list[Any]:
+    def program(*arrays: AnyArray) -> list[Any]:
         held = core.ClosedJaxpr(open_jaxpr(closed), list(arrays[:count]))
         return core.jaxpr_as_fun(held)(*arrays[count:])
 
@@ -264,7 +263,7 @@ def zero_results(jaxpr: Jaxpr) -> tuple[bool, ...]:
     """
     makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
 
-    def is_zero(atom: Any) -> bool:
+    def is_zero(atom: Atom) -> bool:
         if isinstance(atom, core.Literal):
             return bool(atom.val == 0)
         maker = makers.get(atom)

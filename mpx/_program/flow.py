@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_compat import open_jaxpr
+from .._typing import Atom
 from .equations import SubJaxpr, sub_jaxprs
 from .source import Frame, ScopeEntry, scopes, source_frames
 
@@ -24,7 +25,7 @@ class Flow(abc.ABC, Generic[F]):
     """Facts that travel with values. `join` must reach an end when applied again."""
 
     @abc.abstractmethod
-    def constant(self, value: Any) -> F:
+    def constant(self, value: object) -> F:
         """The fact of a literal, or of an array that the program holds."""
 
     @abc.abstractmethod
@@ -42,7 +43,7 @@ class Flow(abc.ABC, Generic[F]):
 class NoFlow(Flow[None]):
     """The flow without facts."""
 
-    def constant(self, value: Any) -> None:
+    def constant(self, value: object) -> None:
         """Nothing."""
 
     def transfer(self, equation: JaxprEqn, facts: Sequence[None]) -> Sequence[None]:
@@ -157,13 +158,13 @@ def _walk(
     place: Location | None,
 ) -> tuple[list[Visit[F]], list[F]]:
     """The visits, none without a location to begin at, and the facts of the results."""
-    facts: dict[Any, F] = {
+    facts: dict[Var, F] = {
         variable: flow.constant(value)
         for variable, value in zip(jaxpr.constvars, consts, strict=True)
     }
     facts.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: Any) -> F:
+    def read(atom: Atom) -> F:
         return flow.constant(atom.val) if isinstance(atom, Literal) else facts[atom]
 
     visits: list[Visit[F]] = []
@@ -277,7 +278,7 @@ class BackwardFlow(abc.ABC, Generic[F]):
         return found
 
 
-def backward(jaxpr: Jaxpr, results: Sequence[F], flow: BackwardFlow[F]) -> dict[Any, F]:
+def backward(jaxpr: Jaxpr, results: Sequence[F], flow: BackwardFlow[F]) -> dict[Var, F]:
     """Lets facts travel from the results of a program to its inputs.
 
     Args:
@@ -288,9 +289,9 @@ def backward(jaxpr: Jaxpr, results: Sequence[F], flow: BackwardFlow[F]) -> dict[
     Returns:
         For each variable that somebody uses.
     """
-    facts: dict[Any, F] = {}
+    facts: dict[Var, F] = {}
 
-    def add(atom: Any, fact: F) -> None:
+    def add(atom: Atom, fact: F) -> None:
         if not isinstance(atom, Literal):
             known = facts.get(atom)
             facts[atom] = fact if known is None else flow.join(known, fact)

@@ -20,9 +20,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_compat import execution_key, open_jaxpr
+from .._typing import Program
 from .equations import is_multiplication, program_of, sub_jaxprs
 from .primitives import PrimitiveClass, properties
 
@@ -36,9 +37,9 @@ class Island(NamedTuple):
         outputs: What others need of it.
     """
 
-    equations: tuple[Any, ...]
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    equations: tuple[JaxprEqn, ...]
+    inputs: tuple[Var, ...]
+    outputs: tuple[Var, ...]
 
 
 def is_cheap(equation: JaxprEqn, with_lookups: bool = False) -> bool:
@@ -81,7 +82,7 @@ def _is_placed(params: dict[str, Any]) -> bool:
 
 
 def parts(
-    jaxpr: Jaxpr, fixed: Iterable[Any], may_join: Callable[[Any], bool]
+    jaxpr: Jaxpr, fixed: Iterable[Var], may_join: Callable[[JaxprEqn], bool]
 ) -> list[Any]:
     """Divides a program into islands and other equations.
 
@@ -100,17 +101,17 @@ def parts(
     return list(_in_order(jaxpr, groups, copied))
 
 
-def _variables(equation: JaxprEqn) -> list[Any]:
+def _variables(equation: JaxprEqn) -> list[Var]:
     return [a for a in equation.invars if not isinstance(a, Literal)]
 
 
 def _groups(
-    jaxpr: Any, fixed: set[Any], may_join: Callable[[Any], bool]
+    jaxpr: Program, fixed: set[Var], may_join: Callable[[JaxprEqn], bool]
 ) -> tuple[list[int | list[int]], set[int]]:
     """Positions of equations: alone, or together. And those that islands may copy."""
-    level: dict[Any, int] = {}
+    level: dict[Var, int] = {}
     home: dict[Any, Any] = {}  # where a variable is computed
-    island: dict[Any, int] = {}  # the number of the island that a variable is made in
+    island: dict[Var, int] = {}  # the number of the island that a variable is made in
     roots: list[int] = []
     members: list[list[int]] = []
     alone: list[int] = []
@@ -165,7 +166,7 @@ def _groups(
 
 
 def _in_order(
-    jaxpr: Any, groups: Sequence[int | list[int]], copied: Collection[int]
+    jaxpr: Program, groups: Sequence[int | list[int]], copied: Collection[int]
 ) -> Iterator[Any]:
     """Islands and equations, as near to the order of the program as can be."""
     maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
@@ -185,7 +186,7 @@ def _in_order(
 
     whole = [with_copies(p) if i else p for p, i in zip(units, islands, strict=True)]
     unit_of = {position: n for n, unit in enumerate(units) for position in unit}
-    users: dict[Any, set[int]] = {}
+    users: dict[Var, set[int]] = {}
     needs: list[set[int]] = [set() for _ in units]
     for n, positions in enumerate(whole):
         made = {v for i in positions for v in jaxpr.eqns[i].outvars}
@@ -248,7 +249,7 @@ def _reachable(roots: Iterable[int], needs: Sequence[set[int]]) -> set[int]:
     return found
 
 
-def _effects(jaxpr: Any) -> Iterator[tuple[int, int]]:
+def _effects(jaxpr: Program) -> Iterator[tuple[int, int]]:
     """Pairs of equations with effects, which stay in their order."""
     before = None
     for position, equation in enumerate(jaxpr.eqns):

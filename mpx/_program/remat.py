@@ -20,9 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
-from jaxtyping import Array
+from jaxtyping import PyTree
 
-from .equations import avals, constants_as_inputs, count, equations
+from .._typing import AnyArray, Aval
+from .equations import aval_of, avals, constants_as_inputs, count, equations
 from .islands import is_cheap
 from .primitives import properties
 from .residuals import kept_bytes
@@ -56,7 +57,7 @@ def is_worth_while(jaxpr: Jaxpr, are_free: tuple[bool, ...]) -> bool:
 
 def recomputed_if_cheap(
     closed: ClosedJaxpr, are_free: tuple[bool, ...]
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """A program as a function that is recomputed if it could be an island.
 
     Args:
@@ -76,7 +77,7 @@ def recomputed_if_cheap(
 
 def computed_again(
     closed: ClosedJaxpr, *, is_in_loop: bool = False
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """A program as a function that is computed again in the backward pass.
 
     Args:
@@ -103,21 +104,21 @@ def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield equation
 
 
-def _is_inexact(aval: Any) -> bool:
+def _is_inexact(aval: Aval) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _from_inputs(
-    plain: Callable[..., Any], are_inexact: tuple[bool, ...]
-) -> Callable[..., Any]:
+    plain: Callable[..., PyTree], are_inexact: tuple[bool, ...]
+) -> Callable[..., PyTree]:
     """A function whose derivative keeps what goes in, and nothing else."""
 
-    def tangents(xs: list[Any], dots: list[Any]) -> Any:
+    def tangents(xs: list[Any], dots: list[Any]) -> PyTree:
         """Those of the results, from those of the inputs that have any."""
         pairs = zip(xs, are_inexact, strict=True)
         xs = [x * _one(x.dtype) if is_in else x for x, is_in in pairs]
 
-        def of_inexact(*inexact: Any) -> Any:
+        def of_inexact(*inexact: object) -> PyTree:
             given = iter(inexact)
             pairs = zip(xs, are_inexact, strict=True)
             return plain(*(next(given) if is_in else x for x, is_in in pairs))
@@ -130,7 +131,7 @@ def _from_inputs(
     again = jax.checkpoint(tangents, prevent_cse=False)
 
     @jax.custom_jvp
-    def function(*xs: Any) -> Any:
+    def function(*xs: object) -> PyTree:
         return plain(*xs)
 
     @function.defjvp
@@ -140,7 +141,7 @@ def _from_inputs(
     return function
 
 
-def _one(dtype: Any) -> Array:
+def _one(dtype: Any) -> AnyArray:
     """A number that the compiler does not know."""
     return jax.lax.optimization_barrier(jnp.ones((), dtype))
 
@@ -162,7 +163,7 @@ class _Kept:
 
     sums: frozenset[int]
 
-    def __call__(self, primitive: Any, *operands: Any, **params: Any) -> bool:
+    def __call__(self, primitive: Any, *operands: Aval, **params: object) -> bool:
         """Whether the result of an operation is kept."""
         if primitive.name == "reduce_sum":
             return _is_of_many(operands[0], params)
@@ -174,7 +175,7 @@ class _Kept:
 def _sums(jaxpr: Jaxpr) -> frozenset[int]:
     """How many numbers the sums of a program have."""
     sums = (e for e in operations(jaxpr) if e.primitive.name == "reduce_sum")
-    of_many = (e for e in sums if _is_of_many(e.invars[0].aval, e.params))
+    of_many = (e for e in sums if _is_of_many(aval_of(e.invars[0]), e.params))
     return frozenset(count(avals(e.outvars)[0].shape) for e in of_many)
 
 

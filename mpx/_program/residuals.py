@@ -16,7 +16,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.numpy import inexact, issubdtype
 
 from .._dtypes import is_half
-from .equations import avals, count
+from .._typing import AnyArray, Atom, Aval
+from .equations import aval_of, avals, count
 from .flow import Flow, propagate
 from .primitives import Saves, properties
 
@@ -44,7 +45,9 @@ def kept_bytes(jaxpr: Jaxpr, are_free: tuple[bool, ...]) -> tuple[int, int]:
         Both counts. Not in them is what is there anyway, and what an island gives in
         half precision, since the product that it goes into keeps it.
     """
-    inputs = [_Node(_bytes(v.aval), is_active=_is_float(v.aval)) for v in jaxpr.invars]
+    inputs = [
+        _Node(_bytes(aval_of(v)), is_active=_is_float(aval_of(v))) for v in jaxpr.invars
+    ]
     for node, is_free in zip(inputs, are_free, strict=True):
         node.is_free = is_free
     flow = _Keeping()
@@ -74,7 +77,7 @@ def measured_bytes(
     Not in them is what is not in those of `kept_bytes`.
     """
 
-    def residuals(*arrays: Any) -> tuple[Any, Any]:
+    def residuals(*arrays: AnyArray) -> tuple[Any, Any]:
         results, pullback = jax.vjp(function, *arrays)
         return results, jax.tree.leaves(pullback)
 
@@ -82,9 +85,11 @@ def measured_bytes(
     jaxpr, count = closed.jaxpr, len(jax.tree.leaves(jax.eval_shape(function, *types)))
     results = jaxpr.outvars[:count]
     elsewhere = {v for v, free in zip(jaxpr.invars, are_free, strict=True) if free}
-    elsewhere |= {v for v in results if not _is_literal(v) and is_half(v.aval.dtype)}
+    elsewhere |= {
+        v for v in results if not _is_literal(v) and is_half(aval_of(v).dtype)
+    }
     kept = {v for v in jaxpr.outvars[count:] if not _is_literal(v)}
-    return sum(_bytes(v.aval) for v in kept - elsewhere)
+    return sum(_bytes(aval_of(v)) for v in kept - elsewhere)
 
 
 class _Keeping(Flow[_Node | None]):
@@ -97,7 +102,7 @@ class _Keeping(Flow[_Node | None]):
     def __init__(self) -> None:
         self.kept: dict[_Node, None] = {}
 
-    def constant(self, value: Any) -> None:
+    def constant(self, value: object) -> None:
         """A number of the program is kept by nobody."""
 
     def join(self, a: _Node | None, b: _Node | None) -> _Node | None:
@@ -117,10 +122,10 @@ class _Keeping(Flow[_Node | None]):
         if saves is Saves.SAME and not has_derivative:  # of a mask, say: never written
             return [made_of[0]]
         nodes = [
-            _Node(_bytes(v.aval), made_of, has_derivative and _is_float(v.aval))
+            _Node(_bytes(aval_of(v)), made_of, has_derivative and _is_float(aval_of(v)))
             for v in results
         ]
-        if has_derivative and _is_float(results[0].aval):
+        if has_derivative and _is_float(aval_of(results[0])):
             self.kept.update(dict.fromkeys(_kept(saves, equation, facts, nodes[0])))
         return nodes
 
@@ -158,15 +163,15 @@ def _kept(
     return []
 
 
-def _is_literal(atom: Any) -> bool:
+def _is_literal(atom: Atom) -> bool:
     return isinstance(atom, Literal)
 
 
-def _is_float(aval: Any) -> bool:
+def _is_float(aval: Aval) -> bool:
     return issubdtype(aval.dtype, inexact)
 
 
-def _bytes(aval: Any) -> int:
+def _bytes(aval: Aval) -> int:
     return count(aval.shape) * aval.dtype.itemsize
 
 

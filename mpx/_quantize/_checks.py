@@ -25,7 +25,7 @@ def check_dimensions(quantizer: Any) -> None:
         )
 
 
-def check_flags(options: Any, *names: str) -> None:
+def check_flags(options: object, *names: str) -> None:
     """Raises `TypeError` unless the fields of these names are booleans."""
     for name in names:
         value = getattr(options, name)

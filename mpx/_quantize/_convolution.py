@@ -80,15 +80,15 @@ class ConvolutionProduct(AbstractDequantizedProduct):
     def _multiply(self, extra: tuple[Array, ...]) -> Multiply:
         return self._convolve
 
-    def _for_data(self, extra: tuple[Array, ...], data: Any) -> Multiply:
-        def multiply(g: Array, w: Array, precision: Any) -> Array:
+    def _for_data(self, extra: tuple[Array, ...], data: object) -> Multiply:
+        def multiply(g: Array, w: Array, precision: object) -> Array:
             convolve = functools.partial(self._convolve, weight=w, precision=precision)
             return jax.linear_transpose(convolve, _zeros(data, g))(g)[0]
 
         return multiply
 
-    def _for_weight(self, extra: tuple[Array, ...], weight: Any) -> Multiply:
-        def multiply(x: Array, g: Array, precision: Any) -> Array:
+    def _for_weight(self, extra: tuple[Array, ...], weight: object) -> Multiply:
+        def multiply(x: Array, g: Array, precision: object) -> Array:
             convolve = functools.partial(self._convolve, x, precision=precision)
             return jax.linear_transpose(convolve, _zeros(weight, g))(g)[0]
 

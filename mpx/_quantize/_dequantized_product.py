@@ -39,11 +39,11 @@ class AbstractDequantizedProduct(AbstractProduct):
         """`(data, weight, precision) -> result`."""
 
     @abc.abstractmethod
-    def _for_data(self, extra: tuple[Array, ...], data: Any) -> Multiply:
+    def _for_data(self, extra: tuple[Array, ...], data: object) -> Multiply:
         """`(gradient, weight, precision) -> gradient of data`, of the form of data."""
 
     @abc.abstractmethod
-    def _for_weight(self, extra: tuple[Array, ...], weight: Any) -> Multiply:
+    def _for_weight(self, extra: tuple[Array, ...], weight: object) -> Multiply:
         """`(data, gradient, precision) -> gradient of weight`, of the weight's form."""
 
     def _plain(self, data: Array, weight: Array, extra: tuple[Array, ...]) -> Array:

@@ -84,7 +84,7 @@ def hadamard_transform(
     return jnp.moveaxis(y.reshape(moved), -1, axis).astype(x.dtype)
 
 
-def checked_signs(signs: Any, call: str) -> Any:
+def checked_signs(signs: object, call: str) -> Any:
     """Signs as an array; raises unless they are 16 numbers, each 1 or -1.
 
     What is traced is believed.

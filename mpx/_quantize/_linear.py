@@ -55,7 +55,7 @@ class LinearProduct(AbstractProduct):
             return "result"
         return "left" if (role is Role.WEIGHT) == self.is_weight_first else "right"
 
-    def _ordered(self, data: Any, weight: Any) -> tuple[Any, Any]:
+    def _ordered(self, data: object, weight: object) -> tuple[Any, Any]:
         """Two things as (left, right), or (left, right) as (data, weight)."""
         return (weight, data) if self.is_weight_first else (data, weight)
 

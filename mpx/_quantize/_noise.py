@@ -10,7 +10,6 @@ hash of the whole.
 """
 
 import zlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +50,7 @@ def key_from(x: Float32[Array, "..."], salt: int, step: Array | None = None) -> 
     return jax.random.fold_in(key, as_varying(step, varying_axes(total)))
 
 
-def _as_number(dimension: Any) -> Array:
+def _as_number(dimension: object) -> Array:
     """A dimension in 32 bits; in an exported program perhaps one of the call."""
     if isinstance(dimension, int):
         return jnp.uint32(dimension & 0xFFFFFFFF)

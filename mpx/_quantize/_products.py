@@ -94,7 +94,7 @@ def multiply(
 
 
 def path_of_operands(
-    left: Any, right: Any, contraction: Contraction, target: Target
+    left: object, right: object, contraction: Contraction, target: Target
 ) -> Path:
     """The path of a product. Shapes and options decide, no numbers do.
 
@@ -196,13 +196,15 @@ def times_scales(y: Array, left: Array | None, right: Array | None) -> Array:
     return y if scale is None else y * scale
 
 
-def has_units(left: Any, right: Any, contraction: Contraction, target: Target) -> bool:
+def has_units(
+    left: object, right: object, contraction: Contraction, target: Target
+) -> bool:
     """Whether a product is computed with the bits of its operands."""
     path = path_of_operands(left, right, contraction, target)
     return path in (Path.FP8_UNITS, Path.BLOCK_UNITS)
 
 
-def stored(*arrays: Any) -> tuple[Any, ...]:
+def stored(*arrays: object) -> tuple[Any, ...]:
     """Operands that wait for a product, in the few bits that they have.
 
     Where nothing computes with these bits, the compiler sees an array that is rounded,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._errors import describe
 from .._tree import Guard
@@ -122,7 +122,7 @@ def quantize_dequantize(
 
 
 def _checked(
-    x: Any, quantizer: Any, axis: Any, key: Any, scale: Any, call: str
+    x: Any, quantizer: object, axis: Any, key: object, scale: object, call: str
 ) -> tuple[Array, Axes, Array | None]:
     if isinstance(x, QuantizedArray):
         raise TypeError(
@@ -202,7 +202,7 @@ _straight_through = jax.custom_jvp(_round_trip, nondiff_argnums=(0, 1))
 
 @_straight_through.defjvp
 def _straight_through_rule(
-    quantizer: AbstractQuantizer, axes: Axes, primals: Any, tangents: Any
+    quantizer: AbstractQuantizer, axes: Axes, primals: PyTree, tangents: PyTree
 ) -> tuple[Array, Array]:
     return _straight_through(quantizer, axes, *primals), tangents[0]
 
@@ -213,7 +213,7 @@ def _refuse_derivative(x: Array) -> Array:
 
 
 @_refuse_derivative.defjvp
-def _refuse_derivative_rule(primals: Any, tangents: Any) -> Any:
+def _refuse_derivative_rule(primals: PyTree, tangents: PyTree) -> PyTree:
     raise TypeError(
         "`mpx.quantize` has no derivative: numbers of 8 bits have no useful tangents. "
         "Use `mpx.quantize_dequantize`, whose derivative is the identity's, or "

@@ -52,10 +52,10 @@ class RaggedProduct(AbstractDequantizedProduct):
     def _multiply(self, extra: tuple[Array, ...]) -> Multiply:
         return lambda x, w, precision: _multiply(x, w, extra, -2, precision)
 
-    def _for_data(self, extra: tuple[Array, ...], data: Any) -> Multiply:
+    def _for_data(self, extra: tuple[Array, ...], data: object) -> Multiply:
         return lambda g, w, precision: _multiply(g, w, extra, -1, precision)
 
-    def _for_weight(self, extra: tuple[Array, ...], weight: Any) -> Multiply:
+    def _for_weight(self, extra: tuple[Array, ...], weight: object) -> Multiply:
         return lambda x, g, precision: _sum_by_group(x, g, extra, precision)
 
 
@@ -106,7 +106,7 @@ def has_ragged_form(
 
 
 def _multiply(
-    left: Array, weight: Array, extra: tuple[Array, ...], axis: int, precision: Any
+    left: Array, weight: Array, extra: tuple[Array, ...], axis: int, precision: object
 ) -> Array:
     """Rows times the matrix of their group, along one of its axes, in float32."""
     batch = tuple(range(left.ndim - 2))
@@ -119,7 +119,7 @@ def _multiply(
 
 
 def _sum_by_group(
-    left: Array, right: Array, extra: tuple[Array, ...], precision: Any
+    left: Array, right: Array, extra: tuple[Array, ...], precision: object
 ) -> Array:
     """The sum over the rows of each group, in float32: [*batch, groups, ...]."""
     batch = tuple(range(left.ndim - 2))

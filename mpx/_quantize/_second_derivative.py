@@ -5,19 +5,20 @@ casts to 8 bits. The derivative of these is zero or nothing useful, and a second
 derivative through them would be wrong without a word: by 67 to 100 % in a Hessian.
 """
 
-from typing import Any
+from typing import NoReturn
 
 import jax
+from jaxtyping import PyTree
 
 
 @jax.custom_jvp
-def differentiated_once(arrays: Any) -> Any:
+def differentiated_once(arrays: object) -> PyTree:
     """What a derivative rule is given: an error where that has a tangent itself."""
     return arrays
 
 
 @differentiated_once.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: PyTree, tangents: PyTree) -> NoReturn:
     # JAX does not ask for it where all tangents are zero.
     raise TypeError(
         "A product under a recipe has no second derivative (`jax.hessian`, a gradient "

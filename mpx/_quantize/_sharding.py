@@ -15,8 +15,8 @@ from jaxtyping import Array
 def in_automatic_axes(
     f: Callable[..., Array],
     plain: Callable[..., Array],
-    out_sharding: Any,
-    besides: Any,
+    out_sharding: object,
+    besides: object,
     *operands: Array,
 ) -> Array:
     """Calls `f(besides, *operands)` without types of shardings inside.

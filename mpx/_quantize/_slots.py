@@ -5,8 +5,6 @@ gradient, which they are not: JAX carries cotangents from the backward pass to t
 caller, and nothing else.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -19,7 +17,7 @@ from ._rounding import flushed, largest_magnitude
 _ROLES = tuple(Role)
 
 
-def check_scales(call: str, recipe: AbstractRecipe, scales: Any) -> None:
+def check_scales(call: str, recipe: AbstractRecipe, scales: object) -> None:
     """Raises `TypeError` unless scales are given where, and as, a recipe needs them."""
     if not isinstance(recipe, DelayedScaling):
         if scales is None:

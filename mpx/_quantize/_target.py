@@ -69,7 +69,7 @@ class Target:
 CPU = Target("cpu", "cpu")
 
 
-def target_from(value: Any) -> Target:
+def target_from(value: object) -> Target:
     """The target that a name means.
 
     Args:

@@ -106,7 +106,7 @@ class DelayedScales(eqx.Module):
                 )
 
 
-def refuse_unreachable(name: str, scale: Any, history: Any, call: str) -> None:
+def refuse_unreachable(name: str, scale: object, history: object, call: str) -> None:
     """Raises `ValueError` for scales and amaxes of a slot that no run can reach."""
     scale, history = np.asarray(scale), np.asarray(history)
     is_new = (scale == 0) & np.all(history == 0, axis=-1)  # a warm start

@@ -1,7 +1,8 @@
 """`freeze`: a function that uses the state of a recipe and does not change it."""
 
 from collections.abc import Callable
-from typing import Any
+
+from jaxtyping import PyTree
 
 from .._autocast import AmbientRecipe, in_contexts
 from .._errors import describe
@@ -10,8 +11,8 @@ from .._wraps import wraps
 
 
 def freeze(
-    func: Callable[..., Any], scaling: AbstractLossScaling
-) -> Callable[..., Any]:
+    func: Callable[..., PyTree], scaling: AbstractLossScaling
+) -> Callable[..., PyTree]:
     """A function with the scales of a training run, to evaluate or to serve.
 
     A function that `mpx.autocast` made with `mpx.DelayedScaling` computes with scales
@@ -52,7 +53,7 @@ def freeze(
         )
 
     @wraps(func)
-    def frozen(*args: Any, **kwargs: Any) -> Any:
+    def frozen(*args: PyTree, **kwargs: PyTree) -> PyTree:
         try:
             with scaling._provide_frozen():
                 return func(*args, **kwargs)

@@ -1,10 +1,11 @@
 """`init_scaling`: the state of a training step that a function's precision needs."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import PyTree
 
 from .._autocast import (
     AmbientRecipe,
@@ -23,10 +24,10 @@ from ._recipe_scaling import RecipeScaling
 
 
 def init_scaling(
-    func: Callable[..., Any],
-    *args: Any,
+    func: Callable[..., PyTree],
+    *args: PyTree,
     policy: Policy | str | None = None,
-    **kwargs: Any,
+    **kwargs: PyTree,
 ) -> AbstractLossScaling:
     r"""The state that a training step of a function needs, to begin training with.
 
@@ -97,7 +98,7 @@ def init_scaling(
     return RecipeScaling._new(loss, found.requests, found.calls)
 
 
-def _compute_dtype(policy: Any, is_autocast: bool) -> np.dtype:
+def _compute_dtype(policy: object, is_autocast: bool) -> np.dtype:
     """What the gradient functions cast inputs to."""
     call = "`policy` of `mpx.init_scaling`"
     if policy is None:
@@ -117,7 +118,7 @@ def _compute_dtype(policy: Any, is_autocast: bool) -> np.dtype:
     return np.dtype(policy.compute_dtype)
 
 
-def _refuse_repetition(jaxpr: Any, count: int, calls: int) -> None:
+def _refuse_repetition(jaxpr: ClosedJaxpr, count: int, calls: int) -> None:
     """Raises where JAX would add up the amaxes of calls that were traced once.
 
     These are calls in a loop, and several calls of one jitted function.
@@ -143,15 +144,15 @@ def _refuse_repetition(jaxpr: Any, count: int, calls: int) -> None:
 
 
 def _traced(
-    func: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[StateRequests, Any, int]:
+    func: Callable[..., PyTree], args: PyTree, kwargs: PyTree
+) -> tuple[StateRequests, ClosedJaxpr, int]:
     """What a function asks for, its program, and how many inputs that has."""
     call = Call(func, args, kwargs, is_array_or_type)
     with collecting_requests() as found:
         return found, jax.make_jaxpr(call)(*call.arrays), len(call.arrays)
 
 
-def _computes_in_float16(jaxpr: Any, count: int) -> bool:
+def _computes_in_float16(jaxpr: ClosedJaxpr, count: int) -> bool:
     return any(
         getattr(variable.aval, "dtype", None) == np.float16
         for visit in walk(jaxpr, [None] * count, NoFlow())

@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, PyTree
 
 from .._autocast import ProvidedState, Request, SlotName, State, brief, providing_state
 from .._loss_scaling import AbstractLossScaling, StepRecord
@@ -82,11 +82,11 @@ class RecipeScaling(AbstractLossScaling):
         """The scale that the next loss is multiplied by, float32."""
         return self.loss.loss_scale
 
-    def scale(self, tree: Any) -> Any:
+    def scale(self, tree: PyTree) -> PyTree:
         """Multiplies by the loss scale. See `AbstractLossScaling.scale`."""
         return self.loss.scale(tree)
 
-    def unscale(self, tree: Any) -> Any:
+    def unscale(self, tree: PyTree) -> PyTree:
         """Divides by the loss scale. See `AbstractLossScaling.unscale`."""
         return self.loss.unscale(tree)
 

@@ -54,7 +54,7 @@ def write(loss: Any, scales: tuple[DelayedScales, ...]) -> dict[str, Any]:
     return state | {"slots": slots}
 
 
-def read(state: Any, call: str) -> Saved:
+def read(state: object, call: str) -> Saved:
     """Checks a dictionary that `write` made, or an older version of it."""
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -125,7 +125,7 @@ def with_slots(
     )
 
 
-def _slot(name: str, slot: Any, version: int, call: str) -> dict[str, np.ndarray]:
+def _slot(name: str, slot: object, version: int, call: str) -> dict[str, np.ndarray]:
     """The arrays of a slot, if a run can have reached them."""
     if not isinstance(slot, Mapping):
         raise ValueError(

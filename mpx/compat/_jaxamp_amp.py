@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jaxtyping import PyTree
 
 from .._autocast import (
     Candidate,
@@ -36,7 +37,10 @@ PolicyFunction = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 def use_original_precision(
-    compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+    compute_dtype: object,
+    original_dtypes: Sequence[Any],
+    *invars: object,
+    **bind_params: object,
 ) -> tuple[list[Any], dict[str, Any]]:
     """A policy function: computes in the dtypes that the program was written in."""
     cast = [_cast(x, dtype) for x, dtype in zip(invars, original_dtypes, strict=True)]
@@ -44,7 +48,10 @@ def use_original_precision(
 
 
 def use_compute_precision(
-    compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+    compute_dtype: Any,
+    original_dtypes: Sequence[Any],
+    *invars: object,
+    **bind_params: object,
 ) -> tuple[list[Any], dict[str, Any]]:
     """A policy function: computes in `compute_dtype`.
 
@@ -59,7 +66,10 @@ def use_compute_precision(
 
 
 def _use_float32(
-    compute_dtype: Any, original_dtypes: Sequence[Any], *invars: Any, **bind_params: Any
+    compute_dtype: object,
+    original_dtypes: Sequence[Any],
+    *invars: object,
+    **bind_params: object,
 ) -> tuple[list[Any], dict[str, Any]]:
     return use_compute_precision(jnp.float32, original_dtypes, *invars, **bind_params)
 
@@ -81,7 +91,7 @@ default_amp_policy: dict[Any, PolicyFunction] = {
 }
 
 
-def amp_stop(f: Callable[..., Any] | None = None) -> Any:
+def amp_stop(f: Callable[..., PyTree] | None = None) -> Any:
     """A region in which the default policy casts nothing, or a function in one.
 
     Args:
@@ -103,11 +113,11 @@ def amp_stop(f: Callable[..., Any] | None = None) -> Any:
 
 
 def amp(
-    sentinal: Callable[..., Any] | None = None,
+    sentinal: Callable[..., PyTree] | None = None,
     *,
     compute_dtype: Any = jnp.float16,
     amp_policy: Mapping[Any, PolicyFunction] = default_amp_policy,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Runs a function in mixed precision, operation by operation, by a policy.
 
     Args:
@@ -149,7 +159,7 @@ def _half(dtype: Any) -> Any:
     return dtype if is_half(dtype) else np.dtype(jnp.float16)
 
 
-def _rules(policy: Mapping[Any, PolicyFunction], dtype: Any) -> Rules:
+def _rules(policy: Mapping[Any, PolicyFunction], dtype: object) -> Rules:
     """One rule for all operations, and those that leave whole programs alone."""
 
     def rewrite(
@@ -178,7 +188,7 @@ def _holds_program(key: Any) -> bool:
     return is_program and not isinstance(key, str)
 
 
-def _refuse_policy(policy: Any, call: str) -> None:
+def _refuse_policy(policy: object, call: str) -> None:
     if not isinstance(policy, Mapping):
         raise TypeError(
             f"`amp_policy` of {call} must be a dictionary; got {describe(policy)}."

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array, PyTree
 
 from .._errors import describe
 from .._grad import is_frozen
 from .._loss_scaling import StaticLossScaling
 from .._tree import all_finite
+from .._typing import BoolLike
 
 _FRESH = object()  # stands for a default; None can be a leaf that a tree map returned
 
@@ -59,11 +61,11 @@ class DynamicScalerState(_Fields):
 
     def __new__(
         cls,
-        patience: Any = _FRESH,
-        adjust_factor: Any = _FRESH,
-        scaler: Any = _FRESH,
-        count: Any = _FRESH,
-        total_resets: Any = _FRESH,
+        patience: object = _FRESH,
+        adjust_factor: object = _FRESH,
+        scaler: object = _FRESH,
+        count: object = _FRESH,
+        total_resets: object = _FRESH,
     ) -> "DynamicScalerState":
         """Makes the defaults and refuses values that no run can use."""
         fields = {
@@ -91,7 +93,7 @@ _RULES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
 }
 
 
-def _validate(name: str, value: Any) -> None:
+def _validate(name: str, value: object) -> None:
     # JAX puts placeholders into trees; only numbers are judged.
     kinds = int | float | np.ndarray | np.generic | jax.Array
     if not isinstance(value, kinds) or isinstance(value, Tracer):
@@ -105,12 +107,12 @@ def _validate(name: str, value: Any) -> None:
         )
 
 
-def default_unscale_fn(results: Any, state: DynamicScalerState) -> Any:
+def default_unscale_fn(results: PyTree, state: DynamicScalerState) -> PyTree:
     """Divides every float or complex leaf by the scale, in float32 at least."""
     return StaticLossScaling(state.scaler).unscale(results)
 
 
-def default_scale_fn(result: Any, state: DynamicScalerState) -> Any:
+def default_scale_fn(result: PyTree, state: DynamicScalerState) -> PyTree:
     """Multiplies a value, or that of a pair `(value, aux)`, by the scale.
 
     The product is in float32 at least: jaxamp's is in the value's own dtype, and a
@@ -128,11 +130,11 @@ def default_scale_fn(result: Any, state: DynamicScalerState) -> Any:
 
 
 def dynamic_scale_tx(
-    transform: Callable[..., Any],
+    transform: Callable[..., PyTree],
     redo_on_nan: int = 0,
     unscale_fn: Callable[[Any, DynamicScalerState], Any] = default_unscale_fn,
     scale_fn: Callable[[Any, DynamicScalerState], Any] = default_scale_fn,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Puts dynamic loss scaling around any transform that differentiates.
 
     Args:
@@ -159,13 +161,13 @@ def dynamic_scale_tx(
 
 
 def dynamic_scale_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     *,
     has_aux: bool = False,
     redo_on_nan: int = 0,
     filter: bool = True,
-    **kwargs: Any,
-) -> Callable[..., Any]:
+    **kwargs: PyTree,
+) -> Callable[..., PyTree]:
     """`jax.grad` with dynamic loss scaling.
 
     Args:
@@ -192,7 +194,7 @@ def dynamic_scale_grad(
     """
     transform = eqx.filter_grad if filter else jax.grad
 
-    def unscale(results: Any, state: DynamicScalerState) -> Any:
+    def unscale(results: PyTree, state: DynamicScalerState) -> PyTree:
         if not has_aux:
             return default_unscale_fn(results, state)
         grads, aux = results
@@ -206,13 +208,13 @@ def dynamic_scale_grad(
 
 
 def dynamic_scale_value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     *,
     has_aux: bool = False,
     redo_on_nan: int = 10,
     filter: bool = True,
-    **kwargs: Any,
-) -> Callable[..., Any]:
+    **kwargs: PyTree,
+) -> Callable[..., PyTree]:
     """`jax.value_and_grad` with dynamic loss scaling; see `dynamic_scale_grad`.
 
     Returns:
@@ -222,14 +224,14 @@ def dynamic_scale_value_and_grad(
     """
     transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
 
-    def unscale(results: Any, state: DynamicScalerState) -> Any:
+    def unscale(results: PyTree, state: DynamicScalerState) -> PyTree:
         if not has_aux:
             return default_unscale_fn(results, state)
         (value, aux), grads = results
         value, grads = default_unscale_fn((value, grads), state)
         return (value, aux), grads
 
-    def judged(results: Any) -> Any:
+    def judged(results: PyTree) -> PyTree:
         value, grads = results
         return (value[0] if has_aux else value), grads
 
@@ -240,12 +242,12 @@ def dynamic_scale_value_and_grad(
 
 
 def _scaled_transform(
-    transform: Callable[..., Any],
+    transform: Callable[..., PyTree],
     redo_on_nan: int,
     unscale: Callable[[Any, DynamicScalerState], Any],
     scale: Callable[[Any, DynamicScalerState], Any],
     judged: Callable[[Any], Any],
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """`dynamic_scale_tx`, with the part of the results that must be finite."""
     if isinstance(redo_on_nan, bool) or not isinstance(redo_on_nan, int | np.integer):
         raise TypeError(
@@ -253,21 +255,25 @@ def _scaled_transform(
             f"{describe(redo_on_nan)}."
         )
 
-    def scaled_transform(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def scaled_transform(
+        fun: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
         @functools.wraps(fun, updated=())
-        def scaled_fun(*f_args: Any, _dynamic_scaler_state: Any, **f_kwargs: Any):
+        def scaled_fun(*f_args: PyTree, _dynamic_scaler_state: Any, **f_kwargs: PyTree):
             return scale(fun(*f_args, **f_kwargs), _dynamic_scaler_state)
 
         transformed = transform(scaled_fun, *args, **kwargs)
 
-        def once(state: Any, f_args: Any, f_kwargs: Any) -> Any:
+        def once(state: Any, f_args: PyTree, f_kwargs: PyTree) -> PyTree:
             results = transformed(*f_args, _dynamic_scaler_state=state, **f_kwargs)
             results = unscale(results, state)
             finite = all_finite(judged(results))
             return _adjusted(state, finite), results, finite
 
         @functools.wraps(fun, updated=())
-        def wrapper(*f_args: Any, dynamic_scaler_state: Any, **f_kwargs: Any) -> Any:
+        def wrapper(
+            *f_args: PyTree, dynamic_scaler_state: object, **f_kwargs: PyTree
+        ) -> PyTree:
             state = _read(dynamic_scaler_state)
             state, results, finite = once(state, f_args, f_kwargs)
             if redo_on_nan > 0:
@@ -281,16 +287,20 @@ def _scaled_transform(
 
 
 def _redone(
-    again: Callable[..., Any], state: Any, results: Any, finite: Any, times: int
-) -> Any:
+    again: Callable[..., PyTree],
+    state: object,
+    results: PyTree,
+    finite: BoolLike,
+    times: int,
+) -> PyTree:
     """Tries again while the results are not finite; leaves that are no arrays stay."""
     arrays, static = eqx.partition(results, eqx.is_array)
 
-    def is_bad(carry: Any) -> Any:
+    def is_bad(carry: PyTree) -> Array:
         _, _, finite, count = carry
         return ~finite & (count < times)
 
-    def body(carry: Any) -> Any:
+    def body(carry: PyTree) -> PyTree:
         state, _, _, count = carry
         state, results, finite = again(state)
         return state, eqx.filter(results, eqx.is_array), finite, count + 1
@@ -300,7 +310,7 @@ def _redone(
     return state, eqx.combine(arrays, static)
 
 
-def _read(state: Any) -> DynamicScalerState:
+def _read(state: object) -> DynamicScalerState:
     """The state as arrays, whatever numbers it was made of."""
     if not isinstance(state, DynamicScalerState):
         raise TypeError(
@@ -324,7 +334,7 @@ def _read(state: Any) -> DynamicScalerState:
     )
 
 
-def _adjusted(state: DynamicScalerState, finite: Any) -> DynamicScalerState:
+def _adjusted(state: DynamicScalerState, finite: BoolLike) -> DynamicScalerState:
     select, zero = jax.lax.select, jnp.zeros((), jnp.int32)
     limits = jnp.finfo(state.scaler.dtype)
     # Its inverse, too, must be a normal number.

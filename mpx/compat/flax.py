@@ -67,5 +67,5 @@ def _restored(target: AbstractLossScaling, state: Any) -> AbstractLossScaling:
     return type(target).from_state_dict(state)
 
 
-def _restored_record(target: StepRecord, state: Any) -> StepRecord:
+def _restored_record(target: StepRecord, state: object) -> StepRecord:
     return read_record(state, "`flax.serialization.from_state_dict(target, state)`")

@@ -38,6 +38,7 @@ from .._cast import cast_leaves
 from .._dtypes import float_dtype, full_precision_of, half_precision
 from .._errors import describe
 from .._tree import all_finite, bool_scalar, select_tree as _select_tree
+from .._typing import BoolLike
 
 # The release of JMP whose names these are.
 __version__ = "0.0.4"
@@ -143,7 +144,7 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
     return _select_tree(pred, a, b)
 
 
-def _number_as_array(leaf: Any) -> Any:
+def _number_as_array(leaf: object) -> Any:
     is_number = isinstance(leaf, bool | int | float | complex)
     return jnp.asarray(leaf) if is_number else leaf
 
@@ -166,7 +167,7 @@ class NoOpLossScale:
         """The tree."""
         return tree
 
-    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+    def adjust(self, grads_finite: BoolLike) -> "NoOpLossScale":
         """Itself."""
         return self
 
@@ -197,16 +198,16 @@ class StaticLossScale:
         """Every leaf times the inverse of the scale."""
         return _times(tree, 1 / self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+    def adjust(self, grads_finite: BoolLike) -> "StaticLossScale":
         """Itself."""
         return self
 
 
-def _zero() -> Any:
+def _zero() -> np.ndarray:
     return np.zeros([], np.int32)
 
 
-def _one() -> Any:
+def _one() -> np.ndarray:
     return np.ones([], np.float32)
 
 
@@ -254,7 +255,7 @@ class DynamicLossScale:
         """Every leaf times the inverse of the scale."""
         return _times(tree, 1 / self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+    def adjust(self, grads_finite: BoolLike) -> "DynamicLossScale":
         """The next scale and counter; grows at the `period`-th good step in a row.
 
         Args:
@@ -297,18 +298,18 @@ class DynamicLossScale:
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
-def _times(tree: PyTree, factor: Any) -> PyTree:
+def _times(tree: PyTree, factor: object) -> PyTree:
     # As JMP multiplies: the result has the dtype that JAX promotes to.
     return jax.tree.map(lambda x: x * factor, tree)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a field has a value: not so JAX's placeholders, and tracers."""
     kinds = int | float | np.ndarray | np.generic | jax.Array
     return isinstance(value, kinds) and not isinstance(value, Tracer)
 
 
-def _validate(value: Any, name: str, owner: str, zero: bool = False) -> None:
+def _validate(value: object, name: str, owner: str, zero: bool = False) -> None:
     """Refuses what no run can use."""
     if not _is_number(value):
         return
@@ -321,7 +322,7 @@ def _validate(value: Any, name: str, owner: str, zero: bool = False) -> None:
         )
 
 
-def _warn_if_not_floating(value: Any, name: str) -> None:
+def _warn_if_not_floating(value: object, name: str) -> None:
     if _is_number(value) and not jnp.issubdtype(np.asarray(value).dtype, jnp.floating):
         warnings.warn(
             f"`{name}` of `mpx.compat.jmp.DynamicLossScale` should be floating, such "

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._autocast import FusedOperation, fused_call, fused_operation, is_tracing
 from .._quantize import Target
@@ -62,7 +62,7 @@ def attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
     why_not = no_kernel_on(x)
     options = dataclasses.replace(options, without_kernel=why_not or "")
     one = functools.partial(_attend, options)
-    spread: Callable[..., Any] = jax.sharding.auto_axes(one, out_sharding=shardings)
+    spread: Callable[..., PyTree] = jax.sharding.auto_axes(one, out_sharding=shardings)
     return spread(x)
 
 
@@ -170,7 +170,7 @@ def _forward(
         return _on_cuda(options, fast, by_products, x)
 
     @run.def_vmap
-    def rule(size: int, batched: list[Operands], x: Operands) -> Any:
+    def rule(size: int, batched: list[Operands], x: Operands) -> PyTree:
         whole = folded(size, batched[0], x, apart=False)
         results = _forward(options, find_kernel(options, whole))(whole)
         results = tuple(unfolded(size, result) for result in results)
@@ -191,9 +191,9 @@ def _forward(
 
 def _on_cuda(
     options: AttentionOptions,
-    fast: Callable[..., Any],
-    slow: Callable[..., Any],
-    *operands: Any,
+    fast: Callable[..., PyTree],
+    slow: Callable[..., PyTree],
+    *operands: PyTree,
 ) -> Any:
     """Chooses at lowering, unless the kernel was asked for."""
     if options.implementation == "cudnn":
@@ -202,20 +202,20 @@ def _on_cuda(
 
 
 def _differentiated(
-    function: Callable[..., Any], reference: Callable[..., Any]
-) -> Callable[..., Any]:
+    function: Callable[..., PyTree], reference: Callable[..., PyTree]
+) -> Callable[..., PyTree]:
     """A function with the derivatives of another one, which gives the same."""
 
     @jax.custom_jvp
-    def differentiated(*args: Any) -> Any:
+    def differentiated(*args: PyTree) -> PyTree:
         return function(*args)
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: PyTree, tangents: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten(primals)
         dots = jax.tree.leaves(tangents)
         active = [i for i, dot in enumerate(dots) if not _is_zero(dot)]
 
-        def of_active(*new: Any) -> Any:
+        def of_active(*new: PyTree) -> PyTree:
             full = list(leaves)
             for i, leaf in zip(active, new, strict=True):
                 full[i] = leaf
@@ -245,12 +245,12 @@ def _with_kernel(
     def function(x: Operands) -> tuple[Array, ...]:
         return _forward(options, kernel)(x)
 
-    def forward(x: Operands) -> Any:
+    def forward(x: Operands) -> PyTree:
         out, rows = _forward(keeping, kernel)(x)
         results = (out, rows) if options.with_residual else (out,)
         return results, (x, out, rows)
 
-    def backward(residuals: Any, cotangents: Any) -> tuple[Operands]:
+    def backward(residuals: PyTree, cotangents: PyTree) -> tuple[Operands]:
         x, out, rows = residuals
         with fused_call(_Attention(options, x.names)):
             found = _backward(keeping, kernel)(x, out, rows, cotangents[0])
@@ -285,7 +285,7 @@ def _backward(
         return by_products(*arrays)
 
     @run.def_vmap
-    def rule(size: int, batched: Any, x: Operands, *rest: Array) -> Any:
+    def rule(size: int, batched: Any, x: Operands, *rest: Array) -> PyTree:
         whole = folded(size, batched[0], x, apart=True)
         flat = []
         for array, has_axis in zip(rest, batched[1:], strict=True):

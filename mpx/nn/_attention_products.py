@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ._attention_operands import (
     AttentionOptions,
@@ -58,7 +58,7 @@ def _attend(
     return out, rows
 
 
-def _without_derivative(x: Any) -> Any:
+def _without_derivative(x: object) -> Any:
     return None if x is None else jax.lax.stop_gradient(x)
 
 
@@ -109,7 +109,7 @@ def _probabilities(
     return _softmax_of_scores(scale, query, key, bias, allowed, seen)
 
 
-def _probabilities_rule(scale: float, primals: Any, tangents: Any) -> Any:
+def _probabilities_rule(scale: float, primals: PyTree, tangents: PyTree) -> PyTree:
     query, key, _, _, seen = primals
     query_dot, key_dot, bias_dot, *_ = map(active, tangents)
     p = _probabilities(scale, *primals)
@@ -120,7 +120,7 @@ def _probabilities_rule(scale: float, primals: Any, tangents: Any) -> Any:
     if dot is None and bias_dot is None:
         return p, jnp.zeros_like(p)
 
-    def linear_part(residuals: Any, dots: Any) -> Array:
+    def linear_part(residuals: PyTree, dots: PyTree) -> Array:
         p, seen = residuals
         dot, bias_dot = dots
         p = widen(p)

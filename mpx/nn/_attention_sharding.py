@@ -46,7 +46,7 @@ def no_kernel_on(x: Operands) -> str | None:
     return None
 
 
-def _axes(x: Any) -> tuple[Any, ...]:
+def _axes(x: object) -> tuple[Any, ...]:
     """The mesh axes that each of the four axes of an array is split over."""
     spec = jax.typeof(x).sharding.spec
     return (*spec, *(None,) * 4)[:4]

@@ -144,15 +144,15 @@ def operands_of(
     query: Any,
     key: Any,
     value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    bias: object = None,
+    mask: object = None,
     *,
-    scale: Any = None,
+    scale: object = None,
     is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
-    implementation: Any = None,
+    query_seq_lengths: object = None,
+    key_value_seq_lengths: object = None,
+    local_window_size: object = None,
+    implementation: object = None,
     return_residual: bool = False,
     dropout_rate: float = 0.0,
     dropout_key: Any = None,
@@ -187,7 +187,7 @@ def operands_of(
     return options, operands
 
 
-def checked_implementation(layer: str, implementation: Any) -> Implementation:
+def checked_implementation(layer: str, implementation: object) -> Implementation:
     """Raises unless it is one of those that there are."""
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(
@@ -218,7 +218,9 @@ def _checked(*arrays: Any) -> tuple[Array, Array, Array]:
     return query, key, value
 
 
-def _four_axes(name: str, x: Any, arrays: tuple[Array, Array, Array]) -> Array | None:
+def _four_axes(
+    name: str, x: object, arrays: tuple[Array, Array, Array]
+) -> Array | None:
     """A mask or bias with axes for batch, heads, queries and keys."""
     if x is None:
         return None
@@ -242,7 +244,7 @@ def _four_axes(name: str, x: Any, arrays: tuple[Array, Array, Array]) -> Array |
     return x.reshape(shape)
 
 
-def _lengths(name: str, x: Any, query: Array) -> Array | None:
+def _lengths(name: str, x: object, query: Array) -> Array | None:
     if x is None:
         return None
     x = jnp.asarray(x)
@@ -255,7 +257,7 @@ def _lengths(name: str, x: Any, query: Array) -> Array | None:
     return x.astype(jnp.int32)
 
 
-def _scale(scale: Any, size: int) -> float:
+def _scale(scale: object, size: int) -> float:
     if scale is None:
         return 1 / math.sqrt(max(size, 1))
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):

@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from .._dtypes import is_half
 from ._linear_part import from_residuals, widen
@@ -26,8 +25,8 @@ def _activate(activation: Callable[[Array], Array], x: Array) -> Array:
 
 @_activate.defjvp
 def _activate_rule(
-    activation: Callable[[Array], Array], primals: Any, tangents: Any
-) -> Any:
+    activation: Callable[[Array], Array], primals: PyTree, tangents: PyTree
+) -> PyTree:
     (x,) = primals
 
     def linear_part(x: Array, dot: Array) -> Array:
@@ -56,11 +55,11 @@ def _gated(activation: Callable[[Array], Array], x: Array, y: Array) -> Array:
 
 @_gated.defjvp
 def _gated_rule(
-    activation: Callable[[Array], Array], primals: Any, tangents: Any
-) -> Any:
+    activation: Callable[[Array], Array], primals: PyTree, tangents: PyTree
+) -> PyTree:
     x, _ = primals
 
-    def linear_part(primals: Any, dots: Any) -> Array:
+    def linear_part(primals: PyTree, dots: PyTree) -> Array:
         wide, wide_dots = jax.tree.map(widen, (primals, dots))
         func = functools.partial(_gated_wide, activation)
         return jax.jvp(func, wide, wide_dots)[1].astype(x.dtype)

@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._dtypes import float_dtype, full_precision_of
 from .._typing import DTypeLike
 
 
 def from_residuals(
-    linear_part: Callable[[Any, Any], Any], residuals: Any, tangents: Any
-) -> Any:
+    linear_part: Callable[[Any, Any], Any], residuals: PyTree, tangents: PyTree
+) -> PyTree:
     """Applies `linear_part(residuals, tangents)`, which keeps the residuals only.
 
     Args:
@@ -40,7 +40,7 @@ def from_residuals(
         What the linear part returns.
     """
 
-    def evaluate(residuals: Any, tangents: Any) -> Any:
+    def evaluate(residuals: PyTree, tangents: PyTree) -> PyTree:
         return linear_part(jax.lax.optimization_barrier(residuals), tangents)
 
     # The barrier above stands for checkpoint's own, which would hold back the
@@ -61,7 +61,7 @@ def result_dtype(x: Array, dtype: DTypeLike | None, caller: str) -> np.dtype:
     return x.dtype if is_float else np.dtype(np.float32)
 
 
-def active(tangent: Any) -> Any:
+def active(tangent: object) -> Any:
     """A tangent, or None where nothing is differentiated."""
     is_zero = tangent is None or isinstance(tangent, SymbolicZero)
     return None if is_zero else tangent

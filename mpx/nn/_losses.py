@@ -12,11 +12,10 @@ relative to that, in float32.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._dtypes import full_precision_of
 from .._errors import describe
@@ -142,13 +141,13 @@ def _evaluate(
 
 
 def _cross_entropy_rule(
-    axis: int, smoothing: float, primals: Any, tangents: Any
-) -> Any:
+    axis: int, smoothing: float, primals: PyTree, tangents: PyTree
+) -> PyTree:
     logits, labels, where = primals
     is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
     loss, statistics = _evaluate(axis, smoothing, logits, labels, where)
 
-    def linear_part(residuals: Any, dots: Any) -> Array:
+    def linear_part(residuals: PyTree, dots: PyTree) -> Array:
         logits, labels, statistics, where = residuals
         q, weight = _target(axis, smoothing, logits, labels, where)
         logits_dot, labels_dot = dots

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .._errors import describe
 from ._linear_part import active, from_residuals, widen
@@ -138,7 +138,12 @@ def _like(parameter: Array, x: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _normalize(
-    axis: Any, epsilon: float, is_centered: bool, x: Array, weight: Any, bias: Any
+    axis: object,
+    epsilon: float,
+    is_centered: bool,
+    x: Array,
+    weight: object,
+    bias: object,
 ) -> Array:
     return _evaluate(axis, epsilon, is_centered, x, weight, bias)[0]
 
@@ -161,12 +166,12 @@ def _evaluate(
 
 
 def _normalize_rule(
-    axis: Any, epsilon: float, is_centered: bool, primals: Any, tangents: Any
-) -> Any:
+    axis: Any, epsilon: float, is_centered: bool, primals: PyTree, tangents: PyTree
+) -> PyTree:
     x, weight, bias = primals
     y, mu, r = _evaluate(axis, epsilon, is_centered, x, weight, bias)
 
-    def linear_part(residuals: Any, dots: Any) -> Array:
+    def linear_part(residuals: PyTree, dots: PyTree) -> Array:
         x, weight, mu, r = residuals
         x_dot, weight_dot, bias_dot = dots
         wide = widen(x)

@@ -13,12 +13,11 @@ $|\log p|$ roundings.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._dtypes import is_half
 from .._typing import DTypeLike
@@ -152,12 +151,14 @@ def _softmax(axis: Axis, dtype: np.dtype, x: Array, where: Where) -> Array:
 
 
 @_softmax.defjvp
-def _softmax_rule(axis: Axis, dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+def _softmax_rule(
+    axis: Axis, dtype: np.dtype, primals: PyTree, tangents: PyTree
+) -> PyTree:
     x, where = primals
     p = _softmax(axis, dtype, x, where)
     kept = p if is_half(p.dtype) else p.astype(x.dtype)
 
-    def linear_part(residuals: Any, dot: Array) -> Array:
+    def linear_part(residuals: PyTree, dot: Array) -> Array:
         p, where = residuals
         p, dot = widen(p), widen(dot)
         inner = jnp.sum(p * dot, axis, where=where, keepdims=True)
@@ -197,10 +198,12 @@ def _log_softmax(axis: Axis, dtype: np.dtype, x: Array, where: Where) -> Array:
 
 
 @_log_softmax.defjvp
-def _log_softmax_rule(axis: Axis, dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+def _log_softmax_rule(
+    axis: Axis, dtype: np.dtype, primals: PyTree, tangents: PyTree
+) -> PyTree:
     x, where = primals
 
-    def linear_part(residuals: Any, dot: Array) -> Array:
+    def linear_part(residuals: PyTree, dot: Array) -> Array:
         x, statistics, where = residuals
         dot = widen(dot)
         p = probabilities(x, statistics, where)
@@ -223,11 +226,11 @@ def _logsumexp(
 
 @_logsumexp.defjvp
 def _logsumexp_rule(
-    axis: Axis, keepdims: bool, dtype: np.dtype, primals: Any, tangents: Any
-) -> Any:
+    axis: Axis, keepdims: bool, dtype: np.dtype, primals: PyTree, tangents: PyTree
+) -> PyTree:
     x, where = primals
 
-    def linear_part(residuals: Any, dot: Array) -> Array:
+    def linear_part(residuals: PyTree, dot: Array) -> Array:
         x, statistics, where = residuals
         p = probabilities(x, statistics, where)
         weighted = p * widen(dot)

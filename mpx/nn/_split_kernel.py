@@ -16,9 +16,11 @@ from typing import Any
 import jax
 from jax.extend import core
 from jax.extend.core import JaxprEqn
+from jaxtyping import PyTree
 
 from .._jax_compat import bind_equation
 from .._program import sub_jaxprs
+from .._typing import Atom, Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,12 +35,14 @@ class SplitKernel:
     program: Any
     structure: Any
 
-    def forward(self, operands: Any) -> tuple[Any, Any]:
+    def forward(self, operands: object) -> tuple[Any, Any]:
         """The result, and the rows."""
         out, *residuals = core.jaxpr_as_fun(self.program)(*jax.tree.leaves(operands))
         return out, residuals[self._rows]
 
-    def backward(self, operands: Any, out: Any, rows: Any, cotangent: Any) -> Any:
+    def backward(
+        self, operands: object, out: object, rows: object, cotangent: PyTree
+    ) -> PyTree:
         """What the pullback gives."""
         jaxpr = self.program.jaxpr
         values = self._without_kernel(jax.tree.leaves(operands))
@@ -76,7 +80,10 @@ class SplitKernel:
 
 
 def split_kernel(
-    kernel: Callable[..., Any], told: tuple[Hashable, ...], operands: Any, rows: Any
+    kernel: Callable[..., PyTree],
+    told: tuple[Hashable, ...],
+    operands: object,
+    rows: Any,
 ) -> SplitKernel:
     """Takes a kernel apart. JAX keeps what it traced for equal arguments.
 
@@ -103,12 +110,12 @@ def split_kernel(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _result_and_pullback(
-    kernel: Callable[..., Any], told: tuple[Hashable, ...], operands: Any
+    kernel: Callable[..., PyTree], told: tuple[Hashable, ...], operands: object
 ) -> tuple[Any, Any]:
     leaves, tree = jax.tree.flatten(operands)
     is_float = [jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in leaves]
 
-    def of_floats(*floats: Any) -> Any:
+    def of_floats(*floats: object) -> PyTree:
         given = iter(floats)
         pairs = zip(leaves, is_float, strict=True)
         full = [next(given) if f else x for x, f in pairs]
@@ -118,11 +125,11 @@ def _result_and_pullback(
     return jax.vjp(of_floats, *floats)
 
 
-def _read(values: dict[Any, Any], atom: Any) -> Any:
+def _read(values: dict[Any, Any], atom: Atom) -> Any:
     return atom.val if isinstance(atom, core.Literal) else values[atom]
 
 
-def _independent(jaxpr: Any) -> set[Any]:
+def _independent(jaxpr: Program) -> set[Any]:
     """The variables that do not come from a kernel."""
     known = {*jaxpr.constvars, *jaxpr.invars}
     for equation in jaxpr.eqns:
@@ -132,7 +139,7 @@ def _independent(jaxpr: Any) -> set[Any]:
     return known
 
 
-def _is_unknown(known: set[Any], atom: Any) -> bool:
+def _is_unknown(known: set[Any], atom: Atom) -> bool:
     return not isinstance(atom, core.Literal) and atom not in known
 
 

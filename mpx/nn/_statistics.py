@@ -9,12 +9,11 @@ so the half-precision $x$ is kept, and $\mu$ and $n$ for each row.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from .._dtypes import is_half
 from .._typing import DTypeLike
@@ -131,12 +130,12 @@ def _variance_rule(
     keepdims: bool,
     correction: int | float,
     dtype: np.dtype,
-    primals: Any,
-    tangents: Any,
-) -> Any:
+    primals: PyTree,
+    tangents: PyTree,
+) -> PyTree:
     x, where = primals
 
-    def linear_part(residuals: Any, dot: Array) -> Array:
+    def linear_part(residuals: PyTree, dot: Array) -> Array:
         x, mu, where = residuals
         products = 2 * (widen(x) - mu) * widen(dot)
         total = jnp.sum(products, axis, keepdims=keepdims, where=where)
