@@ -162,11 +162,7 @@ def rebound(
 
 
 def widened(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """The operands of a program, in float32 where it wants nothing else.
 
@@ -189,11 +185,7 @@ def widened(
 
 
 def rewrite_jit(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A jit, with its name, shardings, layouts and donation."""
     operands = widened(run, place, equation, operands, demands)
@@ -207,11 +199,7 @@ def rewrite_jit(
 
 
 def _rewrite_inline(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A jit that has more operands than its shardings and donations are for."""
     params = equation.params
@@ -234,11 +222,7 @@ def _constrained(value: Value, sharding: object) -> Value:
 
 
 def rewrite_composite(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
     jaxpr = program_of(equation)
@@ -252,11 +236,7 @@ def rewrite_composite(
 
 
 def rewrite_call(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A call that says nothing but "here is a program": emitted in place."""
     jaxpr = program_of(equation)
@@ -264,11 +244,7 @@ def rewrite_call(
 
 
 def rewrite_remat(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
     jaxpr = equation.params["jaxpr"]
@@ -281,11 +257,7 @@ def rewrite_remat(
 
 
 def rewrite_shard_map(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A program that runs once per device."""
     params = equation.params
@@ -330,11 +302,7 @@ def _carried(arrays: Sequence[Any]) -> list[Value]:
 
 
 def rewrite_scan(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A scan; what it stacks may be half precision, what it carries keeps its dtype."""
     params = equation.params
@@ -385,11 +353,7 @@ def _stacked_facts(facts: Facts) -> Facts:
 
 
 def rewrite_while(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A loop of unknown length."""
     params = equation.params
@@ -442,11 +406,7 @@ def _where(condition: Any, new: Any, old: Any) -> AnyArray:
 
 
 def rewrite_cond(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """Branches, whose results agree on their dtypes."""
     branches = equation.params["branches"]

@@ -100,11 +100,7 @@ def _own(place: Place) -> Place:
 
 
 def rewrite_custom_jvp(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A function with a rule for its tangents."""
     place, later = _own(place), run.for_later()
@@ -165,11 +161,7 @@ def _tangent(value: Value, is_zero: bool, primal: Any) -> AnyArray | SymbolicZer
 
 
 def rewrite_custom_vjp(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A function with a rule for its cotangents.
 
@@ -361,11 +353,7 @@ def _named(equation: JaxprEqn) -> str:
 
 
 def rewrite_custom_vmap(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A function with a rule for `vmap`."""
     place, later = _own(place), run.for_later()
@@ -394,11 +382,7 @@ def rewrite_custom_vmap(
 
 
 def rewrite_remat_opt(
-    run: Run,
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demands: Wanted,
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A forward rule, in whose place the function itself runs if that is enough.
 
