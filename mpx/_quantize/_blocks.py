@@ -4,7 +4,7 @@ Axes are kept as negative numbers, so that they still name the same axes when a 
 a stack of layers puts an axis in front.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -94,10 +94,15 @@ def inner_axes(rank: int, axes: Axes) -> tuple[int, ...]:
     return tuple(first + 1 + index for index, first in enumerate(firsts))
 
 
-def block_maximum(x: Array, axes: Axes, block: int) -> Array:
+def block_maximum(
+    x: Array,
+    axes: Axes,
+    block: int,
+    largest: Callable[..., Array] = largest_magnitude,
+) -> Array:
     """The largest magnitude of each block; NaN where there is a NaN, 0 if empty."""
     blocks = split(x, axes, block)
-    return largest_magnitude(blocks, inner_axes(x.ndim, axes))
+    return largest(blocks, inner_axes(x.ndim, axes))
 
 
 def multiply_blocks(x: Array, factors: Array, axes: Axes, block: int) -> Array:

@@ -75,7 +75,9 @@ class ConvolutionProduct(AbstractDequantizedProduct):
         )
 
     def _copies(self, role: Role) -> Copies:
-        return Copies(self.recipe, role, self.dtype, self._join(), (-1, -1))
+        return Copies(
+            self.recipe, role, self.dtype, self.target, self._join(), (-1, -1)
+        )
 
     def _multiply(self, extra: tuple[Array, ...]) -> Multiply:
         return self._convolve

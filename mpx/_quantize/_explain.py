@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ._amax import alone
 from ._contraction import contractions
 from ._dequantized_product import AbstractDequantizedProduct
 from ._operands import Copies
@@ -34,9 +35,9 @@ def path_of(product: AbstractProduct) -> tuple[str, str]:
         return Path.HALF.value, f"{product.plural} have no form in FP8"
 
     def operands(left: Array, right: Array) -> tuple[Operand, Operand]:
-        half, join = product.dtype, lambda amax: amax
-        data = Copies(recipe, Role.INPUT, half, join, (-1, -2)).first(left)
-        weight = Copies(recipe, Role.WEIGHT, half, join, (-2, -1)).first(right)
+        like = product.dtype, target, alone
+        data = Copies(recipe, Role.INPUT, *like, (-1, -2)).first(left)
+        weight = Copies(recipe, Role.WEIGHT, *like, (-2, -1)).first(right)
         return data, weight
 
     any_matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)

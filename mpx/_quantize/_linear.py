@@ -48,7 +48,7 @@ class LinearProduct(AbstractProduct):
             # dx first: of the left operand it contracts columns, of the right one rows.
             "result": (-2, -1) if self.is_weight_first else (-1, -2),
         }[self._place(role)]
-        return Copies(self.recipe, role, self.dtype, self._join(), axes)
+        return Copies(self.recipe, role, self.dtype, self.target, self._join(), axes)
 
     def _place(self, role: Role) -> str:
         if role is Role.GRADIENT:

@@ -13,12 +13,14 @@ import numpy as np
 from jaxtyping import Array
 
 from ._amax import Join
+from ._casting import CastQuantizer, is_cast, quantize_by_cast
 from ._contraction import padded
 from ._noise import key_from
 from ._products import Operand
 from ._quantizers import AbstractQuantizer
 from ._recipes import AbstractRecipe, Role
 from ._rounding import flushed
+from ._target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Copies:
         recipe: Gives the quantizers.
         role: What the array is.
         half: The dtype of a copy that is not quantized.
+        target: The device.
         join: How amaxes are joined over devices.
         axes: The axis that the first product contracts and that the second one does,
             negative. Without meaning for quantizers with one scale.
@@ -39,20 +42,36 @@ class Copies:
     recipe: AbstractRecipe
     role: Role
     half: np.dtype
+    target: Target
     join: Join
     axes: tuple[int, int]
     step: Array | None = None
 
-    def first(self, x: Array, scale: Array | None = None) -> Operand:
-        """The copy for y, or for dx of a gradient."""
-        return self._copy(x, self._quantizers()[0], self.axes[0], scale, salt=0)
+    def first(
+        self, x: Array, amax: Array | None = None, scale: Array | None = None
+    ) -> Operand:
+        """The copy for y, or for dx of a gradient.
 
-    def second(self, x: Array, first: Operand, scale: Array | None = None) -> Operand:
+        Args:
+            x: The array.
+            amax: Its amax, if that is known.
+            scale: The scale of delayed scaling.
+        """
+        return self._copy(x, self._quantizers()[0], self.axes[0], amax, scale, salt=0)
+
+    def second(
+        self,
+        x: Array,
+        first: Operand,
+        amax: Array | None = None,
+        scale: Array | None = None,
+    ) -> Operand:
         """The copy for the product of the backward pass, or for dw of a gradient.
 
         Args:
             x: The array.
             first: What `first` gave for it.
+            amax: Its amax, if that is known.
             scale: The scale of delayed scaling.
         """
         if self.role is not Role.GRADIENT:
@@ -63,7 +82,7 @@ class Copies:
         one, other = self._quantizers()
         if one == other and (one is None or one.block_dimensions != 1):
             return first
-        return self._copy(x, other, self.axes[1], scale, salt=1)
+        return self._copy(x, other, self.axes[1], amax, scale, salt=1)
 
     def _quantizers(self) -> tuple[AbstractQuantizer | None, AbstractQuantizer | None]:
         first = self.recipe.quantizer(self.role)
@@ -76,17 +95,23 @@ class Copies:
         x: Array,
         quantizer: AbstractQuantizer | None,
         axis: int,
+        amax: Array | None,
         scale: Array | None,
         salt: int,
     ) -> Operand:
         if quantizer is None:
             return x.astype(self.half)
         axes = {0: (), 1: (axis,), 2: (-2, -1)}[quantizer.block_dimensions]
-        x = flushed(x.astype(jnp.float32))
+        x = x.astype(jnp.float32)
         for one in axes:
             # As a multiple, so that it is known to be one whatever the length.
             blocks = (x.shape[one] + quantizer.block - 1) // quantizer.block
             x = padded(x, one, blocks * quantizer.block)
+        if isinstance(quantizer, CastQuantizer) and is_cast(quantizer, self.target):
+            return quantize_by_cast(
+                quantizer, self.target, x, self.half, axes, amax, scale, self.join
+            )
+        x = flushed(x)
         key = None
         if quantizer.stochastic_rounding:
             key = key_from(x, salt, self.step)

@@ -141,7 +141,7 @@ class AbstractProduct(abc.ABC):
         self, role: Role, x: Array, scales: Array | None
     ) -> tuple[Array | None, Array | None]:
         """The amax of an array and the scale to quantize it with."""
-        return amax_and_scale(self.recipe, self._join(), role, x, scales)
+        return amax_and_scale(self.recipe, self.target, self._join(), role, x, scales)
 
 
 def quantized_product(
@@ -213,16 +213,16 @@ def _forward(
     like_data = jax.ShapeDtypeStruct(data.shape, data.dtype)
     like_weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     data = product._read(data, extra)
-    data_amax, data_scale = product._scaled(Role.INPUT, data, scales)
-    weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
+    for_data = product._scaled(Role.INPUT, data, scales)
+    for_weight = product._scaled(Role.WEIGHT, weight, scales)
     of_data = product._copies_at(step, Role.INPUT)
     of_weight = product._copies_at(step, Role.WEIGHT)
-    x, w = of_data.first(data, data_scale), of_weight.first(weight, weight_scale)
+    x, w = of_data.first(data, *for_data), of_weight.first(weight, *for_weight)
     y = product._forward(x, w, extra, (data.shape, weight.shape))
     if not is_differentiated:
         return y, None
-    kept_data = of_data.second(data, x, data_scale)
-    kept_weight = of_weight.second(weight, w, weight_scale)
+    kept_data = of_data.second(data, x, *for_data)
+    kept_weight = of_weight.second(weight, w, *for_weight)
     if not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
     kept = Kept(
@@ -231,7 +231,7 @@ def _forward(
         extra,
         scales,
         step,
-        (data_amax, weight_amax),
+        (for_data[0], for_weight[0]),
         like_data,
         like_weight,
     )
@@ -272,8 +272,8 @@ def _backward_rule(
     g = product._read(differentiated_once(g), kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
     of_gradient = product._copies_at(kept.step, Role.GRADIENT)
-    for_data = of_gradient.first(g, scale)
-    for_weight = of_gradient.second(g, for_data, scale)
+    for_data = of_gradient.first(g, amax, scale)
+    for_weight = of_gradient.second(g, for_data, amax, scale)
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
     amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
     dx, dw = dx.astype(kept.like_data.dtype), dw.astype(kept.like_weight.dtype)

@@ -30,7 +30,7 @@ from ._checks import check_dimensions, check_epsilon, check_flags, check_format
 from ._format import Format
 from ._four_bits import pack
 from ._hadamard import checked_signs, hadamard_transform
-from ._rounding import largest_magnitude, round_to_format
+from ._rounding import EXACT, Arithmetic, largest_magnitude, round_to_format
 from ._scales import (
     e8m0_code,
     e8m0_from_code,
@@ -127,6 +127,13 @@ class TensorQuantizer(AbstractQuantizer):
         check_flags(self, "power_of_two_scales", "stochastic_rounding")
         check_epsilon(self)
 
+    def _scale(self, amax: Float32[Array, ""]) -> Float32[Array, ""]:
+        return scale_from_amax(
+            jnp.maximum(amax, self.amax_epsilon),
+            self.format.largest,
+            power_of_two_scales=self.power_of_two_scales,
+        )
+
     def _quantize(
         self,
         x: Float32[Array, "..."],
@@ -137,17 +144,11 @@ class TensorQuantizer(AbstractQuantizer):
         join: Join = alone,
     ) -> QuantizedArray:
         if scale is None:
-            amax = join(largest_magnitude(x, only_finite=True))
-            scale = scale_from_amax(
-                jnp.maximum(amax, self.amax_epsilon),
-                self.format.largest,
-                power_of_two_scales=self.power_of_two_scales,
-            )
+            scale = self._scale(join(largest_magnitude(x, only_finite=True)))
         # Element by element, so that nothing waits for an amax where a scale is given.
         # Of x: a finite number that a large scale makes infinite saturates.
         scaled = jnp.where(jnp.isfinite(x), x * scale, jnp.nan)
-        rounded = round_to_format(scaled, self.format, key)
-        payload = rounded.astype(self.format.dtype)
+        payload = EXACT.to_format(scaled, self.format, key)
         return QuantizedArray(payload, 1 / scale, format=self.format, dtype=dtype)
 
 
@@ -211,15 +212,16 @@ class BlockQuantizer(AbstractQuantizer):
         key: Array | None,
         scale: Array | None,
         join: Join = alone,
+        by: Arithmetic = EXACT,
     ) -> QuantizedArray:
-        amax = block_maximum(x, axes, self.block)
+        amax = block_maximum(x, axes, self.block, by.largest)
         scales = scale_from_amax(
             jnp.maximum(amax, self.amax_epsilon),
             self.format.largest,
             power_of_two_scales=self.power_of_two_scales,
         )
         scaled = multiply_blocks(x, scales, axes, self.block)
-        payload = round_to_format(scaled, self.format, key).astype(self.format.dtype)
+        payload = by.to_format(scaled, self.format, key)
         return QuantizedArray(
             payload,
             1 / scales,
@@ -283,10 +285,11 @@ class MXFP8Quantizer(AbstractQuantizer):
         key: Array | None,
         scale: Array | None,
         join: Join = alone,
+        by: Arithmetic = EXACT,
     ) -> QuantizedArray:
-        code = e8m0_code(block_maximum(x, axes, self.block), self.format)
+        code = e8m0_code(block_maximum(x, axes, self.block, by.largest), self.format)
         scaled = multiply_blocks(x, e8m0_scale(code), axes, self.block)
-        payload = round_to_format(scaled, self.format, key).astype(self.format.dtype)
+        payload = by.to_format(scaled, self.format, key)
         return QuantizedArray(
             payload,
             e8m0_from_code(code),

@@ -41,7 +41,7 @@ class RaggedProduct(AbstractDequantizedProduct):
 
     def _copies(self, role: Role) -> Copies:
         axes = (-2, -1) if role is Role.WEIGHT else (-1, -2)
-        return Copies(self.recipe, role, self.dtype, self._join(), axes)
+        return Copies(self.recipe, role, self.dtype, self.target, self._join(), axes)
 
     def _read(self, x: Array, extra: tuple[Array, ...]) -> Array:
         (sizes,) = extra

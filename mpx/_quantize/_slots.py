@@ -10,9 +10,11 @@ from jaxtyping import Array
 
 from .._errors import describe
 from ._amax import Join, as_cotangent, refuse_batching
+from ._casting import amax_on
 from ._delayed import DelayedScaling
 from ._recipes import AbstractRecipe, Role
-from ._rounding import flushed, largest_magnitude
+from ._rounding import flushed
+from ._target import Target
 
 _ROLES = tuple(Role)
 
@@ -35,12 +37,18 @@ def check_scales(call: str, recipe: AbstractRecipe, scales: object) -> None:
 
 
 def amax_and_scale(
-    recipe: AbstractRecipe, join: Join, role: Role, x: Array, scales: Array | None
+    recipe: AbstractRecipe,
+    target: Target,
+    join: Join,
+    role: Role,
+    x: Array,
+    scales: Array | None,
 ) -> tuple[Array | None, Array | None]:
     """The amax of an array and the scale to quantize it with; None without slots.
 
     Args:
         recipe: The recipe, delayed scaling if there are scales.
+        target: The device.
         join: Joins amaxes over devices.
         role: Which slot is the array's.
         x: The array.
@@ -51,7 +59,7 @@ def amax_and_scale(
     if scales is None:
         return None, None
     assert isinstance(recipe, DelayedScaling)  # has been checked
-    amax = join(flushed(largest_magnitude(x.astype(jnp.float32))))
+    amax = join(flushed(amax_on(target, x.astype(jnp.float32))))
     amax = refuse_batching(amax, scales)
     given = scales[_ROLES.index(role)]
     # Without a warm start nothing may wait for the amax, so that XLA can quantize an

@@ -61,6 +61,11 @@ class Target:
         return self.platform == "tpu" and self.capability >= (7, 0)
 
     @property
+    def rounds_to_fp8(self) -> bool:
+        """Whether its cast to FP8 is known to round to nearest: see `_casting`."""
+        return self.platform == "cuda" and self.capability >= (8, 9)
+
+    @property
     def has_block_units(self) -> bool:
         """Whether products of MXFP8 and NVFP4 are (with cuDNN 9.10 or later)."""
         return self.platform == "cuda" and self.capability >= (10, 0)
