@@ -106,10 +106,11 @@ def checked_signs(signs: object, call: str) -> Any:
 
 def _sylvester(blocks: Array) -> Array:
     """Rows of 16 numbers times Sylvester's matrix over 4, as 4 rounds of sums."""
+    signs = jnp.array([1.0, -1.0]).reshape(1, 1, 2, 1)
     distance = 1
     while distance < BLOCK:
         pairs = blocks.reshape(-1, BLOCK // (2 * distance), 2, distance)
-        left, right = pairs[:, :, 0], pairs[:, :, 1]
-        blocks = jnp.stack([left + right, left - right], axis=2).reshape(-1, BLOCK)
+        # left + right and left - right: no array of one half of them is made.
+        blocks = (lax.rev(pairs, (2,)) + pairs * signs).reshape(-1, BLOCK)
         distance *= 2
     return blocks * 0.25

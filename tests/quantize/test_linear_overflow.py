@@ -11,10 +11,12 @@ import pytest
 
 import mpx
 from mpx._quantize import Target, linear_product
+from mpx._quantize._amax import alone
 from mpx._quantize._block_units import _with_axis_last
 from mpx._quantize._contraction import contractions
 from mpx._quantize._operands import Copies
 from mpx._quantize._products import _dequantized, _in_fp8
+from mpx._quantize._target import CPU
 from tests.autocast.counting import equations
 from tests.quantize import (
     test_linear_convolution as convolution,
@@ -124,10 +126,10 @@ def test_of_experts_too(recipe_name: str):
 
 @functools.partial(jax.jit, static_argnums=0)
 def quantized(recipe: mpx.AbstractRecipe, x, w):
-    float32, join = np.dtype("float32"), lambda amax: amax
+    like = np.dtype("float32"), CPU, alone
     scale = jnp.ones(()) if isinstance(recipe, mpx.DelayedScaling) else None
-    left = Copies(recipe, mpx.Role.INPUT, float32, join, (-1, -2)).first(x, scale)
-    right = Copies(recipe, mpx.Role.WEIGHT, float32, join, (-2, -1)).first(w, scale)
+    left = Copies(recipe, mpx.Role.INPUT, *like, (-1, -2)).first(x, None, scale)
+    right = Copies(recipe, mpx.Role.WEIGHT, *like, (-2, -1)).first(w, None, scale)
     return left, right
 
 

@@ -16,10 +16,12 @@ import pytest
 
 import mpx
 from mpx._quantize import linear_product, target_from
+from mpx._quantize._amax import alone
 from mpx._quantize._block_units import _with_axis_last
 from mpx._quantize._contraction import contractions
 from mpx._quantize._operands import Copies
 from mpx._quantize._products import _dequantized, _in_fp8
+from mpx._quantize._target import CPU
 from tests.quantize.linear_cases import (
     LAYOUTS,
     MATRICES,
@@ -191,9 +193,9 @@ def test_a_program_for_another_device_runs_on_the_cpu(recipe_name: str, target: 
 def operands(recipe: mpx.AbstractRecipe, shape=(64, 96)):
     @jax.jit
     def quantized(left, right):
-        float32, join = np.dtype("float32"), lambda amax: amax
-        data = Copies(recipe, mpx.Role.INPUT, float32, join, (-1, -2)).first(left)
-        weight = Copies(recipe, mpx.Role.WEIGHT, float32, join, (-2, -1)).first(right)
+        like = np.dtype("float32"), CPU, alone
+        data = Copies(recipe, mpx.Role.INPUT, *like, (-1, -2)).first(left)
+        weight = Copies(recipe, mpx.Role.WEIGHT, *like, (-2, -1)).first(right)
         return data, weight
 
     normal = np.random.default_rng(0).standard_normal
