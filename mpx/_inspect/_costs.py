@@ -30,18 +30,17 @@ read what they take, updates in place write what they change.
 import functools
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from .._jax_compat import open_jaxpr
 from .._program import Flops, aval_of, count, lengths, properties
-from .._typing import Aval
+from .._typing import Atom, Aval
 
 
 def bits_of(dtype: Any) -> int:
@@ -93,22 +92,20 @@ def flops(equation: JaxprEqn) -> int | None:
     return None if rule is None else rule(_with_lengths(equation))
 
 
-def _with_lengths(equation: JaxprEqn) -> Any:
+def _with_lengths(equation: JaxprEqn) -> JaxprEqn:
     """An equation, or one like it whose shapes are numbers (`mpx._program.lengths`)."""
-    avals = [aval_of(v) for v in (*equation.invars, *equation.outvars)]
-    shapes = [getattr(aval, "shape", ()) for aval in avals]
+    atoms = (*equation.invars, *equation.outvars)
+    shapes = [getattr(aval_of(atom), "shape", ()) for atom in atoms]
     if all(isinstance(n, int) for shape in shapes for n in shape):
         return equation
-    known = [
-        SimpleNamespace(aval=ShapedArray(lengths(aval.shape), aval.dtype))
-        for aval in avals
-    ]
-    operands = len(equation.invars)
-    return SimpleNamespace(
-        primitive=equation.primitive,
-        params=equation.params,
-        invars=known[:operands],
-        outvars=known[operands:],
+
+    def known(atom: Atom) -> Var:
+        aval = aval_of(atom)
+        return Var(ShapedArray(lengths(aval.shape), aval.dtype))
+
+    return equation.replace(
+        invars=[known(v) for v in equation.invars],
+        outvars=[known(v) for v in equation.outvars],
     )
 
 
