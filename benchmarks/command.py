@@ -25,7 +25,9 @@ Name = Literal[
     "errors",
 ]
 # Of programs compiled for a GPU that need not be there.
-Counted = Literal["cuda", "recipe-counts", "residuals", "attention", "compile-time"]
+Counted = Literal[
+    "cuda", "recipe-counts", "residuals", "attention", "workloads", "compile-time"
+]
 SCRATCH = Path("runs/bench")
 ALL: tuple[Name, ...] = get_args(Name)
 
@@ -42,10 +44,12 @@ class Options:
     scaling compiled for an H100; `recipe-counts` says on which units the products of
     low precision run on an H100, a B200 and a TPU7x, and what they keep; `residuals`
     what steps need that recompute islands, on an H100 and a TPU v5e; `attention` what
-    steps need whose attention is one kernel, on an H100; `compile-time` how long steps
-    that recompute take to compile. `docs` only writes the tables of the committed
-    results into docs/benchmarks.md. `device` measures what only a GPU can tell, and has
-    options of its own: `python -m benchmarks device --help`.
+    steps need whose attention is one kernel, on an H100; `workloads` what steps in 8
+    bits cost beside the peers' on an H100 and a B200, and those in half precision
+    beside a naive cast; `compile-time` how long steps that recompute take to compile.
+    `docs` only writes the tables of the committed results into docs/benchmarks.md.
+    `device` measures what only a GPU can tell, and has options of its own:
+    `python -m benchmarks device --help`.
     """
 
     names: tyro.conf.Positional[tuple[Name | Literal[Counted, "docs"], ...]] = ALL
@@ -125,6 +129,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.residuals(options.cuda_libraries)
     elif name == "attention":
         session.attention(options.cuda_libraries)
+    elif name == "workloads":
+        session.workloads(options.cuda_libraries)
     elif name == "compile-time":
         session.compile_time(options.cuda_libraries)
     elif name == "docs":

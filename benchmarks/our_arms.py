@@ -11,7 +11,7 @@ import optax
 
 import mpx
 
-from .steps import FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction
+from .steps import CHECKED, FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction
 
 RECIPES = {
     "delayed": mpx.DelayedScaling(),
@@ -98,6 +98,7 @@ ARMS = {
     for arm in (
         FLOAT32,
         NAIVE,
+        CHECKED,
         _mpx_arm("mpx float16", "float16"),
         _mpx_arm("mpx bfloat16", "bfloat16"),
         # Without loss scaling, check and skip: what dynamic loss scaling adds is the

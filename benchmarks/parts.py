@@ -19,6 +19,8 @@ from .counts import (
     attention as attention_counts,
     autocast as autocast_counts,
     compiling,
+    eight_bits,
+    half,
     recipes as recipe_counts,
     residuals as residual_counts,
     scaling as scaling_traffic,
@@ -33,6 +35,7 @@ from .time import autocast as autocast_host, compiling as compile_time, host_tab
 
 # What is counted for an H100, in one file.
 CUDA = (sweep, autocast_counts, scaling_traffic)
+WORKLOADS = (eight_bits, half)
 HOST = (host_table, autocast_host)
 
 
@@ -157,6 +160,22 @@ class Session:
             attention_counts.run(found, compiler, progress)
         tables, goals = attention_counts.tables(found), attention_counts.goals(found)
         self._show(found, tables, goals)
+
+    def workloads(self, libraries: Path) -> None:
+        """Steps in 8 bits beside the peers', in half precision beside a naive cast."""
+        targets = tuple(dict.fromkeys(case.target for case in eight_bits.CASES))
+        titles = ", ".join(TARGETS[name].title for name in targets)
+        found = self._results("workloads", f"compiled for {titles}")
+        with self._compiling() as (compiler, progress):
+            compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
+            for target in targets:
+                eight_bits.run(found, compiler, target, progress)
+            half.run(found, compiler, progress)
+        self._show(
+            found,
+            [table for part in WORKLOADS for table in part.tables(found)],
+            [goal for part in WORKLOADS for goal in part.goals(found)],
+        )
 
     def compile_time(self, libraries: Path) -> None:
         """CPU seconds that the compiler takes, for an H100."""

@@ -106,12 +106,46 @@ def _float32_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFu
 
 def _naive_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
     def cast_loss(model: Any, batch: Any) -> jax.Array:
-        return loss(*jax.tree.map(_to_bfloat16, (model, batch)))
+        return loss(*jax.tree.map(to_bfloat16, (model, batch)))
 
     return _float32_step(cast_loss, optimizer)
 
 
-def _to_bfloat16(leaf: Any) -> Any:
+def _checked_naive_step(
+    loss: Loss, optimizer: optax.GradientTransformation
+) -> StepFunction:
+    def cast_loss(model: Any, batch: Any) -> jax.Array:
+        return loss(*jax.tree.map(to_bfloat16, (model, batch)))
+
+    def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
+        value, grads = eqx.filter_value_and_grad(cast_loss)(model, batch)
+        model, opt_state, _ = checked_update(optimizer, model, opt_state, grads)
+        return model, opt_state, scaling, value
+
+    return step
+
+
+def checked_update(
+    optimizer: optax.GradientTransformation, model: Any, opt_state: Any, grads: Any
+) -> tuple[Any, Any, jax.Array]:
+    """Model and optimizer state after a step, or as they were.
+
+    They stay as they were if a gradient is not finite; the third result says whether
+    all are finite.
+    """
+    leaves = jax.tree.leaves(grads)
+    finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]).all()
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+    updates, new_state = optimizer.update(grads, opt_state, params)
+    new = eqx.apply_updates(params, updates), new_state
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), new, (params, opt_state)
+    )
+    return eqx.combine(params, rest), opt_state, finite
+
+
+def to_bfloat16(leaf: Any) -> Any:
+    """A leaf in bfloat16, if it is an array of floating point numbers."""
     return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
 
 
@@ -122,6 +156,14 @@ def no_scaling(loss: Loss, model: Any, batch: Any) -> None:
 FLOAT32 = Arm("float32", "equinox", no_scaling, _float32_step, uses_mpx=False)
 # What one writes without a library: all weights and inputs cast, whatever they are for.
 NAIVE = Arm("naive bfloat16", "equinox", no_scaling, _naive_step, uses_mpx=False)
+# The same with what mpx does besides: gradients are checked, and the step skipped.
+CHECKED = Arm(
+    "naive bfloat16, checked",
+    "equinox",
+    no_scaling,
+    _checked_naive_step,
+    uses_mpx=False,
+)
 
 
 @dataclasses.dataclass(frozen=True)

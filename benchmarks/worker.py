@@ -113,6 +113,24 @@ def _recipe_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     return recipe_counts.build, recipe_counts.count
 
 
+def _eight_bit_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """The steps of wide models, ours and the peers'."""
+    from benchmarks.counts import cost
+    from benchmarks.models import eight_bits as eight_bit_models
+
+    def build(fields: dict[str, Any], devices: Any = None) -> Any:
+        return eight_bit_models.build(eight_bit_models.Case(**fields), devices)
+
+    return build, cost.count
+
+
+def _half_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """The steps of models of many kinds, in half precision."""
+    from benchmarks.counts import half as half_counts
+
+    return _residual_steps(request)[0], half_counts.count
+
+
 def _residual_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     """The steps of plain transformers, in this environment's arms."""
     from benchmarks.counts import program as counts
@@ -151,6 +169,8 @@ STEPS = {
     "residuals": _residual_steps,
     "activations": _activation_steps,
     "attention": _attention_steps,
+    "eight bits": _eight_bit_steps,
+    "half": _half_steps,
 }
 
 
@@ -168,6 +188,15 @@ def _compiling_for(request: dict[str, Any], target: str) -> Any:
     return mpx.autocast(target=target, ambient=True)
 
 
+def _compiling(request: dict[str, Any], lower: Callable[..., Any]) -> Any:
+    """What compiles a lowered case, and what it says of that beside."""
+    if request.get("steps") != "eight bits":
+        return lambda lowered, fields: (lowered.compile(), {})
+    from benchmarks.counts import cost
+
+    return cost.Timed(lower).compile
+
+
 def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Compiles each case for the target and counts; known programs are skipped."""
     import jax
@@ -179,22 +208,27 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     target = targets.TARGETS[request["target"]]
     compiler = results.compiler(versions(), target.platform)
     known = {tuple(pair) for pair in request.get("known", ())}
-    for fields in request["cases"]:
+
+    def lower(fields: dict[str, Any]) -> Any:
         devices = targets.compile_only_devices(target, fields.get("devices", 1))
         with _compiling_for(request, target.name):
             step = build(fields, devices)
-            lowered = step.jitted().lower(step.state, step.batch)
+            return step.jitted().lower(step.state, step.batch)
+
+    compile = _compiling(request, lower)
+    for fields in request["cases"]:
+        lowered = lower(fields)
         program = counts.fingerprint(lowered)
         answer: dict[str, Any] = {"case": fields, "program": program}
         if (program, compiler) not in known:
             try:
-                compiled = lowered.compile()
+                compiled, more = compile(lowered, fields)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 answer["counts"] = None  # does not fit into the device's memory
             else:
-                answer["counts"] = count(compiled, fields)
+                answer["counts"] = {**count(compiled, fields), **more}
         yield answer
 
 

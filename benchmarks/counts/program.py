@@ -49,14 +49,14 @@ _BITS = {
     "token": 0,
     "opaque": 0,
 }
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](\{[^{}]*\})?")
+ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](\{[^{}]*\})?")
 # A layout's memory space; without one an array is in the device's main memory.
 _ON_CHIP = re.compile(r"S\([1-9]")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<rest>.*)$")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s.*->.*\{\s*$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
+TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 
 # What lowering writes for arguments placed on one device: shardings over an empty mesh.
 _ON_ONE_DEVICE = tuple(
@@ -71,7 +71,7 @@ _ON_ONE_DEVICE = tuple(
 
 # Instructions that name or regroup buffers and move no bytes, and the second half of
 # an asynchronous pair, whose first half has been counted.
-_FREE = frozenset(
+FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency "
     "partition-id replica-id opt-barrier".split()
 )
@@ -164,7 +164,7 @@ def products(text: str) -> int:
     return sum(
         instruction.opcode in _PRODUCTS
         or _PRODUCT_CALL.search(instruction.line) is not None
-        for _, _, body in _computations(text)
+        for _, _, body in computations(text)
         for instruction in body
     )
 
@@ -193,7 +193,7 @@ def bytes_of_shape(text: str, on_chip: bool = True) -> int:
     (64, 7)
     """
     total = 0
-    for array in _ARRAY.finditer(text):
+    for array in ARRAY.finditer(text):
         kind, dimensions, _ = array.groups()
         bits = _BITS.get(kind, 8 if kind.startswith("f8") else None)
         if bits is None:
@@ -215,7 +215,9 @@ def _on_chip(array: re.Match[str]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """One line of a computation."""
+
     name: str
     shape: str
     opcode: str
@@ -233,7 +235,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _instruction(line: str) -> _Instruction | None:
+def _instruction(line: str) -> Instruction | None:
     matched = _INSTRUCTION.match(line)
     if matched is None:
         return None
@@ -244,7 +246,7 @@ def _instruction(line: str) -> _Instruction | None:
     if opcode is None:
         return None
     arguments = rest[opcode.end() - 1 : _closing(rest, opcode.end() - 1)]
-    return _Instruction(
+    return Instruction(
         name=matched["name"],
         shape=rest[:end],
         opcode=opcode["opcode"],
@@ -253,7 +255,7 @@ def _instruction(line: str) -> _Instruction | None:
     )
 
 
-def _computations(text: str) -> Iterator[tuple[str, bool, list[_Instruction]]]:
+def computations(text: str) -> Iterator[tuple[str, bool, list[Instruction]]]:
     name, entry, body = "", False, None
     for line in text.splitlines():
         header = _COMPUTATION.match(line)
@@ -278,9 +280,9 @@ def operand_and_result_bytes(text: str, on_chip: bool = True) -> int:
         text: `compiled.as_text()`.
         on_chip: whether arrays in the memory on the chip count.
     """
-    bodies: dict[str, list[_Instruction]] = {}
+    bodies: dict[str, list[Instruction]] = {}
     entry_name = None
-    for name, entry, body in _computations(text):
+    for name, entry, body in computations(text):
         bodies[name] = body
         entry_name = name if entry else entry_name
     if entry_name is None:
@@ -291,7 +293,7 @@ def operand_and_result_bytes(text: str, on_chip: bool = True) -> int:
     return _bytes_of_computation(bodies, entry_name, on_chip)
 
 
-def _called(line: str, key: str) -> list[str]:
+def called(line: str, key: str) -> list[str]:
     """Names of the computations in `key=%name` or `key={%name, %name}`."""
     found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", line)
     if found is None:
@@ -300,32 +302,32 @@ def _called(line: str, key: str) -> list[str]:
 
 
 def _bytes_of_computation(
-    bodies: dict[str, list[_Instruction]], name: str, on_chip: bool
+    bodies: dict[str, list[Instruction]], name: str, on_chip: bool
 ) -> int:
     body = bodies[name]
     shapes = {instruction.name: instruction.shape for instruction in body}
     total = 0
     for instruction in body:
         opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith("-done"):
+        if opcode in FREE or opcode.endswith("-done"):
             continue
         if opcode == "while":
-            trips = _TRIPS.search(instruction.line)
+            trips = TRIPS.search(instruction.line)
             inner = sum(
                 _bytes_of_computation(bodies, called, on_chip)
-                for called in _called(instruction.line, "body")
+                for called in called(instruction.line, "body")
             )
             total += inner * (int(trips[1]) if trips else 1)
         elif opcode in ("call", "async-start"):
             key = "to_apply" if opcode == "call" else "calls"
             total += sum(
                 _bytes_of_computation(bodies, called, on_chip)
-                for called in _called(instruction.line, key)
+                for called in called(instruction.line, key)
             )
         elif opcode == "conditional":
-            branches = _called(instruction.line, "branch_computations") or [
-                *_called(instruction.line, "true_computation"),
-                *_called(instruction.line, "false_computation"),
+            branches = called(instruction.line, "branch_computations") or [
+                *called(instruction.line, "true_computation"),
+                *called(instruction.line, "false_computation"),
             ]
             total += max(
                 _bytes_of_computation(bodies, branch, on_chip) for branch in branches
@@ -333,7 +335,7 @@ def _bytes_of_computation(
         elif opcode == "slice-start":
             # Its shape is ((operand), result, context); what is read of the operand is
             # as large as the result.
-            operand, result, *_ = _ARRAY.finditer(instruction.shape)
+            operand, result, *_ = ARRAY.finditer(instruction.shape)
             places = [x for x in (operand, result) if on_chip or not _on_chip(x)]
             total += len(places) * bytes_of_shape(result[0])
         else:

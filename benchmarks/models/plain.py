@@ -17,6 +17,8 @@ import optax
 from ..steps import LEARNING_RATE, Arm, ArrayStep, Loss, arrays_only, random_images
 from . import others as other_models, transformers
 from .problems import PROBLEMS
+from .various import VARIOUS
+from .weights import Weights, random_weights
 
 # Which ViTs there are: the problem, the dropout, and whether a token of its own is what
 # is classified. The MPX paper's have one, and it says nothing of dropout. With that
@@ -37,6 +39,11 @@ STATE_SPACE = {"width": 512, "hidden": 1024, "context": 512}
 # Their names in words, how they are made, and how large they are.
 TEXTS = {
     "llama": ("Llama", other_models.llama, LLAMA),
+    "state space 1024": (
+        "gated state space model",
+        other_models.state_space,
+        {**STATE_SPACE, "context": 1024},
+    ),
     "state space": ("gated state space model", other_models.state_space, STATE_SPACE),
 }
 RESNET = {"channels": 64, "classes": 100}
@@ -48,6 +55,8 @@ def title(model: str) -> str:
     >>> title("paper desktop")
     'desktop ViT (width 256, hidden 800) on CIFAR-100, 65 tokens'
     """
+    if model in VARIOUS:
+        return VARIOUS[model].title
     if model in TEXTS:
         name, _, sizes = TEXTS[model]
         return f"{name} (width {sizes['width']}, context {sizes['context']})"
@@ -70,7 +79,7 @@ class Case:
 
     Attributes:
         target: A name of `targets.TARGETS`.
-        model: A name of `VITS`, of `GPTS`, of `TEXTS`, or "resnet".
+        model: A name of `VITS`, `GPTS`, `TEXTS` or `VARIOUS`, or "resnet".
         blocks: How many blocks it has.
         batch: Images or texts per step.
         arm: The name of an arm.
@@ -102,6 +111,8 @@ def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
 def _random_batch(case: Case, key: Any) -> Any:
     if case.model in VITS:
         return random_images(VITS[case.model][0], case.batch, key)
+    if case.model in VARIOUS:
+        return VARIOUS[case.model].random_batch(case.batch, key)
     if case.model == "resnet":
         return random_images(PROBLEMS["desktop"], case.batch, key)
     sizes = GPTS[case.model] if case.model in GPTS else TEXTS[case.model][2]
@@ -110,13 +121,15 @@ def _random_batch(case: Case, key: Any) -> Any:
 
 
 def _initial(arm: Arm, case: Case, batch: Any, key: Any) -> tuple[Any, Any, Any]:
-    model = _model(arm, case, key)
+    model = _model(arm, case, batch, key)
     params = eqx.filter(model, eqx.is_inexact_array)
     first_scaling = arm.first_scaling(_loss(case), model, batch)
     return model, optax.adam(LEARNING_RATE).init(params), first_scaling
 
 
-def _model(arm: Arm, case: Case, key: Any) -> Any:
+def _model(arm: Arm, case: Case, batch: Any, key: Any) -> Any:
+    if case.model in VARIOUS:
+        return random_weights(_various_loss(case), batch, key)
     if case.model in VITS:
         return _vit(arm, case, key)
     if case.model in GPTS:
@@ -132,9 +145,18 @@ def _step(arm: Arm, case: Case) -> Any:
 
 
 def _loss(case: Case) -> Loss:
+    if case.model in VARIOUS:
+        various = _various_loss(case)
+        return lambda weights, batch: various(Weights(weights), batch)
     if case.model == "resnet":
         return _resnet_loss
     return _vit_loss if case.model in VITS else _gpt_loss
+
+
+def _various_loss(case: Case) -> Any:
+    """Of layers and a batch."""
+    loss = VARIOUS[case.model].loss
+    return lambda layers, batch: loss(layers, batch, case.blocks)
 
 
 def _full(arm: Arm) -> transformers.Full:

@@ -24,7 +24,15 @@ _CONSTRAINTS = (
     REPOSITORY / "constraints.txt",
     Path(__file__).resolve().parent / "constraints.txt",
 )
-_PACKAGES = ("mixed-precision-for-JAX", "jmp", "jax", "equinox", "optax")
+_PACKAGES = (
+    "mixed-precision-for-JAX",
+    "jmp",
+    "jax",
+    "equinox",
+    "optax",
+    "flax",
+    "qwix",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,173 @@
+"""What a step in 8 bits costs, and what is left of what the units save.
+
+The wide models are compiled for an H100 and a B200 with mpx, by hand and with the
+peers, all in one run and by one way of counting (`kernels`). Beside bytes and the roof
+time stand the kernels, the calls of the units, temporary memory, and how long the
+compiler took: CPU time against the naive step's in the same process. That ratio is of
+the machine that compiled, and not exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..models.eight_bits import NAIVE, Case
+from ..processes import Side
+from ..results import Results
+from ..tables import Goal, Table, megabytes, ratio
+from .compiling import Compiler
+from .targets import TARGETS
+
+DELAYED, CURRENT, MXFP8, NVFP4 = "delayed", "current", "mxfp8", "nvfp4"
+AUTOCAST, BY_HAND, FLAX, QWIX = (
+    "autocast bfloat16",
+    "FP8 by hand",
+    "Flax fp8",
+    "Qwix fp8",
+)
+# Of each step: our arms, and the peers that it is compared with.
+OURS = {
+    ("h100", "ffn silu"): (AUTOCAST, CURRENT, DELAYED),
+    ("h100", "big"): (AUTOCAST, CURRENT, DELAYED),
+    ("b200", "ffn gelu"): (AUTOCAST, CURRENT, DELAYED, MXFP8, NVFP4),
+}
+PEERS = {
+    "h100": (BY_HAND, FLAX, QWIX),
+    "b200": (BY_HAND, FLAX, QWIX, "jax.nn MXFP8", "jax.nn NVFP4"),
+}
+# Traffic against naive, at most, and the roof time of naive over that of the arm.
+LIMITS = {
+    ("h100", "ffn silu", DELAYED): (0.90, 1.65),
+    ("h100", "ffn silu", CURRENT): (0.97, 1.58),
+    ("b200", "ffn gelu", MXFP8): (1.05, 2.0),
+    ("b200", "ffn gelu", NVFP4): (1.10, 2.6),
+    ("h100", "big", DELAYED): (0.95, 0.0),
+    ("h100", "big", CURRENT): (1.02, 0.0),
+}
+CASES = [
+    Case(target, workload, arm)
+    for (target, workload), arms in OURS.items()
+    for arm in (NAIVE, *arms, *PEERS[target])
+]
+
+
+def side(case: Case) -> Side:
+    """Qwix is installed beside the other peers; Flax is with us."""
+    return "peers" if case.arm == QWIX else "ours"
+
+
+def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
+    """Compiles the cases for a target."""
+    sides: dict[Side, list[dict[str, Any]]] = {"ours": [], "peers": []}
+    for case in CASES:
+        if case.target == target:
+            sides[side(case)].append(dataclasses.asdict(case))
+    # What was compiled before would take the compiler no time.
+    variables = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    compiler.count(
+        found, target, sides, progress, steps="eight bits", variables=variables
+    )
+
+
+# --- What is shown --------------------------------------------------------------------
+
+
+def _counts(found: Results) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """Counts of each arm, of each step."""
+    made: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for case in CASES:
+        for record in found.records:
+            fields = dataclasses.asdict(case)
+            if record.items() >= fields.items() and record["counts"] is not None:
+                arms = made.setdefault((case.target, case.workload), {})
+                arms[case.arm] = record["counts"]
+    return made
+
+
+def tables(found: Results) -> list[Table]:
+    """One table of all steps."""
+    rows = []
+    for (target, workload), counts in _counts(found).items():
+        naive = counts[NAIVE]
+        for arm, one in counts.items():
+            rows.append(
+                [
+                    f"{target.upper()}, {workload}",
+                    _name(arm, OURS[target, workload]),
+                    f"{one['traffic'] / 1e9:.2f}",
+                    ratio(one["traffic"] / naive["traffic"]),
+                    f"{1e3 * one['roof']:.2f}",
+                    ratio(naive["roof"] / one["roof"]),
+                    str(one["kernels"]),
+                    str(one["calls"]),
+                    f"{one['on_units']:.0%}",
+                    megabytes(one["temporaries"]),
+                    f"{one['compile']:.1f}",
+                ]
+            )
+    if not rows:
+        return []
+    return [
+        Table(
+            title="Training steps of wide models in 8 bits and less, against bfloat16",
+            columns=[
+                "step",
+                "arm",
+                "traffic, GB",
+                "to naive",
+                "roof, ms",
+                "naive / arm",
+                "kernels",
+                "calls",
+                "on the units",
+                "temporaries, MB",
+                "compile",
+            ],
+            rows=rows,
+            notes=[_NOTE],
+        )
+    ]
+
+
+def _name(arm: str, ours: tuple[str, ...]) -> str:
+    return f"**mpx {arm}**" if arm in ours else arm
+
+
+_NOTE = (
+    "*ffn*: two blocks of norm, 4096 to 16384, activation and back, 8192 rows, head "
+    "256. *big*: a layer of Llama 8B with attention in plain JAX, 16 texts of 512 "
+    "tokens. Adam, weights in float32, gradients checked. *Roof* is the sum over "
+    "kernels of the larger of bytes at the data sheet's bandwidth and operations at "
+    "its peak: no time that was measured. *Calls* are products with 8 or 4 bits; *on "
+    "the units* is their share of the operations of linear layers, forward and both "
+    "gradients. "
+    "*Compile* is CPU time against naive's in the same process. Of `jax.nn` NVFP4, "
+    "gradients are in bfloat16. Smaller traffic and larger *naive / arm* are better."
+)
+
+
+def goals(found: Results) -> list[Goal]:
+    """The ratios asked for; and no peer ahead of the best of ours."""
+    made, every = [], _counts(found)
+    for (target, workload, arm), (limit, least) in LIMITS.items():
+        counts = every.get((target, workload), {})
+        if arm not in counts:
+            continue
+        naive, one = counts[NAIVE], counts[arm]
+        where = f"{arm}, {workload}, {TARGETS[target].title}"
+        share = one["traffic"] / naive["traffic"]
+        text = f"traffic at most {limit} of naive's: {share:.2f}: {where}"
+        made.append(Goal(text, share <= limit))
+        if least:
+            reached = naive["roof"] / one["roof"]
+            text = f"roof of naive / arm at least {least}: {reached:.2f}: {where}"
+            made.append(Goal(text, reached >= least))
+    for (target, workload), counts in every.items():
+        ours = min(counts[arm]["roof"] for arm in OURS[target, workload])
+        for peer in PEERS[target]:
+            if peer in counts:
+                ahead = counts[peer]["roof"] / ours
+                text = f"roof of {peer} at least our best's: {ahead:.2f}: {workload}"
+                made.append(Goal(f"{text}, {TARGETS[target].title}", ahead >= 1))
+    return made

@@ -1,0 +1,255 @@
+"""The kernels of a program compiled for a GPU: bytes, operations, and a roofline.
+
+A kernel is an instruction of the optimized HLO that runs by itself. Its *bytes* are
+those of its operands and results, but of an array that it only slices, or updates in
+place, the slice. A loop's body counts as often as the loop runs. Its *operations* are
+those of the matrix products in it; other arithmetic is left out.
+
+The *roof time* of a program is the sum over its kernels of the larger of two times: its
+bytes at the bandwidth of the data sheet, its operations at the peak of its dtype. No
+kernel is faster; how much slower it is, only a device can tell.
+
+`program.operand_and_result_bytes` is the older way of counting, which takes sliced
+arrays as a whole. The two must not be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from .program import (
+    ARRAY,
+    FREE,
+    TRIPS,
+    Instruction,
+    bytes_of_shape,
+    called,
+    computations,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roof:
+    """What a device reaches at most.
+
+    Attributes:
+        bandwidth: Bytes a second of its memory.
+        peaks: Operations a second of dense products, by the bits of their operands.
+    """
+
+    bandwidth: float
+    peaks: Mapping[int, float]
+
+
+# NVIDIA H100 Tensor Core GPU data sheet (SXM5) and NVIDIA DGX B200 data sheet, a GPU's
+# share of eight. Both give products with sparsity; these are without: half of them.
+# Products of float32 run as TF32.
+ROOFS = {
+    "h100": Roof(3.35e12, {32: 494.5e12, 16: 989e12, 8: 1979e12}),
+    "b200": Roof(8.0e12, {32: 1.125e15, 16: 2.25e15, 8: 4.5e15, 4: 9.0e15}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One instruction that runs as a kernel.
+
+    Attributes:
+        name: Its name in the HLO.
+        target: Of a call of a library, which; else its opcode.
+        bytes: Read and written in one run.
+        operations: Of the matrix products in it, in one run.
+        bits: Of the widest operand of those; 0 without one.
+        times: How often it runs.
+    """
+
+    name: str
+    target: str
+    bytes: int
+    operations: int
+    bits: int
+    times: int
+
+
+def roof_seconds(kernels: list[Kernel], roof: Roof) -> float:
+    """The least time that these kernels could take on a device."""
+    return sum(
+        kernel.times
+        * max(
+            kernel.bytes / roof.bandwidth,
+            kernel.operations / roof.peaks[kernel.bits] if kernel.operations else 0.0,
+        )
+        for kernel in kernels
+    )
+
+
+def traffic(kernels: list[Kernel]) -> int:
+    """Bytes that these kernels read and write."""
+    return sum(kernel.times * kernel.bytes for kernel in kernels)
+
+
+def kernels_of(text: str) -> list[Kernel]:
+    """The kernels of an optimized HLO module; of a conditional, its largest branch."""
+    program = _Program(text)
+    return list(program.kernels(program.entry, 1))
+
+
+# Calls of libraries give the memory that they work in as a further result.
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_LIBRARY = ("__cublas", "__cudnn")
+_CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][\[{]([\d,\"]*)[\]}]")
+_BLOCK_SCALED = "__cudnn$blockScaledDot"
+
+
+class _Program:
+    def __init__(self, text: str):
+        self.bodies: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        for name, is_entry, body in computations(text):
+            self.bodies[name] = body
+            self.entry = name if is_entry else self.entry
+        if not self.entry:
+            raise ValueError(
+                "`kernels_of(text)` needs an HLO module with an ENTRY computation; "
+                "found none. Pass `compiled.as_text()`."
+            )
+
+    def kernels(self, name: str, times: int) -> Iterator[Kernel]:
+        body = self.bodies[name]
+        shapes = {instruction.name: instruction.shape for instruction in body}
+        for instruction in body:
+            opcode, line = instruction.opcode, instruction.line
+            if opcode in FREE or opcode.endswith("-done"):
+                continue
+            if opcode == "while":
+                trips = TRIPS.search(line)
+                inner = times * (int(trips[1]) if trips else 1)
+                for one in called(line, "body"):
+                    yield from self.kernels(one, inner)
+            elif opcode in ("call", "async-start"):
+                key = "to_apply" if opcode == "call" else "calls"
+                for one in called(line, key):
+                    yield from self.kernels(one, times)
+            elif opcode == "conditional":
+                branches = called(line, "branch_computations") or [
+                    *called(line, "true_computation"),
+                    *called(line, "false_computation"),
+                ]
+                every = [list(self.kernels(branch, times)) for branch in branches]
+                yield from max(every, key=traffic)
+            else:
+                yield self._kernel(instruction, shapes, times)
+
+    def _kernel(
+        self, instruction: Instruction, shapes: dict[str, str], times: int
+    ) -> Kernel:
+        target = _TARGET.search(instruction.line)
+        products = [_product(instruction, shapes)]
+        if instruction.opcode == "fusion":
+            (inner,) = called(instruction.line, "calls")
+            inside = {one.name: one.shape for one in self.bodies[inner]}
+            products = [_product(one, inside) for one in self.bodies[inner]]
+        found = [product for product in products if product is not None]
+        return Kernel(
+            instruction.name,
+            target[1] if target else instruction.opcode,
+            self._bytes(instruction, shapes),
+            sum(operations for operations, _ in found),
+            max((bits for _, bits in found), default=0),
+            times,
+        )
+
+    def _bytes(self, instruction: Instruction, shapes: dict[str, str]) -> int:
+        operands = [shapes[one] for one in instruction.operands if one in shapes]
+        if instruction.opcode == "fusion":
+            (inner,) = called(instruction.line, "calls")
+            return _fusion_bytes(self.bodies[inner], instruction.shape)
+        result = bytes_of_shape(instruction.shape)
+        if instruction.opcode in ("slice", "dynamic-slice", "gather"):
+            return 2 * result
+        if instruction.opcode == "dynamic-update-slice":
+            return 2 * bytes_of_shape(operands[1])
+        target = _TARGET.search(instruction.line)
+        if target is not None and target[1].startswith(_LIBRARY):
+            result = _result_bytes(instruction.shape)
+        return result + sum(map(bytes_of_shape, operands))
+
+
+def _result_bytes(shape: str) -> int:
+    """Those of a library's call, without the memory that it works in."""
+    first, *more = (array[0] for array in ARRAY.finditer(shape))
+    scratch = [one for one in more if re.match(r"[su]8\[\d+\]", one)]
+    return bytes_of_shape(shape) - sum(map(bytes_of_shape, scratch))
+
+
+def _fusion_bytes(body: list[Instruction], result: str) -> int:
+    """Bytes of a fusion, from what it does with its parameters."""
+    by_name = {one.name: one for one in body}
+
+    def source(name: str) -> Instruction:
+        one = by_name[name]
+        while one.opcode == "bitcast":
+            one = by_name[one.operands[0]]
+        return one
+
+    updates = [one for one in body if one.opcode == "dynamic-update-slice"]
+    in_place = {source(one.operands[0]).name for one in updates}
+    total = bytes_of_shape(result)
+    for one in updates:
+        total -= bytes_of_shape(one.shape) - bytes_of_shape(
+            by_name[one.operands[1]].shape
+        )
+    for parameter in body:
+        if parameter.opcode != "parameter":
+            continue
+        users = [
+            one
+            for one in body
+            if one.opcode != "bitcast"
+            and any(source(x) is parameter for x in one.operands if x in by_name)
+        ]
+        slices = [one for one in users if one.opcode in ("slice", "dynamic-slice")]
+        whole = [one for one in users if one not in slices]
+        if parameter.name in in_place and all(one in updates for one in whole):
+            whole = []  # only what is not overwritten stays, and stays where it is
+        size = bytes_of_shape(parameter.shape)
+        sliced = sum(bytes_of_shape(one.shape) for one in slices)
+        total += size if whole else min(size, sliced)
+    return max(total, 0)
+
+
+def _product(
+    instruction: Instruction, shapes: dict[str, str]
+) -> tuple[int, int] | None:
+    """Operations of a matrix product, and the bits of its widest operand."""
+    target = _TARGET.search(instruction.line)
+    is_call = target is not None and target[1].startswith(_LIBRARY)
+    if instruction.opcode != "dot" and not is_call:
+        return None
+    operands = [shapes[one] for one in instruction.operands[:2]]
+    left = _dimensions(operands[0])
+    if target is not None and target[1] == _BLOCK_SCALED:
+        contracted = left[-1]
+    else:
+        found = _CONTRACTED.search(instruction.line)
+        if found is None:
+            return None  # a convolution, or attention in one kernel
+        places = re.findall(r"\d+", found[1])
+        contracted = math.prod(left[int(place)] for place in places)
+    bits = max(_bits(one) for one in operands)
+    return 2 * math.prod(_dimensions(instruction.shape)) * contracted, bits
+
+
+def _dimensions(shape: str) -> list[int]:
+    """Of the first array of a shape."""
+    array = ARRAY.search(shape)
+    return [int(one) for one in array[2].split(",") if one] if array else []
+
+
+def _bits(shape: str) -> int:
+    array = ARRAY.search(shape)
+    found = re.match(r"b?[fsu](\d+)", array[1]) if array else None
+    return int(found[1]) if found else 32

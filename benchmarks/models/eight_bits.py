@@ -1,0 +1,155 @@
+"""Training steps of wide models in 8 bits and less: mpx's arms, and the peers'.
+
+Mean cross entropy, Adam, donated buffers, weights in float32. In every arm gradients
+are checked, and a step with one that is not finite is skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from ..peers import eight_bits as peers
+from ..steps import CHECKED, LEARNING_RATE, ArrayStep, arrays_only
+from .weights import Layers, Weights, random_weights
+from .wide import Sizes, ffn, llama
+
+NAIVE = CHECKED.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model and its data.
+
+    Attributes:
+        title: In words.
+        model: From layers, a batch and sizes to the loss.
+        sizes: Of the model.
+        rows: Numbers of rows, or texts.
+        context: Tokens of each text; 0 where rows are vectors.
+    """
+
+    title: str
+    model: Callable[[Layers, Any, Sizes], Array]
+    sizes: Sizes
+    rows: int
+    context: int = 0
+
+    def loss(self, layers: Layers, batch: Any) -> Array:
+        """Of a batch."""
+        return self.model(layers, batch, self.sizes)
+
+    @property
+    def linear_operations(self) -> int:
+        """Of a step's linear layers: forward, and both gradients; not of the head."""
+        weights = jax.eval_shape(
+            lambda key: random_weights(self.loss, self.random_batch(key), key),
+            jax.random.key(0),
+        )
+        named = jax.tree_util.tree_leaves_with_path(weights)
+        size = sum(
+            leaf.size
+            for path, leaf in named
+            if leaf.ndim == 2 and path[-1].key not in ("head", "embed")
+        )
+        return 3 * 2 * self.rows * max(self.context, 1) * size
+
+    def random_batch(self, key: Array) -> Any:
+        """Rows and labels, or tokens."""
+        sizes, rows = self.sizes, self.rows
+        if self.context:
+            shape = (rows, self.context + 1)
+            return jax.random.randint(key, shape, 0, sizes.classes)
+        x = jax.random.normal(key, (rows, sizes.width))
+        return x, jax.random.randint(key, (rows,), 0, sizes.classes)
+
+
+def _ffn(activation: Callable[[Array], Array]) -> Any:
+    return functools.partial(ffn, activation=activation)
+
+
+_WIDE = Sizes(width=4096, hidden=16384, classes=256, layers=2)
+_TINY = Sizes(width=32, hidden=64, classes=32, layers=1, heads=4, key_heads=2)
+WORKLOADS = {
+    "ffn silu": Workload("two blocks with silu", _ffn(jax.nn.silu), _WIDE, 8192),
+    "ffn gelu": Workload("two blocks with gelu", _ffn(jax.nn.gelu), _WIDE, 8192),
+    "big": Workload(
+        "a layer of Llama 8B",
+        llama,
+        Sizes(4096, 14336, 256, layers=1, heads=32, key_heads=8),
+        rows=16,
+        context=512,
+    ),
+    "tiny ffn": Workload("a tiny block", _ffn(jax.nn.silu), _TINY, 64),
+    "tiny llama": Workload("a tiny Llama", llama, _TINY, rows=4, context=16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training step to compile.
+
+    Attributes:
+        target: A name of `targets.TARGETS`.
+        workload: A name of `WORKLOADS`.
+        arm: `NAIVE`, a name of `our_arms.ARMS`, or one of `peers`.
+    """
+
+    target: str
+    workload: str
+    arm: str
+
+
+def build(case: Case, devices: list[Any] | None = None) -> ArrayStep:
+    """The step of a case, with shapes for arguments; see `steps.build`."""
+    workload, key = WORKLOADS[case.workload], jax.random.key(0)
+    batch = jax.eval_shape(workload.random_batch, key)
+    initial, step = _arm(case.arm, workload)
+    state = eqx.filter_eval_shape(initial, batch, key)
+    return arrays_only(step, state, batch, devices)
+
+
+def build_concrete(case: Case, seed: int) -> ArrayStep:
+    """The step of a case with random weights and a random batch, to run it."""
+    key = jax.random.key(seed)
+    batch = WORKLOADS[case.workload].random_batch(key)
+    initial, step = _arm(case.arm, WORKLOADS[case.workload])
+    return arrays_only(step, initial(batch, key), batch, None)
+
+
+def _arm(name: str, workload: Workload) -> tuple[Callable[[Any, Array], tuple], Any]:
+    """What makes the first state of a batch and a key; and the step."""
+    optimizer = optax.adam(LEARNING_RATE)
+    if name in peers.LINEN:
+        module = peers.linen_module(name, workload.loss)
+
+        def initial(batch: Any, key: Array) -> tuple:
+            variables = dict(module.init(key, batch))
+            params = variables.pop("params")
+            return params, optimizer.init(params), variables
+
+        return initial, peers.linen_step(module, optimizer)
+    product = peers.PRODUCTS.get(name, jnp.matmul)
+    arm = CHECKED
+    if name != NAIVE and name not in peers.PRODUCTS:
+        from .. import our_arms
+
+        arm = our_arms.ARMS[name]
+
+    def loss(weights: Any, batch: Any) -> Array:
+        return workload.loss(Weights(weights, product), batch)
+
+    def initial_weights(batch: Any, key: Array) -> tuple:
+        weights = random_weights(workload.loss, batch, key)
+        scaling = arm.first_scaling(loss, weights, batch)
+        return weights, optimizer.init(weights), scaling
+
+    return initial_weights, arm.make_step(loss, optimizer)
