@@ -46,7 +46,7 @@ class Timed:
         if key not in self._naive:
             naive = self._lower({**fields, "arm": NAIVE})
             # The first also loads the compiler.
-            seconds = [_seconds(naive, index)[1] for index in range(1, 4)]
+            seconds = [_seconds(naive, index)[1] for index in range(1, 3)]
             self._naive[key] = min(seconds)
         compiled, seconds = _seconds(lowered, 0)
         return compiled, {"compile": round(seconds / self._naive[key], 2)}

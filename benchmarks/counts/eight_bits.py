@@ -30,7 +30,7 @@ AUTOCAST, BY_HAND, FLAX, QWIX = (
 OURS = {
     ("h100", "ffn silu"): (AUTOCAST, CURRENT, DELAYED),
     ("h100", "big"): (AUTOCAST, CURRENT, DELAYED),
-    ("b200", "ffn gelu"): (AUTOCAST, CURRENT, DELAYED, MXFP8, NVFP4),
+    ("b200", "ffn gelu"): (AUTOCAST, CURRENT, MXFP8, NVFP4),
 }
 PEERS = {
     "h100": (BY_HAND, FLAX, QWIX),

@@ -68,7 +68,8 @@ class Workload:
         if self.context:
             shape = (rows, self.context + 1)
             return jax.random.randint(key, shape, 0, sizes.classes)
-        x = jax.random.normal(key, (rows, sizes.width))
+        # In half precision, as a layer before would give them.
+        x = jax.random.normal(key, (rows, sizes.width)).astype(jnp.bfloat16)
         return x, jax.random.randint(key, (rows,), 0, sizes.classes)
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from .weights import Layers
 from .wide import (
     Sizes,
+    attention,
     cross_entropy,
     embed,
     head,
@@ -56,7 +57,9 @@ class Various:
 # --- Of tokens ------------------------------------------------------------------------
 
 
-def _llama_in(way: str, sizes: Sizes) -> Callable[[Layers, Any, int], Array]:
+def llama_in(way: str, sizes: Sizes) -> Callable[[Layers, Any, int], Array]:
+    """The loss of a Llama whose blocks are unrolled, in a scan, or checkpointed too."""
+
     def loss(layers: Layers, tokens: Any, blocks: int) -> Array:
         of_size = dataclasses.replace(sizes, layers=blocks)
         if way == "unrolled":
@@ -65,9 +68,7 @@ def _llama_in(way: str, sizes: Sizes) -> Callable[[Layers, Any, int], Array]:
         def block(layers: Layers, x: Array) -> Array:
             if way == "scan":
                 return llama_block(layers, x, sizes)
-            return jax.checkpoint(lambda layers, x: llama_block(layers, x, sizes))(
-                layers, x
-            )
+            return jax.checkpoint(lambda x: llama_block(layers, x, sizes))(x)
 
         x = layers.scan("blocks", blocks, block, embed(layers, tokens, sizes))
         return next_token_loss(layers, x, tokens, sizes)
@@ -114,8 +115,8 @@ def _experts(
         x = embed(layers, tokens, sizes)
         for index in range(blocks):
             block = layers.at(f"block{index}")
-            normed = rms_norm(block, "norm", x)
-            x = x + way(block, normed, sizes)
+            x = x + attention(block, x, sizes)
+            x = x + way(block, rms_norm(block, "norm", x), sizes)
         return next_token_loss(layers, x, tokens, sizes)
 
     return loss
@@ -281,15 +282,15 @@ def _bottleneck(layers: Layers, x: Array, channels: int, stride: int) -> Array:
 CLASSES = 1000
 _LLAMA = Sizes(1024, 2816, 8192, layers=0, heads=16, key_heads=4)
 _LSTM = Sizes(512, 0, 256, layers=0)
-_MOE = Sizes(512, 1536, 256, layers=0)
+_MOE = Sizes(512, 1536, 256, layers=0, heads=8, key_heads=8)
 VARIOUS = {
     "llama, unrolled": Various(
-        "Llama, width 1024", _llama_in("unrolled", _LLAMA), (1025,), 8192
+        "Llama, width 1024", llama_in("unrolled", _LLAMA), (1025,), 8192
     ),
-    "llama, scan": Various("Llama in a scan", _llama_in("scan", _LLAMA), (1025,), 8192),
+    "llama, scan": Various("Llama in a scan", llama_in("scan", _LLAMA), (1025,), 8192),
     "llama, checkpoint": Various(
         "Llama in a scan with `jax.checkpoint`",
-        _llama_in("checkpoint", _LLAMA),
+        llama_in("checkpoint", _LLAMA),
         (1025,),
         8192,
     ),

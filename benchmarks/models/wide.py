@@ -61,7 +61,16 @@ def llama(layers: Layers, tokens: Array, sizes: Sizes) -> Array:
 
 
 def llama_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
-    """Causal attention with rotary positions and grouped keys, and a gated MLP."""
+    """Attention, and a gated MLP, each behind a norm."""
+    x = x + attention(layers, x, sizes)
+    normed = rms_norm(layers, "mlp_norm", x)
+    gate = layers.dense("gate", normed, sizes.hidden)
+    up = layers.dense("up", normed, sizes.hidden)
+    return x + layers.dense("down", jax.nn.silu(gate) * up, sizes.width)
+
+
+def attention(layers: Layers, x: Array, sizes: Sizes) -> Array:
+    """Causal, with rotary positions and grouped keys; softmax in float32 as Llama's."""
     batch, length, _ = x.shape
     size = sizes.width // sizes.heads
     normed = rms_norm(layers, "attention_norm", x)
@@ -77,13 +86,10 @@ def llama_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
     query = query.reshape(batch, length, sizes.key_heads, groups, size)
     logits = jnp.einsum("bqkgd,bskd->bkgqs", query, key) / size**0.5
     mask = jnp.tril(jnp.ones((length, length), bool))
-    weights = jax.nn.softmax(jnp.where(mask, logits, -1e30))
+    full = jnp.where(mask, logits.astype(jnp.float32), -jnp.inf)
+    weights = jax.nn.softmax(full).astype(value.dtype)
     mixed = jnp.einsum("bkgqs,bskd->bqkgd", weights, value)
-    x = x + layers.dense("out", mixed.reshape(batch, length, -1), sizes.width)
-    normed = rms_norm(layers, "mlp_norm", x)
-    gate = layers.dense("gate", normed, sizes.hidden)
-    up = layers.dense("up", normed, sizes.hidden)
-    return x + layers.dense("down", jax.nn.silu(gate) * up, sizes.width)
+    return layers.dense("out", mixed.reshape(batch, length, -1), sizes.width)
 
 
 def rms_norm(layers: Layers, name: str, x: Array) -> Array:
