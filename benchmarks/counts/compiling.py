@@ -39,7 +39,7 @@ class Compiler:
         self,
         found: results.Results,
         target_name: str,
-        sides: dict[processes.Side, Sequence[dict[str, Any]]],
+        sides: Mapping[processes.Side, Sequence[dict[str, Any]]],
         progress: Progress,
         *,
         steps: str = "vit",

@@ -45,15 +45,17 @@ class Timed:
         key = fields["target"], fields["workload"]
         if key not in self._naive:
             naive = self._lower({**fields, "arm": NAIVE})
-            # The first also loads the compiler.
-            seconds = [_seconds(naive, index)[1] for index in range(1, 3)]
-            self._naive[key] = min(seconds)
-        compiled, seconds = _seconds(lowered, 0)
+            self._naive[key] = _compile(naive)[1]
+        compiled, seconds = _compile(lowered)
         return compiled, {"compile": round(seconds / self._naive[key], 2)}
 
 
-def _seconds(lowered: Any, index: int) -> tuple[Any, float]:
-    start = time.process_time()
-    # An option, or JAX would give what it has compiled already.
-    compiled = lowered.compile({"xla_dump_max_hlo_modules": index})
-    return compiled, time.process_time() - start
+def _compile(lowered: Any) -> tuple[Any, float]:
+    """What was compiled, and the CPU seconds of the faster of two times."""
+    seconds, compiled = [], None
+    for index in (1, 2):  # the very first time the compiler is also loaded
+        start = time.process_time()
+        # An option, or JAX would give what it has compiled already.
+        compiled = lowered.compile({"xla_dump_max_hlo_modules": index})
+        seconds.append(time.process_time() - start)
+    return compiled, min(seconds)
