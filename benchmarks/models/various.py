@@ -36,7 +36,7 @@ class Various:
     Attributes:
         title: In words.
         loss: From layers, a batch and the number of blocks.
-        shape: Of one example; integers below `BYTES` or, of images, numbers.
+        shape: Of one example: tokens, or the numbers of an image.
         classes: Of tokens, or of an image's labels; 0 where it is its own label.
     """
 
@@ -105,6 +105,8 @@ def _lstm_layer(layers: Layers, x: Array) -> Array:
     return jax.lax.scan(turn, (zeros, zeros), x)[1]
 
 
+# How many there are, how many each token takes, and the room each has for tokens, over
+# what it would need if all were taken equally often.
 EXPERTS, TAKEN, ROOM = 8, 2, 1.25
 
 
