@@ -76,7 +76,7 @@ class AbstractDequantizedProduct(AbstractProduct):
             self._for_weight(kept.extra, weight),
             (kept.data, data.shape),
             (for_weight, shape),
-            np.dtype("float32"),
+            self.weight_gradient_dtype,
         )
         return dx, dw
 

@@ -9,7 +9,6 @@ import functools
 from typing import Any, Self
 
 import jax
-import numpy as np
 from jaxtyping import Array
 
 from .._typing import Shape
@@ -26,7 +25,6 @@ from ._products import Operand, has_units, multiply, stored
 from ._recipes import Role
 
 _CALL = "`linear_product(product, left, right, scales)`"
-_FLOAT32 = np.dtype("float32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,13 +107,13 @@ class LinearProduct(AbstractProduct):
         for_left, for_right = self._ordered(for_data, for_weight)
         if not has_units(for_left, right, numbers.for_left, self.target):
             for_left, for_right = stored(for_left, for_right)
-        left_dtype, right_dtype = self._ordered(self.dtype, _FLOAT32)
+        dtypes = self._ordered(self.dtype, self.weight_gradient_dtype)
         product = functools.partial(
             multiply, target=self.target, half=self.dtype, is_backward=True
         )
         dx, dw = self._ordered(
-            product(for_left, right, numbers.for_left, left_dtype),
-            product(left, for_right, numbers.for_right, right_dtype),
+            product(for_left, right, numbers.for_left, dtypes[0]),
+            product(left, for_right, numbers.for_right, dtypes[1]),
         )
         return cut(dx, likes[0].shape), cut(dw, likes[1].shape)
 

@@ -47,23 +47,19 @@ class Copies:
     axes: tuple[int, int]
     step: Array | None = None
 
-    def first(
-        self, x: Array, amax: Array | None = None, scale: Array | None = None
-    ) -> Operand:
+    def first(self, x: Array, scale: Array | None = None) -> Operand:
         """The copy for y, or for dx of a gradient.
 
         Args:
             x: The array.
-            amax: Its amax, if that is known.
             scale: The scale of delayed scaling.
         """
-        return self._copy(x, self._quantizers()[0], self.axes[0], amax, scale, salt=0)
+        return self._copy(x, self._quantizers()[0], self.axes[0], scale, salt=0)
 
     def second(
         self,
         x: Array,
         first: Operand,
-        amax: Array | None = None,
         scale: Array | None = None,
     ) -> Operand:
         """The copy for the product of the backward pass, or for dw of a gradient.
@@ -71,7 +67,6 @@ class Copies:
         Args:
             x: The array.
             first: What `first` gave for it.
-            amax: Its amax, if that is known.
             scale: The scale of delayed scaling.
         """
         if self.role is not Role.GRADIENT:
@@ -82,7 +77,7 @@ class Copies:
         one, other = self._quantizers()
         if one == other and (one is None or one.block_dimensions != 1):
             return first
-        return self._copy(x, other, self.axes[1], amax, scale, salt=1)
+        return self._copy(x, other, self.axes[1], scale, salt=1)
 
     def _quantizers(self) -> tuple[AbstractQuantizer | None, AbstractQuantizer | None]:
         first = self.recipe.quantizer(self.role)
@@ -95,7 +90,6 @@ class Copies:
         x: Array,
         quantizer: AbstractQuantizer | None,
         axis: int,
-        amax: Array | None,
         scale: Array | None,
         salt: int,
     ) -> Operand:
@@ -109,7 +103,7 @@ class Copies:
             x = padded(x, one, blocks * quantizer.block)
         if isinstance(quantizer, CastQuantizer) and is_cast(quantizer, self.target):
             return quantize_by_cast(
-                quantizer, self.target, x, self.half, axes, amax, scale, self.join
+                quantizer, self.target, x, self.half, axes, scale, self.join
             )
         x = flushed(x)
         key = None

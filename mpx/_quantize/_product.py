@@ -19,12 +19,14 @@ from typing import Any, Self
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from .._jax_compat import as_varying, varying_axes
 from .._typing import Shape
 from ._amax import Join, joined_over
+from ._casting import beside_amax
 from ._operands import Copies
 from ._products import Operand, stored
 from ._recipes import AbstractRecipe, Role
@@ -81,6 +83,12 @@ class AbstractProduct(abc.ABC):
     manual_axes: tuple[str, ...] = ()
     sums_over_devices: bool = False
     out_sharding: Any = None
+
+    @property
+    def weight_gradient_dtype(self) -> np.dtype:
+        """bfloat16 if that is `dtype`, else float32, whose range float16 has not."""
+        is_wide = self.dtype == jnp.bfloat16
+        return self.dtype if is_wide else np.dtype("float32")
 
     @abc.abstractmethod
     def _copies(self, role: Role) -> Copies:
@@ -169,9 +177,9 @@ def quantized_product(
 
     Returns:
         The product in `product.dtype`. Its gradients come in the dtypes of the
-        operands: that of the data rounded to `product.dtype` first, that of the weight
-        straight from float32. The "gradient" of `scales` are the amaxes of input,
-        weight and gradient; they may be infinite or NaN.
+        operands, rounded before that to `product.dtype`; that of the weight not to
+        float16, whose range may be too small for it. The "gradient" of `scales` are the
+        amaxes of input, weight and gradient; they may be infinite or NaN.
 
     Raises:
         TypeError: Scales are missing, or given to a recipe that has none.
@@ -213,16 +221,18 @@ def _forward(
     like_data = jax.ShapeDtypeStruct(data.shape, data.dtype)
     like_weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     data = product._read(data, extra)
-    for_data = product._scaled(Role.INPUT, data, scales)
-    for_weight = product._scaled(Role.WEIGHT, weight, scales)
+    data_amax, data_scale = product._scaled(Role.INPUT, data, scales)
+    weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
     of_data = product._copies_at(step, Role.INPUT)
     of_weight = product._copies_at(step, Role.WEIGHT)
-    x, w = of_data.first(data, *for_data), of_weight.first(weight, *for_weight)
+    x, w = of_data.first(data, data_scale), of_weight.first(weight, weight_scale)
+    if is_differentiated:
+        x, data_amax = beside_amax(product.target, x, data_amax)
     y = product._forward(x, w, extra, (data.shape, weight.shape))
     if not is_differentiated:
         return y, None
-    kept_data = of_data.second(data, x, *for_data)
-    kept_weight = of_weight.second(weight, w, *for_weight)
+    kept_data = of_data.second(data, x, data_scale)
+    kept_weight = of_weight.second(weight, w, weight_scale)
     if not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
     kept = Kept(
@@ -231,7 +241,7 @@ def _forward(
         extra,
         scales,
         step,
-        (for_data[0], for_weight[0]),
+        (data_amax, weight_amax),
         like_data,
         like_weight,
     )
@@ -272,8 +282,9 @@ def _backward_rule(
     g = product._read(differentiated_once(g), kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
     of_gradient = product._copies_at(kept.step, Role.GRADIENT)
-    for_data = of_gradient.first(g, amax, scale)
-    for_weight = of_gradient.second(g, for_data, amax, scale)
+    for_data = of_gradient.first(g, scale)
+    for_data, amax = beside_amax(product.target, for_data, amax)
+    for_weight = of_gradient.second(g, for_data, scale)
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
     amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
     dx, dw = dx.astype(kept.like_data.dtype), dw.astype(kept.like_weight.dtype)

@@ -66,6 +66,11 @@ class Target:
         return self.platform == "cuda" and self.capability >= (8, 9)
 
     @property
+    def transposes_fp8(self) -> bool:
+        """Whether its FP8 products want both operands with the contracted axis last."""
+        return self.rounds_to_fp8 and self.capability < (10, 0)
+
+    @property
     def has_block_units(self) -> bool:
         """Whether products of MXFP8 and NVFP4 are (with cuDNN 9.10 or later)."""
         return self.platform == "cuda" and self.capability >= (10, 0)

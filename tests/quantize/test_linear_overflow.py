@@ -128,8 +128,8 @@ def test_of_experts_too(recipe_name: str):
 def quantized(recipe: mpx.AbstractRecipe, x, w):
     like = np.dtype("float32"), CPU, alone
     scale = jnp.ones(()) if isinstance(recipe, mpx.DelayedScaling) else None
-    left = Copies(recipe, mpx.Role.INPUT, *like, (-1, -2)).first(x, None, scale)
-    right = Copies(recipe, mpx.Role.WEIGHT, *like, (-2, -1)).first(w, None, scale)
+    left = Copies(recipe, mpx.Role.INPUT, *like, (-1, -2)).first(x, scale)
+    right = Copies(recipe, mpx.Role.WEIGHT, *like, (-2, -1)).first(w, scale)
     return left, right
 
 

@@ -76,9 +76,14 @@ def test_half_precision_rounds_once(recipe_name: str, half: str):
     assert (y.dtype, d_left.dtype, d_right.dtype) == (half, half, jnp.float32)
     assert amaxes is None
     exact = expected(recipe, ODD, left, right, g)
-    assert_close(d_right, exact[2])
+    rounded = [(y, exact[0]), (d_left, exact[1])]
+    if half == "float16":
+        # Its range may be too small for the gradient of a weight.
+        assert_close(d_right, exact[2])
+    else:
+        rounded.append((d_right, exact[2]))
     # Numbers in half precision are the exact ones rounded, but for ties.
-    for one, other in ((y, exact[0]), (d_left, exact[1])):
+    for one, other in rounded:
         step = float(jnp.finfo(half).eps)
         error = np.abs(np.asarray(one, np.float64) - other)
         assert (error <= 0.51 * step * np.abs(other) + 1e-6 * np.abs(other).max()).all()
