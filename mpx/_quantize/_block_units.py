@@ -59,14 +59,15 @@ def in_blocks(
         for one in (left, right)
         if one.tensor_inverse_scale is not None
     ]
-    # A result that is scaled afterwards, or whose range float16 has not, is rounded
-    # once only if the units give float32.
-    inner = dtype if dtype == jnp.bfloat16 and not tensor else jnp.dtype("float32")
+    # float16 may not have the range of a result. bfloat16 has it, and is rounded once
+    # more (2^-9) where a scale of the tensor follows: an array of float32 would be
+    # twice as many bytes to write, and to read in each use.
+    inner = dtype if dtype == jnp.bfloat16 else jnp.dtype("float32")
     multiply = _matrix_product(inner)
     y = multiply(left_payload, right_payload, left_scales, right_scales)
     y = y.reshape(*left.shape[:-2], *y.shape[1:])
     if tensor:
-        y = y * math.prod(tensor[1:], start=tensor[0])
+        y = y.astype(jnp.float32) * math.prod(tensor[1:], start=tensor[0])
     return y.astype(dtype)
 
 

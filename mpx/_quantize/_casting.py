@@ -17,25 +17,28 @@ below 2^-126 are not flushed to zero, where a scale brings them into range.
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
-from ._amax import Join, alone
+from ._amax import Join
+from ._arithmetic import Arithmetic
 from ._array import QuantizedArray
-from ._blocks import Axes
+from ._blocks import Axes, split
 from ._format import Format
-from ._quantizers import BlockQuantizer, MXFP8Quantizer, TensorQuantizer
-from ._rounding import Arithmetic, flushed, largest_magnitude
+from ._hadamard import BLOCK, rotation
+from ._quantizers import AbstractQuantizer, NVFP4Quantizer
+from ._rounding import flushed, largest_magnitude, round_finite
 from ._target import Target
 
-CastQuantizer = TensorQuantizer | BlockQuantizer | MXFP8Quantizer
 
-
-def is_cast(quantizer: CastQuantizer, target: Target) -> bool:
+def is_cast(quantizer: AbstractQuantizer, target: Target) -> bool:
     """Whether a device casts what this quantizer rounds."""
+    if isinstance(quantizer, NVFP4Quantizer):
+        return target.has_block_units
     return target.rounds_to_fp8 and not quantizer.stochastic_rounding
 
 
@@ -56,11 +59,12 @@ def amax_on(
 
 
 def quantize_by_cast(
-    quantizer: CastQuantizer,
+    quantizer: AbstractQuantizer,
     target: Target,
     x: Float32[Array, "..."],
     dtype: np.dtype,
     axes: Axes,
+    key: Array | None,
     scale: Float32[Array, ""] | None,
     join: Join,
 ) -> QuantizedArray:
@@ -72,21 +76,19 @@ def quantize_by_cast(
         x: The numbers.
         dtype: The dtype that `dequantize` is to give.
         axes: Those that blocks lie along.
+        key: A key, given exactly if the quantizer rounds stochastically.
         scale: A scale from elsewhere; that of the amax if left out.
         join: Makes the amax of the whole array from that of `x`.
     """
-    if isinstance(quantizer, TensorQuantizer):
-        if scale is None:
-            scale = quantizer._scale(join(amax_on(target, x, only_finite=True)))
-        here = functools.partial(_cast_tensor, quantizer, dtype)
-    else:
-        here = functools.partial(_cast_blocks, quantizer, dtype, axes)
 
-    def elsewhere(x: Array, scale: Array | None) -> QuantizedArray:
-        return quantizer._quantize(flushed(x), dtype, axes, None, scale, alone)
+    def here(x: Array, key: Array | None, scale: Array | None) -> QuantizedArray:
+        return quantizer._quantize(x, dtype, axes, key, scale, join, CAST)
+
+    def elsewhere(x: Array, key: Array | None, scale: Array | None) -> QuantizedArray:
+        return quantizer._quantize(flushed(x), dtype, axes, key, scale, join)
 
     branches = {target.platform: here}
-    return lax.platform_dependent(x, scale, **branches, default=elsewhere)
+    return lax.platform_dependent(x, key, scale, **branches, default=elsewhere)
 
 
 def beside_amax(
@@ -119,27 +121,50 @@ def _largest(x: Array, axis: tuple[int, ...] | None = None) -> Array:
     return jnp.max(jnp.abs(x), axis=axis, initial=0)
 
 
+def _scaled(x: Array, scale: Array) -> Array:
+    # 0 * inf is NaN, which neither XLA nor LLVM simplify without flags for fast math.
+    return x * scale + x * 0.0
+
+
 def _to_format(x: Array, format: Format, key: Array | None = None) -> Array:
     # A NaN stays one. A cast alone would make NaN of what is too large for E4M3.
     return jnp.clip(x, -format.largest, format.largest).astype(format.dtype)
 
 
-CAST = Arithmetic(_largest, _to_format)
+def _to_e2m1(x: Array, key: Array | None) -> Array:
+    # By arithmetic: XLA casts by way of float16, and rounds twice (jax 0.10.2, November
+    # 2026). A NaN is in the scales: see `NVFP4Quantizer`.
+    return round_finite(x, Format.E2M1, key).astype(jnp.float4_e2m1fn)
 
 
-def _cast_tensor(
-    quantizer: TensorQuantizer, dtype: np.dtype, x: Array, scale: Array
-) -> QuantizedArray:
-    # 0 * inf is NaN, which neither XLA nor LLVM simplify without flags for fast math.
-    payload = _to_format(x * scale + x * 0.0, quantizer.format)
-    return QuantizedArray(payload, 1 / scale, format=quantizer.format, dtype=dtype)
+def _to_four_bits(x: Array, axis: int, key: Array | None) -> Array:
+    # Where two codes lie in a byte already, nothing is computed: unlike in `pack`,
+    # whose slices XLA makes of one array after the other.
+    numbers = jnp.moveaxis(_to_e2m1(x, key), axis, -1)
+    pairs = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // 2, 2)
+    return jnp.moveaxis(lax.bitcast_convert_type(pairs, jnp.uint8), -1, axis)
 
 
-def _cast_blocks(
-    quantizer: BlockQuantizer | MXFP8Quantizer,
-    dtype: np.dtype,
-    axes: Axes,
-    x: Array,
-    scale: None,
-) -> QuantizedArray:
-    return quantizer._quantize(x, dtype, axes, None, None, alone, CAST)
+def _rotated(x: Array, axis: int, signs: Any, dtype: np.dtype) -> Array:
+    """The Hadamard transform by one sum, in bfloat16 if that is what it is of."""
+    blocks = split(x, (axis,), BLOCK)
+    inner = blocks.ndim + axis  # where a block's numbers lie
+    matrix = rotation(signs)
+    # [..., 16, 16, ...]: one axis is summed, the other one takes its place.
+    matrix = matrix.reshape((1,) * inner + matrix.shape + (1,) * (-1 - axis))
+    y = jnp.sum(jnp.expand_dims(blocks, inner + 1) * matrix, axis=inner)
+    y = y.reshape(x.shape)
+    if dtype == jnp.bfloat16:
+        y = y.astype(dtype)
+    return lax.optimization_barrier(y).astype(jnp.float32)
+
+
+CAST = Arithmetic(
+    largest=_largest,
+    largest_finite=_largest,
+    scaled=_scaled,
+    to_format=_to_format,
+    to_four_bits=_to_four_bits,
+    rotated=_rotated,
+    written=lax.optimization_barrier,
+)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
 from .._errors import describe
 from ._blocks import resolve_axes
@@ -102,6 +102,12 @@ def checked_signs(signs: object, call: str) -> Any:
             f"got {signs.tolist()}."
         )
     return signs
+
+
+def rotation(signs: tuple[int, ...] | None = None) -> Float32[Array, "16 16"]:
+    """The matrix H of the transform."""
+    signs = _SIGNS if signs is None else signs
+    return jnp.asarray(signs, jnp.float32)[:, None] * _sylvester(jnp.eye(BLOCK))
 
 
 def _sylvester(blocks: Array) -> Array:

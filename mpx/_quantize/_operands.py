@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ._amax import Join
-from ._casting import CastQuantizer, is_cast, quantize_by_cast
+from ._casting import is_cast, quantize_by_cast
 from ._contraction import padded
 from ._noise import key_from
 from ._products import Operand
@@ -101,14 +101,14 @@ class Copies:
             # As a multiple, so that it is known to be one whatever the length.
             blocks = (x.shape[one] + quantizer.block - 1) // quantizer.block
             x = padded(x, one, blocks * quantizer.block)
-        if isinstance(quantizer, CastQuantizer) and is_cast(quantizer, self.target):
-            return quantize_by_cast(
-                quantizer, self.target, x, self.half, axes, scale, self.join
-            )
-        x = flushed(x)
         key = None
         if quantizer.stochastic_rounding:
-            key = key_from(x, salt, self.step)
+            key = key_from(flushed(x), salt, self.step)
+        if is_cast(quantizer, self.target):
+            return quantize_by_cast(
+                quantizer, self.target, x, self.half, axes, key, scale, self.join
+            )
+        x = flushed(x)
         return quantizer._quantize(x, self.half, axes, key, scale, self.join)
 
 

@@ -24,13 +24,12 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from ._amax import Join, alone
+from ._arithmetic import EXACT, Arithmetic
 from ._array import QuantizedArray
 from ._blocks import Axes, block_maximum, multiply_blocks
 from ._checks import check_dimensions, check_epsilon, check_flags, check_format
 from ._format import Format
-from ._four_bits import pack
-from ._hadamard import checked_signs, hadamard_transform
-from ._rounding import EXACT, Arithmetic, largest_magnitude, round_to_format
+from ._hadamard import checked_signs
 from ._scales import (
     e8m0_code,
     e8m0_from_code,
@@ -72,17 +71,19 @@ class AbstractQuantizer(abc.ABC):
         key: Array | None,
         scale: Array | None,
         join: Join = alone,
+        by: Arithmetic = EXACT,
     ) -> QuantizedArray:
-        """Quantizes an array whose subnormal numbers were flushed.
+        """Quantizes an array.
 
         Args:
-            x: The numbers.
+            x: The numbers; subnormal ones flushed if `by` is `EXACT`.
             dtype: The dtype that `dequantize` is to give.
             axes: As many axes as blocks have dimensions, negative, ascending.
             key: A key, given exactly if `stochastic_rounding`.
             scale: A scale for the tensor, given only if there are no blocks.
             join: Makes the amax of the whole array from that of `x`, which may be a
                 piece of it.
+            by: What to compute with.
         """
 
 
@@ -142,13 +143,13 @@ class TensorQuantizer(AbstractQuantizer):
         key: Array | None,
         scale: Array | None,
         join: Join = alone,
+        by: Arithmetic = EXACT,
     ) -> QuantizedArray:
         if scale is None:
-            scale = self._scale(join(largest_magnitude(x, only_finite=True)))
-        # Element by element, so that nothing waits for an amax where a scale is given.
-        # Of x: a finite number that a large scale makes infinite saturates.
-        scaled = jnp.where(jnp.isfinite(x), x * scale, jnp.nan)
-        payload = EXACT.to_format(scaled, self.format, key)
+            scale = self._scale(join(by.largest_finite(x)))
+        # What is not finite shows in the numbers: nothing waits for an amax where a
+        # scale is given.
+        payload = by.to_format(by.scaled(x, scale), self.format, key)
         return QuantizedArray(payload, 1 / scale, format=self.format, dtype=dtype)
 
 
@@ -376,18 +377,20 @@ class NVFP4Quantizer(AbstractQuantizer):
         key: Array | None,
         scale: Array | None,
         join: Join = alone,
+        by: Arithmetic = EXACT,
     ) -> QuantizedArray:
         if self.hadamard:
-            x = hadamard_transform(x, axis=axes[-1], signs=self.signs)
-        block_amax = block_maximum(x, axes, self.block)
-        tensor_scale = nvfp4_tensor_scale(join(largest_magnitude(block_amax)))
+            x = by.rotated(x, axes[-1], self.signs, dtype)
+        block_amax = by.written(block_maximum(x, axes, self.block, by.largest))
+        tensor_scale = nvfp4_tensor_scale(join(by.largest(block_amax)))
         tensor_inverse_scale = 1 / tensor_scale
         inverse_scale = nvfp4_block_inverse_scale(block_amax, tensor_scale)
-        scales = nvfp4_scale(inverse_scale, tensor_inverse_scale)
+        inverse_scale = by.written(inverse_scale.astype(jnp.float8_e4m3fn))
+        scales = nvfp4_scale(inverse_scale.astype(jnp.float32), tensor_inverse_scale)
         scaled = multiply_blocks(x, scales, axes, self.block)
         return QuantizedArray(
-            pack(round_to_format(scaled, Format.E2M1, key), axes[-1]),
-            inverse_scale.astype(jnp.float8_e4m3fn),
+            by.to_four_bits(scaled, axes[-1], key),
+            inverse_scale,
             tensor_inverse_scale,
             format=Format.E2M1,
             dtype=dtype,

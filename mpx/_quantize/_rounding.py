@@ -8,9 +8,6 @@ pair of casts (float32 to float8 and back) inside of `jax.jit`, and a cast from 
 to float8 by way of float16, which some compilers make of it, rounds twice.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -81,6 +78,12 @@ def round_to_format(
         infinity too, becomes that number; NaN stays NaN; zeros keep their sign. An
         infinity here is a finite number times a scale; see `_quantizers`.
     """
+    rounded = round_finite(x, format, key)
+    return jnp.where(jnp.isnan(x), jnp.nan, rounded)
+
+
+def round_finite(x: Array, format: Format, key: Array | None = None) -> Array:
+    """The same of numbers among which no NaN matters."""
     facts = format._facts
     magnitude = jnp.minimum(jnp.abs(x), format.largest)
     # The distance of neighbours is constant below the smallest normal number.
@@ -94,25 +97,4 @@ def round_to_format(
         lower = jnp.floor(steps)
         draws = jax.random.uniform(key, x.shape, jnp.float32)
         rounded = lower + (draws < steps - lower).astype(jnp.float32)
-    return jnp.where(jnp.isnan(x), jnp.nan, jnp.copysign(rounded * distance, x))
-
-
-class Arithmetic(NamedTuple):
-    """How a device finds the largest magnitudes and rounds to a format of 8 bits.
-
-    Attributes:
-        largest: `largest(x, axis)`, like `largest_magnitude`.
-        to_format: `to_format(x, format, key)`, like `round_to_format`, in the dtype of
-            the format.
-    """
-
-    largest: Callable[..., Array]
-    to_format: Callable[[Array, Format, Array | None], Array]
-
-
-def _to_format(x: Array, format: Format, key: Array | None) -> Array:
-    return round_to_format(x, format, key).astype(format.dtype)
-
-
-# The same bits on every device.
-EXACT = Arithmetic(largest_magnitude, _to_format)
+    return jnp.copysign(rounded * distance, x)

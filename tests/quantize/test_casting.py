@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize._casting import CAST, _cast_blocks, _cast_tensor, amax_on
-from mpx._quantize._rounding import EXACT
+from mpx._quantize._amax import alone
+from mpx._quantize._arithmetic import EXACT
+from mpx._quantize._casting import CAST, _to_e2m1, amax_on, is_cast
+from mpx._quantize._four_bits import pack
+from mpx._quantize._rounding import round_to_format
 from mpx._quantize._target import CPU, target_from
 
 FORMATS = [mpx.Format.E4M3, mpx.Format.E5M2]
@@ -19,6 +22,9 @@ QUANTIZERS = {
     "tensor": mpx.TensorQuantizer(),
     "blocks of 128": mpx.BlockQuantizer(),
     "mxfp8": mpx.MXFP8Quantizer(),
+    "nvfp4": mpx.NVFP4Quantizer(),
+    "nvfp4 in squares": mpx.NVFP4Quantizer(block_dimensions=2),
+    "nvfp4 to random neighbours": mpx.NVFP4Quantizer(stochastic_rounding=True),
 }
 
 
@@ -49,32 +55,67 @@ def test_codes_are_those_of_the_arithmetic(format):
     )
 
 
-def cast_by(quantizer, x):
-    """What an H100 computes."""
-    if isinstance(quantizer, mpx.TensorQuantizer):
-        return _cast_tensor(quantizer, x.dtype, x, quantizer._scale(CAST.largest(x)))
-    return _cast_blocks(quantizer, x.dtype, (-1,), x, None)
+# XLA:CPU cannot make a byte of two numbers of 4 bits: "Invalid bitcast i8 to i4".
+HERE = CAST._replace(
+    to_four_bits=lambda x, axis, key: pack(_to_e2m1(x, key).astype(jnp.float32), axis)
+)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def quantized(quantizer, x, by, dtype="float32"):
+    """What an H100 or a B200 computes, or all others."""
+    axes = {0: (), 1: (-1,), 2: (-2, -1)}[quantizer.block_dimensions]
+    key = jax.random.key(2) if quantizer.stochastic_rounding else None
+    if by is CAST:
+        by = HERE
+    return quantizer._quantize(x, np.dtype(dtype), axes, key, None, alone, by)
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_finite_arrays_are_quantized_alike(name):
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((8, 256)), jnp.float32)
-    found = jax.jit(functools.partial(cast_by, QUANTIZERS[name]))(x)
-    expected = jax.jit(lambda x: mpx.quantize(x, QUANTIZERS[name]))(x)
-    for part in ("payload", "inverse_scale"):
-        one, other = getattr(found, part), getattr(expected, part)
+    x = np.random.default_rng(1).standard_normal((32, 256)).astype(np.float32)
+    x[:16, :16] = 0
+    found, expected = (quantized(QUANTIZERS[name], x, by) for by in (CAST, EXACT))
+    leaves, others = jax.tree.leaves(found), jax.tree.leaves(expected)
+    for one, other in zip(leaves, others, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+def test_codes_of_four_bits_are_those_of_the_arithmetic():
+    x = numbers()
+    x = x[~np.isnan(x)]
+    found = jax.jit(lambda x: _to_e2m1(x, None).astype(jnp.float32))(x)
+    expected = jax.jit(lambda x: round_to_format(x, mpx.Format.E2M1))(x)
+    assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("axis", [-1, -2, -3])
+def test_a_transform_is_the_same_but_for_the_order_of_its_sums(axis):
+    x = np.random.default_rng(3).standard_normal((16, 32, 48)).astype("bfloat16")
+    x = jnp.asarray(x, jnp.float32)
+    for signs in (None, (1, -1) * 8):
+        exact = np.asarray(mpx.hadamard_transform(x, axis=axis, signs=signs))
+        found = {
+            dtype: np.asarray(CAST.rotated(x, axis, signs, np.dtype(dtype)))
+            for dtype in ("float32", "float16", "bfloat16")
+        }
+        np.testing.assert_allclose(found["float32"], exact, atol=1e-6)
+        # Rounded as what it is a transform of, but not to the range of float16.
+        np.testing.assert_array_equal(found["float16"], found["float32"])
+        rounded = exact.astype("bfloat16").astype(np.float32)
+        np.testing.assert_allclose(found["bfloat16"], rounded, rtol=2**-7, atol=1e-6)
+        assert (found["bfloat16"] == rounded).mean() > 0.99
+
+
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_an_infinity_makes_nan_of_all_that_shares_its_scale(name):
-    x = np.ones((8, 256), np.float32)
+    x = np.ones((32, 256), np.float32)
     x[3, 5] = np.inf
-    found = jax.jit(lambda x: cast_by(QUANTIZERS[name], x).dequantize())(x)
+    found = quantized(QUANTIZERS[name], x, CAST).dequantize()
     block = QUANTIZERS[name].block or 256
     assert np.isnan(found[3, :block]).all()
-    if name == "tensor":
+    if name == "tensor" or name.startswith("nvfp4"):
         assert np.isnan(found).all()
     else:
         assert (np.delete(found, 3, 0) == 1).all() and (found[3, block:] == 1).all()
@@ -85,7 +126,8 @@ def test_a_scale_from_elsewhere_saturates_what_is_finite_and_shows_what_is_not()
     quantizer, like = mpx.TensorQuantizer(), np.dtype("float32")
 
     def found(x):
-        return _cast_tensor(quantizer, like, jnp.asarray(x), jnp.float32(1))
+        scale = jnp.float32(1)
+        return quantizer._quantize(jnp.asarray(x), like, (), None, scale, alone, CAST)
 
     x = np.array([1.0, 600.0, -1e30], np.float32)
     assert found(x).dequantize().tolist() == [1, 448, -448]
@@ -121,3 +163,20 @@ def test_only_the_device_that_is_named_casts():
     assert np.isnan(amax_on(CPU, x)) and amax_on(CPU, x, only_finite=True) == 1
     assert H100.rounds_to_fp8 and not CPU.rounds_to_fp8
     assert not target_from("sm_80").rounds_to_fp8
+
+
+@pytest.mark.parametrize(
+    ("target", "casts"),
+    [
+        ("cpu", set()),
+        ("sm_80", set()),
+        ("tpu7x", set()),
+        ("sm_90", {"tensor", "blocks of 128", "mxfp8"}),
+        ("sm_100", set(QUANTIZERS)),
+    ],
+)
+def test_a_device_casts_what_it_is_known_to_round(target, casts):
+    device = target_from(target)
+    assert {name for name in QUANTIZERS if is_cast(QUANTIZERS[name], device)} == casts
+    random = mpx.MXFP8Quantizer(stochastic_rounding=True)
+    assert not is_cast(random, device)
