@@ -289,6 +289,7 @@ class MXFP8Quantizer(AbstractQuantizer):
         by: Arithmetic = EXACT,
     ) -> QuantizedArray:
         code = e8m0_code(block_maximum(x, axes, self.block, by.largest), self.format)
+        code = by.written(code.astype(jnp.uint8))
         scaled = multiply_blocks(x, e8m0_scale(code), axes, self.block)
         payload = by.to_format(scaled, self.format, key)
         return QuantizedArray(
