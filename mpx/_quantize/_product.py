@@ -11,10 +11,15 @@ Scales of delayed scaling are an argument, float32[3] in the order of `Role`. Wh
 back in the place of their gradient is no gradient: the three *amaxes* of this step, for
 `DelayedScaling.update`. A slot of its own for every product keeps JAX from adding
 two of them.
+
+Both directions are jitted, so that layers of the same shapes are traced and lowered
+once: 84 products of 12 layers in 0.5 seconds and not in 4.3, under NVFP4 in 1.0 and not
+in 17.3. XLA inlines the calls, and compiles what it compiles without them.
 """
 
 import abc
 import dataclasses
+import functools
 from typing import Any, Self
 
 import equinox as eqx
@@ -208,7 +213,8 @@ def quantized_product(
     return in_automatic_axes(quantized, plain, product.out_sharding, besides, *operands)
 
 
-def _forward(
+@functools.partial(jax.jit, static_argnames=("product", "is_differentiated"))
+def quantized_forward(
     product: AbstractProduct,
     data: Array,
     weight: Array,
@@ -256,7 +262,7 @@ def _primal(
     scales: Array | None,
     step: Array | None,
 ) -> Array:
-    return _forward(
+    return quantized_forward(
         product, data, weight, extra, scales, step, is_differentiated=False
     )[0]
 
@@ -273,13 +279,22 @@ def _forward_rule(
     step: Array | None,
 ) -> tuple[Array, Kept | None]:
     data, weight, scales = differentiated_once((data, weight, scales))
-    return _forward(product, data, weight, extra, scales, step, is_differentiated=True)
+    return quantized_forward(
+        product, data, weight, extra, scales, step, is_differentiated=True
+    )
 
 
 def _backward_rule(
     product: AbstractProduct, kept: Kept, g: Array
 ) -> tuple[Array, Array, None, Array | None, None]:
-    g = product._read(differentiated_once(g), kept.extra)
+    return quantized_backward(product, kept, differentiated_once(g))
+
+
+@functools.partial(jax.jit, static_argnames="product")
+def quantized_backward(
+    product: AbstractProduct, kept: Kept, g: Array
+) -> tuple[Array, Array, None, Array | None, None]:
+    g = product._read(g, kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
     of_gradient = product._copies_at(kept.step, Role.GRADIENT)
     for_data = of_gradient.first(g, scale)
