@@ -16,7 +16,14 @@ And an island runs on one mesh and kind of device: where those change, it ends, 
 """
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import jax
@@ -167,75 +174,85 @@ def _groups(
 
 def _in_order(
     jaxpr: Program, groups: Sequence[int | list[int]], copied: Collection[int]
-) -> Iterator[Any]:
+) -> Iterator[JaxprEqn | Island]:
     """Islands and equations, as near to the order of the program as can be."""
     maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
     units = [[group] if isinstance(group, int) else group for group in groups]
     islands = [not isinstance(group, int) for group in groups]
-
-    def with_copies(positions: list[int]) -> list[int]:
-        """An island's equations, and copies of what weights and constants become."""
-        found, waiting = set(positions), list(positions)
-        while waiting:
-            for v in _variables(jaxpr.eqns[waiting.pop()]):
-                position = maker.get(v, -1)
-                if position in copied and position not in found:
-                    found.add(position)
-                    waiting.append(position)
-        return sorted(found)
-
-    whole = [with_copies(p) if i else p for p, i in zip(units, islands, strict=True)]
+    whole = [
+        _with_copies(jaxpr, positions, maker, copied) if is_island else positions
+        for positions, is_island in zip(units, islands, strict=True)
+    ]
     unit_of = {position: n for n, unit in enumerate(units) for position in unit}
-    users: dict[Var, set[int]] = {}
+    used: set[Var] = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     needs: list[set[int]] = [set() for _ in units]
+    roots = [unit_of[maker[v]] for v in used if v in maker]
+    roots += [n for n, p in enumerate(units) if islands[n] or p[0] not in copied]
     for n, positions in enumerate(whole):
-        made = {v for i in positions for v in jaxpr.eqns[i].outvars}
-        for v in {v for i in positions for v in _variables(jaxpr.eqns[i])} - made:
-            users.setdefault(v, set()).add(n)
-            if v in maker:
-                needs[n].add(unit_of[maker[v]])
+        inputs = _inputs([jaxpr.eqns[i] for i in positions])
+        used.update(inputs)
+        needs[n].update(unit_of[maker[v]] for v in inputs if v in maker)
     for first, second in _effects(jaxpr):
         needs[unit_of[second]].add(unit_of[first])
-    results = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    roots = [n for n, p in enumerate(units) if islands[n] or p[0] not in copied]
-    roots += [unit_of[maker[v]] for v in results if v in maker]
-    live = _reachable(roots, needs)
-
-    def unit(n: int) -> Any:
+    firsts = [positions[0] for positions in units]
+    for n in _sorted(firsts, needs, _reachable(roots, needs)):
         equations = tuple(jaxpr.eqns[i] for i in whole[n])
-        if not islands[n]:
-            return equations[0]
-        made = {v for e in equations for v in e.outvars}
-        inputs = dict.fromkeys(v for e in equations for v in _variables(e))
-        return Island(
-            equations,
-            tuple(v for v in inputs if v not in made),
-            tuple(
-                v
-                for i in units[n]
-                for v in jaxpr.eqns[i].outvars
-                if v in results or users.get(v)
-            ),
-        )
+        if islands[n]:
+            made = (v for i in units[n] for v in jaxpr.eqns[i].outvars)
+            outputs = tuple(v for v in made if v in used)
+            yield Island(equations, tuple(_inputs(equations)), outputs)
+        else:
+            yield equations[0]
 
-    unlocks: list[list[int]] = [[] for _ in units]
+
+def _with_copies(
+    jaxpr: Program,
+    positions: list[int],
+    maker: Mapping[Var, int],
+    copied: Collection[int],
+) -> list[int]:
+    """An island's equations, and copies of what weights and constants become."""
+    found, waiting = set(positions), list(positions)
+    while waiting:
+        for v in _variables(jaxpr.eqns[waiting.pop()]):
+            position = maker.get(v, -1)
+            if position in copied and position not in found:
+                found.add(position)
+                waiting.append(position)
+    return sorted(found)
+
+
+def _inputs(equations: Sequence[JaxprEqn]) -> list[Var]:
+    """What equations need and do not make, in the order of its first use."""
+    made = {v for equation in equations for v in equation.outvars}
+    needed = dict.fromkeys(v for e in equations for v in _variables(e))
+    return [v for v in needed if v not in made]
+
+
+def _sorted(
+    firsts: Sequence[int], needs: Sequence[set[int]], live: Collection[int]
+) -> Iterator[int]:
+    """Units that are live, each after those that it needs.
+
+    Of what could come next, what stands first in the program: XLA's schedule begins
+    from this order, and what is computed early is kept for long.
+    """
+    unlocks: list[list[int]] = [[] for _ in needs]
     missing = [len(needed) for needed in needs]
     for n in live:
         for other in needs[n]:
             unlocks[other].append(n)
-    # Of what could come next, what stands first in the program: XLA's schedule begins
-    # from this order, and what is computed early is kept for long.
-    ready = [(units[n][0], n) for n in live if not missing[n]]
+    ready = [(firsts[n], n) for n in live if not missing[n]]
     heapq.heapify(ready)
     done = 0
     while ready:
         _, n = heapq.heappop(ready)
         done += 1
-        yield unit(n)
+        yield n
         for other in unlocks[n]:
             missing[other] -= 1
             if not missing[other]:
-                heapq.heappush(ready, (units[other][0], other))
+                heapq.heappush(ready, (firsts[other], other))
     assert done == len(live), "a path leaves an island and comes back"
 
 
