@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.grad:
         func = eqx.filter_grad(func)
     report = explain(func)(*positional, **keywords)
-    report.show(options.limit or None)
+    report.show(options.limit or None, options.width or None)
     for path in options.save:
         report.save(path)
         print(f"\nWritten: {path}")
@@ -81,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--limit", type=int, default=30, help="lines to print; 0 for all (default: 30)"
+    )
+    command.add_argument(
+        "--width",
+        type=int,
+        default=0,
+        help="columns to print; 180 and more show all (default: the terminal's)",
     )
     command.add_argument(
         "--save",

@@ -7,7 +7,9 @@ colours.
 import collections
 import dataclasses
 import importlib.util
-import io
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,48 +74,89 @@ def lines_of(operations: Iterable[Operation]) -> list[Line]:
 
 
 _HEADER = (
-    "FLOPs", "bytes", "runs", "operation", "computed in", "in -> out", "where",
+    "FLOPs", "bytes", "runs", "operation", "dtype", "in -> out", "where",
     "weight", "line", "why",
 )  # fmt: skip
 _NUMBERS = 3
 
+# What is left of the columns where there is no room for all of them, and the least
+# width that there is room for all.
+_NARROW = ("FLOPs", "operation", "dtype", "line", "why")
+_WIDE = 180
+_GAP = "  "
+# The least room for a reason, which is cut before anything else is.
+_REASON = 24
 
-def text(report: Content, limit: int | None) -> str:
-    """The report as plain text."""
+
+def text(report: Content, limit: int | None, width: int | None) -> str:
+    """The report as plain text, at most `width` wide; None for all columns."""
     shown, note = _chosen(report, limit)
-    rows = [_HEADER, *(_cells(line) for line in shown)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER) - 1)]
-    body = [
-        "  ".join(
-            cell.rjust(width) if i < _NUMBERS else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, [*widths, 0], strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    parts = [*_summary(report), "", *body]
-    return "\n".join([*parts, "", note] if note else parts)
+    names = _columns(width)
+    rows = [names, *(_row(line, names) for line in shown)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names) - 1)]
+    last = None
+    if width is not None:
+        last = max(width - sum(widths) - len(_GAP) * len(widths), _REASON)
+    body: list[str] = []
+    for row, line in zip(rows, [None, *shown], strict=True):
+        finding = line is not None and line.first.finding and last is not None
+        cells = [
+            cell.rjust(size) if name in _HEADER[:_NUMBERS] else cell.ljust(size)
+            for name, cell, size in zip(names, row, widths, strict=False)
+        ]
+        why = row[-1] if last is None else cut(row[-1], last)
+        body.append(_GAP.join([*cells, "! see below" if finding else why]).rstrip())
+        if finding:
+            body += _wrapped(row[-1], width, " " * (widths[0] + len(_GAP)))
+    parts = [*_summary(report, width), "", *body]
+    return "\n".join([*parts, "", *_wrapped(note, width)] if note else parts)
 
 
-def rich_text(report: Content, limit: int | None) -> Any:
-    """The report for rich, which must be installed."""
+def rich_text(report: Content, limit: int | None, width: int | None) -> Any:
+    """The report for rich, which must be installed; rich breaks long lines."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     shown, note = _chosen(report, limit)
+    names = _columns(width)
     table = Table(box=None, header_style="bold", padding=(0, 1))
-    for number, name in enumerate(_HEADER):
+    for name in names:
+        is_number = name in _HEADER[:_NUMBERS]
         table.add_column(
-            name, justify="right" if number < _NUMBERS else "left", no_wrap=number < 4
+            name,
+            justify="right" if is_number else "left",
+            no_wrap=is_number or name == "operation",
         )
     for line in shown:
-        style = _STYLES.get(line.first.precision, "")
-        cells = [Text(cell) for cell in _cells(line)]
-        cells[4].stylize(style)
-        cells[9].stylize("yellow" if line.first.finding else "dim")
+        *first, why = _row(line, names)
+        one_line = names == _NARROW and not line.first.finding
+        cells = [*map(Text, first), Text(why, no_wrap=one_line, overflow="ellipsis")]
+        cells[names.index("dtype")].stylize(_STYLES.get(line.first.precision, ""))
+        cells[-1].stylize("yellow" if line.first.finding else "dim")
         table.add_row(*cells)
-    return Group(
-        *(Text(part) for part in _summary(report)), Text(""), table, Text(note)
+    summary = (Text(part) for part in _summary(report, width))
+    return Group(*summary, Text(""), table, Text(note))
+
+
+def _columns(width: int | None) -> tuple[str, ...]:
+    return _HEADER if width is None or width >= _WIDE else _NARROW
+
+
+def _row(line: Line, names: Sequence[str]) -> tuple[str, ...]:
+    cells = dict(zip(_HEADER, _cells(line), strict=True))
+    if names == _NARROW:
+        cells["operation"] = cut(cells["operation"], 26)
+    return tuple(cells[name] for name in names)
+
+
+def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+    """A text in lines that are at most so wide."""
+    if width is None:
+        return [indent + text]
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent + "  ", **options
     )
 
 
@@ -126,31 +169,42 @@ _STYLES = {
 }
 
 
-def show(report: Content, limit: int | None) -> None:
+def show(report: Content, limit: int | None, width: int | None) -> None:
     """Prints the report, with rich if it is installed."""
     if importlib.util.find_spec("rich") is None:
-        print(text(report, limit))
+        if width is None:
+            size = shutil.get_terminal_size((_DEFAULT, 0)).columns
+            width = size if sys.stdout.isatty() else _DEFAULT
+        print(text(report, limit, width))
         return
     from rich.console import Console
 
-    Console().print(rich_text(report, limit))
+    console = Console(width=width)
+    console.print(rich_text(report, limit, console.width))
+
+
+_DEFAULT = 100
 
 
 def _chosen(report: Content, limit: int | None) -> tuple[list[Line], str]:
-    """The lines to show, and what to say of those that are not."""
+    """The lines to show, and what to say of those that are not.
+
+    What looks like an accident comes first, however cheap, and then what costs most.
+    Without a limit all are there, in the order of the program.
+    """
     lines = lines_of(report.operations)
-    if limit is None or len(lines) <= limit:
+    if limit is None:
         return lines, ""
-    # What looks like an accident is shown, however cheap.
     lines.sort(key=lambda line: (not line.first.finding, -line.flops, -line.bytes))
     found = sum(bool(line.first.finding) for line in lines)
+    if len(lines) <= limit:
+        return lines, ""
     room = max(limit - found, limit // 2)
     kept = [*lines[: limit - room], *lines[found : found + room]]
-    kept.sort(key=lambda line: (-line.flops, -line.bytes))
     note = (
-        f"{len(kept)} of {len(lines)} different operations, those of most FLOPs first. "
-        "All of them: `report.table(limit=None)`, or "
-        '`report.save("report.html")` for a page to look at.'
+        f"{len(kept)} of {len(lines)} different operations: findings first, then those "
+        "of most FLOPs. All of them, with every column: `report.table(limit=None, "
+        'width=None)`, or `report.save("report.html")` for a page to look at.'
     )
     return kept, note
 
@@ -194,44 +248,49 @@ def cut(text: str, width: int, end: bool = True) -> str:
     return text[: width - 3] + "..." if end else "..." + text[3 - width :]
 
 
-def _summary(report: Content) -> list[str]:
-    """The totals in a few lines."""
+def headline(report: Content) -> str:
+    """The sentence on top: where most FLOPs are, and what is worth a look."""
     totals = report.totals
-    out = io.StringIO()
+    shares = [f"{share_text(totals.low_flops_share)} of FLOPs quantized by a recipe"]
+    shares = shares if totals.low_flops_share else []
+    for name, part in list(totals.flops_by_precision.items())[:1]:
+        dtype = "mixed dtypes" if name == "mixed" else name
+        shares.append(f"{share_text(part / totals.flops)} of FLOPs in {dtype}")
+    findings = f"{totals.findings or 'no'} finding{'s' * (totals.findings != 1)}"
+    return f"{report.name}: {', '.join(shares) or 'no FLOPs'}; {findings}"
+
+
+def _summary(report: Content, width: int | None) -> list[str]:
+    """The sentence and the totals, in a few lines."""
+    totals = report.totals
+    lines = [headline(report)]
+
+    def add(name: str, value: str, what: str) -> None:
+        lines.append(f"  {name:<14}{value:>7}  {what}".rstrip())
+
     flops = flops_text(totals.flops, "FLOPs")
-    print(
-        f"{report.name}: {count_text(totals.operations)} operations, "
-        f"{count_text(totals.executed)} run, {flops}",
-        file=out,
-    )
+    run = f"{count_text(totals.executed)} run, {flops}"
+    add("operations", count_text(totals.operations), run)
     for name, part in totals.flops_by_precision.items():
         share = part / totals.flops
-        bar = "#" * round(_BAR * share)
-        print(f"  {name:<14}{share_text(share):>7}  {bar}", file=out)
+        add(name, share_text(share), "#" * round(_BAR * share))
     if totals.low_flops_share:
-        print(
-            f"  recipes       {share_text(totals.low_flops_share):>7}  "
-            "of FLOPs are in products that a recipe quantizes",
-            file=out,
-        )
-    print(
-        f"  casts         {count_text(totals.casts):>7}  "
-        f"moving {bytes_text(totals.cast_bytes)}",
-        file=out,
-    )
+        share = share_text(totals.low_flops_share)
+        add("recipes", share, "of FLOPs are in products that a recipe quantizes")
+    moved = bytes_text(totals.cast_bytes)
+    add("casts", count_text(totals.casts), f"moving {moved}")
     kept = "?" if totals.residual_bytes is None else bytes_text(totals.residual_bytes)
-    print(f"  residuals     {kept:>7}  {totals.residuals}", file=out)
-    count = f"  islands       {count_text(len(report.islands)):>7}  "
+    add("residuals", kept, totals.residuals)
     for number, line in enumerate(island_lines(report.islands)):
-        print((" " * len(count) if number else count) + line, file=out)
-    print(
-        f"  traffic       {bytes_text(totals.bytes):>7}  if nothing were fused",
-        file=out,
-    )
-    print(f"  findings      {totals.findings:>7}  operations worth a look", file=out)
+        count = "" if number else count_text(len(report.islands))
+        add("" if number else "islands", count, line)
+    add("traffic", bytes_text(totals.bytes), "if nothing were fused")
+    add("findings", count_text(totals.findings), "operations worth a look")
+    if width is not None:
+        lines = [cut(line, width) for line in lines]
     for note in notes(report):
-        print(f"  note: {note}", file=out)
-    return out.getvalue().rstrip().splitlines()
+        lines += _wrapped(f"note: {note}", width, "  ")
+    return lines
 
 
 _ISLANDS = 6

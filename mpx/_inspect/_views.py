@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ _VERSION = 2
 class Report(Content):
     """What `mpx.explain` returns: every operation of a program, and totals.
 
-    It prints as a table: the totals, then the operations that cost most, equal ones in
-    one line. `save` writes all of it; a notebook shows the page.
+    It prints as a sentence, the totals, and a table that is 100 columns wide: findings
+    first, then the operations that cost most, equal ones in one line. `save` writes
+    all of it; a notebook shows the page.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -37,25 +39,30 @@ class Report(Content):
         found = [operation for operation in self.operations if operation.finding]
         return tuple(sorted(found, key=lambda o: -(o.flops or 0)))
 
-    def table(self, limit: int | None = 30) -> str:
+    def table(self, limit: int | None = 30, width: int | None = 100) -> str:
         """The report as text.
 
         Args:
-            limit: How many lines of operations, those of most FLOPs, to show; None for
-                all, in the order of the program.
+            limit: How many lines of operations to show, findings first and then those
+                of most FLOPs; None for all, in the order of the program.
+            width: How wide the lines may be. Under 180 the columns of bytes, runs,
+                types, places and weights are left out. None for all columns, as wide
+                as they are.
 
         Returns:
-            The totals and the operations, one line each, equal ones together.
+            A sentence, the totals and the operations, one line each, equal ones
+            together; the reason of a finding stands below its line.
         """
-        return text(self, limit)
+        return text(self, limit, width)
 
-    def show(self, limit: int | None = 30) -> None:
+    def show(self, limit: int | None = 30, width: int | None = None) -> None:
         """Prints the report, in colours where rich is installed.
 
         Args:
             limit: As in `table`.
+            width: As in `table`; None for that of the terminal.
         """
-        show(self, limit)
+        show(self, limit, width)
 
     def to_json(self) -> str:
         """The report as JSON, which `mpx.Report.from_json` reads."""
@@ -108,7 +115,7 @@ class Report(Content):
         writers = {
             ".html": self.to_html,
             ".json": self.to_json,
-            ".txt": lambda: self.table(limit=None),
+            ".txt": lambda: self.table(limit=None, width=None),
         }
         if path.suffix not in writers:
             raise ValueError(
@@ -123,9 +130,9 @@ class Report(Content):
 
     __repr__ = __str__
 
-    def __rich__(self) -> Any:
-        """What rich prints, with colours."""
-        return rich_text(self, 30)
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """What rich prints, with colours, as wide as it has room."""
+        yield rich_text(self, 30, options.max_width)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page, in a frame of its own."""

@@ -61,7 +61,7 @@ def test_save(report, tmp_path, suffix):
     expected = {
         "html": report.to_html,
         "json": report.to_json,
-        "txt": lambda: report.table(limit=None),
+        "txt": lambda: report.table(limit=None, width=None),
     }[suffix]()
     assert path.read_text(encoding="utf-8") == expected + "\n"
 
@@ -78,21 +78,52 @@ def test_a_report_is_frozen(report):
 
 
 def test_the_table_has_totals_and_operations(report):
-    lines = str(report).splitlines()
-    assert lines[0].startswith("loss: ")
-    assert lines[0].endswith(flops_text(report.totals.flops, "FLOPs"))
+    lines = report.table(width=None).splitlines()
+    assert lines[0] == "loss: 97.2 % of FLOPs in bfloat16; 2 findings"
+    assert lines[1].endswith(flops_text(report.totals.flops, "FLOPs"))
     assert any(line.startswith("  bfloat16") and "#" in line for line in lines)
     assert any(line.split()[:3] == ["FLOPs", "bytes", "runs"] for line in lines)
     (product,) = (line for line in lines if " dot_general " in line)
     for text in ("12.3 k", "bf16[8,16] bf16[16,16] -> bf16[8,16]", "layer", "args[0]"):
         assert text in product
-    assert repr(report) == str(report)
+    assert repr(report) == str(report) == report.table()
+
+
+def leaking(x, w, scale):
+    with jax.named_scope("a_scope_with_a_name_that_takes_a_third_of_a_line"):
+        return jnp.exp((x * scale) @ w)
+
+
+@pytest.mark.third_party  # promotes
+def test_the_table_fits_the_width_and_findings_come_first_and_whole():
+    shapes = [((64, 512), "bfloat16"), ((512, 512), "bfloat16"), ((512,), "float32")]
+    found = mpx.explain(leaking)(*(jax.ShapeDtypeStruct(*pair) for pair in shapes))
+    for width in (88, 100):
+        text = found.table(limit=3, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        rows = text.partition("why")[2].splitlines()
+        assert rows[1].endswith("! see below")
+        assert rows[1].split()[2] == found.findings[0].primitive
+        assert found.findings[0].reason in " ".join(text.split())
+    assert max(map(len, found.table(width=None).splitlines())) > 180
+    assert [line for line in str(found).splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.third_party
+def test_the_sentence_on_top_says_where_the_work_is():
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    sentence = str(mpx.explain(lambda x: x)(x)).splitlines()[0]
+    assert sentence.endswith(": no FLOPs; no findings")
+    quantized = mpx.autocast(leaking, recipe=mpx.Float8CurrentScaling(), weights=1)
+    sentence = str(mpx.explain(quantized)(x, x, x)).splitlines()[0]
+    assert sentence.startswith("leaking: ")
+    assert "% of FLOPs quantized by a recipe, " in sentence
 
 
 def test_a_long_table_says_how_to_see_all(report):
     short, whole = report.table(limit=3), report.table(limit=None)
     assert "3 of " in short
-    assert "report.table(limit=None)" in short
+    assert "report.table(limit=None, width=None)" in short
     assert 'report.save("report.html")' in short
     assert "report.save" not in whole
     assert len(short.splitlines()) < len(whole.splitlines())
@@ -109,7 +140,8 @@ def test_equal_operations_are_one_line():
 
     report = mpx.explain(f)([w] * 5, w)
     assert len(report.operations) == 5
-    (line,) = (x for x in str(report).splitlines() if " dot_general " in x)
+    table = report.table(width=None)
+    (line,) = (x for x in table.splitlines() if " dot_general " in x)
     assert line.split()[:5] == ["640", "960", "B", "5", "dot_general"]
     assert "[0] +4" in line
 
@@ -134,6 +166,12 @@ def test_rich_prints_the_same(report):
     text = out.getvalue()
     assert "dot_general" in text
     assert text.splitlines()[0].rstrip() == str(report).splitlines()[0]
+    assert "bf16[8,16]" in text
+
+    out = io.StringIO()
+    Console(file=out, width=100).print(report)
+    assert "bf16[8,16]" not in out.getvalue()
+    assert {"operation", "dtype", "why"} <= set(out.getvalue().split())
 
 
 def test_it_prints_without_rich(report, monkeypatch, capsys):

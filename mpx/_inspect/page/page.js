@@ -132,7 +132,7 @@
   // --- The view ---------------------------------------------------------------------
 
   const COLUMNS = [
-    ["number", "#", true], ["primitive", "operation"], ["precision", "computed in"],
+    ["number", "#", true], ["primitive", "operation"], ["precision", "dtype"],
     ["where", "where"], ["types", "in \u2192 out"], ["weight", "weight"],
     ["runs", "runs", true], ["flops", "FLOPs", true], ["bytes", "bytes", true],
     ["why", "why"], ["source", "line"],

@@ -1,0 +1,88 @@
+"""Runs the Python blocks of a page, and compares what they print with what it shows.
+
+A block of text right after one of Python is what that printed, `...` for what is left
+out. `python -m tests.pages PAGE ...` writes anew what is not so.
+"""
+
+import contextlib
+import dataclasses
+import doctest
+import io
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+_INCLUDED = "--8<--"  # a program of examples/, which has a test of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A Python block: the line it starts at, and where the page shows what it prints.
+
+    Attributes:
+        line: lines of the page before it.
+        code: its text.
+        output: what the page shows; None where it shows nothing.
+        span: where in the page that stands.
+    """
+
+    line: int
+    code: str
+    output: str | None
+    span: tuple[int, int]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The Python blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            text.count("\n", 0, match.start("code")),
+            match["code"],
+            match["output"],
+            match.span("output"),
+        )
+        for match in _BLOCK.finditer(text)
+        if _INCLUDED not in match["code"]
+    ]
+
+
+def is_shown(block: Block, printed: str) -> bool:
+    """Whether the page shows nothing, or what was printed."""
+    check = doctest.OutputChecker().check_output
+    return block.output is None or check(block.output, printed, doctest.ELLIPSIS)
+
+
+def run(page: Path) -> list[tuple[Block, str]]:
+    """Runs the blocks one after the other; each with what it printed."""
+    namespace: dict[str, object] = {"__name__": page.stem}
+    found: list[tuple[Block, str]] = []
+    for block in blocks(page):
+        printed = io.StringIO()
+        # Empty lines in front, so that a traceback names the line of the page.
+        code = compile("\n" * block.line + block.code, page.name, "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, namespace)
+        found.append((block, printed.getvalue()))
+    return found
+
+
+def write(page: Path) -> None:
+    """Puts what the blocks print into the page."""
+    text = page.read_text(encoding="utf-8")
+    for block, printed in reversed(run(page)):
+        if not is_shown(block, printed):
+            start, end = block.span
+            text = text[:start] + printed + text[end:]
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        write(Path(name).resolve())
