@@ -1,8 +1,8 @@
-"""The tables and the pictures of docs/benchmarks.md, from the committed results.
+"""The tables and the pictures of the pages, from the committed results.
 
-The page is written by hand but for its marked places: what stands between
-`<!-- table NAME -->` and `<!-- end -->` comes from `benchmarks/results/NAME.json`.
-A test checks that it still does.
+The pages are written by hand but for their marked places: what stands between
+`<!-- table NAME -->` and `<!-- end -->` comes from `benchmarks/results/NAME.json`, and
+`summary`, of the first page, from several of them. A test checks that it still does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import results
+from . import results, summary
 from .counts import (
     activations as activation_counts,
     attention as attention_counts,
@@ -31,6 +31,7 @@ from .tables import Table
 from .time import autocast as autocast_host, compiling as compile_time, host_table
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
+PAGES = (PAGE, REPOSITORY / "README.md", REPOSITORY / "docs" / "choose.md")
 PICTURES: dict[str, Callable[[Results, Path], None]] = {
     "sweep": sweep.picture,
     "recipes": recipes.picture,
@@ -71,6 +72,8 @@ def render(text: str, folder: Path = results.COMMITTED) -> str:
 
 
 def _tables(name: str, folder: Path) -> str:
+    if name == "summary":
+        return summary.table(folder)
     parts: list[str] = []
     for found in results.read_all(name, folder):
         parts += [table.markdown() for table in TABLES[name](found)]
@@ -82,13 +85,18 @@ def _tables(name: str, folder: Path) -> str:
 
 
 def write() -> list[Path]:
-    """Writes page and pictures; returns their paths."""
-    PAGE.write_text(render(PAGE.read_text()))
-    written = [PAGE]
+    """Writes pages and pictures; returns their paths."""
+    for page in PAGES:
+        page.write_text(render(page.read_text()))
+    folder = REPOSITORY / "docs" / "pictures"
+    written = [*PAGES]
     for name, picture in PICTURES.items():
         found = results.read(name)
         if found is not None:
-            path = REPOSITORY / "docs" / "pictures" / f"benchmarks-{name}.png"
+            path = folder / f"benchmarks-{name}.png"
             picture(found, path)
             written.append(path)
+    for name, colours in (("light", summary.LIGHT), ("dark", summary.DARK)):
+        written.append(folder / f"gains-{name}.png")
+        summary.picture(written[-1], colours, results.COMMITTED)
     return written

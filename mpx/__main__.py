@@ -1,15 +1,4 @@
-"""The command line: `python -m mpx explain module:function f32[8,16] ...`.
-
-Arguments of the function are written as
-
-| text | means |
-|---|---|
-| `f32[8,16]`, `bf16[]`, `int32[8]`, `key[]` | an array of that dtype and shape |
-| `module:name`, `:name` | an object of a module; without one, of the function's |
-| `module:name()`, `:name()` | what it returns, as shapes: nothing is computed |
-| `3`, `2.5`, `True`, `None`, `'text'` | a literal of Python |
-| `name=...` | a keyword argument |
-"""
+"""The command line: `python -m mpx doctor` and `python -m mpx explain ...`."""
 
 import argparse
 import ast
@@ -23,8 +12,27 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from . import _doctor
 from ._autocast import autocast
 from ._inspect import explain
+
+_EXPLAIN = """\
+Report every operation of a function and its precision, without running it:
+
+  python -m mpx explain train:loss ":make_model()" f32[8,16] --dtype bfloat16
+
+Arguments of the function are written as
+
+  f32[8,16], bf16[], int32[8], key[]  an array of that dtype and shape
+  module:name, :name                  an object of a module, or of the function's
+  module:name(), :name()              what it returns, as shapes
+  3, 2.5, True, None, 'text'          a literal of Python
+  name=...                            a keyword argument
+"""
+_DOCTOR = """\
+Say which versions and devices are here, which precision is fast on them, and what is
+in the way, such as the published MPX or JAX without its plugin.
+"""
 
 _ARRAY = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
 _OBJECT = re.compile(r"(?P<module>[\w.]*):(?P<name>[\w.]+)(?P<call>\(\))?")
@@ -42,12 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; `sys.argv` if no arguments are given."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        print(_doctor.text())
+        return
     try:
-        func = _read_object(options.function, "")
-        module = options.function.partition(":")[0]
-        positional, keywords = _read_arguments(options.arguments, module)
+        _explain(options)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _explain(options: argparse.Namespace) -> None:
+    func = _read_object(options.function, "")
+    module = options.function.partition(":")[0]
+    positional, keywords = _read_arguments(options.arguments, module)
     if options.dtype is not None:
         func = autocast(func, options.dtype)
     if options.grad:
@@ -60,14 +75,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mpx", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = argparse.ArgumentParser(
+        prog="python -m mpx", description="Mixed and low precision training for JAX."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    raw = argparse.RawDescriptionHelpFormatter
+    help_of_doctor = "versions, devices, which precision is fast here"
+    commands.add_parser("doctor", help=help_of_doctor, description=_DOCTOR)
     command = commands.add_parser(
         "explain",
         help="report every operation of a function, without running it",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_EXPLAIN,
+        formatter_class=raw,
     )
     command.add_argument("function", metavar="module:function")
     command.add_argument("arguments", nargs="*", metavar="argument")

@@ -1,7 +1,9 @@
 """Runs the Python blocks of a page, and compares what they print with what it shows.
 
-A block of text right after one of Python is what that printed, `...` for what is left
-out. `python -m tests.pages PAGE ...` writes anew what is not so.
+A diff is run as it was before and as it is after. A block of text right after one of
+Python is what that printed, `...` for what is left out. `<!-- not run: why -->` stands
+before what cannot be run here. `python -m tests.pages PAGE ...` writes anew what a page
+shows of what its blocks print.
 """
 
 import contextlib
@@ -15,9 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(
-    r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
+    r"(?P<mark><!-- not run[^\n]*-->\n+)?"
+    r"^```(?P<kind>python|diff)\n(?P<code>.*?)^```$"
+    r"(?:\n\n^```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
+_OF_MPX = {"internals.md"}  # its diffs are of mpx's own files
 _INCLUDED = "--8<--"  # a program of examples/, which has a test of its own
 
 
@@ -44,13 +49,25 @@ def blocks(page: Path) -> list[Block]:
     return [
         Block(
             text.count("\n", 0, match.start("code")),
-            match["code"],
+            before_and_after(match["code"])
+            if match["kind"] == "diff"
+            else match["code"],
             match["output"],
             match.span("output"),
         )
         for match in _BLOCK.finditer(text)
         if _INCLUDED not in match["code"]
+        and not match["mark"]
+        and not (match["kind"] == "diff" and page.name in _OF_MPX)
     ]
+
+
+def before_and_after(diff: str) -> str:
+    """The program before a change and then the one after it."""
+    lines = diff.splitlines()
+    before = [line[1:] for line in lines if not line.startswith("+")]
+    after = [line[1:] for line in lines if not line.startswith("-")]
+    return "\n".join([*before, *after, ""])
 
 
 def is_shown(block: Block, printed: str) -> bool:

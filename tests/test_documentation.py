@@ -1,8 +1,11 @@
 """The Python blocks of the README and of the guides run, page by page."""
 
+import re
 from pathlib import Path
 
 import pytest
+
+from mpx._quantize import Target, target_from
 
 from . import pages
 
@@ -36,3 +39,36 @@ def test_what_a_page_shows_is_compared(tmp_path: Path):
     assert not pages.is_shown(block, printed)
     pages.write(page)
     assert pages.is_shown(pages.blocks(page)[0], "1\n")
+
+
+def test_a_diff_is_run_before_and_after(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("```diff\n a = 1\n-print(a)\n+print(-a)\n```\n")
+    assert [printed for _, printed in pages.run(page)] == ["1\n-1\n"]
+    page.write_text("<!-- not run: needs a GPU -->\n\n```python\nnothing\n```\n")
+    assert pages.blocks(page) == []
+
+
+def test_the_first_page_counts_the_programs_of_others():
+    text = (pages.ROOT / "docs" / "works-with.md").read_text(encoding="utf-8")
+    programs = re.findall(r"^\| ([\w-]+): (\w+) \| (?!no float32)", text, re.MULTILINE)
+    readme = pages.PAGES[0].read_text(encoding="utf-8")
+    count = f"{len(programs)} unmodified programs of {len(dict(programs))} packages"
+    assert count in readme
+
+
+def test_the_table_of_hardware_is_what_mpx_knows_of_it():
+    rows = re.findall(r"^\| (NVIDIA|TPU) \|(.*)\|$", pages.PAGES[0].read_text(), re.M)
+    cells = {kind: text.split("|") for kind, text in rows}
+    half, eight, block = (cells["NVIDIA"][i] for i in (1, 2, 3))
+
+    def known(cell: str) -> list[Target]:
+        return [target_from(name) for name in re.findall(r"[A-Z]+\d+", cell)]
+
+    assert [target.has_fp8_units for target in known(half)] == [False]
+    assert [target.has_fp8_units for target in known(eight)] == [True] * 3
+    assert [target.has_block_units for target in known(eight)] == [False] * 3
+    assert [target.has_block_units for target in known(block)] == [True]
+    (name,) = re.findall(r"TPU\d+x", cells["TPU"][2])
+    assert target_from(name).has_fp8_units
+    assert not target_from("tpu v6e").has_fp8_units

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
+from mpx import _doctor
 from mpx.__main__ import main
+from mpx._quantize import Target, target_from
 
 
 def model() -> eqx.nn.MLP:
@@ -94,3 +96,58 @@ def test_it_runs_as_a_module(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "48" in result.stdout
     assert json.loads(path.read_text())["totals"]["flops"] == 48
+
+
+@pytest.mark.parametrize("arguments", [[], ["explain"], ["doctor"]])
+def test_help_fits_a_terminal(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*arguments, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 40
+
+
+def test_doctor_says_what_is_here(capsys):
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert f"jax {jax.__version__}" in out and "equinox " in out
+    assert f"{jax.device_count()} x cpu" in out
+    assert max(map(len, out.splitlines())) <= 88
+
+
+@pytest.mark.parametrize(
+    ("name", "fast"),
+    [
+        ("cpu", []),
+        ("v100", ["float16"]),
+        ("a100", ["float16", "bfloat16"]),
+        ("h100", ["float16", "bfloat16", "FP8"]),
+        ("b200", ["float16", "bfloat16", "FP8", "MXFP8, NVFP4"]),
+        ("tpu v5e", ["bfloat16"]),
+        ("tpu7x", ["bfloat16", "FP8"]),
+    ],
+)
+def test_doctor_knows_which_precision_is_fast(name, fast):
+    found = _doctor.precisions(target_from(name))
+    assert [precision.name for precision in found if precision.is_fast] == fast
+
+
+def test_doctor_does_not_judge_what_it_does_not_know():
+    found = _doctor.precisions(Target("rocm", "gfx942"))
+    assert {precision.is_fast for precision in found} == {None}
+
+
+def test_doctor_finds_what_is_in_the_way(monkeypatch):
+    devices = jax.devices()
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert _doctor.find_problems(devices) == []
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(jax, "__version__", "0.12.0")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.8")
+    published, driver, sums = _doctor.find_problems(devices)
+    assert "mixed-precision-for-JAX 0.1.8 is installed" in published
+    assert 'pip install "jax[cuda12]"' in driver
+    assert "export XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=" in sums

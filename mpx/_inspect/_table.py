@@ -73,7 +73,7 @@ def lines_of(operations: Iterable[Operation]) -> list[Line]:
     return [Line(tuple(group)) for group in groups.values()]
 
 
-_HEADER = (
+_HEADER: tuple[str, ...] = (
     "FLOPs", "bytes", "runs", "operation", "dtype", "in -> out", "where",
     "weight", "line", "why",
 )  # fmt: skip
@@ -81,7 +81,7 @@ _NUMBERS = 3
 
 # What is left of the columns where there is no room for all of them, and the least
 # width that there is room for all.
-_NARROW = ("FLOPs", "operation", "dtype", "line", "why")
+_NARROW: tuple[str, ...] = ("FLOPs", "operation", "dtype", "line", "why")
 _WIDE = 180
 _GAP = "  "
 # The least room for a reason, which is cut before anything else is.
@@ -154,9 +154,13 @@ def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     """A text in lines that are at most so wide."""
     if width is None:
         return [indent + text]
-    options = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent=indent + "  ", **options
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

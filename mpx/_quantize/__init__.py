@@ -52,4 +52,8 @@ from ._recipes import (
     Role as Role,
 )
 from ._rounding import largest_magnitude as largest_magnitude
-from ._target import Target as Target, target_from as target_from
+from ._target import (
+    Target as Target,
+    target_from as target_from,
+    target_of as target_of,
+)

@@ -112,7 +112,7 @@ def _from_name(name: str) -> Target | None:
     if match := re.fullmatch(r"sm_(\d+)(\d)a?", words):
         capability = (int(match[1]), int(match[2]))
         return Target("cuda", words, capability)
-    if match := re.fullmatch(r"(?:tpu ?v?|v)(\d+) ?(?:lite|[a-z])?", words):
+    if match := re.fullmatch(r"(?:tpu ?v?|v)(\d\d?) ?(?:lite|[a-z])?", words):
         return Target("tpu", words, (int(match[1]), 0))
     for gpu, capability in _GPUS:
         if re.search(rf"\b{gpu}\b", words):

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-from benchmarks import command, documentation, results
+from benchmarks import command, documentation, results, summary
 from benchmarks.counts import compiling, scaling as scaling_traffic, sweep
 from benchmarks.numerics import folds
 from benchmarks.tables import Table
@@ -201,12 +201,19 @@ def test_the_page_is_filled_from_the_results(tmp_path):
     assert documentation.render(filled, tmp_path) == filled
 
 
-def test_the_committed_page_shows_the_committed_results():
-    page = documentation.PAGE.read_text()
+@pytest.mark.parametrize("path", documentation.PAGES, ids=lambda path: path.name)
+def test_the_committed_pages_show_the_committed_results(path):
+    page = path.read_text()
     assert documentation.render(page) == page, (
-        "docs/benchmarks.md is not what benchmarks/results gives: run "
-        "`python -m benchmarks docs`"
+        "the page is not what benchmarks/results gives: run `python -m benchmarks docs`"
     )
+
+
+def test_the_first_page_says_of_each_figure_whether_it_was_measured():
+    rows = [line.split("|")[2:-1] for line in summary.table().splitlines()[2:]]
+    cells = [cell.strip() for row in rows for cell in row if cell.strip()]
+    assert len(cells) > 30
+    assert {cell[-2:] for cell in cells} == {" c", " m"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,209 @@
+"""The table and the picture of the first page: what one gains by which precision.
+
+Nothing is computed here that is not in `benchmarks/results/`. A cell says where it is
+from: `c` is counted in a program compiled for the GPU of its row, which nobody ran, and
+`m` is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from . import results
+from .numerics import recipes
+from .numerics.folds import mean_interval
+
+LIGHT = {"text": "#1f2328", "face": "#ffffff", "grid": "#d0d7de", "other": "#8c959f"}
+DARK = {"text": "#e6edf3", "face": "#0d1117", "grid": "#30363d", "other": "#6e7681"}
+OURS = "#009e73"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row: an arm of the results, against the base of its part.
+
+    Attributes:
+        label: what the table calls it.
+        short: what the picture calls it.
+        arm: its name in the results.
+        loss: the arm of `recipes` whose gap of the loss stands beside it.
+        is_ours: whether it is mpx's.
+    """
+
+    label: str
+    short: str
+    arm: str
+    loss: str = ""
+    is_ours: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows that have one base.
+
+    Attributes:
+        title: the step, the device, the base.
+        source: the results.
+        match: what the records of the part have in common.
+        base: the arm of the base.
+        rows: the others.
+    """
+
+    title: str
+    source: str
+    match: dict[str, Any]
+    base: str
+    rows: tuple[Row, ...]
+
+
+PARTS = (
+    Part(
+        "ViT of 12 blocks on an H100, against float32",
+        "residuals",
+        {"target": "h100", "model": "desktop", "blocks": 12},
+        "float32",
+        (
+            Row(
+                "bfloat16, `mpx.autocast`", "mpx", "autocast bfloat16", loss="bfloat16"
+            ),
+            Row(
+                'bfloat16, `residual_stream="half"`',
+                "mpx, half stream",
+                "autocast bfloat16, half stream",
+            ),
+            Row("bfloat16, casts by hand with mpx", "mpx, by hand", "mpx bfloat16"),
+            Row(
+                "bfloat16, published MPX",
+                "published MPX",
+                "MPX bfloat16",
+                is_ours=False,
+            ),
+        ),
+    ),
+    Part(
+        "MLP of width 4096 on an H100, against a naive cast to bfloat16",
+        "workloads",
+        {"target": "h100", "workload": "ffn silu"},
+        "naive bfloat16, checked",
+        (
+            Row("FP8, `mpx.DelayedScaling()`", "mpx delayed", "delayed", "delayed"),
+            Row(
+                "FP8, `mpx.Float8CurrentScaling()`", "mpx current", "current", "current"
+            ),
+            Row("FP8, Flax `fp8_ops`", "Flax", "Flax fp8", is_ours=False),
+            Row("FP8, Qwix", "Qwix", "Qwix fp8", is_ours=False),
+            Row("FP8, 40 lines by hand", "by hand", "FP8 by hand", is_ours=False),
+        ),
+    ),
+    Part(
+        "The same on a B200",
+        "workloads",
+        {"target": "b200", "workload": "ffn gelu"},
+        "naive bfloat16, checked",
+        (
+            Row("MXFP8, `mpx.MXFP8BlockScaling()`", "mpx MXFP8", "mxfp8", "mxfp8"),
+            Row("MXFP8, `jax.nn`", "JAX MXFP8", "jax.nn MXFP8", is_ours=False),
+            Row("NVFP4, `mpx.NVFP4BlockScaling()`", "mpx NVFP4", "nvfp4", "nvfp4"),
+            Row(
+                "NVFP4, `jax.nn`, gradients in bfloat16",
+                "JAX NVFP4",
+                "jax.nn NVFP4",
+                is_ours=False,
+            ),
+        ),
+    ),
+)
+_HEAD = (
+    "| | memory | traffic | least time | gap of the loss to float32, 95 % interval |",
+    "|---|--:|--:|--:|--:|",
+)
+
+
+def shares(part: Part, folder: Path) -> dict[str, dict[str, float]]:
+    """By arm: memory, traffic and roof as shares of those of the base."""
+    found = results.read(part.source, folder)
+    if found is None:
+        return {}
+    counts = {
+        r["arm"]: r["counts"]
+        for r in found.records
+        if part.match.items() <= r.items() and "counts" in r
+    }
+    base = counts[part.base]
+    keys = [key for key in ("memory", "traffic", "roof") if base.get(key)]
+    return {
+        arm: {key: count[key] / base[key] for key in keys}
+        for arm, count in counts.items()
+    }
+
+
+def table(folder: Path = results.COMMITTED) -> str:
+    """The table, in Markdown."""
+    measured = results.read("recipes", folder)
+    lines = [*_HEAD]
+    for part in PARTS:
+        found = shares(part, folder)
+        lines.append(f"| *{part.title}* | | | | |")
+        for row in part.rows:
+            one = found.get(row.arm, {})
+            cells = [
+                f"{one[key]:.2f} c" if key in one else ""
+                for key in ("memory", "traffic", "roof")
+            ]
+            cells.append(_gap(measured, row.loss))
+            lines.append(f"| {row.label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _gap(measured: results.Results | None, arm: str) -> str:
+    if measured is None or not arm:
+        return ""
+    interval = mean_interval(recipes.gaps(measured.records, arm))
+    return f"{interval.mean:+.2f} % [{interval.low:+.2f}, {interval.high:+.2f}] m"
+
+
+def picture(path: Path, colours: dict[str, str], folder: Path) -> None:
+    """Bars of the table's shares; ours in colour."""
+    import matplotlib.pyplot as plt
+
+    style = {
+        "text.color": colours["text"],
+        "axes.edgecolor": colours["grid"],
+        "axes.facecolor": colours["face"],
+        "figure.facecolor": colours["face"],
+        "axes.labelcolor": colours["text"],
+        "xtick.color": colours["text"],
+        "ytick.color": colours["text"],
+        "font.size": 9,
+    }
+    panels = (
+        (PARTS[0], "memory", "memory of a ViT's step\nagainst float32"),
+        (PARTS[0], "traffic", "memory traffic of the same\nagainst float32"),
+        (PARTS[1], "roof", "least time of an MLP's step\nagainst bfloat16"),
+    )
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(1, 3, figsize=(10, 2.4), layout="constrained")
+        for axis, (part, key, title) in zip(axes, panels, strict=True):
+            found = shares(part, folder)
+            rows = [row for row in part.rows if row.arm in found][::-1]
+            base = "float32" if part is PARTS[0] else "bfloat16"
+            names = [*(row.short for row in rows), base]
+            values = [*(found[row.arm][key] for row in rows), 1.0]
+            fill = [OURS if row.is_ours else colours["other"] for row in rows]
+            fill.append(colours["other"])
+            bars = axis.barh(names, values, color=fill)
+            axis.bar_label(bars, fmt="%.2f", padding=3)
+            axis.set(title=title, xlim=(0, 1.2), xticks=())
+            axis.title.set_size(9)
+            axis.spines[["top", "right", "bottom"]].set_visible(False)
+            axis.tick_params(length=0)
+        figure.supxlabel(
+            "Programs compiled for an NVIDIA H100 and counted, not run. Shorter is "
+            "better.",
+            fontsize=8,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, metadata={"Software": None})
+        plt.close(figure)
