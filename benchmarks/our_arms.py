@@ -113,6 +113,10 @@ ARMS = {
             _autocast_arm(f"autocast bfloat16, {suffix}", residuals=residuals)
             for suffix, residuals in (("kept", "fast"), ("recomputed", "small"))
         ),
-        *(_autocast_arm(name, recipe=recipe) for name, recipe in RECIPES.items()),
+        *(
+            _autocast_arm(f"{name}{suffix}", recipe=recipe, residual_stream=stream)
+            for name, recipe in RECIPES.items()
+            for stream, suffix in (("full", ""), ("half", ", half stream"))
+        ),
     )
 }

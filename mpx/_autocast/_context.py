@@ -81,6 +81,7 @@ class Value:
         "_casts",
         "array",
         "facts",
+        "input_scales",
         "is_constant",
         "narrow",
         "slots",
@@ -108,6 +109,7 @@ class Value:
         self.slots = slots
         self.widened_by: Any = None  # the equation that cast it from half to float32
         self.narrow: Any = None  # the array that it was cast from
+        self.input_scales: dict[Any, AnyArray] = {}  # by recipe, of the first reader
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @property
