@@ -58,18 +58,6 @@ def test_queries_keys_and_values_read_one_copy(inputs):
     assert copies(delayed, (TOKENS, WIDTH)) == copies(current, (TOKENS, WIDTH)) > 0
 
 
-def test_a_layer_in_a_jit_of_its_own_has_a_copy_of_its_own(inputs):
-    layer = jax.jit(jnp.matmul)
-
-    def loss(weights, x):
-        x = jnp.tanh(x)
-        query, key = layer(x, weights["query"]), layer(x, weights["key"])
-        return jnp.sum(jnp.tanh(query * key) @ weights["out"])
-
-    compiled, _ = compiled_step(loss, RECIPE, *inputs)
-    assert copies(compiled, (TOKENS, WIDTH)) == 2
-
-
 def test_each_weight_learns_the_amax_of_what_it_reads(inputs):
     weights, x = inputs
     compiled, scaling = compiled_step(loss, RECIPE, weights, x)
