@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 from ..models.plain import Case, title
+from ..models.various import SETUPS
 from ..results import Results
 from ..steps import CHECKED
 from ..tables import Goal, Table, megabytes, ratio
@@ -21,18 +22,6 @@ from .residuals import DEFAULT, HALF
 TARGET = "h100"
 NAIVE = CHECKED.name
 ARMS = (NAIVE, DEFAULT, HALF)
-# Model, blocks and batch.
-SETUPS = (
-    ("llama, unrolled", 4, 4),
-    ("llama, scan", 4, 4),
-    ("llama, checkpoint", 4, 4),
-    ("lstm", 2, 64),
-    ("state space 1024", 4, 8),
-    ("moe, einsum", 2, 8),
-    ("moe, ragged", 2, 8),
-    ("unet", 1, 16),
-    ("bottlenecks", 1, 32),
-)
 CASES = [Case(TARGET, *setup, arm) for setup in SETUPS for arm in ARMS]
 # Of naive, at most.
 WHAT = ("temporaries", "traffic")

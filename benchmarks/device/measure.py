@@ -31,7 +31,9 @@ from .plan import ABOUT, Case, Sizes
 UNIT_CALLS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
 # Compute capabilities with units for FP8 with a scale per tensor, and for blocks.
 CAPABILITIES = {"delayed": 8.9, "current": 8.9, "mxfp8": 10.0, "nvfp4": 10.0}
-CAPABILITIES |= {"Flax fp8": 8.9, "Qwix fp8": 8.9}
+CAPABILITIES |= {"Flax fp8": 8.9, "Qwix fp8": 8.9, "FP8 by hand": 8.9}
+CAPABILITIES |= {"jax.nn MXFP8": 10.0, "jax.nn NVFP4": 10.0}
+HALF_STREAM = ", half stream"
 
 
 # What XLA says where a program does not fit.
@@ -106,19 +108,18 @@ class Worker:
             gc.collect()
 
     def _check(self, case: Case) -> None:
-        needed = CAPABILITIES.get(case.arm, 0.0)
+        needed = CAPABILITIES.get(case.arm.removesuffix(HALF_STREAM), 0.0)
         capability = str(getattr(self.device, "compute_capability", "0"))
         if not self.emulate and needed > float(capability):
             raise SkippedError(
                 f"the device has no units for it: compute capability {capability}, "
                 f"needed {needed}"
             )
-        if case.model == "layers":
-            from ..peers import layers as flax_layers
+        from ..peers import layers as flax_layers
 
-            for package in flax_layers.ARMS.get(case.arm, ()):
-                if importlib.util.find_spec(package) is None:
-                    raise SkippedError(f"{package} is not installed")
+        for package in flax_layers.ARMS.get(case.arm, ()):
+            if importlib.util.find_spec(package) is None:
+                raise SkippedError(f"{package} is not installed")
 
     def _build(self, case: Case, arm: str) -> ArrayStep:
         key = jax.random.key(0)
@@ -128,6 +129,11 @@ class Worker:
 
             module = flax_layers if arm in flax_layers.ARMS else linear_layers
             return module.build(arm, case.batch, case.features, key)
+        if case.is_wide:
+            from ..models import eight_bits
+
+            wide = eight_bits.Case("", case.model, arm)
+            return eight_bits.build_concrete(wide, seed=0)
         from ..models import plain as residual_models
 
         fields = ("", case.model, case.blocks, case.batch, arm)

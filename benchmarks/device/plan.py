@@ -6,12 +6,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..models.various import SETUPS
 from ..processes import Side
 
-PARTS = ("tests", "steps", "largest", "sweep", "products")
+PARTS = ("tests", "steps", "workloads", "largest", "sweep", "products")
 
 # Seconds that a part may take, so that the later ones have their turn.
-SECONDS = {"tests": 180, "steps": 600, "largest": 300, "sweep": 240, "products": 240}
+SECONDS = {
+    "tests": 180,
+    "steps": 420,
+    "workloads": 420,
+    "largest": 180,
+    "sweep": 180,
+    "products": 180,
+}
 
 # In order of worth. A base comes first: its row shows what is left to chance.
 LAYER_ARMS = (
@@ -44,6 +52,25 @@ LARGEST_ARMS = (
 SWEEP_ARMS = ("mpx float16", "autocast bfloat16, half stream")
 # The one that the paper is about.
 PAPER_ARM = "MPX float16"
+# The wide steps of `eight_bits`, and those of `various`; the first arm is the base.
+WIDE_ARMS = (
+    "naive bfloat16, checked",
+    "delayed, half stream",
+    "current, half stream",
+    "Flax fp8",
+    "FP8 by hand",
+    "autocast bfloat16, half stream",
+    "mxfp8, half stream",
+    "nvfp4, half stream",
+    "Qwix fp8",
+    "jax.nn MXFP8",
+    "jax.nn NVFP4",
+)
+VARIOUS_ARMS = (
+    "naive bfloat16, checked",
+    "autocast bfloat16, half stream",
+    "autocast bfloat16",
+)
 PRODUCT_ARMS = ("current", "delayed", "mxfp8", "nvfp4")
 
 
@@ -53,11 +80,12 @@ class Case:
 
     Attributes:
         part: One of `PARTS`, or "about" for what the device itself can do.
-        model: A name of `residual_models.VITS` or `GPTS`; "layers" for a stack of
-            linear layers.
+        model: A name of `residual_models.VITS` or `GPTS`; of `various.VARIOUS` or
+            `eight_bits.WORKLOADS`; "layers" for a stack of linear layers.
         batch: Images, texts, or rows of the input of a stack.
         arm: A name of `our_arms.ARMS` or `peer_arms.ARMS`; for layers, of
-            `linear_layers.ARMS` or `flax_layers.ARMS`.
+            `linear_layers.ARMS` or `flax_layers.ARMS`; for a wide step, of
+            `peers.eight_bits` too.
         base: The arm that it alternates with, and is compared with.
         blocks: Of a transformer.
         features: Of a stack: of its input, and of what each layer gives.
@@ -86,6 +114,11 @@ class Case:
         return self.part, self.model, self.batch, self.blocks, self.features
 
     @property
+    def is_wide(self) -> bool:
+        """Whether it is a step of `eight_bits`, which has a batch of its own."""
+        return self.part == "workloads" and not self.batch
+
+    @property
     def is_alone(self) -> bool:
         """Whether it must have a process of its own, whose memory it fills."""
         return self.part == "largest"
@@ -101,6 +134,8 @@ class Sizes:
     Attributes:
         vits: Model, blocks and batch of the Vision Transformers.
         gpt: The same of the GPT.
+        wide: Names of `eight_bits.WORKLOADS`.
+        various: Model, blocks and batch of models of other kinds.
         tokens: Rows of the input of the block.
         block: Features of its two layers.
         shares: The batches of the sweep, in those of `vits`.
@@ -115,6 +150,8 @@ class Sizes:
 
     vits: Sequence[tuple[str, int, int]]
     gpt: tuple[str, int, int]
+    wide: Sequence[str]
+    various: Sequence[tuple[str, int, int]]
     tokens: int
     block: tuple[int, int, int]
     shares: Sequence[float]
@@ -130,6 +167,8 @@ class Sizes:
 FULL = Sizes(
     vits=(("paper desktop", 12, 256), ("paper base", 12, 64)),
     gpt=("gpt", 4, 16),
+    wide=("ffn silu", "big"),
+    various=SETUPS,
     tokens=16384,
     block=(4096, 16384, 4096),
     shares=(0.25, 0.5, 2, 4),
@@ -151,6 +190,8 @@ FULL = Sizes(
 TINY = Sizes(
     vits=(("paper tiny", 1, 4),),
     gpt=("tiny gpt", 1, 4),
+    wide=("tiny ffn",),
+    various=(("tiny gpt", 1, 4),),
     tokens=32,
     block=(16, 32, 16),
     shares=(2,),
@@ -169,6 +210,7 @@ def cases(part: str, sizes: Sizes) -> list[Case]:
     return {
         "tests": lambda sizes: [],
         "steps": _steps,
+        "workloads": _workloads,
         "largest": _largest,
         "sweep": _sweep,
         "products": _products,
@@ -193,6 +235,20 @@ def _steps(sizes: Sizes) -> list[Case]:
             _transformer("steps", *model, arm, side) for model in models for arm in arms
         ]
     return made
+
+
+def _workloads(sizes: Sizes) -> list[Case]:
+    """Eight bits where products are wide; half precision in models of other kinds."""
+    made = [
+        Case("workloads", model, arm=arm, base=WIDE_ARMS[0])
+        for model in sizes.wide
+        for arm in WIDE_ARMS
+    ]
+    return made + [
+        Case("workloads", model, batch, arm, VARIOUS_ARMS[0], blocks)
+        for model, blocks, batch in sizes.various
+        for arm in VARIOUS_ARMS
+    ]
 
 
 def _largest(sizes: Sizes) -> list[Case]:

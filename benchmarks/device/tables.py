@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..models.eight_bits import WORKLOADS
 from ..models.plain import title
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
@@ -51,7 +52,10 @@ def in_short(record: Record) -> str:
 
 def tables(found: Results) -> list[Table]:
     """One for the device, one for the tests, one for every setup."""
-    makers = (_about, _tests, _layers, _transformers, _largest, _sweep, _products)
+    makers = (
+        *(_about, _tests, _layers, _transformers, _workloads),
+        *(_largest, _sweep, _products),
+    )
     return [table for maker in makers for table in maker(found)]
 
 
@@ -234,8 +238,17 @@ _SAMPLES = (
 
 
 def _transformers(found: Results) -> list[Table]:
+    return _steps(found, [r for r in _of(found, "steps") if r["model"] != "layers"])
+
+
+def _workloads(found: Results) -> list[Table]:
+    """Wide steps in 8 bits, and models of other kinds in half precision."""
+    return _steps(found, _of(found, "workloads"))
+
+
+def _steps(found: Results, records: list[Record]) -> list[Table]:
+    """A table for each model."""
     made = []
-    records = [r for r in _of(found, "steps") if r["model"] != "layers"]
     arms = list(dict.fromkeys(record["arm"] for record in records))
     for (_, model, batch, blocks, _), every in _setups(records).items():
         rows = [
@@ -249,17 +262,21 @@ def _transformers(found: Results) -> list[Table]:
             for record in _sorted(every, arms)
             if "seconds" in record
         ]
-        base = FIRST_ARMS[0]
+        base = every[0]["base"]
+        sizes = f": {blocks} blocks, batch {batch}" if batch else ""
         made.append(
             Table(
-                f"Training step of the {title(model)}: {blocks} blocks, batch {batch}, "
-                f"Adam, {found.device}",
+                f"Training step of the {_title(model)}{sizes}, Adam, {found.device}",
                 ["arm", "ms", f"{base} / arm", "memory, MB", f"{base} / arm"],
                 rows,
                 [_SAMPLES, *_notes(every)],
             )
         )
     return made
+
+
+def _title(model: str) -> str:
+    return WORKLOADS[model].title if model in WORKLOADS else title(model)
 
 
 def _largest(found: Results) -> list[Table]:

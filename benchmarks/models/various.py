@@ -281,6 +281,18 @@ def _bottleneck(layers: Layers, x: Array, channels: int, stride: int) -> Array:
     return jax.nn.relu(x + _batch_norm(layers, "norm3", inner))
 
 
+# What half precision is compared on: model, blocks and batch.
+SETUPS = (
+    ("llama, unrolled", 4, 4),
+    ("llama, scan", 4, 4),
+    ("llama, checkpoint", 4, 4),
+    ("lstm", 2, 64),
+    ("state space 1024", 4, 8),
+    ("moe, einsum", 2, 8),
+    ("moe, ragged", 2, 8),
+    ("unet", 1, 16),
+    ("bottlenecks", 1, 32),
+)
 CLASSES = 1000
 _LLAMA = Sizes(1024, 2816, 8192, layers=0, heads=16, key_heads=4)
 _LSTM = Sizes(512, 0, 256, layers=0)
