@@ -24,7 +24,7 @@ Report every operation of a function and its precision, without running it:
 Arguments of the function are written as
 
   f32[8,16], bf16[], int32[8], key[]  an array of that dtype and shape
-  module:name, :name                  an object of a module, or of the function's
+  module:name, :name                  an object of a module, or of that one
   module:name(), :name()              what it returns, as shapes
   3, 2.5, True, None, 'text'          a literal of Python
   name=...                            a keyword argument

@@ -12,6 +12,7 @@ import doctest
 import io
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +94,9 @@ def run(page: Path) -> list[tuple[Block, str]]:
 def write(page: Path) -> None:
     """Puts what the blocks print into the page."""
     text = page.read_text(encoding="utf-8")
-    for block, printed in reversed(run(page)):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        found = run(page)
+    for block, printed in reversed(found):
         if not is_shown(block, printed):
             start, end = block.span
             text = text[:start] + printed + text[end:]
