@@ -2,13 +2,15 @@
 
 A diff is run as it was before and as it is after. A block of text right after one of
 Python is what that printed, `...` for what is left out. `<!-- not run: why -->` stands
-before what cannot be run here. `python -m tests.pages PAGE ...` writes anew what a page
+before what cannot be run here, and `<!-- needs NAME -->` before what is run where a
+package is installed. `python -m tests.pages PAGE ...` writes anew what a page
 shows of what its blocks print.
 """
 
 import contextlib
 import dataclasses
 import doctest
+import importlib.util
 import io
 import re
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(
-    r"(?P<mark><!-- not run[^\n]*-->\n+)?"
+    r"(?:<!-- (?P<mark>not run|needs (?P<needs>\w+))[^\n]*-->\n+)?"
     r"^```(?P<kind>python|diff)\n(?P<code>.*?)^```$"
     r"(?:\n\n^```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
@@ -58,7 +60,8 @@ def blocks(page: Path) -> list[Block]:
         )
         for match in _BLOCK.finditer(text)
         if _INCLUDED not in match["code"]
-        and not match["mark"]
+        and match["mark"] != "not run"
+        and (not match["needs"] or importlib.util.find_spec(match["needs"]))
         and not (match["kind"] == "diff" and page.name in _OF_MPX)
     ]
 

@@ -1,0 +1,1 @@
+"""Guides: for each framework one program of at most 60 lines, run by the tests."""
