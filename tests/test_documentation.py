@@ -72,3 +72,22 @@ def test_the_table_of_hardware_is_what_mpx_knows_of_it():
     (name,) = re.findall(r"TPU\d+x", cells["TPU"][2])
     assert target_from(name).has_fp8_units
     assert not target_from("tpu v6e").has_fp8_units
+
+
+def test_links_of_the_first_page_lead_somewhere():
+    """Those of the site are checked by `mkdocs build --strict`."""
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(\s*([^)\s]+)\s*\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    inside = ["".join(link) for link in links if "://" not in "".join(link)]
+    assert inside
+    for link in inside:
+        path, _, anchor = link.partition("#")
+        target = pages.ROOT / (path or "README.md")
+        assert target.exists(), link
+        heads = (
+            re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.M) if anchor else []
+        )
+        slugs = {
+            re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads
+        }
+        assert not anchor or anchor in slugs, link

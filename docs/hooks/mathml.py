@@ -26,7 +26,8 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
         # What the converter does not know it copies, and `--strict` must see that.
         if "\\" in mathml:
             _LOG.warning("%s: cannot draw the formula %s", page.file.src_uri, source)
-        return mathml
+        # A formula that is wider than the page scrolls in a box of its own.
+        return f'<div class="formula">{mathml}</div>' if display == "block" else mathml
 
     content = _BLOCK.sub(lambda match: render(match, "block"), content)
     return _INLINE.sub(lambda match: render(match, "inline"), content)

@@ -4,14 +4,14 @@ import html
 import html.parser
 import json
 import re
-import shutil
-import subprocess
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import mpx
+
+from ..browser import dump, in_browser
 
 VOID = {"input", "meta", "br", "link", "img"}
 
@@ -100,30 +100,20 @@ def test_a_notebook_shows_the_page_in_a_frame(report):
 
 # --- In a browser --------------------------------------------------------------------
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
-in_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-
 
 def rows_in_browser(page, tmp_path, view="", script=""):
     """The page's table, as a browser shows it after running a script."""
     file = tmp_path / "page.html"
     file.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
-    result = subprocess.run(
-        [
-            BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu",
-            f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000",
-            "--dump-dom", f"{file.as_uri()}#{view}",
-        ],
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    body = re.search(r'<tbody id="rows">(.*?)</tbody>', result.stdout, re.DOTALL)[1]
+    document, _ = dump(f"{file.as_uri()}#{view}", tmp_path / "profile")
+    body = re.search(r'<tbody id="rows">(.*?)</tbody>', document, re.DOTALL)[1]
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", body, re.DOTALL)
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in rows]
     text = [
         [html.unescape(re.sub(r"<[^>]*>", "", x)).strip() for x in r] for r in cells
     ]
-    shown = re.search(r'<p id="shown"[^>]*>(.*?)</p>', result.stdout)[1]
-    return text, shown, result.stdout
+    shown = re.search(r'<p id="shown"[^>]*>(.*?)</p>', document)[1]
+    return text, shown, document
 
 
 @in_browser
