@@ -18,6 +18,7 @@ from .counts import (
     autocast as autocast_counts,
     eight_bits,
     half,
+    products,
     recipes as recipe_counts,
     residuals as residual_counts,
     scaling as scaling_traffic,
@@ -46,7 +47,9 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     ],
     "residuals": residual_counts.tables,
     "attention": attention_counts.tables,
-    "workloads": lambda found: [*eight_bits.tables(found), *half.tables(found)],
+    "workloads": lambda found: [
+        table for part in (eight_bits, products, half) for table in part.tables(found)
+    ],
     "compile-time": compile_time.tables,
     "folds": folds.tables,
     "recipes": recipes.tables,

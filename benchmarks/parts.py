@@ -21,6 +21,7 @@ from .counts import (
     compiling,
     eight_bits,
     half,
+    products as product_counts,
     recipes as recipe_counts,
     residuals as residual_counts,
     scaling as scaling_traffic,
@@ -35,7 +36,7 @@ from .time import autocast as autocast_host, compiling as compile_time, host_tab
 
 # What is counted for an H100, in one file.
 CUDA = (sweep, autocast_counts, scaling_traffic)
-WORKLOADS = (eight_bits, half)
+WORKLOADS = (eight_bits, product_counts, half)
 HOST = (host_table, autocast_host)
 
 
@@ -170,6 +171,7 @@ class Session:
             compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
             for target in targets:
                 eight_bits.run(found, compiler, target, progress)
+                product_counts.run(found, compiler, target, progress)
             half.run(found, compiler, progress)
         self._show(
             found,

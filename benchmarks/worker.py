@@ -163,6 +163,13 @@ def _attention_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     return attention_counts.build, attention_counts.count
 
 
+def _product_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """One linear layer of many sizes, forward and backward."""
+    from benchmarks.counts import products as product_counts
+
+    return product_counts.build, product_counts.count
+
+
 STEPS = {
     "vit": _vit_steps,
     "recipes": _recipe_steps,
@@ -171,6 +178,7 @@ STEPS = {
     "attention": _attention_steps,
     "eight bits": _eight_bit_steps,
     "half": _half_steps,
+    "products": _product_steps,
 }
 
 

@@ -7,9 +7,10 @@ the stack. No optimizer runs, and no step is checked or skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -82,13 +83,41 @@ def build(
         key: For weights and data.
         target: That of `mpx.autocast`; the device at hand by default.
     """
-    weights_key, data_key = jax.random.split(key)
-    weights = random_weights(features, weights_key)
+    initial, step = _arm(arm, tokens, features, target)
+    return arrays_only(step, *initial(key), None)
+
+
+def build_shapes(
+    arm: str, tokens: int, features: Sequence[int], devices: list[Any] | None
+) -> ArrayStep:
+    """The same with shapes for arguments; see `steps.build`."""
+    initial, step = _arm(arm, tokens, features, None)
+    shapes = eqx.filter_eval_shape(initial, jax.random.key(0))
+    return arrays_only(step, *shapes, devices)
+
+
+def _arm(
+    arm: str, tokens: int, features: Sequence[int], target: str | None
+) -> tuple[Callable[[Any], tuple[tuple, Any]], Callable[..., tuple]]:
+    """What makes state and data of a key; and the step."""
     dtype = jnp.float32 if arm == "float32" else jnp.bfloat16
     dtype = jnp.float16 if arm == "autocast float16" else dtype
-    data = random_data(tokens, features, data_key, dtype)
+
+    def random(key: Any) -> tuple[Any, Any]:
+        weights_key, data_key = jax.random.split(key)
+        weights = random_weights(features, weights_key)
+        return weights, random_data(tokens, features, data_key, dtype)
+
     if arm in ("float32", NAIVE):
-        return _plain(weights, data)
+
+        def plain_step(weights: Any, batch: Any) -> tuple:
+            return weights, jax.value_and_grad(_loss)(weights, *batch)
+
+        def plain_initial(key: Any) -> tuple[tuple, Any]:
+            weights, data = random(key)
+            return (weights,), data
+
+        return plain_initial, plain_step
     options: dict[str, Any] = {}
     if arm in RECIPES:
         # The last product before a loss is one of the stack's own here.
@@ -96,19 +125,15 @@ def build(
         options = {"recipe": RECIPES[arm], "rules": mpx.Rules(rule)}
     half = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
     loss = mpx.autocast(_loss, half, target=target, **options)
-    scaling = mpx.init_scaling(loss, weights, *data)
-    scaling = scaling.with_loss(mpx.NoLossScaling(skip=False))
+
+    def initial(key: Any) -> tuple[tuple, Any]:
+        weights, data = random(key)
+        scaling = mpx.init_scaling(loss, weights, *data)
+        return (weights, scaling.with_loss(mpx.NoLossScaling(skip=False))), data
 
     def step(weights: Any, scaling: Any, batch: Any) -> tuple:
         with unscaled_on_purpose():
             result = mpx.filter_value_and_grad(loss, scaling)(weights, *batch)
         return weights, result.scaling, (result.value, result.grads)
 
-    return arrays_only(step, (weights, scaling), data, None)
-
-
-def _plain(weights: Any, data: Any) -> ArrayStep:
-    def step(weights: Any, batch: Any) -> tuple:
-        return weights, jax.value_and_grad(_loss)(weights, *batch)
-
-    return arrays_only(step, (weights,), data, None)
+    return initial, step

@@ -8,8 +8,8 @@ import pytest
 
 import mpx
 from benchmarks import processes, results, steps
-from benchmarks.counts import eight_bits, half, kernels
-from benchmarks.models import eight_bits as models, various
+from benchmarks.counts import eight_bits, half, kernels, products as product_counts
+from benchmarks.models import eight_bits as models, layers, various
 from benchmarks.models.weights import Weights, random_weights
 from benchmarks.peers import eight_bits as peers
 from mpx._contract._hlo import parse
@@ -144,13 +144,19 @@ OTHERS = [c for c in eight_bits.CASES if c not in FEW and eight_bits.side(c) == 
         pytest.param("eight bits", FEW, id="few"),
         pytest.param("eight bits", OTHERS, id="others", marks=pytest.mark.slow),
         pytest.param("half", half.CASES, id="half", marks=pytest.mark.slow),
+        pytest.param(
+            "products", product_counts.CASES, id="products", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_committed_workloads_are_todays_programs(kind, cases):
     found = results.read("workloads")
     assert found is not None
-    every = half.CASES if kind == "half" else eight_bits.CASES
-    key = "model" if kind == "half" else "workload"
+    every, key = {
+        "eight bits": (eight_bits.CASES, "workload"),
+        "half": (half.CASES, "model"),
+        "products": (product_counts.CASES, "product"),
+    }[kind]
     names = [field.name for field in dataclasses.fields(every[0])]
     programs = {
         tuple(record[name] for name in names): record["program"]
@@ -191,11 +197,18 @@ def test_goals_and_tables(traffic, met):
         share = 1.0 if case.arm == half.NAIVE else traffic
         counts = {"temporaries": share, "traffic": share}
         found.records.append({**dataclasses.asdict(case), "counts": counts})
-    goals = [*eight_bits.goals(found), *half.goals(found)]
-    assert len(goals) == 6 + 4 + 11 + 4 * len(half.SETUPS)
+    for case in product_counts.CASES:
+        roof = 1.0 if case.product == layers.NAIVE else traffic
+        counts = {"roof": roof, "traffic": roof, "kernels": 1}
+        found.records.append({**dataclasses.asdict(case), "counts": counts})
+    parts = eight_bits, half, product_counts
+    goals = [goal for part in parts for goal in part.goals(found)]
+    assert len(goals) == 6 + 4 + 11 + 4 * len(half.SETUPS) + 6
     missed = [goal.text for goal in goals if not goal.met]
     assert not missed if met else len(missed) > 40
-    (wide,), (small,) = eight_bits.tables(found), half.tables(found)
+    (wide,), (small,), (single,) = (part.tables(found) for part in parts)
+    assert len(single.rows) == len(product_counts.SIZES)
+    assert ("**" in single.rows[0][1]) != met
     assert len(wide.rows) == len(eight_bits.CASES)
     assert len(small.rows) == len(half.SETUPS)
     assert steps.CHECKED.name == wide.rows[0][1]

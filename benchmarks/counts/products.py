@@ -1,0 +1,151 @@
+"""At which sizes of a product fewer bits pay, on which device: the roof of one layer.
+
+A linear layer, forward and both gradients, in a naive cast to bfloat16 and under each
+recipe. Its input and the gradient of its output come in bfloat16 from memory, its
+weight in float32: nothing is quantized in a kernel that was there anyway, as most of it
+is inside of a model. No launch of a kernel is in the roof, so at small sizes a device
+is slower than this, and more so with more kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..models.layers import NAIVE, build_shapes
+from ..results import Results
+from ..steps import ArrayStep
+from ..tables import Goal, Table, ratio
+from . import kernels
+from .compiling import Compiler
+from .targets import TARGETS
+
+ARMS = {
+    "h100": ("delayed", "current"),
+    "b200": ("delayed", "current", "mxfp8", "nvfp4"),
+}
+# Tokens, inputs and outputs.
+SIZES = (
+    *((8192, n, n) for n in (512, 1024, 2048, 4096, 8192)),
+    # Few tokens; wide and narrow; the hidden layer of ViT-Base.
+    (256, 4096, 4096),
+    (1024, 4096, 4096),
+    (8192, 4096, 16384),
+    (12608, 768, 3072),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer to compile.
+
+    Attributes:
+        target: A name of `targets.TARGETS`.
+        tokens: Rows of its input.
+        inputs: Numbers of a row.
+        outputs: Of a row of its result.
+        product: `NAIVE`, or a recipe.
+    """
+
+    target: str
+    tokens: int
+    inputs: int
+    outputs: int
+    product: str
+
+
+CASES = [
+    Case(target, *size, arm)
+    for target, arms in ARMS.items()
+    for size in SIZES
+    for arm in (NAIVE, *arms)
+]
+
+
+def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
+    """Compiles the cases for a target."""
+    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
+    compiler.count(found, target, {"ours": cases}, progress, steps="products")
+
+
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
+    """Forward and backward of a case, with shapes for arguments."""
+    case = Case(**fields)
+    features = case.inputs, case.outputs
+    return build_shapes(case.product, case.tokens, features, devices)
+
+
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The roof, and how many kernels there are."""
+    found = kernels.kernels_of(compiled.as_text())
+    roof = kernels.ROOFS[fields["target"]]
+    return {
+        "roof": kernels.roof_seconds(found, roof),
+        "traffic": kernels.traffic(found),
+        "kernels": sum(kernel.times for kernel in found),
+    }
+
+
+# --- What is shown --------------------------------------------------------------------
+
+
+def _counts(found: Results) -> dict[Case, dict[str, Any]]:
+    made = {}
+    for case in CASES:
+        for record in found.records:
+            if record.items() >= dataclasses.asdict(case).items():
+                made[case] = record["counts"]
+    return made
+
+
+def tables(found: Results) -> list[Table]:
+    """One row for each size; a column for each recipe on each device."""
+    counts = _counts(found)
+    if not counts:
+        return []
+    columns = [(target, arm) for target, arms in ARMS.items() for arm in arms]
+    rows = []
+    for size in SIZES:
+        row = [f"{size[0]} x {size[1]} to {size[2]}"]
+        for target, arm in columns:
+            naive = counts[Case(target, *size, NAIVE)]
+            row.append(_faster(naive, counts[Case(target, *size, arm)]))
+        rows.append(row)
+    return [
+        Table(
+            title="At which sizes fewer bits pay: one linear layer",
+            columns=[
+                "tokens x inputs to outputs",
+                *(f"{target.upper()}, {arm}" for target, arm in columns),
+            ],
+            rows=rows,
+            notes=[_NOTE],
+        )
+    ]
+
+
+def _faster(naive: dict[str, Any], one: dict[str, Any]) -> str:
+    value = ratio(naive["roof"] / one["roof"])
+    return value if naive["roof"] > one["roof"] else f"**{value}**"
+
+
+_NOTE = (
+    "The roof time of a naive cast to bfloat16 over the recipe's, forward and both "
+    "gradients; **bold** where fewer bits do not pay. Compiled, not measured: no "
+    "launch of a kernel is in it, and each of them costs microseconds."
+)
+
+
+def goals(found: Results) -> list[Goal]:
+    """Where products are wide every recipe pays, in its roof."""
+    counts, made = _counts(found), []
+    for target, arms in ARMS.items():
+        for arm in arms:
+            key = Case(target, 8192, 8192, 8192, NAIVE)
+            if key not in counts:
+                continue
+            one = counts[dataclasses.replace(key, product=arm)]
+            value = counts[key]["roof"] / one["roof"]
+            text = f"{arm} pays at 8192: {value:.2f}, {TARGETS[target].title}"
+            made.append(Goal(text, value > 1))
+    return made
