@@ -47,9 +47,8 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     ],
     "residuals": residual_counts.tables,
     "attention": attention_counts.tables,
-    "workloads": lambda found: [
-        table for part in (eight_bits, products, half) for table in part.tables(found)
-    ],
+    "workloads": lambda found: [*eight_bits.tables(found), *half.tables(found)],
+    "sizes": products.tables,
     "compile-time": compile_time.tables,
     "folds": folds.tables,
     "recipes": recipes.tables,
@@ -65,6 +64,10 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
 _PLACE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+# Tables whose results are beside those of others.
+_SOURCES = {"sizes": "workloads"}
+
+
 def render(text: str, folder: Path = results.COMMITTED) -> str:
     """The page with its tables as the results have them."""
 
@@ -78,7 +81,7 @@ def _tables(name: str, folder: Path) -> str:
     if name == "summary":
         return summary.table(folder)
     parts: list[str] = []
-    for found in results.read_all(name, folder):
+    for found in results.read_all(_SOURCES.get(name, name), folder):
         parts += [table.markdown() for table in TABLES[name](found)]
         commits = dict.fromkeys(r["commit"] for r in found.records if "commit" in r)
         of = f"; commit {', '.join(commits)}" if commits else ""
