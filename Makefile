@@ -4,7 +4,7 @@
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train train-explicit train-gpt test bench clients counts-cuda docs serve venv lint format types layers pytest \
-	test-newest test-newest-part newest-venv lock clean
+	test-newest test-newest-part newest-part-venv newest-venv lock clean
 
 # A target that fails half-way must not look finished.
 .DELETE_ON_ERROR:
@@ -117,14 +117,18 @@ test-newest: newest-venv ## Run the tests with the newest versions that are allo
 	@.venv-newest/bin/python -m pytest $(ARGS)
 
 # JAX since 0.11 needs Python 3.12.
+HAS_NEWEST := '$(NEWEST)' -c 'import sys; sys.exit(sys.version_info < (3, 12))'
 test-newest-part:
-	@if '$(NEWEST)' -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
+	@if $(HAS_NEWEST); then \
 		$(MAKE) --no-print-directory test-newest \
 			ARGS="$(NEWEST_PART) -n 2 --dist loadfile $(ARGS)"; \
 	else \
 		echo 'Skipped: the newest JAX needs Python 3.12, and the newest Python that'; \
 		echo "runs here is $$('$(NEWEST)' --version). NEWEST=... names another one."; \
 	fi
+
+newest-part-venv:
+	@if $(HAS_NEWEST); then $(MAKE) --no-print-directory newest-venv; fi
 
 # Unlocked on purpose, so in an environment of its own, upgraded at every run; and made
 # anew where it is of another Python.
