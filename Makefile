@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train train-explicit train-gpt test bench clients counts-cuda docs serve venv lint format types layers pytest \
+.PHONY: help train train-explicit train-gpt notebooks test bench clients counts-cuda docs serve venv lint format types layers pytest \
 	test-newest test-newest-part newest-part-venv newest-venv lock clean
 
 # A target that fails half-way must not look finished.
@@ -57,6 +57,10 @@ train-explicit: $(EXAMPLES) ## The same, with every cast written by hand
 
 train-gpt: $(EXAMPLES) ## Train a GPT in float32, float16 and bfloat16
 	@$(BIN)/python -m examples.gpt $(ARGS)
+
+notebooks: $(ALL) ## Run the notebooks of examples/notebooks and keep what they show
+	@for each in examples/notebooks/*.ipynb; do \
+		$(BIN)/python -m tests.notebooks $$each || exit 1; done
 
 # Every check runs, also after one has failed; pytest has the last word. Two processes,
 # each with whole files, whose tests share what they compiled.
@@ -145,7 +149,7 @@ venv: $(ALL) ## Create .venv with all that the other targets need
 # hatchling comes from the lock too, hence no build isolation.
 $(EXAMPLES): $(LOCKED)
 	@$(call make_venv,$(VENV))
-	@echo 'Installing mpx and its examples into $(VENV) ...'
+	@echo 'Installing mpx and its examples into $(VENV) (0.8 GB$(if $(findstring cuda,$(EXTRA)),$(,) and 5 GB of CUDA)) ...'
 	@$(BIN)/python $(PIP) -c constraints.txt hatchling editables
 	@$(BIN)/python $(PIP) --no-build-isolation -c constraints.txt \
 		-e '.[examples$(if $(EXTRA),$(,)$(EXTRA))]'
