@@ -12,7 +12,7 @@ import string
 from typing import Any
 
 from ._report import Content, Operation
-from ._table import island_lines, notes
+from ._table import headline, island_lines, notes
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Operation))
 _SINGLE = (
@@ -73,6 +73,7 @@ def data_of(report: Content) -> dict[str, Any]:
         "texts": list(texts),
         "operations": rows,
         "totals": dataclasses.asdict(report.totals),
+        "headline": headline(report).partition(": ")[2],
         "notes": [*_islands(report), *notes(report)],
     }
 

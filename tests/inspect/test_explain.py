@@ -20,6 +20,12 @@ def of(report, primitive):
     return [o for o in report.operations if o.primitive == primitive]
 
 
+def test_gradients_of_integers_have_the_dtype_that_jax_names():
+    report = mpx.explain(lambda: jnp.zeros(3, jax.dtypes.float0))()
+    (operation,) = report.operations
+    assert (operation.precision, operation.outputs) == ("float0", ("float0[3]",))
+
+
 def test_one_product():
     report = mpx.explain(lambda w, x: x @ w)(W, X)
     (product,) = report.operations

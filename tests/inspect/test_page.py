@@ -166,3 +166,22 @@ def test_a_browser_shows_an_empty_program(tmp_path):
     rows, shown, _ = rows_in_browser(report.to_html(), tmp_path)
     assert shown.startswith("0 of 0 operations")
     assert rows == [["No operation is like that. Reset shows all of them."]]
+
+
+@in_browser
+def test_no_column_is_cut_at_1280_pixels(report, tmp_path):
+    script = """
+      const box = document.querySelector(".scroll");
+      document.getElementById("shown").textContent =
+        innerWidth + " " + (box.scrollWidth - box.clientWidth);
+    """
+    file = tmp_path / "page.html"
+    page = report.to_html().replace("</body>", f"<script>{script}</script></body>")
+    file.write_text(page, encoding="utf-8")
+    document, _ = dump(
+        file.as_uri(), tmp_path / "profile", 2000, "--window-size=1280,900"
+    )
+    (width, hidden) = re.search(r'id="shown"[^>]*>(\d+) (-?\d+)<', document).groups()
+    assert int(width) <= 1280
+    assert int(hidden) <= 0
+    assert "% of FLOPs in bfloat16" in document

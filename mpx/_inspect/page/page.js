@@ -78,8 +78,8 @@
     const legend = make("div", { class: "legend" }, ...shares.map(([name, flops]) =>
       make("span", { style: toned(name) }, make("i"),
         name + " " + shareText(flops / totals.flops))));
-    at("subtitle").textContent = countText(totals.operations) + " operations, " +
-      countText(totals.executed) + " run";
+    at("subtitle").textContent = data.headline + " \u00b7 " +
+      countText(totals.operations) + " operations, " + countText(totals.executed) + " run";
     at("cards").append(
       card("FLOPs", flopsText(totals.flops), "", [stack(shares, totals.flops), legend],
         "wide"),
@@ -240,7 +240,7 @@
       o.finding ? make("span", { class: "finding" }, o.finding) : "",
       o.finding ? make("br") : "",
       (o.rule === "as written" ? "" : o.rule + ": ") + o.reason),
-    make("td", { class: "code" }, o.source));
+    make("td", { class: "source code" }, o.source));
     const open = () => {
       const next = row.nextElementSibling;
       if (next && next.classList.contains("more")) next.remove();
