@@ -290,11 +290,11 @@ def _operation(
 
 def _type(aval: Aval) -> str:
     if hasattr(aval, "shape") and hasattr(aval, "dtype"):
-        return f"{_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
+        return f"{_dtype_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
     return str(aval)
 
 
-def _name(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     """Of a dtype; NumPy spells JAX's `float0`, of gradients of integers, otherwise."""
     return "float0" if dtype == jax.dtypes.float0 else str(dtype)
 
@@ -325,7 +325,7 @@ def precision_of(equation: JaxprEqn) -> str:
         # E4M3 by E5M2 is how gradients meet weights, and no accident.
         return "float8" if all(n.startswith("float8") for n in names) else "mixed"
     found = [d for d in results if jnp.issubdtype(d, jnp.inexact)] or numbers or results
-    return _name(found[0]) if found else ""
+    return _dtype_name(found[0]) if found else ""
 
 
 def _precision_of_product(equation: JaxprEqn) -> str | None:
