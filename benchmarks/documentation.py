@@ -2,7 +2,7 @@
 
 The pages are written by hand but for their marked places: what stands between
 `<!-- table NAME -->` and `<!-- end -->` comes from `benchmarks/results/NAME.json`, and
-`summary`, of the first page, from several of them. A test checks that it still does.
+`gains` and `summary` from several of them. A test checks that it still does.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def render(text: str, folder: Path = results.COMMITTED) -> str:
 
 
 def _tables(name: str, folder: Path) -> str:
-    if name == "summary":
-        return summary.table(folder)
+    if name in ("summary", "gains"):
+        return (summary.table if name == "summary" else summary.gains)(folder)
     parts: list[str] = []
     for found in results.read_all(_SOURCES.get(name, name), folder):
         parts += [table.markdown() for table in TABLES[name](found)]

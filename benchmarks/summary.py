@@ -8,6 +8,7 @@ from: `c` is counted in a program compiled for the GPU of its row, which nobody 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,64 @@ def table(folder: Path = results.COMMITTED) -> str:
     return "\n".join(lines)
 
 
-def _gap(measured: results.Results | None, arm: str) -> str:
+# The first page's: a line for each figure, a column for each way of getting there.
+_WAYS = ("mpx", "by hand", "published MPX", "Flax", "Qwix", "JAX")
+_LINES: tuple[tuple[str, Part, tuple[str, ...], dict[str, str]], ...] = (
+    (
+        "bfloat16 to float32",
+        PARTS[0],
+        ("memory", "traffic"),
+        {"mpx": "mpx", "by hand": "mpx, by hand", "published MPX": "published MPX"},
+    ),
+    (
+        "FP8 to bfloat16",
+        PARTS[1],
+        ("memory", "traffic", "roof"),
+        {"mpx": "mpx delayed", "by hand": "by hand", "Flax": "Flax", "Qwix": "Qwix"},
+    ),
+    (
+        "MXFP8 to bfloat16",
+        PARTS[2],
+        ("roof",),
+        {"mpx": "mpx MXFP8", "JAX": "JAX MXFP8"},
+    ),
+    (
+        "NVFP4 to bfloat16",
+        PARTS[2],
+        ("roof",),
+        {"mpx": "mpx NVFP4", "JAX": "JAX NVFP4"},
+    ),
+)
+_KEYS = {"memory": "memory", "traffic": "traffic", "roof": "least time"}
+
+
+def gains(folder: Path = results.COMMITTED) -> str:
+    """The same in short, for the first page."""
+    measured = results.read("recipes", folder)
+    lines = [f"| | {' | '.join(_WAYS)} | gap of the loss |"]
+    lines.append(f"|---|{'--:|' * (len(_WAYS) + 1)}")
+    for name, part, keys, ways in _LINES:
+        found, rows = shares(part, folder), {row.short: row for row in part.rows}
+        for key in keys:
+            cells = []
+            for way in _WAYS:
+                one = found.get(rows[ways[way]].arm, {}) if way in ways else {}
+                cells.append(f"{one[key]:.2f} c" if key in one else "")
+            is_first = key == keys[0]
+            gap = _gap(measured, rows[ways["mpx"]].loss, short=True) if is_first else ""
+            lines.append(f"| {name}, {_KEYS[key]} | {' | '.join(cells)} | {gap} |")
+    # A figure and its label stay in one line.
+    return re.sub(r" (c|m|±|%)(?= )", "\u00a0\\1", "\n".join(lines))
+
+
+def _gap(measured: results.Results | None, arm: str, short: bool = False) -> str:
     if measured is None or not arm:
         return ""
     interval = mean_interval(recipes.gaps(measured.records, arm))
-    return f"{interval.mean:+.2f} % [{interval.low:+.2f}, {interval.high:+.2f}] m"
+    mean = round(interval.mean, 2) + 0.0  # no minus before zero
+    if short:
+        return f"{mean:+.2f} ± {(interval.high - interval.low) / 2:.2f} % m"
+    return f"{mean:+.2f} % [{interval.low:+.2f}, {interval.high:+.2f}] m"
 
 
 def picture(path: Path, colours: dict[str, str], folder: Path) -> None:

@@ -35,13 +35,13 @@ class Block:
 
     Attributes:
         line: lines of the page before it.
-        code: its text.
+        codes: its text; of a diff, that before and that after it.
         output: what the page shows; None where it shows nothing.
         span: where in the page that stands.
     """
 
     line: int
-    code: str
+    codes: tuple[str, ...]
     output: str | None
     span: tuple[int, int]
 
@@ -54,7 +54,7 @@ def blocks(page: Path) -> list[Block]:
             text.count("\n", 0, match.start("code")),
             before_and_after(match["code"])
             if match["kind"] == "diff"
-            else match["code"],
+            else (match["code"],),
             match["output"],
             match.span("output"),
         )
@@ -66,12 +66,12 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
-def before_and_after(diff: str) -> str:
-    """The program before a change and then the one after it."""
+def before_and_after(diff: str) -> tuple[str, str]:
+    """The program before a change and the one after it, with lines where they stand."""
     lines = diff.splitlines()
-    before = [line[1:] for line in lines if not line.startswith("+")]
-    after = [line[1:] for line in lines if not line.startswith("-")]
-    return "\n".join([*before, *after, ""])
+    before = ["" if line.startswith("+") else line[1:] for line in lines]
+    after = ["" if line.startswith("-") else line[1:] for line in lines]
+    return "\n".join(before), "\n".join(after)
 
 
 def is_shown(block: Block, printed: str) -> bool:
@@ -86,10 +86,10 @@ def run(page: Path) -> list[tuple[Block, str]]:
     found: list[tuple[Block, str]] = []
     for block in blocks(page):
         printed = io.StringIO()
-        # Empty lines in front, so that a traceback names the line of the page.
-        code = compile("\n" * block.line + block.code, page.name, "exec")
         with contextlib.redirect_stdout(printed):
-            exec(code, namespace)
+            for code in block.codes:
+                # Empty lines in front, so that a traceback names the page's line.
+                exec(compile("\n" * block.line + code, page.name, "exec"), namespace)
         found.append((block, printed.getvalue()))
     return found
 
