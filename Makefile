@@ -75,6 +75,8 @@ bench: $(ALL) ## Measure against the peers and write the report
 # each other (typeguard, NumPy), so nothing is resolved. mpx is the one in this folder.
 CLIENTS := .venv-clients/.installed
 clients: $(CLIENTS) ## Try mpx on programs of other packages and write docs/works-with.md
+	@.venv-clients/bin/python -m examples.guides.with_keras
+	@.venv-clients/bin/python -m tests.pages docs/coming-from-qwix.md
 	@.venv-clients/bin/python -m tests.clients $(ARGS)
 
 $(CLIENTS): tests/clients/constraints.txt pyproject.toml
