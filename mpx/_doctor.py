@@ -71,7 +71,10 @@ def precisions(target: Target) -> tuple[Precision, ...]:
 
 def text() -> str:
     """The whole of what is found, for a terminal of 80 columns."""
-    devices = jax.devices()
+    try:
+        devices, trouble = jax.devices(), ""
+    except RuntimeError as error:  # of a plugin that does not start, say
+        devices, trouble = [], str(error)
     lines = [f"Python {platform.python_version()}, {_versions(('mpx-jax',))}"]
     lines += [f"  {_versions(_PACKAGES)}"]
     lines += [
@@ -85,7 +88,8 @@ def text() -> str:
         for found in precisions(target):
             fast = {True: "fast", False: "emulated", None: "not known"}[found.is_fast]
             lines.append(f"  {found.name:<13} {fast:<10} {found.call}")
-    problems = find_problems(devices)
+    problems = [f"JAX finds no device: {trouble}"] if trouble else []
+    problems += find_problems(devices)
     lines += ["", *(f"! {problem}" for problem in problems)]
     lines += [] if problems else ["Nothing is in the way."]
     return "\n".join(lines)
@@ -100,7 +104,7 @@ def find_problems(devices: Sequence[Any]) -> list[str]:
             "  and its files overwrite those of mpx-jax. Uninstall both, then install\n"
             "  mpx-jax: it runs programs written for the other."
         )
-    on_cpu = all(device.platform == "cpu" for device in devices)
+    on_cpu = {device.platform for device in devices} == {"cpu"}
     if on_cpu and shutil.which("nvidia-smi"):
         found.append(
             "An NVIDIA driver is here, but JAX computes on the CPU. Install its\n"

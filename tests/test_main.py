@@ -138,6 +138,17 @@ def test_doctor_does_not_judge_what_it_does_not_know():
     assert {precision.is_fast for precision in found} == {None}
 
 
+def test_doctor_says_that_jax_does_not_start(monkeypatch, capsys):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert "JAX finds no device: Unable to initialize backend 'cuda'" in out
+    assert f"jax {jax.__version__}" in out
+
+
 def test_doctor_finds_what_is_in_the_way(monkeypatch):
     devices = jax.devices()
     monkeypatch.setattr(jax, "__version__", "0.10.2")
