@@ -177,6 +177,7 @@ def _differentiated(
             else:
                 result = _call_with_masters(problem, full, kwargs)
         loss, aux = _loss_and_aux(problem, result)
+        loss = _computed_first(loss)
         if scaling._is_one:
             return scaling.scale(loss), (loss, aux)
         with noted_scaling():
@@ -199,6 +200,27 @@ def _differentiated(
             return Differentiated(scaled, loss, aux, grads, amaxes)
     (scaled, (loss, aux)), (grads, amaxes) = differentiate(weights, tokens)
     return Differentiated(scaled, loss, aux, grads, amaxes)
+
+
+@jax.custom_vjp
+def _computed_first(loss: Array) -> Array:
+    """A loss that is there before the backward pass begins.
+
+    Nothing needs it until the step is over. XLA (jaxlib 0.10.2, 2026-11) computes it
+    then, and keeps what it is computed from, the logits, for the whole backward pass.
+    """
+    return loss
+
+
+def _keep_loss(loss: Array) -> tuple[Array, Array]:
+    return loss, loss
+
+
+def _begin(loss: Array, cotangent: Array) -> tuple[Array]:
+    return (jax.lax.optimization_barrier((cotangent, loss))[0],)
+
+
+_computed_first.defvjp(_keep_loss, _begin)
 
 
 def _as_before(differentiate: Any, inputs: PyTree, axes: object) -> PyTree:

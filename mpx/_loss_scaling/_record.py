@@ -126,7 +126,14 @@ def loss_was_finite(
     """Whether the loss of a step was finite before it was scaled, if anybody said."""
     if loss_finite is not None:
         return loss_finite
-    return jnp.ones((), bool) if places_finite is None else places_finite[0]
+    if places_finite is None:
+        return jnp.ones((), bool)
+    # The first one. As a slice it is dead code to XLA (jaxlib 0.10.2, 2026-11) as soon
+    # as it is simplified, and with it in the program the transpose of a weight's
+    # gradient is not folded into its product: the optimizer then runs on transposed
+    # weights, and copies them there and back (`benchmarks workloads`, experts).
+    is_other = np.arange(places_finite.size) > 0
+    return jax.lax.reduce_and(places_finite | is_other, axes=(0,))
 
 
 def _first_places(places_finite: Bool[Array, " n"] | None) -> Int32[Array, "8"]:
