@@ -42,6 +42,7 @@ from .._typing import AnyArray, Aval, Program
 from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
 from ._demand import Demand, Wanted, carried_demands, demands_of
 from ._emit import Rewrite, evaluate
+from ._loops import narrowed_results, narrowed_stacks, streams_of
 from ._notes import CARRY, noted_cast
 from ._products import reach_of_program
 from ._state import Slots, StateOperands, repeated
@@ -310,18 +311,18 @@ def rewrite_scan(
     closed = params["jaxpr"]
     jaxpr = open_jaxpr(closed)
     end = n_consts + n_carry
+    fixed, carried = operands[:n_consts], operands[n_consts:end]
     carry_avals = [aval_of(v) for v in jaxpr.invars[n_consts:end]]
-    init = [
-        _strong(v, a) for v, a in zip(operands[n_consts:end], carry_avals, strict=True)
-    ]
-    fixed, stacked = operands[:n_consts], operands[end:]
-    facts = tuple(v.facts for v in stacked)
     wanted = (*carried_demands(jaxpr.invars[n_consts:end]), *demands[n_carry:])
     place = _loop_place(place, equation)
+    inside = [*fixed, *map(_as_carried, carried), *operands[end:]]
+    stacked = narrowed_stacks(run, place, jaxpr, inside, wanted, end)
+    facts = tuple(v.facts for v in stacked)
     # A weight that all turns share has a copy of its slots for each.
     shared = StateOperands([v.slots for v in fixed])
     cut = StateOperands([v.slots for v in stacked], params["length"])
     copies = [repeated(x, params["length"]) for x in shared.arrays]
+    given: list[Any] = []
     found: list[tuple[Facts, ...]] = []
 
     def body(carry: PyTree, xs: PyTree) -> tuple[list[Any], list[Any]]:
@@ -329,17 +330,35 @@ def rewrite_scan(
         slots, _ = shared.unpacked(for_fixed)
         consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
         rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
-        inside = [*consts, *_carried(carry), *rows]
-        results = evaluate(run, place, closed, inside, wanted)
-        out = [
-            _strong(v, a) for v, a in zip(results[:n_carry], carry_avals, strict=True)
-        ]
-        found[:] = [tuple(_stacked_facts(v.facts) for v in results[n_carry:])]
-        return out, [v.array for v in results[n_carry:]]
+        operands = [*consts, *_carried(carry), *rows]
+        results = evaluate(run, place, closed, operands, wanted)
+        given[:] = [v.dtype for v in results[:n_carry]]
+        ys = narrowed_results(place, results[n_carry:], demands[n_carry:])
+        found[:] = [tuple(_stacked_facts(v.facts) for v in ys)]
+        return _begun(results[:n_carry], carry_avals), [v.array for v in ys]
 
     xs = ([v.array for v in stacked], copies, cut.arrays)
+    streams = streams_of(run, place.settings, jaxpr, n_consts, n_carry)
+    if streams and params["length"]:
+        # What the body gives in half precision, only a trace of it can tell.
+        row = jax.tree.map(lambda x: x[0], xs)
+        jax.eval_shape(body, _begun(carried, carry_avals), row)
+        for i in streams:
+            if given[i] == place.settings.dtype:
+                carry_avals[i] = carry_avals[i].update(dtype=given[i])
+    init = _begun(carried, carry_avals)
     carry, ys = jax.lax.scan(body, init, xs, **scan_options(params))
     return _carried(carry) + [Value(y, f) for y, f in zip(ys, found[0], strict=True)]
+
+
+def _begun(values: Sequence[Value], avals: Sequence[Aval]) -> list[AnyArray]:
+    """The arrays that a turn begins with."""
+    return [_strong(v, a) for v, a in zip(values, avals, strict=True)]
+
+
+def _as_carried(value: Value) -> Value:
+    """A value as the body of a loop knows it that carries it: it was computed."""
+    return Value(value.array, value.facts._replace(provenance=Provenance.FULL))
 
 
 def _loop_place(place: Place, equation: JaxprEqn) -> Place:

@@ -7,9 +7,8 @@ be one in half precision is in `_products`.
 
 import dataclasses
 import enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -23,7 +22,7 @@ from .._program import (
 from .._quantize import AbstractRecipe
 from .._typing import Atom
 from ._context import FULL, Place, Provenance, Run, Value, does_not_fit, is_castable
-from ._demand import Demand
+from ._demand import Demand, asks_for_precision
 from ._rules import Candidate, Precision, Rule, line_of
 from ._settings import Settings
 
@@ -38,6 +37,7 @@ class Reason(enum.Enum):
     STREAM = "adds to a float32 value, or updates one"
     LITERAL = "a constant does not fit into half precision"
     FOLLOWS = "follows its operands"
+    ROUNDED = "only picks numbers, and all that uses them is half precision"
     DECLARED = "its operands are arguments or constants"
     MOVES = "only moves data"
     CONVERTED = "a cast that the program asks for"
@@ -238,7 +238,7 @@ def _choose_product(case: Case) -> Choice:
     kind, params = PrimitiveClass.HALF, case.equation.params
     if any(not is_castable(aval_of(a)) for a in _factors(case.equation)):
         return Choice(kind, Reason.OPAQUE)
-    if _asks_for_precision(params.get("precision")):
+    if asks_for_precision(params.get("precision")):
         return Choice(kind, Reason.PRECISION)
     if is_multiplication(case.equation):  # rotary angles, decays of a state
         found = _choose_elementwise(case, PrimitiveClass.PROMOTE)
@@ -261,24 +261,6 @@ def _kind(atom: Atom) -> np.dtype:
     return dtype if isinstance(dtype, np.dtype) else np.dtype(object)
 
 
-# JAX's names for the highest precision.
-_HIGHEST = ("highest", "float32", "fp32")
-
-
-def _asks_for_precision(precision: object) -> bool:
-    """Whether the program asks for more of a product than JAX's present default."""
-    if precision is None:
-        return False
-    if not isinstance(precision, tuple):
-        return True  # an algorithm, which belongs to certain dtypes
-    # Set for the whole program by `jax.default_matmul_precision`, it says nothing of
-    # this product.
-    config: Any = jax.config
-    if config.jax_default_matmul_precision in _HIGHEST:
-        return False
-    return any(p is jax.lax.Precision.HIGHEST for p in precision)
-
-
 def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
     castable = case.castable
     numbers = [v.facts.literal for v in castable if v.facts.literal is not None]
@@ -287,6 +269,9 @@ def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
     halves = {v.dtype for v in values if _provenance(v) is Provenance.HALF}
     if len(halves) == 1 and _joins_half_stream(case, values):
         return Choice(kind, Reason.FOLLOWS, halves.pop())
+    if Provenance.FULL in provenances and len(halves) < 2 and _may_be_rounded(case):
+        dtype = halves.pop() if halves else case.settings.dtype
+        return Choice(kind, Reason.ROUNDED, dtype)
     if Provenance.FULL in provenances or len(halves) > 1:
         # float16 and bfloat16 have only float32 in common.
         return Choice(kind, Reason.PROMOTED, FULL)
@@ -328,6 +313,17 @@ def _are_half(values: list[Value]) -> bool:
 def _rounds(number: float, dtype: np.dtype) -> bool:
     with np.errstate(over="ignore", under="ignore"):
         return float(np.asarray(number, dtype)) != number
+
+
+def _may_be_rounded(case: Case) -> bool:
+    """Whether nothing is lost if operands that were computed in float32 are rounded.
+
+    A sum in the residual stream may be rounded where that is to be half precision.
+    """
+    if case.demand is not Demand.HALF:
+        return False
+    is_stream = case.is_residual and case.settings.residual_stream == "half"
+    return properties(case.name).picks or is_stream
 
 
 def _joins_half_stream(case: Case, values: list[Value]) -> bool:

@@ -3,7 +3,9 @@
 They travel from the end of a program to its beginning. A value is wanted in float32 if
 one user wants it so and none wants it in half: then the elementwise operations before
 it run in float32 and a matrix product gives float32 directly, instead of rounding a
-number that is then widened again.
+number that is then widened again. If all users cast it to half precision, what only
+picks numbers (relu, max pooling, a mask) picks rounded ones: the same, in half the
+bytes.
 
 A demand stops at *residual additions*, of two computed values neither of which is made
 elementwise of the other: the float32 stream is no reason for the products that are
@@ -14,8 +16,9 @@ that sees the scores in half precision keeps them so until softmax's gradient.
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -28,6 +31,7 @@ from .._program import (
     avals,
     backward,
     class_of,
+    is_multiplication,
     program_of,
     properties,
     sub_jaxprs,
@@ -36,6 +40,7 @@ from .._typing import Atom, Program
 from ._context import FULL, Run, is_castable
 from ._rules import Precision
 from ._settings import Settings
+from ._streams import is_residual, is_scaling, makers_of
 
 
 class Demand(enum.Enum):
@@ -44,16 +49,29 @@ class Demand(enum.Enum):
     ANY = "any"
     FULL = "full"
     HALF = "half"
+    """All users cast it to half precision: rounded at once, it loses nothing."""
+    BOTH = "both"
+    """Some want half precision, and some may compute with all of its digits."""
 
     def __or__(self, other: "Demand") -> "Demand":
-        """What two users want together: half wins, for it is cheaper."""
-        if Demand.HALF in (self, other):
-            return Demand.HALF
-        return Demand.FULL if Demand.FULL in (self, other) else Demand.ANY
+        """What two users want together."""
+        if Demand.ANY in (self, other):
+            return other if self is Demand.ANY else self
+        return self if self is other else Demand.BOTH
 
+    @property
+    def has_half(self) -> bool:
+        """Whether somebody wants half precision."""
+        return self in (Demand.HALF, Demand.BOTH)
 
-# The equation that each variable comes from.
-Makers = dict[Atom, JaxprEqn]
+    @property
+    def of_operands(self) -> "Demand":
+        """What elementwise arithmetic wants of its operands, given this of its result.
+
+        It may be computed in float32 and rounded afterwards.
+        """
+        return Demand.BOTH if self is Demand.HALF else self
+
 
 # What is wanted of each result of a program, or of an equation.
 Wanted = tuple[Demand, ...]
@@ -158,7 +176,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         self._run = run
         self._settings = settings
         self._declared = _declared_variables(jaxpr, are_declared)
-        self._makers = _makers(jaxpr)
+        self._makers = makers_of(jaxpr)
 
     @property
     def nothing(self) -> Demand:
@@ -179,12 +197,13 @@ class _DemandFlow(BackwardFlow[Demand]):
         """What an equation wants of its operands."""
         declared = tuple(map(self.is_declared, equation.invars))
         here = self._settings.at(scope_names(equation))
-        if not any(declared) and _is_residual(equation, results, self._makers):
+        is_full = results[0] is Demand.FULL if results else False
+        if not any(declared) and is_residual(equation, self._makers, is_full):
             self.residuals.update(equation.outvars)
             return _residual_demands(here, results[0])
-        if _is_scaling(equation, self._makers):
+        if is_scaling(equation, self._makers):
             self.scalings.update(equation.outvars)
-            return (Demand.ANY if results[0] is Demand.FULL else results[0],) * 2
+            return (Demand.ANY if is_full else results[0].of_operands,) * 2
         kind = properties(equation.primitive.name).kind
         if kind is not PrimitiveClass.RECURSE:
             return _operand_demands(here, equation, results)
@@ -225,95 +244,14 @@ class _DemandFlow(BackwardFlow[Demand]):
         return _operand_demands(self._settings, equation, results)
 
 
-def _makers(jaxpr: Jaxpr) -> Makers:
-    """The equation that each variable comes from."""
-    return {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-
-
-# How far back to look for one operand of a sum among what made the other.
-_ISLAND = 32
-
-
-def _is_residual(equation: JaxprEqn, outputs: Sequence[Demand], makers: Makers) -> bool:
-    """Whether an equation of two computed values adds a branch to a stream.
-
-    JAX's derivatives sum gradients by `add_any`. The gradients of one weight, which end
-    in float32, are no stream: a weight that is used many times needs a sum in float32.
-    """
-    name = equation.primitive.name
-    if name not in ("add", "add_any"):
-        return False
-    if name == "add_any" and outputs[0] is Demand.FULL:
-        return False
-    first, second = equation.invars
-    first_type, second_type = avals((first, second))
-    if first_type.shape != second_type.shape or not is_castable(first_type):
-        return False
-    return not (
-        _is_made_of(second, first, makers) or _is_made_of(first, second, makers)
-    )
-
-
-def _is_made_of(value: Atom, part: Atom, makers: Makers) -> bool:
-    """Whether a value is made of another one by elementwise operations only."""
-    waiting, steps = [value], 0
-    while waiting and steps < _ISLAND:
-        found, steps = waiting.pop(), steps + 1
-        if found is part:
-            return True
-        maker = makers.get(found)
-        if maker is None or properties(maker.primitive.name).kind not in _ELEMENTWISE:
-            continue
-        waiting += [
-            a
-            for a in maker.invars
-            if not isinstance(a, Literal) and aval_of(a).shape == aval_of(value).shape
-        ]
-    return False
-
-
-_ELEMENTWISE = (
-    PrimitiveClass.FULL,
-    PrimitiveClass.PROMOTE,
-    PrimitiveClass.FOLLOW,
-    PrimitiveClass.CONVERT,
-)
-
-
-def _is_scaling(equation: JaxprEqn, makers: Makers) -> bool:
-    """Whether an equation multiplies or divides a product by a number."""
-    if equation.primitive.name not in ("mul", "div"):
-        return False
-    first, second = equation.invars
-    if isinstance(first, Literal) and equation.primitive.name == "mul":
-        first, second = second, first
-    return isinstance(second, Literal) and _is_product(first, makers)
-
-
-def _is_product(atom: Atom, makers: Makers) -> bool:
-    """Whether a value is what a matrix product gave, moved perhaps."""
-    if isinstance(atom, Literal):
-        return False
-    maker = makers.get(atom)
-    if maker is None:
-        return False
-    name = maker.primitive.name
-    known = properties(name)
-    if known.program:  # `jnp.einsum` is a jit
-        inner = open_jaxpr(program_of(maker))
-        result = inner.outvars[maker.outvars.index(atom)]
-        return _is_product(result, _makers(inner))
-    if known.moves:
-        return _is_product(maker.invars[0], makers)
-    return known.kind is PrimitiveClass.HALF
-
-
 def _residual_demands(settings: Settings, wanted: Demand) -> tuple[Demand, Demand]:
     if settings.residual_stream == "half" and settings.is_enabled:
-        return Demand.HALF, Demand.HALF
+        # A sum of two float32 values is rounded if all its users cast it.
+        found = Demand.HALF if wanted is Demand.HALF else Demand.BOTH
+        return found, found
     if wanted is Demand.FULL:
         return Demand.ANY, Demand.ANY
-    return wanted, wanted
+    return wanted.of_operands, wanted.of_operands
 
 
 def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
@@ -353,7 +291,8 @@ def _operand_demands(
     for output in outputs:
         wanted |= output
     if kind is PrimitiveClass.HALF:
-        return (Demand.HALF,) * count
+        is_sure = _is_cast_to_half(settings, equation)
+        return (Demand.HALF if is_sure else Demand.BOTH,) * count
     if kind is PrimitiveClass.CONVERT:
         source, result = avals((equation.invars[0], equation.outvars[0]))
         if is_castable(result):
@@ -363,13 +302,26 @@ def _operand_demands(
     if kind in (PrimitiveClass.PROMOTE, PrimitiveClass.FOLLOW):
         if not any(is_castable(aval_of(v)) for v in equation.outvars):
             return (Demand.ANY,) * count
-        return (wanted,) * count
+        known = properties(name)
+        is_same = known.picks or known.moves
+        return (wanted if is_same else wanted.of_operands,) * count
     if kind is PrimitiveClass.FULL:
         return (Demand.FULL,) * count
     # Opaque: declared dtypes.
     return tuple(
         demand_for(aval.dtype) if is_castable(aval) else Demand.ANY
         for aval in avals(equation.invars)
+    )
+
+
+def _is_cast_to_half(settings: Settings, equation: JaxprEqn) -> bool:
+    """Whether a product casts its operands, whatever they turn out to be."""
+    precision = equation.params.get("precision")
+    return not (
+        settings.rules._may_hold(equation.primitive.name)
+        or is_multiplication(equation)
+        or asks_for_precision(precision)
+        or not all(map(is_castable, avals(equation.invars[:2])))
     )
 
 
@@ -398,3 +350,21 @@ def carried_demands(variables: Sequence[Var]) -> tuple[Demand, ...]:
         demand_for(aval_of(v).dtype) if is_castable(aval_of(v)) else Demand.ANY
         for v in variables
     )
+
+
+# JAX's names for the highest precision.
+_HIGHEST = ("highest", "float32", "fp32")
+
+
+def asks_for_precision(precision: object) -> bool:
+    """Whether the program asks for more of a product than JAX's present default."""
+    if precision is None:
+        return False
+    if not isinstance(precision, tuple):
+        return True  # an algorithm, which belongs to certain dtypes
+    # Set for the whole program by `jax.default_matmul_precision`, it says nothing of
+    # this product.
+    config: Any = jax.config
+    if config.jax_default_matmul_precision in _HIGHEST:
+        return False
+    return any(p is jax.lax.Precision.HIGHEST for p in precision)

@@ -116,9 +116,11 @@ def _parts(
     if is_whole or place.settings.residuals is None:
         return jaxpr.eqns
 
+    kinds = ("small", "fast outside") if place.is_in_loop else ("small",)
+
     def may_join(equation: JaxprEqn) -> bool:
         settings = place.settings.at(scope_names(equation))
-        is_asked_for = settings.is_enabled and settings.residuals == "small"
+        is_asked_for = settings.is_enabled and settings.residuals in kinds
         is_stream = any(v in residuals for v in equation.outvars)
         return is_asked_for and not is_stream and not is_differentiated(equation)
 

@@ -20,7 +20,7 @@ from .._program import (
 )
 from .._typing import AnyArray
 from ._context import Place, Provenance, Run, Value
-from ._demand import Demand, Demands
+from ._demand import Demands
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
 
 Values = dict[Var, Value]
@@ -96,7 +96,7 @@ def _recomputed(
             emit(inner, equation, inside)
         results = [inside[v] for v in island.outputs]
         are_cast = tuple(
-            value.facts.provenance is Provenance.FULL and ahead.demand(v) is Demand.HALF
+            value.facts.provenance is Provenance.FULL and ahead.demand(v).has_half
             for v, value in zip(island.outputs, results, strict=True)
         )
         found[:] = [tuple(value.facts for value in results), are_cast]

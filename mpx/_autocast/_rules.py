@@ -345,6 +345,10 @@ class Rules:
                 return rule if rule.precision is Precision.DECLARED else None
         return None
 
+    def _may_hold(self, name: str) -> bool:
+        """Whether a rule may hold for an operation of a primitive."""
+        return any(rule._holds_for_primitive(name) for rule in self.rules)
+
     def _precision_of(self, name: str) -> Precision | None:
         """What the rules say of a primitive wherever it stands; None if it depends."""
         for rule in self.rules:

@@ -109,7 +109,7 @@ def autocast(
             keeping float32 ones; values are the same, and gradients but for the order
             in which those of several uses are summed. "fast" keeps what JAX keeps. The
             default is "small", but on TPUs, whose compiler recomputes on its own,
-            "fast".
+            "fast" outside of loops.
         recipe: How products of data with a weight are quantized to 8 bits or fewer in
             forward and backward pass: `mpx.Float8CurrentScaling()`,
             `mpx.DelayedScaling()`, ... Attention's products of data with data and the
@@ -361,17 +361,20 @@ def _wrapped(
 
 
 def ambient_residuals() -> str:
-    """What holds of residuals around a call: "small" or "fast"."""
+    """What holds of residuals around a call: "small", "fast", or "fast outside"."""
     settings = resolved(Settings())
     return settings.residuals or _residuals(settings)
 
 
 def _residuals(settings: Settings) -> str:
-    """What is said of residuals if nobody says it: a TPU's compiler recomputes."""
+    """What is said of residuals if nobody says it.
+
+    A TPU's compiler recomputes on its own, but not what a loop stacks for a derivative.
+    """
     if settings.dtype == np.float32:
         return "fast"  # there is no half precision value to compute it from
     target = settings.target or target_from(None)
-    return "fast" if target.platform == "tpu" else "small"
+    return "fast outside" if target.platform == "tpu" else "small"
 
 
 def _refuse_cast_inputs() -> None:

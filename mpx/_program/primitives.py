@@ -97,6 +97,8 @@ class Properties:
         joins: Its result holds numbers of several operands.
         is_exact: Each number that it gives is one of its operand's, or its negative:
             no precision rounds it.
+        picks: Each number that it gives is one of its operands', or its negative, or
+            zero: rounded before or after, it is the same.
         compares: It gives truth values of pairs of numbers.
         orders: It compares, and asks which one is larger.
         updates: It writes numbers into its first operand.
@@ -127,6 +129,7 @@ class Properties:
     repeats: bool = False
     joins: bool = False
     is_exact: bool = False
+    picks: bool = False
     compares: bool = False
     orders: bool = False
     updates: bool = False
@@ -275,10 +278,18 @@ _group(
     _PROMOTE,
     flops=Flops.ELEMENTWISE,
     saves=Saves.CHOICE,
+    picks=True,
     is_binary=True,
 )
-_group("clamp", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.CHOICE)
-_group("select_n", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.PREDICATE, joins=True)
+_group("clamp", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.CHOICE, picks=True)
+_group(
+    "select_n",
+    _PROMOTE,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.PREDICATE,
+    joins=True,
+    picks=True,
+)
 _group(
     "integer_pow square",
     _PROMOTE,
@@ -295,7 +306,7 @@ _group(
     compares=True,
     orders=True,
 )
-_group("concatenate pad stack", _PROMOTE, flops=Flops.ZERO, joins=True)
+_group("concatenate pad stack", _PROMOTE, flops=Flops.ZERO, joins=True, picks=True)
 _group("tie", _PROMOTE, flops=Flops.ZERO)
 _group(
     "dynamic_update_slice",
@@ -349,8 +360,17 @@ _group(
     saves=Saves.OPERAND,
 )
 _group("logistic tanh", _FOLLOW, flops=Flops.ELEMENTWISE, saves=Saves.RESULT)
-_group("abs sign", _FOLLOW, flops=Flops.ELEMENTWISE, saves=Saves.OPERAND, is_exact=True)
-_group("ceil floor is_finite neg", _FOLLOW, flops=Flops.ELEMENTWISE, is_exact=True)
+_group(
+    "abs",
+    _FOLLOW,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.OPERAND,
+    is_exact=True,
+    picks=True,
+)
+_group("sign", _FOLLOW, flops=Flops.ELEMENTWISE, saves=Saves.OPERAND, is_exact=True)
+_group("neg", _FOLLOW, flops=Flops.ELEMENTWISE, is_exact=True, picks=True)
+_group("ceil floor is_finite", _FOLLOW, flops=Flops.ELEMENTWISE, is_exact=True)
 _group("round", _FOLLOW, flops=Flops.ELEMENTWISE)
 _group(
     "reduce_max reduce_min",
@@ -358,6 +378,7 @@ _group(
     flops=Flops.REDUCTION,
     saves=Saves.OPERAND,
     is_exact=True,
+    picks=True,
 )
 _group("argmax argmin", _FOLLOW, flops=Flops.REDUCTION, is_exact=True)
 _group(
@@ -373,6 +394,7 @@ _group(
     _FOLLOW,
     flops=Flops.WINDOW,
     is_exact=True,
+    picks=True,
     is_barrier=True,
 )
 _group(

@@ -1,0 +1,348 @@
+"""Where float32 values are rounded early, because nothing after it would see more."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpx
+from mpx._program import PRIMITIVES
+
+from .counting import equations, relative_error
+
+WIDTH = 16
+
+
+@functools.cache
+def random(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def dtypes_of(primitive, func, *args):
+    return [
+        str(equation.outvars[0].aval.dtype)
+        for equation, _ in equations(jax.make_jaxpr(func)(*args))
+        if equation.primitive.name == primitive
+    ]
+
+
+def norm(x):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+
+
+def pool(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "SAME")
+
+
+# --- Picking numbers ------------------------------------------------------------------
+
+PICKS = {
+    "abs": jnp.abs,
+    "clamp": lambda x: lax.clamp(-0.1, x, 0.7),
+    "concatenate": lambda x: jnp.concatenate([x, x[:2]]),
+    "max": lambda x: lax.max(x, x[::-1]),
+    "min": lambda x: lax.min(x, 0.3),
+    "neg": jnp.negative,
+    "pad": lambda x: jnp.pad(x, ((0, 1), (0, 0))),
+    "reduce_max": lambda x: jnp.max(x, 0),
+    "reduce_min": lambda x: jnp.min(x, 0),
+    "reduce_window_max": pool,
+    "reduce_window_min": lambda x: -pool(-x),
+    "select_n": lambda x: jnp.where(x > 0.5, x, 0.0),
+    "stack": lambda x: jnp.stack([x, x]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PICKS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_picks_numbers_may_be_rounded_before_or_after(name, dtype):
+    x = random(9, WIDTH).at[0].set(jnp.array([jnp.inf, -jnp.inf, 1e-9, 7e4] * 4))
+    x = x.at[1, 0].set(jnp.nan)
+    before = PICKS[name](x.astype(dtype).astype(np.float32)).astype(dtype)
+    after = PICKS[name](x).astype(dtype)
+    # Which numbers a mask picks is no matter of rounding: the mask itself is not.
+    if name == "select_n":
+        before = jnp.where(x > 0.5, x.astype(dtype), jnp.zeros((), dtype))
+    before, after = (np.asarray(y, np.float32) for y in (before, after))
+    np.testing.assert_array_equal(before, after)
+
+
+def test_every_primitive_that_picks_is_tried():
+    picking = {name for name, known in PRIMITIVES.items() if known.picks}
+    assert picking == set(PICKS)
+
+
+def pooled(w, x):
+    return pool(jax.nn.relu(norm(x @ w))) @ w
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_relu_and_pooling_before_a_product_run_in_half(dtype):
+    def unpicked(w, x):  # arithmetic in between: computed in float32, and then rounded
+        return (pool(jax.nn.relu(norm(x @ w))) * 1.0) @ w
+
+    w, x = random(WIDTH, WIDTH), random(8, WIDTH, seed=1)
+    cast = mpx.autocast(pooled, dtype)
+    assert dtypes_of("reduce_window_max", cast, w, x) == [dtype]
+    assert dtypes_of("max", cast, w, x) == [dtype]
+    assert set(dtypes_of("rsqrt", cast, w, x)) == {"float32"}
+    other = mpx.autocast(unpicked, dtype)
+    assert dtypes_of("reduce_window_max", other, w, x) == ["float32"]
+    np.testing.assert_array_equal(cast(w, x), other(w, x))
+
+
+def seen_by_an_exponential(w, x):
+    x = jax.nn.relu(norm(x @ w))
+    return x @ w, jnp.exp(x)
+
+
+def multiplied(w, x):
+    return (jax.nn.relu(norm(x @ w)) * jnp.exp(x)) @ w
+
+
+def by_a_precise_product(w, x):
+    return jnp.dot(jax.nn.relu(norm(x @ w)), w, precision="highest")
+
+
+def onto_a_stream(w, x):
+    return (jnp.exp(x) + jax.nn.relu(norm(x @ w))) @ w
+
+
+@pytest.mark.parametrize(
+    "func", [seen_by_an_exponential, multiplied, by_a_precise_product, onto_a_stream]
+)
+def test_what_somebody_may_compute_with_is_picked_in_float32(func):
+    w, x = random(WIDTH, WIDTH), random(8, WIDTH, seed=1)
+    assert dtypes_of("max", mpx.autocast(func), w, x) == ["float32"]
+
+
+def test_a_rule_for_products_is_waited_for():
+    w, x = random(WIDTH, WIDTH), random(8, WIDTH, seed=1)
+
+    def func(w, x):
+        with jax.named_scope("head"):
+            return jax.nn.relu(norm(x @ w)) @ w
+
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, scope="head", primitive="dot_*"))
+    assert dtypes_of("max", mpx.autocast(func, rules=rules), w, x) == ["float32"]
+
+
+def test_the_sum_of_two_norms_is_rounded_only_in_a_half_stream():
+    def func(w, x):
+        return jax.nn.relu(norm(x @ w) + norm(jnp.tanh(x @ w))) @ w
+
+    w, x = random(WIDTH, WIDTH), random(8, WIDTH, seed=1)
+    for stream, dtype in (("full", "float32"), ("half", "bfloat16")):
+        cast = mpx.autocast(func, residual_stream=stream)
+        assert dtypes_of("add", cast, w, x)[-1] == dtype
+
+
+# --- What a scan stacks ---------------------------------------------------------------
+
+
+def scan_of(func, *args):
+    (found,) = [
+        equation
+        for equation, _ in equations(jax.make_jaxpr(func)(*args))
+        if equation.primitive.name == "scan"
+    ]
+    return found
+
+
+def layers(ws, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+
+def layers_used_twice(ws, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w @ w), None), x, ws)[0]
+
+
+def sum_of(func):
+    return lambda *args: jnp.sum(jnp.square(func(*args)))
+
+
+def test_a_stacked_weight_with_one_use_is_cast_in_front_of_the_loop():
+    ws, x = random(3, WIDTH, WIDTH), random(8, WIDTH, seed=1)
+    assert scan_of(mpx.autocast(layers), ws, x).invars[-1].aval.dtype == jnp.bfloat16
+    assert scan_of(mpx.autocast(layers_used_twice), ws, x).invars[-1].aval.dtype == (
+        np.float32
+    )
+    gradient = jax.make_jaxpr(jax.grad(sum_of(mpx.autocast(layers))))(ws, x)
+    stacked = [
+        v.aval.dtype
+        for equation, _ in equations(gradient)
+        if equation.primitive.name == "scan"
+        for v in equation.outvars
+        if v.aval.shape == ws.shape
+    ]
+    assert set(stacked) == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_casting_in_front_of_a_loop_changes_no_bit():
+    def in_turn(ws, x):  # unrolled, each weight is cast where it is used
+        for w in ws:
+            x = jnp.tanh(x @ w).astype(np.float32)  # as a carry is
+        return x
+
+    ws, x = random(3, WIDTH, WIDTH) / 4, random(8, WIDTH, seed=1)
+    with jax.disable_jit():
+        found, expected = (
+            jax.grad(sum_of(mpx.autocast(func)))(ws, x) for func in (layers, in_turn)
+        )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_recipes_get_stacked_weights_as_they_are():
+    ws, x = random(3, WIDTH, WIDTH), random(8, WIDTH, seed=1)
+    cast = mpx.autocast(layers, recipe=mpx.Float8CurrentScaling())
+    assert scan_of(cast, ws, x).invars[-1].aval.dtype == np.float32
+
+
+def test_what_only_products_take_of_a_scan_is_stacked_in_half():
+    def func(w, xs):
+        ys = lax.scan(lambda c, x: (c, norm(jnp.tanh(x @ w))), 0.0, xs)[1]
+        return ys @ w
+
+    def seen(w, xs):
+        ys = lax.scan(lambda c, x: (c, norm(jnp.tanh(x @ w))), 0.0, xs)[1]
+        return ys @ w, jnp.exp(ys)
+
+    w, xs = random(WIDTH, WIDTH), random(3, 8, WIDTH, seed=1)
+    assert scan_of(mpx.autocast(func), w, xs).outvars[-1].aval.dtype == jnp.bfloat16
+    assert scan_of(mpx.autocast(seen), w, xs).outvars[-1].aval.dtype == np.float32
+
+
+# --- What a scan carries --------------------------------------------------------------
+
+
+def blocks(ws, x):
+    return lax.scan(lambda x, w: (x + jnp.tanh(norm(x) @ w) @ w, None), x, ws)[0]
+
+
+def checkpointed(ws, x):
+    block = jax.checkpoint(lambda x, w: x + jnp.tanh(norm(x) @ w) @ w)
+    return lax.scan(lambda x, w: (block(x, w), None), x, ws)[0]
+
+
+def trained(w, xs):
+    """Gradient descent: parameters to which something is added, too."""
+
+    def step(w, x):
+        return w + -0.1 * jax.grad(lambda w: jnp.sum(jnp.square(x @ w)))(w), None
+
+    return lax.scan(step, w, xs)[0]
+
+
+def summed(w, xs):
+    """A sum over the turns of what was computed in float32."""
+    return lax.scan(lambda s, x: (s + jnp.exp(x @ w), None), xs[0], xs)[0]
+
+
+@pytest.mark.parametrize("func", [blocks, checkpointed])
+def test_a_half_stream_is_carried_in_half(func):
+    ws, x = random(3, WIDTH, WIDTH) / 4, random(8, WIDTH, seed=1)
+    for stream, dtype in (("full", np.float32), ("half", jnp.bfloat16)):
+        cast = mpx.autocast(func, residual_stream=stream)
+        scan = scan_of(cast, ws, x)
+        assert scan.outvars[0].aval.dtype == dtype
+        assert cast(ws, x).dtype == np.float32
+        exact, found = (jax.grad(sum_of(f))(ws, x) for f in (func, cast))
+        assert relative_error(found, exact) < 2e-2
+
+
+@pytest.mark.parametrize("func", [trained, summed])
+def test_what_is_no_stream_is_carried_as_it_was_declared(func):
+    w, xs = random(WIDTH, WIDTH), random(3, WIDTH, WIDTH, seed=1)
+    scan = scan_of(mpx.autocast(func, residual_stream="half"), w, xs)
+    assert scan.outvars[0].aval.dtype == np.float32
+
+
+def test_a_scan_of_no_turns_gives_what_it_was_given():
+    ws, x = random(3, WIDTH, WIDTH)[:0], random(8, WIDTH, seed=1)
+    cast = mpx.autocast(blocks, residual_stream="half")
+    np.testing.assert_array_equal(cast(ws, x), x)
+
+
+# --- Recurrent cells ------------------------------------------------------------------
+
+
+def lstm(weights, xs):
+    of_input, of_state = weights
+
+    def turn(carry, x):
+        h, c = carry
+        gates = x @ of_input + h @ of_state
+        into, forget, cell, out = jnp.split(gates, 4, axis=-1)
+        c = jax.nn.sigmoid(forget) * c + jax.nn.sigmoid(into) * jnp.tanh(cell)
+        h = jax.nn.sigmoid(out) * jnp.tanh(c)
+        return (h, c), h
+
+    zeros = jnp.zeros((8, WIDTH))
+    return lax.scan(turn, (zeros, zeros), xs)[1]
+
+
+def gru(weights, xs):
+    of_input, of_state = weights
+
+    def turn(h, x):
+        z, r, n, _ = jnp.split(x @ of_input + h @ of_state, 4, axis=-1)
+        z, n = jax.nn.sigmoid(z), jnp.tanh(n * jax.nn.sigmoid(r))
+        h = z * h + (1 - z) * n
+        return h, h
+
+    return lax.scan(turn, jnp.zeros((8, WIDTH)), xs)[1]
+
+
+def read_out(cell):
+    """A loss of what a product makes of a cell's states."""
+    return sum_of(lambda weights, xs: cell(weights, xs) @ weights[0])
+
+
+@functools.cache
+def cell_inputs():
+    weights = tuple(random(WIDTH, 4 * WIDTH, seed=i) / 4 for i in range(2))
+    return weights, random(5, 8, WIDTH, seed=2)
+
+
+@pytest.mark.parametrize("cell", [lstm, gru])
+def test_a_recurrent_cell_keeps_its_gates_and_its_state(cell):
+    weights, xs = cell_inputs()
+    loss = mpx.autocast(read_out(cell), residuals="small")
+    kept = jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], weights, xs)
+    wide = [x for x in jax.tree.leaves(kept) if x.dtype == np.float32]
+    # What each turn begins with.
+    assert sum(x.shape == xs.shape for x in wide) == 1
+    exact = jax.grad(read_out(cell))(weights, xs)
+    assert relative_error(jax.grad(loss)(weights, xs), exact) < 2e-2
+
+
+@pytest.mark.parametrize("target", ["tpu v5e", "h100"])
+def test_loops_keep_little_whatever_is_compiled_for(target):
+    def bytes_of(**options):
+        loss = mpx.autocast(read_out(lstm), target=target, **options)
+        kept = jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], *cell_inputs())
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+
+    small, fast = (bytes_of(residuals=kind) for kind in ("small", "fast"))
+    # Outside of loops a TPU's compiler recomputes on its own.
+    assert small <= bytes_of() < 0.75 * fast
+
+
+def test_equinox_s_cells_give_the_gradients_of_float32():
+    cell = eqx.nn.LSTMCell(WIDTH, WIDTH, key=jax.random.key(0))
+
+    def loss(cell, xs):
+        def turn(state, x):
+            state = cell(x, state)
+            return state, state[0]
+
+        zeros = jnp.zeros(WIDTH)
+        return jnp.sum(jnp.square(lax.scan(turn, (zeros, zeros), xs)[1]))
+
+    xs = random(6, WIDTH, seed=3)
+    exact, found = (eqx.filter_grad(f)(cell, xs) for f in (loss, mpx.autocast(loss)))
+    assert relative_error(found, exact) < 2e-2
