@@ -13,6 +13,7 @@ from typing import Any
 
 from ..models.attention import CALLS, HEADS, LAYERS, WIDTH, Case, build as build
 from ..results import Results
+from ..steps import CHECKED
 from ..tables import Goal, Table, megabytes, ratio
 from . import program as counts
 from .compiling import Compiler
@@ -25,6 +26,7 @@ AUTOCAST, HALF = "autocast bfloat16", "autocast bfloat16, half stream"
 # a residual stream in half precision.
 BASE = (FLOAT32, "written in JAX")
 PEER = (BY_HAND, "jax.nn, cudnn")
+NAIVE = (CHECKED.name, "jax.nn, cudnn")
 OURS = (AUTOCAST, "mpx.nn")
 OURS_HALF = (HALF, "mpx.nn")
 WAYS = (
@@ -33,6 +35,7 @@ WAYS = (
     (AUTOCAST, "jax.nn"),
     (BY_HAND, "written in JAX"),
     PEER,
+    NAIVE,
     OURS,
     OURS_HALF,
 )
@@ -157,6 +160,10 @@ def goals(found: Results) -> list[Goal]:
             share = by_way[OURS_HALF][what] / by_way[PEER][what]
             text = f"{what} of {HALF} at most 1.02 of casts by hand: {share:.3f}"
             made.append(Goal(f"{text}, context {size[0]}", share <= 1.02))
+            for way in (OURS, OURS_HALF):
+                share = by_way[way][what] / by_way[NAIVE][what]
+                text = f"{what} of {way[0]} at most 1.05 of a naive cast's: {share:.3f}"
+                made.append(Goal(f"{text}, context {size[0]}", share <= 1.05))
     for name, call in CALLS.items():
         count = _counts(found, name, CALL_SIZE).get((AUTOCAST, "mpx.nn"))
         if count is not None:
