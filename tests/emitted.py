@@ -13,6 +13,7 @@ its text, which is to stay, too.
 """
 
 import argparse
+import dataclasses
 import difflib
 import os
 import re
@@ -24,6 +25,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 import mpx
 
@@ -118,6 +120,34 @@ def _step(client: Any, precision: str) -> str:
     return text_of(step.run, step.state, built.params, built.batch)
 
 
+def of_examples() -> Iterator[tuple[str, str, Thunk]]:
+    """A step of either example, small, on all devices."""
+    from examples import gpt, precisions, runs, vit
+
+    mesh, images = runs.data_mesh(), 2 * jax.device_count()
+    model = vit.ModelConfig(patch=4, width=8, hidden=8, blocks=1, heads=2, dropout=0.2)
+    of_vit = dataclasses.replace(vit.PRESETS["digits"], model=model)
+    small = gpt.ModelConfig(context=8, width=8, hidden=8, blocks=1, heads=2)
+    of_gpt = gpt.Config(model=small)
+
+    def vit_step(precision: Any) -> str:
+        module = vit.VisionTransformer(model, (8, 8, 1), 10, jax.random.key(0))
+        batch = {"image": jnp.zeros((images, 8, 8, 1))}
+        batch["label"] = jnp.zeros(images, jnp.int32)
+        state = vit.initial_state(of_vit, precision, module, batch)
+        return text_of(vit.make_step(of_vit, precision, mesh), batch, state)
+
+    def gpt_step(precision: Any) -> str:
+        texts = jnp.zeros((images, 9), jnp.uint8)
+        parts, scaling = gpt.initial_state(of_gpt, precision, texts)
+        step = gpt.make_step(of_gpt, precision, mesh)
+        return normal(step.lower(**parts, scaling=scaling, texts=texts).as_text())
+
+    for precision in precisions.AUTOCAST:
+        yield "vit", precision, lambda p=precision: vit_step(p)
+        yield "gpt", precision, lambda p=precision: gpt_step(p)
+
+
 def everything(parts: list[str]) -> Iterator[tuple[str, Thunk, Any]]:
     """The names of all texts, how to make them, and what holds meanwhile."""
     if "zoo" in parts:
@@ -127,6 +157,9 @@ def everything(parts: list[str]) -> Iterator[tuple[str, Thunk, Any]]:
     if "clients" in parts:
         for name, kind, make in of_packages():
             yield f"clients.{name}.{kind}", make, None
+    if "examples" in parts:
+        for name, kind, make in of_examples():
+            yield f"examples.{name}.{kind}", make, None
 
 
 def write(folder: Path, parts: list[str], share: tuple[int, int]) -> None:
@@ -175,7 +208,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     writing = commands.add_parser("write")
     writing.add_argument("folder", type=Path)
-    writing.add_argument("--parts", nargs="+", default=["zoo", "clients"])
+    writing.add_argument("--parts", nargs="+", default=["zoo", "clients", "examples"])
     writing.add_argument("--share", default="0/1", help="which of how many processes")
     comparing = commands.add_parser("compare")
     comparing.add_argument("first", type=Path)
