@@ -165,14 +165,16 @@ class Session:
     def workloads(self, libraries: Path) -> None:
         """Steps in 8 bits beside the peers', in half precision beside a naive cast."""
         targets = tuple(dict.fromkeys(case.target for case in eight_bits.CASES))
-        titles = ", ".join(TARGETS[name].title for name in targets)
+        titles = ", ".join(TARGETS[name].title for name in (*targets, half.TPU))
         found = self._results("workloads", f"compiled for {titles}")
         with self._compiling() as (compiler, progress):
             compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
             for target in targets:
                 eight_bits.run(found, compiler, target, progress)
                 product_counts.run(found, compiler, target, progress)
-            half.run(found, compiler, progress)
+            half.run(found, compiler, half.TARGET, progress)
+            compiler.libraries = None
+            half.run(found, compiler, half.TPU, progress)
         self._show(
             found,
             [table for part in WORKLOADS for table in part.tables(found)],

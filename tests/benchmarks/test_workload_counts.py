@@ -203,12 +203,13 @@ def test_goals_and_tables(traffic, met):
         found.records.append({**dataclasses.asdict(case), "counts": counts})
     parts = eight_bits, half, product_counts
     goals = [goal for part in parts for goal in part.goals(found)]
-    assert len(goals) == 6 + 4 + 11 + 4 * len(half.SETUPS) + 6
+    setups = len(half.SETUPS) + len(half.TPU_SETUPS)
+    assert len(goals) == 6 + 4 + 11 + 4 * setups + 6
     missed = [goal.text for goal in goals if not goal.met]
     assert not missed if met else len(missed) > 40
     (wide,), (small,), (single,) = (part.tables(found) for part in parts)
     assert len(single.rows) == len(product_counts.SIZES)
     assert ("**" in single.rows[0][1]) != met
     assert len(wide.rows) == len(eight_bits.CASES)
-    assert len(small.rows) == len(half.SETUPS)
+    assert len(small.rows) == setups
     assert steps.CHECKED.name == wide.rows[0][1]
