@@ -150,6 +150,22 @@ def test_a_norm_keeps_means_and_roots_behind_a_barrier(island):
     assert "rsqrt" not in {e.primitive.name for e in inside}
 
 
+def batch_normed(x):
+    apart = x - jnp.mean(x, 0, keepdims=True)
+    return apart * jax.lax.rsqrt(jnp.mean(jnp.square(apart), 0, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("island", "is_apart"), [(normed, True), (batch_normed, False)]
+)
+def test_sums_over_a_batch_are_held_apart_by_no_barrier(island, is_apart):
+    loss = mpx.autocast(between_products(island), residuals="small")
+    (found,) = remats(loss, weights(), X)
+    assert found.params["prevent_cse"] == is_apart
+    plain = mpx.autocast(between_products(island), residuals="fast")
+    near(*(jax.grad(f)(weights(), X)[0] for f in (loss, plain)))
+
+
 @pytest.mark.parametrize("name", ["softmax", "gelu", "silu", "dropout after gelu"])
 def test_what_keeps_no_sums_is_kept_apart_by_a_number(name):
     """An array behind a barrier is written down, whatever comes before and after."""
