@@ -1,9 +1,9 @@
 """A program whose backward pass computes it again, instead of keeping its values.
 
 A program whose reductions are sums (a norm, an RMS) keeps them, and is held apart from
-its first computation by the barrier of `jax.checkpoint`, unless it sums over a batch. Every other one (softmax with
-its maximum, gelu, gates) keeps only what goes in, and is held apart by a factor of 1
-that the compiler cannot see through, which cuts nothing.
+its first computation by the barrier of `jax.checkpoint`, unless it sums over a batch.
+Every other one (softmax with its maximum, gelu, gates) keeps only what goes in, and is
+held apart by a factor of 1 that the compiler cannot see through, which cuts nothing.
 """
 
 import dataclasses
