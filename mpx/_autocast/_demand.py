@@ -40,7 +40,7 @@ from .._typing import Atom, Program
 from ._context import FULL, Run, is_castable
 from ._rules import Precision
 from ._settings import Settings
-from ._streams import is_residual, is_scaling, makers_of
+from ._streams import is_residual, is_scaling, looked_up, makers_of
 
 
 class Demand(enum.Enum):
@@ -85,6 +85,7 @@ class Demands(NamedTuple):
         inputs: For each input.
         are_declared: For each result whether it is an input or a constant, moved.
         residuals: The results of residual additions.
+        beginnings: The rows of tables that residual additions add to.
         scalings: The results of scaling a product by a number.
         jaxpr: The program, held so that its identity stays its own.
     """
@@ -93,6 +94,7 @@ class Demands(NamedTuple):
     inputs: tuple[Demand, ...]
     are_declared: tuple[bool, ...]
     residuals: frozenset[Var]
+    beginnings: frozenset[Var]
     scalings: frozenset[Var]
     jaxpr: Jaxpr
 
@@ -129,7 +131,7 @@ def demands_of(
     if not settings.is_enabled:  # everything runs as it was written
         inputs, nothing = (Demand.ANY,) * len(jaxpr.invars), frozenset()
         are_declared = (False,) * len(jaxpr.outvars)
-        return Demands({}, inputs, are_declared, nothing, nothing, jaxpr)
+        return Demands({}, inputs, are_declared, nothing, nothing, nothing, jaxpr)
     key = (id(jaxpr), settings, are_declared, results)
     made = run.demands.get(key)
     if made is None:
@@ -151,6 +153,7 @@ def _make(
         tuple(demands.get(v, Demand.ANY) for v in jaxpr.invars),
         tuple(map(flow.is_declared, jaxpr.outvars)),
         frozenset(flow.residuals),
+        frozenset(flow.beginnings),
         frozenset(flow.scalings),
         jaxpr,
     )
@@ -161,6 +164,7 @@ class _DemandFlow(BackwardFlow[Demand]):
 
     Attributes:
         residuals: The results of residual additions.
+        beginnings: The rows of tables that residual additions add to.
         scalings: The results of scaling a product by a number.
     """
 
@@ -172,6 +176,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         are_declared: tuple[bool, ...],
     ) -> None:
         self.residuals: set[Var] = set()
+        self.beginnings: set[Var] = set()
         self.scalings: set[Var] = set()
         self._run = run
         self._settings = settings
@@ -200,6 +205,8 @@ class _DemandFlow(BackwardFlow[Demand]):
         is_full = results[0] is Demand.FULL if results else False
         if not any(declared) and is_residual(equation, self._makers, is_full):
             self.residuals.update(equation.outvars)
+            found = (looked_up(a, self._makers) for a in equation.invars)
+            self.beginnings.update(v for v in found if v is not None)
             return _residual_demands(here, results[0])
         if is_scaling(equation, self._makers):
             self.scalings.update(equation.outvars)

@@ -151,7 +151,11 @@ def _emit(
     known = properties(name)
     if known.moves:
         with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
-            return _move(equation, operands)
+            moved = _move(equation, operands)
+            if place.settings.residual_stream != "half":
+                return moved
+            begins = any(v in ahead.beginnings for v in equation.outvars)
+            return [_rounded(place, v) for v in moved] if begins else moved
     if known.joins and _are_declared(equation, operands):
         with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
             return _join(equation, operands)
@@ -246,6 +250,12 @@ def _are_declared(equation: JaxprEqn, operands: list[Value]) -> bool:
         for v, atom in zip(operands, equation.invars, strict=True)
         if is_castable(aval_of(atom))
     )
+
+
+def _rounded(place: Place, value: Value) -> Value:
+    """The beginning of a residual stream that is to be in half precision."""
+    is_half = place.settings.is_enabled and is_castable(jax.typeof(value.array))
+    return computed(value.cast(place.settings.dtype)[0]) if is_half else value
 
 
 def _join(equation: JaxprEqn, operands: list[Value]) -> list[Value]:

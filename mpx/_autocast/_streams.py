@@ -4,7 +4,7 @@ Demands stop there (`_demand`), islands end there (`_program.islands`), and a sc
 carries such a sum carries the stream (`_loops`).
 """
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_compat import open_jaxpr
 from .._program import PrimitiveClass, aval_of, avals, program_of, properties
@@ -44,6 +44,20 @@ def is_residual(equation: JaxprEqn, makers: Makers, is_wanted_full: bool) -> boo
     return not (
         _is_made_of(second, first, makers) or _is_made_of(first, second, makers)
     )
+
+
+def looked_up(value: Atom, makers: Makers) -> Var | None:
+    """The rows of a table that a value is, moved perhaps; None if it is something else.
+
+    With them, the embeddings of tokens, a residual stream begins.
+    """
+    while not isinstance(value, Literal) and (maker := makers.get(value)) is not None:
+        if maker.primitive.name == "gather":
+            return maker.outvars[0]
+        if not properties(maker.primitive.name).moves:
+            return None
+        value = maker.invars[0]
+    return None
 
 
 def _is_gated(value: Atom, makers: Makers) -> bool:

@@ -346,3 +346,34 @@ def test_equinox_s_cells_give_the_gradients_of_float32():
     xs = random(6, WIDTH, seed=3)
     exact, found = (eqx.filter_grad(f)(cell, xs) for f in (loss, mpx.autocast(loss)))
     assert relative_error(found, exact) < 2e-2
+
+
+# --- The beginning of a residual stream -----------------------------------------------
+
+
+def token_loss(params, tokens):
+    """A block behind an embedding, and a head."""
+    x = params["table"][tokens]
+    x = x + jnp.tanh(norm(x) @ params["first"]) @ params["second"]
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def kept(stream):
+    """What the backward pass of it keeps: shapes and dtypes."""
+    square = jnp.ones((WIDTH, WIDTH)) / WIDTH
+    params = {"table": jax.random.normal(jax.random.key(0), (40, WIDTH))}
+    params |= dict.fromkeys(("first", "second", "head"), square)
+    tokens = jnp.arange(24) % 40
+    loss = mpx.autocast(token_loss, residual_stream=stream)
+    pulled = jax.eval_shape(lambda p: jax.vjp(lambda p: loss(p, tokens), p)[1], params)
+    gradient = jax.grad(loss)(params, tokens)["table"]
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(pulled)], gradient
+
+
+def test_rows_of_a_table_that_begin_a_half_stream_are_rounded_at_once():
+    rows = (24, WIDTH), jnp.dtype("float32")
+    (full, expected), (half, gradient) = kept("full"), kept("half")
+    assert rows in full and rows not in half
+    assert gradient.dtype == expected.dtype == jnp.float32
+    error = relative_error(gradient, expected)
+    assert 0 < error < 0.02
