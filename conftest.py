@@ -16,6 +16,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Self
 
 _ROOT = Path(__file__).parent
 
@@ -42,6 +43,10 @@ if _XLA.startswith("0.10."):
 if _XLA.startswith(("0.11.", "0.12.")):
     _FLAGS.append("--xla_cpu_experimental_ynn_fusion_type=")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
+# Of two collectives that wait for nothing, XLA:CPU begins both at once. Each wants a
+# thread of every device, and of as many threads as devices, or cores, either may get
+# too few: all wait, and the process is ended after a minute (jaxlib 0.10.2).
+os.environ.setdefault("NPROC", "32")
 # Of the lines that called an operation, compiled text keeps the innermost.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -52,6 +57,22 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+
+# Called for each operation and frame. They name no shapes, for which jaxtyping binds
+# the arguments of each call to their names: twice the time of a test that traces much.
+# And they call no function of a user, whose frames beartype's would stand between.
+_CALLED_OFTEN = (
+    "mpx._autocast._notes",
+    "mpx._inspect._costs",
+    "mpx._inspect._facts",
+    "mpx._inspect._residuals",
+    "mpx._inspect._source_text",
+    "mpx._program.equations",
+    "mpx._program.flow",
+    "mpx._program.primitives",
+    "mpx._program.source",
+)
 
 
 import hypothesis  # noqa: E402
@@ -89,6 +110,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run what is marked `gpu` on whatever device JAX has",
     )
+    parser.addoption(
+        "--all-types",
+        action="store_true",
+        help="check the annotations of all of mpx as it runs, as `.ci/run` does",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has all of mpx checked: by jaxtyping's hook, or by beartype alone."""
+    if not config.getoption("--all-types"):
+        return
+    import jaxtyping
+    from beartype import BeartypeConf, BeartypeDecorPlace, FrozenDict
+    from beartype.claw import beartype_packages
+
+    modules = {
+        ".".join(file.relative_to(_ROOT).with_suffix("").parts)
+        for file in (_ROOT / "mpx").rglob("*.py")
+        if not file.stem.startswith("__")  # for jaxtyping that is the whole package
+    }
+    others = modules - set(_CALLED_OFTEN)
+    jaxtyping.install_import_hook(sorted(others), "tests.check_types")
+    conf = BeartypeConf(
+        # Below decorators that make a function something else.
+        claw_decor_place_func=BeartypeDecorPlace.FIRST,
+        claw_is_pep526=False,
+        hint_overrides=FrozenDict({Self: Any}),
+    )
+    beartype_packages(_CALLED_OFTEN, conf=conf)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -118,6 +168,16 @@ def promotion(request: pytest.FixtureRequest) -> Iterator[None]:
         jax.numpy_rank_promotion("allow" if third_party else "raise"),
     ):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def aged() -> Iterator[None]:
+    """Keeps what a file leaves behind, caches of traces, out of later collections.
+
+    `gc.collect()` looked at all of it again: 4 s each time at the end of a whole run.
+    """
+    yield
+    gc.freeze()
 
 
 @pytest.fixture

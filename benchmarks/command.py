@@ -26,7 +26,13 @@ Name = Literal[
 ]
 # Of programs compiled for a GPU that need not be there.
 Counted = Literal[
-    "cuda", "recipe-counts", "residuals", "attention", "workloads", "compile-time"
+    "cuda",
+    "recipe-counts",
+    "residuals",
+    "attention",
+    "workloads",
+    "wire",
+    "compile-time",
 ]
 SCRATCH = Path("runs/bench")
 ALL: tuple[Name, ...] = get_args(Name)
@@ -46,7 +52,8 @@ class Options:
     what steps need that recompute islands, on an H100 and a TPU v5e; `attention` what
     steps need whose attention is one kernel, on an H100; `workloads` what steps in 8
     bits cost beside the peers' on an H100 and a B200, and those in half precision
-    beside a naive cast; `compile-time` how long steps that recompute take to compile.
+    beside a naive cast; `wire` what steps on four devices send, in every layout, on
+    H100s and TPUs v5e; `compile-time` how long steps that recompute take to compile.
     `docs` only writes the tables of the committed results into docs/benchmarks.md.
     `device` measures what only a GPU can tell, and has options of its own:
     `python -m benchmarks device --help`.
@@ -131,6 +138,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.attention(options.cuda_libraries)
     elif name == "workloads":
         session.workloads(options.cuda_libraries)
+    elif name == "wire":
+        session.wire(options.cuda_libraries)
     elif name == "compile-time":
         session.compile_time(options.cuda_libraries)
     elif name == "docs":

@@ -23,6 +23,7 @@ from .counts import (
     residuals as residual_counts,
     scaling as scaling_traffic,
     sweep,
+    wire,
 )
 from .device import tables as device_tables
 from .numerics import errors, folds, recipes
@@ -49,6 +50,7 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "attention": attention_counts.tables,
     "workloads": lambda found: [*eight_bits.tables(found), *half.tables(found)],
     "sizes": products.tables,
+    "wire": wire.tables,
     "compile-time": compile_time.tables,
     "folds": folds.tables,
     "recipes": recipes.tables,
@@ -61,7 +63,7 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
         for table in part.tables(found)
     ],
 }
-_PLACE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 # Tables whose results are beside those of others.
@@ -74,7 +76,7 @@ def render(text: str, folder: Path = results.COMMITTED) -> str:
     def fill(place: re.Match[str]) -> str:
         return f"{place[1]}\n{_tables(place[2], folder)}\n\n{place[3]}"
 
-    return _PLACE.sub(fill, text)
+    return PLACE.sub(fill, text)
 
 
 def _tables(name: str, folder: Path) -> str:

@@ -19,6 +19,7 @@ RECIPES = {
     "mxfp8": mpx.MXFP8BlockScaling(),
     "nvfp4": mpx.NVFP4BlockScaling(),
 }
+PALLAS, _BY_KERNEL = "mxfp8 by Pallas", mpx.MXFP8BlockScaling(kernel="pallas")
 
 
 def _is_norm(path: str, leaf: Any) -> bool:
@@ -116,6 +117,12 @@ ARMS = {
         *(
             _autocast_arm(f"{name}{suffix}", recipe=recipe, residual_stream=stream)
             for name, recipe in RECIPES.items()
+            for stream, suffix in (("full", ""), ("half", ", half stream"))
+        ),
+        *(
+            _autocast_arm(
+                f"{PALLAS}{suffix}", recipe=_BY_KERNEL, residual_stream=stream
+            )
             for stream, suffix in (("full", ""), ("half", ", half stream"))
         ),
     )

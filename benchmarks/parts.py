@@ -26,6 +26,7 @@ from .counts import (
     residuals as residual_counts,
     scaling as scaling_traffic,
     sweep,
+    wire,
 )
 from .counts.targets import TARGETS
 from .models.frameworks import UNITS
@@ -180,6 +181,21 @@ class Session:
             [table for part in WORKLOADS for table in part.tables(found)],
             [goal for part in WORKLOADS for goal in part.goals(found)],
         )
+
+    def wire(self, libraries: Path) -> None:
+        """What steps on several devices send, for GPUs and TPUs."""
+        found = self._compiled("wire", "v5e")
+        if found is None:
+            return
+        titles = (TARGETS[name].title for name in wire.TARGETS_OF_WIRE)
+        found.device = f"compiled for {', '.join(titles)}"
+        with self._compiling() as (compiler, progress):
+            cuda = peers.prepare_cuda(libraries, self.console.print)
+            for target in wire.TARGETS_OF_WIRE:
+                is_cuda = TARGETS[target].platform == "cuda"
+                compiler.libraries = cuda if is_cuda else None
+                wire.run(found, compiler, target, progress)
+        self._show(found, wire.tables(found), wire.goals(found))
 
     def compile_time(self, libraries: Path) -> None:
         """CPU seconds that the compiler takes, for an H100."""

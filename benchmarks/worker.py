@@ -170,6 +170,13 @@ def _product_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     return product_counts.build, product_counts.count
 
 
+def _wire_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """The steps of one transformer in many layouts."""
+    from benchmarks.counts import wire
+
+    return wire.build, wire.count
+
+
 STEPS = {
     "vit": _vit_steps,
     "recipes": _recipe_steps,
@@ -179,6 +186,7 @@ STEPS = {
     "eight bits": _eight_bit_steps,
     "half": _half_steps,
     "products": _product_steps,
+    "wire": _wire_steps,
 }
 
 

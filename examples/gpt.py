@@ -1,9 +1,12 @@
 """A small GPT on Python source text, in float32, float16 and bfloat16, side by side.
 
-From top to bottom: config, model, data, training step, training, main. The model is
-plain Flax NNX and knows nothing of precision. What mpx does is in the training step:
-`mpx.autocast` around the loss, `mpx.init_scaling` for the state that it needs, and
-`mpx.nnx` in the place of `nnx.value_and_grad` and `optimizer.update`.
+From top to bottom: config, model, layout, data, training step, training, main. The
+model is plain Flax NNX and knows nothing of precision. `--mesh` divides it over devices
+of one process or of several, and changes nothing but where arrays lie.
+
+What mpx does is in the training step: `mpx.autocast` around the loss,
+`mpx.init_scaling` for the state that it needs, and `mpx.nnx` in the place of
+`nnx.value_and_grad` and `optimizer.update`.
 
 Run it with `python -m examples.gpt` and see `python -m examples.gpt --help`.
 """
@@ -20,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, UInt8
 
 import mpx
@@ -56,7 +59,7 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(runs.RunConfig):
+class Config(runs.MeshConfig):
     """Trains a small GPT in float32 and, under autocast, in float16 and bfloat16."""
 
     steps: int = 600
@@ -91,6 +94,16 @@ class Config(runs.RunConfig):
         super().validate()
         is_positive = self.test_texts >= 1
         runs.require(is_positive, self, "test_texts", "must be at least 1")
+        # What `LAYOUT` divides.
+        for name, axis in [
+            ("width", "fsdp"),
+            ("heads", "tensor"),
+            ("hidden", "tensor"),
+        ]:
+            parts = self.mesh_sizes.get(axis, 1)
+            is_divided = getattr(self.model, name) % parts == 0
+            rule = f"must be a multiple of the devices of {axis}, {parts}"
+            runs.require(is_divided, self.model, name, rule)
         return self
 
 
@@ -165,15 +178,17 @@ class GPT(nnx.Module):
         """The logits of the byte that follows each byte of a text."""
         x = self.embed(text) + self.place(jnp.arange(text.shape[1]))
         mask = nnx.make_causal_mask(text)
-        x = self.run_blocks(x, mask)
+        x = self.run_blocks(runs.pin(x), mask)
         return self.head(self.norm(x))
 
     def run_blocks(self, x: Tokens, mask: Mask) -> Tokens:
         def run(x: Tokens, block: Block, mask: Mask) -> Tokens:
-            return block(x, mask)
+            # Activations stay with their texts, so weights come to them.
+            return runs.pin(block(x, mask))
 
         if self.remat:
-            run = nnx.remat(run)
+            # Hands back what a block has changed, not all of its weights.
+            run = nnx.remat(run, graph_updates=False)
         if self.scan:
             carry = nnx.Carry
             return nnx.scan(run, in_axes=(carry, 0, None), out_axes=carry)(
@@ -182,6 +197,30 @@ class GPT(nnx.Module):
         for block in self.blocks:
             x = run(x, block, mask)
         return x
+
+
+# --- Layout --------------------------------------------------------------------------
+# How weights lie over the devices, by the ends of their names; others lie whole on all.
+LAYOUT = {
+    "embed.embedding": P(None, ("tensor", "fsdp")),
+    "place.embedding": P(None, ("tensor", "fsdp")),
+    "query.kernel": P("fsdp", "tensor", None),
+    "query.bias": P("tensor", None),
+    "key.kernel": P("fsdp", "tensor", None),
+    "key.bias": P("tensor", None),
+    "value.kernel": P("fsdp", "tensor", None),
+    "value.bias": P("tensor", None),
+    "out.kernel": P("tensor", None, "fsdp"),
+    "dense_in.kernel": P("fsdp", "tensor"),
+    "dense_in.bias": P("tensor"),
+    "dense_out.kernel": P("tensor", "fsdp"),
+    "head.kernel": P("fsdp", "tensor"),
+}
+
+
+def pin_all(nodes: Any) -> None:
+    """Says where all arrays lie: weights, and moments, whose names end as theirs."""
+    nnx.update(nodes, runs.pin_by_name(nnx.state(nodes), LAYOUT))
 
 
 # --- Data ----------------------------------------------------------------------------
@@ -213,19 +252,32 @@ def make_optimizer(config: Config, model: GPT) -> nnx.Optimizer:
         is_kernel = lambda path, _: "kernel" in jax.tree_util.keystr(path)  # noqa: E731
         return jax.tree_util.tree_map_with_path(is_kernel, params)
 
-    return nnx.Optimizer(model, runs.make_adamw(config, is_decayed), wrt=nnx.Param)
+    adamw = runs.make_adamw(config, is_decayed)
+    # Moments are made where their weights lie.
+    init = functools.partial(mpx.init_optimizer, adamw)
+    tx = optax.GradientTransformationExtraArgs(init, adamw.update)
+    return nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
 def initial_state(
     config: Config, precision: Precision, texts: Texts
 ) -> tuple[dict[str, Any], Any]:
     """Model and optimizer, in float32, and the state that a precision needs."""
-    rngs = nnx.Rngs(config.seed)
-    model = GPT(config.model, scan=config.scan, remat=config.remat, rngs=rngs)
-    scaling = mpx.init_scaling(in_precision(precision), model, texts)
+
+    @nnx.jit  # so that no device ever holds the whole of what is divided
+    def make() -> dict[str, Any]:
+        rngs = nnx.Rngs(config.seed)
+        model = GPT(config.model, scan=config.scan, remat=config.remat, rngs=rngs)
+        pin_all(model)
+        nodes = {"model": model, "optimizer": make_optimizer(config, model)}
+        pin_all(nodes)
+        return nodes
+
+    nodes = make()
+    scaling = mpx.init_scaling(in_precision(precision), nodes["model"], texts)
     if precision == "float16":
         scaling = config.scaling.make()  # the same, with the options of this run
-    return {"model": model, "optimizer": make_optimizer(config, model)}, scaling
+    return nodes, scaling
 
 
 def make_step(config: Config, precision: Precision, mesh: Mesh) -> Any:
@@ -243,13 +295,11 @@ def make_step(config: Config, precision: Precision, mesh: Mesh) -> Any:
             loss, scaling, has_aux=True, accumulate=config.accumulate
         )(model, texts)
         mpx.nnx.update(optimizer, model, result.grads, result.finite)
-        state = nnx.state((model, optimizer))
+        pin_all((model, optimizer))
         metrics = runs.metrics_of(result, scaling)
-        state, scaling, metrics = jax.lax.with_sharding_constraint(
-            (state, result.scaling, metrics), runs.replicated(mesh)
+        return jax.lax.with_sharding_constraint(
+            (result.scaling, metrics), runs.replicated(mesh)
         )
-        nnx.update((model, optimizer), state)
-        return scaling, metrics
 
     return step
 
@@ -266,6 +316,24 @@ def make_test(precision: Precision) -> Any:
         return mpx.freeze(loss, scaling)(model, texts)
 
     return test
+
+
+def make_monitor(config: Config, precision: Precision) -> Any:
+    """Makes `statistics = watch(model, scaling, texts)`, which changes nothing."""
+    loss = in_precision(precision)
+
+    def gradients(weights: Any, others: Any, graph: Any, scaling: Any, x: Texts) -> Any:
+        result = mpx.nnx.value_and_grad(
+            loss, scaling, has_aux=True, accumulate=config.accumulate
+        )(nnx.merge(graph, weights, others), x)
+        return result.value
+
+    def watch(model: GPT, scaling: Any, texts: Texts) -> mpx.Statistics:
+        graph, weights, others = nnx.split(model, nnx.Param, ...)
+        return monitored(weights, others, graph, scaling, texts)[1]
+
+    monitored = mpx.monitor(gradients)
+    return watch
 
 
 # --- Training ------------------------------------------------------------------------
@@ -297,59 +365,98 @@ def train(
 ) -> tuple[runs.Result, list[runs.Row]]:
     """Trains one model in one precision.
 
-    Runs on all local devices, or those of `mesh`. Without a folder nothing is written,
+    Runs on all devices, or those of `mesh`. Without a folder nothing is written,
     without a display nothing is printed. Where `should_stop` is true before a step, all
     is saved and `runs.Interrupted` raised.
 
     Returns:
         The result, and the metrics of every step.
     """
-    mesh = mesh or runs.data_mesh()
+    mesh = mesh or runs.make_mesh(config.mesh_sizes)
     runs.require_divisible(config, mesh)
-    divided, everywhere = runs.divided(mesh), runs.replicated(mesh)
+    with (
+        jax.set_mesh(mesh),
+        runs.Recorder(config, precision, folder, display) as record,
+    ):
+        first = runs.put(data.batch(0, size=config.batch_size, seed=config.seed), mesh)
+        nodes, scaling = initial_state(config, precision, first)
+        scaling = jax.device_put(scaling, runs.replicated(mesh))
+        model, optimizer = nodes["model"], nodes["optimizer"]
+        test, watch = make_test(precision), make_monitor(config, precision)
 
-    def batch(position: int) -> Texts:
-        texts = data.batch(position, size=config.batch_size, seed=config.seed)
-        return jax.device_put(texts, divided)
+        def score() -> runs.Score:
+            texts = data.test_batches(config.batch_size)
+            parts = [test(model, scaling, runs.put(part, mesh)) for part in texts]
+            loss, accuracy = np.mean(jax.device_get(parts), axis=0)
+            return runs.Score(float(accuracy), float(loss))
 
-    nodes, scaling = initial_state(config, precision, batch(0))
-    put_arrays(nodes, jax.device_put(arrays_of(nodes), everywhere))
-    scaling = jax.device_put(scaling, everywhere)
-    model, optimizer = nodes["model"], nodes["optimizer"]
-    test = make_test(precision)
-
-    def score() -> runs.Score:
-        parts = [
-            test(model, scaling, jax.device_put(texts, divided))
-            for texts in data.test_batches(config.batch_size)
-        ]
-        loss, accuracy = np.mean(jax.device_get(parts), axis=0)
-        return runs.Score(float(accuracy), float(loss))
-
-    with runs.Recorder(config, precision, folder, display) as recorder:
-        arrays, scaling = recorder.restore((arrays_of(nodes), scaling))
+        arrays, scaling = record.restore((arrays_of(nodes), scaling))
         put_arrays(nodes, arrays)
         step = make_step(config, precision, mesh)
-        step = step.lower(model, optimizer, scaling, batch(0)).compile()
-        recorder.start(step.memory_analysis())
-        for position in range(recorder.position, config.steps):
+        step = step.lower(model, optimizer, scaling, first).compile()
+        record.start(step.memory_analysis())
+        batches = data.batches(
+            config.batch_size, config.seed, record.position, config.steps
+        )
+        for texts in batches:
             if should_stop():
-                recorder.interrupt((arrays_of(nodes), scaling))
-            scaling, metrics = step(model, optimizer, scaling, batch(position))
-            recorder.add(metrics)  # stays on the device
-            if recorder.is_due():
-                recorder.look((arrays_of(nodes), scaling), score)
+                record.interrupt((arrays_of(nodes), scaling))
+            if record.is_watched():
+                record.watch(watch(model, scaling, runs.put(texts, mesh)))
+            scaling, metrics = step(model, optimizer, scaling, runs.put(texts, mesh))
+            record.add(metrics, texts)  # metrics stay on the device
+            if record.is_due():
+                record.look((arrays_of(nodes), scaling), score)
                 most = config.scaling.max_skipped_in_a_row
                 weights = nnx.state(model, nnx.Param)
                 mpx.check(scaling, weights, max_skipped_in_a_row=most)
         weights = nnx.state(model, nnx.Param)
-        return recorder.result(score, scaling.skipped, weights), recorder.rows
+        return record.result(score, scaling.skipped, weights), record.rows
+
+
+def state_before(
+    config: Config, data: TextData, bad: runs.BadStep, mesh: Mesh | None = None
+) -> tuple[dict[str, Any], Any]:
+    """Model, optimizer and scaling as a skipped step had them, bit for bit."""
+    mesh = mesh or runs.make_mesh(config.mesh_sizes)
+    with jax.set_mesh(mesh):
+        first = runs.put(bad.batch, mesh)
+        nodes, scaling = initial_state(config, bad.precision, first)
+        scaling = jax.device_put(scaling, runs.replicated(mesh))
+        (arrays, scaling), start = bad.restore((arrays_of(nodes), scaling))
+        put_arrays(nodes, arrays)
+        step = make_step(config, bad.precision, mesh)
+        stop = bad.step - 1
+        for texts in data.batches(config.batch_size, config.seed, start, stop):
+            both = nodes["model"], nodes["optimizer"]
+            scaling, _ = step(*both, scaling, runs.put(texts, mesh))
+    bad.require_same(scaling.loss_scale)
+    return nodes, scaling
+
+
+def blame(config: Config, data: TextData, bad: runs.BadStep) -> mpx.BlameReport:
+    """Makes a skipped step again and looks for what went bad in it."""
+    nodes, scaling = state_before(config, data, bad)
+    graph, weights, others = nnx.split(nodes["model"], nnx.Param, ...)
+
+    def loss(weights: Any, texts: Texts) -> tuple[Array, Array]:
+        return loss_and_accuracy(nnx.merge(graph, weights, others), texts)
+
+    loss = mpx.autocast(loss, **AUTOCAST[bad.precision])
+    replay = mpx.blame(loss, scaling, has_aux=True, accumulate=config.accumulate)
+    return replay(weights, jnp.asarray(bad.batch))
 
 
 # --- Main ----------------------------------------------------------------------------
 def run(config: Config, display: runs.Display, stop: runs.Stop) -> None:
-    """Trains every precision, then writes and prints what came out."""
+    """Trains every precision, then writes and prints what came out.
+
+    With `--blame` it trains nothing, and says what went bad in a step of a run.
+    """
     data = load_data(config)
+    if config.blame is not None:
+        blame_one = functools.partial(blame, config, data)
+        return runs.blame_all(config, config.blame, display, blame_one)
     labels = runs.Labels(
         title=f"GPT on {data.name}",
         data=data.summary,

@@ -86,6 +86,7 @@ class Config(runs.RunConfig):
 
     def validate(self) -> "Config":
         super().validate()
+        runs.require(self.monitor is None, self, "monitor", "is for examples.gpt")
         runs.require(self.workers >= 1, self, "workers", "must be at least 1")
         runs.require(0 <= self.fold < 5, self, "fold", "must be 0, 1, 2, 3 or 4")
         return self
@@ -307,17 +308,21 @@ def make_step(config: Config, precision: Precision, mesh: Mesh) -> Any:
     @eqx.filter_jit(donate="all-except-first")
     def step(batch: Batch, state: TrainState) -> tuple[TrainState, runs.Metrics]:
         model, opt_state, scaling = state
-        key = None
-        if config.model.dropout > 0:
-            key = jax.random.fold_in(jax.random.key(config.seed), scaling.steps)
         result = mpx.filter_value_and_grad(
             loss, scaling, has_aux=True, accumulate=config.accumulate
-        )(model, batch, key)
+        )(model, batch, key_of(config, scaling))
         state = TrainState(*mpx.optimizer_step(model, optimizer, opt_state, result))
         metrics = runs.metrics_of(result, scaling)
         return eqx.filter_shard((state, metrics), runs.replicated(mesh))
 
     return step
+
+
+def key_of(config: Config, scaling: Any) -> Key:
+    """The key of dropout in a step, which the steps before it make."""
+    if config.model.dropout == 0:
+        return None
+    return jax.random.fold_in(jax.random.key(config.seed), scaling.steps)
 
 
 def make_test(precision: Precision, in_precision: Callable[..., Any]) -> Any:
@@ -343,12 +348,18 @@ def make_test(precision: Precision, in_precision: Callable[..., Any]) -> Any:
 
 
 # --- Training ------------------------------------------------------------------------
+def in_step(precision: Precision) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What the gradient function is given: the loss, and options."""
+    return in_precision(loss_and_accuracy, precision), {}
+
+
 class Style(NamedTuple):
     """What is another one in `examples.vit_explicit`."""
 
     model: Callable[..., VisionTransformer] = VisionTransformer
     in_precision: Callable[..., Any] = in_precision
     make_step: Callable[..., Any] = make_step
+    in_step: Callable[..., Any] = in_step
 
 
 def train(
@@ -378,10 +389,7 @@ def train(
         "image": jnp.zeros((size, *data.image_shape), device=divided),
         "label": jnp.zeros(size, jnp.int32, device=divided),
     }
-    key = jax.random.key(config.seed)
-    model = style.model(config.model, data.image_shape, data.classes, key)
-    state = initial_state(config, precision, model, batch)
-    state = eqx.filter_shard(state, runs.replicated(mesh))
+    state = first_state(config, precision, data, style, batch, mesh)
     test = make_test(precision, style.in_precision)
 
     def score() -> runs.Score:
@@ -400,7 +408,7 @@ def train(
             if should_stop():
                 recorder.interrupt(state)
             state, metrics = step(jax.device_put(batch, divided), state)
-            recorder.add(metrics)  # stays on the device
+            recorder.add(metrics, batch)  # metrics stay on the device
             if recorder.is_due():
                 recorder.look(state, score)
                 most = config.scaling.max_skipped_in_a_row
@@ -409,15 +417,69 @@ def train(
         return recorder.result(score, state.scaling.skipped, weights), recorder.rows
 
 
+def first_state(
+    config: Config,
+    precision: Precision,
+    data: ImageData,
+    style: Style,
+    batch: Batch,
+    mesh: Mesh,
+) -> TrainState:
+    """The initial state, whole on every device."""
+    key = jax.random.key(config.seed)
+    model = style.model(config.model, data.image_shape, data.classes, key)
+    state = initial_state(config, precision, model, batch)
+    return eqx.filter_shard(state, runs.replicated(mesh))
+
+
+def state_before(
+    config: Config,
+    data: ImageData,
+    bad: runs.BadStep,
+    *,
+    style: Style = Style(),  # noqa: B008
+    mesh: Mesh | None = None,
+) -> TrainState:
+    """The state as a skipped step had it, bit for bit."""
+    mesh = mesh or runs.data_mesh()
+    batch = jax.device_put(bad.batch, runs.divided(mesh))
+    state = first_state(config, bad.precision, data, style, batch, mesh)
+    state, start = bad.restore(state)
+    step = style.make_step(config, bad.precision, mesh)
+    for batch in batches(data.train, config.workers, start, bad.step - 1):
+        state, _ = step(jax.device_put(batch, runs.divided(mesh)), state)
+    bad.require_same(state.scaling.loss_scale)
+    return state
+
+
+def blame(
+    config: Config,
+    data: ImageData,
+    bad: runs.BadStep,
+    style: Style = Style(),  # noqa: B008
+) -> mpx.BlameReport:
+    """Makes a skipped step again and looks for what went bad in it."""
+    model, _, scaling = state_before(config, data, bad, style=style)
+    loss, options = style.in_step(bad.precision)
+    replay = mpx.blame(loss, scaling, True, accumulate=config.accumulate, **options)
+    return replay(model, jax.tree.map(jnp.asarray, bad.batch), key_of(config, scaling))
+
+
 # --- Main ----------------------------------------------------------------------------
 def run(
     config: Config,
     display: runs.Display,
     stop: runs.Stop,
-    train: Callable[..., Any] = train,
+    style: Style = Style(),  # noqa: B008
 ) -> None:
-    """Trains every precision, then writes and prints what came out."""
+    """Trains every precision, then writes and prints what came out.
+
+    With `--blame` it trains nothing, and says what went bad in a step of a run.
+    """
     data = load_data(config)
+    if config.blame is not None:
+        blame_one = functools.partial(blame, config, data, style=style)
+        return runs.blame_all(config, config.blame, display, blame_one)
     labels = runs.Labels(
         title=f"ViT on {data.name}" + ", explicit" * (config.style == "explicit"),
         data=data.summary,
@@ -428,7 +490,7 @@ def run(
         held_out="images",
         score="test\naccuracy",
     )
-    train_one = functools.partial(train, config, data=data)
+    train_one = functools.partial(train, config, data=data, style=style)
     runs.train_all(config, labels, display, stop, train_one)
 
 

@@ -93,27 +93,25 @@ def is_norm(path: str, leaf: Any) -> bool:
     return ".layer_norm." in path
 
 
+def in_step(precision: Precision) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What the gradient function is given: the loss, and what to cast to."""
+    if precision == "float32":
+        return loss_and_accuracy, {"use_mixed_precision": False}
+    policy = f"params=float32,compute={precision},output=float32"
+    return loss_and_accuracy, {"policy": policy, "keep": is_norm}
+
+
 def make_step(config: Config, precision: Precision, mesh: Mesh) -> Any:
     """The step of `examples.vit`, but for what casts: the gradient function."""
     optimizer = vit.make_optimizer(config)
-    half: dict[str, Any] = {"use_mixed_precision": False}
-    if precision != "float32":
-        policy = f"params=float32,compute={precision},output=float32"
-        half = {"policy": policy, "keep": is_norm}
+    loss, options = in_step(precision)
 
     @eqx.filter_jit(donate="all-except-first")
     def step(batch: Batch, state: TrainState) -> tuple[TrainState, runs.Metrics]:
         model, opt_state, scaling = state
-        key = None
-        if config.model.dropout > 0:
-            key = jax.random.fold_in(jax.random.key(config.seed), scaling.steps)
         result = mpx.filter_value_and_grad(
-            loss_and_accuracy,
-            scaling,
-            has_aux=True,
-            accumulate=config.accumulate,
-            **half,
-        )(model, batch, key)
+            loss, scaling, has_aux=True, accumulate=config.accumulate, **options
+        )(model, batch, vit.key_of(config, scaling))
         state = TrainState(*mpx.optimizer_step(model, optimizer, opt_state, result))
         metrics = runs.metrics_of(result, scaling)
         return eqx.filter_shard((state, metrics), runs.replicated(mesh))
@@ -126,9 +124,9 @@ def in_precision(func: Callable[..., Any], precision: Precision) -> Callable[...
     return mpx.cast_function(func, precision, "float32")
 
 
-STYLE = vit.Style(VisionTransformer, in_precision, make_step)
+STYLE = vit.Style(VisionTransformer, in_precision, make_step, in_step)
 train = functools.partial(vit.train, style=STYLE)
-run = functools.partial(vit.run, train=train)
+run = functools.partial(vit.run, style=STYLE)
 
 if __name__ == "__main__":
     sys.exit(

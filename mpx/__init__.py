@@ -73,6 +73,7 @@ from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._grad import Accumulation as Accumulation
 from ._grad import GradientResult as GradientResult
+from ._init_optimizer import init_optimizer as init_optimizer
 from ._optimizer import optimizer_update as optimizer_update
 from ._optimizer import optimizer_step as optimizer_step
 from ._optimizer import skip_nonfinite as skip_nonfinite
@@ -81,12 +82,26 @@ from ._stored_weights import dequantize_weights as dequantize_weights
 from ._stored_weights import StoredWeight as StoredWeight
 from ._master_weights import master_weights as master_weights
 from ._check import check as check
+from ._guard import guard as guard
 from ._inspect import explain as explain
 from ._inspect import Island as Island
 from ._inspect import Operation as Operation
 from ._inspect import Report as Report
 from ._inspect import Totals as Totals
+from ._blame import blame as blame
+from ._blame import BlameReport as BlameReport
+from ._blame import Culprit as Culprit
+from ._blame import Verdict as Verdict
+from ._watch import monitor as monitor
+from ._watch import heat_map as heat_map
+from ._watch import Statistics as Statistics
+from ._watch import TensorStatistics as TensorStatistics
+from ._watch import FormatStatistics as FormatStatistics
+from ._watch import compare as compare
+from ._watch import Comparison as Comparison
+from ._watch import Closeness as Closeness
 from ._contract import expect as expect
+from ._watch import expect_close as expect_close
 from ._contract import ContractError as ContractError
 
 if _TYPE_CHECKING:
@@ -153,6 +168,7 @@ __all__ = [
     "value_and_grad",
     "Accumulation",
     "GradientResult",
+    "init_optimizer",
     "optimizer_update",
     "optimizer_step",
     "skip_nonfinite",
@@ -161,12 +177,26 @@ __all__ = [
     "StoredWeight",
     "master_weights",
     "check",
+    "guard",
     "explain",
     "Island",
     "Operation",
     "Report",
     "Totals",
+    "blame",
+    "BlameReport",
+    "Culprit",
+    "Verdict",
+    "monitor",
+    "heat_map",
+    "Statistics",
+    "TensorStatistics",
+    "FormatStatistics",
+    "compare",
+    "Comparison",
+    "Closeness",
     "expect",
+    "expect_close",
     "ContractError",
 ]
 

@@ -26,6 +26,39 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def spans_devices(leaf: object) -> bool:
+    """Whether an array, as far as its type says, lies on a mesh of several devices."""
+    mesh = _mesh_of(leaf)
+    return mesh is not None and mesh.size > 1
+
+
+def _mesh_of(leaf: object) -> Any:
+    """The mesh that an array lies on, as far as its type says; None without one."""
+    if not isinstance(leaf, jax.Array):
+        return None
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return None if mesh is None or mesh.empty else mesh
+
+
+def mesh_of(leaves: Sequence[Any]) -> Any:
+    """The mesh that is set, or else the one that arrays lie on; None without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    meshes = (_mesh_of(leaf) for leaf in leaves)
+    return next((one for one in meshes if one is not None), None)
+
+
+def is_on_a_mesh() -> bool:
+    """Whether the code being traced is for several devices, as a mesh that is set says.
+
+    So does `shard_map`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1
+
+
 def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     """Binds the primitive of a jaxpr's equation to new operands.
 
@@ -148,11 +181,27 @@ def stack(arrays: Sequence[Any]) -> Array:
 
 def varying_axes(x: object) -> frozenset[str]:
     """The axes of `shard_map` on which a value varies; empty where nobody checks."""
-    kind = jax.typeof(x)
+    return type_varies_on(jax.typeof(x))
+
+
+def type_varies_on(kind: object) -> frozenset[str]:
+    """The axes of `shard_map` on which values of a type vary."""
     found = getattr(kind, "manual_axis_type", None)
     if found is not None:
         return frozenset(found.varying)
     return frozenset(getattr(kind, "vma", ()))
+
+
+def shape_varying_like(
+    x: object, shape: tuple[int, ...], dtype: object
+) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a result that varies on the axes of `shard_map` that `x` does.
+
+    A kernel of Pallas has to say so.
+    """
+    kind: Any = jax.typeof(x)
+    make: Any = jax.ShapeDtypeStruct
+    return make(shape, dtype, manual_axis_type=kind.manual_axis_type)
 
 
 def as_varying(x: object, axes: frozenset[str]) -> Any:

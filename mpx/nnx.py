@@ -34,14 +34,16 @@ takes the dtype that the Variable had.
 This module needs Flax and imports it; `import mpx` does neither.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from flax import nnx as _nnx
 from jaxtyping import PyTree
 
+from ._blame import BlameReport, StepOf, blamed, refuse_tracers
 from ._errors import at_path, describe, listing
 from ._grad import (
     Accumulation,
@@ -58,7 +60,7 @@ from ._tree import bool_scalar, path_text, select_tree
 from ._typing import BoolLike, DTypeLike, LeafPredicate
 from ._wraps import wraps
 
-__all__ = ["grad", "value_and_grad", "update"]
+__all__ = ["grad", "value_and_grad", "blame", "update"]
 
 
 def grad(
@@ -179,6 +181,77 @@ def value_and_grad(
     return _function_of_objects(call, func, scaling, argnums, True, options)
 
 
+def blame(
+    func: Callable[..., PyTree],
+    scaling: AbstractLossScaling | None,
+    *,
+    argnums: int | _nnx.DiffState | Sequence[int | _nnx.DiffState] = 0,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    policy: Policy | str | None = None,
+    keep: LeafPredicate | None = None,
+    accumulate: int | Accumulation = 1,
+    accumulate_dtype: DTypeLike | None = None,
+    above: float | None = None,
+) -> Callable[..., BlameReport]:
+    """Replays a step and says what made it bad, in the place of `mpx.blame`.
+
+    Arguments are those of `value_and_grad`; the objects stay as they are.
+
+    Args:
+        func: The loss function.
+        scaling: The loss scaling that the step had: `scaling.of_bad_step()`.
+        argnums: As in `value_and_grad`, like the options below.
+        has_aux: `func` returns `(loss, aux)`.
+        use_mixed_precision: False: in full precision.
+        policy: The policy.
+        keep: Which leaves are not cast.
+        accumulate: Micro-batches.
+        accumulate_dtype: What gradients of a weight's uses are summed in.
+        above: Numbers of larger magnitude count as bad, too.
+
+    Returns:
+        A function of the arguments of `func` that returns a `mpx.BlameReport`.
+
+    Raises:
+        TypeError: As `value_and_grad` and `mpx.blame` do.
+        ValueError: As `value_and_grad` and `mpx.blame` do.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx.nnx
+        >>> from flax import nnx
+        >>> model = nnx.Param(jnp.array([0.0]))
+        >>> loss = lambda w: jnp.sum(jnp.log(w[...]))
+        >>> report = mpx.nnx.blame(loss, mpx.NoLossScaling(), policy="bfloat16")(model)
+        >>> report.first.primitive, report.first.reason
+        ('log', 'the logarithm of zero')
+    """
+    call = "`mpx.nnx.blame`"
+    options = Options(
+        has_aux, use_mixed_precision, policy, keep, accumulate, accumulate_dtype
+    )
+    filters = _checked(call, func, scaling, argnums, True, options)
+
+    @wraps(func)
+    def replay(*args: PyTree, **kwargs: PyTree) -> BlameReport:
+        refuse_tracers((scaling, args, kwargs), call)
+        with _pure_call(call, filters, argnums, options, args, kwargs) as pure:
+            step = StepOf(
+                func=func,
+                scaling=scaling,
+                argnums=pure.argnums,
+                options=pure.options,
+                args=pure.args_with(func),
+                kwargs=pure.parts.kwargs,
+                count=len(args),
+                pure=pure.of,
+                args_with=pure.args_with,
+            )
+            return blamed(step, above)
+
+    return replay
+
+
 def update(
     optimizer: _nnx.Optimizer,
     model: PyTree,
@@ -257,56 +330,111 @@ def _function_of_objects(
     with_value: bool,
     options: Options,
 ) -> Callable[..., GradientResult]:
-    filters = _filters(argnums, call)
-    several = not isinstance(argnums, int | _nnx.DiffState)
-    refuse_method(func, call)
-    # What is wrong about the options is said now, and not at the first call.
-    positions = tuple(filters) if several else next(iter(filters))
-    gradient_function(call, func, scaling, positions, with_value, options)
-    how = options.accumulate
-    how = how if isinstance(how, Accumulation) else Accumulation(how)
+    filters = _checked(call, func, scaling, argnums, with_value, options)
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> GradientResult:
-        inside = positions_in_call(tuple(filters), len(args), call)
-        wanted = dict(zip(inside, filters.values(), strict=True))
-        with taken_apart(call, args, kwargs, wanted) as parts:
-            for position in inside:
-                refuse_weights(parts.args[position], position, call)
-            extra = len(args)
-
-            # With the marks of `func`, by which an autocast function is known.
-            @wraps(func)
-            def pure(*full: PyTree, **kwargs: PyTree) -> PyTree:
-                *args, (fixed, func), state = full
-                result, state, others = parts.call(
-                    func, args, kwargs, fixed, state, how.steps > 1
-                )
-                if not options.has_aux:
-                    return result, (None, state, others)
-                if not isinstance(result, tuple) or len(result) != 2:
-                    return result  # the engine says what is wrong about it
-                return result[0], (result[1], state, others)
-
+        with _pure_call(call, filters, argnums, options, args, kwargs) as pure:
             transformed = gradient_function(
-                call,
-                pure,
-                scaling,
-                inside if several else inside[0],
-                with_value,
-                dataclasses.replace(
-                    options,
-                    has_aux=True,
-                    keep=_keep(options.keep, extra),
-                    accumulate=_accumulation(how, parts, extra),
-                ),
+                call, pure.of(func), scaling, pure.argnums, with_value, pure.options
             )
-            result = transformed(
-                *parts.args, (parts.fixed, func), parts.state, **parts.kwargs
-            )
-            return _finished(parts, result, options.has_aux)
+            result = transformed(*pure.args_with(func), **pure.parts.kwargs)
+            return _finished(pure.parts, result, options.has_aux)
 
     return wrapper
+
+
+def _checked(
+    call: str,
+    func: Callable[..., PyTree],
+    scaling: AbstractLossScaling | None,
+    argnums: object,
+    with_value: bool,
+    options: Options,
+) -> dict[int, Any]:
+    """The filters of what is differentiated.
+
+    What is wrong about the options is said now, and not at the first call.
+    """
+    filters = _filters(argnums, call)
+    refuse_method(func, call)
+    positions = tuple(filters) if _are_several(argnums) else next(iter(filters))
+    gradient_function(call, func, scaling, positions, with_value, options)
+    return filters
+
+
+def _are_several(argnums: object) -> bool:
+    return not isinstance(argnums, int | _nnx.DiffState)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PureCall:
+    """A call with objects as one of trees, which changes nothing.
+
+    Attributes:
+        parts: The arguments, taken apart.
+        argnums: The positions that are differentiated.
+        options: The options of the gradient function of trees.
+        has_aux: Whether the user's function has aux.
+        may_repeat: Whether there are micro-batches.
+    """
+
+    parts: Parts
+    argnums: int | tuple[int, ...]
+    options: Options
+    has_aux: bool
+    may_repeat: bool
+
+    def of(self, func: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """A function of trees that calls this one, or one like it."""
+        parts = self.parts
+
+        # With the marks of `func`, by which an autocast function is known.
+        @wraps(func)
+        def pure(*full: PyTree, **kwargs: PyTree) -> PyTree:
+            *args, (fixed, func), state = full
+            result, state, others = parts.call(
+                func, args, kwargs, fixed, state, self.may_repeat
+            )
+            if not self.has_aux:
+                return result, (None, state, others)
+            if not isinstance(result, tuple) or len(result) != 2:
+                return result  # the engine says what is wrong about it
+            return result[0], (result[1], state, others)
+
+        return pure
+
+    def args_with(self, func: Callable[..., PyTree]) -> tuple[PyTree, ...]:
+        """The arguments of that function."""
+        return (*self.parts.args, (self.parts.fixed, func), self.parts.state)
+
+
+@contextlib.contextmanager
+def _pure_call(
+    call: str,
+    filters: dict[int, Any],
+    argnums: object,
+    options: Options,
+    args: PyTree,
+    kwargs: PyTree,
+) -> Iterator[_PureCall]:
+    """Takes a call apart; within the context it may be run."""
+    inside = positions_in_call(tuple(filters), len(args), call)
+    wanted = dict(zip(inside, filters.values(), strict=True))
+    how = options.accumulate
+    how = how if isinstance(how, Accumulation) else Accumulation(how)
+    with taken_apart(call, args, kwargs, wanted) as parts:
+        for position in inside:
+            refuse_weights(parts.args[position], position, call)
+        extra = len(args)
+        of_trees = dataclasses.replace(
+            options,
+            has_aux=True,
+            keep=_keep(options.keep, extra),
+            accumulate=_accumulation(how, parts, extra),
+        )
+        positions = inside if _are_several(argnums) else inside[0]
+        yield _PureCall(parts, positions, of_trees, options.has_aux, how.steps > 1)
 
 
 def _finished(parts: Parts, result: GradientResult, has_aux: bool) -> GradientResult:

@@ -140,8 +140,11 @@ def of_examples() -> Iterator[tuple[str, str, Thunk]]:
     def gpt_step(precision: Any) -> str:
         texts = jnp.zeros((images, 9), jnp.uint8)
         parts, scaling = gpt.initial_state(of_gpt, precision, texts)
-        step = gpt.make_step(of_gpt, precision, mesh)
-        return normal(step.lower(**parts, scaling=scaling, texts=texts).as_text())
+        three_axes = runs.make_mesh()
+        with jax.set_mesh(three_axes):
+            step = gpt.make_step(of_gpt, precision, three_axes)
+            lowered = step.lower(**parts, scaling=scaling, texts=texts)
+        return normal(lowered.as_text())
 
     for precision in precisions.AUTOCAST:
         yield "vit", precision, lambda p=precision: vit_step(p)

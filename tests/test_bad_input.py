@@ -122,12 +122,17 @@ POLICIES = [
     ]
 ] + [
     Case(
-        f"reserved {name}",
-        lambda name=name: mpx.Policy("f32", "f16", "f32", **{name: "f32"}),
-        NotImplementedError,
-        f"`{name}` of `mpx.Policy` is reserved",
+        f"{name} {dtype}",
+        lambda name=name, dtype=dtype: mpx.Policy("f32", "f16", "f32", **{name: dtype}),
+        ValueError,
+        f"`{name}` of `mpx.Policy` must {rule}",
     )
-    for name in ("grad_dtype", "reduce_dtype", "gather_dtype")
+    for name, dtype, rule in (
+        ("grad_dtype", "f16", "have the range of float32"),
+        ("reduce_dtype", "bf16", "be the dtype that is computed in"),
+        ("reduce_dtype", "float8_e4m3fn", "be the dtype that is computed in"),
+        ("gather_dtype", "bf16", "be the dtype that is computed in"),
+    )
 ]
 
 SCALINGS = [

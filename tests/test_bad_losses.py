@@ -73,6 +73,7 @@ def test_a_bad_loss_changes_counters_only(value):
             "skipped_in_a_row",
             "places",
             "places_seen",
+            "last_bad",
         )
     }
 

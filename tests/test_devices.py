@@ -4,6 +4,7 @@ Eight virtual CPU devices stand in for a machine with eight accelerators.
 """
 
 import functools
+import hashlib
 import json
 import os
 import socket
@@ -19,6 +20,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
 
+from .autocast.test_gathers import (
+    CONSTRAINT,
+    RECIPES,
+    RESHARD,
+    SHARD_MAP,
+    WHOLE,
+    arguments,
+    loss_in,
+    mesh_for,
+    whole as matrices,
+)
 from .grad.cases import close, loss, params, same_bits, uniform
 
 STEPS, BATCH = 20, 16
@@ -167,55 +179,172 @@ def test_pmap():
     agree(train(place))
 
 
+# --- One result on any number of devices ----------------------------------------------
+
 BLOCKS = 8
+ORDERED = mpx.Accumulation(BLOCKS, axes="batch", in_order=True)
 
 
-def train_in_blocks(devices):
-    """Twenty steps on so many devices; gradients of 8 blocks are summed in order."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("batch",))
-
-    def inner(w, scaling, x, y):
-        def block(_, rows):
-            result = mpx.filter_grad(loss, scaling, policy=FLOAT16)(w, *rows)
-            return None, (result.grads, result.finite)
-
-        split = lambda v: v.reshape(BLOCKS // devices, -1, v.shape[-1])  # noqa: E731
-        _, (grads, finite) = jax.lax.scan(block, None, (split(x), split(y)))
-        # float32 before the sum over devices, and not a half precision number in it.
-        assert {v.dtype for v in jax.tree.leaves(grads)} == {np.dtype("float32")}
-        grads, finite = jax.lax.all_gather((grads, finite), "batch", tiled=True)
-        finite = finite.all()
-        new = jax.tree.map(
-            lambda w, g: w - 0.02 / BLOCKS * functools.reduce(jnp.add, list(g)),
-            w,
-            grads,
-        )
-        return mpx.select_tree(finite, new, w), scaling.adjust(finite), finite
-
-    run = jax.shard_map(
-        inner,
-        mesh=mesh,
-        in_specs=(P(), P(), P("batch"), P("batch")),
-        out_specs=(P(), P(), P()),
-        check_vma=False,
-    )
-    return train(jax.jit(run))
+def layers(w, x, y):
+    hidden = jax.nn.gelu(x @ w["a"] + w["b"][None])
+    return jnp.mean((hidden @ w["c"] @ w["d"] - y).astype(jnp.float32) ** 2)
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
-def test_an_ordered_sum_gives_equal_bits_on_any_number_of_devices(mesh, devices):
-    """Elsewhere gradients are summed over devices in half precision, up to 1e-2 off."""
-    w, decisions, scales, scaling = train_in_blocks(devices)
-    expected, expected_decisions, expected_scales, expected_scaling = in_blocks_on_one()
-    assert same_bits(w, expected)
-    assert decisions == expected_decisions and scales == expected_scales
-    assert same_bits(scaling.skipped, expected_scaling.skipped)
-    close(w, on_one_device()[0], 1e-3)
+def first_layers():
+    shapes = {"a": (16, 32), "b": (32,), "c": (32, 32), "d": (32, 16)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {
+        name: np.asarray(jax.random.normal(key, shape) * 0.3)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+ARMS = ("float16", "bfloat16", "delayed", "current")
+
+
+def train_in_order(mesh, arm, is_divided):
+    """Three steps with a bad one between them; digests of all arrays of the state."""
+    w, options, scaling = first_layers(), {}, mpx.NoLossScaling()
+    x, y = (np.array(uniform(i, 3, 64, 16)) for i in range(2))
+    x[1, 5, 0] = np.inf
+    loss, recipes = layers, {"delayed": mpx.DelayedScaling()}
+    recipes["current"] = mpx.Float8CurrentScaling()
+    if arm == "float16":
+        options["policy"], scaling = FLOAT16, mpx.DynamicLossScaling(2.0**10)
+    else:
+        loss = mpx.autocast(layers, recipe=recipes.get(arm))
+    if arm in recipes:
+        scaling = mpx.init_scaling(loss, w, x[0], y[0])
+    sharded, whole = NamedSharding(mesh, P("batch")), NamedSharding(mesh, P())
+    lies = sharded if is_divided else whole
+
+    @functools.partial(jax.jit, out_shardings=(lies, whole, lies))
+    def step(w, scaling, moments, x, y):
+        gradient = mpx.filter_grad(loss, scaling, accumulate=ORDERED, **options)
+        result = gradient(w, x, y)
+        moved = jax.tree.map(lambda m, g: 0.9 * m + g, moments, result.grads)
+        new = jax.tree.map(lambda w, m: w - 0.1 * m, w, moved)
+        new = mpx.select_tree(result.finite, (new, moved), (w, moments))
+        return new[0], result.scaling, new[1]
+
+    def put(tree, sharding):
+        def one(leaf):
+            make = lambda index: np.asarray(leaf)[index]  # noqa: E731
+            return jax.make_array_from_callback(np.shape(leaf), sharding, make)
+
+        return jax.tree.map(one, tree)
+
+    state = put(w, lies), put(scaling, whole), put(jax.tree.map(np.zeros_like, w), lies)
+    for rows in zip(x, y, strict=True):
+        state = step(*state, *put(rows, sharded))
+    gathered = jax.jit(lambda state: state, out_shardings=whole)(state)
+    # A digest: what a process prints has to fit into a pipe that nobody reads yet.
+    parts = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(gathered)]
+    return [hashlib.sha256(part).hexdigest()[:16] for part in parts]
 
 
 @functools.cache
-def in_blocks_on_one():
-    return train_in_blocks(1)
+def in_order_on(devices, arm, is_divided):
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("batch",))
+    return train_in_order(mesh, arm, is_divided)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(
+    ("devices", "is_divided"),
+    [
+        (8, True),
+        (2, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, True), (2, True), (4, False), (4, True), (8, False))
+        ),
+    ],
+)
+def test_a_step_in_order_has_equal_bits_on_any_number_of_devices(
+    mesh, devices, is_divided, arm
+):
+    """Data parallel and with divided weights; of weights, moments and the scaling."""
+    assert in_order_on(devices, arm, is_divided) == in_order_on(1, arm, False)
+
+
+# --- Layouts, precisions, and who places arrays -------------------------------------
+
+TABLE = [
+    (how, arm)
+    for how in (WHOLE, CONSTRAINT, RESHARD, SHARD_MAP)
+    for arm in ("explicit float16", "autocast", "delayed", "current")
+]
+
+
+def laid_out(how, arm):
+    """How far loss and gradients of a step are from those of one device in float32.
+
+    And whether it is a good step, and one with a NaN in a row.
+    """
+    mesh = mesh_for(how)
+    options, scaling = {}, mpx.NoLossScaling()
+    with jax.set_mesh(mesh):
+        loss = loss_in(mesh, how, matrices)
+        if arm == "explicit float16":
+            options["policy"], scaling = FLOAT16, mpx.DynamicLossScaling(2.0**4)
+        else:
+            loss = mpx.autocast(loss, recipe=RECIPES.get(arm))
+        w, x = arguments(mesh)
+        if arm == "delayed":
+            scaling = mpx.init_scaling(loss, w, x)
+
+        @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
+        def run(scaling, w, x):
+            result = mpx.filter_value_and_grad(loss, scaling, **options)(w, x)
+            return result.value, result.grads, result.finite
+
+        value, grads, finite = run(scaling, w, x)
+        *_, finite_again = run(scaling, *arguments(mesh, last=np.nan))
+    expected, expected_grads = laid_out_on_one_device()
+    errors = [abs(float(value) / expected - 1)]
+    for name, g in expected_grads.items():
+        error = np.linalg.norm(np.asarray(grads[name], "f") - g) / np.linalg.norm(g)
+        errors.append(float(error))
+    return [max(errors), bool(finite), bool(finite_again)]
+
+
+@functools.cache
+def laid_out_on_one_device():
+    mesh = Mesh(np.array(jax.local_devices()[:1]), ("data",))
+    w, x = arguments(mesh)
+    value, grads = jax.jit(jax.value_and_grad(loss_in(mesh, WHOLE, matrices)))(w, x)
+    return float(value), jax.tree.map(np.asarray, grads)
+
+
+def agrees_with_one_device(outcome, arm):
+    """As near as rounding lets it be, good at first and bad with a NaN."""
+    error, finite, finite_again = outcome
+    assert finite and not finite_again
+    assert error < (0.1 if arm in RECIPES else 0.01)
+
+
+@pytest.mark.parametrize(("how", "arm"), TABLE)
+def test_every_layout_has_the_gradients_of_one_device(mesh, how, arm):
+    agrees_with_one_device(laid_out(how, arm), arm)
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+@pytest.mark.parametrize(("reduce", "fits"), [("float32", True), ("float16", False)])
+def test_one_reduce_dtype_makes_one_decision_on_any_number_of_devices(
+    mesh, reduce, fits, is_divided
+):
+    """Sums of 131,072, which float16 has not: on one device and on eight."""
+    low = mpx.autocast(lambda w, x: 128 * jnp.sum(x @ w), dtype="float16")
+    policy = f"params=float32,compute=float16,output=float32,reduce={reduce}"
+    rows = NamedSharding(mesh, P("batch")) if is_divided else jax.devices()[0]
+    x = jax.device_put(jnp.ones((1024, 4)), rows)
+
+    @jax.jit
+    def step(w, x):
+        return mpx.filter_grad(low, mpx.StaticLossScaling(1.0), policy=policy)(w, x)
+
+    assert bool(step(jnp.ones((4, 4)) / 1e3, x).finite) == fits
 
 
 # --- Two processes ----------------------------------------------------------------
@@ -240,7 +369,12 @@ def work(process, address):
 
     w, decisions, scales, scaling = train(place, w)
     outcome = {k: v.tolist() for k, v in w.items()}
-    print(json.dumps([outcome, decisions, scales, int(scaling.skipped)]))
+    ordered = {arm: train_in_order(mesh, arm, arm != "bfloat16") for arm in ARMS}
+    laid = {" ".join(case): laid_out(*case) for case in TABLE}
+    print(json.dumps([outcome, decisions, scales, int(scaling.skipped), ordered, laid]))
+
+
+TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +387,8 @@ def two_processes():
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        # All other flags as here: bits are those of a compiler. The last one counts.
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {TWO_DEVICES}",
     }
     code = "import sys, tests.test_devices as t; t.work(int(sys.argv[1]), sys.argv[2])"
     processes = [
@@ -280,8 +415,20 @@ def two_processes():
 def test_two_processes_agree_with_one(two_processes):
     first, second = two_processes
     assert first == second
-    w, decisions, scales, skipped = first
+    w, decisions, scales, skipped, *_ = first
     expected, expected_decisions, expected_scales, scaling = on_one_device()
     assert decisions == expected_decisions and scales == expected_scales
     assert skipped == int(scaling.skipped)
     close({k: np.asarray(v) for k, v in w.items()}, expected, 1e-3)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_step_in_order_has_equal_bits_on_two_processes(two_processes, arm):
+    for *_, ordered, _ in two_processes:
+        assert ordered[arm] == in_order_on(1, arm, False)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=" ".join)
+def test_two_processes_have_the_gradients_of_one_device(two_processes, case):
+    for *_, laid in two_processes:
+        agrees_with_one_device(laid[" ".join(case)], case[1])

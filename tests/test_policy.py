@@ -101,3 +101,39 @@ def test_with_output_dtype_is_a_copy():
     other = policy.with_output_dtype("f16")
     assert str(other) == "params=float32,compute=float16,output=float16"
     assert policy.output_dtype == np.float32
+
+
+TRAVELLING = "params=float32,compute=bfloat16,output=float32"
+
+
+@pytest.mark.parametrize(
+    "more", ["", ",grad=bfloat16", ",reduce=bfloat16,gather=float32", ",reduce=float32"]
+)
+def test_what_travels_is_part_of_a_policy(more):
+    """Of its text, its equality, its copies; fields are three, as JMP has them."""
+    policy = mpx.get_policy(TRAVELLING + more)
+    assert str(policy) == TRAVELLING + more
+    assert mpx.get_policy(str(policy)) == policy
+    for copy in (pickle.loads(pickle.dumps(policy)), policy.with_output_dtype("f32")):
+        assert copy == policy and hash(copy) == hash(policy)
+    assert (policy == mpx.get_policy(TRAVELLING)) == (not more)
+    names = more.replace("=", "_dtype='").replace(",", "', ")
+    assert repr(policy).endswith(f"{names or ''}')".removeprefix("', "))
+    assert len(dataclasses.fields(policy)) == 3
+
+
+def test_gradients_come_in_the_dtype_that_the_policy_says():
+    policy = mpx.get_policy(f"{TRAVELLING},grad=bfloat16")
+    for accumulate in (1, 2):
+        for loss in (jnp.sum, mpx.autocast(jnp.sum)):
+            call = mpx.filter_grad(
+                loss, mpx.NoLossScaling(), policy=policy, accumulate=accumulate
+            )
+            assert call(jnp.ones(4)).grads.dtype == jnp.bfloat16
+
+
+def test_a_policy_and_autocast_have_to_agree():
+    loss = mpx.autocast(jnp.sum, jnp.float16)
+    policy = mpx.get_policy(f"{TRAVELLING},reduce=float32")
+    with pytest.raises(ValueError, match="computes in bfloat16, and the function"):
+        mpx.filter_grad(loss, mpx.DynamicLossScaling(), policy=policy)

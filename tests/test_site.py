@@ -20,10 +20,14 @@ pytestmark = [in_browser, pytest.mark.slow]
 HARNESS = """
 <body><iframe id="frame" style="height: 900px; border: 0"></iframe><script>
 const frame = document.getElementById("frame"), found = []
-async function look(page, width, scheme) {
+async function look(page, width) {
   frame.style.width = width + "px"
   await new Promise((resolve) => { frame.onload = resolve; frame.src = page })
-  const doc = frame.contentDocument, say = (what) => found.push([page, width, what])
+  for (const scheme of ["default", "slate"]) judge(page, width, scheme)
+}
+function judge(page, width, scheme) {
+  const doc = frame.contentDocument
+  const say = (what) => found.push([page, width, scheme, what])
   doc.body.setAttribute("data-md-color-scheme", scheme)
   const room = doc.documentElement.clientWidth
   if (doc.documentElement.scrollWidth > room + 1) say("the page overflows")
@@ -39,8 +43,7 @@ async function look(page, width, scheme) {
 }
 async function run() {
   for (const page of PAGES)
-    for (const [width, scheme] of [[1280, "default"], [400, "slate"]])
-      await look(page, width, scheme)
+    for (const width of [1280, 400]) await look(page, width)
   const result = document.createElement("pre")
   result.id = "result"
   result.textContent = JSON.stringify(found)

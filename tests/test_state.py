@@ -355,6 +355,7 @@ def test_row25_a_state_of_version_1_migrates(kind):
     scaling = STATES[kind]()
     state = scaling.state_dict()
     new = {"record.bad_losses": np.int32(0), "record.places_seen": np.int32(0)}
+    new |= {"record.last_bad": np.int32(0), "record.bad_scale": np.float32(0)}
     old = {k: v for k, v in state.items() if k not in new} | {"version": 1}
     migrated = type(scaling).from_state_dict(old).adjust(True).state_dict()
     assert_same_bits(migrated, {**scaling.adjust(True).state_dict(), **new})
@@ -365,10 +366,35 @@ def test_row25_a_state_of_version_1_migrates(kind):
 
 def test_row25_stacked_states_of_version_1_migrate():
     states = jax.vmap(mpx.DynamicLossScaling)(jnp.array([8.0, 16.0])).state_dict()
-    new = ("record.bad_losses", "record.places_seen")
+    new = {
+        f"record.{n}" for n in ("bad_losses", "places_seen", "last_bad", "bad_scale")
+    }
     old = {k: v for k, v in states.items() if k not in new} | {"version": 1}
     migrated = mpx.DynamicLossScaling.from_state_dict(old)
     assert_same_bits(migrated.state_dict(), states)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_row25_a_state_of_version_2_migrates(kind):
+    """Version 3 keeps the number and the loss scale of the last bad step."""
+    scaling = STATES[kind]()
+    state = scaling.state_dict()
+    new = {"record.last_bad": np.int32(0), "record.bad_scale": np.float32(0)}
+    old = {k: v for k, v in state.items() if k not in new} | {"version": 2}
+    migrated = type(scaling).from_state_dict(old)
+    assert_same_bits(migrated.state_dict(), {**state, **new})
+    assert migrated.of_bad_step() is migrated
+
+
+def test_a_bad_step_leaves_its_number_and_its_scale():
+    scaling = mpx.DynamicLossScaling(16.0).adjust(True).adjust(False).adjust(False)
+    assert int(scaling.record.last_bad) == 3
+    assert float(scaling.loss_scale) == 4.0
+    assert float(scaling.of_bad_step().loss_scale) == 8.0
+    good = scaling.adjust(True)
+    assert int(good.record.last_bad) == 3 and float(good.record.bad_scale) == 8.0
+    with pytest.raises(ValueError, match="`of_bad_step.*cannot run inside of jit"):
+        jax.jit(lambda s: s.of_bad_step())(scaling)
 
 
 LARGEST = 2**31 - 1

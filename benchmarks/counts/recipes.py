@@ -215,8 +215,8 @@ def tables(found: Results) -> list[Table]:
             f"{TOKENS} tokens of width {size.width}, hidden {size.hidden}. The goal is "
             "for layers *in a row*, each with an input of its own. *With attention*, "
             "queries, keys and values have one input, which bfloat16 keeps once; "
-            "quantized it is kept three times as traced. The compiler merges equal "
-            "ones; under delayed scaling each has a scale of its own, and they stay."
+            "quantized it is kept three times as traced, with one scale, and the "
+            "compiler keeps one of them."
         ],
     )
     return [units, kept]

@@ -61,6 +61,7 @@ WIDE_ARMS = (
     "FP8 by hand",
     "autocast bfloat16, half stream",
     "mxfp8, half stream",
+    "mxfp8 by Pallas, half stream",
     "nvfp4, half stream",
     "Qwix fp8",
     "jax.nn MXFP8",
@@ -140,6 +141,7 @@ class Sizes:
         block: Features of its two layers.
         shares: The batches of the sweep, in those of `vits`.
         products: Rows, inputs and outputs of single products.
+        recipes: Of single products.
         seconds: For the samples of a pair of arms.
         chain: Steps between two looks at the clock.
         rounds: Samples of an arm, at least and at most.
@@ -156,6 +158,7 @@ class Sizes:
     block: tuple[int, int, int]
     shares: Sequence[float]
     products: Sequence[tuple[int, int, int]]
+    recipes: Sequence[str]
     seconds: float
     chain: int
     rounds: tuple[int, int]
@@ -167,7 +170,7 @@ class Sizes:
 FULL = Sizes(
     vits=(("paper desktop", 12, 256), ("paper base", 12, 64)),
     gpt=("gpt", 4, 16),
-    wide=("ffn silu", "big"),
+    wide=("ffn silu", "big", "experts", "big, cuDNN"),
     various=SETUPS,
     tokens=16384,
     block=(4096, 16384, 4096),
@@ -180,6 +183,7 @@ FULL = Sizes(
         (12608, 768, 3072),
         (16640, 256, 800),
     ),
+    recipes=PRODUCT_ARMS,
     seconds=6.0,
     chain=10,
     rounds=(5, 15),
@@ -196,11 +200,12 @@ TINY = Sizes(
     block=(16, 32, 16),
     shares=(2,),
     products=((32, 32, 32),),
+    recipes=("current", "delayed"),
     seconds=0.01,
     chain=2,
     rounds=(2, 3),
     matrix=64,
-    trials=3,
+    trials=2,
     pretended=400_000,
 )
 
@@ -277,7 +282,7 @@ def _products(sizes: Sizes) -> list[Case]:
     return [
         Case("products", "layers", tokens, arm, LAYER_ARMS[0], 0, (inputs, outputs))
         for tokens, inputs, outputs in sizes.products
-        for arm in PRODUCT_ARMS
+        for arm in sizes.recipes
     ]
 
 

@@ -110,7 +110,7 @@ def _lstm_layer(layers: Layers, x: Array) -> Array:
 EXPERTS, TAKEN, ROOM = 8, 2, 1.25
 
 
-def _experts(
+def experts(
     way: Callable[..., Array], sizes: Sizes
 ) -> Callable[[Layers, Any, int], Array]:
     def loss(layers: Layers, tokens: Any, blocks: int) -> Array:
@@ -131,18 +131,8 @@ def _routed(layers: Layers, x: Array) -> tuple[Array, Array]:
     return chosen, jax.nn.softmax(logits).astype(x.dtype)
 
 
-def _expert_weights(layers: Layers, x: Array, sizes: Sizes) -> tuple[Array, ...]:
-    inside, outside = (sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
-    shapes = {"gate": inside, "up": inside, "down": outside}
-    return tuple(
-        layers.weight(name, EXPERTS, *shape).astype(x.dtype)
-        for name, shape in shapes.items()
-    )
-
-
-def _by_einsum(layers: Layers, x: Array, sizes: Sizes) -> Array:
+def by_einsum(layers: Layers, x: Array, sizes: Sizes) -> Array:
     """Tokens of a text go to places of their experts by a product with a mask."""
-    gate, up, down = _expert_weights(layers, x, sizes)
     chosen, shares = _routed(layers, x)
     room = int(ROOM * x.shape[1] * TAKEN / EXPERTS)
     is_of = jax.nn.one_hot(chosen, EXPERTS)  # [batch, tokens, taken, experts]
@@ -152,15 +142,20 @@ def _by_einsum(layers: Layers, x: Array, sizes: Sizes) -> Array:
     dispatch = jnp.sum(places, 2)
     combine = jnp.einsum("btkec,btk->btec", places, shares)
     rows = jnp.einsum("btec,btd->ebcd", dispatch, x)
-    hidden = jax.nn.silu(jnp.einsum("ebcd,edh->ebch", rows, gate))
-    hidden = hidden * jnp.einsum("ebcd,edh->ebch", rows, up)
-    rows = jnp.einsum("ebch,ehd->ebcd", hidden, down)
+    hidden = jax.nn.silu(layers.experts("gate", rows, sizes.hidden))
+    hidden = hidden * layers.experts("up", rows, sizes.hidden)
+    rows = layers.experts("down", hidden, sizes.width)
     return jnp.einsum("btec,ebcd->btd", combine, rows)
 
 
 def _by_ragged_dot(layers: Layers, x: Array, sizes: Sizes) -> Array:
     """Tokens are sorted by their experts."""
-    gate, up, down = _expert_weights(layers, x, sizes)
+    inside, outside = (sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
+    shapes = {"gate": inside, "up": inside, "down": outside}
+    gate, up, down = (
+        layers.weight(name, EXPERTS, *shape).astype(x.dtype)
+        for name, shape in shapes.items()
+    )
     rows = x.reshape(-1, x.shape[-1])
     chosen, shares = _routed(layers, rows)
     order = jnp.argsort(chosen.reshape(-1))
@@ -175,19 +170,6 @@ def _by_ragged_dot(layers: Layers, x: Array, sizes: Sizes) -> Array:
 
 
 # --- Of images ------------------------------------------------------------------------
-
-
-def _convolve(
-    layers: Layers, name: str, x: Array, channels: int, window: int, stride: int = 1
-) -> Array:
-    weight = layers.weight(name, window, window, x.shape[-1], channels)
-    return jax.lax.conv_general_dilated(
-        x,
-        weight.astype(x.dtype),
-        (stride, stride),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
 
 
 def _normed(x: Array, axes: tuple[int, ...]) -> Array:
@@ -215,11 +197,11 @@ def _batch_norm(layers: Layers, name: str, x: Array) -> Array:
 def _residual(layers: Layers, x: Array, channels: int) -> Array:
     """Two convolutions behind group norms, and what goes around them."""
     inner = jax.nn.silu(_group_norm(layers, "norm1", x))
-    inner = _convolve(layers, "conv1", inner, channels, 3)
+    inner = layers.convolve("conv1", inner, channels, 3)
     inner = jax.nn.silu(_group_norm(layers, "norm2", inner))
-    inner = _convolve(layers, "conv2", inner, channels, 3)
+    inner = layers.convolve("conv2", inner, channels, 3)
     if x.shape[-1] != channels:
-        x = _convolve(layers, "around", x, channels, 1)
+        x = layers.convolve("around", x, channels, 1)
     return x + inner
 
 
@@ -244,12 +226,12 @@ def unet(layers: Layers, batch: Any, blocks: int) -> Array:
     down = images
     for index in range(blocks):
         down = _residual(layers.at(f"down{index}"), down, channels)
-    x = _convolve(layers, "half", down, 2 * channels, 3, stride=2)
+    x = layers.convolve("half", down, 2 * channels, 3, stride=2)
     x = _residual(layers.at("middle1"), x, 2 * channels)
     x = _pixel_attention(layers.at("attention"), x)
     x = _residual(layers.at("middle2"), x, 2 * channels)
     x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
-    x = jnp.concatenate([_convolve(layers, "twice", x, channels, 3), down], axis=-1)
+    x = jnp.concatenate([layers.convolve("twice", x, channels, 3), down], axis=-1)
     for index in range(blocks):
         x = _residual(layers.at(f"up{index}"), x, channels)
     return jnp.mean(jnp.square((x - images).astype(jnp.float32)))
@@ -258,7 +240,7 @@ def unet(layers: Layers, batch: Any, blocks: int) -> Array:
 def bottlenecks(layers: Layers, batch: Any, blocks: int) -> Array:
     """A ResNet of bottlenecks: this many in each of four stages."""
     x, labels = batch
-    x = jax.nn.relu(_batch_norm(layers, "norm", _convolve(layers, "in", x, 64, 7, 2)))
+    x = jax.nn.relu(_batch_norm(layers, "norm", layers.convolve("in", x, 64, 7, 2)))
     window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
     x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, strides, "SAME")
     for stage in range(4):
@@ -271,12 +253,12 @@ def bottlenecks(layers: Layers, batch: Any, blocks: int) -> Array:
 
 
 def _bottleneck(layers: Layers, x: Array, channels: int, stride: int) -> Array:
-    inner = _batch_norm(layers, "norm1", _convolve(layers, "conv1", x, channels, 1))
-    inner = _convolve(layers, "conv2", jax.nn.relu(inner), channels, 3, stride)
+    inner = _batch_norm(layers, "norm1", layers.convolve("conv1", x, channels, 1))
+    inner = layers.convolve("conv2", jax.nn.relu(inner), channels, 3, stride)
     inner = jax.nn.relu(_batch_norm(layers, "norm2", inner))
-    inner = _convolve(layers, "conv3", inner, 4 * channels, 1)
+    inner = layers.convolve("conv3", inner, 4 * channels, 1)
     if x.shape != inner.shape:
-        x = _convolve(layers, "around", x, 4 * channels, 1, stride)
+        x = layers.convolve("around", x, 4 * channels, 1, stride)
         x = _batch_norm(layers, "around_norm", x)
     return jax.nn.relu(x + _batch_norm(layers, "norm3", inner))
 
@@ -310,10 +292,10 @@ VARIOUS = {
     ),
     "lstm": Various("LSTM, width 512, 256 steps", _lstm(_LSTM), (257,), 256),
     "moe, einsum": Various(
-        "8 experts by einsum", _experts(_by_einsum, _MOE), (1025,), 256
+        "8 experts by einsum", experts(by_einsum, _MOE), (1025,), 256
     ),
     "moe, ragged": Various(
-        "8 experts by `ragged_dot`", _experts(_by_ragged_dot, _MOE), (1025,), 256
+        "8 experts by `ragged_dot`", experts(_by_ragged_dot, _MOE), (1025,), 256
     ),
     "unet": Various("U-Net block with group norms", unet, (64, 64, 128), 0),
     "bottlenecks": Various(

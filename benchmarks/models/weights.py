@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 Product = Callable[[Array, Array], Array]
+Attention = Callable[[Array, Array, Array], Array]
 Block = Callable[["Layers", Array], Array]
 
 
@@ -32,6 +33,20 @@ class Layers(Protocol):
         """A linear layer without bias, of an arm that quantizes in 8 bits."""
         ...
 
+    def experts(self, name: str, x: Array, features: int) -> Array:
+        """A linear layer for each expert; of [experts, ..., width]."""
+        ...
+
+    def convolve(
+        self, name: str, x: Array, channels: int, window: int, stride: int = 1
+    ) -> Array:
+        """A convolution of [batch, height, width, channels], without bias."""
+        ...
+
+    def attend(self, query: Array, key: Array, value: Array) -> Array:
+        """Causal attention of [batch, length, heads, size] by cuDNN's kernel."""
+        ...
+
     def at(self, name: str) -> Layers:
         """The layers of a part."""
         ...
@@ -41,6 +56,24 @@ class Layers(Protocol):
         ...
 
 
+def convolution(x: Array, weight: Array, stride: int) -> Array:
+    """With a window that reaches over the edges."""
+    return jax.lax.conv_general_dilated(
+        x,
+        weight.astype(x.dtype),
+        (stride, stride),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+def by_cudnn(query: Array, key: Array, value: Array) -> Array:
+    """Causal attention, of half precision only."""
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, implementation="cudnn"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """Layers with their weights at hand.
@@ -48,10 +81,12 @@ class Weights:
     Attributes:
         tree: Weights by name; of parts, dicts.
         product: Of a linear layer.
+        attention: By cuDNN's kernel.
     """
 
     tree: Mapping[str, Any]
     product: Product = jnp.matmul
+    attention: Attention = by_cudnn
 
     def weight(self, name: str, *shape: int) -> Array:
         """A weight."""
@@ -62,16 +97,30 @@ class Weights:
         """A linear layer."""
         return self.product(x, self.tree[name].astype(x.dtype))
 
+    def experts(self, name: str, x: Array, features: int) -> Array:
+        """A linear layer for each expert."""
+        return jax.vmap(self.product)(x, self.tree[name].astype(x.dtype))
+
+    def convolve(
+        self, name: str, x: Array, channels: int, window: int, stride: int = 1
+    ) -> Array:
+        """A convolution, which the arms by hand leave as it is."""
+        return convolution(x, self.tree[name], stride)
+
+    def attend(self, query: Array, key: Array, value: Array) -> Array:
+        """Attention of this arm."""
+        return self.attention(query, key, value)
+
     def at(self, name: str) -> Weights:
         """The layers of a part."""
-        return Weights(self.tree[name], self.product)
+        return dataclasses.replace(self, tree=self.tree[name])
 
     def scan(self, name: str, length: int, block: Block, x: Array) -> Array:
         """The part with each of its weights."""
         del length
 
         def turn(x: Array, tree: Any) -> tuple[Array, None]:
-            return block(Weights(tree, self.product), x), None
+            return block(dataclasses.replace(self, tree=tree), x), None
 
         return jax.lax.scan(turn, x, self.tree[name])[0]
 
@@ -91,9 +140,15 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Layers without weights, which note what is asked for."""
+    """Layers without weights, which note what is asked for.
+
+    Attributes:
+        tree: Shapes by name; of parts, dicts.
+        operations: Of each linear layer and convolution, forward.
+    """
 
     tree: dict[str, Any] = dataclasses.field(default_factory=dict)
+    operations: list[int] = dataclasses.field(default_factory=list)
 
     def weight(self, name: str, *shape: int) -> Array:
         """A weight of zeros."""
@@ -104,26 +159,55 @@ class Shapes:
 
     def dense(self, name: str, x: Array, features: int) -> Array:
         """A linear layer of zeros."""
+        self.operations.append(2 * x.size * features)
         return jnp.matmul(x, self.weight(name, x.shape[-1], features).astype(x.dtype))
+
+    def experts(self, name: str, x: Array, features: int) -> Array:
+        """Linear layers of zeros."""
+        self.operations.append(2 * x.size * features)
+        weight = self.weight(name, x.shape[0], x.shape[-1], features)
+        return jax.vmap(jnp.matmul)(x, weight.astype(x.dtype))
+
+    def convolve(
+        self, name: str, x: Array, channels: int, window: int, stride: int = 1
+    ) -> Array:
+        """A convolution of zeros."""
+        y = convolution(
+            x, self.weight(name, window, window, x.shape[-1], channels), stride
+        )
+        self.operations.append(2 * y.size * window**2 * x.shape[-1])
+        return y
+
+    def attend(self, query: Array, key: Array, value: Array) -> Array:
+        """Of no device."""
+        del key, value
+        return query
 
     def at(self, name: str) -> Shapes:
         """The layers of a part."""
-        return Shapes(self.tree.setdefault(name, {}))
+        return Shapes(self.tree.setdefault(name, {}), self.operations)
 
     def scan(self, name: str, length: int, block: Block, x: Array) -> Array:
         """The part once, with stacked weights."""
+        before = len(self.operations)
         x = block(self.at(name), x)
+        self.operations.extend(self.operations[before:] * (length - 1))
         self.tree[name] = jax.tree.map(
             lambda leaf: Shape((length, *leaf.shape), leaf.fan_in), self.tree[name]
         )
         return x
 
 
-def random_weights(model: Callable[..., Any], batch: Any, key: Array) -> dict[str, Any]:
-    """Weights for `model(layers, batch)`: ones for vectors, else normal by fan-in."""
+def shapes_of(model: Callable[..., Any], batch: Any) -> Shapes:
+    """What `model(layers, batch)` asks for."""
     shapes = Shapes()
     jax.eval_shape(lambda batch: model(shapes, batch), batch)
-    found, structure = jax.tree.flatten(shapes.tree)
+    return shapes
+
+
+def random_weights(model: Callable[..., Any], batch: Any, key: Array) -> dict[str, Any]:
+    """Weights for `model(layers, batch)`: ones for vectors, else normal by fan-in."""
+    found, structure = jax.tree.flatten(shapes_of(model, batch).tree)
     return jax.tree.unflatten(
         structure,
         [

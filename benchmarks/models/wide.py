@@ -30,6 +30,7 @@ class Sizes:
         layers: How many blocks.
         heads: Of queries.
         key_heads: Of keys and values.
+        kernel: Attention is cuDNN's kernel, not products and a softmax.
     """
 
     width: int
@@ -38,6 +39,7 @@ class Sizes:
     layers: int
     heads: int = 0
     key_heads: int = 0
+    kernel: bool = False
 
 
 def ffn(
@@ -82,6 +84,9 @@ def attention(layers: Layers, x: Array, sizes: Sizes) -> Array:
     query = rotary(heads_of("query", sizes.heads))
     key = rotary(heads_of("key", sizes.key_heads))
     value = heads_of("value", sizes.key_heads)
+    if sizes.kernel:
+        mixed = layers.attend(query, key, value)
+        return layers.dense("out", mixed.reshape(batch, length, -1), sizes.width)
     groups = sizes.heads // sizes.key_heads
     query = query.reshape(batch, length, sizes.key_heads, groups, size)
     logits = jnp.einsum("bqkgd,bskd->bkgqs", query, key) / size**0.5

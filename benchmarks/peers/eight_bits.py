@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from ..models.weights import Block, Product
+from ..models.weights import Block, Product, by_cudnn, convolution
 from ..steps import StepFunction, checked_update, to_bfloat16
 
 Model = Callable[..., Array]
@@ -111,10 +111,26 @@ class _Layers:
         import flax.linen as linen
 
         name = self.prefix + name
+        options = {k: v for k, v in self.options.items() if k != "einsum"}
         layer = linen.Dense(
-            features, use_bias=False, dtype=x.dtype, name=name, **self.options
+            features, use_bias=False, dtype=x.dtype, name=name, **options
         )
         return layer(x)
+
+    def experts(self, name: str, x: Array, features: int) -> Array:
+        name, shape = self.prefix + name, (x.shape[0], x.shape[-1], features)
+        return _experts_module(self.options.get("einsum"), name)(x, shape)
+
+    def convolve(
+        self, name: str, x: Array, channels: int, window: int, stride: int = 1
+    ) -> Array:
+        weight = self.weight(name, window, window, x.shape[-1], channels)
+        return convolution(x, weight, stride)
+
+    def attend(self, query: Array, key: Array, value: Array) -> Array:
+        # Weights are made in float32, which the kernel does not take.
+        making = self.module.is_initializing()
+        return query if making else by_cudnn(query, key, value)
 
     def at(self, name: str) -> _Layers:
         return dataclasses.replace(self, prefix=f"{self.prefix}{name}_")
@@ -130,7 +146,8 @@ def linen_module(arm: str, model: Model) -> Any:
 
     options = {}
     if arm == "Flax fp8":
-        options = {"dot_general_cls": fp8_ops.Fp8DirectDotGeneralOp}
+        product, einsum = fp8_ops.Fp8DirectDotGeneralOp, fp8_ops.Fp8Einsum
+        options = {"dot_general_cls": product, "einsum": einsum}
 
     class Module(linen.Module):
         @linen.compact
@@ -141,16 +158,35 @@ def linen_module(arm: str, model: Model) -> Any:
         return Module()
     import qwix
 
+    shared = {
+        "weight_qtype": jnp.float8_e4m3fn,
+        "act_qtype": jnp.float8_e4m3fn,
+        "disable_channelwise_axes": True,
+    }
     # Every linear layer, but no product of the module itself: those are attention's and
-    # the head's.
-    rule = qwix.QtRule(
-        module_path=".+",
-        weight_qtype=jnp.float8_e4m3fn,
-        act_qtype=jnp.float8_e4m3fn,
-        bwd_qtype=jnp.float8_e5m2,
-        disable_channelwise_axes=True,
-    )
-    return qwix.quantize_model(Module(), qwix.QtProvider([rule]))
+    # the head's. And every convolution, of whose gradients Qwix 0.1.8 cannot multiply
+    # two formats.
+    convolution_names = ("conv_general_dilated",)
+    rules = [
+        qwix.QtRule(op_names=convolution_names, bwd_qtype=jnp.float8_e4m3fn, **shared),
+        qwix.QtRule(module_path=".+", bwd_qtype=jnp.float8_e5m2, **shared),
+    ]
+    return qwix.quantize_model(Module(), qwix.QtProvider(rules))
+
+
+def _experts_module(einsum: Any, name: str) -> Any:
+    """A linear layer for each expert, whose product `einsum` makes, if given."""
+    import flax.linen as linen
+
+    class Experts(linen.Module):
+        @linen.compact
+        def __call__(self, x: Array, shape: tuple[int, ...]) -> Array:
+            start = jax.nn.initializers.lecun_normal(batch_axis=(0,))
+            weight = self.param("kernel", start, shape).astype(x.dtype)
+            product = jnp.einsum if einsum is None else einsum()
+            return product("e...i,eio->e...o", x, weight)
+
+    return Experts(name=name)
 
 
 def linen_step(module: Any, optimizer: optax.GradientTransformation) -> StepFunction:

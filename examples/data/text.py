@@ -11,6 +11,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,19 @@ class TextData:
         length = self.test.shape[1]
         starts = random.integers(0, len(self.train) - length + 1, size)
         return self.train[starts[:, None] + np.arange(length)]
+
+    def batches(
+        self, size: int, seed: int, start: int, stop: int
+    ) -> Iterator[np.ndarray]:
+        """The batches of some steps, which Grain prepares in the background."""
+        import grain.python as grain  # here: benchmarks import the examples without it
+
+        from .pipeline import batches
+
+        steps = grain.MapDataset.range(stop)
+        made: Any = steps.map(lambda step: self.batch(int(step), size=size, seed=seed))
+        prepared: Any = batches(made, start=start, stop=stop)
+        return prepared
 
     def test_batches(self, size: int) -> Iterator[np.ndarray]:
         """The texts of the test in batches of one size; what is left over is not."""

@@ -34,7 +34,7 @@ images = jax.random.normal(jax.random.key(1), (64, 64))
 # Weights, moments and batch lie on all devices; JAX divides the computation. One
 # device that overflows skips the step on all of them.
 weights, images, targets = jax.device_put((weights, images, images[:, :16]), divided)
-opt_state = optimizer.init(weights)
+opt_state = mpx.init_optimizer(optimizer, weights)
 scaling = mpx.init_scaling(loss, weights, images, targets)
 
 losses = []

@@ -43,7 +43,7 @@ for _ in range(4):
 
 with tempfile.TemporaryDirectory() as folder:
     with ocp.CheckpointManager(folder) as manager:
-        manager.save(4, args=ocp.args.StandardSave(state))
+        manager.save(4, args=ocp.args.StandardSave(mpx.guard(state)))
     with ocp.CheckpointManager(folder) as manager:  # in another process
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, initial_state())
         restored = manager.restore(4, args=ocp.args.StandardRestore(shapes))

@@ -1,28 +1,38 @@
 """Checkpoints with Orbax: all that training changes, and the data position.
 
-A checkpoint is written beside the others and renamed when it is complete, so that
-whatever interrupts a run leaves the last complete one. With the arrays goes a record:
-the data position, the options of the run, and a checksum of every array, so that a
-damaged file is found and named instead of trained on.
+A checkpoint is written beside the others, while training goes on, and renamed when it
+is complete, so that whatever interrupts a run leaves the last complete one. Each array
+has a folder of its own, to which each process writes what its devices hold. With the
+arrays goes a record: the data position, the options of the run, and a digest of every
+array, so that a damaged file is found and named instead of trained on.
+
+On how many devices it was made does not matter: it is restored to wherever the state
+lies that it is to replace.
 """
 
 import dataclasses
 import json
+import os
+import re
+import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
+
+import mpx
 
 from ..precisions import Precision
 from .config import RunConfig
+from .digest import digests
 from .errors import SetupError
 
-VERSION = 1
+VERSION = 2
 # Options that may differ between a run and its continuation: they change neither the
 # numbers nor the data.
 FREE_OPTIONS = (
@@ -30,11 +40,16 @@ FREE_OPTIONS = (
     "recipe",
     "data_path",
     "workers",
+    "mesh",
+    "processes",
+    "distributed",
     "run_dir",
     "resume",
     "overwrite",
     "log_every",
     "checkpoint_every",
+    "blame",
+    "monitor",
 )
 
 
@@ -55,6 +70,10 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(
             self.folder.absolute(),
             options=ocp.CheckpointManagerOptions(max_to_keep=2),
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(use_ocdbt=False),
+                "record": ocp.JsonCheckpointHandler(),
+            },
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -69,24 +88,48 @@ class Checkpoints:
         return self.manager.latest_step()
 
     def save(self, position: int, state: Any) -> None:
-        """Writes a checkpoint and returns when it is complete."""
+        """Begins to write a checkpoint; waits for the one before.
+
+        The state may be donated as soon as this returns.
+
+        Raises:
+            FloatingPointError: it holds NaN or infinities, or a scaling that no run can
+                reach; the checkpoints before it stay.
+        """
         if self.position == position:
             return
+        state = mpx.guard(state)
         arrays = jax.tree.map(without_key, eqx.filter(state, eqx.is_array))
         record = {
             "version": VERSION,
             "position": position,
             "precision": self.precision,
             "options": self.options,
-            "checksums": checksums(arrays),
+            "digests": digests(arrays),
         }
+        record["checksum"] = checksum(record)
         self.manager.save(
             position,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
             ),
         )
+
+    def wait(self) -> None:
+        """Waits until what was begun is on the disk."""
         self.manager.wait_until_finished()
+
+    def link(self, folder: Path, before: int) -> None:
+        """Makes links to the newest checkpoint of a position before this one.
+
+        A folder with them is one that `Checkpoints` opens, and stays when the manager
+        removes what is old.
+        """
+        known = [step for step in self.manager.all_steps() if step < before]
+        if known:
+            name = str(max(known))
+            there = folder / "checkpoints" / self.precision / name
+            shutil.copytree(self.folder / name, there, copy_function=link_or_copy)
 
     def restore(self, like: Any) -> tuple[Any, int]:
         """Reads the newest checkpoint.
@@ -100,6 +143,7 @@ class Checkpoints:
         Raises:
             SetupError: there is no checkpoint, it is damaged, or of another run.
         """
+        self.manager.wait_until_finished()
         position = self.position
         if position is None:
             raise SetupError(
@@ -119,25 +163,26 @@ class Checkpoints:
         restored = self._item(
             path, position, "state", ocp.args.StandardRestore(template)
         )
-        expected, found = record["checksums"], checksums(restored)
+        expected, found = record["digests"], digests(restored)
         names = sorted(expected.keys() | found.keys())
         wrong = [name for name in names if expected.get(name) != found.get(name)]
         if wrong:
-            raise self._damaged(path, f"checksum differs at `{wrong[0]}`")
+            raise self._damaged(path, f"state/{wrong[0]} is not what was saved")
         return eqx.combine(
             jax.tree.map(with_key_of, arrays, restored), static
         ), position
 
     def _record(self, path: Path, position: int) -> dict[str, Any]:
         record = self._item(path, position, "record", ocp.args.JsonRestore())
-        needed = {"version", "position", "precision", "options", "checksums"}
-        if not isinstance(record, dict) or not needed <= record.keys():
+        if not isinstance(record, dict) or "version" not in record:
             raise self._damaged(path, "its record lacks entries")
         if record["version"] != VERSION:
             raise SetupError(
                 f"The checkpoint {path} has version {record['version']}; this program "
                 f"reads version {VERSION}. Continue it with the program that wrote it."
             )
+        if record.get("checksum") != checksum(record) or record["position"] != position:
+            raise self._damaged(path, "its record is not as it was written")
         return record
 
     def _require_same_run(self, record: dict[str, Any]) -> None:
@@ -162,7 +207,7 @@ class Checkpoints:
             )
             return restored[name]
         except Exception as error:
-            raise self._damaged(path, str(error).split("\n")[0][:200]) from error
+            raise self._damaged(path, reason_of(error, path)) from error
 
     def _damaged(self, path: Path, reason: str) -> SetupError:
         older = [step for step in self.manager.all_steps() if str(step) != path.name]
@@ -187,13 +232,42 @@ def run_options(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(options))
 
 
-def checksums(tree: Any) -> dict[str, int]:
-    """CRC-32 of the bytes of every array, by its path in the tree."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path): zlib.crc32(np.ascontiguousarray(leaf).tobytes())
-        for path, leaf in leaves
-    }
+def reason_of(error: BaseException, path: Path) -> str:
+    """What went wrong in reading a checkpoint: in which file, where that was said."""
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None:
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    inside = re.escape(str(path)) + r"/([^\s\"'`]*[^\s\"'`/.,:])"
+    files = [file for link in chain for file in re.findall(inside, str(link))]
+    # Orbax reads its own records without saying which; they are JSON.
+    files += [str(file.relative_to(path)) for file in path.rglob("_*") if cut_off(file)]
+    said = str(error).split("\n")[0].split(" See full ")[0][:200]
+    return f"{max(files, key=len)}: {said}" if files else said
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Links a file; copies it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def cut_off(file: Path) -> bool:
+    """Whether a file of JSON is not whole."""
+    try:
+        json.loads(file.read_text())
+    except ValueError:
+        return True
+    return False
+
+
+def checksum(record: Mapping[str, Any]) -> int:
+    """CRC-32 of a record, as JSON, but for the entry of that name."""
+    rest = {name: value for name, value in record.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def without_key(leaf: Any) -> Any:

@@ -1,5 +1,6 @@
 """The program around a training: interruptions, errors, what came out."""
 
+import logging
 import os
 import shlex
 import signal
@@ -8,12 +9,16 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
+import jax
 from rich.markup import escape
 
+from . import processes
+from .bad_steps import BadStep, read_bad_steps
 from .config import RunConfig
 from .display import Display, Labels
 from .errors import SetupError
 from .folder import RunFolder
+from .mesh import MeshConfig
 from .recorder import Interrupted
 
 # The exit status of a program that Ctrl-C ended, as shells have it.
@@ -23,7 +28,8 @@ INTERRUPTED_STATUS = 128 + signal.SIGINT
 class Stop(Protocol):
     """Something that may ask to stop."""
 
-    requested: bool
+    @property
+    def requested(self) -> bool: ...
 
 
 class StopRequest:
@@ -84,6 +90,24 @@ def train_all(
     )
 
 
+def blame_all(
+    config: RunConfig, step: int, display: Display, blame: Callable[[BadStep], Any]
+) -> None:
+    """Makes a skipped step again in each precision that has kept it, and reports.
+
+    Args:
+        config: the run.
+        step: the number of the step.
+        display: prints.
+        blame: makes the step again and returns the report of `mpx.blame`.
+    """
+    for bad in read_bad_steps(config, step):
+        head = f"{bad.precision}, step {bad.step}, loss scale {bad.loss_scale:g}"
+        display.console.rule(escape(head))
+        report = str(blame(bad))
+        display.console.print(report, markup=False, highlight=False, soft_wrap=True)
+
+
 def resuming_command(module: str, target: str) -> str:
     """What to type to continue this run."""
     options = [a for a in sys.argv[1:] if a not in ("--resume", "--overwrite")]
@@ -107,10 +131,20 @@ def main(
         module: the program's name for `python -m`.
         target: the program's target of the Makefile.
     """
-    stop = StopRequest()
+    # Orbax warns that it does not merge files which we do not want to be merged.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    stop: Stop = StopRequest()
     display = Display()
     try:
-        run(parse_config(), display, stop)
+        config = parse_config()
+        if isinstance(config, MeshConfig):
+            if processes.is_launcher(config):
+                return processes.launch(config.processes, module)
+            processes.join(config)
+        if jax.process_count() > 1:
+            stop = processes.AgreedStop()
+            display = Display(quiet=jax.process_index() > 0)
+        run(config, display, stop)
     except Interrupted as interrupted:
         display.console.print(
             f"[yellow]Stopped.[/] {interrupted.precision} is saved after step "

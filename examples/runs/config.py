@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
+import jax
+
 import mpx
 
 from ..precisions import DTYPES, RECIPES, Dtype, Precision, Recipe
@@ -73,6 +75,11 @@ class RunConfig:
     """Continue the run in the run folder from its last checkpoint."""
     overwrite: bool = False
     """Start anew although the run folder holds an unfinished run."""
+    blame: int | None = None
+    """Train nothing: make this skipped step of the run in the run folder again, and say
+    what went bad in it."""
+    monitor: int | None = None
+    """Every so many steps, look at how large the numbers of the step are (GPT)."""
     log_every: int = 20
     """Steps between two looks at the metrics; the device is not waited for between."""
     checkpoint_every: int = 200
@@ -99,6 +106,10 @@ class RunConfig:
         """Returns itself, or raises a `SetupError` that names the option to change."""
         for option in ("steps", "batch_size", "accumulate", "log_every"):
             require(getattr(self, option) >= 1, self, option, "must be at least 1")
+        is_period = self.monitor is None or self.monitor >= 1
+        require(is_period, self, "monitor", "must be at least 1")
+        is_step = self.blame is None or self.blame >= 1
+        require(is_step, self, "blame", "must be the number of a step")
         require(self.checkpoint_every >= 1, self, "checkpoint_every", "must be >= 1")
         require(self.learning_rate > 0, self, "learning_rate", "must be positive")
         require(self.weight_decay >= 0, self, "weight_decay", "must not be negative")
@@ -110,7 +121,7 @@ class RunConfig:
             "accumulate",
             f"must divide --batch-size {self.batch_size}",
         )
-        self.scaling.make()
+        jax.eval_shape(self.scaling.make)  # which looks for no devices yet
         self._validate_model()
         return self
 

@@ -26,10 +26,12 @@ def divided(mesh: Mesh) -> NamedSharding:
 
 def require_divisible(config: RunConfig, mesh: Mesh) -> None:
     """Every device must get as many examples of every micro-batch."""
-    parts = config.accumulate * mesh.size
+    tensor = dict(getattr(mesh, "shape", {})).get("tensor", 1)  # computes it together
+    devices = mesh.size // tensor
+    parts = config.accumulate * devices
     if config.batch_size % parts:
         raise SetupError(
             "`--batch-size` must be a multiple of micro-batches times devices, "
-            f"{config.accumulate} x {mesh.size}; got {config.batch_size}. Use "
+            f"{config.accumulate} x {devices}; got {config.batch_size}. Use "
             f"{-(-config.batch_size // parts) * parts}."
         )

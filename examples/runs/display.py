@@ -94,7 +94,7 @@ class Display:
     def introduce(self, config: RunConfig, labels: Labels) -> None:
         """Says what is going to happen; the words are those of what comes."""
         self.labels = labels
-        devices = jax.local_devices()
+        devices = jax.devices()
         sizes = dataclasses.asdict(config.model).items()
         model = ", ".join(f"{name} {size}" for name, size in sizes)
         run = f"{config.steps:,} steps of {labels.items_per_step:,} {labels.items}"

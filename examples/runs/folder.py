@@ -4,24 +4,32 @@
 * `results.json`: the table, the options, the versions.
 * `curves.png`: the picture, see `plot`.
 * `checkpoints/`: one folder per precision, see `checkpoint`.
+* `monitor/`: with `--monitor`, how large numbers are: table, advice, CSV, picture.
+* `bad_steps/`: likewise, the last steps that were skipped, see `bad_steps`.
 """
 
 import csv
 import dataclasses
+import io
 import json
 import platform
 import shutil
 from collections.abc import Iterable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import multihost_utils
+
+import mpx
 
 from ..precisions import Precision
 from .checkpoint import run_options
 from .config import RunConfig
 from .errors import SetupError
 
+BAD_STEPS = "bad_steps"
 PACKAGES = ("jax", "jaxlib", "equinox", "flax", "optax", "mpx-jax")
 
 
@@ -77,12 +85,17 @@ class RunFolder:
         self.results_path = self.path / "results.json"
         self.picture_path = self.path / "curves.png"
         self.checkpoints_path = self.path / "checkpoints"
+        self.bad_steps_path = self.path / BAD_STEPS
         self.history: dict[Precision, list[Row]] = {}
+        self.statistics: dict[Precision, dict[int, mpx.Statistics]] = {}
         self.results: dict[Precision, Result] = {}
+        self.is_writer = jax.process_index() == 0  # of several, the first writes
         if config.resume:
             self._open()
-        else:
+        elif self.is_writer:
             self._start()
+        if jax.process_count() > 1:  # what one reads, another is about to change
+            multihost_utils.sync_global_devices("run folder")
 
     def _start(self) -> None:
         finished = self.results_path.exists() and self._read_results()["finished"]
@@ -94,8 +107,10 @@ class RunFolder:
         # Only what a run has written itself: `--run-dir` may be any folder.
         for path in (self.metrics_path, self.results_path, self.picture_path):
             path.unlink(missing_ok=True)
-        if self.checkpoints_path.exists():
-            shutil.rmtree(self.checkpoints_path)
+        monitor = self.path / "monitor"
+        for path in (self.checkpoints_path, self.bad_steps_path, monitor):
+            if path.exists():
+                shutil.rmtree(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._write_metrics()
 
@@ -124,8 +139,25 @@ class RunFolder:
         """Appends metrics."""
         rows = list(rows)
         self.history.setdefault(precision, []).extend(rows)
+        if not self.is_writer:
+            return
         with self.metrics_path.open("a", newline="") as file:
             csv.writer(file).writerows((precision, *row) for row in rows)
+
+    def add_statistics(
+        self, precision: Precision, position: int, seen: mpx.Statistics
+    ) -> None:
+        """Appends statistics, and writes what they advise, and a picture."""
+        if not self.is_writer:
+            return
+        history = self.statistics.setdefault(precision, {})
+        history[position] = seen
+        self.path.joinpath("monitor").mkdir(exist_ok=True)
+        start = self.path / "monitor" / precision
+        with start.with_suffix(".csv").open("a", newline="") as file:
+            csv.writer(file).writerows((position, *x) for x in seen.records().items())
+        start.with_suffix(".txt").write_text(f"Before step {position + 1}\n{seen}\n")
+        mpx.heat_map(history).savefig(start.with_suffix(".png"))
 
     def add_result(self, result: Result) -> None:
         """Records that a precision is done."""
@@ -139,35 +171,45 @@ class RunFolder:
             "finished": finished,
             "options": run_options(self.config),
             "results": [dataclasses.asdict(r) for r in self.results.values()],
-            "device": {"kind": device.device_kind, "count": jax.local_device_count()},
+            "device": {"kind": device.device_kind, "count": jax.device_count()},
             "python": platform.python_version(),
             "versions": {name: _version(name) for name in PACKAGES},
         }
-        self.results_path.write_text(json.dumps(content, indent=2) + "\n")
+        self._replace(self.results_path, json.dumps(content, indent=2) + "\n")
 
     def _write_metrics(self) -> None:
-        with self.metrics_path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(("precision", *Row._fields))
-            for precision, rows in self.history.items():
-                writer.writerows((precision, *row) for row in rows)
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(("precision", *Row._fields))
+        for precision, rows in self.history.items():
+            writer.writerows((precision, *row) for row in rows)
+        self._replace(self.metrics_path, text.getvalue())
+
+    def _replace(self, path: Path, text: str) -> None:
+        """Writes a file that is the old one or the new one whenever the run ends."""
+        if self.is_writer:
+            beside = path.with_suffix(".new")
+            beside.write_bytes(text.encode())
+            beside.replace(path)
 
     def _read_metrics(self) -> None:
         try:
-            with self.metrics_path.open(newline="") as file:
-                for entry in csv.DictReader(file):
-                    precision: Any = entry["precision"]
-                    row = Row(
-                        step=int(entry["step"]),
-                        loss=float(entry["loss"]),
-                        accuracy=float(entry["accuracy"]),
-                        loss_scale=float(entry["loss_scale"]),
-                        finite=entry["finite"] == "True",
-                        skipped=int(entry["skipped"]),
-                        test_accuracy=_number(entry["test_accuracy"]),
-                        test_loss=_number(entry["test_loss"]),
-                    )
-                    self.history.setdefault(precision, []).append(row)
+            text = self.metrics_path.read_bytes().decode()
+            # A run that was killed may have written half of its last line.
+            lines = text[: text.rfind("\n") + 1].splitlines()
+            for entry in csv.DictReader(lines):
+                precision: Any = entry["precision"]
+                row = Row(
+                    step=int(entry["step"]),
+                    loss=float(entry["loss"]),
+                    accuracy=float(entry["accuracy"]),
+                    loss_scale=float(entry["loss_scale"]),
+                    finite=entry["finite"] == "True",
+                    skipped=int(entry["skipped"]),
+                    test_accuracy=_number(entry["test_accuracy"]),
+                    test_loss=_number(entry["test_loss"]),
+                )
+                self.history.setdefault(precision, []).append(row)
         except (KeyError, TypeError, ValueError) as error:
             raise SetupError(
                 f"{self.metrics_path} is damaged ({error!r}). Remove it to continue "

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import mpx
 
 from ..precisions import Precision
+from .bad_steps import BadSteps
 from .checkpoint import Checkpoints
 from .config import RunConfig
 from .display import Display, Show
@@ -88,11 +89,14 @@ class Recorder(contextlib.ExitStack):
         self.folder = folder
         self.display = display or Display(quiet=True)
         self.checkpoints: Checkpoints | None = None
+        self.bad_steps: BadSteps | None = None
         self.position = 0
         self.rows: list[Row] = []
         self.score: Score | None = None
         self.step_bytes: int | None = None
         self.pending: list[Metrics] = []
+        self.batches: list[Any] = []  # of the pending steps
+        self.seen: dict[int, mpx.Statistics] = {}  # by the steps that were made
         self.seconds_per_step: list[float] = []
         self.window = (0.0, 0)  # when it began, and at which position
         self.show: Show = lambda row, seconds: None
@@ -102,6 +106,7 @@ class Recorder(contextlib.ExitStack):
         if self.folder:
             checkpoints = Checkpoints(self.folder.path, self.config, self.precision)
             self.checkpoints = self.enter_context(checkpoints)
+            self.bad_steps = BadSteps(self.folder.path, checkpoints)
         return self
 
     def restore(self, state: Any) -> Any:
@@ -126,10 +131,25 @@ class Recorder(contextlib.ExitStack):
         self.step_bytes = bytes_of(memory)
         self.window = (time.perf_counter(), self.position)
 
-    def add(self, metrics: Metrics) -> None:
-        """Takes the metrics of a step, which stay on the device."""
+    def add(self, metrics: Metrics, batch: Any = None) -> None:
+        """Takes the metrics of a step, which stay on the device, and its batch.
+
+        The batch is one of the host; it is kept if the step was skipped.
+        """
         self.pending.append(metrics)
+        self.batches.append(batch)
         self.position += 1
+
+    def is_watched(self) -> bool:
+        """Whether it is time to look at how large the numbers of a step are."""
+        period = self.config.monitor
+        return period is not None and self.position % period == 0
+
+    def watch(self, seen: mpx.Statistics) -> None:
+        """Takes the statistics of the step that comes next, and writes them."""
+        self.seen[self.position] = seen
+        if self.folder:
+            self.folder.add_statistics(self.precision, self.position, seen)
 
     def is_due(self) -> bool:
         """Whether it is time to look at the metrics."""
@@ -192,6 +212,16 @@ class Recorder(contextlib.ExitStack):
         self.rows.extend(rows)
         if self.folder:
             self.folder.add_rows(self.precision, rows)
+        self._keep_bad_steps(rows)
+
+    def _keep_bad_steps(self, rows: list[Row]) -> None:
+        before = self.rows[: len(self.rows) - len(rows)]
+        was_finite = before[-1].finite if before else True
+        for row, batch in zip(rows, self.batches, strict=True):
+            if not row.finite and was_finite and self.bad_steps and self.folder:
+                self.bad_steps.keep(row, batch, is_writer=self.folder.is_writer)
+            was_finite = row.finite
+        self.batches.clear()
 
     def result(self, score: Callable[[], Score], skipped: Any, weights: Any) -> Result:
         """The row of the table.

@@ -10,6 +10,7 @@ In this order: what is told (`_rules`, `_settings`) and what is known meanwhile
 from ._call import (
     NO_MASTER as NO_MASTER,
     call_with_masters as call_with_masters,
+    half_inputs as half_inputs,
     is_marked as is_marked,
 )
 from ._fused import (
@@ -64,4 +65,9 @@ from ._state import (
 from ._transform import (
     ambient_residuals as ambient_residuals,
     autocast as autocast,
+    with_rule as with_rule,
+)
+from ._wire import (
+    cast_where_it_lies as cast_where_it_lies,
+    on_the_wire as on_the_wire,
 )

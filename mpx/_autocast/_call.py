@@ -43,7 +43,7 @@ from ._context import (
     declared,
     is_castable,
 )
-from ._demand import Demand, demand_for
+from ._demand import Demand, demand_for, demands_of
 from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import (
@@ -67,12 +67,14 @@ from ._settings import (
 from ._state import (
     Slots,
     StateRequests,
+    first_step,
     is_random,
     next_source,
     note_switched_off,
     note_used,
     with_step,
 )
+from ._wire import present_wire
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -104,6 +106,7 @@ def call_autocast(
         What the function returns, in the same dtypes.
     """
     func, args, kwargs = dequantize_weights((func, args, kwargs))
+    settings = dataclasses.replace(settings, wire=present_wire())
     if has_nnx_objects((func, args, kwargs)):
         return _call_with_objects(
             settings, weights, programs, func, args, kwargs, spares_final
@@ -209,7 +212,8 @@ def call_with_masters(
     Returns:
         What `func` returns.
     """
-    settings = Settings(dtype=np.dtype(np.float16), is_enabled=False)
+    half = np.dtype(np.float16)
+    settings = Settings(dtype=half, is_enabled=False, wire=present_wire())
     found, _ = jax.tree_util.tree_flatten_with_path((None, tuple(masters)))
     wide = {path: master for path, master in found if master is not NO_MASTER}
 
@@ -217,7 +221,7 @@ def call_with_masters(
         master = wide.get(path)
         if master is None or leaf.dtype == master.dtype or not is_half(leaf.dtype):
             return declared(leaf)
-        facts = declared(leaf).facts
+        facts = declared(leaf).facts._replace(is_weight=True)
         return Value(jax.lax.convert_element_type(master, dtype), facts)
 
     run = Run(settings, _REWRITES)
@@ -247,6 +251,7 @@ def _call(
     run = run_of(closed.jaxpr)
     run.traced = tuple(traced)
     values = [value(run, *pair) for pair in zip(call.paths, call.arrays, strict=True)]
+    _tell_demands(run, call.paths, closed, values)
     with _done_for_others():
         return call.result_of(_results(run, closed, values))
 
@@ -283,6 +288,58 @@ def _done_for_others() -> contextlib.AbstractContextManager[object]:
     if not is_tracing():
         return contextlib.nullcontext()
     return region(Settings.of(is_enabled=False))
+
+
+class _Asked:
+    """What calls say is wanted of their inputs; compared by identity."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[KeyPath, np.dtype]] = []
+
+
+# Where a call says it; None: nobody asks.
+_asking = jax.make_user_context(default_value=None)
+
+
+def half_inputs(
+    func: Callable[..., PyTree], args: PyTree, kwargs: PyTree
+) -> dict[KeyPath, np.dtype]:
+    """The float32 arguments of an autocast function that all uses cast, and to what.
+
+    Args:
+        func: The function.
+        args: Its arguments; types of them will do.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The half precision dtypes, by paths into `(args, kwargs)`.
+    """
+    asked = _Asked()
+    with _asking(asked), first_step():
+        jax.eval_shape(func, *args, **kwargs)
+    return asked.found[0] if len(asked.found) == 1 else {}
+
+
+def _tell_demands(
+    run: Run, paths: Sequence[KeyPath], closed: ClosedJaxpr, values: list[Value]
+) -> None:
+    """Says what is wanted of each input, where somebody asks."""
+    if _asking.value is None:
+        return
+    are_declared = tuple(v.facts.provenance is Provenance.DECLARED for v in values)
+    wanted = tuple(
+        demand_for(aval.dtype) if is_castable(aval) else Demand.ANY
+        for aval in closed.out_avals
+    )
+    ahead = demands_of(run, run.settings, closed.jaxpr, are_declared, wanted)
+    triples = zip(paths, values, ahead.inputs, strict=True)
+    _asking.value.found.append(
+        {
+            (type(path[0])(path[0].idx - 1), *path[1:]): run.settings.dtype
+            for path, value, demand in triples
+            if path[0].idx and demand is Demand.HALF and value.dtype == np.float32
+        }
+    )
 
 
 def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[Any]:

@@ -12,6 +12,7 @@ summed in float32; XLA merges the casts. A computed value is cast once for a few
 which then share one gradient in half precision.
 """
 
+import abc
 import contextlib
 import dataclasses
 import enum
@@ -27,8 +28,8 @@ from jax.extend.core import JaxprEqn
 
 from .._jax_compat import scope_names
 from .._program import DataScope
-from .._quantize import AbstractRecipe, DelayedScaling
-from .._typing import AnyArray, Aval
+from .._quantize import AbstractProduct, AbstractRecipe, Ahead, DelayedScaling
+from .._typing import AnyArray, Aval, Shape
 from ._settings import Settings
 from ._state import Slots
 
@@ -74,17 +75,50 @@ class Facts(NamedTuple):
     is_weight: bool = False
 
 
+class Journey(abc.ABC):
+    """A weight on its way from other devices: sent in the form that a use asks for."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> Shape:
+        """The shape in which it arrives."""
+
+    @abc.abstractmethod
+    def arrive(self) -> AnyArray:
+        """Sends it as an array, which is float32 where it arrives."""
+
+    @abc.abstractmethod
+    def arrive_quantized(
+        self, product: AbstractProduct, scales: AnyArray | None
+    ) -> tuple[AnyArray, Ahead] | None:
+        """Sends it in the few bits that a product reads.
+
+        Args:
+            product: The product.
+            scales: The scales of delayed scaling.
+
+        Returns:
+            What the gradient goes to, and the weight; None if it is to be an array.
+        """
+
+    @abc.abstractmethod
+    def then(self, equation: JaxprEqn) -> "Journey":
+        """The same, and then moved by an equation where it arrives."""
+
+
 class Value:
     """A value of the program: an array in its present dtype, and its facts."""
 
     __slots__ = (
+        "_array",
         "_casts",
-        "array",
         "facts",
         "input_scales",
         "is_constant",
+        "journey",
         "narrow",
         "slots",
+        "wide",
         "widened_by",
     )
 
@@ -103,19 +137,40 @@ class Value:
             is_constant: Whether it is a number that stands in the program.
             slots: The state of recipes that a weight carries.
         """
-        self.array = array
+        self._array = array
+        self.journey: Journey | None = None
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
         self.widened_by: Any = None  # the equation that cast it from half to float32
         self.narrow: Any = None  # the array that it was cast from
+        self.wide: Any = None  # the weight in float32 that the program rounded to it
         self.input_scales: dict[Any, AnyArray] = {}  # by recipe, of the first reader
         self._casts: dict[np.dtype, list[Any]] = {}
+
+    @classmethod
+    def on_its_way(cls, journey: Journey, facts: Facts, slots: Slots | None) -> "Value":
+        """A float32 weight that other devices send, once it is known in which form."""
+        value = cls(None, facts, slots=slots)
+        value.journey = journey
+        return value
+
+    @property
+    def array(self) -> Any:
+        """The array."""
+        if self._array is None and self.journey is not None:
+            self._array = self.journey.arrive()
+        return self._array
 
     @property
     def dtype(self) -> Any:
         """The dtype that it has now."""
-        return self.array.dtype
+        return self.array.dtype if self.journey is None else FULL
+
+    @property
+    def shape(self) -> Any:
+        """The shape that it has."""
+        return self.array.shape if self.journey is None else self.journey.shape
 
     def offer(self, array: Any) -> None:
         """Gives a cast of the array that was made elsewhere."""

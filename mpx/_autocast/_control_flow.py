@@ -42,10 +42,12 @@ from .._typing import AnyArray, Aval, Program
 from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
 from ._demand import Demand, Wanted, carried_demands, demands_of
 from ._emit import Rewrite, evaluate
+from ._entry import dtypes_at_entry, joined, narrowed
 from ._loops import narrowed_results, narrowed_stacks, streams_of
 from ._notes import CARRY, noted_cast
 from ._products import reach_of_program
 from ._state import Slots, StateOperands, repeated
+from ._wire import refuse_sums_of_others
 
 
 def enter(
@@ -192,7 +194,7 @@ def rewrite_jit(
     operands = widened(run, place, equation, operands, demands)
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
-    if any(state.form):
+    if any(state.form) or any(v.journey is not None for v in operands):
         return _rewrite_inline(run, place, equation, operands, demands)
     closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
     arrays = [v.array for v in operands]
@@ -265,12 +267,21 @@ def rewrite_shard_map(
     facts = tuple(v.facts for v in operands)
     state = _state_for(run, place, operands, params["jaxpr"])
     if not params["check_vma"]:
+        refuse_sums_of_others(place.settings.wire)
         place = dataclasses.replace(place, sums_over_devices=True)
+    are_declared = tuple(f.provenance is Provenance.DECLARED for f in facts)
+    ahead = demands_of(run, place.settings, params["jaxpr"], are_declared, demands)
+    dtypes = dtypes_at_entry(place, equation, operands, ahead.inputs)
+    given = [
+        [v.array] if dtype is None else narrowed(place, v.array, dtype)
+        for v, dtype in zip(operands, dtypes, strict=True)
+    ]
     found: list[tuple[Facts, ...]] = []
 
-    def program(*arrays: AnyArray) -> tuple[Any, ...]:
-        slots, step = state.unpacked(arrays[len(facts) :])
-        inside = enter(arrays[: len(facts)], facts, slots)
+    def program(given: list[list[AnyArray]], arrays: list[AnyArray]) -> tuple[Any, ...]:
+        slots, step = state.unpacked(arrays)
+        entered = [joined(*one) if len(one) > 1 else one[0] for one in given]
+        inside = enter(entered, facts, slots)
         with run.at_step(step):
             results = evaluate(run, place, params["jaxpr"], inside, demands)
         found[:] = [tuple(v.facts for v in results)]
@@ -279,12 +290,12 @@ def rewrite_shard_map(
     mapped = jax.shard_map(
         program,
         mesh=params["mesh"],
-        in_specs=(*params["in_specs"], *(P() for _ in state.arrays)),
+        in_specs=(list(params["in_specs"]), P()),
         out_specs=params["out_specs"],
         check_vma=params["check_vma"],
         axis_names=set(params["newly_manual_axes"]),
     )
-    results = mapped(*(v.array for v in operands), *state.arrays)
+    results = mapped(given, list(state.arrays))
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 
 

@@ -53,6 +53,12 @@ from ._notes import noted, refuse_accident, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
 from ._rematerialize import Values, emit_island
 from ._rules import Precision, Rule
+from ._travel import (
+    moved_later,
+    product_of_weight,
+    summed_weight,
+    travelled_weight,
+)
 
 Rewrite = Callable[[Run, Place, JaxprEqn, list[Value], tuple[Demand, ...]], list[Value]]
 
@@ -150,6 +156,12 @@ def _emit(
             return [_convert(place, equation, operands[0])]
     known = properties(name)
     if known.moves:
+        travelled = travelled_weight(place, equation, operands, demands)
+        if travelled is None:
+            travelled = moved_later(equation, operands)
+        if travelled is not None:
+            with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
+                return [travelled]
         with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
             moved = _move(equation, operands)
             if place.settings.residual_stream != "half":
@@ -220,6 +232,9 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
     if choice.recipe is not None:
         return emit_quantized(run, case, choice)
     with noted(case.name, choice):
+        weight = summed_weight(case, choice)
+        if weight is not None:
+            return [product_of_weight(case, choice, weight)]
         return emit_operation(case.equation, case.operands, choice)
 
 
@@ -323,6 +338,8 @@ def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
     result = Value(array, facts, value.is_constant, value.slots)
     if target == FULL:
         result.widened_by, result.narrow = equation, value.array
+    elif value.facts.is_weight and value.dtype == FULL:
+        result.wide = value.array
     return result
 
 
@@ -397,11 +414,14 @@ def _spread(equation: JaxprEqn, value: Value, target: np.dtype) -> Value:
         or value.dtype == target
     ):
         return value
-    shape = aval_of(equation.outvars[0]).shape
+    result = aval_of(equation.outvars[0])
+    shape, sharding = result.shape, result.sharding
     if value.array.shape == shape or value.array.ndim != len(shape):
         return value
     axes = tuple(range(len(shape)))
-    array = jax.lax.broadcast_in_dim(value.array, shape, axes)
+    # Where types know of shardings, one of none would have its gradient gathered.
+    place = sharding if sharding.mesh.explicit_axes else None
+    array = jax.lax.broadcast_in_dim(value.array, shape, axes, out_sharding=place)
     return Value(array, value.facts, slots=value.slots)
 
 

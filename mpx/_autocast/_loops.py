@@ -47,7 +47,8 @@ def narrowed_stacks(
     ahead = demands_of(run, place.settings, jaxpr, are_declared, wanted)
     return [
         _narrowed(value, place.settings.dtype)
-        if demand is Demand.HALF and _may_be_narrowed(run, jaxpr, variable, value)
+        if demand is Demand.HALF
+        and _may_be_narrowed(run, place, jaxpr, variable, value)
         else value
         for value, variable, demand in zip(
             operands[first:], jaxpr.invars[first:], ahead.inputs[first:], strict=True
@@ -72,13 +73,17 @@ def _narrowed(value: Value, dtype: np.dtype) -> Value:
     return Value(value.cast(dtype)[0], facts, slots=value.slots)
 
 
-def _may_be_narrowed(run: Run, jaxpr: Jaxpr, variable: Var, value: Value) -> bool:
+def _may_be_narrowed(
+    run: Run, place: Place, jaxpr: Jaxpr, variable: Var, value: Value
+) -> bool:
     if value.dtype != FULL or not is_castable(aval_of(variable)):
         return False
     if value.facts.provenance is Provenance.FULL:
         return True
     # A recipe quantizes weights as they are, and not what is left of them.
     is_declared = value.facts.provenance is Provenance.DECLARED
+    if place.settings.wire is not None:
+        return False  # its gradients are summed over devices as float32
     return is_declared and not run.has_recipe and _uses(jaxpr, variable) == 1
 
 

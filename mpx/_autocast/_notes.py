@@ -49,6 +49,8 @@ class Note:
         reason: Why, in words.
         weight: Of a quantized product, the path of its weight; "" of others.
         rule: The rule of the user's that was applied; "" if none was.
+        without_units: Whether it is a quantized product that the target computes in
+            half precision, as it has no units for it.
     """
 
     primitive: str
@@ -57,6 +59,7 @@ class Note:
     reason: str
     weight: str = ""
     rule: str = ""
+    without_units: bool = False
 
 
 @contextlib.contextmanager
@@ -87,7 +90,7 @@ def note_unused(rules: Iterable[Rule]) -> None:
 
 
 def noted(
-    primitive: str, choice: Choice, weight: str = ""
+    primitive: str, choice: Choice, weight: str = "", without_units: bool = False
 ) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside was decided so."""
     if not _taking.value:
@@ -98,7 +101,7 @@ def noted(
     if choice.detail:
         reason = f"{reason}; {choice.detail}"
     precision = choice.precision.value
-    return _write(Note(primitive, kind, precision, reason, weight, rule))
+    return _write(Note(primitive, kind, precision, reason, weight, rule, without_units))
 
 
 def noted_cast(reason: str) -> contextlib.AbstractContextManager[object]:

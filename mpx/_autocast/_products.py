@@ -38,10 +38,12 @@ from .._program import (
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
+    Ahead,
     ConvolutionProduct,
     DelayedScaling,
     Float8CurrentScaling,
     LinearProduct,
+    Path,
     RaggedProduct,
     has_ragged_form,
     linear_convolution,
@@ -56,7 +58,8 @@ from ._context import UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason
 from ._notes import is_taking_notes, noted, refuse_slow
 from ._settings import Settings
-from ._state import with_input_scale
+from ._state import shared, with_input_scale
+from ._wire import dtype_of_sums
 
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 
@@ -202,13 +205,16 @@ def _product_of(case: Case, choice: Choice) -> AbstractProduct:
     """The quantized product that is bound for an equation."""
     assert choice.recipe is not None and choice.dtype is not None
     params = case.equation.params
+    wire = case.settings.wire
+    is_alone = wire is not None and wire.is_alone
     common: dict[str, Any] = dict(
         recipe=choice.recipe,
         dtype=choice.dtype,
         target=case.settings.target or target_from(None),
-        manual_axes=manual_axes(),
+        manual_axes=() if is_alone else manual_axes(),
         sums_over_devices=case.place.sums_over_devices,
         out_sharding=params.get("out_sharding"),
+        reduce_dtype=dtype_of_sums(wire, case.name),
     )
     if case.name == _CONVOLUTION:
         names = (f.name for f in dataclasses.fields(ConvolutionProduct))
@@ -238,13 +244,14 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
     product = _product_of(case, choice)
     if case.settings.is_strict:
         refuse_slow(case, product)
-    weight = ""
+    weight, is_dequantized = "", False
     if is_taking_notes():
         path, why = path_of(product)
+        is_dequantized = path == Path.HALF.value
         detail = f"{type(product.recipe).__name__}, {path} ({why})"
         choice = choice._replace(detail=detail)
         weight = _weight_of(case.operands).facts.parameter or ""
-    with noted(case.name, choice, weight):
+    with noted(case.name, choice, weight, is_dequantized):
         return _emit_product(case, choice, product, run.step)
 
 
@@ -254,15 +261,21 @@ def _emit_product(
     """Binds it; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
     weight = _weight_of(case.operands)
-    left, right = (
-        v.array if v is weight else v.cast(choice.dtype)[0] for v in case.operands[:2]
-    )
     scales = None
     if isinstance(product.recipe, DelayedScaling):
         scales = _scales(case, weight, product.recipe)
         data = case.operands[1 if weight is case.operands[0] else 0]
         scales = _with_one_input_scale(data, product.recipe, scales)
-    besides = scales, step if rounds_stochastically(product.recipe) else None
+    step = step if rounds_stochastically(product.recipe) else None
+    sent = weight.journey and weight.journey.arrive_quantized(product, scales)
+    array, ahead = sent or (weight.array, None)
+    if weight.wide is not None and product._wants_wide_weight():
+        product = dataclasses.replace(product, weight_dtype=array.dtype)
+        array = weight.wide
+    left, right = (
+        array if v is weight else v.cast(choice.dtype)[0] for v in case.operands[:2]
+    )
+    besides = scales, step, ahead
     with _explaining_forward_mode():
         result = _bound(product, left, right, case, besides)
     if choice.result is not None and choice.result != result.dtype:
@@ -275,13 +288,13 @@ def _bound(
     left: AnyArray,
     right: AnyArray,
     case: Case,
-    besides: tuple[AnyArray | None, AnyArray | None],
+    besides: tuple[AnyArray | None, AnyArray | None, Ahead | None],
 ) -> AnyArray:
     if isinstance(product, ConvolutionProduct):
         return linear_convolution(product, left, right, *besides)
     if isinstance(product, RaggedProduct):
-        sizes = case.operands[2].array
-        return linear_ragged_product(product, left, right, sizes, *besides)
+        sizes, (scales, step, _) = case.operands[2].array, besides
+        return linear_ragged_product(product, left, right, sizes, scales, step)
     assert isinstance(product, LinearProduct)
     return linear_product(product, left, right, *besides)
 
@@ -304,7 +317,7 @@ def _explaining_forward_mode() -> Iterator[None]:
 def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> AnyArray:
     assert weight.slots is not None
     scope = "/".join(case.place.scopes)
-    shape = "x".join(map(str, weight.array.shape))
+    shape = "x".join(map(str, weight.shape))
     # An inner derivative has numbers of another size than the data has.
     kind = "transposed" if is_transposed(case.equation) else ""
     found = weight.slots.take(" ".join(filter(None, (scope, shape, kind))), recipe)
@@ -329,8 +342,12 @@ def _with_one_input_scale(
     quantize, write and transpose it three times, and keep three copies (a layer of
     Llama 8B for an H100, 2026-11: 0.4 GB of 26).
     """
-    first = data.input_scales.setdefault(recipe, scales)
-    return scales if first is scales else with_input_scale(scales, first)
+    first = data.input_scales.get(recipe)
+    if first is None:
+        scales, data.input_scales[recipe] = shared(scales, 2)
+        return scales
+    first, data.input_scales[recipe] = shared(first, 2)
+    return with_input_scale(scales, first)
 
 
 # --- Where values go: into the loss, or into another product first --------------------

@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._errors import describe, listing
+from .._policy import Wire
 from .._program import data_of, data_scope
 from .._quantize import AbstractRecipe, Target
 from ._rules import Rules
@@ -50,6 +51,8 @@ class Settings:
         is_strict: Whether what happens by accident is an error.
         recipe: How products of weights are quantized; None if they are not.
         target: The device that is compiled for; None if nobody said.
+        wire: In what dtypes weights and gradients travel between devices; None: as the
+            program has it.
         said: The names of those that somebody said; the others are defaults.
     """
 
@@ -61,6 +64,7 @@ class Settings:
     is_strict: bool = False
     recipe: AbstractRecipe | None = None
     target: Target | None = None
+    wire: Wire | None = None
     said: frozenset[str] = frozenset()
 
     @classmethod

@@ -334,7 +334,8 @@ _shared.defvjp(_shared_forward, _shared_backward)
 def with_input_scale(scales: Array, first: Array) -> Array:
     """Scales with the input's of those of another product that reads the same array.
 
-    Their amaxes are their own: each slot learns what it would have learned alone.
+    Each slot learns what it would have learned alone. The first one learns the input's
+    amax from all: its own product may have no derivative, behind a `stop_gradient`.
     """
     # The compiler sees through these, and finds one number (2026-11: not through
     # `.at[].set`).
@@ -347,7 +348,8 @@ def _with_input_scale_forward(scales: Array, first: Array) -> PyTree:
 
 
 def _with_input_scale_backward(_: None, amaxes: Array) -> PyTree:
-    return amaxes, None
+    is_input = jnp.arange(ROLES) == _INPUT
+    return amaxes, jnp.where(is_input, amaxes, 0)
 
 
 with_input_scale.defvjp(_with_input_scale_forward, _with_input_scale_backward)

@@ -29,7 +29,7 @@ from ._call import (
     region_of_switched_off,
 )
 from ._context import new_programs
-from ._rules import Rules, as_written, is_recipe_class, read_switch
+from ._rules import Rule, Rules, as_written, is_recipe_class, read_switch
 from ._settings import (
     MARK,
     Mark,
@@ -358,6 +358,16 @@ def _wrapped(
     if isinstance(func, eqx.Module):
         wrapper.__name__ = type(func).__name__
     return wrapper
+
+
+def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
+    """What autocast made, made again with a rule before all others."""
+    mark: Mark = getattr(func, MARK)
+    rules = mark.settings.rules
+    first = Rules(rule, *rules.rules, looks_ahead=rules.looks_ahead)
+    said = mark.settings.said | {"rules"}
+    told = dataclasses.replace(mark.settings, rules=first, said=said)
+    return _wrapped(mark.func, told, mark.weights)
 
 
 def ambient_residuals() -> str:

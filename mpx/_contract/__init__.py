@@ -1,5 +1,6 @@
 """Contracts on the compiled step: what must hold of it, and what breaks it."""
 
+from ._claims import Violation as Violation
 from ._expect import ContractError as ContractError, expect as expect
 from ._hlo import parse as parse
 from ._operations import (

@@ -106,13 +106,19 @@ def check_product_calls(
 
 
 def check_collectives(
-    program: Program, allowed: Mapping[str, frozenset[str]]
+    program: Program,
+    allowed: Mapping[str, frozenset[str]],
+    except_in: Callable[[Operation], bool],
 ) -> Violation | None:
     """Collectives of more than one number carry only what is allowed."""
+    # The compiler joins those of several arrays to one; each array is looked at.
     wrong = [
-        x
+        one
         for x in collectives(program.compiled_module)
-        if x.kind in allowed and not allowed[x.kind].issuperset(x.dtypes)
+        for one in (dataclasses.replace(x, operands=(array,)) for array in x.operands)
+        if x.kind in allowed
+        and not allowed[x.kind].issuperset(one.dtypes)
+        and not except_in(one)
     ]
     if not wrong:
         return None

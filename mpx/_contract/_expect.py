@@ -54,6 +54,7 @@ def expect(
     products_except: str | Sequence[str] | Callable[[Any], bool] = (),
     product_calls: str | Sequence[str] | None = None,
     collectives: Mapping[str, DTypeLike | Sequence[DTypeLike]] | None = None,
+    collectives_except: str | Sequence[str] | Callable[[Any], bool] = (),
     required_calls: str | Sequence[str] = (),
     forbidden_calls: str | Sequence[str] = (),
     host_callbacks: bool = True,
@@ -85,6 +86,9 @@ def expect(
             `*` and `?` match any text and any character.
         collectives: For an operation (`"all-gather"`, `"all-reduce"`, ...) the dtypes
             that it may carry; `()` forbids it. Others are free, and so are scalars.
+        collectives_except: What is left out of `collectives`: named scopes, or a
+            function of the operation on one array (with `kind`, `dtypes`, `bytes`,
+            `op_name`, `source`), `lambda x: x.bytes <= 4096`.
         required_calls: Targets of custom calls that have to be there.
         forbidden_calls: Targets of custom calls that must not be there.
         host_callbacks: False forbids calls of the host's Python: `jax.debug.print`,
@@ -119,7 +123,7 @@ def expect(
         arguments_at_most=arguments_at_most,
         memory_at_most=memory_at_most,
     )
-    except_in = _except_in(products_except)
+    except_in = _except_in(products_except, "products_except")
     share = _share(products_share)
     if products is not None:
         dtypes = _names(products, "products")
@@ -129,7 +133,8 @@ def expect(
         claims.append(lambda p: _claims.check_product_calls(p, calls, except_in))
     if collectives is not None:
         allowed = _allowed(collectives)
-        claims.append(lambda p: _claims.check_collectives(p, allowed))
+        leaves_out = _except_in(collectives_except, "collectives_except")
+        claims.append(lambda p: _claims.check_collectives(p, allowed, leaves_out))
     if required_calls:
         required = _patterns(required_calls, "required_calls")
         claims.append(lambda p: _claims.check_required_calls(p, required))
@@ -183,9 +188,9 @@ def _share(share: object) -> float:
     return share
 
 
-def _except_in(value: object) -> Callable[[Operation], bool]:
+def _except_in(value: object, name: str) -> Callable[[Operation], bool]:
     if not callable(value):
-        value = _patterns(value, "products_except")
+        value = _patterns(value, name)
     return _claims.scope_predicate(value)
 
 

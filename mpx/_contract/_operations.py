@@ -74,6 +74,11 @@ class Operation:
         """The dtypes of its operands, or of its results where those are not known."""
         return tuple(array.dtype for array in self.operands or self.results)
 
+    @property
+    def bytes(self) -> int:
+        """The bytes of its operands, or of its results where those are not known."""
+        return sum(array.bits for array in self.operands or self.results) // 8
+
     def is_within(self, scope: str) -> bool:
         """Whether a named scope, or a path of them joined by `/`, encloses it.
 

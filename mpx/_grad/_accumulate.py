@@ -1,6 +1,7 @@
 """Gradient accumulation: one step over several micro-batches, in a scan."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .._dtypes import full_precision_of
 from .._errors import describe
@@ -47,7 +48,9 @@ class Accumulation:
     | a scalar, a leaf that is no array, `whole` | all of it |
 
     Rows are taken in strides so that a batch that is sharded over devices stays where
-    it is. Arrays in aux come back stacked along a new first axis, except the model
+    it is. With `axes` they are not: micro-batch $i$ gets the rows from $iB/n$ on, each
+    device runs those that lie on it, and gradients are summed over devices once. Arrays
+    in aux come back stacked along a new first axis, except the model
     state, which is the last one; leaves of aux that are no arrays come back once.
 
     Args:
@@ -60,13 +63,23 @@ class Accumulation:
             is found without.
         new_state: A function that takes the new state out of aux; needed where
             `state_argnum` is given, and only there.
+        axes: Axes of the mesh, or one of them, whose devices share the micro-batches:
+            each runs `steps / devices` of them on its own, with whole weights and, of
+            recipes, with amaxes of its own rows, and the gradients are summed once, in
+            the policy's `reduce_dtype`. So `steps` counts those of all devices.
+        in_order: True sums in float32 and in one order, that of a binary tree over the
+            micro-batches: with the same `steps`, gradients are the same bit for bit on
+            any number of devices and processes. `steps` is a power of two. Needs
+            `axes`.
 
     Raises:
         TypeError: `steps` or `state_argnum` is not a whole number, or another field is
             not a function.
         ValueError: `steps` is below 1, `state_argnum` is negative, or only one of it
-            and `new_state` was given. At the call: there is no such argument, or it is
-            differentiated.
+            and `new_state` was given; `in_order` without `axes`, or for a number that
+            is no power of two. At the call: there is no such argument, or it is
+            differentiated; there is no mesh with these axes, its devices do not divide
+            the micro-batches, or there is model state, which devices cannot share.
 
     Weights that sum to zero make the step a bad one.
     """
@@ -77,6 +90,8 @@ class Accumulation:
     weight: Callable[..., PyTree] | None = None
     state_argnum: int | None = None
     new_state: Callable[[Any], Any] | None = None
+    axes: str | tuple[str, ...] = ()
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         is_int = isinstance(self.steps, int | np.integer)
@@ -113,60 +128,151 @@ class Accumulation:
                 "`mpx.Accumulation` needs `state_argnum` and `new_state` together: "
                 "which argument is the state, and where in aux the new one is."
             )
+        self._check_order()
+
+    def _check_order(self) -> None:
+        """Refuses axes that are no names, and what cannot be summed in order."""
+        axes = (self.axes,) if isinstance(self.axes, str) else self.axes
+        is_tuple = isinstance(axes, tuple | list)
+        if not is_tuple or not all(isinstance(x, str) for x in axes):
+            raise TypeError(
+                "`axes` of `mpx.Accumulation` must be the name of an axis of the mesh, "
+                f"or several of them; got {describe(self.axes)}."
+            )
+        object.__setattr__(self, "axes", tuple(axes))
+        if not self.in_order:
+            return
+        if not axes:
+            raise ValueError(
+                "`in_order=True` of `mpx.Accumulation` is about the order of sums over "
+                "devices; name the axes of the mesh that share the micro-batches: "
+                '`axes="data"`.'
+            )
+        if self.steps & (self.steps - 1):
+            raise ValueError(
+                "`in_order=True` of `mpx.Accumulation` sums in a binary tree; `steps` "
+                f"must be a power of two, got {self.steps}."
+            )
+
+
+# What a micro-batch is run by: `one(args, kwargs) -> (loss, aux, grads, amaxes)`.
+One = Callable[[Any, Any], tuple[Any, Any, PyTree, PyTree]]
 
 
 def accumulated(
     how: Accumulation,
-    one: Callable[[Any, Any], tuple[Any, Any, PyTree, PyTree]],
+    one: One,
     argnums: tuple[int, ...],
     args: PyTree,
     kwargs: PyTree,
+    grad_dtype: np.dtype | None = None,
 ) -> tuple[Any, Any, PyTree, PyTree]:
-    """Runs `one(args, kwargs) -> (loss, aux, grads, amaxes)` over micro-batches.
+    """Runs `one` over micro-batches; of amaxes it gives the maximum.
 
-    Of amaxes it gives the maximum.
+    Args:
+        how: Over which.
+        one: Runs one.
+        argnums: What is differentiated.
+        args: All arguments.
+        kwargs: All keyword arguments.
+        grad_dtype: The dtype of the sums; None: full precision.
     """
-    _refuse_state(how, argnums, len(args))
-    paths, treedef = jax.tree_util.tree_flatten_with_path(
-        (args, kwargs), is_leaf=is_model_state
-    )
-    leaves = [leaf for _, leaf in paths]
-    kinds = [_kind(how, argnums, path, leaf) for path, leaf in paths]
-    xs = [
-        _micro_batches(how, kind, path, leaf)
-        for kind, (path, leaf) in zip(kinds, paths, strict=True)
-    ]
-    nodes = [x for x, kind in zip(leaves, kinds, strict=True) if kind == _STATE]
-    state, state_tree = jax.tree.flatten(nodes)
-    traced: list[_Aux] = []
-
-    def body(carry: PyTree, xs: PyTree) -> PyTree:
-        total, state = carry
-        current = iter(jax.tree.unflatten(state_tree, state))
-        parts = [
-            x if kind in (_BATCH, _KEY) else next(current) if kind == _STATE else leaf
-            for leaf, kind, x in zip(leaves, kinds, xs, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(treedef, parts)
-        loss, aux, grads, amaxes = one(args, kwargs)
-        weight = _weight(how, args, kwargs)
-        state = _new_state(how, aux, state)
-        traced[:] = [_Aux.read(aux, state)]
-        total = jax.tree.map(lambda t, g: t + weight.astype(g.dtype) * g, total, grads)
-        return (total, state), (loss, weight, traced[0].stacked(aux), amaxes)
-
-    differentiated = eqx.filter(tuple(args[i] for i in argnums), is_trainable)
-    zeros = jax.tree.map(
-        lambda w: jnp.zeros(w.shape, full_precision_of(w.dtype)), differentiated
-    )
+    batch = MicroBatches.read(how, argnums, args, kwargs)
     (total, state), (losses, weights, stacked, amaxes) = jax.lax.scan(
-        body, (zeros, state), xs, length=how.steps
+        functools.partial(batch.turn, one),
+        (zeros_like_weights(args, argnums, grad_dtype), batch.state),
+        batch.cut(how.steps),
+        length=how.steps,
     )
+    loss, grads = joined(losses, weights, total)
+    amaxes = jax.tree.map(lambda x: largest_magnitude(x, (0,)), amaxes)
+    return loss, batch.traced[0].rebuild(stacked, state), grads, amaxes
+
+
+def zeros_like_weights(
+    args: PyTree, argnums: tuple[int, ...], dtype: np.dtype | None
+) -> PyTree:
+    """What sums of gradients begin with."""
+    weights = eqx.filter(tuple(args[i] for i in argnums), is_trainable)
+    return jax.tree.map(
+        lambda w: jnp.zeros(w.shape, dtype or full_precision_of(w.dtype)), weights
+    )
+
+
+def joined(losses: Array, weights: Array, total: PyTree) -> tuple[Array, PyTree]:
+    """The loss and the gradients of all micro-batches."""
     weight = jnp.sum(weights)
     grads = jax.tree.map(lambda t: t / weight.astype(t.dtype), total)
     loss = jnp.sum(losses * weights.astype(losses.dtype)) / weight.astype(losses.dtype)
-    amaxes = jax.tree.map(lambda x: largest_magnitude(x, (0,)), amaxes)
-    return loss, traced[0].rebuild(stacked, state), grads, amaxes
+    return loss, grads
+
+
+@dataclasses.dataclass
+class MicroBatches:
+    """The arguments of a call, and what each micro-batch gets of them.
+
+    Attributes:
+        how: How they are cut.
+        paths: Where each leaf is.
+        leaves: The leaves.
+        kinds: What each is to the scan.
+        tree: The form of arguments and keyword arguments.
+        state: The leaves of the model state.
+        state_tree: Its form.
+        traced: The form of aux, once a micro-batch was traced.
+    """
+
+    how: Accumulation
+    paths: list[KeyPath]
+    leaves: list[Any]
+    kinds: list[str]
+    tree: Any
+    state: list[Any]
+    state_tree: Any
+    traced: "list[_Aux]"
+
+    @classmethod
+    def read(
+        cls, how: Accumulation, argnums: tuple[int, ...], args: PyTree, kwargs: PyTree
+    ) -> "MicroBatches":
+        """Sorts the leaves of a call."""
+        _refuse_state(how, argnums, len(args))
+        found, tree = jax.tree_util.tree_flatten_with_path(
+            (args, kwargs), is_leaf=is_model_state
+        )
+        kinds = [_kind(how, argnums, path, leaf) for path, leaf in found]
+        nodes = [x for (_, x), kind in zip(found, kinds, strict=True) if kind == _STATE]
+        state, state_tree = jax.tree.flatten(nodes)
+        paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
+        return cls(how, paths, leaves, kinds, tree, state, state_tree, [])
+
+    def cut(self, steps: int) -> list[Any]:
+        """Micro-batches along a new first axis; None for a leaf that is not cut."""
+        rows = zip(self.kinds, self.paths, self.leaves, strict=True)
+        return [_micro_batches(self.how, steps, *row) for row in rows]
+
+    @property
+    def are_cut(self) -> list[bool]:
+        """Which leaves are cut."""
+        return [kind in (_BATCH, _KEY) for kind in self.kinds]
+
+    def turn(self, one: One, carry: PyTree, xs: PyTree) -> PyTree:
+        """Runs a micro-batch, and adds its gradients to the sums."""
+        total, state = carry
+        current = iter(jax.tree.unflatten(self.state_tree, state))
+        parts = [
+            x if kind in (_BATCH, _KEY) else next(current) if kind == _STATE else leaf
+            for leaf, kind, x in zip(self.leaves, self.kinds, xs, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(self.tree, parts)
+        loss, aux, grads, amaxes = one(args, kwargs)
+        weight = _weight(self.how, args, kwargs)
+        state = _new_state(self.how, aux, state)
+        self.traced[:] = [_Aux.read(aux, state)]
+        total = jax.tree.map(
+            lambda t, g: t + (weight.astype(g.dtype) * g).astype(t.dtype), total, grads
+        )
+        return (total, state), (loss, weight, self.traced[0].stacked(aux), amaxes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,22 +340,26 @@ def _kind(
     return _BATCH if leaf.ndim else _WHOLE
 
 
-def _micro_batches(how: Accumulation, kind: str, path: KeyPath, leaf: Any) -> Any:
+def _micro_batches(
+    how: Accumulation, steps: int, kind: str, path: KeyPath, leaf: Any
+) -> Any:
     """The leaf with micro-batches along a new first axis; None if it is not cut."""
     if kind == _KEY:
-        return jax.random.split(leaf, how.steps)
+        return jax.random.split(leaf, steps)
     if kind != _BATCH:
         return None
     size = leaf.shape[0]
-    if size == 0 or size % how.steps:
+    if size == 0 or size % steps:
         raise ValueError(
-            f"`accumulate={how.steps}` must divide the first axis of every array but "
+            f"`accumulate={steps}` must divide the first axis of every array but "
             f"those of the first argument; got {describe(leaf)} at "
             f"`{input_path(path)}`. "
             "Change the batch size, or name arrays without a batch axis: "
             "`mpx.Accumulation(steps, whole=lambda path, leaf: ...)`."
         )
-    strided = jnp.reshape(leaf, (size // how.steps, how.steps, *leaf.shape[1:]))
+    if how.axes:
+        return jnp.reshape(leaf, (steps, size // steps, *leaf.shape[1:]))
+    strided = jnp.reshape(leaf, (size // steps, steps, *leaf.shape[1:]))
     return jnp.swapaxes(strided, 0, 1)
 
 

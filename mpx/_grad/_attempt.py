@@ -6,6 +6,8 @@ a Vision Transformer's step on an H100. So the scale that gradients are divided 
 depends on the check (`_known_after`), and nothing can use a gradient before.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScalin
 from .._tree import Filled, finite_by_leaf
 from .._typing import BoolScalar, FloatScalar
 from ._accumulate import Accumulation, accumulated
+from ._devices import ON_ITS_OWN, accumulated_on_devices
 from ._engine import Problem, as_weights, scaled_value_and_grad
 
 
@@ -52,14 +55,22 @@ def attempt(
     kwargs: PyTree,
 ) -> Outcome:
     """Runs a step with a scaling, over micro-batches if there are any."""
-    if how.steps > 1:
+    if how.axes or how.steps > 1:
+        inner = problem
+        if how.axes:
+            inner = dataclasses.replace(problem, wire=ON_ITS_OWN)
 
-        def one(args: PyTree, kwargs: PyTree) -> PyTree:
-            found = scaled_value_and_grad(problem, scaling, args, kwargs)
-            grads = scaling.unscale(as_weights(problem, found.grads, args))
+        def one(scaling: AbstractLossScaling, part: PyTree, kwargs: PyTree) -> PyTree:
+            found = scaled_value_and_grad(inner, scaling, part, kwargs)
+            grads = scaling.unscale(as_weights(inner, found.grads, args))
             return found.loss, found.aux, grads, found.amaxes
 
-        loss, aux, grads, amaxes = accumulated(how, one, problem.argnums, args, kwargs)
+        if how.axes:
+            found = accumulated_on_devices(how, one, problem, scaling, args, kwargs)
+        else:
+            run, dtype = functools.partial(one, scaling), problem.grad_dtype
+            found = accumulated(how, run, problem.argnums, args, kwargs, dtype)
+        loss, aux, grads, amaxes = found
         if not scaling._is_stateful:
             return Outcome(loss, aux, grads, None, amaxes)
         flags = _agreed(_finite_flags(NoLossScaling(), loss, grads))
@@ -67,11 +78,17 @@ def attempt(
     found = scaled_value_and_grad(problem, scaling, args, kwargs)
     grads = as_weights(problem, found.grads, args)
     if not scaling._is_stateful:
-        unscaled = scaling.unscale(grads)
+        unscaled = _returned(problem, scaling.unscale(grads))
         return Outcome(found.loss, found.aux, unscaled, None, found.amaxes)
     flags = _agreed(_finite_flags(scaling, found.loss, found.grads))
-    unscaled = _known_after(flags, scaling).unscale(grads)
+    unscaled = _returned(problem, _known_after(flags, scaling).unscale(grads))
     return Outcome(found.loss, found.aux, unscaled, flags, found.amaxes)
+
+
+def _returned(problem: Problem, grads: PyTree) -> PyTree:
+    """Gradients in the dtype that the policy says."""
+    dtype = problem.grad_dtype
+    return grads if dtype is None else jax.tree.map(lambda g: g.astype(dtype), grads)
 
 
 def retried(

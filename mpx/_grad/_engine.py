@@ -21,13 +21,15 @@ from .._autocast import (
     note_float16,
     noted_scaling,
     noting_float16,
+    on_the_wire,
     settings_of,
 )
 from .._cast import cast_leaf, casting_inputs
-from .._dtypes import full_precision_of
+from .._dtypes import full_precision_of, is_half
 from .._errors import describe, warn_user
-from .._jax_compat import manual_axes
+from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
 from .._loss_scaling import AbstractLossScaling
+from .._policy import Wire
 from .._tree import is_trainable
 from .._typing import FloatScalar, LeafPredicate
 from ._inputs import cast_inputs
@@ -51,6 +53,8 @@ class Problem:
         keep: Says which leaves are not cast.
         accumulate_dtype: The dtype that gradients of a weight's uses are summed in.
         allow_float16_weights: Whether weights may be float16.
+        wire: In what dtypes weights and gradients travel; None on one device.
+        grad_dtype: What gradients are returned in; None: full precision.
     """
 
     func: Callable[..., PyTree]
@@ -63,6 +67,8 @@ class Problem:
     keep: LeafPredicate | None
     accumulate_dtype: np.dtype | None
     allow_float16_weights: bool
+    wire: Wire | None = None
+    grad_dtype: np.dtype | None = None
 
     @property
     def casts_before(self) -> np.dtype | None:
@@ -145,8 +151,34 @@ def scaled_value_and_grad(
 ) -> Differentiated:
     """Differentiates the scaled loss."""
     settings = settings_of(problem.func)
+    problem = _as_travelling(problem, args, kwargs)
     differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
-    return at_step(scaling.record.steps, settings, differentiate)
+    with on_the_wire(problem.wire):
+        return at_step(scaling.record.steps, settings, differentiate)
+
+
+def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:
+    """The problem as several devices share it, if the program shows that there are.
+
+    By default sums over devices are float32. In the explicit style the weights are cast
+    before the function runs, so that what it does with them would be summed in half
+    precision: the casts stand at each use then. Not in `shard_map`, where the sum is
+    the caller's own, or is float32 already (`_shared`).
+    """
+    wire = problem.wire
+    if wire is not None and wire.is_alone:
+        return problem
+    if wire is None:
+        leaves = jax.tree.leaves((args, kwargs))
+        if not is_on_a_mesh() and not any(map(spans_devices, leaves)):
+            return problem
+        wire = Wire(_FLOAT32)
+    is_cast = problem.compute is not None and is_half(problem.compute)
+    if is_cast and problem.accumulate_dtype is None:
+        if problem.wire is None and manual_axes():
+            return problem
+        problem = dataclasses.replace(problem, accumulate_dtype=_FLOAT32)
+    return dataclasses.replace(problem, wire=wire)
 
 
 def _differentiated(

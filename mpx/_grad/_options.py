@@ -57,7 +57,7 @@ def problem_builder(
     if summed is not None:
         summed = float_dtype(summed, f"`accumulate_dtype` of {call}")
     if settings_of(func) is not None:
-        _refuse_casts(options, call)
+        _refuse_casts(options, policy, settings_of(func), call)
 
     def build(count: int) -> Problem:
         """The problem for a call with `count` positional arguments."""
@@ -79,6 +79,8 @@ def problem_builder(
             accumulate_dtype=summed,
             allow_float16_weights=policy is not None
             and policy.param_dtype == np.float16,
+            wire=policy._wire if options.mixed and policy is not None else None,
+            grad_dtype=None if policy is None else policy._grad_dtype,
         )
 
     return build
@@ -95,14 +97,29 @@ def _control(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return control
 
 
-def _refuse_casts(options: Options, call: str) -> None:
-    """Raises for options that say how inputs are cast, where none are."""
-    for name in ("policy", "keep"):
-        if getattr(options, name) is not None:
+def _refuse_casts(
+    options: Options, policy: Policy | None, settings: Any, call: str
+) -> None:
+    """Raises for options that say how inputs are cast, where none are.
+
+    A policy that says what travels and what comes back is welcome, if it means the
+    precision that autocast computes in.
+    """
+    if policy is not None and (policy._wire or policy._grad_dtype is not None):
+        if settings.is_enabled and policy.compute_dtype != settings.dtype:
+            raise ValueError(
+                f"`policy` of {call} computes in {np.dtype(policy.compute_dtype).name},"
+                f" and the function, which `mpx.autocast` made, in "
+                f"{settings.dtype.name}. Say the same dtype in both."
+            )
+        policy = None
+    for name, value in (("policy", policy), ("keep", options.keep)):
+        if value is not None:
             raise ValueError(
                 f"`{name}` of {call} says how inputs are cast, but the function was "
                 "made by `mpx.autocast`, which casts inside of the function. Leave "
-                f"`{name}` out; what runs where is said to `mpx.autocast`."
+                f"`{name}` out; what runs where is said to `mpx.autocast`. (A policy "
+                "with `grad_dtype`, `reduce_dtype` or `gather_dtype` is taken.)"
             )
 
 

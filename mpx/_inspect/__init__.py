@@ -6,4 +6,13 @@ from ._report import (
     Operation as Operation,
     Totals as Totals,
 )
+from ._source_text import (
+    function_path as function_path,
+    line_text as line_text,
+    phase as phase,
+    scope_path as scope_path,
+    user_frame as user_frame,
+)
+from ._trace import Traced as Traced, trace as trace
+from ._units import share_text as share_text, short_type as short_type
 from ._views import Report as Report

@@ -260,6 +260,9 @@ def _operation(
         finding = "decides by half precision products when a loop ends"
     if (is_mixed or note is not None) and _hides_a_program(equation):
         finding = "holds a program that cannot be looked into"
+    is_forward = phase(entries) == "forward"
+    if note is not None and note.without_units and is_forward and _is_product(equation):
+        finding = "quantized, and computed without units for it"
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
     if note is not None and note.weight:

@@ -24,10 +24,15 @@ _LIBRARY_SCOPE = re.compile(r"eqx\.nn\..*|.*->.*")
 
 def line_text(frames: Sequence[Frame]) -> str:
     """The innermost line that the user wrote: `model.py:41`; "" if none is known."""
+    frame = user_frame(frames)
+    return "" if frame is None else f"{short_path(frame.file)}:{frame.line}"
+
+
+def user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost call in the user's code, else in a library; None without one."""
     frames = [frame for frame in frames if not _is_ours(frame)]
     own = [frame for frame in frames if not _is_library(frame)]
-    innermost = own[-1:] or list(frames[-1:])
-    return "".join(f"{short_path(f.file)}:{f.line}" for f in innermost)
+    return (own or list(frames) or [None])[-1]
 
 
 def stack_text(frames: Sequence[Frame]) -> tuple[str, ...]:

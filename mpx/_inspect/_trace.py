@@ -30,6 +30,8 @@ class Traced:
     flat: Callable[..., list[Any]]
     """The function of the inputs that was traced, giving the arrays of its result."""
     inputs: tuple[Any, ...]
+    call: Call
+    """What was traced; it knows the rest of the result."""
 
 
 def _is_input(leaf: object) -> bool:
@@ -45,12 +47,14 @@ def trace(
     kwargs: PyTree,
     wrap: Callable[[Callable[..., PyTree]], Callable[..., PyTree]],
     weights: tuple[int | str, ...],
+    asked: str = "`mpx.explain(fn)(*args)`",
 ) -> Traced:
     """Traces a call with abstract values.
 
     A function that is itself a tree with arrays, such as an Equinox module, is an input
     like the others, and then its arrays are the weights. Else those of the arguments
-    with these positions or names are. What is called is `wrap(func)`.
+    with these positions or names are. What is called is `wrap(func)`. `asked` is the
+    public call, to be named in errors.
     """
     has_own = any(_is_input(leaf) for leaf in jax.tree.leaves(func))
 
@@ -58,7 +62,7 @@ def trace(
         return wrap(own if has_own else func)(*args, **kwargs)
 
     call = Call(func if has_own else None, args, kwargs, _is_input, called)
-    _refuse_tracers(jax.tree.leaves((func if has_own else None, args, kwargs)))
+    _refuse_tracers(jax.tree.leaves((func if has_own else None, args, kwargs)), asked)
     named = [_name(path, () if has_own else weights) for path in call.paths]
 
     def flat(*arrays: Any) -> list[Any]:
@@ -71,6 +75,7 @@ def trace(
         tuple(is_weight for _, is_weight in named),
         flat,
         tuple(call.arrays),
+        call,
     )
 
 
@@ -112,11 +117,11 @@ def _name(path: KeyPath, weights: tuple[int | str, ...]) -> tuple[str, bool]:
     return (path_text(rest[1:]) if len(weights) == 1 else "") or whole, True
 
 
-def _refuse_tracers(leaves: list[Any]) -> None:
+def _refuse_tracers(leaves: list[Any], asked: str) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tracer):
             raise TypeError(
-                "`mpx.explain(fn)(*args)` looks at a program from outside, so it needs "
+                f"{asked} looks at a program from outside, so it needs "
                 f"arrays or `jax.ShapeDtypeStruct`s; got {describe(leaf)} that JAX is "
                 "tracing. Call it outside of `jax.jit`, `jax.grad` and the like; they "
                 "may stand inside of `fn`."

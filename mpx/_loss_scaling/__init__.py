@@ -26,6 +26,7 @@ from ._record import (
     refuse_arithmetic as refuse_arithmetic,
     refuse_limit as refuse_limit,
     replaced as replaced,
+    validate_record as validate_record,
 )
 from ._scaled import scaled as scaled
 from ._state_dict import (

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
 from .._cast import cast_leaf
@@ -98,6 +99,40 @@ class AbstractLossScaling(eqx.Module):
     def finite(self) -> Any:
         """Whether the last step was good; True before the first."""
         return self.record.finite
+
+    def of_bad_step(self) -> "AbstractLossScaling":
+        """The state that the last bad step had, to replay it: `mpx.blame`.
+
+        It has the loss scale of that step. Scales of recipes are those of now, which a
+        bad step leaves as they were: replay before the next good step.
+
+        Returns:
+            A loss scaling; this one where no step was bad, or its scale is not known.
+
+        Raises:
+            ValueError: Called inside of jit, where values are not known.
+
+        Examples:
+            >>> import mpx
+            >>> scaling = mpx.DynamicLossScaling(8.0).adjust(False)
+            >>> float(scaling.loss_scale), float(scaling.of_bad_step().loss_scale)
+            (4.0, 8.0)
+        """
+        if isinstance(self.record.bad_scale, Tracer):
+            raise ValueError(
+                "`of_bad_step()` of a loss scaling reads values and cannot run inside "
+                "of jit. Return the scaling from the jitted step and ask outside."
+            )
+        scale = self.record.bad_scale
+        return self._at_scale(scale) if float(scale) > 0 else self
+
+    def _scale_of_step(self) -> Any:
+        """The loss scale, of a state of NumPy's arrays, too."""
+        return self.loss_scale
+
+    def _at_scale(self, scale: FloatScalar) -> "AbstractLossScaling":
+        """The state with another scale, within its bounds or not."""
+        return self
 
     def scale(self, tree: PyTree) -> PyTree:
         r"""Multiplies every float or complex leaf by the scale.
@@ -219,7 +254,8 @@ class AbstractLossScaling(eqx.Module):
     ) -> Self:
         """The state with its counters advanced and the scale as it is."""
         finite, loss_finite = judged(self, grads_finite, loss_finite)
-        record = advance_record(self.record, finite, places_finite, loss_finite)
+        scale = self._scale_of_step()
+        record = advance_record(self.record, finite, places_finite, loss_finite, scale)
         return self._with_record(record)
 
     def _with_record(self, record: StepRecord) -> Self:

@@ -176,6 +176,9 @@ class DynamicLossScaling(AbstractLossScaling):
             new._validate()
         return new
 
+    def _at_scale(self, scale: FloatScalar) -> Self:
+        return replaced(self, loss_scaling=scale)
+
     def _lowered(self) -> FloatScalar:
         return jax.lax.max(self.loss_scaling * self.backoff, self.min_loss_scaling)
 
@@ -251,7 +254,9 @@ def _adjusted(
         name: select(is_telling, select(finite, good, bad), getattr(scaling, name))
         for name, (good, bad) in after.items()
     }
-    record = advance_record(scaling.record, finite, places_finite, loss_finite)
+    record = advance_record(
+        scaling.record, finite, places_finite, loss_finite, scaling.loss_scaling
+    )
     return replaced(scaling, record=record, **fields)
 
 

@@ -1,6 +1,6 @@
 """The two forms of loss scaling whose scale never changes."""
 
-from typing import Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from .._errors import describe
 from .._typing import BoolLike, FloatScalar, ScalarLike
 from ._arguments import scale_in_range, scale_value
 from ._base import AbstractLossScaling, map_numbers, to_full
-from ._record import StepRecord
+from ._record import StepRecord, replaced
 
 
 class StaticLossScaling(AbstractLossScaling):
@@ -51,6 +51,12 @@ class StaticLossScaling(AbstractLossScaling):
     ) -> Self:
         """Advances the counters; the scale stays. See `AbstractLossScaling.adjust`."""
         return self._counted(grads_finite, places_finite, loss_finite)
+
+    def _scale_of_step(self) -> Any:
+        return self.loss_scaling
+
+    def _at_scale(self, scale: FloatScalar) -> Self:
+        return replaced(self, loss_scaling=scale)
 
     def _validate(self) -> None:
         super()._validate()

@@ -7,10 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from .._errors import describe
-from .._typing import BoolScalar
+from .._typing import BoolScalar, FloatScalar, ScalarLike
 
 # How many places of the last bad step are remembered. They are numbers, not names, so
 # that the state keeps its structure; `mpx.check` turns them into paths.
@@ -41,6 +41,8 @@ class StepRecord(eqx.Module):
             the loss, then come the gradient's leaves from 1 on, then the optimizer's
             state; -1 is none.
         places_seen: How many places were looked at in that step; 0 if nobody said.
+        last_bad: The number of the last bad step, counted from 1; 0 if there was none.
+        bad_scale: The loss scale that it had; 0 if there was none, or nobody said.
     """
 
     steps: Int32[Array, ""]
@@ -52,6 +54,8 @@ class StepRecord(eqx.Module):
     halted: Bool[Array, ""]
     places: Int32[Array, "8"]
     places_seen: Int32[Array, ""]
+    last_bad: Int32[Array, ""]
+    bad_scale: Float32[Array, ""]
 
     def __init__(self) -> None:
         # One array each: donated buffers must not be shared.
@@ -64,6 +68,8 @@ class StepRecord(eqx.Module):
         self.halted = jnp.zeros((), bool)
         self.places = jnp.full((PLACES,), -1, jnp.int32)
         self.places_seen = jnp.zeros((), jnp.int32)
+        self.last_bad = jnp.zeros((), jnp.int32)
+        self.bad_scale = jnp.zeros((), jnp.float32)
 
 
 def advance_record(
@@ -71,6 +77,7 @@ def advance_record(
     finite: BoolScalar,
     places_finite: Bool[Array, " n"] | None,
     loss_finite: BoolScalar | None = None,
+    loss_scale: ScalarLike | None = None,
 ) -> StepRecord:
     """The record after one more step.
 
@@ -81,11 +88,12 @@ def advance_record(
             the places of a bad step are unknown, -1.
         loss_finite: Whether the loss was finite before it was scaled; None for what
             `places_finite` says first.
+        loss_scale: The scale that the step had; None if there is none.
 
     Returns:
         The new record.
     """
-    return _updated(record, finite, places_finite, loss_finite)
+    return _updated(record, finite, places_finite, loss_finite, loss_scale)
 
 
 # Jitted, so that it is traced once and not in each step.
@@ -95,6 +103,7 @@ def _updated(
     finite: BoolScalar,
     places_finite: Array | None,
     loss_finite: BoolScalar | None,
+    loss_scale: FloatScalar | None,
 ) -> Any:
     select, steps = jax.lax.select, counted(record.steps)
     row = record.skipped_in_a_row
@@ -112,6 +121,10 @@ def _updated(
         places_seen=select(
             finite, record.places_seen, jnp.full_like(record.places_seen, seen)
         ),
+        last_bad=select(finite, record.last_bad, steps),
+        bad_scale=record.bad_scale
+        if loss_scale is None
+        else select(finite, record.bad_scale, loss_scale),
     )
 
 
@@ -168,6 +181,7 @@ def validate_record(record: StepRecord, owner: type) -> None:
     read = {f.name: np.asarray(getattr(record, f.name)) for f in fields(record)}
     order = ("skipped_in_a_row", "skipped", "steps")
     order = (*zip(order, order[1:], strict=False), ("last_finite", "steps"))
+    order = (*order, ("last_bad", "steps"))
     for small, large in (*order, ("bad_losses", "skipped")):
         if not np.all((read[small] >= 0) & (read[small] <= read[large])):
             raise ValueError(

@@ -10,13 +10,16 @@ import numpy as np
 from .._errors import describe, listing
 from ._record import StepRecord, replaced, validate_record
 
-VERSION = 2
+VERSION = 3
 
 # The fields of a loss scaling's record stand among its own.
 _PREFIX = "record."
 
 # Fields of the record that a version brought; 0 in states from before.
-_NEW = {2: ("bad_losses", "places_seen")}
+_NEW = {
+    2: {"bad_losses": np.int32, "places_seen": np.int32},
+    3: {"last_bad": np.int32, "bad_scale": np.float32},
+}
 
 # Version 0: the state of the published package `mixed-precision-for-JAX`. It has one
 # loss scaling, whose fields are arguments of ours of this kind.
@@ -166,8 +169,12 @@ def _migrate(state: dict[str, Any], call: str) -> dict[str, Any]:
         raise ValueError(f"{call} misses the key `kind`; got {listing(sorted(state))}.")
     prefix = "" if state["kind"] == StepRecord.__name__ else _PREFIX
     shape = np.shape(state.get(f"{prefix}steps", 0))  # several may be stacked
-    new = [name for since, names in _NEW.items() if since > version for name in names]
-    return state | {prefix + name: np.zeros(shape, np.int32) for name in new}
+    new = [fields for since, fields in _NEW.items() if since > version]
+    return state | {
+        prefix + name: np.zeros(shape, dtype)
+        for fields in new
+        for name, dtype in fields.items()
+    }
 
 
 def _of_published_mpx(state: dict[str, Any], call: str) -> dict[str, Any]:

@@ -46,6 +46,12 @@ from .primitives import (
     class_of as class_of,
     properties as properties,
 )
+from .probe import (
+    Probe as Probe,
+    Records as Records,
+    Tagged as Tagged,
+    probed as probed,
+)
 from .remat import (
     computed_again as computed_again,
     is_worth_while as is_worth_while,

@@ -10,6 +10,10 @@ finite numbers saturate, while an infinity or a NaN shows in every product (see
 `_quantize`).
 """
 
+from ._ahead import (
+    may_travel as may_travel,
+    quantized_ahead as quantized_ahead,
+)
 from ._array import QuantizedArray as QuantizedArray
 from ._convolution import (
     ConvolutionProduct as ConvolutionProduct,
@@ -24,7 +28,7 @@ from ._format import Format as Format
 from ._hadamard import hadamard_transform as hadamard_transform
 from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
 from ._operands import rounds_stochastically as rounds_stochastically
-from ._product import AbstractProduct as AbstractProduct
+from ._product import AbstractProduct as AbstractProduct, Ahead as Ahead
 from ._products import Path as Path
 from ._quantize import (
     quantize as quantize,

@@ -93,8 +93,8 @@ def quantize_by_cast(
 
 def beside_amax(
     target: Target, copy: QuantizedArray | Array, amax: Array | None
-) -> tuple[QuantizedArray | Array, Array | None]:
-    """FP8 numbers and the amax of what they are made of, by one kernel.
+) -> QuantizedArray | Array:
+    """FP8 numbers that are made by the kernel that takes their amax.
 
     Products in FP8 on Hopper want the contracted axis of both operands last, so one of
     the two products of an array has it transposed. XLA fuses the transpose with the
@@ -104,17 +104,20 @@ def beside_amax(
     XLA would write what is cast (jax 0.10.2, compiled for sm_90 and sm_100, November
     2026).
 
+    The amax stays in front of the barrier. Behind it, whatever uses the numbers would
+    wait for it, and devices could not join all amaxes of a step at once.
+
     Args:
         target: The device.
         copy: What an array became.
         amax: The amax of the array, if nothing else needs it first.
 
     Returns:
-        Both as they came.
+        The numbers as they came.
     """
     if amax is None or not target.transposes_fp8:
-        return copy, amax
-    return lax.optimization_barrier((copy, amax))
+        return copy
+    return lax.optimization_barrier(copy)
 
 
 def _largest(x: Array, axis: tuple[int, ...] | None = None) -> Array:

@@ -22,7 +22,7 @@ from jaxtyping import Array
 from .._jax_compat import as_varying, varying_axes
 from ._dequantized_product import AbstractDequantizedProduct, Multiply
 from ._operands import Copies, has_blocks
-from ._product import quantized_product
+from ._product import Ahead, quantized_product
 from ._recipes import Role
 
 
@@ -91,6 +91,8 @@ class ConvolutionProduct(AbstractDequantizedProduct):
 
     def _for_weight(self, extra: tuple[Array, ...], weight: object) -> Multiply:
         def multiply(x: Array, g: Array, precision: object) -> Array:
+            if self.reduce_dtype is not None:  # as the sum over devices, which is here
+                x, g = x.astype(self.reduce_dtype), g.astype(self.reduce_dtype)
             convolve = functools.partial(self._convolve, x, precision=precision)
             return jax.linear_transpose(convolve, _zeros(weight, g))(g)[0]
 
@@ -103,6 +105,7 @@ def linear_convolution(
     weight: Array,
     scales: Array | None = None,
     step: Array | None = None,
+    ahead: Ahead | None = None,
 ) -> Array:
     """The convolution of a layer; see `quantized_product`.
 
@@ -112,9 +115,10 @@ def linear_convolution(
         weight: The right operand.
         scales: The scales of delayed scaling.
         step: The number of the training step, for stochastic rounding.
+        ahead: The weight, if it was quantized before; see `quantized_product`.
     """
     call = "`linear_convolution(product, data, weight, scales)`"
-    return quantized_product(call, product, data, weight, scales, step)
+    return quantized_product(call, product, data, weight, scales, step, ahead=ahead)
 
 
 def _zeros(like: Any, g: Array) -> Array:

@@ -20,7 +20,7 @@ from ._contraction import (
     product_shape,
 )
 from ._operands import Copies, has_blocks
-from ._product import AbstractProduct, Kept, cut, quantized_product
+from ._product import AbstractProduct, Ahead, Kept, cut, quantized_product
 from ._products import Operand, has_units, multiply, stored
 from ._recipes import Role
 
@@ -108,12 +108,25 @@ class LinearProduct(AbstractProduct):
         if not has_units(for_left, right, numbers.for_left, self.target):
             for_left, for_right = stored(for_left, for_right)
         dtypes = self._ordered(self.dtype, self.weight_gradient_dtype)
+        are_summed = self._ordered(False, self.reduce_dtype is not None)
         product = functools.partial(
             multiply, target=self.target, half=self.dtype, is_backward=True
         )
         dx, dw = self._ordered(
-            product(for_left, right, numbers.for_left, dtypes[0]),
-            product(left, for_right, numbers.for_right, dtypes[1]),
+            product(
+                for_left,
+                right,
+                numbers.for_left,
+                dtypes[0],
+                is_summed=are_summed[0],
+            ),
+            product(
+                left,
+                for_right,
+                numbers.for_right,
+                dtypes[1],
+                is_summed=are_summed[1],
+            ),
         )
         return cut(dx, likes[0].shape), cut(dw, likes[1].shape)
 
@@ -124,6 +137,7 @@ def linear_product(
     right: Array,
     scales: Array | None = None,
     step: Array | None = None,
+    ahead: Ahead | None = None,
 ) -> Array:
     """The product of a linear layer; see `quantized_product`.
 
@@ -133,6 +147,7 @@ def linear_product(
         right: The right operand.
         scales: The scales of delayed scaling.
         step: The number of the training step, for stochastic rounding.
+        ahead: The weight, if it was quantized before; see `quantized_product`.
     """
     data, weight = product._ordered(left, right)
-    return quantized_product(_CALL, product, data, weight, scales, step)
+    return quantized_product(_CALL, product, data, weight, scales, step, ahead=ahead)

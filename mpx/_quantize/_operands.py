@@ -7,18 +7,22 @@ blocks, serve both products with the same copy.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from ._amax import Join
+from ._block_kernel import has_kernel_form, quantize_by_kernel
 from ._casting import is_cast, quantize_by_cast
 from ._contraction import padded
 from ._noise import key_from
 from ._products import Operand
-from ._quantizers import AbstractQuantizer
-from ._recipes import AbstractRecipe, Role
+from ._quantizers import AbstractQuantizer, MXFP8Quantizer
+from ._recipes import AbstractRecipe, MXFP8BlockScaling, Role
 from ._rounding import flushed
 from ._target import Target
 
@@ -37,6 +41,7 @@ class Copies:
             negative. Without meaning for quantizers with one scale.
         step: The number of the training step, by which noise is drawn; None if nobody
             knows it.
+        rounded_to: A dtype that the numbers are rounded to first; None: as they are.
     """
 
     recipe: AbstractRecipe
@@ -46,6 +51,7 @@ class Copies:
     join: Join
     axes: tuple[int, int]
     step: Array | None = None
+    rounded_to: np.dtype | None = None
 
     def first(self, x: Array, scale: Array | None = None) -> Operand:
         """The copy for y, or for dx of a gradient.
@@ -56,22 +62,28 @@ class Copies:
         """
         return self._copy(x, self._quantizers()[0], self.axes[0], scale, salt=0)
 
-    def second(
-        self,
-        x: Array,
-        first: Operand,
-        scale: Array | None = None,
-    ) -> Operand:
-        """The copy for the product of the backward pass, or for dw of a gradient.
+    def begin(
+        self, x: Array, scale: Array | None = None
+    ) -> tuple[Operand, Callable[[Operand], Operand]]:
+        """The first copy, and what makes the second one of it.
 
         Args:
             x: The array.
-            first: What `first` gave for it.
             scale: The scale of delayed scaling.
+
+        Returns:
+            What `first` gives; and a function of it that gives the copy for the product
+            of the backward pass, or for dw of a gradient.
         """
+        if (both := self._by_kernel(x)) is not None:
+            first, second = both
+            return first, lambda _: second
+        return self.first(x, scale), functools.partial(self._second, x, scale)
+
+    def _second(self, x: Array, scale: Array | None, first: Operand) -> Operand:
         if self.role is not Role.GRADIENT:
             if self.recipe.backward_override == "high_precision":
-                return x.astype(self.half)
+                return self._rounded(x).astype(self.half)
             if self.recipe.backward_override == "dequantized":
                 return first
         one, other = self._quantizers()
@@ -79,11 +91,36 @@ class Copies:
             return first
         return self._copy(x, other, self.axes[1], scale, salt=1)
 
+    def _by_kernel(self, x: Array) -> tuple[Operand, Operand] | None:
+        """Both copies by a kernel, where the recipe wants one and the device has it."""
+        quantizer = self._quantizers()[0]
+        if not has_kernel(self.recipe, self.target) or not has_kernel_form(x):
+            return None
+        if not isinstance(quantizer, MXFP8Quantizer) or self.recipe.backward_override:
+            return None
+
+        def by_kernel(x: Array) -> tuple[Operand, Operand]:
+            return quantize_by_kernel(
+                x, quantizer.format, self.half, self.axes, self.rounded_to
+            )
+
+        def apart(x: Array) -> tuple[Operand, Operand]:
+            one, other = (
+                self._copy(x, quantizer, axis, None, salt=0) for axis in self.axes
+            )
+            return one, other
+
+        branches = {self.target.platform: by_kernel}
+        return lax.platform_dependent(x, **branches, default=apart)
+
     def _quantizers(self) -> tuple[AbstractQuantizer | None, AbstractQuantizer | None]:
         first = self.recipe.quantizer(self.role)
         if self.role is Role.WEIGHT:
             return first, first
         return first, self.recipe.quantizer(self.role, for_wgrad=True)
+
+    def _rounded(self, x: Array) -> Array:
+        return x if self.rounded_to is None else x.astype(self.rounded_to)
 
     def _copy(
         self,
@@ -93,6 +130,7 @@ class Copies:
         scale: Array | None,
         salt: int,
     ) -> Operand:
+        x = self._rounded(x)
         if quantizer is None:
             return x.astype(self.half)
         axes = {0: (), 1: (axis,), 2: (-2, -1)}[quantizer.block_dimensions]
@@ -110,6 +148,12 @@ class Copies:
             )
         x = flushed(x)
         return quantizer._quantize(x, self.half, axes, key, scale, self.join)
+
+
+def has_kernel(recipe: AbstractRecipe, target: Target) -> bool:
+    """Whether a recipe asks for a kernel for both copies, and the device has it."""
+    wants = isinstance(recipe, MXFP8BlockScaling) and recipe.kernel == "pallas"
+    return wants and target.has_block_units
 
 
 def has_blocks(recipe: AbstractRecipe) -> bool:

@@ -20,7 +20,7 @@ in 17.3. XLA inlines the calls, and compiles what it compiles without them.
 import abc
 import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import equinox as eqx
 import jax
@@ -31,8 +31,9 @@ from jaxtyping import Array
 from .._jax_compat import as_varying, varying_axes
 from .._typing import Shape
 from ._amax import Join, joined_over
+from ._array import QuantizedArray
 from ._casting import beside_amax
-from ._operands import Copies
+from ._operands import Copies, has_kernel
 from ._products import Operand, stored
 from ._recipes import AbstractRecipe, Role
 from ._second_derivative import differentiated_once
@@ -65,6 +66,18 @@ class Kept(eqx.Module):
     like_weight: jax.ShapeDtypeStruct = eqx.field(static=True)
 
 
+class Ahead(NamedTuple):
+    """A weight that was quantized before the product; see `_ahead`.
+
+    Attributes:
+        operand: What it became.
+        amax: Its amax, with scales.
+    """
+
+    operand: QuantizedArray
+    amax: Array | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractProduct(abc.ABC):
     """A product of data and a weight: all that is known of it before numbers are.
@@ -80,6 +93,10 @@ class AbstractProduct(abc.ABC):
             up the cotangents of replicated arguments over all `manual_axes`.
         out_sharding: That of the operation, over a mesh of explicit axes. None: as
             the operation finds it.
+        reduce_dtype: In which gradients of weights are summed over devices; None where
+            there is one device, or the sum is made elsewhere.
+        weight_dtype: What the weight is rounded to before it is quantized, where it
+            comes in float32 and the program rounds it; None if it is not.
     """
 
     recipe: AbstractRecipe
@@ -88,10 +105,17 @@ class AbstractProduct(abc.ABC):
     manual_axes: tuple[str, ...] = ()
     sums_over_devices: bool = False
     out_sharding: Any = None
+    reduce_dtype: np.dtype | None = None
+    weight_dtype: np.dtype | None = None
 
     @property
     def weight_gradient_dtype(self) -> np.dtype:
-        """bfloat16 if that is `dtype`, else float32, whose range float16 has not."""
+        """That of sums over devices if there are any.
+
+        Else bfloat16 if that is `dtype`, else float32, whose range float16 has not.
+        """
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
         is_wide = self.dtype == jnp.bfloat16
         return self.dtype if is_wide else np.dtype("float32")
 
@@ -122,6 +146,14 @@ class AbstractProduct(abc.ABC):
         Each with the shape of what it is the gradient of; `shape` is the result's.
         """
 
+    def _wants_wide_weight(self) -> bool:
+        """Whether a weight that the program rounds had better come as it was before.
+
+        A kernel that is opaque to the compiler rounds it itself, instead of reading
+        what was written rounded. Between devices a weight travels rounded.
+        """
+        return has_kernel(self.recipe, self.target) and self.reduce_dtype is None
+
     def _has_units(self, x: Operand, w: Operand) -> bool:
         """Whether the device computes with the bits of the operands."""
         return False
@@ -141,7 +173,8 @@ class AbstractProduct(abc.ABC):
 
     def _copies_at(self, step: Array | None, role: Role) -> Copies:
         """The same in a training step, by whose number noise is drawn."""
-        return dataclasses.replace(self._copies(role), step=step)
+        rounded_to = self.weight_dtype if role is Role.WEIGHT else None
+        return dataclasses.replace(self._copies(role), step=step, rounded_to=rounded_to)
 
     def _join(self) -> Join:
         return joined_over(self.manual_axes, self.sums_over_devices)
@@ -165,6 +198,7 @@ def quantized_product(
     scales: Array | None = None,
     step: Array | None = None,
     extra: tuple[Array, ...] = (),
+    ahead: Ahead | None = None,
 ) -> Array:
     """A product of data and a weight, quantized in both directions.
 
@@ -179,6 +213,8 @@ def quantized_product(
             from the array at hand if the recipe has a `warm_start`, and else 1.
         step: The number of the training step, an integer, for stochastic rounding.
         extra: More operands, which have no derivative.
+        ahead: The weight, if it was quantized before. Of `weight` nothing is read then;
+            its gradient is that of the weight.
 
     Returns:
         The product in `product.dtype`. Its gradients come in the dtypes of the
@@ -192,25 +228,38 @@ def quantized_product(
     """
     check_scales(call, product.recipe, scales)
 
-    def plain(data: Array, weight: Array, *extra: Array) -> Array:
-        data, weight = data.astype(product.dtype), weight.astype(product.dtype)
-        return product._plain(data, weight, extra)
+    def plain() -> Array:
+        whole = weight if ahead is None else ahead.operand.payload
+        left, right = data.astype(product.dtype), whole.astype(product.dtype)
+        return product._plain(left, right, extra)
 
     def quantized(
-        besides: tuple[Array | None, Array | None],
+        besides: tuple[Array | None, Array | None, Ahead | None],
         data: Array,
         weight: Array,
         *extra: Array,
     ) -> Array:
         everywhere = varying_axes(data) | varying_axes(weight)
         data, weight = as_varying(data, everywhere), as_varying(weight, everywhere)
+        besides = _as_varying(besides, everywhere)
         prepared, data, weight, shape = product._prepared(data, weight)
         y = _product(prepared, data, weight, extra, *besides)
         return y if shape is None else y.reshape(shape)
 
     operands = (data, weight, *extra)
-    besides = scales, step
+    besides = scales, step, ahead
     return in_automatic_axes(quantized, plain, product.out_sharding, besides, *operands)
+
+
+def _as_varying(
+    besides: tuple[Array | None, Array | None, Ahead | None], axes: frozenset[str]
+) -> tuple[Array | None, Array | None, Ahead | None]:
+    *others, ahead = besides
+    if ahead is not None:
+        payload = as_varying(ahead.operand.payload, axes)
+        operand = dataclasses.replace(ahead.operand, payload=payload)
+        ahead = ahead._replace(operand=operand)
+    return others[0], others[1], ahead
 
 
 @functools.partial(jax.jit, static_argnames=("product", "is_differentiated"))
@@ -221,6 +270,7 @@ def quantized_forward(
     extra: tuple[Array, ...],
     scales: Array | None,
     step: Array | None,
+    ahead: Ahead | None,
     *,
     is_differentiated: bool,
 ) -> tuple[Array, Kept | None]:
@@ -228,17 +278,24 @@ def quantized_forward(
     like_weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     data = product._read(data, extra)
     data_amax, data_scale = product._scaled(Role.INPUT, data, scales)
-    weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
+    weight_amax, weight_scale = None, None
+    if ahead is None:
+        weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
     of_data = product._copies_at(step, Role.INPUT)
     of_weight = product._copies_at(step, Role.WEIGHT)
-    x, w = of_data.first(data, data_scale), of_weight.first(weight, weight_scale)
-    if is_differentiated:
-        x, data_amax = beside_amax(product.target, x, data_amax)
-    y = product._forward(x, w, extra, (data.shape, weight.shape))
+    shapes = data.shape, weight.shape
     if not is_differentiated:
-        return y, None
-    kept_data = of_data.second(data, x, data_scale)
-    kept_weight = of_weight.second(weight, w, weight_scale)
+        x = of_data.first(data, data_scale)
+        w = of_weight.first(weight, weight_scale) if ahead is None else ahead.operand
+        return product._forward(x, w, extra, shapes), None
+    x, second_of_data = of_data.begin(data, data_scale)
+    if ahead is None:
+        w, second_of_weight = of_weight.begin(weight, weight_scale)
+    else:
+        (w, weight_amax), second_of_weight = ahead, lambda first: first
+    x = beside_amax(product.target, x, data_amax)
+    y = product._forward(x, w, extra, shapes)
+    kept_data, kept_weight = second_of_data(x), second_of_weight(w)
     if not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
     kept = Kept(
@@ -261,9 +318,10 @@ def _primal(
     extra: tuple[Array, ...],
     scales: Array | None,
     step: Array | None,
+    ahead: Ahead | None,
 ) -> Array:
     return quantized_forward(
-        product, data, weight, extra, scales, step, is_differentiated=False
+        product, data, weight, extra, scales, step, ahead, is_differentiated=False
     )[0]
 
 
@@ -277,33 +335,34 @@ def _forward_rule(
     extra: tuple[Array, ...],
     scales: Array | None,
     step: Array | None,
+    ahead: Ahead | None,
 ) -> tuple[Array, Kept | None]:
     data, weight, scales = differentiated_once((data, weight, scales))
     return quantized_forward(
-        product, data, weight, extra, scales, step, is_differentiated=True
+        product, data, weight, extra, scales, step, ahead, is_differentiated=True
     )
 
 
 def _backward_rule(
     product: AbstractProduct, kept: Kept, g: Array
-) -> tuple[Array, Array, None, Array | None, None]:
+) -> tuple[Array, Array, None, Array | None, None, None]:
     return quantized_backward(product, kept, differentiated_once(g))
 
 
 @functools.partial(jax.jit, static_argnames="product")
 def quantized_backward(
     product: AbstractProduct, kept: Kept, g: Array
-) -> tuple[Array, Array, None, Array | None, None]:
+) -> tuple[Array, Array, None, Array | None, None, None]:
     g = product._read(g, kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
     of_gradient = product._copies_at(kept.step, Role.GRADIENT)
-    for_data = of_gradient.first(g, scale)
-    for_data, amax = beside_amax(product.target, for_data, amax)
-    for_weight = of_gradient.second(g, for_data, scale)
+    for_data, second = of_gradient.begin(g, scale)
+    for_data = beside_amax(product.target, for_data, amax)
+    for_weight = second(for_data)
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
     amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
     dx, dw = dx.astype(kept.like_data.dtype), dw.astype(kept.like_weight.dtype)
-    return dx, dw, None, amaxes, None
+    return dx, dw, None, amaxes, None, None
 
 
 _product.defvjp(_forward_rule, _backward_rule)

@@ -251,6 +251,12 @@ class MXFP8BlockScaling(AbstractRecipe):
 
     Args:
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
+        kernel: What quantizes on a device with units for blocks. "xla": the compiler,
+            in four passes over an array. "pallas": a kernel that reads it once, for
+            matrices whose sizes are multiples of 32; the numbers are the same to the
+            bit. A step of wide layers compiled for a B200 moves 12 % fewer bytes.
+            **No device has run it yet**: it is tested by interpreting it on a CPU. It
+            needs Pallas's Triton backend, which jax 0.10 to 0.12 have.
         backward_override: See `mpx.AbstractRecipe`.
         fp8_dpa: See `mpx.AbstractRecipe`.
 
@@ -268,10 +274,16 @@ class MXFP8BlockScaling(AbstractRecipe):
     """
 
     fp8_format: Format = Format.E4M3
+    kernel: str = dataclasses.field(default="xla", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fp8_format(self)
+        if self.kernel not in ("xla", "pallas"):
+            raise ValueError(
+                '`kernel` of `mpx.MXFP8BlockScaling` is "xla" or "pallas"; got '
+                f"{self.kernel!r}."
+            )
 
     def _quantizer(self, role: Role, for_wgrad: bool) -> MXFP8Quantizer:
         return MXFP8Quantizer(format_of(self.fp8_format, role))

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 def in_automatic_axes(
     f: Callable[..., Array],
-    plain: Callable[..., Array],
+    plain: Callable[[], Array],
     out_sharding: object,
     besides: object,
     *operands: Array,
@@ -23,14 +23,21 @@ def in_automatic_axes(
 
     Args:
         f: The quantized product.
-        plain: The same product of half precision, from `*operands`.
+        plain: The same product of half precision.
         out_sharding: The sharding of the result; None: what `plain` has.
         besides: What it gets beside the operands: any tree of arrays.
         *operands: The operands.
     """
-    if not jax.sharding.get_abstract_mesh().explicit_axes:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:  # nobody set one, and the types of the operands say it
+        meshes = (jax.typeof(x).sharding.mesh for x in operands)
+        found = next((one for one in meshes if one.explicit_axes), None)
+        if found is not None:
+            with jax.sharding.use_abstract_mesh(found):
+                return in_automatic_axes(f, plain, out_sharding, besides, *operands)
+    if not mesh.explicit_axes:
         return f(besides, *operands)
     if out_sharding is None:
-        out_sharding = jax.eval_shape(plain, *operands).sharding
+        out_sharding = jax.eval_shape(plain).sharding
     auto_axes: Any = jax.sharding.auto_axes
     return auto_axes(f, out_sharding=out_sharding)(besides, *operands)

@@ -104,6 +104,27 @@ class DelayedScales(eqx.Module):
                     f"{owner}: a scale of the slot {str(name)!r} is 0, which stands "
                     "for the first step of a recipe with `warm_start=True`."
                 )
+            self._refuse_overflow(str(name), np.asarray(scale), histories[name], owner)
+
+    def _refuse_overflow(
+        self, name: str, scale: np.ndarray, history: Array, owner: str
+    ) -> None:
+        """Raises for a scale with which the newest amax would not fit."""
+        # An update leaves it last, and no algorithm of a name takes a smaller one.
+        if callable(self.recipe.amax_compute_algo) or history.shape[-1] < 2:
+            return
+        newest = history[..., -1]
+        most = [
+            self.recipe._scale(newest[..., i], role, np.inf)
+            for i, role in enumerate(ROLES)
+        ]
+        most = np.stack([np.asarray(x) for x in most], axis=-1)
+        if np.any(scale > most * (1 + 1e-6)):
+            raise ValueError(
+                f"{owner}: with the scales of the slot {name!r}, {scale.tolist()}, its "
+                f"newest amaxes, {np.asarray(newest).tolist()}, would not fit into the "
+                f"format: scales of at most {most.tolist()} come of them."
+            )
 
 
 def refuse_unreachable(name: str, scale: object, history: object, call: str) -> None:

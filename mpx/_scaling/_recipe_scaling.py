@@ -118,6 +118,18 @@ class RecipeScaling(AbstractLossScaling):
         """The scales of input, weight and gradient by the name of their slot."""
         return {str(name): x for name, x in self._tokens().items()}
 
+    def amaxes_by_weight(self) -> dict[str, Float32[Array, "... 3"]]:
+        """The newest amaxes of input, weight and gradient by the name of their slot.
+
+        Those of the last good step; zeros before the first, and of a recipe whose
+        history has room for one amax only.
+        """
+        return {
+            str(name): history[..., -1]
+            for state in self.scales
+            for name, history in state.by_slot(state.amax_history).items()
+        }
+
     def _counted(
         self,
         grads_finite: BoolLike,
@@ -132,6 +144,9 @@ class RecipeScaling(AbstractLossScaling):
 
     def _with_loss(self, loss: AbstractLossScaling) -> Self:
         return dataclasses.replace(self, loss=loss)
+
+    def _at_scale(self, scale: FloatScalar) -> Self:
+        return dataclasses.replace(self, loss=self.loss._at_scale(scale))
 
     def _backed_off(self) -> Self:
         return dataclasses.replace(self, loss=self.loss._backed_off())

@@ -69,3 +69,18 @@ def test_each_weight_learns_the_amax_of_what_it_reads(inputs):
         assert rows[name][0] == pytest.approx(448 / largest, 1e-2)
         of_weight = float(jnp.max(jnp.abs(weights[name])))
         assert rows[name][1] == pytest.approx(448 / of_weight, 1e-5)
+
+
+def test_a_reader_without_a_derivative_does_not_spoil_the_scale(inputs):
+    def with_probe(weights, x):
+        x = 100 * jnp.tanh(x)
+        probe = jax.lax.stop_gradient(jnp.tanh(x @ weights["query"]))
+        hidden = jnp.tanh(x @ weights["key"]) + 0 * probe
+        return jnp.sum(hidden @ weights["out"])
+
+    weights, x = inputs
+    compiled, scaling = compiled_step(with_probe, RECIPE, weights, x)
+    after = compiled(scaling, weights, x).scaling.scales_by_weight()
+    (probe,) = (row for slot, row in after.items() if "query" in slot)
+    (trained,) = (row for slot, row in after.items() if "key" in slot)
+    assert probe[0] == trained[0] < 10

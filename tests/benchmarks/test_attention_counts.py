@@ -97,7 +97,7 @@ FEW = [case for case in PORTABLE if case.model == "causal"]
     "few",
     [
         pytest.param(True, id="attention alone"),
-        pytest.param(False, id="all others", marks=pytest.mark.slow),
+        pytest.param(False, id="others", marks=pytest.mark.slow),
     ],
 )
 def test_committed_counts_are_of_todays_programs(few):
@@ -112,7 +112,8 @@ def test_committed_counts_are_of_todays_programs(few):
         for case in CASES[:1]
     }
     assert set(known) == set(CASES)
-    chosen = [case for case in PORTABLE if (case in FEW) == few]
+    # What changes one of the others changes most of them.
+    chosen = FEW if few else [case for case in PORTABLE if case not in FEW][::3]
     cases = [dataclasses.asdict(case) for case in chosen]
     request = {"task": "lower", "steps": "attention", "cases": cases}
     versions, *answers = processes.ask("ours", request, None)

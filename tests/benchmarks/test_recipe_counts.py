@@ -92,17 +92,15 @@ FEW = [
     for case in recipe_counts.CASES
     if (case.recipe, case.target, case.head) == ("delayed", "h100", False)
 ]
+# What changes one of the others changes most of them.
+OTHERS = [case for case in recipe_counts.CASES if case not in FEW][::3]
 
 
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param(FEW, id="every framework"),
-        pytest.param(
-            [case for case in recipe_counts.CASES if case not in FEW],
-            id="all others",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
     ],
 )
 def test_committed_counts_are_of_todays_programs(cases):

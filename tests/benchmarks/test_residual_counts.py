@@ -166,7 +166,7 @@ FEW = [
     "few",
     [
         pytest.param(True, id="the default"),
-        pytest.param(False, id="all others", marks=pytest.mark.slow),
+        pytest.param(False, id="others", marks=pytest.mark.slow),
     ],
 )
 def test_committed_counts_are_of_todays_programs(few):
@@ -180,7 +180,9 @@ def test_committed_counts_are_of_todays_programs(few):
         and ((case := tuple(record[name] for name in names)) in FEW) == few
     }
     assert len(ours) == len(FEW) if few else len(ours) > len(FEW)
-    cases = [dict(zip(names, case, strict=True)) for case in ours]
+    # What changes one of the others changes most of them.
+    chosen = list(ours)[:: 1 if few else 3]
+    cases = [dict(zip(names, case, strict=True)) for case in chosen]
     request = {"task": "lower", "steps": "residuals", "cases": cases}
     versions, *answers = processes.ask("ours", request, None)
     for package in ("jax", "equinox"):

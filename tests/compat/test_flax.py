@@ -140,7 +140,7 @@ def damaged(**changes):
         ({"record": ("skipped", np.int32(-1))}, "at least 0; got `skipped` -1"),
         ({"record": ("places", np.zeros(3, np.int32))}, r"int32\[8\] for `places`"),
         ({"record": ("kind", "NoLossScaling")}, "a `mpx.StepRecord`; got"),
-        ({"record": ("version", 3)}, "version 3"),
+        ({"record": ("version", 4)}, "version 4"),
     ],
 )
 def test_a_wrong_state_raises_the_errors_of_the_library(changes, match):

@@ -113,6 +113,62 @@ def test_collectives():
     assert "all-gather: float32[8,8] -> float32[64,8], in `jit(step)/" in text
     assert violation.operations[0].is_within("gather")
     mpx.expect(step, *args, collectives={"all-to-all": ()})
+    for left_out in ("gather", lambda x: x.bytes <= 8 * 8 * 4):
+        halves = {"collectives": {"all-gather": HALF}, "collectives_except": left_out}
+        mpx.expect(step, *args, **halves)
+    broken(step, *args, collectives={"all-gather": HALF}, collectives_except="other")
+
+
+def test_a_collective_that_the_compiler_joins_is_looked_at_array_by_array():
+    def step(x, y):
+        return jax.lax.psum((x, y), "d")
+
+    specs = {"in_specs": (P("d"), P("d")), "out_specs": P()}
+    joined = jax.jit(jax.shard_map(step, mesh=mesh_of_eight(), **specs))
+    claim = {"collectives": {"all-reduce": ()}}
+    (violation,), _ = broken(
+        joined,
+        *(shaped(64, 64), shaped(64)),
+        **claim,
+        collectives_except=lambda x: x.bytes < 1000,
+    )
+    assert [x.bytes for x in violation.operations] == [8 * 64 * 4]
+
+
+def test_a_policy_that_a_step_does_not_follow_breaks_its_contract():
+    """Biases are summed in float32 whatever a policy says, and can be left out."""
+    mesh = mesh_of_eight()
+
+    def loss(w, x):
+        return jnp.mean((x @ w["matrix"] + w["bias"][None]) ** 2)
+
+    low = mpx.autocast(loss, dtype="float16")
+    w = {"matrix": shaped(64, 64), "bias": shaped(64)}
+    w, x = (
+        jax.tree.map(
+            lambda leaf, s=s: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, s)
+            ),
+            tree,
+        )
+        for tree, s in ((w, P()), (shaped(64, 64), P("d")))
+    )
+
+    def step_of(policy):
+        def step(w, x):
+            scaling = mpx.StaticLossScaling(1.0)
+            return mpx.filter_grad(low, scaling, policy=policy)(w, x).grads
+
+        return jax.jit(step)
+
+    text = "params=float32,compute=float16,output=float32,reduce=float16"
+    claim = {"collectives": {"all-reduce": "float16"}}
+    small = {"collectives_except": lambda x: x.bytes <= 4 * 64}
+    mpx.expect(step_of(text), w, x, **claim, **small)
+    (violation,), _ = broken(step_of(text), w, x, **claim)
+    assert [x.bytes for x in violation.operations] == [4 * 64]
+    (violation,), _ = broken(step_of(None), w, x, **claim, **small)
+    assert [x.bytes for x in violation.operations] == [4 * 64 * 64]
 
 
 def test_collectives_that_the_partitioner_makes():

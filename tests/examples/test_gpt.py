@@ -31,10 +31,19 @@ from examples.gpt import (
     parse_config,
     put_arrays,
     run,
+    state_before,
     train,
 )
 from examples.precisions import DTYPES, RECIPES
-from examples.runs import Display, Interrupted, RunFolder, ScalingConfig, SetupError
+from examples.runs import (
+    Display,
+    Interrupted,
+    RunFolder,
+    ScalingConfig,
+    SetupError,
+    make_mesh,
+    read_bad_steps,
+)
 from examples.runs.checkpoint import Checkpoints
 from mpx._program import NoFlow, walk
 
@@ -68,8 +77,7 @@ def library(tmp_path_factory):
 
 
 def one_device():
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
+    return make_mesh(devices=jax.devices()[:1])
 
 
 def read_metrics(folder: Path):
@@ -296,6 +304,59 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         assert result.skipped > 0 and any(row.loss_scale < 2.0**20 for row in rows)
 
 
+def test_a_skipped_step_is_made_again_bit_for_bit(tmp_path, library):
+    """From the checkpoint before it, with dropout's streams and the loss scale."""
+    _, rows = train_in(tmp_path, library, "float16")
+    config = dataclasses.replace(CONFIG, run_dir=tmp_path, data_path=library)
+    first = [
+        row.step
+        for before, row in zip([None, *rows], rows, strict=False)
+        if not row.finite and (before is None or before.finite)
+    ]
+    kept = sorted((tmp_path / "bad_steps" / "float16").iterdir())
+    assert [p.name for p in kept] == [f"bad_step_{n:06d}" for n in first[-3:]]
+    assert first[-1] > config.checkpoint_every
+    for number in (first[0], first[-1]):
+        (bad,) = read_bad_steps(config, number)
+        mesh = one_device()
+        nodes, scaling = state_before(config, load_data(config), bad, mesh)
+        with jax.set_mesh(mesh):
+            step = make_step(config, "float16", mesh)
+            _, metrics = step(nodes["model"], nodes["optimizer"], scaling, bad.batch)
+        row = rows[number - 1]
+        assert not metrics["finite"] and metrics["loss"] == row.loss
+        assert metrics["loss_scale"] == row.loss_scale == bad.loss_scale
+        assert metrics["skipped"] == row.skipped
+
+
+def test_looking_at_numbers_changes_none(tmp_path, library):
+    _, rows = train_in(tmp_path / "plain", library, "bfloat16", steps=4)
+    folder = tmp_path / "watched"
+    _, watched = train_in(folder, library, "bfloat16", steps=4, monitor=2)
+    assert watched == rows
+    with (folder / "monitor" / "bfloat16.csv").open(newline="") as file:
+        found = list(csv.reader(file))
+    assert {row[0] for row in found} == {"0", "2"}
+    assert any("head" in row[1] and row[1].endswith("gradient/amax") for row in found)
+    assert "would bear it" in (folder / "monitor" / "bfloat16.txt").read_text()
+    assert (folder / "monitor" / "bfloat16.png").stat().st_size > 1000
+
+
+def test_what_a_run_has_not_kept_is_not_made_again(tmp_path, library):
+    config = dataclasses.replace(CONFIG, run_dir=tmp_path, data_path=library)
+    with pytest.raises(SetupError, match=r"not hold step 7 in all.* none\."):
+        read_bad_steps(config, 7)
+    train_in(tmp_path, library, "float16", steps=2, log_every=1)
+    with pytest.raises(SetupError, match=r"It holds: float16/bad_step_000001"):
+        read_bad_steps(config, 7)
+    other = dataclasses.replace(config, learning_rate=1.0)
+    with pytest.raises(SetupError, match=r"other options: --learning-rate, --steps\."):
+        read_bad_steps(other, 1)
+    (tmp_path / "bad_steps" / "float16" / "bad_step_000001" / "batch.npz").unlink()
+    with pytest.raises(SetupError, match=r"bad_step_000001 is damaged .* Remove it"):
+        read_bad_steps(config, 1)
+
+
 def values(nodes):
     """Copies of all that NNX's objects hold: a step takes over the memory."""
     return {
@@ -325,6 +386,18 @@ def test_a_checkpoint_brings_everything_back(library, tmp_path):
     for name, value in values(others).items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
     assert int(restored.skipped) == skipped
+
+
+def test_a_poisoned_state_leaves_the_checkpoints_as_they_are(tmp_path):
+    nodes, scaling = initial_state(CONFIG, "float16", texts())
+    arrays = arrays_of(nodes)
+    name = next(n for n in arrays if "head.kernel" in n)
+    with Checkpoints(tmp_path, CONFIG, "float16") as checkpoints:
+        checkpoints.save(6, (arrays, scaling))
+        bad = arrays | {name: jnp.full_like(arrays[name], jnp.nan)}
+        with pytest.raises(FloatingPointError, match=r"head\.kernel"):
+            checkpoints.save(9, (bad, scaling))
+        assert checkpoints.restore((arrays, scaling))[1] == 6
 
 
 def test_the_test_is_without_dropout_and_leaves_the_model_as_it_is():

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from examples.gpt import Config, ModelConfig, load_data, train
+from examples.runs import make_mesh
 
 # Flax and Optax need JAX's own promotion.
 pytestmark = pytest.mark.third_party
@@ -23,8 +24,7 @@ CONFIG = Config(
 
 def trained(precision):
     """The training losses, and the loss on held-out texts."""
-    auto = (jax.sharding.AxisType.Auto,)
-    one = jax.make_mesh((1,), ("data",), axis_types=auto, devices=jax.devices()[:1])
+    one = make_mesh(devices=jax.devices()[:1])
     result, rows = train(CONFIG, precision, load_data(CONFIG), mesh=one)
     return [row.loss for row in rows], result.test_loss
 

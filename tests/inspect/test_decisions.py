@@ -207,3 +207,15 @@ def test_a_recipe_with_a_state_is_explained_without_one(is_scan):
     # Only a report takes them: a call still needs the state.
     with pytest.raises(ValueError, match="has a state, which only a training step has"):
         jax.eval_shape(func, w, x)
+
+
+@pytest.mark.parametrize(
+    ("target", "is_found"), [("sm_90", False), ("sm_80", True), ("cpu", False)]
+)
+def test_a_product_that_is_quantized_without_units_is_a_finding(target, is_found):
+    """It moves more than in half precision and saves nothing; not so an emulation."""
+    low = mpx.autocast(loss, recipe=mpx.Float8CurrentScaling(), target=target)
+    report = mpx.explain(low)(W, X)
+    assert [o.primitive for o in report.findings] == ["dot_general"] * is_found
+    for finding in report.findings:
+        assert finding.finding == "quantized, and computed without units for it"

@@ -20,7 +20,7 @@ from mpx._quantize._amax import alone
 from mpx._quantize._block_units import _with_axis_last
 from mpx._quantize._contraction import contractions
 from mpx._quantize._operands import Copies
-from mpx._quantize._products import _dequantized, _in_fp8
+from mpx._quantize._products import _dequantized, _in_fp8, _in_fp8_to_sum
 from mpx._quantize._target import CPU
 from tests.autocast.counting import equations
 from tests.quantize.linear_cases import (
@@ -37,10 +37,12 @@ from tests.quantize.linear_cases import (
 F8 = r"tensor<\d+x\d+xf8E\dM\d(?:FN)?>"
 
 
-def lowered(recipe, target: str, shapes=((256, 512), (512, 128)), dtype="bfloat16"):
+def lowered(
+    recipe, target, shapes=((256, 512), (512, 128)), dtype="bfloat16", **options
+):
     """The lines of products in what is lowered for forward and backward."""
     found = target_from(target)
-    product = matrix_product(recipe, dtype, found)
+    product = matrix_product(recipe, dtype, found, **options)
 
     def train(left, right):
         f = functools.partial(linear_product, product)
@@ -70,6 +72,30 @@ def test_fp8_units_of_cuda():
     ]
 
 
+def test_what_devices_sum_in_float32_is_scaled_before_the_product():
+    """So that XLA sums once behind a loop, and gives each device its piece only."""
+    options = {"reduce_dtype": np.dtype("float32")}
+    recipe = mpx.Float8CurrentScaling()
+    *others, for_weight = lowered(recipe, "sm_90", **options)
+    for line in others:
+        assert len(re.findall(F8, line)) == 2
+    assert "(tensor<256x512xf32>, tensor<256x128xf32>)" in for_weight
+    assert "precision = [HIGHEST, HIGHEST]" in for_weight
+    assert for_weight.endswith("tensor<512x128xf32>")
+    # cuBLAS is called for bfloat16 only where the scale comes afterwards.
+    options = {"reduce_dtype": np.dtype("bfloat16")}
+    *_, for_weight = lowered(recipe, "sm_90", **options)
+    assert len(re.findall(F8, for_weight)) == 2
+
+
+def test_scales_before_a_product_give_what_they_give_behind_it():
+    left, right, forward = operands(mpx.Float8CurrentScaling())
+    found = jax.jit(_in_fp8_to_sum, static_argnums=2)(left, right, forward)
+    exact = dequantized(left, right, forward, *[np.dtype("float32")] * 2)
+    assert found.dtype == jnp.float32
+    assert relative_error(found, exact) < 1e-6
+
+
 def test_the_result_of_fp8_units_of_cuda_stands_alone():
     """XLA does not compile a gelu that is computed in the call, but for a barrier."""
 
@@ -88,6 +114,23 @@ def test_the_result_of_fp8_units_of_cuda_stands_alone():
 
     assert barriers("sm_90") == ["tensor<64x16xbf16>"]
     assert barriers("tpu7x") == []
+
+
+def test_nothing_waits_for_the_amaxes_of_delayed_scaling():
+    """So that devices join those of a step at once."""
+    product = matrix_product(mpx.DelayedScaling(), "bfloat16", target_from("sm_90"))
+
+    def train(*args):
+        y, backward = jax.vjp(functools.partial(linear_product, product), *args)
+        return y, *backward(y)
+
+    shapes = (64, 32), (32, 16), (3,)
+    closed = jax.make_jaxpr(train)(*(jnp.ones(shape) for shape in shapes))
+    barriers = [e for e, _ in equations(closed) if "barrier" in e.primitive.name]
+    kinds = [[str(v.aval.dtype) for v in e.outvars] for e in barriers]
+    assert ["float8_e4m3fn", "float32"] in kinds
+    assert ["float8_e5m2", "float32"] in kinds
+    assert all(len(kind) <= 2 for kind in kinds)
 
 
 def test_fp8_units_give_float32_where_the_scale_is_not_taken_in():

@@ -1,0 +1,319 @@
+"""What a step sends from device to device: bytes by collective and by dtype.
+
+Bytes are what one device sends over a ring of $n$ devices, the least that is possible:
+of an array of $B$ bytes, an all-gather and a reduce-scatter send $B (n - 1) / n$ of the
+whole, an all-reduce twice that, an all-to-all once. A loop's body counts as often as
+the loop runs. What a switch on the way adds up is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..models.layouts import (
+    BATCH,
+    BLOCKS,
+    CONTEXT,
+    DEVICES,
+    HIDDEN,
+    LAYOUTS,
+    WIDTH,
+    Case,
+    Layout,
+    Sizes,
+    build as build_layout,
+)
+from ..results import Results
+from ..tables import Goal, Table, megabytes
+from .compiling import Compiler
+from .program import (
+    ARRAY,
+    TRIPS,
+    Instruction,
+    bytes_of_shape,
+    called,
+    computations,
+)
+from .targets import TARGETS
+
+TARGETS_OF_WIRE = ("h100", "v5e")
+
+FLOAT32, EXPLICIT, AUTOCAST = "float32", "explicit bfloat16", "autocast bfloat16"
+CURRENT, DELAYED = "current", "delayed"
+ARMS = (FLOAT32, EXPLICIT, AUTOCAST, CURRENT, DELAYED)
+# A TPU's compiler takes its time: the layouts that differ most.
+ON_TPU = ("data parallel", "fsdp, constraint")
+CASES = [
+    *(Case("h100", layout, arm) for layout in LAYOUTS for arm in ARMS),
+    *(
+        Case("v5e", layout, arm)
+        for layout in ON_TPU
+        for arm in (FLOAT32, AUTOCAST, CURRENT)
+    ),
+]
+
+
+def gradient_of(arm: str, policy: Any = None) -> Callable[..., Any]:
+    """How an arm differentiates; see `models.layouts.build`."""
+    import mpx
+
+    recipes = {CURRENT: mpx.Float8CurrentScaling(), DELAYED: mpx.DelayedScaling()}
+
+    def make(loss: Any, layout: Layout) -> Any:
+        options: dict[str, Any] = {"accumulate": layout.accumulate}
+        if layout.shares:
+            options["accumulate"] = mpx.Accumulation(
+                layout.accumulate, axes="data", in_order=layout.in_order
+            )
+        if arm == FLOAT32:
+            options["use_mixed_precision"] = False
+        elif arm == EXPLICIT:
+            options["policy"] = "params=float32,compute=bfloat16,output=float32"
+        else:
+            loss = mpx.autocast(loss, recipe=recipes.get(arm))
+        if policy is not None:
+            options["policy"] = policy
+
+        def gradient(scaling: Any, params: Any, batch: Any) -> Any:
+            found = mpx.filter_grad(loss, scaling, **options)(params, batch)
+            finite = found.finite if arm != FLOAT32 else jnp.asarray(True)
+            return found.scaling, finite, found.grads
+
+        def begin(params: Any, batch: Any) -> Any:
+            if arm == DELAYED:
+                return mpx.init_scaling(loss, params, batch)
+            return mpx.NoLossScaling()
+
+        return begin, gradient
+
+    return make
+
+
+def build(fields: dict[str, Any], devices: Any = None) -> Any:
+    """The step of a case."""
+    case = Case(**fields)
+    if devices is None:
+        devices = jax.devices()[: case.devices]
+    return build_layout(gradient_of(case.arm), LAYOUTS[case.layout], Sizes(), devices)
+
+
+def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
+    """Compiles all cases of a target."""
+    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
+    compiler.count(found, target, {"ours": cases}, progress, steps="wire")
+
+
+# --- Reading a compiled program -------------------------------------------------------
+
+_KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A collective of one array.
+
+    Attributes:
+        kind: The collective.
+        dtype: Of what travels, in HLO's words.
+        bytes: Of the whole array, which all devices together hold or make.
+        times: How often it runs.
+        devices: Among how many.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    times: int
+    devices: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends."""
+        share = (self.devices - 1) / self.devices
+        if self.kind == "collective-permute":
+            share = 1
+        return self.times * self.bytes * share * (1 + (self.kind == "all-reduce"))
+
+
+def messages(text: str, devices: int) -> list[Message]:
+    """The collectives of an optimized HLO module."""
+    bodies, entry = {}, ""
+    for name, is_entry, body in computations(text):
+        bodies[name] = body
+        entry = name if is_entry else entry
+    return list(_messages(bodies, entry, 1, devices))
+
+
+def _messages(
+    bodies: dict[str, list[Instruction]], name: str, times: int, devices: int
+) -> Iterator[Message]:
+    shapes = {instruction.name: instruction.shape for instruction in bodies[name]}
+    for instruction in bodies[name]:
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in _KINDS:
+            if name.startswith("all-reduce-scatter"):  # as a TPU's compiler writes it
+                kind = "reduce-scatter"
+            yield from _of(instruction, kind, shapes, times, devices)
+        trips = TRIPS.search(instruction.line)
+        inner = times * (int(trips[1]) if trips and kind == "while" else 1)
+        keys = ("body", "calls", "branch_computations", "called_computations")
+        keys += ("true_computation", "false_computation")
+        keys += ("to_apply",) if kind == "call" else ()
+        for key in keys:
+            for one in called(instruction.line, key):
+                if one in bodies:
+                    yield from _messages(bodies, one, inner, devices)
+
+
+def _of(
+    instruction: Instruction,
+    kind: str,
+    shapes: dict[str, str],
+    times: int,
+    devices: int,
+) -> Iterator[Message]:
+    given = "".join(shapes.get(name, "") + " " for name in instruction.operands)
+    group = _group(instruction.line) or devices
+    for array in ARRAY.finditer(given):
+        size = bytes_of_shape(array[0])
+        whole = size * group if kind == "all-gather" else size
+        yield Message(kind, array[1], whole, times, group)
+
+
+def _group(line: str) -> int | None:
+    """Among how many devices a collective is."""
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if listed:
+        return len(listed[1].split(","))
+    sized = re.search(r"replica_groups=\[\d+,(\d+)\]<=", line)
+    return int(sized[1]) if sized else None
+
+
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes sent, by collective and dtype, and how many collectives there are."""
+    found = messages(compiled.as_text(), fields["devices"])
+    by: dict[str, dict[str, float]] = {}
+    small = 0
+    for one in found:
+        if one.bytes <= 4096:
+            small += one.times
+        row = by.setdefault(one.kind, {})
+        row[one.dtype] = row.get(one.dtype, 0) + one.sent
+    return {"sent": by, "small": small, "collectives": sum(x.times for x in found)}
+
+
+# --- What is shown --------------------------------------------------------------------
+
+_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_NAMES |= {"f8e4m3fn": "e4m3", "u8": "8 bits", "s8": "8 bits"}
+
+
+def sent(counts: dict[str, Any], *kinds: str) -> float:
+    """Bytes that these collectives send; of all without names."""
+    return sum(
+        sum(row.values())
+        for kind, row in counts["sent"].items()
+        if not kinds or kind in kinds
+    )
+
+
+def _cell(counts: dict[str, Any], *kinds: str) -> str:
+    """Megabytes by dtype; what is below a tenth of one is left out."""
+    by: dict[str, float] = {}
+    for kind in kinds:
+        for dtype, size in counts["sent"].get(kind, {}).items():
+            by[dtype] = by.get(dtype, 0) + size
+    parts = [
+        f"{megabytes(size)} {_NAMES.get(dtype, dtype)}"
+        for dtype, size in sorted(by.items(), key=lambda pair: -pair[1])
+        if size >= 5e4
+    ]
+    return ", ".join(parts) or "-"
+
+
+GATHERS = ("all-gather", "collective-permute", "all-to-all")
+SUMS = ("all-reduce", "reduce-scatter")
+
+
+def tables(found: Results) -> list[Table]:
+    """A table for each target."""
+    made = []
+    for target in TARGETS_OF_WIRE:
+        rows = []
+        for layout in LAYOUTS:
+            for record in found.records:
+                if (record["target"], record["layout"]) != (target, layout):
+                    continue
+                counts = record["counts"]
+                rows.append(
+                    [
+                        LAYOUTS[layout].title,
+                        record["arm"],
+                        megabytes(sent(counts)),
+                        _cell(counts, *GATHERS),
+                        _cell(counts, *SUMS),
+                        str(counts["small"]),
+                    ]
+                )
+        if rows:
+            made.append(_table(target, rows))
+    return made
+
+
+def _table(target: str, rows: list[list[str]]) -> Table:
+    return Table(
+        title=f"Megabytes that a device sends in a step: a transformer of {BLOCKS} "
+        f"blocks (width {WIDTH}, hidden {HIDDEN}, context {CONTEXT}, batch {BATCH}), "
+        f"compiled for {DEVICES} x {TARGETS[target].title}",
+        columns=["layout", "arm", "all", "gathered", "summed", "small"],
+        rows=rows,
+        notes=[
+            "*Small* counts collectives of at most 4 KB: amaxes, norms, flags. Bytes "
+            "are those of a ring; smaller is better."
+        ],
+    )
+
+
+# Of float32's bytes, at least so many times fewer. Under a recipe the embedding stays
+# float32, and the last projection bfloat16: 1 / 4 of all others.
+_FEWER = {CURRENT: 3.75, DELAYED: 3.75}
+
+
+def goals(found: Results) -> list[Goal]:
+    """Weights travel in few bytes, and FP8 sends no more than bfloat16."""
+    made = []
+    for target, layout in sorted({(r["target"], r["layout"]) for r in found.records}):
+        by_arm = {
+            record["arm"]: record["counts"]
+            for record in found.records
+            if (record["target"], record["layout"]) == (target, layout)
+        }
+        where = f"{LAYOUTS[layout].title}, {TARGETS[target].title}"
+        for arm in (name for name in (CURRENT, DELAYED) if name in by_arm):
+            ours, half = (sent(by_arm[one]) for one in (arm, AUTOCAST))
+            text = f"{arm} sends no more than {AUTOCAST}: {megabytes(ours)} MB to "
+            text += f"{megabytes(half)} ({where})"
+            made.append(Goal(text, ours <= half * 1.001))
+        # A TPU's compiler rounds the operands of float32 products, and gathers those.
+        if target != "h100" or FLOAT32 not in by_arm or not LAYOUTS[layout].is_divided:
+            continue
+        for arm in (name for name in ARMS[1:] if name in by_arm):
+            whole, ours = (sent(by_arm[one], "all-gather") for one in (FLOAT32, arm))
+            least = 1.95 if LAYOUTS[layout].shares else _FEWER.get(arm, 1.95)
+            if whole:
+                text = f"{arm} gathers at most 1 / {least} of float32's bytes: "
+                text += f"1 / {whole / ours:.2f} ({where})"
+                made.append(Goal(text, ours * least <= whole))
+    return made

@@ -1,0 +1,241 @@
+"""`mpx.blame`: a bad step run again, to find what made it bad."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
+
+from .._errors import describe
+from .._grad import Accumulation, Options, gradient_function, positions_in_call
+from .._loss_scaling import AbstractLossScaling
+from .._policy import Policy
+from .._stored_weights import dequantize_weights
+from .._tree import path_text
+from .._typing import DTypeLike, LeafPredicate
+from .._wraps import wraps
+from ._describe import culprit_of
+from ._replay import Replay, refuse_tracers
+from ._report import Culprit, Verdict
+from ._rows import bad_rows, batch_inputs
+from ._verdict import (
+    CALL,
+    StepOf,
+    curing_rule,
+    is_finite_at_one,
+    loss_scale_of,
+    precision_advice,
+    rule_text,
+)
+from ._views import BlameReport
+
+
+def blame(
+    func: Callable[..., PyTree],
+    scaling: AbstractLossScaling | None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    *,
+    argnums: int | tuple[int, ...] | None = None,
+    policy: Policy | str | None = None,
+    keep: LeafPredicate | None = None,
+    accumulate: int | Accumulation = 1,
+    accumulate_dtype: DTypeLike | None = None,
+    above: float | None = None,
+) -> Callable[..., BlameReport]:
+    """Makes a function that runs a step again and says what made it bad.
+
+    A skipped step leaves weights and optimizer as they were, so it can be replayed
+    with the same batch. The report names the first value that is NaN or infinite and
+    reached the loss or a gradient: its operation, scope, weight and line, whether it is
+    of the forward or the backward pass, the turn of a loop, and the ranges of its
+    operands. What is bad and reaches nothing, such as a mask of -inf, is not named.
+
+    Its verdict comes from running the step in other ways: `scale` if it is finite at a
+    loss scale of 1, `precision` if it is finite in float32 (then rules of
+    `mpx.autocast` are tried), and `data or mathematics` if it is bad in float32, too
+    (then the rows of the batch that do it are looked for).
+
+    Give it what the gradient function was given. It is for the host, and compiles
+    several programs; nothing of it is in the training step.
+
+    Args:
+        func: The loss function, as in `mpx.filter_value_and_grad`.
+        scaling: The loss scaling that the step *had*: after a bad step that is
+            `scaling.of_bad_step()`.
+        has_aux: As in `mpx.filter_grad`, like the options below.
+        use_mixed_precision: False: in full precision.
+        argnums: What was differentiated, as in `mpx.grad`; None for the arrays of the
+            first argument, as in `mpx.filter_grad`.
+        policy: The policy.
+        keep: Which leaves are not cast.
+        accumulate: Micro-batches.
+        accumulate_dtype: What gradients of a weight's uses are summed in.
+        above: Numbers of larger magnitude count as bad, too, wherever they are; inside
+            of a loop or a branch if they come out of it.
+
+    Returns:
+        A function of the arguments of `func` that returns a `mpx.BlameReport`.
+
+    Raises:
+        TypeError: Called on what JAX is tracing, or `above` is no number; and what
+            `mpx.filter_value_and_grad` raises.
+        ValueError: `above` is not positive.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> def loss(w, x):
+        ...     return jnp.mean(jnp.log(w * x))
+        >>> loss = mpx.autocast(loss)
+        >>> w, x = jnp.ones(3), jnp.array([1.0, 0.0, 2.0])
+        >>> report = mpx.blame(loss, mpx.NoLossScaling())(w, x)
+        >>> report.verdict, report.first.primitive, report.first.reason, report.rows
+        (<Verdict.DATA: 'data or mathematics'>, 'log', 'the logarithm of zero', (1,))
+    """
+    options = Options(has_aux, use_mixed_precision, policy, keep, accumulate,
+                      accumulate_dtype)  # fmt: skip
+    # What is wrong about the options is said now, and not at the first call.
+    gradient_function(CALL, func, scaling, argnums, True, options)
+    _refuse_limit(above)
+
+    @wraps(func)
+    def replay(*args: PyTree, **kwargs: PyTree) -> BlameReport:
+        refuse_tracers((scaling, args, kwargs), CALL)
+        args, kwargs = dequantize_weights((args, kwargs))
+        step = StepOf(func, scaling, argnums, options, args, kwargs)
+        return blamed(step, above)
+
+    return replay
+
+
+def blamed(step: StepOf, above: float | None) -> BlameReport:
+    """Replays a step and reports."""
+    replay, scale = step.replay(), loss_scale_of(step.scaling)
+    name = getattr(step.func, "__name__", None) or type(step.func).__name__
+    nothing = BlameReport(name, Verdict.NOTHING, (), (), scale, None, (), _NOTHING)
+    concern = replay.bad_places(above)
+    if above is not None and not replay.bad_places():
+        culprits = _culprits(step, replay, above)
+        advice = f"The step is finite. What is above {above:g} begins here."
+        return dataclasses.replace(
+            nothing, culprits=culprits, advice=advice if culprits else _NOTHING
+        )
+    if not concern:
+        return nothing
+    places = tuple(replay.places[i] for i in sorted(concern))
+    found = dataclasses.replace(nothing, places=places)
+
+    def told(step: StepOf, replay: Replay, **fields: Any) -> BlameReport:
+        culprits = _culprits(step, replay, above)
+        if not culprits:
+            fields["advice"] = f"{_NOT_FOUND} {fields.get('advice', '')}".strip()
+        return dataclasses.replace(found, culprits=culprits, **fields)
+
+    if scale != 1 and is_finite_at_one(step, replay):
+        return told(step, replay, verdict=Verdict.SCALE, advice=_SCALE)
+    control = step.changed(mixed=False, policy=None, keep=None)
+    in_float32 = control.replay()
+    if not in_float32.bad_places():
+        return _of_precision(step, told(step, replay))
+    rows = _rows(control, in_float32)
+    advice = _DATA_ROWS if rows else _DATA
+    return told(control, in_float32, verdict=Verdict.DATA, rows=rows, advice=advice)
+
+
+def _of_precision(step: StepOf, found: BlameReport) -> BlameReport:
+    rule = curing_rule(step, found.culprits)
+    if rule is None:
+        advice = precision_advice(step, found.culprits)
+    else:
+        advice = f"Finite in float32, and with this rule:\n  {rule_text(rule)}"
+    return dataclasses.replace(
+        found, verdict=Verdict.PRECISION, rule=rule, advice=advice
+    )
+
+
+_NOTHING = (
+    "The loss and all gradients are finite. Was the step given other weights, another "
+    "batch or another loss scale?"
+)
+_NOT_FOUND = (
+    "The step is bad as one program, and not where it is looked into: XLA rounds "
+    "otherwise there. No operation can be named."
+)
+_SCALE = (
+    "At a loss scale of 1 the step is finite: the scale was too large, and has fallen "
+    "since. Dynamic loss scaling tries a larger scale every `period` steps (2000), so "
+    "a skipped step now and then is normal. Nothing to do."
+)
+_DATA = "Bad in float32, too: no precision cures it."
+_DATA_ROWS = "Bad in float32, too, with each of these rows of the batch alone."
+
+
+def _culprits(step: StepOf, replay: Replay, above: float | None) -> tuple[Culprit, ...]:
+    positions = (
+        step.argnums if isinstance(step.argnums, tuple) else (step.argnums or 0,)
+    )
+    inside = positions_in_call(positions, len(step.args), CALL)
+    names = [_name(path, inside) for path in replay.paths]
+    weights = [name if is_weight else None for name, is_weight in names]
+    texts = [name for name, _ in names]
+    return tuple(
+        culprit_of(replay, found, texts, weights, above)
+        for found in replay.causes(_concern(replay, above), above)
+    )
+
+
+def _concern(replay: Replay, above: float | None) -> frozenset[int]:
+    """The results to be looked behind: with a limit, all of them."""
+    return (
+        replay.bad_places() if above is None else frozenset(range(len(replay.places)))
+    )
+
+
+def _name(path: KeyPath, weights: tuple[int, ...]) -> tuple[str, bool]:
+    """What an input of the replay is called, and whether it is a weight."""
+    root, *rest = path
+    if root.idx == 2:
+        return "kwargs" + jax.tree_util.keystr(tuple(rest)), False
+    position = rest[0].idx - 1
+    if position < 0:
+        return "scaling" + jax.tree_util.keystr(tuple(rest[1:])), False
+    below = tuple(rest[1:])
+    whole = f"args[{position}]{jax.tree_util.keystr(below)}"
+    if position not in weights:
+        return whole, False
+    return (path_text(below) if len(weights) == 1 else "") or whole, True
+
+
+def _is_data(path: KeyPath, count: int) -> bool:
+    """Whether an input of the replay is of the user's arguments."""
+    root, first, *_ = path
+    return root.idx == 2 or 0 < first.idx <= count
+
+
+def _rows(step: StepOf, replay: Replay) -> tuple[int, ...]:
+    """The rows of the batch that make a step bad, each alone."""
+    positions = (
+        step.argnums if isinstance(step.argnums, tuple) else (step.argnums or 0,)
+    )
+    inside = positions_in_call(positions, len(step.args), CALL)
+    last = len(step.args) if step.count is None else step.count
+    data = [
+        i
+        for i, path in enumerate(replay.paths)
+        if _is_data(path, last) and not _name(path, inside)[1]
+    ]
+    batch = batch_inputs(replay.inputs, data)
+    return bad_rows(
+        lambda inputs: bool(replay.bits(inputs).any()), replay.inputs, batch
+    )
+
+
+def _refuse_limit(above: Any) -> None:
+    if above is None:
+        return
+    if not isinstance(above, int | float) or isinstance(above, bool):
+        raise TypeError(f"`above` of {CALL} must be a number; got {describe(above)}.")
+    if not above > 0:
+        raise ValueError(f"`above` of {CALL} must be positive; got {above}.")

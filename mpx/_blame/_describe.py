@@ -1,0 +1,193 @@
+"""From a cause in a program to a culprit that a person can read."""
+
+import linecache
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._autocast import Note, read_note
+from .._inspect import function_path, line_text, phase, scope_path, user_frame
+from .._program import Location, ScopeEntry, scopes
+from ._badness import Range
+from ._descend import Found
+from ._level import Step, is_same_numbers, operands_of
+from ._origin import gradient_of, input_of, parameters_of
+from ._replay import Replay
+from ._report import Culprit
+
+
+def culprit_of(
+    replay: Replay,
+    found: Found,
+    names: Sequence[str],
+    weights: Sequence[str | None],
+    above: float | None,
+) -> Culprit:
+    """Describes a cause.
+
+    Args:
+        replay: The step.
+        found: The cause.
+        names: For each input of the step its name.
+        weights: The same, None for what is no weight.
+        above: What counts as large, if that was asked for.
+    """
+    cause = found.cause
+    step, place = cause.step, _place(found)
+    entries: tuple[ScopeEntry, ...] = place.scopes
+    frames = place.frames
+    if step is not None:
+        entries = (*entries, *scopes(step.equation))
+        frames = place.frames_of(step.equation)
+    note = _note(entries)
+    primitive = computed = step.primitive if step is not None else "input"
+    if not cause.results:
+        primitive = computed = "input" if step is None else "constant"
+    elif note is not None and note.primitive:
+        primitive = note.primitive
+    index = input_of(found) if not cause.results else None
+    parameters = parameters_of(found, weights)
+    when, gradient = phase(entries) if step is not None else "forward", ""
+    if when == "backward":
+        outputs = gradient_of(found)
+        gradient = "wgrad" if outputs else "dgrad"
+        parameters = tuple(replay.places[i] for i in outputs) or parameters
+    if note is not None and note.weight and not gradient:
+        parameters = (note.weight,)
+    kind = _kind(cause.made)
+    if above is not None and kind in ("", "inf"):
+        kind = "large"
+    maker = _maker(found)
+    frame = user_frame(frames)
+    code = "" if frame is None else linecache.getline(frame.file, frame.line).strip()
+    return Culprit(
+        primitive=primitive,
+        computed=computed,
+        kind=kind,
+        scope=scope_path(entries),
+        function=function_path(frames),
+        line=line_text(frames),
+        code=code,
+        phase=when,
+        gradient=gradient,
+        parameters=parameters if index is None else (names[index],),
+        inside=tuple(f"{w.step.primitive}, {w.text}" for w in found.way if w.text),
+        devices=cause.devices if _is_on_devices(found) else (),
+        operands=cause.ranges,
+        results=cause.made,
+        reason=_reason(found, kind, above) + _of_zero(found, maker),
+        made_by="" if maker is None else maker.primitive,
+        made_at=""
+        if maker is None
+        else line_text(maker.place.frames_of(maker.equation)),
+    )
+
+
+def _maker(found: Found) -> Step | None:
+    """The operation that made what an operation cannot take.
+
+    Of a cast a number that does not fit, of a division or a logarithm a zero.
+    """
+    level, step = found.cause.level, found.cause.step
+    if step is None or not found.cause.results:
+        return None
+    if step.primitive != _CAST:
+        return _zero_maker(found, step)
+    value = step.operands[0]
+    while (maker := level.maker(value)) is not None and is_same_numbers(maker):
+        value = operands_of(maker, value)[0]
+    return maker
+
+
+def _zero_maker(found: Found, step: Step) -> Step | None:
+    """The operation that made a zero of numbers in half precision that are none.
+
+    An underflow, or a difference that is rounded away.
+    """
+    level, zeros = found.cause.level, found.cause.zeros
+    if not _divides(found) and step.primitive not in _LOGARITHMS:
+        return None
+    value = step.operands[-1]
+    while zeros.get(value) and (maker := level.maker(value)) is not None:
+        numbers = [v for v in maker.operands if v in zeros]
+        before = [v for v in numbers if zeros[v]]
+        if not before:
+            dtype = getattr(level.aval(value), "dtype", None)
+            is_small = dtype is not None and dtype.itemsize < 4
+            return maker if is_small and numbers else None
+        value = before[0]
+    return None
+
+
+def _kind(made: Sequence[Range]) -> str:
+    has_nan = any(one.nans for one in made)
+    has_inf = any(one.infinities for one in made)
+    return " and ".join(["nan"] * has_nan + ["inf"] * has_inf)
+
+
+def _of_zero(found: Found, maker: Step | None) -> str:
+    step = found.cause.step
+    if maker is None or step is None or step.primitive == _CAST:
+        return ""
+    dtype = found.cause.level.aval(maker.results[0]).dtype
+    what = "rounded to" if maker.primitive in ("add", "sub") else "underflowed to"
+    return f", which {what} it in {dtype}"
+
+
+def _place(found: Found) -> Location:
+    step = found.cause.step
+    return step.place if step is not None else Location()
+
+
+def _note(entries: Sequence[ScopeEntry]) -> Note | None:
+    notes = [read_note(entry.name) for entry in entries]
+    return next((note for note in reversed(notes) if isinstance(note, Note)), None)
+
+
+def _is_on_devices(found: Found) -> bool:
+    return any(within.step.primitive == "shard_map" for within in found.way)
+
+
+def _reason(found: Found, kind: str, above: float | None) -> str:
+    cause = found.cause
+    if not cause.results:
+        what = "an input of the step" if cause.step is None else "a constant"
+        return f"it is {what} that is not finite"
+    operands, made = cause.ranges, cause.made
+    if above is not None and kind == "large":
+        return f"a number above {above:g}"
+    result = cause.level.aval(cause.value)
+    if kind == "inf" and operands and not any(o.bad for o in operands):
+        amax = max(o.amax for o in operands)
+        largest = float(jnp.finfo(result.dtype).max)
+        is_cast = cause.step is not None and cause.step.primitive == _CAST
+        if is_cast:
+            return f"does not fit in {result.dtype}: {amax:.3g} > {largest:.5g}"
+        if _divides(found) and any(o.zeros for o in operands):
+            return "a division by zero"
+        if cause.step is not None and cause.step.primitive in _LOGARITHMS:
+            return "the logarithm of zero"
+        return f"the result does not fit in {result.dtype} (largest {largest:.5g})"
+    if kind == "nan" and _divides(found):
+        return "zero divided by zero" if any(o.zeros for o in operands) else ""
+    return _domain(found, operands, made)
+
+
+_CAST = "convert_element_type"
+_LOGARITHMS = ("log", "log2", "log1p")
+
+
+def _divides(found: Found) -> bool:
+    step: Any = found.cause.step
+    return step.primitive in ("div", "rem", "rsqrt", "integer_pow", "pow")
+
+
+def _domain(found: Found, operands: Sequence[Range], made: Sequence[Range]) -> str:
+    step: Any = found.cause.step
+    is_negative = bool(operands) and operands[0].least < 0
+    if step.primitive in ("sqrt", "rsqrt", "pow", *_LOGARITHMS) and is_negative:
+        return f"of a negative number, {operands[0].least:.3g}"
+    if step.primitive == "dot_general" and made and not any(o.bad for o in operands):
+        return "the product overflows, or its sum does"
+    return ""

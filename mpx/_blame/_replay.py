@@ -1,0 +1,116 @@
+"""A step as a program that can be run again: its gradient, of given arrays."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jaxtyping import PyTree
+
+from .._autocast import taking_notes
+from .._errors import describe
+from .._program import Call, Location, divide
+from .._tree import path_text
+from ._badness import badness_of
+from ._descend import Found, descended
+from ._level import Level
+from ._machine import AS_WRITTEN, Whole
+
+LOSS = "the loss"
+
+Gradient = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A step as a program.
+
+    Attributes:
+        jaxpr: The program.
+        inputs: The arrays that it is given.
+        paths: For each of them its path in `((scaling, *args), kwargs)`.
+        places: For each result its name: the loss, then the paths of gradients.
+    """
+
+    jaxpr: ClosedJaxpr
+    inputs: tuple[Any, ...]
+    paths: tuple[Any, ...]
+    places: tuple[str, ...]
+
+    def bad_places(self, above: float | None = None) -> frozenset[int]:
+        """The results that are bad, as one compiled program shows it."""
+        return frozenset(int(i) for i in np.flatnonzero(self.bits(self.inputs, above)))
+
+    def bits(self, inputs: Sequence[Any], above: float | None = None) -> np.ndarray:
+        """For each result whether it is bad, with these inputs."""
+        limit = np.float32(np.finfo(np.float32).max if above is None else above)
+        return np.asarray(self._compiled(limit, *inputs))
+
+    def bits_with(self, args: PyTree, kwargs: PyTree) -> np.ndarray:
+        """The same, of other arguments with the same types."""
+        arrays, _ = divide((None, args, kwargs))
+        return self.bits(arrays)
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        program = jaxpr_as_fun(self.jaxpr)
+
+        @jax.jit
+        def bits(limit: Any, *inputs: Any) -> Any:
+            return jnp.stack([badness_of(x, limit) for x in program(*inputs)])
+
+        return bits
+
+    def causes(self, concern: frozenset[int], above: float | None) -> list[Found]:
+        """The operations that made these results bad, the first one first."""
+        level = Level(self.jaxpr, self.jaxpr.consts, Location())
+        # What is bad only because XLA leaves casts out is bad in no other program.
+        for options in (AS_WRITTEN, {}):
+            found = descended(Whole(options), level, self.inputs, concern, above)
+            if found:
+                return found
+        return []
+
+
+def replayed(
+    make: Callable[[Any], Gradient], scaling: Any, args: PyTree, kwargs: PyTree
+) -> Replay:
+    """Traces a step.
+
+    Args:
+        make: `make(scaling)` gives the gradient function, whose result has `value` and
+            `grads`.
+        scaling: The loss scaling that the step had.
+        args: The arguments of the step.
+        kwargs: Those by name.
+    """
+
+    def called(_: Any, given: PyTree, kwargs: PyTree) -> PyTree:
+        scaling, *args = given
+        result = make(scaling)(*args, **kwargs)
+        return {"loss": result.value, "of": result.grads}
+
+    call = Call(None, (scaling, *args), kwargs, call=called)
+    with taking_notes():
+        jaxpr = jax.make_jaxpr(call)(*call.arrays)
+    results = call.result_of(range(len(jaxpr.jaxpr.outvars)))
+    leaves = jax.tree_util.tree_leaves_with_path(results)
+    places = [path_text(path[1:]) for path, leaf in leaves if isinstance(leaf, int)]
+    places = [place or "the gradient" for place in places]
+    return Replay(jaxpr, tuple(call.arrays), tuple(call.paths), (LOSS, *places[1:]))
+
+
+def refuse_tracers(trees: Sequence[PyTree], call: str) -> None:
+    """Raises where values are not known."""
+    for leaf in jax.tree.leaves(trees):
+        if isinstance(leaf, Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{call} runs a step again and needs its arrays; got {describe(leaf)}. "
+                "Call it outside of `jax.jit` and the like, with the model, the batch "
+                "and the scaling that the step had."
+            )

@@ -1,0 +1,63 @@
+"""Which rows of a batch make a step bad, by halving the batch.
+
+The program is not compiled again: where a part of the batch is tried, its rows are
+repeated until the batch is full.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+# How many runs are spent on it, and how many rows are named.
+_RUNS = 200
+_NAMED = 16
+
+
+def bad_rows(
+    is_bad: Callable[[Sequence[Any]], bool], inputs: Sequence[Any], batch: Sequence[int]
+) -> tuple[int, ...]:
+    """The rows that make a step bad, each alone.
+
+    Args:
+        is_bad: Whether a step is bad with these inputs.
+        inputs: The inputs that it had.
+        batch: The places of those whose first axis is that of the batch.
+
+    Returns:
+        Their numbers; none where no row does it alone.
+    """
+    count = inputs[batch[0]].shape[0] if batch else 0
+    found: list[int] = []
+    runs = 0
+
+    def of(rows: Sequence[int]) -> list[Any]:
+        index = np.resize(np.asarray(rows), count)
+        chosen = list(inputs)
+        for i in batch:
+            chosen[i] = jnp.take(jnp.asarray(inputs[i]), index, axis=0)
+        return chosen
+
+    todo = [list(range(count))] if count else []
+    while todo and runs < _RUNS and len(found) < _NAMED:
+        rows = todo.pop()
+        runs += 1
+        if not is_bad(of(rows)):
+            continue
+        if len(rows) == 1:
+            found.append(rows[0])
+            continue
+        middle = len(rows) // 2
+        todo += [rows[middle:], rows[:middle]]
+    return tuple(sorted(found)) if len(found) < count else ()
+
+
+def batch_inputs(inputs: Sequence[Any], candidates: Sequence[int]) -> list[int]:
+    """Which inputs are cut into rows: those with the most common first length."""
+    shapes = {i: np.shape(inputs[i]) for i in candidates}
+    lengths = [shape[0] for shape in shapes.values() if shape and shape[0] > 1]
+    if not lengths:
+        return []
+    most = max(lengths, key=lambda n: (lengths.count(n), n))
+    return [i for i, shape in shapes.items() if shape and shape[0] == most]

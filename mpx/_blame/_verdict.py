@@ -1,0 +1,181 @@
+"""Why a step went bad, found by running it again in other ways."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .._autocast import (
+    Precision,
+    Rule,
+    autocast,
+    settings_of,
+    unwrapped,
+    with_rule,
+)
+from .._grad import Options, gradient_function
+from .._loss_scaling import StaticLossScaling
+from ._replay import Replay, replayed
+from ._report import Culprit
+
+CALL = "`mpx.blame`"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOf:
+    """A step of a user's: what is differentiated, how, and with what.
+
+    Attributes:
+        func: The loss function.
+        scaling: The loss scaling that the step had.
+        argnums: As in `gradient_function`.
+        options: The options of the gradient function.
+        args: Its arguments.
+        kwargs: Those by name.
+        count: How many of the arguments are the user's; None for all.
+        pure: `pure(func)` is what is differentiated, where it is not `func` itself.
+        args_with: `args_with(func)` are the arguments then.
+    """
+
+    func: Callable[..., PyTree]
+    scaling: Any
+    argnums: int | tuple[int, ...] | None
+    options: Options
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+    count: int | None = None
+    pure: Callable[[Any], Callable[..., PyTree]] | None = None
+    args_with: Callable[[Any], tuple[PyTree, ...]] | None = None
+
+    def replay(self) -> Replay:
+        """The step as a program."""
+        func = self.func if self.pure is None else self.pure(self.func)
+
+        def make(scaling: Any) -> Any:
+            return gradient_function(
+                CALL, func, scaling, self.argnums, True, self.options
+            )
+
+        return replayed(make, self.scaling, self.args, self.kwargs)
+
+    def changed(self, **options: Any) -> "StepOf":
+        """The step with other options."""
+        return dataclasses.replace(
+            self, options=dataclasses.replace(self.options, **options)
+        )
+
+    def of(self, func: Callable[..., PyTree]) -> "StepOf":
+        """The step with another function."""
+        args = self.args if self.args_with is None else self.args_with(func)
+        return dataclasses.replace(self, func=func, args=args)
+
+    def cast_by(self, func: Callable[..., PyTree]) -> "StepOf":
+        """The step with a function that casts itself."""
+        step = self.of(func)
+        return step.changed(policy=None, keep=None, accumulate_dtype=None)
+
+
+def loss_scale_of(scaling: Any) -> float:
+    """The loss scale of a state; 1 if there is none."""
+    return 1.0 if scaling is None else float(scaling.loss_scale)
+
+
+def is_finite_at_one(step: StepOf, replay: Replay) -> bool:
+    """Whether the step is good at a loss scale of 1."""
+    one = step.scaling._at_scale(jnp.ones((), jnp.float32))
+    if float(one.loss_scale) == 1:  # the same program, with another number
+        return not replay.bits_with((one, *step.args), step.kwargs).any()
+    one = step.scaling.with_loss(StaticLossScaling(1.0))
+    return not dataclasses.replace(step, scaling=one).replay().bad_places()
+
+
+def curing_rule(step: StepOf, culprits: Sequence[Culprit]) -> Rule | None:
+    """A rule of autocast with which the step is good, the narrowest that was tried."""
+    if unwrapped(step.func)[0] is step.func:
+        return None
+    for rule in _rules(culprits, settings_of(step.func)):
+        if _is_good(step.of(with_rule(step.func, rule))):
+            return rule
+    return None
+
+
+def _rules(culprits: Sequence[Culprit], settings: Any) -> Iterator[Rule]:
+    first = culprits[0] if culprits else None
+    if first is not None and first.primitive not in ("input", "constant"):
+        is_product = first.primitive in ("dot_general", "conv_general_dilated")
+        if settings.recipes and is_product:
+            yield Rule(
+                Precision.HALF, primitive=first.primitive, scope=first.scope or None
+            )
+        if first.scope:
+            yield Rule(Precision.FULL, primitive=first.primitive, scope=first.scope)
+        elif first.parameters and not first.gradient:
+            path = first.parameters[0]
+            yield Rule(Precision.FULL, primitive=first.primitive, parameter=path)
+        yield Rule(Precision.FULL, primitive=first.primitive)
+        if first.scope:
+            yield Rule(Precision.FULL, scope=first.scope)
+    yield Rule(Precision.FULL, primitive="*")
+
+
+def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
+    """What to do where no rule of autocast can be tried, or none helps."""
+    first = culprits[0] if culprits else None
+    where = f" at {first.line}" if first is not None and first.line else ""
+    made = settings_of(step.func)
+    half = made.dtype if made is not None else None
+    if made is None and step.options.mixed:
+        policy: Any = step.options.policy
+        automatic = autocast(step.func, _dtype(policy))
+        if _is_good(step.cast_by(automatic)):
+            return (
+                f"`mpx.autocast(loss, {_name(_dtype(policy))})` computes it without "
+                "that: it chooses float32 where half precision is not enough. By hand: "
+                f"`mpx.force_full_precision` around the operation{where}."
+            )
+        half = _dtype(policy)
+    if half == np.float16:
+        wide = jnp.bfloat16
+        inner, _ = unwrapped(step.func)
+        if _is_good(step.cast_by(autocast(inner, wide))):
+            return (
+                "In bfloat16, whose range is that of float32, the step is finite: "
+                "`mpx.autocast(loss)`."
+            )
+    return f"Compute the operation{where} in float32: `mpx.force_full_precision`."
+
+
+def _dtype(policy: Any) -> Any:
+    from .._dtypes import half_precision_datatype
+    from .._policy import get_policy
+
+    if isinstance(policy, str):
+        policy = get_policy(policy)
+    given = half_precision_datatype() if policy is None else policy.compute_dtype
+    return np.dtype(given)
+
+
+def _name(dtype: Any) -> str:
+    return f"jnp.{np.dtype(dtype).name}"
+
+
+def _is_good(step: StepOf) -> bool:
+    """Whether a way to run a step can be run, and is good."""
+    try:
+        return not step.replay().bad_places()
+    # Whatever a change of precision can break in the code of others.
+    except Exception:
+        return False
+
+
+def rule_text(rule: Rule) -> str:
+    """A rule as code."""
+    named: Any = rule.precision
+    parts = [f"mpx.Precision.{named.name}"]
+    for name in ("primitive", "scope", "parameter"):
+        value = getattr(rule, name)
+        parts += [f'{name}="{value}"'] if value is not None else []
+    return f"mpx.Rule({', '.join(parts)})"

@@ -1,0 +1,216 @@
+"""Looking at a state before it is saved: a checkpoint must not be poisoned.
+
+A step that is skipped leaves weights and optimizer as they were. What is poisoned all
+the same (a step without a check, a layer that writes statistics, a file that was read
+wrong) is found when it is about to replace the last good checkpoint.
+"""
+
+import fnmatch
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool
+
+from ._errors import describe
+from ._jax_compat import stack
+from ._loss_scaling import AbstractLossScaling, StepRecord, validate_record
+from ._tree import finite_by_leaf, leaves_with_paths, path_text
+
+State = TypeVar("State")
+
+_CALL = "`mpx.guard(state)`"
+_SHOWN = 8
+
+
+def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
+    """Gives a state back if it may be saved, and raises if it is poisoned.
+
+    It stands around what a checkpoint is given, `save(step, mpx.guard(state))`:
+    weights, optimizer state and scaling, as one tree or one by one. Refused are
+
+    - NaN and infinities in any array of real or complex numbers, also of 8 bits and
+      fewer, and in Python's floats;
+    - a loss scaling, or the state of a recipe, that no run can reach: a scale of 0, a
+      negative amax, more steps skipped than made, a scale with which the newest amax
+      would not fit into the format.
+
+    All arrays that lie on the same devices are looked at by one compiled program, which
+    reads each once and gives one boolean for each; nothing is gathered. Run it when
+    saving, outside of jit: it waits for the step that makes the state.
+
+    Args:
+        state: Any PyTree.
+        allow: Paths of leaves that hold infinities or NaN on purpose, such as
+            `"*.best_value"` of `optax.contrib.reduce_on_plateau`, or a mask of -inf. In
+            them `*` and `?` match any text and any character.
+
+    Returns:
+        The same object.
+
+    Raises:
+        FloatingPointError: The state must not be saved. The message names the leaves,
+            and how many of their numbers are NaN and infinite.
+        ValueError: Called inside of jit, where values are not known.
+        TypeError: `allow` is no text and no list of texts.
+
+    Empty arrays, integers, keys and all that is no number are fine.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> mpx.guard({"w": jnp.ones(2)})
+        {'w': Array([1., 1.], dtype=float32)}
+        >>> try:
+        ...     mpx.guard({"w": jnp.array([1.0, jnp.nan])})
+        ... except FloatingPointError as error:
+        ...     print(str(error)[:60])
+        `mpx.guard(state)`: not to be saved. Not finite: `['w']` (1
+    """
+    patterns = _patterns(allow)
+
+    def is_allowed(path: str) -> bool:
+        return any(fnmatch.fnmatchcase(path, _literal(p)) for p in patterns)
+
+    leaves = [
+        (path, leaf) for path, leaf in leaves_with_paths(state) if not is_allowed(path)
+    ]
+    if any(isinstance(leaf, Tracer) for _, leaf in leaves):
+        raise ValueError(
+            f"{_CALL} reads values and cannot run inside of jit. Return the state from "
+            "the jitted step and guard it where it is saved."
+        )
+    bad = [leaves[i] for i in _not_finite([leaf for _, leaf in leaves])]
+    reasons = []
+    if bad:
+        shown = [f"`{path or 'state'}` ({_count_text(x)})" for path, x in bad[:_SHOWN]]
+        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        reasons.append(f"Not finite: {', '.join(shown)}{more}")
+    else:  # reading what is NaN as a history says the same again
+        reasons += _unreachable(state)
+    if reasons:
+        raise FloatingPointError(
+            f"{_CALL}: not to be saved. {'. '.join(reasons)}. Keep the last good "
+            "checkpoint and go back to it. Leaves that hold infinities on purpose: "
+            '`mpx.guard(state, allow="PATH")`.'
+        )
+    return state
+
+
+def _patterns(allow: object) -> tuple[str, ...]:
+    patterns = (allow,) if isinstance(allow, str) else allow
+    is_several = isinstance(patterns, list | tuple | set | frozenset)
+    if not is_several or not all(isinstance(x, str) for x in patterns):
+        raise TypeError(
+            "`allow` of `mpx.guard` is the path of a leaf, or a list of them, with `*` "
+            f"for any text; got {describe(allow)}."
+        )
+    return tuple(patterns)
+
+
+def _literal(pattern: str) -> str:
+    """A pattern in which brackets are those of a path: `['w']`, `layers[0]`."""
+    return pattern.replace("[", "[[]")
+
+
+# --- Not finite -----------------------------------------------------------------------
+
+
+def _not_finite(leaves: Sequence[Any]) -> list[int]:
+    """The numbers of the leaves that hold NaN or infinities."""
+    groups: dict[Any, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        groups.setdefault(_place(leaf), []).append(number)
+    # All programs run before the first result is waited for.
+    flags = [
+        (numbers, _program(place)([_readable(leaves[i]) for i in numbers]))
+        for place, numbers in groups.items()
+        if place is not None
+    ]
+    bad = [i for i, x in enumerate(leaves) if _place(x) is None and not _is_fine(x)]
+    for numbers, found in flags:
+        bad += [numbers[i] for i in np.flatnonzero(~np.asarray(found))]
+    return sorted(bad)
+
+
+def _place(leaf: object) -> Any:
+    """What the arrays of one program share: a mesh, or a set of devices.
+
+    None for what is no JAX array with numbers that may be NaN.
+    """
+    if not isinstance(leaf, jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return None
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+        return sharding.mesh
+    return frozenset(sharding.device_set)
+
+
+def _readable(leaf: jax.Array) -> jax.Array:
+    """The array where its devices can compute with it, not in the host's memory."""
+    kind = leaf.sharding.memory_kind
+    if kind is None or not kind.endswith("_host") or jax.default_backend() == "cpu":
+        return leaf
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+
+
+@functools.lru_cache(maxsize=64)
+def _program(place: Any) -> Callable[[list[Array]], Bool[Array, " n"]]:
+    """Says of each array whether it is finite, to every process."""
+    if isinstance(place, frozenset):
+        return jax.jit(_flags)
+    everywhere = NamedSharding(place, PartitionSpec())
+    return jax.jit(_flags, out_shardings=everywhere)
+
+
+def _flags(leaves: list[Array]) -> Bool[Array, " n"]:
+    return stack(finite_by_leaf(leaves))
+
+
+def _is_fine(leaf: object) -> bool:
+    """Whether a leaf of the host is finite."""
+    is_number = isinstance(leaf, np.ndarray | np.generic | float | complex)
+    if not is_number or not jnp.issubdtype(np.asarray(leaf).dtype, jnp.inexact):
+        return True
+    return not any(_counts(leaf))
+
+
+def _count_text(leaf: Any) -> str:
+    nan, infinite = _counts(leaf)
+    counts = [f"{nan:,} NaN"] * (nan > 0) + [f"{infinite:,} infinite"] * (infinite > 0)
+    return f"{' and '.join(counts)} of {np.size(leaf):,}"
+
+
+def _counts(leaf: Any) -> tuple[int, int]:
+    """How many numbers of an array are NaN, and how many infinite."""
+    of = jnp if isinstance(leaf, jax.Array) else np
+    x: Any = of.asarray(leaf)
+    if x.dtype.itemsize == 1:
+        x = x.astype(np.float32)
+    return int(of.isnan(x).sum()), int(of.isinf(x).sum())
+
+
+# --- Not to be reached ----------------------------------------------------------------
+
+
+def _unreachable(state: object) -> list[str]:
+    """What is wrong with each loss scaling and each record of steps in a state."""
+
+    def is_ours(node: object) -> bool:
+        return isinstance(node, AbstractLossScaling | StepRecord)
+
+    reasons = []
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_ours):
+        try:
+            if isinstance(node, AbstractLossScaling):
+                node._validate()
+            elif isinstance(node, StepRecord):
+                validate_record(node, StepRecord)
+        except ValueError as error:
+            place = f"`{path_text(path)}`: " if path else ""
+            reasons.append(f"No run reaches it: {place}{str(error).removesuffix('.')}")
+    return reasons

@@ -1,0 +1,255 @@
+r"""The state of an optimizer, laid out over devices as the weights are.
+
+A moment of a weight is made by `jnp.zeros_like(weight)`. Under `jax.jit` that is a
+constant, which no array that lies on devices leads to: XLA puts the whole of it on each
+of them, for weights that lie in pieces, too. Eight bytes for each weight, which were to
+be divided by the number of devices, are not.
+
+Which array of the state belongs to which weight is read from its path: transformations
+of Optax keep trees like the weights, so `[1].mu['layers'][0]['kernel']` belongs to
+`['layers'][0]['kernel']`. Then shapes decide: equal; with more axes in front (what
+L-BFGS remembers); or with fewer (the rows and columns of Adafactor).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree
+
+from ._errors import at_path, describe
+from ._optimizer import refuse_optimizer
+from ._stored_weights import is_stored
+from ._tree import path_text
+
+_CALL = "`mpx.init_optimizer`"
+# Counts, random keys, and what Adafactor has in the place of what it leaves out.
+_FEW = 16
+
+
+class _Weight(NamedTuple):
+    """A weight, and where what is made like it shall lie.
+
+    Attributes:
+        path: Its path in the tree of weights.
+        array: It, or the numbers of one that is stored in 8 bits.
+        sharding: None where only the compiler knows, under `jax.jit` over a mesh.
+    """
+
+    path: KeyPath
+    array: Any
+    sharding: Sharding | None
+
+
+def init_optimizer(
+    optimizer: object,
+    params: PyTree,
+    *args: PyTree,
+    shardings: PyTree | None = None,
+    otherwise: Sharding | None = None,
+) -> PyTree:
+    """Makes the state of an Optax optimizer, laid out over devices as the weights are.
+
+    The numbers are those of `optimizer.init(params)`. Every array that is made for a
+    weight (a moment, a float32 master) lies as the weight does, and all others (counts,
+    keys) lie whole on every device. No device ever holds the whole of what is divided.
+
+    Args:
+        optimizer: An Optax transformation, or `mpx.master_weights`,
+            `mpx.skip_nonfinite`.
+        params: What `optimizer.init` takes: arrays that lie on devices, or, under
+            `jax.jit`, traced ones.
+        *args: More for `optimizer.init`: the masters of `mpx.master_weights`.
+        shardings: Where the state of each weight shall lie, if not where the weight
+            does: a tree of `jax.sharding.NamedSharding` like `params`, or a prefix of
+            one. So weights lie whole on every device, and masters and moments in
+            pieces.
+        otherwise: Where arrays shall lie that belong to no weight; None: an error if
+            they have more than 16 numbers.
+
+    Returns:
+        The state.
+
+    Raises:
+        TypeError: `optimizer` has no `init` and `update`.
+        ValueError: An array of the state fits no weight, or `shardings` is not like
+            `params`.
+
+    Shapes that fit a weight of (n, m): itself; (k, n, m), of which k is not divided;
+    (n,) and (m,), divided as that axis is. Of weights on one device the state is
+    `optimizer.init(params)`. Under `jax.jit`, over a mesh of automatic axes, the
+    compiler is led from the weight to its state, which costs one reading of the
+    weights.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx, optax
+        >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        >>> n = jax.device_count()
+        >>> mesh = jax.make_mesh((n,), ("fsdp",), axis_types=(AxisType.Auto,))
+        >>> weights = jnp.ones((8 * n, 4), device=NamedSharding(mesh, P("fsdp")))
+        >>> state = mpx.init_optimizer(optax.adam(1e-3), weights)
+        >>> state[0].mu.sharding == weights.sharding
+        True
+        >>> state[0].count.sharding.is_fully_replicated
+        True
+    """
+    refuse_optimizer(optimizer, _CALL)
+    make: Any = optimizer
+    weights = _weights(params, shardings)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, args))):
+        return _placed(make.init(params, *args), weights, otherwise)
+    meshes = [w.sharding.mesh for w in weights if isinstance(w.sharding, NamedSharding)]
+    if not meshes:
+        return make.init(params, *args)
+    arrays, rest = eqx.partition((params, args), eqx.is_array)
+    static: list[PyTree] = []
+
+    def init(arrays: PyTree) -> PyTree:
+        params, args = eqx.combine(arrays, rest)
+        made, others = eqx.partition(make.init(params, *args), eqx.is_array)
+        static.append(others)
+        return made
+
+    whole = NamedSharding(meshes[0], PartitionSpec())
+    layout = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _layout(path, leaf, weights, otherwise)[1] or whole,
+        jax.eval_shape(init, arrays),
+    )
+    return eqx.combine(jax.jit(init, out_shardings=layout)(arrays), static[-1])
+
+
+def _weights(params: PyTree, shardings: PyTree | None) -> list[_Weight]:
+    """The arrays of the weights, with their places."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_stored)
+    given: Sequence[Sharding | None] = [None] * len(leaves)
+    if shardings is not None:
+        is_sharding = lambda x: isinstance(x, Sharding)  # noqa: E731
+        try:
+            prefix = jax.tree.map(
+                lambda sharding, part: jax.tree.map(
+                    lambda _: sharding, part, is_leaf=is_stored
+                ),
+                shardings,
+                params,
+                is_leaf=is_sharding,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"`shardings` of {_CALL} is like `params`, or a prefix of it; got\n"
+                f"  shardings: {jax.tree.structure(shardings)}\n"
+                f"  params: {jax.tree.structure(params)}"
+            ) from error
+        given = jax.tree.leaves(prefix, is_leaf=is_sharding)
+    weights = []
+    for (path, leaf), sharding in zip(leaves, given, strict=True):
+        array: Any = leaf.quantized.payload if is_stored(leaf) else leaf
+        if eqx.is_array(array):
+            weights.append(_Weight(path, array, sharding or _sharding_of(array)))
+    # The longest path first: `['a']['b']` ends as `['b']` does.
+    return sorted(weights, key=lambda weight: -len(weight.path))
+
+
+def _sharding_of(array: Any) -> Sharding | None:
+    """Where an array lies; None for a traced one whose type does not say."""
+    if not isinstance(array, Tracer):
+        return getattr(array, "sharding", None)
+    sharding: Any = jax.typeof(array).sharding
+    return sharding if sharding.mesh.explicit_axes else None
+
+
+def _placed(
+    state: PyTree, weights: list[_Weight], otherwise: Sharding | None
+) -> PyTree:
+    """The state, in a function that is traced."""
+
+    def place(path: KeyPath, leaf: Any) -> Any:
+        if not eqx.is_array(leaf):
+            return leaf
+        weight, sharding = _layout(path, leaf, weights, otherwise)
+        if sharding is not None:
+            has_types = isinstance(sharding, NamedSharding) and (
+                sharding.mesh.are_all_axes_explicit
+            )
+            move = jax.sharding.reshard if has_types else _constrained
+            return move(leaf, sharding)
+        return leaf if weight is None else _led_from(weight.array, leaf)
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _constrained(leaf: Array, sharding: Sharding) -> Array:
+    return jax.lax.with_sharding_constraint(leaf, sharding)
+
+
+def _led_from(weight: Array, leaf: Array) -> Array:
+    """A leaf to which the compiler finds its way from the weight, unchanged by it."""
+    axes = _axes(leaf.shape, weight.shape) or ()
+    left_out = [axis for axis in range(weight.ndim) if axis not in axes]
+    like = jax.lax.reduce_max(weight, left_out) if left_out else weight
+    like = jnp.broadcast_to(like.astype(leaf.dtype), leaf.shape)
+    # A boolean that the compiler does not look through.
+    yes = jax.lax.optimization_barrier(jnp.asarray(True))
+    return jax.lax.select(yes, leaf, like)
+
+
+def _layout(
+    path: KeyPath, leaf: Any, weights: list[_Weight], otherwise: Sharding | None
+) -> tuple[_Weight | None, Sharding | None]:
+    """The weight that an array of the state is laid out as, and the place, if known."""
+    own = [w for w in weights if path[len(path) - len(w.path) :] == w.path]
+    for weight in own:
+        axes = _axes(leaf.shape, weight.array.shape)
+        if axes:
+            return weight, _like(weight, axes)
+    if math.prod(leaf.shape) <= _FEW:
+        return None, None
+    if otherwise is None:
+        of = f", of the weight {describe(own[0].array)}" if own else ""
+        raise ValueError(
+            f"{_CALL} lays out the state of an optimizer as the weights are, and finds "
+            f"none that {describe(leaf)}{at_path(path_text(path))} fits{of}. Say where "
+            "such arrays shall lie: `otherwise=NamedSharding(mesh, PartitionSpec())` "
+            "puts the whole of them on every device."
+        )
+    return None, otherwise
+
+
+def _axes(
+    shape: tuple[int, ...], weight: tuple[int, ...]
+) -> tuple[int | None, ...] | None:
+    """For each axis of an array the axis of its weight, None for one in front.
+
+    Returns None if the array has not the axes of the weight, nor some of them.
+    """
+    front = len(shape) - len(weight)
+    if front >= 0:
+        if shape[front:] != weight:
+            return None
+        return (*[None] * front, *range(len(weight)))
+    found: list[int | None] = []
+    start = 0
+    for size in shape:
+        if size not in weight[start:]:
+            return None
+        start = weight.index(size, start) + 1
+        found.append(start - 1)
+    return tuple(found)
+
+
+def _like(weight: _Weight, axes: tuple[int | None, ...]) -> Sharding | None:
+    """The place of an array that has these axes of a weight."""
+    sharding = weight.sharding
+    is_whole = axes == (*range(weight.array.ndim),)
+    if is_whole or not isinstance(sharding, NamedSharding):
+        return sharding
+    divided = dict(enumerate(sharding.spec))
+    parts = (None if axis is None else divided.get(axis) for axis in axes)
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind
+    )

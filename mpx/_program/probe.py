@@ -1,0 +1,465 @@
+"""A program with probes: it computes what it did, and what is asked of values inside.
+
+A *probe* sees every operation with its operands and results as they are computed, and
+may give *records*: arrays that come out beside the results of the program. It may also
+compute something else in the place of an operation. Records leave the programs that an
+equation holds as results do:
+
+- of calls (`jit`, custom rules) as they are; of a checkpoint, too, which stays one;
+- of a scan stacked, along a new first axis, turn by turn;
+- of a conditional zeros, for the branches that are not taken;
+- of a `while` loop joined, turn by turn, beginning with zeros; or not at all;
+- of `shard_map` stacked, along a new first axis, device by device.
+
+What a probe knows of values without running anything travels with them as a *tag*. In a
+loop it is as the turn begins: nothing is known of the turn before.
+
+The program is to be run, not to be differentiated: rules of derivatives are left out.
+"""
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
+
+from .._jax_compat import (
+    as_varying,
+    bind_equation,
+    equation_context,
+    open_jaxpr,
+    scan_counts,
+    scan_options,
+    shard_map_axes,
+)
+from .._typing import Atom, Program
+from .equations import (
+    SubJaxpr,
+    aval_of,
+    constants_as_inputs,
+    program_of,
+    sub_jaxprs,
+)
+from .flow import Location
+from .primitives import properties
+
+Records: TypeAlias = dict[Hashable, Any]
+"""Trees of arrays by a name that is the probe's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tagged:
+    """An array on its way through a program, and what a probe knows of it."""
+
+    array: Any
+    tag: Any
+
+
+class Probe(abc.ABC):
+    """What is asked of the values of a program. One probe serves one trace."""
+
+    @abc.abstractmethod
+    def constant(self, array: object) -> Any:
+        """The tag of a literal, or of an array that the program holds."""
+
+    @abc.abstractmethod
+    def transfer(
+        self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
+    ) -> Sequence[Any]:
+        """The tags of the results of an operation."""
+
+    @abc.abstractmethod
+    def observe(
+        self,
+        equation: JaxprEqn,
+        place: Location,
+        operands: Sequence[Tagged],
+        results: Sequence[Tagged],
+    ) -> Records:
+        """The records of an operation."""
+
+    def compute(self, equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
+        """The results of an operation; those of its primitive unless overridden."""
+        return bind_equation(equation, *arrays)
+
+    def inside(self) -> contextlib.AbstractContextManager[object]:
+        """Around a program within, in which arrays of outside are not to be used."""
+        return contextlib.nullcontext()
+
+    def carried(self, equation: JaxprEqn, place: Location, tag: Any) -> Any:
+        """The tag in a turn of a loop of what it carries and begins with."""
+        return tag
+
+    def cut(self, tag: Any) -> Any:
+        """The tag of a part that a turn of a scan takes of what is stacked."""
+        return tag
+
+    def stacked(self, tag: Any) -> Any:
+        """The tag of what the turns of a scan give, stacked."""
+        return tag
+
+    def stack(self, key: Hashable, axis: str) -> None:
+        """Is told that a record gets a new first axis: `turn` or `device`."""
+        del key, axis
+
+    def join(self, before: Any, now: Any) -> Any:
+        """Joins the records of two turns of a `while` loop; None leaves them out."""
+        return None
+
+    def branches(self) -> Callable[[], None]:
+        """Before branches of which one is taken.
+
+        Returns:
+            What is called before each of them, and after the last.
+        """
+        return lambda: None
+
+
+def probed(
+    closed: ClosedJaxpr, probe: Probe, arrays: Sequence[Any], tags: Sequence[Any]
+) -> tuple[list[Any], Records]:
+    """Runs a program with a probe.
+
+    Args:
+        closed: The program.
+        probe: The probe.
+        arrays: The inputs of the program.
+        tags: For each of them its tag.
+
+    Returns:
+        The results of the program, and the records.
+    """
+    inputs = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
+    results, records = _run(closed, closed.consts, inputs, probe, Location())
+    return [value.array for value in results], records
+
+
+def _run(
+    program: Program,
+    consts: Sequence[Any],
+    inputs: Sequence[Tagged],
+    probe: Probe,
+    place: Location,
+) -> tuple[list[Tagged], Records]:
+    jaxpr = open_jaxpr(program)
+    held = [Tagged(x, probe.constant(x)) for x in consts]
+    values = dict(zip(jaxpr.constvars, held, strict=True))
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+    records: Records = {}
+
+    def read(atom: Atom) -> Tagged:
+        if isinstance(atom, Literal):
+            return Tagged(atom.val, probe.constant(atom.val))
+        return values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        with equation_context(equation):
+            run = _INSIDE.get(equation.primitive.name, _called)
+            subs = sub_jaxprs(equation)
+            if subs and (run is not _called or _is_call(equation)):
+                results, found = run(equation, subs, operands, probe, place)
+            else:
+                results, found = _operation(equation, operands, probe, place)
+        records |= found
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars], records
+
+
+def _operation(
+    equation: JaxprEqn, operands: list[Tagged], probe: Probe, place: Location
+) -> tuple[list[Tagged], Records]:
+    arrays = probe.compute(equation, [v.array for v in operands])
+    tags = probe.transfer(equation, place, operands)
+    results = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
+    return results, probe.observe(equation, place, operands, results)
+
+
+def _is_call(equation: JaxprEqn) -> bool:
+    """Whether an equation does nothing but run the one program that it holds."""
+    known = properties(equation.primitive.name)
+    return bool(known.program) and known.runs_once
+
+
+Inside: TypeAlias = Callable[
+    [JaxprEqn, Sequence[SubJaxpr], list[Tagged], Probe, Location],
+    tuple[list[Tagged], Records],
+]
+
+
+def _called(
+    equation: JaxprEqn,
+    subs: Sequence[SubJaxpr],
+    operands: list[Tagged],
+    probe: Probe,
+    place: Location,
+) -> tuple[list[Tagged], Records]:
+    """A call, in the place where it stands; a jit keeps the shardings that it names."""
+    (sub,) = subs
+    params = equation.params
+    given = _constrained(operands, params.get("in_shardings"))
+    inner = place.enter(equation, sub)
+    results, records = _run(program_of(equation), sub.consts, given, probe, inner)
+    return _constrained(results, params.get("out_shardings")), records
+
+
+def _constrained(values: Sequence[Tagged], shardings: Any) -> list[Tagged]:
+    if shardings is None:
+        return list(values)
+    return [
+        Tagged(jax.lax.with_sharding_constraint(v.array, s), v.tag)
+        if isinstance(s, jax.sharding.Sharding)
+        else v
+        for v, s in zip(values, shardings, strict=True)
+    ]
+
+
+class _Traced:
+    """A program within an equation as one of its own, with its records as results."""
+
+    def __init__(
+        self, sub: SubJaxpr, inputs: Sequence[tuple[Any, Any]], probe: Probe, place: Any
+    ) -> None:
+        """Traces it.
+
+        Args:
+            sub: The program.
+            inputs: Type and tag of each of its inputs.
+            probe: The probe.
+            place: What is around its equations.
+        """
+        avals, tags = zip(*inputs, strict=True) if inputs else ((), ())
+        self.tags: list[Any] = []
+        self.keys: list[Hashable] = []
+
+        def program(*arrays: object) -> tuple[list[Any], list[Any]]:
+            given = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
+            with probe.inside():
+                results, records = _run(sub.jaxpr, sub.consts, given, probe, place)
+            self.tags = [v.tag for v in results]
+            self.keys = list(records)
+            return [v.array for v in results], list(records.values())
+
+        self.closed, shape = jax.make_jaxpr(program, return_shape=True)(*avals)
+        self.records: Records = dict(zip(self.keys, shape[1], strict=True))
+
+    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Records]:
+        """Runs it."""
+        return self.divided(jaxpr_as_fun(self.closed)(*arrays))
+
+    def divided(self, results: Sequence[Any]) -> tuple[list[Any], Records]:
+        """The results of the program, and the records, of all that it gives."""
+        count = len(self.tags)
+        leaves, structure = jax.tree.flatten(list(self.records.values()))
+        del leaves
+        found = jax.tree.unflatten(structure, results[count:])
+        return list(results[:count]), dict(zip(self.keys, found, strict=True))
+
+
+def _typed(values: Sequence[Tagged]) -> list[tuple[Any, Any]]:
+    return [(jax.typeof(v.array), v.tag) for v in values]
+
+
+def _in_checkpoint(
+    equation: JaxprEqn,
+    subs: Sequence[SubJaxpr],
+    operands: list[Tagged],
+    probe: Probe,
+    place: Location,
+) -> tuple[list[Tagged], Records]:
+    """A checkpoint stays one, so that nothing in it is merged with what was before."""
+    (sub,) = subs
+    made = _Traced(sub, _typed(operands), probe, place.enter(equation, sub))
+    jaxpr, constants = constants_as_inputs(made.closed)
+    changed = equation.replace(params={**equation.params, "jaxpr": open_jaxpr(jaxpr)})
+    arrays = bind_equation(changed, *constants, *(v.array for v in operands))
+    results, records = made.divided(arrays)
+    return _tagged(results, made.tags), records
+
+
+def _tagged(arrays: Sequence[Any], tags: Sequence[Any]) -> list[Tagged]:
+    return [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
+
+
+def _in_scan(
+    equation: JaxprEqn,
+    subs: Sequence[SubJaxpr],
+    operands: list[Tagged],
+    probe: Probe,
+    place: Location,
+) -> tuple[list[Tagged], Records]:
+    """A scan: what is recorded is stacked."""
+    (sub,) = subs
+    n_consts, n_carry = scan_counts(equation.params)
+    end = n_consts + n_carry
+    avals = [aval_of(v) for v in sub.jaxpr.invars]
+    tags = [v.tag for v in operands[:n_consts]]
+    carry = operands[n_consts:end]
+    tags += [probe.carried(equation, place, v.tag) for v in carry]
+    tags += [probe.cut(v.tag) for v in operands[end:]]
+    inner = place.enter(equation, sub)
+    made = _Traced(sub, list(zip(avals, tags, strict=True)), probe, inner)
+    fixed = [v.array for v in operands[:n_consts]]
+
+    def body(carry: Any, xs: Any) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+        results, records = made([*fixed, *carry, *xs])
+        return results[:n_carry], (results[n_carry:], list(records.values()))
+
+    begin = _begun(operands[n_consts:end], avals[n_consts:end])
+    xs = [v.array for v in operands[end:]]
+    options = scan_options(equation.params)
+    carry, (ys, found) = jax.lax.scan(body, begin, xs, **options)
+    for key in made.keys:
+        probe.stack(key, "turn")
+    tags = [*made.tags[:n_carry], *map(probe.stacked, made.tags[n_carry:])]
+    records = dict(zip(made.keys, found, strict=True))
+    return _tagged([*carry, *ys], tags), records
+
+
+def _begun(values: Sequence[Tagged], avals: Sequence[Any]) -> list[Any]:
+    """What a loop begins with, as strongly typed as it declares."""
+    return [
+        x
+        if getattr(jax.typeof(x), "weak_type", False) == getattr(a, "weak_type", False)
+        else jax.lax.convert_element_type(x, a.dtype)
+        for x, a in ((v.array, a) for v, a in zip(values, avals, strict=True))
+    ]
+
+
+def _in_while(
+    equation: JaxprEqn,
+    subs: Sequence[SubJaxpr],
+    operands: list[Tagged],
+    probe: Probe,
+    place: Location,
+) -> tuple[list[Tagged], Records]:
+    """A loop of unknown length: records are joined as it goes."""
+    body_sub, test_sub = subs
+    params = equation.params
+    n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
+    if aval_of(test_sub.jaxpr.outvars[0]).shape:  # of `vmap`: for JAX's lowering only
+        return _operation(equation, operands, probe, place)
+    for_test = [v.array for v in operands[:n_test]]
+    inside = [*operands[n_test : n_test + n_body], *operands[n_test + n_body :]]
+    avals = [aval_of(v) for v in body_sub.jaxpr.invars]
+    tags = [v.tag for v in inside[:n_body]]
+    carry = inside[n_body:]
+    tags += [probe.carried(equation, place, v.tag) for v in carry]
+    inner = place.enter(equation, body_sub)
+    made = _Traced(body_sub, list(zip(avals, tags, strict=True)), probe, inner)
+    fixed = [v.array for v in inside[:n_body]]
+    zeros = {key: jax.tree.map(_zeros, x) for key, x in made.records.items()}
+    kept = {key: x for key, x in zeros.items() if probe.join(x, x) is not None}
+    test = ClosedJaxpr(test_sub.jaxpr, list(test_sub.consts))
+
+    def is_going_on(state: Any) -> Any:
+        return jaxpr_as_fun(test)(*for_test, *state[0])[0]
+
+    def turn(state: Any) -> Any:
+        carry, before = state
+        results, now = made([*fixed, *carry])
+        keys = zip(kept, before, strict=True)
+        return results, [probe.join(old, now[key]) for key, old in keys]
+
+    begin = _begun(inside[n_body:], avals[n_body:])
+    state = (begin, list(kept.values()))
+    carry, found = jax.lax.while_loop(is_going_on, turn, state)
+    return _tagged(carry, made.tags), dict(zip(kept, found, strict=True))
+
+
+def _zeros(x: Any) -> Any:
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _in_branches(
+    equation: JaxprEqn,
+    subs: Sequence[SubJaxpr],
+    operands: list[Tagged],
+    probe: Probe,
+    place: Location,
+) -> tuple[list[Tagged], Records]:
+    """A conditional: each branch gives the records of all, zeros for the others."""
+    inputs, made = _typed(operands[1:]), []
+    begin = probe.branches()
+    for sub in subs:
+        begin()
+        made.append(_Traced(sub, inputs, probe, place.enter(equation, sub)))
+    begin()
+    records = {key: x for one in made for key, x in one.records.items()}
+
+    def filled(one: _Traced) -> ClosedJaxpr:
+        def program(*arrays: object) -> tuple[list[Any], list[Any]]:
+            results, own = one(arrays)
+            return results, [
+                own[k] if k in own else jax.tree.map(_zeros, x)
+                for k, x in records.items()
+            ]
+
+        return jax.make_jaxpr(program)(*(aval for aval, _ in inputs))
+
+    branches = tuple(map(filled, made))
+    changed = equation.replace(params={**equation.params, "branches": branches})
+    arrays = bind_equation(changed, *(v.array for v in operands))
+    count = len(equation.outvars)
+    structure = jax.tree.structure(list(records.values()))
+    found = jax.tree.unflatten(structure, arrays[count:])
+    results = _tagged(arrays[:count], made[0].tags)
+    return results, dict(zip(records, found, strict=True))
+
+
+def _on_devices(
+    equation: JaxprEqn,
+    subs: Sequence[SubJaxpr],
+    operands: list[Tagged],
+    probe: Probe,
+    place: Location,
+) -> tuple[list[Tagged], Records]:
+    """A program that runs once per device: what is recorded is stacked."""
+    (sub,) = subs
+    params = equation.params
+    axes, tags = tuple(shard_map_axes(params)), [v.tag for v in operands]
+    inner = place.enter(equation, sub)
+    found: dict[str, Any] = {}
+
+    def program(*arrays: object) -> tuple[list[Any], list[Any]]:
+        given = _tagged(arrays, tags)
+        with probe.inside():
+            results, records = _run(sub.jaxpr, sub.consts, given, probe, inner)
+        found["tags"] = [v.tag for v in results]
+        found["keys"] = list(records)
+        own = jax.tree.map(
+            lambda x: as_varying(jnp.expand_dims(x, 0), frozenset(axes)),
+            list(records.values()),
+        )
+        return [v.array for v in results], own
+
+    mapped = jax.shard_map(
+        program,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=(list(params["out_specs"]), P(axes)),
+        check_vma=params["check_vma"],
+        axis_names=set(axes),
+    )
+    results, records = mapped(*(v.array for v in operands))
+    for key in found["keys"]:
+        probe.stack(key, "device")
+    return _tagged(results, found["tags"]), dict(
+        zip(found["keys"], records, strict=True)
+    )
+
+
+_INSIDE: Mapping[str, Inside] = {
+    "checkpoint": _in_checkpoint,
+    "remat": _in_checkpoint,
+    "remat2": _in_checkpoint,
+    "scan": _in_scan,
+    "while": _in_while,
+    "cond": _in_branches,
+    "shard_map": _on_devices,
+}

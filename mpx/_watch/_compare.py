@@ -1,0 +1,264 @@
+"""`mpx.compare`: two precisions of a loss, layer by layer."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from .._autocast import settings_of
+from .._errors import describe
+from .._grad import filter_value_and_grad
+from .._inspect import Traced, trace
+from .._loss_scaling import AbstractLossScaling, NoLossScaling
+from .._policy import Policy
+from .._program import probed
+from .._scaling import init_scaling
+from .._tree import leaves_with_paths
+from .._typing import LeafPredicate
+from ._anchors import Anchor, Collect, Found, anchors_of, common_layers
+from ._closeness import Closeness, Sums, cosine_of, snr_of, sums
+from ._comparison import Comparison
+from ._trace import Kind, Sources
+
+CALL = "`mpx.compare(reference, func)`"
+
+
+def compare(
+    reference: Callable[..., PyTree],
+    func: Callable[..., PyTree],
+    scaling: AbstractLossScaling | None = None,
+    has_aux: bool = False,
+    *,
+    policy: Policy | str | None = None,
+    keep: LeafPredicate | None = None,
+    floor: bool = True,
+) -> Callable[..., Comparison]:
+    r"""Makes a function that compares two precisions of a loss on the same arguments.
+
+    Both are run and differentiated once, with the same weights, data and keys. For each
+    layer that both programs have the comparison says how far its activations are from
+    those of the reference, and for each leaf how far the gradient is:
+
+    $$\mathrm{SNR} = 10 \log_{10} \frac{\sum a^2}{\sum (a - b)^2} \qquad
+    \cos = \frac{\sum a b}{\sqrt{\sum a^2 \sum b^2}}$$
+
+    An operation is the same in both programs if it comes from the same scope and line,
+    is of the same primitive and shape, and comes equally often; a layer's activation is
+    the last of them. In a loop over layers each turn is one.
+
+    The *floor* is what no precision can be better than: the reference beside itself,
+    with every sum of its products and reductions taken the other way round.
+
+    Args:
+        reference: The loss as it should be, such as the function without
+            `mpx.autocast`: `reference(model, *args)`.
+        func: The loss in another precision, of the same arguments.
+        scaling: The loss scaling of `func`, from the run; without one that of a first
+            step, from `mpx.init_scaling`. The reference needs none.
+        has_aux: Both return `(loss, aux)`.
+        policy: For a `func` of the explicit style, as in `mpx.filter_value_and_grad`.
+        keep: Likewise.
+        floor: False leaves the floor out, which is a third of the cost.
+
+    Returns:
+        A function of the arguments of both that returns a `mpx.Comparison`; print it.
+        It compiles one program for each shape of the arguments, and holds all
+        activations that it compares.
+
+    Raises:
+        TypeError: A function cannot be called, or it is called inside of a function
+            that JAX is tracing, or with what is no array; and what
+            `mpx.filter_value_and_grad` raises.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> def loss(w, x):
+        ...     return jnp.mean(jax.nn.gelu(x @ w["in"]) @ w["out"])
+        >>> a, b, c = jax.random.split(jax.random.key(0), 3)
+        >>> w = {"in": jax.random.normal(a, (16, 32)), "out": jnp.ones((32, 4))}
+        >>> found = mpx.compare(loss, mpx.autocast(loss))(w, jax.random.normal(b, (8, 16)))
+        >>> [g.name for g in found.gradients], min(g.snr for g in found.gradients) > 30
+        (["['in']", "['out']"], True)
+        >>> found.floor > 120
+        True
+    """  # noqa: E501
+    for name, value in (("reference", reference), ("func", func)):
+        if not callable(value):
+            raise TypeError(
+                f"`{name}` of {CALL} must be a loss function; got {describe(value)}. "
+                "Give the arguments to what it returns: `mpx.compare(a, b)(*args)`."
+            )
+
+    def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
+        used = _scaling_of(func, scaling, policy, args, kwargs)
+        is_mixed = settings_of(func) is not None or policy is not None
+
+        def first(args: PyTree, _: Any, kwargs: PyTree) -> PyTree:
+            plain = filter_value_and_grad(reference, NoLossScaling(), has_aux, False)
+            result = plain(*args, **kwargs)
+            return result.value, result.grads
+
+        def second(
+            args: PyTree, scaling: AbstractLossScaling, kwargs: PyTree
+        ) -> PyTree:
+            gradient = filter_value_and_grad(
+                func, scaling, has_aux, is_mixed, policy=policy, keep=keep
+            )
+            result = gradient(*args, **kwargs)
+            return result.value, result.grads
+
+        pair = [_Side(f, (args, used, kwargs)) for f in (first, second)]
+        return _compared(_name(reference), _name(func), *pair, floor=floor)
+
+    return compared
+
+
+def _name(func: object) -> str:
+    settings = settings_of(func)
+    name = getattr(func, "__name__", None) or type(func).__name__
+    return name if settings is None else f"{name} in {settings.dtype}"
+
+
+def _scaling_of(
+    func: Any, scaling: Any, policy: Any, args: PyTree, kwargs: PyTree
+) -> AbstractLossScaling:
+    if scaling is not None:
+        return scaling
+    if settings_of(func) is None and policy is None:
+        return NoLossScaling()
+    return init_scaling(func, *args, policy=policy, **kwargs)
+
+
+class _Side:
+    """One of the two: its program, and what is known of it without running it."""
+
+    def __init__(self, func: Callable[..., PyTree], args: tuple[Any, ...]) -> None:
+        self.traced: Traced = trace(func, args, {}, lambda f: f, (0,), CALL)
+        sources = Sources()
+        self.tags = [
+            sources.new(Kind.WEIGHT if name else Kind.INPUT, name)
+            for name in map(_weight_name, self.traced.paths)
+        ]
+        self.anchors = anchors_of(self.traced.jaxpr, self.tags)
+        shapes = self.traced.call.result_of(self.traced.jaxpr.out_avals)
+        self.leaves = [path for path, _ in leaves_with_paths(shapes[1])]
+
+    def run(
+        self, arrays: Sequence[Any], wanted: frozenset[Anchor], reverses: bool = False
+    ) -> tuple[list[Any], dict[Any, Any]]:
+        """The loss, the gradients and the activations."""
+        probe = Collect(wanted, reverses=reverses)
+        return probed(self.traced.jaxpr, probe, arrays, self.tags)
+
+
+def _weight_name(path: str) -> str:
+    """The path in the first argument: `[0].blocks[1].weight`; "" of what is in others.
+
+    The arguments of the loss are one argument of what is traced, a tuple.
+    """
+    return path.removeprefix("[0]").removeprefix(".") if path[:3] == "[0]" else ""
+
+
+def _compared(
+    reference: str, name: str, first: _Side, second: _Side, floor: bool
+) -> Comparison:
+    layers = common_layers(first.anchors, second.anchors)
+    wanted = frozenset(anchor for _, anchor, _ in layers)
+
+    @jax.jit
+    def measure(a: list[Any], b: list[Any]) -> Any:
+        """The losses, and the sums of all pairs."""
+        pairs = [first.run(a, wanted), second.run(b, wanted)]
+        if floor:
+            pairs.append(first.run(a, wanted, reverses=True))
+        (results, records), *others = pairs
+
+        def beside(other: Any) -> tuple[list[Sums], list[Sums]]:
+            values = [
+                _sums_by_turn(found, records[anchor], other[1][anchor])
+                for _, anchor, found in layers
+            ]
+            grads = zip(results[1:], other[0][1:], strict=True)
+            return values, [sums(x, y) for x, y in grads]
+
+        return [one[0][0] for one in pairs[:2]], [beside(other) for other in others]
+
+    inputs = first.traced.inputs, second.traced.inputs
+    losses, found = jax.device_get(measure(*inputs))
+    nothing = itertools.repeat(None)
+    (values, grads), *others = found
+    value_floors, grad_floors = others[0] if floor else (nothing, nothing)
+    activations = [
+        each
+        for (layer, anchor, place), pair, low in zip(
+            layers, values, value_floors, strict=floor
+        )
+        for each in _by_turn(layer, anchor, place, pair, low)
+    ]
+    gradients = [
+        _closeness(path or "gradient", "gradient", pair, low, ())
+        for path, pair, low in zip(first.leaves, grads, grad_floors, strict=floor)
+    ]
+    return Comparison(
+        reference,
+        name,
+        (float(losses[0]), float(losses[1])),
+        _distinct(activations),
+        tuple(gradients),
+    )
+
+
+def _sums_by_turn(found: Found, a: Any, b: Any) -> Sums:
+    (a, turns), (b, _) = found.turns_first(a), found.turns_first(b)
+    return sums(a, b, turns)
+
+
+def _by_turn(
+    layer: str, anchor: Anchor, found: Found, pair: Sums, floor: Sums | None
+) -> list[Closeness]:
+    """One for each turn of the loops around a layer."""
+    turns = itertools.product(*map(range, np.shape(pair.signal)))
+    return [
+        _closeness(
+            layer + "".join(f"[{i}]" for i in turn),
+            "activation",
+            pair,
+            floor,
+            turn,
+            where=anchor.where,
+            source=anchor.source,
+        )
+        for turn in turns
+    ]
+
+
+def _closeness(
+    name: str,
+    kind: str,
+    pair: Sums,
+    floor: Sums | None,
+    turn: tuple[int, ...],
+    **place: str,
+) -> Closeness:
+    here = Sums(*(np.asarray(x)[turn] for x in pair))
+    lowest = None
+    if floor is not None:
+        lowest = float(snr_of(Sums(*(np.asarray(x)[turn] for x in floor))))
+    snr, cosine = float(snr_of(here)), float(cosine_of(here))
+    return Closeness(name, kind, snr, cosine, lowest, **place)
+
+
+def _distinct(some: Sequence[Closeness]) -> tuple[Closeness, ...]:
+    """With numbers behind names that come again."""
+    seen: dict[str, int] = {}
+    found = []
+    for each in some:
+        seen[each.name] = seen.get(each.name, 0) + 1
+        again = seen[each.name]
+        new = each.name if again == 1 else f"{each.name} #{again}"
+        found.append(dataclasses.replace(each, name=new))
+    return tuple(found)

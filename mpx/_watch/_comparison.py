@@ -1,0 +1,215 @@
+"""What `mpx.compare` found, as data and as a table; and claims about it."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from .._contract import ContractError, Violation
+from .._errors import describe
+from ._closeness import Closeness, decibels
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two precisions of a loss on the same data: what `mpx.compare` gives.
+
+    Attributes:
+        reference: The name of the function that is compared with.
+        name: The name of the function that was compared.
+        losses: The two losses.
+        activations: One for each layer that both programs have, and each turn of a loop
+            over layers, in the order of the program.
+        gradients: One for each leaf of the gradient.
+    """
+
+    reference: str
+    name: str
+    losses: tuple[float, float]
+    activations: tuple[Closeness, ...]
+    gradients: tuple[Closeness, ...]
+
+    def __iter__(self) -> Iterator[Closeness]:
+        return iter((*self.activations, *self.gradients))
+
+    @property
+    def floor(self) -> float | None:
+        """What no precision can be better than, in dB; None if it was not asked for.
+
+        The smallest signal to noise that the reference has to itself when its sums are
+        taken the other way round, of what is not noise.
+        """
+        floors = (x.floor for x in self if not x.is_noise)
+        return min((x for x in floors if x is not None), default=None)
+
+    def worst(self, count: int = 5) -> tuple[Closeness, ...]:
+        """The layers and gradients with the lowest signal to noise, the lowest first.
+
+        What is noise in the reference, too, is left out.
+
+        Args:
+            count: How many.
+        """
+        some = (x for x in self if not x.is_noise)
+        return tuple(sorted(some, key=lambda x: x.snr)[:count])
+
+    def records(self) -> dict[str, float]:
+        """Names and numbers, for any logger: `gradient/blocks[0].fc1.weight/snr`."""
+        found = {"loss/reference": self.losses[0], "loss/compared": self.losses[1]}
+        for each in self:
+            found[f"{each.kind}/{each.name}/snr"] = each.snr
+            found[f"{each.kind}/{each.name}/cosine"] = each.cosine
+        return found
+
+    def text(self, width: int = 100) -> str:
+        """The table, at most `width` columns wide."""
+        a, b = self.losses
+        lines = [
+            f"{self.name} against {self.reference}"[:width],
+            f"loss {b:.6g} against {a:.6g}",
+        ]
+        if self.floor is not None:
+            floor = decibels(self.floor)
+            lines.append(f"floor {floor} dB: the reference, its sums the other way")
+        for kind, some in (
+            ("activation", self.activations),
+            ("gradient", self.gradients),
+        ):
+            lines += ["", *_table(kind, some, width)]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+_NUMBERS = ("SNR dB", "cosine", "floor dB")
+
+
+def _table(kind: str, some: Sequence[Closeness], width: int) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        (kind, *_NUMBERS, "line" if kind == "activation" else "")
+    ]
+    for x in some:
+        snr = "noise" if x.is_noise else decibels(x.snr)
+        numbers = (snr, f"{x.cosine:.6f}", decibels(x.floor))
+        rows.append((x.name, *numbers, x.source))
+    sizes = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    room = width - sum(sizes[1:]) - 2 * (len(sizes) - 1)
+    first = max(min(sizes[0], room), 12)
+    lines = []
+    for name, *numbers, end in rows:
+        columns = zip(numbers, sizes[1:], strict=False)
+        cells = [_cut(name, first).ljust(first), *(x.rjust(n) for x, n in columns), end]
+        lines.append("  ".join(cells).rstrip()[:width])
+    return lines
+
+
+def _cut(text: str, size: int) -> str:
+    """The end of a path says more than its beginning."""
+    return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
+
+
+def expect_close(
+    comparison: Comparison,
+    *,
+    activation_snr: float | None = None,
+    gradient_snr: float | None = None,
+    gradient_cosine: float | None = None,
+    except_in: str | Sequence[str] = (),
+) -> None:
+    """Raises unless two precisions of a loss are as close as is claimed.
+
+    For tests: a change that costs a layer its digits fails there, and not in a run.
+    What bfloat16 gives is 30 to 50 dB, float16 some 18 dB more, FP8 15 to 25 dB; what
+    is right for a model is what it has today, less a few dB.
+
+    Args:
+        comparison: What `mpx.compare(...)(...)` gave.
+        activation_snr: The least signal to noise of an activation, in dB.
+        gradient_snr: The least signal to noise of a leaf of the gradient, in dB.
+        gradient_cosine: The least cosine of a leaf of the gradient.
+        except_in: Names of layers and gradients, or their beginnings, that are left
+            out: `"head"`, `"blocks[0].norm"`.
+
+    Raises:
+        ContractError: A claim does not hold. The message names the layers, the worst
+            first, with their numbers and lines.
+        TypeError: `comparison` is none, or a limit is no number.
+        ValueError: Nothing is claimed.
+
+    A layer with numbers that are finite in one precision only breaks every claim on it.
+    What is noise in the reference itself (`Closeness.is_noise`) is not looked at, and a
+    leaf whose gradient is zero in the reference has no cosine, and breaks no claim on
+    that.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        >>> w, x = jnp.ones((8, 4)) / 3, jnp.ones((2, 8)) / 7
+        >>> found = mpx.compare(loss, mpx.autocast(loss))(w, x)
+        >>> mpx.expect_close(found, gradient_snr=30.0, gradient_cosine=0.999)
+        >>> try:
+        ...     mpx.expect_close(found, gradient_snr=90.0)
+        ... except mpx.ContractError as error:
+        ...     print(error.violations[0].claim)
+        gradient_snr
+    """
+    call = "`mpx.expect_close`"
+    if not isinstance(comparison, Comparison):
+        raise TypeError(
+            f"{call} needs what `mpx.compare(reference, func)(*args)` gives; got "
+            f"{describe(comparison)}."
+        )
+    claims = {
+        "activation_snr": activation_snr,
+        "gradient_snr": gradient_snr,
+        "gradient_cosine": gradient_cosine,
+    }
+    for name, limit in claims.items():
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and (not is_number or math.isnan(limit)):
+            raise TypeError(
+                f"`{name}` of {call} must be a number; got {describe(limit)}."
+            )
+    limits = {name: limit for name, limit in claims.items() if limit is not None}
+    if not limits:
+        raise ValueError(
+            f"{call} was given nothing to expect. Claim something, for example "
+            "`gradient_snr=30.0`."
+        )
+    prefixes = (except_in,) if isinstance(except_in, str) else tuple(except_in)
+    kept = [x for x in comparison if not (x.is_noise or x.name.startswith(prefixes))]
+    violations = [
+        broken
+        for name, limit in limits.items()
+        if (broken := _violation(name, limit, kept)) is not None
+    ]
+    if violations:
+        raise ContractError(violations, len(limits))
+
+
+_MEASURES: dict[str, tuple[str, Callable[[Closeness], float], str]] = {
+    "activation_snr": ("activation", lambda x: x.snr, " dB"),
+    "gradient_snr": ("gradient", lambda x: x.snr, " dB"),
+    "gradient_cosine": ("gradient", lambda x: x.cosine, ""),
+}
+
+
+def _violation(claim: str, limit: float, some: Iterable[Closeness]) -> Violation | None:
+    kind, measure, unit = _MEASURES[claim]
+    looked_at = [x for x in some if x.kind == kind]
+    if not looked_at:
+        return Violation(claim, f"there is no {kind} in both programs to speak of.")
+
+    def is_below(each: Closeness) -> bool:
+        found = measure(each)
+        return found < limit or each.snr == -math.inf
+
+    wrong: list[Any] = sorted(filter(is_below, looked_at), key=lambda x: x.snr)
+    if not wrong:
+        return None
+    found = (
+        f"at least {limit!r}{unit} expected; {len(wrong)} of {len(looked_at)} "
+        f"{kind}s have less:"
+    )
+    return Violation(claim, found, tuple(wrong))

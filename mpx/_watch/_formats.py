@@ -1,0 +1,239 @@
+"""Formats that are asked for, and what is left of an array in each.
+
+Rounding is arithmetic, as in the recipes' emulation: a compiler may drop a pair of
+casts (float32 to float16 and back).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from .._errors import describe
+from .._quantize import (
+    AbstractQuantizer,
+    AbstractRecipe,
+    Format,
+    Role,
+    quantize_dequantize,
+)
+from .._typing import DTypeLike
+from ._trace import Kind
+
+CALL = "`formats` of `mpx.monitor`"
+
+Asked = DTypeLike | Format | AbstractQuantizer | AbstractRecipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """How the bits of a number are shared out.
+
+    Attributes:
+        smallest_exponent: Of the smallest normal number.
+        mantissa_bits: Without the hidden one.
+        largest: The largest finite number.
+        saturates: Whether what is larger becomes that number, and not infinite.
+    """
+
+    smallest_exponent: int
+    mantissa_bits: int
+    largest: float
+    saturates: bool
+
+
+# IEEE 754-2019, table 3.5; bfloat16 is the upper half of float32. Subnormal numbers of
+# bfloat16 are those of float32, which devices flush.
+_HALF = {
+    "float16": Number(-14, 10, 65504.0, False),
+    "bfloat16": Number(-126, 7, 3.3895313892515355e38, False),
+}
+
+
+class Kept(NamedTuple):
+    """What a format leaves of each number of an array: 0 or 1, and a square."""
+
+    above: Float[Array, "..."]
+    """Whether it is beyond the largest number of the format."""
+    below: Float[Array, "..."]
+    """Whether it is not zero and subnormal in the format: it loses digits."""
+    flushed: Float[Array, "..."]
+    """Whether it is one of them that become zero."""
+    noise: Float[Array, "..."]
+    """The square of what is lost, in units."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AskedFormat:
+    """A format, as it was asked for.
+
+    Attributes:
+        name: What it is called in tables and records.
+        bits: How many bits a number has.
+        kept: `kept(x, kind, axis, unit)`: what it leaves of an array of float32.
+    """
+
+    name: str
+    bits: int
+    kept: Callable[[Array, Kind, int, float], Kept]
+
+
+_ROLES = {
+    Kind.INPUT: Role.INPUT,
+    Kind.WEIGHT: Role.WEIGHT,
+    Kind.GRADIENT: Role.GRADIENT,
+}
+
+
+def asked_formats(formats: Any) -> tuple[AskedFormat, ...]:
+    """Reads what a user asks for, one format or several."""
+    is_several = isinstance(formats, list | tuple)
+    found = tuple(map(_asked, formats if is_several else (formats,)))
+    names = [each.name for each in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{CALL} names one twice; got {', '.join(names)}.")
+    return found
+
+
+def _asked(asked: Any) -> AskedFormat:
+    if isinstance(asked, AbstractRecipe):
+        return _of_recipe(asked)
+    if isinstance(asked, AbstractQuantizer):
+        return _of_quantizer(type(asked).__name__, lambda _: asked)
+    if isinstance(asked, Format):
+        return _of_format(asked)
+    try:
+        name = jnp.dtype(asked).name
+    except TypeError:
+        name = None
+    if name in _HALF:
+        return _plain(name, 16, lambda _: _HALF[name])
+    single = [f for f in Format if f is not Format.HYBRID and f.dtype.name == name]
+    if not single:
+        raise TypeError(
+            f"{CALL} are dtypes ('float16', 'bfloat16' and those of `mpx.Format`), "
+            "formats such as `mpx.Format.E4M3`, quantizers and recipes; got "
+            f"{describe(asked)}."
+        )
+    return _of_format(single[0])
+
+
+def _of_format(format: Format) -> AskedFormat:
+    def number(kind: Kind) -> Number:
+        single = format.backward if kind is Kind.GRADIENT else format.forward
+        return _number(single)
+
+    return _plain(format.name, format.forward.bits, number)
+
+
+def _number(format: Format) -> Number:
+    _, exponent = math.frexp(format.smallest_normal)
+    _, digits = math.frexp(format.smallest_normal / format.smallest)
+    return Number(exponent - 1, digits - 1, format.largest, True)
+
+
+def _plain(name: str, bits: int, number: Callable[[Kind], Number]) -> AskedFormat:
+    """Numbers as they are, cast without a scale."""
+
+    def kept(x: Array, kind: Kind, axis: int, unit: float) -> Kept:
+        facts = number(kind)
+        rounded = round_to(x, facts)
+        size = jnp.abs(x)
+        lost = (x - rounded) * unit
+        is_below = (size > 0) & (size < 2.0**facts.smallest_exponent)
+        return Kept(
+            _flag(size > facts.largest),
+            _flag(is_below),
+            _flag((size > 0) & (rounded == 0)),
+            lost * lost,
+        )
+
+    return AskedFormat(name, bits, kept)
+
+
+def round_to(x: Float[Array, "..."], number: Number) -> Float[Array, "..."]:
+    """The nearest numbers of a format, ties to even, in float32."""
+    size = jnp.abs(x)
+    bits = lax.bitcast_convert_type(size, jnp.uint32)
+    lowest = 127 + number.smallest_exponent
+    exponent = jnp.maximum((bits >> 23).astype(jnp.int32), max(lowest, 1))
+    # The distance of neighbours, at least the smallest normal float32.
+    distance_exponent = jnp.maximum(exponent - number.mantissa_bits, 1)
+    distance = _power_of_two(distance_exponent)
+    steps = size * _power_of_two(254 - distance_exponent)
+    rounded = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN) * distance
+    beyond = number.largest if number.saturates else jnp.inf
+    rounded = jnp.where(rounded > number.largest, jnp.float32(beyond), rounded)
+    return jnp.copysign(rounded, x)
+
+
+def _power_of_two(biased_exponent: Array) -> Array:
+    return lax.bitcast_convert_type(
+        biased_exponent.astype(jnp.uint32) << 23, jnp.float32
+    )
+
+
+def _flag(flags: Array) -> Array:
+    return flags.astype(jnp.float32)
+
+
+def _of_recipe(recipe: AbstractRecipe) -> AskedFormat:
+    def quantizer(kind: Kind) -> AbstractQuantizer | None:
+        return recipe.quantizer(_ROLES[kind])
+
+    return _of_quantizer(type(recipe).__name__, quantizer)
+
+
+def _of_quantizer(
+    name: str, quantizer: Callable[[Kind], AbstractQuantizer | None]
+) -> AskedFormat:
+    """Numbers with the scales that a quantizer finds for them."""
+
+    def kept(x: Array, kind: Kind, axis: int, unit: float) -> Kept:
+        found = quantizer(kind)
+        zero = jnp.zeros_like(x)
+        if found is None:  # stays as it is
+            return Kept(zero, zero, zero, zero)
+        if found.stochastic_rounding:
+            found = dataclasses.replace(found, stochastic_rounding=False)
+        padded, axes = _in_blocks(x, found, axis)
+        rounded = quantize_dequantize(padded, found, axis=axes)
+        rounded = rounded.reshape(rounded.shape[rounded.ndim - x.ndim :])
+        rounded = rounded[tuple(map(slice, x.shape))]
+        lost, size = x - rounded, jnp.abs(x)
+        half_step = 2.0 ** -(_mantissa_bits(found) + 1) * 1.01
+        is_below = jnp.abs(lost) > half_step * size
+        lost = lost * unit
+        return Kept(
+            _flag(~jnp.isfinite(rounded)),
+            _flag(is_below),
+            _flag((size > 0) & (rounded == 0)),
+            lost * lost,
+        )
+
+    bits = getattr(quantizer(Kind.INPUT), "format", Format.E4M3).forward.bits
+    return AskedFormat(name, bits, kept)
+
+
+def _in_blocks(
+    x: Array, quantizer: AbstractQuantizer, axis: int
+) -> tuple[Array, int | tuple[int, ...]]:
+    """An array that divides into blocks, filled up with zeros, and their axes."""
+    dimensions = quantizer.block_dimensions
+    if not dimensions:
+        return x, axis
+    # A vector is one row of square blocks.
+    x = x.reshape((1,) * (dimensions - x.ndim) + x.shape)
+    axes = (axis % x.ndim,) if dimensions == 1 else (x.ndim - 2, x.ndim - 1)
+    block: int = getattr(quantizer, "block")  # noqa: B009
+    widths = [(0, -n % block if i in axes else 0) for i, n in enumerate(x.shape)]
+    padded = jnp.pad(x, widths) if any(more for _, more in widths) else x
+    return padded, axes if dimensions == 2 else axes[0]
+
+
+def _mantissa_bits(quantizer: AbstractQuantizer) -> int:
+    return _number(getattr(quantizer, "format", Format.E4M3).forward).mantissa_bits

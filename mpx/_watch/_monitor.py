@@ -1,0 +1,362 @@
+"""`mpx.monitor`: a step that also says how large the numbers in it are."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jaxtyping import PyTree
+
+from .._autocast import (
+    read_weights,
+    taking_notes,
+    unwrapped,
+    weights_in_call,
+    weights_of,
+)
+from .._errors import describe
+from .._inspect import Traced, trace
+from .._program import (
+    Form,
+    Location,
+    Probe,
+    Records,
+    Tagged,
+    divide,
+    is_multiplication,
+    probed,
+)
+from ._formats import Asked, AskedFormat, asked_formats
+from ._report import Statistics
+from ._statistics import counts, joined, sampled, tensor_statistics
+from ._trace import Kind, Source, Sources, is_product, phase_of, where
+
+CALL = "`mpx.monitor(func)(*args)`"
+
+
+def monitor(
+    func: Callable[..., PyTree],
+    formats: Asked | Sequence[Asked] = ("float16", "float8_e4m3fn", "float8_e5m2"),
+    *,
+    weights: int | str | tuple[int | str, ...] | None = None,
+    sample: int = 4,
+) -> "Callable[..., tuple[PyTree, Statistics]]":
+    r"""Makes a function that does what `func` does, and says how large its numbers are.
+
+    Give it the training step, and call it every so many steps in its place: it returns
+    what the step returns, and the statistics of every operand of a matrix product or
+    convolution, of the forward and of the backward pass: inputs, weights, gradients of
+    outputs. Also a gradient function, or a loss, will do. It is another compiled
+    program; the step itself stays as it is.
+
+    For each operand there are the largest magnitude, the share of zeros, and for each
+    format asked for
+
+    $$\mathrm{SNR} = 10 \log_{10} \frac{\sum x^2}{\sum (x - q(x))^2}$$
+
+    and the shares of numbers beyond its range, in its subnormal range, and flushed to
+    zero. An operand of several products is looked at once. One that a recipe quantizes
+    is looked at as it was before.
+
+    Args:
+        func: The function, jitted or not. It is traced and compiled for each form of
+            its arguments. What it donates is not donated here.
+        formats: One or several: a dtype ("float16", "bfloat16", "float8_e4m3fn", ...)
+            or a `mpx.Format`, for numbers as they are; a quantizer or a recipe, for
+            numbers with the scales that it finds, which reads the operands once more.
+        weights: The position of the argument that holds the weights, or its name, or
+            several of them; by default the first, or the arrays of `func` itself.
+
+        sample: Of inputs and gradients one row in so many is counted, weights whole; 1
+            counts all. Rows are those of the last axis but one, such as tokens.
+
+    Returns:
+        A function of the same arguments that returns the result of `func` and
+        `mpx.Statistics`: print them, or log their `records()`.
+
+    Raises:
+        TypeError: `func` cannot be called, a format is none, or the function is called
+            inside of one that JAX is tracing.
+        ValueError: A format is named twice, there is no product in the function, or
+            `sample` is less than 1.
+
+    The result is that of `func` up to the order of sums, as another program gives it.
+    In a loop each turn is counted; `TensorStatistics.turns` has them apart. In a
+    `while` loop they are counted together. Linear solves are not looked into.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> def loss(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> w, x = jnp.full((8, 4), 1e-3), jnp.full((2, 8), 1e3)
+        >>> grads, seen = mpx.monitor(jax.grad(loss), "float16", sample=1)(w, x)
+        >>> [(row.kind, round(row.amax, 3)) for row in seen.rows]
+        [('input', 1000.0), ('weight', 0.001), ('gradient', 2.0)]
+        >>> seen.rows[1].formats["float16"].flushed
+        0.0
+    """
+    if not callable(func):
+        raise TypeError(
+            "`mpx.monitor(func)` needs a training step, a gradient function or a loss; "
+            f"got {describe(func)}."
+        )
+    if isinstance(sample, bool) or not isinstance(sample, int) or sample < 1:
+        raise ValueError(
+            "`sample` of `mpx.monitor` is a whole number, at least 1; got "
+            f"{describe(sample)}."
+        )
+    asked = asked_formats(formats)
+    said = read_weights(weights, CALL)
+    said = weights_of(func) if said is None else said
+    return _Monitor(func, asked, said, sample)
+
+
+class _Monitor:
+    """A function and its programs, one for each form of its arguments."""
+
+    def __init__(
+        self, func: Any, formats: tuple[AskedFormat, ...], said: Any, sample: int
+    ) -> None:
+        self.formats, self.sample = formats, sample
+        self._inside, self._wrap = unwrapped(func)
+        self._said = said
+        self._made: list[tuple[Form, tuple[Any, ...], _Program]] = []
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Statistics]:
+        """The result, and the statistics."""
+        arrays, form = divide((self._inside, args, kwargs))
+        types = tuple(map(jax.typeof, arrays))
+        for known, its_types, program in self._made:
+            if known == form and its_types == types:
+                return program(arrays)
+        positions = weights_in_call(self._inside, self._said, args, kwargs, CALL)
+        with taking_notes():
+            traced = trace(self._inside, args, kwargs, self._wrap, positions, CALL)
+        program = _Program(traced, self.formats, self.sample)
+        self._made.append((form, types, program))
+        return program(traced.inputs)
+
+
+class _Program:
+    """A traced function with counts beside its results."""
+
+    def __init__(
+        self, traced: Traced, formats: tuple[AskedFormat, ...], sample: int
+    ) -> None:
+        self._traced, self._formats, self._sample = traced, formats, sample
+        self._rows: dict[Hashable, _Row] = {}
+        self._run = jax.jit(self._counted)
+
+    def _counted(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        probe = _Counts(self._formats, self._sample)
+        named = zip(self._traced.paths, self._traced.is_weight, strict=True)
+        tags = [
+            probe.sources.new(Kind.WEIGHT, path, is_argument=True)
+            if is_weight
+            else probe.sources.new(Kind.INPUT)
+            for path, is_weight in named
+        ]
+        results, records = probed(self._traced.jaxpr, probe, arrays, tags)
+        for tag, array in zip(tags, arrays, strict=True):
+            row = probe.rows.get(tag.key)
+            if row is not None and row.is_whole_weight:
+                records[tag.key] = _of_weight(array, row, self._formats)
+        if not records:
+            raise ValueError(
+                f"{CALL} finds no matrix product or convolution in "
+                f"`{getattr(self._traced, 'name', 'func')}`: there is nothing to count."
+            )
+        self._rows = {key: probe.rows[key] for key in probe.rows if key in records}
+        return results, [records[key] for key in self._rows]
+
+    def __call__(self, arrays: Sequence[Any]) -> tuple[PyTree, Statistics]:
+        results, found = self._run(list(arrays))
+        result = self._traced.call.result_of(results)
+        return result, self._statistics(jax.device_get(found), result)
+
+    def _statistics(self, found: Sequence[Any], result: PyTree) -> Statistics:
+        names = _layers(self._rows)
+        rows = [
+            tensor_statistics(x, names[key], row.kind, row.dtype, self._formats)
+            for (key, row), x in zip(self._rows.items(), found, strict=True)
+        ]
+        bits = {each.name: each.bits for each in self._formats}
+        return Statistics.of([row for row in rows if row is not None], bits, result)
+
+
+@dataclasses.dataclass
+class _Row:
+    """An operand that is counted.
+
+    Attributes:
+        kind: What it is.
+        dtype: Its dtype.
+        axis: The axis that products contract.
+        products: For each product that it is an operand of: its layer, if it has a
+            weight, its place, and the keys of its other operands.
+        turns: Of a weight, how many axes are those of loops.
+        is_whole_weight: Whether it is an argument, to be counted outside of loops.
+    """
+
+    kind: Kind
+    dtype: str
+    axis: int
+    turns: int = 0
+    is_whole_weight: bool = False
+    products: list[tuple[str, str, tuple[Hashable, ...]]] = dataclasses.field(
+        default_factory=list
+    )
+
+
+class _Counts(Probe):
+    """Counts the numbers of each operand of a product, once."""
+
+    def __init__(self, formats: tuple[AskedFormat, ...], sample: int) -> None:
+        self.sources = Sources()
+        self._sample = sample
+        self.rows: dict[Hashable, _Row] = {}
+        self._formats = formats
+        self._arrays: dict[Hashable, Any] = {}
+        self._counted: frozenset[Hashable] = frozenset()
+
+    def constant(self, array: object) -> Source:
+        """Data."""
+        return self.sources.constant()
+
+    def transfer(
+        self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
+    ) -> Sequence[Source]:
+        """The sources of the results."""
+        return self.sources.transfer(equation, place, operands)
+
+    def carried(self, equation: JaxprEqn, place: Location, tag: Source) -> Source:
+        """What a loop carries is computed anew in each turn; a weight it may be."""
+        if tag.kind is Kind.WEIGHT:
+            return tag
+        is_backward = phase_of(equation, place) == "backward"
+        return self.sources.new(Kind.GRADIENT if is_backward else Kind.INPUT)
+
+    def cut(self, tag: Source) -> Source:
+        """A layer of a stacked weight."""
+        return dataclasses.replace(tag, turns=tag.turns + 1)
+
+    def stacked(self, tag: Source) -> Source:
+        """What the backward pass gets of the forward pass is counted there."""
+        return dataclasses.replace(tag, turns=max(tag.turns - 1, 0))
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Arrays of outside are not to be used inside, and the other way round."""
+        before, self._arrays = self._arrays, {}
+        try:
+            yield
+        finally:
+            self._arrays = before
+
+    def branches(self) -> Callable[[], None]:
+        """What is counted in one branch is not counted in the others."""
+        before = self._counted
+
+        def begin() -> None:
+            self._counted = before
+
+        return begin
+
+    def join(self, before: Any, now: Any) -> Any:
+        """Turns of a `while` loop are counted together."""
+        return joined(before, now)
+
+    def observe(
+        self,
+        equation: JaxprEqn,
+        place: Location,
+        operands: Sequence[Tagged],
+        results: Sequence[Tagged],
+    ) -> Records:
+        """The counts of the operands of a product that are not counted yet."""
+        for value in (*operands, *results):
+            if value.tag.is_whole and not value.tag.is_quantized:
+                self._arrays[value.tag.key] = value.array
+        if not is_product(equation) or is_multiplication(equation):
+            return {}
+        pair = operands[:2]
+        layer = next((v.tag.path for v in pair if v.tag.path), "")
+        at = where(equation, place)
+        keys = [self._key(v) for v in pair]
+        records: Records = {}
+        for number, (value, key) in enumerate(zip(pair, keys, strict=True)):
+            found = self._record(value, key, _contracted(equation, number))
+            records |= found
+            others = tuple(keys[:number] + keys[number + 1 :])
+            if key in self.rows:
+                self.rows[key].products.append((layer, at, others))
+        return records
+
+    def _key(self, value: Tagged) -> Hashable:
+        tag: Source = value.tag
+        # A part has other numbers than the whole; two parts are not told apart.
+        if tag.is_whole or tag.is_quantized:
+            return tag.key
+        return (tag.key, jnp.shape(value.array))
+
+    def _record(self, value: Tagged, key: Hashable, axis: int) -> Records:
+        tag: Source = value.tag
+        if key in self._counted or tag.is_again:
+            return {}
+        array = value.array
+        if tag.is_quantized:
+            array, axis = self._arrays.get(tag.key, array), -1
+        dtype = jnp.result_type(array)
+        if not jnp.issubdtype(dtype, jnp.floating) or not jnp.size(array):
+            return {}
+        self._counted |= {key}
+        is_weight = tag.is_argument and tag.kind is Kind.WEIGHT and key == tag.key
+        row = _Row(tag.kind, str(dtype), axis, tag.turns, is_weight)
+        self.rows.setdefault(key, row)
+        if is_weight:
+            return {}
+        if tag.kind is not Kind.WEIGHT:
+            array = sampled(array, self._sample)
+        return {key: counts(array, tag.kind, axis, self._formats)}
+
+
+def _contracted(equation: JaxprEqn, number: int) -> int:
+    """The axis of an operand that a product sums over, which blocks lie along."""
+    dimensions = equation.params.get("dimension_numbers")
+    if equation.primitive.name != "dot_general" or dimensions is None:
+        return -1
+    axes = dimensions[0][number]
+    return int(axes[-1])
+
+
+def _of_weight(array: Any, row: _Row, formats: Sequence[AskedFormat]) -> Any:
+    """The counts of an argument, layer by layer where a loop cuts it."""
+    count = lambda x: counts(x, Kind.WEIGHT, row.axis, formats)  # noqa: E731
+    for _ in range(row.turns):
+        count = jax.vmap(count)
+    return count(array)
+
+
+def _layers(rows: dict[Hashable, _Row]) -> dict[Hashable, str]:
+    """A name for each operand, by the weight that it meets; unique for its kind."""
+    names = {key: _own_layer(row) for key, row in rows.items()}
+    for key, row in rows.items():
+        if not names[key]:  # the gradient that meets only the input
+            others = [k for *_, keys in row.products for k in keys]
+            known = [names[k] for k in others if names.get(k)]
+            names[key] = known[0] if known else row.products[0][1]
+    seen: dict[tuple[str, Kind], int] = {}
+    unique = {}
+    for key, row in rows.items():
+        place = names[key] or "product", row.kind
+        seen[place] = seen.get(place, 0) + 1
+        number = seen[place]
+        unique[key] = place[0] + (f" #{number}" if number > 1 else "")
+    return unique
+
+
+def _own_layer(row: _Row) -> str:
+    return next((layer for layer, _, _ in row.products if layer), "")

@@ -1,0 +1,104 @@
+"""The statistics of a run over time as a picture: layers by steps."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .._errors import describe, listing
+from ._report import Statistics
+from ._statistics import TensorStatistics
+
+_WHOLE = ("amax", "rms", "zeros")
+_OF_FORMAT = ("snr", "flushed", "above", "below")
+_LOGARITHMIC = ("amax", "rms")
+
+
+def heat_map(
+    history: Mapping[int, Statistics],
+    measure: str = "amax",
+    format: str | None = None,
+    *,
+    kind: str = "gradient",
+) -> Any:
+    """A picture of a run: one row for each layer, one column for each step looked at.
+
+    Args:
+        history: What `mpx.monitor` gave, by the number of the step.
+        measure: "amax" or "rms", as a power of two; "zeros"; or, in a format, "snr",
+            "flushed", "above", "below".
+        format: The format that the measure is of, by its name: "float16".
+        kind: Of which operands: "input", "weight" or "gradient".
+
+    Returns:
+        A `matplotlib` figure, to be saved with `figure.savefig("amax.png")`.
+
+    Raises:
+        ValueError: There is nothing to show, or no such measure, kind or format.
+        ModuleNotFoundError: matplotlib is not installed.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx
+        >>> w, x = jnp.ones((4, 2)), jnp.ones((3, 4))
+        >>> history = {}
+        >>> for step in range(3):
+        ...     _, history[step] = mpx.monitor(jnp.dot, weights=1)(x * 2.0**step, w)
+        >>> figure = mpx.heat_map(history, kind="input")
+    """
+    is_format = measure in _OF_FORMAT
+    if not is_format and measure not in _WHOLE:
+        raise ValueError(
+            f"`measure` of `mpx.heat_map` is one of {listing((*_WHOLE, *_OF_FORMAT))}; "
+            f"got {describe(measure)}."
+        )
+    steps = sorted(history)
+    formats = {name for seen in history.values() for name in seen.bits}
+    if is_format and format not in formats:
+        raise ValueError(
+            f"`format` of `mpx.heat_map` is one that was counted: "
+            f"{listing(sorted(formats)) or 'none'}; got {describe(format)}."
+        )
+    rows = [[row for row in history[s].rows if row.kind == kind] for s in steps]
+    layers = list(dict.fromkeys(row.layer for some in rows for row in some))
+    if not layers:
+        raise ValueError(
+            "`mpx.heat_map` needs statistics of a step, with operands of the kind "
+            f"'input', 'weight' or 'gradient'; got {len(steps)} steps without one of "
+            f"the kind {kind!r}."
+        )
+
+    def value(row: TensorStatistics) -> float:
+        number = getattr(row.formats[format] if format and is_format else row, measure)
+        if measure not in _LOGARITHMIC:
+            return number
+        return math.log2(number) if number > 0 else math.nan
+
+    numbers = np.full((len(layers), len(steps)), np.nan)
+    for column, some in enumerate(rows):
+        for row in some:
+            numbers[layers.index(row.layer), column] = value(row)
+    label = f"log2 of {measure}" if measure in _LOGARITHMIC else measure
+    title = f"{kind}s: {label}" + (f" in {format}" if is_format else "")
+    return _drawn(numbers, layers, steps, title)
+
+
+def _drawn(numbers: np.ndarray, layers: list[str], steps: list[int], title: str) -> Any:
+    # Not pyplot, which keeps every figure and wants a display.
+    from matplotlib.figure import Figure
+
+    height = 1.2 + 0.22 * len(layers)
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(
+        np.where(np.isfinite(numbers), numbers, np.nan),
+        aspect="auto",
+        interpolation="nearest",
+    )
+    axes.set_yticks(range(len(layers)), layers, fontsize=7)
+    shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).astype(int))
+    axes.set_xticks(shown, [str(steps[i]) for i in shown])
+    axes.set_xlabel("step")
+    axes.set_title(title)
+    figure.colorbar(image)
+    return figure

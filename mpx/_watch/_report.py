@@ -1,0 +1,213 @@
+"""The statistics of a step as a table, as records, and as advice."""
+
+import dataclasses
+import math
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from .._loss_scaling import AbstractLossScaling
+from .._scaling import RecipeScaling
+from ._closeness import decibels
+from ._statistics import TensorStatistics
+
+# What a layer loses at most in a format that it would bear. E4M3 keeps 31 dB of normal
+# numbers, E5M2 25 dB, E2M1 in blocks 20 dB (uniform rounding of their mantissas).
+LEAST_SNR = 18.0
+MOST_FLUSHED = 0.01
+# Within a factor of this of the largest number, the next step may overflow.
+NEAR = 4.0
+
+_LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """How large the numbers of a step are: what `mpx.monitor` gives.
+
+    Attributes:
+        rows: One for each operand of products, in the order of the program.
+        bits: The formats that were asked for, and how many bits each has.
+        recipe_amaxes: Where the result of the step holds the state of a recipe, its
+            newest amaxes by slot: input, weight and gradient. Nothing is computed for
+            them.
+    """
+
+    rows: tuple[TensorStatistics, ...]
+    bits: Mapping[str, int]
+    recipe_amaxes: Mapping[str, tuple[float, float, float]]
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[TensorStatistics], bits: Mapping[str, int], result: PyTree
+    ) -> Self:
+        """From rows, and the result of the step."""
+        return cls(tuple(rows), bits, recipe_amaxes(result))
+
+    def __getitem__(self, name: str) -> TensorStatistics:
+        """The row of this name, `blocks[0].fc1.weight/input`."""
+        return next(row for row in self.rows if row.name == name)
+
+    def records(self) -> dict[str, float]:
+        """Names and numbers, for any logger: `fc1.weight/input/float16/flushed`."""
+        found = {name: x for row in self.rows for name, x in row.records()}
+        for slot, amaxes in self.recipe_amaxes.items():
+            for kind, amax in zip(("input", "weight", "gradient"), amaxes, strict=True):
+                found[f"recipe/{slot}/{kind}/amax"] = amax
+        return found
+
+    def text(self, width: int = 100) -> str:
+        """The table and the advice, at most `width` columns wide."""
+        return "\n".join([*self._table(width), "", *_wrapped(self.advice(), width)])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def advice(self) -> tuple[str, ...]:
+        """Which layers would bear a lower precision, and which need a higher one.
+
+        A layer bears a format if each of its operands keeps 18 dB, with at most 1 % of
+        its numbers flushed to zero and none beyond the range. It needs a higher
+        precision where its operands are broken, are within a factor of 4 of the largest
+        number of their dtype, or a tenth of them is subnormal in it.
+        """
+        by_layer: dict[str, list[TensorStatistics]] = {}
+        for row in self.rows:
+            by_layer.setdefault(row.layer, []).append(row)
+        whole = {x: rows for x, rows in by_layer.items() if _has_weight(rows)}
+        lines = [
+            f"{_readable(layer)} needs a higher precision: {reason}"
+            for layer, rows in by_layer.items()
+            if (reason := _why_higher(rows))
+        ]
+        for name, bits in sorted(self.bits.items(), key=lambda item: item[1]):
+            lower = {x: rows for x, rows in whole.items() if _present(rows) > bits}
+            bear = [x for x, rows in lower.items() if _bears(rows, name)]
+            if bear:
+                lines.append(
+                    f"{name}: {len(bear)} of {len(whole)} layers would bear it"
+                )
+            lines += [
+                f"{name} is too little for {_readable(layer)}: {_why_not(rows, name)}"
+                for layer, rows in lower.items()
+                if layer not in bear
+            ]
+        return tuple(lines)
+
+    def _table(self, width: int) -> list[str]:
+        names = list(self.bits)
+        head = ["operand", "amax"]
+        for name in names:
+            head += [_short(name), "flush", "out"]
+        rows = [head]
+        for row in self.rows:
+            cells = [_readable(row.name), f"{row.amax:.3g}"]
+            for name in names:
+                found = row.formats[name]
+                share = found.flushed, found.above
+                cells += [decibels(found.snr), *map(_percent, share)]
+            rows.append(cells)
+        sizes = [max(len(cells[i]) for cells in rows) for i in range(len(head))]
+        room = max(width - sum(sizes[1:]) - 2 * (len(sizes) - 1), 16)
+        first = min(sizes[0], room)
+        lines = []
+        for name, *others in rows:
+            numbers = (x.rjust(n) for x, n in zip(others, sizes[1:], strict=True))
+            lines.append("  ".join([_end(name, first).ljust(first), *numbers])[:width])
+        return lines
+
+
+def recipe_amaxes(tree: PyTree) -> dict[str, tuple[float, float, float]]:
+    """The newest amaxes of recipes in a tree, by slot; those of all turns together."""
+    is_scaling = lambda node: isinstance(node, AbstractLossScaling)  # noqa: E731
+    found: dict[str, tuple[float, float, float]] = {}
+    for node in jax.tree.leaves(tree, is_leaf=is_scaling):
+        if isinstance(node, RecipeScaling):
+            for slot, amaxes in node.amaxes_by_weight().items():
+                rows = np.asarray(amaxes, np.float64).reshape(-1, 3)
+                a, b, c = map(float, rows.max(axis=0))
+                found[slot] = (a, b, c)
+    return found
+
+
+def _has_weight(rows: Sequence[TensorStatistics]) -> bool:
+    return any(row.kind == "weight" for row in rows)
+
+
+def _present(rows: Sequence[TensorStatistics]) -> int:
+    """The bits of the numbers that a layer computes with."""
+    inputs = [row for row in rows if row.kind != "weight"] or rows
+    return max(_BITS.get(row.dtype, 8) for row in inputs)
+
+
+def _bears(rows: Sequence[TensorStatistics], name: str) -> bool:
+    return not _why_not(rows, name)
+
+
+def _why_not(rows: Sequence[TensorStatistics], name: str) -> str:
+    reasons = []
+    for row in rows:
+        found = row.formats[name]
+        if found.above > 0:
+            reasons.append(f"{_percent(found.above)} of its {row.kind}s are beyond it")
+        elif found.flushed > MOST_FLUSHED:
+            share = _percent(found.flushed)
+            reasons.append(f"{share} of its {row.kind}s become zero")
+        elif found.snr < LEAST_SNR:
+            reasons.append(f"its {row.kind}s keep {decibels(found.snr)} dB")
+    return ", ".join(reasons)
+
+
+def _why_higher(rows: Sequence[TensorStatistics]) -> str:
+    reasons = []
+    for row in rows:
+        largest = _LARGEST.get(row.dtype, math.inf)
+        below = row.formats[row.dtype].below if row.dtype in row.formats else 0.0
+        if row.broken:
+            reasons.append(f"{row.broken:,} of its {row.kind}s are NaN or infinite")
+        elif row.amax * NEAR >= largest:
+            reasons.append(f"{row.kind}s up to {row.amax:.3g} are near the largest")
+        elif below > 0.1:
+            share = _percent(below)
+            reasons.append(f"{share} of its {row.kind}s are subnormal in {row.dtype}")
+    return ", ".join(reasons)
+
+
+def _percent(share: float) -> str:
+    if share == 0:
+        return "0 %"
+    return "<0.1 %" if share < 0.001 else f"{100 * share:.1f} %"
+
+
+_SHORT = (("Float8", "FP8 "), ("BlockScaling", " block"), ("Scaling", ""))
+
+
+def _short(name: str) -> str:
+    """The head of a column."""
+    short = name.replace("float8_", "").replace("Quantizer", "")
+    for long, text in _SHORT:
+        short = short.replace(long, text)
+    return short.strip()
+
+
+def _readable(path: str) -> str:
+    """A path as one would say it: `blocks.0.fc1/input`, without what is around it."""
+    return re.sub(r"\['([^']*)'\]", r".\1", path).replace(".value", "").lstrip(".")
+
+
+def _end(text: str, size: int) -> str:
+    return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
+
+
+def _wrapped(lines: Sequence[str], width: int) -> list[str]:
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(line, width, subsequent_indent="  ")
+    ]

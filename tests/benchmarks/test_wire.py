@@ -1,0 +1,247 @@
+"""What steps on four devices send: dtypes in every layout and precision, and counts.
+
+A CPU's compiler widens collectives of half precision, so what is read is the program
+as its partitioner leaves it, which is that of all platforms.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import mpx
+from benchmarks import results
+from benchmarks.counts import wire
+from benchmarks.counts.wire import AUTOCAST, CURRENT, DELAYED, EXPLICIT, FLOAT32
+from benchmarks.models import layouts
+from benchmarks.models.layouts import LAYOUTS
+from tests import collectives
+
+pytestmark = pytest.mark.third_party
+SIZES = layouts.Sizes(width=32, hidden=64, heads=2, blocks=1, context=8, batch=16)
+GATHER = "all-gather"
+SMALL = 512  # bytes: norms, biases, flags and amaxes
+
+
+@functools.cache
+def partitioned(layout, arm, policy=None):
+    """The collectives of a step as XLA's partitioner leaves them."""
+    make = wire.gradient_of(arm, policy)
+    step = layouts.build(make, LAYOUTS[layout], SIZES, jax.devices()[:4])
+
+    options = {"donate_argnums": 0, "out_shardings": step.out_shardings}
+    return collectives.partitioned(step.function, step.state, step.batch, **options)
+
+
+def large(messages, kinds):
+    """Dtypes of what is no norm, bias, flag or embedding, which stay float32.
+
+    Nor the gradients of the rows of the embedding, which a scatter adds up.
+    """
+    rows = 4 * SIZES.batch * SIZES.context * SIZES.width
+    others = (4 * layouts.BYTES * SIZES.width, rows)
+    return {
+        x.dtype
+        for x in messages
+        if x.kind in kinds and x.bytes > SMALL
+        if x.dtype != "f32" or x.bytes not in others
+    }
+
+
+FAST = [
+    *((layout, AUTOCAST) for layout in LAYOUTS),
+    ("fsdp, constraint", EXPLICIT),
+    ("fsdp, shard_map", EXPLICIT),
+    ("fsdp, constraint", DELAYED),
+    ("fsdp, shard_map", CURRENT),
+]
+SLOW = [
+    (layout, arm)
+    for layout in LAYOUTS
+    for arm in (EXPLICIT, CURRENT, DELAYED)
+    if (layout, arm) not in FAST
+][::2]
+every_case = pytest.mark.parametrize(
+    ("layout", "arm"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+
+
+@every_case
+def test_weights_travel_in_few_bits_and_gradients_are_summed_in_float32(layout, arm):
+    """Half precision, and 8 bits of what a recipe quantizes: all but the last."""
+    found, laid = partitioned(layout, arm), LAYOUTS[layout]
+    if laid.is_divided and (laid.gathers or laid.shares):
+        # Elsewhere the compiler chooses what travels.
+        is_low = arm in (CURRENT, DELAYED) and not laid.shares
+        low = {"f8e4m3fn"} if is_low else set()
+        assert large(found, ("all-gather",)) == {"bf16"} | low
+        half = {x.bytes for x in found if x.kind == GATHER and x.dtype == "bf16"}
+        assert not is_low or half == {2 * layouts.BYTES * SIZES.width}
+    sums = ("all-to-all",) if laid.in_order else wire.SUMS
+    assert large(found, sums) == {"f32"}
+
+
+@pytest.mark.parametrize("arm", [EXPLICIT, AUTOCAST, CURRENT])
+def test_no_activation_is_gathered_for_a_gradient(arm):
+    """As that of a bias was on explicit axes, broadcast to no sharding."""
+    gathers = [
+        sum(x.times for x in partitioned("fsdp, reshard", one) if x.kind == GATHER)
+        for one in (arm, FLOAT32)
+    ]
+    assert 0 < gathers[0] <= gathers[1]
+
+
+@pytest.mark.parametrize(
+    "layout", ["data parallel", "fsdp, constraint", "fsdp, reshard"]
+)
+def test_gradients_are_summed_in_the_dtype_that_the_policy_says(layout):
+    text = "params=float32,compute=bfloat16,output=float32,reduce={}"
+    for dtype, name in (("bfloat16", "bf16"), ("float32", "f32")):
+        found = partitioned(layout, AUTOCAST, text.format(dtype))
+        assert large(found, wire.SUMS) == {name}
+
+
+def test_a_sum_that_jax_makes_in_float32_refuses_another_dtype():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def loss(w, x):
+        def local(w, x):
+            return jax.lax.pmean((x @ w).mean(), "data")
+
+        specs = {"in_specs": (spec.__class__(), spec), "out_specs": spec.__class__()}
+        return jax.shard_map(local, mesh=mesh, check_vma=False, **specs)(w, x)
+
+    policy = "params=float32,compute=bfloat16,output=float32,reduce=bfloat16"
+    call = mpx.filter_grad(mpx.autocast(loss), mpx.NoLossScaling(), policy=policy)
+    with pytest.raises(ValueError, match="cannot hold .* check_vma=False"):
+        call(np.ones((8, 4), "f") * jax.numpy.ones(()), jax.numpy.ones((8, 8)))
+
+
+def test_weights_travel_as_they_are_if_the_policy_says_so():
+    text = "params=float32,compute=bfloat16,output=float32,gather=float32"
+    found = partitioned("fsdp, shard_map", AUTOCAST, text)
+    assert large(found, ("all-gather",)) == {"f32"}
+
+
+@pytest.mark.parametrize("layout", ["data parallel, shared", "fsdp, shared"])
+def test_micro_batches_on_their_own_devices_are_summed_once(layout):
+    found = partitioned(layout, DELAYED)
+    assert {x.times for x in found} == {1}
+    amaxes = [x for x in found if x.dtype == "s32" and x.kind == "all-reduce"]
+    assert len(amaxes) == 1
+    weights = sum(4 * leaf.size for leaf in jax.tree.leaves(_params(layout)))
+    summed = sum(x.bytes for x in found if x.kind in wire.SUMS and x.dtype == "f32")
+    assert summed == pytest.approx(weights, rel=0.01)
+
+
+def _params(layout):
+    key = jax.random.key(0)
+    return jax.eval_shape(lambda: layouts.initial(SIZES, LAYOUTS[layout], key))
+
+
+@pytest.mark.parametrize("layout", ["fsdp, constraint", "fsdp, shard_map"])
+def test_gradients_are_those_of_one_device(layout):
+    """Where the casts stand on the way changes no number but by rounding."""
+    one = dataclasses.replace(LAYOUTS["data parallel"], gathers="")
+    params = layouts.initial(SIZES, one, jax.random.key(0))
+    texts = jax.random.randint(jax.random.key(1), (SIZES.batch, 9), 0, 256)
+    grads = []
+    for laid, count in ((one, 1), (LAYOUTS[layout], 4)):
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("data",))
+        specs = jax.tree.map(laid.spec, params)
+        put = functools.partial(_put, mesh)
+        weights = jax.tree.map(put, params, specs)
+        rows = put(texts, jax.sharding.PartitionSpec("data"))
+        loss = mpx.autocast(layouts.loss_in(laid, mesh, SIZES, specs))
+        run = jax.jit(
+            lambda p, t, f=loss: mpx.filter_grad(f, mpx.NoLossScaling())(p, t)
+        )
+        grads.append(jax.tree.map(np.asarray, run(weights, rows).grads))
+    pairs = zip(*map(jax.tree.leaves, grads), strict=True)
+    for first, second in pairs:
+        assert np.abs(first - second).max() <= 0.02 * np.abs(first).max() + 1e-6
+
+
+def _put(mesh, leaf, spec):
+    return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+
+HLO = """HloModule m
+%body (p: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+ENTRY %main (a: bf16[4,8]) -> f32[8] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %g = (bf16[4,8], bf16[16,8]) all-gather-start(%a), replica_groups=[1,4]<=[4]
+  %w = f32[8]{0} while(%a), body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %s = f32[2]{0} reduce-scatter(%w), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+"""
+
+
+def test_bytes_of_a_ring():
+    by_kind = {x.kind: x for x in wire.messages(HLO, 4)}
+    assert by_kind["all-gather"].sent == 16 * 8 * 2 * 3 / 4
+    assert by_kind["all-reduce"].sent == 3 * 32 * 2 * 3 / 4
+    assert by_kind["reduce-scatter"].sent == 32 / 2
+
+
+def _record(case, gathered, summed):
+    sent = {"all-gather": {"bf16": gathered}, "reduce-scatter": {"f32": summed}}
+    counts = {"sent": sent, "small": 1, "collectives": 3}
+    return {**dataclasses.asdict(case), "counts": counts}
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_tables_and_goals(met):
+    found = results.Results("wire", "test", "compiled for X")
+    for case in wire.CASES:
+        share = {FLOAT32: 1, CURRENT: 0.25, DELAYED: 0.25}.get(case.arm, 0.5)
+        gathered = 100e6 * (share if met else 2 - share)
+        found.records.append(_record(case, gathered, 100e6))
+    first, *_ = wire.tables(found)
+    assert len(first.rows) == len(LAYOUTS) * len(wire.ARMS)
+    assert all(goal.met for goal in wire.goals(found)) == met
+    assert wire.goals(found)
+
+
+@pytest.mark.parametrize("recipe", [None, mpx.Float8CurrentScaling()])
+@pytest.mark.parametrize("is_said", [False, True])
+def test_convolutions_are_summed_in_half_precision_unless_float32_is_said(
+    recipe, is_said
+):
+    """XLA casts the operands of one that gives float32, and computes it in float32."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    w = {"filter": jnp.ones((3, 3, 8, 8)), "out": jnp.ones((8, 4))}
+    w, x = jax.device_put(
+        (w, jnp.ones((8, 4, 4, 8))),
+        (NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))),
+    )
+
+    def loss(w, x):
+        names = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(
+            x, w["filter"], (1, 1), "SAME", dimension_numbers=names
+        )
+        return jnp.mean((y @ w["out"]) ** 2)
+
+    low = mpx.autocast(loss, recipe=recipe, target="sm_90")
+    dtypes = "params=float32,compute=bfloat16,output=float32,reduce=float32"
+    policy = dtypes if is_said else None
+
+    @jax.jit
+    def step(scaling, w, x):
+        return mpx.filter_grad(low, scaling, policy=policy)(w, x).grads
+
+    lowered = step.trace(mpx.NoLossScaling(), w, x).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    results = re.findall(r"stablehlo.convolution.*-> tensor<[0-9x]*x(\w+)>", text)
+    assert "bf16" in results and ("f32" in results) == is_said

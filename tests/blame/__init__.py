@@ -1,0 +1,1 @@
+"""`mpx.blame`: faults that are planted, and what is named."""

@@ -1,0 +1,131 @@
+"""`mpx.blame` names the operation that made a step bad, and why it did."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+
+from . import corpus
+
+
+@pytest.mark.parametrize("fault", corpus.faults(12, seed=1), ids=lambda f: f.name)
+def test_what_is_planted_is_named(fault):
+    assert fault.mistakes(fault.step().blame()) == []
+
+
+def test_without_a_fault_nothing_is_named():
+    (fault,) = corpus.faults(1, seed=2)
+    report = fault.step(with_fault=False).blame()
+    assert report.verdict is mpx.Verdict.NOTHING and report.first is None
+    assert "nothing is bad" in str(report)
+
+
+def masked_loss(w, x, mask):
+    scores = x @ w @ x.T + mask
+    seen = jnp.where(mask > -1.0, scores, -jnp.inf)
+    return jnp.mean(jax.nn.softmax(seen) @ x)
+
+
+def test_a_mask_is_named_where_all_of_a_row_is_masked():
+    w, x = jnp.eye(4), jnp.ones((3, 4))
+    mask = jnp.where(jnp.tril(jnp.ones((3, 3), bool)), 0.0, -jnp.inf)
+    step = mpx.blame(mpx.autocast(masked_loss), mpx.NoLossScaling())
+    assert step(w, x, mask).verdict is mpx.Verdict.NOTHING
+    report = step(w, x, jnp.full_like(mask, -jnp.inf))
+    assert report.verdict is mpx.Verdict.DATA
+    assert report.first.primitive in ("input", "constant")
+
+
+def test_a_weight_that_is_not_finite_is_named():
+    model = {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])}
+    loss = lambda m, x: jnp.sum(m["a"]) * x + jnp.sum(m["b"])  # noqa: E731
+    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(model, 1.0)
+    assert report.first.parameters == ("['b']",)
+    assert "an input of the step" in report.first.reason
+
+
+def test_a_scale_that_is_too_large_is_said_to_be():
+    def loss(w, x):
+        return mpx.force_full_precision(jnp.mean, jnp.float32)((x @ w) ** 2)
+
+    scaling = mpx.DynamicLossScaling(2.0**30, max_loss_scaling=2.0**30)
+    w, x = jnp.ones((4, 4)), jnp.ones((4, 4))
+    result = mpx.filter_value_and_grad(loss, scaling)(w, x)
+    assert not result.finite
+    after = result.scaling
+    assert int(after.record.last_bad) == 1
+    report = mpx.blame(loss, after.of_bad_step())(w, x)
+    assert report.verdict is mpx.Verdict.SCALE
+    assert report.loss_scale == 2.0**30
+    assert report.first.phase == "backward"
+
+
+def test_a_rule_that_cures_it_is_tried_and_printed():
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return jnp.mean((x @ w).astype(jnp.float32))
+
+    made = mpx.autocast(loss, "float16")
+    w, x = jnp.full((4, 4), 200.0), jnp.full((2, 4), 200.0)
+    report = mpx.blame(made, mpx.StaticLossScaling(1.0))(w, x)
+    assert report.verdict is mpx.Verdict.PRECISION
+    assert 'mpx.Rule(mpx.Precision.FULL, primitive="dot_general"' in str(report)
+    cured = mpx.autocast(loss, "float16", rules=mpx.Rules(report.rule))
+    again = mpx.blame(cured, mpx.StaticLossScaling(1.0))(w, x)
+    assert again.verdict is mpx.Verdict.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("plant", "precision", "maker", "reason"),
+    [
+        ("log_of_small", "explicit float16", "exp", "underflowed to it in float16"),
+        ("by_small", "explicit float16", "exp", "underflowed to it in float16"),
+        ("one_minus", "explicit bfloat16", "sub", "rounded to it in bfloat16"),
+    ],
+)
+def test_what_made_a_zero_is_named(plant, precision, maker, reason):
+    fault = corpus.Fault(plant, "unrolled", "forward", precision, (1,))
+    report = fault.step().blame()
+    assert fault.mistakes(report) == []
+    assert report.first.made_by == maker
+    assert report.first.made_at == report.first.line
+    assert report.first.reason.endswith(reason)
+
+
+def test_the_rows_of_the_batch_that_do_it_are_named():
+    def loss(w, x):
+        return jnp.mean(jnp.log(x) @ w)
+
+    x = jnp.ones((16, 4)).at[jnp.array([3, 11]), 2].set(0)
+    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(jnp.ones((4, 2)), x)
+    assert report.rows == (3, 11)
+    assert report.first.reason == "the logarithm of zero"
+
+
+def test_a_report_is_at_most_100_columns_wide():
+    for fault in corpus.faults(2, seed=3):
+        text = str(fault.step().blame())
+        assert max(map(len, text.splitlines())) <= 100, text
+
+
+def test_it_wants_arrays():
+    step = mpx.blame(jnp.sum, mpx.NoLossScaling())
+    with pytest.raises(TypeError, match=r"`mpx.blame` runs a step again.*float32\[3\]"):
+        step(jax.ShapeDtypeStruct((3,), jnp.float32))
+    with pytest.raises(TypeError, match="Call it outside of `jax.jit`"):
+        jax.jit(lambda w: step(w) and w)(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("above", "error", "match"),
+    [
+        ("1", TypeError, "`above` of `mpx.blame` must be a number"),
+        (True, TypeError, "must be a number"),
+        (-1.0, ValueError, "must be positive; got -1"),
+        (float("nan"), ValueError, "must be positive"),
+    ],
+)
+def test_a_limit_is_a_positive_number(above, error, match):
+    with pytest.raises(error, match=match):
+        mpx.blame(jnp.sum, mpx.NoLossScaling(), above=above)

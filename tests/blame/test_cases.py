@@ -1,0 +1,127 @@
+"""Faults as they were met: in experts, in a mask, in one device, in a value."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+
+from .plants import line_of
+
+ROWS, EXPERTS, WIDTH = 12, 3, 8
+
+
+def sizes_of(counts):
+    return jnp.asarray(counts, jnp.int32)
+
+
+@jax.custom_vjp
+def experts(x, w, sizes):
+    """A fused layer whose gradient of a weight is a mean over the expert's rows."""
+    return jax.lax.ragged_dot(x, w, sizes)
+
+
+def keep(x, w, sizes):
+    return experts(x, w, sizes), (x, w, sizes)
+
+
+def pull(kept, cotangent):
+    x, w, sizes = kept
+    _, vjp = jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w)
+    dx, dw = vjp(cotangent)
+    rows = sizes.astype(dw.dtype)[:, None, None]
+    return dx, (dw * rows) / rows, None
+
+
+experts.defvjp(keep, pull)
+
+
+def test_a_weight_gradient_that_is_nan_where_an_expert_has_no_rows():
+    def loss(model, x, sizes):
+        h = jnp.tanh(x @ model["first"])
+        with jax.named_scope("experts"):
+            h = experts(h, model["experts"], sizes)
+        return mpx.force_full_precision(jnp.mean, jnp.float32)(h * h)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = {
+        "first": jax.random.normal(keys[0], (WIDTH, WIDTH)),
+        "experts": jax.random.normal(keys[1], (EXPERTS, WIDTH, WIDTH)),
+    }
+    x = jax.random.normal(keys[2], (ROWS, WIDTH))
+    blame = mpx.blame(loss, mpx.NoLossScaling(), policy="bfloat16")
+    assert blame(model, x, sizes_of([4, 4, 4])).verdict is mpx.Verdict.NOTHING
+    first = blame(model, x, sizes_of([5, 0, 7])).first
+    assert (first.primitive, first.kind) == ("div", "nan")
+    assert first.reason == "zero divided by zero"
+    assert first.direction == "backward (wgrad)"
+    assert first.parameters == ("['experts']",) and first.scope == "experts"
+
+
+def uninitialised(x, w, sizes):
+    out = jax.lax.ragged_dot(x, w, sizes)
+    there = jnp.arange(ROWS)[:, None] < jnp.sum(sizes)
+    return jnp.where(there, out, jnp.nan)
+
+
+def by_factor(out, there):
+    return out * there
+
+
+def by_choice(out, there):
+    return jnp.where(there > 0, out, 0.0)
+
+
+@pytest.mark.parametrize("mask", [by_factor, by_choice])
+def test_rows_of_a_ragged_product_that_nobody_wrote(mask):
+    def loss(w, x, sizes):
+        there = (jnp.arange(ROWS)[:, None] < jnp.sum(sizes)).astype(x.dtype)
+        return jnp.mean(mask(uninitialised(x, w, sizes), there))
+
+    w, x = jnp.ones((EXPERTS, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH))
+    step = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())
+    report = step(w, x, sizes_of([4, 3, 2]))
+    if mask is by_choice:
+        assert report.verdict is mpx.Verdict.NOTHING
+        return
+    assert report.verdict is mpx.Verdict.DATA
+    assert report.first.primitive == "constant"
+    line = line_of(uninitialised, "return").rpartition(":")[2]
+    assert report.first.line == f"tests/blame/test_cases.py:{line}"
+
+
+def test_a_value_that_is_finite_and_too_large_is_named_on_request():
+    def loss(w, x):
+        h = x @ w
+        with jax.named_scope("large"):
+            h = jnp.exp(h)
+        return jnp.mean(h / (h + 1.0))
+
+    w, x = jnp.ones((4, 4)), jnp.full((2, 4), 3.0)
+    loss = mpx.autocast(loss)
+    report = mpx.blame(loss, mpx.NoLossScaling(), above=1e4)(w, x)
+    assert report.verdict is mpx.Verdict.NOTHING
+    assert report.first.primitive == "exp" and report.first.scope == "large"
+    assert report.first.reason == "a number above 10000"
+    nothing = mpx.blame(loss, mpx.NoLossScaling(), above=1e6)(w, x)
+    assert nothing.first is None
+
+
+def test_two_independent_faults_are_both_named():
+    def loss(w, x):
+        return jnp.sum(jnp.log(x[0]) * w[0]) + jnp.sum(jnp.sqrt(x[1]) * w[1])
+
+    w, x = jnp.ones((2, 4)), jnp.array([[0.0] * 4, [-1.0] * 4])
+    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(w, x)
+    assert {culprit.primitive for culprit in report.culprits} == {"log", "sqrt"}
+
+
+def test_micro_batches_are_a_loop():
+    def loss(w, x):
+        return jnp.mean(jnp.log(x @ w))
+
+    w, x = jnp.ones((4, 2)), jnp.ones((8, 4)).at[5].set(0.0)
+    step = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling(), accumulate=4)
+    report = step(w, x)
+    assert report.first.primitive == "log" and report.rows == (5,)
+    assert report.first.inside == ("scan, turn 1 of 4",)  # of every four rows

@@ -1,0 +1,1 @@
+"""Faults on purpose: killed processes, flipped bits, bad numbers, for a long time."""

@@ -1,0 +1,136 @@
+"""Micro-batches that devices share: what they get, give, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import mpx
+
+from ..helpers import unchecked_annotations
+
+HALF = "params=float32,compute=bfloat16,output=float32"
+
+
+def mesh(devices=4, kind=AxisType.Auto):
+    found = np.array(jax.devices()[:devices])
+    return Mesh(found, ("data",), axis_types=(kind,))
+
+
+def loss(w, x, scale=1.0):
+    return jnp.mean((x @ w) ** 2).astype(jnp.float32) * scale
+
+
+WHOLE = P()
+
+
+def placed(on, spec=WHOLE):
+    w = jnp.linspace(-1.0, 1.0, 32).reshape(8, 4)
+    x = jnp.linspace(0.0, 1.0, 128).reshape(16, 8)
+    return (
+        jax.device_put(w, NamedSharding(on, spec)),
+        jax.device_put(x, NamedSharding(on, P("data"))),
+    )
+
+
+def gradient(func, how, w, x, policy=HALF, **options):
+    @jax.jit
+    def run(w, x):
+        scaling = mpx.NoLossScaling()
+        call = mpx.filter_value_and_grad(
+            func, scaling, policy=policy, accumulate=how, **options
+        )
+        return call(w, x)._replace(scaling=None)
+
+    return run(w, x)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("spec", [P(), P("data")])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_value_and_gradients_are_those_of_the_whole_batch(kind, spec, in_order):
+    w, x = placed(mesh(kind=kind), spec)
+    how = mpx.Accumulation(8, axes="data", in_order=in_order)
+    found = gradient(loss, how, w, x)
+    value, grads = jax.value_and_grad(loss)(np.asarray(w), np.asarray(x))
+    assert abs(found.value - value) <= 0.01 * abs(value) and found.finite
+    assert np.abs(found.grads - grads).max() <= 0.02 * np.abs(grads).max()
+    assert found.grads.dtype == jnp.float32
+    if kind is AxisType.Explicit:  # types say that they lie as the weights do
+        assert found.grads.sharding.is_equivalent_to(w.sharding, 2)
+
+
+def test_one_bad_row_makes_the_step_a_bad_one_everywhere():
+    w, x = placed(mesh())
+    x = x.at[13, 0].set(jnp.nan)
+    how = mpx.Accumulation(4, axes="data")
+    call = mpx.filter_grad(loss, mpx.DynamicLossScaling(), policy=HALF, accumulate=how)
+    assert not call(w, x).finite
+
+
+def test_aux_comes_back_stacked_and_weights_weigh():
+    w, x = placed(mesh())
+
+    def with_rows(w, x):
+        return loss(w, x), {"first": x[0, 0]}
+
+    how = mpx.Accumulation(8, axes="data", weight=lambda w, x: x[0, 0])
+    found = gradient(with_rows, how, w, x, has_aux=True)
+    first = x[::2, 0].astype(jnp.bfloat16)
+    assert (found.aux["first"] == first).all()
+    parts = [loss(w, part) for part in x.reshape(8, 2, 8)]
+    expected = np.average(parts, weights=np.asarray(x[::2, 0]))
+    assert abs(found.value - expected) <= 0.01 * expected
+
+
+def test_other_axes_of_the_mesh_stay_with_the_compiler():
+    both = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    w, x = placed(both, P(None, "model"))
+    how = mpx.Accumulation(4, axes="data", in_order=True)
+    alone = gradient(loss, how, *placed(mesh(2)))
+    found = gradient(loss, how, w, x)
+    assert np.abs(np.asarray(found.grads) - np.asarray(alone.grads)).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"axes": 3}, TypeError, "`axes` of `mpx.Accumulation` must be the name"),
+        ({"in_order": True}, ValueError, "name the axes of the mesh"),
+        ({"steps": 6, "axes": "data", "in_order": True}, ValueError, "power of two"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, error, match):
+    with unchecked_annotations(), pytest.raises(error, match=match):
+        mpx.Accumulation(**{"steps": 8, **options})
+
+
+@pytest.mark.parametrize(
+    ("how", "policy", "match"),
+    [
+        (mpx.Accumulation(8, axes="rows"), HALF, "names `rows`, and the mesh has"),
+        (mpx.Accumulation(6, axes="data"), HALF, "4 devices share 6 micro-batches"),
+        (
+            mpx.Accumulation(8, axes="data", in_order=True),
+            f"{HALF},reduce=bfloat16",
+            "sums in float32; got a policy with `reduce_dtype=bfloat16`",
+        ),
+    ],
+)
+def test_what_a_call_cannot_have_is_refused(how, policy, match):
+    w, x = placed(mesh())
+    with pytest.raises(ValueError, match=match):
+        gradient(loss, how, w, x, policy)
+
+
+def test_axes_need_a_mesh_and_no_model_state():
+    how = mpx.Accumulation(4, axes="data")
+    with pytest.raises(ValueError, match="there is no mesh"):
+        gradient(loss, how, jnp.ones((8, 4)), jnp.ones((16, 8)))
+    state = mpx.Accumulation(4, axes="data", state_argnum=2, new_state=lambda aux: aux)
+    call = mpx.filter_grad(
+        lambda w, x, n: (loss(w, x), n), mpx.NoLossScaling(), True, accumulate=state
+    )
+    with pytest.raises(ValueError, match="has model state"):
+        call(*placed(mesh()), jnp.zeros(()))

@@ -1,0 +1,248 @@
+"""MXFP8 by a kernel of Pallas: XLA's numbers, on one device and on many.
+
+Interpreted on the CPU, and lowered for CUDA; no GPU has run it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec as P,
+)
+
+import mpx
+from mpx._program import equations
+from mpx._quantize._block_kernel import _on_a_device, in_both_layouts
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+# JAX lowers a kernel for the device of the mesh, if the machine has none (0.11 on).
+B200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA B200", None, "gpu"))
+
+FORMATS = (mpx.Format.E4M3, mpx.Format.E5M2)
+PALLAS = mpx.MXFP8BlockScaling(kernel="pallas")
+XLA = mpx.MXFP8BlockScaling()
+
+
+def interpreted(x, format=mpx.Format.E4M3, rounded_to=None):
+    return in_both_layouts(x, format, rounded_to, interpret=True)
+
+
+def lowered(f, *args):
+    """The program for a B200, as text."""
+    with jax.sharding.use_abstract_mesh(B200):
+        traced = jax.jit(f).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def bits(tree):
+    """The bytes of arrays, one NaN like another."""
+    return jax.tree.map(
+        lambda x: np.where(
+            np.isnan(np.asarray(x, np.float32)), 255, np.asarray(x).view(np.uint8)
+        ),
+        tree,
+    )
+
+
+def by_xla(x, format):
+    """The same four arrays from the quantizer."""
+    found = []
+    for axis in (-1, -2):
+        q = mpx.quantize(x, mpx.MXFP8Quantizer(format), axis=axis)
+        codes = jax.lax.bitcast_convert_type(q.inverse_scale, jnp.uint8)
+        found += [q.payload, codes] if axis == -1 else [q.payload.mT, codes.mT]
+    return tuple(found)
+
+
+def wild(shape, dtype=jnp.float32):
+    """Numbers of all magnitudes, zeros, an infinity and a NaN."""
+    keys = jax.random.split(jax.random.key(0))
+    size = jnp.exp(20 * jax.random.normal(keys[0], shape))
+    x = (jax.random.normal(keys[1], shape) * size).astype(dtype)
+    # The quantizer flushes what is subnormal; a device that casts does not.
+    x = jnp.where(jnp.abs(x) < 2.0**-126, 0, x)
+    x = x.at[..., 3, 5].set(jnp.inf).at[..., 33, 40].set(jnp.nan)
+    return x.at[..., 32:64, 64:].set(0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(128, 96), (2, 64, 128)])
+def test_its_numbers_are_those_of_the_quantizer(format, dtype, shape):
+    x = wild(shape, dtype)
+    found = jax.jit(interpreted, static_argnums=1)(x, format)
+    jax.tree.map(np.testing.assert_array_equal, bits(found), bits(by_xla(x, format)))
+
+
+def test_it_rounds_first_what_the_program_rounds():
+    x = wild((64, 96))
+    found = interpreted(x, rounded_to=np.dtype("bfloat16"))
+    want = by_xla(x.astype(jnp.bfloat16), mpx.Format.E4M3)
+    jax.tree.map(np.testing.assert_array_equal, bits(found), bits(want))
+    assert any(
+        (a != b).any() for a, b in zip(bits(found), bits(interpreted(x)), strict=True)
+    )
+
+
+def test_no_maximum_of_it_loses_a_nan():
+    """On a GPU a maximum of floats does: Pallas lowers it to `maxnumf`."""
+    make = functools.partial(_on_a_device, interpret=False)
+    jaxpr = jax.make_jaxpr(make, static_argnums=(1, 2))(
+        wild((64, 96)), mpx.Format.E4M3, None
+    )
+    (call,) = (e for e in jaxpr.eqns if e.primitive.name == "pallas_call")
+    found = [
+        equation.invars[0].aval.dtype
+        for equation in equations(call.params["jaxpr"])
+        if equation.primitive.name == "reduce_max"
+    ]
+    assert found == [np.dtype("int32")] * 2
+
+
+@pytest.mark.parametrize("in_axes", [0, 1, -1])
+def test_vmap(in_axes):
+    x = wild((3, 64, 96))
+    found = jax.vmap(interpreted, in_axes)(jnp.moveaxis(x, 0, in_axes))
+    jax.tree.map(np.testing.assert_array_equal, bits(found), bits(interpreted(x)))
+
+
+def two_axes():
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize("spec", [P(None, "a", "b"), P("b", "a"), P()], ids=str)
+def test_each_device_quantizes_its_part(spec):
+    x = wild((2, 256, 128))
+    there = jax.device_put(x, NamedSharding(two_axes(), spec))
+    compiled = jax.jit(interpreted).lower(there).compile()
+    assert "all-" not in compiled.as_text()
+    found = compiled(there)
+    assert found[0].sharding.is_equivalent_to(there.sharding, 3)
+    jax.tree.map(np.testing.assert_array_equal, bits(found), bits(interpreted(x)))
+
+
+def test_a_block_on_two_devices_is_brought_together():
+    x = wild((2, 256, 128))
+    sharding = NamedSharding(two_axes(), P(None, None, ("a", "b")))
+    found = jax.jit(interpreted)(jax.device_put(x, sharding))
+    jax.tree.map(np.testing.assert_array_equal, bits(found), bits(interpreted(x)))
+
+
+def test_in_shard_map():
+    x, whole, turned = wild((256, 128)), P("a", "b"), P("b", "a")
+    specs = (whole, whole, turned, turned)
+    mapped = functools.partial(jax.shard_map, in_specs=whole, out_specs=specs)
+    found = mapped(interpreted, mesh=two_axes(), check_vma=False)(x)
+    jax.tree.map(np.testing.assert_array_equal, bits(found), bits(interpreted(x)))
+
+    # JAX interprets no kernel where it checks what varies, and lowers one.
+    def for_a_gpu(x):
+        return in_both_layouts(x, mpx.Format.E4M3)
+
+    mesh = AbstractMesh(
+        (4, 2),
+        ("a", "b"),
+        axis_types=(AxisType.Auto,) * 2,
+        abstract_device=B200.abstract_device,
+    )
+    assert lowered(mapped(for_a_gpu, mesh=mesh), x).count("xla.gpu.triton") == 1
+
+
+# --- The recipe -----------------------------------------------------------------------
+
+
+def loss(params, x):
+    """Two linear layers, the first with a weight that the program rounds."""
+    h = jax.nn.relu(x @ params["up"].astype(x.dtype))
+    return jnp.mean((h.astype(jnp.float32) @ params["down"]) ** 2)
+
+
+def operands(width=96):
+    keys = jax.random.split(jax.random.key(1), 3)
+    params = {
+        "up": jax.random.normal(keys[0], (64, width)),
+        "down": jax.random.normal(keys[1], (width, 32)),
+    }
+    return params, jax.random.normal(keys[2], (128, 64), jnp.bfloat16)
+
+
+def step(recipe):
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
+    return jax.value_and_grad(
+        mpx.autocast(loss, recipe=recipe, rules=rules, target="B200")
+    )
+
+
+def for_cuda(recipe, *args):
+    return lowered(step(recipe), *args)
+
+
+def test_each_operand_is_quantized_by_one_kernel():
+    text = for_cuda(PALLAS, *operands())
+    # Inputs, weights and gradients of two products.
+    assert text.count("xla.gpu.triton") == 6
+    assert "xla.gpu.triton" not in for_cuda(XLA, *operands())
+
+
+def test_a_rounded_weight_is_read_as_it_was():
+    """Nobody writes it in bfloat16 only for a kernel to read."""
+    text = for_cuda(PALLAS, *operands())
+    calls = [line for line in text.splitlines() if "xla.gpu.triton" in line]
+    assert sum("tensor<1x64x96xf32>) ->" in line for line in calls) == 1
+
+
+def test_other_sizes_are_left_to_xla():
+    # Of the first product, only the input has whole blocks both ways; of the second,
+    # only the gradient.
+    assert for_cuda(PALLAS, *operands(48)).count("xla.gpu.triton") == 2
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_one_copy_needs_no_kernel(override):
+    recipe = mpx.MXFP8BlockScaling(kernel="pallas", backward_override=override)
+    assert "xla.gpu.triton" not in for_cuda(recipe, *operands())
+
+
+def test_a_forward_pass_has_one_copy():
+    func = mpx.autocast(loss, recipe=PALLAS, target="B200")
+    assert "xla.gpu.triton" not in lowered(func, *operands())
+
+
+@pytest.mark.parametrize("width", [96, 48])
+def test_elsewhere_it_is_the_same_recipe(width):
+    args = operands(width)
+    found, want = (jax.jit(step(recipe))(*args) for recipe in (PALLAS, XLA))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+def test_under_scan_vmap_and_remat():
+    params, x = operands()
+
+    def total(params, batches):
+        one = jax.checkpoint(lambda x: loss(params, x))
+        return jnp.mean(jax.vmap(one)(batches)) + jax.lax.map(one, batches).sum()
+
+    batches = jnp.stack([x, 2 * x])
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
+
+    def gradients(recipe):
+        func = mpx.autocast(total, recipe=recipe, rules=rules, target="B200")
+        lowered(jax.grad(func), params, batches)
+        return jax.jit(jax.grad(func))(params, batches)
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(PALLAS), gradients(XLA))
+
+
+def test_wrong_kernels_are_named():
+    with pytest.raises(ValueError, match='"xla" or "pallas"; got \'triton\''):
+        mpx.MXFP8BlockScaling(kernel="triton")

@@ -1,0 +1,450 @@
+"""How large the numbers of a step are: `mpx.monitor`."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+
+import mpx
+from mpx._watch._formats import asked_formats, round_to
+from mpx._watch._statistics import counts, tensor_statistics
+from mpx._watch._trace import Kind
+
+from ..helpers import unchecked_annotations
+from .test_compare import LAYERS, SHAPES, WIDTH, data, weights
+
+# Optax computes with JAX's own promotion.
+pytestmark = pytest.mark.third_party
+
+monitor = functools.partial(mpx.monitor, sample=1)
+FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+
+
+@functools.cache
+def numbers():
+    """Numbers over the ranges of all formats, and what is at their edges."""
+    random = np.random.default_rng(0)
+    spread = random.normal(size=4000) * 2.0 ** random.integers(-30, 20, 4000)
+    edges = [0, 448, 449, 464, 465, 57344, 61439, 65504, 65519, 65520, 6, 7, 2.0**-9]
+    edges += [2.0**-10, 1.5 * 2.0**-10, 2.0**-24, 2.0**-25, 1.1 * 2.0**-25, 1e30, 3e38]
+    return np.array([*spread, *edges, *(-x for x in edges)], np.float32)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_is_that_of_a_cast(name):
+    (asked,) = asked_formats(name)
+    x = numbers()
+    dtype = jnp.dtype(name)
+    with np.errstate(over="ignore"):
+        cast = x.astype(dtype).astype(np.float32)
+    if name.startswith("float"):
+        largest = float(ml_dtypes.finfo(dtype).max)
+        if name != "float16":  # formats of few bits saturate
+            cast = np.clip(x, -largest, largest).astype(dtype).astype(np.float32)
+    facts = {"largest": float(ml_dtypes.finfo(dtype).max)}
+    kept = jax.tree.map(jnp.sum, asked.kept(jnp.asarray(x), Kind.INPUT, -1, 1.0))
+    assert kept.above == np.sum(np.abs(x) > facts["largest"])
+    assert kept.flushed == np.sum((x != 0) & (cast == 0))
+    normal = float(ml_dtypes.finfo(dtype).smallest_normal)
+    assert kept.below == np.sum((x != 0) & (np.abs(x) < normal))
+    within = x[np.abs(x) <= min(facts["largest"], 1e15)]
+    exact = within.astype(dtype).astype(np.float64)
+    noise = asked.kept(jnp.asarray(within), Kind.INPUT, -1, 1.0).noise.sum()
+    assert noise == pytest.approx(np.sum((within - exact) ** 2), rel=1e-5)
+
+
+def test_half_precision_is_rounded_bit_for_bit():
+    from mpx._watch._formats import _HALF
+
+    x = numbers()
+    for name, number in _HALF.items():
+        dtype = jnp.dtype(name)
+        with np.errstate(over="ignore"):
+            wanted = x.astype(dtype).astype(np.float32)
+        np.testing.assert_array_equal(
+            np.asarray(round_to(jnp.asarray(x), number)), wanted
+        )
+
+
+def statistics_of(x, formats, kind=Kind.INPUT):
+    asked = asked_formats(formats)
+    found = tensor_statistics(
+        counts(x, kind, -1, asked), "layer", kind, "float32", asked
+    )
+    assert found is not None
+    return found
+
+
+def test_what_is_counted_is_what_the_words_say():
+    x = jnp.array([0.0, 0.0, 1.0, -3.0, 1e-9, 1e6, jnp.nan, -jnp.inf])
+    found = statistics_of(x, "float16")
+    assert found.amax == 1e6 and found.zeros == 0.25 and found.broken == 2
+    assert found.rms == pytest.approx(np.sqrt((1 + 9 + 1e12) / 8), rel=1e-6)
+    half = found.formats["float16"]
+    # Of the six that are not zero.
+    assert (half.above, half.flushed, half.below) == pytest.approx((1 / 6,) * 3)
+    assert half.snr == -math.inf  # 1e6 is infinite in float16
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e8])
+def test_the_signal_to_noise_of_gradients_of_all_sizes(size):
+    """Of FP8 with a scale, 31 dB, and of bfloat16, 55 dB."""
+    x = jax.random.normal(jax.random.key(0), (64, 64)) * size
+    found = statistics_of(x, (mpx.TensorQuantizer(), "bfloat16"), Kind.GRADIENT)
+    assert 29 < found.formats["TensorQuantizer"].snr < 33
+    assert 53 < found.formats["bfloat16"].snr < 57
+    assert found.amax == float(jnp.abs(x).max())
+
+
+RECIPES = {
+    mpx.Float8CurrentScaling(): (25, 33),
+    mpx.DelayedScaling(): (25, 33),
+    mpx.Float8BlockScaling(): (25, 34),
+    mpx.MXFP8BlockScaling(): (25, 33),
+    mpx.NVFP4BlockScaling(): (15, 24),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("kind", Kind)
+def test_a_recipe_is_asked_with_the_scales_that_it_finds(recipe, kind):
+    least, most = RECIPES[recipe]
+    # No multiple of any block; far from the range of the format.
+    x = jax.random.normal(jax.random.key(0), (7, 3, 200)) * 1e-6
+    (found,) = statistics_of(x, recipe, kind).formats.values()
+    assert least < found.snr < most and found.above == 0
+    quantizer = recipe.quantizer(mpx.Role(kind.value))
+    if quantizer.block_dimensions < 2:
+        quantizer = dataclasses.replace(quantizer, stochastic_rounding=False)
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, 56)))
+        y = mpx.quantize_dequantize(padded, quantizer)[..., :200]
+        noise = jnp.sum(((x - y) * 1e6) ** 2)
+        snr = 10 * jnp.log10(jnp.sum((x * 1e6) ** 2) / noise)
+        assert found.snr == pytest.approx(float(snr), abs=0.01)
+
+
+# --- Which operands -------------------------------------------------------------------
+
+
+def loss_in(shape, w, x):
+    def run(h, w, number):
+        with jax.named_scope("layer"):
+            return jnp.tanh(h @ w + jnp.where(number < 0, 1.0, 0.0))
+
+    return jnp.mean((SHAPES[shape](run, w, x) @ w["head"]) ** 2)
+
+
+def plain_operands(w, x):
+    """The inputs, weights and gradients of all layers, by hand."""
+    layers = [each["w"] for each in w["layers"]]
+
+    def forward(zeros):
+        h, inputs = x, []
+        for weight, zero in zip(layers, zeros, strict=True):
+            inputs.append(h)
+            h = jnp.tanh(h @ weight + zero)
+        return jnp.mean((h @ w["head"]) ** 2), inputs
+
+    zeros = [jnp.zeros((8, WIDTH))] * LAYERS
+    gradients, inputs = jax.grad(forward, has_aux=True)(zeros)
+    return inputs, layers, gradients
+
+
+@pytest.mark.parametrize("shape", sorted(set(SHAPES) - {"shard_map", "cond"}))
+def test_each_operand_is_counted_once_wherever_it_stands(shape):
+    w, x = weights(), data()
+    gradient = functools.partial(jax.value_and_grad(functools.partial(loss_in, shape)))
+    result, seen = monitor(gradient, "float16")(w, x)
+    plain = jax.jit(gradient)(w, x)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7),
+        result,
+        plain,
+    )
+    wanted = plain_operands(w, x)
+    rows = [row for row in seen.rows if "head" not in row.layer]
+    for kind, arrays in zip(Kind, wanted, strict=True):
+        of_kind = [row for row in rows if row.kind == kind.value]
+        turns = [t for row in of_kind for t in (row.turns or (row,))]
+        amaxes = sorted(t.amax for t in turns)
+        expected = sorted(float(jnp.abs(a).max()) for a in arrays)
+        np.testing.assert_allclose(amaxes, expected, rtol=1e-5, err_msg=kind.value)
+        size = sum(row.size for row in of_kind)
+        assert size == sum(a.size for a in arrays)
+
+
+def test_layers_are_named_by_their_weights():
+    w, x = weights(), data()
+    gradient = jax.grad(functools.partial(loss_in, "unrolled"))
+    _, seen = monitor(gradient, "float16")(w, x)
+    names = {row.name for row in seen.rows}
+    layers = [f"['layers'][{i}]['w']" for i in range(LAYERS)]
+    assert names == {
+        f"{layer}/{k.value}" for layer in (*layers, "['head']") for k in Kind
+    }
+    assert seen["['head']/weight"].amax == float(jnp.abs(w["head"]).max())
+
+
+def test_devices_are_counted_together():
+    w, x = weights(), data()
+    gradient = jax.grad(functools.partial(loss_in, "shard_map"))
+    plain = jax.grad(functools.partial(loss_in, "unrolled"))
+    _, seen = monitor(gradient, "float16")(w, x)
+    _, alone = monitor(plain, "float16")(w, x)
+    for row in alone.rows:
+        if row.kind == "input":
+            assert seen[row.name].amax == pytest.approx(row.amax, rel=1e-6)
+            assert seen[row.name].size == row.size
+
+
+def test_arrays_over_a_mesh_are_counted_as_whole():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    w, x = weights(), data()
+    put = jax.NamedSharding
+    w_many = jax.tree.map(lambda a: jax.device_put(a, put(mesh, P(None, "model"))), w)
+    x_many = jax.device_put(x, put(mesh, P("data")))
+    watch = monitor(jax.grad(functools.partial(loss_in, "scan")), "float16")
+    (_, one), (_, many) = watch(w, x), watch(w_many, x_many)
+    assert [row.name for row in one.rows] == [row.name for row in many.rows]
+    for a, b in zip(one.rows, many.rows, strict=True):
+        assert a.size == b.size and a.amax == pytest.approx(b.amax, rel=1e-5)
+
+
+def test_a_branch_that_is_not_taken_is_not_counted():
+    def loss(w, x, taken):
+        h = jax.lax.cond(taken, lambda h: h @ w["a"], lambda h: h @ w["b"] * 100, x)
+        return jnp.sum(h @ w["head"])
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    w = {
+        n: jax.random.normal(k, (8, 8))
+        for n, k in zip(("a", "b", "head"), keys, strict=False)
+    }
+    x = jax.random.normal(keys[3], (4, 8))
+    watch = monitor(loss, "float16")
+    for taken, factor, name in ((True, 1, "a"), (False, 100, "b")):
+        _, seen = watch(w, x, jnp.asarray(taken))
+        inputs = [row for row in seen.rows if row.kind == "input"]
+        amax = float(jnp.abs(x @ w[name]).max()) * factor
+        assert seen["['head']/input"].amax == pytest.approx(amax, rel=1e-5)
+        assert sum(row.size for row in inputs) == 2 * x.size
+
+
+def test_the_turns_of_a_while_loop_are_counted_together():
+    def grow(w, x):
+        return jax.lax.while_loop(lambda h: jnp.max(h) < 100, lambda h: h @ w, x)
+
+    w, x = jnp.eye(4) * 3, jnp.ones((2, 4))
+    result, seen = monitor(grow, "float16")(w, x)
+    row = next(row for row in seen.rows if row.kind == "input")
+    assert float(jnp.max(result)) == 243 and row.amax == 81
+    assert row.size == 5 * x.size and row.turns == ()
+
+
+def test_operands_are_seen_before_a_recipe_quantizes_them():
+    """So what is counted is what the recipe's own amaxes say."""
+    w, x = weights(), data()
+    loss = mpx.autocast(functools.partial(loss_in, "scan"), recipe=mpx.DelayedScaling())
+    scaling = mpx.init_scaling(loss, w, x)
+    optimizer = optax.sgd(1e-3)
+
+    @jax.jit
+    def step(w, opt_state, scaling, x):
+        result = mpx.value_and_grad(loss, scaling)(w, x)
+        return mpx.optimizer_step(w, optimizer, opt_state, result)
+
+    state = (w, optimizer.init(w), scaling)
+    watch = monitor(step, ("float16", mpx.Float8CurrentScaling()))
+    (_, _, after), seen = watch(*state, x)
+    slots = {k: v for k, v in seen.recipe_amaxes.items() if "head" not in k}
+    found = np.array([v for v in slots.values()]).max(axis=0)
+    for kind, amax in zip(("input", "weight", "gradient"), found, strict=True):
+        rows = [r for r in seen.rows if r.kind == kind and "head" not in r.layer]
+        # Which are those of bfloat16.
+        assert max(r.amax for r in rows) == pytest.approx(amax, rel=4e-3)
+        assert all(r.formats["Float8CurrentScaling"].snr < 35 for r in rows)
+    expected = step(*state, x)[2]
+    np.testing.assert_array_equal(
+        after.scales[0].amax_history, expected.scales[0].amax_history
+    )
+
+
+def test_amaxes_of_a_recipe_are_free():
+    loss = mpx.autocast(lambda w, x: jnp.sum(x @ w), recipe=mpx.DelayedScaling())
+    w, x = jnp.full((8, 4), 0.5), jnp.full((2, 8), 3.0)
+    scaling = mpx.init_scaling(loss, w, x)
+    assert all(np.all(a == 0) for a in scaling.amaxes_by_weight().values())
+    scaling = mpx.value_and_grad(loss, scaling)(w, x).scaling
+    (amaxes,) = scaling.amaxes_by_weight().values()
+    assert amaxes.tolist() == [3.0, 0.5, 1.0]
+
+
+# --- What is said of them -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """A step in float16 with a layer that overflows E4M3, and one that underflows."""
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w["small"])
+        return jnp.mean((h @ w["large"]).astype(jnp.float32) ** 2)
+
+    k = jax.random.split(jax.random.key(0), 3)
+    w = {
+        "small": jax.random.normal(k[0], (16, 16)) * 1e-4,
+        "large": jax.random.normal(k[1], (16, 8)) * 1e3,
+    }
+    half = mpx.autocast(loss, "float16")
+    scaling = mpx.StaticLossScaling(1.0)
+
+    def gradient(w, scaling, x):
+        return mpx.value_and_grad(half, scaling)(w, x).grads
+
+    formats = ("float16", "float8_e4m3fn", mpx.MXFP8BlockScaling())
+    x = jax.random.normal(k[2], (32, 16))
+    return monitor(gradient, formats)(w, scaling, x)[1]
+
+
+def test_advice_names_layers_formats_and_reasons(seen):
+    advice = "\n".join(seen.advice())
+    assert "E4M3 is too little for large: " in advice
+    assert "E4M3 is too little for small: " in advice
+    assert "of its weights are beyond it" in advice
+    assert "of its weights become zero" in advice
+    assert "MXFP8BlockScaling: 2 of 2 layers would bear it" in advice
+
+
+def test_numbers_near_the_largest_need_a_higher_precision():
+    w, x = jnp.full((4, 4), 1e4), jnp.full((2, 4), 3e4)
+    loss = lambda w, x: jnp.sum((x * 2) @ (w * 1e-4))  # noqa: E731
+    half = mpx.autocast(loss, "float16")
+    _, found = monitor(half, "float16")(w, x)
+    assert any("inputs up to 6e+04 are near the largest" in a for a in found.advice())
+    broken = monitor(half, "float16")(w, x.at[0, 0].set(jnp.nan))[1]
+    assert any("1 of its inputs are NaN or infinite" in a for a in broken.advice())
+
+
+def test_the_table_is_100_columns_wide(seen):
+    lines = str(seen).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith("small/gradient ") for line in lines)
+    narrow = seen.text(80).splitlines()
+    assert max(map(len, narrow)) <= 80
+
+
+def test_records_are_a_flat_dictionary_of_numbers(seen):
+    records = seen.records()
+    assert all(type(value) is float for value in records.values())
+    assert {"['small']/weight/amax", "['large']/gradient/float16/flushed"} <= set(
+        records
+    )
+
+
+def test_the_step_is_the_same_program_with_and_without():
+    w, x = weights(), data()
+    step = jax.jit(jax.grad(functools.partial(loss_in, "scan")))
+    before = step.lower(w, x).as_text()
+    monitor(step, "float16")(w, x)
+    assert step.lower(w, x).as_text() == before
+    fresh = jax.jit(jax.grad(functools.partial(loss_in, "scan")))
+    assert fresh.lower(w, x).as_text() == before
+
+
+def test_one_program_is_compiled_for_each_form_of_the_arguments():
+    traces = []
+
+    def loss(w, x, factor=1.0):
+        traces.append(factor)
+        return jnp.sum(x @ w) * factor
+
+    watch = monitor(loss, "float16")
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    for factor in (1.0, 1.0, 2.0, 1.0):
+        result, _ = watch(w, x, factor=factor)
+        assert result == 32 * factor
+    watch(w, jnp.ones((3, 4)))
+    assert len(traces) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "said"),
+    [
+        (lambda: monitor(3), TypeError, "`mpx.monitor.func.` needs .*; got int 3"),
+        (lambda: monitor(jnp.sum, "int8"), TypeError, "`formats` of .*'int8'"),
+        (
+            lambda: mpx.monitor(jnp.sum, sample=0),
+            ValueError,
+            "`sample` of .* got int 0",
+        ),
+        (lambda: monitor(jnp.sum, 7), TypeError, "`formats` of .* got int 7"),
+        (
+            lambda: monitor(jnp.sum, ("float16", jnp.float16)),
+            ValueError,
+            "names one twice; got float16, float16",
+        ),
+        (
+            lambda: monitor(jnp.sum, "float16")(jnp.ones(3)),
+            ValueError,
+            "finds no matrix product",
+        ),
+        (
+            lambda: jax.jit(monitor(jnp.dot, "float16"))(jnp.ones(3), jnp.ones(3)),
+            TypeError,
+            r"`mpx.monitor\(func\)\(\*args\)` looks at a program from outside",
+        ),
+    ],
+)
+def test_a_wrong_call_says_what_to_do(call, kind, said):
+    with unchecked_annotations(), pytest.raises(kind, match=said):
+        call()
+
+
+def test_a_sample_is_one_row_in_so_many_and_weights_are_whole():
+    w, x = jnp.ones((8, 4)), jnp.ones((3, 32, 8))
+    x = x.at[:, 5].set(100.0).at[:, 8].set(7.0)
+    loss = lambda w, x: jnp.sum(jnp.einsum("btc,cd->btd", x, w))  # noqa: E731
+    _, seen = mpx.monitor(jax.grad(loss), "float16", sample=4)(w, x)
+    sizes = {row.kind: row.size for row in seen.rows}
+    assert sizes["input"] == 3 * 8 * 8 and seen.rows[0].amax == 7.0
+    assert sizes["weight"] == w.size
+
+
+# --- Over time ------------------------------------------------------------------------
+
+
+def test_a_run_is_a_picture_of_layers_by_steps(tmp_path):
+    w, x = weights(), data()
+    watch = monitor(jax.grad(functools.partial(loss_in, "scan")), "float16")
+    history = {step: watch(w, x * 2.0**step)[1] for step in (0, 10, 20)}
+    for measure, format in (("amax", None), ("snr", "float16")):
+        figure = mpx.heat_map(history, measure, format, kind="input")
+        axes = figure.axes[0]
+        (image,) = axes.get_images()
+        assert image.get_array().shape == (2, 3)
+        labels = [text.get_text() for text in axes.get_xticklabels()]
+        assert labels == ["0", "10", "20"]
+        figure.savefig(tmp_path / "picture.png")
+    amaxes = mpx.heat_map(history, kind="input").axes[0].get_images()[0].get_array()
+    first = np.log2(float(jnp.abs(x).max()))
+    np.testing.assert_allclose(amaxes[0, 0], first, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"measure": "size"}, "`measure` of .* got str 'size'"),
+        ({"measure": "snr"}, "`format` of .*`float16`; got None"),
+        ({"kind": "weights"}, "of the kind 'weights'"),
+    ],
+)
+def test_a_picture_of_nothing_says_what_there_is(seen, options, said):
+    with pytest.raises(ValueError, match=said):
+        mpx.heat_map({0: seen}, **options)
