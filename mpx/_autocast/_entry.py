@@ -11,7 +11,7 @@ $$w' = \operatorname{f32}(\operatorname{gather}(\operatorname{half}(w))) + 0, \q
 Not under a recipe, which quantizes from float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ def dtypes_at_entry(
     ]
 
 
-def _is_cut(spec: Any, axes: Sequence[str]) -> bool:
+def _is_cut(spec: Any, axes: Collection[str]) -> bool:
     """Whether each device has a piece of its own."""
     parts = (part if isinstance(part, tuple) else (part,) for part in spec)
     return set(axes) <= {name for part in parts for name in part}

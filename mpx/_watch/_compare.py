@@ -170,7 +170,7 @@ def _compared(
     wanted = frozenset(anchor for _, anchor, _ in layers)
 
     @jax.jit
-    def measure(a: list[Any], b: list[Any]) -> Any:
+    def measure(a: Sequence[Any], b: Sequence[Any]) -> Any:
         """The losses, and the sums of all pairs."""
         pairs = [first.run(a, wanted), second.run(b, wanted)]
         if floor:
