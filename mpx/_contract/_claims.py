@@ -28,12 +28,13 @@ class Violation:
     Attributes:
         claim: The argument of `mpx.expect` that made it.
         found: What was expected and what came.
-        operations: What breaks it.
+        operations: What breaks it: operations of a program, as `mpx.expect` finds them,
+            or layers that are too far apart, each a `mpx.Closeness`.
     """
 
     claim: str
     found: str
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"`{self.claim}`: {self.found}"]

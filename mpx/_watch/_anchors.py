@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +164,7 @@ def reversed_sums(equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     return list(arrays)
 
 
-def _reversed(x: Any, axes: Sequence[int]) -> Any:
+def _reversed(x: Any, axes: Sequence[SupportsIndex]) -> Any:
     # XLA takes the reversal of both operands back, unless it cannot see it.
     return lax.optimization_barrier(lax.rev(x, axes)) if axes else x
 
