@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import PyTree
 
 from .._autocast import (
@@ -19,7 +19,7 @@ from .._dtypes import half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
-from .._program import Call, NoFlow, is_array_or_type, walk
+from .._program import Call, distinct_equations, is_array_or_type, sub_jaxprs
 from ._recipe_scaling import RecipeScaling
 
 
@@ -83,18 +83,18 @@ def init_scaling(
     settings = settings_of(func)
     compute = _compute_dtype(policy, settings is not None)
     try:
-        found, jaxpr, count = _traced(func, args, kwargs)
+        found, jaxpr = _traced(func, args, kwargs)
     except AmbientRecipe:
-        found, jaxpr, count = _traced(in_contexts(func), args, kwargs)
+        found, jaxpr = _traced(in_contexts(func), args, kwargs)
     if settings is not None:
         compute = settings.dtype if settings.is_enabled else None
     elif found.calls or found.is_switched_off:
         compute = None  # autocast functions in it want their inputs as they are
-    needs_scaling = compute == np.float16 or _computes_in_float16(jaxpr, count)
+    needs_scaling = compute == np.float16 or _computes_in_float16(jaxpr)
     loss = DynamicLossScaling() if needs_scaling else NoLossScaling()
     if not found.requests:
         return loss
-    _refuse_repetition(jaxpr, count, found.calls)
+    _refuse_repetition(jaxpr, found.calls)
     return RecipeScaling._new(loss, found.requests, found.calls)
 
 
@@ -118,43 +118,61 @@ def _compute_dtype(policy: object, is_autocast: bool) -> np.dtype:
     return np.dtype(policy.compute_dtype)
 
 
-def _refuse_repetition(jaxpr: ClosedJaxpr, count: int, calls: int) -> None:
+def _refuse_repetition(jaxpr: ClosedJaxpr, calls: int) -> None:
     """Raises where JAX would add up the amaxes of calls that were traced once.
 
     These are calls in a loop, and several calls of one jitted function.
     """
-    visits = walk(jaxpr, [None] * count, NoFlow())
-    places = [visit.place for visit in visits if is_marked(visit.equation)]
-    for place in places:
-        loops = [x for x in place.inside if x.startswith(("scan", "while"))]
-        if loops:
-            raise ValueError(
-                "A function that `mpx.autocast` made with `mpx.DelayedScaling` is "
-                f"called in the {loops[-1]}, which would add up the amaxes of all "
-                "turns where their maximum is needed. Put `mpx.autocast` around the "
-                "function that holds the loop."
-            )
-    if len(places) > calls:
+    loops = _loops_around_calls(jaxpr.jaxpr, {})
+    for loop in filter(None, loops):
+        raise ValueError(
+            "A function that `mpx.autocast` made with `mpx.DelayedScaling` is "
+            f"called in the {loop}, which would add up the amaxes of all "
+            "turns where their maximum is needed. Put `mpx.autocast` around the "
+            "function that holds the loop."
+        )
+    if len(loops) > calls:
         raise ValueError(
             "A function that `mpx.autocast` made with `mpx.DelayedScaling` is called "
-            f"{len(places)} times and traced {calls} times, because `jax.jit` around "
+            f"{len(loops)} times and traced {calls} times, because `jax.jit` around "
             "it keeps what it has traced; the amaxes of such calls would be added up. "
             "Put `mpx.autocast` or `jax.jit` around the function that makes the calls."
         )
 
 
+def _loops_around_calls(jaxpr: Jaxpr, known: dict[int, list[str]]) -> list[str]:
+    """For each call of a function that autocast made: its innermost loop, or "".
+
+    Args:
+        jaxpr: The program with the calls.
+        known: The answers for programs within, each asked once, by their `id`.
+    """
+    if id(jaxpr) not in known:
+        found: list[str] = []
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            around = name if name in ("scan", "while") else ""
+            if is_marked(equation):
+                found.append("")
+            for sub in sub_jaxprs(equation):
+                inner = _loops_around_calls(sub.jaxpr, known)
+                found += [loop or around for loop in inner]
+        known[id(jaxpr)] = found
+    return known[id(jaxpr)]
+
+
 def _traced(
     func: Callable[..., PyTree], args: PyTree, kwargs: PyTree
-) -> tuple[StateRequests, ClosedJaxpr, int]:
-    """What a function asks for, its program, and how many inputs that has."""
+) -> tuple[StateRequests, ClosedJaxpr]:
+    """What a function asks for, and its program."""
     call = Call(func, args, kwargs, is_array_or_type)
     with collecting_requests() as found:
-        return found, jax.make_jaxpr(call)(*call.arrays), len(call.arrays)
+        return found, jax.make_jaxpr(call)(*call.arrays)
 
 
-def _computes_in_float16(jaxpr: ClosedJaxpr, count: int) -> bool:
+def _computes_in_float16(jaxpr: ClosedJaxpr) -> bool:
     return any(
         getattr(variable.aval, "dtype", None) == np.float16
-        for visit in walk(jaxpr, [None] * count, NoFlow())
-        for variable in visit.equation.outvars
+        for equation in distinct_equations(jaxpr)
+        for variable in equation.outvars
     )
