@@ -311,6 +311,33 @@ def test_a_loop_outside_is_an_error(inputs, loop):
         mpx.init_scaling(looped, *inputs)
 
 
+def test_a_weight_is_used_in_a_while_and_behind_it(inputs):
+    """The loop has the scales of the moment: it could not say what it saw."""
+
+    @mpx.autocast(recipe=mpx.DelayedScaling())
+    def settled(params, x):
+        w = params["w"]
+        state = jax.lax.stop_gradient((w, x))
+        _, y = jax.lax.while_loop(
+            lambda state: jnp.max(state[1]) > 1e3,
+            lambda state: (state[0], jnp.tanh(state[1] @ state[0])),
+            state,
+        )
+        return jnp.sum((jnp.tanh((x + y) @ w) @ w).astype(jnp.float32))
+
+    _, x = inputs
+    w = jax.random.normal(jax.random.key(0), (N, N))
+    x = x.reshape(-1, N)
+    scaling = mpx.init_scaling(settled, {"w": w}, x)
+    found = mpx.filter_value_and_grad(settled, scaling)({"w": w}, x)
+    assert found.finite and jnp.any(found.grads["w"])
+    assert list(found.scaling.scales_by_weight()) == [f"['w'] ({N}x{N})"]
+    operations = mpx.explain(settled)({"w": w}, x).operations
+    why = [o.reason for o in operations if o.rule == "low"]
+    assert ["while" in str(o.inside) for o in operations if o.rule == "low"] == [1, 0]
+    assert "Float8CurrentScaling" in why[0] and "DelayedScaling" in why[1]
+
+
 def test_a_jitted_call_that_is_traced_once_and_made_twice_is_an_error(inputs):
     jitted = jax.jit(loss)
 

@@ -280,6 +280,8 @@ class Place:
         sums_over_devices: Whether JAX sums the gradients of what all devices share.
         is_recomputed: Whether it is part of something that is recomputed as a whole.
         is_in_loop: Whether it is in the body of a loop.
+        is_in_while: Whether that is a `while`, from which no amax comes back: JAX has
+            no reverse-mode derivative of it.
     """
 
     settings: Settings
@@ -289,6 +291,7 @@ class Place:
     sums_over_devices: bool = False
     is_recomputed: bool = False
     is_in_loop: bool = False
+    is_in_while: bool = False
 
     def inside(self, equation: JaxprEqn, names_scopes: bool) -> "Place":
         """The place inside of the scopes of an equation that stands here.

@@ -392,16 +392,15 @@ def rewrite_while(
     avals = [aval_of(v) for v in open_jaxpr(body).invars[n_body:]]
     wanted = carried_demands(open_jaxpr(body).invars[n_body:])
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
-    place = _loop_place(place, equation)
+    place = dataclasses.replace(_loop_place(place, equation), is_in_while=True)
     test_place = dataclasses.replace(place, reach=())
     init = [
         _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)
     ]
 
     def inside(fixed: list[Value], carry: PyTree) -> list[Value]:
-        state = StateOperands([v.slots for v in fixed])
-        slots, _ = state.unpacked(state.arrays)
-        values = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
+        # Without slots: nothing comes back from its turns that could fill them.
+        values = enter([v.array for v in fixed], [v.facts for v in fixed])
         return [*values, *_carried(carry)]
 
     def are_going_on(carry: PyTree) -> AnyArray:

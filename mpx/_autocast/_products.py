@@ -162,7 +162,8 @@ def _unwanted(case: Case) -> str | None:
     if all(weights) or data.facts.is_fixed or data.facts.parameter is not None:
         return "a product of weights alone"
     weight = case.operands[weights.index(True)]
-    if isinstance(case.settings.recipe, DelayedScaling) and weight.slots is None:
+    is_delayed = isinstance(case.settings.recipe, DelayedScaling)
+    if is_delayed and weight.slots is None and not case.place.is_in_while:
         return "its weight comes out of a program within the program"
     return _final(case)
 

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,9 +164,9 @@ def reversed_sums(equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     return list(arrays)
 
 
-def _reversed(x: Any, axes: Sequence[SupportsIndex]) -> Any:
+def _reversed(x: Any, axes: Sequence[Any]) -> Any:
     # XLA takes the reversal of both operands back, unless it cannot see it.
-    return lax.optimization_barrier(lax.rev(x, axes)) if axes else x
+    return lax.optimization_barrier(lax.rev(x, [*map(int, axes)])) if axes else x
 
 
 def anchors_of(
