@@ -7,7 +7,7 @@ from ._badness import Range
 from ._report import Content, Culprit, Verdict
 
 _WIDTH = 100
-_INDENT = 13
+_INDENT = 14
 
 
 def text_of(report: Content) -> str:

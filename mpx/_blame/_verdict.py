@@ -118,6 +118,8 @@ def _rules(culprits: Sequence[Culprit], settings: Any) -> Iterator[Rule]:
         yield Rule(Precision.FULL, primitive=first.primitive)
         if first.scope:
             yield Rule(Precision.FULL, scope=first.scope)
+        if first.primitive == "convert_element_type":  # a cast, for a product mostly
+            yield Rule(Precision.FULL, primitive="dot_general")
     yield Rule(Precision.FULL, primitive="*")
 
 

@@ -6,8 +6,12 @@ import pytest
 
 from .. import notebooks
 
-# The two that train the examples take a minute; `make notebooks` runs all four.
-CHEAP = {"reading_explain": (), "autocast_in_five_minutes": (pytest.mark.slow,)}
+# The two that train the examples take a minute; `make notebooks` runs all five.
+CHEAP = {
+    "reading_explain": (),
+    "autocast_in_five_minutes": (pytest.mark.slow,),
+    "break_and_mend": (pytest.mark.slow,),
+}
 PATHS = [notebooks.FOLDER / f"{name}.ipynb" for name in CHEAP]
 MARKED = [pytest.param(p, marks=CHEAP[p.stem], id=p.stem) for p in PATHS]
 
@@ -26,7 +30,7 @@ def kinds(outputs: list) -> list[list[str]]:
 
 
 def test_there_are_notebooks_with_outputs():
-    assert len(notebooks.NOTEBOOKS) == 4
+    assert len(notebooks.NOTEBOOKS) == 5
     for path in notebooks.NOTEBOOKS:
         cells = notebooks.code_cells(notebooks.read(path))
         assert cells[-1]["outputs"], path
