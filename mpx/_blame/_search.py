@@ -55,7 +55,7 @@ class Cause:
         results: Which of its results are bad; none of an input or constant.
         operands: The operands, as they stay on the machine.
         ranges: The ranges of operands.
-        made: The ranges of results.
+        made: The ranges of results; that of the input or constant.
         devices: The devices on which it is bad, of those of the machine.
         zeros: For values around it how many zeros they held.
     """
@@ -120,14 +120,16 @@ class Search:
             switches[i] = False
             if _any_bad(run(switches).bits, ends):
                 found.append(site)
-        causes = []
-        for site in (found or sites)[:_NAMED]:
+        causes, level = [], self.level
+        named = (found or sites)[:_NAMED]
+        measure = [site for site in named if _is_measured(level.aval(site))]
+        sizes = self._compiled((), (), measure)(np.zeros(0, bool)).sizes
+        for site in named:
             users = self.level.users.get(site, [])
             is_constant = site in constants
-            step = self.level.steps[users[0]] if is_constant and users else None
-            causes.append(
-                Cause(self.level, step, site, frozenset(), (), (), (), (), {})
-            )
+            step = level.steps[users[0]] if is_constant and users else None
+            held = _ranges(level, [site], sizes, ())
+            causes.append(Cause(level, step, site, frozenset(), (), (), held, (), {}))
         return causes
 
     def _operations(

@@ -52,7 +52,8 @@ def _details(culprit: Culprit) -> list[str]:
     what = "gradient of" if culprit.gradient == "wgrad" else "parameter"
     lines += _field(what, ", ".join(culprit.parameters))
     lines += _field("devices", ", ".join(map(str, culprit.devices)))
-    for name, ranges in (("operand", culprit.operands), ("result", culprit.results)):
+    made = "value" if culprit.primitive in ("input", "constant") else "result"
+    for name, ranges in (("operand", culprit.operands), (made, culprit.results)):
         for one in ranges:
             lines += _field(name, _range(one))
     return lines

@@ -44,6 +44,8 @@ def test_a_weight_that_is_not_finite_is_named():
     report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(model, 1.0)
     assert report.first.parameters == ("['b']",)
     assert "an input of the step" in report.first.reason
+    assert report.first.kind == "inf" and report.first.results[0].infinities == 0.5
+    assert "inf in input" in str(report) and "value       f32[2]" in str(report)
 
 
 def test_a_scale_that_is_too_large_is_said_to_be():
