@@ -32,6 +32,7 @@ Counted = Literal[
     "attention",
     "workloads",
     "wire",
+    "monitor",
     "compile-time",
 ]
 SCRATCH = Path("runs/bench")
@@ -53,7 +54,8 @@ class Options:
     steps need whose attention is one kernel, on an H100; `workloads` what steps in 8
     bits cost beside the peers' on an H100 and a B200, and those in half precision
     beside a naive cast; `wire` what steps on four devices send, in every layout, on
-    H100s and TPUs v5e; `compile-time` how long steps that recompute take to compile.
+    H100s and TPUs v5e; `monitor` what watching a step costs; `compile-time` how long
+    steps that recompute take to compile.
     `docs` only writes the tables of the committed results into docs/benchmarks.md.
     `device` measures what only a GPU can tell, and has options of its own:
     `python -m benchmarks device --help`.
@@ -140,6 +142,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.workloads(options.cuda_libraries)
     elif name == "wire":
         session.wire(options.cuda_libraries)
+    elif name == "monitor":
+        session.monitor(options.cuda_libraries)
     elif name == "compile-time":
         session.compile_time(options.cuda_libraries)
     elif name == "docs":

@@ -21,6 +21,7 @@ from .counts import (
     compiling,
     eight_bits,
     half,
+    monitor,
     products as product_counts,
     recipes as recipe_counts,
     residuals as residual_counts,
@@ -196,6 +197,16 @@ class Session:
                 compiler.libraries = cuda if is_cuda else None
                 wire.run(found, compiler, target, progress)
         self._show(found, wire.tables(found), wire.goals(found))
+
+    def monitor(self, libraries: Path) -> None:
+        """What watching a step costs, compiled for an H100."""
+        found = self._results(
+            "monitor", f"compiled for {TARGETS[monitor.TARGET].title}"
+        )
+        with self._compiling() as (compiler, progress):
+            compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
+            monitor.run(found, compiler, progress)
+        self._show(found, monitor.tables(found), monitor.goals(found))
 
     def compile_time(self, libraries: Path) -> None:
         """CPU seconds that the compiler takes, for an H100."""

@@ -177,6 +177,21 @@ def _wire_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     return wire.build, wire.count
 
 
+def _monitor_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """Steps as they are, and the same watched by `mpx.monitor`."""
+    from benchmarks.counts import monitor, program as counts
+
+    arms = _arms(request["arms"])
+
+    def build(fields: dict[str, Any], devices: Any = None) -> Any:
+        return monitor.build(arms, fields, devices)
+
+    def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        return dataclasses.asdict(counts.count(compiled))
+
+    return build, count
+
+
 STEPS = {
     "vit": _vit_steps,
     "recipes": _recipe_steps,
@@ -187,6 +202,7 @@ STEPS = {
     "half": _half_steps,
     "products": _product_steps,
     "wire": _wire_steps,
+    "monitor": _monitor_steps,
 }
 
 
@@ -229,7 +245,7 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         devices = targets.compile_only_devices(target, fields.get("devices", 1))
         with _compiling_for(request, target.name):
             step = build(fields, devices)
-            return step.jitted().lower(step.state, step.batch)
+            return step.jitted().trace(step.state, step.batch).lower()
 
     compile = _compiling(request, lower)
     for fields in request["cases"]:

@@ -69,13 +69,13 @@ def monitor(
             numbers with the scales that it finds, which reads the operands once more.
         weights: The position of the argument that holds the weights, or its name, or
             several of them; by default the first, or the arrays of `func` itself.
-
         sample: Of inputs and gradients one row in so many is counted, weights whole; 1
             counts all. Rows are those of the last axis but one, such as tokens.
 
     Returns:
         A function of the same arguments that returns the result of `func` and
-        `mpx.Statistics`: print them, or log their `records()`.
+        `mpx.Statistics`: print them, or log their `records()`. Its `trace(*args)` gives
+        the program, as that of a jitted function does: compiled, it says what it costs.
 
     Raises:
         TypeError: `func` cannot be called, a format is none, or the function is called
@@ -132,12 +132,22 @@ class _Monitor:
         for known, its_types, program in self._made:
             if known == form and its_types == types:
                 return program(arrays)
+        program, inputs = self._program(args, kwargs)
+        self._made.append((form, types, program))
+        return program(inputs)
+
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Traced:
+        """The program for these arguments, as `jax.jit(func).trace` gives one."""
+        program, inputs = self._program(args, kwargs)
+        return program.trace(inputs)
+
+    def _program(
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> "tuple[_Program, tuple[Any, ...]]":
         positions = weights_in_call(self._inside, self._said, args, kwargs, CALL)
         with taking_notes():
             traced = trace(self._inside, args, kwargs, self._wrap, positions, CALL)
-        program = _Program(traced, self.formats, self.sample)
-        self._made.append((form, types, program))
-        return program(traced.inputs)
+        return _Program(traced, self.formats, self.sample), traced.inputs
 
 
 class _Program:
@@ -171,6 +181,9 @@ class _Program:
             )
         self._rows = {key: probe.rows[key] for key in probe.rows if key in records}
         return results, [records[key] for key in self._rows]
+
+    def trace(self, arrays: Sequence[Any]) -> jax.stages.Traced:
+        return self._run.trace(list(arrays))
 
     def __call__(self, arrays: Sequence[Any]) -> tuple[PyTree, Statistics]:
         results, found = self._run(list(arrays))

@@ -1,0 +1,134 @@
+"""What a step that `mpx.monitor` watches moves, beside the step as it is.
+
+The monitored step is another program, which runs every so many steps in the place of
+the other one. So its price is what it moves more, divided by how rarely it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import mpx
+
+from ..models import plain
+from ..results import Results
+from ..steps import Arm
+from ..tables import Goal, Table, megabytes
+from .compiling import Compiler
+from .targets import TARGETS
+
+TARGET = "h100"
+ARM = "autocast bfloat16"
+EVERY = 100
+LIMIT = 0.5  # percent
+SETUPS = (("base", 4, 64), ("gpt", 4, 16))
+# Of how many rows one is counted; none for the step as it is.
+SAMPLES: dict[str, int | None] = {
+    "the step": None,
+    "monitored, one row in four": 4,
+    "monitored, all rows": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training step to compile.
+
+    Attributes:
+        target: A name of `targets.TARGETS`.
+        model: A name of `models.plain`.
+        blocks: How many blocks it has.
+        batch: Images or texts per step.
+        watched: A name of `SAMPLES`.
+    """
+
+    target: str
+    model: str
+    blocks: int
+    batch: int
+    watched: str
+
+
+CASES = [Case(TARGET, *setup, name) for setup in SETUPS for name in SAMPLES]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Monitored:
+    """A step and its monitor, with the face of an `ArrayStep`."""
+
+    step: Any
+    sample: int
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+    def jitted(self) -> Any:
+        return mpx.monitor(self.step.function, sample=self.sample)
+
+
+def build(arms: dict[str, Arm], fields: dict[str, Any], devices: Any = None) -> Any:
+    """The step of a case, with shapes for arguments."""
+    case = Case(**fields)
+    known = plain.Case(case.target, case.model, case.blocks, case.batch, ARM)
+    step = plain.build(arms[ARM], known, devices)
+    sample = SAMPLES[case.watched]
+    return step if sample is None else _Monitored(step, sample)
+
+
+def run(found: Results, compiler: Compiler, progress: Any) -> None:
+    """Compiles all cases."""
+    cases = [dataclasses.asdict(case) for case in CASES]
+    compiler.count(found, TARGET, {"ours": cases}, progress, steps="monitor")
+
+
+# --- What is shown --------------------------------------------------------------------
+
+
+def _traffic(found: Results) -> dict[str, dict[str, int]]:
+    """For each model what a step moves, by how it is watched."""
+    made: dict[str, dict[str, int]] = {}
+    for record in found.records:
+        title = (
+            f"{plain.title(record['model'])}: {record['blocks']} blocks, batch "
+            f"{record['batch']}, {ARM}, compiled for {TARGETS[TARGET].title}"
+        )
+        made.setdefault(title, {})[record["watched"]] = record["counts"]["traffic"]
+    return made
+
+
+def _more(counts: dict[str, int], name: str) -> float:
+    """What it moves more than the step, of what the step moves."""
+    return counts[name] / counts["the step"] - 1
+
+
+def tables(found: Results) -> list[Table]:
+    """One table for each model."""
+    return [
+        Table(
+            title=title,
+            columns=["program", "traffic, MB", "more", f"every {EVERY} steps"],
+            rows=[
+                [
+                    name,
+                    megabytes(counts[name]),
+                    f"{_more(counts, name):+.1%}" if sample else "",
+                    f"{_more(counts, name) / EVERY:+.2%}" if sample else "",
+                ]
+                for name, sample in SAMPLES.items()
+            ],
+            notes=["Formats are the default: float16, E4M3 and E5M2. Less is better."],
+        )
+        for title, counts in _traffic(found).items()
+    ]
+
+
+def goals(found: Results) -> list[Goal]:
+    """A monitored step in a hundred, at the default, costs next to nothing."""
+    default = next(name for name, sample in SAMPLES.items() if sample)
+    made = []
+    for title, counts in _traffic(found).items():
+        share = 100 * _more(counts, default) / EVERY
+        text = f"monitoring every {EVERY} steps: {share:.3f} % of traffic: {title}"
+        made.append(Goal(f"{text}, at most {LIMIT}", share <= LIMIT))
+    return made
