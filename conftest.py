@@ -63,14 +63,24 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 # the arguments of each call to their names: twice the time of a test that traces much.
 # And they call no function of a user, whose frames beartype's would stand between.
 _CALLED_OFTEN = (
+    "mpx._autocast._context",
+    "mpx._autocast._decide",
+    "mpx._autocast._demand",
+    "mpx._autocast._emit",
     "mpx._autocast._notes",
     "mpx._inspect._costs",
+    "mpx._inspect._explain",
     "mpx._inspect._facts",
+    "mpx._inspect._report",
     "mpx._inspect._residuals",
     "mpx._inspect._source_text",
+    "mpx._inspect._unscaled",
+    "mpx._jax_compat",
     "mpx._program.equations",
     "mpx._program.flow",
+    "mpx._program.islands",
     "mpx._program.primitives",
+    "mpx._program.residuals",
     "mpx._program.source",
 )
 
