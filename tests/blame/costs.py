@@ -89,13 +89,17 @@ def counted() -> Iterator[Cost]:
 
     def jit(program: Any, **options: Any) -> Any:
         jitted = original(program, **options)
+        known: dict[Any, Any] = {}
 
         def run(*args: Any) -> Any:
-            lowered = jitted.lower(*args)
-            begin = time.perf_counter()
-            compiled = lowered.compile()
-            cost.add(time.perf_counter() - begin, compiled)
-            return compiled(*args)
+            leaves, tree = jax.tree.flatten(args)
+            form = tree, tuple(map(jax.typeof, leaves))
+            if form not in known:
+                lowered = jitted.lower(*args)
+                begin = time.perf_counter()
+                known[form] = lowered.compile()
+                cost.add(time.perf_counter() - begin, known[form])
+            return known[form](*args)
 
         return run
 

@@ -42,6 +42,7 @@ pytestmark = pytest.mark.third_party
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(context=16, width=16, hidden=32, blocks=2, heads=2, dropout=0.2)
+SMALL = dataclasses.replace(MODEL, blocks=1)  # what compiles the whole job again
 CONFIG = Config(
     steps=10,
     batch_size=16,
@@ -198,7 +199,9 @@ def test_every_mesh_trains_as_any_other(sizes, precision, options):
 @pytest.mark.slow
 def test_resumed_on_eight_then_four_then_one_device(tmp_path):
     """The rows are those of one run: the data position, too, is restored."""
-    config = dataclasses.replace(CONFIG, run_dir=tmp_path, precision="float32")
+    config = dataclasses.replace(
+        CONFIG, model=SMALL, run_dir=tmp_path, precision="float32"
+    )
     data, stops = load_data(config), iter([3, 3])
     for index, sizes in enumerate([ALL, {"fsdp": 4}, {"data": 1}]):
         config = dataclasses.replace(config, resume=index > 0)
@@ -216,7 +219,7 @@ def test_resumed_on_eight_then_four_then_one_device(tmp_path):
             assert stopped.value.position == 3 * (index + 1)
         else:
             _, rows = train(*arguments, **options)
-    expected = rows_on({"data": 1}, "float32")
+    expected = rows_on({"data": 1}, "float32", model=SMALL)
     assert [row.step for row in rows] == list(range(1, 11))
     np.testing.assert_allclose(
         [row.loss for row in rows], [row.loss for row in expected], rtol=1e-4
@@ -227,7 +230,7 @@ def test_resumed_on_eight_then_four_then_one_device(tmp_path):
 
 
 def options_of(folder, *more):
-    model, scaling = CONFIG.model, CONFIG.scaling
+    model, scaling = SMALL, CONFIG.scaling
     return (
         f"--precision float16 --steps 400 --batch-size {CONFIG.batch_size} "
         f"--warmup-steps {CONFIG.warmup_steps} --test-texts {CONFIG.test_texts} "
@@ -267,6 +270,7 @@ def test_two_processes_stop_together_at_sigterm_and_one_goes_on(tmp_path):
     assert 4 <= position < 400
     config = dataclasses.replace(
         CONFIG,
+        model=SMALL,
         steps=400,
         log_every=2,
         checkpoint_every=100,
@@ -293,7 +297,6 @@ def test_two_processes_stop_together_at_sigterm_and_one_goes_on(tmp_path):
 def test_processes_that_slurm_started_find_each_other(tmp_path):
     """`jax.distributed.initialize()` alone, told by Slurm's variables."""
     options = options_of(tmp_path, "--mesh", "data=2", "--distributed", "--steps", "3")
-    options += ["--model.blocks", "1"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         job = str(free.getsockname()[1] % 2**12)  # the port is of the job's number
