@@ -61,7 +61,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 # Called for each operation and frame. They name no shapes, for which jaxtyping binds
 # the arguments of each call to their names: twice the time of a test that traces much.
-# And they call no function of a user, whose frames beartype's would stand between.
+# And they call no function of a user, whose frames beartype's would stand between, nor
+# hold a public one: `unchecked_annotations` switches off what jaxtyping checks alone.
 _CALLED_OFTEN = (
     "mpx._autocast._context",
     "mpx._autocast._decide",
@@ -69,7 +70,6 @@ _CALLED_OFTEN = (
     "mpx._autocast._emit",
     "mpx._autocast._notes",
     "mpx._inspect._costs",
-    "mpx._inspect._explain",
     "mpx._inspect._facts",
     "mpx._inspect._report",
     "mpx._inspect._residuals",
