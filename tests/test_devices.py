@@ -412,6 +412,7 @@ def two_processes():
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
+@pytest.mark.slow
 def test_two_processes_agree_with_one(two_processes):
     first, second = two_processes
     assert first == second

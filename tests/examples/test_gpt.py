@@ -304,6 +304,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         assert result.skipped > 0 and any(row.loss_scale < 2.0**20 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_made_again_bit_for_bit(tmp_path, library):
     """From the checkpoint before it, with dropout's streams and the loss scale."""
     _, rows = train_in(tmp_path, library, "float16")
@@ -329,6 +330,7 @@ def test_a_skipped_step_is_made_again_bit_for_bit(tmp_path, library):
         assert metrics["skipped"] == row.skipped
 
 
+@pytest.mark.slow
 def test_looking_at_numbers_changes_none(tmp_path, library):
     _, rows = train_in(tmp_path / "plain", library, "bfloat16", steps=4)
     folder = tmp_path / "watched"

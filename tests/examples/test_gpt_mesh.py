@@ -254,6 +254,7 @@ def program(*arguments, **variables):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_at_sigterm_and_one_goes_on(tmp_path):
     options = options_of(tmp_path, "--mesh", "data=2", "fsdp=2")
     launcher = program(*options, "--processes", "2")

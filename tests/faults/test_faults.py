@@ -16,6 +16,7 @@ from .two_processes import PRECISIONS
 pytestmark = pytest.mark.third_party
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path):
     found = kills.killed(tmp_path, 1)
     assert len(found.positions) == found.resumed_equal == 1
@@ -38,6 +39,7 @@ def test_the_checks_can_fail(tmp_path):
     assert int(soak.faults_in(200).sum()) > 4
 
 
+@pytest.mark.slow
 def test_a_nan_on_one_device_of_one_process_skips_the_step_on_all():
     """Every piece of weights and moments, on both, is what it was, bit for bit."""
     with socket.socket() as free:
