@@ -43,7 +43,7 @@ import jax
 from flax import nnx as _nnx
 from jaxtyping import PyTree
 
-from ._blame import BlameReport, StepOf, blamed, refuse_tracers
+from ._blame import BlameReport, StepOf, blamed, refuse_limit, refuse_tracers
 from ._errors import at_path, describe, listing
 from ._grad import (
     Accumulation,
@@ -231,6 +231,7 @@ def blame(
         has_aux, use_mixed_precision, policy, keep, accumulate, accumulate_dtype
     )
     filters = _checked(call, func, scaling, argnums, True, options)
+    refuse_limit(above, call)
 
     @wraps(func)
     def replay(*args: PyTree, **kwargs: PyTree) -> BlameReport:

@@ -2,8 +2,14 @@
 
 import contextlib
 import dataclasses
+import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -125,3 +131,46 @@ class Case:
     def test_id(self) -> str:
         """The name without addresses, which differ from process to process."""
         return re.sub(r" at 0x[0-9a-f]+", "", self.name)
+
+
+def in_two_processes(
+    *command: str, devices: int, timeout: float = 240, **environment: str
+) -> list[Any]:
+    """What two processes of `python COMMAND INDEX ADDRESS` say, as JSON, in the end.
+
+    Args:
+        *command: What Python is to run.
+        devices: How many devices each of them has.
+        timeout: Seconds after which they are killed.
+        **environment: Variables beside those of this process.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    # All other flags as here: bits are those of a compiler. The last one counts.
+    count = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {count}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command, str(index), address],
+            cwd=Path(__file__).parents[1],
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": flags,
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]

@@ -6,11 +6,6 @@ Eight virtual CPU devices stand in for a machine with eight accelerators.
 import functools
 import hashlib
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +27,7 @@ from .autocast.test_gathers import (
     whole as matrices,
 )
 from .grad.cases import close, loss, params, same_bits, uniform
+from .helpers import in_two_processes
 
 STEPS, BATCH = 20, 16
 # Step, row, value: single examples on single devices, in front, behind, together.
@@ -374,42 +370,12 @@ def work(process, address):
     print(json.dumps([outcome, decisions, scales, int(scaling.skipped), ordered, laid]))
 
 
-TWO_DEVICES = "--xla_force_host_platform_device_count=2"
-
-
 @pytest.fixture(scope="module")
 def two_processes():
     """The outcomes of two processes on this machine, with two devices each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        # All other flags as here: bits are those of a compiler. The last one counts.
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {TWO_DEVICES}",
-    }
     code = "import sys, tests.test_devices as t; t.work(int(sys.argv[1]), sys.argv[2])"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(i), address],
-            cwd=Path(__file__).parents[1],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    gloo = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    return in_two_processes("-c", code, devices=2, **gloo)
 
 
 @pytest.mark.slow
@@ -423,12 +389,14 @@ def test_two_processes_agree_with_one(two_processes):
     close({k: np.asarray(v) for k, v in w.items()}, expected, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ARMS)
 def test_a_step_in_order_has_equal_bits_on_two_processes(two_processes, arm):
     for *_, ordered, _ in two_processes:
         assert ordered[arm] == in_order_on(1, arm, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TABLE, ids=" ".join)
 def test_two_processes_have_the_gradients_of_one_device(two_processes, case):
     for *_, laid in two_processes:

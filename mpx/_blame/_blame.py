@@ -98,7 +98,7 @@ def blame(
                       accumulate_dtype)  # fmt: skip
     # What is wrong about the options is said now, and not at the first call.
     gradient_function(CALL, func, scaling, argnums, True, options)
-    _refuse_limit(above)
+    refuse_limit(above, CALL)
 
     @wraps(func)
     def replay(*args: PyTree, **kwargs: PyTree) -> BlameReport:
@@ -232,10 +232,11 @@ def _rows(step: StepOf, replay: Replay) -> tuple[int, ...]:
     )
 
 
-def _refuse_limit(above: Any) -> None:
+def refuse_limit(above: Any, call: str) -> None:
+    """Raises where `above` is no magnitude."""
     if above is None:
         return
     if not isinstance(above, int | float) or isinstance(above, bool):
-        raise TypeError(f"`above` of {CALL} must be a number; got {describe(above)}.")
+        raise TypeError(f"`above` of {call} must be a number; got {describe(above)}.")
     if not above > 0:
-        raise ValueError(f"`above` of {CALL} must be positive; got {above}.")
+        raise ValueError(f"`above` of {call} must be positive; got {above}.")

@@ -225,6 +225,10 @@ class AbstractLossScaling(eqx.Module):
         """`with_loss`, of what is one."""
         return loss
 
+    def amaxes_by_weight(self) -> dict[str, Array]:
+        """The newest amaxes that recipes have of each weight; here there are none."""
+        return {}
+
     # What a step does for recipes. Here there are none, and nothing is done; so a step
     # need not ask of which class its scaling is.
 

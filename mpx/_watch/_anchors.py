@@ -20,7 +20,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from .._program import (
     Location,
     PrimitiveClass,
-    Probe,
     Records,
     Span,
     Tagged,
@@ -29,7 +28,7 @@ from .._program import (
     properties,
     source_span,
 )
-from ._trace import Source, Sources, is_product, line, phase_of, where
+from ._trace import Source, SourceProbe, is_product, line, phase_of, where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Found:
         return jnp.moveaxis(x, turns, range(len(turns))), len(turns)
 
 
-class Collect(Probe):
+class Collect(SourceProbe):
     """Collects values of the forward pass, and notes the place of each.
 
     Args:
@@ -82,20 +81,10 @@ class Collect(Probe):
     def __init__(
         self, wanted: frozenset[Anchor] | None = None, *, reverses: bool = False
     ) -> None:
+        super().__init__()
         self.found: dict[Hashable, Found] = {}
         self._wanted, self._reverses = wanted, reverses
-        self._sources = Sources()
         self._counts: Counter[Anchor] = Counter()
-
-    def constant(self, array: object) -> Source:
-        """Data."""
-        return self._sources.constant()
-
-    def transfer(
-        self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
-    ) -> Sequence[Source]:
-        """The sources of the results."""
-        return self._sources.transfer(equation, place, operands)
 
     def compute(self, equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
         """The results, of sums in another order if they are wanted so."""

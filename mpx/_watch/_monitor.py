@@ -22,7 +22,6 @@ from .._inspect import Traced, trace
 from .._program import (
     Form,
     Location,
-    Probe,
     Records,
     Tagged,
     divide,
@@ -32,7 +31,7 @@ from .._program import (
 from ._formats import Asked, AskedFormat, asked_formats
 from ._report import Statistics
 from ._statistics import counts, joined, sampled, tensor_statistics
-from ._trace import Kind, Source, Sources, is_product, phase_of, where
+from ._trace import Kind, Source, SourceProbe, is_product, phase_of, where
 
 CALL = "`mpx.monitor(func)(*args)`"
 
@@ -224,26 +223,16 @@ class _Row:
     )
 
 
-class _Counts(Probe):
+class _Counts(SourceProbe):
     """Counts the numbers of each operand of a product, once."""
 
     def __init__(self, formats: tuple[AskedFormat, ...], sample: int) -> None:
-        self.sources = Sources()
+        super().__init__()
         self._sample = sample
         self.rows: dict[Hashable, _Row] = {}
         self._formats = formats
         self._arrays: dict[Hashable, Any] = {}
         self._counted: frozenset[Hashable] = frozenset()
-
-    def constant(self, array: object) -> Source:
-        """Data."""
-        return self.sources.constant()
-
-    def transfer(
-        self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
-    ) -> Sequence[Source]:
-        """The sources of the results."""
-        return self.sources.transfer(equation, place, operands)
 
     def carried(self, equation: JaxprEqn, place: Location, tag: Source) -> Source:
         """What a loop carries is computed anew in each turn; a weight it may be."""

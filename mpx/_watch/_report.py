@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._loss_scaling import AbstractLossScaling
-from .._scaling import RecipeScaling
 from ._closeness import decibels
 from ._statistics import TensorStatistics
 
@@ -128,11 +127,11 @@ def recipe_amaxes(tree: PyTree) -> dict[str, tuple[float, float, float]]:
     is_scaling = lambda node: isinstance(node, AbstractLossScaling)  # noqa: E731
     found: dict[str, tuple[float, float, float]] = {}
     for node in jax.tree.leaves(tree, is_leaf=is_scaling):
-        if isinstance(node, RecipeScaling):
-            for slot, amaxes in node.amaxes_by_weight().items():
-                rows = np.asarray(amaxes, np.float64).reshape(-1, 3)
-                a, b, c = map(float, rows.max(axis=0))
-                found[slot] = (a, b, c)
+        known = node.amaxes_by_weight() if is_scaling(node) else {}
+        for slot, amaxes in known.items():
+            rows = np.asarray(amaxes, np.float64).reshape(-1, 3)
+            a, b, c = map(float, rows.max(axis=0))
+            found[slot] = (a, b, c)
     return found
 
 

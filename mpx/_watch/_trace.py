@@ -18,6 +18,7 @@ from .._inspect import function_path, line_text, phase, scope_path
 from .._program import (
     Location,
     PrimitiveClass,
+    Probe,
     Tagged,
     aval_of,
     class_of,
@@ -105,6 +106,23 @@ class Sources:
             Source(next(self._numbers), kind, is_again=is_again, is_made=is_made)
             for _ in range(results)
         ]
+
+
+class SourceProbe(Probe):
+    """A probe whose tags are sources."""
+
+    def __init__(self) -> None:
+        self.sources = Sources()
+
+    def constant(self, array: object) -> Source:
+        """Data."""
+        return self.sources.constant()
+
+    def transfer(
+        self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
+    ) -> Sequence[Source]:
+        """The sources of the results."""
+        return self.sources.transfer(equation, place, operands)
 
 
 def _followed(

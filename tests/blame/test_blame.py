@@ -132,3 +132,6 @@ def test_it_wants_arrays():
 def test_a_limit_is_a_positive_number(above, error, match):
     with unchecked_annotations(), pytest.raises(error, match=match):
         mpx.blame(jnp.sum, mpx.NoLossScaling(), above=above)
+    match = match.replace("mpx.blame", "mpx.nnx.blame")
+    with unchecked_annotations(), pytest.raises(error, match=match):
+        mpx.nnx.blame(jnp.sum, mpx.NoLossScaling(), above=above)

@@ -1,14 +1,8 @@
 """Kills and a soak, in short; `python -m tests.faults` runs them at length."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from ..helpers import in_two_processes
 from . import kills, soak
 from .two_processes import PRECISIONS
 
@@ -42,31 +36,8 @@ def test_the_checks_can_fail(tmp_path):
 @pytest.mark.slow
 def test_a_nan_on_one_device_of_one_process_skips_the_step_on_all():
     """Every piece of weights and moments, on both, is what it was, bit for bit."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = "--xla_force_host_platform_device_count=2"
-    command = [sys.executable, "-m", "tests.faults.two_processes"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(index), address],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    for output, _ in outputs:
-        found = json.loads(output.splitlines()[-1])
+    module = "tests.faults.two_processes"
+    for found in in_two_processes("-m", module, devices=2):
         assert set(found) == set(PRECISIONS)
         for precision, outcome in found.items():
             good, bad = [[True], False], [[False], True]  # decision, nothing changed
