@@ -28,10 +28,10 @@ from ._cast import cast_to_float16 as cast_to_float16
 from ._cast import cast_to_bfloat16 as cast_to_bfloat16
 from ._cast import cast_to_float32 as cast_to_float32
 from ._autocast import autocast as autocast
-from ._autocast import Rules as Rules
-from ._autocast import Rule as Rule
-from ._autocast import Precision as Precision
-from ._autocast import Candidate as Candidate
+from ._rules import Rules as Rules
+from ._rules import Rule as Rule
+from ._rules import Precision as Precision
+from ._rules import Candidate as Candidate
 from ._quantize import Format as Format
 from ._quantize import quantize as quantize
 from ._quantize import quantize_dequantize as quantize_dequantize

@@ -223,5 +223,5 @@ def varied_axes(equation: JaxprEqn) -> frozenset[str]:
 
     Its transpose is a sum over the devices.
     """
-    is_one = equation.primitive.name in ("pvary", "pcast")
+    is_one = equation.primitive.name == "pvary"
     return frozenset(equation.params.get("axes", ())) if is_one else frozenset()

@@ -1,10 +1,14 @@
 """Automatic mixed precision for any JAX function.
 
-In this order: what is told (`_rules`, `_settings`) and what is known meanwhile
-(`_state`, `_context`); analyse (`_demand`), decide (`_decide`, `_products`), emit
-(`_emit`), rematerialize (`_rematerialize`); equations that hold programs
-(`_control_flow`, `_custom_rules`, `_fused`); and around it `_call`, `_transform` and
-`_layers`. `_notes` says what was decided.
+In this order: what is told (`_settings`) and what is known meanwhile (`_context`);
+analyse (`_demand`), decide (`_decide`, `_products`), emit (`_emit`, `_travel`),
+rematerialize (`_rematerialize`); equations that hold programs (`_control_flow`,
+`_loops`, `_custom_rules`, `_fused`); and around it `_call`, `_transform` and `_layers`.
+`_notes` says what was decided.
+
+What a program is stands in `mpx._program`, what a user's rule is in `mpx._rules`, the
+state that recipes are given in `mpx._recipe_state`, and what travels between devices in
+`mpx._wire`; none of them knows autocast.
 """
 
 from ._call import (
@@ -35,12 +39,6 @@ from ._notes import (
     read_note as read_note,
     taking_notes as taking_notes,
 )
-from ._rules import (
-    Candidate as Candidate,
-    Precision as Precision,
-    Rule as Rule,
-    Rules as Rules,
-)
 from ._settings import (
     is_tracing as is_tracing,
     read_weights as read_weights,
@@ -50,24 +48,8 @@ from ._settings import (
     weights_in_call as weights_in_call,
     weights_of as weights_of,
 )
-from ._state import (
-    ProvidedState as ProvidedState,
-    Request as Request,
-    SlotName as SlotName,
-    State as State,
-    StateRequests as StateRequests,
-    at_step as at_step,
-    brief as brief,
-    collecting_requests as collecting_requests,
-    first_step as first_step,
-    providing_state as providing_state,
-)
 from ._transform import (
     ambient_residuals as ambient_residuals,
     autocast as autocast,
     with_rule as with_rule,
-)
-from ._wire import (
-    cast_where_it_lies as cast_where_it_lies,
-    on_the_wire as on_the_wire,
 )

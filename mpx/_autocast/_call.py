@@ -29,10 +29,22 @@ from .._named_like import named_like
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._program import Call
 from .._quantize import AbstractRecipe
+from .._recipe_state import (
+    Slots,
+    StateRequests,
+    first_step,
+    is_random,
+    next_source,
+    note_switched_off,
+    note_used,
+    with_step,
+)
+from .._rules import Precision
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from .._typing import AnyArray, Aval
-from . import _control_flow, _custom_rules
+from .._wire import present_wire
+from . import _control_flow, _custom_rules, _loops
 from ._context import (
     FLOAT16,
     Place,
@@ -55,7 +67,6 @@ from ._notes import (
     refuse_unused,
 )
 from ._products import reach_of_results, recipes_in
-from ._rules import Precision
 from ._settings import (
     Settings,
     Weights,
@@ -64,20 +75,10 @@ from ._settings import (
     region,
     trace,
 )
-from ._state import (
-    Slots,
-    StateRequests,
-    first_step,
-    is_random,
-    next_source,
-    note_switched_off,
-    note_used,
-    with_step,
-)
-from ._wire import present_wire
 
 _REWRITES = {
     **_control_flow.REWRITES,
+    **_loops.REWRITES,
     **{name: or_fused(name, f) for name, f in _custom_rules.REWRITES.items()},
 }
 

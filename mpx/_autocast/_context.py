@@ -12,7 +12,6 @@ summed in float32; XLA merges the casts. A computed value is cast once for a few
 which then share one gradient in half precision.
 """
 
-import abc
 import contextlib
 import dataclasses
 import enum
@@ -28,10 +27,11 @@ from jax.extend.core import JaxprEqn
 
 from .._jax_compat import scope_names
 from .._program import DataScope
-from .._quantize import AbstractProduct, AbstractRecipe, Ahead, DelayedScaling
-from .._typing import AnyArray, Aval, Shape
+from .._quantize import AbstractRecipe, DelayedScaling
+from .._recipe_state import Slots
+from .._typing import AnyArray, Aval
+from .._wire import Gathering
 from ._settings import Settings
-from ._state import Slots
 
 FULL = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
@@ -75,37 +75,6 @@ class Facts(NamedTuple):
     is_weight: bool = False
 
 
-class Journey(abc.ABC):
-    """A weight on its way from other devices: sent in the form that a use asks for."""
-
-    @property
-    @abc.abstractmethod
-    def shape(self) -> Shape:
-        """The shape in which it arrives."""
-
-    @abc.abstractmethod
-    def arrive(self) -> AnyArray:
-        """Sends it as an array, which is float32 where it arrives."""
-
-    @abc.abstractmethod
-    def arrive_quantized(
-        self, product: AbstractProduct, scales: AnyArray | None
-    ) -> tuple[AnyArray, Ahead] | None:
-        """Sends it in the few bits that a product reads.
-
-        Args:
-            product: The product.
-            scales: The scales of delayed scaling.
-
-        Returns:
-            What the gradient goes to, and the weight; None if it is to be an array.
-        """
-
-    @abc.abstractmethod
-    def then(self, equation: JaxprEqn) -> "Journey":
-        """The same, and then moved by an equation where it arrives."""
-
-
 class Value:
     """A value of the program: an array in its present dtype, and its facts."""
 
@@ -115,7 +84,7 @@ class Value:
         "facts",
         "input_scales",
         "is_constant",
-        "journey",
+        "gathering",
         "narrow",
         "slots",
         "wide",
@@ -138,7 +107,7 @@ class Value:
             slots: The state of recipes that a weight carries.
         """
         self._array = array
-        self.journey: Journey | None = None
+        self.gathering: Gathering | None = None
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
@@ -149,28 +118,30 @@ class Value:
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @classmethod
-    def on_its_way(cls, journey: Journey, facts: Facts, slots: Slots | None) -> "Value":
+    def on_its_way(
+        cls, gathering: Gathering, facts: Facts, slots: Slots | None
+    ) -> "Value":
         """A float32 weight that other devices send, once it is known in which form."""
         value = cls(None, facts, slots=slots)
-        value.journey = journey
+        value.gathering = gathering
         return value
 
     @property
     def array(self) -> Any:
         """The array."""
-        if self._array is None and self.journey is not None:
-            self._array = self.journey.arrive()
+        if self._array is None and self.gathering is not None:
+            self._array = self.gathering.arrive()
         return self._array
 
     @property
     def dtype(self) -> Any:
         """The dtype that it has now."""
-        return self.array.dtype if self.journey is None else FULL
+        return self.array.dtype if self.gathering is None else FULL
 
     @property
     def shape(self) -> Any:
         """The shape that it has."""
-        return self.array.shape if self.journey is None else self.journey.shape
+        return self.array.shape if self.gathering is None else self.gathering.shape
 
     def offer(self, array: Any) -> None:
         """Gives a cast of the array that was made elsewhere."""

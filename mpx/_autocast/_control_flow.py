@@ -1,13 +1,11 @@
-"""Programs within programs: jit, loops, branches, remat, shard_map.
+"""Programs within programs: jit, branches, remat, shard_map.
 
 Each is rewritten and bound to the same primitive again, with its name, shardings,
 donation and policy. A program that stands in many places (one layer, called twelve
-times) is rewritten once for each way in which its operands come.
+times) is rewritten once for each way in which its operands come. The results of
+branches must agree: all in half precision, or all in float32.
 
-- A loop's carry keeps its declared dtype: a carry in half precision is the user's
-  choice, never inferred, since the parameters of a scanned training loop look just
-  like a residual stream.
-- The results of branches must agree: all in half, or all in float32.
+`_loops` has those of loops, `_custom_rules` those with derivative rules of their own.
 """
 
 import dataclasses
@@ -15,20 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
 
 from .._jax_compat import (
     bind_equation,
     composite_parameter,
     manual_axes,
     open_jaxpr,
-    scan_counts,
-    scan_options,
 )
 from .._program import (
     aval_of,
@@ -36,18 +30,14 @@ from .._program import (
     distinct_equations,
     program_of,
     properties,
-    sub_jaxprs,
 )
+from .._recipe_state import Slots, StateOperands
 from .._typing import AnyArray, Aval, Program
+from .._wire import refuse_sums_of_others
 from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
-from ._demand import Demand, Wanted, carried_demands, demands_of
+from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate
-from ._entry import dtypes_at_entry, joined, narrowed
-from ._loops import narrowed_results, narrowed_stacks, streams_of
-from ._notes import CARRY, noted_cast
-from ._products import reach_of_program
-from ._state import Slots, StateOperands, repeated
-from ._wire import refuse_sums_of_others
+from ._travel import dtypes_at_entry, joined, narrowed
 
 
 def enter(
@@ -194,7 +184,7 @@ def rewrite_jit(
     operands = widened(run, place, equation, operands, demands)
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
-    if any(state.form) or any(v.journey is not None for v in operands):
+    if any(state.form) or any(v.gathering is not None for v in operands):
         return _rewrite_inline(run, place, equation, operands, demands)
     closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
     arrays = [v.array for v in operands]
@@ -299,141 +289,6 @@ def rewrite_shard_map(
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 
 
-def _strong(value: Value, aval: Aval) -> AnyArray:
-    """An array in the dtype that a loop declares for what it carries."""
-    with noted_cast(CARRY):
-        array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
-    if getattr(jax.typeof(array), "weak_type", False):
-        return jax.lax.convert_element_type(array, array.dtype)
-    return array
-
-
-def _carried(arrays: Sequence[Any]) -> list[Value]:
-    """What a loop carries counts as computed, in the precision that it declares."""
-    return [computed(x) for x in arrays]
-
-
-def rewrite_scan(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
-    """A scan; what it stacks may be half precision, what it carries keeps its dtype."""
-    params = equation.params
-    n_consts, n_carry = scan_counts(params)
-    closed = params["jaxpr"]
-    jaxpr = open_jaxpr(closed)
-    end = n_consts + n_carry
-    fixed, carried = operands[:n_consts], operands[n_consts:end]
-    carry_avals = [aval_of(v) for v in jaxpr.invars[n_consts:end]]
-    wanted = (*carried_demands(jaxpr.invars[n_consts:end]), *demands[n_carry:])
-    place = _loop_place(place, equation)
-    inside = [*fixed, *map(_as_carried, carried), *operands[end:]]
-    stacked = narrowed_stacks(run, place, jaxpr, inside, wanted, end)
-    facts = tuple(v.facts for v in stacked)
-    # A weight that all turns share has a copy of its slots for each.
-    shared = StateOperands([v.slots for v in fixed])
-    cut = StateOperands([v.slots for v in stacked], params["length"])
-    copies = [repeated(x, params["length"]) for x in shared.arrays]
-    given: list[Any] = []
-    found: list[tuple[Facts, ...]] = []
-
-    def body(carry: PyTree, xs: PyTree) -> tuple[list[Any], list[Any]]:
-        xs, for_fixed, for_stacked = xs
-        slots, _ = shared.unpacked(for_fixed)
-        consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
-        rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
-        operands = [*consts, *_carried(carry), *rows]
-        results = evaluate(run, place, closed, operands, wanted)
-        given[:] = [v.dtype for v in results[:n_carry]]
-        ys = narrowed_results(place, results[n_carry:], demands[n_carry:])
-        found[:] = [tuple(_stacked_facts(v.facts) for v in ys)]
-        return _begun(results[:n_carry], carry_avals), [v.array for v in ys]
-
-    xs = ([v.array for v in stacked], copies, cut.arrays)
-    streams = streams_of(run, place.settings, jaxpr, n_consts, n_carry)
-    if streams and params["length"]:
-        # What the body gives in half precision, only a trace of it can tell.
-        row = jax.tree.map(lambda x: x[0], xs)
-        jax.eval_shape(body, _begun(carried, carry_avals), row)
-        for i in streams:
-            if given[i] == place.settings.dtype:
-                carry_avals[i] = carry_avals[i].update(dtype=given[i])
-    init = _begun(carried, carry_avals)
-    carry, ys = jax.lax.scan(body, init, xs, **scan_options(params))
-    return _carried(carry) + [Value(y, f) for y, f in zip(ys, found[0], strict=True)]
-
-
-def _begun(values: Sequence[Value], avals: Sequence[Aval]) -> list[AnyArray]:
-    """The arrays that a turn begins with."""
-    return [_strong(v, a) for v, a in zip(values, avals, strict=True)]
-
-
-def _as_carried(value: Value) -> Value:
-    """A value as the body of a loop knows it that carries it: it was computed."""
-    return Value(value.array, value.facts._replace(provenance=Provenance.FULL))
-
-
-def _loop_place(place: Place, equation: JaxprEqn) -> Place:
-    """The place inside of a loop, whose results go into its next turn, too."""
-    reach = place.reach and reach_of_program(sub_jaxprs(equation)[0], place.reach)
-    return dataclasses.replace(place, reach=reach, is_in_loop=True)
-
-
-def _stacked_facts(facts: Facts) -> Facts:
-    return facts._replace(is_broadcast=False, literal=None)
-
-
-def rewrite_while(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
-    """A loop of unknown length."""
-    params = equation.params
-    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-    test, body = params["cond_jaxpr"], params["body_jaxpr"]
-    avals = [aval_of(v) for v in open_jaxpr(body).invars[n_body:]]
-    wanted = carried_demands(open_jaxpr(body).invars[n_body:])
-    for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
-    place = dataclasses.replace(_loop_place(place, equation), is_in_while=True)
-    test_place = dataclasses.replace(place, reach=())
-    init = [
-        _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)
-    ]
-
-    def inside(fixed: list[Value], carry: PyTree) -> list[Value]:
-        # Without slots: nothing comes back from its turns that could fill them.
-        values = enter([v.array for v in fixed], [v.facts for v in fixed])
-        return [*values, *_carried(carry)]
-
-    def are_going_on(carry: PyTree) -> AnyArray:
-        values = inside(for_test, carry)
-        return evaluate(run, test_place, test, values, (Demand.ANY,))[0].array
-
-    def is_going_on(carry: PyTree) -> AnyArray:
-        going = are_going_on(carry)
-        return jnp.any(going) if going.ndim else going
-
-    def step(carry: PyTree) -> list[Any]:
-        values = inside(for_body, carry)
-        results = evaluate(run, place, body, values, wanted)
-        new = [_strong(v, a) for v, a in zip(results, avals, strict=True)]
-        if not aval_of(open_jaxpr(test).outvars[0]).shape:
-            return new
-        # `vmap` of a loop whose examples end at different times: JAX's while primitive
-        # takes a test for each example, which `jax.lax.while_loop` does not, and keeps
-        # those that have ended as they are when it is lowered (jax 0.10 to 0.12).
-        going = are_going_on(carry)
-        return [_where(going, a, b) for a, b in zip(new, carry, strict=True)]
-
-    return _carried(jax.lax.while_loop(is_going_on, step, init))
-
-
-def _where(condition: Any, new: Any, old: Any) -> AnyArray:
-    """`new` where a condition of the leading axes holds."""
-    axes = range(condition.ndim)
-    return jax.lax.select(
-        jax.lax.broadcast_in_dim(condition, new.shape, axes), new, old
-    )
-
-
 def rewrite_cond(
     run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
@@ -491,7 +346,5 @@ REWRITES: dict[str, Rewrite] = {
     "remat2": rewrite_remat,
     "checkpoint": rewrite_remat,
     "shard_map": rewrite_shard_map,
-    "scan": rewrite_scan,
-    "while": rewrite_while,
     "cond": rewrite_cond,
 }

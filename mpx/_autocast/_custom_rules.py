@@ -26,6 +26,7 @@ from jaxtyping import PyTree
 
 from .._jax_compat import bind_equation, open_jaxpr, symbolic_zero
 from .._program import aval_of, constants_as_inputs, program_of, zero_results
+from .._recipe_state import StateOperands
 from .._typing import AnyArray, Aval
 from ._context import Facts, Place, Run, Value, computed, is_castable
 from ._control_flow import (
@@ -38,7 +39,6 @@ from ._control_flow import (
 from ._demand import Demand, Wanted, demand_for
 from ._emit import Rewrite, evaluate
 from ._settings import trace
-from ._state import StateOperands
 
 _FLOAT0 = jax.dtypes.float0
 

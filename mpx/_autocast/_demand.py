@@ -32,15 +32,18 @@ from .._program import (
     backward,
     class_of,
     is_multiplication,
+    is_residual,
+    is_scaling,
+    looked_up,
+    makers_of,
     program_of,
     properties,
     sub_jaxprs,
 )
+from .._rules import Precision
 from .._typing import Atom, Program
 from ._context import FULL, Run, is_castable
-from ._rules import Precision
 from ._settings import Settings
-from ._streams import is_residual, is_scaling, looked_up, makers_of
 
 
 class Demand(enum.Enum):
@@ -203,7 +206,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         declared = tuple(map(self.is_declared, equation.invars))
         here = self._settings.at(scope_names(equation))
         is_full = results[0] is Demand.FULL if results else False
-        if not any(declared) and is_residual(equation, self._makers, is_full):
+        if not any(declared) and self._is_residual(equation, is_full):
             self.residuals.update(equation.outvars)
             found = (looked_up(a, self._makers) for a in equation.invars)
             self.beginnings.update(v for v in found if v is not None)
@@ -223,6 +226,10 @@ class _DemandFlow(BackwardFlow[Demand]):
                 if place is not None:
                     found[place] |= demand
         return found
+
+    def _is_residual(self, equation: JaxprEqn, is_full: bool) -> bool:
+        is_float = any(is_castable(aval_of(v)) for v in equation.outvars)
+        return is_float and is_residual(equation, self._makers, is_full)
 
     def _inputs_of(
         self,

@@ -31,6 +31,7 @@ from .._program import (
     parts,
     properties,
 )
+from .._rules import Precision, Rule
 from .._typing import AnyArray, Atom, Aval
 from ._context import (
     FLOAT16,
@@ -52,7 +53,6 @@ from ._demand import Demand, Demands, Wanted, demands_of
 from ._notes import noted, refuse_accident, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
 from ._rematerialize import Values, emit_island
-from ._rules import Precision, Rule
 from ._travel import (
     moved_later,
     product_of_weight,

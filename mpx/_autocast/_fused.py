@@ -26,13 +26,13 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from .._jax_compat import open_jaxpr, scope_names
 from .._program import PrimitiveClass, aval_of, data_of, data_scope, program_of
 from .._quantize import Target
+from .._rules import Precision, Rule
 from .._typing import AnyArray
 from ._context import Place, Run, Value, computed
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import Wanted
 from ._emit import Rewrite, evaluate
 from ._notes import is_taking_notes, noted
-from ._rules import Precision, Rule
 from ._settings import trace
 
 

@@ -1,4 +1,9 @@
-"""What a scan stacks and carries in half precision.
+"""Loops: scan and while.
+
+What a loop carries keeps its declared dtype: a carry in half precision is the user's
+choice, never inferred, since the parameters of a scanned training loop look just like
+a residual stream. But where the residual stream is to be half precision, a body that
+adds to its carry and gives a sum in half precision carries that.
 
 A scan keeps its stacked inputs and results whole, and its derivative a gradient of
 each. One cast in front of the loop, instead of one in every turn, halves both:
@@ -7,25 +12,182 @@ each. One cast in front of the loop, instead of one in every turn, halves both:
   does a weight with one use, whose gradient in each turn is that of one product. With
   several uses it is cast at each of them, and their gradients are summed in float32.
 - A result that is cast by all that uses it outside is stacked as they will have it.
-- A carry keeps its dtype. But where the residual stream is to be half precision, a body
-  that adds to its carry and gives a sum in half precision carries that.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jaxtyping import PyTree
 
-from .._jax_compat import is_differentiated, scope_names
-from .._program import aval_of, distinct_equations, properties, sub_jaxprs
-from .._typing import Atom
-from ._context import FULL, Place, Provenance, Run, Value, is_castable
-from ._demand import Demand, Wanted, demands_of
+from .._jax_compat import (
+    is_differentiated,
+    open_jaxpr,
+    scan_counts,
+    scan_options,
+    scope_names,
+)
+from .._program import (
+    aval_of,
+    distinct_equations,
+    makers_of,
+    properties,
+    sub_jaxprs,
+)
+from .._recipe_state import StateOperands, repeated
+from .._typing import AnyArray, Atom, Aval
+from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
+from ._control_flow import enter
+from ._demand import Demand, Wanted, carried_demands, demands_of
+from ._emit import Rewrite, evaluate
+from ._notes import CARRY, noted_cast
+from ._products import reach_of_program
 from ._settings import Settings
-from ._streams import makers_of
 
 
-def narrowed_stacks(
+def rewrite_scan(
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
+) -> list[Value]:
+    """A scan; what it stacks may be half precision, what it carries keeps its dtype."""
+    params = equation.params
+    n_consts, n_carry = scan_counts(params)
+    closed = params["jaxpr"]
+    jaxpr = open_jaxpr(closed)
+    end = n_consts + n_carry
+    fixed, carried = operands[:n_consts], operands[n_consts:end]
+    carry_avals = [aval_of(v) for v in jaxpr.invars[n_consts:end]]
+    wanted = (*carried_demands(jaxpr.invars[n_consts:end]), *demands[n_carry:])
+    place = _loop_place(place, equation)
+    inside = [*fixed, *map(_as_carried, carried), *operands[end:]]
+    stacked = _narrowed_stacks(run, place, jaxpr, inside, wanted, end)
+    facts = tuple(v.facts for v in stacked)
+    # A weight that all turns share has a copy of its slots for each.
+    shared = StateOperands([v.slots for v in fixed])
+    cut = StateOperands([v.slots for v in stacked], params["length"])
+    copies = [repeated(x, params["length"]) for x in shared.arrays]
+    given: list[Any] = []
+    found: list[tuple[Facts, ...]] = []
+
+    def body(carry: PyTree, xs: PyTree) -> tuple[list[Any], list[Any]]:
+        xs, for_fixed, for_stacked = xs
+        slots, _ = shared.unpacked(for_fixed)
+        consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
+        rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
+        operands = [*consts, *_carried(carry), *rows]
+        results = evaluate(run, place, closed, operands, wanted)
+        given[:] = [v.dtype for v in results[:n_carry]]
+        ys = _narrowed_results(place, results[n_carry:], demands[n_carry:])
+        found[:] = [tuple(_stacked_facts(v.facts) for v in ys)]
+        return _begun(results[:n_carry], carry_avals), [v.array for v in ys]
+
+    xs = ([v.array for v in stacked], copies, cut.arrays)
+    streams = _streams_of(run, place.settings, jaxpr, n_consts, n_carry)
+    if streams and params["length"]:
+        # What the body gives in half precision, only a trace of it can tell.
+        row = jax.tree.map(lambda x: x[0], xs)
+        jax.eval_shape(body, _begun(carried, carry_avals), row)
+        for i in streams:
+            if given[i] == place.settings.dtype:
+                carry_avals[i] = carry_avals[i].update(dtype=given[i])
+    init = _begun(carried, carry_avals)
+    carry, ys = jax.lax.scan(body, init, xs, **scan_options(params))
+    return _carried(carry) + [Value(y, f) for y, f in zip(ys, found[0], strict=True)]
+
+
+def rewrite_while(
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
+) -> list[Value]:
+    """A loop of unknown length."""
+    params = equation.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+    avals = [aval_of(v) for v in open_jaxpr(body).invars[n_body:]]
+    wanted = carried_demands(open_jaxpr(body).invars[n_body:])
+    for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
+    place = dataclasses.replace(_loop_place(place, equation), is_in_while=True)
+    test_place = dataclasses.replace(place, reach=())
+    init = [
+        _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)
+    ]
+
+    def inside(fixed: list[Value], carry: PyTree) -> list[Value]:
+        # Without slots: nothing comes back from its turns that could fill them.
+        values = enter([v.array for v in fixed], [v.facts for v in fixed])
+        return [*values, *_carried(carry)]
+
+    def are_going_on(carry: PyTree) -> AnyArray:
+        values = inside(for_test, carry)
+        return evaluate(run, test_place, test, values, (Demand.ANY,))[0].array
+
+    def is_going_on(carry: PyTree) -> AnyArray:
+        going = are_going_on(carry)
+        return jnp.any(going) if going.ndim else going
+
+    def step(carry: PyTree) -> list[Any]:
+        values = inside(for_body, carry)
+        results = evaluate(run, place, body, values, wanted)
+        new = [_strong(v, a) for v, a in zip(results, avals, strict=True)]
+        if not aval_of(open_jaxpr(test).outvars[0]).shape:
+            return new
+        # `vmap` of a loop whose examples end at different times: JAX's while primitive
+        # takes a test for each example, which `jax.lax.while_loop` does not, and keeps
+        # those that have ended as they are when it is lowered (jax 0.10 to 0.12).
+        going = are_going_on(carry)
+        return [_where(going, a, b) for a, b in zip(new, carry, strict=True)]
+
+    return _carried(jax.lax.while_loop(is_going_on, step, init))
+
+
+def _where(condition: Any, new: Any, old: Any) -> AnyArray:
+    """`new` where a condition of the leading axes holds."""
+    axes = range(condition.ndim)
+    return jax.lax.select(
+        jax.lax.broadcast_in_dim(condition, new.shape, axes), new, old
+    )
+
+
+def _strong(value: Value, aval: Aval) -> AnyArray:
+    """An array in the dtype that a loop declares for what it carries."""
+    with noted_cast(CARRY):
+        array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
+    if getattr(jax.typeof(array), "weak_type", False):
+        return jax.lax.convert_element_type(array, array.dtype)
+    return array
+
+
+def _carried(arrays: Sequence[Any]) -> list[Value]:
+    """What a loop carries counts as computed, in the precision that it declares."""
+    return [computed(x) for x in arrays]
+
+
+def _begun(values: Sequence[Value], avals: Sequence[Aval]) -> list[AnyArray]:
+    """The arrays that a turn begins with."""
+    return [_strong(v, a) for v, a in zip(values, avals, strict=True)]
+
+
+def _as_carried(value: Value) -> Value:
+    """A value as the body of a loop knows it that carries it: it was computed."""
+    return Value(value.array, value.facts._replace(provenance=Provenance.FULL))
+
+
+def _loop_place(place: Place, equation: JaxprEqn) -> Place:
+    """The place inside of a loop, whose results go into its next turn, too."""
+    reach = place.reach and reach_of_program(sub_jaxprs(equation)[0], place.reach)
+    return dataclasses.replace(place, reach=reach, is_in_loop=True)
+
+
+def _stacked_facts(facts: Facts) -> Facts:
+    return facts._replace(is_broadcast=False, literal=None)
+
+
+# --- What a scan stacks and carries in half precision ---------------------------------
+
+
+def _narrowed_stacks(
     run: Run,
     place: Place,
     jaxpr: Jaxpr,
@@ -56,7 +218,7 @@ def narrowed_stacks(
     ]
 
 
-def narrowed_results(
+def _narrowed_results(
     place: Place, values: Sequence[Value], demands: Wanted
 ) -> list[Value]:
     """What a body gives to be stacked, cast if all that uses the stack casts it."""
@@ -106,7 +268,7 @@ def _uses(jaxpr: Jaxpr, variable: Var) -> int:
     return found
 
 
-def streams_of(
+def _streams_of(
     run: Run, settings: Settings, jaxpr: Jaxpr, first: int, count: int
 ) -> list[int]:
     """What a body carries and adds branches to, as the blocks of a model do.
@@ -177,3 +339,9 @@ def _united(found: Iterable[dict[Var, bool]]) -> dict[Var, bool]:
         for variable, has_sum in one.items():
             united[variable] = united.get(variable, False) or has_sum
     return united
+
+
+REWRITES: dict[str, Rewrite] = {
+    "scan": rewrite_scan,
+    "while": rewrite_while,
+}

@@ -21,10 +21,10 @@ import jax
 from .._errors import describe, listing
 from .._program import aval_of, count, data_of, data_scope, source_span
 from .._quantize import AbstractProduct, Path, path_of
+from .._rules import Rule, Rules
 from ._context import FULL, Provenance, Value, is_castable
 from ._decide import Case, Choice, Reason
 from ._demand import Demand
-from ._rules import Rule, Rules
 
 _taking = jax.make_user_context(default_value=False)
 

@@ -53,13 +53,13 @@ from .._quantize import (
     rounds_stochastically,
     target_from,
 )
+from .._recipe_state import shared, with_input_scale
 from .._typing import AnyArray, Aval
+from .._wire import dtype_of_sums
 from ._context import UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason
 from ._notes import is_taking_notes, noted, refuse_slow
 from ._settings import Settings
-from ._state import shared, with_input_scale
-from ._wire import dtype_of_sums
 
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 
@@ -268,7 +268,7 @@ def _emit_product(
         data = case.operands[1 if weight is case.operands[0] else 0]
         scales = _with_one_input_scale(data, product.recipe, scales)
     step = step if rounds_stochastically(product.recipe) else None
-    sent = weight.journey and weight.journey.arrive_quantized(product, scales)
+    sent = weight.gathering and weight.gathering.arrive_quantized(product, scales)
     array, ahead = sent or (weight.array, None)
     if weight.wide is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)

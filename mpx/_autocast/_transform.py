@@ -20,6 +20,7 @@ from .._cast import cast_of_inputs
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
+from .._rules import Rule, Rules, as_written, is_recipe_class, read_switch
 from .._typing import DTypeLike
 from .._wraps import wraps
 from ._call import (
@@ -29,7 +30,6 @@ from ._call import (
     region_of_switched_off,
 )
 from ._context import new_programs
-from ._rules import Rule, Rules, as_written, is_recipe_class, read_switch
 from ._settings import (
     MARK,
     Mark,

@@ -180,17 +180,12 @@ def is_certain(level: Level, bits: Bits, chosen: Sequence[int], known: Bits) -> 
     return any(is_bad(known, v) for v in live)
 
 
-_PASS_ON = frozenset(
-    "add add_any sub mul neg dot_general conv_general_dilated reduce_sum".split()
-)
-
-
 def _passes_on(step: Step) -> bool:
     """Whether what is bad in an operand is bad in the result, infinity or NaN."""
     known = properties(step.primitive)
     is_whole = known.moves and not known.reads_part and not known.is_barrier
     is_cast = known.kind is PrimitiveClass.CONVERT
-    return step.primitive in _PASS_ON or is_whole or is_cast
+    return known.passes_on_bad or is_whole or is_cast
 
 
 def _order(level: Level, number: int) -> tuple[bool, int]:

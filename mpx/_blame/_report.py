@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from .._autocast import Rule
+from .._rules import Rule
 from ._badness import Range
 
 

@@ -8,16 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._autocast import (
-    Precision,
-    Rule,
-    autocast,
-    settings_of,
-    unwrapped,
-    with_rule,
-)
+from .._autocast import autocast, settings_of, unwrapped, with_rule
 from .._grad import Options, gradient_function
 from .._loss_scaling import StaticLossScaling
+from .._rules import Precision, Rule
 from ._replay import Replay, replayed
 from ._report import Culprit
 

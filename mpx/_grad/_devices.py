@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
-from .._autocast import cast_where_it_lies, half_inputs, settings_of
+from .._autocast import half_inputs, settings_of
 from .._dtypes import is_half
 from .._errors import listing
 from .._jax_compat import mesh_of
@@ -34,6 +34,7 @@ from .._loss_scaling import AbstractLossScaling
 from .._policy import Wire
 from .._quantize import largest_magnitude
 from .._tree import is_trainable
+from .._wire import cast_where_it_lies
 from ._accumulate import Accumulation, MicroBatches, joined, zeros_like_weights
 from ._engine import Problem
 from ._inputs import cast_inputs

@@ -15,13 +15,11 @@ from jaxtyping import Array, PyTree
 from .._autocast import (
     NO_MASTER,
     AmbientRecipe,
-    at_step,
     call_with_masters,
     in_contexts,
     note_float16,
     noted_scaling,
     noting_float16,
-    on_the_wire,
     settings_of,
 )
 from .._cast import cast_leaf, casting_inputs
@@ -30,8 +28,10 @@ from .._errors import describe, warn_user
 from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Wire
+from .._recipe_state import at_step
 from .._tree import is_trainable
 from .._typing import FloatScalar, LeafPredicate
+from .._wire import on_the_wire
 from ._inputs import cast_inputs
 from ._shared import axes_of_half_sums, axes_of_results, spread, summed
 
@@ -153,8 +153,9 @@ def scaled_value_and_grad(
     settings = settings_of(problem.func)
     problem = _as_travelling(problem, args, kwargs)
     differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
+    recipes = None if settings is None else settings.recipes
     with on_the_wire(problem.wire):
-        return at_step(scaling.record.steps, settings, differentiate)
+        return at_step(scaling.record.steps, recipes, differentiate)
 
 
 def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:

@@ -16,9 +16,7 @@ from .._autocast import (
     FusedOperation,
     IslandNote,
     Note,
-    Precision,
     autocast,
-    first_step,
     in_contexts,
     operation_of,
     read_note,
@@ -40,6 +38,8 @@ from .._program import (
     properties,
     walk,
 )
+from .._recipe_state import first_step
+from .._rules import Precision
 from .._typing import Aval, DTypeLike
 from ._costs import bytes_moved, flops
 from ._facts import (

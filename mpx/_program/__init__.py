@@ -73,3 +73,10 @@ from .source import (
     source_frames as source_frames,
     source_span as source_span,
 )
+from .streams import (
+    Makers as Makers,
+    is_residual as is_residual,
+    is_scaling as is_scaling,
+    looked_up as looked_up,
+    makers_of as makers_of,
+)

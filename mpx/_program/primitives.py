@@ -94,6 +94,9 @@ class Properties:
         moves: Its results hold numbers of its first operand and nothing else, or each
             those of the operand in its place.
         repeats: It moves, and its result may have more numbers than the operand.
+        rearranges: It moves, and its result has all numbers of the operand once.
+        gathers: It moves what lies in pieces on several devices, or together.
+        spreads: It says that what each device has already may differ between them.
         joins: Its result holds numbers of several operands.
         is_exact: Each number that it gives is one of its operand's, or its negative:
             no precision rounds it.
@@ -118,6 +121,7 @@ class Properties:
         reads_part: It reads of its operand what it gives.
         writes_part: It writes of its operand what it changes.
         is_access: Reads and writes the references of a Pallas kernel.
+        passes_on_bad: An infinity or a NaN among its operands is one in its result.
     """
 
     kind: PrimitiveClass | None
@@ -127,6 +131,9 @@ class Properties:
     saves: Saves = Saves.NOTHING
     moves: bool = False
     repeats: bool = False
+    rearranges: bool = False
+    gathers: bool = False
+    spreads: bool = False
     joins: bool = False
     is_exact: bool = False
     picks: bool = False
@@ -145,6 +152,7 @@ class Properties:
     reads_part: bool = False
     writes_part: bool = False
     is_access: bool = False
+    passes_on_bad: bool = False
 
     @property
     def is_cheap(self) -> bool:
@@ -204,9 +212,16 @@ _group(
     flops=Flops.DOT_GENERAL,
     saves=Saves.OTHERS,
     is_quantizable=True,
+    passes_on_bad=True,
 )
 _group("ragged_dot_general", _HALF, flops=Flops.RAGGED_DOT, is_quantizable=True)
-_group("conv_general_dilated", _HALF, flops=Flops.CONVOLUTION, is_quantizable=True)
+_group(
+    "conv_general_dilated",
+    _HALF,
+    flops=Flops.CONVOLUTION,
+    is_quantizable=True,
+    passes_on_bad=True,
+)
 _group("ragged_dot", _HALF, flops=Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_fwd_wrapper", _HALF, flops=Flops.ATTENTION_FORWARD)
 _group("bcoo_dot_general dot_product_attention", _HALF)
@@ -243,7 +258,7 @@ _group(
     _FULL,
     flops=Flops.ELEMENTWISE,
 )
-_group("reduce_sum", _FULL, flops=Flops.REDUCTION)
+_group("reduce_sum", _FULL, flops=Flops.REDUCTION, passes_on_bad=True)
 _group("reduce_prod", _FULL, flops=Flops.REDUCTION, saves=Saves.OPERAND)
 _group(
     "cumlogsumexp cumprod cumsum",
@@ -264,13 +279,22 @@ _group(
 # --- Several operands -----------------------------------------------------------------
 
 _PROMOTE = PrimitiveClass.PROMOTE
-_group("add add_any sub", _PROMOTE, flops=Flops.ELEMENTWISE, adds=True, is_binary=True)
 _group(
-    "div mul",
+    "add add_any sub",
+    _PROMOTE,
+    flops=Flops.ELEMENTWISE,
+    adds=True,
+    is_binary=True,
+    passes_on_bad=True,
+)
+_group("div", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.OTHERS, is_binary=True)
+_group(
+    "mul",
     _PROMOTE,
     flops=Flops.ELEMENTWISE,
     saves=Saves.OTHERS,
     is_binary=True,
+    passes_on_bad=True,
 )
 _group("rem", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.OTHERS)
 _group(
@@ -369,7 +393,14 @@ _group(
     picks=True,
 )
 _group("sign", _FOLLOW, flops=Flops.ELEMENTWISE, saves=Saves.OPERAND, is_exact=True)
-_group("neg", _FOLLOW, flops=Flops.ELEMENTWISE, is_exact=True, picks=True)
+_group(
+    "neg",
+    _FOLLOW,
+    flops=Flops.ELEMENTWISE,
+    is_exact=True,
+    picks=True,
+    passes_on_bad=True,
+)
 _group("ceil floor is_finite", _FOLLOW, flops=Flops.ELEMENTWISE, is_exact=True)
 _group("round", _FOLLOW, flops=Flops.ELEMENTWISE)
 _group(
@@ -433,18 +464,15 @@ _group(
 
 # --- Movement of data -----------------------------------------------------------------
 
-_group(
-    "copy copy_p rev roll split transpose unstack",
-    _FOLLOW,
-    flops=Flops.ZERO,
-    moves=True,
-)
+_group("copy rev transpose", _FOLLOW, flops=Flops.ZERO, moves=True, rearranges=True)
+_group("copy_p roll split unstack", _FOLLOW, flops=Flops.ZERO, moves=True)
 _group(
     "expand_dims reshape squeeze",
     _FOLLOW,
     flops=Flops.ZERO,
     saves=Saves.SAME,
     moves=True,
+    rearranges=True,
     is_free=True,
 )
 _group(
@@ -466,9 +494,10 @@ _group(
     is_barrier=True,
     reads_part=True,
 )
-_group("pvary stop_gradient", _FOLLOW, flops=Flops.ZERO, moves=True, is_free=True)
+_group("stop_gradient", _FOLLOW, flops=Flops.ZERO, moves=True, is_free=True)
+_group("pvary", _FOLLOW, flops=Flops.ZERO, moves=True, spreads=True, is_free=True)
 _group(
-    "name optimization_barrier sharding_constraint",
+    "name optimization_barrier",
     _FOLLOW,
     flops=Flops.ZERO,
     moves=True,
@@ -476,10 +505,26 @@ _group(
     is_free=True,
 )
 _group(
+    "sharding_constraint",
+    _FOLLOW,
+    flops=Flops.ZERO,
+    moves=True,
+    gathers=True,
+    is_barrier=True,
+    is_free=True,
+)
+_group(
+    "all_gather all_gather_invariant reshard",
+    _FOLLOW,
+    flops=Flops.ZERO,
+    moves=True,
+    gathers=True,
+    is_barrier=True,
+)
+_group(
     """
-    all_gather all_gather_invariant all_gather_reduced all_to_all device_put
-    layout_constraint pbroadcast pbroadcast_dynamic ppermute relayout reshard
-    with_memory_space_constraint
+    all_gather_reduced all_to_all device_put layout_constraint pbroadcast
+    pbroadcast_dynamic ppermute relayout with_memory_space_constraint
     """,
     _FOLLOW,
     flops=Flops.ZERO,

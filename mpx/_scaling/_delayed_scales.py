@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from .._autocast import Request, SlotName
 from .._quantize import DelayedScaling, DelayedScalingState, Role
+from .._recipe_state import Request, SlotName
 
 ROLES = tuple(Role)
 

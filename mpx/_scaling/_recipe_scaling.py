@@ -17,9 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, PyTree
 
-from .._autocast import ProvidedState, Request, SlotName, State, brief, providing_state
 from .._loss_scaling import AbstractLossScaling, StepRecord
 from .._quantize import AbstractRecipe, DelayedScaling
+from .._recipe_state import (
+    ProvidedState,
+    Request,
+    SlotName,
+    State,
+    brief,
+    providing_state,
+)
 from .._typing import BoolLike, FloatScalar
 from . import _saved
 from ._delayed_scales import DelayedScales

@@ -125,17 +125,12 @@ class Collect(SourceProbe):
         self.found[key].axes.insert(0, axis)
 
 
-_NOT_COMPUTED = frozenset("optimization_barrier name select_n copy".split())
-
-
 def _is_computed(equation: JaxprEqn) -> bool:
     """Whether an operation makes numbers, of a floating dtype."""
     known = properties(equation.primitive.name)
     if known.moves or known.joins or known.is_free:
         return False
-    if known.kind is PrimitiveClass.CONVERT:
-        return False
-    if equation.primitive.name in _NOT_COMPUTED or len(equation.outvars) != 1:
+    if known.kind is PrimitiveClass.CONVERT or len(equation.outvars) != 1:
         return False
     aval: Any = aval_of(equation.outvars[0])
     is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating)

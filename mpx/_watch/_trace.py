@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from .._autocast import Note, Precision, read_note
+from .._autocast import Note, read_note
 from .._inspect import function_path, line_text, phase, scope_path
 from .._program import (
     Location,
@@ -26,6 +26,7 @@ from .._program import (
     properties,
     scopes,
 )
+from .._rules import Precision
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 

@@ -21,16 +21,11 @@ from jax import lax
 from jax.extend import core
 from jaxtyping import PyTree
 
-from .._autocast import (
-    Candidate,
-    Precision,
-    Rule,
-    Rules,
-    autocast,
-)
+from .._autocast import autocast
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._program import PrimitiveClass, aval_of, properties
+from .._rules import Candidate, Precision, Rule, Rules
 from .._tree import is_float_leaf
 
 PolicyFunction = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpx._autocast import _control_flow, _custom_rules, _emit
+from mpx._autocast import _control_flow, _custom_rules, _emit, _loops
 from mpx._inspect import _costs
 from mpx._program import PRIMITIVES, Flops, PrimitiveClass, class_of, primitives
 
@@ -60,8 +60,9 @@ def names(**known):
 
 
 def test_functions_for_primitives_are_for_those_that_the_book_has():
-    programs = {**_control_flow.REWRITES, **_custom_rules.REWRITES}
-    assert programs.keys() == names(kind=PrimitiveClass.RECURSE)
+    modules = (_control_flow, _loops, _custom_rules)
+    programs = {name for module in modules for name in module.REWRITES}
+    assert programs == names(kind=PrimitiveClass.RECURSE)
     scatters = names(combines=True, writes_part=True)
     assert _emit._SCATTERS.keys() == scatters
     assert _emit._ARITHMETIC.keys() <= names(flops=Flops.ELEMENTWISE)

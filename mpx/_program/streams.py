@@ -1,15 +1,15 @@
 """Residual streams: which additions add a branch to one, and which products are scaled.
 
-Demands stop there (`_demand`), islands end there (`_program.islands`), and a scan that
-carries such a sum carries the stream (`_loops`).
+Autocast's demands stop there, islands end there, and a scan that carries such a sum
+carries the stream.
 """
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_compat import open_jaxpr
-from .._program import PrimitiveClass, aval_of, avals, program_of, properties
 from .._typing import Atom
-from ._context import is_castable
+from .equations import aval_of, program_of
+from .primitives import PrimitiveClass, properties
 
 # The equation that each variable comes from.
 Makers = dict[Atom, JaxprEqn]
@@ -36,8 +36,7 @@ def is_residual(equation: JaxprEqn, makers: Makers, is_wanted_full: bool) -> boo
     if name == "add_any" and is_wanted_full:
         return False
     first, second = equation.invars
-    first_type, second_type = avals((first, second))
-    if first_type.shape != second_type.shape or not is_castable(first_type):
+    if aval_of(first).shape != aval_of(second).shape:
         return False
     if _is_gated(first, makers) and _is_gated(second, makers):
         return False  # `f * c + i * g` in a recurrent cell, `z * h + (1 - z) * n`

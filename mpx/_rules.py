@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._errors import describe
-from .._program import PrimitiveClass, aval_of, count, source_frames
-from .._quantize import AbstractRecipe
+from ._errors import describe
+from ._program import PrimitiveClass, aval_of, count, source_frames
+from ._quantize import AbstractRecipe
 
 _RULE = "`mpx.Rule`"
 

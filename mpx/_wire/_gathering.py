@@ -2,7 +2,7 @@
 
 A product under a recipe reads 8 bits of a weight, everything else half precision. Which
 it is to be is known when the product is emitted, and not where the program gathers. So
-what gathers makes a *journey*, and the first use of its value sends it.
+what gathers makes a `Gathering`, and the first use of its value sends it.
 """
 
 import dataclasses
@@ -14,15 +14,14 @@ from jax.extend.core import JaxprEqn
 
 from .._jax_compat import bind_equation, execution_context, manual_axes
 from .._policy import Wire
-from .._program import aval_of
+from .._program import aval_of, properties
 from .._quantize import AbstractProduct, Ahead, may_travel, quantized_ahead
 from .._typing import AnyArray, Shape
-from ._context import FULL, Journey
-from ._wire import GATHERS, gathered, only_gradient, where_it_lies
+from ._weights import FLOAT32, gathered, only_gradient, where_it_lies
 
 
 @dataclasses.dataclass(frozen=True)
-class Gathering(Journey):
+class Gathering:
     """What an equation gathers.
 
     Attributes:
@@ -58,7 +57,15 @@ class Gathering(Journey):
     def arrive_quantized(
         self, product: AbstractProduct, scales: AnyArray | None
     ) -> tuple[AnyArray, Ahead] | None:
-        """Sends it in the few bits that a product reads."""
+        """Sends it in the few bits that a product reads.
+
+        Args:
+            product: The product.
+            scales: The scales of delayed scaling.
+
+        Returns:
+            What the gradient goes to, and the weight; None if it is to be an array.
+        """
         # What a device gathers on its own needs one scale, which is none of its own.
         is_apart = self.wire.is_alone and bool(manual_axes())
         if self.wire.gather_dtype is not None or is_apart or not may_travel(product):
@@ -87,7 +94,8 @@ class Gathering(Journey):
     def _moved(self, whole: AnyArray) -> AnyArray:
         for equation in self.moves:
             with execution_context(equation):
-                if equation.primitive.name in GATHERS and whole.dtype == FULL:
+                is_gather = properties(equation.primitive.name).gathers
+                if is_gather and whole.dtype == FLOAT32:
                     whole = gathered(equation, whole, self.dtype, self.wire)
                 else:
                     whole = _bound(equation, whole)

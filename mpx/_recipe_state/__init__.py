@@ -1,0 +1,23 @@
+"""What a training step gives to its products: the state of recipes, and its number."""
+
+from ._slots import (
+    ROLES as ROLES,
+    ProvidedState as ProvidedState,
+    Request as Request,
+    SlotName as SlotName,
+    Slots as Slots,
+    State as State,
+    StateOperands as StateOperands,
+    StateRequests as StateRequests,
+    brief as brief,
+    collecting_requests as collecting_requests,
+    first_step as first_step,
+    next_source as next_source,
+    note_switched_off as note_switched_off,
+    note_used as note_used,
+    providing_state as providing_state,
+    repeated as repeated,
+    shared as shared,
+    with_input_scale as with_input_scale,
+)
+from ._step import at_step as at_step, is_random as is_random, with_step as with_step

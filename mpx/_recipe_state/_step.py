@@ -1,0 +1,90 @@
+"""The number of the training step, for recipes that round stochastically.
+
+Their noise is drawn by it, so that it is another one in each step. A gradient function
+knows it, from the counters of its loss scaling. Where it is known, programs that JAX
+has traced are of no use for the next step. So it is given to those who round by it: to
+a function that says so, or else when one that is called inside asks; and an autocast
+function that has it hides it from what is traced inside, until that asks.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
+
+import jax
+from jaxtyping import Array
+
+from .._quantize import AbstractRecipe, rounds_stochastically
+
+Result = TypeVar("Result")
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+class _Asked(Exception):
+    """A function that is called inside rounds stochastically."""
+
+
+class _Known:
+    """A number of a step. Compared by identity, as it may be a tracer."""
+
+    def __init__(self, number: Array) -> None:
+        self.number: Array | None = number
+
+
+_ON_REQUEST = "on request"
+# Known to JAX, so that no program that was traced in one step is used in another.
+_present = jax.make_user_context(default_value=None)
+
+
+def at_step(
+    number: Array,
+    recipes: Collection[AbstractRecipe] | None,
+    call: Callable[[Context], Result],
+) -> Result:
+    """Differentiates a function in a training step.
+
+    Args:
+        number: The number of the step, an integer.
+        recipes: Those of the function; None if autocast did not make it.
+        call: Differentiates the function, and calls it in the context that it is given.
+            May be called twice.
+    """
+    # One context for forward and backward pass, which share what JAX has traced.
+    with _present(_ON_REQUEST):
+        if recipes is None or not is_random(recipes):
+            try:
+                return call(contextlib.nullcontext)
+            except _Asked:
+                pass
+        known = _Known(number)
+        try:
+            return call(functools.partial(_present, known))
+        finally:
+            known.number = None  # JAX may keep the key
+
+
+def with_step(call: Callable[[Callable[[], Array | None]], Result]) -> Result:
+    """Rewrites and calls an autocast function.
+
+    Args:
+        call: Does it, given a function that tells the number of the step, or None
+            outside of training steps. May be called twice.
+    """
+    found = _present.value
+    if not isinstance(found, _Known):
+        return call(_asked if found == _ON_REQUEST else lambda: None)
+    try:
+        with _present(_ON_REQUEST):
+            return call(lambda: found.number)
+    except _Asked:
+        return call(lambda: found.number)
+
+
+def _asked() -> Array:
+    raise _Asked
+
+
+def is_random(recipes: Iterable[AbstractRecipe]) -> bool:
+    """Whether one of the recipes rounds stochastically."""
+    return any(map(rounds_stochastically, recipes))

@@ -1,0 +1,16 @@
+"""What travels between devices: weights on the way in, gradients on the way back."""
+
+from ._gathering import Gathering as Gathering
+from ._sums import (
+    dtype_of_sums as dtype_of_sums,
+    refuse_sums_of_others as refuse_sums_of_others,
+    wide_product as wide_product,
+)
+from ._weights import (
+    cast_where_it_lies as cast_where_it_lies,
+    gathered as gathered,
+    on_the_wire as on_the_wire,
+    only_gradient as only_gradient,
+    present_wire as present_wire,
+    travelling_dtype as travelling_dtype,
+)
