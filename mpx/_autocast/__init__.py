@@ -51,5 +51,6 @@ from ._settings import (
 from ._transform import (
     ambient_residuals as ambient_residuals,
     autocast as autocast,
+    recomputing as recomputing,
     with_rule as with_rule,
 )

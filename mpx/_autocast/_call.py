@@ -229,6 +229,29 @@ def call_with_masters(
     return _call(lambda _: run, func, tuple(args), kwargs, value, jax.make_jaxpr)
 
 
+def call_recomputing(
+    residuals: str,
+    func: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> PyTree:
+    """Calls a function as written; its derivative keeps as little as autocast's.
+
+    Args:
+        residuals: As in `Settings`.
+        func: The function, of PyTrees.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+    settings = Settings(is_enabled=False, residuals=residuals)
+    run = Run(settings, _REWRITES, only_recomputes=True)
+
+    def value(run: Run, path: KeyPath, leaf: Any) -> Value:
+        return declared(leaf)
+
+    return _call(lambda _: run, func, args, kwargs, value, jax.make_jaxpr)
+
+
 def _call(
     run_of: Callable[[Jaxpr], Run],
     func: Callable[..., PyTree],

@@ -312,6 +312,7 @@ class Run:
         spares_final: Whether the final projection is left alone.
         is_stateful: Whether a recipe with a state may be among those.
         traced: What the function was traced with, which is no more; weak references.
+        only_recomputes: Whether nothing is cast, and islands are recomputed anyway.
         step: The number of the training step, an array, in the program that is being
             emitted; None if nobody knows it or rounds by it.
     """
@@ -323,9 +324,11 @@ class Run:
         programs: Programs | None = None,
         recipes: Collection[AbstractRecipe] = (),
         spares_final: bool = True,
+        only_recomputes: bool = False,
     ) -> None:
         """Starts a run in whose program these recipes stand."""
         self.spares_final = spares_final
+        self.only_recomputes = only_recomputes
         self.settings = settings
         self.rewrites = rewrites
         self.has_recipe = bool(recipes)
@@ -361,13 +364,13 @@ class Run:
         """
         itself, programs = weakref.ref(self), weakref.ref(self.programs)
         settings, rewrites = self.settings, self.rewrites
-        recipes, spares_final = self._recipes, self.spares_final
+        options = self._recipes, self.spares_final, self.only_recomputes
         needs_parameters, traced = self.needs_parameters, self.traced
 
         def run() -> Run:
             found = itself()
             if found is None:
-                found = Run(settings, rewrites, programs(), recipes, spares_final)
+                found = Run(settings, rewrites, programs(), *options)
                 found.needs_parameters, found.traced = needs_parameters, traced
             return found
 

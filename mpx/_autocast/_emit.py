@@ -102,7 +102,7 @@ def evaluate(
             run.used.add(FLOAT16)
         values.update(zip(equation.outvars, outputs, strict=True))
 
-    for part in _parts(place, jaxpr, values, ahead.residuals):
+    for part in _parts(run, place, jaxpr, values, ahead.residuals):
         if isinstance(part, Island):
             emit_island(run, place, part, values, ahead, emit)
         else:
@@ -115,7 +115,7 @@ def _read(values: Values, atom: Atom) -> Value:
 
 
 def _parts(
-    place: Place, jaxpr: Jaxpr, values: Values, residuals: frozenset[Var]
+    run: Run, place: Place, jaxpr: Jaxpr, values: Values, residuals: frozenset[Var]
 ) -> Sequence[JaxprEqn | Island]:
     """The equations of a program, those of islands together."""
     is_whole = place.has_own_rule or place.is_recomputed
@@ -126,7 +126,8 @@ def _parts(
 
     def may_join(equation: JaxprEqn) -> bool:
         settings = place.settings.at(scope_names(equation))
-        is_asked_for = settings.is_enabled and settings.residuals in kinds
+        is_ours = settings.is_enabled or run.only_recomputes
+        is_asked_for = is_ours and settings.residuals in kinds
         is_stream = any(v in residuals for v in equation.outvars)
         return is_asked_for and not is_stream and not is_differentiated(equation)
 

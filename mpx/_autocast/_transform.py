@@ -25,6 +25,7 @@ from .._typing import DTypeLike
 from .._wraps import wraps
 from ._call import (
     call_autocast,
+    call_recomputing,
     call_switched_off,
     is_switched_off,
     region_of_switched_off,
@@ -368,6 +369,16 @@ def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
     said = mark.settings.said | {"rules"}
     told = dataclasses.replace(mark.settings, rules=first, said=said)
     return _wrapped(mark.func, told, mark.weights)
+
+
+def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A function as it is written, whose derivative keeps as little as autocast's."""
+
+    @wraps(func)
+    def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        return call_recomputing(ambient_residuals(), func, args, kwargs)
+
+    return wrapper
 
 
 def ambient_residuals() -> str:

@@ -135,7 +135,7 @@ def blamed(step: StepOf, above: float | None) -> BlameReport:
 
     if scale != 1 and is_finite_at_one(step, replay):
         return told(step, replay, verdict=Verdict.SCALE, advice=_SCALE)
-    control = step.changed(mixed=False, policy=None, keep=None)
+    control = step.in_float32()
     in_float32 = control.replay()
     if not in_float32.bad_places():
         return _of_precision(step, told(step, replay))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._autocast import autocast, settings_of, unwrapped, with_rule
+from .._autocast import autocast, recomputing, settings_of, unwrapped, with_rule
 from .._grad import Options, gradient_function
 from .._loss_scaling import StaticLossScaling
 from .._rules import Precision, Rule
@@ -32,6 +32,8 @@ class StepOf:
         count: How many of the arguments are the user's; None for all.
         pure: `pure(func)` is what is differentiated, where it is not `func` itself.
         args_with: `args_with(func)` are the arguments then.
+        recomputes: Whether its derivative computes again what is cheap, as that of a
+            function of autocast does: without it float32 holds twice the memory.
     """
 
     func: Callable[..., PyTree]
@@ -43,10 +45,12 @@ class StepOf:
     count: int | None = None
     pure: Callable[[Any], Callable[..., PyTree]] | None = None
     args_with: Callable[[Any], tuple[PyTree, ...]] | None = None
+    recomputes: bool = False
 
     def replay(self) -> Replay:
         """The step as a program."""
         func = self.func if self.pure is None else self.pure(self.func)
+        func = recomputing(func) if self.recomputes else func
 
         def make(scaling: Any) -> Any:
             return gradient_function(
@@ -54,6 +58,11 @@ class StepOf:
             )
 
         return replayed(make, self.scaling, self.args, self.kwargs)
+
+    def in_float32(self) -> "StepOf":
+        """The step in the precisions that the program declares."""
+        step = self.changed(mixed=False, policy=None, keep=None)
+        return dataclasses.replace(step, recomputes=True)
 
     def changed(self, **options: Any) -> "StepOf":
         """The step with other options."""
