@@ -27,11 +27,17 @@ OF_PYENV = $(shell ls -d $(PYENV_ROOT)/versions/3.$(1).*/bin/python3 2>/dev/null
 NEWEST ?= $(shell for p in python3.13 $(call OF_PYENV,13) python3.12 \
 	$(call OF_PYENV,12) $(PYTHON); do \
 	$$p -c '$(IS_NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; break; }; done)
-# Tests that see most of JAX's own programs, for the newest version in `.ci/run`.
+# Tests that see most of JAX's own programs, and of mpx's functions, for the newest version
+# in `.ci/run`.
 NEWEST_PART := tests/test_xla.py tests/program tests/test_function.py \
-	tests/test_forced.py tests/test_frameworks.py \
+	tests/test_forced.py tests/test_frameworks.py tests/test_guard.py \
 	tests/autocast/test_control_flow.py tests/autocast/test_custom_rules.py \
-	tests/grad tests/inspect/test_costs.py tests/quantize/test_derivatives.py
+	tests/blame/test_cases.py tests/compat/test_jmp.py tests/grad/test_accumulate.py \
+	tests/grad/test_options.py tests/grad/test_transforms.py \
+	tests/grad/test_shared_weights.py tests/inspect/test_costs.py \
+	tests/inspect/test_explain.py tests/nn/test_layers.py tests/nnx/test_autocast.py \
+	tests/quantize/test_derivatives.py tests/test_loss_scaling.py \
+	tests/test_recipe_state.py tests/watch/test_compare.py
 
 # Arguments for the program behind a target: make train ARGS="--steps 100"
 ARGS ?=
