@@ -35,9 +35,9 @@ NEWEST_PART := tests/test_xla.py tests/program tests/test_function.py \
 	tests/blame/test_cases.py tests/compat/test_jmp.py tests/grad/test_accumulate.py \
 	tests/grad/test_options.py tests/grad/test_transforms.py \
 	tests/grad/test_shared_weights.py tests/inspect/test_costs.py \
-	tests/inspect/test_explain.py tests/nn/test_layers.py tests/nnx/test_autocast.py \
+	tests/inspect/test_explain.py tests/nn/test_module.py tests/nnx/test_bad_input.py \
 	tests/quantize/test_derivatives.py tests/test_loss_scaling.py \
-	tests/test_recipe_state.py tests/watch/test_compare.py
+	tests/test_recipe_state.py
 
 # Arguments for the program behind a target: make train ARGS="--steps 100"
 ARGS ?=
