@@ -31,6 +31,7 @@ from .._program import Call
 from .._quantize import AbstractRecipe
 from .._recipe_state import (
     Slots,
+    State,
     StateRequests,
     first_step,
     is_random,
@@ -116,7 +117,9 @@ def call_autocast(
     value = functools.partial(_input, weights, source)
     recipe = settings.recipe
 
-    def attempt(spares_final: bool, step: Callable[[], Any]) -> tuple[Any, Run]:
+    def attempt(
+        spares_final: bool, step: Callable[[], AnyArray | None]
+    ) -> tuple[PyTree, Run]:
         runs: list[Run] = []
 
         def run_of(jaxpr: Jaxpr) -> Run:
@@ -218,7 +221,7 @@ def call_with_masters(
     found, _ = jax.tree_util.tree_flatten_with_path((None, tuple(masters)))
     wide = {path: master for path, master in found if master is not NO_MASTER}
 
-    def value(run: Run, path: KeyPath, leaf: Any) -> Value:
+    def value(run: Run, path: KeyPath, leaf: AnyArray) -> Value:
         master = wide.get(path)
         if master is None or leaf.dtype == master.dtype or not is_half(leaf.dtype):
             return declared(leaf)
@@ -246,7 +249,7 @@ def call_recomputing(
     settings = Settings(is_enabled=False, residuals=residuals)
     run = Run(settings, _REWRITES, only_recomputes=True)
 
-    def value(run: Run, path: KeyPath, leaf: Any) -> Value:
+    def value(run: Run, path: KeyPath, leaf: AnyArray) -> Value:
         return declared(leaf)
 
     return _call(lambda _: run, func, args, kwargs, value, jax.make_jaxpr)
@@ -257,7 +260,7 @@ def _call(
     func: Callable[..., PyTree],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
-    value: Callable[[Run, Any, Any], Value],
+    value: Callable[[Run, KeyPath, AnyArray], Value],
     trace: Callable[..., PyTree],
 ) -> PyTree:
     """Calls a function, traced by `trace`, with the values that `value` makes.
@@ -267,7 +270,7 @@ def _call(
     call = Call(func, args, kwargs)
     traced: list[weakref.ref[AnyArray]] = []
 
-    def flat(*arrays: AnyArray) -> list[Any]:
+    def flat(*arrays: AnyArray) -> list[AnyArray]:
         traced[:] = map(weakref.ref, arrays)
         return call(*arrays)
 
@@ -366,7 +369,7 @@ def _tell_demands(
     )
 
 
-def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[Any]:
+def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[AnyArray]:
     avals = closed.out_avals
     demands = tuple(
         demand_for(aval.dtype) if is_castable(aval) else Demand.ANY for aval in avals
@@ -389,7 +392,11 @@ def _result(value: Value, aval: Aval) -> AnyArray:
 
 
 def _input(
-    weights: Weights, source: Any, run: Run, path: KeyPath, leaf: object
+    weights: Weights,
+    source: StateRequests | State | None,
+    run: Run,
+    path: KeyPath,
+    leaf: object,
 ) -> Value:
     """An argument; those of the function itself, too, are parameters."""
     root, *rest = path

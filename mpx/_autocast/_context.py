@@ -29,7 +29,7 @@ from .._jax_compat import scope_names
 from .._program import DataScope
 from .._quantize import AbstractRecipe, DelayedScaling
 from .._recipe_state import Slots
-from .._typing import AnyArray, Aval
+from .._typing import AnyArray, Aval, Shape
 from .._wire import Gathering
 from ._settings import Settings
 
@@ -106,15 +106,18 @@ class Value:
             is_constant: Whether it is a number that stands in the program.
             slots: The state of recipes that a weight carries.
         """
-        self._array = array
+        self._array: Any = array
         self.gathering: Gathering | None = None
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
-        self.widened_by: Any = None  # the equation that cast it from half to float32
-        self.narrow: Any = None  # the array that it was cast from
-        self.wide: Any = None  # the weight in float32 that the program rounded to it
-        self.input_scales: dict[Any, AnyArray] = {}  # by recipe, of the first reader
+        # The equation that cast it from half to float32, and the array that it cast.
+        self.widened_by: JaxprEqn | None = None
+        self.narrow: AnyArray | None = None
+        # The weight in float32 that the program rounded to it.
+        self.wide: AnyArray | None = None
+        # By recipe, of the first product that reads it.
+        self.input_scales: dict[AbstractRecipe, AnyArray] = {}
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @classmethod
@@ -127,11 +130,12 @@ class Value:
         return value
 
     @property
-    def array(self) -> Any:
+    def array(self) -> AnyArray:
         """The array."""
         if self._array is None and self.gathering is not None:
             self._array = self.gathering.arrive()
-        return self._array
+        array: Any = self._array
+        return array
 
     @property
     def dtype(self) -> Any:
@@ -139,11 +143,11 @@ class Value:
         return self.array.dtype if self.gathering is None else FULL
 
     @property
-    def shape(self) -> Any:
+    def shape(self) -> Shape:
         """The shape that it has."""
         return self.array.shape if self.gathering is None else self.gathering.shape
 
-    def offer(self, array: Any) -> None:
+    def offer(self, array: AnyArray) -> None:
         """Gives a cast of the array that was made elsewhere."""
         self._casts[array.dtype] = [array, 0]
 
@@ -170,7 +174,9 @@ def is_castable(aval: Aval) -> bool:
     return type(aval) is ShapedArray and aval.dtype in _CASTABLE
 
 
-def computed(array: Any, is_product: bool = False, is_fixed: bool = False) -> Value:
+def computed(
+    array: AnyArray, is_product: bool = False, is_fixed: bool = False
+) -> Value:
     """A value that an equation gave."""
     dtype = array.dtype
     if dtype not in _CASTABLE:
@@ -340,11 +346,11 @@ class Run:
         self.programs = new_programs() if programs is None else programs
         self.used: set[Any] = set()
         self.traced: tuple[weakref.ref[AnyArray], ...] = ()
-        self.step: Any = None
+        self.step: AnyArray | None = None
         self._recipes = recipes
 
     @contextlib.contextmanager
-    def at_step(self, step: object) -> Iterator[None]:
+    def at_step(self, step: AnyArray | None) -> Iterator[None]:
         """In a program within, the step's number is another array."""
         outside, self.step = self.step, step
         try:

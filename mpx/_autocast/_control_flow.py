@@ -41,7 +41,9 @@ from ._travel import dtypes_at_entry, joined, narrowed
 
 
 def enter(
-    arrays: Sequence[Any], facts: Sequence[Facts], slots: Sequence[Slots | None] = ()
+    arrays: Sequence[AnyArray],
+    facts: Sequence[Facts],
+    slots: Sequence[Slots | None] = (),
 ) -> list[Value]:
     """The operands of a program, as values inside of it.
 
@@ -102,7 +104,7 @@ def rewritten(
         return closed, new
     found: list[tuple[Facts, ...]] = []
 
-    def program(*arrays: AnyArray) -> list[Any]:
+    def program(*arrays: AnyArray) -> list[AnyArray]:
         slots, step = state.unpacked(arrays[len(facts) :])
         inside = enter(arrays[: len(facts)], facts, slots)
         with run.at_step(step):
@@ -146,7 +148,7 @@ def rebound(
     equation: JaxprEqn,
     params: dict[str, Any],
     facts: Sequence[Facts],
-    operands: Sequence[Any],
+    operands: Sequence[AnyArray],
 ) -> list[Value]:
     """Binds an equation that holds a program with another one in its place."""
     changed = equation.replace(params={**equation.params, **params})
@@ -268,7 +270,9 @@ def rewrite_shard_map(
     ]
     found: list[tuple[Facts, ...]] = []
 
-    def program(given: list[list[AnyArray]], arrays: list[AnyArray]) -> tuple[Any, ...]:
+    def program(
+        given: list[list[AnyArray]], arrays: list[AnyArray]
+    ) -> tuple[AnyArray, ...]:
         slots, step = state.unpacked(arrays)
         entered = [joined(*one) if len(one) > 1 else one[0] for one in given]
         inside = enter(entered, facts, slots)

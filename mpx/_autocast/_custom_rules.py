@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from .._jax_compat import bind_equation, open_jaxpr, symbolic_zero
 from .._program import aval_of, constants_as_inputs, program_of, zero_results
 from .._recipe_state import StateOperands
-from .._typing import AnyArray, Aval
+from .._typing import AnyArray, Atom, Aval
 from ._context import Facts, Place, Run, Value, computed, is_castable
 from ._control_flow import (
     as_dtype,
@@ -54,7 +54,7 @@ class _Results:
         self.facts: tuple[Facts, ...] | None = None
         self._dtypes: tuple[np.dtype, ...] = ()
 
-    def settle(self, values: list[Value]) -> list[Any]:
+    def settle(self, values: list[Value]) -> list[AnyArray]:
         if self.facts is None:
             # A parameter that comes back is a result like any other.
             self._dtypes = tuple(v.dtype for v in values)
@@ -63,7 +63,7 @@ class _Results:
             )
         return [as_dtype(v, d).array for v, d in zip(values, self._dtypes, strict=True)]
 
-    def values(self, arrays: Sequence[Any]) -> list[Value]:
+    def values(self, arrays: Sequence[AnyArray]) -> list[Value]:
         assert self.facts is not None
         return [Value(x, f) for x, f in zip(arrays, self.facts, strict=True)]
 
@@ -77,7 +77,7 @@ def _is_inexact(aval: Aval) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _declared_avals(arrays: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def _declared_avals(arrays: Sequence[AnyArray], variables: Sequence[Atom]) -> list[Any]:
     """The types of arrays if each had its declared dtype."""
     return [
         jax.typeof(x).update(dtype=aval_of(v).dtype) if is_castable(aval_of(v)) else x
@@ -110,7 +110,7 @@ def rewrite_custom_jvp(
     form = _Results()
 
     @jax.custom_jvp
-    def function(*arrays: AnyArray) -> list[Any]:
+    def function(*arrays: AnyArray) -> list[AnyArray]:
         values = enter(arrays, facts)
         return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
@@ -124,7 +124,7 @@ def rewrite_custom_jvp(
         _refuse_active_constants(equation, active)
 
         def derivative(args: PyTree, dots: PyTree) -> PyTree:
-            def original(*new: PyTree) -> list[Any]:
+            def original(*new: PyTree) -> list[AnyArray]:
                 return bind_equation(equation, *_merged(args, active, new))
 
             out, out_dots = jax.jvp(original, [args[i] for i in active], list(dots))
@@ -153,7 +153,7 @@ def rewrite_custom_jvp(
     return form.values(function(*(v.array for v in operands)))
 
 
-def _tangent(value: Value, is_zero: bool, primal: Any) -> AnyArray | SymbolicZero:
+def _tangent(value: Value, is_zero: bool, primal: AnyArray) -> AnyArray | SymbolicZero:
     """A tangent in the dtype of its primal, or JAX's sign that there is none."""
     if is_zero:
         return SymbolicZero(jax.typeof(primal).to_tangent_aval())
@@ -180,7 +180,7 @@ def rewrite_custom_vjp(
     form = _Results()
 
     @jax.custom_vjp
-    def function(*arrays: AnyArray) -> list[Any]:
+    def function(*arrays: AnyArray) -> list[AnyArray]:
         values = enter(arrays, facts)
         return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
@@ -217,7 +217,7 @@ def rewrite_custom_vjp(
         inside = [*enter(saved.arrays, saved.facts), *map(computed, given)]
         wanted = tuple(demand_for(dtype) for _, dtype in saved.active)
         results = evaluate(later(), place, closed, inside, wanted)
-        found: list[Any] = [None] * len(equation.invars)
+        found: list[AnyArray | None] = [None] * len(equation.invars)
         for (i, dtype), value, is_zero in zip(
             saved.active, results, zero_results(closed.jaxpr), strict=True
         ):
@@ -229,7 +229,7 @@ def rewrite_custom_vjp(
 
 
 def _traced_forward(
-    equation: JaxprEqn, arrays: Sequence[Any], active: Sequence[int]
+    equation: JaxprEqn, arrays: Sequence[AnyArray], active: Sequence[int]
 ) -> tuple[Any, Any]:
     """The program of results and residuals, and how to make a pullback of the latter.
 
@@ -238,7 +238,7 @@ def _traced_forward(
     trees: list[Any] = []
 
     def declared(*args: PyTree) -> PyTree:
-        def original(*new: PyTree) -> list[Any]:
+        def original(*new: PyTree) -> list[AnyArray]:
             return bind_equation(equation, *_merged(args, active, new))
 
         out, pullback = jax.vjp(original, *(args[i] for i in active))
@@ -282,14 +282,14 @@ class _Saved:
     the arrays, and of the operands that are differentiated the positions and dtypes.
     """
 
-    arrays: list[Any]
+    arrays: list[AnyArray]
     tree: Any
     avals: tuple[Aval, ...]
     facts: tuple[Facts, ...]
     active: tuple[tuple[int, np.dtype], ...]
 
 
-def _retyped(arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+def _retyped(arrays: Sequence[AnyArray], avals: Sequence[Aval]) -> list[Any]:
     """The types of arrays, with the dtypes of other types of the same shapes."""
     return [
         jax.typeof(x).update(dtype=a.dtype) if is_castable(a) else x
@@ -362,7 +362,7 @@ def rewrite_custom_vmap(
     form = _Results()
 
     @jax.custom_batching.custom_vmap
-    def function(*arrays: AnyArray) -> list[Any]:
+    def function(*arrays: AnyArray) -> list[AnyArray]:
         values = enter(arrays, facts)
         return form.settle(evaluate(later(), place, jaxpr, values, demands))
 

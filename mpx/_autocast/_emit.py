@@ -8,7 +8,6 @@ to what `_decide` says.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -427,7 +426,7 @@ def _spread(equation: JaxprEqn, value: Value, target: np.dtype) -> Value:
 
 
 def _product(
-    equation: JaxprEqn, arrays: list[Any], dtype: np.dtype, result: np.dtype
+    equation: JaxprEqn, arrays: list[AnyArray], dtype: np.dtype, result: np.dtype
 ) -> Value:
     """A product of operands in half precision, or of float32 ones if a rule says so.
 
@@ -458,7 +457,7 @@ _SCATTERS = {
 }
 
 
-def _scatter(equation: JaxprEqn, arrays: list[Any]) -> jax.Array:
+def _scatter(equation: JaxprEqn, arrays: list[AnyArray]) -> AnyArray:
     """Emits a scatter, which holds a program of its own in the declared dtype."""
     if arrays[0].dtype == aval_of(equation.invars[0]).dtype:
         return bind_equation(equation, *arrays)[0]

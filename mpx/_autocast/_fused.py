@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
@@ -27,7 +28,7 @@ from .._jax_compat import open_jaxpr, scope_names
 from .._program import PrimitiveClass, aval_of, data_of, data_scope, program_of
 from .._quantize import Target
 from .._rules import Precision, Rule
-from .._typing import AnyArray
+from .._typing import AnyArray, Aval
 from ._context import Place, Run, Value, computed
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import Wanted
@@ -63,19 +64,21 @@ class FusedOperation(abc.ABC):
         """Whether its products may be quantized one by one."""
 
     @abc.abstractmethod
-    def bind(self, arrays: list[Any], target: Target | None) -> tuple[AnyArray, ...]:
+    def bind(
+        self, arrays: list[AnyArray], target: Target | None
+    ) -> tuple[AnyArray, ...]:
         """Computes it, with its derivatives."""
 
     @abc.abstractmethod
-    def decompose(self, arrays: list[Any]) -> tuple[AnyArray, ...]:
+    def decompose(self, arrays: list[AnyArray]) -> tuple[AnyArray, ...]:
         """Computes it by the operations that it stands for."""
 
     @abc.abstractmethod
-    def path(self, arrays: list[Any], target: Target | None) -> str:
+    def path(self, arrays: list[AnyArray], target: Target | None) -> str:
         """In which way it is computed, in words."""
 
     @abc.abstractmethod
-    def multiplications(self, avals: list[Any]) -> int:
+    def multiplications(self, avals: list[Aval]) -> int:
         """How many pairs of numbers it multiplies, by the types of its factors."""
 
 
@@ -229,7 +232,7 @@ def _emit(
         return _results(operation.bind(arrays, target), choice.result)
 
 
-def _cast(case: Case, operands: list[Value], choice: Choice) -> list[Any]:
+def _cast(case: Case, operands: list[Value], choice: Choice) -> list[AnyArray]:
     """The operands, those that it multiplies in the precision that was chosen."""
     count = len(case.operands)
     factors = [
@@ -239,7 +242,7 @@ def _cast(case: Case, operands: list[Value], choice: Choice) -> list[Any]:
     return factors + [v.array for v in operands[count:]]
 
 
-def _results(arrays: Sequence[Any], dtype: Any) -> list[Value]:
+def _results(arrays: Sequence[AnyArray], dtype: np.dtype | None) -> list[Value]:
     """The results, of which the first is a product."""
     first, *rest = arrays
     result = computed(first, is_product=True)

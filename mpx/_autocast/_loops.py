@@ -16,7 +16,6 @@ each. One cast in front of the loop, instead of one in every turn, halves both:
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,10 +68,10 @@ def rewrite_scan(
     shared = StateOperands([v.slots for v in fixed])
     cut = StateOperands([v.slots for v in stacked], params["length"])
     copies = [repeated(x, params["length"]) for x in shared.arrays]
-    given: list[Any] = []
+    given: list[np.dtype] = []
     found: list[tuple[Facts, ...]] = []
 
-    def body(carry: PyTree, xs: PyTree) -> tuple[list[Any], list[Any]]:
+    def body(carry: PyTree, xs: PyTree) -> tuple[list[AnyArray], list[AnyArray]]:
         xs, for_fixed, for_stacked = xs
         slots, _ = shared.unpacked(for_fixed)
         consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
@@ -127,7 +126,7 @@ def rewrite_while(
         going = are_going_on(carry)
         return jnp.any(going) if going.ndim else going
 
-    def step(carry: PyTree) -> list[Any]:
+    def step(carry: PyTree) -> list[AnyArray]:
         values = inside(for_body, carry)
         results = evaluate(run, place, body, values, wanted)
         new = [_strong(v, a) for v, a in zip(results, avals, strict=True)]
@@ -142,7 +141,7 @@ def rewrite_while(
     return _carried(jax.lax.while_loop(is_going_on, step, init))
 
 
-def _where(condition: Any, new: Any, old: Any) -> AnyArray:
+def _where(condition: AnyArray, new: AnyArray, old: AnyArray) -> AnyArray:
     """`new` where a condition of the leading axes holds."""
     axes = range(condition.ndim)
     return jax.lax.select(
@@ -159,7 +158,7 @@ def _strong(value: Value, aval: Aval) -> AnyArray:
     return array
 
 
-def _carried(arrays: Sequence[Any]) -> list[Value]:
+def _carried(arrays: Sequence[AnyArray]) -> list[Value]:
     """What a loop carries counts as computed, in the precision that it declares."""
     return [computed(x) for x in arrays]
 

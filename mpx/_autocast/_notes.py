@@ -246,7 +246,7 @@ def _was_widened_here(case: Case) -> bool:
 
     The cast and the operation then come from one expression of the program.
     """
-    widened = [v for v in case.castable if v.widened_by is not None]
+    widened = [v.widened_by for v in case.castable if v.widened_by is not None]
     others = [v for v in case.castable if v.widened_by is None]
     size = max((count(aval_of(v).shape) for v in case.equation.outvars), default=0)
     if not widened or not others or not is_castable(aval_of(case.equation.outvars[0])):
@@ -254,7 +254,7 @@ def _was_widened_here(case: Case) -> bool:
     if any(count(v.array.shape) == size and not v.facts.is_broadcast for v in others):
         return False
     here = source_span(case.equation)
-    return here is not None and all(source_span(v.widened_by) == here for v in widened)
+    return here is not None and all(source_span(cast) == here for cast in widened)
 
 
 def refuse_slow(case: Case, product: AbstractProduct) -> None:
