@@ -1,7 +1,7 @@
 """What is bad about an array, what numbers it holds, and a cure to try."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +9,16 @@ import numpy as np
 from jaxtyping import Array
 
 from .._dtypes import full_precision_of
+from .._typing import AnyArray, Aval, ScalarLike
 
 
-def is_number(aval: Any) -> bool:
+def is_number(aval: object) -> bool:
     """Whether arrays of a type can hold what is bad."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def badness_of(x: Any, above: Any = None) -> Array:
+def badness_of(x: AnyArray, above: ScalarLike | None = None) -> Array:
     """1 if an array holds what is bad, 0 if not, as an int32.
 
     Args:
@@ -40,14 +41,14 @@ def badness_of(x: Any, above: Any = None) -> Array:
     return found
 
 
-def _parts(x: Any) -> list[Any]:
+def _parts(x: AnyArray) -> list[AnyArray]:
     """An array as arrays of real numbers of more than 8 bits."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [x.real, x.imag]
     return [x.astype(jnp.float32) if x.dtype.itemsize < 2 else x]
 
 
-def cured(x: Any, switch: Any, large: float) -> Any:
+def cured(x: AnyArray, switch: AnyArray, large: float) -> AnyArray:
     """An array with finite numbers in place of bad ones, where a switch is on.
 
     NaN becomes 1 and infinity `large` with its sign, so that what depends on them is
@@ -93,7 +94,7 @@ MEASURED = 5
 """How many numbers `measured` gives."""
 
 
-def measured(x: Any) -> Array:
+def measured(x: AnyArray) -> Array:
     """Minimum, maximum, and the counts of NaN, infinity and zero, as float32."""
     if not x.size:
         return jnp.zeros((MEASURED,), jnp.float32)
@@ -111,7 +112,7 @@ def measured(x: Any) -> Array:
     )
 
     # One pass, which is one operation to compile.
-    def join(a: Any, b: Any) -> Any:
+    def join(a: Sequence[AnyArray], b: Sequence[AnyArray]) -> tuple[AnyArray, ...]:
         sums = (x + y for x, y in zip(a[2:], b[2:], strict=True))
         return jax.lax.min(a[0], b[0]), jax.lax.max(a[1], b[1]), *sums
 
@@ -120,7 +121,7 @@ def measured(x: Any) -> Array:
     return jnp.stack(found)
 
 
-def range_of(aval: Any, numbers: np.ndarray) -> Range:
+def range_of(aval: Aval, numbers: np.ndarray) -> Range:
     """The range of an array of a type that `measured` looked at."""
     least, largest, *counts = (float(x) for x in numbers)
     size = max(1, int(np.prod(aval.shape)))

@@ -232,7 +232,7 @@ def _rows(step: StepOf, replay: Replay) -> tuple[int, ...]:
     )
 
 
-def refuse_limit(above: Any, call: str) -> None:
+def refuse_limit(above: object, call: str) -> None:
     """Raises where `above` is no magnitude."""
     if above is None:
         return

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jaxtyping import PyTree
 
 from .._jax_compat import open_jaxpr, scan_counts
 from .._program import SubJaxpr, sub_jaxprs
+from .._typing import AnyArray, BoolLike, Program
 from ._badness import badness_of, cured, is_number
 from ._graph import is_composite
 from ._level import Level, Step
@@ -54,7 +56,7 @@ class Found:
 def descended(
     machine: Machine,
     level: Level,
-    inputs: Sequence[Any],
+    inputs: Sequence[AnyArray],
     concern: Concern,
     above: float | None,
 ) -> list[Found]:
@@ -95,7 +97,7 @@ def _further(
     cause: Cause,
     sub: SubJaxpr,
     text: str,
-    inputs: Sequence[Any],
+    inputs: Sequence[AnyArray],
     concern: Concern,
     above: float | None,
 ) -> list[Found]:
@@ -113,7 +115,7 @@ def _in_branch(machine: Machine, cause: Cause, above: float | None) -> list[Foun
     subs = sub_jaxprs(cause.step.equation)
     device = cause.devices[0] if cause.devices else 0
 
-    def program(_: Any, index: Any) -> Any:
+    def program(_: object, index: AnyArray) -> tuple[AnyArray, list[AnyArray]]:
         return jnp.asarray(index, jnp.int32), []
 
     types = [cause.level.aval(cause.step.operands[0])]
@@ -132,7 +134,7 @@ class _Loop:
     that are cut; its outputs are the next state, and what the turn adds to arrays.
     """
 
-    def __init__(self, level: Level, step: Step, operands: Sequence[Any]) -> None:
+    def __init__(self, level: Level, step: Step, operands: Sequence[AnyArray]) -> None:
         self.params = params = step.equation.params
         self.is_scan = step.primitive == "scan"
         self.sub = sub_jaxprs(step.equation)[0]
@@ -155,23 +157,25 @@ class _Loop:
         self.types = [*kinds[n_consts:end], *kinds[:n_consts], *kinds[end:]]
 
     @property
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[AnyArray]:
         """What a run is given beside the state."""
         return [*self.test, *self.consts, *self.cut]
 
-    def parts(self, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def parts(self, arrays: Sequence[AnyArray]) -> tuple[Sequence[AnyArray], ...]:
         """The three parts of `arrays`."""
         a, b = len(self.test), len(self.test) + len(self.consts)
         return arrays[:a], arrays[a:b], arrays[b:]
 
-    def goes_on(self, turn: Any, state: Any, test: Any) -> Any:
+    def goes_on(
+        self, turn: Any, state: Sequence[AnyArray], test: Sequence[AnyArray]
+    ) -> BoolLike:
         """Whether there is another turn."""
         if self.is_scan:
             return turn < self.length
         (is_next,) = _run(self.params["cond_jaxpr"], [*test, *state])
         return is_next
 
-    def slices(self, turn: Any, cut: Any) -> list[Any]:
+    def slices(self, turn: AnyArray, cut: Sequence[AnyArray]) -> list[AnyArray]:
         """What a turn takes from arrays."""
         at = self.place(turn)
         return [jax.lax.dynamic_index_in_dim(x, at, keepdims=False) for x in cut]
@@ -182,13 +186,13 @@ class _Loop:
             return turn
         return self.length - 1 - turn
 
-    def turn(self, inputs: Sequence[Any]) -> list[Any]:
+    def turn(self, inputs: Sequence[AnyArray]) -> list[AnyArray]:
         """The outputs of a turn."""
         name = "jaxpr" if self.is_scan else "body_jaxpr"
         return _run(self.params[name], inputs)
 
 
-def _run(program: Any, inputs: Sequence[Any]) -> list[Any]:
+def _run(program: Program, inputs: Sequence[AnyArray]) -> list[AnyArray]:
     closed = ClosedJaxpr(open_jaxpr(program), list(getattr(program, "consts", ())))
     return jaxpr_as_fun(closed)(*inputs)
 
@@ -228,7 +232,7 @@ class _At:
     """A state of a loop before a turn, with what is bad in it cured perhaps."""
 
     turn: int
-    state: Sequence[Any]
+    state: Sequence[AnyArray]
     is_cured: bool
 
 
@@ -239,16 +243,16 @@ class _Turns:
         self.loop = loop
         n_state = loop.n_carry
 
-        def program(control: Any, *given: Any) -> Any:
+        def program(control: Sequence[AnyArray], *given: AnyArray) -> PyTree:
             start, stop, is_cured = control
             test, consts, cut = loop.parts(given[n_state:])
             state = [_cured(x, is_cured) for x in given[:n_state]]
 
-            def goes_on(carried: Any) -> Any:
+            def goes_on(carried: PyTree) -> BoolLike:
                 turn, state, _ = carried
                 return (turn < stop) & loop.goes_on(turn, state, test)
 
-            def body(carried: Any) -> Any:
+            def body(carried: PyTree) -> PyTree:
                 turn, state, first = carried
                 outputs = loop.turn([*consts, *state, *loop.slices(turn, cut)])
                 bits = varying(jnp.stack([badness_of(x, above) for x in outputs]))
@@ -265,7 +269,7 @@ class _Turns:
 
         self._run = machine.compiled(program, loop.types)
 
-    def _from(self, at: _At, stop: int) -> Any:
+    def _from(self, at: _At, stop: int) -> tuple[PyTree, list[AnyArray]]:
         control = (np.int32(at.turn), np.int32(stop), np.bool_(at.is_cured))
         return self._run(control, [*at.state, *self.loop.arrays])
 
@@ -280,7 +284,7 @@ class _Turns:
         _, kept = self._from(at, turn)
         return _At(turn, kept[: self.loop.n_carry], False)
 
-    def slices(self, at: _At) -> list[Any]:
+    def slices(self, at: _At) -> list[AnyArray]:
         """What the next turn takes from arrays."""
         _, kept = self._from(at, at.turn)
         return kept[self.loop.n_carry :]
@@ -297,5 +301,5 @@ class _Turns:
         return bool(left.any())
 
 
-def _cured(x: Any, switch: Any) -> Any:
+def _cured(x: AnyArray, switch: AnyArray) -> AnyArray:
     return cured(x, switch, 1.0) if is_number(jax.typeof(x)) else x

@@ -10,7 +10,6 @@ value comes from and goes to is read off, not searched for.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._jax_compat import bind_equation, equation_context, open_jaxpr
 from .._program import Location, aval_of, program_of, properties, sub_jaxprs
-from .._typing import Atom
+from .._typing import AnyArray, Atom, Aval
 
 # Programs that are not opened although they run once: each device has its own part.
 _CLOSED = ("shard_map",)
@@ -62,7 +61,7 @@ class Level:
     """
 
     def __init__(
-        self, program: Jaxpr | ClosedJaxpr, consts: Sequence[Any], place: Location
+        self, program: Jaxpr | ClosedJaxpr, consts: Sequence[AnyArray], place: Location
     ) -> None:
         """Opens a program.
 
@@ -72,8 +71,8 @@ class Level:
             place: What is around it.
         """
         self.steps: list[Step] = []
-        self.constants: dict[int, Any] = {}
-        self._avals: list[Any] = []
+        self.constants: dict[int, AnyArray] = {}
+        self._avals: list[Aval] = []
         jaxpr = open_jaxpr(program)
         self.inputs = [self._new(aval_of(v)) for v in jaxpr.invars]
         self.outputs = self._open(jaxpr, consts, self.inputs, place)
@@ -88,7 +87,7 @@ class Level:
             for value in dict.fromkeys(step.operands):
                 self.users.setdefault(value, []).append(number)
 
-    def aval(self, value: int) -> Any:
+    def aval(self, value: int) -> Aval:
         """The type of a value."""
         return self._avals[value]
 
@@ -97,11 +96,11 @@ class Level:
         number = self.makers.get(value)
         return None if number is None else self.steps[number]
 
-    def _new(self, aval: Any) -> int:
+    def _new(self, aval: Aval) -> int:
         self._avals.append(aval)
         return len(self._avals) - 1
 
-    def _constant(self, array: Any) -> int:
+    def _constant(self, array: AnyArray) -> int:
         number = self._new(jax.typeof(array))
         self.constants[number] = array
         return number
@@ -109,7 +108,7 @@ class Level:
     def _open(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Any],
+        consts: Sequence[AnyArray],
         inputs: Sequence[int],
         place: Location,
     ) -> list[int]:
@@ -190,7 +189,9 @@ def is_same_numbers(step: Step) -> bool:
 
 
 def run_level(
-    level: Level, inputs: Sequence[Any], change: Callable[[int, Any], Any]
+    level: Level,
+    inputs: Sequence[AnyArray],
+    change: Callable[[int, AnyArray], AnyArray],
 ) -> None:
     """Runs a level.
 
@@ -202,7 +203,7 @@ def run_level(
     """
     left = {value: len(users) for value, users in level.users.items()}
     ends = set(level.outputs)
-    values: dict[int, Any] = {}
+    values: dict[int, AnyArray] = {}
     given = zip(level.inputs, inputs, strict=True)
     for number, array in (*given, *level.constants.items()):
         values[number] = change(number, array)
@@ -215,7 +216,7 @@ def run_level(
                 values.pop(value, None)
 
 
-def _results(step: Step, values: dict[int, Any]) -> list[tuple[int, Any]]:
+def _results(step: Step, values: dict[int, AnyArray]) -> list[tuple[int, AnyArray]]:
     """The results of an operation with their numbers."""
     if is_apart(step):
         # What nobody uses of it is not there.

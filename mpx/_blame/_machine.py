@@ -2,12 +2,12 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from .._jax_compat import (
     as_varying,
@@ -16,8 +16,9 @@ from .._jax_compat import (
     type_varies_on,
     varying_axes,
 )
+from .._typing import AnyArray, Aval
 
-Run = Callable[[Any, Sequence[Any]], tuple[Any, list[Any]]]
+Run = Callable[[PyTree, Sequence[AnyArray]], tuple[PyTree, list[AnyArray]]]
 
 # Each operation rounds as it is written. By default XLA leaves out pairs of casts, and
 # an operation would be seen overflow whose result nobody used in that dtype.
@@ -32,10 +33,10 @@ class Machine(abc.ABC):
     of arrays that stay where they are.
     """
 
-    options: dict[str, Any]
+    options: dict[str, bool]
 
     @abc.abstractmethod
-    def compiled(self, program: Callable[..., Any], types: Sequence[Any]) -> Run:
+    def compiled(self, program: Callable[..., PyTree], types: Sequence[Aval]) -> Run:
         """A compiled program.
 
         Args:
@@ -55,11 +56,11 @@ class Whole(Machine):
         options: What the compiler is told.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, bool]) -> None:
         """Compiles nothing yet."""
         self.options = options
 
-    def compiled(self, program: Callable[..., Any], types: Sequence[Any]) -> Run:
+    def compiled(self, program: Callable[..., PyTree], types: Sequence[Aval]) -> Run:
         """See `Machine.compiled`."""
         return _compiled(program, lambda x: np.asarray(x)[None], self.options)
 
@@ -71,14 +72,16 @@ class EachDevice(Machine):
     device finds its own.
     """
 
-    def __init__(self, equation: JaxprEqn, options: dict[str, Any]) -> None:
+    def __init__(self, equation: JaxprEqn, options: dict[str, bool]) -> None:
         """Reads how the equation shares its program out."""
         params, self.options = equation.params, options
         self._params = params
         self._axes = shard_map_axes(params)
         self._checks = params.get("check_vma", False)
 
-    def _shared_out(self, func: Callable[..., Any], in_specs: Any) -> Any:
+    def _shared_out(
+        self, func: Callable[..., PyTree], in_specs: PyTree
+    ) -> Callable[..., PyTree]:
         return jax.shard_map(
             func,
             mesh=self._params["mesh"],
@@ -88,51 +91,51 @@ class EachDevice(Machine):
             check_vma=self._checks,
         )
 
-    def entered(self, operands: Sequence[Any]) -> list[Any]:
+    def entered(self, operands: Sequence[AnyArray]) -> list[AnyArray]:
         """The operands of the equation as they arrive on each device."""
         specs = tuple(self._params["in_specs"])
         func = self._shared_out(lambda *xs: [self._with_axes(x) for x in xs], specs)
         return list(jax.jit(func)(*operands))
 
-    def compiled(self, program: Callable[..., Any], types: Sequence[Any]) -> Run:
+    def compiled(self, program: Callable[..., PyTree], types: Sequence[Aval]) -> Run:
         """See `Machine.compiled`."""
         count = len(self._axes)
         specs = [self._spec(one) for one in types]
 
-        def on_each(control: Any, *stacked: Any) -> Any:
+        def on_each(control: PyTree, *stacked: AnyArray) -> PyTree:
             # What is the same on all devices came once, and has no axis for them.
             local = [x.reshape(x.shape[count:]) for x in stacked]
             return jax.tree.map(self._with_axes, program(control, *local))
 
-        def whole(control: Any, *stacked: Any) -> Any:
+        def whole(control: PyTree, *stacked: AnyArray) -> PyTree:
             given = [
                 self._once(x, spec) for x, spec in zip(stacked, specs, strict=True)
             ]
             shared = self._shared_out(on_each, (PartitionSpec(), *specs))
             return shared(control, *given)
 
-        def read(x: Any) -> np.ndarray:
+        def read(x: AnyArray) -> np.ndarray:
             devices = int(np.prod(x.shape[:count]))
             return np.asarray(x).reshape(devices, *x.shape[count:])
 
         return _compiled(whole, read, self.options)
 
-    def _with_axes(self, x: Any) -> Any:
+    def _with_axes(self, x: AnyArray) -> AnyArray:
         x = varying(jax.numpy.asarray(x))
         return x.reshape((1,) * len(self._axes) + x.shape)
 
-    def _spec(self, one: Any) -> PartitionSpec:
+    def _spec(self, one: Aval) -> PartitionSpec:
         varies = type_varies_on(one) if self._checks else frozenset(self._axes)
         return PartitionSpec(*(a if a in varies else None for a in self._axes))
 
-    def _once(self, x: Any, spec: PartitionSpec) -> Any:
+    def _once(self, x: AnyArray, spec: PartitionSpec) -> AnyArray:
         for axis, name in enumerate(spec):
             if name is None:
                 x = jax.lax.slice_in_dim(x, 0, 1, axis=axis)
         return x
 
 
-def varying(x: Any) -> Any:
+def varying(x: AnyArray) -> AnyArray:
     """A value as one that differs between devices, where JAX keeps account of it."""
     axes = manual_axes()
     if not axes or not varying_axes(jax.lax.axis_index(axes[0])):
@@ -141,13 +144,15 @@ def varying(x: Any) -> Any:
 
 
 def _compiled(
-    program: Callable[..., Any],
-    read: Callable[[Any], np.ndarray],
-    options: dict[str, Any],
+    program: Callable[..., PyTree],
+    read: Callable[[AnyArray], np.ndarray],
+    options: dict[str, bool],
 ) -> Run:
-    compiled: Any = None
+    compiled: Callable[..., PyTree] | None = None
 
-    def run(control: Any, inputs: Sequence[Any]) -> Any:
+    def run(
+        control: PyTree, inputs: Sequence[AnyArray]
+    ) -> tuple[PyTree, list[AnyArray]]:
         nonlocal compiled
         if compiled is None:
             where = _everywhere(inputs)
@@ -160,7 +165,7 @@ def _compiled(
     return run
 
 
-def _everywhere(inputs: Sequence[Any]) -> Any:
+def _everywhere(inputs: Sequence[AnyArray]) -> NamedSharding | None:
     """Where results are that every process reads; None in one process."""
     for x in inputs:
         sharding = getattr(x, "sharding", None)

@@ -3,19 +3,22 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from .._autocast import taking_notes
 from .._errors import describe
+from .._grad import GradientResult
+from .._loss_scaling import AbstractLossScaling
 from .._program import Call, Location, divide
 from .._tree import path_text
+from .._typing import AnyArray
 from ._badness import badness_of
 from ._descend import Found, descended
 from ._level import Level
@@ -23,7 +26,7 @@ from ._machine import AS_WRITTEN, Whole
 
 LOSS = "the loss"
 
-Gradient = Callable[..., Any]
+Gradient = Callable[..., GradientResult]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +41,17 @@ class Replay:
     """
 
     jaxpr: ClosedJaxpr
-    inputs: tuple[Any, ...]
-    paths: tuple[Any, ...]
+    inputs: tuple[AnyArray, ...]
+    paths: tuple[KeyPath, ...]
     places: tuple[str, ...]
 
     def bad_places(self, above: float | None = None) -> frozenset[int]:
         """The results that are bad, as one compiled program shows it."""
         return frozenset(int(i) for i in np.flatnonzero(self.bits(self.inputs, above)))
 
-    def bits(self, inputs: Sequence[Any], above: float | None = None) -> np.ndarray:
+    def bits(
+        self, inputs: Sequence[AnyArray], above: float | None = None
+    ) -> np.ndarray:
         """For each result whether it is bad, with these inputs."""
         limit = np.float32(np.finfo(np.float32).max if above is None else above)
         return np.asarray(self._compiled(limit, *inputs))
@@ -57,11 +62,11 @@ class Replay:
         return self.bits(arrays)
 
     @functools.cached_property
-    def _compiled(self) -> Callable[..., Any]:
+    def _compiled(self) -> Callable[..., AnyArray]:
         program = jaxpr_as_fun(self.jaxpr)
 
         @jax.jit
-        def bits(limit: Any, *inputs: Any) -> Any:
+        def bits(limit: AnyArray, *inputs: AnyArray) -> AnyArray:
             return jnp.stack([badness_of(x, limit) for x in program(*inputs)])
 
         return bits
@@ -78,7 +83,10 @@ class Replay:
 
 
 def replayed(
-    make: Callable[[Any], Gradient], scaling: Any, args: PyTree, kwargs: PyTree
+    make: Callable[[AbstractLossScaling | None], Gradient],
+    scaling: AbstractLossScaling | None,
+    args: PyTree,
+    kwargs: PyTree,
 ) -> Replay:
     """Traces a step.
 
@@ -90,7 +98,7 @@ def replayed(
         kwargs: Those by name.
     """
 
-    def called(_: Any, given: PyTree, kwargs: PyTree) -> PyTree:
+    def called(_: object, given: PyTree, kwargs: PyTree) -> PyTree:
         scaling, *args = given
         result = make(scaling)(*args, **kwargs)
         return {"loss": result.value, "of": result.grads}

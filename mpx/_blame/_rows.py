@@ -5,10 +5,11 @@ repeated until the batch is full.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from .._typing import AnyArray
 
 # How many runs are spent on it, and how many rows are named.
 _RUNS = 200
@@ -16,7 +17,9 @@ _NAMED = 16
 
 
 def bad_rows(
-    is_bad: Callable[[Sequence[Any]], bool], inputs: Sequence[Any], batch: Sequence[int]
+    is_bad: Callable[[Sequence[AnyArray]], bool],
+    inputs: Sequence[AnyArray],
+    batch: Sequence[int],
 ) -> tuple[int, ...]:
     """The rows that make a step bad, each alone.
 
@@ -32,7 +35,7 @@ def bad_rows(
     found: list[int] = []
     runs = 0
 
-    def of(rows: Sequence[int]) -> list[Any]:
+    def of(rows: Sequence[int]) -> list[AnyArray]:
         index = np.resize(np.asarray(rows), count)
         chosen = list(inputs)
         for i in batch:
@@ -53,7 +56,7 @@ def bad_rows(
     return tuple(sorted(found)) if len(found) < count else ()
 
 
-def batch_inputs(inputs: Sequence[Any], candidates: Sequence[int]) -> list[int]:
+def batch_inputs(inputs: Sequence[AnyArray], candidates: Sequence[int]) -> list[int]:
     """Which inputs are cut into rows: those with the most common first length."""
     shapes = {i: np.shape(inputs[i]) for i in candidates}
     lengths = [shape[0] for shape in shapes.values() if shape and shape[0] > 1]

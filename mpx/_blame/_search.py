@@ -6,13 +6,15 @@ in its place, and what is bad in the results then shows whether it was the cause
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
+from .._typing import AnyArray, Aval
 from ._badness import MEASURED, Range, badness_of, cured, measured, range_of
 from ._graph import (
     Bits,
@@ -75,7 +77,11 @@ class Search:
     """A level on a machine, with inputs; `above` is as in `badness_of`."""
 
     def __init__(
-        self, machine: Machine, level: Level, inputs: Sequence[Any], above: float | None
+        self,
+        machine: Machine,
+        level: Level,
+        inputs: Sequence[AnyArray],
+        above: float | None,
     ) -> None:
         """Compiles nothing yet."""
         self.machine, self.level = machine, level
@@ -110,7 +116,11 @@ class Search:
         return self._operations([*sites, *inputs], cures, bits, ends)
 
     def _sources(
-        self, run: Any, constants: list[int], inputs: list[int], ends: list[int]
+        self,
+        run: "Callable[[np.ndarray], _Seen]",
+        constants: list[int],
+        inputs: list[int],
+        ends: list[int],
     ) -> list[Cause]:
         """Which inputs and constants are the cause, all of whose cures is the cure."""
         sites = [*constants, *inputs]
@@ -241,7 +251,7 @@ class Search:
         measure: Sequence[int] = (),
         keep: Sequence[int] = (),
         near: Sequence[int] = (),
-    ) -> Any:
+    ) -> "Callable[[np.ndarray], _Seen]":
         """A compiled run, of switches that say which of `sites` are cured.
 
         Of those in `near` infinity becomes a small number. It says of values in `watch`
@@ -253,12 +263,12 @@ class Search:
         looks = {"bits": watch, "sizes": measure, "kept": keep}
         wanted = {name: set(values) for name, values in looks.items()}
 
-        def program(switches: Any, *inputs: Any) -> Any:
-            bits: dict[int, Any] = {}
-            sizes: dict[int, Any] = {}
-            kept: dict[int, Any] = {}
+        def program(switches: AnyArray, *inputs: AnyArray) -> PyTree:
+            bits: dict[int, AnyArray] = {}
+            sizes: dict[int, AnyArray] = {}
+            kept: dict[int, AnyArray] = {}
 
-            def change(number: int, x: Any) -> Any:
+            def change(number: int, x: AnyArray) -> AnyArray:
                 if number in place:
                     large = _NEAR if number in near else _FAR
                     x = cured(jnp.asarray(x), switches[place[number]], large)
@@ -299,14 +309,14 @@ class _Seen:
 
     bits: Bits
     sizes: dict[int, np.ndarray]
-    kept: dict[int, Any]
+    kept: dict[int, AnyArray]
 
 
 def _any_bad(bits: Bits, values: Sequence[int]) -> bool:
     return any(is_bad(bits, value) for value in values)
 
 
-def _is_measured(aval: Any) -> bool:
+def _is_measured(aval: Aval) -> bool:
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.number)
 
@@ -321,7 +331,7 @@ def _ranges(
     return tuple(range_of(level.aval(v), sizes[v][on]) for v in values if v in sizes)
 
 
-def _stacked(scalars: list[Any], shape: tuple[int, ...]) -> Any:
+def _stacked(scalars: list[AnyArray], shape: tuple[int, ...]) -> AnyArray:
     """Arrays of one shape in one; in parts, as XLA is slow where thousands meet."""
     if not scalars:
         return jnp.zeros((0, *shape), jnp.int32)

@@ -10,9 +10,10 @@ from jaxtyping import PyTree
 
 from .._autocast import autocast, recomputing, settings_of, unwrapped, with_rule
 from .._grad import Options, gradient_function
-from .._loss_scaling import StaticLossScaling
+from .._loss_scaling import AbstractLossScaling, StaticLossScaling
+from .._policy import Policy
 from .._rules import Precision, Rule
-from ._replay import Replay, replayed
+from ._replay import Gradient, Replay, replayed
 from ._report import Culprit
 
 CALL = "`mpx.blame`"
@@ -43,8 +44,8 @@ class StepOf:
     args: tuple[PyTree, ...]
     kwargs: dict[str, PyTree]
     count: int | None = None
-    pure: Callable[[Any], Callable[..., PyTree]] | None = None
-    args_with: Callable[[Any], tuple[PyTree, ...]] | None = None
+    pure: Callable[[Callable[..., PyTree]], Callable[..., PyTree]] | None = None
+    args_with: Callable[[Callable[..., PyTree]], tuple[PyTree, ...]] | None = None
     recomputes: bool = False
 
     def replay(self) -> Replay:
@@ -52,7 +53,7 @@ class StepOf:
         func = self.func if self.pure is None else self.pure(self.func)
         func = recomputing(func) if self.recomputes else func
 
-        def make(scaling: Any) -> Any:
+        def make(scaling: AbstractLossScaling | None) -> Gradient:
             return gradient_function(
                 CALL, func, scaling, self.argnums, True, self.options
             )
@@ -81,7 +82,7 @@ class StepOf:
         return step.changed(policy=None, keep=None, accumulate_dtype=None)
 
 
-def loss_scale_of(scaling: Any) -> float:
+def loss_scale_of(scaling: AbstractLossScaling | None) -> float:
     """The loss scale of a state; 1 if there is none."""
     return 1.0 if scaling is None else float(scaling.loss_scale)
 
@@ -133,7 +134,7 @@ def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
     made = settings_of(step.func)
     half = made.dtype if made is not None else None
     if made is None and step.options.mixed:
-        policy: Any = step.options.policy
+        policy = step.options.policy
         automatic = autocast(step.func, _dtype(policy))
         if _is_good(step.cast_by(automatic)):
             return (
@@ -153,7 +154,7 @@ def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
     return f"Compute the operation{where} in float32: `mpx.force_full_precision`."
 
 
-def _dtype(policy: Any) -> Any:
+def _dtype(policy: Policy | str | None) -> np.dtype:
     from .._dtypes import half_precision_datatype
     from .._policy import get_policy
 
@@ -163,7 +164,7 @@ def _dtype(policy: Any) -> Any:
     return np.dtype(given)
 
 
-def _name(dtype: Any) -> str:
+def _name(dtype: np.dtype) -> str:
     return f"jnp.{np.dtype(dtype).name}"
 
 
