@@ -14,6 +14,7 @@ from jax.core import AbstractValue
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import ad
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 
@@ -32,7 +33,7 @@ def spans_devices(leaf: object) -> bool:
     return mesh is not None and mesh.size > 1
 
 
-def _mesh_of(leaf: object) -> Any:
+def _mesh_of(leaf: object) -> Mesh | AbstractMesh | None:
     """The mesh that an array lies on, as far as its type says; None without one."""
     if not isinstance(leaf, jax.Array):
         return None
@@ -41,7 +42,7 @@ def _mesh_of(leaf: object) -> Any:
     return None if mesh is None or mesh.empty else mesh
 
 
-def mesh_of(leaves: Sequence[Any]) -> Any:
+def mesh_of(leaves: Sequence[object]) -> Mesh | AbstractMesh | None:
     """The mesh that is set, or else the one that arrays lie on; None without one."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
@@ -71,7 +72,7 @@ def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     """
     primitive = equation.primitive
     params = primitive.get_bind_params(equation.params)
-    subfunctions: Any = ()
+    subfunctions: Sequence[object] = ()
     if isinstance(params, tuple):  # before jax 0.10: (functions, parameters)
         subfunctions, params = params
     results = primitive.bind(*subfunctions, *operands, **params)

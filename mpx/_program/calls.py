@@ -38,10 +38,10 @@ class Form:
     """
 
     structure: Any
-    leaves: tuple[Any, ...]
+    leaves: tuple[object, ...]
     are_arrays: tuple[bool, ...]
 
-    def filled(self, arrays: Sequence[Any]) -> PyTree:
+    def filled(self, arrays: Sequence[object]) -> PyTree:
         """The tree with these arrays."""
         missing = iter(arrays)
         pairs = zip(self.leaves, self.are_arrays, strict=True)
@@ -50,8 +50,8 @@ class Form:
 
 
 def divide(
-    tree: PyTree, is_array: Callable[[Any], bool] = is_array
-) -> tuple[list[Any], Form]:
+    tree: PyTree, is_array: Callable[[object], bool] = is_array
+) -> tuple[list[AnyArray], Form]:
     """The arrays of a tree, and the rest of it."""
     leaves, structure = jax.tree.flatten(tree)
     are_arrays = tuple(map(is_array, leaves))
@@ -77,7 +77,7 @@ class Call:
         func: object,
         args: PyTree,
         kwargs: PyTree,
-        is_array: Callable[[Any], bool] = is_array,
+        is_array: Callable[[object], bool] = is_array,
         call: Callable[..., PyTree] | None = None,
     ) -> None:
         """Takes a call apart.
@@ -97,16 +97,16 @@ class Call:
         self.result: Form | None = None
         self._call = call or _called
 
-    def __call__(self, *arrays: AnyArray) -> list[Any]:
+    def __call__(self, *arrays: AnyArray) -> list[AnyArray]:
         """The arrays of the result."""
         found, self.result = divide(self._call(*self.form.filled(arrays)))
         return found
 
-    def result_of(self, arrays: Sequence[Any]) -> PyTree:
+    def result_of(self, arrays: Sequence[object]) -> PyTree:
         """The whole result, with these arrays."""
         assert self.result is not None, "the call has not run"
         return self.result.filled(arrays)
 
 
-def _called(func: Any, args: PyTree, kwargs: PyTree) -> PyTree:
+def _called(func: Callable[..., PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
     return func(*args, **kwargs)

@@ -29,7 +29,7 @@ MANY = 4096
 """What a dimension counts that only a call knows, such as that of an exported batch."""
 
 
-def lengths(shape: Iterable[Any]) -> tuple[int, ...]:
+def lengths(shape: Iterable[object]) -> tuple[int, ...]:
     """A shape in numbers.
 
     A dimension without one (`jax.export.symbolic_shape`) is taken to be large: JAX
@@ -39,7 +39,7 @@ def lengths(shape: Iterable[Any]) -> tuple[int, ...]:
     return tuple(int(n) if isinstance(n, known) else MANY for n in shape)
 
 
-def count(shape: Iterable[Any]) -> int:
+def count(shape: Iterable[object]) -> int:
     """How many numbers an array has, to compare it with others."""
     return math.prod(lengths(shape))
 
@@ -49,7 +49,7 @@ class SubJaxpr:
     """A program that an equation holds, and how it is joined to the equation."""
 
     jaxpr: Jaxpr
-    consts: tuple[Any, ...]
+    consts: tuple[AnyArray, ...]
     role: str
     """What it is to the equation, where that has several: `body`, `branch 1 of 3`."""
     trips: int | None
@@ -237,7 +237,7 @@ def _solve(equation: JaxprEqn) -> SubJaxpr:
     )
 
 
-def constants_as_inputs(closed: ClosedJaxpr) -> tuple[Any, Sequence[Any]]:
+def constants_as_inputs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Sequence[AnyArray]]:
     """A program that holds no arrays, and those that it is given first instead.
 
     What a function closes over may be an array that JAX traces; a program that holds
@@ -247,7 +247,7 @@ def constants_as_inputs(closed: ClosedJaxpr) -> tuple[Any, Sequence[Any]]:
         return closed, ()
     count = len(closed.consts)
 
-    def program(*arrays: AnyArray) -> list[Any]:
+    def program(*arrays: AnyArray) -> list[AnyArray]:
         held = core.ClosedJaxpr(open_jaxpr(closed), list(arrays[:count]))
         return core.jaxpr_as_fun(held)(*arrays[count:])
 

@@ -9,7 +9,7 @@ while and cond on its own.
 import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -132,7 +132,7 @@ def walk(jaxpr: ClosedJaxpr, inputs: Sequence[F], flow: Flow[F]) -> Iterator[Vis
 
 
 def propagate(
-    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[F], flow: Flow[F]
+    jaxpr: Jaxpr, consts: Sequence[object], inputs: Sequence[F], flow: Flow[F]
 ) -> list[F]:
     """The facts of the results of a program, from those of its inputs."""
     _, results = _walk(jaxpr, consts, inputs, flow, None)
@@ -152,7 +152,7 @@ def walk_inside(equation: JaxprEqn, operands: Sequence[F], flow: Flow[F]) -> Non
 
 def _walk(
     jaxpr: Jaxpr,
-    consts: Sequence[Any],
+    consts: Sequence[object],
     inputs: Sequence[F],
     flow: Flow[F],
     place: Location | None,

@@ -19,6 +19,7 @@ import heapq
 from collections.abc import (
     Callable,
     Collection,
+    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -90,7 +91,7 @@ def _is_placed(params: dict[str, Any]) -> bool:
 
 def parts(
     jaxpr: Jaxpr, fixed: Iterable[Var], may_join: Callable[[JaxprEqn], bool]
-) -> list[Any]:
+) -> list[JaxprEqn | Island]:
     """Divides a program into islands and other equations.
 
     Args:
@@ -117,7 +118,7 @@ def _groups(
 ) -> tuple[list[int | list[int]], set[int]]:
     """Positions of equations: alone, or together. And those that islands may copy."""
     level: dict[Var, int] = {}
-    home: dict[Any, Any] = {}  # where a variable is computed
+    home: dict[Var, Hashable] = {}  # where a variable is computed
     island: dict[Var, int] = {}  # the number of the island that a variable is made in
     roots: list[int] = []
     members: list[list[int]] = []

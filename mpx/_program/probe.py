@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from .._jax_compat import (
     as_varying,
@@ -37,7 +38,7 @@ from .._jax_compat import (
     scan_options,
     shard_map_axes,
 )
-from .._typing import Atom, Program
+from .._typing import AnyArray, Atom, Aval, Program
 from .equations import (
     SubJaxpr,
     aval_of,
@@ -48,7 +49,7 @@ from .equations import (
 from .flow import Location
 from .primitives import properties
 
-Records: TypeAlias = dict[Hashable, Any]
+Records: TypeAlias = dict[Hashable, PyTree]
 """Trees of arrays by a name that is the probe's own."""
 
 
@@ -56,7 +57,7 @@ Records: TypeAlias = dict[Hashable, Any]
 class Tagged:
     """An array on its way through a program, and what a probe knows of it."""
 
-    array: Any
+    array: AnyArray
     tag: Any
 
 
@@ -64,13 +65,13 @@ class Probe(abc.ABC):
     """What is asked of the values of a program. One probe serves one trace."""
 
     @abc.abstractmethod
-    def constant(self, array: object) -> Any:
+    def constant(self, array: object) -> object:
         """The tag of a literal, or of an array that the program holds."""
 
     @abc.abstractmethod
     def transfer(
         self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
-    ) -> Sequence[Any]:
+    ) -> Sequence[object]:
         """The tags of the results of an operation."""
 
     @abc.abstractmethod
@@ -83,7 +84,7 @@ class Probe(abc.ABC):
     ) -> Records:
         """The records of an operation."""
 
-    def compute(self, equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
+    def compute(self, equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
         """The results of an operation; those of its primitive unless overridden."""
         return bind_equation(equation, *arrays)
 
@@ -91,15 +92,15 @@ class Probe(abc.ABC):
         """Around a program within, in which arrays of outside are not to be used."""
         return contextlib.nullcontext()
 
-    def carried(self, equation: JaxprEqn, place: Location, tag: Any) -> Any:
+    def carried(self, equation: JaxprEqn, place: Location, tag: Any) -> object:
         """The tag in a turn of a loop of what it carries and begins with."""
         return tag
 
-    def cut(self, tag: Any) -> Any:
+    def cut(self, tag: Any) -> object:
         """The tag of a part that a turn of a scan takes of what is stacked."""
         return tag
 
-    def stacked(self, tag: Any) -> Any:
+    def stacked(self, tag: Any) -> object:
         """The tag of what the turns of a scan give, stacked."""
         return tag
 
@@ -107,7 +108,7 @@ class Probe(abc.ABC):
         """Is told that a record gets a new first axis: `turn` or `device`."""
         del key, axis
 
-    def join(self, before: Any, now: Any) -> Any:
+    def join(self, before: PyTree, now: PyTree) -> PyTree:
         """Joins the records of two turns of a `while` loop; None leaves them out."""
         return None
 
@@ -121,8 +122,11 @@ class Probe(abc.ABC):
 
 
 def probed(
-    closed: ClosedJaxpr, probe: Probe, arrays: Sequence[Any], tags: Sequence[Any]
-) -> tuple[list[Any], Records]:
+    closed: ClosedJaxpr,
+    probe: Probe,
+    arrays: Sequence[AnyArray],
+    tags: Sequence[object],
+) -> tuple[list[AnyArray], Records]:
     """Runs a program with a probe.
 
     Args:
@@ -141,7 +145,7 @@ def probed(
 
 def _run(
     program: Program,
-    consts: Sequence[Any],
+    consts: Sequence[AnyArray],
     inputs: Sequence[Tagged],
     probe: Probe,
     place: Location,
@@ -208,7 +212,9 @@ def _called(
     return _constrained(results, params.get("out_shardings")), records
 
 
-def _constrained(values: Sequence[Tagged], shardings: Any) -> list[Tagged]:
+def _constrained(
+    values: Sequence[Tagged], shardings: Sequence[object] | None
+) -> list[Tagged]:
     if shardings is None:
         return list(values)
     return [
@@ -223,7 +229,11 @@ class _Traced:
     """A program within an equation as one of its own, with its records as results."""
 
     def __init__(
-        self, sub: SubJaxpr, inputs: Sequence[tuple[Any, Any]], probe: Probe, place: Any
+        self,
+        sub: SubJaxpr,
+        inputs: Sequence[tuple[Aval, object]],
+        probe: Probe,
+        place: Location,
     ) -> None:
         """Traces it.
 
@@ -234,10 +244,10 @@ class _Traced:
             place: What is around its equations.
         """
         avals, tags = zip(*inputs, strict=True) if inputs else ((), ())
-        self.tags: list[Any] = []
+        self.tags: list[object] = []
         self.keys: list[Hashable] = []
 
-        def program(*arrays: object) -> tuple[list[Any], list[Any]]:
+        def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[PyTree]]:
             given = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
             with probe.inside():
                 results, records = _run(sub.jaxpr, sub.consts, given, probe, place)
@@ -248,11 +258,11 @@ class _Traced:
         self.closed, shape = jax.make_jaxpr(program, return_shape=True)(*avals)
         self.records: Records = dict(zip(self.keys, shape[1], strict=True))
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], Records]:
+    def __call__(self, arrays: Sequence[AnyArray]) -> tuple[list[AnyArray], Records]:
         """Runs it."""
         return self.divided(jaxpr_as_fun(self.closed)(*arrays))
 
-    def divided(self, results: Sequence[Any]) -> tuple[list[Any], Records]:
+    def divided(self, results: Sequence[AnyArray]) -> tuple[list[AnyArray], Records]:
         """The results of the program, and the records, of all that it gives."""
         count = len(self.tags)
         leaves, structure = jax.tree.flatten(list(self.records.values()))
@@ -261,7 +271,7 @@ class _Traced:
         return list(results[:count]), dict(zip(self.keys, found, strict=True))
 
 
-def _typed(values: Sequence[Tagged]) -> list[tuple[Any, Any]]:
+def _typed(values: Sequence[Tagged]) -> list[tuple[Aval, object]]:
     return [(jax.typeof(v.array), v.tag) for v in values]
 
 
@@ -282,7 +292,7 @@ def _in_checkpoint(
     return _tagged(results, made.tags), records
 
 
-def _tagged(arrays: Sequence[Any], tags: Sequence[Any]) -> list[Tagged]:
+def _tagged(arrays: Sequence[AnyArray], tags: Sequence[object]) -> list[Tagged]:
     return [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
 
 
@@ -306,7 +316,9 @@ def _in_scan(
     made = _Traced(sub, list(zip(avals, tags, strict=True)), probe, inner)
     fixed = [v.array for v in operands[:n_consts]]
 
-    def body(carry: Any, xs: Any) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+    def body(
+        carry: Sequence[AnyArray], xs: Sequence[AnyArray]
+    ) -> tuple[list[AnyArray], PyTree]:
         results, records = made([*fixed, *carry, *xs])
         return results[:n_carry], (results[n_carry:], list(records.values()))
 
@@ -321,7 +333,7 @@ def _in_scan(
     return _tagged([*carry, *ys], tags), records
 
 
-def _begun(values: Sequence[Tagged], avals: Sequence[Any]) -> list[Any]:
+def _begun(values: Sequence[Tagged], avals: Sequence[Aval]) -> list[AnyArray]:
     """What a loop begins with, as strongly typed as it declares."""
     return [
         x
@@ -357,10 +369,10 @@ def _in_while(
     kept = {key: x for key, x in zeros.items() if probe.join(x, x) is not None}
     test = ClosedJaxpr(test_sub.jaxpr, list(test_sub.consts))
 
-    def is_going_on(state: Any) -> Any:
+    def is_going_on(state: PyTree) -> AnyArray:
         return jaxpr_as_fun(test)(*for_test, *state[0])[0]
 
-    def turn(state: Any) -> Any:
+    def turn(state: PyTree) -> tuple[list[AnyArray], list[PyTree]]:
         carry, before = state
         results, now = made([*fixed, *carry])
         keys = zip(kept, before, strict=True)
@@ -372,7 +384,7 @@ def _in_while(
     return _tagged(carry, made.tags), dict(zip(kept, found, strict=True))
 
 
-def _zeros(x: Any) -> Any:
+def _zeros(x: AnyArray) -> AnyArray:
     return jnp.zeros(x.shape, x.dtype)
 
 
@@ -393,7 +405,7 @@ def _in_branches(
     records = {key: x for one in made for key, x in one.records.items()}
 
     def filled(one: _Traced) -> ClosedJaxpr:
-        def program(*arrays: object) -> tuple[list[Any], list[Any]]:
+        def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[PyTree]]:
             results, own = one(arrays)
             return results, [
                 own[k] if k in own else jax.tree.map(_zeros, x)
@@ -426,7 +438,7 @@ def _on_devices(
     inner = place.enter(equation, sub)
     found: dict[str, Any] = {}
 
-    def program(*arrays: object) -> tuple[list[Any], list[Any]]:
+    def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[PyTree]]:
         given = _tagged(arrays, tags)
         with probe.inside():
             results, records = _run(sub.jaxpr, sub.consts, given, probe, inner)

@@ -8,13 +8,13 @@ held apart by a factor of 1 that the compiler cannot see through, which cuts not
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from .._typing import AnyArray, Aval
@@ -115,13 +115,13 @@ def _from_inputs(closed: ClosedJaxpr) -> Callable[..., PyTree]:
     are_inexact = tuple(map(_is_inexact, closed.in_avals))
     exact = [None if _is_inexact(aval) else aval for aval in closed.out_avals]
 
-    def inexact_of(arrays: Any) -> list[Any]:
+    def inexact_of(arrays: Sequence[AnyArray]) -> list[AnyArray]:
         return [x for x, is_in in zip(arrays, are_inexact, strict=True) if is_in]
 
-    def tangents(xs: list[Any], dots: list[Any]) -> list[Any]:
+    def tangents(xs: list[AnyArray], dots: list[AnyArray]) -> list[AnyArray]:
         """Those of the inexact results, from those of the inexact inputs."""
 
-        def of_inexact(*inexact: Any) -> list[Any]:
+        def of_inexact(*inexact: AnyArray) -> list[AnyArray]:
             given = iter(inexact)
             pairs = zip(xs, are_inexact, strict=True)
             results = plain(*(next(given) if is_in else x for x, is_in in pairs))
@@ -138,7 +138,9 @@ def _from_inputs(closed: ClosedJaxpr) -> Callable[..., PyTree]:
         return plain(*xs)
 
     @function.defjvp
-    def rule(xs: tuple[Any, ...], dots: tuple[Any, ...]) -> tuple[Any, Any]:
+    def rule(
+        xs: tuple[AnyArray, ...], dots: tuple[AnyArray, ...]
+    ) -> tuple[PyTree, PyTree]:
         made = iter(again(list(xs), inexact_of(dots)))
         of_all = [
             next(made) if aval is None else np.zeros(aval.shape, jax.dtypes.float0)
@@ -149,7 +151,7 @@ def _from_inputs(closed: ClosedJaxpr) -> Callable[..., PyTree]:
     return function
 
 
-def _one(dtype: Any) -> AnyArray:
+def _one(dtype: np.dtype) -> AnyArray:
     """A number that the compiler does not know."""
     return jax.lax.optimization_barrier(jnp.ones((), dtype))
 
@@ -175,7 +177,7 @@ class _Kept:
 
     sums: frozenset[int]
 
-    def __call__(self, primitive: Any, *operands: Aval, **params: object) -> bool:
+    def __call__(self, primitive: Primitive, *operands: Aval, **params: object) -> bool:
         """Whether the result of an operation is kept."""
         if primitive.name == "reduce_sum":
             return _is_of_many(operands[0], params)
@@ -208,6 +210,6 @@ def _are_of_a_batch(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _is_of_many(operand: Any, params: dict[str, Any]) -> bool:
+def _is_of_many(operand: Aval, params: dict[str, Any]) -> bool:
     """Whether each number that a reduction gives is made of many."""
     return count(operand.shape[axis] for axis in params["axes"]) >= _FEW

@@ -8,12 +8,12 @@ number, and a function with a derivative rule of its own keeps what it likes.
 `measured_bytes` differentiates.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.numpy import inexact, issubdtype
+from jaxtyping import PyTree
 
 from .._dtypes import is_half
 from .._typing import AnyArray, Atom, Aval
@@ -27,7 +27,9 @@ class _Node:
 
     __slots__ = ("bytes", "is_active", "is_free", "made_of")
 
-    def __init__(self, size: int, made_of: Any = (), is_active: bool = False) -> None:
+    def __init__(
+        self, size: int, made_of: "Iterable[_Node]" = (), is_active: bool = False
+    ) -> None:
         self.bytes = size
         self.made_of: tuple[_Node, ...] = tuple(made_of)
         self.is_active = is_active  # whether it has a derivative
@@ -70,14 +72,16 @@ def kept_bytes(jaxpr: Jaxpr, are_free: tuple[bool, ...]) -> tuple[int, int]:
 
 
 def measured_bytes(
-    function: Any, types: Sequence[Any], are_free: tuple[bool, ...]
+    function: Callable[..., PyTree],
+    types: Sequence[Aval | jax.ShapeDtypeStruct],
+    are_free: tuple[bool, ...],
 ) -> int:
     """The bytes that autodiff keeps of a function, by differentiating it.
 
     Not in them is what is not in those of `kept_bytes`.
     """
 
-    def residuals(*arrays: AnyArray) -> tuple[Any, Any]:
+    def residuals(*arrays: AnyArray) -> tuple[PyTree, list[AnyArray]]:
         results, pullback = jax.vjp(function, *arrays)
         return results, jax.tree.leaves(pullback)
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jaxtyping import PyTree
 
 from .._program import (
     Location,
@@ -28,6 +29,7 @@ from .._program import (
     properties,
     source_span,
 )
+from .._typing import AnyArray
 from ._trace import Source, SourceProbe, is_product, line, phase_of, where
 
 
@@ -64,7 +66,7 @@ class Found:
     weights: tuple[str, ...]
     axes: list[str]
 
-    def turns_first(self, x: Any) -> tuple[Any, int]:
+    def turns_first(self, x: AnyArray) -> tuple[AnyArray, int]:
         """A record with the axes of turns in front, and how many they are."""
         turns = [i for i, axis in enumerate(self.axes) if axis == "turn"]
         return jnp.moveaxis(x, turns, range(len(turns))), len(turns)
@@ -86,7 +88,7 @@ class Collect(SourceProbe):
         self._wanted, self._reverses = wanted, reverses
         self._counts: Counter[Anchor] = Counter()
 
-    def compute(self, equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
+    def compute(self, equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
         """The results, of sums in another order if they are wanted so."""
         if self._reverses:
             arrays = reversed_sums(equation, arrays)
@@ -132,12 +134,12 @@ def _is_computed(equation: JaxprEqn) -> bool:
         return False
     if known.kind is PrimitiveClass.CONVERT or len(equation.outvars) != 1:
         return False
-    aval: Any = aval_of(equation.outvars[0])
+    aval = aval_of(equation.outvars[0])
     is_float = jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating)
     return bool(is_float) and aval.dtype.itemsize > 1 and bool(aval.ndim)
 
 
-def reversed_sums(equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
+def reversed_sums(equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
     """The operands of an operation that sums, the last summand first."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
@@ -148,7 +150,7 @@ def reversed_sums(equation: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
     return list(arrays)
 
 
-def _reversed(x: Any, axes: Sequence[Any]) -> Any:
+def _reversed(x: AnyArray, axes: Sequence[Any]) -> AnyArray:
     # XLA takes the reversal of both operands back, unless it cannot see it.
     return lax.optimization_barrier(lax.rev(x, [*map(int, axes)])) if axes else x
 
@@ -159,12 +161,12 @@ def anchors_of(
     """The anchors of a program in their order, each with the shape of its record."""
     probe = Collect()
 
-    def program(*arrays: object) -> Any:
+    def program(*arrays: AnyArray) -> Records:
         return probed(closed, probe, arrays, tags)[1]
 
-    made: dict[Any, Any] = {}
+    made: dict[str, list[Any]] = {}
 
-    def keyed(*arrays: object) -> list[Any]:
+    def keyed(*arrays: AnyArray) -> list[PyTree]:
         records = program(*arrays)
         made["keys"] = list(records)
         return list(records.values())

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+
+from .._typing import AnyArray
 
 NOISE = 60.0
 """In dB. Float32 has seven digits, 140 dB. Of a value that loses more than half of them
@@ -32,7 +34,7 @@ class Sums(NamedTuple):
     """How many numbers are NaN or infinite in one of them and not equal in the other"""
 
 
-def sums(a: Any, b: Any, axes: int = 0) -> Sums:
+def sums(a: AnyArray, b: AnyArray, axes: int = 0) -> Sums:
     """The sums over a pair of arrays, but for the first axes.
 
     A number that is infinite in both, such as a mask, is left out.
@@ -49,7 +51,7 @@ def sums(a: Any, b: Any, axes: int = 0) -> Sums:
     unit = jnp.max(jnp.abs(a), axis=over, initial=0, keepdims=True)
     unit = jnp.where(unit == 0, jnp.ones((), unit.dtype), unit)
 
-    def total(x: Any, y: Any) -> Array:
+    def total(x: AnyArray, y: AnyArray) -> Array:
         return jnp.sum((x / unit * (y / unit).conj()).real, axis=over)
 
     return Sums(total(a, a), total(noise, noise), total(b, b), total(a, b), broken)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,10 +14,10 @@ from .._grad import filter_value_and_grad
 from .._inspect import Traced, trace
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy
-from .._program import probed
+from .._program import Records, probed
 from .._scaling import init_scaling
 from .._tree import leaves_with_paths
-from .._typing import LeafPredicate
+from .._typing import AnyArray, LeafPredicate
 from ._anchors import Anchor, Collect, Found, anchors_of, common_layers
 from ._closeness import Closeness, Sums, cosine_of, snr_of, sums
 from ._comparison import Comparison
@@ -97,7 +96,7 @@ def compare(
         used = _scaling_of(func, scaling, policy, args, kwargs)
         is_mixed = settings_of(func) is not None or policy is not None
 
-        def first(args: PyTree, _: Any, kwargs: PyTree) -> PyTree:
+        def first(args: PyTree, _: object, kwargs: PyTree) -> PyTree:
             plain = filter_value_and_grad(reference, NoLossScaling(), has_aux, False)
             result = plain(*args, **kwargs)
             return result.value, result.grads
@@ -124,7 +123,11 @@ def _name(func: object) -> str:
 
 
 def _scaling_of(
-    func: Any, scaling: Any, policy: Any, args: PyTree, kwargs: PyTree
+    func: Callable[..., PyTree],
+    scaling: AbstractLossScaling | None,
+    policy: Policy | str | None,
+    args: PyTree,
+    kwargs: PyTree,
 ) -> AbstractLossScaling:
     if scaling is not None:
         return scaling
@@ -136,7 +139,7 @@ def _scaling_of(
 class _Side:
     """One of the two: its program, and what is known of it without running it."""
 
-    def __init__(self, func: Callable[..., PyTree], args: tuple[Any, ...]) -> None:
+    def __init__(self, func: Callable[..., PyTree], args: tuple[PyTree, ...]) -> None:
         self.traced: Traced = trace(func, args, {}, lambda f: f, (0,), CALL)
         sources = Sources()
         self.tags = [
@@ -148,8 +151,11 @@ class _Side:
         self.leaves = [path for path, _ in leaves_with_paths(shapes[1])]
 
     def run(
-        self, arrays: Sequence[Any], wanted: frozenset[Anchor], reverses: bool = False
-    ) -> tuple[list[Any], dict[Any, Any]]:
+        self,
+        arrays: Sequence[AnyArray],
+        wanted: frozenset[Anchor],
+        reverses: bool = False,
+    ) -> tuple[list[AnyArray], Records]:
         """The loss, the gradients and the activations."""
         probe = Collect(wanted, reverses=reverses)
         return probed(self.traced.jaxpr, probe, arrays, self.tags)
@@ -170,14 +176,16 @@ def _compared(
     wanted = frozenset(anchor for _, anchor, _ in layers)
 
     @jax.jit
-    def measure(a: Sequence[Any], b: Sequence[Any]) -> Any:
+    def measure(a: Sequence[AnyArray], b: Sequence[AnyArray]) -> PyTree:
         """The losses, and the sums of all pairs."""
         pairs = [first.run(a, wanted), second.run(b, wanted)]
         if floor:
             pairs.append(first.run(a, wanted, reverses=True))
         (results, records), *others = pairs
 
-        def beside(other: Any) -> tuple[list[Sums], list[Sums]]:
+        def beside(
+            other: tuple[list[AnyArray], Records],
+        ) -> tuple[list[Sums], list[Sums]]:
             values = [
                 _sums_by_turn(found, records[anchor], other[1][anchor])
                 for _, anchor, found in layers
@@ -212,7 +220,7 @@ def _compared(
     )
 
 
-def _sums_by_turn(found: Found, a: Any, b: Any) -> Sums:
+def _sums_by_turn(found: Found, a: AnyArray, b: AnyArray) -> Sums:
     (a, turns), (b, _) = found.turns_first(a), found.turns_first(b)
     return sums(a, b, turns)
 

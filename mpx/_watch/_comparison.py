@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from .._contract import ContractError, Violation
 from .._errors import describe
@@ -205,7 +204,7 @@ def _violation(claim: str, limit: float, some: Iterable[Closeness]) -> Violation
         found = measure(each)
         return found < limit or each.snr == -math.inf
 
-    wrong: list[Any] = sorted(filter(is_below, looked_at), key=lambda x: x.snr)
+    wrong = sorted(filter(is_below, looked_at), key=lambda x: x.snr)
     if not wrong:
         return None
     found = (

@@ -89,7 +89,7 @@ _ROLES = {
 }
 
 
-def asked_formats(formats: Any) -> tuple[AskedFormat, ...]:
+def asked_formats(formats: object) -> tuple[AskedFormat, ...]:
     """Reads what a user asks for, one format or several."""
     is_several = isinstance(formats, list | tuple)
     found = tuple(map(_asked, formats if is_several else (formats,)))

@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
@@ -28,6 +28,7 @@ from .._program import (
     is_multiplication,
     probed,
 )
+from .._typing import AnyArray, Aval
 from ._formats import Asked, AskedFormat, asked_formats
 from ._report import Statistics
 from ._statistics import counts, joined, sampled, tensor_statistics
@@ -117,12 +118,16 @@ class _Monitor:
     """A function and its programs, one for each form of its arguments."""
 
     def __init__(
-        self, func: Any, formats: tuple[AskedFormat, ...], said: Any, sample: int
+        self,
+        func: Callable[..., PyTree],
+        formats: tuple[AskedFormat, ...],
+        said: tuple[int | str, ...],
+        sample: int,
     ) -> None:
         self.formats, self.sample = formats, sample
         self._inside, self._wrap = unwrapped(func)
         self._said = said
-        self._made: list[tuple[Form, tuple[Any, ...], _Program]] = []
+        self._made: list[tuple[Form, tuple[Aval, ...], _Program]] = []
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Statistics]:
         """The result, and the statistics."""
@@ -142,7 +147,7 @@ class _Monitor:
 
     def _program(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> "tuple[_Program, tuple[Any, ...]]":
+    ) -> "tuple[_Program, tuple[AnyArray, ...]]":
         positions = weights_in_call(self._inside, self._said, args, kwargs, CALL)
         with taking_notes():
             traced = trace(self._inside, args, kwargs, self._wrap, positions, CALL)
@@ -159,7 +164,9 @@ class _Program:
         self._rows: dict[Hashable, _Row] = {}
         self._run = jax.jit(self._counted)
 
-    def _counted(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _counted(
+        self, arrays: Sequence[AnyArray]
+    ) -> tuple[list[AnyArray], list[AnyArray]]:
         probe = _Counts(self._formats, self._sample)
         named = zip(self._traced.paths, self._traced.is_weight, strict=True)
         tags = [
@@ -181,15 +188,15 @@ class _Program:
         self._rows = {key: probe.rows[key] for key in probe.rows if key in records}
         return results, [records[key] for key in self._rows]
 
-    def trace(self, arrays: Sequence[Any]) -> jax.stages.Traced:
+    def trace(self, arrays: Sequence[AnyArray]) -> jax.stages.Traced:
         return self._run.trace(list(arrays))
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[PyTree, Statistics]:
+    def __call__(self, arrays: Sequence[AnyArray]) -> tuple[PyTree, Statistics]:
         results, found = self._run(list(arrays))
         result = self._traced.call.result_of(results)
         return result, self._statistics(jax.device_get(found), result)
 
-    def _statistics(self, found: Sequence[Any], result: PyTree) -> Statistics:
+    def _statistics(self, found: Sequence[np.ndarray], result: PyTree) -> Statistics:
         names = _layers(self._rows)
         rows = [
             tensor_statistics(x, names[key], row.kind, row.dtype, self._formats)
@@ -231,7 +238,7 @@ class _Counts(SourceProbe):
         self._sample = sample
         self.rows: dict[Hashable, _Row] = {}
         self._formats = formats
-        self._arrays: dict[Hashable, Any] = {}
+        self._arrays: dict[Hashable, AnyArray] = {}
         self._counted: frozenset[Hashable] = frozenset()
 
     def carried(self, equation: JaxprEqn, place: Location, tag: Source) -> Source:
@@ -267,7 +274,7 @@ class _Counts(SourceProbe):
 
         return begin
 
-    def join(self, before: Any, now: Any) -> Any:
+    def join(self, before: AnyArray, now: AnyArray) -> AnyArray:
         """Turns of a `while` loop are counted together."""
         return joined(before, now)
 
@@ -334,7 +341,7 @@ def _contracted(equation: JaxprEqn, number: int) -> int:
     return int(axes[-1])
 
 
-def _of_weight(array: Any, row: _Row, formats: Sequence[AskedFormat]) -> Any:
+def _of_weight(array: AnyArray, row: _Row, formats: Sequence[AskedFormat]) -> AnyArray:
     """The counts of an argument, layer by layer where a loop cuts it."""
     count = lambda x: counts(x, Kind.WEIGHT, row.axis, formats)  # noqa: E731
     for _ in range(row.turns):

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._typing import AnyArray
 from ._formats import AskedFormat, Kept
 from ._trace import Kind
 
@@ -60,7 +60,7 @@ def _reduced(arrays: Sequence[Array]) -> list[Array]:
     return list(lax.reduce(tuple(arrays), zeros, join, axes))
 
 
-def sampled(x: Any, sample: int) -> Any:
+def sampled(x: AnyArray, sample: int) -> AnyArray:
     """One row in so many, along the last axis but one, the rows of a product.
 
     So a batch, which is the first axis, may lie in parts on several devices.
@@ -70,7 +70,7 @@ def sampled(x: Any, sample: int) -> Any:
     return lax.slice_in_dim(x, 0, x.shape[-2], sample, axis=x.ndim - 2)
 
 
-def joined(a: Any, b: Any) -> Any:
+def joined(a: AnyArray, b: AnyArray) -> AnyArray:
     """The counts of two arrays together: the larger amax, and sums."""
     return jnp.concatenate([jnp.maximum(a[..., :1], b[..., :1]), (a + b)[..., 1:]], -1)
 

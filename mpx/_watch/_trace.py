@@ -8,7 +8,6 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
@@ -27,6 +26,7 @@ from .._program import (
     scopes,
 )
 from .._rules import Precision
+from .._typing import AnyArray
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
@@ -162,7 +162,7 @@ def _is_smaller(equation: JaxprEqn, operand: Tagged) -> bool:
     return count(aval_of(equation.outvars[0]).shape) < count(jnp.shape(operand.array))
 
 
-def _is_float(array: Any) -> bool:
+def _is_float(array: AnyArray) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
 
 
