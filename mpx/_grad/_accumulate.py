@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +16,7 @@ from .._dtypes import full_precision_of
 from .._errors import describe
 from .._quantize import largest_magnitude
 from .._tree import is_model_state, is_trainable
-from .._typing import LeafPredicate
+from .._typing import AnyArray, LeafPredicate
 from ._inputs import input_path
 
 _FUNCTIONS = {
@@ -156,7 +156,7 @@ class Accumulation:
 
 
 # What a micro-batch is run by: `one(args, kwargs) -> (loss, aux, grads, amaxes)`.
-One = Callable[[Any, Any], tuple[Any, Any, PyTree, PyTree]]
+One = Callable[[PyTree, PyTree], tuple[Array, PyTree, PyTree, PyTree]]
 
 
 def accumulated(
@@ -166,7 +166,7 @@ def accumulated(
     args: PyTree,
     kwargs: PyTree,
     grad_dtype: np.dtype | None = None,
-) -> tuple[Any, Any, PyTree, PyTree]:
+) -> tuple[Array, PyTree, PyTree, PyTree]:
     """Runs `one` over micro-batches; of amaxes it gives the maximum.
 
     Args:
@@ -224,10 +224,10 @@ class MicroBatches:
 
     how: Accumulation
     paths: list[KeyPath]
-    leaves: list[Any]
+    leaves: list[PyTree]
     kinds: list[str]
     tree: Any
-    state: list[Any]
+    state: list[AnyArray]
     state_tree: Any
     traced: "list[_Aux]"
 
@@ -246,7 +246,7 @@ class MicroBatches:
         paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
         return cls(how, paths, leaves, kinds, tree, state, state_tree, [])
 
-    def cut(self, steps: int) -> list[Any]:
+    def cut(self, steps: int) -> list[PyTree]:
         """Micro-batches along a new first axis; None for a leaf that is not cut."""
         rows = zip(self.kinds, self.paths, self.leaves, strict=True)
         return [_micro_batches(self.how, steps, *row) for row in rows]
@@ -281,23 +281,23 @@ class _Aux:
 
     tree: Any
     slots: list[int | None]
-    fixed: list[Any]
+    fixed: Sequence[object]
 
     @classmethod
-    def read(cls, aux: PyTree, state: list[Any]) -> "_Aux":
+    def read(cls, aux: PyTree, state: list[AnyArray]) -> "_Aux":
         leaves, tree = jax.tree.flatten(aux)
         places = {id(x): i for i, x in enumerate(state)}
         fixed = [None if eqx.is_array(x) else x for x in leaves]
         return cls(tree, [places.get(id(x)) for x in leaves], fixed)
 
-    def stacked(self, aux: PyTree) -> list[Any]:
+    def stacked(self, aux: PyTree) -> list[PyTree]:
         """The leaves of one micro-batch's aux that are to be stacked."""
         return [
             x if eqx.is_array(x) and slot is None else None
             for x, slot in zip(jax.tree.leaves(aux), self.slots, strict=True)
         ]
 
-    def rebuild(self, stacked: list[Any], state: list[Any]) -> PyTree:
+    def rebuild(self, stacked: list[PyTree], state: list[AnyArray]) -> PyTree:
         """Aux after the last micro-batch."""
         leaves = [
             state[slot] if slot is not None else fixed if x is None else x
@@ -341,8 +341,8 @@ def _kind(
 
 
 def _micro_batches(
-    how: Accumulation, steps: int, kind: str, path: KeyPath, leaf: Any
-) -> Any:
+    how: Accumulation, steps: int, kind: str, path: KeyPath, leaf: PyTree
+) -> AnyArray | None:
     """The leaf with micro-batches along a new first axis; None if it is not cut."""
     if kind == _KEY:
         return jax.random.split(leaf, steps)
@@ -375,7 +375,7 @@ def _weight(how: Accumulation, args: PyTree, kwargs: PyTree) -> PyTree:
     return weight.astype(jnp.float32)
 
 
-def _new_state(how: Accumulation, aux: PyTree, old: list[Any]) -> list[Any]:
+def _new_state(how: Accumulation, aux: PyTree, old: list[AnyArray]) -> list[AnyArray]:
     """The leaves of the model state that aux holds."""
     if not old:
         return old

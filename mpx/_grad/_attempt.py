@@ -9,7 +9,7 @@ depends on the check (`_known_after`), and nothing can use a gradient before.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,6 +21,7 @@ from .._cast import cast_leaf
 from .._dtypes import full_precision_of
 from .._jax_compat import manual_axes, stack, varying_axes
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
+from .._recipe_state import SlotName
 from .._tree import Filled, finite_by_leaf
 from .._typing import BoolScalar, FloatScalar
 from ._accumulate import Accumulation, accumulated
@@ -41,10 +42,10 @@ class Outcome(NamedTuple):
     """
 
     loss: FloatScalar
-    aux: Any
+    aux: PyTree
     grads: tuple[PyTree, ...]
     flags: Bool[Array, " n"] | None
-    amaxes: dict[Any, Array]
+    amaxes: dict[SlotName, Array]
 
 
 def attempt(
@@ -106,11 +107,11 @@ def retried(
     """
     arrays, static = eqx.partition(outcome, eqx.is_array)
 
-    def is_bad(state: Any) -> Array:
+    def is_bad(state: PyTree) -> Array:
         _, arrays, tries = state
         return ~jnp.all(arrays.flags) & arrays.flags[0] & (tries < retries)
 
-    def again(state: Any) -> PyTree:
+    def again(state: PyTree) -> PyTree:
         scaling, _, tries = state
         lower = scaling._backed_off()
         return lower, eqx.filter(attempt(lower), eqx.is_array), tries + 1

@@ -22,7 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
@@ -34,8 +34,9 @@ from .._loss_scaling import AbstractLossScaling
 from .._policy import Wire
 from .._quantize import largest_magnitude
 from .._tree import is_trainable
+from .._typing import AnyArray
 from .._wire import cast_where_it_lies
-from ._accumulate import Accumulation, MicroBatches, joined, zeros_like_weights
+from ._accumulate import Accumulation, MicroBatches, One, joined, zeros_like_weights
 from ._engine import Problem
 from ._inputs import cast_inputs
 
@@ -45,17 +46,17 @@ _FLOAT32 = np.dtype(np.float32)
 ON_ITS_OWN = Wire(_FLOAT32, is_alone=True)
 
 # A micro-batch: what it gives to be summed, and what it gives besides.
-Run = Callable[[Any], tuple[PyTree, PyTree]]
+Run = Callable[[PyTree], tuple[PyTree, PyTree]]
 
 
 def accumulated_on_devices(
     how: Accumulation,
-    one: Callable[..., Any],
+    one: Callable[..., PyTree],
     problem: Problem,
     scaling: AbstractLossScaling,
     args: PyTree,
     kwargs: PyTree,
-) -> tuple[Any, Any, PyTree, PyTree]:
+) -> tuple[Array, PyTree, PyTree, PyTree]:
     """Runs micro-batches where their rows lie; see `accumulated`.
 
     Args:
@@ -75,7 +76,7 @@ def accumulated_on_devices(
     state, rest = eqx.partition(scaling, eqx.is_array)
     reduce_dtype = None if problem.wire is None else problem.wire.reduce_dtype
 
-    def on_a_device(state: Any, *arrays: Array) -> PyTree:
+    def on_a_device(state: PyTree, *arrays: Array) -> PyTree:
         run_one = functools.partial(one, eqx.combine(state, rest))
         zeros = zeros_like_weights(args, argnums, problem.grad_dtype)
         run, xs, inside = _micro_batches_here(batch, given, arrays, run_one, zeros)
@@ -146,20 +147,20 @@ def _micro_batches_here(
     batch: MicroBatches,
     given: list[_Given],
     arrays: Sequence[Array],
-    run_one: Callable[[Any, Any], Any],
+    run_one: One,
     zeros: PyTree,
-) -> tuple[Run, list[Any], MicroBatches]:
+) -> tuple[Run, list[PyTree], MicroBatches]:
     """What runs a micro-batch on a device, the rows that lie on it, and their form."""
     how = batch.how
-    whole: list[Any] = list(batch.leaves)
-    xs: list[Any] = [None] * len(batch.leaves)
+    whole: list[PyTree] = list(batch.leaves)
+    xs: list[PyTree] = [None] * len(batch.leaves)
     for one, array in zip(given, arrays, strict=True):
         (xs if one.is_cut else whole)[one.place] = array
     inside = MicroBatches(
         how, batch.paths, whole, batch.kinds, batch.tree, [], batch.state_tree, []
     )
 
-    def run(xs: Any) -> tuple[PyTree, PyTree]:
+    def run(xs: PyTree) -> tuple[PyTree, PyTree]:
         # In each turn: a copy of float32 that all turns share would be kept.
         inside.leaves = list(map(_as_declared, whole, batch.leaves))
         xs = jax.lax.optimization_barrier(xs) if how.in_order else xs
@@ -172,7 +173,10 @@ def _micro_batches_here(
 
 
 def _checked_devices(
-    how: Accumulation, mesh: Any, batch: MicroBatches, problem: Problem
+    how: Accumulation,
+    mesh: Mesh | AbstractMesh | None,
+    batch: MicroBatches,
+    problem: Problem,
 ) -> int:
     """How many devices share the micro-batches; raises where they cannot."""
     call = "`axes` of `mpx.Accumulation`"
@@ -241,14 +245,16 @@ def _half_weights(
     }
 
 
-def _as_declared(leaf: Any, declared: Any) -> Any:
+def _as_declared(leaf: PyTree, declared: PyTree) -> PyTree:
     """A leaf as the function knows it: float32 again where it was cast to travel."""
     if not isinstance(leaf, jax.Array) or leaf.dtype == declared.dtype:
         return leaf
     return jax.lax.convert_element_type(leaf, declared.dtype)
 
 
-def _along(mesh: Any, axes: tuple[str, ...], x: Any, is_cut: bool) -> Any:
+def _along(
+    mesh: Mesh | AbstractMesh, axes: tuple[str, ...], x: Any, is_cut: bool
+) -> Any:
     """An array as `jax.shard_map` takes it on axes of which types know."""
     if not mesh.explicit_axes or not isinstance(x, jax.Array):
         return x
@@ -263,34 +269,36 @@ def _as_they_lie(mesh: Any, grads: PyTree, weights: PyTree) -> PyTree:
     if not mesh.explicit_axes:
         return grads
 
-    def one(grad: Any, weight: Any) -> Any:
+    def one(grad: AnyArray, weight: AnyArray) -> AnyArray:
         return jax.sharding.reshard(grad, jax.typeof(weight).sharding)
 
     return jax.tree.map(one, grads, weights)
 
 
-def _without(axes: tuple[str, ...], part: Any) -> Any:
+def _without(axes: tuple[str, ...], part: object) -> tuple[object, ...] | None:
     names = part if isinstance(part, tuple) else (part,)
     left = tuple(name for name in names if name is not None and name not in axes)
     return left or None
 
 
-def _in_turn(run: Run, zeros: PyTree, xs: Any, count: int) -> tuple[PyTree, PyTree]:
-    def body(total: PyTree, xs: Any) -> tuple[PyTree, PyTree]:
+def _in_turn(run: Run, zeros: PyTree, xs: PyTree, count: int) -> tuple[PyTree, PyTree]:
+    def body(total: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
         found, besides = run(xs)
         return jax.tree.map(jnp.add, total, found), besides
 
     return jax.lax.scan(body, zeros, xs, length=count)
 
 
-def _in_a_tree(run: Run, zeros: PyTree, xs: Any, count: int) -> tuple[PyTree, PyTree]:
+def _in_a_tree(
+    run: Run, zeros: PyTree, xs: PyTree, count: int
+) -> tuple[PyTree, PyTree]:
     """The sum of micro-batches in the order of a binary tree, each half before it."""
     if count == 1:
         total, besides = run(jax.tree.map(lambda x: x[0], xs))
         return total, jax.tree.map(lambda x: jnp.expand_dims(x, 0), besides)
     halves = jax.tree.map(lambda x: x.reshape(2, count // 2, *x.shape[1:]), xs)
 
-    def half(total: PyTree, xs: Any) -> tuple[PyTree, PyTree]:
+    def half(total: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
         found, besides = _in_a_tree(run, zeros, xs, count // 2)
         return jax.tree.map(jnp.add, total, found), besides
 

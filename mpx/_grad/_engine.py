@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -28,9 +28,9 @@ from .._errors import describe, warn_user
 from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Wire
-from .._recipe_state import at_step
+from .._recipe_state import SlotName, at_step
 from .._tree import is_trainable
-from .._typing import FloatScalar, LeafPredicate
+from .._typing import AnyArray, FloatScalar, LeafPredicate
 from .._wire import on_the_wire
 from ._inputs import cast_inputs
 from ._shared import axes_of_half_sums, axes_of_results, spread, summed
@@ -95,9 +95,9 @@ class Differentiated(NamedTuple):
 
     scaled: FloatScalar
     loss: FloatScalar
-    aux: Any
+    aux: PyTree
     grads: tuple[PyTree, ...]
-    amaxes: dict[Any, Array]
+    amaxes: dict[SlotName, Array]
 
 
 Result = TypeVar("Result")
@@ -199,7 +199,7 @@ def _differentiated(
 
     # JAX records the call stack at every operation of the user's function, which costs
     # time for each frame: between here and there are as few as possible.
-    def scaled_loss(weights: Any, tokens: Any) -> PyTree:
+    def scaled_loss(weights: PyTree, tokens: PyTree) -> PyTree:
         full = list(args)
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
@@ -256,7 +256,9 @@ def _begin(loss: Array, cotangent: Array) -> tuple[Array]:
 _computed_first.defvjp(_keep_loss, _begin)
 
 
-def _as_before(differentiate: Any, inputs: PyTree, axes: object) -> PyTree:
+def _as_before(
+    differentiate: Callable[..., PyTree], inputs: PyTree, axes: object
+) -> PyTree:
     """Differentiates; None where results differ between devices on other axes."""
     try:
         found = differentiate(*inputs)
@@ -273,7 +275,7 @@ def as_weights(
     if problem.casts_before is None:
         return grads
 
-    def cast(grad: Any, weight: Any) -> Any:
+    def cast(grad: AnyArray | None, weight: AnyArray) -> AnyArray | None:
         # Sums over devices are float32, also of weights that are not.
         is_wider = grad is None or grad.dtype.itemsize > weight.dtype.itemsize
         return grad if is_wider else cast_leaf(grad, weight.dtype)
@@ -301,7 +303,7 @@ def _call_with_masters(problem: Problem, args: PyTree, kwargs: PyTree) -> PyTree
     )
 
 
-def _loss_and_aux(problem: Problem, result: PyTree) -> tuple[Array, Any]:
+def _loss_and_aux(problem: Problem, result: PyTree) -> tuple[Array, PyTree]:
     if not problem.has_aux:
         return _loss(problem, result), None
     if not isinstance(result, tuple) or len(result) != 2:

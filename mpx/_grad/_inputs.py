@@ -1,7 +1,5 @@
 """Inputs of a gradient function: which leaves are cast, and what is refused."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from .._errors import at_path, describe
 from .._loss_scaling import AbstractLossScaling, refuse_arithmetic
 from .._nnx_graph import is_nnx_module
 from .._tree import is_float_leaf, is_trainable, keeps_dtypes
-from .._typing import LeafPredicate
+from .._typing import AnyArray, LeafPredicate
 
 # Names under which frameworks keep running statistics: Flax's collection, and the
 # moving averages of Haiku's BatchNorm (`batch_norm/~/mean_ema`).
@@ -27,7 +25,7 @@ def cast_inputs(
     kwargs: PyTree,
     dtype: np.dtype,
     keep: LeafPredicate | None,
-) -> tuple[Any, Any, Any]:
+) -> tuple[PyTree, PyTree, PyTree]:
     """Casts float leaves but model state and what `keep` names.
 
     Running statistics in half precision drift: a momentum of 0.999 is no step at all
@@ -88,7 +86,7 @@ def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> Non
         )
 
 
-def is_frozen(leaf: Any) -> bool:
+def is_frozen(leaf: AnyArray) -> bool:
     """Whether a number is being baked into a program that JAX is tracing.
 
     It is where it is no tracer itself, and an operation on it gives one.
@@ -140,7 +138,7 @@ def refuse_no_weights(weights: PyTree, call: str) -> None:
 
 def as_floating(
     args: tuple[PyTree, ...], argnums: tuple[int, ...], call: str
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """Makes arrays of the differentiated arguments, all of which must be floating."""
 
     def convert(path: KeyPath, leaf: object) -> PyTree:

@@ -1,5 +1,6 @@
 """What a gradient function returns: a tuple in the paper's order, with names."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -96,17 +97,19 @@ class GradientResult(tuple):
         return _rebuild, (self._parts,)
 
 
-def _flatten_with_keys(result: GradientResult) -> Any:
+def _flatten_with_keys(
+    result: GradientResult,
+) -> tuple[list[tuple[object, PyTree]], tuple[str, ...]]:
     parts = result._parts
     return [(jax.tree_util.GetAttrKey(k), v) for k, v in parts.items()], tuple(parts)
 
 
-def _unflatten(names: Any, children: Any) -> GradientResult:
+def _unflatten(names: tuple[str, ...], children: Iterable[PyTree]) -> GradientResult:
     return GradientResult(**dict(zip(names, children, strict=True)))
 
 
 jax.tree_util.register_pytree_with_keys(GradientResult, _flatten_with_keys, _unflatten)
 
 
-def _rebuild(parts: dict[str, Any]) -> GradientResult:
+def _rebuild(parts: dict[str, PyTree]) -> GradientResult:
     return GradientResult(**parts)

@@ -24,6 +24,7 @@ from .._cast import cast_leaf
 from .._dtypes import full_precision_of
 from .._jax_compat import as_varying, manual_axes, varied_axes, varying_axes
 from .._program import NoFlow, walk
+from .._typing import AnyArray
 
 _HALF = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
@@ -69,7 +70,7 @@ def axes_of_results(results: PyTree) -> list[frozenset[str]]:
 def spread(weights: PyTree, cast: PyTree, axes: frozenset[str]) -> PyTree:
     """Casts weights that all devices share after making them varying."""
 
-    def one(weight: Any, cast: Any) -> Any:
+    def one(weight: AnyArray, cast: AnyArray) -> AnyArray:
         return (
             cast_leaf(as_varying(weight, axes), cast.dtype) if _is_half(cast) else cast
         )
@@ -80,7 +81,7 @@ def spread(weights: PyTree, cast: PyTree, axes: frozenset[str]) -> PyTree:
 def summed(grads: PyTree, cast: PyTree, axes: frozenset[str]) -> PyTree:
     """The sums over devices of the gradients of weights that were spread."""
 
-    def one(grad: Any, cast: object) -> Any:
+    def one(grad: AnyArray, cast: object) -> AnyArray:
         rest = axes - varying_axes(cast)
         if not rest or not _is_half(cast):
             return grad
