@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, PyTree
 from .._cast import cast_leaf
 from .._dtypes import full_precision_of
 from .._tree import Filled, bool_scalar, is_inexact_leaf
-from .._typing import BoolLike, BoolScalar, FloatScalar
+from .._typing import AnyArray, BoolLike, BoolScalar, FloatScalar
 from . import _state_dict
 from ._record import (
     StepRecord,
@@ -71,32 +71,32 @@ class AbstractLossScaling(eqx.Module):
         """
 
     @property
-    def steps(self) -> Any:
+    def steps(self) -> AnyArray:
         """How many steps were counted."""
         return self.record.steps
 
     @property
-    def skipped(self) -> Any:
+    def skipped(self) -> AnyArray:
         """How many steps were skipped in all."""
         return self.record.skipped
 
     @property
-    def bad_losses(self) -> Any:
+    def bad_losses(self) -> AnyArray:
         """How many of them had a loss that was not finite before it was scaled."""
         return self.record.bad_losses
 
     @property
-    def skipped_in_a_row(self) -> Any:
+    def skipped_in_a_row(self) -> AnyArray:
         """How many of the latest steps were skipped without a good one between."""
         return self.record.skipped_in_a_row
 
     @property
-    def last_finite(self) -> Any:
+    def last_finite(self) -> AnyArray:
         """The number of the last good step, counted from 1; 0 if there was none."""
         return self.record.last_finite
 
     @property
-    def finite(self) -> Any:
+    def finite(self) -> AnyArray:
         """Whether the last step was good; True before the first."""
         return self.record.finite
 
@@ -126,7 +126,7 @@ class AbstractLossScaling(eqx.Module):
         scale = self.record.bad_scale
         return self._at_scale(scale) if float(scale) > 0 else self
 
-    def _scale_of_step(self) -> Any:
+    def _scale_of_step(self) -> AnyArray:
         """The loss scale, of a state of NumPy's arrays, too."""
         return self.loss_scale
 
@@ -320,7 +320,7 @@ class AbstractLossScaling(eqx.Module):
     def __reduce__(self) -> Any:
         return _state_dict.read, (type(self), self.state_dict())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         # Not through the state dict, which needs concrete values.
         copy = lambda x: jnp.copy(x) if eqx.is_array(x) else x  # noqa: E731
         return jax.tree.map(copy, self)
@@ -338,7 +338,7 @@ def judged(
     return finite, bool_scalar(loss_finite, f"`loss_finite` {call}")
 
 
-def map_numbers(func: Callable[[Any], Any], tree: PyTree, method: str) -> PyTree:
+def map_numbers(func: Callable[[PyTree], PyTree], tree: PyTree, method: str) -> PyTree:
     """Maps over a tree that must not hold a loss scaling, whose fields are no values.
 
     The results of the gradient functions hold one; their gradients are unscaled.
@@ -365,7 +365,7 @@ def to_full(leaf: Any) -> Any:
     return cast_leaf(leaf, full_precision_of(leaf.dtype))
 
 
-def _multiply(leaf: object, scale: Filled) -> Any:
+def _multiply(leaf: object, scale: Filled) -> PyTree:
     if isinstance(leaf, float | complex) and not isinstance(leaf, np.generic):
         leaf = jnp.asarray(leaf)
     if not is_inexact_leaf(leaf):

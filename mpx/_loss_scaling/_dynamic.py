@@ -1,6 +1,6 @@
 """A scale that looks for the largest value at which gradients stay finite."""
 
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -224,11 +224,11 @@ class DynamicLossScaling(AbstractLossScaling):
 # Jitted, so that its two dozen scalar operations are traced once and not in each step.
 @jax.jit
 def _adjusted(
-    scaling: Any,
+    scaling: DynamicLossScaling,
     finite: BoolScalar,
     places_finite: Array | None,
     loss_finite: BoolScalar | None,
-) -> Any:
+) -> DynamicLossScaling:
     # `select` and not `jnp.where`, which is a function of its own to be traced.
     select, zero = jax.lax.select, jnp.zeros((), jnp.int32)
     tolerance = scaling.hysteresis - 1

@@ -1,6 +1,6 @@
 """The two forms of loss scaling whose scale never changes."""
 
-from typing import Any, Self
+from typing import Self
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from .._errors import describe
-from .._typing import BoolLike, FloatScalar, ScalarLike
+from .._typing import AnyArray, BoolLike, FloatScalar, ScalarLike
 from ._arguments import scale_in_range, scale_value
 from ._base import AbstractLossScaling, map_numbers, to_full
 from ._record import StepRecord, replaced
@@ -52,7 +52,7 @@ class StaticLossScaling(AbstractLossScaling):
         """Advances the counters; the scale stays. See `AbstractLossScaling.adjust`."""
         return self._counted(grads_finite, places_finite, loss_finite)
 
-    def _scale_of_step(self) -> Any:
+    def _scale_of_step(self) -> AnyArray:
         return self.loss_scaling
 
     def _at_scale(self, scale: FloatScalar) -> Self:

@@ -99,12 +99,12 @@ def advance_record(
 # Jitted, so that it is traced once and not in each step.
 @jax.jit
 def _updated(
-    record: Any,
+    record: StepRecord,
     finite: BoolScalar,
     places_finite: Array | None,
     loss_finite: BoolScalar | None,
     loss_scale: FloatScalar | None,
-) -> Any:
+) -> StepRecord:
     select, steps = jax.lax.select, counted(record.steps)
     row = record.skipped_in_a_row
     is_bad_loss = ~finite & ~loss_was_finite(places_finite, loss_finite)

@@ -27,22 +27,22 @@ _PUBLISHED_KIND = "DynamicLossScaling"
 _PUBLISHED = {"loss_scaling", "min_loss_scaling", "counter", "factor", "period"}
 
 
-def write(scaling: object) -> dict[str, Any]:
+def write(scaling: object) -> dict[str, object]:
     """The fields of a loss scaling by name, with its kind and the version."""
     return _written(scaling, _fields(scaling))
 
 
-def write_record(record: StepRecord) -> dict[str, Any]:
+def write_record(record: StepRecord) -> dict[str, object]:
     """The fields of a record by name, for where it stands alone."""
     return _written(record, _own_fields(record))
 
 
-def _written(state: object, fields: dict[str, Any]) -> dict[str, Any]:
+def _written(state: object, fields: dict[str, object]) -> dict[str, object]:
     arrays = {k: v if isinstance(v, bool) else np.asarray(v) for k, v in fields.items()}
     return {"kind": type(state).__name__, "version": VERSION, **arrays}
 
 
-def read(cls: Any, state: Mapping[str, Any]) -> Any:
+def read(cls: Any, state: Mapping[str, object]) -> Any:
     """Rebuilds a loss scaling of class `cls` (or of a subclass) from its fields."""
     call = f"`mpx.{cls.__name__}.from_state_dict(state)`"
     if not isinstance(state, Mapping):
@@ -80,8 +80,8 @@ def read_record(state: object, call: str) -> StepRecord:
 
 
 def _checked(
-    state: dict[str, Any], expected: dict[str, Any], call: str
-) -> dict[str, Any]:
+    state: dict[str, object], expected: dict[str, object], call: str
+) -> dict[str, object]:
     """The values of a state, which must be those of `expected` in name and form."""
     given = {k: v for k, v in state.items() if k not in ("kind", "version")}
     missing, unknown = expected.keys() - given.keys(), given.keys() - expected.keys()
@@ -104,17 +104,17 @@ def _checked(
     return values
 
 
-def _own_fields(module: Any) -> dict[str, Any]:
+def _own_fields(module: Any) -> dict[str, object]:
     return {f.name: getattr(module, f.name) for f in dataclasses.fields(module)}
 
 
-def _fields(scaling: object) -> dict[str, Any]:
+def _fields(scaling: object) -> dict[str, object]:
     fields = _own_fields(scaling)
     record = _own_fields(fields.pop("record"))
     return fields | {_PREFIX + name: value for name, value in record.items()}
 
 
-def _build(template: Any, values: dict[str, Any]) -> Any:
+def _build(template: Any, values: dict[str, object]) -> Any:
     own = {k: v for k, v in values.items() if not k.startswith(_PREFIX)}
     record = {k.removeprefix(_PREFIX): v for k, v in values.items() if k not in own}
     return replaced(template, record=replaced(StepRecord(), **record), **own)
@@ -125,7 +125,7 @@ def _stack(value: Any, like: Any) -> tuple[int, ...]:
     return value.shape[: value.ndim - like.ndim]
 
 
-def _value(value: object, like: Any, name: str, call: str) -> Any:
+def _value(value: object, like: Any, name: str, call: str) -> object:
     array = np.asarray(value)
     if isinstance(like, bool):
         if array.dtype != bool or array.shape != ():
@@ -177,7 +177,7 @@ def _migrate(state: dict[str, Any], call: str) -> dict[str, Any]:
     }
 
 
-def _of_published_mpx(state: dict[str, Any], call: str) -> dict[str, Any]:
+def _of_published_mpx(state: dict[str, object], call: str) -> dict[str, object]:
     """Version 0, with what it does not say of itself."""
     if set(state) != _PUBLISHED:
         raise ValueError(
