@@ -1,6 +1,6 @@
 """Refuses NNX objects, and changes of them, that cannot come out of a transform."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,9 +38,9 @@ class Checks:
         self.call = call
         self.may_come_from_outside = may_come_from_outside
         self.outside: str | None = None
-        self.seen: dict[int, tuple[bool, str, Any]] = {}
+        self.seen: dict[int, tuple[bool, str, object]] = {}
 
-    def check(self, node: object, predicate: Any, name: str) -> None:
+    def check(self, node: object, predicate: Callable[..., bool], name: str) -> None:
         """Looks at every Variable of an object."""
         from flax import nnx
 

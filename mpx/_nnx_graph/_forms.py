@@ -47,7 +47,7 @@ class Taken(NamedTuple):
         slots: For each of the three, its places, by their path in NNX's state.
     """
 
-    graphdef: Any
+    graphdef: object
     forms: list[Any]
     slots: list[dict[str, Slot]]
 
@@ -63,7 +63,7 @@ class Origin(NamedTuple):
 
     slot: Slot | None
     is_new: bool
-    constant: Any = None
+    constant: object = None
 
 
 class Changed(NamedTuple):

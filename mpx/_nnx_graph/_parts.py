@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._tree import ModelState, NamedLeaves, select_tree
-from .._typing import BoolScalar
+from .._typing import AnyArray, BoolScalar
 from ._checks import (
     NEW_FORM,
     Checks,
@@ -35,7 +35,7 @@ _CONTEXT = "mpx"
 
 @contextlib.contextmanager
 def taken_apart(
-    call: str, args: PyTree, kwargs: PyTree, wanted: Mapping[int, Any] | None = None
+    call: str, args: PyTree, kwargs: PyTree, wanted: Mapping[int, object] | None = None
 ) -> Iterator["Parts"]:
     """Takes the NNX objects of a call apart; within the context they may be called.
 
@@ -93,13 +93,17 @@ class Parts:
     """
 
     def __init__(
-        self, call: str, args: PyTree, kwargs: PyTree, wanted: Mapping[int, Any] | None
+        self,
+        call: str,
+        args: PyTree,
+        kwargs: PyTree,
+        wanted: Mapping[int, object] | None,
     ) -> None:
         from flax import nnx
 
         self._call = call
         self._can_undo = wanted is not None
-        self._originals: list[Any] = []
+        self._originals: list[object] = []
         self._objects: list[Taken] = []
         self._changed: list[Changed] = []
         self._checks = Checks(call, may_come_from_outside=wanted is None)
@@ -123,7 +127,9 @@ class Parts:
         self.fixed = NamedLeaves(-1, *self._group(1))
         self.state = ModelState(-1, *self._group(2))
 
-    def _take(self, context: Any, node: Any, predicate: Any, name: str) -> Any:
+    def _take(
+        self, context: Any, node: object, predicate: Callable[..., bool], name: str
+    ) -> NamedLeaves:
         graphdef, *states = context.split(node, predicate, _is_fixed, ...)
         slots: list[dict[str, Slot]] = []
         for group, state in zip((WEIGHT, FIXED, STATE), states, strict=True):
@@ -142,7 +148,7 @@ class Parts:
         ]
         return NamedLeaves(len(self._objects) - 1, names, [s.value for s in weights])
 
-    def _group(self, number: int) -> tuple[list[str], list[Any]]:
+    def _group(self, number: int) -> tuple[list[str], list[AnyArray]]:
         """Names and values of all objects' places in the second or the third state."""
         slots = [
             slot
@@ -160,7 +166,7 @@ class Parts:
         fixed: NamedLeaves,
         state: ModelState,
         keeps_form: bool = False,
-    ) -> tuple[Any, ModelState, list[Any]]:
+    ) -> tuple[PyTree, ModelState, list[object]]:
         """Calls a function with the objects put together again.
 
         Args:
@@ -186,8 +192,8 @@ class Parts:
             if is_nnx_object(leaf):
                 leaves[i] = NamedLeaves(len(objects))
                 objects.append(leaf)
-        news: dict[str, Any] = {}
-        others: list[Any] = []
+        news: dict[str, object] = {}
+        others: list[object] = []
         with nnx.split_context(_CONTEXT) as context:
             self._changed = [
                 self._read(context, node, slots, news, others, keeps_form)
@@ -219,12 +225,12 @@ class Parts:
         kwargs: PyTree,
         fixed: NamedLeaves,
         state: ModelState,
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[object], list[dict[str, tuple[Slot, object]]]]:
         """All objects, and what each was given by path."""
         from flax import nnx
 
         values = [_by_label(args, kwargs), iter(fixed.leaves), iter(state.leaves)]
-        given: list[dict[str, tuple[Slot, Any]]] = []
+        given: list[dict[str, tuple[Slot, object]]] = []
         with nnx.merge_context(_CONTEXT, inner=True) as context:
             objects = [
                 self._put_together(context, number, values, given)
@@ -233,15 +239,19 @@ class Parts:
         return objects, given
 
     def _put_together(
-        self, context: Any, number: int, values: list[Any], given: list[Any]
-    ) -> Any:
+        self,
+        context: Any,
+        number: int,
+        values: list[Any],
+        given: list[dict[str, tuple[Slot, object]]],
+    ) -> object:
         """Makes an object again; notes what it is given, by path, with the slots."""
         taken = self._objects[number]
         by_label, fixed, state = values
         is_array = [s.group != STATIC for s in taken.slots[0].values()]
         weights = itertools.compress(by_label.get(number, ()), is_array)
         sources = (weights, fixed, state)
-        inner: dict[str, tuple[Slot, Any]] = {}
+        inner: dict[str, tuple[Slot, object]] = {}
         states = []
         for form, slots, source in zip(taken.forms, taken.slots, sources, strict=True):
             leaves = [
@@ -257,10 +267,10 @@ class Parts:
     def _read(
         self,
         context: Any,
-        node: Any,
-        given: dict[str, tuple[Slot, Any]],
-        news: dict[str, Any],
-        others: list[Any],
+        node: object,
+        given: dict[str, tuple[Slot, object]],
+        news: dict[str, object],
+        others: list[object],
         keeps_form: bool,
     ) -> Changed:
         """Says how an object came out, and collects its new values."""
@@ -292,7 +302,7 @@ class Parts:
         self,
         result: PyTree,
         state: ModelState,
-        others: Sequence[Any],
+        others: Sequence[object],
         finite: BoolScalar | None = None,
     ) -> PyTree:
         """Puts new values into the objects that came in.
@@ -309,7 +319,7 @@ class Parts:
         """
         from flax import nnx
 
-        came_in: list[Any] = []
+        came_in: list[object] = []
         if self._checks.outside is not None:
             # Nothing may be written to them; where nothing is to be, that is fine.
             came_in = self._originals
@@ -319,7 +329,7 @@ class Parts:
         by_name = dict(zip(state.names, state.leaves, strict=True))
         remaining = iter(others)
 
-        def value(origin: Origin) -> Any:
+        def value(origin: Origin) -> PyTree:
             slot = origin.slot
             if not origin.is_new:
                 return origin.constant if slot is None else slot.value
@@ -349,7 +359,7 @@ class Parts:
         return jax.tree.map(states, grads, is_leaf=_is_named)
 
 
-def _predicate(node: Any, wanted: Any) -> Callable[[Any, Any], bool]:
+def _predicate(node: object, wanted: Any) -> Callable[..., bool]:
     """Which places of an object are weights."""
     from flax import nnx
 
@@ -371,12 +381,12 @@ def _is_named(node: object) -> bool:
     return isinstance(node, NamedLeaves)
 
 
-def _by_label(args: PyTree, kwargs: PyTree) -> dict[int, Sequence[Any]]:
+def _by_label(args: PyTree, kwargs: PyTree) -> dict[int, Sequence[AnyArray]]:
     nodes = jax.tree.leaves((tuple(args), kwargs), is_leaf=_is_named)
     return {node.label: node.leaves for node in nodes if _is_named(node)}
 
 
-def _filled(tree: PyTree, objects: Sequence[Any]) -> PyTree:
+def _filled(tree: PyTree, objects: Sequence[object]) -> PyTree:
     """A tree with objects in the place of `NamedLeaves`."""
 
     def fill(node: object) -> PyTree:
