@@ -26,6 +26,7 @@ from jaxtyping import Array, PyTree
 
 from .._autocast import FusedOperation, fused_call, fused_operation, is_tracing
 from .._quantize import Target
+from .._typing import AnyArray
 from ._attention_kernel import (
     Kernel,
     differentiable,
@@ -119,14 +120,14 @@ class _Attention(FusedOperation):
     def may_decompose(self) -> bool:
         return self.options.implementation != "cudnn"
 
-    def bind(self, arrays: list[Any], target: Target | None) -> tuple[Array, ...]:
+    def bind(self, arrays: list[AnyArray], target: Target | None) -> tuple[Array, ...]:
         options = self._options(target)
         return attend(options, self._operands(arrays))
 
-    def decompose(self, arrays: list[Any]) -> tuple[Array, ...]:
+    def decompose(self, arrays: list[AnyArray]) -> tuple[Array, ...]:
         return decomposed(self.options, self._operands(arrays))
 
-    def path(self, arrays: list[Any], target: Target | None) -> str:
+    def path(self, arrays: list[AnyArray], target: Target | None) -> str:
         options = self._options(target)
         kernel = find_kernel(options, self._operands(arrays))
         if isinstance(kernel, str):
@@ -144,7 +145,7 @@ class _Attention(FusedOperation):
         known = self.options.target
         return dataclasses.replace(self.options, target=target or known)
 
-    def _operands(self, arrays: list[Any]) -> Operands:
+    def _operands(self, arrays: list[AnyArray]) -> Operands:
         return Operands(**dict(zip(self.names, arrays, strict=True)))
 
 
@@ -194,7 +195,7 @@ def _on_cuda(
     fast: Callable[..., PyTree],
     slow: Callable[..., PyTree],
     *operands: PyTree,
-) -> Any:
+) -> PyTree:
     """Chooses at lowering, unless the kernel was asked for."""
     if options.implementation == "cudnn":
         return fast(*operands)

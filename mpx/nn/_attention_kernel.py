@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._dtypes import is_half
 from .._quantize import Target, target_from
+from .._typing import AnyArray
 from ._attention_operands import (
     AttentionOptions,
+    Implementation,
     Operands,
     visibility,
     within_lengths,
@@ -116,7 +118,10 @@ def _with_lengths(x: Operands) -> Operands:
 
 
 def call(
-    options: AttentionOptions, native: _Native, implementation: Any, x: Operands
+    options: AttentionOptions,
+    native: _Native,
+    implementation: Implementation,
+    x: Operands,
 ) -> Array:
     """JAX's attention of prepared operands."""
     return jax.nn.dot_product_attention(
@@ -168,7 +173,7 @@ class Kernel:
             parts = jax.lax.optimization_barrier([getattr(x, n) for n in names])
             x = x._replace(**dict(zip(names, parts, strict=True)))
 
-        def prepared(*arrays: Array) -> tuple[Any, Any]:
+        def prepared(*arrays: Array) -> tuple[PyTree, Operands]:
             ready = prepare(self.options, with_differentiable(x, arrays))
             return differentiable(ready), ready
 
@@ -185,7 +190,7 @@ def differentiable(x: Operands) -> tuple[Array, ...]:
     return tuple(array for array in arrays if array is not None)
 
 
-def with_differentiable(x: Operands, arrays: tuple[Any, ...]) -> Operands:
+def with_differentiable(x: Operands, arrays: tuple[AnyArray, ...]) -> Operands:
     """The operands with others in the places of those."""
     names = ("query", "key", "value", "bias")[: len(arrays)]
     return x._replace(**dict(zip(names, arrays, strict=True)))

@@ -10,6 +10,7 @@ backward pass has a float32 operand.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ def decomposed(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
 
 
 def _attend(
-    options: AttentionOptions, x: Operands, probabilities: Any
+    options: AttentionOptions, x: Operands, probabilities: Callable[..., Array]
 ) -> tuple[Array, ...]:
     batch, length, heads, size = x.query.shape
     groups = x.key.shape[2]

@@ -14,7 +14,6 @@ A sharp edge: XLA may replace `float32(half(y))` by `y`, and would then keep the
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from .._typing import DTypeLike
 
 
 def from_residuals(
-    linear_part: Callable[[Any, Any], Any], residuals: PyTree, tangents: PyTree
+    linear_part: Callable[[PyTree, PyTree], PyTree], residuals: PyTree, tangents: PyTree
 ) -> PyTree:
     """Applies `linear_part(residuals, tangents)`, which keeps the residuals only.
 
@@ -61,7 +60,7 @@ def result_dtype(x: Array, dtype: DTypeLike | None, caller: str) -> np.dtype:
     return x.dtype if is_float else np.dtype(np.float32)
 
 
-def active(tangent: object) -> Any:
+def active(tangent: object) -> PyTree:
     """A tangent, or None where nothing is differentiated."""
     is_zero = tangent is None or isinstance(tangent, SymbolicZero)
     return None if is_zero else tangent

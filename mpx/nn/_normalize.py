@@ -13,13 +13,13 @@ for each row. Gradients of weight and bias are summed in float32.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._errors import describe
+from .._typing import AnyArray
 from ._linear_part import active, from_residuals, widen
 
 _Optional = Float[Array, "..."] | None
@@ -116,7 +116,9 @@ def rms_norm(
     return _normalize(axis, float(epsilon), False, x, weight, bias)
 
 
-def _check_parameter(function: str, name: str, parameter: Any, x: Array) -> None:
+def _check_parameter(
+    function: str, name: str, parameter: AnyArray | None, x: Array
+) -> None:
     if parameter is None:
         return
     shape = jnp.shape(parameter)
@@ -138,18 +140,23 @@ def _like(parameter: Array, x: Array) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _normalize(
-    axis: object,
+    axis: int | tuple[int, ...],
     epsilon: float,
     is_centered: bool,
     x: Array,
-    weight: object,
-    bias: object,
+    weight: AnyArray | None,
+    bias: AnyArray | None,
 ) -> Array:
     return _evaluate(axis, epsilon, is_centered, x, weight, bias)[0]
 
 
 def _evaluate(
-    axis: Any, epsilon: float, is_centered: bool, x: Array, weight: Any, bias: Any
+    axis: int | tuple[int, ...],
+    epsilon: float,
+    is_centered: bool,
+    x: Array,
+    weight: AnyArray | None,
+    bias: AnyArray | None,
 ) -> tuple[Array, Array | None, Array]:
     """The result, and mean and inverse deviation of each row."""
     wide = widen(x)
@@ -166,7 +173,11 @@ def _evaluate(
 
 
 def _normalize_rule(
-    axis: Any, epsilon: float, is_centered: bool, primals: PyTree, tangents: PyTree
+    axis: int | tuple[int, ...],
+    epsilon: float,
+    is_centered: bool,
+    primals: PyTree,
+    tangents: PyTree,
 ) -> PyTree:
     x, weight, bias = primals
     y, mu, r = _evaluate(axis, epsilon, is_centered, x, weight, bias)

@@ -1,7 +1,5 @@
 """Rotary positions."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -27,7 +25,7 @@ def rotate(
     rates = base ** (-jnp.arange(half, dtype=dtype) / half)
     angles = jnp.arange(length, dtype=dtype)[:, None] * rates[None, :]
 
-    def linear_part(turns: Any, x: Array) -> Array:
+    def linear_part(turns: tuple[Array, Array], x: Array) -> Array:
         cos, sin = (turn[None, :, None, :] for turn in turns)
         first, second = jnp.split(widen(x), 2, axis=-1)
         turned = first * cos - second * sin, second * cos + first * sin

@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import PyTree
 
 from .._jax_compat import bind_equation
 from .._program import sub_jaxprs
-from .._typing import Atom, Program
+from .._typing import AnyArray, Atom, Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,16 +32,16 @@ class SplitKernel:
         structure: How residuals make a pullback.
     """
 
-    program: Any
+    program: ClosedJaxpr
     structure: Any
 
-    def forward(self, operands: object) -> tuple[Any, Any]:
+    def forward(self, operands: object) -> tuple[AnyArray, AnyArray]:
         """The result, and the rows."""
         out, *residuals = core.jaxpr_as_fun(self.program)(*jax.tree.leaves(operands))
         return out, residuals[self._rows]
 
     def backward(
-        self, operands: object, out: object, rows: object, cotangent: PyTree
+        self, operands: object, out: AnyArray, rows: AnyArray, cotangent: PyTree
     ) -> PyTree:
         """What the pullback gives."""
         jaxpr = self.program.jaxpr
@@ -64,7 +64,7 @@ class SplitKernel:
             )
         return jaxpr.outvars[1:].index(own[0])
 
-    def _without_kernel(self, operands: list[Any]) -> dict[Any, Any]:
+    def _without_kernel(self, operands: list[AnyArray]) -> dict[Atom, AnyArray]:
         """The values of the program that do not come from the kernel."""
         jaxpr = self.program.jaxpr
         known = _independent(jaxpr)
@@ -83,7 +83,7 @@ def split_kernel(
     kernel: Callable[..., PyTree],
     told: tuple[Hashable, ...],
     operands: object,
-    rows: Any,
+    rows: jax.ShapeDtypeStruct,
 ) -> SplitKernel:
     """Takes a kernel apart. JAX keeps what it traced for equal arguments.
 
@@ -111,7 +111,7 @@ def split_kernel(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _result_and_pullback(
     kernel: Callable[..., PyTree], told: tuple[Hashable, ...], operands: object
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     leaves, tree = jax.tree.flatten(operands)
     is_float = [jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in leaves]
 
@@ -125,11 +125,11 @@ def _result_and_pullback(
     return jax.vjp(of_floats, *floats)
 
 
-def _read(values: dict[Any, Any], atom: Atom) -> Any:
+def _read(values: dict[Atom, AnyArray], atom: Atom) -> AnyArray:
     return atom.val if isinstance(atom, core.Literal) else values[atom]
 
 
-def _independent(jaxpr: Program) -> set[Any]:
+def _independent(jaxpr: Program) -> set[Atom]:
     """The variables that do not come from a kernel."""
     known = {*jaxpr.constvars, *jaxpr.invars}
     for equation in jaxpr.eqns:
@@ -139,7 +139,7 @@ def _independent(jaxpr: Program) -> set[Any]:
     return known
 
 
-def _is_unknown(known: set[Any], atom: Atom) -> bool:
+def _is_unknown(known: set[Atom], atom: Atom) -> bool:
     return not isinstance(atom, core.Literal) and atom not in known
 
 
