@@ -5,8 +5,7 @@ Under `jax.jit` over a mesh it is, because the program is one for all of them. U
 `shard_map` the program sees a piece, and the maximum has to be taken of all.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +68,7 @@ def refuse_batching(amax: Array, scales: Array) -> Array:
 
 @refuse_batching.def_vmap
 def _refuse_batching_rule(
-    axis_size: int, in_batched: Any, amax: Array, scales: Array
+    axis_size: int, in_batched: Sequence[bool], amax: Array, scales: Array
 ) -> tuple[Array, bool]:
     if in_batched[0] and not in_batched[1]:
         raise ValueError(

@@ -6,7 +6,7 @@ device that rounds right has for it.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +41,7 @@ class Arithmetic(NamedTuple):
     scaled: Callable[[Array, Array], Array]
     to_format: Callable[[Array, Format, Array | None], Array]
     to_four_bits: Callable[[Array, int, Array | None], Array]
-    rotated: Callable[[Array, int, Any, np.dtype], Array]
+    rotated: Callable[[Array, int, tuple[int, ...] | None, np.dtype], Array]
     written: Callable[[Array], Array]
 
 
@@ -60,7 +60,9 @@ def _to_four_bits(
     return pack(round_to_format(x, Format.E2M1, key), axis)
 
 
-def _rotated(x: Array, axis: int, signs: Any, dtype: np.dtype) -> Array:
+def _rotated(
+    x: Array, axis: int, signs: tuple[int, ...] | None, dtype: np.dtype
+) -> Array:
     return hadamard_transform(x, axis=axis, signs=signs)
 
 

@@ -12,6 +12,7 @@ since 0.12; the other one has no sums within a row of 32 numbers.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
 
 from .._jax_compat import manual_axes, shape_varying_like
+from .._typing import AnyArray, DTypeLike
 from ._array import QuantizedArray
 from ._format import Format
 from ._rounding import largest_magnitude
@@ -107,13 +109,15 @@ def in_both_layouts(
         return quantize(x)
 
     @each.def_vmap
-    def rule(size: int, are_batched: Any, x: Array) -> tuple[Layouts, Any]:
+    def rule(
+        size: int, are_batched: Sequence[bool], x: Array
+    ) -> tuple[Layouts, tuple[bool, ...]]:
         return each(x), (True,) * 4
 
     return each(x)
 
 
-def _partitioned(quantize: Any) -> Any:
+def _partitioned(quantize: Callable[[Array], Layouts]) -> Callable[[Array], Layouts]:
     """The same for an array that lies on several devices: by each for its part.
 
     A kernel of Pallas is opaque to the compiler, which would gather the array for it.
@@ -121,7 +125,11 @@ def _partitioned(quantize: Any) -> Any:
     """
     whole = custom_partitioning.custom_partitioning(quantize)
 
-    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+    def partition(
+        mesh: Mesh | AbstractMesh,
+        operands: Sequence[jax.ShapeDtypeStruct],
+        results: object,
+    ) -> PyTree:
         (x,) = operands
         batch, (rows, columns) = x.sharding.spec[:-2], x.sharding.spec[-2:]
         parts = x.sharding.shard_shape(x.shape)
@@ -153,11 +161,11 @@ def _on_a_device(
     x = x.reshape(-1, rows, columns)
     height, width = (next(t for t in _TILES if n % t == 0) for n in (rows, columns))
 
-    def out(rows: int, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    def out(rows: int, columns: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return shape_varying_like(x, (x.shape[0], rows, columns), dtype)
 
     def spec(height: int, width: int, *, is_transposed: bool = False) -> pl.BlockSpec:
-        def place(n: Any, i: Any, j: Any) -> tuple[Any, Any, Any]:
+        def place(n: AnyArray, i: AnyArray, j: AnyArray) -> tuple[AnyArray, ...]:
             return (n, j, i) if is_transposed else (n, i, j)
 
         return pl.BlockSpec((None, height, width), place)

@@ -7,7 +7,7 @@ tensor nor `jax.vmap` over one operand alone: that is what stands here.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -91,13 +91,15 @@ def _as_matrices(x: Array, last: int) -> Array:
     return jnp.moveaxis(x, last, -1).reshape(-1, rows, length)
 
 
-def _matrix_product(dtype: np.dtype) -> Any:
+def _matrix_product(dtype: np.dtype) -> Callable[..., Array]:
     @jax.custom_batching.custom_vmap
     def product(*operands: Array) -> Array:
         return jax.nn.scaled_matmul(*operands, preferred_element_type=dtype)
 
     @product.def_vmap
-    def rule(size: int, are_batched: Any, *operands: Array) -> tuple[Array, bool]:
+    def rule(
+        size: int, are_batched: Sequence[bool], *operands: Array
+    ) -> tuple[Array, bool]:
         folded = []
         for x, is_batched in zip(operands, are_batched, strict=True):
             if not is_batched:

@@ -17,7 +17,6 @@ below 2^-126 are not flushed to zero, where a scale brings them into range.
 """
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -148,7 +147,9 @@ def _to_four_bits(x: Array, axis: int, key: Array | None) -> Array:
     return jnp.moveaxis(lax.bitcast_convert_type(pairs, jnp.uint8), -1, axis)
 
 
-def _rotated(x: Array, axis: int, signs: Any, dtype: np.dtype) -> Array:
+def _rotated(
+    x: Array, axis: int, signs: tuple[int, ...] | None, dtype: np.dtype
+) -> Array:
     """The Hadamard transform by one sum, in bfloat16 if that is what it is of."""
     blocks = split(x, (axis,), BLOCK)
     inner = blocks.ndim + axis  # where a block's numbers lie

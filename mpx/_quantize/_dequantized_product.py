@@ -10,18 +10,18 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._typing import Shape
+from .._typing import DTypeLike, Shape
 from ._product import AbstractProduct, Kept, cut
 from ._products import Operand, numbers_and_scale, stored, times_scales
 
-Multiply = Callable[[Array, Array, Any], Array]
+Multiply = Callable[[Array, Array, lax.PrecisionLike], Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,9 @@ def _multiplied(
 ) -> Array:
     """A product of two operands, each given with its shape before it was padded."""
 
-    def computed(inner: Any, precision: Any, one: Operand, other: Operand) -> Array:
+    def computed(
+        inner: DTypeLike, precision: lax.PrecisionLike, one: Operand, other: Operand
+    ) -> Array:
         one, one_scale = numbers_and_scale(one)
         other, other_scale = numbers_and_scale(other)
         one, other = cut(one, left[1]), cut(other, right[1])

@@ -16,12 +16,11 @@ that the same program runs on the CPU.
 
 import enum
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ._array import QuantizedArray
 from ._block_units import have_block_form, in_blocks
@@ -233,7 +232,7 @@ def has_units(
     return path in (Path.FP8_UNITS, Path.BLOCK_UNITS)
 
 
-def stored(*arrays: object) -> tuple[Any, ...]:
+def stored(*arrays: PyTree) -> tuple[PyTree, ...]:
     """Operands that wait for a product, in the few bits that they have.
 
     Where nothing computes with these bits, the compiler sees an array that is rounded,

@@ -134,7 +134,11 @@ def _sum_by_group(
 
 
 def _ragged(
-    left: Array, right: Array, extra: tuple[Array, ...], numbers: Any, precision: Any
+    left: Array,
+    right: Array,
+    extra: tuple[Array, ...],
+    numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any,
 ) -> Array:
     (sizes,) = extra
     return lax.ragged_dot_general(
