@@ -198,7 +198,7 @@ def check_donation(program: Program) -> Violation | None:
 
 
 def scope_predicate(
-    value: str | Sequence[str] | Callable[[Operation], Any],
+    value: str | Sequence[str] | Callable[[Operation], object],
 ) -> Callable[[Operation], bool]:
     """Whether an operation is left out of a claim, by its scopes or as asked."""
     if callable(value):

@@ -297,7 +297,7 @@ def _type(aval: Aval) -> str:
     return str(aval)
 
 
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: object) -> str:
     """Of a dtype; NumPy spells JAX's `float0`, of gradients of integers, otherwise."""
     return "float0" if dtype == jax.dtypes.float0 else str(dtype)
 

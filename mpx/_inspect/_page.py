@@ -9,7 +9,6 @@ import html
 import importlib.resources
 import json
 import string
-from typing import Any
 
 from ._report import Content, Operation
 from ._table import headline, island_lines, notes
@@ -46,15 +45,15 @@ def frame(report: Content) -> str:
     )
 
 
-def data_of(report: Content) -> dict[str, Any]:
+def data_of(report: Content) -> dict[str, object]:
     """What the script of the page is given."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:
         return texts.setdefault(text, len(texts))
 
-    def compact(operation: Operation) -> list[Any]:
-        row: list[Any] = []
+    def compact(operation: Operation) -> list[object]:
+        row: list[object] = []
         for field in _FIELDS:
             value = getattr(operation, field)
             if field in _SINGLE:
@@ -84,6 +83,6 @@ def _islands(report: Content) -> list[str]:
     return [f"{len(report.islands)} islands {head}: {'; '.join(lines)}"] if head else []
 
 
-def _embedded(data: dict[str, Any]) -> str:
+def _embedded(data: dict[str, object]) -> str:
     """JSON that cannot end the element that it stands in."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

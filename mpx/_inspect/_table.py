@@ -10,7 +10,7 @@ import importlib.util
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from ._report import PART, QUANTIZES, Content, Island, Operation
@@ -62,7 +62,7 @@ def lines_of(operations: Iterable[Operation]) -> list[Line]:
     The many small ones that quantize the operands of a product are one line, and so
     are those between the products of attention.
     """
-    groups: dict[Any, list[Operation]] = {}
+    groups: dict[Hashable, list[Operation]] = {}
     for operation in operations:
         key = dataclasses.replace(operation, number=0, parameters=(), reason="")
         if operation.rule in _TOGETHER:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from .._errors import describe
 from .._named_like import named_like
 from .._program import Call, is_array_or_type
 from .._tree import path_text
+from .._typing import AnyArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Traced:
     """For each input, where it is: `layers[0].weight`, `args[1]['image']`."""
     is_weight: tuple[bool, ...]
     """For each input, whether it is a weight."""
-    flat: Callable[..., list[Any]]
+    flat: Callable[..., list[AnyArray]]
     """The function of the inputs that was traced, giving the arrays of its result."""
-    inputs: tuple[Any, ...]
+    inputs: tuple[AnyArray, ...]
     call: Call
     """What was traced; it knows the rest of the result."""
 
@@ -58,14 +58,14 @@ def trace(
     """
     has_own = any(_is_input(leaf) for leaf in jax.tree.leaves(func))
 
-    def called(own: Any, args: PyTree, kwargs: PyTree) -> PyTree:
+    def called(own: PyTree, args: PyTree, kwargs: PyTree) -> PyTree:
         return wrap(own if has_own else func)(*args, **kwargs)
 
     call = Call(func if has_own else None, args, kwargs, _is_input, called)
     _refuse_tracers(jax.tree.leaves((func if has_own else None, args, kwargs)), asked)
     named = [_name(path, () if has_own else weights) for path in call.paths]
 
-    def flat(*arrays: Any) -> list[Any]:
+    def flat(*arrays: AnyArray) -> list[AnyArray]:
         return call(*arrays)
 
     jaxpr = jax.make_jaxpr(named_like(flat, func, call.paths))(*call.arrays)
@@ -89,8 +89,8 @@ def trace_gradient(traced: Traced) -> ClosedJaxpr:
     if not any(chosen):
         chosen = is_float
 
-    def gradient(*arrays: object) -> PyTree:
-        def loss(*weights: object) -> list[Any]:
+    def gradient(*arrays: AnyArray) -> PyTree:
+        def loss(*weights: AnyArray) -> list[AnyArray]:
             remaining = iter(weights)
             full = [
                 next(remaining) if c else x for c, x in zip(chosen, arrays, strict=True)
@@ -117,7 +117,7 @@ def _name(path: KeyPath, weights: tuple[int | str, ...]) -> tuple[str, bool]:
     return (path_text(rest[1:]) if len(weights) == 1 else "") or whole, True
 
 
-def _refuse_tracers(leaves: list[Any], asked: str) -> None:
+def _refuse_tracers(leaves: list[object], asked: str) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tracer):
             raise TypeError(
