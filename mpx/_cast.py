@@ -99,7 +99,7 @@ def cast_leaf(leaf: Any, dtype: np.dtype) -> PyTree:
     return jax.lax.convert_element_type(leaf, dtype)
 
 
-def _saturate(leaf: Any, dtype: np.dtype) -> Any:
+def _saturate(leaf: Any, dtype: np.dtype) -> PyTree:
     # astype alone gives NaN (e4m3fn) or infinity (e5m2) past the largest value.
     largest = float(ml_dtypes.finfo(dtype).max)
     clip: Any = np.clip if isinstance(leaf, np.ndarray | np.generic) else jnp.clip

@@ -27,6 +27,7 @@ from ._errors import at_path, describe
 from ._optimizer import refuse_optimizer
 from ._stored_weights import is_stored
 from ._tree import path_text
+from ._typing import AnyArray
 
 _CALL = "`mpx.init_optimizer`"
 # Counts, random keys, and what Adafactor has in the place of what it leaves out.
@@ -43,7 +44,7 @@ class _Weight(NamedTuple):
     """
 
     path: KeyPath
-    array: Any
+    array: AnyArray
     sharding: Sharding | None
 
 
@@ -168,7 +169,7 @@ def _placed(
 ) -> PyTree:
     """The state, in a function that is traced."""
 
-    def place(path: KeyPath, leaf: Any) -> Any:
+    def place(path: KeyPath, leaf: PyTree) -> PyTree:
         if not eqx.is_array(leaf):
             return leaf
         weight, sharding = _layout(path, leaf, weights, otherwise)
@@ -199,7 +200,7 @@ def _led_from(weight: Array, leaf: Array) -> Array:
 
 
 def _layout(
-    path: KeyPath, leaf: Any, weights: list[_Weight], otherwise: Sharding | None
+    path: KeyPath, leaf: AnyArray, weights: list[_Weight], otherwise: Sharding | None
 ) -> tuple[_Weight | None, Sharding | None]:
     """The weight that an array of the state is laid out as, and the place, if known."""
     own = [w for w in weights if path[len(path) - len(w.path) :] == w.path]

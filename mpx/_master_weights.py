@@ -38,6 +38,7 @@ from ._errors import at_path, describe
 from ._optimizer import refuse_optimizer
 from ._stored_weights import StoredWeight, is_stored
 from ._tree import is_float_leaf, path_text
+from ._typing import AnyArray
 
 _CALL = "`mpx.master_weights(optimizer)`"
 
@@ -50,15 +51,15 @@ class MasterWeightsState(NamedTuple):
         inner_state: The state of the inner optimizer.
     """
 
-    masters: Any
-    inner_state: Any
+    masters: PyTree
+    inner_state: PyTree
 
 
 class MasterWeights(NamedTuple):
     """An Optax transformation (a pair of `init` and `update`)."""
 
     init: Callable[..., MasterWeightsState]
-    update: Callable[..., tuple[Any, MasterWeightsState]]
+    update: Callable[..., tuple[PyTree, MasterWeightsState]]
 
 
 class NewWeight:
@@ -211,7 +212,7 @@ def _has_master(weight: object) -> bool:
     return is_stored(weight) or _is_half(weight)
 
 
-def _master(weight: object, given: Any) -> Any:
+def _master(weight: object, given: PyTree) -> Array | None:
     if not _has_master(weight):
         return None
     given = given._full() if is_stored(given) else given
@@ -219,14 +220,14 @@ def _master(weight: object, given: Any) -> Any:
     return jnp.array(given, jnp.float32)
 
 
-def _widened(gradient: PyTree) -> Any:
+def _widened(gradient: PyTree) -> PyTree:
     return cast_leaf(gradient, np.dtype(np.float32)) if _is_half(gradient) else gradient
 
 
 def _full(masters: PyTree, params: PyTree) -> PyTree:
     """What the inner optimizer sees as weights."""
 
-    def choose(master: object, weight: object) -> Any:
+    def choose(master: object, weight: object) -> PyTree:
         return weight if master is None or weight is None else master
 
     return _map(choose, masters, params)
@@ -246,17 +247,17 @@ def _followed(master: Any, weight: Any) -> Any:
     return jnp.where(is_own, master, jnp.asarray(weight, jnp.float32))
 
 
-def _bits(weight: Any) -> Array:
+def _bits(weight: AnyArray) -> Array:
     return jax.lax.bitcast_convert_type(weight, jnp.uint16)
 
 
-def _moved(master: Any, update: Any) -> Any:
+def _moved(master: AnyArray | None, update: PyTree) -> AnyArray | None:
     if master is None or update is None:
         return master
     return (master + _widened(update)).astype(master.dtype)
 
 
-def _update(master: Any, update: object, weight: Any) -> Any:
+def _update(master: Any, update: object, weight: Any) -> PyTree:
     if master is None or update is None or weight is None:
         return update
     if isinstance(weight, StoredWeight):

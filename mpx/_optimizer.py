@@ -35,7 +35,7 @@ from ._tree import (
     path_text,
     select_tree,
 )
-from ._typing import BoolLike, BoolScalar
+from ._typing import AnyArray, BoolLike, BoolScalar
 
 
 def optimizer_update(
@@ -184,14 +184,14 @@ class SkipNonfiniteState(NamedTuple):
     """The state of `skip_nonfinite`: the counters, and the inner optimizer's state."""
 
     record: StepRecord
-    inner_state: Any
+    inner_state: PyTree
 
 
 class SkipNonfinite(NamedTuple):
     """An Optax transformation (a pair of `init` and `update`)."""
 
     init: Callable[..., SkipNonfiniteState]
-    update: Callable[..., tuple[Any, SkipNonfiniteState]]
+    update: Callable[..., tuple[PyTree, SkipNonfiniteState]]
 
 
 def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
@@ -254,7 +254,7 @@ def _update(
     optimizer: Any,
     state: PyTree,
     grads: PyTree,
-    extra_args: dict[str, Any],
+    extra_args: dict[str, PyTree],
 ) -> tuple[PyTree, PyTree, PyTree]:
     """The updates, and the model and the state with them applied."""
     refuse_optimizer(optimizer, call)
@@ -279,7 +279,7 @@ def _with_dtypes_of(before: PyTree, after: PyTree) -> PyTree:
     if jax.tree.structure(before) != jax.tree.structure(after):
         return after  # an error of which others tell more
 
-    def cast(old: Any, new: Any) -> Any:
+    def cast(old: PyTree, new: PyTree) -> PyTree:
         if getattr(old, "dtype", None) == getattr(new, "dtype", None):
             return new
         both = is_float_leaf(old) and is_float_leaf(new)
@@ -288,7 +288,7 @@ def _with_dtypes_of(before: PyTree, after: PyTree) -> PyTree:
     return jax.tree.map(cast, before, after)
 
 
-def _applied(update: Any, weight: Any) -> Any:
+def _applied(update: PyTree, weight: PyTree) -> PyTree:
     if update is None:
         return weight
     if update.dtype != weight.dtype:
@@ -299,7 +299,7 @@ def _applied(update: Any, weight: Any) -> Any:
 def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
     """The weights that have a gradient, None for the others, as optimizers want it."""
 
-    def choose(path: KeyPath, grad: Any, weight: Any) -> Any:
+    def choose(path: KeyPath, grad: PyTree, weight: PyTree) -> PyTree:
         if grad is None:
             return None
         for what, leaf in (("gradient", grad), ("weight", weight)):
@@ -342,7 +342,7 @@ def _shape(weight: Any) -> tuple[int, ...]:
 def _one_for_each_weight(updates: PyTree) -> PyTree:
     """Updates as one leaf for each gradient: a stored weight has several arrays."""
 
-    def one(update: Any) -> Any:
+    def one(update: PyTree) -> PyTree:
         return update.quantized.payload if is_stored(update) else update
 
     return jax.tree.map(one, updates, is_leaf=is_stored)
@@ -358,7 +358,7 @@ def _places(result: GradientResult, grads: PyTree) -> PyTree:
     return jnp.ones(2 + len(jax.tree.leaves(grads)), bool) if flags is None else flags
 
 
-def _joined(flags: Any, by_leaf: list[Any], rest: BoolScalar) -> Any:
+def _joined(flags: AnyArray, by_leaf: list[AnyArray], rest: BoolScalar) -> AnyArray:
     return flags & stack([jnp.asarray(True), *by_leaf, rest])
 
 
@@ -379,7 +379,9 @@ def _norm_is_finite(grads: PyTree) -> BoolScalar:
     return jnp.isfinite(sum(squares[1:], squares[0]))
 
 
-def _with_limit(scaling: Any, before: Any, limit: int) -> Any:
+def _with_limit(
+    scaling: AbstractLossScaling, before: AbstractLossScaling, limit: int
+) -> AbstractLossScaling:
     """Halts past the limit; a halted state stays as it was when that happened."""
     record = scaling.record
     halted = record.halted | (record.skipped_in_a_row > limit)

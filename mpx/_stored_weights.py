@@ -24,7 +24,7 @@ Sharp edges:
 """
 
 import dataclasses
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import equinox as eqx
 import jax
@@ -202,7 +202,7 @@ def quantize_weights(
     _check(quantizer, where)
     found = False
 
-    def store(path: KeyPath, leaf: Any) -> PyTree:
+    def store(path: KeyPath, leaf: PyTree) -> PyTree:
         nonlocal found
         found |= is_stored(leaf)
         if is_nnx_module(leaf):

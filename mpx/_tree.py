@@ -7,7 +7,7 @@ and fewer: such an array means nothing without its scale.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -65,7 +65,7 @@ class NamedLeaves:
     """
 
     def __init__(
-        self, label: int, names: Sequence[str] = (), leaves: Sequence[Any] = ()
+        self, label: int, names: Sequence[str] = (), leaves: Sequence[object] = ()
     ) -> None:
         self.label = label
         self.names = tuple(names)
@@ -77,7 +77,9 @@ class NamedLeaves:
         return list(zip(keys, self.leaves, strict=True)), (self.label, self.names)
 
     @classmethod
-    def tree_unflatten(cls, form: Any, leaves: Any) -> Any:
+    def tree_unflatten(
+        cls, form: tuple[int, tuple[str, ...]], leaves: Sequence[object]
+    ) -> Self:
         """The node with other leaves."""
         label, names = form
         return cls(label, names, leaves)
@@ -177,7 +179,7 @@ def path_text(path: KeyPath) -> str:
     return jax.tree_util.keystr(path).removeprefix(".")
 
 
-def leaves_with_paths(tree: PyTree) -> Iterator[tuple[str, Any]]:
+def leaves_with_paths(tree: PyTree) -> Iterator[tuple[str, PyTree]]:
     """Yields the path and the value of every leaf."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         yield path_text(path), leaf
@@ -321,7 +323,7 @@ def _is_any_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _select_leaf(pred: BoolScalar, a: object, b: object) -> Any:
+def _select_leaf(pred: BoolScalar, a: object, b: object) -> PyTree:
     if isinstance(a, jax.Array) and isinstance(b, jax.Array):
         return jax.lax.select(pred, a, b)
     return (
