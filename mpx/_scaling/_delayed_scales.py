@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 import equinox as eqx
 import jax
@@ -76,7 +76,9 @@ class DelayedScales(eqx.Module):
     def updated(self, amaxes: Float32[Array, "slots 3"]) -> Self:
         """The state after a step with these amaxes."""
 
-        def update(role: Role, history: Array, scale: Array, amax: Array) -> Any:
+        def update(
+            role: Role, history: Array, scale: Array, amax: Array
+        ) -> tuple[Array, Array]:
             state = DelayedScalingState(history, scale)
             new = self.recipe.update(state, amax, role)
             return new.amax_history, new.scale

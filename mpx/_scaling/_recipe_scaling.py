@@ -8,7 +8,7 @@ array, so that one update serves them all, however many layers there are.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import equinox as eqx
@@ -225,7 +225,7 @@ class RecipeScaling(AbstractLossScaling):
             "the dictionary into it: `mpx.init_scaling(func, ...).with_state(state)`."
         )
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple:
         scales = [
             (np.asarray(s.amax_history), np.asarray(s.scale), s.recipe, s.slots)
             for s in self.scales
@@ -309,7 +309,12 @@ def _nothing(scales: tuple[DelayedScales, ...]) -> tuple[Array, ...]:
     return tuple(jnp.zeros_like(state.scale) for state in scales)
 
 
-def _rebuilt(loss: Any, scales: Any, amaxes: Any, calls: int) -> RecipeScaling:
+def _rebuilt(
+    loss: AbstractLossScaling,
+    scales: Sequence[PyTree],
+    amaxes: Sequence[np.ndarray],
+    calls: int,
+) -> RecipeScaling:
     states = tuple(
         DelayedScales(jnp.asarray(history), jnp.asarray(scale), recipe, slots)
         for history, scale, recipe, slots in scales

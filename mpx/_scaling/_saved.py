@@ -161,7 +161,7 @@ def _slot(name: str, slot: object, version: int, call: str) -> dict[str, np.ndar
 
 
 def _refuse_other_keys(
-    given: Mapping[str, Any], wanted: tuple[str, ...], call: str, what: str
+    given: Mapping[str, object], wanted: tuple[str, ...], call: str, what: str
 ) -> None:
     missing, unknown = set(wanted) - set(given), set(given) - set(wanted)
     if missing or unknown:
