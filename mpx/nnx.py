@@ -352,7 +352,7 @@ def _checked(
     argnums: object,
     with_value: bool,
     options: Options,
-) -> dict[int, Any]:
+) -> dict[int, object]:
     """The filters of what is differentiated.
 
     What is wrong about the options is said now, and not at the first call.
@@ -413,7 +413,7 @@ class _PureCall:
 @contextlib.contextmanager
 def _pure_call(
     call: str,
-    filters: dict[int, Any],
+    filters: dict[int, object],
     argnums: object,
     options: Options,
     args: PyTree,
@@ -488,7 +488,7 @@ def _accumulation(how: Accumulation, parts: Parts, extra: int) -> Accumulation:
     )
 
 
-def _filters(argnums: object, call: str) -> dict[int, Any]:
+def _filters(argnums: object, call: str) -> dict[int, object]:
     """For each position the filter of what is differentiated in it."""
     single = isinstance(argnums, int | _nnx.DiffState)
     items = [argnums] if single else argnums

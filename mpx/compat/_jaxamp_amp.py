@@ -27,6 +27,7 @@ from .._errors import describe
 from .._program import PrimitiveClass, aval_of, properties
 from .._rules import Candidate, Precision, Rule, Rules
 from .._tree import is_float_leaf
+from .._typing import AnyArray, DTypeLike
 
 PolicyFunction = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
 
@@ -69,7 +70,7 @@ def _use_float32(
     return use_compute_precision(jnp.float32, original_dtypes, *invars, **bind_params)
 
 
-def _cast(value: Any, dtype: Any) -> Any:
+def _cast(value: PyTree, dtype: DTypeLike) -> PyTree:
     if not is_float_leaf(value) or not jnp.issubdtype(dtype, jnp.floating):
         return value
     return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
@@ -158,8 +159,8 @@ def _rules(policy: Mapping[Any, PolicyFunction], dtype: object) -> Rules:
     """One rule for all operations, and those that leave whole programs alone."""
 
     def rewrite(
-        candidate: Candidate, operands: list[Any]
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        candidate: Candidate, operands: list[AnyArray]
+    ) -> tuple[Sequence[AnyArray], dict[str, Any]]:
         equation = candidate.equation
         keys = (*candidate.scopes, equation.primitive, "amp_default")
         key = next((key for key in keys if key in policy), None)

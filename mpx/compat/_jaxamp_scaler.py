@@ -84,7 +84,7 @@ class DynamicScalerState(_Fields):
         return super().__new__(cls, **values)
 
 
-_RULES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
+_RULES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "patience": (lambda x: x >= 0, "at least 0"),
     "adjust_factor": (lambda x: (x > 1) & (x < np.inf), "larger than 1 and finite"),
     "scaler": (lambda x: (x > 0) & (x < np.inf), "positive and finite"),
@@ -244,9 +244,9 @@ def dynamic_scale_value_and_grad(
 def _scaled_transform(
     transform: Callable[..., PyTree],
     redo_on_nan: int,
-    unscale: Callable[[Any, DynamicScalerState], Any],
-    scale: Callable[[Any, DynamicScalerState], Any],
-    judged: Callable[[Any], Any],
+    unscale: Callable[[PyTree, DynamicScalerState], PyTree],
+    scale: Callable[[PyTree, DynamicScalerState], PyTree],
+    judged: Callable[[PyTree], PyTree],
 ) -> Callable[..., PyTree]:
     """`dynamic_scale_tx`, with the part of the results that must be finite."""
     if isinstance(redo_on_nan, bool) or not isinstance(redo_on_nan, int | np.integer):
@@ -264,7 +264,7 @@ def _scaled_transform(
 
         transformed = transform(scaled_fun, *args, **kwargs)
 
-        def once(state: Any, f_args: PyTree, f_kwargs: PyTree) -> PyTree:
+        def once(state: DynamicScalerState, f_args: PyTree, f_kwargs: PyTree) -> PyTree:
             results = transformed(*f_args, _dynamic_scaler_state=state, **f_kwargs)
             results = unscale(results, state)
             finite = all_finite(judged(results))

@@ -59,7 +59,7 @@ def register_serialization() -> None:
     )
 
 
-def _written(scaling: AbstractLossScaling) -> dict[str, Any]:
+def _written(scaling: AbstractLossScaling) -> dict[str, object]:
     return scaling.state_dict()
 
 

@@ -144,7 +144,7 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
     return _select_tree(pred, a, b)
 
 
-def _number_as_array(leaf: object) -> Any:
+def _number_as_array(leaf: object) -> PyTree:
     is_number = isinstance(leaf, bool | int | float | complex)
     return jnp.asarray(leaf) if is_number else leaf
 
