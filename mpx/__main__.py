@@ -119,9 +119,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read_arguments(
     texts: Sequence[str], module: str
-) -> tuple[list[Any], dict[str, Any]]:
-    positional: list[Any] = []
-    keywords: dict[str, Any] = {}
+) -> tuple[list[object], dict[str, object]]:
+    positional: list[object] = []
+    keywords: dict[str, object] = {}
     for text in texts:
         keyword = _KEYWORD.fullmatch(text)
         if keyword:
@@ -131,7 +131,7 @@ def _read_arguments(
     return positional, keywords
 
 
-def _read_argument(text: str, module: str) -> Any:
+def _read_argument(text: str, module: str) -> object:
     array = _ARRAY.fullmatch(text)
     if array:
         shape = tuple(int(size) for size in array["shape"].split(",") if size.strip())

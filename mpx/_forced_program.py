@@ -42,14 +42,14 @@ class _Exact:
     """A form that is equal only to one with the very same numbers."""
 
     form: Form
-    numbers: tuple[Any, ...]
+    numbers: tuple[object, ...]
 
 
 def _exactly(form: Form) -> _Exact:
     return _Exact(form, tuple(map(_exact, form.leaves)))
 
 
-def _exact(leaf: object) -> Any:
+def _exact(leaf: object) -> object:
     """What tells a number from its equals: 1 from 1.0 and True, 0.0 from -0.0."""
     return (type(leaf), repr(leaf)) if isinstance(leaf, _NUMBERS) else None
 
@@ -59,8 +59,12 @@ def _is_tracer(leaf: object) -> bool:
 
 
 def as_program(
-    func: Any, args: PyTree, kwargs: PyTree, compute: np.dtype, result: np.dtype
-) -> tuple[bool, Any]:
+    func: Callable[..., PyTree],
+    args: PyTree,
+    kwargs: PyTree,
+    compute: np.dtype,
+    result: np.dtype,
+) -> tuple[bool, PyTree]:
     """Does what `call_in` does as a program, if the call can be one, and shall.
 
     Args:
@@ -93,12 +97,12 @@ def _full_precision(
     weights: int,
     compute: np.dtype,
     result: np.dtype,
-    arrays: list[Any],
-) -> tuple[list[Any], _Exact]:
+    arrays: list[AnyArray],
+) -> tuple[list[AnyArray], _Exact]:
     """Runs a program; the first so many of its arrays are weights."""
     found: list[_Exact] = []
 
-    def program(*arrays: AnyArray) -> list[Any]:
+    def program(*arrays: AnyArray) -> list[AnyArray]:
         func, args, kwargs = exact.form.filled(arrays)
         outputs = call_in(func, args, kwargs, compute, result)
         made, form = divide(outputs)
@@ -119,8 +123,8 @@ class _Bound:
 
     func: Callable[..., PyTree]
     args: tuple[PyTree, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    exact: tuple[Any, ...]
+    kwargs: tuple[tuple[str, PyTree], ...]
+    exact: tuple[object, ...]
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return self.func(*self.args, *args, **{**dict(self.kwargs), **kwargs})

@@ -18,7 +18,7 @@ from ._tree import path_text
 
 
 def named_like(
-    flat: Callable[..., PyTree], func: Callable[..., PyTree], paths: Sequence[Any]
+    flat: Callable[..., PyTree], func: Callable[..., PyTree], paths: Sequence[KeyPath]
 ) -> Callable[..., PyTree]:
     """Gives a function the name and the place of another one.
 
@@ -50,7 +50,7 @@ def _code_of(func: Any) -> Any:
     return func if hasattr(func, "__code__") else type(func).__call__
 
 
-def _namer(func: Any) -> Callable[[Any], str]:
+def _namer(func: Callable[..., PyTree]) -> Callable[[KeyPath], str]:
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):
