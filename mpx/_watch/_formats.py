@@ -141,9 +141,9 @@ def _plain(name: str, bits: int, number: Callable[[Kind], Number]) -> AskedForma
 
     def kept(x: Array, kind: Kind, axis: int, unit: float) -> Kept:
         facts = number(kind)
-        rounded = round_to(x, facts)
         size = jnp.abs(x)
-        lost = (x - rounded) * unit
+        rounded = round_to(size, facts)
+        lost = (size - rounded) * unit
         is_below = (size > 0) & (size < 2.0**facts.smallest_exponent)
         return Kept(
             _flag(size > facts.largest),
@@ -155,20 +155,28 @@ def _plain(name: str, bits: int, number: Callable[[Kind], Number]) -> AskedForma
     return AskedFormat(name, bits, kept)
 
 
-def round_to(x: Float[Array, "..."], number: Number) -> Float[Array, "..."]:
-    """The nearest numbers of a format, ties to even, in float32."""
-    size = jnp.abs(x)
-    bits = lax.bitcast_convert_type(size, jnp.uint32)
-    lowest = 127 + number.smallest_exponent
-    exponent = jnp.maximum((bits >> 23).astype(jnp.int32), max(lowest, 1))
-    # The distance of neighbours, at least the smallest normal float32.
-    distance_exponent = jnp.maximum(exponent - number.mantissa_bits, 1)
-    distance = _power_of_two(distance_exponent)
-    steps = size * _power_of_two(254 - distance_exponent)
-    rounded = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN) * distance
+def round_to(size: Float[Array, "..."], number: Number) -> Float[Array, "..."]:
+    r"""The nearest numbers of a format to magnitudes, ties to even, in float32.
+
+    With $d$ the distance of neighbours, the sum $x + 2^{23} d$ has digits down to $d$:
+    float32 rounds it as the format would, and the difference is exact.
+    """
+    bits = lax.bitcast_convert_type(size, jnp.uint32) >> 23
+    lowest = max(127 + number.smallest_exponent, number.mantissa_bits + 1)
+    # From this exponent on all are beyond the largest number.
+    highest = math.frexp(number.largest)[1] + 127
+    exponent = jnp.clip(bits.astype(jnp.int32), lowest, highest)
+    shift = 23 - number.mantissa_bits
+    if highest + shift < 255:
+        large = _power_of_two(exponent + shift)
+        rounded = (size + large) - large
+    else:  # of bfloat16 that would be infinite
+        distance_exponent = exponent - number.mantissa_bits
+        steps = size * _power_of_two(254 - distance_exponent)
+        steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
+        rounded = steps * _power_of_two(distance_exponent)
     beyond = number.largest if number.saturates else jnp.inf
-    rounded = jnp.where(rounded > number.largest, jnp.float32(beyond), rounded)
-    return jnp.copysign(rounded, x)
+    return jnp.where(rounded > number.largest, jnp.float32(beyond), rounded)
 
 
 def _power_of_two(biased_exponent: Array) -> Array:

@@ -37,10 +37,11 @@ def counts(
         scaled * scaled,
         (x == 0).astype(jnp.float32),
         (~is_fine).astype(jnp.float32),
-        jnp.ones_like(fine),
     ]
+    count = len(each)
     each += [value for form in formats for value in form.kept(fine, kind, axis, unit)]
-    return jnp.stack(_reduced(each))
+    found = _reduced(each)
+    return jnp.stack([*found[:count], jnp.float32(x.size), *found[count:]])
 
 
 def _reduced(arrays: Sequence[Array]) -> list[Array]:

@@ -60,17 +60,17 @@ def test_rounding_is_that_of_a_cast(name):
     assert noise == pytest.approx(np.sum((within - exact) ** 2), rel=1e-5)
 
 
-def test_half_precision_is_rounded_bit_for_bit():
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_half_precision_is_rounded_bit_for_bit(wrap):
     from mpx._watch._formats import _HALF
 
-    x = numbers()
+    sizes = jnp.abs(numbers())
     for name, number in _HALF.items():
         dtype = jnp.dtype(name)
         with np.errstate(over="ignore"):
-            wanted = x.astype(dtype).astype(np.float32)
-        np.testing.assert_array_equal(
-            np.asarray(round_to(jnp.asarray(x), number)), wanted
-        )
+            wanted = np.asarray(sizes).astype(dtype).astype(np.float32)
+        rounded = wrap(lambda x, number=number: round_to(x, number))(sizes)
+        np.testing.assert_array_equal(np.asarray(rounded), wanted)
 
 
 def statistics_of(x, formats, kind=Kind.INPUT):
