@@ -1,11 +1,11 @@
-"""The command line: `python -m mpx doctor` and `python -m mpx explain ...`."""
+"""The command line: `python -m mpx doctor`, `explain ...` and `blame ...`."""
 
 import argparse
 import ast
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from . import _doctor
 from ._autocast import autocast
-from ._inspect import explain
+from ._blame import BlameReport
+from ._errors import describe
+from ._inspect import Report, explain
 
 _EXPLAIN = """\
 Report every operation of a function and its precision, without running it:
@@ -28,6 +30,19 @@ Arguments of the function are written as
   module:name(), :name()              what it returns, as shapes
   3, 2.5, True, None, 'text'          a literal of Python
   name=...                            a keyword argument
+"""
+_BLAME = """\
+Print what made a step bad:
+
+  python -m mpx blame train:replay 812 runs/gpt --save step_812.html
+
+The function restores the step, and returns what `mpx.blame` says of it:
+
+  def replay(step, folder):
+      model, scaling, batch = ...
+      return mpx.blame(loss, scaling)(model, batch)
+
+It is called with the arguments: literals of Python, other text as it is.
 """
 _DOCTOR = """\
 Say which versions and devices are here, which precision is fast on them, and what is
@@ -53,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "doctor":
         print(_doctor.text())
         return
+    if options.command == "blame":
+        _blame(options, parser.error)
+        return
     try:
         _explain(options)
     except ValueError as error:
@@ -69,9 +87,41 @@ def _explain(options: argparse.Namespace) -> None:
         func = eqx.filter_grad(func)
     report = explain(func)(*positional, **keywords)
     report.show(options.limit or None, options.width or None)
-    for path in options.save:
+    _save(report, options.save)
+
+
+def _blame(options: argparse.Namespace, refuse: Callable[[str], object]) -> None:
+    """Prints a report; what the user's function raises is left as it is."""
+    try:
+        func = _read_object(options.function, "")
+    except ValueError as error:
+        refuse(str(error))
+        return
+    if not callable(func):
+        refuse(f"{options.function!r} is no function")
+        return
+    report = func(*map(_read_literal, options.arguments))
+    if not isinstance(report, BlameReport):
+        refuse(
+            f"{options.function!r} must return the report of `mpx.blame(loss, "
+            f"scaling)(model, batch)`; got {describe(report)}"
+        )
+        return
+    print(report)
+    _save(report, options.save)
+
+
+def _save(report: Report | BlameReport, paths: Sequence[str]) -> None:
+    for path in paths:
         report.save(path)
         print(f"\nWritten: {path}")
+
+
+def _read_literal(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,6 +157,20 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="columns to print; 180 and more show all (default: the terminal's)",
     )
+    _add_save(command)
+    command = commands.add_parser(
+        "blame",
+        help="print what made a step bad, which your function restores",
+        description=_BLAME,
+        formatter_class=raw,
+    )
+    command.add_argument("function", metavar="module:function")
+    command.add_argument("arguments", nargs="*", metavar="argument")
+    _add_save(command)
+    return parser
+
+
+def _add_save(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--save",
         action="append",
@@ -114,7 +178,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="write the report, too: .html, .json or .txt; may be given again",
     )
-    return parser
 
 
 def _read_arguments(

@@ -26,6 +26,13 @@ def loss(model, x, scale=1.0, *, key=None):
     return scale * jnp.sum(jax.vmap(model)(x))
 
 
+def replay(step, folder):
+    assert (step, folder) == (812, "runs/gpt")
+    w, x = jnp.ones((4, 2)), jnp.zeros((3, 4))
+    loss = mpx.autocast(lambda w: jnp.sum(jnp.log(x) @ w))
+    return mpx.blame(loss, mpx.NoLossScaling())(w)
+
+
 HERE = f"{__name__}:loss"
 X = jax.ShapeDtypeStruct((2, 16), jnp.float32)
 
@@ -44,7 +51,7 @@ def importable(monkeypatch):
 
 def _module():
     module = type(sys)(__name__)
-    module.loss, module.model = loss, model
+    module.loss, module.model, module.replay = loss, model, replay
     return module
 
 
@@ -63,6 +70,23 @@ def test_options(tmp_path):
     assert report.totals.half_flops_share > 0.8
 
 
+def test_blame_prints_and_saves(tmp_path, capsys):
+    page = tmp_path / "step.html"
+    main(["blame", f"{__name__}:replay", "812", "runs/gpt", "--save", str(page)])
+    out = capsys.readouterr().out
+    assert "the logarithm of zero" in out and f"Written: {page}" in out
+    assert "the logarithm of zero" in page.read_text()
+
+
+def test_an_error_of_what_restores_a_step_is_left_as_it_is(monkeypatch):
+    def broken(step):
+        raise ValueError("no such step")
+
+    monkeypatch.setattr(sys.modules[__name__], "replay", broken)
+    with pytest.raises(ValueError, match="no such step"):
+        main(["blame", f"{__name__}:replay", "812"])
+
+
 def test_literals_and_keywords(tmp_path):
     report = saved(tmp_path, HERE, ":model()", "float32[2, 16]", "2.0", "key=key[]")
     names = {operation.primitive for operation in report.operations}
@@ -77,6 +101,9 @@ def test_literals_and_keywords(tmp_path):
         (["explain", "jax.numpy:nothing"], "cannot be read: .*nothing"),
         (["explain", HERE, "g32[2]"], "no dtype is called 'g32'"),
         (["explain", HERE, "f32[2,x]"], "an argument is an array such as f32"),
+        (["blame", "replay"], "a function is given as module:function; got 'replay'"),
+        (["blame", "jax.numpy:pi"], "'jax.numpy:pi' is no function"),
+        (["blame", "jax.numpy:sqrt", "4"], "must return the report of `mpx.blame"),
         ([], "COMMAND"),
     ],
 )
@@ -98,7 +125,7 @@ def test_it_runs_as_a_module(tmp_path):
     assert json.loads(path.read_text())["totals"]["flops"] == 48
 
 
-@pytest.mark.parametrize("arguments", [[], ["explain"], ["doctor"]])
+@pytest.mark.parametrize("arguments", [[], ["explain"], ["blame"], ["doctor"]])
 def test_help_fits_a_terminal(arguments, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

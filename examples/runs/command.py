@@ -104,8 +104,10 @@ def blame_all(
     for bad in read_bad_steps(config, step):
         head = f"{bad.precision}, step {bad.step}, loss scale {bad.loss_scale:g}"
         display.console.rule(escape(head))
-        report = str(blame(bad))
-        display.console.print(report, markup=False, highlight=False, soft_wrap=True)
+        report = blame(bad)
+        text = str(report)
+        display.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        report.save(bad.path / "blame.html")
 
 
 def resuming_command(module: str, target: str) -> str:

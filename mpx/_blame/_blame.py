@@ -20,6 +20,7 @@ from ._describe import culprit_of
 from ._replay import Replay, refuse_tracers
 from ._report import Culprit, Verdict
 from ._rows import bad_rows, batch_inputs
+from ._text import rule_text
 from ._verdict import (
     CALL,
     StepOf,
@@ -27,7 +28,6 @@ from ._verdict import (
     is_finite_at_one,
     loss_scale_of,
     precision_advice,
-    rule_text,
 )
 from ._views import BlameReport
 

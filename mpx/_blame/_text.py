@@ -1,8 +1,10 @@
 """A report as text, in 100 columns."""
 
 import textwrap
+from typing import Any
 
 from .._inspect import share_text, short_type
+from .._rules import Rule
 from ._badness import Range
 from ._report import Content, Culprit, Verdict
 
@@ -12,10 +14,15 @@ _INDENT = 14
 
 def text_of(report: Content) -> str:
     """The whole report."""
-    lines = [_head(report)]
-    for number, culprit in enumerate(report.culprits):
-        title = "First bad value" if number == 0 else f"Independent of it ({number})"
-        lines += ["", f"{title}: {_title(culprit)}", *_details(culprit)]
+    lines = textwrap.wrap(
+        f"blame {report.name}: {head(report)}", _WIDTH, subsequent_indent="  "
+    )
+    for title, culprit in zip(titles(report), report.culprits, strict=True):
+        lines += ["", title]
+        for name, text in details(culprit):
+            lines += _field(name, text)
+        for name, one in ranges(culprit):
+            lines += _field(name, _range(one))
     if report.verdict is not Verdict.NOTHING:
         lines += ["", f"Verdict: {report.verdict.value}"]
     if report.rows:
@@ -24,15 +31,25 @@ def text_of(report: Content) -> str:
     return "\n".join(lines)
 
 
-def _head(report: Content) -> str:
+def head(report: Content, *, all_places: bool = False) -> str:
+    """What is bad, in a line."""
     scale = f"loss scale {report.loss_scale:g}"
     if not report.places:
-        return f"blame {report.name}: nothing is bad in the replay, {scale}"
-    shown = ", ".join(report.places[:4])
-    more = len(report.places) - 4
-    rest = f" and {more} more" if more > 0 else ""
-    head = f"blame {report.name}: not finite, {scale}: {shown}{rest}"
-    return "\n".join(textwrap.wrap(head, _WIDTH, subsequent_indent="  "))
+        return f"nothing is bad in the replay, {scale}"
+    shown = report.places if all_places else report.places[:4]
+    more = len(report.places) - len(shown)
+    rest = f" and {more} more" if more else ""
+    return f"not finite, {scale}: {', '.join(shown)}{rest}"
+
+
+def titles(report: Content) -> list[str]:
+    """A title for each culprit."""
+    return [
+        f"Independent of it ({number}): {_title(culprit)}"
+        if number
+        else f"First bad value: {_title(culprit)}"
+        for number, culprit in enumerate(report.culprits)
+    ]
 
 
 def _title(culprit: Culprit) -> str:
@@ -42,26 +59,39 @@ def _title(culprit: Culprit) -> str:
     return text
 
 
-def _details(culprit: Culprit) -> list[str]:
-    lines = _field("why", culprit.reason)
-    lines += _field("line", "  ".join(filter(None, (culprit.line, culprit.code))))
-    if culprit.made_by:
-        lines += _field("made by", f"{culprit.made_by} at {culprit.made_at}")
-    lines += _field("scope", culprit.scope or culprit.function)
-    lines += _field("inside", "; ".join(culprit.inside))
+def details(culprit: Culprit) -> list[tuple[str, str]]:
+    """Names and texts of what is known of a culprit, but for its numbers."""
     what = "gradient of" if culprit.gradient == "wgrad" else "parameter"
-    lines += _field(what, ", ".join(culprit.parameters))
-    lines += _field("devices", ", ".join(map(str, culprit.devices)))
+    found = [
+        ("why", culprit.reason),
+        ("line", "  ".join(filter(None, (culprit.line, culprit.code)))),
+        ("made by", culprit.made_by and f"{culprit.made_by} at {culprit.made_at}"),
+        ("scope", culprit.scope or culprit.function),
+        ("inside", "; ".join(culprit.inside)),
+        (what, ", ".join(culprit.parameters)),
+        ("devices", ", ".join(map(str, culprit.devices))),
+    ]
+    return [(name, text) for name, text in found if text]
+
+
+def ranges(culprit: Culprit) -> list[tuple[str, Range]]:
+    """What its operands and results held, each with what it is."""
     made = "value" if culprit.primitive in ("input", "constant") else "result"
-    for name, ranges in (("operand", culprit.operands), (made, culprit.results)):
-        for one in ranges:
-            lines += _field(name, _range(one))
-    return lines
+    pairs = (("operand", culprit.operands), (made, culprit.results))
+    return [(name, one) for name, found in pairs for one in found]
+
+
+def rule_text(rule: Rule) -> str:
+    """A rule as code."""
+    named: Any = rule.precision
+    parts = [f"mpx.Precision.{named.name}"]
+    for name in ("primitive", "scope", "parameter"):
+        value = getattr(rule, name)
+        parts += [f'{name}="{value}"'] if value is not None else []
+    return f"mpx.Rule({', '.join(parts)})"
 
 
 def _field(name: str, text: str) -> list[str]:
-    if not text:
-        return []
     return textwrap.wrap(
         text,
         _WIDTH,

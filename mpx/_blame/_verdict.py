@@ -175,13 +175,3 @@ def _is_good(step: StepOf) -> bool:
     # Whatever a change of precision can break in the code of others.
     except Exception:
         return False
-
-
-def rule_text(rule: Rule) -> str:
-    """A rule as code."""
-    named: Any = rule.precision
-    parts = [f"mpx.Precision.{named.name}"]
-    for name in ("primitive", "scope", "parameter"):
-        value = getattr(rule, name)
-        parts += [f'{name}="{value}"'] if value is not None else []
-    return f"mpx.Rule({', '.join(parts)})"

@@ -1,20 +1,69 @@
 """A report of `mpx.blame` and the ways to look at it."""
 
 import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
 
+from ._page import frame, page
 from ._report import Content, Culprit
-from ._text import text_of
+from ._text import rule_text, text_of
 
 
 @dataclasses.dataclass(frozen=True)
 class BlameReport(Content):
-    """What `mpx.blame` found; print it."""
+    """What `mpx.blame` found; print it, or `save` it as a page."""
 
     @property
     def first(self) -> Culprit | None:
         """The first value that went bad; None if nothing is bad, or none was found."""
         return self.culprits[0] if self.culprits else None
 
+    def to_json(self) -> str:
+        """The report as JSON, for other programs; numbers that are not finite: null."""
+        data = dataclasses.asdict(self) | {
+            "verdict": self.verdict.value,
+            "rule": None if self.rule is None else rule_text(self.rule),
+        }
+        return json.dumps(_plain(data), indent=1)
+
+    def to_html(self) -> str:
+        """The report as one page of HTML that needs no network."""
+        return page(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report to a file: a page, JSON, or text.
+
+        Args:
+            path: Ends with `.html`, `.json` or `.txt`.
+
+        Raises:
+            ValueError: It ends with something else.
+        """
+        path = Path(path)
+        writers = {".html": self.to_html, ".json": self.to_json, ".txt": self.__str__}
+        if path.suffix not in writers:
+            raise ValueError(
+                "`path` of `mpx.BlameReport.save(path)` must end with one of "
+                f"{', '.join(writers)}; got {path.name!r}."
+            )
+        path.write_text(writers[path.suffix]() + "\n", encoding="utf-8")
+
     def __str__(self) -> str:
         """The report as text, in 100 columns."""
         return text_of(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page, in a frame of its own."""
+        return frame(self)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a tree."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,5 +1,9 @@
 """`mpx.blame` names the operation that made a step bad, and why it did."""
 
+import html
+import html.parser
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -110,6 +114,88 @@ def test_a_report_is_at_most_100_columns_wide():
     for fault in corpus.faults(2, seed=3):
         text = str(fault.step().blame())
         assert max(map(len, text.splitlines())) <= 100, text
+
+
+@pytest.fixture(scope="module")
+def report():
+    def loss(w, x):
+        with jax.named_scope("</h2><script>"):
+            return jnp.mean(jnp.log(x) @ w)
+
+    x = jnp.ones((16, 4)).at[3, 2].set(0)
+    return mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(jnp.ones((4, 2)), x)
+
+
+class Reader(html.parser.HTMLParser):
+    """The texts of a page, and elements that are opened and not closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts, self.open, self.seen = [], [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.add(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data.strip())
+
+
+def test_a_page_says_what_the_text_says(report):
+    page = Reader()
+    page.feed(report.to_html())
+    assert not page.open
+    assert "script" not in page.seen, "a name of the user's is text"
+    first = report.first
+    wanted = [
+        "Verdict: data or mathematics",
+        first.reason,
+        first.scope,
+        "3",
+        "f32[16,4]",
+    ]
+    assert set(wanted) <= set(page.texts)
+    shown = " ".join(page.texts)
+    for line in str(report).splitlines()[3:]:
+        for word in line.split():
+            assert word.rstrip(",") in shown or not word[0].isalpha(), word
+    assert 'srcdoc="' in report._repr_html_()
+
+
+def test_a_report_is_saved_as_its_name_says(report, tmp_path):
+    for suffix in ("html", "json", "txt"):
+        report.save(tmp_path / f"report.{suffix}")
+    assert (tmp_path / "report.txt").read_text() == f"{report}\n"
+    data = json.loads(
+        (tmp_path / "report.json").read_text(), parse_constant=pytest.fail
+    )
+    assert data["verdict"] == "data or mathematics"
+    assert data["culprits"][0]["primitive"] == "log"
+    assert data["rows"] == [3] and data["rule"] is None
+    with pytest.raises(ValueError, match=r"must end with one of .html, .json, .txt"):
+        report.save(tmp_path / "report.md")
+
+
+def test_a_rule_is_kept_as_code(tmp_path):
+    def loss(w, x):
+        return jnp.mean((x @ w).astype(jnp.float32))
+
+    made = mpx.autocast(loss, "float16")
+    w, x = jnp.full((4, 4), 200.0), jnp.full((2, 4), 200.0)
+    report = mpx.blame(made, mpx.StaticLossScaling(1.0))(w, x)
+    text = 'mpx.Rule(mpx.Precision.FULL, primitive="dot_general")'
+    assert json.loads(report.to_json())["rule"] == text
+    assert html.escape(text) in report.to_html()
+
+
+def test_a_good_step_has_a_page_too():
+    report = mpx.blame(mpx.autocast(jnp.sum), mpx.NoLossScaling())(jnp.ones(3))
+    assert "nothing is bad" in report.to_html()
+    assert json.loads(report.to_json())["culprits"] == []
 
 
 def test_it_wants_arrays():
