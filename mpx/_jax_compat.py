@@ -110,6 +110,23 @@ def equation_context(equation: JaxprEqn) -> Iterator[None]:
             yield
 
 
+class _NoTraceback:
+    """Says that there is none: JAX takes None for "leave it as it is"."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def as_python_traceback(self) -> None:
+        """What JAX asks for where an error passes by."""
+
+
+def own_source_lines() -> contextlib.AbstractContextManager[object]:
+    """What is traced inside has the lines that call it, not those of an equation."""
+    nothing: Any = _NoTraceback()
+    stack = source_info_util.current_name_stack()
+    return source_info_util.user_context(nothing, name_stack=stack)
+
+
 def scope_names(equation: JaxprEqn) -> tuple[str, ...]:
     """The named scopes of an equation, the outermost first, without transforms."""
     stack = equation.source_info.name_stack.stack

@@ -24,7 +24,12 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import PyTree
 
-from .._jax_compat import bind_equation, open_jaxpr, symbolic_zero
+from .._jax_compat import (
+    bind_equation,
+    open_jaxpr,
+    own_source_lines,
+    symbolic_zero,
+)
 from .._program import aval_of, constants_as_inputs, program_of, zero_results
 from .._recipe_state import StateOperands
 from .._typing import AnyArray, Atom, Aval
@@ -132,7 +137,7 @@ def rewrite_custom_jvp(
 
         variables = [equation.invars[i] for i in active]
         dots = [tangents[i] for i in active]
-        closed = trace(derivative)(
+        closed = _traced(derivative)(
             _declared_avals(primals, equation.invars), _declared_avals(dots, variables)
         )
         _refuse_leaks(later(), equation, closed)
@@ -151,6 +156,17 @@ def rewrite_custom_jvp(
 
     function.defjvp(rule, symbolic_zeros=True)
     return form.values(function(*(v.array for v in operands)))
+
+
+def _traced(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`trace`, of what runs a rule of the user's, whose lines its equations have."""
+    make = trace(func)
+
+    def traced(*args: PyTree) -> PyTree:
+        with own_source_lines():
+            return make(*args)
+
+    return traced
 
 
 def _tangent(value: Value, is_zero: bool, primal: AnyArray) -> AnyArray | SymbolicZero:
@@ -246,7 +262,7 @@ def _traced_forward(
         trees[:] = [tree]
         return out, residuals
 
-    closed = trace(declared)(*_declared_avals(arrays, equation.invars))
+    closed = _traced(declared)(*_declared_avals(arrays, equation.invars))
     return closed, trees[0]
 
 
@@ -264,7 +280,7 @@ def _traced_backward(equation: JaxprEqn, saved: "_Saved", cotangents: PyTree) ->
 
     given = [c for c, _ in pairs if c is not None]
     variables = [v for c, v in pairs if c is not None]
-    return trace(declared)(
+    return _traced(declared)(
         _retyped(saved.arrays, saved.avals), _declared_avals(given, variables)
     )
 
@@ -371,7 +387,7 @@ def rewrite_custom_vmap(
         axes = [0 if b else None for b in in_batched]
         original: Callable[..., PyTree] = lambda *args: bind_equation(equation, *args)  # noqa: E731
         batched = jax.vmap(original, in_axes=axes, axis_size=axis_size)
-        closed = trace(batched)(*_declared_avals(arrays, equation.invars))
+        closed = _traced(batched)(*_declared_avals(arrays, equation.invars))
         inside = enter(arrays, facts)
         wanted = form.demands(demands)
         results = evaluate(later(), place, closed, inside, wanted)

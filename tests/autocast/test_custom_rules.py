@@ -1,6 +1,7 @@
 """Functions with rules of their own keep their rules."""
 
 import functools
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -494,3 +495,54 @@ def test_explain_says_the_same_of_a_rule_and_of_its_gradient(getkey):
     (of_loss,) = forward_products(cast)
     assert of_loss == ("bfloat16", "a matrix product or convolution")
     assert of_loss in forward_products(jax.grad(cast))
+
+
+def _inner(x):
+    return jnp.sin(x)  # in the function
+
+
+@jax.custom_jvp
+def ruled_by_jvp(x):
+    return _inner(x)
+
+
+@ruled_by_jvp.defjvp
+def _ruled_jvp(primals, tangents):
+    (x,), (dot,) = primals, tangents
+    return ruled_by_jvp(x), dot * jnp.cosh(x)  # in the rule
+
+
+@jax.custom_vjp
+def ruled_by_vjp(x):
+    return _inner(x)
+
+
+def _ruled_backward(x, g):
+    return (g * jnp.cosh(x),)  # in the rule
+
+
+ruled_by_vjp.defvjp(lambda x: (ruled_by_vjp(x), x), _ruled_backward)
+
+
+@pytest.mark.parametrize("func", [ruled_by_jvp, ruled_by_vjp])
+def test_operations_of_a_rule_have_the_lines_of_the_rule(func):
+    loss = mpx.autocast(lambda x: jnp.sum(jax.jit(func)(x * x)))
+    report = mpx.explain(jax.grad(loss))(jnp.ones(3))
+    text = Path(__file__).read_text().splitlines()
+    numbers = {o.primitive: int(o.source.rsplit(":")[-1]) for o in report.operations}
+    assert text[numbers["sin"] - 1].endswith("# in the function")
+    if func is ruled_by_jvp:  # JAX itself gives a backward pass the lines of the call
+        assert text[numbers["cosh"] - 1].endswith("# in the rule")
+
+
+def test_an_error_in_a_rule_is_the_rules_own():
+    @jax.custom_jvp
+    def func(x):
+        return jnp.sin(x)
+
+    @func.defjvp
+    def rule(primals, tangents):
+        raise RuntimeError("out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        jax.grad(mpx.autocast(lambda x: jnp.sum(func(x))))(jnp.ones(3))
