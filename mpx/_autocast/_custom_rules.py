@@ -30,7 +30,13 @@ from .._jax_compat import (
     own_source_lines,
     symbolic_zero,
 )
-from .._program import aval_of, constants_as_inputs, program_of, zero_results
+from .._program import (
+    aval_of,
+    constants_as_inputs,
+    program_of,
+    with_lines_of,
+    zero_results,
+)
 from .._recipe_state import StateOperands
 from .._typing import AnyArray, Atom, Aval
 from ._context import Facts, Place, Run, Value, computed, is_castable
@@ -137,9 +143,8 @@ def rewrite_custom_jvp(
 
         variables = [equation.invars[i] for i in active]
         dots = [tangents[i] for i in active]
-        closed = _traced(derivative)(
-            _declared_avals(primals, equation.invars), _declared_avals(dots, variables)
-        )
+        avals = _declared_avals(primals, equation.invars)
+        closed = _traced(equation, derivative, avals, _declared_avals(dots, variables))
         _refuse_leaks(later(), equation, closed)
         inside = [*enter(primals, facts), *map(computed, dots)]
         wanted = form.demands(demands)
@@ -158,15 +163,15 @@ def rewrite_custom_jvp(
     return form.values(function(*(v.array for v in operands)))
 
 
-def _traced(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`trace`, of what runs a rule of the user's, whose lines its equations have."""
-    make = trace(func)
+def _traced(
+    equation: JaxprEqn, func: Callable[..., PyTree], *args: PyTree
+) -> ClosedJaxpr:
+    """The program of what runs a user's rule: operations have the lines of the rule.
 
-    def traced(*args: PyTree) -> PyTree:
-        with own_source_lines():
-            return make(*args)
-
-    return traced
+    Those that JAX adds, and a backward pass, have the lines of the call.
+    """
+    with own_source_lines():
+        return with_lines_of(trace(func)(*args), equation)
 
 
 def _tangent(value: Value, is_zero: bool, primal: AnyArray) -> AnyArray | SymbolicZero:
@@ -262,7 +267,7 @@ def _traced_forward(
         trees[:] = [tree]
         return out, residuals
 
-    closed = _traced(declared)(*_declared_avals(arrays, equation.invars))
+    closed = _traced(equation, declared, *_declared_avals(arrays, equation.invars))
     return closed, trees[0]
 
 
@@ -280,9 +285,8 @@ def _traced_backward(equation: JaxprEqn, saved: "_Saved", cotangents: PyTree) ->
 
     given = [c for c, _ in pairs if c is not None]
     variables = [v for c, v in pairs if c is not None]
-    return _traced(declared)(
-        _retyped(saved.arrays, saved.avals), _declared_avals(given, variables)
-    )
+    arrays = _retyped(saved.arrays, saved.avals)
+    return _traced(equation, declared, arrays, _declared_avals(given, variables))
 
 
 @functools.partial(
@@ -387,7 +391,7 @@ def rewrite_custom_vmap(
         axes = [0 if b else None for b in in_batched]
         original: Callable[..., PyTree] = lambda *args: bind_equation(equation, *args)  # noqa: E731
         batched = jax.vmap(original, in_axes=axes, axis_size=axis_size)
-        closed = _traced(batched)(*_declared_avals(arrays, equation.invars))
+        closed = _traced(equation, batched, *_declared_avals(arrays, equation.invars))
         inside = enter(arrays, facts)
         wanted = form.demands(demands)
         results = evaluate(later(), place, closed, inside, wanted)

@@ -22,10 +22,17 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 from jax.extend import core
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from .._jax_compat import open_jaxpr, scope_names
-from .._program import PrimitiveClass, aval_of, data_of, data_scope, program_of
+from .._jax_compat import scope_names
+from .._program import (
+    PrimitiveClass,
+    aval_of,
+    data_of,
+    data_scope,
+    program_of,
+    with_lines_of,
+)
 from .._quantize import Target
 from .._rules import Precision, Rule
 from .._typing import AnyArray, Aval
@@ -134,28 +141,12 @@ def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
         if operation is None or is_call == (name == "custom_vmap_call"):
             return otherwise(run, place, equation, operands, demands)
         if is_call:
-            jaxpr = _from_the_same_line(equation)
-            return evaluate(run, place, jaxpr, operands, demands)
+            # What is traced within a derivative rule does not know who called.
+            closed = with_lines_of(program_of(equation), equation, all_of_it=True)
+            return evaluate(run, place, closed, operands, demands)
         return _rewrite(run, place, equation, operands, demands, operation)
 
     return rewrite
-
-
-def _from_the_same_line(equation: JaxprEqn) -> ClosedJaxpr:
-    """The program of an equation, as if the user's line had made all of it.
-
-    What is traced within a derivative rule does not know who called.
-    """
-    closed = program_of(equation)
-    jaxpr = open_jaxpr(closed)
-    traceback = equation.source_info.traceback
-    equations = [
-        inner.replace(source_info=inner.source_info.replace(traceback=traceback))
-        for inner in jaxpr.eqns
-    ]
-    return core.ClosedJaxpr(
-        jaxpr.replace(eqns=equations), getattr(closed, "consts", ())
-    )
 
 
 def _rewrite(

@@ -72,6 +72,7 @@ from .source import (
     scopes as scopes,
     source_frames as source_frames,
     source_span as source_span,
+    with_lines_of as with_lines_of,
 )
 from .streams import (
     Makers as Makers,

@@ -2,14 +2,17 @@
 
 import contextlib
 import dataclasses
+import os
 import re
+from pathlib import Path
 from typing import TypeVar
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._jax_compat import raw_frames
+from .._jax_compat import open_jaxpr, raw_frames
+from .._typing import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,39 @@ def source_span(equation: JaxprEqn) -> Span | None:
         if (line, column) == (innermost.line, innermost.column):
             return (innermost.file, line, last, column, end)
     return None
+
+
+# Frames of JAX and of mpx are of no interest to who wrote the program.
+_INSIDE = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(jax.__file__).parent, Path(__file__).parents[1])
+)
+
+
+def has_own_lines(equation: JaxprEqn) -> bool:
+    """Whether code of neither JAX nor mpx is among the calls that led to it."""
+    frames = raw_frames(equation.source_info.traceback)
+    return not all(code.co_filename.startswith(_INSIDE) for code, _ in frames)
+
+
+def with_lines_of(
+    program: Program, call: JaxprEqn, *, all_of_it: bool = False
+) -> ClosedJaxpr:
+    """A program whose operations have the lines of the call that it was traced for.
+
+    Args:
+        program: The program, open or closed.
+        call: The call.
+        all_of_it: Also those that have lines of their own.
+    """
+    jaxpr, traceback = open_jaxpr(program), call.source_info.traceback
+    made = [
+        e.replace(source_info=e.source_info.replace(traceback=traceback))
+        if all_of_it or not has_own_lines(e)
+        else e
+        for e in jaxpr.eqns
+    ]
+    return ClosedJaxpr(jaxpr.replace(eqns=made), getattr(program, "consts", ()))
 
 
 Data = TypeVar("Data")
