@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,24 @@ class Case:
     def test_id(self) -> str:
         """The name without addresses, which differ from process to process."""
         return re.sub(r" at 0x[0-9a-f]+", "", self.name)
+
+
+def slow_but(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Cases for `parametrize`; those that are not among the quick ones are slow.
+
+    Args:
+        quick: What `make test` runs: one of each kind.
+        cases: All; `.ci/run` runs the others, too. A tuple is several arguments.
+    """
+    quick, cases = list(quick), list(cases)
+    assert all(case in cases for case in quick), "there is no such case"
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in quick else pytest.mark.slow,
+        )
+        for case in cases
+    ]
 
 
 def in_two_processes(

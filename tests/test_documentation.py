@@ -11,7 +11,17 @@ from . import pages
 
 WITH_CODE = [page for page in pages.PAGES if pages.blocks(page)]
 # These train models.
-SLOW = ("examples-", "coming-from-transformer-engine", "layers", "low-precision")
+SLOW = (
+    "examples-",
+    "coming-from-flax-fp8",
+    "coming-from-transformer-engine",
+    "devices",
+    "explicit",
+    "faq",
+    "layers",
+    "low-precision",
+    "numerics",
+)
 MARKED = [
     pytest.param(page, marks=pytest.mark.slow) if page.name.startswith(SLOW) else page
     for page in WITH_CODE

@@ -1,6 +1,7 @@
 """What `force_full_precision` keeps, and what it traces how often."""
 
 import functools
+import itertools
 
 import equinox as eqx
 import flax.linen as linen
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import mpx
 
 from .autocast.counting import equations
-from .helpers import assert_same_bits
+from .helpers import assert_same_bits, slow_but
 from .nn.cases import kept_arrays
 
 ROWS, WIDTH = 16, 32
@@ -50,15 +51,15 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *((name, "bfloat16") for name in FUNCTIONS),
-        ("norm", "float16"),
-        *(
-            pytest.param(name, "float16", marks=pytest.mark.slow)
-            for name in FUNCTIONS
-            if name != "norm"
-        ),
-    ],
+    slow_but(
+        [
+            ("norm", "float16"),
+            ("softmax", "bfloat16"),
+            ("a lambda", "bfloat16"),
+            ("a vmapped layer", "bfloat16"),
+        ],
+        itertools.product(FUNCTIONS, ("bfloat16", "float16")),
+    ),
 )
 def test_values_and_gradients_are_those_of_casting(name, dtype):
     func, x = FUNCTIONS[name](), X.astype(dtype)

@@ -200,7 +200,7 @@ def train(build, precision):
     "name",
     [
         pytest.param(
-            n, marks=pytest.mark.slow if n in ("equinox", "equinox_ema") else ()
+            n, marks=pytest.mark.slow if n not in ("plain_jax", "equinox_batch") else ()
         )
         for n in FRAMEWORKS
     ],

@@ -222,9 +222,9 @@ def test_micro_batches_are_joined_by_maximum(inputs):
 @pytest.mark.parametrize(
     "kind",
     [
-        "auto",
         "explicit",
-        "shard_map",
+        pytest.param("auto", marks=pytest.mark.slow),
+        pytest.param("shard_map", marks=pytest.mark.slow),
         pytest.param("unchecked", marks=pytest.mark.slow),
     ],
 )

@@ -12,6 +12,7 @@ from flax import nnx
 
 import mpx
 import mpx.nnx
+from tests.helpers import slow_but
 
 pytestmark = pytest.mark.third_party
 
@@ -69,7 +70,7 @@ MODELS = {"equinox": equinox, "linen": linen, "haiku": haiku}
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        *((name, "delayed") for name in MODELS),
+        *slow_but([("linen", "delayed")], ((name, "delayed") for name in MODELS)),
         *(pytest.param(name, "mxfp8", marks=pytest.mark.slow) for name in MODELS),
     ],
 )

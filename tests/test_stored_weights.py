@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import mpx
 
 from .grad.cases import same_bits
-from .helpers import unchecked_annotations, unscaled
+from .helpers import slow_but, unchecked_annotations, unscaled
 
 pytestmark = unscaled
 
@@ -24,6 +24,9 @@ QUANTIZERS = {
     "mxfp8": mpx.MXFP8Quantizer(),
 }
 each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
+two_quantizers = pytest.mark.parametrize(
+    "name", slow_but(["tensor", "mxfp8"], QUANTIZERS)
+)
 SIZE = 128
 
 
@@ -135,7 +138,7 @@ def test_casts_do_not_look_into_what_is_quantized():
     mpx.filter_grad(seen, mpx.NoLossScaling())(model_of(), array)
 
 
-@each_quantizer
+@two_quantizers
 def test_autocast_and_gradients_are_those_of_the_numbers_that_are_stored(name: str):
     stored = mpx.quantize_weights(model_of(), QUANTIZERS[name])
     plain = mpx.dequantize_weights(stored)
@@ -222,7 +225,7 @@ def straight_through(quantizer):
 
 
 @pytest.mark.third_party
-@each_quantizer
+@two_quantizers
 def test_masters_train_as_weights_that_are_quantized_in_the_loss(name: str):
     quantizer, model = QUANTIZERS[name], _arrays(model_of())
     stored, optimizer = mpx.quantize_weights(model, quantizer), optax.adamw(1e-2)

@@ -18,6 +18,7 @@ import pytest
 
 import mpx
 import mpx.nn
+from tests.helpers import slow_but
 
 from .low_precision import low_dtypes, quantized_products
 
@@ -130,7 +131,7 @@ def gradient(loss, scaling, *args):
     [
         pytest.param("float32", "float32", marks=pytest.mark.slow),
         pytest.param("float32", "bfloat16", marks=pytest.mark.slow),
-        ("float32", "float16"),
+        pytest.param("float32", "float16", marks=pytest.mark.slow),
         ("bfloat16", "bfloat16"),
     ],
 )
@@ -155,7 +156,7 @@ def in_half_precision(dtype):
     return train(mpx.autocast(plain_loss, dtype), transformer(), batch("float32"))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", slow_but(["float16"], ["bfloat16", "float16"]))
 def test_the_transform_keeps_master_weights_in_the_model(dtype):
     """As `torch.autocast` around a layer of float32."""
 
@@ -389,7 +390,7 @@ def loss_in(context, model):
 BOTH = {"float8_e4m3fn", "float8_e5m2"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["nested"], MODELS))
 def test_several_recipes_in_a_transformed_function(name):
     model, depth, quantized = MODELS[name]
     layers, data = linears(depth), batch("float32")
@@ -426,7 +427,7 @@ def in_bfloat16_by_contexts(name):
 @pytest.mark.parametrize(
     ("name", "context"),
     [
-        ("nested", ambient),
+        pytest.param("nested", ambient, marks=pytest.mark.slow),
         ("sequential", ambient_without_state),
         pytest.param("sequential", ambient, marks=pytest.mark.slow),
         pytest.param("nested", ambient_without_state, marks=pytest.mark.slow),

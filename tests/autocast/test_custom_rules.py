@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 import mpx
 from tests.autocast.counting import count_products, equations, relative_error
+from tests.helpers import slow_but
 
 BF16 = ("bfloat16", "bfloat16")
 
@@ -242,7 +243,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(["plain", "scan"], WAYS))
 def test_a_rule_is_told_what_it_is_told_without_autocast(getkey, way):
     x, y = jax.random.normal(getkey(), (2, 4))
     function, told = recorder()

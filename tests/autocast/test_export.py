@@ -8,6 +8,7 @@ from jax import export
 
 import mpx
 from tests.autocast.counting import relative_error
+from tests.helpers import slow_but
 
 OPTIONS = {
     "bfloat16": {},
@@ -19,7 +20,7 @@ OPTIONS = {
     "DelayedScaling": {"recipe": mpx.DelayedScaling()},
 }
 # The others quantize by tensors and by blocks, too.
-SLOW = ("bfloat16", "Float8CurrentScaling", "Float8BlockScaling")
+QUICK = ("float16, strict", "DelayedScaling")
 TOKENS, WIDTH = 8, 32
 
 
@@ -38,7 +39,7 @@ def loss(w, x):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OPTIONS],
+    slow_but(QUICK, OPTIONS),
 )
 def test_the_batch_may_be_of_any_size(name):
     func = mpx.autocast(loss, **OPTIONS[name])

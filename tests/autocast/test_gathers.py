@@ -1,6 +1,7 @@
 """Weights that lie in pieces, and how they come together."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import mpx
 
 from ..collectives import partitioned
+from ..helpers import slow_but
 
 RECIPES = {
     "current": mpx.Float8CurrentScaling(),
@@ -128,15 +130,15 @@ def step_in(mesh, how, model, recipe, gather_dtype=""):
 
 FAST = [
     (SHARD_MAP, "current", whole),
-    (RESHARD, "delayed", turned),
-    (CONSTRAINT, "current", whole),
     (CONSTRAINT, "delayed", twice),
     (SHARD_MAP, "block", whole),
     (CONSTRAINT, "current", jitted),
-    (SHARD_MAP, "delayed", in_remat),
     (RESHARD, "current", reshaped),
 ]
 SLOW = [
+    (RESHARD, "delayed", turned),
+    (CONSTRAINT, "current", whole),
+    (SHARD_MAP, "delayed", in_remat),
     (SHARD_MAP, "delayed", turned),
     (CONSTRAINT, "delayed", shared),
     (RESHARD, "current", whole),
@@ -182,8 +184,13 @@ def test_what_is_not_finite_in_a_piece_makes_the_step_a_bad_one():
         assert not jax.jit(step)(begin(w, x), bad, x).finite
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("style", ["autocast", "explicit"])
+@pytest.mark.parametrize(
+    ("style", "check_vma"),
+    slow_but(
+        [("autocast", True), ("explicit", False)],
+        itertools.product(["autocast", "explicit"], [True, False]),
+    ),
+)
 def test_a_weight_that_enters_shard_map_whole_is_cast_before_it_travels(
     style, check_vma
 ):

@@ -58,7 +58,7 @@ def trained(func, inputs):
     return result.grads, scaling
 
 
-QUICK = ("delayed", "mxfp8")
+QUICK = ("mxfp8",)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def errors(of, **options):
 
 @pytest.mark.third_party
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize(("of", "products"), [(vit, 8), (gpt, 9)])
+@pytest.mark.parametrize(
+    ("of", "products"), [pytest.param(vit, 8, marks=pytest.mark.slow), (gpt, 9)]
+)
 def test_casts_and_products_of_a_block(of, products, stream):
     loss, *args = of()
     cast = mpx.autocast(loss, residual_stream=stream)
@@ -105,17 +107,19 @@ def test_casts_and_products_of_a_block(of, products, stream):
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize(("stream", "bound"), [("full", 4e-3), ("half", 7e-3)])
+@pytest.mark.parametrize(
+    ("stream", "bound"),
+    [pytest.param("full", 4e-3, marks=pytest.mark.slow), ("half", 7e-3)],
+)
 def test_gradient_of_a_vit_block(stream, bound):
     loss_error, gradient_error = errors(vit, residual_stream=stream)
     assert loss_error <= 2e-4
     assert gradient_error <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
-@pytest.mark.parametrize(
-    "stream", ["full", pytest.param("half", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("stream", ["full", "half"])
 def test_loss_and_gradient_of_a_gpt_block(stream):
     loss_error, gradient_error = errors(gpt, residual_stream=stream)
     assert loss_error <= 2e-5

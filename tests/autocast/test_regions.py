@@ -206,7 +206,9 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", [None, mpx.Float8CurrentScaling()])
+@pytest.mark.parametrize(
+    "recipe", [None, pytest.param(mpx.Float8CurrentScaling(), marks=pytest.mark.slow)]
+)
 def test_a_scope_changes_nothing_whatever_its_name(inputs, recipe):
     x, w = inputs
 

@@ -19,7 +19,9 @@ PORTABLE = [
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("name", [*attention_models.CALLS, "gpt"])
+@pytest.mark.parametrize(
+    "name", [*attention_models.CALLS, pytest.param("gpt", marks=pytest.mark.slow)]
+)
 def test_every_case_can_be_traced(name):
     """But casts by hand around JAX's kernel, which needs cuDNN where it is traced."""
     for case in CASES:

@@ -215,6 +215,7 @@ def test_a_worker_that_says_nothing_is_killed():
     assert process.poll() is not None
 
 
+@pytest.mark.slow
 def test_tests_that_end_badly_are_recorded(monkeypatch):
     monkeypatch.setattr(gpu_tests, "FOLDER", "tests/no such folder")
     soon = time.monotonic() + 600

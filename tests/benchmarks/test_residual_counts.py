@@ -16,6 +16,7 @@ from benchmarks.models import (
     transformers,
 )
 from benchmarks.models.problems import PROBLEMS
+from tests.helpers import slow_but
 
 PROGRAM = """HloModule step
 
@@ -40,7 +41,7 @@ def test_products_are_counted_wherever_they_stand():
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", slow_but([True], [False, True]))
 def test_the_gpt_is_causal_and_scans_alike(scan):
     model = transformers.GPT(16, 32, 2, 8, 2, jax.random.key(0), scan=scan)
     text = jnp.arange(8)
@@ -93,7 +94,10 @@ def test_the_vit_drops_at_three_places():
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("name", residual_counts.TPU_ARMS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but([residual_counts.KEPT, residual_counts.SMALL], residual_counts.TPU_ARMS),
+)
 def test_every_arm_of_the_benchmark_can_be_traced(name):
     case = residual_models.Case("h100", "tiny", 1, 4, name)
     step = residual_models.build(our_arms.ARMS[name], case)
@@ -200,7 +204,7 @@ def test_committed_counts_are_of_todays_programs(few):
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("model", ["desktop", "base", "gpt"])
+@pytest.mark.parametrize("model", slow_but(["gpt"], ["desktop", "base", "gpt"]))
 def test_recomputing_takes_few_floating_point_operations(model):
     found = {}
     for arm in (residual_counts.KEPT, residual_counts.SMALL):

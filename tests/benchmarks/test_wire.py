@@ -21,6 +21,7 @@ from benchmarks.counts.wire import AUTOCAST, CURRENT, DELAYED, EXPLICIT, FLOAT32
 from benchmarks.models import layouts
 from benchmarks.models.layouts import LAYOUTS
 from tests import collectives
+from tests.helpers import slow_but
 
 pytestmark = pytest.mark.third_party
 SIZES = layouts.Sizes(width=32, hidden=64, heads=2, blocks=1, context=8, batch=16)
@@ -53,22 +54,31 @@ def large(messages, kinds):
     }
 
 
-FAST = [
+FIRST = [
     *((layout, AUTOCAST) for layout in LAYOUTS),
     ("fsdp, constraint", EXPLICIT),
     ("fsdp, shard_map", EXPLICIT),
     ("fsdp, constraint", DELAYED),
     ("fsdp, shard_map", CURRENT),
 ]
-SLOW = [
+OTHERS = [
     (layout, arm)
     for layout in LAYOUTS
     for arm in (EXPLICIT, CURRENT, DELAYED)
-    if (layout, arm) not in FAST
+    if (layout, arm) not in FIRST
 ][::2]
+QUICK = [
+    ("data parallel", AUTOCAST),
+    ("data parallel, in order", AUTOCAST),
+    ("fsdp, shared", AUTOCAST),
+    ("fsdp, constraint", AUTOCAST),
+    ("fsdp, reshard", AUTOCAST),
+    ("fsdp, shard_map", EXPLICIT),
+    ("fsdp, constraint", DELAYED),
+    ("fsdp, shard_map", CURRENT),
+]
 every_case = pytest.mark.parametrize(
-    ("layout", "arm"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ("layout", "arm"), slow_but(QUICK, [*FIRST, *OTHERS])
 )
 
 
@@ -87,7 +97,7 @@ def test_weights_travel_in_few_bits_and_gradients_are_summed_in_float32(layout, 
     assert large(found, sums) == {"f32"}
 
 
-@pytest.mark.parametrize("arm", [EXPLICIT, AUTOCAST, CURRENT])
+@pytest.mark.parametrize("arm", slow_but([AUTOCAST], [EXPLICIT, AUTOCAST, CURRENT]))
 def test_no_activation_is_gathered_for_a_gradient(arm):
     """As that of a bias was on explicit axes, broadcast to no sharding."""
     gathers = [
@@ -98,7 +108,10 @@ def test_no_activation_is_gathered_for_a_gradient(arm):
 
 
 @pytest.mark.parametrize(
-    "layout", ["data parallel", "fsdp, constraint", "fsdp, reshard"]
+    "layout",
+    slow_but(
+        ["fsdp, constraint"], ["data parallel", "fsdp, constraint", "fsdp, reshard"]
+    ),
 )
 def test_gradients_are_summed_in_the_dtype_that_the_policy_says(layout):
     text = "params=float32,compute=bfloat16,output=float32,reduce={}"
@@ -130,7 +143,9 @@ def test_weights_travel_as_they_are_if_the_policy_says_so():
     assert large(found, ("all-gather",)) == {"f32"}
 
 
-@pytest.mark.parametrize("layout", ["data parallel, shared", "fsdp, shared"])
+@pytest.mark.parametrize(
+    "layout", slow_but(["fsdp, shared"], ["data parallel, shared", "fsdp, shared"])
+)
 def test_micro_batches_on_their_own_devices_are_summed_once(layout):
     found = partitioned(layout, DELAYED)
     assert {x.times for x in found} == {1}
@@ -146,7 +161,9 @@ def _params(layout):
     return jax.eval_shape(lambda: layouts.initial(SIZES, LAYOUTS[layout], key))
 
 
-@pytest.mark.parametrize("layout", ["fsdp, constraint", "fsdp, shard_map"])
+@pytest.mark.parametrize(
+    "layout", slow_but(["fsdp, shard_map"], ["fsdp, constraint", "fsdp, shard_map"])
+)
 def test_gradients_are_those_of_one_device(layout):
     """Where the casts stand on the way changes no number but by rounding."""
     one = dataclasses.replace(LAYOUTS["data parallel"], gathers="")

@@ -14,6 +14,7 @@ from benchmarks.models.weights import Weights, random_weights
 from benchmarks.peers import eight_bits as peers
 from mpx._contract._hlo import parse
 from mpx._contract._operations import products
+from tests.helpers import slow_but
 
 PROGRAM = """HloModule step
 
@@ -91,7 +92,9 @@ def test_fp8_by_hand_has_the_gradients_of_float32():
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("arm", ["FP8 by hand", "Flax fp8", "current"])
+@pytest.mark.parametrize(
+    "arm", slow_but(["FP8 by hand", "current"], ["FP8 by hand", "Flax fp8", "current"])
+)
 def test_all_linear_layers_of_a_workload_are_in_8_bits(arm):
     case = models.Case("h100", "tiny llama", arm)
     with mpx.autocast(target="h100", ambient=True):
@@ -117,6 +120,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped():
 
 
 @pytest.mark.third_party
+@pytest.mark.slow
 def test_a_scan_has_the_loss_of_its_blocks_one_after_the_other():
     sizes = models.WORKLOADS["tiny llama"].sizes
     tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, sizes.classes)

@@ -8,20 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ..helpers import slow_but
 from . import goals, page, runner
 from .gradients import QUANTIZERS, plain
 from .measure import Compiled, make_all, measure, rounded_by
 from .programs import PACKAGES, QUICK, programs_of
 from .record import Built
 
-# One of each package; the others of these packages, and what `make clients` is for.
+# Some of them; one of each other package; the others of these packages, and what
+# `make clients` is for.
 QUICK_ONES = (
     "equinox_batch_norm",
-    "linen_scanned_layers",
     "nnx_gru",
-    "haiku_lstm",
     "optax_step_inside",
 )
+SLOWER_ONES = ("linen_scanned_layers", "haiku_lstm")
 OTHERS = (
     "equinox_mlp",
     "equinox_transformer",
@@ -43,7 +44,7 @@ def check(name: str, precision: str) -> None:
 @pytest.mark.third_party
 @pytest.mark.filterwarnings("ignore")  # of the packages
 @pytest.mark.parametrize(
-    "name", [*QUICK_ONES, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)]
+    "name", slow_but(QUICK_ONES, (*QUICK_ONES, *SLOWER_ONES, *OTHERS))
 )
 def test_one_line_gives_the_gradient_of_a_program_of_others(name):
     check(name, "bfloat16")

@@ -9,13 +9,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*_*.py"))
 GUIDES = [guide for guide in GUIDES if guide.name != "__init__.py"]
+SLOW = ("in_fp8", "with_grain", "with_monitor", "with_orbax")
 
 
 def marked(guide: Path):
     needs = {"with_keras": "keras"}.get(guide.stem)
     is_missing = needs is not None and importlib.util.find_spec(needs) is None
     reason = f"{needs} is not installed: it is in the environment of `make clients`"
-    return pytest.param(guide, marks=pytest.mark.skipif(is_missing, reason=reason))
+    marks = [pytest.mark.skipif(is_missing, reason=reason)]
+    if guide.stem in SLOW:
+        marks.append(pytest.mark.slow)
+    return pytest.param(guide, marks=marks)
 
 
 @pytest.mark.third_party

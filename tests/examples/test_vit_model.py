@@ -16,6 +16,7 @@ from examples import vit
 from examples.vit import ModelConfig
 from examples.vit_explicit import VisionTransformer, cross_entropy
 from tests.autocast.counting import equations
+from tests.helpers import slow_but
 
 CONFIG = ModelConfig(patch=2, width=16, hidden=24, blocks=2, heads=4, dropout=0.5)
 
@@ -30,7 +31,9 @@ def images(count=None, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(1), shape, jnp.float32).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", slow_but([jnp.float16], [jnp.float32, jnp.float16, jnp.bfloat16])
+)
 def test_one_model_code_for_every_precision(model, dtype):
     expected = jax.vmap(model)(images(5))
     logits = jax.vmap(mpx.cast_tree(model, dtype))(images(5, dtype))
@@ -130,7 +133,7 @@ def test_the_plain_model_has_no_trace_of_mpx():
         assert "jax" in names and "mpx" not in names
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float16"], ["float16", "bfloat16"]))
 @pytest.mark.third_party
 def test_autocast_puts_the_products_of_the_plain_model_in_half_precision(dtype):
     plain = vit.VisionTransformer(CONFIG, (8, 4, 3), 10, jax.random.key(0))

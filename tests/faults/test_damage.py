@@ -76,7 +76,7 @@ def test_a_digest_is_of_the_bits_and_not_of_the_layout():
     assert {name for name in plain if plain[name] != found[name]} == set(changed)
 
 
-@pytest.mark.parametrize("devices", [4, 1])
+@pytest.mark.parametrize("devices", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_values_are_equal_on_another_number_of_devices(saved, devices):
     """Saved over eight devices; also back to eight again."""
     other = damage.Saved(saved.folder.parent / f"on-{devices}", devices)

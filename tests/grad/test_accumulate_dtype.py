@@ -41,9 +41,14 @@ def unrolled(w, x):
     return functools.reduce(jnp.add, parts)
 
 
-@pytest.mark.parametrize("dtype", POLICIES)
 @pytest.mark.parametrize(
-    ("fun", "uses", "jit"), [(scanned, 4096, False), (unrolled, 256, True)]
+    ("fun", "uses", "jit", "dtype"),
+    [
+        (scanned, 4096, False, "float16"),
+        (unrolled, 256, True, "bfloat16"),
+        pytest.param(scanned, 4096, False, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(unrolled, 256, True, "float16", marks=pytest.mark.slow),
+    ],
 )
 def test_sums_of_many_uses(dtype, fun, uses, jit):
     """4,096 uses with gradient 1 give 2,048 in float16, and 256 in bfloat16."""
@@ -164,7 +169,7 @@ def test_forward_is_bit_equal_and_gradient_near_the_control(fun, dtype):
     assert error[1] <= error[0] * 1.5 + 1e-6
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gather_with_duplicates_against_float64(jit):
     """An embedding whose few rows are each used a thousand times."""
     index = jnp.asarray(np.random.default_rng(0).integers(0, 4, 4096))

@@ -72,8 +72,8 @@ def applied_by(apply):
     ("name", "step"),
     [
         ("sgd", applied_by(optax.apply_updates)),
-        ("momentum", applied_by(eqx.apply_updates)),
-        ("adamw", applied_by(optax.apply_updates)),
+        pytest.param("momentum", applied_by(eqx.apply_updates), marks=pytest.mark.slow),
+        pytest.param("adamw", applied_by(optax.apply_updates), marks=pytest.mark.slow),
         ("adamw", applied_by_mpx),
         ("clipped lamb", applied_by(eqx.apply_updates)),
     ],

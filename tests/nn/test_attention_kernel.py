@@ -12,7 +12,7 @@ import mpx.nn
 from mpx.nn import _attention_kernel
 
 from ..autocast.counting import equations, relative_error
-from ..helpers import TOLERANCE
+from ..helpers import TOLERANCE, slow_but
 from . import stub_kernel
 from .attention_cases import BATCH, CASES, HEADS, KEYS, LENGTH, SIZE
 from .cases import kept_arrays
@@ -197,7 +197,14 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize("axes", MAPPED.values(), ids=MAPPED)
+@pytest.mark.parametrize(
+    "axes",
+    slow_but(
+        [MAPPED[n] for n in ("other axes", "shared keys", "bias alone")],
+        MAPPED.values(),
+    ),
+    ids=MAPPED,
+)
 def test_vmap_is_one_call_with_all_batches_together(axes):
     arrays = stacked(axes)
 

@@ -9,7 +9,7 @@ import pytest
 import mpx
 import mpx.nn
 
-from ..helpers import HALF, WIDE
+from ..helpers import HALF, WIDE, slow_but
 from .cases import kept_arrays, relative_error
 
 # Of values and gradients against float32, relative to the largest number.
@@ -107,7 +107,10 @@ OPTIONS = {
 @pytest.mark.third_party  # JAX's attention promotes
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in OPTIONS), *(("grouped", d) for d in HALF)],
+    slow_but(
+        [("plain", "float32"), ("grouped", "bfloat16")],
+        [*((name, "float32") for name in OPTIONS), *(("grouped", d) for d in HALF)],
+    ),
 )
 def test_attention_is_jax_attention(name, dtype, getkey):
     mine, other = attention_pair(getkey(), dtype, **OPTIONS[name])
@@ -121,9 +124,9 @@ def test_attention_is_jax_attention(name, dtype, getkey):
     "shape",
     [
         (LENGTH, LENGTH),
-        (2, LENGTH, LENGTH),
+        pytest.param((2, LENGTH, LENGTH), marks=pytest.mark.slow),
         (1, HEADS, 1, LENGTH),
-        (2, HEADS, LENGTH, LENGTH),
+        pytest.param((2, HEADS, LENGTH, LENGTH), marks=pytest.mark.slow),
     ],
 )
 def test_masks(shape, getkey):
@@ -139,7 +142,10 @@ def test_masks(shape, getkey):
 @pytest.mark.third_party  # JAX's attention promotes
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((LENGTH, LENGTH), "float32"), ((1, HEADS, LENGTH, LENGTH), "bfloat16")],
+    [
+        pytest.param((LENGTH, LENGTH), "float32", marks=pytest.mark.slow),
+        ((1, HEADS, LENGTH, LENGTH), "bfloat16"),
+    ],
 )
 def test_a_bias_of_the_scores(shape, dtype, getkey):
     options = {"num_gqa_groups": 2, "self_attention_mask_type": "causal"}
@@ -161,7 +167,10 @@ GATED = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "reglu": jax.nn.relu}
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in GATED), *(("swiglu", d) for d in HALF)],
+    slow_but(
+        [("geglu", "float32"), ("swiglu", "bfloat16")],
+        [*((name, "float32") for name in GATED), *(("swiglu", d) for d in HALF)],
+    ),
 )
 def test_gated_perceptrons(name, dtype, getkey):
     layer = mpx.nn.TransformerLayer(
@@ -252,7 +261,7 @@ def test_another_sequence(getkey):
     assert_close(gradients(call, mine, x, y), gradients(call, other, x, y), 3e-6)
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("dtype", slow_but(["float16"], HALF))
 def test_a_row_that_sees_nothing_is_even(dtype, getkey):
     mine, _ = attention_pair(getkey(), dtype)
     x = jax.random.normal(getkey(), (LENGTH, HIDDEN)).astype(dtype)

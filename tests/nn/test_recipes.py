@@ -10,6 +10,7 @@ import mpx
 import mpx.nn
 
 from ..autocast.counting import equations
+from ..helpers import slow_but
 from ..low_precision import low_dtypes, quantized_products
 from ..registries import STATELESS
 
@@ -58,7 +59,7 @@ def equal(a, b):
     [
         ("Linear", "float32"),
         ("MultiheadAttention", "bfloat16"),
-        ("TransformerLayer", "float32"),
+        pytest.param("TransformerLayer", "float32", marks=pytest.mark.slow),
         pytest.param("Linear", "bfloat16", marks=pytest.mark.slow),
         pytest.param("MultiheadAttention", "float32", marks=pytest.mark.slow),
         pytest.param("TransformerLayer", "bfloat16", marks=pytest.mark.slow),
@@ -87,7 +88,7 @@ def test_both_products_of_attention_are_quantized_by_fp8_dpa(implementation, x, 
         assert quantized_products(call, layer, x) == 4 + 2
 
 
-@pytest.mark.parametrize("name", STATELESS)
+@pytest.mark.parametrize("name", slow_but(["current", "mxfp8"], STATELESS))
 def test_every_recipe_without_a_state(name, x):
     def loss(layer, x):
         return mpx.nn.mean(layer(x) ** 2, dtype="float32")

@@ -10,7 +10,7 @@ import pytest
 import mpx
 import mpx.nn
 
-from ..helpers import HALF
+from ..helpers import HALF, slow_but
 from .cases import kept_arrays
 
 VOCABULARY, HIDDEN, LENGTH = 12, 16, 8
@@ -86,7 +86,7 @@ def train(loss, scaling, dtype=None, steps=20):
     ("dtype", "style"),
     [
         ("float32", "explicit"),
-        ("float16", "explicit"),
+        pytest.param("float16", "explicit", marks=pytest.mark.slow),
         ("bfloat16", "autocast"),
         pytest.param("bfloat16", "explicit", marks=pytest.mark.slow),
         pytest.param("float16", "autocast", marks=pytest.mark.slow),
@@ -136,7 +136,11 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in CALLS), ("scan", "bfloat16")]
+    ("name", "dtype"),
+    [
+        *slow_but([("remat", "float32")], ((name, "float32") for name in CALLS)),
+        ("scan", "bfloat16"),
+    ],
 )
 def test_transforms(name, dtype, expected):
     layer, x = layer_and_input(dtype)

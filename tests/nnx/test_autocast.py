@@ -1,5 +1,6 @@
 """Autocast of functions of NNX modules, by itself and in a training step."""
 
+import itertools
 import re
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 
 import mpx
 import mpx.nnx
+from tests.helpers import slow_but
 
 from .cases import (
     MODELS,
@@ -28,18 +30,13 @@ from .cases import (
 pytestmark = pytest.mark.third_party
 
 HALF = {"bfloat16": (jnp.bfloat16, 0.05), "float16": (jnp.float16, 5e-3)}
-# Each model and each dtype; their product is slow.
+# Models of each kind and each dtype; their product is slow.
 each_model = pytest.mark.parametrize(
     ("name", "half"),
-    [
-        *((name, "bfloat16") for name in MODELS),
-        ("normed", "float16"),
-        *(
-            pytest.param(name, "float16", marks=pytest.mark.slow)
-            for name in MODELS
-            if name != "normed"
-        ),
-    ],
+    slow_but(
+        [("scanned", "bfloat16"), ("tied", "bfloat16"), ("normed", "float16")],
+        itertools.product(MODELS, ("bfloat16", "float16")),
+    ),
 )
 PLAIN_STEP = nnx.jit(plain_step)
 

@@ -13,7 +13,7 @@ from flax import nnx
 import mpx
 import mpx.nnx
 
-from ..helpers import unscaled
+from ..helpers import slow_but, unscaled
 from .cases import (
     BFLOAT16,
     FLOAT16,
@@ -53,11 +53,11 @@ def trained(step, name, scaling=None, steps=3):
 @pytest.mark.parametrize(
     "name",
     [
-        "normed",
+        "tied",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in MODELS
-            if name != "normed"
+            if name != "tied"
         ),
     ],
 )
@@ -78,7 +78,7 @@ def test_good_steps_are_those_of_nnx_bit_for_bit(name):
         assert any("'var'" in path for path in changed)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["normed", "scanned"], MODELS))
 def test_good_steps_are_those_of_nnx_under_jit(name):
     expected = trained(PLAIN_STEP, name)
     got = trained(nnx.jit(full_step), name, mpx.NoLossScaling())
@@ -86,7 +86,7 @@ def test_good_steps_are_those_of_nnx_under_jit(name):
     assert int(got[2].steps) == 3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["normed", "tied"], MODELS))
 @pytest.mark.parametrize(
     ("policy", "scaling", "tolerance"),
     [
@@ -174,7 +174,7 @@ def test_keep_has_the_paths_of_the_user():
     "argnums",
     [
         1,
-        (0, 1),
+        pytest.param((0, 1), marks=pytest.mark.slow),
         nnx.DiffState(0, nnx.PathContains("kernel")),
         [nnx.DiffState(1, nnx.Any(nnx.PathContains("bias"), nnx.BatchStat)), 0, 2],
     ],
@@ -360,6 +360,7 @@ def test_the_adapter_is_imported_on_demand():
     subprocess.run([sys.executable, "-c", ON_DEMAND], check=True)
 
 
+@pytest.mark.slow
 def test_training_reaches_the_loss_of_full_precision():
     """A few dozen steps of Adam on a smooth function, in float16 with a scale."""
 

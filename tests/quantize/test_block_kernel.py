@@ -20,6 +20,7 @@ from jax.sharding import (
 import mpx
 from mpx._program import equations
 from mpx._quantize._block_kernel import _on_a_device, in_both_layouts
+from tests.helpers import slow_but
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
@@ -77,7 +78,9 @@ def wild(shape, dtype=jnp.float32):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(128, 96), (2, 64, 128)])
+@pytest.mark.parametrize(
+    "shape", [(128, 96), pytest.param((2, 64, 128), marks=pytest.mark.slow)]
+)
 def test_its_numbers_are_those_of_the_quantizer(format, dtype, shape):
     x = wild(shape, dtype)
     found = jax.jit(interpreted, static_argnums=1)(x, format)
@@ -218,13 +221,14 @@ def test_a_forward_pass_has_one_copy():
     assert "xla.gpu.triton" not in lowered(func, *operands())
 
 
-@pytest.mark.parametrize("width", [96, 48])
+@pytest.mark.parametrize("width", slow_but([48], [96, 48]))
 def test_elsewhere_it_is_the_same_recipe(width):
     args = operands(width)
     found, want = (jax.jit(step(recipe))(*args) for recipe in (PALLAS, XLA))
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
+@pytest.mark.slow
 def test_under_scan_vmap_and_remat():
     params, x = operands()
 

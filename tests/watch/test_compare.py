@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import mpx
 
-from ..helpers import unchecked_annotations
+from ..helpers import slow_but, unchecked_annotations
 
 LAYERS, WIDTH = 4, 16
 MESH = Mesh(np.array(jax.devices()[:4]), ("data",))
@@ -109,7 +109,9 @@ def loss_of(shape, planted=None):
     return loss
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", slow_but(["unrolled", "nested scan", "cond", "shard_map"], SHAPES)
+)
 def test_the_first_layer_that_differs_is_the_one_that_was_changed(shape):
     planted = 2
     found = mpx.compare(loss_of(shape), loss_of(shape, planted), floor=False)(
@@ -132,7 +134,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", slow_but(["float16", "current"], PRECISIONS))
 def test_a_precision_has_the_digits_that_it_has(name):
     options, least, most = PRECISIONS[name]
     loss = loss_of("scan")

@@ -17,7 +17,7 @@ from mpx._watch._formats import asked_formats, round_to
 from mpx._watch._statistics import counts, tensor_statistics
 from mpx._watch._trace import Kind
 
-from ..helpers import unchecked_annotations
+from ..helpers import slow_but, unchecked_annotations
 from .test_compare import LAYERS, SHAPES, WIDTH, data, weights
 
 # Optax computes with JAX's own promotion.
@@ -37,7 +37,9 @@ def numbers():
     return np.array([*spread, *edges, *(-x for x in edges)], np.float32)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", slow_but(["float16", "float8_e4m3fn", "float4_e2m1fn"], FORMATS)
+)
 def test_rounding_is_that_of_a_cast(name):
     (asked,) = asked_formats(name)
     x = numbers()
@@ -111,7 +113,11 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "recipe",
+    slow_but([*RECIPES][:3], RECIPES),
+    ids=lambda r: type(r).__name__,
+)
 @pytest.mark.parametrize("kind", Kind)
 def test_a_recipe_is_asked_with_the_scales_that_it_finds(recipe, kind):
     least, most = RECIPES[recipe]
@@ -156,7 +162,12 @@ def plain_operands(w, x):
     return inputs, layers, gradients
 
 
-@pytest.mark.parametrize("shape", sorted(set(SHAPES) - {"shard_map", "cond"}))
+@pytest.mark.parametrize(
+    "shape",
+    slow_but(
+        ["jit", "scan", "remat in scan"], sorted(set(SHAPES) - {"shard_map", "cond"})
+    ),
+)
 def test_each_operand_is_counted_once_wherever_it_stands(shape):
     w, x = weights(), data()
     gradient = functools.partial(jax.value_and_grad(functools.partial(loss_in, shape)))
