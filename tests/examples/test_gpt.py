@@ -46,11 +46,13 @@ from examples.runs import (
 )
 from examples.runs.checkpoint import Checkpoints
 from mpx._program import NoFlow, walk
+from tests.helpers import slow_but
 
 # Flax and Optax need JAX's own promotion.
 pytestmark = pytest.mark.third_party
 
 SMALL = ModelConfig(context=16, width=8, hidden=16, blocks=2, heads=2, dropout=0.2)
+ONE_BLOCK = dataclasses.replace(SMALL, blocks=1)  # what compiles whole trainings
 CONFIG = Config(
     steps=10,
     batch_size=16,
@@ -236,7 +238,7 @@ def products(func, *args):
 
 
 @pytest.mark.parametrize("options", [{}, {"scan": True, "remat": True}])
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+@pytest.mark.parametrize("precision", slow_but(["bfloat16"], ["float16", "bfloat16"]))
 def test_all_products_run_in_half_precision(options, precision):
     graphdef, state = nnx.split(GPT(SMALL, rngs=nnx.Rngs(0), **options))
 
@@ -279,20 +281,30 @@ def stop_before(position: int):
     return lambda: next(calls) == position
 
 
+@pytest.fixture(scope="module")
+def in_float16(library, tmp_path_factory):
+    """A finished run of one block: its folder, its result and its rows."""
+    folder = tmp_path_factory.mktemp("float16")
+    return folder, *train_in(folder, library, "float16", model=ONE_BLOCK)
+
+
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
-        pytest.param("float16", {}, marks=pytest.mark.slow),
+        pytest.param("float16", {"model": ONE_BLOCK}, marks=pytest.mark.slow),
         pytest.param("float16", {"scan": True, "remat": True}, marks=pytest.mark.slow),
         pytest.param("delayed", {"scan": True}, marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_and_resumed_equals_uninterrupted(
-    tmp_path, library, precision, options
+    request, tmp_path, library, precision, options
 ):
     """Dropout's random streams, and a recipe's scales, are part of a checkpoint."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    result, rows = train_in(whole, library, precision, **options)
+    if options == {"model": ONE_BLOCK}:
+        whole, result, rows = request.getfixturevalue("in_float16")
+    else:
+        result, rows = train_in(whole, library, precision, **options)
     with pytest.raises(Interrupted) as stopped:
         train_in(parts, library, precision, stop_before(5), **options)
     assert stopped.value.position == 5
@@ -305,16 +317,18 @@ def test_interrupted_and_resumed_equals_uninterrupted(
 
 
 @pytest.mark.slow
-def test_a_skipped_step_is_made_again_bit_for_bit(tmp_path, library):
+def test_a_skipped_step_is_made_again_bit_for_bit(in_float16, library):
     """From the checkpoint before it, with dropout's streams and the loss scale."""
-    _, rows = train_in(tmp_path, library, "float16")
-    config = dataclasses.replace(CONFIG, run_dir=tmp_path, data_path=library)
+    folder, _, rows = in_float16
+    config = dataclasses.replace(
+        CONFIG, run_dir=folder, data_path=library, model=ONE_BLOCK
+    )
     first = [
         row.step
         for before, row in zip([None, *rows], rows, strict=False)
         if not row.finite and (before is None or before.finite)
     ]
-    kept = sorted((tmp_path / "bad_steps" / "float16").iterdir())
+    kept = sorted((folder / "bad_steps" / "float16").iterdir())
     assert [p.name for p in kept] == [f"bad_step_{n:06d}" for n in first[-3:]]
     assert first[-1] > config.checkpoint_every
     for number in (first[0], first[-1]):
@@ -332,9 +346,10 @@ def test_a_skipped_step_is_made_again_bit_for_bit(tmp_path, library):
 
 @pytest.mark.slow
 def test_looking_at_numbers_changes_none(tmp_path, library):
-    _, rows = train_in(tmp_path / "plain", library, "bfloat16", steps=4)
+    changes = {"steps": 4, "model": ONE_BLOCK}
+    _, rows = train_in(tmp_path / "plain", library, "bfloat16", **changes)
     folder = tmp_path / "watched"
-    _, watched = train_in(folder, library, "bfloat16", steps=4, monitor=2)
+    _, watched = train_in(folder, library, "bfloat16", monitor=2, **changes)
     assert watched == rows
     with (folder / "monitor" / "bfloat16.csv").open(newline="") as file:
         found = list(csv.reader(file))
@@ -345,10 +360,13 @@ def test_looking_at_numbers_changes_none(tmp_path, library):
 
 
 def test_what_a_run_has_not_kept_is_not_made_again(tmp_path, library):
-    config = dataclasses.replace(CONFIG, run_dir=tmp_path, data_path=library)
+    config = dataclasses.replace(
+        CONFIG, run_dir=tmp_path, data_path=library, model=ONE_BLOCK
+    )
     with pytest.raises(SetupError, match=r"not hold step 7 in all.* none\."):
         read_bad_steps(config, 7)
-    train_in(tmp_path, library, "float16", steps=2, log_every=1)
+    options = {"steps": 2, "log_every": 1, "model": ONE_BLOCK}
+    train_in(tmp_path, library, "float16", **options)
     with pytest.raises(SetupError, match=r"It holds: float16/bad_step_000001"):
         read_bad_steps(config, 7)
     other = dataclasses.replace(config, learning_rate=1.0)
@@ -369,7 +387,7 @@ def values(nodes):
 
 
 def test_a_checkpoint_brings_everything_back(library, tmp_path):
-    config = dataclasses.replace(CONFIG, data_path=library)
+    config = dataclasses.replace(CONFIG, data_path=library, model=ONE_BLOCK)
     batch = load_data(config).batch(0, size=config.batch_size, seed=0)
     nodes, scaling = initial_state(config, "float16", batch)
     step = make_step(config, "float16", one_device())
@@ -391,10 +409,11 @@ def test_a_checkpoint_brings_everything_back(library, tmp_path):
 
 
 def test_a_poisoned_state_leaves_the_checkpoints_as_they_are(tmp_path):
-    nodes, scaling = initial_state(CONFIG, "float16", texts())
+    config = dataclasses.replace(CONFIG, model=ONE_BLOCK)
+    nodes, scaling = initial_state(config, "float16", texts())
     arrays = arrays_of(nodes)
     name = next(n for n in arrays if "head.kernel" in n)
-    with Checkpoints(tmp_path, CONFIG, "float16") as checkpoints:
+    with Checkpoints(tmp_path, config, "float16") as checkpoints:
         checkpoints.save(6, (arrays, scaling))
         bad = arrays | {name: jnp.full_like(arrays[name], jnp.nan)}
         with pytest.raises(FloatingPointError, match=r"head\.kernel"):
@@ -416,7 +435,7 @@ def test_the_test_is_without_dropout_and_leaves_the_model_as_it_is():
 @pytest.mark.slow
 def test_the_whole_job(tmp_path, library, capsys):
     """On all devices, as the command line runs it."""
-    model = dataclasses.replace(SMALL, dropout=0.0)
+    model = dataclasses.replace(ONE_BLOCK, dropout=0.0)
     config = dataclasses.replace(
         CONFIG, run_dir=tmp_path, data_path=library, model=model, accumulate=2
     )

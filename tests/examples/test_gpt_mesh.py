@@ -107,7 +107,7 @@ def test_a_mesh_has_as_many_devices_as_there_are():
 
 
 def test_devices_of_tensor_share_a_batch():
-    config = dataclasses.replace(CONFIG, batch_size=4)
+    config = dataclasses.replace(CONFIG, batch_size=4, model=SMALL)
     _, rows = train(
         dataclasses.replace(config, steps=1),
         "float32",
@@ -141,11 +141,12 @@ def test_all_matrices_and_their_moments_are_divided():
 
 def gathered(precision):
     """Bytes that the step gathers, by dtype."""
+    config = dataclasses.replace(CONFIG, model=SMALL)
     mesh, texts = mesh_of({"fsdp": 8}), np.zeros((16, 17), np.uint8)
     with jax.set_mesh(mesh):
-        nodes, scaling = initial_state(CONFIG, precision, texts)
+        nodes, scaling = initial_state(config, precision, texts)
         scaling = jax.device_put(scaling, replicated(mesh))
-        step = make_step(CONFIG, precision, mesh)
+        step = make_step(config, precision, mesh)
         lowered = step.lower(
             nodes["model"], nodes["optimizer"], scaling, put(texts, mesh)
         )
@@ -173,9 +174,14 @@ def test_without_a_mesh_nothing_is_pinned():
 @pytest.mark.parametrize(
     ("sizes", "precision", "options"),
     [
-        ({"fsdp": 8}, "float32", {}),
-        (ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
-        pytest.param({"tensor": 2}, "bfloat16", {}, marks=pytest.mark.slow),
+        ({"fsdp": 8}, "float32", {"model": SMALL}),
+        pytest.param(
+            *(ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"tensor": 2}, "bfloat16", {"model": SMALL}, marks=pytest.mark.slow
+        ),
         pytest.param(ALL, "delayed", {"scan": True}, marks=pytest.mark.slow),
     ],
 )
@@ -244,10 +250,15 @@ def options_of(folder, *more):
 
 def program(*arguments, **variables):
     hidden = ("MAKELEVEL", "XLA_FLAGS")
+    # All flags as here, but for the devices: the program says itself how many it has.
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = " ".join(flag for flag in flags if "device_count" not in flag)
     return subprocess.Popen(
         [sys.executable, "-m", "examples.gpt", *arguments],
         cwd=ROOT,
-        env={k: os.environ[k] for k in os.environ if k not in hidden} | variables,
+        env={k: os.environ[k] for k in os.environ if k not in hidden}
+        | {"XLA_FLAGS": flags}
+        | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -119,16 +119,23 @@ def restored(folder: Path, precision, **changes):
 
 @pytest.fixture(scope="module")
 def in_float16(tmp_path_factory):
-    """A finished run: its folder and its rows."""
+    """A finished run: its folder, its result and its rows."""
     folder = tmp_path_factory.mktemp("float16")
-    return folder, train_in(folder, "float16")[1]
+    return folder, *train_in(folder, "float16")
 
 
 @pytest.fixture(scope="module")
 def in_float32(tmp_path_factory):
-    """A finished run: its folder and its result."""
+    """A finished run: its folder, its result and its rows."""
     folder = tmp_path_factory.mktemp("float32")
-    return folder, train_in(folder, "float32")[0]
+    return folder, *train_in(folder, "float32")
+
+
+@pytest.fixture(scope="module")
+def in_delayed(tmp_path_factory):
+    """A finished run: its folder, its result and its rows."""
+    folder = tmp_path_factory.mktemp("delayed")
+    return folder, *train_in(folder, "delayed")
 
 
 @pytest.fixture
@@ -144,9 +151,9 @@ def finished(in_float32):
         pytest.param("delayed", marks=pytest.mark.slow),
     ],
 )
-def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    result, rows = train_in(whole, precision)
+def test_interrupted_and_resumed_equals_uninterrupted(request, tmp_path, precision):
+    whole, result, rows = request.getfixturevalue(f"in_{precision}")
+    parts = tmp_path
     with pytest.raises(Interrupted) as stopped:
         train_in(parts, precision, stop_before(5))
     assert stopped.value.position == 5
@@ -160,10 +167,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, precision):
     )
 
 
-def test_a_skipped_step_is_made_again_bit_for_bit(tmp_path):
-    _, rows = train_in(tmp_path, "float16")
-    config = config_in(tmp_path)
-    last = max((tmp_path / "bad_steps" / "float16").iterdir()).name
+def test_a_skipped_step_is_made_again_bit_for_bit(in_float16):
+    folder, _, rows = in_float16
+    config = config_in(folder)
+    last = max((folder / "bad_steps" / "float16").iterdir()).name
     (bad,) = read_bad_steps(config, int(last.removeprefix("bad_step_")))
     assert bad.step > config.checkpoint_every
     mesh = one_device()
@@ -177,13 +184,15 @@ def test_a_skipped_step_is_made_again_bit_for_bit(tmp_path):
 @pytest.mark.parametrize(
     "explicit", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, explicit):
+def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, monkeypatch, explicit):
     """As the command line does it: a loss scale that starts too high."""
+    monkeypatch.setattr("examples.runs.data_mesh", one_device)
     style = vit_explicit.STYLE if explicit else Style()
     config = config_in(
         tmp_path,
         precision="float16",
         steps=2,
+        accumulate=1,
         style="explicit" if explicit else "autocast",
     )
     train(config, "float16", load_data(config), style=style, folder=RunFolder(config))
@@ -199,7 +208,7 @@ def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, explicit):
     "steps", [3, pytest.param(7, marks=pytest.mark.slow)]
 )  # before and after the first checkpoint
 def test_a_killed_run_resumes_from_its_last_checkpoint(in_float16, tmp_path, steps):
-    (whole, rows), parts = in_float16, tmp_path
+    (whole, _, rows), parts = in_float16, tmp_path
     stop = stop_before(steps)
 
     def kill():
@@ -216,7 +225,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(in_float16, tmp_path, ste
 
 
 def test_results_survive_the_loss_of_metrics(in_float32, tmp_path):
-    finished, result = in_float32
+    finished, result, _ = in_float32
     folder = copied(finished, tmp_path / "run")
     (folder / "metrics.csv").unlink()
     resumed, rows = train_in(folder, "float32", resume=True)
@@ -225,7 +234,7 @@ def test_results_survive_the_loss_of_metrics(in_float32, tmp_path):
 
 
 def test_checkpoint_holds_everything(in_float16):
-    folder, _ = in_float16
+    folder, *_ = in_float16
     state, position = restored(folder, "float16")
     assert position == 10
     assert int(state.scaling.steps) == 10
@@ -368,6 +377,9 @@ def wait_for_rows(path: Path, count: int, process: subprocess.Popen) -> None:
     raise AssertionError(process.communicate()[1])
 
 
+ONE_DEVICE = "--xla_force_host_platform_device_count=1"  # the last one counts
+
+
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_valid_checkpoint(tmp_path):
     model, scaling = CONFIG.model, CONFIG.scaling
@@ -383,7 +395,8 @@ def test_ctrl_c_leaves_a_valid_checkpoint(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "examples.vit", *options],
         cwd=ROOT,
-        env={key: os.environ[key] for key in os.environ if key != "MAKELEVEL"},
+        env={key: os.environ[key] for key in os.environ if key != "MAKELEVEL"}
+        | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {ONE_DEVICE}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -495,7 +508,8 @@ def test_casts_by_hand_train_the_same_model(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_recipes_train_the_same_model_beside_it(tmp_path, capsys):
-    config = config_in(tmp_path, precision="float32", recipe=("delayed", "nvfp4"))
+    recipes = {"precision": "float32", "recipe": ("delayed", "nvfp4")}
+    config = config_in(tmp_path, accumulate=1, **recipes)
     run(config, Display(), types.SimpleNamespace(requested=False))
     printed = capsys.readouterr().out
     assert "delayed" in printed and "nvfp4" in printed
@@ -504,7 +518,7 @@ def test_recipes_train_the_same_model_beside_it(tmp_path, capsys):
     assert list(first) == ["float32", "delayed", "nvfp4"]
     np.testing.assert_allclose(list(first.values()), first["float32"], rtol=3e-2)
     assert len(set(first.values())) == 3  # each was rounded in its own way
-    state, position = restored(tmp_path, "delayed")
+    state, position = restored(tmp_path, "delayed", accumulate=1)
     scales = state.scaling.scales_by_weight()
     assert position == 10 and len(scales) == 7  # all layers but the last
     for name, scale in scales.items():
