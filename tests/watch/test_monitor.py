@@ -113,9 +113,12 @@ RECIPES = {
 }
 
 
+PER_TENSOR_AND_BLOCK = [*RECIPES][:3]
+
+
 @pytest.mark.parametrize(
     "recipe",
-    slow_but([*RECIPES][:3], RECIPES),
+    slow_but(PER_TENSOR_AND_BLOCK, RECIPES),
     ids=lambda r: type(r).__name__,
 )
 @pytest.mark.parametrize("kind", Kind)
