@@ -192,6 +192,7 @@ def test_master_weights_in_the_optimizer_keep_what_bfloat16_loses():
 # --- Low precision: one recipe --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_layer_in_fp8_by_a_transform():
     layer, data = transformer(), batch("float32")
     loss = mpx.autocast(plain_loss, recipe=mpx.DelayedScaling(amax_history_len=4))

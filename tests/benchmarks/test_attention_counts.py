@@ -34,6 +34,7 @@ def test_every_case_can_be_traced(name):
 
 
 @pytest.mark.third_party
+@pytest.mark.slow
 def test_every_way_to_write_attention_is_the_same():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
     full = lambda func, dtype: func  # noqa: E731

@@ -203,8 +203,9 @@ def test_committed_counts_are_of_todays_programs(few):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
-@pytest.mark.parametrize("model", slow_but(["gpt"], ["desktop", "base", "gpt"]))
+@pytest.mark.parametrize("model", ["desktop", "base", "gpt"])
 def test_recomputing_takes_few_floating_point_operations(model):
     found = {}
     for arm in (residual_counts.KEPT, residual_counts.SMALL):

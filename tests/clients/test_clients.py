@@ -18,11 +18,10 @@ from .record import Built
 # Some of them; one of each other package; the others of these packages, and what
 # `make clients` is for.
 QUICK_ONES = (
-    "equinox_batch_norm",
     "nnx_gru",
     "optax_step_inside",
 )
-SLOWER_ONES = ("linen_scanned_layers", "haiku_lstm")
+SLOWER_ONES = ("equinox_batch_norm", "linen_scanned_layers", "haiku_lstm")
 OTHERS = (
     "equinox_mlp",
     "equinox_transformer",

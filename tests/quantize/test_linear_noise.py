@@ -29,6 +29,7 @@ def test_the_same_gradient_is_rounded_the_same_way_and_another_another_way():
     assert (dx[1:] != first[1][1:]).any()
 
 
+@pytest.mark.slow
 def test_the_mean_over_many_gradients_is_close():
     count = 400
     near = G * (1 + 1e-6 * np.arange(count)).reshape(-1, 1, 1).astype(np.float32)
