@@ -15,16 +15,20 @@ from .measure import Compiled, make_all, measure, rounded_by
 from .programs import PACKAGES, QUICK, programs_of
 from .record import Built
 
-# Some of them; one of each other package; the others of these packages, and what
-# `make clients` is for.
-QUICK_ONES = (
-    "nnx_gru",
-    "optax_step_inside",
-)
-SLOWER_ONES = ("equinox_batch_norm", "linen_scanned_layers", "haiku_lstm")
+# One of each kind of package; the others are what `make clients` is for, too.
+QUICK_ONES = ("equinox_mlp", "haiku_lstm", "nnx_gru", "optax_step_inside")
 OTHERS = (
+    "equinox_batch_norm",
+    "equinox_transformer",
+    "linen_resnet",
+    "linen_scanned_layers",
+    "nnx_batch_norm",
+    "optax_ctc",
+)
+IN_FLOAT16 = (
     "equinox_mlp",
     "equinox_transformer",
+    "haiku_lstm",
     "linen_resnet",
     "nnx_batch_norm",
     "optax_ctc",
@@ -42,9 +46,7 @@ def check(name: str, precision: str) -> None:
 
 @pytest.mark.third_party
 @pytest.mark.filterwarnings("ignore")  # of the packages
-@pytest.mark.parametrize(
-    "name", slow_but(QUICK_ONES, (*QUICK_ONES, *SLOWER_ONES, *OTHERS))
-)
+@pytest.mark.parametrize("name", slow_but(QUICK_ONES, (*QUICK_ONES, *OTHERS)))
 def test_one_line_gives_the_gradient_of_a_program_of_others(name):
     check(name, "bfloat16")
 
@@ -55,7 +57,7 @@ def test_one_line_gives_the_gradient_of_a_program_of_others(name):
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        *((name, "float16") for name in ("haiku_lstm", *OTHERS)),
+        *((name, "float16") for name in IN_FLOAT16),
         ("equinox_transformer", "delayed"),
     ],
 )

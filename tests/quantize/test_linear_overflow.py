@@ -18,6 +18,7 @@ from mpx._quantize._operands import Copies
 from mpx._quantize._products import _dequantized, _in_fp8
 from mpx._quantize._target import CPU
 from tests.autocast.counting import equations
+from tests.helpers import slow_but
 from tests.quantize import (
     test_linear_convolution as convolution,
     test_linear_ragged as ragged,
@@ -62,14 +63,6 @@ def ragged_dot(x, w):
 KINDS = ("current", "delayed", "mxfp8")
 
 
-def slow_but(names, *values):
-    """The parameters for each recipe: all are slow but those of the names."""
-    return [
-        pytest.param(*values, n, marks=() if n in names else pytest.mark.slow)
-        for n in RECIPES
-    ]
-
-
 def assert_shown(found, exact) -> None:
     """What a number that is not finite goes into is not finite either."""
     bad = [~np.isfinite(np.asarray(x)) for x in exact]
@@ -86,7 +79,13 @@ def with_one(operands, which: int, value: float):
 
 @pytest.mark.parametrize(
     ("path", "recipe_name"),
-    [*(("emulated", n) for n in RECIPES), *slow_but(KINDS, "dequantized")],
+    [
+        *(("emulated", name) for name in RECIPES),
+        *slow_but(
+            [("dequantized", name) for name in KINDS],
+            [("dequantized", name) for name in RECIPES],
+        ),
+    ],
 )
 def test_what_is_not_finite_goes_into_both_products_of_an_operand(path, recipe_name):
     recipe, layout = RECIPES[recipe_name], LAYOUTS["3-D"]
@@ -114,7 +113,7 @@ def test_of_a_convolution_too(recipe_name: str):
             assert_shown(found, plain(product._convolve, x, w, g))
 
 
-@pytest.mark.parametrize("recipe_name", slow_but(KINDS))
+@pytest.mark.parametrize("recipe_name", slow_but(KINDS, RECIPES))
 def test_of_experts_too(recipe_name: str):
     recipe = RECIPES[recipe_name]
     product = ragged.product_of(recipe.recipe)
