@@ -3,8 +3,8 @@
 In this order: what is told (`_settings`) and what is known meanwhile (`_context`);
 analyse (`_demand`), decide (`_decide`, `_products`), emit (`_emit`, `_travel`),
 rematerialize (`_rematerialize`); equations that hold programs (`_control_flow`,
-`_loops`, `_custom_rules`, `_fused`); and around it `_call`, `_transform` and `_layers`.
-`_notes` says what was decided.
+`_loops`, `_custom_rules`, `_fused`); and around it `_call` and `_transform`. `_notes`
+says what was decided.
 
 What a program is stands in `mpx._program`, what a user's rule is in `mpx._rules`, the
 state that recipes are given in `mpx._recipe_state`, and what travels between devices in
@@ -13,22 +13,13 @@ state that recipes are given in `mpx._recipe_state`, and what travels between de
 
 from ._call import (
     NO_MASTER as NO_MASTER,
+    call_autocast as call_autocast,
     call_with_masters as call_with_masters,
     half_inputs as half_inputs,
     is_marked as is_marked,
+    is_switched_off as is_switched_off,
 )
-from ._fused import (
-    FusedOperation as FusedOperation,
-    fused_call as fused_call,
-    fused_operation as fused_operation,
-    operation_of as operation_of,
-)
-from ._layers import (
-    AmbientRecipe as AmbientRecipe,
-    call_with_ambient as call_with_ambient,
-    in_contexts as in_contexts,
-    with_ambient_recipe as with_ambient_recipe,
-)
+from ._context import new_programs as new_programs
 from ._notes import (
     IslandNote as IslandNote,
     Note as Note,
@@ -40,7 +31,11 @@ from ._notes import (
     taking_notes as taking_notes,
 )
 from ._settings import (
+    Settings as Settings,
+    ambient_settings as ambient_settings,
+    contexts_switch_on as contexts_switch_on,
     is_tracing as is_tracing,
+    is_under_control as is_under_control,
     read_weights as read_weights,
     settings_of as settings_of,
     under_control as under_control,

@@ -317,14 +317,7 @@ def _done_for_others() -> contextlib.AbstractContextManager[object]:
     return region(Settings.of(is_enabled=False))
 
 
-class _Asked:
-    """What calls say is wanted of their inputs; compared by identity."""
-
-    def __init__(self) -> None:
-        self.found: list[dict[KeyPath, np.dtype]] = []
-
-
-# Where a call says it; None: nobody asks.
+# To whom a call says what is wanted of its inputs; None: nobody asks.
 _asking = jax.make_user_context(default_value=None)
 
 
@@ -341,10 +334,10 @@ def half_inputs(
     Returns:
         The half precision dtypes, by paths into `(args, kwargs)`.
     """
-    asked = _Asked()
-    with _asking(asked), first_step():
+    found: list[dict[KeyPath, np.dtype]] = []
+    with _asking(found.append), first_step():
         jax.eval_shape(func, *args, **kwargs)
-    return asked.found[0] if len(asked.found) == 1 else {}
+    return found[0] if len(found) == 1 else {}
 
 
 def _tell_demands(
@@ -360,7 +353,7 @@ def _tell_demands(
     )
     ahead = demands_of(run, run.settings, closed.jaxpr, are_declared, wanted)
     triples = zip(paths, values, ahead.inputs, strict=True)
-    _asking.value.found.append(
+    _asking.value(
         {
             (type(path[0])(path[0].idx - 1), *path[1:]): run.settings.dtype
             for path, value, demand in triples

@@ -1,124 +1,35 @@
-"""Operations of mpx's own that autocast takes as one, and rewriting them.
-
-Such an operation stands for several equations, and can be computed in more than one
-way: by one kernel, or by products with something in between. In a program it is the
-equation of a `jax.custom_batching.custom_vmap`, in a named scope that carries the
-operation; so it is found whatever was mapped over, and can be made again in another
-precision. Around it stands a call with derivative rules, which belong to one precision
-and are made again with it; its scope carries the operation, too.
+"""Rewriting operations of mpx's own: see `mpx._fused_operation`.
 
 Rules and decisions see such an operation as one equation of a primitive that has its
 name: a product of its first operands. What it becomes has the derivatives that belong
 to the precision that was chosen, the kernel's where there is one.
 """
 
-import abc
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
-from .._jax_compat import scope_names
+from .._fused_operation import FusedOperation, innermost_operation
 from .._program import (
     PrimitiveClass,
     aval_of,
-    data_of,
-    data_scope,
     program_of,
     with_lines_of,
 )
-from .._quantize import Target
 from .._rules import Precision, Rule
-from .._typing import AnyArray, Aval
+from .._typing import AnyArray
 from ._context import Place, Run, Value, computed
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import Wanted
 from ._emit import Rewrite, evaluate
 from ._notes import is_taking_notes, noted
 from ._settings import trace
-
-
-class FusedOperation(abc.ABC):
-    """An operation. Equal ones must have equal texts.
-
-    Attributes:
-        name: What rules and reports call it.
-        factors: How many of its operands, the first, are cast to half precision.
-    """
-
-    name: ClassVar[str]
-    factors: ClassVar[int]
-
-    @property
-    @abc.abstractmethod
-    def text(self) -> str:
-        """All that tells it from others of its name, without a slash."""
-
-    @property
-    @abc.abstractmethod
-    def platform(self) -> str | None:
-        """The platform that its branches are for; None if that is not known."""
-
-    @property
-    @abc.abstractmethod
-    def may_decompose(self) -> bool:
-        """Whether its products may be quantized one by one."""
-
-    @abc.abstractmethod
-    def bind(
-        self, arrays: list[AnyArray], target: Target | None
-    ) -> tuple[AnyArray, ...]:
-        """Computes it, with its derivatives."""
-
-    @abc.abstractmethod
-    def decompose(self, arrays: list[AnyArray]) -> tuple[AnyArray, ...]:
-        """Computes it by the operations that it stands for."""
-
-    @abc.abstractmethod
-    def path(self, arrays: list[AnyArray], target: Target | None) -> str:
-        """In which way it is computed, in words."""
-
-    @abc.abstractmethod
-    def multiplications(self, avals: list[Aval]) -> int:
-        """How many pairs of numbers it multiplies, by the types of its factors."""
-
-
-def fused_operation(
-    operation: FusedOperation,
-) -> contextlib.AbstractContextManager[object]:
-    """The one equation that is traced inside is an operation."""
-    return _scope_of(operation, is_call=False)
-
-
-def fused_call(operation: FusedOperation) -> contextlib.AbstractContextManager[object]:
-    """What is traced inside is an operation with its derivatives."""
-    return _scope_of(operation, is_call=True)
-
-
-def _scope_of(
-    operation: FusedOperation, is_call: bool
-) -> contextlib.AbstractContextManager[object]:
-    kind = "call" if is_call else "operation"
-    text = f"mpx.{operation.name}.{kind}({operation.text})"
-    return data_scope(text, (operation, is_call))
-
-
-def operation_of(scope: str) -> FusedOperation | None:
-    """The operation that a scope belongs to, if it belongs to one."""
-    operation, _ = data_of(scope, tuple) or (None, False)
-    return operation
-
-
-def _innermost(equation: JaxprEqn) -> tuple[FusedOperation | None, bool]:
-    """The operation that an equation is, and whether it is a call around it."""
-    scopes = scope_names(equation)
-    return (data_of(scopes[-1], tuple) if scopes else None) or (None, False)
 
 
 def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
@@ -137,7 +48,7 @@ def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
         operands: list[Value],
         demands: Wanted,
     ) -> list[Value]:
-        operation, is_call = _innermost(equation)
+        operation, is_call = innermost_operation(equation)
         if operation is None or is_call == (name == "custom_vmap_call"):
             return otherwise(run, place, equation, operands, demands)
         if is_call:

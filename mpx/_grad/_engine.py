@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._ambient import AmbientRecipe, in_contexts
 from .._autocast import (
     NO_MASTER,
-    AmbientRecipe,
     call_with_masters,
-    in_contexts,
     note_float16,
     noted_scaling,
     noting_float16,

@@ -11,14 +11,11 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
+from .._ambient import AmbientRecipe, in_contexts
 from .._autocast import (
-    AmbientRecipe,
-    FusedOperation,
     IslandNote,
     Note,
     autocast,
-    in_contexts,
-    operation_of,
     read_note,
     read_weights,
     taking_notes,
@@ -27,6 +24,7 @@ from .._autocast import (
     weights_of,
 )
 from .._errors import describe
+from .._fused_operation import FusedOperation, operation_of
 from .._program import (
     OTHERS,
     Flops,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jaxtyping import PyTree
 
-from .._autocast import AmbientRecipe, in_contexts
+from .._ambient import AmbientRecipe, in_contexts
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling
 from .._wraps import wraps

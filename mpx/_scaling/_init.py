@@ -7,7 +7,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import PyTree
 
-from .._autocast import AmbientRecipe, in_contexts, is_marked, settings_of
+from .._ambient import AmbientRecipe, in_contexts
+from .._autocast import is_marked, settings_of
 from .._dtypes import half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScaling

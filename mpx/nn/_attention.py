@@ -9,7 +9,7 @@ There are two forms, and which one a call has is decided when it is traced:
 * Else two products, with all derivatives.
 
 `vmap` puts the batches together, so that there is one call of the form that the kernel
-takes; and autocast finds this call in a program (`_autocast._fused`), whatever was
+takes; and autocast finds this call in a program (`mpx._autocast._fused`), whatever was
 mapped, and can make it again in another precision.
 """
 
@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
-from .._autocast import FusedOperation, fused_call, fused_operation, is_tracing
+from .._autocast import is_tracing
+from .._fused_operation import FusedOperation, fused_call, fused_operation
 from .._quantize import Target
 from .._typing import AnyArray
 from ._attention_kernel import (

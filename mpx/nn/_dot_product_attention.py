@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
 
-from .._autocast import call_with_ambient
+from .._ambient import call_with_ambient
 from .._errors import describe
 from ._attention import attend
 from ._attention_operands import AttentionOptions, Implementation, Operands

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._autocast import with_ambient_recipe
+from .._ambient import with_ambient_recipe
 from .._dtypes import float_dtype
 from .._errors import describe
 from .._typing import DTypeLike

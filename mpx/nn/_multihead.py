@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from .._autocast import with_ambient_recipe
+from .._ambient import with_ambient_recipe
 from .._errors import describe
 from .._typing import DTypeLike
 from ._attention import attend

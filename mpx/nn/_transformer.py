@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from .._autocast import with_ambient_recipe
+from .._ambient import with_ambient_recipe
 from .._typing import DTypeLike
 from ._attention_operands import Implementation
 from ._elementwise import activate, activate_gated, dropout

@@ -202,6 +202,8 @@ def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, monkeypatch, explic
     assert "float16, step 1, loss scale 4.1943e+06" in printed
     assert "First bad value: " in printed and "Verdict: scale" in printed
     assert "vit.py:" in printed
+    (page,) = tmp_path.rglob("blame.html")
+    assert "Verdict: scale" in page.read_text()
 
 
 @pytest.mark.parametrize(
