@@ -123,7 +123,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-types",
         action="store_true",
-        help="check the annotations of all of mpx as it runs, as `.ci/run` does",
+        help="check the annotations of all of mpx, as a part of `.ci/run` does",
     )
 
 

@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -176,8 +177,21 @@ def _add_save(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
+        type=_report_path,
         help="write the report, too: .html, .json or .txt; may be given again",
     )
+
+
+def _report_path(text: str) -> str:
+    """A file that a report can be written to, refused before the work and not after."""
+    path = Path(text)
+    if path.suffix not in (".html", ".json", ".txt"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} ends with none of .html, .json, .txt"
+        )
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return text
 
 
 def _read_arguments(

@@ -101,6 +101,8 @@ def test_literals_and_keywords(tmp_path):
         (["explain", "jax.numpy:nothing"], "cannot be read: .*nothing"),
         (["explain", HERE, "g32[2]"], "no dtype is called 'g32'"),
         (["explain", HERE, "f32[2,x]"], "an argument is an array such as f32"),
+        (["blame", HERE, "--save", "x.md"], "'x.md' ends with none of .html, .json"),
+        (["blame", HERE, "--save", "nowhere/x.txt"], "there is no folder 'nowhere'"),
         (["blame", "replay"], "a function is given as module:function; got 'replay'"),
         (["blame", "jax.numpy:pi"], "'jax.numpy:pi' is no function"),
         (["blame", "jax.numpy:sqrt", "4"], "must return the report of `mpx.blame"),

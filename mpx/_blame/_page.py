@@ -1,39 +1,31 @@
 """A report as one page of HTML: its style is in it, and it needs no network."""
 
 import html
-import importlib.resources
-import string
 
 from .._inspect import share_text, short_type
+from .._report_files import document, framed
 from ._badness import Range
-from ._report import Content, Culprit, Verdict
+from ._report import Content, Culprit
 from ._text import details, head, ranges, titles
-
-_KINDS = {
-    Verdict.NOTHING: "nothing",
-    Verdict.SCALE: "scale",
-    Verdict.PRECISION: "precision",
-    Verdict.DATA: "data",
-}
 
 
 def page(report: Content) -> str:
     """The whole page."""
-    files = importlib.resources.files("mpx._blame") / "page"
-
-    def read(name: str) -> str:
-        return (files / name).read_text(encoding="utf-8")
-
     pairs = zip(titles(report), report.culprits, strict=True)
-    return string.Template(read("page.html")).substitute(
-        title=html.escape(f"blame {report.name}"),
-        style=read("page.css"),
+    return document(
+        "mpx._blame",
+        f"blame {report.name}",
         head=html.escape(head(report, all_places=True)),
-        kind=_KINDS[report.verdict],
+        kind=report.verdict.name.lower(),
         verdict=html.escape(report.verdict.value),
         advice=_advice(report),
         culprits="\n".join(_section(title, culprit) for title, culprit in pairs),
     )
+
+
+def frame(report: Content) -> str:
+    """The page in a frame, for a notebook."""
+    return framed(page(report), report.name, height=480)
 
 
 def _advice(report: Content) -> str:
@@ -79,12 +71,3 @@ def _share(share: float) -> str:
 
 def _bad(share: float) -> str:
     return f'<td class="bad">{_share(share)}</td>' if share else "<td></td>"
-
-
-def frame(report: Content) -> str:
-    """The page in a frame, for a notebook."""
-    source = html.escape(page(report), quote=True)
-    return (
-        f'<iframe srcdoc="{source}" title="{html.escape(report.name)}" '
-        'style="width: 100%; height: 480px; border: 0"></iframe>'
-    )

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
+from .._report_files import save_as
 from ._page import frame, page
 from ._report import Content, Culprit
 from ._text import rule_text, text_of
@@ -23,7 +23,8 @@ class BlameReport(Content):
 
     def to_json(self) -> str:
         """The report as JSON, for other programs; numbers that are not finite: null."""
-        data = dataclasses.asdict(self) | {
+        data = {"format": "mpx blame", "version": 1} | dataclasses.asdict(self)
+        data |= {
             "verdict": self.verdict.value,
             "rule": None if self.rule is None else rule_text(self.rule),
         }
@@ -42,14 +43,8 @@ class BlameReport(Content):
         Raises:
             ValueError: It ends with something else.
         """
-        path = Path(path)
         writers = {".html": self.to_html, ".json": self.to_json, ".txt": self.__str__}
-        if path.suffix not in writers:
-            raise ValueError(
-                "`path` of `mpx.BlameReport.save(path)` must end with one of "
-                f"{', '.join(writers)}; got {path.name!r}."
-            )
-        path.write_text(writers[path.suffix]() + "\n", encoding="utf-8")
+        save_as(path, writers, "`mpx.BlameReport.save(path)`")
 
     def __str__(self) -> str:
         """The report as text, in 100 columns."""

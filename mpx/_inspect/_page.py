@@ -5,11 +5,10 @@ there once, and operations are lists of numbers that point to texts.
 """
 
 import dataclasses
-import html
 import importlib.resources
 import json
-import string
 
+from .._report_files import document, framed
 from ._report import Content, Operation
 from ._table import headline, island_lines, notes
 
@@ -23,26 +22,18 @@ _SEVERAL = ("inside", "inputs", "outputs", "parameters", "stack")
 
 def page(report: Content) -> str:
     """The whole page."""
-    files = importlib.resources.files("mpx._inspect") / "page"
-
-    def read(name: str) -> str:
-        return (files / name).read_text(encoding="utf-8")
-
-    return string.Template(read("page.html")).substitute(
-        title=html.escape(report.name),
-        style=read("page.css"),
-        script=read("page.js"),
+    script = importlib.resources.files("mpx._inspect") / "page" / "page.js"
+    return document(
+        "mpx._inspect",
+        report.name,
+        script=script.read_text(encoding="utf-8"),
         data=_embedded(data_of(report)),
     )
 
 
 def frame(report: Content) -> str:
     """The page in a frame, for a notebook."""
-    source = html.escape(page(report), quote=True)
-    return (
-        f'<iframe srcdoc="{source}" title="{html.escape(report.name)}" '
-        'style="width: 100%; height: 720px; border: 0"></iframe>'
-    )
+    return framed(page(report), report.name, height=720)
 
 
 def data_of(report: Content) -> dict[str, object]:

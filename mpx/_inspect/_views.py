@@ -4,9 +4,9 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from .._report_files import save_as
 from ._page import frame, page
 from ._report import Content, Island, Operation, Totals
 from ._table import rich_text, show, text
@@ -111,18 +111,12 @@ class Report(Content):
         Raises:
             ValueError: It ends with something else.
         """
-        path = Path(path)
         writers = {
             ".html": self.to_html,
             ".json": self.to_json,
             ".txt": lambda: self.table(limit=None, width=None),
         }
-        if path.suffix not in writers:
-            raise ValueError(
-                "`path` of `mpx.Report.save(path)` must end with one of "
-                f"{', '.join(writers)}; got {path.name!r}."
-            )
-        path.write_text(writers[path.suffix]() + "\n", encoding="utf-8")
+        save_as(path, writers, "`mpx.Report.save(path)`")
 
     def __str__(self) -> str:
         """The totals and the most expensive operations."""

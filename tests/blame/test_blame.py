@@ -179,6 +179,7 @@ def test_a_report_is_saved_as_its_name_says(report, tmp_path):
     data = json.loads(
         (tmp_path / "report.json").read_text(), parse_constant=pytest.fail
     )
+    assert (data["format"], data["version"]) == ("mpx blame", 1)
     assert data["verdict"] == "data or mathematics"
     assert data["culprits"][0]["primitive"] == "log"
     assert data["rows"] == [3] and data["rule"] is None
