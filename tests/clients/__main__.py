@@ -12,7 +12,8 @@ import sys
 
 from . import goals, page, runner
 from .carriers import carriers
-from .measure import SEEDS, measure
+from .measure import measure
+from .record import SEEDS
 
 
 def main() -> int:
@@ -26,7 +27,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--show", nargs="+", metavar="NAME")
     parser.add_argument("--carriers", nargs="+", metavar="NAME")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seeds", type=int, help="default: each program's own")
     arguments = parser.parse_args()
     if arguments.show or arguments.carriers:
         show(arguments.show, arguments.carriers, arguments.seeds)
@@ -58,7 +59,7 @@ def measure_all(results: dict, arguments: argparse.Namespace) -> None:
         runner.write(results)
 
 
-def show(names: list[str] | None, carried: list[str] | None, seeds: int) -> None:
+def show(names: list[str] | None, carried: list[str] | None, seeds: int | None) -> None:
     """Prints gradient errors, or those of one weight's products at a time."""
     for name, (_, client) in runner.clients(names or []).items():
         record = measure(client, seeds=seeds, costs=False)
@@ -69,7 +70,7 @@ def show(names: list[str] | None, carried: list[str] | None, seeds: int) -> None
             elif isinstance(found, dict) and "error" in found:
                 print(f"{name:30} {part:15} {found['error']}")
     for name, (_, client) in runner.clients(carried or []).items():
-        for parameter, error in carriers(client, "current", seeds):
+        for parameter, error in carriers(client, "current", seeds or SEEDS):
             print(f"{name:30} {error:.3f} {parameter}", flush=True)
 
 

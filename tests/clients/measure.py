@@ -27,7 +27,6 @@ from . import gradients
 from .gradients import QUANTIZERS, Result, Step
 from .record import HALF, PRECISIONS, Built, Client
 
-SEEDS = 7
 ROUNDS = 3
 MOST_SCALES = 40
 # Compiling is most of the time. What float32 and bfloat16 take to compile is measured,
@@ -240,7 +239,7 @@ def measure(
     client: Client,
     *,
     precisions: tuple[str, ...] = PRECISIONS,
-    seeds: int = SEEDS,
+    seeds: int | None = None,
     costs: bool = True,
 ) -> dict[str, Any]:
     """Measures a program in each precision.
@@ -248,7 +247,7 @@ def measure(
     Args:
         client: The program.
         precisions: Which ones; recipes only if it has linear layers.
-        seeds: How many numbers its errors are taken over.
+        seeds: How many sets of numbers its errors are taken over; its own if not given.
         costs: Whether to measure the host's time, too.
 
     Returns:
@@ -257,7 +256,7 @@ def measure(
         others where `faults` has a recipe), `naive bfloat16`, `region bfloat16`, ...
         and a part for each precision; a part that failed holds its `error`.
     """
-    built = make_all(client, seeds)
+    built = make_all(client, seeds or client.seeds)
     record = client.words
     record["float32"] = attempt(lambda: _reference(built, record))
     expected = record.pop("results", None)

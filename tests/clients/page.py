@@ -25,11 +25,12 @@ _HOW = """\
 ## How to read it
 
 * A number is the error of the gradient against float32, by the global norm, the
-  median of seven sets of numbers. In brackets: how many times the error of the
-  *naive* cast it is, of all weights and inputs to the same precision. No bracket: the
-  naive cast itself fails. *f32*: the naive cast computes most of its products in
-  float32, since the library asks for it or its state is float32; then it is a cast of
-  weights and inputs only, and the number compares half precision with float32.
+  median of seven sets of numbers, or of as many as its note says. In brackets: how
+  many times the error of the *naive* cast it is, of all weights and inputs to the same
+  precision. No bracket: the naive cast itself fails. *f32*: the naive cast computes
+  most of its products in float32, since the library asks for it or its state is
+  float32; then it is a cast of weights and inputs only, and the number compares half
+  precision with float32.
 * float16 is with dynamic loss scaling. Recipes run where a program has products of data
   with weights: *current* is `Float8CurrentScaling`, *delayed* `DelayedScaling` in its
   third step, *MXFP8* and *NVFP4* the recipes of these names. Errors of 8 bits are about

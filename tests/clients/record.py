@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+SEEDS = 7
+"""How many sets of numbers errors are the median of, where nothing else is said."""
 HALF = ("bfloat16", "float16")
 PRECISIONS = (*HALF, "current", "delayed", "mxfp8", "nvfp4")
 Loss = Callable[..., Any]
@@ -46,6 +48,8 @@ class Client:
             layout) and the reason, which names the evidence.
         sensitive: Why half precision costs more than `goals.WORST` times the error of a
             naive cast that stayed in float32, if it does.
+        seeds: How many sets of numbers its errors are the median of: more where those
+            of single sets differ by orders of magnitude.
         note: What a reader of the table must know.
     """
 
@@ -57,6 +61,7 @@ class Client:
     layouts: bool = False
     faults: dict[str, str] = dataclasses.field(default_factory=dict)
     sensitive: str = ""
+    seeds: int = SEEDS
     note: str = ""
 
     @property

@@ -6,7 +6,11 @@ import jax.numpy as jnp
 from ..data import labels, mean_square, normal
 from ..record import client
 
-NOTE = "It differentiates inside, where no recipe can tell gradients from data."
+NOTE = (
+    "It differentiates inside, where no recipe can tell gradients from data. Adam's "
+    "first step divides a gradient by its own root, so errors of single sets of "
+    "numbers differ by a hundred times in every way of casting: medians of 31 sets."
+)
 
 
 def network(params, x):
@@ -73,7 +77,7 @@ def optax_contrastive(key):
     return loss, parameters(keys[1], 16, 8), (normal(keys[0], 16, 16), y)
 
 
-@client(note=NOTE)
+@client(note=NOTE, seeds=31)
 def optax_step_inside(key):
     """Meta learning: the loss after one step of Adam on another batch."""
     import optax
