@@ -19,7 +19,11 @@ RECIPES = {
     "mxfp8": mpx.MXFP8BlockScaling(),
     "nvfp4": mpx.NVFP4BlockScaling(),
 }
-PALLAS, _BY_KERNEL = "mxfp8 by Pallas", mpx.MXFP8BlockScaling(kernel="pallas")
+# Those with a kernel of Pallas.
+BY_KERNEL = {
+    "mxfp8 by Pallas": mpx.MXFP8BlockScaling(kernel="pallas"),
+    "nvfp4 by Pallas": mpx.NVFP4BlockScaling(kernel="pallas"),
+}
 
 
 def _is_norm(path: str, leaf: Any) -> bool:
@@ -116,13 +120,7 @@ ARMS = {
         ),
         *(
             _autocast_arm(f"{name}{suffix}", recipe=recipe, residual_stream=stream)
-            for name, recipe in RECIPES.items()
-            for stream, suffix in (("full", ""), ("half", ", half stream"))
-        ),
-        *(
-            _autocast_arm(
-                f"{PALLAS}{suffix}", recipe=_BY_KERNEL, residual_stream=stream
-            )
+            for name, recipe in (RECIPES | BY_KERNEL).items()
             for stream, suffix in (("full", ""), ("half", ", half stream"))
         ),
     )

@@ -30,7 +30,7 @@ from ._blocks import Axes, split
 from ._format import Format
 from ._hadamard import BLOCK, rotation
 from ._quantizers import AbstractQuantizer, NVFP4Quantizer
-from ._rounding import flushed, largest_magnitude, round_finite
+from ._rounding import flushed, largest_magnitude, round_finite, to_integers
 from ._target import Target
 
 
@@ -136,7 +136,7 @@ def _to_format(x: Array, format: Format, key: Array | None = None) -> Array:
 def _to_e2m1(x: Array, key: Array | None) -> Array:
     # By arithmetic: XLA casts by way of float16, and rounds twice (jax 0.10.2, November
     # 2026). A NaN is in the scales: see `NVFP4Quantizer`.
-    return round_finite(x, Format.E2M1, key).astype(jnp.float4_e2m1fn)
+    return round_finite(x, Format.E2M1, to_integers(key)).astype(jnp.float4_e2m1fn)
 
 
 def _to_four_bits(x: Array, axis: int, key: Array | None) -> Array:

@@ -20,7 +20,7 @@ def pack(x: Float32[Array, "..."], axis: int) -> UInt8[Array, "..."]:
     Returns:
         Bytes, half as many along the axis.
     """
-    codes = jnp.moveaxis(_encode(x), axis, -1)
+    codes = jnp.moveaxis(encode(x), axis, -1)
     pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     return jnp.moveaxis(pairs[..., 0] | (pairs[..., 1] << 4), -1, axis)
 
@@ -33,7 +33,8 @@ def unpack(packed: UInt8[Array, "..."], axis: int) -> Float32[Array, "..."]:
     return jnp.moveaxis(_decode(codes), -1, axis)
 
 
-def _encode(x: Array) -> Array:
+def encode(x: Float32[Array, "..."]) -> UInt8[Array, "..."]:
+    """Codes of E2M1 numbers, each in a byte; 0 of a NaN."""
     magnitude = jnp.where(jnp.isnan(x), 0.0, jnp.abs(x))
     # A float32 from 1 on holds the code in its bits: exponent and first mantissa bit.
     bits = lax.bitcast_convert_type(magnitude, jnp.uint32)

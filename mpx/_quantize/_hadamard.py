@@ -110,6 +110,12 @@ def rotation(signs: tuple[int, ...] | None = None) -> Float32[Array, "16 16"]:
     return jnp.asarray(signs, jnp.float32)[:, None] * _sylvester(jnp.eye(BLOCK))
 
 
+def signs_of(signs: tuple[int, ...] | None = None) -> int:
+    """The signs of the transform as bits, 1 for -1, the first one lowest."""
+    signs = _SIGNS if signs is None else signs
+    return sum(1 << place for place, sign in enumerate(signs) if sign < 0)
+
+
 def _sylvester(blocks: Array) -> Array:
     """Rows of 16 numbers times Sylvester's matrix over 4, as 4 rounds of sums."""
     signs = jnp.array([1.0, -1.0]).reshape(1, 1, 2, 1)

@@ -13,10 +13,12 @@ import zlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
 from .._jax_compat import as_varying, varying_axes
+from .._typing import Shape
 
 
 def key_from(x: Float32[Array, "..."], salt: int, step: Array | None = None) -> Array:
@@ -34,15 +36,30 @@ def key_from(x: Float32[Array, "..."], salt: int, step: Array | None = None) -> 
     for axis in range(x.ndim):
         index = lax.broadcasted_iota(jnp.uint32, x.shape, axis)
         place = place * _as_number(x.shape[axis]) + index
+    total = jnp.sum(hashed(x, place), dtype=jnp.uint32)
+    return key_of_hash(total, x.shape, salt, step)
+
+
+def hashed(x: Float32[Array, "..."], place: Array) -> Array:
+    """Integers whose sum is the hash of an array.
+
+    Args:
+        x: The numbers.
+        place: The place of each in the flattened array, in 32 bits.
+    """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     # Odd factors, so that a change of one number always changes the sum. Numbers of
     # bfloat16 differ in their upper bits only, which a product moves nowhere: mix them
     # down first.
-    mixed = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    mixed = (bits ^ (bits >> 16)) * np.uint32(0x7FEB352D)
     mixed = mixed ^ (mixed >> 15)
-    total = jnp.sum(mixed * (2 * place + 1), dtype=jnp.uint32)
+    return mixed * (2 * place + 1)
+
+
+def key_of_hash(total: Array, shape: Shape, salt: int, step: Array | None) -> Array:
+    """The key of an array whose hash is known."""
     # Threefry draws the same numbers for an array on one device and on many.
-    seed = zlib.crc32(repr((salt, x.shape)).encode())
+    seed = zlib.crc32(repr((salt, shape)).encode())
     key = jax.random.key(seed, impl="threefry2x32")
     key = jax.random.fold_in(key, total)
     if step is None:

@@ -16,15 +16,17 @@ from jax import lax
 from jaxtyping import Array
 
 from ._amax import Join
-from ._block_kernel import has_kernel_form, quantize_by_kernel
 from ._casting import is_cast, quantize_by_cast
 from ._contraction import padded
+from ._eight_bit_kernel import quantize_eight_bits
+from ._four_bit_kernel import packed_along, quantize_four_bits
 from ._noise import key_from
 from ._products import Operand
-from ._quantizers import AbstractQuantizer, MXFP8Quantizer
-from ._recipes import AbstractRecipe, MXFP8BlockScaling, Role
+from ._quantizers import AbstractQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from ._recipes import AbstractRecipe, MXFP8BlockScaling, NVFP4BlockScaling, Role
 from ._rounding import flushed
 from ._target import Target
+from ._tiles import has_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,25 +95,39 @@ class Copies:
 
     def _by_kernel(self, x: Array) -> tuple[Operand, Operand] | None:
         """Both copies by a kernel, where the recipe wants one and the device has it."""
-        quantizer = self._quantizers()[0]
-        if not has_kernel(self.recipe, self.target) or not has_kernel_form(x):
+        if not has_kernel(self.recipe, self.target) or not has_tiles(x):
             return None
-        if not isinstance(quantizer, MXFP8Quantizer) or self.recipe.backward_override:
+        if self.recipe.backward_override:
             return None
+        first, second = self._quantizers()
 
-        def by_kernel(x: Array) -> tuple[Operand, Operand]:
-            return quantize_by_kernel(
-                x, quantizer.format, self.half, self.axes, self.rounded_to
+        def by_kernel(x: Array, step: Array | None) -> tuple[Operand, Operand]:
+            if isinstance(first, MXFP8Quantizer):
+                return quantize_eight_bits(
+                    x, first.format, self.half, self.axes, self.rounded_to
+                )
+            assert isinstance(first, NVFP4Quantizer)  # `has_kernel`
+            assert isinstance(second, NVFP4Quantizer)
+            return quantize_four_bits(
+                x,
+                (first, second),
+                self.half,
+                self.axes,
+                self.join,
+                step=step,
+                rounded_to=self.rounded_to,
             )
 
-        def apart(x: Array) -> tuple[Operand, Operand]:
-            one, other = (
-                self._copy(x, quantizer, axis, None, salt=0) for axis in self.axes
-            )
+        def apart(x: Array, step: Array | None) -> tuple[Operand, Operand]:
+            here = dataclasses.replace(self, step=step)
+            one = here._copy(x, first, self.axes[0], None, salt=0)
+            other = here._second(x, None, one)
+            if first is not None and first.block_dimensions == 2:
+                one, other = (packed_along(one, axis) for axis in self.axes)
             return one, other
 
         branches = {self.target.platform: by_kernel}
-        return lax.platform_dependent(x, **branches, default=apart)
+        return lax.platform_dependent(x, self.step, **branches, default=apart)
 
     def _quantizers(self) -> tuple[AbstractQuantizer | None, AbstractQuantizer | None]:
         first = self.recipe.quantizer(self.role)
@@ -152,7 +168,8 @@ class Copies:
 
 def has_kernel(recipe: AbstractRecipe, target: Target) -> bool:
     """Whether a recipe asks for a kernel for both copies, and the device has it."""
-    wants = isinstance(recipe, MXFP8BlockScaling) and recipe.kernel == "pallas"
+    with_kernels = MXFP8BlockScaling | NVFP4BlockScaling
+    wants = isinstance(recipe, with_kernels) and recipe.kernel == "pallas"
     return wants and target.has_block_units
 
 

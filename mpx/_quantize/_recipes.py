@@ -279,11 +279,7 @@ class MXFP8BlockScaling(AbstractRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fp8_format(self)
-        if self.kernel not in ("xla", "pallas"):
-            raise ValueError(
-                '`kernel` of `mpx.MXFP8BlockScaling` is "xla" or "pallas"; got '
-                f"{self.kernel!r}."
-            )
+        _check_kernel(self)
 
     def _quantizer(self, role: Role, for_wgrad: bool) -> MXFP8Quantizer:
         return MXFP8Quantizer(format_of(self.fp8_format, role))
@@ -329,6 +325,7 @@ class NVFP4BlockScaling(AbstractRecipe):
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     fp4_format: Format = Format.E2M1
+    kernel: str = dataclasses.field(default="xla", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -338,6 +335,7 @@ class NVFP4BlockScaling(AbstractRecipe):
             "disable_stochastic_rounding",
             "disable_2d_quantization",
         )
+        _check_kernel(self)
         if self.fp4_format is not Format.E2M1:
             raise ValueError(
                 "`fp4_format` of `mpx.NVFP4BlockScaling` is `mpx.Format.E2M1`; got "
@@ -419,4 +417,12 @@ def check_fp8_format(recipe: AbstractRecipe) -> None:
         raise ValueError(
             f"{name} is `mpx.Format.E4M3` or `mpx.Format.HYBRID`; got {format!r}"
             + (f": {why}." if why else ". For 4 bits take `mpx.NVFP4BlockScaling`.")
+        )
+
+
+def _check_kernel(recipe: MXFP8BlockScaling | NVFP4BlockScaling) -> None:
+    if recipe.kernel not in ("xla", "pallas"):
+        raise ValueError(
+            f'`kernel` of `mpx.{type(recipe).__name__}` is "xla" or "pallas"; got '
+            f"{recipe.kernel!r}."
         )

@@ -8,6 +8,9 @@ pair of casts (float32 to float8 and back) inside of `jax.jit`, and a cast from 
 to float8 by way of float16, which some compilers make of it, rounds twice.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -78,23 +81,47 @@ def round_to_format(
         infinity too, becomes that number; NaN stays NaN; zeros keep their sign. An
         infinity here is a finite number times a scale; see `_quantizers`.
     """
-    rounded = round_finite(x, format, key)
+    rounded = round_finite(x, format, to_integers(key))
     return jnp.where(jnp.isnan(x), jnp.nan, rounded)
 
 
-def round_finite(x: Array, format: Format, key: Array | None = None) -> Array:
-    """The same of numbers among which no NaN matters."""
+def to_integers(key: Array | None = None) -> Callable[[Array], Array]:
+    """What rounds numbers to integers: ties to even; or randomly, with a key."""
+    if key is None:
+        return functools.partial(
+            lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN
+        )
+
+    def random(steps: Array) -> Array:
+        lower = jnp.floor(steps)
+        draws = jax.random.uniform(key, steps.shape, jnp.float32)
+        return up_or_down(steps, lower, draws)
+
+    return random
+
+
+def up_or_down(steps: Array, lower: Array, draws: Array) -> Array:
+    """The integer above with the probability of what is above the one below.
+
+    Not floor(steps + draws): that sum would round 15 + 0.9999999 up to 16.
+    """
+    return lower + (draws < steps - lower).astype(jnp.float32)
+
+
+def round_finite(
+    x: Array, format: Format, to_integers: Callable[[Array], Array]
+) -> Array:
+    """The same of numbers among which no NaN matters.
+
+    Args:
+        x: Numbers in float32.
+        format: Any format but `HYBRID`.
+        to_integers: Rounds numbers that are not negative to integers.
+    """
     facts = format._facts
     magnitude = jnp.minimum(jnp.abs(x), format.largest)
     # The distance of neighbours is constant below the smallest normal number.
     exponent = jnp.maximum(biased_exponent(magnitude), 127 + facts.smallest_exponent)
     distance = power_of_two(exponent - facts.mantissa_bits)
     steps = magnitude * power_of_two(254 - exponent + facts.mantissa_bits)
-    if key is None:
-        rounded = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
-    else:
-        # Not floor(steps + uniform): that sum would round 15 + 0.9999999 up to 16.
-        lower = jnp.floor(steps)
-        draws = jax.random.uniform(key, x.shape, jnp.float32)
-        rounded = lower + (draws < steps - lower).astype(jnp.float32)
-    return jnp.copysign(rounded * distance, x)
+    return jnp.copysign(to_integers(steps) * distance, x)

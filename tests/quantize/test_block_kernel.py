@@ -19,7 +19,7 @@ from jax.sharding import (
 
 import mpx
 from mpx._program import equations
-from mpx._quantize._block_kernel import _on_a_device, in_both_layouts
+from mpx._quantize._block_kernel import in_both_layouts
 from tests.helpers import slow_but
 
 pytestmark = pytest.mark.filterwarnings(

@@ -1,0 +1,386 @@
+"""NVFP4 in both layouts by two kernels, each of which reads an array once.
+
+An operand of a linear layer is quantized along two axes, for two products, one copy
+after the Hadamard transform. XLA takes a pass for each of: the transform, both amaxes
+of the tensor, two times the amaxes of blocks, two times the casts. The first kernel
+here takes the amaxes of the tensor, with the transform and the hash that noise is drawn
+by; the second one all the rest, the transform again. Compiled for a B200, ... (jax
+0.10.2, November 2026).
+
+The numbers are those of XLA to the bit, except behind the transform: its sums of 16
+numbers are taken in another order.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ._amax import Join
+from ._array import QuantizedArray
+from ._format import Format
+from ._four_bits import encode, pack, unpack
+from ._hadamard import BLOCK as ROTATED, signs_of
+from ._noise import hashed, key_of_hash
+from ._quantizers import NVFP4Quantizer
+from ._rounding import (
+    flushed,
+    largest_magnitude,
+    round_finite,
+    up_or_down,
+)
+from ._scales import nvfp4_scale, nvfp4_tensor_scale
+from ._tiles import BLOCK, COLUMNS, ROWS, Along, Tiled
+
+_SCALED = 16  # numbers that share a scale
+_HALF = BLOCK // 2  # bytes of a block
+_SCALES = BLOCK // _SCALED  # scales of a block
+
+_MATRIX: Along = ((ROWS, BLOCK), (COLUMNS, BLOCK))
+_PLACE: tuple[Along, ...] = (((ROWS, BLOCK),), ((COLUMNS, BLOCK),))
+
+# What the second kernel is told of a matrix: what brings an amax into E4M3's range, and
+# the key of the noise, of either copy; then what each E4M3 scale multiplies by.
+_UNIT, _KEY, _TABLES, _CODES = 0, 2, 256, 128
+_FACTS: Along = ((None, _TABLES + 2 * _CODES),)
+_E4M3 = np.arange(_CODES, dtype=np.uint8).view(Format.E4M3.dtype).astype(np.float32)
+
+
+class _Copy(NamedTuple):
+    """How one copy is made: of the rows, or of the columns.
+
+    Attributes:
+        signs: Those of the Hadamard transform, as bits that are 1 for -1; None if the
+            copy is not transformed.
+        is_stochastic: Whether it is rounded stochastically.
+        rounded_to: What the transformed numbers are rounded to.
+    """
+
+    signs: int | None
+    is_stochastic: bool
+    rounded_to: np.dtype | None
+
+
+def quantize_four_bits(
+    x: Array,
+    quantizers: tuple[NVFP4Quantizer, NVFP4Quantizer],
+    dtype: np.dtype,
+    axes: tuple[int, int],
+    join: Join,
+    *,
+    step: Array | None = None,
+    rounded_to: np.dtype | None = None,
+    interpret: bool = False,
+) -> tuple[QuantizedArray, QuantizedArray]:
+    """Both copies of an operand.
+
+    Args:
+        x: Floating matrices, both sizes multiples of 32.
+        quantizers: Those of the first copy and of the second. If one has square blocks,
+            both are the same.
+        dtype: The dtype that `dequantize` is to give.
+        axes: The axis that blocks of the first copy lie along, and that of the second:
+            -1 and -2 in any order.
+        join: Makes the amax of the whole array from that of `x`.
+        step: The number of the training step, by which noise is drawn; None if nobody
+            knows it.
+        rounded_to: A dtype that the numbers are rounded to first.
+        interpret: Run the kernels on a device without Triton, for tests.
+    """
+    half = dtype if dtype == jnp.bfloat16 else None
+    copies = tuple(
+        _Copy(
+            signs_of(one.signs) if one.hadamard else None,
+            one.stochastic_rounding,
+            half,
+        )
+        for one in (quantizers[axes.index(-1)], quantizers[axes.index(-2)])
+    )
+    place = _places(x)
+    found = Tiled(
+        functools.partial(_measure, copies=copies, rounded_to=rounded_to),
+        "nvfp4_amaxes",
+        operands=(_MATRIX, *_PLACE),
+        results=(
+            (((ROWS, 1), (COLUMNS, 1)), jnp.float32),
+            (((ROWS, 1), (COLUMNS, 1)), jnp.float32),
+            (((ROWS, 1), (COLUMNS, 1)), jnp.uint32),
+        ),
+        interpret=interpret,
+    )(x, *place)
+    scales = [nvfp4_tensor_scale(join(largest_magnitude(one))) for one in found[:2]]
+    facts = jnp.zeros(_FACTS[0][1], jnp.uint32)
+    total = jnp.sum(found[2], dtype=jnp.uint32)
+    for index, (scale, one) in enumerate(zip(scales, copies, strict=True)):
+        # In the order of `nvfp4_block_inverse_scale`.
+        unit = scale * np.float32(1 / Format.E2M1.largest)
+        table = nvfp4_scale(jnp.asarray(_E4M3), 1 / scale)
+        facts = facts.at[_UNIT + index].set(_bits(unit))
+        start = _TABLES + index * _CODES
+        facts = facts.at[start : start + _CODES].set(_bits(table))
+        if one.is_stochastic:
+            salt = axes.index(-1 - index)
+            key = jax.random.key_data(key_of_hash(total, x.shape, salt, step))
+            start = _KEY + 2 * index
+            facts = facts.at[start : start + 2].set(key)
+    facts = jnp.broadcast_to(facts, (*x.shape[:-2], *facts.shape))
+    is_square = quantizers[0].block_dimensions == 2
+    by = _SCALES
+    blocks = (
+        ((((ROWS, by), (COLUMNS, by)), jnp.uint8),)
+        if is_square
+        else (
+            (((ROWS, BLOCK), (COLUMNS, by)), jnp.uint8),
+            (((COLUMNS, BLOCK), (ROWS, by)), jnp.uint8),
+        )
+    )
+    payload, turned, *codes = Tiled(
+        functools.partial(
+            _quantize_square if is_square else _quantize,
+            copies=copies,
+            rounded_to=rounded_to,
+        ),
+        "nvfp4_in_both_layouts",
+        operands=(_MATRIX, *_PLACE, _FACTS),
+        results=(
+            (((ROWS, BLOCK), (COLUMNS, _HALF)), jnp.uint8),
+            (((COLUMNS, BLOCK), (ROWS, _HALF)), jnp.uint8),
+            *blocks,
+        ),
+        interpret=interpret,
+    )(x, *place, facts)
+    scale_codes = {-1: codes[0], -2: codes[0] if is_square else codes[1].mT}
+    payloads = {-1: payload, -2: turned.mT}
+    tensor = {-1: 1 / scales[0], -2: 1 / scales[1]}
+    first, second = (
+        QuantizedArray(
+            payloads[axis],
+            lax.bitcast_convert_type(scale_codes[axis], Format.E4M3.dtype),
+            tensor[axis],
+            format=Format.E2M1,
+            dtype=dtype,
+            # The last one is packed.
+            axes=(-3 - axis, axis) if is_square else (axis,),
+            block=_SCALED,
+            rotated=one.hadamard,
+            signs=one.signs,
+        )
+        for axis, one in zip(axes, quantizers, strict=True)
+    )
+    return first, second
+
+
+def packed_along(square: QuantizedArray, axis: int) -> QuantizedArray:
+    """A copy in square blocks as the kernel gives it, packed along an axis."""
+    payload = pack(unpack(square.payload, square.axes[-1]), axis)
+    return dataclasses.replace(square, payload=payload, axes=(-3 - axis, axis))
+
+
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _places(x: Array) -> tuple[Array, Array]:
+    """Two arrays whose sum is the place of each number in the flattened array."""
+    *batch, rows, columns = x.shape
+    first = jnp.arange(int(np.prod(batch)) * rows, dtype=jnp.uint32)
+    first = (first * np.uint32(columns)).reshape(*batch, rows)
+    return first, jnp.broadcast_to(
+        jnp.arange(columns, dtype=jnp.uint32), (*batch, columns)
+    )
+
+
+# --- In a tile ------------------------------------------------------------------------
+
+
+def _measure(
+    x_ref: Any,
+    rows: Any,
+    columns: Any,
+    amax: Any,
+    turned_amax: Any,
+    totals: Any,
+    *,
+    copies: tuple[_Copy, _Copy],
+    rounded_to: np.dtype | None,
+) -> None:
+    x = _loaded(x_ref, rounded_to)
+    one, other = copies
+    amax[...] = _largest(_rotated(x, one), BLOCK, BLOCK)
+    turned_amax[...] = _largest(_rotated(x.T, other), BLOCK, BLOCK).T
+    if one.is_stochastic or other.is_stochastic:
+        place = rows[...][:, None] + columns[...][None, :]
+        mixed = hashed(flushed(x.astype(jnp.float32)), place)
+        sums = _in_pieces(mixed, 1, BLOCK).sum(axis=2, dtype=jnp.uint32)
+        totals[...] = _in_pieces(sums, 0, BLOCK).sum(axis=1, dtype=jnp.uint32)
+    else:
+        totals[...] = jnp.zeros(totals.shape, jnp.uint32)
+
+
+def _quantize(
+    x_ref: Any,
+    rows: Any,
+    columns: Any,
+    facts: Any,
+    payload: Any,
+    turned: Any,
+    codes: Any,
+    turned_codes: Any,
+    *,
+    copies: tuple[_Copy, _Copy],
+    rounded_to: np.dtype | None,
+) -> None:
+    x = _loaded(x_ref, rounded_to)
+    refs = ((payload, codes), (turned, turned_codes))
+    for index, (copy, (numbers, scales)) in enumerate(zip(copies, refs, strict=True)):
+        y = _rotated(x if index == 0 else x.T, copy)
+        code = _scale_codes(_largest(y, 1, _SCALED), facts, index)
+        factor = _factors(code, facts, index)
+        scaled = _in_pieces(y, 1, _SCALED) * factor[:, :, None]
+        if copy.is_stochastic:
+            first, second = rows[...][:, None], columns[...][None, :]
+            if index == 1:
+                first, second = columns[...][:, None], rows[...][None, :]
+            rounding = _random_integers(facts, index, first + second)
+        else:
+            rounding = _nearest_integers
+        numbers[...] = _packed(
+            round_finite(scaled.reshape(y.shape), Format.E2M1, rounding)
+        )
+        scales[...] = code.astype(jnp.uint8)
+
+
+def _quantize_square(
+    x_ref: Any,
+    rows: Any,
+    columns: Any,
+    facts: Any,
+    payload: Any,
+    turned: Any,
+    codes: Any,
+    *,
+    copies: tuple[_Copy, _Copy],
+    rounded_to: np.dtype | None,
+) -> None:
+    x = _loaded(x_ref, rounded_to).astype(jnp.float32)
+    code = _scale_codes(_largest(x, _SCALED, _SCALED), facts, 0)
+    factor = _factors(code, facts, 0)
+    height, width = x.shape
+    scaled = x.reshape(height // _SCALED, _SCALED, width // _SCALED, _SCALED)
+    scaled = (scaled * factor[:, None, :, None]).reshape(x.shape)
+    numbers = round_finite(scaled, Format.E2M1, _nearest_integers)
+    payload[...] = _packed(numbers)
+    turned[...] = _packed(numbers.T)
+    codes[...] = code.astype(jnp.uint8)
+
+
+def _loaded(x_ref: Any, rounded_to: np.dtype | None) -> Array:
+    x = x_ref[...]
+    return x if rounded_to is None else x.astype(rounded_to)
+
+
+def _in_pieces(x: Array, axis: int, length: int) -> Array:
+    shape = [*x.shape]
+    shape[axis : axis + 1] = [x.shape[axis] // length, length]
+    return x.reshape(shape)
+
+
+def _largest(x: Array, height: int, width: int) -> Array:
+    """The largest magnitude of each block. Triton reduces one axis at a time."""
+    amax = largest_magnitude(_in_pieces(x, 1, width), (2,))
+    if height == 1:
+        return amax
+    return largest_magnitude(_in_pieces(amax, 0, height), (1,))
+
+
+def _rotated(x: Array, copy: _Copy) -> Array:
+    """The Hadamard transform along rows, as a product with a block diagonal matrix.
+
+    Products of a half precision number with 1/4 are exact, and sums are in float32.
+    """
+    if copy.signs is None:
+        return x.astype(jnp.float32)
+    size = x.shape[1]
+    i, j = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    sign = (copy.signs >> (i % ROTATED)) + lax.population_count(i & j & (ROTATED - 1))
+    entry = jnp.where((sign & 1) == 1, -0.25, 0.25)
+    matrix = jnp.where(i // ROTATED == j // ROTATED, entry, 0.0).astype(x.dtype)
+    y = lax.dot(
+        x,
+        matrix,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    if copy.rounded_to is not None:
+        y = y.astype(copy.rounded_to)
+    return y.astype(jnp.float32)
+
+
+def _scale_codes(amax: Array, facts: Any, index: int) -> Array:
+    """E4M3's codes of the scales of blocks."""
+    wanted = amax * lax.bitcast_convert_type(facts[_UNIT + index], jnp.float32)
+    value = round_finite(wanted, Format.E4M3, _nearest_integers)
+    # Of a float32 from 2^-6 on the code is in its bits: exponent and three of mantissa.
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    is_subnormal = value < Format.E4M3.smallest_normal
+    small = (value * np.float32(1 / Format.E4M3.smallest)).astype(jnp.int32)
+    code = jnp.where(is_subnormal, small, (bits >> 20) - (120 << 3))
+    return jnp.where(wanted == wanted, code, _CODES - 1)  # NaN
+
+
+def _factors(code: Array, facts: Any, index: int) -> Array:
+    """What numbers of a block are multiplied by. Triton's division is not exact."""
+    start = _TABLES + index * _CODES
+    return lax.bitcast_convert_type(facts[start + code], jnp.float32)
+
+
+def _packed(numbers: Array) -> Array:
+    """Two codes of E2M1 in a byte, along rows."""
+    pairs = _in_pieces(encode(numbers).astype(jnp.int32), 1, 2)
+    place = lax.broadcasted_iota(jnp.int32, pairs.shape, 2)
+    return jnp.sum(pairs << (4 * place), axis=2).astype(jnp.uint8)
+
+
+def _nearest_integers(steps: Array) -> Array:
+    """To the nearest, ties to even: Pallas has no rounding for Triton."""
+    lower = jnp.floor(steps)
+    rest = steps - lower
+    is_odd = lower != 2 * jnp.floor(lower * 0.5)
+    is_up = (rest > 0.5) | ((rest == 0.5) & is_odd)
+    return lower + is_up.astype(jnp.float32)
+
+
+def _random_integers(facts: Any, index: int, place: Array) -> Any:
+    start = _KEY + 2 * index
+    key = facts[start], facts[start + 1]
+
+    def rounding(steps: Array) -> Array:
+        bits = (_random_bits(key, place) >> 9) | np.uint32(0x3F800000)
+        draws = lax.bitcast_convert_type(bits, jnp.float32) - 1.0
+        return up_or_down(steps, jnp.floor(steps), draws)
+
+    return rounding
+
+
+def _random_bits(key: tuple[Array, Array], place: Array) -> Array:
+    """What `jax.random.bits` draws by Threefry for a place below 2^32.
+
+    Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011): 20 rounds.
+    """
+    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+    left, right = keys[0], place + keys[1]
+    left = jnp.broadcast_to(left, place.shape)
+    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
+    for group in range(5):
+        for rotation in rotations[group % 2]:
+            left = left + right
+            right = (right << rotation) | (right >> (32 - rotation))
+            right = left ^ right
+        left = left + keys[(group + 1) % 3]
+        right = right + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return left ^ right

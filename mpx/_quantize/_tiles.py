@@ -1,0 +1,193 @@
+"""Kernels of Pallas over matrices: tile by tile, under vmap, on each device for a part.
+
+A kernel is opaque to the compiler, which would gather an array that lies on several
+devices for it, and to `jax.vmap`. So each array of a kernel says along which axes of
+the matrix it lies, and in which steps: `("rows", 16)` has 16 numbers for each block of
+rows. From that follow the tiles, the pieces of devices, and the batching.
+
+Pallas's Triton backend is there in jax 0.10 to 0.12 and deprecated since 0.12; the
+other one has no sums within a row of a few numbers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .._jax_compat import (
+    as_varying,
+    manual_axes,
+    shape_varying_like,
+    varying_axes,
+)
+from .._typing import AnyArray, DTypeLike, Shape
+
+BLOCK = 32
+"""What divides both sizes of a matrix; no device has a piece of such a block."""
+_TILES = (64, 32)
+
+# An axis and how many numbers an array has along it for each block; with None as the
+# axis, a length that is no axis of the matrix.
+Along = tuple[tuple[str | None, int], ...]
+ROWS, COLUMNS = "rows", "columns"
+
+
+def has_tiles(x: Array) -> bool:
+    """Whether kernels take an array: matrices that divide into blocks."""
+    sizes = x.shape[-2:]
+    return len(sizes) == 2 and all(
+        isinstance(size, int) and size > 0 and size % BLOCK == 0 for size in sizes
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+    """A kernel and its arrays.
+
+    Attributes:
+        kernel: Called with references to a tile of each operand and of each result.
+        name: Its name in profiles.
+        operands: Of each operand where it lies. The first one is the matrices.
+        results: Of each result where it lies, and its dtype.
+        interpret: Run it on a device without Triton, for tests.
+    """
+
+    kernel: Callable[..., None]
+    name: str
+    operands: tuple[Along, ...]
+    results: tuple[tuple[Along, DTypeLike], ...]
+    interpret: bool = False
+
+    def __call__(self, *operands: Array) -> tuple[Array, ...]:
+        """Runs it over matrices `[..., m, n]`, whose sizes are multiples of 32.
+
+        Args:
+            *operands: The matrices, and arrays with the same axes in front.
+        """
+        here = self._on_a_device if manual_axes() else self._partitioned(operands[0])
+        axes = varying_axes(operands[0])
+
+        @jax.custom_batching.custom_vmap
+        def each(*operands: Array) -> tuple[Array, ...]:
+            return here(*operands)
+
+        @each.def_vmap
+        def rule(
+            size: int, are_batched: Sequence[bool], *operands: Array
+        ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+            pairs = zip(operands, are_batched, strict=True)
+            found = each(*(x if is_in else jnp.stack([x] * size) for x, is_in in pairs))
+            return found, (True,) * len(self.results)
+
+        return each(*(as_varying(x, axes) for x in operands))
+
+    def _partitioned(self, x: Array) -> Callable[..., tuple[Array, ...]]:
+        """The same for arrays that lie on several devices: by each for its part."""
+        whole = custom_partitioning.custom_partitioning(self._on_a_device)
+        results = [along for along, _ in self.results]
+
+        def partition(
+            mesh: Mesh | AbstractMesh,
+            operands: Sequence[jax.ShapeDtypeStruct],
+            found: object,
+        ) -> PyTree:
+            x = operands[0]
+            parts = x.sharding.shard_shape(x.shape)
+            # A piece of a block would have a scale of its own.
+            place = {
+                axis: name if size % BLOCK == 0 else None
+                for axis, name, size in zip(
+                    (ROWS, COLUMNS), x.sharding.spec[-2:], parts[-2:], strict=True
+                )
+            }
+
+            def there(along: Along) -> NamedSharding:
+                names = (axis and place[axis] for axis, _ in along)
+                spec = PartitionSpec(*x.sharding.spec[:-2], *names)
+                return NamedSharding(mesh, spec)
+
+            return (
+                mesh,
+                self._on_a_device,
+                tuple(map(there, results)),
+                tuple(map(there, self.operands)),
+            )
+
+        every = [one for along in (*self.operands, *results) for one in along]
+        # A rule wants the sizes of exactly those factors that nowhere stand alone.
+        sizes = {_factor(a, n): n for a, n in every if a is not None and n > 1}
+        for axis, size in zip((ROWS, COLUMNS), x.shape[-2:], strict=True):
+            if (axis, 1) not in every:
+                sizes[axis] = size // BLOCK
+        arrows = (
+            ", ".join(map(_dimensions, group)) for group in (self.operands, results)
+        )
+        whole.def_partition(partition, sharding_rule=" -> ".join(arrows), **sizes)
+        return whole
+
+    def _on_a_device(self, *operands: Array) -> tuple[Array, ...]:
+        # Here and not above: Pallas takes half a second to import.
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import triton
+
+        x = operands[0]
+        *batch, rows, columns = x.shape
+        flat = [
+            y.reshape(-1, *y.shape[y.ndim - len(along) :])
+            for y, along in zip(operands, self.operands, strict=True)
+        ]
+        sizes = {ROWS: rows, COLUMNS: columns}
+        tile = {
+            axis: next(t for t in _TILES if size % t == 0)
+            for axis, size in sizes.items()
+        }
+
+        def shape(along: Along, sizes: dict[str, int]) -> Shape:
+            return tuple(
+                steps if axis is None else sizes[axis] // BLOCK * steps
+                for axis, steps in along
+            )
+
+        def spec(along: Along) -> pl.BlockSpec:
+            def place(n: AnyArray, i: AnyArray, j: AnyArray) -> tuple[AnyArray, ...]:
+                index = {ROWS: i, COLUMNS: j, None: 0}
+                return (n, *(index[axis] for axis, _ in along))
+
+            return pl.BlockSpec((None, *shape(along, tile)), place)
+
+        results = [along for along, _ in self.results]
+        found = pl.pallas_call(
+            self.kernel,
+            grid=(
+                flat[0].shape[0],
+                *(sizes[axis] // tile[axis] for axis in (ROWS, COLUMNS)),
+            ),
+            in_specs=[*map(spec, self.operands)],
+            out_specs=[*map(spec, results)],
+            out_shape=[
+                shape_varying_like(x, (flat[0].shape[0], *shape(along, sizes)), dtype)
+                for along, dtype in self.results
+            ],
+            compiler_params=triton.CompilerParams(num_warps=4),
+            interpret=self.interpret,
+            name=self.name,
+        )(*flat)
+        return tuple(y.reshape(*batch, *y.shape[1:]) for y in found)
+
+
+def _factor(axis: str | None, steps: int) -> str:
+    return "" if steps == 1 else f"{axis or 'other'}{steps}"
+
+
+def _dimensions(along: Along) -> str:
+    """An array in the words of a sharding rule."""
+
+    def one(axis: str | None, steps: int) -> str:
+        factor = _factor(axis, steps)
+        return f"({axis} {factor})" if axis and factor else axis or factor
+
+    return " ".join(("...", *(one(axis, steps) for axis, steps in along)))
