@@ -79,9 +79,12 @@ def _with_axis_last(operand: QuantizedArray, axis: int) -> tuple[Array, Array]:
         scales = jnp.repeat(scales, operand.block, axis=other)
     if operand.format is Format.E2M1:
         packed = operand.axes[-1]
-        numbers = jnp.moveaxis(payload, packed, -1)
+        # Of a transposed argument XLA gives a bitcast its layout, and transposes what
+        # has been transposed before; the axis of one number keeps both in order
+        # (jax 0.10.2, November 2026).
+        numbers = jnp.moveaxis(payload, packed, -1)[..., None]
         numbers = lax.bitcast_convert_type(numbers, jnp.float4_e2m1fn)
-        numbers = numbers.reshape(*numbers.shape[:-2], -1)
+        numbers = numbers.reshape(*numbers.shape[:-3], -1)
         payload = jnp.moveaxis(numbers, -1, packed)
     return _as_matrices(payload, axis), _as_matrices(scales, axis)
 
