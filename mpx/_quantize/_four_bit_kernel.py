@@ -13,6 +13,7 @@ numbers are taken in another order.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +66,12 @@ class _Copy(NamedTuple):
     is_stochastic: bool
     rounded_to: np.dtype | None
 
+    @classmethod
+    def of(cls, quantizer: NVFP4Quantizer, rounded_to: np.dtype | None) -> "_Copy":
+        """That of a quantizer."""
+        signs = signs_of(quantizer.signs) if quantizer.hadamard else None
+        return cls(signs, quantizer.stochastic_rounding, rounded_to)
+
 
 def quantize_four_bits(
     x: Array,
@@ -93,51 +100,29 @@ def quantize_four_bits(
         interpret: Run the kernels on a device without Triton, for tests.
     """
     half = dtype if dtype == jnp.bfloat16 else None
-    copies = tuple(
-        _Copy(
-            signs_of(one.signs) if one.hadamard else None,
-            one.stochastic_rounding,
-            half,
-        )
-        for one in (quantizers[axes.index(-1)], quantizers[axes.index(-2)])
-    )
-    place = _places(x)
-    found = Tiled(
-        functools.partial(_measure, copies=copies, rounded_to=rounded_to),
-        "nvfp4_amaxes",
-        operands=(_MATRIX, *_PLACE),
-        results=(
-            (((ROWS, 1), (COLUMNS, 1)), jnp.float32),
-            (((ROWS, 1), (COLUMNS, 1)), jnp.float32),
-            (((ROWS, 1), (COLUMNS, 1)), jnp.uint32),
-        ),
-        interpret=interpret,
-    )(x, *place)
-    scales = [nvfp4_tensor_scale(join(largest_magnitude(one))) for one in found[:2]]
-    facts = jnp.zeros(_FACTS[0][1], jnp.uint32)
-    total = jnp.sum(found[2], dtype=jnp.uint32)
-    for index, (scale, one) in enumerate(zip(scales, copies, strict=True)):
-        # In the order of `nvfp4_block_inverse_scale`.
-        unit = scale * np.float32(1 / Format.E2M1.largest)
-        table = nvfp4_scale(jnp.asarray(_E4M3), 1 / scale)
-        facts = facts.at[_UNIT + index].set(_bits(unit))
-        start = _TABLES + index * _CODES
-        facts = facts.at[start : start + _CODES].set(_bits(table))
-        if one.is_stochastic:
-            salt = axes.index(-1 - index)
-            key = jax.random.key_data(key_of_hash(total, x.shape, salt, step))
-            start = _KEY + 2 * index
-            facts = facts.at[start : start + 2].set(key)
-    facts = jnp.broadcast_to(facts, (*x.shape[:-2], *facts.shape))
-    is_square = quantizers[0].block_dimensions == 2
-    by = _SCALES
+    rows, columns = (quantizers[axes.index(axis)] for axis in (-1, -2))
+    copies = _Copy.of(rows, half), _Copy.of(columns, half)
+    has_noise = any(one.is_stochastic for one in copies)
+    place = _places(x) if has_noise else ()
+    *amaxes, total = _measured(x, place, copies, rounded_to, interpret)
+    scales = [nvfp4_tensor_scale(join(amax)) for amax in amaxes]
+    keys = [
+        jax.random.key_data(key_of_hash(total, x.shape, salt, step))
+        if has_noise
+        else jnp.zeros(2, jnp.uint32)
+        for salt in (axes.index(-1), axes.index(-2))
+    ]
+    facts = _facts(scales, keys)
+    is_square = rows.block_dimensions == 2
+    by_rows, by_columns = (ROWS, _SCALES), (COLUMNS, _SCALES)
     blocks = (
-        ((((ROWS, by), (COLUMNS, by)), jnp.uint8),)
+        ((by_rows, by_columns),)
         if is_square
-        else (
-            (((ROWS, BLOCK), (COLUMNS, by)), jnp.uint8),
-            (((COLUMNS, BLOCK), (ROWS, by)), jnp.uint8),
-        )
+        else (((ROWS, BLOCK), by_columns), ((COLUMNS, BLOCK), by_rows))
+    )
+    numbers = (
+        ((ROWS, BLOCK), (COLUMNS, _HALF)),
+        ((COLUMNS, BLOCK), (ROWS, _HALF)),
     )
     payload, turned, *codes = Tiled(
         functools.partial(
@@ -146,22 +131,19 @@ def quantize_four_bits(
             rounded_to=rounded_to,
         ),
         "nvfp4_in_both_layouts",
-        operands=(_MATRIX, *_PLACE, _FACTS),
-        results=(
-            (((ROWS, BLOCK), (COLUMNS, _HALF)), jnp.uint8),
-            (((COLUMNS, BLOCK), (ROWS, _HALF)), jnp.uint8),
-            *blocks,
-        ),
+        operands=(_MATRIX, _FACTS, *_PLACE[: len(place)]),
+        results=tuple((along, jnp.uint8) for along in (*numbers, *blocks)),
         interpret=interpret,
-    )(x, *place, facts)
-    scale_codes = {-1: codes[0], -2: codes[0] if is_square else codes[1].mT}
-    payloads = {-1: payload, -2: turned.mT}
-    tensor = {-1: 1 / scales[0], -2: 1 / scales[1]}
+    )(x, jnp.broadcast_to(facts, (*x.shape[:-2], *facts.shape)), *place)
+    found = {
+        -1: (payload, codes[0], scales[0]),
+        -2: (turned.mT, codes[0] if is_square else codes[1].mT, scales[1]),
+    }
     first, second = (
         QuantizedArray(
-            payloads[axis],
-            lax.bitcast_convert_type(scale_codes[axis], Format.E4M3.dtype),
-            tensor[axis],
+            found[axis][0],
+            lax.bitcast_convert_type(found[axis][1], Format.E4M3.dtype),
+            1 / found[axis][2],
             format=Format.E2M1,
             dtype=dtype,
             # The last one is packed.
@@ -179,6 +161,51 @@ def packed_along(square: QuantizedArray, axis: int) -> QuantizedArray:
     """A copy in square blocks as the kernel gives it, packed along an axis."""
     payload = pack(unpack(square.payload, square.axes[-1]), axis)
     return dataclasses.replace(square, payload=payload, axes=(-3 - axis, axis))
+
+
+def _measured(
+    x: Array,
+    place: tuple[Array, ...],
+    copies: tuple[_Copy, _Copy],
+    rounded_to: np.dtype | None,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """The amaxes of both copies, and the hash of the numbers if noise is drawn."""
+    if not place and all(one.signs is None for one in copies):
+        rounded = x if rounded_to is None else x.astype(rounded_to)
+        amax = largest_magnitude(rounded.astype(jnp.float32))
+        return amax, amax, jnp.uint32(0)
+    blocks: Along = ((ROWS, 1), (COLUMNS, 1))
+    found = Tiled(
+        functools.partial(_measure, copies=copies, rounded_to=rounded_to),
+        "nvfp4_amaxes",
+        operands=(_MATRIX, *_PLACE[: len(place)]),
+        results=((blocks, jnp.int32), (blocks, jnp.int32), (blocks, jnp.uint32)),
+        interpret=interpret,
+    )(x, *place)
+
+    def join(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
+        return (
+            jnp.maximum(left[0], right[0]),
+            jnp.maximum(left[1], right[1]),
+            left[2] + right[2],
+        )
+
+    # All three by one kernel.
+    nothing = np.int32(0), np.int32(0), np.uint32(0)
+    first, second, total = lax.reduce(found, nothing, join, tuple(range(x.ndim)))
+    amaxes = (lax.bitcast_convert_type(one, jnp.float32) for one in (first, second))
+    return *amaxes, total
+
+
+def _facts(scales: Sequence[Array], keys: Sequence[Array]) -> Array:
+    """What the second kernel is told, in the places above."""
+    # In the order of `nvfp4_block_inverse_scale`.
+    units = [scale * np.float32(1 / Format.E2M1.largest) for scale in scales]
+    tables = [nvfp4_scale(jnp.asarray(_E4M3), 1 / scale) for scale in scales]
+    filling = jnp.zeros(_TABLES - _KEY - 4, jnp.uint32)
+    parts = (_bits(jnp.stack(units)), *keys, filling, *map(_bits, tables))
+    return jnp.concatenate(parts)
 
 
 def _bits(x: Array) -> Array:
@@ -199,23 +226,17 @@ def _places(x: Array) -> tuple[Array, Array]:
 
 
 def _measure(
-    x_ref: Any,
-    rows: Any,
-    columns: Any,
-    amax: Any,
-    turned_amax: Any,
-    totals: Any,
-    *,
-    copies: tuple[_Copy, _Copy],
-    rounded_to: np.dtype | None,
+    x_ref: Any, *refs: Any, copies: tuple[_Copy, _Copy], rounded_to: np.dtype | None
 ) -> None:
+    *place, amax, turned_amax, totals = refs
     x = _loaded(x_ref, rounded_to)
     one, other = copies
-    amax[...] = _largest(_rotated(x, one), BLOCK, BLOCK)
-    turned_amax[...] = _largest(_rotated(x.T, other), BLOCK, BLOCK).T
-    if one.is_stochastic or other.is_stochastic:
-        place = rows[...][:, None] + columns[...][None, :]
-        mixed = hashed(flushed(x.astype(jnp.float32)), place)
+    amax[...] = _as_integers(_largest(_rotated(x, one), BLOCK, BLOCK))
+    turned_amax[...] = _as_integers(_largest(_rotated(x.T, other), BLOCK, BLOCK).T)
+    if place:
+        rows, columns = place
+        places = rows[...][:, None] + columns[...][None, :]
+        mixed = hashed(flushed(x.astype(jnp.float32)), places)
         sums = _in_pieces(mixed, 1, BLOCK).sum(axis=2, dtype=jnp.uint32)
         totals[...] = _in_pieces(sums, 0, BLOCK).sum(axis=1, dtype=jnp.uint32)
     else:
@@ -224,31 +245,26 @@ def _measure(
 
 def _quantize(
     x_ref: Any,
-    rows: Any,
-    columns: Any,
     facts: Any,
-    payload: Any,
-    turned: Any,
-    codes: Any,
-    turned_codes: Any,
-    *,
+    *refs: Any,
     copies: tuple[_Copy, _Copy],
     rounded_to: np.dtype | None,
 ) -> None:
+    *place, payload, turned, codes, turned_codes = refs
     x = _loaded(x_ref, rounded_to)
-    refs = ((payload, codes), (turned, turned_codes))
-    for index, (copy, (numbers, scales)) in enumerate(zip(copies, refs, strict=True)):
+    results = ((payload, codes), (turned, turned_codes))
+    for index, (copy, (numbers, scales)) in enumerate(
+        zip(copies, results, strict=True)
+    ):
         y = _rotated(x if index == 0 else x.T, copy)
         code = _scale_codes(_largest(y, 1, _SCALED), facts, index)
         factor = _factors(code, facts, index)
         scaled = _in_pieces(y, 1, _SCALED) * factor[:, :, None]
+        rounding = _nearest_integers
         if copy.is_stochastic:
-            first, second = rows[...][:, None], columns[...][None, :]
-            if index == 1:
-                first, second = columns[...][:, None], rows[...][None, :]
-            rounding = _random_integers(facts, index, first + second)
-        else:
-            rounding = _nearest_integers
+            along, across = place if index == 0 else place[::-1]
+            places = along[...][:, None] + across[...][None, :]
+            rounding = _random_integers(facts, index, places)
         numbers[...] = _packed(
             round_finite(scaled.reshape(y.shape), Format.E2M1, rounding)
         )
@@ -257,8 +273,6 @@ def _quantize(
 
 def _quantize_square(
     x_ref: Any,
-    rows: Any,
-    columns: Any,
     facts: Any,
     payload: Any,
     turned: Any,
@@ -296,6 +310,11 @@ def _largest(x: Array, height: int, width: int) -> Array:
     if height == 1:
         return amax
     return largest_magnitude(_in_pieces(amax, 0, height), (1,))
+
+
+def _as_integers(magnitude: Array) -> Array:
+    """Whose order is that of the magnitudes, with infinity and NaN above."""
+    return lax.bitcast_convert_type(magnitude, jnp.int32)
 
 
 def _rotated(x: Array, copy: _Copy) -> Array:
