@@ -113,6 +113,11 @@ PARTS = (
             Row("MXFP8, `jax.nn`", "JAX MXFP8", "jax.nn MXFP8", is_ours=False),
             Row("NVFP4, `mpx.NVFP4BlockScaling()`", "mpx NVFP4", "nvfp4", "nvfp4"),
             Row(
+                'NVFP4, `mpx.NVFP4BlockScaling(kernel="pallas")`',
+                "mpx NVFP4, Pallas",
+                "nvfp4 by Pallas",
+            ),
+            Row(
                 "NVFP4, `jax.nn`, gradients in bfloat16",
                 "JAX NVFP4",
                 "jax.nn NVFP4",

@@ -63,6 +63,7 @@ WIDE_ARMS = (
     "mxfp8, half stream",
     "mxfp8 by Pallas, half stream",
     "nvfp4, half stream",
+    "nvfp4 by Pallas, half stream",
     "Qwix fp8",
     "jax.nn MXFP8",
     "jax.nn NVFP4",

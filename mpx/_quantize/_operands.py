@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ._amax import Join
+from ._array import QuantizedArray
 from ._casting import is_cast, quantize_by_cast
 from ._contraction import padded
 from ._eight_bit_kernel import quantize_eight_bits
@@ -95,7 +96,7 @@ class Copies:
 
     def _by_kernel(self, x: Array) -> tuple[Operand, Operand] | None:
         """Both copies by a kernel, where the recipe wants one and the device has it."""
-        if not has_kernel(self.recipe, self.target) or not has_tiles(x):
+        if not has_kernel(self.recipe, self.target) or not has_tiles(x.shape):
             return None
         if self.recipe.backward_override:
             return None
@@ -122,8 +123,9 @@ class Copies:
             here = dataclasses.replace(self, step=step)
             one = here._copy(x, first, self.axes[0], None, salt=0)
             other = here._second(x, None, one)
-            if first is not None and first.block_dimensions == 2:
-                one, other = (packed_along(one, axis) for axis in self.axes)
+            if isinstance(one, QuantizedArray) and other is one:
+                # One copy in square blocks; the kernel packs it along either axis.
+                return packed_along(one, self.axes[0]), packed_along(one, self.axes[1])
             return one, other
 
         branches = {self.target.platform: by_kernel}
@@ -168,9 +170,9 @@ class Copies:
 
 def has_kernel(recipe: AbstractRecipe, target: Target) -> bool:
     """Whether a recipe asks for a kernel for both copies, and the device has it."""
-    with_kernels = MXFP8BlockScaling | NVFP4BlockScaling
-    wants = isinstance(recipe, with_kernels) and recipe.kernel == "pallas"
-    return wants and target.has_block_units
+    if not isinstance(recipe, MXFP8BlockScaling | NVFP4BlockScaling):
+        return False
+    return recipe.kernel == "pallas" and target.has_block_units
 
 
 def has_blocks(recipe: AbstractRecipe) -> bool:

@@ -10,7 +10,9 @@ other one has no sums within a row of a few numbers.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +38,15 @@ Along = tuple[tuple[str | None, int], ...]
 ROWS, COLUMNS = "rows", "columns"
 
 
-def has_tiles(x: Array) -> bool:
-    """Whether kernels take an array: matrices that divide into blocks."""
-    sizes = x.shape[-2:]
-    return len(sizes) == 2 and all(
-        isinstance(size, int) and size > 0 and size % BLOCK == 0 for size in sizes
-    )
+def has_tiles(shape: Shape) -> bool:
+    """Whether kernels take an array of a shape: matrices that divide into blocks.
+
+    Of fewer than 2^32 numbers, so that the place of each has 32 bits.
+    """
+    are_known = all(isinstance(size, int) for size in shape)
+    if len(shape) < 2 or not are_known or any(size % BLOCK for size in shape[-2:]):
+        return False
+    return 0 < math.prod(shape) < 2**32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +124,11 @@ class Tiled:
 
         every = [one for along in (*self.operands, *results) for one in along]
         # A rule wants the sizes of exactly those factors that nowhere stand alone.
-        sizes = {_factor(a, n): n for a, n in every if a is not None and n > 1}
+        sizes: dict[str, Any] = {
+            _factor(axis, steps): steps
+            for axis, steps in every
+            if axis is not None and steps > 1
+        }
         for axis, size in zip((ROWS, COLUMNS), x.shape[-2:], strict=True):
             if (axis, 1) not in every:
                 sizes[axis] = size // BLOCK

@@ -9,25 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import (
-    AbstractDevice,
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec as P,
-)
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx._program import equations
-from mpx._quantize._block_kernel import in_both_layouts
+from mpx._quantize._eight_bit_kernel import in_both_layouts
 from tests.helpers import slow_but
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+from tests.quantize.kernels import (
+    dtypes_of_maxima,
+    filter_deprecation,
+    lowered,
+    mesh_of_b200s,
+    two_axes,
+    wild,
 )
 
-# JAX lowers a kernel for the device of the mesh, if the machine has none (0.11 on).
-B200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA B200", None, "gpu"))
+pytestmark = filter_deprecation
 
 FORMATS = (mpx.Format.E4M3, mpx.Format.E5M2)
 PALLAS = mpx.MXFP8BlockScaling(kernel="pallas")
@@ -36,13 +32,6 @@ XLA = mpx.MXFP8BlockScaling()
 
 def interpreted(x, format=mpx.Format.E4M3, rounded_to=None):
     return in_both_layouts(x, format, rounded_to, interpret=True)
-
-
-def lowered(f, *args):
-    """The program for a B200, as text."""
-    with jax.sharding.use_abstract_mesh(B200):
-        traced = jax.jit(f).trace(*args)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def bits(tree):
@@ -63,17 +52,6 @@ def by_xla(x, format):
         codes = jax.lax.bitcast_convert_type(q.inverse_scale, jnp.uint8)
         found += [q.payload, codes] if axis == -1 else [q.payload.mT, codes.mT]
     return tuple(found)
-
-
-def wild(shape, dtype=jnp.float32):
-    """Numbers of all magnitudes, zeros, an infinity and a NaN."""
-    keys = jax.random.split(jax.random.key(0))
-    size = jnp.exp(20 * jax.random.normal(keys[0], shape))
-    x = (jax.random.normal(keys[1], shape) * size).astype(dtype)
-    # The quantizer flushes what is subnormal; a device that casts does not.
-    x = jnp.where(jnp.abs(x) < 2.0**-126, 0, x)
-    x = x.at[..., 3, 5].set(jnp.inf).at[..., 33, 40].set(jnp.nan)
-    return x.at[..., 32:64, 64:].set(0)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -99,16 +77,7 @@ def test_it_rounds_first_what_the_program_rounds():
 
 def test_no_maximum_of_it_loses_a_nan():
     """On a GPU a maximum of floats does: Pallas lowers it to `maxnumf`."""
-    make = functools.partial(_on_a_device, interpret=False)
-    jaxpr = jax.make_jaxpr(make, static_argnums=(1, 2))(
-        wild((64, 96)), mpx.Format.E4M3, None
-    )
-    (call,) = (e for e in jaxpr.eqns if e.primitive.name == "pallas_call")
-    found = [
-        equation.invars[0].aval.dtype
-        for equation in equations(call.params["jaxpr"])
-        if equation.primitive.name == "reduce_max"
-    ]
+    found = dtypes_of_maxima(in_both_layouts, wild((64, 96)), mpx.Format.E4M3)
     assert found == [np.dtype("int32")] * 2
 
 
@@ -117,10 +86,6 @@ def test_vmap(in_axes):
     x = wild((3, 64, 96))
     found = jax.vmap(interpreted, in_axes)(jnp.moveaxis(x, 0, in_axes))
     jax.tree.map(np.testing.assert_array_equal, bits(found), bits(interpreted(x)))
-
-
-def two_axes():
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
 
 @pytest.mark.parametrize("spec", [P(None, "a", "b"), P("b", "a"), P()], ids=str)
@@ -152,13 +117,9 @@ def test_in_shard_map():
     def for_a_gpu(x):
         return in_both_layouts(x, mpx.Format.E4M3)
 
-    mesh = AbstractMesh(
-        (4, 2),
-        ("a", "b"),
-        axis_types=(AxisType.Auto,) * 2,
-        abstract_device=B200.abstract_device,
+    assert (
+        lowered(mapped(for_a_gpu, mesh=mesh_of_b200s()), x).count("xla.gpu.triton") == 1
     )
-    assert lowered(mapped(for_a_gpu, mesh=mesh), x).count("xla.gpu.triton") == 1
 
 
 # --- The recipe -----------------------------------------------------------------------

@@ -1,0 +1,65 @@
+"""What tests of Pallas kernels share: numbers, meshes, and lowering for a B200.
+
+Kernels are interpreted on the CPU, and lowered for CUDA; no GPU has run them.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from mpx._program import equations
+
+filter_deprecation = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
+
+# JAX lowers a kernel for the device of the mesh, if the machine has none (0.11 on).
+B200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA B200", None, "gpu"))
+
+
+def lowered(f, *args):
+    """The program for a B200, as text."""
+    with jax.sharding.use_abstract_mesh(B200):
+        traced = jax.jit(f).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def wild(shape, dtype=jnp.float32):
+    """Numbers of all magnitudes, zeros, an infinity and a NaN."""
+    keys = jax.random.split(jax.random.key(0))
+    size = jnp.exp(20 * jax.random.normal(keys[0], shape))
+    x = (jax.random.normal(keys[1], shape) * size).astype(dtype)
+    # The quantizer flushes what is subnormal; a device that casts does not.
+    x = jnp.where(jnp.abs(x) < 2.0**-126, 0, x)
+    x = x.at[..., 3, 5].set(jnp.inf).at[..., 33, 40].set(jnp.nan)
+    return x.at[..., 32:64, 64:].set(0)
+
+
+def two_axes():
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+def mesh_of_b200s():
+    """Eight of them, to lower `shard_map` for."""
+    return AbstractMesh(
+        (4, 2),
+        ("a", "b"),
+        axis_types=(AxisType.Auto,) * 2,
+        abstract_device=B200.abstract_device,
+    )
+
+
+def dtypes_of_maxima(f, *args):
+    """Of what the kernels of a function take maxima."""
+    static = tuple(i for i, x in enumerate(args) if not hasattr(x, "shape"))
+    jaxpr = jax.make_jaxpr(f, static_argnums=static)(*args)
+    calls = [e for e in equations(jaxpr) if e.primitive.name == "pallas_call"]
+    assert calls
+    return [
+        np.dtype(equation.invars[0].aval.dtype)
+        for call in calls
+        for equation in equations(call.params["jaxpr"])
+        if equation.primitive.name == "reduce_max"
+    ]

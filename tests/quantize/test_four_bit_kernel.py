@@ -1,0 +1,362 @@
+"""NVFP4 by kernels of Pallas: XLA's numbers, on one device and on many.
+
+Interpreted on the CPU, and lowered for CUDA; no GPU has run them.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mpx
+from mpx._quantize._amax import alone, joined_over
+from mpx._quantize._four_bit_kernel import (
+    _random_bits,
+    packed_along,
+    quantize_four_bits,
+)
+from mpx._quantize._operands import Copies
+from mpx._quantize._target import CPU
+from mpx._quantize._tiles import has_tiles
+from tests.collectives import partitioned
+from tests.helpers import slow_but
+from tests.quantize.kernels import (
+    dtypes_of_maxima,
+    filter_deprecation,
+    lowered,
+    mesh_of_b200s,
+    two_axes,
+    wild,
+)
+
+pytestmark = filter_deprecation
+
+HALF = np.dtype("bfloat16")
+PALLAS = mpx.NVFP4BlockScaling(kernel="pallas")
+XLA = mpx.NVFP4BlockScaling()
+PLAIN = mpx.NVFP4BlockScaling(disable_rht=True)
+# Those of a linear layer y = x w.
+AXES = {
+    mpx.Role.INPUT: (-1, -2),
+    mpx.Role.WEIGHT: (-2, -1),
+    mpx.Role.GRADIENT: (-1, -2),
+}
+
+
+def by_xla(x, role, recipe=XLA, step=3, rounded_to=None):
+    """Both copies, of the quantizers."""
+    copies = Copies(
+        recipe, role, HALF, CPU, alone, AXES[role], jnp.int32(step), rounded_to
+    )
+    first, again = copies.begin(x)
+    found = first, again(first)
+    if role is mpx.Role.WEIGHT and not recipe.disable_2d_quantization:
+        return tuple(packed_along(first, axis) for axis in AXES[role])
+    return found
+
+
+def interpreted(x, role, recipe=XLA, step=3, rounded_to=None, join=alone):
+    """Both copies, of the kernels."""
+    second = recipe.quantizer(role, for_wgrad=role is not mpx.Role.WEIGHT)
+    return quantize_four_bits(
+        x,
+        (recipe.quantizer(role), second),
+        HALF,
+        AXES[role],
+        join,
+        step=jnp.int32(step),
+        rounded_to=rounded_to,
+        interpret=True,
+    )
+
+
+def assert_same(found, want):
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+
+    def bits(x):
+        x = np.asarray(x)
+        return np.where(np.isnan(x.astype(np.float32)), 0, x.astype(np.float32))
+
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(bits(a), bits(b))
+
+
+def numbers(shape, dtype="bfloat16"):
+    """Numbers of many magnitudes, a block of zeros among them."""
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[1], shape) * jnp.exp(jax.random.normal(keys[0], shape))
+    return x.at[..., 32:64, :32].set(0).astype(dtype)
+
+
+def integers(shape, dtype="bfloat16"):
+    """Numbers whose sums over 16 are exact in bfloat16, in any order."""
+    return jax.random.randint(jax.random.key(2), shape, -3, 4).astype(dtype)
+
+
+def test_it_draws_what_jax_draws():
+    key = jax.random.key(7)
+    place = jnp.arange(10_000, dtype=jnp.uint32)
+    found = jax.jit(_random_bits)(tuple(jax.random.key_data(key)), place)
+    np.testing.assert_array_equal(found, jax.random.bits(key, place.shape))
+
+
+@pytest.mark.parametrize("role", mpx.Role)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    slow_but(
+        [((128, 96), "bfloat16"), ((64, 64), "float32")],
+        [
+            ((128, 96), "bfloat16"),
+            ((64, 64), "float32"),
+            ((2, 64, 128), "float32"),
+            ((64, 96), "float16"),
+        ],
+    ),
+)
+def test_its_numbers_are_those_of_the_quantizers(role, shape, dtype):
+    x = numbers(shape, dtype)
+    found = jax.jit(interpreted, static_argnums=(1, 2))(x, role, PLAIN)
+    assert_same(found, by_xla(x, role, PLAIN))
+
+
+@pytest.mark.parametrize("role", [mpx.Role.INPUT, mpx.Role.GRADIENT])
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float32"]))
+def test_the_transform_is_that_of_the_quantizer(role, dtype):
+    x = integers((96, 64), dtype)
+    assert_same(interpreted(x, role), by_xla(x, role))
+
+
+def test_one_copy_of_rows_is_transformed_too():
+    """As where a program has the contracted axis of its data first."""
+    x, one = integers((64, 96)), mpx.NVFP4Quantizer()
+    signs = (1, -1) * 8
+    other = mpx.NVFP4Quantizer(hadamard=True, signs=signs)
+    found = quantize_four_bits(x, (one, other), HALF, (-2, -1), alone, interpret=True)
+    for copy, quantizer, axis in zip(found, (one, other), (-2, -1), strict=True):
+        want = mpx.quantize(x, quantizer, axis=axis)
+        assert_same(copy, dataclasses.replace(want, guard=None))
+
+
+def test_sums_of_the_transform_differ_by_their_order_only():
+    x = numbers((256, 64))
+    found, want = (f(x, mpx.Role.INPUT)[1] for f in (interpreted, by_xla))
+    a, b = (jnp.asarray(q.dequantize(rotated=True), jnp.float32) for q in (found, want))
+    # The quantizer on the CPU does not round sums to bfloat16, so that few numbers
+    # change sides.
+    assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
+    exact = mpx.hadamard_transform(x.astype(jnp.float32), axis=-2)
+    errors = [float(jnp.linalg.norm(one - exact)) for one in (a, b)]
+    assert abs(errors[0] / errors[1] - 1) < 0.01
+
+
+@pytest.mark.parametrize("disabled", slow_but([True], [True, False]))
+def test_weights_of_long_blocks(disabled):
+    recipe = mpx.NVFP4BlockScaling(disable_2d_quantization=disabled)
+    x = numbers((64, 96), "float32")
+    found = interpreted(x, mpx.Role.WEIGHT, recipe)
+    assert_same(found, by_xla(x, mpx.Role.WEIGHT, recipe))
+
+
+@pytest.mark.parametrize("role", mpx.Role)
+def test_it_rounds_first_what_the_program_rounds(role):
+    x = numbers((64, 96), "float32")
+    found = interpreted(x, role, PLAIN, rounded_to=HALF)
+    assert_same(found, by_xla(x.astype(HALF), role, PLAIN))
+    plain = interpreted(x, role, PLAIN)
+    assert any(
+        (a.payload != b.payload).any() for a, b in zip(found, plain, strict=True)
+    )
+
+
+@pytest.mark.parametrize("role", mpx.Role)
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_what_is_not_finite_shows_everywhere(role, bad):
+    x = numbers((64, 96)).at[5, 40].set(bad)
+    for copy in interpreted(x, role):
+        assert jnp.isnan(copy.dequantize(rotated=True)).all()
+
+
+@pytest.mark.parametrize("role", mpx.Role)
+def test_zeros_are_zeros(role):
+    for copy in interpreted(jnp.zeros((64, 96), HALF), role):
+        assert (copy.dequantize() == 0).all()
+        assert float(copy.tensor_inverse_scale) == 1
+
+
+def test_extreme_magnitudes():
+    """Where scales of blocks are zero, subnormal, or the largest there is."""
+    x = jnp.where(jnp.isfinite(wild((128, 96))), wild((128, 96)), 0)
+    for role in mpx.Role:
+        assert_same(interpreted(x, role, PLAIN), by_xla(x, role, PLAIN))
+
+
+@pytest.mark.parametrize("role", mpx.Role)
+def test_no_maximum_of_it_loses_a_nan(role):
+    """On a GPU a maximum of floats does: Pallas lowers it to `maxnumf`."""
+    found = dtypes_of_maxima(
+        functools.partial(interpreted, role=role), numbers((64, 96))
+    )
+    assert set(found) == {np.dtype("int32")}
+
+
+@pytest.mark.parametrize("role", slow_but([mpx.Role.GRADIENT], list(mpx.Role)))
+def test_vmap(role):
+    """Each array with its own scale and its own noise."""
+    x = integers((3, 64, 96))
+    found = jax.vmap(lambda x: interpreted(x, role), 1)(jnp.moveaxis(x, 0, 1))
+    each = [interpreted(one, role) for one in x]
+    assert_same(found, jax.tree.map(lambda *xs: jnp.stack(xs), *each))
+
+
+@pytest.mark.parametrize("role", slow_but([mpx.Role.GRADIENT], list(mpx.Role)))
+@pytest.mark.parametrize(
+    "spec",
+    slow_but([P(None, "a", "b")], [P(None, "a", "b"), P("b", "a"), P()]),
+    ids=str,
+)
+def test_each_device_quantizes_its_part(role, spec):
+    x = integers((2, 256, 128))
+    there = jax.device_put(x, NamedSharding(two_axes(), spec))
+    function = functools.partial(interpreted, role=role)
+    assert_same(jax.jit(function)(there), interpreted(x, role))
+    # Amaxes and hashes of blocks travel, no numbers.
+    sent = partitioned(function, there, devices=8)
+    assert sum(message.bytes for message in sent) <= x.nbytes // 64
+
+
+@pytest.mark.slow
+def test_a_block_on_two_devices_is_brought_together():
+    x = integers((2, 256, 128))
+    sharding = NamedSharding(two_axes(), P(None, None, ("a", "b")))
+    found = jax.jit(interpreted, static_argnums=1)(
+        jax.device_put(x, sharding), mpx.Role.GRADIENT
+    )
+    assert_same(found, interpreted(x, mpx.Role.GRADIENT))
+
+
+def test_in_shard_map():
+    x, role = integers((256, 128)), mpx.Role.INPUT
+    join = joined_over(("a", "b"), all_vary=True)
+
+    def dequantized(x, interpret=True, join=join):
+        one, other = quantize_four_bits(
+            x,
+            (PALLAS.quantizer(role), PALLAS.quantizer(role, for_wgrad=True)),
+            HALF,
+            AXES[role],
+            join,
+            interpret=interpret,
+        )
+        return one.dequantize(), other.dequantize(rotated=True)
+
+    mapped = functools.partial(
+        jax.shard_map, in_specs=P("a", "b"), out_specs=P("a", "b")
+    )
+    found = jax.jit(mapped(dequantized, mesh=two_axes(), check_vma=False))(x)
+    assert_same(found, dequantized(x, join=alone))
+
+    # JAX interprets no kernel where it checks what varies, and lowers one.
+    for_a_gpu = functools.partial(dequantized, interpret=False)
+    text = lowered(mapped(for_a_gpu, mesh=mesh_of_b200s()), x)
+    assert text.count("xla.gpu.triton") == 2
+
+
+# --- The recipe -----------------------------------------------------------------------
+
+
+def loss(params, x):
+    """Two linear layers, the first with a weight that the program rounds."""
+    h = jax.nn.relu(x @ params["up"].astype(x.dtype))
+    return jnp.mean((h.astype(jnp.float32) @ params["down"]) ** 2)
+
+
+def operands(width=96):
+    keys = jax.random.split(jax.random.key(1), 3)
+    params = {
+        "up": jax.random.normal(keys[0], (64, width)),
+        "down": jax.random.normal(keys[1], (width, 32)),
+    }
+    return params, jax.random.normal(keys[2], (128, 64), jnp.bfloat16)
+
+
+def step(recipe):
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
+    return jax.value_and_grad(
+        mpx.autocast(loss, recipe=recipe, rules=rules, target="B200")
+    )
+
+
+def kernels(recipe, *args):
+    return lowered(step(recipe), *args).count("xla.gpu.triton")
+
+
+def test_each_operand_is_measured_and_quantized():
+    # Of two products: inputs and gradients, and weights, whose amax is XLA's.
+    assert kernels(PALLAS, *operands()) == 2 * (2 + 2 + 1)
+    assert kernels(XLA, *operands()) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "count"),
+    [
+        ("disable_rht", 2 * (1 + 2 + 1)),  # noise is drawn by a hash
+        ("disable_stochastic_rounding", 2 * (2 + 2 + 1)),
+        ("disable_2d_quantization", 2 * (2 + 2 + 1)),
+    ],
+)
+def test_with_less(option, count):
+    recipe = mpx.NVFP4BlockScaling(kernel="pallas", **{option: True})
+    assert kernels(recipe, *operands()) == count
+
+
+def test_other_sizes_are_left_to_xla():
+    # Of the first product, only the input has whole blocks both ways; of the second,
+    # only the gradient.
+    assert kernels(PALLAS, *operands(48)) == 4
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_one_copy_needs_no_kernel(override):
+    recipe = mpx.NVFP4BlockScaling(kernel="pallas", backward_override=override)
+    assert kernels(recipe, *operands()) == 0
+
+
+def test_no_place_is_beyond_32_bits():
+    assert has_tiles((2**16, 2**15))
+    assert not has_tiles((2**16, 2**16))
+
+
+@pytest.mark.parametrize("width", slow_but([96], [96, 48]))
+def test_elsewhere_it_is_the_same_recipe(width):
+    args = operands(width)
+    found, want = (jax.jit(step(recipe))(*args) for recipe in (PALLAS, XLA))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+@pytest.mark.slow
+def test_under_scan_vmap_and_remat():
+    params, x = operands()
+
+    def total(params, batches):
+        one = jax.checkpoint(lambda x: loss(params, x))
+        return jnp.mean(jax.vmap(one)(batches)) + jax.lax.map(one, batches).sum()
+
+    batches = jnp.stack([x, 2 * x])
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
+
+    def gradients(recipe):
+        func = mpx.autocast(total, recipe=recipe, rules=rules, target="B200")
+        lowered(jax.grad(func), params, batches)
+        return jax.jit(jax.grad(func))(params, batches)
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(PALLAS), gradients(XLA))
+
+
+def test_wrong_kernels_are_named():
+    with pytest.raises(ValueError, match="NVFP4BlockScaling.*\"pallas\"; got 'triton'"):
+        mpx.NVFP4BlockScaling(kernel="triton")
