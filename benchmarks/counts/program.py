@@ -176,10 +176,31 @@ def fingerprint(lowered: Any) -> str:
     the placement on a single device, so that a program lowered for a platform without
     a device of it has the same hash.
     """
-    text = lowered.as_text()
+    text = _KERNEL.sub(_without_lines, lowered.as_text())
     for pattern, replacement in _ON_ONE_DEVICE:
         text = pattern.sub(replacement, text)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# A kernel of Pallas for Triton: a module as bytes, with source lines and paths in it.
+_KERNEL = re.compile(r'\bir = "((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(rb"\\([0-9A-F]{2}|.)", re.DOTALL)
+
+
+def _without_lines(found: re.Match[str]) -> str:
+    """The kernel as text, which has none."""
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+    from jaxlib.triton import dialect
+
+    def byte(escaped: re.Match[bytes]) -> bytes:
+        code = escaped.group(1)
+        return bytes.fromhex(code.decode()) if len(code) == 2 else code
+
+    context = mlir.make_ir_context()
+    dialect.register_dialect(context)
+    with context:
+        return str(ir.Module.parse(_ESCAPED.sub(byte, found.group(1).encode())))
 
 
 def bytes_of_shape(text: str, on_chip: bool = True) -> int:

@@ -113,38 +113,14 @@ def quantize_four_bits(
         else jnp.zeros(2, jnp.uint32)
         for salt in (axes.index(-1), axes.index(-2))
     ]
-    facts = _facts(scales, keys)
     is_square = rows.block_dimensions == 2
-    by_rows, by_columns = (ROWS, _SCALES), (COLUMNS, _SCALES)
-    blocks = (
-        ((by_rows, by_columns),)
-        if is_square
-        else (((ROWS, BLOCK), by_columns), ((COLUMNS, BLOCK), by_rows))
+    found = _both(
+        x, _facts(scales, keys), place, copies, is_square, rounded_to, interpret
     )
-    numbers = (
-        ((ROWS, BLOCK), (COLUMNS, _HALF)),
-        ((COLUMNS, BLOCK), (ROWS, _HALF)),
-    )
-    payload, turned, *codes = Tiled(
-        functools.partial(
-            _quantize_square if is_square else _quantize,
-            copies=copies,
-            rounded_to=rounded_to,
-        ),
-        "nvfp4_in_both_layouts",
-        operands=(_MATRIX, _FACTS, *_PLACE[: len(place)]),
-        results=tuple((along, jnp.uint8) for along in (*numbers, *blocks)),
-        interpret=interpret,
-    )(x, jnp.broadcast_to(facts, (*x.shape[:-2], *facts.shape)), *place)
-    found = {
-        -1: (payload, codes[0], scales[0]),
-        -2: (turned.mT, codes[0] if is_square else codes[1].mT, scales[1]),
-    }
     first, second = (
         QuantizedArray(
-            found[axis][0],
-            lax.bitcast_convert_type(found[axis][1], Format.E4M3.dtype),
-            1 / found[axis][2],
+            *found[axis],
+            1 / scales[-1 - axis],
             format=Format.E2M1,
             dtype=dtype,
             # The last one is packed.
@@ -197,6 +173,35 @@ def _measured(
     first, second, total = lax.reduce(found, nothing, join, tuple(range(x.ndim)))
     one, other = (lax.bitcast_convert_type(y, jnp.float32) for y in (first, second))
     return one, other, total
+
+
+def _both(
+    x: Array,
+    facts: Array,
+    place: tuple[Array, ...],
+    copies: tuple[_Copy, _Copy],
+    is_square: bool,
+    rounded_to: np.dtype | None,
+    interpret: bool,
+) -> dict[int, tuple[Array, Array]]:
+    """Payload and scales of the copies, by the axis that blocks are packed along."""
+    by_rows, by_columns = (ROWS, _SCALES), (COLUMNS, _SCALES)
+    scales = (((ROWS, BLOCK), by_columns), ((COLUMNS, BLOCK), by_rows))
+    numbers = (((ROWS, BLOCK), (COLUMNS, _HALF)), ((COLUMNS, BLOCK), (ROWS, _HALF)))
+    results = (*numbers, *(((by_rows, by_columns),) if is_square else scales))
+    kernel = _quantize_square if is_square else _quantize
+    payload, turned, *codes = Tiled(
+        functools.partial(kernel, copies=copies, rounded_to=rounded_to),
+        "nvfp4_in_both_layouts",
+        operands=(_MATRIX, _FACTS, *_PLACE[: len(place)]),
+        results=tuple((along, jnp.uint8) for along in results),
+        interpret=interpret,
+    )(x, jnp.broadcast_to(facts, (*x.shape[:-2], *facts.shape)), *place)
+    first, *turned_scales = (
+        lax.bitcast_convert_type(code, Format.E4M3.dtype) for code in codes
+    )
+    second = first if is_square else turned_scales[0].mT
+    return {-1: (payload, first), -2: (turned.mT, second)}
 
 
 def _facts(scales: Sequence[Array], keys: Sequence[Array]) -> Array:

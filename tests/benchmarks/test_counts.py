@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from benchmarks.counts import program as counts
+from tests.quantize.kernels import filter_deprecation, lowered_for_b200
 
 FLOAT = 4  # bytes
 
@@ -207,3 +210,24 @@ def test_fingerprint_sees_the_program_and_not_its_place():
 
     triple.__name__ = "double"
     assert counts.fingerprint(lower(triple)) != here
+
+
+@filter_deprecation
+def test_fingerprint_sees_a_kernel_and_not_its_lines():
+    """A kernel of Pallas is bytes in the program, with its source lines and paths."""
+
+    def of_kernel(source, lines):
+        names = {}
+        code = "\n" * lines + f"def kernel(x, y): y[...] = {source}"
+        exec(compile(code, f"file_{lines}.py", "exec"), names)
+
+        def call(x):
+            params = triton.CompilerParams()
+            kernel = names["kernel"]
+            return pl.pallas_call(kernel, out_shape=x, compiler_params=params)(x)
+
+        return lowered_for_b200(call, shaped(16))
+
+    here, moved = of_kernel("x[...] * 2", 1), of_kernel("x[...] * 2", 30)
+    assert counts.fingerprint(here) == counts.fingerprint(moved)
+    assert counts.fingerprint(here) != counts.fingerprint(of_kernel("x[...] * 3", 1))

@@ -19,11 +19,14 @@ filter_deprecation = pytest.mark.filterwarnings(
 B200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA B200", None, "gpu"))
 
 
+def lowered_for_b200(f, *args):
+    with jax.sharding.use_abstract_mesh(B200):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))
+
+
 def lowered(f, *args):
     """The program for a B200, as text."""
-    with jax.sharding.use_abstract_mesh(B200):
-        traced = jax.jit(f).trace(*args)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return lowered_for_b200(f, *args).as_text()
 
 
 def wild(shape, dtype=jnp.float32):
