@@ -9,7 +9,7 @@ branches must agree: all in half precision, or all in float32.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from .._wire import refuse_sums_of_others
 from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate
-from ._travel import dtypes_at_entry, joined, narrowed
+from ._entry import Entry, entries_of, settled
 
 
 def enter(
@@ -186,7 +186,7 @@ def rewrite_jit(
     operands = widened(run, place, equation, operands, demands)
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
-    if any(state.form) or any(v.gathering is not None for v in operands):
+    if any(state.form) or any(v.arriving is not None for v in operands):
         return _rewrite_inline(run, place, equation, operands, demands)
     closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
     arrays = [v.array for v in operands]
@@ -255,7 +255,7 @@ def rewrite_shard_map(
     run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A program that runs once per device."""
-    params = equation.params
+    params, outside = equation.params, place
     facts = tuple(v.facts for v in operands)
     state = _state_for(run, place, operands, params["jaxpr"])
     if not params["check_vma"]:
@@ -263,33 +263,36 @@ def rewrite_shard_map(
         place = dataclasses.replace(place, sums_over_devices=True)
     are_declared = tuple(f.provenance is Provenance.DECLARED for f in facts)
     ahead = demands_of(run, place.settings, params["jaxpr"], are_declared, demands)
-    dtypes = dtypes_at_entry(place, equation, operands, ahead.inputs)
-    given = [
-        [v.array] if dtype is None else narrowed(place, v.array, dtype)
-        for v, dtype in zip(operands, dtypes, strict=True)
-    ]
     found: list[tuple[Facts, ...]] = []
 
-    def program(
-        given: list[list[AnyArray]], arrays: list[AnyArray]
-    ) -> tuple[AnyArray, ...]:
-        slots, step = state.unpacked(arrays)
-        entered = [joined(*one) if len(one) > 1 else one[0] for one in given]
-        inside = enter(entered, facts, slots)
-        with run.at_step(step):
-            results = evaluate(run, place, params["jaxpr"], inside, demands)
-        found[:] = [tuple(v.facts for v in results)]
-        return tuple(v.array for v in results)
+    def mapped(entries: Sequence[Entry]) -> Callable[..., tuple[AnyArray, ...]]:
+        def program(
+            given: list[list[AnyArray]], arrays: list[AnyArray]
+        ) -> tuple[AnyArray, ...]:
+            slots, step = state.unpacked(arrays)
+            rows = zip(entries, given, facts, slots, strict=True)
+            inside = [entry.inside(xs, f, s) for entry, xs, f, s in rows]
+            with run.at_step(step):
+                results = evaluate(run, place, params["jaxpr"], inside, demands)
+            found[:] = [tuple(v.facts for v in results)]
+            return tuple(v.array for v in results)
 
-    mapped = jax.shard_map(
-        program,
-        mesh=params["mesh"],
-        in_specs=(list(params["in_specs"]), P()),
-        out_specs=params["out_specs"],
-        check_vma=params["check_vma"],
-        axis_names=set(params["newly_manual_axes"]),
-    )
-    results = mapped(given, list(state.arrays))
+        return jax.shard_map(
+            program,
+            mesh=params["mesh"],
+            in_specs=([entry.specs for entry in entries], P()),
+            out_specs=params["out_specs"],
+            check_vma=params["check_vma"],
+            axis_names=set(params["newly_manual_axes"]),
+        )
+
+    entries = entries_of(outside, equation, operands, ahead.inputs)
+    if any(entry.asks is not None for entry in entries):
+        given = [entry.arrays for entry in entries]
+        jax.eval_shape(mapped(entries), given, list(state.arrays))
+        entries = [settled(outside, entry) for entry in entries]
+    given = [entry.arrays for entry in entries]
+    results = mapped(entries)(given, list(state.arrays))
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 
 

@@ -187,8 +187,7 @@ class Slots:
 
     def take(self, use: str, recipe: AbstractRecipe) -> Array | None:
         """The scales for one use; None if there is no state."""
-        if self._lengths:
-            use = f"{use} of {'x'.join(map(str, self._lengths))}"
+        use = self._named(use)
         if isinstance(self._source, StateRequests):
             name = SlotName(self.parameter, use)
             request = Request(recipe, self._lengths)
@@ -220,6 +219,18 @@ class Slots:
             )
         mine, self._source[use] = shared(rest, 2)
         return mine
+
+    def look_up(self, use: str) -> Array:
+        """The scales of a use that a program inside takes, which also gets its amax."""
+        if not isinstance(self._source, dict):
+            return jnp.ones(ROLES, jnp.float32)
+        return jax.lax.stop_gradient(self._source[self._named(use)])
+
+    def _named(self, use: str) -> str:
+        """The name of a use where scans cut the weight."""
+        if not self._lengths:
+            return use
+        return f"{use} of {'x'.join(map(str, self._lengths))}"
 
     @property
     def form(self) -> Hashable:

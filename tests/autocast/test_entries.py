@@ -1,0 +1,154 @@
+"""Weights that lie in pieces and enter `jax.shard_map` whole, under recipes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import mpx
+
+from ..collectives import partitioned
+
+CURRENT, DELAYED = mpx.Float8CurrentScaling(), mpx.DelayedScaling(warm_start=True)
+BLOCK = mpx.Float8BlockScaling()
+SHAPES = {"first": (16, 32), "last": (32, 16), "head": (16, 8)}
+E4M3, POLICY = "f8e4m3fn", "params=float32,compute=bfloat16,output=float32,reduce="
+LAYERS = 3
+
+
+def mesh_of(kind=AxisType.Auto, shape=(4,), names=("data",)):
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, names, axis_types=(kind,) * len(names))
+
+
+def put(x, mesh, spec):
+    """An array that all processes know, where its pieces lie."""
+    x = np.asarray(x)
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
+def arguments(mesh, stacked=()):
+    keys = jax.random.split(jax.random.key(0), len(SHAPES) + 1)
+    w = {}
+    for key, (name, shape) in zip(keys, SHAPES.items(), strict=False):
+        shape = (LAYERS, *shape) if name in stacked else shape
+        spec = P(None, "data") if name in stacked else P("data")
+        w[name] = put(jax.random.normal(key, shape) * 0.3, mesh, spec)
+    return w, put(jax.random.normal(keys[-1], (8, 16)), mesh, P("data"))
+
+
+def block(w, x):
+    return jax.nn.gelu(x @ w["first"]) @ w["last"]
+
+
+def turned(w, x):
+    """Each weight is used transposed."""
+    return jax.nn.gelu(jnp.einsum("ij,kj->ik", x, w["first"].T)) @ jnp.copy(w["last"])
+
+
+def shared(w, x):
+    """A weight has two uses."""
+    hidden = x @ w["first"] + jnp.sin(x) @ w["first"]
+    return jax.nn.gelu(hidden) @ w["last"]
+
+
+def jitted(w, x):
+    product = jax.jit(lambda x, w: x @ w)
+    return product(jax.nn.gelu(product(x, w["first"])), w["last"])
+
+
+def in_remat(w, x):
+    return jax.checkpoint(block)(w, x)
+
+
+def looped(w, x):
+    """Every turn uses the same weights."""
+    return jax.lax.scan(lambda x, _: (block(w, x), None), x, length=2)[0]
+
+
+def read(w, x):
+    """A weight is read beside its product."""
+    return block(w, x) + jnp.sin(w["first"]).sum()
+
+
+def in_rows(w, x):
+    """A weight is used as one of a recipe with blocks, which quantizes its digits."""
+    with mpx.autocast(recipe=BLOCK):
+        hidden = x @ w["first"]
+    return jax.nn.gelu(hidden) @ w["last"]
+
+
+def loss_in(mesh, model, check_vma=True):
+    def local(w, x):
+        y = model(w, x) @ w["head"]
+        return jax.lax.pmean(jnp.mean(y**2), mesh.axis_names)
+
+    in_specs = (P(), P("data"))
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma
+    )
+
+
+def step_of(loss, recipe, policy):
+    low = mpx.autocast(loss, recipe=recipe, target="H100")
+
+    def step(scaling, w, x):
+        return mpx.filter_value_and_grad(low, scaling, policy=policy)(w, x)
+
+    def begin(w, x):
+        is_delayed = isinstance(recipe, mpx.DelayedScaling)
+        return mpx.init_scaling(low, w, x) if is_delayed else mpx.NoLossScaling()
+
+    return begin, step
+
+
+def gathers(step, *args):
+    sent = partitioned(step, *args)
+    return {m.dtype for m in sent if m.kind == "all-gather" and m.bytes > 64}
+
+
+def compared(loss, recipe, w, x, reduce="float32"):
+    """What is gathered, in which dtypes, where the results have the same bits.
+
+    Those of loss, gradients and scaling over two steps, as with weights that go in as
+    float32.
+    """
+    found, dtypes = [], []
+    for gather_dtype in ("", ",gather=float32"):
+        begin, step = step_of(loss, recipe, POLICY + reduce + gather_dtype)
+        first = jax.jit(step)(begin(w, x), w, x)
+        second = jax.jit(step)(first.scaling, w, x)
+        assert first.finite and second.finite
+        found.append(jax.tree.map(np.asarray, jax.tree.leaves((first, second))))
+        dtypes.append(gathers(step, begin(w, x), w, x))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert dtypes[1] == {"f32"}
+    return dtypes[0]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
+def test_products_under_a_recipe_get_8_bits(recipe, check_vma):
+    """And the final projection, which is none of theirs, half precision."""
+    mesh = mesh_of()
+    loss = loss_in(mesh, block, check_vma)
+    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
+@pytest.mark.parametrize("model", [turned, shared, jitted])
+def test_models(model, recipe):
+    mesh = mesh_of()
+    loss = loss_in(mesh, model)
+    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
+@pytest.mark.parametrize("model", [read, in_rows])
+def test_a_weight_of_which_more_is_read_goes_in_as_float32(model, recipe):
+    mesh = mesh_of()
+    loss = loss_in(mesh, model)
+    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16", "f32"}
