@@ -154,6 +154,11 @@ class Value:
         return isinstance(self.arriving, Entering)
 
     @property
+    def handed(self) -> Any:
+        """What a program inside gets of it, a tree of arrays: see `enter`."""
+        return self.arriving if self.has_entered else self.array
+
+    @property
     def dtype(self) -> Any:
         """The dtype that it has now."""
         return self.array.dtype if self.arriving is None else FULL

@@ -74,7 +74,7 @@ def rewrite_scan(
     def body(carry: PyTree, xs: PyTree) -> tuple[list[AnyArray], list[AnyArray]]:
         xs, for_fixed, for_stacked = xs
         slots, _ = shared.unpacked(for_fixed)
-        consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
+        consts = enter([v.handed for v in fixed], [v.facts for v in fixed], slots)
         rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
         operands = [*consts, *_carried(carry), *rows]
         results = evaluate(run, place, closed, operands, wanted)

@@ -68,6 +68,11 @@ def looped(w, x):
     return jax.lax.scan(lambda x, _: (block(w, x), None), x, length=2)[0]
 
 
+def branched(w, x):
+    """One branch of two has the products."""
+    return jax.lax.cond(x[0, 0] < 100, block, lambda w, x: x, w, x)
+
+
 def read(w, x):
     """A weight is read beside its product."""
     return block(w, x) + jnp.sin(w["first"]).sum()
@@ -139,7 +144,7 @@ def test_products_under_a_recipe_get_8_bits(recipe, check_vma):
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
-@pytest.mark.parametrize("model", [turned, shared, jitted])
+@pytest.mark.parametrize("model", [turned, shared, jitted, in_remat, looped, branched])
 def test_models(model, recipe):
     mesh = mesh_of()
     loss = loss_in(mesh, model)
