@@ -32,13 +32,14 @@ from .._typing import AnyArray
 from .._wire import (
     Asked,
     Asks,
+    Gathering,
     Quantized,
     cast_where_it_lies,
     entering,
     joined,
     only_gradient,
 )
-from ._context import FULL, Facts, Place, Provenance, Value
+from ._context import FULL, Entering, Facts, Place, Provenance, Value
 from ._demand import Demand
 
 
@@ -90,13 +91,14 @@ def entries_of(
             value.facts.provenance is Provenance.DECLARED and value.dtype == FULL
         )
         is_weight = value.facts.is_weight and is_master and not _is_cut(spec, axes)
-        entry = _as_it_is(value, spec)
         if is_weight and wire is not None and recipe is not None:
-            if _may_be_asked(place, wire, value, demand):
-                entry = _asked(value, spec, wire)
+            is_asked = _may_be_asked(place, wire, demand)
+            entry = _asked(value, spec, wire) if is_asked else _as_it_is(value, spec)
         elif is_weight and wire is not None:
             dtype = _dtype_of(place, wire, aval_of(atom).dtype, demand)
-            entry = entry if dtype is None else _rounded(value, spec, wire, dtype)
+            entry = _rounded(value, spec, wire, dtype)
+        else:
+            entry = _as_it_is(value, spec)
         entries.append(entry)
     return entries
 
@@ -127,13 +129,8 @@ def settled(place: Place, entry: Entry) -> Entry:
         assert value.slots is not None  # or the recipe had none
         return value.slots.look_up(form.use)
 
-    entered = entering(value.array, asks, wire, here, scales)
-    arrays, tree = jax.tree.flatten(entered)
-
-    def inside(arrays: list[AnyArray], facts: Facts, slots: Slots | None) -> Value:
-        return Value.on_its_way(jax.tree.unflatten(tree, arrays), facts, slots)
-
-    return Entry(value, entry.spec, arrays, inside)
+    entered = entering(_source(value), asks, wire, here, scales)
+    return _entered(value, entry.spec, entered)
 
 
 def _as_it_is(value: Value, spec: Any) -> Entry:
@@ -143,7 +140,9 @@ def _as_it_is(value: Value, spec: Any) -> Entry:
     return Entry(value, spec, [value.array], inside)
 
 
-def _rounded(value: Value, spec: Any, wire: Wire, dtype: np.dtype) -> Entry:
+def _rounded(value: Value, spec: Any, wire: Wire, dtype: np.dtype | None) -> Entry:
+    if dtype is None:
+        return _as_it_is(value, spec)
     narrow = jax.lax.stop_gradient(cast_where_it_lies(value.array, dtype))
     zeros = only_gradient(lambda x: x, value.array, wire)
 
@@ -154,12 +153,27 @@ def _rounded(value: Value, spec: Any, wire: Wire, dtype: np.dtype) -> Entry:
 
 
 def _asked(value: Value, spec: Any, wire: Wire) -> Entry:
-    asks = Asks()
+    asks, source = Asks(), _source(value)
+    # Of what the program gathers nothing is sent yet.
+    is_gathered = isinstance(source, Gathering)
+    weight = jax.eval_shape(source.arrive) if is_gathered else source
+    return _entered(value, spec, Asked(weight, asks, wire), asks)
+
+
+def _source(value: Value) -> AnyArray | Gathering:
+    """A weight, or what gathers it in front of the `shard_map`."""
+    return value.arriving if isinstance(value.arriving, Gathering) else value.array
+
+
+def _entered(
+    value: Value, spec: Any, entering: Entering, asks: Asks | None = None
+) -> Entry:
+    arrays, tree = jax.tree.flatten(entering)
 
     def inside(arrays: list[AnyArray], facts: Facts, slots: Slots | None) -> Value:
-        return Value.on_its_way(Asked(arrays[0], asks, wire), facts, slots)
+        return Value.on_its_way(jax.tree.unflatten(tree, arrays), facts, slots)
 
-    return Entry(value, spec, [value.array], inside, asks)
+    return Entry(value, spec, arrays, inside, asks)
 
 
 def _is_cut(spec: Any, axes: Collection[str]) -> bool:
@@ -168,15 +182,14 @@ def _is_cut(spec: Any, axes: Collection[str]) -> bool:
     return set(axes) <= {name for part in parts for name in part}
 
 
-def _may_be_asked(place: Place, wire: Wire, value: Value, demand: Demand) -> bool:
+def _may_be_asked(place: Place, wire: Wire, demand: Demand) -> bool:
     """Whether a weight may go in in few bits under a recipe, if its uses read no more.
 
     Not where the policy says in which dtype weights travel, nor what a device computes
     alone: it has an amax of its own.
     """
     is_free = wire.gather_dtype is None and not wire.is_alone
-    is_here = value.arriving is None and place.settings.is_enabled
-    return is_free and is_here and demand.has_half
+    return is_free and place.settings.is_enabled and demand.has_half
 
 
 def _dtype_of(

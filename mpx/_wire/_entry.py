@@ -28,6 +28,7 @@ from .._quantize import (
     quantized_ahead,
 )
 from .._typing import AnyArray, Shape
+from ._gathering import Gathering
 from ._weights import (
     FLOAT32,
     cast_where_it_lies,
@@ -179,7 +180,7 @@ class Entered(eqx.Module):
 
 
 def entering(
-    weight: AnyArray,
+    weight: AnyArray | Gathering,
     asks: Asks,
     wire: Wire,
     here: Callable[[AbstractProduct], AbstractProduct],
@@ -188,7 +189,7 @@ def entering(
     """What goes in for a weight.
 
     Args:
-        weight: The weight where it lies, float32.
+        weight: The weight where it lies, float32; or what the program gathers.
         asks: What the uses read.
         wire: What was said of travelling.
         here: A product as it would be outside.
@@ -200,13 +201,35 @@ def entering(
 
     def piece(form: Form, product: AbstractProduct | None) -> AnyArray | Ahead:
         if not isinstance(form, Quantized):
-            return jax.lax.stop_gradient(cast_where_it_lies(weight, form))
+            return jax.lax.stop_gradient(_rounded(weight, form))
         assert product is not None  # it has asked
-        return quantized_ahead(here(product), weight, scales(form), where_it_lies)
+        return _quantized(weight, here(product), scales(form), form.use)
 
     pieces = tuple(piece(form, product) for form, product in asks.forms.items())
-    zeros = only_gradient(lambda x: x, weight, wire)
+    if isinstance(weight, Gathering):
+        zeros = weight.only_gradient()
+    else:
+        zeros = only_gradient(lambda x: x, weight, wire)
     return Entered(zeros, pieces, tuple(asks.forms), wire)
+
+
+def _rounded(weight: AnyArray | Gathering, dtype: np.dtype) -> AnyArray:
+    if isinstance(weight, Gathering):
+        return weight.arrive().astype(dtype)
+    return cast_where_it_lies(weight, dtype)
+
+
+def _quantized(
+    weight: AnyArray | Gathering,
+    product: AbstractProduct,
+    scales: AnyArray | None,
+    use: str | None,
+) -> Ahead:
+    if not isinstance(weight, Gathering):
+        return quantized_ahead(product, weight, scales, where_it_lies)
+    found = weight.arrive_quantized(product, scales, use)
+    assert found is not None  # or it had not been asked
+    return found[1]
 
 
 @jax.custom_vjp

@@ -86,6 +86,13 @@ class Gathering:
             whole = only_gradient(back, self.weight, self.wire)
         return self._moved(whole), ahead
 
+    def only_gradient(self) -> AnyArray:
+        """Zeros in its place; see `_weights.only_gradient`."""
+        with execution_context(self.equation):
+            move = functools.partial(_bound, self.equation)
+            whole = only_gradient(move, self.weight, self.wire)
+        return self._moved(whole)
+
     @property
     def _is_only_typed(self) -> bool:
         """Whether a weight that lies in pieces has the shape of what arrives.
