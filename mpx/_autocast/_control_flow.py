@@ -33,7 +33,7 @@ from .._program import (
 )
 from .._recipe_state import Slots, StateOperands
 from .._typing import AnyArray, Aval, Program
-from .._wire import Asked, refuse_sums_of_others
+from .._wire import Asked, Asks, refuse_sums_of_others
 from ._context import (
     FULL,
     Entering,
@@ -88,10 +88,10 @@ class Types(NamedTuple):
     tree: Any
 
     @property
-    def are_asked(self) -> bool:
-        """Whether a program is to be emitted to find out what it reads of them."""
+    def asks(self) -> list[Asks]:
+        """Where a program notes what it reads of weights, if it is to find out."""
         operands = jax.tree.unflatten(self.tree, self.avals)
-        return any(isinstance(one, Asked) for one in operands)
+        return [one.asks for one in operands if isinstance(one, Asked)]
 
 
 def types_of(operands: Sequence[Value]) -> Types:
@@ -140,14 +140,19 @@ def rewritten(
     key = (place, *types, demands, dtypes, state.form)
     made = known.get(key)
     if made is not None:
-        closed, new, used = made
+        closed, new, used, asks = made
         run.used |= used
+        _answer(types, asks)
         return closed, new
+    asks = [Asks() for _ in types.asks]  # its own, for whoever finds it again
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: AnyArray) -> list[AnyArray]:
         slots, step = state.unpacked(arrays[len(avals) :])
-        operands = jax.tree.unflatten(tree, arrays[: len(avals)])
+        operands, own = jax.tree.unflatten(tree, arrays[: len(avals)]), iter(asks)
+        operands = [
+            x.noting(next(own)) if isinstance(x, Asked) else x for x in operands
+        ]
         inside = enter(operands, facts, slots)
         with run.at_step(step):
             results = evaluate(run, place, jaxpr, inside, demands)
@@ -158,10 +163,16 @@ def rewritten(
 
     before, run.used = run.used, set()
     closed = jax.make_jaxpr(program)(*avals, *besides)
-    if not types.are_asked:
-        known[key] = closed, found[0], frozenset(run.used)
+    known[key] = closed, found[0], frozenset(run.used), asks
     run.used |= before
+    _answer(types, asks)
     return closed, found[0]
+
+
+def _answer(types: Types, found: Sequence[Asks]) -> None:
+    """Notes what a rewritten program reads of its weights."""
+    for asks, own in zip(types.asks, found, strict=True):
+        asks.add(own)
 
 
 def _state_for(

@@ -77,6 +77,18 @@ class Asks:
         self.forms: dict[Form, AbstractProduct | None] = {}
         self.is_read = False
 
+    def __eq__(self, other: object) -> bool:
+        """All are equal, so that programs that ask the same are found again."""
+        return isinstance(other, Asks)
+
+    def __hash__(self) -> int:
+        return hash(Asks)
+
+    def add(self, others: "Asks") -> None:
+        """Adds what others have noted."""
+        self.forms.update(others.forms)
+        self.is_read |= others.is_read
+
     @property
     def is_narrow(self) -> bool:
         """Whether all forms together are fewer bytes than float32."""
@@ -106,6 +118,10 @@ class Asked(eqx.Module):
         """The same, moved by an equation."""
         weight = _moved(equation, self.weight, self.wire)
         return Asked(weight, self.asks, self.wire)
+
+    def noting(self, asks: Asks) -> "Asked":
+        """The same, of which others note what they read."""
+        return Asked(self.weight, asks, self.wire)
 
     def arrive(self, dtype: np.dtype | None = None) -> AnyArray:
         """The weight, float32, for a use that casts it to a dtype, or does not."""
