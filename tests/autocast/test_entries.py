@@ -1,5 +1,7 @@
 """Weights that lie in pieces and enter `jax.shard_map` whole, under recipes."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import mpx
 
 from ..collectives import partitioned
+from ..helpers import slow_but
 
 CURRENT, DELAYED = mpx.Float8CurrentScaling(), mpx.DelayedScaling(warm_start=True)
-BLOCK = mpx.Float8BlockScaling()
+RECIPES, BLOCK = [CURRENT, DELAYED], mpx.Float8BlockScaling()
+RECIPES_AND_CHECKS = list(itertools.product(RECIPES, [True, False]))
 SHAPES = {"first": (16, 32), "last": (32, 16), "head": (16, 8)}
 E4M3, POLICY = "f8e4m3fn", "params=float32,compute=bfloat16,output=float32,reduce="
 LAYERS = 3
@@ -140,8 +144,10 @@ def compared(loss, recipe, w, x, reduce="float32"):
     return dtypes[0]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
+@pytest.mark.parametrize(
+    ("recipe", "check_vma"),
+    slow_but([(CURRENT, True), (DELAYED, False)], RECIPES_AND_CHECKS),
+)
 def test_products_under_a_recipe_get_8_bits(recipe, check_vma):
     """And the final projection, which is none of theirs, half precision."""
     mesh = mesh_of()
@@ -149,29 +155,44 @@ def test_products_under_a_recipe_get_8_bits(recipe, check_vma):
     assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
 
 
-@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
-@pytest.mark.parametrize("model", [turned, shared, jitted, in_remat, looped, branched])
-def test_models(model, recipe):
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    slow_but(
+        [(shared, CURRENT), (in_remat, CURRENT), (looped, DELAYED)],
+        itertools.product(
+            [turned, shared, jitted, in_remat, looped, branched], RECIPES
+        ),
+    ),
+)
+def test_it_holds_however_a_weight_gets_to_its_products(model, recipe):
     mesh = mesh_of()
     loss = loss_in(mesh, model)
     assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
 
 
-@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
-@pytest.mark.parametrize("model", [read, in_rows])
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    slow_but([(read, DELAYED)], itertools.product([read, in_rows], RECIPES)),
+)
 def test_a_weight_of_which_more_is_read_goes_in_as_float32(model, recipe):
     mesh = mesh_of()
     loss = loss_in(mesh, model)
     assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16", "f32"}
 
 
+@pytest.mark.slow
 def test_a_weight_that_the_program_rounds_goes_in_so():
     mesh = mesh_of()
     assert compared(loss_in(mesh, rounded), CURRENT, *arguments(mesh)) == {E4M3, "bf16"}
 
 
-@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    slow_but(
+        [(AxisType.Explicit, CURRENT)],
+        itertools.product([AxisType.Auto, AxisType.Explicit], RECIPES),
+    ),
+)
 def test_a_weight_that_is_gathered_in_front_of_shard_map(kind, recipe):
     """As it must be over explicit axes."""
     mesh = mesh_of(kind)
@@ -188,8 +209,9 @@ def test_a_weight_that_is_gathered_in_front_of_shard_map(kind, recipe):
         assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
+@pytest.mark.parametrize(
+    ("recipe", "check_vma"), slow_but([(DELAYED, True)], RECIPES_AND_CHECKS)
+)
 def test_a_weight_of_which_each_device_of_an_axis_has_a_piece(recipe, check_vma):
     """Its scale is that of all pieces."""
     mesh = mesh_of(shape=(2, 2), names=("data", "model"))
@@ -210,7 +232,7 @@ def test_a_weight_of_which_each_device_of_an_axis_has_a_piece(recipe, check_vma)
     assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
 
 
-@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
+@pytest.mark.parametrize("recipe", slow_but([DELAYED], RECIPES))
 def test_each_layer_of_a_scan_enters_on_its_own(recipe):
     mesh = mesh_of()
     enter = jax.shard_map(
@@ -234,3 +256,22 @@ def test_gradients_that_are_summed_in_bfloat16():
     loss = loss_in(mesh, block)
     args = arguments(mesh)
     assert compared(loss, CURRENT, *args, reduce="bfloat16") == {E4M3, "bf16"}
+
+
+def test_what_is_not_finite_in_a_piece_makes_the_step_a_bad_one():
+    mesh = mesh_of()
+    begin, step = step_of(loss_in(mesh, block), CURRENT, POLICY + "float32")
+    w, x = arguments(mesh)
+    for value in (np.inf, np.nan):
+        bad = w | {"last": w["last"].at[-1, 0].set(value)}
+        assert not jax.jit(step)(begin(w, x), bad, x).finite
+
+
+def test_a_function_without_gradients_gives_the_same_loss():
+    """What goes in narrow has a rule for gradients, which others do without."""
+    mesh = mesh_of()
+    loss = loss_in(mesh, block)
+    begin, step = step_of(loss, CURRENT, POLICY + "float32")
+    w, x = arguments(mesh)
+    alone = jax.jit(mpx.autocast(loss, recipe=CURRENT, target="H100"))(w, x)
+    assert jax.jit(step)(begin(w, x), w, x).value == alone
