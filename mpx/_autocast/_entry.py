@@ -127,7 +127,7 @@ def settled(place: Place, entry: Entry) -> Entry:
         if form.use is None:
             return None
         assert value.slots is not None  # or the recipe had none
-        return value.slots.look_up(form.use)
+        return value.slots.look_up(form.use, form.lengths)
 
     entered = entering(_source(value), asks, wire, here, scales)
     return _entered(value, entry.spec, entered)
@@ -157,7 +157,8 @@ def _asked(value: Value, spec: Any, wire: Wire) -> Entry:
     # Of what the program gathers nothing is sent yet.
     is_gathered = isinstance(source, Gathering)
     weight = jax.eval_shape(source.arrive) if is_gathered else source
-    return _entered(value, spec, Asked(weight, asks, wire), asks)
+    may_be_cut = not is_gathered and not (spec and spec[0])
+    return _entered(value, spec, Asked(weight, asks, wire, may_be_cut), asks)
 
 
 def _source(value: Value) -> AnyArray | Gathering:

@@ -8,6 +8,7 @@ types only, with weights that note what is `Asked` of them; then with weights th
 `Entered` in these forms, beside zeros to which their gradient goes in float32.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -47,17 +48,22 @@ class Quantized(NamedTuple):
         dtype: What it stands for.
         target: The device that it is quantized for.
         use: Whose scale it is, under delayed scaling.
+        lengths: The lengths of the scans that cut it, of which each turn's part has a
+            scale.
     """
 
     recipe: AbstractRecipe
     dtype: np.dtype
     target: Target
     use: str | None
+    lengths: tuple[int, ...]
 
     @classmethod
-    def by(cls, product: AbstractProduct, use: str | None) -> "Quantized":
+    def by(
+        cls, product: AbstractProduct, use: str | None, lengths: tuple[int, ...]
+    ) -> "Quantized":
         """What a product reads of its weight."""
-        return cls(product.recipe, product.dtype, product.target, use)
+        return cls(product.recipe, product.dtype, product.target, use, lengths)
 
 
 # What a use reads: 8 bits, or the weight cast to a dtype.
@@ -103,11 +109,15 @@ class Asked(eqx.Module):
         weight: The weight, float32.
         asks: Where each use says what it reads.
         wire: What was said of travelling.
+        may_be_cut: Whether its first axis is that of what goes in.
+        lengths: The lengths of the scans that cut it.
     """
 
     weight: AnyArray
     asks: Asks = eqx.field(static=True)
     wire: Wire = eqx.field(static=True)
+    may_be_cut: bool = eqx.field(static=True, default=False)
+    lengths: tuple[int, ...] = eqx.field(static=True, default=())
 
     @property
     def shape(self) -> Shape:
@@ -117,11 +127,18 @@ class Asked(eqx.Module):
     def then(self, equation: JaxprEqn) -> "Asked":
         """The same, moved by an equation."""
         weight = _moved(equation, self.weight, self.wire)
-        return Asked(weight, self.asks, self.wire)
+        may_be_cut = self.may_be_cut and properties(equation.primitive.name).spreads
+        return dataclasses.replace(self, weight=weight, may_be_cut=may_be_cut)
+
+    def cut(self, length: int) -> "Asked | None":
+        """What a scan cuts, of which each turn gets its part; None: as an array."""
+        if not self.may_be_cut:
+            return None
+        return dataclasses.replace(self, lengths=(*self.lengths, length))
 
     def noting(self, asks: Asks) -> "Asked":
         """The same, of which others note what they read."""
-        return Asked(self.weight, asks, self.wire)
+        return dataclasses.replace(self, asks=asks)
 
     def arrive(self, dtype: np.dtype | None = None) -> AnyArray:
         """The weight, float32, for a use that casts it to a dtype, or does not."""
@@ -143,7 +160,7 @@ class Asked(eqx.Module):
         """
         if not may_travel(product):
             return None
-        self.asks.forms[Quantized.by(product, use)] = product
+        self.asks.forms[Quantized.by(product, use, self.lengths)] = product
         return self.weight, None
 
 
@@ -155,12 +172,14 @@ class Entered(eqx.Module):
         pieces: It in each of its forms.
         forms: The forms.
         wire: What was said of travelling.
+        lengths: The lengths of the scans that cut it.
     """
 
     zeros: AnyArray
     pieces: tuple[AnyArray | Ahead, ...]
     forms: tuple[Form, ...] = eqx.field(static=True)
     wire: Wire = eqx.field(static=True)
+    lengths: tuple[int, ...] = eqx.field(static=True, default=())
 
     @property
     def shape(self) -> Shape:
@@ -175,8 +194,20 @@ class Entered(eqx.Module):
                 return bind_equation(equation, piece)[0]
             return piece.moved(lambda x: bind_equation(equation, x)[0])
 
-        zeros = _moved(equation, self.zeros, self.wire)
-        return Entered(zeros, tuple(map(move, self.pieces)), self.forms, self.wire)
+        zeros, pieces = _moved(equation, self.zeros, self.wire), map(move, self.pieces)
+        return dataclasses.replace(self, zeros=zeros, pieces=tuple(pieces))
+
+    def cut(self, length: int) -> "Entered | None":
+        """What a scan cuts: the forms of which each turn has a part; None: no such."""
+        lengths = (*self.lengths, length)
+        kept = {
+            form: piece
+            for form, piece in zip(self.forms, self.pieces, strict=True)
+            if not isinstance(form, Quantized)
+            or form.lengths[: len(lengths)] == lengths
+        }
+        pieces, forms = tuple(kept.values()), tuple(kept)
+        return Entered(self.zeros, pieces, forms, self.wire, lengths) if kept else None
 
     def arrive(self, dtype: np.dtype | None = None) -> AnyArray:
         """The weight, float32, rounded to the dtype that a use casts it to."""
@@ -190,7 +221,8 @@ class Entered(eqx.Module):
         """What the gradient goes to and the weight; see `Asked.arrive_quantized`."""
         if not may_travel(product):
             return None
-        piece = self.pieces[self.forms.index(Quantized.by(product, use))]
+        form = Quantized.by(product, use, self.lengths)
+        piece = self.pieces[self.forms.index(form)]
         assert isinstance(piece, Ahead)
         return self.zeros, piece
 
@@ -219,7 +251,7 @@ def entering(
         if not isinstance(form, Quantized):
             return jax.lax.stop_gradient(_rounded(weight, form))
         assert product is not None  # it has asked
-        return _quantized(weight, here(product), scales(form), form.use)
+        return _quantized(weight, here(product), scales(form), form)
 
     pieces = tuple(piece(form, product) for form, product in asks.forms.items())
     if isinstance(weight, Gathering):
@@ -239,13 +271,19 @@ def _quantized(
     weight: AnyArray | Gathering,
     product: AbstractProduct,
     scales: AnyArray | None,
-    use: str | None,
+    form: Quantized,
 ) -> Ahead:
-    if not isinstance(weight, Gathering):
-        return quantized_ahead(product, weight, scales, where_it_lies)
-    found = weight.arrive_quantized(product, scales, use)
-    assert found is not None  # or it had not been asked
-    return found[1]
+    if isinstance(weight, Gathering):
+        found = weight.arrive_quantized(product, scales, form.use)
+        assert found is not None  # or it had not been asked
+        return found[1]
+
+    def quantize(weight: AnyArray, scales: AnyArray | None) -> Ahead:
+        return quantized_ahead(product, weight, scales, lambda x: x)
+
+    for _ in form.lengths:
+        quantize = jax.vmap(quantize)
+    return quantize(weight, scales).moved(where_it_lies)
 
 
 @jax.custom_vjp

@@ -251,6 +251,39 @@ def test_each_layer_of_a_scan_enters_on_its_own(recipe):
     assert E4M3 in compared(loss, recipe, *args)
 
 
+def stacked(w, x):
+    """Layers that a scan cuts, each with a scale of its own."""
+    layers = {name: w[name] for name in ("first", "last")}
+    return jax.lax.scan(lambda x, w: (x + block(w, x), None), x, layers)[0]
+
+
+def stacked_in_remat(w, x):
+    layers = {name: w[name] for name in ("first", "last")}
+    layer = jax.checkpoint(lambda x, w: (x + block(w, x), None))
+    return jax.lax.scan(layer, x, layers)[0]
+
+
+def turned_stack(w, x):
+    """Layers that are turned before they are cut."""
+    layers = {name: jnp.transpose(w[name], (0, 2, 1)) for name in ("first", "last")}
+    other = {"first": layers["last"], "last": layers["first"]}
+    return jax.lax.scan(lambda x, w: (x + block(w, x), None), x, other)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    slow_but(
+        [(stacked, DELAYED)],
+        itertools.product([stacked, stacked_in_remat, turned_stack], RECIPES),
+    ),
+)
+def test_layers_that_a_scan_cuts(model, recipe):
+    mesh = mesh_of()
+    args = arguments(mesh, stacked=("first", "last"))
+    found = compared(loss_in(mesh, model), recipe, *args)
+    assert found == {"f32" if model is turned_stack else E4M3, "bf16"}
+
+
 def test_gradients_that_are_summed_in_bfloat16():
     mesh = mesh_of()
     loss = loss_in(mesh, block)
