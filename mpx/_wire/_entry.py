@@ -197,8 +197,8 @@ class Entered(eqx.Module):
         zeros, pieces = _moved(equation, self.zeros, self.wire), map(move, self.pieces)
         return dataclasses.replace(self, zeros=zeros, pieces=tuple(pieces))
 
-    def cut(self, length: int) -> "Entered | None":
-        """What a scan cuts: the forms of which each turn has a part; None: no such."""
+    def cut(self, length: int) -> "Entered":
+        """What a scan cuts: the forms of which each turn has a part."""
         lengths = (*self.lengths, length)
         kept = {
             form: piece
@@ -207,7 +207,7 @@ class Entered(eqx.Module):
             or form.lengths[: len(lengths)] == lengths
         }
         pieces, forms = tuple(kept.values()), tuple(kept)
-        return Entered(self.zeros, pieces, forms, self.wire, lengths) if kept else None
+        return Entered(self.zeros, pieces, forms, self.wire, lengths)
 
     def arrive(self, dtype: np.dtype | None = None) -> AnyArray:
         """The weight, float32, rounded to the dtype that a use casts it to."""

@@ -263,6 +263,14 @@ def stacked_in_remat(w, x):
     return jax.lax.scan(layer, x, layers)[0]
 
 
+def used_whole(w, x):
+    """One stack is the weight of a product, too, and idle in the scan that cuts it."""
+    first = w["first"]
+    hidden = jnp.einsum("ij,ljk->ilk", x, first).sum(1)
+    x = x + hidden[:, :16]
+    return jax.lax.scan(lambda x, _: (x + jnp.tanh(x), None), x, first)[0]
+
+
 def turned_stack(w, x):
     """Layers that are turned before they are cut."""
     layers = {name: jnp.transpose(w[name], (0, 2, 1)) for name in ("first", "last")}
@@ -274,7 +282,9 @@ def turned_stack(w, x):
     ("model", "recipe"),
     slow_but(
         [(stacked, DELAYED)],
-        itertools.product([stacked, stacked_in_remat, turned_stack], RECIPES),
+        itertools.product(
+            [stacked, stacked_in_remat, used_whole, turned_stack], RECIPES
+        ),
     ),
 )
 def test_layers_that_a_scan_cuts(model, recipe):
