@@ -2,7 +2,7 @@
 
 The model is plain JAX. A layout says how the weights lie, and how they come together
 where they are used: by the compiler, by a constraint, by `reshard`, by `all_gather` in
-`jax.shard_map`, or layer by layer in a scan.
+`jax.shard_map`, at its entry, or layer by layer in a scan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Layout:
     Attributes:
         title: In words.
         is_divided: Whether weights lie in pieces, along the axis of the examples.
-        gathers: How weights come together: "", "constraint", "reshard", "shard_map".
+        gathers: How weights come together: "", "constraint", "reshard", "shard_map"
+            (by `all_gather` in it), "entry" (of `shard_map`).
         is_scanned: Whether the blocks are a scan.
         pins: Whether activations are pinned to the axis of the examples.
         accumulate: How many micro-batches there are.
@@ -54,7 +55,7 @@ class Layout:
     @property
     def is_mapped(self) -> bool:
         """Whether the model runs in `jax.shard_map`."""
-        return self.gathers == "shard_map"
+        return self.gathers in ("shard_map", "entry")
 
     @property
     def kind(self) -> AxisType:
@@ -105,6 +106,7 @@ LAYOUTS = {
     ),
     "fsdp, reshard": Layout("FSDP, explicit axes, `reshard`", gathers="reshard"),
     "fsdp, shard_map": Layout("FSDP, `all_gather` in `shard_map`", gathers="shard_map"),
+    "fsdp, entry": Layout("FSDP, `P()` into `shard_map`", gathers="entry"),
     "fsdp, scan": Layout(
         "FSDP, constrained layer by layer in a scan",
         gathers="constraint",
@@ -203,7 +205,7 @@ def loss_in(layout: Layout, mesh: Mesh, sizes: Sizes, specs: Any) -> Callable[..
         def mean(params: Any, texts: Any) -> Any:
             return jax.lax.pmean(local(params, texts), "data")
 
-        in_specs = (specs, P("data"))
+        in_specs = (P() if layout.gathers == "entry" else specs, P("data"))
         return jax.shard_map(mean, mesh=mesh, in_specs=in_specs, out_specs=P())(
             params, texts
         )
@@ -223,7 +225,7 @@ def _pinned(sharding: Any, pins: bool, x: Any) -> Any:
 
 def _gathered(leaf: Any, spec: Any, layout: Layout, mesh: Mesh) -> Any:
     """A whole weight."""
-    if "data" not in spec or not layout.gathers:
+    if "data" not in spec or layout.gathers in ("", "entry"):
         return leaf
     if layout.gathers == "reshard":
         return jax.sharding.reshard(leaf, NamedSharding(mesh, P()))

@@ -17,7 +17,7 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from .._program import DataScope
 from .._quantize import AbstractRecipe, DelayedScaling
 from .._recipe_state import Slots
 from .._typing import AnyArray, Aval, Shape
-from .._wire import Gathering
+from .._wire import Asked, Entered, Gathering
 from ._settings import Settings
 
 FULL = np.dtype(np.float32)
@@ -40,6 +40,11 @@ _CASTABLE = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float
 # The gradients of so many uses of a computed value are summed in half precision: a
 # block's norm feeds three products, and no digits are lost in a sum of eight.
 _USES_OF_A_CAST = 8
+
+
+# A weight in `jax.shard_map`, and any that other devices send.
+Entering: TypeAlias = Asked | Entered
+Arriving: TypeAlias = Gathering | Entering
 
 
 class Provenance(enum.Enum):
@@ -81,10 +86,10 @@ class Value:
     __slots__ = (
         "_array",
         "_casts",
+        "arriving",
         "facts",
         "input_scales",
         "is_constant",
-        "gathering",
         "narrow",
         "slots",
         "wide",
@@ -107,7 +112,7 @@ class Value:
             slots: The state of recipes that a weight carries.
         """
         self._array: Any = array
-        self.gathering: Gathering | None = None
+        self.arriving: Arriving | None = None
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
@@ -115,37 +120,53 @@ class Value:
         self.widened_by: JaxprEqn | None = None
         self.narrow: AnyArray | None = None
         # The weight in float32 that the program rounded to it.
-        self.wide: AnyArray | None = None
+        self.wide: Value | None = None
         # By recipe, of the first product that reads it.
         self.input_scales: dict[AbstractRecipe, AnyArray] = {}
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @classmethod
     def on_its_way(
-        cls, gathering: Gathering, facts: Facts, slots: Slots | None
+        cls, arriving: "Arriving", facts: Facts, slots: Slots | None
     ) -> "Value":
         """A float32 weight that other devices send, once it is known in which form."""
         value = cls(None, facts, slots=slots)
-        value.gathering = gathering
+        value.arriving = arriving
         return value
 
     @property
     def array(self) -> AnyArray:
         """The array."""
-        if self._array is None and self.gathering is not None:
-            self._array = self.gathering.arrive()
-        array: Any = self._array
-        return array
+        return self._for_cast_to(None)
+
+    def _for_cast_to(self, dtype: np.dtype | None) -> Any:
+        """The array, for a use that casts it to a dtype and reads no more digits."""
+        if self._array is None and self.arriving is not None:
+            array = self.arriving.arrive(dtype)
+            if self.has_entered:  # each use says what it reads
+                return array
+            self._array = array
+        return self._array
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether it is a weight that entered `jax.shard_map` in the forms it needs."""
+        return isinstance(self.arriving, Entering)
+
+    @property
+    def handed(self) -> Any:
+        """What a program inside gets of it, a tree of arrays: see `enter`."""
+        return self.arriving if self.has_entered else self.array
 
     @property
     def dtype(self) -> Any:
         """The dtype that it has now."""
-        return self.array.dtype if self.gathering is None else FULL
+        return self.array.dtype if self.arriving is None else FULL
 
     @property
     def shape(self) -> Shape:
         """The shape that it has."""
-        return self.array.shape if self.gathering is None else self.gathering.shape
+        return self.array.shape if self.arriving is None else self.arriving.shape
 
     def offer(self, array: AnyArray) -> None:
         """Gives a cast of the array that was made elsewhere."""
@@ -153,13 +174,14 @@ class Value:
 
     def cast(self, dtype: np.dtype) -> tuple[Any, bool]:
         """The array in a dtype, and whether a cast for an earlier use is used again."""
-        if self.array.dtype == dtype:
+        if self.dtype == dtype:
             return self.array, False
         if self.is_constant:
             with np.errstate(over="ignore"):
                 return np.asarray(self.array, dtype), False
         if self.facts.provenance is Provenance.DECLARED:
-            return jax.lax.convert_element_type(self.array, dtype), False
+            array = self._for_cast_to(dtype)
+            return jax.lax.convert_element_type(array, dtype), False
         cast = self._casts.get(dtype)
         if cast is None or cast[1] >= _USES_OF_A_CAST:
             array = jax.lax.convert_element_type(self.array, dtype)

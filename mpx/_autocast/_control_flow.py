@@ -9,8 +9,8 @@ branches must agree: all in half precision, or all in float32.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,40 +33,81 @@ from .._program import (
 )
 from .._recipe_state import Slots, StateOperands
 from .._typing import AnyArray, Aval, Program
-from .._wire import refuse_sums_of_others
-from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
+from .._wire import Asked, Asks, refuse_sums_of_others
+from ._context import (
+    FULL,
+    Entering,
+    Facts,
+    Place,
+    Provenance,
+    Run,
+    Value,
+    computed,
+    is_castable,
+)
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate
-from ._travel import dtypes_at_entry, joined, narrowed
+from ._entry import Entry, entries_of, settled
 
 
 def enter(
-    arrays: Sequence[AnyArray],
+    arrays: Sequence[AnyArray | Entering],
     facts: Sequence[Facts],
     slots: Sequence[Slots | None] = (),
 ) -> list[Value]:
     """The operands of a program, as values inside of it.
 
-    A number is put in the place of its variable. Not where a program runs once per
+    Weights that have entered a `shard_map` around it still say how they are used. A
+    number is put in the place of its variable. Not where a program runs once per
     device: there it may have been told that it differs from device to device.
     """
     may_replace = not manual_axes()
-    return [
-        Value(np.asarray(f.literal, x.dtype), f, is_constant=True)
-        if may_replace and f.literal is not None and x.shape == ()
-        else Value(x, f, slots=s)
-        for x, f, s in zip(arrays, facts, slots or (None,) * len(facts), strict=True)
-    ]
+
+    def value(x: AnyArray | Entering, facts: Facts, slots: Slots | None) -> Value:
+        if isinstance(x, Entering):
+            return Value.on_its_way(x, facts, slots)
+        if may_replace and facts.literal is not None and x.shape == ():
+            return Value(np.asarray(facts.literal, x.dtype), facts, is_constant=True)
+        return Value(x, facts, slots=slots)
+
+    slots = slots or (None,) * len(facts)
+    return [value(*one) for one in zip(arrays, facts, slots, strict=True)]
 
 
-# What is known of values without their arrays.
-Types = tuple[tuple[Facts, ...], tuple[ShapedArray, ...]]
+class Types(NamedTuple):
+    """What is known of operands without their arrays.
+
+    Attributes:
+        facts: Of each operand.
+        avals: The types of the arrays that are handed over for all.
+        tree: How these make the operands.
+    """
+
+    facts: tuple[Facts, ...]
+    avals: tuple[ShapedArray, ...]
+    tree: Any
+
+    @property
+    def asks(self) -> list[Asks]:
+        """Where a program notes what it reads of weights, if it is to find out."""
+        operands = jax.tree.unflatten(self.tree, self.avals)
+        return [one.asks for one in operands if isinstance(one, Asked)]
 
 
 def types_of(operands: Sequence[Value]) -> Types:
-    """What is known of operands without their arrays."""
-    avals = tuple(jax.typeof(v.array) for v in operands)
-    return tuple(v.facts for v in operands), avals
+    """What is known of operands of which arrays are handed over."""
+    return _types(operands, [v.array for v in operands])
+
+
+def handed_over(operands: Sequence[Value]) -> tuple[list[AnyArray], Types]:
+    """What a program gets of operands, and what is known of it."""
+    handed = [v.handed for v in operands]
+    return jax.tree.leaves(handed), _types(operands, handed)
+
+
+def _types(operands: Sequence[Value], handed: list[Any]) -> Types:
+    arrays, tree = jax.tree.flatten(handed)
+    return Types(tuple(v.facts for v in operands), tuple(map(jax.typeof, arrays)), tree)
 
 
 def rewritten(
@@ -93,20 +134,26 @@ def rewritten(
     Returns:
         The new program, and what is known of its results.
     """
-    facts, avals = types
+    facts, avals, tree = types
     besides = [jax.typeof(x) for x in state.arrays]
     known = run.programs.setdefault(jaxpr, {})
-    key = (place, facts, avals, demands, dtypes, state.form)
+    key = (place, *types, demands, dtypes, state.form)
     made = known.get(key)
     if made is not None:
-        closed, new, used = made
+        closed, new, used, asks = made
         run.used |= used
+        _answer(types, asks)
         return closed, new
+    asks = [Asks() for _ in types.asks]  # its own, for whoever finds it again
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: AnyArray) -> list[AnyArray]:
-        slots, step = state.unpacked(arrays[len(facts) :])
-        inside = enter(arrays[: len(facts)], facts, slots)
+        slots, step = state.unpacked(arrays[len(avals) :])
+        operands, own = jax.tree.unflatten(tree, arrays[: len(avals)]), iter(asks)
+        operands = [
+            x.noting(next(own)) if isinstance(x, Asked) else x for x in operands
+        ]
+        inside = enter(operands, facts, slots)
         with run.at_step(step):
             results = evaluate(run, place, jaxpr, inside, demands)
         if dtypes is not None:
@@ -116,9 +163,16 @@ def rewritten(
 
     before, run.used = run.used, set()
     closed = jax.make_jaxpr(program)(*avals, *besides)
-    known[key] = closed, found[0], frozenset(run.used)
+    known[key] = closed, found[0], frozenset(run.used), asks
     run.used |= before
+    _answer(types, asks)
     return closed, found[0]
+
+
+def _answer(types: Types, found: Sequence[Asks]) -> None:
+    """Notes what a rewritten program reads of its weights."""
+    for asks, own in zip(types.asks, found, strict=True):
+        asks.add(own)
 
 
 def _state_for(
@@ -186,7 +240,7 @@ def rewrite_jit(
     operands = widened(run, place, equation, operands, demands)
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
-    if any(state.form) or any(v.gathering is not None for v in operands):
+    if any(state.form) or any(v.arriving is not None for v in operands):
         return _rewrite_inline(run, place, equation, operands, demands)
     closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
     arrays = [v.array for v in operands]
@@ -245,9 +299,10 @@ def rewrite_remat(
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
     place = dataclasses.replace(place, is_recomputed=True)
-    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
+    given, types = handed_over(operands)
+    closed, facts = rewritten(run, place, jaxpr, types, demands, state)
     jaxpr, constants = constants_as_inputs(closed)
-    arrays = [*constants, *(v.array for v in operands), *state.arrays]
+    arrays = [*constants, *given, *state.arrays]
     return rebound(equation, {"jaxpr": open_jaxpr(jaxpr)}, facts, arrays)
 
 
@@ -255,7 +310,7 @@ def rewrite_shard_map(
     run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A program that runs once per device."""
-    params = equation.params
+    params, outside = equation.params, place
     facts = tuple(v.facts for v in operands)
     state = _state_for(run, place, operands, params["jaxpr"])
     if not params["check_vma"]:
@@ -263,33 +318,36 @@ def rewrite_shard_map(
         place = dataclasses.replace(place, sums_over_devices=True)
     are_declared = tuple(f.provenance is Provenance.DECLARED for f in facts)
     ahead = demands_of(run, place.settings, params["jaxpr"], are_declared, demands)
-    dtypes = dtypes_at_entry(place, equation, operands, ahead.inputs)
-    given = [
-        [v.array] if dtype is None else narrowed(place, v.array, dtype)
-        for v, dtype in zip(operands, dtypes, strict=True)
-    ]
     found: list[tuple[Facts, ...]] = []
 
-    def program(
-        given: list[list[AnyArray]], arrays: list[AnyArray]
-    ) -> tuple[AnyArray, ...]:
-        slots, step = state.unpacked(arrays)
-        entered = [joined(*one) if len(one) > 1 else one[0] for one in given]
-        inside = enter(entered, facts, slots)
-        with run.at_step(step):
-            results = evaluate(run, place, params["jaxpr"], inside, demands)
-        found[:] = [tuple(v.facts for v in results)]
-        return tuple(v.array for v in results)
+    def mapped(entries: Sequence[Entry]) -> Callable[..., tuple[AnyArray, ...]]:
+        def program(
+            given: list[list[AnyArray]], arrays: list[AnyArray]
+        ) -> tuple[AnyArray, ...]:
+            slots, step = state.unpacked(arrays)
+            rows = zip(entries, given, facts, slots, strict=True)
+            inside = [entry.inside(xs, f, s) for entry, xs, f, s in rows]
+            with run.at_step(step):
+                results = evaluate(run, place, params["jaxpr"], inside, demands)
+            found[:] = [tuple(v.facts for v in results)]
+            return tuple(v.array for v in results)
 
-    mapped = jax.shard_map(
-        program,
-        mesh=params["mesh"],
-        in_specs=(list(params["in_specs"]), P()),
-        out_specs=params["out_specs"],
-        check_vma=params["check_vma"],
-        axis_names=set(params["newly_manual_axes"]),
-    )
-    results = mapped(given, list(state.arrays))
+        return jax.shard_map(
+            program,
+            mesh=params["mesh"],
+            in_specs=([entry.specs for entry in entries], P()),
+            out_specs=params["out_specs"],
+            check_vma=params["check_vma"],
+            axis_names=set(params["newly_manual_axes"]),
+        )
+
+    entries = entries_of(outside, equation, operands, ahead.inputs)
+    if any(entry.asks is not None for entry in entries):
+        given = [entry.arrays for entry in entries]
+        jax.eval_shape(mapped(entries), given, list(state.arrays))
+        entries = [settled(outside, entry) for entry in entries]
+    given = [entry.arrays for entry in entries]
+    results = mapped(entries)(given, list(state.arrays))
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 
 
@@ -300,7 +358,7 @@ def rewrite_cond(
     branches = equation.params["branches"]
     index, *rest = operands
     state = _state_for(run, place, rest, *branches)
-    types = types_of(rest)
+    given, types = handed_over(rest)
     made = [rewritten(run, place, b, types, demands, state) for b in branches]
     dtypes = tuple(
         _agreed(aval_of(variable), [closed.out_avals[i].dtype for closed, _ in made])
@@ -317,7 +375,7 @@ def rewrite_cond(
             zip(*facts, strict=True), programs[0].out_avals, strict=True
         )
     ]
-    arrays = [*(v.array for v in operands), *state.arrays]
+    arrays = [index.array, *given, *state.arrays]
     return rebound(equation, {"branches": programs}, common, arrays)
 
 

@@ -416,7 +416,7 @@ def rewrite_remat_opt(
     made, facts = rewritten(run, place, params["fwd_jaxpr"], types, demands, nothing)
     jaxpr, constants = constants_as_inputs(made)
     dtypes = tuple(aval.dtype for aval in made.out_avals[saved:])
-    own = types[0][count:], types[1][count:]
+    own = types_of(operands[count:])
 
     @functools.cache
     def alone() -> tuple[Any, Sequence[Any]]:

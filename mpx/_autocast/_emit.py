@@ -156,9 +156,9 @@ def _emit(
             return [_convert(place, equation, operands[0])]
     known = properties(name)
     if known.moves:
-        travelled = travelled_weight(place, equation, operands, demands)
+        travelled = moved_later(equation, operands)
         if travelled is None:
-            travelled = moved_later(equation, operands)
+            travelled = travelled_weight(place, equation, operands, demands)
         if travelled is not None:
             with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
                 return [travelled]
@@ -339,7 +339,7 @@ def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
     if target == FULL:
         result.widened_by, result.narrow = equation, value.array
     elif value.facts.is_weight and value.dtype == FULL:
-        result.wide = value.array
+        result.wide = value
     return result
 
 

@@ -16,6 +16,7 @@ each. One cast in front of the loop, instead of one in every turn, halves both:
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def rewrite_scan(
     def body(carry: PyTree, xs: PyTree) -> tuple[list[AnyArray], list[AnyArray]]:
         xs, for_fixed, for_stacked = xs
         slots, _ = shared.unpacked(for_fixed)
-        consts = enter([v.array for v in fixed], [v.facts for v in fixed], slots)
+        consts = enter([v.handed for v in fixed], [v.facts for v in fixed], slots)
         rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
         operands = [*consts, *_carried(carry), *rows]
         results = evaluate(run, place, closed, operands, wanted)
@@ -83,7 +84,7 @@ def rewrite_scan(
         found[:] = [tuple(_stacked_facts(v.facts) for v in ys)]
         return _begun(results[:n_carry], carry_avals), [v.array for v in ys]
 
-    xs = ([v.array for v in stacked], copies, cut.arrays)
+    xs = ([_cut(v, params["length"]) for v in stacked], copies, cut.arrays)
     streams = _streams_of(run, place.settings, jaxpr, n_consts, n_carry)
     if streams and params["length"]:
         # What the body gives in half precision, only a trace of it can tell.
@@ -95,6 +96,13 @@ def rewrite_scan(
     init = _begun(carried, carry_avals)
     carry, ys = jax.lax.scan(body, init, xs, **scan_options(params))
     return _carried(carry) + [Value(y, f) for y, f in zip(ys, found[0], strict=True)]
+
+
+def _cut(value: Value, length: int) -> Any:
+    """What a scan cuts of an operand: an array, or a tree of them; see `enter`."""
+    if value.has_entered and (arriving := value.handed.cut(length)) is not None:
+        return arriving
+    return value.array
 
 
 def rewrite_while(

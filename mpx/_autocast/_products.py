@@ -262,17 +262,19 @@ def _emit_product(
     """Binds it; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
     weight = _weight_of(case.operands)
-    scales = None
+    scales, use = None, None
     if isinstance(product.recipe, DelayedScaling):
-        scales = _scales(case, weight, product.recipe)
+        use = _use(case, weight)
+        scales = _scales(case, weight, product.recipe, use)
         data = case.operands[1 if weight is case.operands[0] else 0]
         scales = _with_one_input_scale(data, product.recipe, scales)
     step = step if rounds_stochastically(product.recipe) else None
-    sent = weight.gathering and weight.gathering.arrive_quantized(product, scales)
+    arriving = weight.arriving
+    sent = arriving and arriving.arrive_quantized(product, scales, use)
     array, ahead = sent or (weight.array, None)
     if weight.wide is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)
-        array = weight.wide
+        array = weight.wide.array
     left, right = (
         array if v is weight else v.cast(choice.dtype)[0] for v in case.operands[:2]
     )
@@ -315,13 +317,18 @@ def _explaining_forward_mode() -> Iterator[None]:
         ) from error
 
 
-def _scales(case: Case, weight: Value, recipe: DelayedScaling) -> AnyArray:
-    assert weight.slots is not None
+def _use(case: Case, weight: Value) -> str:
+    """What the use of a weight is called among its slots."""
     scope = "/".join(case.place.scopes)
     shape = "x".join(map(str, weight.shape))
     # An inner derivative has numbers of another size than the data has.
     kind = "transposed" if is_transposed(case.equation) else ""
-    found = weight.slots.take(" ".join(filter(None, (scope, shape, kind))), recipe)
+    return " ".join(filter(None, (scope, shape, kind)))
+
+
+def _scales(case: Case, weight: Value, recipe: DelayedScaling, use: str) -> AnyArray:
+    assert weight.slots is not None
+    found = weight.slots.take(use, recipe)
     if found is None:
         raise ValueError(
             f"`mpx.DelayedScaling`{case.where} has a state, which only a training "

@@ -1,20 +1,7 @@
 r"""Where an equation moves a weight between devices, or makes what they sum.
 
 `mpx._wire` says how; here is decided for which equations and values.
-
-What goes into `jax.shard_map` by `P()` every device has whole. If it lies in pieces
-outside, the compiler gathers it in front of the `shard_map`, in the dtype in which it
-goes in. So a weight that is only used in half precision inside goes in rounded, and
-beside it zeros, to which its gradient goes back in float32:
-
-$$w' = \operatorname{f32}(\operatorname{gather}(\operatorname{half}(w))) + 0, \qquad
-  \bar 0 = \bar w'$$
-
-Not under a recipe, which quantizes from float32.
 """
-
-from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +10,10 @@ from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_half
 from .._program import aval_of, avals, properties
-from .._typing import AnyArray
 from .._wire import (
     Gathering,
-    cast_where_it_lies,
     dtype_of_sums,
     gathered,
-    only_gradient,
     travelling_dtype,
     wide_product,
 )
@@ -63,11 +47,11 @@ def travelled_weight(
     value = operands[0]
     is_for_products = place.settings.recipe is not None and half != FULL
     if is_for_products and properties(name).gathers:
-        gathering = value.gathering
-        if gathering is None:
-            gathering = Gathering(value.array, equation, dtype, wire)
-        else:
+        gathering = value.arriving
+        if isinstance(gathering, Gathering):
             gathering = gathering.then(equation)
+        else:
+            gathering = Gathering(value.array, equation, dtype, wire)
         return Value.on_its_way(gathering, value.facts, value.slots)
     array = gathered(equation, value.array, dtype, wire)
     return Value(array, value.facts, slots=value.slots)
@@ -75,12 +59,13 @@ def travelled_weight(
 
 def moved_later(equation: JaxprEqn, operands: list[Value]) -> Value | None:
     """A weight on its way, moved when it has arrived; None for other operands."""
-    if len(operands) != 1 or not properties(equation.primitive.name).rearranges:
+    arriving = operands[0].arriving if len(operands) == 1 else None
+    if arriving is None:
         return None
-    (value,) = operands
-    if value.gathering is None:
+    (value,), known = operands, properties(equation.primitive.name)
+    if not known.rearranges and not (known.spreads and value.has_entered):
         return None
-    return Value.on_its_way(value.gathering.then(equation), value.facts, value.slots)
+    return Value.on_its_way(arriving.then(equation), value.facts, value.slots)
 
 
 def _half_of(
@@ -145,72 +130,3 @@ def product_of_weight(case: Case, choice: Choice, weight: int) -> Value:
     made = computed(jax.lax.convert_element_type(half, result), is_product=True)
     made.narrow = half
     return made
-
-
-# --- Weights at the entry of `jax.shard_map` ------------------------------------------
-
-
-def dtypes_at_entry(
-    place: Place,
-    equation: JaxprEqn,
-    operands: Sequence[Value],
-    inside: Sequence[Demand],
-) -> list[np.dtype | None]:
-    """The dtype in which each operand of a `shard_map` goes in; None: as it is.
-
-    Args:
-        place: Where it stands.
-        equation: The `shard_map`.
-        operands: Its operands.
-        inside: What its program wants of them.
-    """
-    specs = equation.params["in_specs"]
-    rows = zip(operands, equation.invars, inside, specs, strict=True)
-    axes = equation.params["newly_manual_axes"]
-    return [
-        _dtype_of(place, value, aval_of(atom).dtype, demand)
-        if value.facts.is_weight and not _is_cut(spec, axes)
-        else None
-        for value, atom, demand, spec in rows
-    ]
-
-
-def _is_cut(spec: Any, axes: Collection[str]) -> bool:
-    """Whether each device has a piece of its own."""
-    parts = (part if isinstance(part, tuple) else (part,) for part in spec)
-    return set(axes) <= {name for part in parts for name in part}
-
-
-def _dtype_of(
-    place: Place, value: Value, declared_dtype: np.dtype, demand: Demand
-) -> np.dtype | None:
-    settings = place.settings
-    is_master = value.facts.provenance is Provenance.DECLARED and value.dtype == FULL
-    if settings.wire is None or not is_master or settings.recipe is not None:
-        return None
-    if not settings.is_enabled:
-        half = declared_dtype
-    else:
-        half = settings.dtype if demand is Demand.HALF else FULL
-    dtype = settings.wire.gather_dtype or half
-    return None if dtype == FULL or half == FULL else np.dtype(dtype)
-
-
-def narrowed(place: Place, weight: AnyArray, dtype: np.dtype) -> list[AnyArray]:
-    """What goes in for a weight: it rounded, and what its gradient goes to."""
-    assert place.settings.wire is not None  # `dtypes_at_entry`
-    narrow = jax.lax.stop_gradient(cast_where_it_lies(weight, dtype))
-    return [narrow, only_gradient(lambda x: x, weight, place.settings.wire)]
-
-
-@jax.custom_vjp
-def joined(narrow: AnyArray, zeros: AnyArray) -> AnyArray:
-    """The weight where it has arrived, float32, whose gradient goes to the zeros."""
-    return narrow.astype(FULL)
-
-
-def _forward(narrow: AnyArray, zeros: AnyArray) -> tuple[AnyArray, None]:
-    return narrow.astype(FULL), None
-
-
-joined.defvjp(_forward, lambda _, g: (None, g))

@@ -7,7 +7,6 @@ join, or one that was known before. A quarter of the bytes of float32 travels, a
 device rounds its own piece only.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -59,4 +58,4 @@ def quantized_ahead(
     amax, scale = product._scaled(Role.WEIGHT, weight, scales)
     piece = product._copies(Role.WEIGHT).first(weight, scale)
     assert isinstance(piece, QuantizedArray)  # `may_travel`
-    return Ahead(dataclasses.replace(piece, payload=move(piece.payload)), amax)
+    return Ahead(piece, amax).moved(move)

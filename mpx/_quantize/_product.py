@@ -20,6 +20,7 @@ in 17.3. XLA inlines the calls, and compiles what it compiles without them.
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import equinox as eqx
@@ -76,6 +77,11 @@ class Ahead(NamedTuple):
 
     operand: QuantizedArray
     amax: Array | None
+
+    def moved(self, move: Callable[[Array], Array]) -> "Ahead":
+        """The same with its numbers elsewhere."""
+        payload = move(self.operand.payload)
+        return self._replace(operand=dataclasses.replace(self.operand, payload=payload))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,9 +262,7 @@ def _as_varying(
 ) -> tuple[Array | None, Array | None, Ahead | None]:
     *others, ahead = besides
     if ahead is not None:
-        payload = as_varying(ahead.operand.payload, axes)
-        operand = dataclasses.replace(ahead.operand, payload=payload)
-        ahead = ahead._replace(operand=operand)
+        ahead = ahead.moved(lambda payload: as_varying(payload, axes))
     return others[0], others[1], ahead
 
 

@@ -187,8 +187,7 @@ class Slots:
 
     def take(self, use: str, recipe: AbstractRecipe) -> Array | None:
         """The scales for one use; None if there is no state."""
-        if self._lengths:
-            use = f"{use} of {'x'.join(map(str, self._lengths))}"
+        use = _named(use, self._lengths)
         if isinstance(self._source, StateRequests):
             name = SlotName(self.parameter, use)
             request = Request(recipe, self._lengths)
@@ -221,6 +220,18 @@ class Slots:
         mine, self._source[use] = shared(rest, 2)
         return mine
 
+    def look_up(self, use: str, lengths: tuple[int, ...]) -> Array:
+        """The scales of a use that a program inside takes, which also gets its amax.
+
+        Args:
+            use: The use.
+            lengths: The lengths of the scans inside that cut the weight.
+        """
+        if not isinstance(self._source, dict):
+            return jnp.ones((*lengths, ROLES), jnp.float32)
+        found = self._source[_named(use, (*self._lengths, *lengths))]
+        return jax.lax.stop_gradient(found)
+
     @property
     def form(self) -> Hashable:
         """All but the arrays: a key of caches."""
@@ -245,6 +256,11 @@ class Slots:
         source = arrays if isinstance(self._source, dict) else self._source
         lengths = *self._lengths, *lengths
         return Slots(self.parameter, source, self._recipes, lengths)
+
+
+def _named(use: str, lengths: tuple[int, ...]) -> str:
+    """The name of a use of a weight that scans of these lengths cut."""
+    return f"{use} of {'x'.join(map(str, lengths))}" if lengths else use
 
 
 class StateOperands:

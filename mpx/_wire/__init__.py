@@ -1,5 +1,13 @@
 """What travels between devices: weights on the way in, gradients on the way back."""
 
+from ._entry import (
+    Asked as Asked,
+    Asks as Asks,
+    Entered as Entered,
+    Quantized as Quantized,
+    entering as entering,
+    joined as joined,
+)
 from ._gathering import Gathering as Gathering
 from ._sums import (
     dtype_of_sums as dtype_of_sums,

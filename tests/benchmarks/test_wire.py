@@ -60,6 +60,7 @@ FIRST = [
     ("fsdp, shard_map", EXPLICIT),
     ("fsdp, constraint", DELAYED),
     ("fsdp, shard_map", CURRENT),
+    ("fsdp, entry", CURRENT),
 ]
 OTHERS = [
     (layout, arm)
@@ -76,6 +77,7 @@ QUICK = [
     ("fsdp, shard_map", EXPLICIT),
     ("fsdp, constraint", DELAYED),
     ("fsdp, shard_map", CURRENT),
+    ("fsdp, entry", CURRENT),
 ]
 every_case = pytest.mark.parametrize(
     ("layout", "arm"), slow_but(QUICK, [*FIRST, *OTHERS])

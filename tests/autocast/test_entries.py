@@ -1,0 +1,320 @@
+"""Weights that lie in pieces and enter `jax.shard_map` whole, under recipes."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import mpx
+
+from ..collectives import partitioned
+from ..helpers import slow_but
+
+CURRENT, DELAYED = mpx.Float8CurrentScaling(), mpx.DelayedScaling(warm_start=True)
+RECIPES, BLOCK = [CURRENT, DELAYED], mpx.Float8BlockScaling()
+RECIPES_AND_CHECKS = list(itertools.product(RECIPES, [True, False]))
+SHAPES = {"first": (16, 32), "last": (32, 16), "head": (16, 8)}
+E4M3, POLICY = "f8e4m3fn", "params=float32,compute=bfloat16,output=float32,reduce="
+LAYERS = 3
+
+
+def mesh_of(kind=AxisType.Auto, shape=(4,), names=("data",)):
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, names, axis_types=(kind,) * len(names))
+
+
+def put(x, mesh, spec):
+    """An array that all processes know, where its pieces lie."""
+    x = np.asarray(x)
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
+def arguments(mesh, stacked=()):
+    keys = jax.random.split(jax.random.key(0), len(SHAPES) + 1)
+    w = {}
+    for key, (name, shape) in zip(keys, SHAPES.items(), strict=False):
+        shape = (LAYERS, *shape) if name in stacked else shape
+        spec = P(None, "data") if name in stacked else P("data")
+        w[name] = put(jax.random.normal(key, shape) * 0.3, mesh, spec)
+    return w, put(jax.random.normal(keys[-1], (8, 16)), mesh, P("data"))
+
+
+def block(w, x):
+    return jax.nn.gelu(x @ w["first"]) @ w["last"]
+
+
+def turned(w, x):
+    """Each weight is used transposed."""
+    return jax.nn.gelu(jnp.einsum("ij,kj->ik", x, w["first"].T)) @ jnp.copy(w["last"])
+
+
+def shared(w, x):
+    """A weight has two uses."""
+    hidden = x @ w["first"] + jnp.sin(x) @ w["first"]
+    return jax.nn.gelu(hidden) @ w["last"]
+
+
+def jitted(w, x):
+    product = jax.jit(lambda x, w: x @ w)
+    return product(jax.nn.gelu(product(x, w["first"])), w["last"])
+
+
+def in_remat(w, x):
+    return jax.checkpoint(block)(w, x)
+
+
+def looped(w, x):
+    """Every turn uses the same weights."""
+    return jax.lax.scan(lambda x, _: (block(w, x), None), x, length=2)[0]
+
+
+def branched(w, x):
+    """One branch of two has the products."""
+    return jax.lax.cond(x[0, 0] < 100, block, lambda w, x: x, w, x)
+
+
+def read(w, x):
+    """A weight is read beside its product."""
+    return block(w, x) + jnp.sin(w["first"]).sum()
+
+
+def rounded(w, x):
+    """The program casts a weight itself."""
+    first = w["first"].astype(jnp.bfloat16)
+    return jax.nn.gelu(x.astype(jnp.bfloat16) @ first).astype(x.dtype) @ w["last"]
+
+
+def in_rows(w, x):
+    """A weight is used as one of a recipe with blocks, which quantizes its digits."""
+    with mpx.autocast(recipe=BLOCK):
+        hidden = x @ w["first"]
+    return jax.nn.gelu(hidden) @ w["last"]
+
+
+def loss_in(mesh, model, check_vma=True):
+    def local(w, x):
+        y = model(w, x) @ w["head"]
+        return jax.lax.pmean(jnp.mean(y**2), mesh.axis_names)
+
+    in_specs = (P(), P("data"))
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma
+    )
+
+
+def step_of(loss, recipe, policy):
+    low = mpx.autocast(loss, recipe=recipe, target="H100")
+
+    def step(scaling, w, x):
+        return mpx.filter_value_and_grad(low, scaling, policy=policy)(w, x)
+
+    def begin(w, x):
+        is_delayed = isinstance(recipe, mpx.DelayedScaling)
+        return mpx.init_scaling(low, w, x) if is_delayed else mpx.NoLossScaling()
+
+    return begin, step
+
+
+def gathers(step, *args):
+    sent = partitioned(step, *args)
+    return {m.dtype for m in sent if m.kind == "all-gather" and m.bytes > 64}
+
+
+def compared(loss, recipe, w, x, reduce="float32"):
+    """What is gathered, in which dtypes, where the results have the same bits.
+
+    Those of loss, gradients and scaling over two steps, as with weights that go in as
+    float32.
+    """
+    found, dtypes = [], []
+    for gather_dtype in ("", ",gather=float32"):
+        begin, step = step_of(loss, recipe, POLICY + reduce + gather_dtype)
+        first = jax.jit(step)(begin(w, x), w, x)
+        second = jax.jit(step)(first.scaling, w, x)
+        assert first.finite and second.finite
+        found.append(jax.tree.map(np.asarray, jax.tree.leaves((first, second))))
+        dtypes.append(gathers(step, begin(w, x), w, x))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert "f32" in dtypes[1] and E4M3 not in dtypes[1]
+    return dtypes[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "check_vma"),
+    slow_but([(CURRENT, True), (DELAYED, False)], RECIPES_AND_CHECKS),
+)
+def test_products_under_a_recipe_get_8_bits(recipe, check_vma):
+    """And the final projection, which is none of theirs, half precision."""
+    mesh = mesh_of()
+    loss = loss_in(mesh, block, check_vma)
+    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    slow_but(
+        [(shared, CURRENT), (in_remat, CURRENT), (looped, DELAYED)],
+        itertools.product(
+            [turned, shared, jitted, in_remat, looped, branched], RECIPES
+        ),
+    ),
+)
+def test_it_holds_however_a_weight_gets_to_its_products(model, recipe):
+    mesh = mesh_of()
+    loss = loss_in(mesh, model)
+    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    slow_but([(read, DELAYED)], itertools.product([read, in_rows], RECIPES)),
+)
+def test_a_weight_of_which_more_is_read_goes_in_as_float32(model, recipe):
+    mesh = mesh_of()
+    loss = loss_in(mesh, model)
+    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16", "f32"}
+
+
+@pytest.mark.slow
+def test_a_weight_that_the_program_rounds_goes_in_so():
+    mesh = mesh_of()
+    assert compared(loss_in(mesh, rounded), CURRENT, *arguments(mesh)) == {E4M3, "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    slow_but(
+        [(AxisType.Explicit, CURRENT)],
+        itertools.product([AxisType.Auto, AxisType.Explicit], RECIPES),
+    ),
+)
+def test_a_weight_that_is_gathered_in_front_of_shard_map(kind, recipe):
+    """As it must be over explicit axes."""
+    mesh = mesh_of(kind)
+    gather = {
+        AxisType.Explicit: jax.sharding.reshard,
+        AxisType.Auto: jax.lax.with_sharding_constraint,
+    }[kind]
+    with jax.set_mesh(mesh):
+        inside = loss_in(mesh, block)
+
+        def loss(w, x):
+            return inside({name: gather(one, P()) for name, one in w.items()}, x)
+
+        assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "check_vma"), slow_but([(DELAYED, True)], RECIPES_AND_CHECKS)
+)
+def test_a_weight_of_which_each_device_of_an_axis_has_a_piece(recipe, check_vma):
+    """Its scale is that of all pieces."""
+    mesh = mesh_of(shape=(2, 2), names=("data", "model"))
+
+    def local(w, x):
+        hidden = jax.nn.gelu(x @ w["first"])
+        y = jax.lax.psum(hidden @ w["last"], "model") @ w["head"]
+        return jax.lax.pmean(jnp.mean(y**2), "data")
+
+    specs = {"first": P(None, "model"), "last": P("model"), "head": P()}
+    loss = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(specs, P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
+
+
+@pytest.mark.parametrize("recipe", slow_but([DELAYED], RECIPES))
+def test_each_layer_of_a_scan_enters_on_its_own(recipe):
+    mesh = mesh_of()
+    enter = jax.shard_map(
+        lambda w, x: x + block(w, x),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+    )
+
+    def loss(w, x):
+        layers = {name: w[name] for name in ("first", "last")}
+        x, _ = jax.lax.scan(lambda x, w: (enter(w, x), None), x, layers)
+        return jnp.mean((x @ w["head"]) ** 2)
+
+    args = arguments(mesh, stacked=("first", "last"))
+    assert E4M3 in compared(loss, recipe, *args)
+
+
+def stacked(w, x):
+    """Layers that a scan cuts, each with a scale of its own."""
+    layers = {name: w[name] for name in ("first", "last")}
+    return jax.lax.scan(lambda x, w: (x + block(w, x), None), x, layers)[0]
+
+
+def stacked_in_remat(w, x):
+    layers = {name: w[name] for name in ("first", "last")}
+    layer = jax.checkpoint(lambda x, w: (x + block(w, x), None))
+    return jax.lax.scan(layer, x, layers)[0]
+
+
+def used_whole(w, x):
+    """One stack is the weight of a product, too, and idle in the scan that cuts it."""
+    first = w["first"]
+    hidden = jnp.einsum("ij,ljk->ilk", x, first).sum(1)
+    x = x + hidden[:, :16]
+    return jax.lax.scan(lambda x, _: (x + jnp.tanh(x), None), x, first)[0]
+
+
+def turned_stack(w, x):
+    """Layers that are turned before they are cut."""
+    layers = {name: jnp.transpose(w[name], (0, 2, 1)) for name in ("first", "last")}
+    other = {"first": layers["last"], "last": layers["first"]}
+    return jax.lax.scan(lambda x, w: (x + block(w, x), None), x, other)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    slow_but(
+        [(stacked, DELAYED)],
+        itertools.product(
+            [stacked, stacked_in_remat, used_whole, turned_stack], RECIPES
+        ),
+    ),
+)
+def test_layers_that_a_scan_cuts(model, recipe):
+    mesh = mesh_of()
+    args = arguments(mesh, stacked=("first", "last"))
+    found = compared(loss_in(mesh, model), recipe, *args)
+    assert found == {"f32" if model is turned_stack else E4M3, "bf16"}
+
+
+def test_gradients_that_are_summed_in_bfloat16():
+    mesh = mesh_of()
+    loss = loss_in(mesh, block)
+    args = arguments(mesh)
+    assert compared(loss, CURRENT, *args, reduce="bfloat16") == {E4M3, "bf16"}
+
+
+def test_what_is_not_finite_in_a_piece_makes_the_step_a_bad_one():
+    mesh = mesh_of()
+    begin, step = step_of(loss_in(mesh, block), CURRENT, POLICY + "float32")
+    w, x = arguments(mesh)
+    for value in (np.inf, np.nan):
+        bad = w | {"last": w["last"].at[-1, 0].set(value)}
+        assert not jax.jit(step)(begin(w, x), bad, x).finite
+
+
+def test_a_function_without_gradients_gives_the_same_loss():
+    """What goes in narrow has a rule for gradients, which others do without."""
+    mesh = mesh_of()
+    loss = loss_in(mesh, block)
+    begin, step = step_of(loss, CURRENT, POLICY + "float32")
+    w, x = arguments(mesh)
+    alone = jax.jit(mpx.autocast(loss, recipe=CURRENT, target="H100"))(w, x)
+    assert jax.jit(step)(begin(w, x), w, x).value == alone
