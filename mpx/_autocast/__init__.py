@@ -3,8 +3,8 @@
 In this order: what is told (`_settings`) and what is known meanwhile (`_context`);
 analyse (`_demand`), decide (`_decide`, `_products`), emit (`_emit`, `_travel`),
 rematerialize (`_rematerialize`); equations that hold programs (`_control_flow`,
-`_loops`, `_custom_rules`, `_fused`; `_entry` for what enters `shard_map`); and around
-it `_call` and `_transform`. `_notes` says what was decided.
+`_loops`, `_custom_rules`, `_fused`); and around it `_call` and `_transform`. `_notes`
+says what was decided.
 
 What a program is stands in `mpx._program`, what a user's rule is in `mpx._rules`, the
 state that recipes are given in `mpx._recipe_state`, and what travels between devices in

@@ -47,7 +47,7 @@ from ._context import (
 )
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate
-from ._entry import Entry, entries_of, settled
+from ._travel import Entry, entries_of, settled
 
 
 def enter(
