@@ -449,7 +449,7 @@ def test_runaway_skipping_stops_with_a_diagnosis():
 
 def test_the_whole_job(tmp_path, capsys):
     """On all devices, as the command line runs it."""
-    config = config_in(tmp_path)
+    config = config_in(tmp_path, checkpoint_every=CONFIG.steps)
     run(config, Display(), types.SimpleNamespace(requested=False))
     printed = capsys.readouterr().out
     for precision in config.precisions:
