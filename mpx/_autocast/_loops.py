@@ -78,6 +78,8 @@ def rewrite_scan(
         rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
         operands = [*consts, *_carried(carry), *rows]
         results = evaluate(run, place, closed, operands, wanted)
+        # JAX may trace a body more than once; what the last trace found is what is
+        # used.
         given[:] = [v.dtype for v in results[:n_carry]]
         ys = _narrowed_results(place, results[n_carry:], demands[n_carry:])
         found[:] = [tuple(_stacked_facts(v.facts) for v in ys)]
@@ -85,6 +87,7 @@ def rewrite_scan(
 
     xs = ([v.array for v in stacked], copies, cut.arrays)
     streams = _streams_of(run, place.settings, jaxpr, n_consts, n_carry)
+    # A loop of no turns has no row to trace it with.
     if streams and params["length"]:
         # What the body gives in half precision, only a trace of it can tell.
         row = jax.tree.map(lambda x: x[0], xs)
@@ -108,6 +111,7 @@ def rewrite_while(
     wanted = carried_demands(open_jaxpr(body).invars[n_body:])
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
     place = dataclasses.replace(_loop_place(place, equation), is_in_while=True)
+    # A test goes into no loss.
     test_place = dataclasses.replace(place, reach=())
     init = [
         _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)
@@ -154,6 +158,7 @@ def _strong(value: Value, aval: Aval) -> AnyArray:
     with noted_cast(CARRY):
         array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
     if getattr(jax.typeof(array), "weak_type", False):
+        # A loop that begins with a weak type and goes on with a strong one is an error.
         return jax.lax.convert_element_type(array, array.dtype)
     return array
 
