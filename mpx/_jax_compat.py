@@ -112,7 +112,10 @@ def equation_context(equation: JaxprEqn) -> Iterator[None]:
 
 
 class _NoTraceback:
-    """Says that there is none: JAX takes None for "leave it as it is"."""
+    """Says that there is none: JAX takes None for "leave it as it is".
+
+    In jax 0.10 to 0.12; a context of its own would do as well, if it could be reset.
+    """
 
     def __bool__(self) -> bool:
         return False

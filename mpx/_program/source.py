@@ -147,7 +147,7 @@ def scopes(equation: JaxprEqn) -> tuple[ScopeEntry, ...]:
     """
     stack = equation.source_info.name_stack.stack
     return tuple(
-        # There is no public name for the two classes of entries.
+        # There is no public name for the two classes of entries (jax 0.10 to 0.12).
         ScopeEntry(entry.name, type(entry).__name__ != "Scope")
         for entry in stack
     )
