@@ -360,7 +360,7 @@ def _in_while(
     if aval_of(test_sub.jaxpr.outvars[0]).shape:  # of `vmap`: for JAX's lowering only
         return _operation(equation, operands, probe, place)
     for_test = [v.array for v in operands[:n_test]]
-    inside = [*operands[n_test : n_test + n_body], *operands[n_test + n_body :]]
+    inside = operands[n_test:]
     avals = [aval_of(v) for v in body_sub.jaxpr.invars]
     tags = [v.tag for v in inside[:n_body]]
     carry = inside[n_body:]
