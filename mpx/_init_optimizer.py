@@ -109,6 +109,7 @@ def init_optimizer(
     if not meshes:
         return make.init(params, *args)
     arrays, rest = eqx.partition((params, args), eqx.is_array)
+    # What is no array, left here while JAX traces: for the shapes, and then to run.
     static: list[PyTree] = []
 
     def init(arrays: PyTree) -> PyTree:
