@@ -158,7 +158,6 @@ def _strong(value: Value, aval: Aval) -> AnyArray:
     with noted_cast(CARRY):
         array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
     if getattr(jax.typeof(array), "weak_type", False):
-        # A loop that begins with a weak type and goes on with a strong one is an error.
         return jax.lax.convert_element_type(array, array.dtype)
     return array
 
