@@ -2,7 +2,11 @@
 # later, make and a package index is enough. `make` alone prints the targets.
 
 .DEFAULT_GOAL := help
+# One after the other, also under `make -j`: two targets would set up one environment.
+# The checks of `make test` run where it is set up.
+ifndef CHECKS_AT_ONCE
 .NOTPARALLEL:
+endif
 .PHONY: help train train-explicit train-gpt notebooks test bench clients counts-cuda docs serve venv lint format types layers pytest \
 	test-newest test-newest-part newest-part-venv newest-venv lock clean
 
@@ -68,11 +72,15 @@ notebooks: $(ALL) ## Run the notebooks of examples/notebooks and keep what they 
 	@for each in examples/notebooks/*.ipynb; do \
 		$(BIN)/python -m tests.notebooks $$each || exit 1; done
 
-# Every check runs, also after one has failed; pytest has the last word. Two processes,
-# each with whole files, whose tests share what they compiled.
+# Every check runs, also after one has failed, two at a time, each of which prints when
+# it is done (make 4.0 and later; before, line by line). pytest has the last word. Two
+# processes, each with whole files, whose tests share what they compiled.
+EACH_AS_ONE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 test: $(ALL) ## Run everything: lint, types, layers, docs, doctests and tests
-	@$(MAKE) --no-print-directory --keep-going lint types layers docs pytest \
-		ARGS="-n 2 --dist loadfile $(ARGS)"
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 $(EACH_AS_ONE) \
+		CHECKS_AT_ONCE=yes types docs lint layers; checks=$$?; \
+	$(MAKE) --no-print-directory pytest ARGS="-n 2 --dist loadfile $(ARGS)" \
+		&& exit $$checks
 
 bench: $(ALL) ## Measure against the peers and write the report
 	@$(BIN)/python -m benchmarks $(ARGS)

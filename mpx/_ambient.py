@@ -64,6 +64,7 @@ def with_ambient_recipe(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
     Raises:
         ValueError: When called: the recipe has a state, or finds nothing to quantize.
     """
+    # One store for all calls, so that JAX finds again what it has compiled.
     programs = new_programs()
 
     @functools.wraps(method)

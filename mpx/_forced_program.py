@@ -106,6 +106,7 @@ def _full_precision(
         func, args, kwargs = exact.form.filled(arrays)
         outputs = call_in(func, args, kwargs, compute, result)
         made, form = divide(outputs)
+        # Set while `make_jaxpr` traces, below.
         found[:] = [_exactly(form)]
         return made
 

@@ -109,6 +109,7 @@ def init_optimizer(
     if not meshes:
         return make.init(params, *args)
     arrays, rest = eqx.partition((params, args), eqx.is_array)
+    # What is no array, left here while JAX traces: for the shapes, and then to run.
     static: list[PyTree] = []
 
     def init(arrays: PyTree) -> PyTree:
@@ -194,7 +195,8 @@ def _led_from(weight: Array, leaf: Array) -> Array:
     left_out = [axis for axis in range(weight.ndim) if axis not in axes]
     like = jax.lax.reduce_max(weight, left_out) if left_out else weight
     like = jnp.broadcast_to(like.astype(leaf.dtype), leaf.shape)
-    # A boolean that the compiler does not look through.
+    # A boolean that the compiler does not look through; without the choice the leaf is
+    # a constant to it, and lies whole on each device (jax 0.10.2, 2026-11).
     yes = jax.lax.optimization_barrier(jnp.asarray(True))
     return jax.lax.select(yes, leaf, like)
 

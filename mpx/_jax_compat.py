@@ -81,6 +81,7 @@ def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
 
 def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:
     """An array that gives way in promotion, as a Python number does, or no longer."""
+    # The function around it makes arrays of strong types only.
     convert = jax.lax.convert_element_type_p
     return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
 
@@ -111,7 +112,10 @@ def equation_context(equation: JaxprEqn) -> Iterator[None]:
 
 
 class _NoTraceback:
-    """Says that there is none: JAX takes None for "leave it as it is"."""
+    """Says that there is none: JAX takes None for "leave it as it is".
+
+    In jax 0.10 to 0.12; a context of its own would do as well, if it could be reset.
+    """
 
     def __bool__(self) -> bool:
         return False
@@ -129,6 +133,7 @@ def own_source_lines() -> contextlib.AbstractContextManager[object]:
 
 def scope_names(equation: JaxprEqn) -> tuple[str, ...]:
     """The named scopes of an equation, the outermost first, without transforms."""
+    # The classes are not public, so they are told apart by name (jax 0.10 to 0.12).
     stack = equation.source_info.name_stack.stack
     return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
@@ -224,6 +229,8 @@ def shape_varying_like(
 
 def as_varying(x: object, axes: frozenset[str]) -> Any:
     """The value as one that varies on these axes of `shard_map`, too."""
+    # Sorted: the order of a set of texts differs from process to process, and processes
+    # that share devices must run one program.
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 

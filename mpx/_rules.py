@@ -340,6 +340,7 @@ class Rules:
     def _find_for_program(self, name: str) -> Rule | None:
         """A rule that keeps autocast out of a program within the program."""
         for rule in self.rules:
+            # `*` means operations: it would keep autocast out of the whole function.
             names_it = rule._is_about_primitives and rule.primitive != "*"
             if names_it and rule._holds_for_primitive(name):
                 return rule if rule.precision is Precision.DECLARED else None

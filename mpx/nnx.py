@@ -301,6 +301,8 @@ def update(
     _refuse_gradients(optimizer, model, grads, call)
 
     nodes = (optimizer, model)
+    # On copies, since a step that is skipped must leave both as they are, and NNX
+    # updates in place.
     copies = _nnx.clone(nodes)
     new_optimizer: Any = copies[0]
     if isinstance(optimizer, _nnx.ModelAndOptimizer):
@@ -317,6 +319,7 @@ def update(
             f"went: {listing(before.keys() - after.keys()) or 'none'}. Make all "
             "Variables before the first step."
         )
+    # By identity: of what the optimizer did not write nothing is to be chosen.
     changed = {name: new for name, new in after.items() if new is not before[name]}
     chosen = select_tree(good, changed, {name: before[name] for name in changed})
     leaves = {**before, **chosen}.values()

@@ -18,6 +18,13 @@ def partitioned(
     function: Callable[..., Any], *args: Any, devices: int = 4, **options: Any
 ) -> list[wire.Message]:
     """What a function sends, compiled for these arguments and with options of jit."""
+    return compiled(function, *args, devices=devices, **options)[1]
+
+
+def compiled(
+    function: Callable[..., Any], *args: Any, devices: int = 4, **options: Any
+) -> tuple[Any, list[wire.Message]]:
+    """The same, and the compiled function."""
 
     def run(*args: Any) -> Any:
         return function(*args)
@@ -26,6 +33,6 @@ def partitioned(
     run.__name__ = f"step_{uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
-        jax.jit(run, **options).lower(*args).compile(compiler_options=dump)
+        found = jax.jit(run, **options).lower(*args).compile(compiler_options=dump)
         (path,) = pathlib.Path(folder).glob("*after_spmd-partitioning*")
-        return wire.messages(path.read_text(), devices)
+        return found, wire.messages(path.read_text(), devices)

@@ -246,7 +246,7 @@ def in_order_on(devices, arm, is_divided):
     return train_in_order(mesh, arm, is_divided)
 
 
-@pytest.mark.parametrize("arm", slow_but(["float16", "delayed"], ARMS))
+@pytest.mark.parametrize("arm", slow_but(["delayed"], ARMS))
 @pytest.mark.parametrize(
     ("devices", "is_divided"),
     [

@@ -246,3 +246,44 @@ def test_no_private_module_of_jax_is_used():
     assert files
     wrong = [file for file in files if "jax._src" in file.read_text(encoding="utf-8")]
     assert not wrong
+
+
+# --- Workarounds ----------------------------------------------------------------------
+
+# What was measured with a version says so: `jax 0.10.2`, `jaxlib 0.10.2`, `jax 0.10 to
+# 0.12`. Mere differences between versions have a file of their own.
+MEASURED_WITH = re.compile(r"\bjax(?:lib)? 0\.\d+(?:\.\d+| to 0\.\d+)")
+DIFFERENCES = "_jax_compat.py"
+
+
+def workarounds() -> list[list[str]]:
+    """The rows of the list: what, where, with which version, try without it when."""
+    text = (ROOT / "docs/internals.md").read_text()
+    table = text.partition("## Workarounds")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def test_every_workaround_in_the_list_is_in_the_code():
+    assert len(workarounds()) > 20, "the search itself is broken"
+    for what, where, version, until in workarounds():
+        names = re.findall(r"`([^`]+)`", where)
+        files = [ROOT / "mpx" / name for name in names if name.endswith(".py")]
+        assert files and all(file.is_file() for file in files), where
+        text = "".join(file.read_text() for file in files)
+        for name in names:
+            assert name.endswith(".py") or re.search(rf"\b{name}\b", text), where
+        assert MEASURED_WITH.match(version), f"{what}: measured with what?"
+        assert until
+
+
+def test_what_was_measured_with_a_version_is_in_the_list():
+    listed = {name for _, where, *_ in workarounds() for name in where.split("`")}
+    found = set()
+    for file in (ROOT / "mpx").rglob("*.py"):
+        # In comments a line may end between the name and the number.
+        text = re.sub(r"\s+(?:# )?", " ", file.read_text())
+        if MEASURED_WITH.search(text):
+            found.add(file.relative_to(ROOT / "mpx").as_posix())
+    assert len(found) > 15, "the search itself is broken"
+    assert found <= listed | {DIFFERENCES}, "tell docs/internals.md of these"

@@ -123,6 +123,7 @@ class Value:
         self.wide: Value | None = None
         # By recipe, of the first product that reads it.
         self.input_scales: dict[AbstractRecipe, AnyArray] = {}
+        # The cast of a computed value, and by how many uses it is shared.
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @classmethod
@@ -177,6 +178,7 @@ class Value:
         if self.dtype == dtype:
             return self.array, False
         if self.is_constant:
+            # By NumPy and not by JAX, which would trace it: a number stays a number.
             with np.errstate(over="ignore"):
                 return np.asarray(self.array, dtype), False
         if self.facts.provenance is Provenance.DECLARED:
@@ -308,6 +310,7 @@ class Place:
             return dataclasses.replace(
                 self, settings=settings, scopes=self.scopes + named
             )
+        # `at` gives the same object where no scope is a region, as nearly always.
         if settings is self.settings:
             return self
         return dataclasses.replace(self, settings=settings)

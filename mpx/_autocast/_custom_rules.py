@@ -130,6 +130,7 @@ def rewrite_custom_jvp(
         active = [
             i
             for i, t in enumerate(tangents)
+            # Integers have tangents of float0, which are none.
             if not isinstance(t, SymbolicZero) and t.dtype != _FLOAT0
         ]
         _refuse_active_constants(equation, active)
@@ -189,11 +190,11 @@ def rewrite_custom_vjp(
     What the rule is told of its operands and results, whether they are differentiated,
     is what JAX says of those of the new function.
 
-    Invariants, each of which a library that was tried depends on (jax 0.10 to 0.12):
-    only operands that are differentiated are, so `symbolic_zeros` stays true of the
-    others (Equinox's `filter_custom_vjp` asserts it, and with it all of Diffrax); a
-    cotangent that is known to be zero comes in, and goes out, as such; and the rule is
-    traced in the declared dtypes, since it may ask for them.
+    Invariants, each of which a library that was tried depends on: only operands that
+    are differentiated are, so `symbolic_zeros` stays true of the others (Equinox's
+    `filter_custom_vjp` asserts it, and with it all of Diffrax); a cotangent that is
+    known to be zero comes in, and goes out, as such; and the rule is traced in the
+    declared dtypes, since it may ask for them.
     """
     place, later = _own(place), run.for_later()
     facts = tuple(v.facts for v in operands)

@@ -230,6 +230,7 @@ def _half_dtype(case: Case) -> np.dtype:
 
 def _product_result(case: Case, dtype: np.dtype) -> np.dtype:
     is_full = aval_of(case.equation.outvars[0]).dtype == FULL
+    # Half precision goes in and float32 comes out: so the program says itself.
     asked_for = FULL not in _declared_dtypes(case)
     return FULL if is_full and (case.demand is Demand.FULL or asked_for) else dtype
 
@@ -258,6 +259,7 @@ def _factors(equation: JaxprEqn) -> list[Atom]:
 
 def _kind(atom: Atom) -> np.dtype:
     dtype = aval_of(atom).dtype
+    # Those of keys are classes of JAX.
     return dtype if isinstance(dtype, np.dtype) else np.dtype(object)
 
 
@@ -289,9 +291,12 @@ def _choose_elementwise(case: Case, kind: PrimitiveClass) -> Choice:
         return Choice(kind, Reason.LITERAL, FULL)
     others = [v for v in values if _provenance(v) is Provenance.DECLARED]
     if known.compares:
+        # Rounded, what is compared with may come to lie on the other side.
         inexact = others or any(_rounds(x, dtype) for x in numbers)
         return Choice(kind, Reason.FOLLOWS, FULL if inexact else dtype)
     if known.updates and _provenance(castable[0]) is Provenance.DECLARED:
+        # A buffer that came from outside keeps its digits. One that is filled with a
+        # number, zeros mostly, has none to lose.
         if castable[0].facts.literal is None:
             return Choice(kind, Reason.STREAM, FULL)
     if known.adds and any(not _may_be_added(case, v, values) for v in others):
@@ -330,6 +335,8 @@ def _joins_half_stream(case: Case, values: list[Value]) -> bool:
     """Whether an equation adds to a residual stream that is to be half precision."""
     if case.settings.residual_stream != "half" or case.name not in ("add", "add_any"):
         return False
+    # The stream itself is an argument in the first block; a parameter that is added is
+    # a bias.
     return case.is_residual or any(
         v.facts.provenance is Provenance.DECLARED and v.facts.parameter is None
         for v in values

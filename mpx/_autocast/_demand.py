@@ -135,6 +135,7 @@ def demands_of(
         inputs, nothing = (Demand.ANY,) * len(jaxpr.invars), frozenset()
         are_declared = (False,) * len(jaxpr.outvars)
         return Demands({}, inputs, are_declared, nothing, nothing, nothing, jaxpr)
+    # The plan holds its program, so the id is that of no other one.
     key = (id(jaxpr), settings, are_declared, results)
     made = run.demands.get(key)
     if made is None:
@@ -207,6 +208,8 @@ class _DemandFlow(BackwardFlow[Demand]):
         here = self._settings.at(scope_names(equation))
         is_full = results[0] is Demand.FULL if results else False
         if not any(declared) and self._is_residual(equation, is_full):
+            # `backward` asks for each equation once, when all that its users want is
+            # known.
             self.residuals.update(equation.outvars)
             found = (looked_up(a, self._makers) for a in equation.invars)
             self.beginnings.update(v for v in found if v is not None)
@@ -244,6 +247,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         inside = [i is not None and declared[i] for i in sub.operands]
         for output, where in sub.carried:
             (wanted[output],) = carried_demands(variables[where : where + 1])
+            # Declared it may be before the first turn only.
             inside[where] = False
         made = demands_of(self._run, settings, sub.jaxpr, tuple(inside), tuple(wanted))
         inputs = list(made.inputs)
@@ -269,6 +273,8 @@ def _residual_demands(settings: Settings, wanted: Demand) -> tuple[Demand, Deman
 
 
 def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
+    # What is declared here must be so when it is emitted (`_move`, `_join` and
+    # `_convert` of `_emit`): residual additions are found by it.
     known = {v for v, d in zip(jaxpr.invars, are_declared, strict=True) if d}
     known.update(jaxpr.constvars)
     for equation in jaxpr.eqns:

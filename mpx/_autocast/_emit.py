@@ -87,6 +87,8 @@ def evaluate(
     reach = reach_in(jaxpr, place.reach) if place.reach else {}
     values: Values = dict(zip(jaxpr.invars, operands, strict=True))
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
+        # A parameter without a path, so no data: a recipe quantizes no product with it,
+        # and a vector may be a bias.
         values[variable] = constant(array, parameter="")
 
     def emit(place: Place, equation: JaxprEqn, values: Values) -> None:
@@ -289,9 +291,12 @@ def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Moves data in whatever precision it comes."""
     name = equation.primitive.name
     known = properties(name)
+    # Bound, a number would be an array like any other, and unknown.
     if name == "stop_gradient" and operands[0].is_constant:
         return operands
     bound = bind_equation(equation, *(v.array for v in operands))
+    # Several operands give one result where the others say what is moved, and as many
+    # results where each is moved by itself (`optimization_barrier`).
     is_parallel = len(bound) == len(operands)
     results = []
     for i, (array, variable) in enumerate(zip(bound, equation.outvars, strict=True)):
@@ -321,10 +326,14 @@ def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
     from_aval, to_aval = avals((equation.invars[0], equation.outvars[0]))
     if not is_castable(from_aval) or not is_castable(to_aval):
         (array,) = bind_equation(equation, value.array)
+        # Masks, positions, labels: like arguments they may become half at each use.
+        # `_demand` knows of it.
         is_number = jax.numpy.issubdtype(from_aval.dtype, jax.numpy.integer)
         is_number = is_number or from_aval.dtype == np.bool_
         return declared(array) if is_number else computed(array)
     if from_aval.dtype == target:
+        # A cast to what the program has already does not undo what was chosen: half
+        # precision stays so.
         if equation.params.get("sharding") is None:
             return value
         params = {**equation.params, "new_dtype": value.dtype}
@@ -370,6 +379,8 @@ def emit_operation(
     else:
         bound = bind_equation(equation, *arrays)
     if equation.primitive.name == "iota":
+        # Positions were not computed in float32, and make nothing float32 that meets
+        # them.
         return [declared(x) for x in bound]
     values = [
         v
@@ -431,10 +442,11 @@ def _product(
     """A product of operands in half precision, or of float32 ones if a rule says so.
 
     A product of half precision operands that gives float32 would have backward products
-    of float32 with half precision operands, and XLA's CPU compiler knows not all of
-    them. So a result that is wanted in float32 is a product in half that is widened.
-    XLA may drop the narrowing between the two (it does on CPUs), or write half as many
-    bytes (on GPUs). The gradient of a ViT block has the same error both ways, 3.0e-3.
+    of float32 with half precision operands, and XLA's CPU compiler (jaxlib 0.10.2)
+    knows not all of them. So a result that is wanted in float32 is a product in half
+    that is widened. XLA may drop the narrowing between the two (it does on CPUs), or
+    write half as many bytes (on GPUs). The gradient of a ViT block has the same error
+    both ways, 3.0e-3.
     """
     params = dict(equation.params)
     if params.get("preferred_element_type") is not None:

@@ -49,6 +49,8 @@ def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
         demands: Wanted,
     ) -> list[Value]:
         operation, is_call = innermost_operation(equation)
+        # The operation is a `custom_vmap_call`, and the call around it is none. Any
+        # other equation with the scope of one only stands inside of it.
         if operation is None or is_call == (name == "custom_vmap_call"):
             return otherwise(run, place, equation, operands, demands)
         if is_call:
@@ -117,6 +119,7 @@ def _decomposed(
         *(aval_of(v) for v in equation.invars)
     )
     results = evaluate(run, place, closed, operands, demands)
+    # The recipe as the user wrote it has then been used, too.
     if whole in run.used:
         run.used.add(recipe)
     return results
@@ -151,6 +154,7 @@ def _results(arrays: Sequence[AnyArray], dtype: np.dtype | None) -> list[Value]:
     if dtype is not None and dtype != first.dtype:
         wide = jax.lax.convert_element_type(first, dtype)
         result = computed(wide, is_product=True)
+        # An island that reads it keeps the half precision (`_rematerialize`).
         result.narrow = first
     return [result, *map(computed, rest)]
 

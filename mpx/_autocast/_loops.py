@@ -79,6 +79,8 @@ def rewrite_scan(
         rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
         operands = [*consts, *_carried(carry), *rows]
         results = evaluate(run, place, closed, operands, wanted)
+        # JAX may trace a body more than once; what the last trace found is what is
+        # used.
         given[:] = [v.dtype for v in results[:n_carry]]
         ys = _narrowed_results(place, results[n_carry:], demands[n_carry:])
         found[:] = [tuple(_stacked_facts(v.facts) for v in ys)]
@@ -86,6 +88,7 @@ def rewrite_scan(
 
     xs = ([_cut(v, params["length"]) for v in stacked], copies, cut.arrays)
     streams = _streams_of(run, place.settings, jaxpr, n_consts, n_carry)
+    # A loop of no turns has no row to trace it with.
     if streams and params["length"]:
         # What the body gives in half precision, only a trace of it can tell.
         row = jax.tree.map(lambda x: x[0], xs)
@@ -116,6 +119,7 @@ def rewrite_while(
     wanted = carried_demands(open_jaxpr(body).invars[n_body:])
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
     place = dataclasses.replace(_loop_place(place, equation), is_in_while=True)
+    # A test goes into no loss.
     test_place = dataclasses.replace(place, reach=())
     init = [
         _strong(v, a) for v, a in zip(operands[n_cond + n_body :], avals, strict=True)

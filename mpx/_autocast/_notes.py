@@ -28,6 +28,7 @@ from ._demand import Demand
 
 _taking = jax.make_user_context(default_value=False)
 
+# No context of JAX: a list that grows is no key of its caches.
 # The rules that held for no operation, while somebody takes notes in this thread.
 _unused: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
     "unused", default=None
@@ -123,6 +124,7 @@ class IslandNote:
 
     before: int
     after: int
+    # JAX compares scopes as texts: two islands that save the same would be one.
     name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 

@@ -50,6 +50,8 @@ def emit_island(
     if any(map(may_keep, island.equations)):
         key = _signature(run, place, island, values, ahead)
         if key not in run.islands:
+            # An island ends where mesh or device change, so one equation speaks for
+            # all.
             with execution_context(island.equations[0]):
                 made = _recomputed(run, place, island, values, ahead, emit)
             run.islands[key] = made
@@ -79,6 +81,7 @@ def _recomputed(
     facts = {v: values[v].facts for v in arrays}
     wide = {v: (values[v].dtype, values[v].widened_by) for v in arrays}
     numbers = {v: values[v] for v in island.inputs if values[v].is_constant}
+    # So there are no islands within it.
     inner = dataclasses.replace(place, is_recomputed=True)
     half = place.settings.dtype
     found: list[Any] = []
@@ -99,6 +102,7 @@ def _recomputed(
             value.facts.provenance is Provenance.FULL and ahead.demand(v).has_half
             for v, value in zip(island.outputs, results, strict=True)
         )
+        # Set while `make_jaxpr` traces, below.
         found[:] = [tuple(value.facts for value in results), are_cast]
         with noted_cast(USED):
             casts = [
@@ -106,6 +110,7 @@ def _recomputed(
             ]
         return [value.array for value in results], casts
 
+    # What this one uses, an equal one uses, which is not emitted by itself.
     others, run.used = run.used, set()
     closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()))
     used, run.used = frozenset(run.used), others
@@ -122,6 +127,7 @@ def _recomputed(
     def again(run: Run, island: Island, values: Values) -> None:
         run.used |= used
         with noted_island(note), execution_context(island.equations[0]):
+            # Equal islands have their inputs in one order, that of first use.
             results = function(*_arrays(island, values).values())
         casts = iter(results[len(known) :])
         for variable, array, facts, is_cast in zip(
@@ -176,5 +182,6 @@ def _hashable(value: object) -> Hashable:
     try:
         hash(value)
     except TypeError:
+        # Programs that hold it live as long as the run that keeps the key.
         return id(value)
     return value

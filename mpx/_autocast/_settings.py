@@ -82,6 +82,7 @@ class Settings:
         """The settings inside of scopes, the outermost first, some of them regions."""
         settings = self
         for scope in scopes:
+            # Where there is none, the very same object comes back (`Place.inside`).
             region = data_of(scope, Settings)
             if region is not None:
                 settings = dataclasses.replace(settings, **region._said_values())
@@ -119,6 +120,8 @@ class Settings:
 # What a setting is called where it is said.
 _NAMES = {"is_enabled": "enabled", "is_strict": "strict"}
 
+# Contexts of JAX and no `contextvars`: JAX keeps what it has traced by them, and would
+# use a function again under settings that it was not traced under.
 _is_tracing = jax.make_user_context(default_value=False)
 _ambient = jax.make_user_context(default_value=Settings())
 _is_control = jax.make_user_context(default_value=False)
@@ -249,6 +252,8 @@ def unwrapped(
     For those who look into a callable PyTree: its arrays are not in the wrapper's.
     """
     mark = getattr(func, MARK, None)
+    # JAX copies the attributes of a function to what it makes of it: `jax.jit` of an
+    # autocast function has its mark, and is not to be taken apart.
     if mark is None or mark.made is not func:
         return func, lambda same: same
     return mark.func, mark.again

@@ -313,6 +313,7 @@ class _Deferred(contextlib.ContextDecorator):
             )
         context = ambient_with(self._settings) if self._ambient else self._region()
         context.__enter__()
+        # A stack: one object may be entered again inside of itself.
         self._entered.append(context)
 
     def __exit__(self, *exception: Any) -> None:
@@ -341,6 +342,7 @@ class _Deferred(contextlib.ContextDecorator):
 def _wrapped(
     func: Callable[..., PyTree], told: Settings, weights: Weights
 ) -> Callable[..., PyTree]:
+    # One store for all calls, so that JAX finds again what it has compiled.
     programs = new_programs()
 
     @wraps(func)

@@ -34,8 +34,10 @@ def badness_of(x: AnyArray, above: ScalarLike | None = None) -> Array:
         else:
             wide = part.astype(full_precision_of(part.dtype))
             limit = jnp.broadcast_to(jnp.asarray(above, wide.dtype), wide.shape)
+            # Not `>`, of which NaN is false.
             is_bad = ~(jax.lax.abs(wide) <= limit)
-        # A maximum, since XLA has no sum of bits over the devices of a CPU.
+        # A maximum: XLA:CPU has no `or` of integers over devices (jaxlib 0.10.2,
+        # 2026-11).
         axes = tuple(range(is_bad.ndim))
         found |= jax.lax.reduce_max(is_bad.astype(jnp.int32), axes=axes)
     return found

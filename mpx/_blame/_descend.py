@@ -23,6 +23,7 @@ from ._level import Level, Step
 from ._machine import EachDevice, Machine, varying
 from ._search import Cause, Concern, Search
 
+# The turn of what never goes bad: later than all, so that a minimum finds the first.
 _NEVER = np.iinfo(np.int32).max
 # How many turns of a loop are looked into where what is bad in one turns out harmless.
 _TURNS = 4

@@ -201,8 +201,6 @@ def run_level(
         change: `change(number, array)` sees each value, of inputs and constants, then
             of operations in their order, and gives what stands in its place.
     """
-    left = {value: len(users) for value, users in level.users.items()}
-    ends = set(level.outputs)
     values: dict[int, AnyArray] = {}
     given = zip(level.inputs, inputs, strict=True)
     for number, array in (*given, *level.constants.items()):
@@ -210,10 +208,6 @@ def run_level(
     for step in level.steps:
         for number, array in _results(step, values):
             values[number] = change(number, array)
-        for value in dict.fromkeys(step.operands):
-            left[value] -= 1
-            if not left[value] and value not in ends:
-                values.pop(value, None)
 
 
 def _results(step: Step, values: dict[int, AnyArray]) -> list[tuple[int, AnyArray]]:

@@ -154,6 +154,7 @@ def _compiled(
         control: PyTree, inputs: Sequence[AnyArray]
     ) -> tuple[PyTree, list[AnyArray]]:
         nonlocal compiled
+        # At the first call: only the inputs say on which devices results are to be.
         if compiled is None:
             where = _everywhere(inputs)
             compiled = jax.jit(

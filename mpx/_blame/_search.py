@@ -108,6 +108,7 @@ class Search:
             run = self._compiled([*sites, *inputs], watch)
         cures = np.ones(len(sites) + len(inputs), bool)
         if self.above is not None:
+            # With a limit all that is bad is told, so nothing is cured.
             cures = ~cures
         elif cures.size:
             bits = run(cures).bits
@@ -216,6 +217,7 @@ class Search:
         watch = list(dict.fromkeys([*stored_values(self.level), *ends]))
         run = self._compiled([*sites, *results], watch, near=results)
         healthy = run(np.ones(len(sites) + len(results), bool)).bits
+        # Ends that are bad without them, too, tell nothing about them.
         others = ends if not _any_bad(healthy, ends) else watch
         others = [v for v in others if not is_bad(healthy, v) and v not in results]
         found = []

@@ -268,6 +268,7 @@ class MicroBatches:
         loss, aux, grads, amaxes = one(args, kwargs)
         weight = _weight(self.how, args, kwargs)
         state = _new_state(self.how, aux, state)
+        # Set while the body of the scan is traced; what comes after it reads the form.
         self.traced[:] = [_Aux.read(aux, state)]
         total = jax.tree.map(
             lambda t, g: t + (weight.astype(g.dtype) * g).astype(t.dtype), total, grads
@@ -286,6 +287,8 @@ class _Aux:
     @classmethod
     def read(cls, aux: PyTree, state: list[AnyArray]) -> "_Aux":
         leaves, tree = jax.tree.flatten(aux)
+        # By identity: the new state is a part of aux, and its arrays are the same
+        # objects.
         places = {id(x): i for i, x in enumerate(state)}
         fixed = [None if eqx.is_array(x) else x for x in leaves]
         return cls(tree, [places.get(id(x)) for x in leaves], fixed)

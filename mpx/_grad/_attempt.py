@@ -105,10 +105,12 @@ def retried(
     Returns:
         The scaling of the last try, and its outcome.
     """
+    # A loop carries arrays only; the rest of aux is the same at every scale.
     arrays, static = eqx.partition(outcome, eqx.is_array)
 
     def is_bad(state: PyTree) -> Array:
         _, arrays, tries = state
+        # The first flag is that of the loss.
         return ~jnp.all(arrays.flags) & arrays.flags[0] & (tries < retries)
 
     def again(state: PyTree) -> PyTree:
@@ -144,6 +146,7 @@ def _finite_flags(
     rest = jnp.asarray(True)
     if any(grad.dtype == np.float16 for grad in leaves):
         rest = scale >= 2.0**-111
+    # In this order, by which bad places are named: the loss, each gradient, the rest.
     return stack([is_finite, *(_is_within(grad, limits) for grad in leaves), rest])
 
 

@@ -87,6 +87,7 @@ def accumulated_on_devices(
             total, besides = _in_turn(run, zeros, xs, how.steps // devices)
             add_up = functools.partial(_summed, axes, reduce_dtype)
         total = jax.tree.map(add_up, total)
+        # The form of aux, found by the trace of what the devices run.
         batch.traced[:] = inside.traced
         losses, weights, stacked, amaxes = besides
         amaxes = jax.tree.map(lambda x: largest_magnitude(x, (0,)), amaxes)
@@ -99,6 +100,8 @@ def accumulated_on_devices(
         in_specs=(P(), *(P(axes) if one.is_cut else P() for one in given)),
         out_specs=(P(), P(), P(), P(axes), P()),
         axis_names=set(axes),
+        # What is gathered from all devices is the same on each, which the types of
+        # `all_gather` do not say.
         check_vma=False,
     )
     arrays = [one.array for one in given]
@@ -317,6 +320,7 @@ def _summed_in_order(axes: tuple[str, ...], x: Array) -> Array:
     devices = jax.lax.axis_size(axes)
     if devices == 1:
         return x
+    # Rounded up: the last piece is padded, and cut again below.
     length = -(-x.size // devices)
     flat = jnp.pad(x.reshape(-1), (0, length * devices - x.size))
     pieces = flat.reshape(devices, length)

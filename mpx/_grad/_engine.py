@@ -216,8 +216,11 @@ def _differentiated(
             return scaling.scale(loss), (loss, aux)
 
     tokens, provide = scaling._tokens(), scaling._provide
+    # By the scales of recipes, too, whose derivative is the amaxes (`_recipe_state`).
     differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
     if problem.casts_before is not None and manual_axes():
+        # Only under `shard_map`: elsewhere the compiler makes the sums
+        # (`_as_travelling`).
         axes, results = axes_of_half_sums(scaled_loss, weights, tokens)
         if axes:
             masters = tuple(given[i] for i in problem.argnums)

@@ -61,6 +61,7 @@ def problem_builder(
 
     def build(count: int) -> Problem:
         """The problem for a call with `count` positional arguments."""
+        # Asked for at each call: what is ambient may have changed.
         settings, compute, half = settings_of(func), None, None
         if options.mixed and settings is None:
             half = half_precision_datatype() if policy is None else policy.compute_dtype

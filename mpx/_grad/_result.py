@@ -50,6 +50,8 @@ class GradientResult(tuple):
 
     def __getattr__(self, name: str) -> PyTree:
         # Only asked for what is not there in the ordinary way.
+        # As it is copied or unpickled there are none yet, and asking for them would ask
+        # again.
         parts = self.__dict__.get("_parts", {})
         if name in parts:
             return parts[name]
@@ -93,6 +95,7 @@ class GradientResult(tuple):
         inner = ", ".join(f"{name}={self._parts[name]!r}" for name in self._fields)
         return f"GradientResult({inner})"
 
+    # A tuple would be made again of its items, which have no names.
     def __reduce__(self) -> tuple:
         return _rebuild, (self._parts,)
 

@@ -165,6 +165,7 @@ def _select_and_gather(equation: JaxprEqn) -> int:
 def _sort(equation: JaxprEqn) -> int:
     operand = aval_of(equation.invars[0])
     length = operand.shape[equation.params["dimension"]]
+    # The bits of n - 1 are log2(n), rounded up.
     return _size(operand) * max(length - 1, 0).bit_length() * _floats(operand)
 
 

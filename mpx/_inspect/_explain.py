@@ -175,6 +175,7 @@ def _operations(
     every = walk(traced.jaxpr, inputs, flow)
     visits = [visit for visit in every if not _is_for_others(visit)]
     is_mixed = any(_uses_half(visit.equation) for visit in visits)
+    # By ids, which belong to equations of the program that `traced` holds.
     ends: frozenset[int] = frozenset()
     if is_mixed and any(visit.place.unknown_loops for visit in visits):
         ends = deciding_comparisons(traced.jaxpr.jaxpr, _precision_of_product)

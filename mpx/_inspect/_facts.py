@@ -187,6 +187,8 @@ def _origin(
             f"cast to {after}{_at(frames)}",
             source_span(equation),
             str(before),
+            # Of the program that is walked, which holds it as long as facts are
+            # compared.
             id(equation),
             is_fresh=True,
         )

@@ -136,6 +136,7 @@ class DynamicLossScaling(AbstractLossScaling):
         self.hysteresis_left = self.hysteresis - 1
         self.floored = jnp.zeros((), jnp.int32)
         self.record = StepRecord()
+        # Values are read, which inside of a transform are not known.
         if not isinstance(self.loss_scaling, Tracer):
             self._validate()
 
@@ -249,6 +250,8 @@ def _adjusted(
         "hysteresis_left": (tolerance, jax.lax.max(scaling.hysteresis_left - 1, zero)),
         "floored": (zero, select(is_floored, counted(scaling.floored), zero)),
     }
+    # A loss that is not finite before it is scaled is so at every scale: the step is
+    # bad, and says nothing about the scale.
     is_telling = finite | loss_was_finite(places_finite, loss_finite)
     fields = {
         name: select(is_telling, select(finite, good, bad), getattr(scaling, name))

@@ -143,11 +143,13 @@ def _value(value: object, like: Any, name: str, call: str) -> object:
         )
     if not name.endswith("places") and array.dtype == np.int32 and np.any(array < 0):
         raise ValueError(f"{call} needs counts of at least 0; got `{name}` {array}.")
+    # A copy: an array that shares the memory of the dictionary must not be donated.
     return jnp.array(array)
 
 
 def kinds(cls: Any) -> dict[str, Any]:
     """The concrete classes that `cls` can read, by name."""
+    # Also those of users, once they are imported.
     found = {c for sub in cls.__subclasses__() for c in kinds(sub).values()}
     if not getattr(cls, "__abstractmethods__", None):
         found.add(cls)

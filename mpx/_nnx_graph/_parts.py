@@ -197,6 +197,7 @@ class Parts:
         with nnx.split_context(_CONTEXT) as context:
             self._changed = [
                 self._read(context, node, slots, news, others, keeps_form)
+                # Objects that the function made stand last, and were given nothing.
                 for node, slots in itertools.zip_longest(objects, given, fillvalue={})
             ]
         values = [
@@ -229,6 +230,8 @@ class Parts:
         """All objects, and what each was given by path."""
         from flax import nnx
 
+        # The iterators are shared: each object takes its own values from them, in the
+        # order in which `_group` put them there.
         values = [_by_label(args, kwargs), iter(fixed.leaves), iter(state.leaves)]
         given: list[dict[str, tuple[Slot, object]]] = []
         with nnx.merge_context(_CONTEXT, inner=True) as context:
@@ -248,6 +251,7 @@ class Parts:
         """Makes an object again; notes what it is given, by path, with the slots."""
         taken = self._objects[number]
         by_label, fixed, state = values
+        # Weights that are no arrays go in with the others, and stay what they are.
         is_array = [s.group != STATIC for s in taken.slots[0].values()]
         weights = itertools.compress(by_label.get(number, ()), is_array)
         sources = (weights, fixed, state)
@@ -278,6 +282,8 @@ class Parts:
         origins: list[Origin] = []
         for path, value in jax.tree_util.tree_leaves_with_path(state):
             slot, before = given.get(jax.tree_util.keystr(path), (None, None))
+            # By identity: what the function did not write is the very array that it was
+            # given.
             if slot is not None and value is before:
                 origins.append(Origin(slot, False))
                 continue

@@ -99,6 +99,8 @@ class Call:
 
     def __call__(self, *arrays: AnyArray) -> list[AnyArray]:
         """The arrays of the result."""
+        # Left here while JAX traces. What JAX has traced before runs no Python, so each
+        # trace needs a `Call` of its own.
         found, self.result = divide(self._call(*self.form.filled(arrays)))
         return found
 

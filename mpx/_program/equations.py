@@ -99,6 +99,7 @@ def equations(jaxpr: Program) -> Iterator[JaxprEqn]:
 
 def distinct_equations(jaxpr: Program) -> Iterator[JaxprEqn]:
     """The same, once each: twelve layers may be one program, called twelve times."""
+    # Ids stay apart: the outermost program holds all those within it meanwhile.
     seen: set[int] = set()
 
     def inside(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -140,6 +141,8 @@ def sub_jaxprs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
     if known.program:
         found = [program_of(equation)]
     else:
+        # Of a primitive that the table does not know: its programs are found by their
+        # type, and how often they run stays open.
         found = [x for x in params.values() if isinstance(x, Jaxpr | ClosedJaxpr)]
     devices = _devices(params) if name in ("shard_map", "xla_pmap") else 1
     role = "" if len(found) == 1 else "program"
@@ -165,6 +168,7 @@ def _joined(equation: JaxprEqn, jaxpr: Program, role: str) -> SubJaxpr:
         jaxpr,
         role=role,
         trips=1,
+        # None: nobody knows which operand arrives there, so each of them may.
         operands=tuple(range(n_in)) if same_in else (None,) * n_in,
         results=tuple(range(n_out)) if same_out else (None,) * n_out,
     )
@@ -201,6 +205,8 @@ def _while_programs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
         operands=(*range(n_cond), *carry),
         results=(None,),
     )
+    # In this order: the condition sees what the body has made of the carry, and whoever
+    # walks hands the facts of one program on to the next (`flow`).
     return body, condition
 
 
@@ -216,6 +222,7 @@ def _branches(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
             branch,
             role=role,
             trips=1,
+            # Operand 0 says which branch is taken.
             operands=tuple(range(1, len(equation.invars))),
             results=tuple(range(len(equation.outvars))),
         )
@@ -281,6 +288,7 @@ def zero_results(jaxpr: Jaxpr) -> tuple[bool, ...]:
 
 def _devices(params: dict[str, Any]) -> int:
     """Over how many devices a program is split by hand."""
+    # Of `xla_pmap`, which has no mesh.
     if "axis_size" in params:
         return params["axis_size"]
     sizes = dict(params["mesh"].shape)

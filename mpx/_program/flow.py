@@ -196,6 +196,9 @@ def _walk_inside(
         inner = None if place is None else place.enter(equation, sub)
         inputs = [_input_fact(flow, operands, i) for i in sub.operands]
         found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
+        # Ends because `join` only adds, and what nothing was added to stays equal. The
+        # visits of earlier rounds are dropped: what holds of the first iteration need
+        # not hold of later ones.
         while (joined := _next_iteration(flow, sub, inputs, outputs)) != inputs:
             inputs = joined
             found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
@@ -214,6 +217,7 @@ def _walk_inside(
     if len(results) < len(equation.outvars):
         # Nothing inside says what these are: an operation like any other.
         whole = flow.transfer(equation, operands)
+        # What a program inside says of a result wins.
         results = dict(enumerate(whole)) | results
     return visits, [results[i] for i in range(len(equation.outvars))]
 
@@ -231,6 +235,7 @@ def _next_iteration(
 def _input_fact(flow: Flow[F], operands: Sequence[F], index: int | None) -> F:
     if index is not None:
         return operands[index]
+    # It may be any of them, so all that is known is what holds of each.
     fact = operands[0] if operands else flow.constant(None)
     for other in operands[1:]:
         fact = flow.join(fact, other)
@@ -298,6 +303,8 @@ def backward(jaxpr: Jaxpr, results: Sequence[F], flow: BackwardFlow[F]) -> dict[
 
     for atom, fact in zip(jaxpr.outvars, results, strict=True):
         add(atom, fact)
+    # All users of a result stand behind its equation: its fact is complete here, and
+    # each equation is asked once.
     for equation in reversed(jaxpr.eqns):
         outputs = [facts.get(v, flow.nothing) for v in equation.outvars]
         found = flow.operands(equation, outputs)
@@ -316,6 +323,8 @@ def results_within(
     """
     facts = [flow.nothing if i is None else results[i] for i in sub.results]
     while True:
+        # Ends because `join` only adds: each round begins with the facts of the last
+        # one.
         inputs = flow.inside(sub, facts) if sub.carried else ()
         before = list(facts)
         for output, where in sub.carried:

@@ -127,6 +127,7 @@ def _groups(
     effects = 0  # the level of the last one
 
     def root(number: int) -> int:
+        # Union-find: islands that turn out to be one get one root, on shortened ways.
         while roots[number] != number:
             roots[number] = roots[roots[number]]
             number = roots[number]
@@ -154,6 +155,8 @@ def _groups(
             roots.append(number)
             members.append([position])
             for v in inputs:
+                # One of a lower level has a barrier on some way to here. Joined with
+                # it, the island would need what comes out of itself.
                 if v in island and level[v] == here:
                     roots[root(island[v])] = number
             island.update((v, number) for v in equation.outvars)
@@ -162,6 +165,8 @@ def _groups(
                 # Prints and callbacks happen in their order: each is a barrier behind
                 # all before it.
                 here = effects = max(here, effects) + 1
+            # What comes from weights alone is no barrier: nothing of an island goes
+            # into it, so no way out of an island leads back through it.
             elif not is_fixed:
                 here += 1
             alone.append(position)
@@ -188,6 +193,8 @@ def _in_order(
     used: set[Var] = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     needs: list[set[int]] = [set() for _ in units]
     roots = [unit_of[maker[v]] for v in used if v in maker]
+    # Nothing is dropped because nobody uses it (it may have an effect), but copies that
+    # all who need them have made for themselves.
     roots += [n for n, p in enumerate(units) if islands[n] or p[0] not in copied]
     for n, positions in enumerate(whole):
         inputs = _inputs([jaxpr.eqns[i] for i in positions])
@@ -199,6 +206,7 @@ def _in_order(
     for n in _sorted(firsts, needs, _reachable(roots, needs)):
         equations = tuple(jaxpr.eqns[i] for i in whole[n])
         if islands[n]:
+            # Not of copies: who needs those outside has them from the original.
             made = (v for i in units[n] for v in jaxpr.eqns[i].outvars)
             outputs = tuple(v for v in made if v in used)
             yield Island(equations, tuple(_inputs(equations)), outputs)

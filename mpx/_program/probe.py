@@ -166,6 +166,8 @@ def _run(
         with equation_context(equation):
             run = _INSIDE.get(equation.primitive.name, _called)
             subs = sub_jaxprs(equation)
+            # What holds programs in a way that is not known here is an operation: the
+            # probe does not see into it.
             if subs and (run is not _called or _is_call(equation)):
                 results, found = run(equation, subs, operands, probe, place)
             else:
@@ -251,6 +253,7 @@ class _Traced:
             given = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
             with probe.inside():
                 results, records = _run(sub.jaxpr, sub.consts, given, probe, place)
+            # Set while `make_jaxpr` traces, below.
             self.tags = [v.tag for v in results]
             self.keys = list(records)
             return [v.array for v in results], list(records.values())
@@ -357,7 +360,7 @@ def _in_while(
     if aval_of(test_sub.jaxpr.outvars[0]).shape:  # of `vmap`: for JAX's lowering only
         return _operation(equation, operands, probe, place)
     for_test = [v.array for v in operands[:n_test]]
-    inside = [*operands[n_test : n_test + n_body], *operands[n_test + n_body :]]
+    inside = operands[n_test:]
     avals = [aval_of(v) for v in body_sub.jaxpr.invars]
     tags = [v.tag for v in inside[:n_body]]
     carry = inside[n_body:]
@@ -366,6 +369,7 @@ def _in_while(
     made = _Traced(body_sub, list(zip(avals, tags, strict=True)), probe, inner)
     fixed = [v.array for v in inside[:n_body]]
     zeros = {key: jax.tree.map(_zeros, x) for key, x in made.records.items()}
+    # Whether the probe joins turns at all, it is asked once, of zeros.
     kept = {key: x for key, x in zeros.items() if probe.join(x, x) is not None}
     test = ClosedJaxpr(test_sub.jaxpr, list(test_sub.consts))
 

@@ -92,6 +92,7 @@ def measured_bytes(
     elsewhere |= {
         v for v in results if not _is_literal(v) and is_half(aval_of(v).dtype)
     }
+    # A set: what several derivatives keep is there once.
     kept = {v for v in jaxpr.outvars[count:] if not _is_literal(v)}
     return sum(_bytes(aval_of(v)) for v in kept - elsewhere)
 
@@ -161,6 +162,7 @@ def _kept(
     if saves is Saves.CHOICE:
         made_of = [o for o in operands if o is not None]
         (aval,) = avals(equation.outvars)
+        # A truth value takes a byte.
         return [_Node(count(aval.shape), made_of)]
     if saves is Saves.PREDICATE and operands[0] is not None:
         return [operands[0]]

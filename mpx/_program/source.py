@@ -28,6 +28,7 @@ class Frame:
         return f"{self.file}:{self.line}"
 
 
+# Frames without those of JAX are public as text alone (`summarize`).
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):(?P<column>\d+) \((?P<function>.*)\)")
 _ALL_FRAMES = 1000
 
@@ -57,8 +58,10 @@ def source_span(equation: JaxprEqn) -> Span | None:
         return None
     innermost = frames[-1]
     for code, position in raw_frames(equation.source_info.traceback):
+        # Raw frames begin with those of JAX and mpx.
         if code.co_filename != innermost.file:
             continue
+        # `position` counts bytes, and an instruction of CPython has two.
         line, last, column, end = list(code.co_positions())[position // 2]
         if (line, column) == (innermost.line, innermost.column):
             return (innermost.file, line, last, column, end)
@@ -144,7 +147,7 @@ def scopes(equation: JaxprEqn) -> tuple[ScopeEntry, ...]:
     """
     stack = equation.source_info.name_stack.stack
     return tuple(
-        # There is no public name for the two classes of entries.
+        # There is no public name for the two classes of entries (jax 0.10 to 0.12).
         ScopeEntry(entry.name, type(entry).__name__ != "Scope")
         for entry in stack
     )

@@ -102,6 +102,7 @@ def is_scaling(equation: JaxprEqn, makers: Makers) -> bool:
         return False
     first, second = equation.invars
     if isinstance(first, Literal) and equation.primitive.name == "mul":
+        # Not of a quotient: a number divided by a product is no scaling of it.
         first, second = second, first
     return isinstance(second, Literal) and _is_product(first, makers)
 

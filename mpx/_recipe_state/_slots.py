@@ -217,6 +217,8 @@ class Slots:
                 ".with_state(scaling)`. (Functions are compared as objects: define "
                 "that of `amax_compute_algo` once.)"
             )
+        # One copy for this use, one for those that follow: so each use gets its own,
+        # and the maximum of what comes back goes on.
         mine, self._source[use] = shared(rest, 2)
         return mine
 
@@ -245,6 +247,7 @@ class Slots:
             return {}
         taken = {}
         for use, rest in self._source.items():
+            # With an axis more: one row of scales for each turn of the scan.
             if rest.ndim > 1 or not is_cut:
                 taken[use], self._source[use] = shared(rest, 2)
         return taken

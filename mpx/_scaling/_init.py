@@ -142,6 +142,7 @@ def _loops_around_calls(jaxpr: Jaxpr, known: dict[int, list[str]]) -> list[str]:
         jaxpr: The program with the calls.
         known: The answers for programs within, each asked once, by their `id`.
     """
+    # The outermost program holds those within it, so ids stay apart.
     if id(jaxpr) not in known:
         found: list[str] = []
         for equation in jaxpr.eqns:

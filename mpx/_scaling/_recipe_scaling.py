@@ -111,6 +111,7 @@ class RecipeScaling(AbstractLossScaling):
         loss = self.loss.adjust(
             grads_finite, places_finite=places_finite, loss_finite=loss_finite
         )
+        # The histories, too: the amaxes of a bad step may be infinite.
         good = jnp.asarray(grads_finite)
         scales = jax.tree.map(
             lambda new, old: jnp.where(good, new, old),

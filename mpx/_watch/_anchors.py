@@ -168,6 +168,7 @@ def anchors_of(
 
     def keyed(*arrays: AnyArray) -> list[PyTree]:
         records = program(*arrays)
+        # Set while JAX traces: records have keys, and results only an order.
         made["keys"] = list(records)
         return list(records.values())
 

@@ -210,6 +210,7 @@ def _of_quantizer(
             found = dataclasses.replace(found, stochastic_rounding=False)
         padded, axes = _in_blocks(x, found, axis)
         rounded = quantize_dequantize(padded, found, axis=axes)
+        # Without the axis that made blocks of a vector, and what filled them up.
         rounded = rounded.reshape(rounded.shape[rounded.ndim - x.ndim :])
         rounded = rounded[tuple(map(slice, x.shape))]
         lost, size = x - rounded, jnp.abs(x)

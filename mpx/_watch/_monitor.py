@@ -127,6 +127,7 @@ class _Monitor:
         self.formats, self.sample = formats, sample
         self._inside, self._wrap = unwrapped(func)
         self._said = said
+        # No dictionary: leaves that are no arrays need not have a hash.
         self._made: list[tuple[Form, tuple[Aval, ...], _Program]] = []
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, Statistics]:
@@ -185,6 +186,7 @@ class _Program:
                 f"{CALL} finds no matrix product or convolution in "
                 f"`{getattr(self._traced, 'name', 'func')}`: there is nothing to count."
             )
+        # Set while JAX traces: what the numbers that the program gives are of.
         self._rows = {key: probe.rows[key] for key in probe.rows if key in records}
         return results, [records[key] for key in self._rows]
 

@@ -82,6 +82,7 @@ def _scores(
     allowed: Array | None,
     seen: Array | None,
 ) -> Float[Array, "batch groups heads q_seq kv_seq"]:
+    # Of no rows: only the dtype is asked for.
     wide = widen(query[:0]).dtype
     # Not -inf: a row of which nothing is left is even, and not NaN.
     lowest = 0.7 * jnp.finfo(wide).min

@@ -171,6 +171,7 @@ def row_statistics(x: Array, axis: Axis, where: Where) -> tuple[Array, Array]:
     """The maximum of each row, and the logarithm of its sum relative to that."""
     x = widen(x)
     peak = jnp.max(x, axis, where=where, initial=-jnp.inf, keepdims=True)
+    # It cancels wherever it is used, so it needs no derivative.
     peak = jax.lax.stop_gradient(peak)
     total = jnp.sum(jnp.exp(x - peak), axis, where=where, keepdims=True)
     return peak, jnp.log(total)

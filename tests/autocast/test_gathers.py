@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
 
-from ..collectives import partitioned
+from ..collectives import compiled
 from ..helpers import slow_but
 
 RECIPES = {
@@ -160,11 +160,13 @@ def test_a_weight_that_travels_in_8_bits_has_the_bits_of_one_that_does_not(
         for gather_dtype in ("", ",gather=float32"):
             begin, step = step_in(mesh, how, model, RECIPES[name], gather_dtype)
             w, x = arguments(mesh)
-            first = jax.jit(step)(begin(w, x), w, x)
-            second = jax.jit(step)(first.scaling, w, x)
+            # Where the scaling of the second step lies, so that both are one program.
+            scaling = jax.device_put(begin(w, x), NamedSharding(mesh, P()))
+            run, sent = compiled(step, scaling, w, x)
+            first = run(scaling, w, x)
+            second = run(first.scaling, w, x)
             assert first.finite and second.finite
             found.append(jax.tree.map(np.asarray, jax.tree.leaves((first, second))))
-            sent = partitioned(step, begin(w, x), w, x)
             dtypes = {m.dtype for m in sent if m.kind == "all-gather" and m.bytes > 64}
             if gather_dtype:
                 assert "f32" in dtypes and E4M3 not in dtypes
@@ -211,8 +213,8 @@ def test_a_weight_that_enters_shard_map_whole_is_cast_before_it_travels(
         def step(w, x, func=func, policy=policy):
             return mpx.filter_grad(func, mpx.NoLossScaling(), policy=policy)(w, x).grads
 
-        found.append(jax.tree.map(np.asarray, jax.jit(step)(w, x)))
-        sent = partitioned(step, w, x)
+        run, sent = compiled(step, w, x)
+        found.append(jax.tree.map(np.asarray, run(w, x)))
         gathers = {m.dtype for m in sent if m.kind == "all-gather"}
         sums = {m.dtype for m in sent if m.kind == "all-reduce" and m.bytes > 64}
         assert gathers == ({"f32"} if gather_dtype else {"bf16"})

@@ -101,6 +101,15 @@ def test_arithmetic_on_an_argument_is_left_to_the_program():
     assert dtypes_of("sub", mpx.autocast(scaled), jnp.eye(8), 0.1) == ["float32"]
 
 
+def test_positions_make_nothing_float32():
+    """They were computed in no precision: what they meet stays in half."""
+
+    def weighted(x):
+        return (x @ x * jax.lax.broadcasted_iota(jnp.float32, (8, 8), 1)) @ x
+
+    assert dtypes_of("mul", mpx.autocast(weighted), jnp.eye(8)) == ["bfloat16"]
+
+
 def test_a_program_that_wants_float32_is_given_it(getkey):
     x = jax.random.normal(getkey(), (8, 16))
 

@@ -143,9 +143,27 @@ ONE_OF_EACH_KIND = (
 )
 
 
-def each_program(names: Iterable[str] = PROGRAMS) -> Any:
-    marks = {True: [pytest.mark.third_party], False: []}
-    params = [pytest.param(n, marks=marks[PROGRAMS[n].third_party]) for n in names]
+# Each is like another one, which `make test` looks at.
+LIKE_ANOTHER = (
+    "equinox_batch_norm",
+    "equinox_group_norm_cnn",
+    "equinox_lstm_in_fori",
+    "haiku_model",
+    "linen_transformer_block",
+    "optax_ctc",
+)
+
+
+def each_program(
+    names: Iterable[str] = PROGRAMS, slow: tuple[str, ...] = ()
+) -> pytest.MarkDecorator:
+    def marks(name: str) -> Iterator[pytest.MarkDecorator]:
+        if PROGRAMS[name].third_party:
+            yield pytest.mark.third_party
+        if name in slow:
+            yield pytest.mark.slow
+
+    params = [pytest.param(name, marks=list(marks(name))) for name in names]
     return pytest.mark.parametrize("name", params)
 
 
@@ -203,7 +221,7 @@ def test_eager(name, found):
 FLOAT32 = ("float32", "float32")
 
 
-@each_program()
+@each_program(slow=LIKE_ANOTHER)
 @pytest.mark.parametrize(("way", "dtype"), JITTED)
 def test_products(name, found, way, dtype):
     """No float32 product is left that need not stay, and none has mixed operands."""

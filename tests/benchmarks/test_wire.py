@@ -69,14 +69,12 @@ OTHERS = [
     if (layout, arm) not in FIRST
 ][::2]
 QUICK = [
-    ("data parallel", AUTOCAST),
     ("data parallel, in order", AUTOCAST),
     ("fsdp, shared", AUTOCAST),
     ("fsdp, constraint", AUTOCAST),
     ("fsdp, reshard", AUTOCAST),
     ("fsdp, shard_map", EXPLICIT),
     ("fsdp, constraint", DELAYED),
-    ("fsdp, shard_map", CURRENT),
     ("fsdp, entry", CURRENT),
 ]
 every_case = pytest.mark.parametrize(

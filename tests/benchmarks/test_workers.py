@@ -127,6 +127,7 @@ def test_the_peers_worker_has_the_published_mpx():
     assert ours["program"] == answers[0]["program"]
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_worker_compiles_for_a_tpu_and_skips_known_programs():
     cases = [{**TINY, "arm": "float32"}]

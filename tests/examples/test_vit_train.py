@@ -181,9 +181,8 @@ def test_a_skipped_step_is_made_again_bit_for_bit(in_float16):
     assert metrics["skipped"] == row.skipped
 
 
-@pytest.mark.parametrize(
-    "explicit", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("explicit", [False, True])
 def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, monkeypatch, explicit):
     """As the command line does it: a loss scale that starts too high."""
     monkeypatch.setattr("examples.runs.data_mesh", one_device)
@@ -449,7 +448,7 @@ def test_runaway_skipping_stops_with_a_diagnosis():
 
 def test_the_whole_job(tmp_path, capsys):
     """On all devices, as the command line runs it."""
-    config = config_in(tmp_path)
+    config = config_in(tmp_path, checkpoint_every=CONFIG.steps)
     run(config, Display(), types.SimpleNamespace(requested=False))
     printed = capsys.readouterr().out
     for precision in config.precisions:
@@ -467,22 +466,27 @@ def test_the_whole_job(tmp_path, capsys):
     np.testing.assert_allclose(first, first[0], rtol=1e-2)
     assert [float(row["loss_scale"]) for row in rows[::10]] == [1, 2.0**22, 1]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    # As many devices as there are make the same skip decisions as two. One makes
-    # others: there gradients are products of float16, which overflow earlier.
-    auto = (jax.sharding.AxisType.Auto,)
-    two = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[:2])
-    _, few = train(CONFIG, "float16", load_data(CONFIG), mesh=two)
-    many = [row for row in rows if row["precision"] == "float16"]
-    assert [str(row.finite) for row in few] == [row["finite"] for row in many]
-    np.testing.assert_allclose(
-        [row.loss for row in few], [float(row["loss"]) for row in many], rtol=1e-2
-    )
     # A finished run may be replaced, and resuming it trains nothing.
     resumed = dataclasses.replace(config, resume=True)
     run(resumed, Display(), types.SimpleNamespace(requested=False))
     assert json.loads((tmp_path / "results.json").read_text()) == results
     RunFolder(config)
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_many_devices_skip_the_steps_that_two_skip():
+    """One skips others: its gradients are products of float16, and overflow earlier."""
+    auto = (jax.sharding.AxisType.Auto,)
+    two = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[:2])
+    few, many = (
+        train(CONFIG, "float16", load_data(CONFIG), mesh=mesh)[1]
+        for mesh in (two, data_mesh())
+    )
+    assert [row.finite for row in few] == [row.finite for row in many]
+    np.testing.assert_allclose(
+        [row.loss for row in few], [row.loss for row in many], rtol=1e-2
+    )
 
 
 @pytest.mark.slow

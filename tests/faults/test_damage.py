@@ -31,7 +31,9 @@ def late_failures(monkeypatch):
 
 
 @pytest.mark.usefixtures("late_failures")
-@pytest.mark.parametrize("kind", [damage.flips, damage.cuts])
+@pytest.mark.parametrize(
+    "kind", [damage.flips, pytest.param(damage.cuts, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "count", [6, pytest.param(20, marks=pytest.mark.slow)], ids=["some", "many"]
 )

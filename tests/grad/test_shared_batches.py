@@ -1,5 +1,7 @@
 """Micro-batches that devices share: what they get, give, and what is refused."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
 
-from ..helpers import unchecked_annotations
+from ..helpers import slow_but, unchecked_annotations
 
 HALF = "params=float32,compute=bfloat16,output=float32"
 
@@ -46,9 +48,18 @@ def gradient(func, how, w, x, policy=HALF, **options):
     return run(w, x)
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("spec", [P(), P("data")])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+CASES = list(
+    itertools.product(
+        [AxisType.Auto, AxisType.Explicit], [P(), P("data")], [False, True]
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "in_order"),
+    # Each two values of two of them come together.
+    slow_but([CASES[i] for i in (0, 3, 5, 6)], CASES),
+)
 def test_value_and_gradients_are_those_of_the_whole_batch(kind, spec, in_order):
     w, x = placed(mesh(kind=kind), spec)
     how = mpx.Accumulation(8, axes="data", in_order=in_order)
@@ -65,8 +76,12 @@ def test_one_bad_row_makes_the_step_a_bad_one_everywhere():
     w, x = placed(mesh())
     x = x.at[13, 0].set(jnp.nan)
     how = mpx.Accumulation(4, axes="data")
-    call = mpx.filter_grad(loss, mpx.DynamicLossScaling(), policy=HALF, accumulate=how)
-    assert not call(w, x).finite
+
+    @jax.jit
+    def run(scaling, w, x):
+        return mpx.filter_grad(loss, scaling, policy=HALF, accumulate=how)(w, x).finite
+
+    assert not run(mpx.DynamicLossScaling(), w, x)
 
 
 def test_aux_comes_back_stacked_and_weights_weigh():

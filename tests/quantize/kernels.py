@@ -3,6 +3,8 @@
 Kernels are interpreted on the CPU, and lowered for CUDA; no GPU has run them.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,7 @@ def lowered(f, *args):
     return lowered_for_b200(f, *args).as_text()
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def wild(shape, dtype=jnp.float32):
     """Numbers of all magnitudes, zeros, an infinity and a NaN."""
     keys = jax.random.split(jax.random.key(0))

@@ -51,14 +51,18 @@ def test_rounding_is_that_of_a_cast(name):
         if name != "float16":  # formats of few bits saturate
             cast = np.clip(x, -largest, largest).astype(dtype).astype(np.float32)
     facts = {"largest": float(ml_dtypes.finfo(dtype).max)}
-    kept = jax.tree.map(jnp.sum, asked.kept(jnp.asarray(x), Kind.INPUT, -1, 1.0))
+
+    def sums(x):
+        return jax.tree.map(jnp.sum, asked.kept(x, Kind.INPUT, -1, 1.0))
+
+    kept = jax.jit(sums)(x)
     assert kept.above == np.sum(np.abs(x) > facts["largest"])
     assert kept.flushed == np.sum((x != 0) & (cast == 0))
     normal = float(ml_dtypes.finfo(dtype).smallest_normal)
     assert kept.below == np.sum((x != 0) & (np.abs(x) < normal))
     within = x[np.abs(x) <= min(facts["largest"], 1e15)]
     exact = within.astype(dtype).astype(np.float64)
-    noise = asked.kept(jnp.asarray(within), Kind.INPUT, -1, 1.0).noise.sum()
+    noise = jax.jit(sums)(within).noise
     assert noise == pytest.approx(np.sum((within - exact) ** 2), rel=1e-5)
 
 
@@ -77,7 +81,7 @@ def test_half_precision_is_rounded_bit_for_bit(wrap):
 
 def statistics_of(x, formats, kind=Kind.INPUT):
     asked = asked_formats(formats)
-    counted = np.asarray(counts(x, kind, -1, asked))
+    counted = np.asarray(jax.jit(lambda x: counts(x, kind, -1, asked))(x))
     found = tensor_statistics(counted, "layer", kind, "float32", asked)
     assert found is not None
     return found
