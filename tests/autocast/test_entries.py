@@ -158,7 +158,7 @@ def test_products_under_a_recipe_get_8_bits(recipe, check_vma):
 @pytest.mark.parametrize(
     ("model", "recipe"),
     slow_but(
-        [(shared, CURRENT), (in_remat, CURRENT), (looped, DELAYED)],
+        [(shared, CURRENT), (looped, DELAYED)],
         itertools.product(
             [turned, shared, jitted, in_remat, looped, branched], RECIPES
         ),
@@ -232,7 +232,8 @@ def test_a_weight_of_which_each_device_of_an_axis_has_a_piece(recipe, check_vma)
     assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
 
 
-@pytest.mark.parametrize("recipe", slow_but([DELAYED], RECIPES))
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_each_layer_of_a_scan_enters_on_its_own(recipe):
     mesh = mesh_of()
     enter = jax.shard_map(
@@ -294,6 +295,7 @@ def test_layers_that_a_scan_cuts(model, recipe):
     assert found == {"f32" if model is turned_stack else E4M3, "bf16"}
 
 
+@pytest.mark.slow
 def test_gradients_that_are_summed_in_bfloat16():
     mesh = mesh_of()
     loss = loss_in(mesh, block)

@@ -59,7 +59,8 @@ def by_xla(x, role, recipe=XLA, step=3, rounded_to=None):
     return found
 
 
-def interpreted(x, role, recipe=XLA, step=3, rounded_to=None, join=alone):
+@functools.partial(jax.jit, static_argnames=("role", "recipe", "rounded_to"))
+def interpreted(x, role, recipe=XLA, step=3, rounded_to=None):
     """Both copies, of the kernels."""
     second = recipe.quantizer(role, for_wgrad=role is not mpx.Role.WEIGHT)
     return quantize_four_bits(
@@ -67,7 +68,7 @@ def interpreted(x, role, recipe=XLA, step=3, rounded_to=None, join=alone):
         (recipe.quantizer(role), second),
         HALF,
         AXES[role],
-        join,
+        alone,
         step=jnp.int32(step),
         rounded_to=rounded_to,
         interpret=True,
