@@ -21,19 +21,17 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ._autocast import (
-    Settings,
-    ambient_settings,
-    call_autocast,
-    contexts_switch_on,
-    is_switched_off,
-    is_tracing,
-    is_under_control,
-    new_programs,
-)
+from ._autocast import call_autocast, is_switched_off, new_programs
 from ._cast import cast_of_inputs
 from ._dtypes import is_half
 from ._quantize import DelayedScaling
+from ._settings import (
+    Settings,
+    ambient_settings,
+    contexts_switch_on,
+    is_tracing,
+    is_under_control,
+)
 from ._wraps import wraps
 
 

@@ -1,14 +1,14 @@
 """Automatic mixed precision for any JAX function.
 
-In this order: what is told (`_settings`) and what is known meanwhile (`_context`);
-analyse (`_demand`), decide (`_decide`, `_products`), emit (`_emit`, `_travel`),
-rematerialize (`_rematerialize`); equations that hold programs (`_control_flow`,
-`_loops`, `_custom_rules`, `_fused`); and around it `_call` and `_transform`. `_notes`
-says what was decided.
+In this order: what is known meanwhile (`_context`); analyse (`_demand`), decide
+(`_decide`, `_products`), emit (`_emit`, `_travel`), rematerialize (`_rematerialize`);
+equations that hold programs (`_control_flow`, `_loops`, `_custom_rules`, `_fused`); and
+around it `_call` and `_transform`. `_notes` says what was decided.
 
-What a program is stands in `mpx._program`, what a user's rule is in `mpx._rules`, the
-state that recipes are given in `mpx._recipe_state`, and what travels between devices in
-`mpx._wire`; none of them knows autocast.
+What a program is stands in `mpx._program`, what a user says in `mpx._settings`, of
+single operations in `mpx._rules`, the state that recipes are given in
+`mpx._recipe_state`, and what travels between devices in `mpx._wire`; none of them knows
+autocast.
 """
 
 from ._call import (
@@ -29,19 +29,6 @@ from ._notes import (
     noting_float16 as noting_float16,
     read_note as read_note,
     taking_notes as taking_notes,
-)
-from ._settings import (
-    Settings as Settings,
-    ambient_settings as ambient_settings,
-    contexts_switch_on as contexts_switch_on,
-    is_tracing as is_tracing,
-    is_under_control as is_under_control,
-    read_weights as read_weights,
-    settings_of as settings_of,
-    under_control as under_control,
-    unwrapped as unwrapped,
-    weights_in_call as weights_in_call,
-    weights_of as weights_of,
 )
 from ._transform import (
     ambient_residuals as ambient_residuals,

@@ -41,6 +41,14 @@ from .._recipe_state import (
     with_step,
 )
 from .._rules import Precision
+from .._settings import (
+    Settings,
+    Weights,
+    is_tracing,
+    is_under_control,
+    region,
+    trace,
+)
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from .._typing import AnyArray, Aval
@@ -68,14 +76,6 @@ from ._notes import (
     refuse_unused,
 )
 from ._products import reach_of_results, recipes_in
-from ._settings import (
-    Settings,
-    Weights,
-    is_tracing,
-    is_under_control,
-    region,
-    trace,
-)
 
 _REWRITES = {
     **_control_flow.REWRITES,

@@ -29,9 +29,9 @@ from .._jax_compat import scope_names
 from .._program import DataScope
 from .._quantize import AbstractRecipe, DelayedScaling
 from .._recipe_state import Slots
+from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
 from .._wire import Asked, Entered, Gathering
-from ._settings import Settings
 
 FULL = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)

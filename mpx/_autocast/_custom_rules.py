@@ -38,6 +38,7 @@ from .._program import (
     zero_results,
 )
 from .._recipe_state import StateOperands
+from .._settings import trace
 from .._typing import AnyArray, Atom, Aval
 from ._context import Facts, Place, Run, Value, computed, is_castable
 from ._control_flow import (
@@ -49,7 +50,6 @@ from ._control_flow import (
 )
 from ._demand import Demand, Wanted, demand_for
 from ._emit import Rewrite, evaluate
-from ._settings import trace
 
 _FLOAT0 = jax.dtypes.float0
 

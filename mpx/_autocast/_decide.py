@@ -21,10 +21,10 @@ from .._program import (
 )
 from .._quantize import AbstractRecipe
 from .._rules import Candidate, Precision, Rule, line_of
+from .._settings import Settings
 from .._typing import Atom
 from ._context import FULL, Place, Provenance, Run, Value, does_not_fit, is_castable
 from ._demand import Demand, asks_for_precision
-from ._settings import Settings
 
 
 class Reason(enum.Enum):

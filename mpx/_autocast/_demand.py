@@ -41,9 +41,9 @@ from .._program import (
     sub_jaxprs,
 )
 from .._rules import Precision
+from .._settings import Settings
 from .._typing import Atom, Program
 from ._context import FULL, Run, is_castable
-from ._settings import Settings
 
 
 class Demand(enum.Enum):

@@ -23,13 +23,13 @@ from .._program import (
     with_lines_of,
 )
 from .._rules import Precision, Rule
+from .._settings import trace
 from .._typing import AnyArray
 from ._context import Place, Run, Value, computed
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import Wanted
 from ._emit import Rewrite, evaluate
 from ._notes import is_taking_notes, noted
-from ._settings import trace
 
 
 def or_fused(name: str, otherwise: Rewrite) -> Rewrite:

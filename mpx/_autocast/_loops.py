@@ -39,6 +39,7 @@ from .._program import (
     sub_jaxprs,
 )
 from .._recipe_state import StateOperands, repeated
+from .._settings import Settings
 from .._typing import AnyArray, Atom, Aval
 from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
 from ._control_flow import enter
@@ -46,7 +47,6 @@ from ._demand import Demand, Wanted, carried_demands, demands_of
 from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._products import reach_of_program
-from ._settings import Settings
 
 
 def rewrite_scan(

@@ -54,12 +54,12 @@ from .._quantize import (
     target_from,
 )
 from .._recipe_state import shared, with_input_scale
+from .._settings import Settings
 from .._typing import AnyArray, Aval
 from .._wire import dtype_of_sums
 from ._context import UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason
 from ._notes import is_taking_notes, noted, refuse_slow
-from ._settings import Settings
 
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 

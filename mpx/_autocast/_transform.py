@@ -21,17 +21,7 @@ from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
 from .._rules import Rule, Rules, as_written, is_recipe_class, read_switch
-from .._typing import DTypeLike
-from .._wraps import wraps
-from ._call import (
-    call_autocast,
-    call_recomputing,
-    call_switched_off,
-    is_switched_off,
-    region_of_switched_off,
-)
-from ._context import new_programs
-from ._settings import (
+from .._settings import (
     MARK,
     Mark,
     Settings,
@@ -43,6 +33,16 @@ from ._settings import (
     resolved,
     weights_in_call,
 )
+from .._typing import DTypeLike
+from .._wraps import wraps
+from ._call import (
+    call_autocast,
+    call_recomputing,
+    call_switched_off,
+    is_switched_off,
+    region_of_switched_off,
+)
+from ._context import new_programs
 
 _CALL = "`mpx.autocast`"
 

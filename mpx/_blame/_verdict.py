@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._autocast import autocast, recomputing, settings_of, unwrapped, with_rule
+from .._autocast import autocast, recomputing, with_rule
 from .._grad import Options, gradient_function
 from .._loss_scaling import AbstractLossScaling, StaticLossScaling
 from .._policy import Policy
 from .._rules import Precision, Rule
+from .._settings import settings_of, unwrapped
 from ._replay import Gradient, Replay, replayed
 from ._report import Culprit
 

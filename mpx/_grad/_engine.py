@@ -19,7 +19,6 @@ from .._autocast import (
     note_float16,
     noted_scaling,
     noting_float16,
-    settings_of,
 )
 from .._cast import cast_leaf, casting_inputs
 from .._dtypes import full_precision_of, is_half
@@ -28,6 +27,7 @@ from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Wire
 from .._recipe_state import SlotName, at_step
+from .._settings import settings_of
 from .._tree import is_trainable
 from .._typing import AnyArray, FloatScalar, LeafPredicate
 from .._wire import on_the_wire

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from .._autocast import settings_of, under_control
 from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
+from .._settings import settings_of, under_control
 from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
 from ._accumulate import Accumulation

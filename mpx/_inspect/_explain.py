@@ -12,17 +12,7 @@ from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
 from .._ambient import AmbientRecipe, in_contexts
-from .._autocast import (
-    IslandNote,
-    Note,
-    autocast,
-    read_note,
-    read_weights,
-    taking_notes,
-    unwrapped,
-    weights_in_call,
-    weights_of,
-)
+from .._autocast import IslandNote, Note, autocast, read_note, taking_notes
 from .._errors import describe
 from .._fused_operation import FusedOperation, operation_of
 from .._program import (
@@ -38,6 +28,7 @@ from .._program import (
 )
 from .._recipe_state import first_step
 from .._rules import Precision
+from .._settings import read_weights, unwrapped, weights_in_call, weights_of
 from .._typing import Aval, DTypeLike
 from ._costs import bytes_moved, flops
 from ._facts import (

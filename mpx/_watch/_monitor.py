@@ -10,13 +10,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
-from .._autocast import (
-    read_weights,
-    taking_notes,
-    unwrapped,
-    weights_in_call,
-    weights_of,
-)
+from .._autocast import taking_notes
 from .._errors import describe
 from .._inspect import Traced, trace
 from .._program import (
@@ -28,6 +22,7 @@ from .._program import (
     is_multiplication,
     probed,
 )
+from .._settings import read_weights, unwrapped, weights_in_call, weights_of
 from .._typing import AnyArray, Aval
 from ._formats import Asked, AskedFormat, asked_formats
 from ._report import Statistics

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
-from .._autocast import is_tracing
 from .._fused_operation import FusedOperation, fused_call, fused_operation
 from .._quantize import Target
+from .._settings import is_tracing
 from .._typing import AnyArray
 from ._attention_kernel import (
     Kernel,

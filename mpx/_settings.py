@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._errors import describe, listing
-from .._policy import Wire
-from .._program import data_of, data_scope
-from .._quantize import AbstractRecipe, Target
-from .._rules import Rules
+from ._errors import describe, listing
+from ._policy import Wire
+from ._program import data_of, data_scope
+from ._quantize import AbstractRecipe, Target
+from ._rules import Rules
 
 # Which arguments of a function hold its parameters: positions and names. One may be
 # passed by position in one call and by name in the next.
