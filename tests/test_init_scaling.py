@@ -152,6 +152,7 @@ def test_models_of_frameworks():
     assert kind(mpx.autocast(haiku.apply), params, X) is NONE
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
 def test_models_of_nnx():
     class Net(nnx.Module):

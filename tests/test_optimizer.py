@@ -156,6 +156,7 @@ def test_skip_nonfinite_never_gives_in():
         mpx.check(state, max_skipped_in_a_row=10)
 
 
+@pytest.mark.slow
 def test_skip_nonfinite_in_a_chain_with_extra_arguments():
     wrapped = optax.chain(optax.scale(2.0), mpx.skip_nonfinite(optax.sgd(RATE)))
     state = wrapped.init(jnp.ones(2))
@@ -173,6 +174,7 @@ def test_skip_nonfinite_in_a_chain_with_extra_arguments():
     close(w, jnp.full(2, 3.0), 1e-4)
 
 
+@pytest.mark.slow
 def test_lbfgs():
     """Row 37: extra arguments are passed on, and a skip keeps the whole memory."""
     optimizer = optax.lbfgs(memory_size=3)

@@ -211,6 +211,7 @@ def test_uses_of_one_weight_are_joined_by_maximum(inputs, amaxes):
     assert np.array_equal(amaxes_of(calls, params, x, policy="full"), seen)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_joined_by_maximum(inputs):
     params, x = inputs
     parts = [amaxes_of(loss, params, x[i::4]) for i in range(4)]

@@ -181,6 +181,7 @@ def test_over_a_mesh(axes: AxisType):
         assert not equal(first.grads, step(first.scaling, ws, x).grads)
 
 
+@pytest.mark.slow
 def test_the_mean_over_steps_goes_to_the_gradient():
     """Without bias its error falls as one over the root of the number of steps."""
     (w, *_), x = inputs()

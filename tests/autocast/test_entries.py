@@ -209,6 +209,7 @@ def test_a_weight_that_is_gathered_in_front_of_shard_map(kind, recipe):
         assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "check_vma"), slow_but([(DELAYED, True)], RECIPES_AND_CHECKS)
 )

@@ -438,6 +438,7 @@ def test_a_stack_of_blocks_keeps_half_precision_and_its_stream(scan):
     assert relative_error(found["small"], found["fast"]) < 5e-3
 
 
+@pytest.mark.slow
 def test_the_compiled_program_needs_less_memory():
     layers, x = stacked()
     small, fast = (

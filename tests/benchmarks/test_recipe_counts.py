@@ -100,7 +100,7 @@ OTHERS = FEW[1:] + [case for case in recipe_counts.CASES if case not in FEW][::3
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(FEW[:1], id="one framework"),
+        pytest.param(FEW[:1], id="one framework", marks=pytest.mark.slow),
         pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
     ],
 )

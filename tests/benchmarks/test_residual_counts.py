@@ -169,7 +169,7 @@ FEW = [
 @pytest.mark.parametrize(
     "few",
     [
-        pytest.param(True, id="the default"),
+        pytest.param(True, id="the default", marks=pytest.mark.slow),
         pytest.param(False, id="others", marks=pytest.mark.slow),
     ],
 )

@@ -77,6 +77,7 @@ def test_the_baseline_uses_no_mpx():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_worker_lowers_without_a_device():
     cases = [{**TINY, "arm": arm} for arm in ("float32", "mpx float16")]
     request = {"task": "lower", "platform": "cuda", "cases": cases}

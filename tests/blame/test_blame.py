@@ -116,6 +116,7 @@ def test_the_rows_of_the_batch_that_do_it_are_named():
     assert report.first.reason == "the logarithm of zero"
 
 
+@pytest.mark.slow
 def test_a_report_is_at_most_100_columns_wide():
     for fault in corpus.faults(2, seed=3):
         text = str(fault.step().blame())

@@ -216,6 +216,7 @@ def test_scan_and_remat_change_nothing_but_the_form():
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_byte_does_not_see_what_follows():
     model = GPT(SMALL, rngs=nnx.Rngs(0))
     model.eval()
@@ -360,6 +361,7 @@ def test_looking_at_numbers_changes_none(tmp_path, library):
     assert (folder / "monitor" / "bfloat16.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_what_a_run_has_not_kept_is_not_made_again(tmp_path, library):
     config = dataclasses.replace(
         CONFIG, run_dir=tmp_path, data_path=library, model=ONE_BLOCK

@@ -106,6 +106,7 @@ def test_a_mesh_has_as_many_devices_as_there_are():
         make_mesh({"data": 2, "fsdp": 3}, jax.devices()[:8])
 
 
+@pytest.mark.slow
 def test_devices_of_tensor_share_a_batch():
     config = dataclasses.replace(CONFIG, batch_size=4, model=SMALL)
     _, rows = train(
@@ -158,6 +159,7 @@ def gathered(precision):
     return found
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_in_half_precision():
     """XLA:CPU does it for float16; on accelerators, see `benchmarks.gpt_gathers`."""
     full, half = gathered("float32"), gathered("float16")

@@ -167,6 +167,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(request, tmp_path, precisi
     )
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_made_again_bit_for_bit(in_float16):
     folder, _, rows = in_float16
     config = config_in(folder)
@@ -225,6 +226,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(in_float16, tmp_path, ste
     assert (whole / "metrics.csv").read_bytes() == (parts / "metrics.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_results_survive_the_loss_of_metrics(in_float32, tmp_path):
     finished, result, _ = in_float32
     folder = copied(finished, tmp_path / "run")
@@ -425,6 +427,7 @@ def test_batch_must_divide_over_devices_and_micro_batches():
         train(config, "float32", load_data(config), mesh=mesh)  # type: ignore
 
 
+@pytest.mark.slow
 def test_micro_batches_train_on_the_whole_batch():
     """The published MPX's example applies the gradient of the last one."""
     model = dataclasses.replace(CONFIG.model, dropout=0.0)

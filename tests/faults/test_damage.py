@@ -78,6 +78,7 @@ def test_a_digest_is_of_the_bits_and_not_of_the_layout():
     assert {name for name in plain if plain[name] != found[name]} == set(changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_values_are_equal_on_another_number_of_devices(saved, devices):
     """Saved over eight devices; also back to eight again."""

@@ -67,6 +67,7 @@ def test_the_record_knows_which_of_them_was_not_finite(bad):
     assert int(scaling.record.bad_losses) == (bad == "loss")
 
 
+@pytest.mark.slow
 def test_gradients_of_steps_have_derivatives_of_their_own():
     def slope(w):
         return gradient(w, X).grads

@@ -147,6 +147,7 @@ def nested(layers, x):
 OUTER, INNER = mpx.Float8CurrentScaling(mpx.Format.E4M3), mpx.NVFP4BlockScaling()
 
 
+@pytest.mark.slow
 def test_the_inner_context_wins(x):
     layers = [linear(seed) for seed in range(4)]
     recipes = [OUTER, INNER, None, OUTER]

@@ -252,6 +252,7 @@ def test_an_optimizer_that_changes_its_form_is_refused():
         update(optimizer=optimizer, model=model)
 
 
+@pytest.mark.slow
 @unscaled
 def test_an_error_in_the_loss_leaves_the_model_as_it_was():
     model, _ = make("normed")

@@ -94,6 +94,7 @@ def test_a_bad_step_leaves_everything_as_it_was(name, case, jit):
     )
 
 
+@pytest.mark.slow
 def test_without_skipping_everything_is_kept():
     """As NNX does: the statistics of a bad batch stay."""
     (a, optimizer_a), (b, optimizer_b) = make("normed"), make("normed")

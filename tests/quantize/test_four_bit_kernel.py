@@ -143,6 +143,7 @@ def test_one_copy_of_rows_is_transformed_too():
         assert_same(copy, dataclasses.replace(want, guard=None))
 
 
+@pytest.mark.slow
 def test_sums_of_the_transform_differ_by_their_order_only():
     x = numbers((256, 64))
     found, want = (f(x, mpx.Role.INPUT)[1] for f in (interpreted, by_xla))

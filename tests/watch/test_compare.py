@@ -172,6 +172,7 @@ def compared():
     return mpx.compare(attention_loss, half, has_aux=True)(model, x)
 
 
+@pytest.mark.slow
 def test_what_is_noise_in_float32_is_said_and_not_counted(compared):
     """The gradient of the keys' bias is zero in exact arithmetic."""
     noise = [x.name for x in compared if x.is_noise]

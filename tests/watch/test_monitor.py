@@ -265,6 +265,7 @@ def test_the_turns_of_a_while_loop_are_counted_together():
     assert row.size == 5 * x.size and row.turns == ()
 
 
+@pytest.mark.slow
 def test_operands_are_seen_before_a_recipe_quantizes_them():
     """So what is counted is what the recipe's own amaxes say."""
     w, x = weights(), data()
@@ -293,6 +294,7 @@ def test_operands_are_seen_before_a_recipe_quantizes_them():
     )
 
 
+@pytest.mark.slow
 def test_amaxes_of_a_recipe_are_free():
     loss = mpx.autocast(lambda w, x: jnp.sum(x @ w), recipe=mpx.DelayedScaling())
     w, x = jnp.full((8, 4), 0.5), jnp.full((2, 8), 3.0)
@@ -437,6 +439,7 @@ def test_a_sample_is_one_row_in_so_many_and_weights_are_whole():
 # --- Over time ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_is_a_picture_of_layers_by_steps(tmp_path):
     w, x = weights(), data()
     watch = monitor(jax.grad(functools.partial(loss_in, "scan")), "float16")
