@@ -185,7 +185,7 @@ def test_committed_counts_are_of_todays_programs(few):
     }
     assert len(ours) == len(FEW) if few else len(ours) > len(FEW)
     # What changes one of the others changes most of them.
-    chosen = list(ours)[:: 1 if few else 3]
+    chosen = list(ours)[:: 1 if few else 5]
     cases = [dict(zip(names, case, strict=True)) for case in chosen]
     request = {"task": "lower", "steps": "residuals", "cases": cases}
     versions, *answers = processes.ask("ours", request, None)

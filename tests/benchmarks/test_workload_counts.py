@@ -145,7 +145,7 @@ SMALL = [case for case in product_counts.CASES if case.outputs == 512][::3]
 # Where there is no cuDNN, its kernel is not in the program.
 PORTABLE = [c for c in eight_bits.CASES if c.workload != "big, cuDNN"]
 OURS = [c for c in PORTABLE if c not in FEW and eight_bits.side(c) == "ours"]
-OTHERS = OURS[::3]
+OTHERS = OURS[::4]
 
 
 @pytest.mark.parametrize(

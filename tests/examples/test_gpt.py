@@ -294,7 +294,6 @@ def in_float16(library, tmp_path_factory):
     ("precision", "options"),
     [
         pytest.param("float16", {"model": ONE_BLOCK}, marks=pytest.mark.slow),
-        pytest.param("float16", {"scan": True, "remat": True}, marks=pytest.mark.slow),
         pytest.param("delayed", {"scan": True}, marks=pytest.mark.slow),
     ],
 )

@@ -147,7 +147,6 @@ def finished(in_float32):
     "precision",
     [
         pytest.param("float16", marks=pytest.mark.slow),
-        pytest.param("float32", marks=pytest.mark.slow),
         pytest.param("delayed", marks=pytest.mark.slow),
     ],
 )
