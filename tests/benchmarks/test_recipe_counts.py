@@ -94,7 +94,7 @@ FEW = [
     if (case.recipe, case.target, case.head) == ("delayed", "h100", False)
 ]
 # Of every framework; and what changes one of the others changes most of them.
-OTHERS = FEW[1:] + [case for case in recipe_counts.CASES if case not in FEW][::3]
+OTHERS = FEW[1:] + [case for case in recipe_counts.CASES if case not in FEW][::6]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.helpers import slow_but, unchecked_annotations
 
 from . import corpus
 
-FAULTS = corpus.faults(12, seed=1)
+FAULTS = corpus.faults(10, seed=1)
 QUICK = [FAULTS[i] for i in (0, 2, 6, 9)]  # each kind of program and of precision
 
 

@@ -19,10 +19,8 @@ from .record import Built
 QUICK_ONES = ("equinox_mlp", "haiku_lstm", "nnx_gru", "optax_step_inside")
 OTHERS = (
     "equinox_batch_norm",
-    "equinox_transformer",
     "linen_resnet",
     "linen_scanned_layers",
-    "nnx_batch_norm",
     "optax_ctc",
 )
 IN_FLOAT16 = (

@@ -181,9 +181,6 @@ def test_without_a_mesh_nothing_is_pinned():
             *(ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            {"tensor": 2}, "bfloat16", {"model": SMALL}, marks=pytest.mark.slow
-        ),
         pytest.param(ALL, "delayed", {"scan": True}, marks=pytest.mark.slow),
     ],
 )

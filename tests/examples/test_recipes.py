@@ -38,8 +38,6 @@ def full():
     ("recipe", "limit"),
     [
         pytest.param("current", 0.005, marks=pytest.mark.slow),
-        pytest.param("delayed", 0.005, marks=pytest.mark.slow),
-        pytest.param("mxfp8", 0.005, marks=pytest.mark.slow),
         pytest.param("nvfp4", 0.015, marks=pytest.mark.slow),
     ],
 )

@@ -516,14 +516,14 @@ def test_casts_by_hand_train_the_same_model(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_recipes_train_the_same_model_beside_it(tmp_path, capsys):
-    recipes = {"precision": "float32", "recipe": ("delayed", "nvfp4")}
+    recipes = {"precision": "float32", "recipe": ("delayed", "current")}
     config = config_in(tmp_path, accumulate=1, **recipes)
     run(config, Display(), types.SimpleNamespace(requested=False))
     printed = capsys.readouterr().out
-    assert "delayed" in printed and "nvfp4" in printed
+    assert "delayed" in printed and "current" in printed
     rows = read_metrics(tmp_path)
     first = {row["precision"]: float(row["loss"]) for row in rows if row["step"] == "1"}
-    assert list(first) == ["float32", "delayed", "nvfp4"]
+    assert list(first) == ["float32", "delayed", "current"]
     np.testing.assert_allclose(list(first.values()), first["float32"], rtol=3e-2)
     assert len(set(first.values())) == 3  # each was rounded in its own way
     state, position = restored(tmp_path, "delayed", accumulate=1)

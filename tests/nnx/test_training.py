@@ -54,11 +54,7 @@ def trained(step, name, scaling=None, steps=3):
     "name",
     [
         "tied",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in MODELS
-            if name != "tied"
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("normed", "scanned")),
     ],
 )
 def test_good_steps_are_those_of_nnx_bit_for_bit(name):
