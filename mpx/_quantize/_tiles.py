@@ -85,8 +85,11 @@ class Tiled:
             size: int, are_batched: Sequence[bool], *operands: Array
         ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
             pairs = zip(operands, are_batched, strict=True)
-            found = each(*(x if is_in else jnp.stack([x] * size) for x, is_in in pairs))
-            return found, (True,) * len(self.results)
+            every = (
+                x if is_in else jnp.broadcast_to(x, (size, *x.shape))
+                for x, is_in in pairs
+            )
+            return each(*every), (True,) * len(self.results)
 
         return each(*(as_varying(x, axes) for x in operands))
 
