@@ -100,6 +100,8 @@ def quantize_four_bits(
         rounded_to: A dtype that the numbers are rounded to first.
         interpret: Run the kernels on a device without Triton, for tests.
     """
+    if x.dtype.itemsize not in (2, 4):  # what Triton has no product of
+        x = x.astype(jnp.float32)
     half = dtype if dtype == jnp.bfloat16 else None
     rows, columns = (quantizers[axes.index(axis)] for axis in (-1, -2))
     copies = _Copy.of(rows, half), _Copy.of(columns, half)
@@ -394,6 +396,8 @@ def _random_integers(facts: Any, index: int, place: Array) -> Any:
 
 def _random_bits(key: tuple[Array, Array], place: Array) -> Array:
     """What `jax.random.bits` draws by Threefry for a place below 2^32.
+
+    As it does by default, with `jax_threefry_partitionable`.
 
     Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011): 20 rounds.
     """

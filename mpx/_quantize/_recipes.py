@@ -304,7 +304,7 @@ class NVFP4BlockScaling(AbstractRecipe):
         disable_2d_quantization: Weights have 1x16 blocks, too.
         fp4_format: `Format.E2M1`.
         kernel: What quantizes on a device with units for blocks. "xla": the compiler,
-            in about ten passes over an array. "pallas": two kernels that read it once
+            in many passes over an array. "pallas": two kernels that read it once
             each, for matrices whose sizes are multiples of 32; the numbers are the same
             to the bit, but for the order of sums in the transform. A step of wide
             layers compiled for a B200 moves 23 % fewer bytes. **No device has run it

@@ -1,4 +1,4 @@
-"""What tests of Pallas kernels share: numbers, meshes, and lowering for a B200.
+"""What tests of Pallas kernels share: numbers, meshes, programs, lowering for a B200.
 
 Kernels are interpreted on the CPU, and lowered for CUDA; no GPU has run them.
 """
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+import mpx
 from mpx._program import equations
 
 filter_deprecation = pytest.mark.filterwarnings(
@@ -69,3 +70,46 @@ def dtypes_of_maxima(f, *args):
         for equation in equations(call.params["jaxpr"])
         if equation.primitive.name == "reduce_max"
     ]
+
+
+# --- A program under a recipe ---------------------------------------------------------
+
+ALL_LOW = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
+
+
+def loss(params, x):
+    """Two linear layers, the first with a weight that the program rounds."""
+    h = jax.nn.relu(x @ params["up"].astype(x.dtype))
+    return jnp.mean((h.astype(jnp.float32) @ params["down"]) ** 2)
+
+
+def operands(width=96):
+    keys = jax.random.split(jax.random.key(1), 3)
+    params = {
+        "up": jax.random.normal(keys[0], (64, width)),
+        "down": jax.random.normal(keys[1], (width, 32)),
+    }
+    return params, jax.random.normal(keys[2], (128, 64), jnp.bfloat16)
+
+
+def step(recipe):
+    """Its gradient, of which each product is quantized."""
+    return jax.value_and_grad(
+        mpx.autocast(loss, recipe=recipe, rules=ALL_LOW, target="B200")
+    )
+
+
+def under_scan_vmap_and_remat(recipe):
+    """Gradients by all three; lowered for a B200, and run here."""
+    params, x = operands()
+
+    def total(params, batches):
+        one = jax.checkpoint(lambda x: loss(params, x))
+        return jnp.mean(jax.vmap(one)(batches)) + jax.lax.map(one, batches).sum()
+
+    batches = jnp.stack([x, 2 * x])
+    gradient = jax.grad(
+        mpx.autocast(total, recipe=recipe, rules=ALL_LOW, target="B200")
+    )
+    lowered(gradient, params, batches)
+    return jax.jit(gradient)(params, batches)

@@ -29,7 +29,10 @@ from tests.quantize.kernels import (
     filter_deprecation,
     lowered,
     mesh_of_b200s,
+    operands,
+    step,
     two_axes,
+    under_scan_vmap_and_remat,
     wild,
 )
 
@@ -271,28 +274,6 @@ def test_in_shard_map():
 # --- The recipe -----------------------------------------------------------------------
 
 
-def loss(params, x):
-    """Two linear layers, the first with a weight that the program rounds."""
-    h = jax.nn.relu(x @ params["up"].astype(x.dtype))
-    return jnp.mean((h.astype(jnp.float32) @ params["down"]) ** 2)
-
-
-def operands(width=96):
-    keys = jax.random.split(jax.random.key(1), 3)
-    params = {
-        "up": jax.random.normal(keys[0], (64, width)),
-        "down": jax.random.normal(keys[1], (width, 32)),
-    }
-    return params, jax.random.normal(keys[2], (128, 64), jnp.bfloat16)
-
-
-def step(recipe):
-    rules = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
-    return jax.value_and_grad(
-        mpx.autocast(loss, recipe=recipe, rules=rules, target="B200")
-    )
-
-
 def kernels(recipe, *args):
     return lowered(step(recipe), *args).count("xla.gpu.triton")
 
@@ -342,21 +323,8 @@ def test_elsewhere_it_is_the_same_recipe(width):
 
 @pytest.mark.slow
 def test_under_scan_vmap_and_remat():
-    params, x = operands()
-
-    def total(params, batches):
-        one = jax.checkpoint(lambda x: loss(params, x))
-        return jnp.mean(jax.vmap(one)(batches)) + jax.lax.map(one, batches).sum()
-
-    batches = jnp.stack([x, 2 * x])
-    rules = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
-
-    def gradients(recipe):
-        func = mpx.autocast(total, recipe=recipe, rules=rules, target="B200")
-        lowered(jax.grad(func), params, batches)
-        return jax.jit(jax.grad(func))(params, batches)
-
-    jax.tree.map(np.testing.assert_array_equal, gradients(PALLAS), gradients(XLA))
+    found, want = map(under_scan_vmap_and_remat, (PALLAS, XLA))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 def test_wrong_kernels_are_named():
