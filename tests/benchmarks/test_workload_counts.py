@@ -224,3 +224,15 @@ def test_goals_and_tables(traffic, met):
     assert len(wide.rows) == len(eight_bits.CASES)
     assert len(small.rows) == setups
     assert steps.CHECKED.name == wide.rows[0][1]
+
+
+def test_the_page_of_low_precision_shows_the_committed_bytes():
+    counts = eight_bits._counts(results.read("workloads"))["b200", "ffn gelu"]
+    naive = counts[eight_bits.NAIVE]["traffic"]
+    page = (processes.REPOSITORY / "docs/low-precision.md").read_text()
+    for name, arms in {
+        "MXFP8": (eight_bits.MXFP8, eight_bits.MXFP8_KERNEL),
+        "NVFP4": (eight_bits.NVFP4, eight_bits.NVFP4_KERNEL),
+    }.items():
+        cells = " | ".join(f"{counts[arm]['traffic'] / naive:.2f}" for arm in arms)
+        assert f"| {name} | {cells} |" in page
