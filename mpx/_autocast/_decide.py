@@ -185,6 +185,8 @@ def choose(case: Case, rule: Rule | None = None) -> Choice:
     if not case.castable:
         reason = Reason.UNKNOWN if kind is None else Reason.UNTOUCHED
         return Choice(kind, reason)
+    if kind is PrimitiveClass.HALF and not is_product_of_castable(case.equation):
+        return Choice(kind, Reason.OPAQUE, detail="an array of it is of another dtype")
     if rule is not None and isinstance(rule.precision, Precision):
         found = _choose_by_rule(case, kind, rule.precision)
         return found._replace(reason=Reason.RULE, rule=rule, kind=kind)
@@ -237,8 +239,6 @@ def _product_result(case: Case, dtype: np.dtype) -> np.dtype:
 
 def _choose_product(case: Case) -> Choice:
     kind, params = PrimitiveClass.HALF, case.equation.params
-    if any(not is_castable(aval_of(a)) for a in _factors(case.equation)):
-        return Choice(kind, Reason.OPAQUE)
     if asks_for_precision(params.get("precision")):
         return Choice(kind, Reason.PRECISION)
     if is_multiplication(case.equation):  # rotary angles, decays of a state
@@ -252,9 +252,21 @@ def _choose_product(case: Case) -> Choice:
     return Choice(kind, Reason.PRODUCT, dtype, _product_result(case, dtype))
 
 
-def _factors(equation: JaxprEqn) -> list[Atom]:
-    """The operands of a product that are no indices."""
-    return [a for a in equation.invars if not np.issubdtype(_kind(a), np.integer)]
+def is_product_of_castable(equation: JaxprEqn) -> bool:
+    """Whether a product's factors, and its result, are ones that autocast may cast.
+
+    JAX multiplies bfloat16 with float64 as they are, and the sum of two that are half
+    may be asked for in float64: what follows would find another dtype than it was
+    traced with.
+
+    Args:
+        equation: The product; operands of integers are indices.
+
+    Returns:
+        Whether all are.
+    """
+    factors = [a for a in equation.invars if not np.issubdtype(_kind(a), np.integer)]
+    return all(is_castable(aval_of(a)) for a in (*factors, *equation.outvars))
 
 
 def _kind(atom: Atom) -> np.dtype:

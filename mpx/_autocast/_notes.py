@@ -62,6 +62,11 @@ class Note:
     rule: str = ""
     without_units: bool = False
 
+    @property
+    def is_switched_off(self) -> bool:
+        """Whether it stands in a region that the user switched off."""
+        return self.reason == Reason.REGION.value
+
 
 @contextlib.contextmanager
 def taking_notes() -> Iterator[list[str]]:

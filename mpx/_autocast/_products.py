@@ -58,7 +58,7 @@ from .._settings import Settings
 from .._typing import AnyArray, Aval
 from .._wire import dtype_of_sums
 from ._context import UNUSED, Reach, Run, Value, computed
-from ._decide import Case, Choice, Reason
+from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import is_taking_notes, noted, refuse_slow
 
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
@@ -111,6 +111,8 @@ def _impossible(case: Case) -> str | None:
     """Why a product cannot be quantized."""
     if not properties(case.name).is_quantizable:
         return "only matrix products and convolutions are"
+    if not is_product_of_castable(case.equation):
+        return "one of its arrays is of another dtype than autocast casts"
     if case.place.has_own_rule:
         return "a function with a derivative rule of its own"
     if case.name == _CONVOLUTION:

@@ -246,6 +246,8 @@ def _operation(
     note = _note(visit)
     rule, reason = _decision(visit, flow, note)
     finding = _finding(visit, flow, precision) if is_mixed and note is None else ""
+    if note is not None and not note.is_switched_off and _is_product(equation):
+        finding = _wide_product(equation)
     if ends_loop:
         finding = "decides by half precision products when a loop ends"
     if (is_mixed or note is not None) and _hides_a_program(equation):
@@ -404,6 +406,21 @@ def _origins(equation: JaxprEqn, facts: Sequence[Fact]) -> list[Origin]:
     return strong or found
 
 
+def _product_in(equation: JaxprEqn) -> str:
+    dtypes = dict.fromkeys(str(a.dtype) for a in avals(equation.invars[:2]))
+    return f"matrix product in {' by '.join(dtypes)}"
+
+
+def _wide_product(equation: JaxprEqn) -> str:
+    """What is said of a product under autocast, which leaves float64 as it is.
+
+    One array of numpy's default dtype is enough, where x64 is on, to make a whole
+    program float64.
+    """
+    is_wide = any(a.dtype == jnp.float64 for a in avals(equation.invars[:2]))
+    return _product_in(equation) if is_wide else ""
+
+
 def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
     """What looks like an accident in a program that uses half precision."""
     equation, facts = visit.equation, visit.operands
@@ -412,8 +429,7 @@ def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
     if id(equation) in flow.promotions:
         return ""  # said of the operation that it was made for
     if _is_product(equation) and precision in ("float32", "float64", "mixed"):
-        dtypes = dict.fromkeys(str(a.dtype) for a in avals(equation.invars[:2]))
-        return f"matrix product in {' by '.join(dtypes)}"
+        return _product_in(equation)
     if precision not in HALF:
         return ""
     kind = class_of(equation.primitive.name, jnp.dtype(precision))

@@ -179,7 +179,8 @@ def totals_of(
 
 def is_low(precision: str) -> bool:
     """Whether a dtype's name is that of a format of 8 bits or fewer."""
-    return precision.startswith(("float8", "float6", "float4"))
+    # Not float64.
+    return precision.startswith(("float8", "float6_", "float4_"))
 
 
 def _is_in_branch(operation: Operation) -> bool:

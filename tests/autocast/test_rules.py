@@ -306,3 +306,33 @@ def test_a_residual_stream_in_half_precision(vit, expected):
     cast = mpx.autocast(blocks.vit_loss, residual_stream="half")
     assert count_casts(cast, *vit) <= 40
     assert relative_error(jax.jit(jax.grad(cast))(*vit), expected) <= 7e-3
+
+
+@pytest.mark.parametrize("precision", [Precision.HALF, Precision.FULL, Precision.LOW])
+def test_a_rule_leaves_a_product_with_float64_as_it_was_written(precision):
+    """JAX multiplies bfloat16 with float64 as they are, and float64 comes out."""
+
+    def loss(params, x):
+        hidden = jnp.tanh(x.astype(jnp.float32) @ params["narrow"])
+        wide = jax.lax.dot(hidden, params["wide"], preferred_element_type=jnp.float64)
+        # A sum that is asked for in float64, of what is half.
+        half = hidden.astype(jnp.bfloat16)
+        square = jax.lax.dot(half, half.T, preferred_element_type=jnp.float64)
+        return jnp.mean(wide**2) + jnp.mean(square)
+
+    rule = Rule(precision, primitive="dot_general")
+    recipe = mpx.Float8CurrentScaling() if precision is Precision.LOW else None
+    with jax.enable_x64(True):
+        params = {
+            "narrow": jnp.ones((32, 64), jnp.float32) / 64,
+            "wide": jnp.ones((64, 16)),
+        }
+        x = jnp.ones((16, 32), jnp.bfloat16)
+        plain, plain_gradients = jax.value_and_grad(loss)(params, x)
+        low = mpx.autocast(loss, rules=Rules(rule), recipe=recipe)
+        value, gradients = jax.value_and_grad(low)(params, x)
+    assert value.dtype == jnp.float64
+    assert relative_error(value, plain) < 0.02
+    for name, gradient in gradients.items():
+        assert gradient.dtype == params[name].dtype
+        assert relative_error(gradient, plain_gradients[name]) < 0.05

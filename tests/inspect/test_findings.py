@@ -141,3 +141,18 @@ def test_why_a_product_is_float32():
     cast = line_of(f, "x.astype")
     assert product.finding == "matrix product in float32"
     assert product.reason == f"cast to float32 at {cast}; `args[0]`, which is float32"
+
+
+def test_float64_under_autocast_is_a_finding_and_no_recipe():
+    def loss(w, x):
+        hidden = mpx.autocast(lambda x: x @ x, enabled=False)(x)
+        return jnp.mean((hidden @ w) ** 2)
+
+    with jax.enable_x64(True):
+        w, x = np.ones((16, 16)), jnp.ones((16, 16), jnp.bfloat16)
+        for data, dtypes in ((x, "bfloat16 by float64"), (np.ones(x.shape), "float64")):
+            report = mpx.explain(mpx.autocast(loss))(w, data)
+            (product,) = report.findings
+            assert product.finding == f"matrix product in {dtypes}"
+            assert report.totals.low_flops_share == 0
+        assert not mpx.explain(loss)(w, w).findings

@@ -40,7 +40,7 @@
   }
   function tone(precision) {
     if (precision === "bfloat16" || precision === "float16") return "--half";
-    if (/^float(8|6|4)_/.test(precision)) return "--low";
+    if (/^float(8|6_|4_)/.test(precision)) return "--low";
     if (precision === "float32") return "--full";
     if (precision === "mixed") return "--mixed";
     if (/^(float64|complex)/.test(precision)) return "--wide";
