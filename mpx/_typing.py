@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
 FloatScalar: TypeAlias = Float32[Array, ""]
+# float32, or float64 where the program computes it so.
+LossScalar: TypeAlias = Float[Array, ""]
 BoolScalar: TypeAlias = Bool[Array, ""]
 
 # A program, without the arrays that it closes over or with them.

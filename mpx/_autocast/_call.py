@@ -162,8 +162,8 @@ def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
         f"{places if weights else 'the function itself'}; arrays that a function "
         "closes over are constants. Products with a single vector are left alone: put "
         "`jax.vmap` inside of `mpx.autocast`. So is what stands in a function with a "
-        "derivative rule of its own. `mpx.explain` of the function without the recipe "
-        "shows its products."
+        "derivative rule of its own, and what is float64. `mpx.explain` of the "
+        "function without the recipe shows its products."
     )
 
 

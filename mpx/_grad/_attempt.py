@@ -23,7 +23,7 @@ from .._jax_compat import manual_axes, stack, varying_axes
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
 from .._recipe_state import SlotName
 from .._tree import Filled, finite_by_leaf
-from .._typing import BoolScalar, FloatScalar
+from .._typing import BoolScalar, LossScalar
 from ._accumulate import Accumulation, accumulated
 from ._devices import ON_ITS_OWN, accumulated_on_devices
 from ._engine import Problem, as_weights, scaled_value_and_grad
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
         amaxes: The amaxes that the recipes in the function saw, by slot.
     """
 
-    loss: FloatScalar
+    loss: LossScalar
     aux: PyTree
     grads: tuple[PyTree, ...]
     flags: Bool[Array, " n"] | None
@@ -124,7 +124,7 @@ def retried(
 
 
 def _finite_flags(
-    scaling: AbstractLossScaling, loss: FloatScalar, grads: PyTree
+    scaling: AbstractLossScaling, loss: LossScalar, grads: PyTree
 ) -> Bool[Array, " n"]:
     r"""Whether the loss, and each gradient once it is divided by the scale, is finite.
 

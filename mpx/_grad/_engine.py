@@ -29,7 +29,7 @@ from .._policy import Wire
 from .._recipe_state import SlotName, at_step
 from .._settings import settings_of
 from .._tree import is_trainable
-from .._typing import AnyArray, FloatScalar, LeafPredicate
+from .._typing import AnyArray, LeafPredicate, LossScalar
 from .._wire import on_the_wire
 from ._inputs import cast_inputs
 from ._shared import axes_of_half_sums, axes_of_results, spread, summed
@@ -92,8 +92,8 @@ class Differentiated(NamedTuple):
         amaxes: The amaxes that the recipes in the function saw, by slot.
     """
 
-    scaled: FloatScalar
-    loss: FloatScalar
+    scaled: LossScalar
+    loss: LossScalar
     aux: PyTree
     grads: tuple[PyTree, ...]
     amaxes: dict[SlotName, Array]

@@ -107,7 +107,8 @@ def checked_signs(signs: object, call: str) -> Any:
 def rotation(signs: tuple[int, ...] | None = None) -> Float32[Array, "16 16"]:
     """The matrix H of the transform."""
     signs = _SIGNS if signs is None else signs
-    return jnp.asarray(signs, jnp.float32)[:, None] * _sylvester(jnp.eye(BLOCK))
+    unit = jnp.eye(BLOCK, dtype=jnp.float32)
+    return jnp.asarray(signs, jnp.float32)[:, None] * _sylvester(unit)
 
 
 def signs_of(signs: tuple[int, ...] | None = None) -> int:
@@ -118,7 +119,7 @@ def signs_of(signs: tuple[int, ...] | None = None) -> int:
 
 def _sylvester(blocks: Array) -> Array:
     """Rows of 16 numbers times Sylvester's matrix over 4, as 4 rounds of sums."""
-    signs = jnp.array([1.0, -1.0]).reshape(1, 1, 2, 1)
+    signs = jnp.array([1.0, -1.0], blocks.dtype).reshape(1, 1, 2, 1)
     distance = 1
     while distance < BLOCK:
         pairs = blocks.reshape(-1, BLOCK // (2 * distance), 2, distance)

@@ -117,8 +117,7 @@ def visibility(options: AttentionOptions, x: Operands) -> Visibility:
     order = order_mask(options.is_causal, options.window, length, keys)
     given = x.mask
     if x.key_lengths is not None:
-        places = jnp.arange(keys).reshape(1, 1, 1, keys)
-        within = places < x.key_lengths.reshape(-1, 1, 1, 1)
+        within = _places(keys, 3) < x.key_lengths.reshape(-1, 1, 1, 1)
         given = within if given is None else given & within
     both = given if order is None or given is None else given & order
     if order is not None and options.window is not None:
@@ -136,9 +135,7 @@ def order_mask(
     """What the places of queries and keys say, (1, 1, length, keys), or None."""
     if not is_causal and window is None:
         return None
-    ahead = jnp.arange(keys).reshape(1, 1, 1, -1) - jnp.arange(length).reshape(
-        1, 1, -1, 1
-    )
+    ahead = _places(keys, 3) - _places(length, 2)
     left, right = window or (length, keys)
     right = min(right, 0) if is_causal else right
     mask = ahead <= right
@@ -149,9 +146,15 @@ def within_lengths(x: Array, lengths: Array | None) -> Array:
     """An array of (batch, sequence, ...) with zeros behind the length of each row."""
     if lengths is None:
         return x
-    places = jnp.arange(x.shape[1]).reshape(1, -1, *(1,) * (x.ndim - 2))
-    inside = places < lengths.reshape(-1, *(1,) * (x.ndim - 1))
+    inside = _places(x.shape[1], 1, x.ndim) < lengths.reshape(-1, *(1,) * (x.ndim - 1))
     return jnp.where(inside, x, jnp.zeros((), x.dtype))
+
+
+def _places(count: int, axis: int, ndim: int = 4) -> Array:
+    """The positions along an axis of an array, int32 as lengths are, also with x64."""
+    shape = [1] * ndim
+    shape[axis] = count
+    return jnp.arange(count, dtype=jnp.int32).reshape(shape)
 
 
 # --- Under `vmap` ---------------------------------------------------------------------
