@@ -164,6 +164,21 @@ def test_layers_of_a_scan_have_slots_of_their_own(inputs, turns):
     assert np.allclose(joined, one_by_one, rtol=ULP)
 
 
+def test_nothing_traced_outlives_a_step(inputs, checking_leaks):
+    """JAX's caches keep the context in which scales were given, not the scales."""
+    params, x = inputs
+    layers = jnp.stack([params["first"][:, :N], 2 * params["first"][:, N:]])
+    both = layers, params["second"][:N]
+    func = autocast(stacked)
+    scaling = mpx.init_scaling(func, both, x)
+
+    @jax.jit
+    def run(scaling, both, x):
+        return mpx.filter_value_and_grad(func, scaling)(both, x).value
+
+    assert np.isfinite(run(scaling, both, x))
+
+
 def test_a_weight_inside_of_a_scan_and_outside(inputs):
     params, x = inputs
     layers = jnp.stack([params["first"][:, :N], 3 * params["first"][:, N:]])

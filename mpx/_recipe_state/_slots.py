@@ -105,6 +105,14 @@ class ProvidedState:
         rest = self._rest.pop() if len(self._rest) > 1 else self._rest[0]
         return State(rest, self._recipes)
 
+    def forget(self) -> None:
+        """Lets go of the scales.
+
+        JAX's caches have the source in their keys, and hold it for as long as they
+        like: `jax.checking_leaks` names the tracers in it (JAX 0.10.2).
+        """
+        self._rest.clear()
+
 
 # Known to JAX, so that no program that was traced with one source is used with another.
 _source = jax.make_user_context(default_value=None)
@@ -122,8 +130,11 @@ def collecting_requests() -> Iterator[StateRequests]:
 def providing_state(state: State, calls: int) -> Iterator[ProvidedState]:
     """Autocast functions that are called inside take their scales from here."""
     provision = ProvidedState(state, calls)
-    with _source(provision):
-        yield provision
+    try:
+        with _source(provision):
+            yield provision
+    finally:
+        provision.forget()
 
 
 def next_source() -> StateRequests | State | None:
