@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks [names] [options]`, but for `device`."""
+"""The command line: `python -m benchmarks [names] [options]`, but for two."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class Options:
     steps that recompute take to compile.
     `docs` only writes the tables of the committed results into docs/benchmarks.md.
     `device` measures what only a GPU can tell, and has options of its own:
-    `python -m benchmarks device --help`.
+    `python -m benchmarks device --help`. So has `kernels`, which says where the bytes
+    of one row of `workloads` are.
     """
 
     names: tyro.conf.Positional[tuple[Name | Literal[Counted, "docs"], ...]] = ALL

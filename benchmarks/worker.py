@@ -240,13 +240,7 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     target = targets.TARGETS[request["target"]]
     compiler = results.compiler(versions(), target.platform)
     known = {tuple(pair) for pair in request.get("known", ())}
-
-    def lower(fields: dict[str, Any]) -> Any:
-        devices = targets.compile_only_devices(target, fields.get("devices", 1))
-        with _compiling_for(request, target.name):
-            step = build(fields, devices)
-            return step.jitted().trace(step.state, step.batch).lower()
-
+    lower = _lowering(request, build)
     compile = _compiling(request, lower)
     for fields in request["cases"]:
         lowered = lower(fields)
@@ -262,6 +256,32 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             else:
                 answer["counts"] = {**count(compiled, fields), **more}
         yield answer
+
+
+def _lowering(request: dict[str, Any], build: Build) -> Callable[..., Any]:
+    """What lowers a case for the target of a request."""
+    from benchmarks.counts import targets
+
+    target = targets.TARGETS[request["target"]]
+
+    def lower(fields: dict[str, Any]) -> Any:
+        devices = targets.compile_only_devices(target, fields.get("devices", 1))
+        with _compiling_for(request, target.name):
+            step = build(fields, devices)
+            return step.jitted().trace(step.state, step.batch).lower()
+
+    return lower
+
+
+def _kernels(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The kernels of each case, compiled for a GPU."""
+    from benchmarks.counts import kernels
+
+    build, _ = STEPS[request["steps"]](request)
+    lower = _lowering(request, build)
+    for fields in request["cases"]:
+        found = kernels.kernels_of(lower(fields).compile().as_text())
+        yield {"case": fields, "kernels": [dataclasses.asdict(one) for one in found]}
 
 
 def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -333,6 +353,7 @@ def _versions(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 TASKS = {
     "count": _count,
+    "kernels": _kernels,
     "lower": _lower,
     "host": _host,
     "autocast host": _autocast_host,

@@ -64,6 +64,8 @@ class Kernel:
         operations: Of the matrix products in it, in one run.
         bits: Of the widest operand of those; 0 without one.
         times: How often it runs.
+        source: The operation of the program that its result comes from, with the
+            scopes around it; "" where XLA does not say.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Kernel:
     operations: int
     bits: int
     times: int
+    source: str = ""
 
 
 def roof_seconds(kernels: list[Kernel], roof: Roof) -> float:
@@ -99,6 +102,7 @@ def kernels_of(text: str) -> list[Kernel]:
 
 # Calls of libraries give the memory that they work in as a further result.
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_SOURCE = re.compile(r'op_name="([^"]+)"')
 _LIBRARY = ("__cublas", "__cudnn")
 _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][\[{]([\d,\"]*)[\]}]")
 _BLOCK_SCALED = "__cudnn$blockScaledDot"
@@ -160,6 +164,7 @@ class _Program:
             sum(operations for operations, _ in found),
             max((bits for _, bits in found), default=0),
             times,
+            source[1] if (source := _SOURCE.search(instruction.line)) else "",
         )
 
     def _bytes(self, instruction: Instruction, shapes: dict[str, str]) -> int:

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from benchmarks import processes, results, steps
+from benchmarks import kernels_shown, processes, results, steps
 from benchmarks.counts import eight_bits, half, kernels, products as product_counts
 from benchmarks.models import eight_bits as models, layers, various
 from benchmarks.models.weights import Weights, random_weights
-from benchmarks.peers import eight_bits as peers
+from benchmarks.peers import eight_bits as peers, environment
 from mpx._contract._hlo import parse
 from mpx._contract._operations import products
 from tests.helpers import slow_but
@@ -53,7 +53,7 @@ ENTRY %main (a: f8e5m2[2,64,32], b: f8e4m3fn[2,32,16], x: (s32[], f32[4,100])) -
   %a = f8e5m2[2,64,32]{2,1,0} parameter(0)
   %b = f8e4m3fn[2,32,16]{2,1,0} parameter(1)
   %x = (s32[], f32[4,100]{1,0}) parameter(2)
-  %call = (bf16[2,64,16]{2,1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul$f8", backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"]}}
+  %call = (bf16[2,64,16]{2,1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="jit(step)/dot_general"}, backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"]}}
   %loop = (s32[], f32[4,100]{1,0}) while(%x), condition=%more, body=%body, backend_config={"known_trip_count":{"n":"4"}}
   ROOT %end = f32[] constant(0)
 }
@@ -64,6 +64,7 @@ def test_kernels_and_roof_of_a_program_by_hand():
     call, read, written = kernels.kernels_of(PROGRAM)
     assert call.operations == 2 * (2 * 64 * 32 * 16) and call.bits == 8
     assert call.bytes == 2 * (64 * 32 + 32 * 16 + 2 * 64 * 16)  # not what it works in
+    assert call.source == "jit(step)/dot_general" and not read.source
     assert (read.times, read.bytes) == (4, 400 + 4 + 400)  # a slice, where, and a row
     assert (written.times, written.bytes) == (4, 400 + 4 + 400)
     roof = kernels.Roof(bandwidth=1e3, peaks={8: 1e4})
@@ -76,6 +77,46 @@ def test_kernels_and_roof_of_a_program_by_hand():
 def test_a_program_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="needs an HLO module with an ENTRY"):
         kernels.kernels_of("HloModule empty")
+
+
+def test_kernels_are_listed_by_what_they_move_together(monkeypatch, capsys):
+    """Of an arm and of the naive cast: `python -m benchmarks kernels ROW ARM`."""
+    asked = []
+
+    def ask(side, request, *_, **__):
+        asked.append((side, request["steps"], request["cases"][0]["arm"]))
+        kernel = {
+            "target": "fusion",
+            "source": "jit(step)/jvp(jit(f))/mul",
+            "bytes": 10,
+        }
+        few = {"target": "__cublas", "source": "", "bytes": 10**9}
+        found = [{**kernel, "times": 3}, {**kernel, "times": 4}, {**few, "times": 1}]
+        return [{"versions": {}}, {"kernels": found}]
+
+    monkeypatch.setattr(processes, "ask", ask)
+    monkeypatch.setattr(environment, "prepare_cuda", lambda folder, say: folder)
+    assert kernels_shown.main(["H100, big", "current"]) == 0
+    naive = models.NAIVE
+    assert asked == [("ours", "eight bits", arm) for arm in ("current", naive)]
+    lines = capsys.readouterr().out.splitlines()
+    assert "current: 1.00 GB in 8 kernels" in lines[0]
+    rows = [line.strip("│").split("│") for line in lines if line.startswith("│")]
+    kinds = [[cell.strip() for cell in row] for row in rows[:2]]
+    assert kinds[0] == ["1000", "1", "1000", "cublas", ""]
+    assert kinds[1] == ["0", "7", "0", "fusion", "step/f/mul"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["H100", "current"], "5 rows begin with 'H100'"),
+        (["LSTM", "delayed"], "the row has no arm 'delayed'"),
+    ],
+)
+def test_a_row_or_an_arm_that_is_not_there(words, message, capsys):
+    assert kernels_shown.main(words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_fp8_by_hand_has_the_gradients_of_float32():
@@ -236,3 +277,16 @@ def test_the_page_of_low_precision_shows_the_committed_bytes():
     }.items():
         cells = " | ".join(f"{counts[arm]['traffic'] / naive:.2f}" for arm in arms)
         assert f"| {name} | {cells} |" in page
+
+
+def test_the_page_says_where_the_committed_bytes_are():
+    """By hand from `python -m benchmarks kernels`: the parts add up to the counts."""
+    counts = eight_bits._counts(results.read("workloads"))["h100", "ffn silu"]
+    page = (processes.REPOSITORY / "docs/benchmarks.md").read_text()
+    section = page.split("## Where the bytes of 8 bits are")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines()]
+    numbers = [list(map(float, row[1:])) for row in rows if row[-1][-3:-2] == "."]
+    *parts, total = numbers
+    arms = (eight_bits.NAIVE, eight_bits.DELAYED, eight_bits.CURRENT)
+    assert total == [round(counts[arm]["traffic"] / 1e9, 2) for arm in arms]
+    assert [round(sum(part), 2) for part in zip(*parts, strict=True)] == total
