@@ -497,6 +497,19 @@ def test_a_state_of_the_wrong_shape(inputs):
         mpx.NoLossScaling.__base__.from_state_dict(scaling.state_dict())
 
 
+def test_a_state_goes_with_batches_of_one_row_and_more(inputs):
+    """Whichever it was made with; one row is not quantized, and moves no scale."""
+    params, x = inputs
+    scaling, of_one = (mpx.init_scaling(loss, params, b) for b in (x, x[:1]))
+    assert jax.tree.all(jax.tree.map(same_bits, scaling, of_one))
+    after = step(loss, scaling, params, x).scaling
+    again = step(loss, after, params, x[:1])
+    assert again.finite and np.isfinite(again.value)
+    old, new = after.scales_by_weight(), again.scaling.scales_by_weight()
+    assert old and jax.tree.all(jax.tree.map(np.array_equal, old, new))
+    assert relative_error(again.value, loss.__wrapped__(params, x[:1])) < 0.02
+
+
 def test_frozen_scales_for_evaluation(inputs):
     params, scaling, _ = train(mpx.init_scaling(loss, *inputs), *inputs, 3)
     x = inputs[1]

@@ -223,7 +223,7 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
     choice = choose(case, rule)
     is_asked_for = rule is not None and rule.precision is Precision.LOW
     if is_asked_for or choice.reason is Reason.PRODUCT:
-        choice = quantized(case, choice, is_asked_for)
+        choice = quantized(run, case, choice, is_asked_for)
         if is_asked_for and choice.recipe is None:
             choice = choice._replace(reason=Reason.PRODUCT, rule=None)
     if choice.dtype == FLOAT16:

@@ -53,7 +53,7 @@ from .._quantize import (
     rounds_stochastically,
     target_from,
 )
-from .._recipe_state import shared, with_input_scale
+from .._recipe_state import is_collecting_requests, shared, with_input_scale
 from .._settings import Settings
 from .._typing import AnyArray, Aval
 from .._wire import dtype_of_sums
@@ -61,13 +61,17 @@ from ._context import UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import is_taking_notes, noted, refuse_slow
 
+_VECTOR = "a product with a vector"
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 
 
-def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
+def quantized(
+    run: Run, case: Case, choice: Choice, is_asked_for: bool = False
+) -> Choice:
     """The choice for a product, given what is chosen where there is no recipe.
 
     Args:
+        run: The run, in which the recipe counts as used for a batch of one row, too.
         case: The product.
         choice: The choice for half precision.
         is_asked_for: Whether a rule asks for low precision.
@@ -82,8 +86,12 @@ def quantized(case: Case, choice: Choice, is_asked_for: bool = False) -> Choice:
     if recipe is None:
         return choice
     why_not = _impossible(case)
-    if why_not is None and not is_asked_for:
-        why_not = _unwanted(case)
+    unwanted = None if is_asked_for else _unwanted(case)
+    if why_not == _VECTOR and unwanted is None and _is_batch_of_one(case):
+        run.used.add(recipe)
+        # The batch that a state is made with may have one row, and those of steps more.
+        why_not = None if is_collecting_requests() else "a batch of one row"
+    why_not = why_not or unwanted
     if why_not is not None:
         _refuse_gradient(case)
         return choice._replace(detail=f"not quantized: {why_not}")
@@ -129,8 +137,28 @@ def _impossible(case: Case) -> str | None:
     columns = count(n for i, n in enumerate(right.shape) if i not in right_sum)
     batch = count(left.shape[i] for i in left_batch)
     if min(sums, rows // max(batch, 1), columns // max(batch, 1)) <= 1:
-        return "a product with a vector"
+        return _VECTOR
     return None
+
+
+def _is_batch_of_one(case: Case) -> bool:
+    """Whether data of one row meets a weight, along an axis that others fill.
+
+    The last batch of an epoch, or one example to evaluate: the program would quantize
+    it if there were more, so it is no sign of a recipe that has nothing to do.
+    """
+    weights = [v.facts.is_weight for v in case.operands[:2]]
+    if weights.count(True) != 1:
+        return False
+    data = weights.index(False)
+    both = avals(case.equation.invars[:2])
+    contracted, batch = case.equation.params["dimension_numbers"]
+    free = [
+        [n for i, n in enumerate(aval.shape) if i not in sums and i not in batched]
+        for aval, sums, batched in zip(both, contracted, batch, strict=True)
+    ]
+    rows, columns = free[data], free[1 - data]
+    return bool(rows) and count(rows) <= 1 < count(columns)
 
 
 def _impossible_ragged(case: Case) -> str | None:

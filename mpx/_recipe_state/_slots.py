@@ -137,6 +137,11 @@ def providing_state(state: State, calls: int) -> Iterator[ProvidedState]:
         provision.forget()
 
 
+def is_collecting_requests() -> bool:
+    """Whether functions that are called now say which slots they need."""
+    return isinstance(_source.value, StateRequests)
+
+
 def next_source() -> StateRequests | State | None:
     """Where an autocast function that is called now has its slots from, or None."""
     source = _source.value

@@ -277,6 +277,17 @@ def test_the_final_projection_is_quantized_if_it_is_all_there_is(square):
     assert quantized(func, *square) == [("[0]",)]
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_batch_of_one_row_is_computed_in_half_precision(rows, square):
+    """Such as the last one of an epoch: it is no error, and no vector of a `vmap`."""
+    params, x = square
+    low, half = mpx.autocast(layers, recipe=CURRENT), mpx.autocast(layers)
+    assert not quantized(low, params, x[:rows])
+    assert np.array_equal(low(params, x[:rows]), half(params, x[:rows]))
+    with pytest.raises(ValueError, match="found no product of data with a weight"):
+        jax.vmap(low, (None, 0))(params, x)
+
+
 def test_the_arrays_of_a_module_are_its_weights_and_its_input_is_data(inputs):
     layer = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 1, key=jax.random.key(0))
     x = jnp.ones((WIDTH, WIDTH))
