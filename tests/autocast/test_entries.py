@@ -148,9 +148,7 @@ def in_turn(cases):
 
 @pytest.mark.parametrize(
     ("recipe", "check_vma"),
-    slow_but(
-        [(CURRENT, True), (DELAYED, False)], itertools.product(RECIPES, (True, False))
-    ),
+    slow_but([(DELAYED, False)], itertools.product(RECIPES, (True, False))),
 )
 def test_products_under_a_recipe_get_8_bits(recipe, check_vma):
     """And the final projection, which is none of theirs, half precision."""
