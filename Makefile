@@ -45,6 +45,9 @@ NEWEST_PART := tests/test_xla.py tests/program tests/test_function.py \
 
 # Arguments for the program behind a target: make train ARGS="--steps 100"
 ARGS ?=
+# Images of Docker often have it set. Each of some thirty processes would parse JAX anew,
+# which is two thirds of the time to import it.
+export PYTHONDONTWRITEBYTECODE :=
 # An accelerator to install for: make train EXTRA=cuda12 (or cuda13, tpu)
 EXTRA ?=
 SUFFIX := $(if $(EXTRA),-$(EXTRA))

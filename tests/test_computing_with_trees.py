@@ -201,13 +201,14 @@ def test_zeros_are_zeros():
 def test_layers_are_stored_and_scanned():
     """Each layer with a scale of its own."""
     layers = jnp.stack([array(0), 3 * array(1)])
-    several = jax.vmap(lambda w: mpx.quantize_weights({"w": w}))(layers)
+    quantized = jax.jit(lambda w: mpx.quantize_weights({"w": w}))
+    several = jax.jit(jax.vmap(quantized))(layers)
 
     def body(x, layer):
         return x @ mpx.dequantize_weights(layer)["w"], None
 
     x, _ = jax.lax.scan(body, jnp.eye(128), several)
-    expected = [mpx.dequantize_weights(mpx.quantize_weights({"w": w})) for w in layers]
+    expected = [jax.jit(mpx.dequantize_weights)(quantized(w)) for w in layers]
     product = functools.reduce(jnp.matmul, [w["w"] for w in expected])
     np.testing.assert_allclose(x, product, rtol=1e-3, atol=1e-3)
 

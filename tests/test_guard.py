@@ -66,11 +66,14 @@ def good():
     loss = mpx.autocast(loss, recipe=RECIPE)
     x = normal(keys[3], (4, 16))
     scaling = mpx.init_scaling(loss, weights, x)
-    for _ in range(3):
+
+    @jax.jit
+    def step(weights, opt_state, scaling):
         result = mpx.value_and_grad(loss, scaling)(weights, x)
-        weights, opt_state, scaling = mpx.optimizer_step(
-            weights, optimizer, opt_state, result
-        )
+        return mpx.optimizer_step(weights, optimizer, opt_state, result)
+
+    for _ in range(3):
+        weights, opt_state, scaling = step(weights, opt_state, scaling)
     dynamic = mpx.DynamicLossScaling().adjust(True).adjust(False)
     state = {"model": model, "opt": opt_state, "scaling": scaling, "dynamic": dynamic}
     return {**state, "step": 3, "seconds": 0.5, "key": jax.random.key(1)}

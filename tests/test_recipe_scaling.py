@@ -345,7 +345,12 @@ def test_a_weight_is_used_in_a_while_and_behind_it(inputs):
     w = jax.random.normal(jax.random.key(0), (N, N))
     x = x.reshape(-1, N)
     scaling = mpx.init_scaling(settled, {"w": w}, x)
-    found = mpx.filter_value_and_grad(settled, scaling)({"w": w}, x)
+
+    @jax.jit
+    def gradient(scaling, params, x):
+        return mpx.filter_value_and_grad(settled, scaling)(params, x)
+
+    found = gradient(scaling, {"w": w}, x)
     assert found.finite and jnp.any(found.grads["w"])
     assert list(found.scaling.scales_by_weight()) == [f"['w'] ({N}x{N})"]
     operations = mpx.explain(settled)({"w": w}, x).operations

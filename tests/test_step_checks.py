@@ -254,14 +254,15 @@ def test_check_update_lets_good_steps_pass():
     result = result_of(gradients(0), mpx.NoLossScaling())
     extra = {"value": result.value, "grad": result.grads, "value_fn": lambda w: 0.0}
     extra["value_fn"] = lambda w: sum(total(x**2) for x in jax.tree.leaves(w))
-    _, _, after = mpx.optimizer_step(
-        weights(),
-        optimizer,
-        optimizer.init(weights()),
-        result,
-        check_update=True,
-        **extra,
-    )
+
+    @jax.jit
+    def step(w, result):
+        state = optimizer.init(w)
+        return mpx.optimizer_step(
+            w, optimizer, state, result, check_update=True, **extra
+        )
+
+    _, _, after = step(weights(), result)
     assert int(after.skipped) == 0
 
 

@@ -197,9 +197,9 @@ def _factor(axis: str | None, steps: int) -> str:
 
 def _dimensions(along: Along) -> str:
     """An array in the words of a sharding rule."""
+    return " ".join(("...", *(_dimension(axis, steps) for axis, steps in along)))
 
-    def one(axis: str | None, steps: int) -> str:
-        factor = _factor(axis, steps)
-        return f"({axis} {factor})" if axis and factor else axis or factor
 
-    return " ".join(("...", *(one(axis, steps) for axis, steps in along)))
+def _dimension(axis: str | None, steps: int) -> str:
+    factor = _factor(axis, steps)
+    return f"({axis} {factor})" if axis and factor else axis or factor

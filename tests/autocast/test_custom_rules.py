@@ -480,6 +480,16 @@ def test_what_a_rule_saves_is_not_computed_where_nobody_needs_it(getkey):
         assert inside and "sin" not in "\n".join(map(str, inside))
 
 
+def test_the_function_of_a_rule_is_rewritten_once(getkey):
+    """However often JAX asks for it, as each time that it leaves out what is unused."""
+    args = jax.random.normal(getkey(), (4, 8)), jax.random.normal(getkey(), (8, 8))
+    gradient = mpx.autocast(jax.grad(lambda *args: fused(*args).sum()))
+    equations = jax.make_jaxpr(gradient)(*args).eqns
+    (rule,) = [e for e in equations if "fun_jaxpr_thunk" in e.params]
+    jaxprs = [rule.params["fun_jaxpr_thunk"]()[0] for _ in range(2)]
+    assert jaxprs[0] is jaxprs[1]
+
+
 def test_explain_says_the_same_of_a_rule_and_of_its_gradient(getkey):
     w = jax.random.normal(getkey(), (8, 8)) / 3
     x = jax.random.normal(getkey(), (4, 8))

@@ -15,7 +15,7 @@ import mpx
 from mpx._program import Island, kept_bytes, measured_bytes, parts
 
 from .blocks import block, layer_norm, vit_parameters
-from .counting import count_products, equations, relative_error
+from .counting import count_products, equations, nested_equations, relative_error
 
 ROWS, WIDTH = 32, 64
 SIZE = ROWS * WIDTH
@@ -550,6 +550,19 @@ def test_a_policy_of_names_keeps_what_it_names():
     assert products[0] == products[1]
 
 
+@pytest.mark.parametrize("said", ["in_shardings", "out_shardings", "donate_argnums"])
+def test_a_jit_that_says_where_its_arrays_lie_is_called_once(said):
+    """Or that it overwrites one, which is not there when all is computed again."""
+    mesh = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2])
+    place = jax.NamedSharding(mesh, P("i"))
+    placed = jax.jit(rms, **{said: 0 if said == "donate_argnums" else place})
+    for island, is_repeated in ((jax.jit(rms), True), (placed, False)):
+        low = mpx.autocast(between_products(island))
+        jaxpr = jax.make_jaxpr(low)(weights(), X)
+        calls = [w for e, _, w in nested_equations(jaxpr) if "name" in e.params]
+        assert list(map(bool, calls)) == [is_repeated]
+
+
 def test_a_region_may_say_otherwise():
     def island(x):
         with mpx.autocast(residuals="fast"):
@@ -614,3 +627,13 @@ def test_explain_shows_islands_with_their_bytes():
     assert fast.islands == ()
     saved = fast.totals.residual_bytes - report.totals.residual_bytes
     assert saved >= 0.9 * (island.bytes_before - island.bytes_after)
+
+
+def test_explain_tells_islands_apart_that_save_the_same():
+    def loss(weights, x):
+        x = normed(normed(x @ weights[0]) @ weights[1])
+        return jnp.sum((x @ weights[0]) ** 2)
+
+    report = mpx.explain(jax.grad(mpx.autocast(loss)))(weights(), X)
+    one, other = [i for i in report.islands if "rsqrt" in i.primitives]
+    assert one == other
