@@ -12,6 +12,7 @@ import pytest
 
 import mpx
 from mpx._program import equations
+from tests.helpers import slow_but
 from tests.registries import PRECISIONS
 
 pytestmark = pytest.mark.third_party  # Optax's Adam
@@ -77,7 +78,10 @@ def arrays_of_float64(f, *args):
     }
 
 
-@pytest.mark.parametrize("precision", [*PRECISIONS, "nvfp4, B200"])
+@pytest.mark.parametrize(
+    "precision",
+    slow_but(["bfloat16", "delayed", "nvfp4"], [*PRECISIONS, "nvfp4, B200"]),
+)
 def test_a_float32_step_makes_no_array_of_float64(precision):
     name, *target = precision.split(", ")
     options = {**PRECISIONS[name], "target": target[0] if target else None}
