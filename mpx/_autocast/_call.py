@@ -23,7 +23,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from .._dtypes import is_half
-from .._errors import listing
+from .._errors import listing, warn_user
 from .._jax_compat import with_weak_type
 from .._named_like import named_like
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
@@ -56,6 +56,7 @@ from .._wire import present_wire
 from . import _control_flow, _custom_rules, _loops
 from ._context import (
     FLOAT16,
+    OneRow,
     Place,
     Programs,
     Provenance,
@@ -140,16 +141,25 @@ def call_autocast(
         return _call(run_of, func, args, kwargs, value, trace), runs[0]
 
     results, run = with_step(functools.partial(attempt, spares_final))
-    if recipe is not None and recipe not in run.used:
+    if recipe is not None and run.used.isdisjoint((recipe, OneRow(recipe))):
         # The only product of a weight, perhaps, is the final projection.
         results, run = with_step(functools.partial(attempt, False))
-        if recipe not in run.used:
+        if run.used.isdisjoint((recipe, OneRow(recipe))):
             raise ValueError(_nothing_to_quantize(recipe, weights))
+    if recipe is not None and recipe not in run.used:
+        warn_user(
+            f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
+            "nothing: each product of data with a weight has data of one row here, "
+            "and is computed in half precision. Nothing is wrong if this is the last "
+            "batch of an epoch, or a single example."
+        )
     if settings.is_strict:
         refuse_unused(settings.rules, run.used)
     if FLOAT16 in run.used:
         note_float16()
-    note_used(x for x in run.used if isinstance(x, AbstractRecipe))
+    # A state is of this program, also where one row has no use for it.
+    found = (x.recipe if isinstance(x, OneRow) else x for x in run.used)
+    note_used(x for x in found if isinstance(x, AbstractRecipe))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
     return marked(results) if isinstance(source, StateRequests) else results
 

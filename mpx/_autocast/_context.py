@@ -324,6 +324,12 @@ def new_programs() -> Programs:
     return weakref.WeakKeyDictionary()
 
 
+class OneRow(NamedTuple):
+    """In `Run.used`: a recipe left a product alone because its batch has one row."""
+
+    recipe: AbstractRecipe
+
+
 class Run:
     """One rewriting of a program.
 
@@ -337,8 +343,8 @@ class Run:
             They may be kept from call to call: JAX gives the same program for the same
             jitted function, and compiles what it finds again only once.
         islands: Islands that were emitted, by what they have in common.
-        used: The rules that held for an operation, the recipes that quantized one, and
-            float16 if anything is computed in it.
+        used: The rules that held for an operation, the recipes that quantized one, or
+            would have but for `OneRow`, and float16 if anything is computed in it.
         has_recipe: Whether anything may be quantized.
         spares_final: Whether the final projection is left alone.
         is_stateful: Whether a recipe with a state may be among those.
