@@ -56,7 +56,7 @@ from .._wire import present_wire
 from . import _control_flow, _custom_rules, _loops
 from ._context import (
     FLOAT16,
-    OneRow,
+    ONE_ROW,
     Place,
     Programs,
     Provenance,
@@ -141,10 +141,10 @@ def call_autocast(
         return _call(run_of, func, args, kwargs, value, trace), runs[0]
 
     results, run = with_step(functools.partial(attempt, spares_final))
-    if recipe is not None and run.used.isdisjoint((recipe, OneRow(recipe))):
+    if recipe is not None and run.used.isdisjoint((recipe, (ONE_ROW, recipe))):
         # The only product of a weight, perhaps, is the final projection.
         results, run = with_step(functools.partial(attempt, False))
-        if run.used.isdisjoint((recipe, OneRow(recipe))):
+        if run.used.isdisjoint((recipe, (ONE_ROW, recipe))):
             raise ValueError(_nothing_to_quantize(recipe, weights))
     if recipe is not None and recipe not in run.used:
         warn_user(
@@ -158,7 +158,7 @@ def call_autocast(
     if FLOAT16 in run.used:
         note_float16()
     # A state is of this program, also where one row has no use for it.
-    found = (x.recipe if isinstance(x, OneRow) else x for x in run.used)
+    found = (x[1] if isinstance(x, tuple) else x for x in run.used)
     note_used(x for x in found if isinstance(x, AbstractRecipe))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
     return marked(results) if isinstance(source, StateRequests) else results

@@ -324,10 +324,8 @@ def new_programs() -> Programs:
     return weakref.WeakKeyDictionary()
 
 
-class OneRow(NamedTuple):
-    """In `Run.used`: a recipe left a product alone because its batch has one row."""
-
-    recipe: AbstractRecipe
+# In `Run.used`, before a recipe: it left a product alone for this reason only.
+ONE_ROW = "a batch of one row"
 
 
 class Run:
@@ -344,7 +342,7 @@ class Run:
             jitted function, and compiles what it finds again only once.
         islands: Islands that were emitted, by what they have in common.
         used: The rules that held for an operation, the recipes that quantized one, or
-            would have but for `OneRow`, and float16 if anything is computed in it.
+            would have but for `ONE_ROW`, and float16 if anything is computed in it.
         has_recipe: Whether anything may be quantized.
         spares_final: Whether the final projection is left alone.
         is_stateful: Whether a recipe with a state may be among those.

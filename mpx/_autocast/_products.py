@@ -57,7 +57,7 @@ from .._recipe_state import is_collecting_requests, shared, with_input_scale
 from .._settings import Settings
 from .._typing import AnyArray, Aval
 from .._wire import dtype_of_sums
-from ._context import UNUSED, OneRow, Reach, Run, Value, computed
+from ._context import ONE_ROW, UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import is_taking_notes, noted, refuse_slow
 
@@ -88,9 +88,9 @@ def quantized(
     why_not = _impossible(case)
     unwanted = None if is_asked_for else _unwanted(case)
     if why_not == _VECTOR and unwanted is None and _is_batch_of_one(case):
-        run.used.add(OneRow(recipe))
+        run.used.add((ONE_ROW, recipe))
         # The batch that a state is made with may have one row, and those of steps more.
-        why_not = None if is_collecting_requests() else "a batch of one row"
+        why_not = None if is_collecting_requests() else ONE_ROW
     why_not = why_not or unwanted
     if why_not is not None:
         _refuse_gradient(case)
