@@ -508,7 +508,7 @@ def test_a_state_goes_with_batches_of_one_row_and_more(inputs):
     scaling, of_one = (mpx.init_scaling(loss, params, b) for b in (x, x[:1]))
     assert jax.tree.structure(scaling) == jax.tree.structure(of_one)
     after = step(loss, scaling, params, x).scaling
-    with pytest.warns(UserWarning, match="data of one row here"):
+    with pytest.warns(UserWarning, match="data has one row here"):
         again = step(loss, after, params, x[:1])
     assert again.finite and np.isfinite(again.value)
     old, new = after.scales_by_weight(), again.scaling.scales_by_weight()

@@ -4,6 +4,8 @@ JAX's defaults are 64 bits wide then: an array that mpx makes without a dtype, s
 `jnp.eye(16)`, would carry all that it meets into float64.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,3 +119,15 @@ def test_a_recipe_without_a_product_that_it_may_quantize_says_so():
     quantized = mpx.autocast(loss, recipe=mpx.MXFP8BlockScaling())
     with pytest.raises(ValueError, match="what is float64"):
         quantized(*args)
+
+
+def test_attention_compares_positions_with_lengths_of_32_bits():
+    """Under strict promotion int64 positions and int32 lengths cannot meet."""
+    x, lengths = jnp.ones((2, 8, 2, 4), jnp.float32), jnp.array([3, 8], jnp.int32)
+    attend = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
+    with jax.numpy_dtype_promotion("strict"):
+        found = attend(
+            x, x, x, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+        )
+    assert found.dtype == jnp.float32
+    assert jnp.all(found[0, :3] == 1) and jnp.all(found[0, 3:] == 0)

@@ -149,8 +149,8 @@ def call_autocast(
     if recipe is not None and recipe not in run.used:
         warn_user(
             f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
-            "nothing: each product of data with a weight has data of one row here, "
-            "and is computed in half precision. Nothing is wrong if this is the last "
+            "nothing: data has one row here, or none, and its products with weights "
+            "are computed in half precision. Nothing is wrong if this is the last "
             "batch of an epoch, or a single example."
         )
     if settings.is_strict:

@@ -107,8 +107,8 @@ def checked_signs(signs: object, call: str) -> Any:
 def rotation(signs: tuple[int, ...] | None = None) -> Float32[Array, "16 16"]:
     """The matrix H of the transform."""
     signs = _SIGNS if signs is None else signs
-    unit = jnp.eye(BLOCK, dtype=jnp.float32)
-    return jnp.asarray(signs, jnp.float32)[:, None] * _sylvester(unit)
+    signs_by_row = jnp.asarray(signs, jnp.float32)[:, None]
+    return signs_by_row * _sylvester(jnp.eye(BLOCK, dtype=jnp.float32))
 
 
 def signs_of(signs: tuple[int, ...] | None = None) -> int:

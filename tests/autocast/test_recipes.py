@@ -282,7 +282,7 @@ def test_a_batch_of_one_row_is_computed_in_half_precision(rows, square):
     """Such as the last one of an epoch: a word, no error. A vector of `vmap` is one."""
     params, x = square
     low, half = mpx.autocast(layers, recipe=CURRENT), mpx.autocast(layers)
-    with pytest.warns(UserWarning, match="data of one row here"):
+    with pytest.warns(UserWarning, match="data has one row here"):
         assert np.array_equal(low(params, x[:rows]), half(params, x[:rows]))
     with pytest.raises(ValueError, match="found no product of data with a weight"):
         jax.vmap(low, (None, 0))(params, x)
