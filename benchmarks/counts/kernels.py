@@ -1,9 +1,10 @@
 """The kernels of a program compiled for a GPU: bytes, operations, and a roofline.
 
 A kernel is an instruction of the optimized HLO that runs by itself. Its *bytes* are
-those of its operands and results, but of an array that it only slices, or updates in
-place, the slice. A loop's body counts as often as the loop runs. Its *operations* are
-those of the matrix products in it; other arithmetic is left out.
+those of its operands and results, but of an array that it only slices, as it is or
+after elementwise arithmetic, or updates in place, the slice. A loop's body counts as
+often as the loop runs. Its *operations* are those of the matrix products in it; other
+arithmetic is left out.
 
 The *roof time* of a program is the sum over its kernels of the larger of two times: its
 bytes at the bandwidth of the data sheet, its operations at the peak of its dtype. No
@@ -51,6 +52,14 @@ ROOFS = {
     "h100": Roof(3.35e12, {32: 494.5e12, 16: 989e12, 8: 1979e12}),
     "b200": Roof(8.0e12, {32: 1.125e15, 16: 2.25e15, 8: 4.5e15, 4: 9.0e15}),
 }
+
+
+# A fusion computes of what these give only what is read of it.
+_ELEMENTWISE = frozenset(
+    "abs add and bitcast bitcast-convert ceil clamp compare convert copy divide "
+    "exponential floor is-finite log maximum minimum multiply negate not or power "
+    "rsqrt select sign sqrt subtract tanh xor".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,37 +202,46 @@ def _result_bytes(shape: str) -> int:
 def _fusion_bytes(body: list[Instruction], result: str) -> int:
     """Bytes of a fusion, from what it does with its parameters."""
     by_name = {one.name: one for one in body}
+    users: dict[str, list[Instruction]] = {one.name: [] for one in body}
+    for one in body:
+        for name in set(one.operands) & users.keys():
+            users[name].append(one)
 
-    def source(name: str) -> Instruction:
-        one = by_name[name]
-        while one.opcode == "bitcast":
-            one = by_name[one.operands[0]]
-        return one
+    def source(name: str) -> str:
+        while by_name[name].opcode == "bitcast":
+            name = by_name[name].operands[0]
+        return name
+
+    def read(one: Instruction, parameter: str) -> int:
+        """How many numbers are read of an array that is made of a parameter."""
+        size = _size(one.shape)
+        if one is body[-1]:
+            return size
+        total = 0
+        for user in users[one.name]:
+            if user.opcode in ("slice", "dynamic-slice"):
+                total += _size(user.shape)
+            elif user.opcode in _ELEMENTWISE and _size(user.shape) == size:
+                total += read(user, parameter)
+            elif user not in updates or source(user.operands[0]) != parameter:
+                return size  # else what is not overwritten stays where it is
+        return min(total, size)
 
     updates = [one for one in body if one.opcode == "dynamic-update-slice"]
-    in_place = {source(one.operands[0]).name for one in updates}
     total = bytes_of_shape(result)
     for one in updates:
         total -= bytes_of_shape(one.shape) - bytes_of_shape(
             by_name[one.operands[1]].shape
         )
-    for parameter in body:
-        if parameter.opcode != "parameter":
-            continue
-        users = [
-            one
-            for one in body
-            if one.opcode != "bitcast"
-            and any(source(x) is parameter for x in one.operands if x in by_name)
-        ]
-        slices = [one for one in users if one.opcode in ("slice", "dynamic-slice")]
-        whole = [one for one in users if one not in slices]
-        if parameter.name in in_place and all(one in updates for one in whole):
-            whole = []  # only what is not overwritten stays, and stays where it is
-        size = bytes_of_shape(parameter.shape)
-        sliced = sum(bytes_of_shape(one.shape) for one in slices)
-        total += size if whole else min(size, sliced)
+    for one in body:
+        if one.opcode == "parameter" and (size := _size(one.shape)):
+            total += bytes_of_shape(one.shape) * read(one, one.name) // size
     return max(total, 0)
+
+
+def _size(shape: str) -> int:
+    """How many numbers the first array of a shape has."""
+    return math.prod(_dimensions(shape))
 
 
 def _product(

@@ -3,7 +3,8 @@
 In this order: what is known meanwhile (`_context`); analyse (`_demand`), decide
 (`_decide`, `_products`), emit (`_emit`, `_travel`), rematerialize (`_rematerialize`);
 equations that hold programs (`_control_flow`, `_loops`, `_custom_rules`, `_fused`); and
-around it `_call` and `_transform`. `_notes` says what was decided.
+around it `_call` and `_transform`. `_notes` says what was decided, and `_seen` whose
+gradients need not be checked.
 
 What a program is stands in `mpx._program`, what a user says in `mpx._settings`, of
 single operations in `mpx._rules`, the state that recipes are given in
@@ -30,6 +31,7 @@ from ._notes import (
     read_note as read_note,
     taking_notes as taking_notes,
 )
+from ._seen import noting_seen as noting_seen
 from ._transform import (
     ambient_residuals as ambient_residuals,
     autocast as autocast,

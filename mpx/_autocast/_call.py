@@ -77,6 +77,7 @@ from ._notes import (
     refuse_unused,
 )
 from ._products import reach_of_results, recipes_in
+from ._seen import is_asked_for_seen, note_seen
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -109,7 +110,9 @@ def call_autocast(
         What the function returns, in the same dtypes.
     """
     func, args, kwargs = dequantize_weights((func, args, kwargs))
-    settings = dataclasses.replace(settings, wire=present_wire())
+    settings = dataclasses.replace(
+        settings, wire=present_wire(), asks_seen=is_asked_for_seen()
+    )
     if has_nnx_objects((func, args, kwargs)):
         return _call_with_objects(
             settings, weights, programs, func, args, kwargs, spares_final
@@ -290,7 +293,10 @@ def _call(
     values = [value(run, *pair) for pair in zip(call.paths, call.arrays, strict=True)]
     _tell_demands(run, call.paths, closed, values)
     with _done_for_others():
-        return call.result_of(_results(run, closed, values))
+        results = _results(run, closed, values)
+    if run.settings.asks_seen:
+        note_seen(run.used, closed.jaxpr, values)
+    return call.result_of(results)
 
 
 def _call_with_objects(

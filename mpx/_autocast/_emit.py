@@ -52,6 +52,7 @@ from ._demand import Demand, Demands, Wanted, demands_of
 from ._notes import noted, refuse_accident, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
 from ._rematerialize import Values, emit_island
+from ._seen import note_product
 from ._travel import (
     moved_later,
     product_of_weight,
@@ -233,6 +234,7 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
         refuse_accident(case, choice)
     if choice.recipe is not None:
         return emit_quantized(run, case, choice)
+    note_product(run, case, None)
     with noted(case.name, choice):
         weight = summed_weight(case, choice)
         if weight is not None:

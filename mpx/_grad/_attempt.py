@@ -17,16 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from .._cast import cast_leaf
-from .._dtypes import full_precision_of
-from .._jax_compat import manual_axes, stack, varying_axes
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
 from .._recipe_state import SlotName
-from .._tree import Filled, finite_by_leaf
-from .._typing import BoolScalar, LossScalar
+from .._typing import LossScalar
 from ._accumulate import Accumulation, accumulated
 from ._devices import ON_ITS_OWN, accumulated_on_devices
 from ._engine import Problem, as_weights, scaled_value_and_grad
+from ._finite import finite_flags
 
 
 class Outcome(NamedTuple):
@@ -74,14 +71,16 @@ def attempt(
         loss, aux, grads, amaxes = found
         if not scaling._is_stateful:
             return Outcome(loss, aux, grads, None, amaxes)
-        flags = _agreed(_finite_flags(NoLossScaling(), loss, grads))
+        flags = finite_flags(NoLossScaling(), loss, grads)
         return Outcome(loss, aux, grads, flags, amaxes)
-    found = scaled_value_and_grad(problem, scaling, args, kwargs)
+    found = scaled_value_and_grad(
+        problem, scaling, args, kwargs, asks_seen=scaling._is_stateful
+    )
     grads = as_weights(problem, found.grads, args)
     if not scaling._is_stateful:
         unscaled = _returned(problem, scaling.unscale(grads))
         return Outcome(found.loss, found.aux, unscaled, None, found.amaxes)
-    flags = _agreed(_finite_flags(scaling, found.loss, found.grads))
+    flags = finite_flags(scaling, found.loss, found.grads, found.seen)
     unscaled = _returned(problem, _known_after(flags, scaling).unscale(grads))
     return Outcome(found.loss, found.aux, unscaled, flags, found.amaxes)
 
@@ -121,55 +120,6 @@ def retried(
     start = (scaling, arrays, jnp.zeros((), jnp.int32))
     scaling, arrays, _ = jax.lax.while_loop(is_bad, again, start)
     return scaling, eqx.combine(arrays, static)
-
-
-def _finite_flags(
-    scaling: AbstractLossScaling, loss: LossScalar, grads: PyTree
-) -> Bool[Array, " n"]:
-    r"""Whether the loss, and each gradient once it is divided by the scale, is finite.
-
-    $$|g| \le m \cdot \min(s, 1)$$
-
-    with the largest number $m$ of its dtype: dividing by a scale below 1 can make a
-    finite gradient overflow. Nothing is divided for it, which is one product less for
-    each gradient to trace and to lower. A float16 gradient, below 2^16, need only be
-    finite: it overflows float32 at scales below 2^-111, where no step counts as finite.
-    """
-    if scaling._is_one:
-        return stack([*finite_by_leaf((loss, grads)), jnp.asarray(True)])
-    # Below 1 a little smaller, because 1 / s is rounded.
-    scale = scaling.loss_scale
-    reach = jax.lax.select(scale < 1, scale * (1 - 2.0**-20), jnp.ones_like(scale))
-    limits = Filled(lambda dtype: reach.astype(dtype) * jnp.finfo(dtype).max)
-    leaves = jax.tree.leaves(grads)
-    (is_finite,) = finite_by_leaf(loss)
-    rest = jnp.asarray(True)
-    if any(grad.dtype == np.float16 for grad in leaves):
-        rest = scale >= 2.0**-111
-    # In this order, by which bad places are named: the loss, each gradient, the rest.
-    return stack([is_finite, *(_is_within(grad, limits) for grad in leaves), rest])
-
-
-def _is_within(grad: Array, limits: Filled) -> BoolScalar:
-    if grad.dtype == np.float16:
-        return finite_by_leaf(grad)[0]
-    if jnp.issubdtype(grad.dtype, jnp.complexfloating):
-        return _is_within(grad.real, limits) & _is_within(grad.imag, limits)
-    wide = cast_leaf(grad, full_precision_of(grad.dtype))
-    flags = jax.lax.le(jax.lax.abs(wide), limits.like(wide))
-    return jax.lax.reduce_and(flags, axes=tuple(range(grad.ndim)))
-
-
-def _agreed(flags: Bool[Array, " n"]) -> Bool[Array, " n"]:
-    """The flags, agreed on by all devices."""
-    axes = manual_axes()
-    if axes and varying_axes(jax.lax.axis_index(axes[0])):
-        # `check_vma=True`: where flags do not vary, devices agree, and JAX 0.12 takes
-        # only axes of one kind.
-        axes = tuple(axis for axis in axes if axis in varying_axes(flags))
-    if not axes:
-        return flags
-    return jax.lax.pmin(flags.astype(jnp.int32), axes).astype(bool)
 
 
 def _known_after(

@@ -66,6 +66,7 @@ def quantize_by_cast(
     key: Array | None,
     scale: Float32[Array, ""] | None,
     join: Join,
+    otherwise: Arithmetic,
 ) -> QuantizedArray:
     """Quantizes an array on a device that casts; by arithmetic where it runs elsewhere.
 
@@ -78,13 +79,15 @@ def quantize_by_cast(
         key: A key, given exactly if the quantizer rounds stochastically.
         scale: A scale from elsewhere; that of the amax if left out.
         join: Makes the amax of the whole array from that of `x`.
+        otherwise: What to compute with on other devices.
     """
 
     def here(x: Array, key: Array | None, scale: Array | None) -> QuantizedArray:
         return quantizer._quantize(x, dtype, axes, key, scale, join, CAST)
 
     def elsewhere(x: Array, key: Array | None, scale: Array | None) -> QuantizedArray:
-        return quantizer._quantize(flushed(x), dtype, axes, key, scale, join)
+        x = flushed(x)
+        return quantizer._quantize(x, dtype, axes, key, scale, join, otherwise)
 
     branches = {target.platform: here}
     return lax.platform_dependent(x, key, scale, **branches, default=elsewhere)

@@ -40,6 +40,7 @@ from ._recipes import AbstractRecipe, Role
 from ._second_derivative import differentiated_once
 from ._sharding import in_automatic_axes
 from ._slots import amax_and_scale, amax_cotangent, check_scales
+from ._spread import spread
 from ._target import Target
 
 
@@ -103,6 +104,8 @@ class AbstractProduct(abc.ABC):
             there is one device, or the sum is made elsewhere.
         weight_dtype: What the weight is rounded to before it is quantized, where it
             comes in float32 and the program rounds it; None if it is not.
+        spreads_nan: Whether the gradient of the weight is NaN everywhere if it might
+            not be finite anywhere; see `_spread`.
     """
 
     recipe: AbstractRecipe
@@ -113,6 +116,7 @@ class AbstractProduct(abc.ABC):
     out_sharding: Any = None
     reduce_dtype: np.dtype | None = None
     weight_dtype: np.dtype | None = None
+    spreads_nan: bool = False
 
     @property
     def weight_gradient_dtype(self) -> np.dtype:
@@ -179,8 +183,10 @@ class AbstractProduct(abc.ABC):
 
     def _copies_at(self, step: Array | None, role: Role) -> Copies:
         """The same in a training step, by whose number noise is drawn."""
-        rounded_to = self.weight_dtype if role is Role.WEIGHT else None
-        return dataclasses.replace(self._copies(role), step=step, rounded_to=rounded_to)
+        copies = self._copies(role)
+        if role is Role.WEIGHT:
+            return dataclasses.replace(copies, step=step, rounded_to=self.weight_dtype)
+        return dataclasses.replace(copies, step=step, spreads_nan=self.spreads_nan)
 
     def _join(self) -> Join:
         return joined_over(self.manual_axes, self.sums_over_devices)
@@ -363,6 +369,8 @@ def quantized_backward(
     for_data, second = of_gradient.begin(g, scale)
     for_data = beside_amax(product.target, for_data, amax)
     for_weight = second(for_data)
+    if product.spreads_nan:
+        for_weight = spread(kept.data, for_weight, kept.amaxes[0], amax)
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
     amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
     dx, dw = dx.astype(kept.like_data.dtype), dw.astype(kept.like_weight.dtype)

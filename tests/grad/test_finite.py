@@ -7,7 +7,7 @@ import pytest
 from jax.extend import core
 
 import mpx
-from mpx._grad._attempt import _finite_flags
+from mpx._grad._finite import finite_flags
 
 from ..helpers import unscaled
 
@@ -58,13 +58,13 @@ def test_flags_are_those_of_the_unscaled_gradients(scale, dtype):
         with np.errstate(over="ignore", invalid="ignore"):
             # As the gradient arrives: times the scale, in float32.
             scaled = (np.float32(size) * np.float32(scale)).astype(dtype)
-        flags = _finite_flags(scaling, jnp.ones(()), {"a": pair(scaled)})
+        flags = finite_flags(scaling, jnp.ones(()), {"a": pair(scaled)})
         unscaled = scaling.unscale({"a": pair(scaled)})
         assert bool(flags.all()) == bool(mpx.all_finite(unscaled)), size
     # Finite times the scale, and not finite without.
     if scale < 1:
         grads = [jnp.full((2, 2), largest, dtype), jnp.zeros((), dtype)]
-        flags = _finite_flags(scaling, jnp.ones(()), grads)
+        flags = finite_flags(scaling, jnp.ones(()), grads)
         np.testing.assert_array_equal(flags, [True, False, True, True])
         assert not mpx.all_finite(scaling.unscale(grads))
 
@@ -75,7 +75,7 @@ def test_flags_of_float16_gradients(scale, value):
     """They are checked before they are widened, and unscaled afterwards."""
     scaling = mpx.StaticLossScaling(scale)
     grad = jnp.array([0, value], jnp.float16)
-    flags = _finite_flags(scaling, jnp.ones(()), [grad])
+    flags = finite_flags(scaling, jnp.ones(()), [grad])
     unscaled = scaling.unscale([grad.astype(jnp.float32)])
     if scale >= 2.0**-111:
         assert bool(flags.all()) == bool(mpx.all_finite(unscaled))
