@@ -15,6 +15,7 @@ from jaxtyping import Array, Float32, UInt8
 from ._format import Format
 from ._four_bits import pack
 from ._hadamard import hadamard_transform
+from ._noise import Key
 from ._rounding import largest_magnitude, round_to_format
 
 
@@ -39,8 +40,8 @@ class Arithmetic(NamedTuple):
     largest: Callable[..., Array]
     largest_finite: Callable[[Array], Array]
     scaled: Callable[[Array, Array], Array]
-    to_format: Callable[[Array, Format, Array | None], Array]
-    to_four_bits: Callable[[Array, int, Array | None], Array]
+    to_format: Callable[[Array, Format, Key | None], Array]
+    to_four_bits: Callable[[Array, int, Key | None], Array]
     rotated: Callable[[Array, int, tuple[int, ...] | None, np.dtype], Array]
     written: Callable[[Array], Array]
 
@@ -50,12 +51,12 @@ def _scaled(x: Array, scale: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x * scale, jnp.nan)
 
 
-def _to_format(x: Array, format: Format, key: Array | None) -> Array:
+def _to_format(x: Array, format: Format, key: Key | None) -> Array:
     return round_to_format(x, format, key).astype(format.dtype)
 
 
 def _to_four_bits(
-    x: Float32[Array, "..."], axis: int, key: Array | None
+    x: Float32[Array, "..."], axis: int, key: Key | None
 ) -> UInt8[Array, "..."]:
     return pack(round_to_format(x, Format.E2M1, key), axis)
 

@@ -29,6 +29,7 @@ from ._array import QuantizedArray
 from ._blocks import Axes, split
 from ._format import Format
 from ._hadamard import BLOCK, rotation
+from ._noise import Key
 from ._quantizers import AbstractQuantizer, NVFP4Quantizer
 from ._rounding import flushed, largest_magnitude, round_finite, to_integers
 from ._target import Target
@@ -63,7 +64,7 @@ def quantize_by_cast(
     x: Float32[Array, "..."],
     dtype: np.dtype,
     axes: Axes,
-    key: Array | None,
+    key: Key | None,
     scale: Float32[Array, ""] | None,
     join: Join,
     otherwise: Arithmetic,
@@ -76,16 +77,16 @@ def quantize_by_cast(
         x: The numbers.
         dtype: The dtype that `dequantize` is to give.
         axes: Those that blocks lie along.
-        key: A key, given exactly if the quantizer rounds stochastically.
+        key: A key or noise, given exactly if the quantizer rounds stochastically.
         scale: A scale from elsewhere; that of the amax if left out.
         join: Makes the amax of the whole array from that of `x`.
         otherwise: What to compute with on other devices.
     """
 
-    def here(x: Array, key: Array | None, scale: Array | None) -> QuantizedArray:
+    def here(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
         return quantizer._quantize(x, dtype, axes, key, scale, join, CAST)
 
-    def elsewhere(x: Array, key: Array | None, scale: Array | None) -> QuantizedArray:
+    def elsewhere(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
         x = flushed(x)
         return quantizer._quantize(x, dtype, axes, key, scale, join, otherwise)
 
@@ -131,18 +132,18 @@ def _scaled(x: Array, scale: Array) -> Array:
     return x * scale + x * 0.0
 
 
-def _to_format(x: Array, format: Format, key: Array | None = None) -> Array:
+def _to_format(x: Array, format: Format, key: Key | None = None) -> Array:
     # A NaN stays one. A cast alone would make NaN of what is too large for E4M3.
     return jnp.clip(x, -format.largest, format.largest).astype(format.dtype)
 
 
-def _to_e2m1(x: Array, key: Array | None) -> Array:
+def _to_e2m1(x: Array, key: Key | None) -> Array:
     # By arithmetic: XLA casts by way of float16, and rounds twice (jax 0.10.2, November
     # 2026). A NaN is in the scales: see `NVFP4Quantizer`.
     return round_finite(x, Format.E2M1, to_integers(key)).astype(jnp.float4_e2m1fn)
 
 
-def _to_four_bits(x: Array, axis: int, key: Array | None) -> Array:
+def _to_four_bits(x: Array, axis: int, key: Key | None) -> Array:
     # Where two codes lie in a byte already, nothing is computed: unlike in `pack`,
     # whose slices XLA makes of one array after the other.
     numbers = jnp.moveaxis(_to_e2m1(x, key), axis, -1)

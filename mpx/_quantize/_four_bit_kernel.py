@@ -28,7 +28,7 @@ from ._array import QuantizedArray
 from ._format import Format
 from ._four_bits import encode, pack, unpack
 from ._hadamard import BLOCK as ROTATED, signs_of
-from ._noise import hashed, key_of_hash
+from ._noise import hashed, noise_of_hash, uniform
 from ._quantizers import NVFP4Quantizer
 from ._rounding import (
     flushed,
@@ -110,7 +110,7 @@ def quantize_four_bits(
     *amaxes, total = _measured(x, place, copies, rounded_to, interpret)
     scales = [nvfp4_tensor_scale(join(amax)) for amax in amaxes]
     keys = [
-        jax.random.key_data(key_of_hash(total, x.shape, salt, step))
+        jnp.stack(jax.tree.leaves(noise_of_hash(total, x.shape, salt, step)))
         if has_noise
         else jnp.zeros(2, jnp.uint32)
         for salt in (axes.index(-1), axes.index(-2))
@@ -384,32 +384,10 @@ def _nearest_integers(steps: Array) -> Array:
 
 def _random_integers(facts: Any, index: int, place: Array) -> Any:
     start = _KEY + 2 * index
-    key = facts[start], facts[start + 1]
+    first, second = facts[start], facts[start + 1]
 
     def rounding(steps: Array) -> Array:
-        bits = (_random_bits(key, place) >> 9) | np.uint32(0x3F800000)
-        draws = lax.bitcast_convert_type(bits, jnp.float32) - 1.0
+        draws = uniform(first, second, place)
         return up_or_down(steps, jnp.floor(steps), draws)
 
     return rounding
-
-
-def _random_bits(key: tuple[Array, Array], place: Array) -> Array:
-    """What `jax.random.bits` draws by Threefry for a place below 2^32.
-
-    As it does by default, with `jax_threefry_partitionable`.
-
-    Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011): 20 rounds.
-    """
-    keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
-    left, right = keys[0], place + keys[1]
-    left = jnp.broadcast_to(left, place.shape)
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    for group in range(5):
-        for rotation in rotations[group % 2]:
-            left = left + right
-            right = (right << rotation) | (right >> (32 - rotation))
-            right = left ^ right
-        left = left + keys[(group + 1) % 3]
-        right = right + keys[(group + 2) % 3] + np.uint32(group + 1)
-    return left ^ right

@@ -22,7 +22,7 @@ from ._casting import is_cast, quantize_by_cast
 from ._contraction import padded
 from ._eight_bit_kernel import quantize_eight_bits
 from ._four_bit_kernel import packed_along, quantize_four_bits
-from ._noise import key_from
+from ._noise import noise_from
 from ._products import Operand
 from ._quantizers import AbstractQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from ._recipes import AbstractRecipe, MXFP8BlockScaling, NVFP4BlockScaling, Role
@@ -163,7 +163,7 @@ class Copies:
             x = padded(x, one, blocks * quantizer.block)
         key = None
         if quantizer.stochastic_rounding:
-            key = key_from(flushed(x), salt, self.step)
+            key = noise_from(flushed(x), salt, self.step)
         by = EXACT_AS_A_WHOLE if self.spreads_nan else EXACT
         if is_cast(quantizer, self.target):
             return quantize_by_cast(

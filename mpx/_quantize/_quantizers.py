@@ -30,6 +30,7 @@ from ._blocks import Axes, block_maximum, multiply_blocks
 from ._checks import check_dimensions, check_epsilon, check_flags, check_format
 from ._format import Format
 from ._hadamard import checked_signs
+from ._noise import Key
 from ._scales import (
     e8m0_code,
     e8m0_from_code,
@@ -68,7 +69,7 @@ class AbstractQuantizer(abc.ABC):
         x: Float32[Array, "..."],
         dtype: np.dtype,
         axes: Axes,
-        key: Array | None,
+        key: Key | None,
         scale: Array | None,
         join: Join = alone,
         by: Arithmetic = EXACT,
@@ -79,7 +80,7 @@ class AbstractQuantizer(abc.ABC):
             x: The numbers; subnormal ones flushed if `by` is `EXACT`.
             dtype: The dtype that `dequantize` is to give.
             axes: As many axes as blocks have dimensions, negative, ascending.
-            key: A key, given exactly if `stochastic_rounding`.
+            key: A key or noise, given exactly if `stochastic_rounding`.
             scale: A scale for the tensor, given only if there are no blocks.
             join: Makes the amax of the whole array from that of `x`, which may be a
                 piece of it.
@@ -140,7 +141,7 @@ class TensorQuantizer(AbstractQuantizer):
         x: Float32[Array, "..."],
         dtype: np.dtype,
         axes: Axes,
-        key: Array | None,
+        key: Key | None,
         scale: Array | None,
         join: Join = alone,
         by: Arithmetic = EXACT,
@@ -210,7 +211,7 @@ class BlockQuantizer(AbstractQuantizer):
         x: Float32[Array, "..."],
         dtype: np.dtype,
         axes: Axes,
-        key: Array | None,
+        key: Key | None,
         scale: Array | None,
         join: Join = alone,
         by: Arithmetic = EXACT,
@@ -283,7 +284,7 @@ class MXFP8Quantizer(AbstractQuantizer):
         x: Float32[Array, "..."],
         dtype: np.dtype,
         axes: Axes,
-        key: Array | None,
+        key: Key | None,
         scale: Array | None,
         join: Join = alone,
         by: Arithmetic = EXACT,
@@ -375,7 +376,7 @@ class NVFP4Quantizer(AbstractQuantizer):
         x: Float32[Array, "..."],
         dtype: np.dtype,
         axes: Axes,
-        key: Array | None,
+        key: Key | None,
         scale: Array | None,
         join: Join = alone,
         by: Arithmetic = EXACT,

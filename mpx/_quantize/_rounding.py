@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from ._format import Format
+from ._noise import Key, Noise
 
 # Below the smallest normal float32 devices differ: some flush to zero, others do not.
 SMALLEST_FLOAT32 = 2.0**-126
@@ -66,15 +67,15 @@ def largest_magnitude(
 
 
 def round_to_format(
-    x: Float32[Array, "..."], format: Format, key: Array | None = None
+    x: Float32[Array, "..."], format: Format, key: Key | None = None
 ) -> Float32[Array, "..."]:
     """The nearest numbers of a format, ties to even; or random neighbours.
 
     Args:
         x: Numbers in float32.
         format: Any format but `HYBRID`.
-        key: A PRNG key for stochastic rounding: of the two neighbours the upper one
-            with the probability (x - lower) / (upper - lower).
+        key: A PRNG key, or noise, for stochastic rounding: of the two neighbours the
+            upper one with the probability (x - lower) / (upper - lower).
 
     Returns:
         Float32 numbers that the format has. What is larger than its largest number, an
@@ -85,7 +86,7 @@ def round_to_format(
     return jnp.where(jnp.isnan(x), jnp.nan, rounded)
 
 
-def to_integers(key: Array | None = None) -> Callable[[Array], Array]:
+def to_integers(key: Key | None = None) -> Callable[[Array], Array]:
     """What rounds numbers to integers: ties to even; or randomly, with a key."""
     if key is None:
         return functools.partial(
@@ -94,7 +95,10 @@ def to_integers(key: Array | None = None) -> Callable[[Array], Array]:
 
     def random(steps: Array) -> Array:
         lower = jnp.floor(steps)
-        draws = jax.random.uniform(key, steps.shape, jnp.float32)
+        if isinstance(key, Noise):
+            draws = key.uniform(steps.shape)
+        else:
+            draws = jax.random.uniform(key, steps.shape, jnp.float32)
         return up_or_down(steps, lower, draws)
 
     return random

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import mpx
 from mpx._quantize._amax import alone, joined_over
 from mpx._quantize._four_bit_kernel import (
-    _random_bits,
     packed_along,
     quantize_four_bits,
 )
@@ -102,13 +101,6 @@ def numbers(shape, dtype="bfloat16"):
 def integers(shape, dtype="bfloat16"):
     """Numbers whose sums over 16 are exact in bfloat16, in any order."""
     return jax.random.randint(jax.random.key(2), shape, -3, 4).astype(dtype)
-
-
-def test_it_draws_what_jax_draws():
-    key = jax.random.key(7)
-    place = jnp.arange(10_000, dtype=jnp.uint32)
-    found = jax.jit(_random_bits)(tuple(jax.random.key_data(key)), place)
-    np.testing.assert_array_equal(found, jax.random.bits(key, place.shape))
 
 
 @pytest.mark.parametrize("role", mpx.Role)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of gradients in NVFP4, whose key is made of the gradient."""
+"""Stochastic rounding of gradients in NVFP4, whose noise is made of the gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize._noise import key_from
+from mpx._quantize._noise import Noise, noise_from, noise_of_hash
 from tests.quantize.linear_cases import matrix_product, result_and_gradients
 
 PRODUCT = matrix_product(mpx.NVFP4BlockScaling())
@@ -52,14 +52,14 @@ def test_the_mean_over_many_gradients_is_close():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_key_is_of_the_numbers_and_their_places(dtype: str):
+def test_noise_is_of_the_numbers_and_their_places(dtype: str):
     x = G.astype(jnp.dtype(dtype)).astype("float32")
     turned = x.copy()
     turned[3, 3] *= -1
-    key = jax.jit(key_from, static_argnums=1)
+    noise = jax.jit(noise_from, static_argnums=1)
 
     def bits(x, salt: int = 0):
-        return tuple(np.asarray(jax.random.key_data(key(x, salt))).tolist())
+        return tuple(int(half) for half in jax.tree.leaves(noise(x, salt)))
 
     keys = {
         "itself": bits(x),
@@ -71,5 +71,59 @@ def test_a_key_is_of_the_numbers_and_their_places(dtype: str):
         "zeros": bits(0 * x),
     }
     assert len({*keys.values()}) == len(keys)
-    eager = np.asarray(jax.random.key_data(key_from(jnp.asarray(x), 0)))
-    assert tuple(eager.tolist()) == keys["itself"]
+    eager = jax.tree.leaves(noise_from(jnp.asarray(x), 0))
+    assert tuple(map(int, eager)) == keys["itself"]
+
+
+def draws_of(hashes, steps, shape=(64, 128)):
+    """Draws by hash and step: [hashes, steps, *shape]."""
+
+    def draw(total, step):
+        return noise_of_hash(total, shape, 0, step).uniform(shape)
+
+    hashes, steps = (jnp.asarray(x, jnp.uint32) for x in (hashes, steps))
+    by_step = jax.vmap(draw, (None, 0))
+    return np.asarray(jax.vmap(by_step, (0, None))(hashes, steps))
+
+
+# Sums of gradients and numbers of steps that follow one another are the worst keys.
+DRAWS = draws_of([0, 1, 2, 2**31, 2**32 - 1], [0, 1, 2, 3, 10**6])
+
+
+def test_draws_are_uniform():
+    flat = DRAWS.ravel()
+    assert flat.min() >= 0 and flat.max() < 1
+    for parts in (2, 16, 256):
+        found = np.bincount((flat * parts).astype(int), minlength=parts)
+        wanted = flat.size / parts
+        # Chi-squared, which has the variance 2 (parts - 1).
+        distance = ((found - wanted) ** 2 / wanted).sum() - (parts - 1)
+        assert abs(distance) < 5 * np.sqrt(2 * (parts - 1))
+    # All 23 bits, and none leans to a side.
+    bits = (flat * 2**23).astype(int)
+    for one in range(23):
+        assert abs(((bits >> one) & 1).mean() - 0.5) < 5 * 0.5 / np.sqrt(flat.size)
+
+
+def test_draws_know_nothing_of_one_another():
+    """Neither along an axis, nor those of two gradients, nor those of two steps."""
+    centred = DRAWS - 0.5
+    pairs = {
+        "columns": (centred[..., 1:], centred[..., :-1]),
+        "rows": (centred[..., 1:, :], centred[..., :-1, :]),
+        "halves": (centred[..., 64:], centred[..., :64]),
+        "hashes": (centred[1:], centred[:-1]),
+        "steps": (centred[:, 1:], centred[:, :-1]),
+    }
+    for name, (one, other) in pairs.items():
+        correlation = (one * other).mean() * 12
+        assert abs(correlation) < 5 / np.sqrt(one.size), name
+
+
+def test_a_step_draws_anew_and_an_equal_one_the_same():
+    first = draws_of([7], [3])
+    np.testing.assert_array_equal(first, draws_of([7], [3]))
+    assert (first != draws_of([7], [4])).mean() > 0.999
+    assert (first != draws_of([8], [3])).mean() > 0.999
+    nobody_knows = noise_of_hash(jnp.uint32(7), (4, 4), 0, None)
+    assert isinstance(nobody_knows, Noise)
