@@ -168,14 +168,37 @@ def test_one_program_in_two_places_counts_as_what_it_is_in_both():
     assert noted(lambda w, x: layer(w, layer(w, x)), (N, N)) == 0
 
 
-def noted(func, shape, recipe=SEEING["current"]):
+def test_what_a_rule_writes_anew_counts_as_another_reader():
+    """A product that is quantized elsewhere, whose weight a user's function squares."""
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+
+    def func(w, x):
+        with jax.named_scope("odd"):
+            x = layer(w, x)
+        return layer(w, x)
+
+    def squared(candidate, operands):
+        return [operands[0], operands[1] ** 2], candidate.equation.params
+
+    rule = mpx.Rule(squared, scope="odd", primitive="dot_general")
+    assert noted(func, (N, N), rules=mpx.Rules(rule, *EVERY.rules)) is None
+
+
+def test_a_program_that_a_rule_leaves_alone_counts_as_another_reader():
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    left = mpx.Rule(mpx.Precision.DECLARED, primitive="jit")
+    rules = mpx.Rules(left, *EVERY.rules)
+    assert noted(lambda w, x: layer(w, x @ w), (N, N), rules=rules) is None
+
+
+def noted(func, shape, recipe=SEEING["current"], rules=EVERY):
     """What is noted of the first argument, also where JAX has traced it before."""
 
     def loss(w, x):
         found = jax.tree.leaves(func(w, x))
         return sum(jnp.sum(one) for one in found), found
 
-    loss = autocast(loss, recipe=recipe)
+    loss = autocast(loss, recipe=recipe, rules=rules)
 
     def call():
         found = []

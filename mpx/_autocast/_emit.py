@@ -52,7 +52,7 @@ from ._demand import Demand, Demands, Wanted, demands_of
 from ._notes import noted, refuse_accident, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
 from ._rematerialize import Values, emit_island
-from ._seen import note_product
+from ._seen import note_other
 from ._travel import (
     moved_later,
     product_of_weight,
@@ -148,6 +148,7 @@ def _emit(
         if rule is None:
             return rewrite(run, place, equation, operands, demands)
         run.used.add(rule)
+        note_other(run, place, equation)
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
         with noted(name, choice):
             return emit_operation(equation, operands, choice)
@@ -218,6 +219,7 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
     """
     case, rule = ruled(run, case)
     if rule is not None and not isinstance(rule.precision, Precision):
+        note_other(run, case.place, case.equation)
         kind = class_of(case.name, case.settings.dtype)
         with noted(case.name, Choice(kind, Reason.RULE, rule=rule)):
             return _rewritten_by(rule, case)
@@ -234,7 +236,7 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
         refuse_accident(case, choice)
     if choice.recipe is not None:
         return emit_quantized(run, case, choice)
-    note_product(run, case, None)
+    note_other(run, case.place, case.equation)
     with noted(case.name, choice):
         weight = summed_weight(case, choice)
         if weight is not None:

@@ -7,7 +7,7 @@ products. What reads it stands in the program as it was written; which products 
 quantized is known when they are emitted, and noted then.
 
 A product is noted by its equation. One program may stand in several places, where
-different things are decided: then it is not seen.
+different things are decided: then nothing in it is seen.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from .._jax_compat import scan_counts
 from .._program import (
     BackwardFlow,
+    PrimitiveClass,
     aval_of,
     backward,
     properties,
@@ -31,7 +32,7 @@ from .._program import (
 from .._quantize import AbstractProduct
 from .._settings import is_tracing
 from .._typing import AnyArray
-from ._context import Run, Value
+from ._context import Place, Run, Value
 from ._decide import Case
 
 # Their programs read what the equation reads, once, and have no derivative of their
@@ -91,37 +92,41 @@ def is_asked_for_seen() -> bool:
     return _notes.get() is not None and not is_tracing()
 
 
-# --- Products -------------------------------------------------------------------------
+# --- What was decided -----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class NotedProduct:
-    """What was decided for a product; in `Run.used`.
+class Decided:
+    """What was decided for an equation; in `Run.used`.
 
     Attributes:
-        equation: The product, as it was written.
-        weight: The operand whose gradient is seen; None if none is.
+        equation: A product, or what holds a program, as it was written.
+        weight: The operand whose gradient a recipe sees; None if it sees none.
     """
 
     equation: JaxprEqn
     weight: int | None
 
 
-def note_product(run: Run, case: Case, product: AbstractProduct | None) -> None:
-    """Notes a product, where somebody asks.
-
-    Args:
-        run: The run.
-        case: The product.
-        product: What is bound for it; None: not a quantized one.
-    """
-    if not case.settings.asks_seen or not properties(case.name).is_quantizable:
+def note_product(run: Run, case: Case, product: AbstractProduct) -> None:
+    """Notes that a product is quantized, where somebody asks."""
+    if not case.settings.asks_seen:
         return
-    weight = None
-    if product is not None and product.spreads_nan:
-        weights = [v.facts.is_weight for v in case.operands[:2]]
-        weight = weights.index(True) if sum(weights) == 1 else None
-    run.used.add(NotedProduct(case.equation, weight))
+    weights = [v.facts.is_weight for v in case.operands[:2]]
+    sees = product.spreads_nan and sum(weights) == 1
+    weight = weights.index(True) if sees else None
+    run.used.add(Decided(case.equation, weight))
+
+
+def note_other(run: Run, place: Place, equation: JaxprEqn) -> None:
+    """Notes that a product, or the program in an equation, is not, where it might be.
+
+    Another place may have the same one, and decide otherwise.
+    """
+    known = properties(equation.primitive.name)
+    is_asked = known.is_quantizable or known.kind is PrimitiveClass.RECURSE
+    if place.settings.asks_seen and is_asked:
+        run.used.add(Decided(equation, None))
 
 
 # --- What reads an argument -----------------------------------------------------------
@@ -146,9 +151,13 @@ _OTHERS = _Readers(are_others=True)
 class _ReadersFlow(BackwardFlow[_Readers]):
     """What reads values, from what reads the results of their users."""
 
-    def __init__(self, weights: dict[JaxprEqn, int]) -> None:
-        """Starts with the products that see the gradients of their weights."""
-        self._weights = weights
+    def __init__(self, used: set[object]) -> None:
+        """Starts with what was decided: see `Run.used`."""
+        decided = [one for one in used if isinstance(one, Decided)]
+        self._weights = {one.equation: one.weight for one in decided}
+        others = {one.equation for one in decided if one.weight is None}
+        # In one place so and in another one otherwise.
+        self._weights |= dict.fromkeys(others)
 
     @property
     def nothing(self) -> _Readers:
@@ -164,6 +173,8 @@ class _ReadersFlow(BackwardFlow[_Readers]):
     ) -> Sequence[_Readers]:
         """What reads the operands of any equation."""
         name = equation.primitive.name
+        if equation in self._weights:
+            return self.transfer(equation, results)
         if name in _ENTERED:
             return super().operands(equation, results)
         if name == "scan":
@@ -176,10 +187,11 @@ class _ReadersFlow(BackwardFlow[_Readers]):
         self, equation: JaxprEqn, results: Sequence[_Readers]
     ) -> Sequence[_Readers]:
         """What reads the operands of an operation."""
-        weight = self._weights.get(equation)
-        if weight is not None:
+        if equation in self._weights:
             found = [_OTHERS] * len(equation.invars)
-            found[weight] = _Readers(frozenset({0}))
+            weight = self._weights[equation]
+            if weight is not None:
+                found[weight] = _Readers(frozenset({0}))
             return found
         name = equation.primitive.name
         if name == "convert_element_type":
@@ -215,16 +227,7 @@ def note_seen(used: set[object], jaxpr: Jaxpr, values: Sequence[Value]) -> None:
     notes = _notes.get()
     if notes is None:
         return
-    noted = [one for one in used if isinstance(one, NotedProduct)]
-    decided: dict[JaxprEqn, set[int | None]] = {}
-    for one in noted:
-        decided.setdefault(one.equation, set()).add(one.weight)
-    weights = {
-        equation: weight
-        for equation, found in decided.items()
-        if len(found) == 1 and (weight := next(iter(found))) is not None
-    }
-    readers = backward(jaxpr, [_OTHERS] * len(jaxpr.outvars), _ReadersFlow(weights))
+    readers = backward(jaxpr, [_OTHERS] * len(jaxpr.outvars), _ReadersFlow(used))
     pairs = zip(jaxpr.invars, values, strict=True)
     notes.put((value.array, _cut_axes(value, readers.get(v))) for v, value in pairs)
 

@@ -27,7 +27,7 @@ from ._recipes import AbstractRecipe, Role
 
 _LARGEST_PRODUCT = 2.0**60
 
-# Of 28 bits between 2^60 * 2^40 and 2^128, some are for sums over devices and uses.
+# Of the 28 bits between 2^60 * 2^40 and 2^128, 8 are for a sum over uses of a weight.
 SMALLEST_SCALE = 2.0**-20
 
 
