@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx._autocast import noting_seen
+from mpx._autocast import noting_seen, seen_of
 from mpx._grad._finite import finite_flags
 from mpx._recipe_state import first_step
 
@@ -206,7 +206,7 @@ def noted(func, shape, recipe=SEEING["current"], rules=EVERY):
         def traced(w, x):
             with noting_seen() as notes, first_step():
                 loss(w, x)
-            found.append(notes.of([w])[0])
+            found.extend(seen_of(notes, [w]))
 
         jax.eval_shape(traced, weight(*shape), DATA)
         return found[0]

@@ -3,8 +3,7 @@
 In this order: what is known meanwhile (`_context`); analyse (`_demand`), decide
 (`_decide`, `_products`), emit (`_emit`, `_travel`), rematerialize (`_rematerialize`);
 equations that hold programs (`_control_flow`, `_loops`, `_custom_rules`, `_fused`); and
-around it `_call` and `_transform`. `_notes` says what was decided, and `_seen` whose
-gradients need not be checked.
+around it `_call` and `_transform`. `_notes` says what was decided.
 
 What a program is stands in `mpx._program`, what a user says in `mpx._settings`, of
 single operations in `mpx._rules`, the state that recipes are given in
@@ -28,10 +27,11 @@ from ._notes import (
     note_float16 as note_float16,
     noted_scaling as noted_scaling,
     noting_float16 as noting_float16,
+    noting_seen as noting_seen,
     read_note as read_note,
+    seen_of as seen_of,
     taking_notes as taking_notes,
 )
-from ._seen import noting_seen as noting_seen
 from ._transform import (
     ambient_residuals as ambient_residuals,
     autocast as autocast,

@@ -70,14 +70,15 @@ from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import (
     RESULT,
+    is_asked_for_seen,
     is_taking_notes,
     note_float16,
+    note_seen,
     note_unused,
     noted_cast,
     refuse_unused,
 )
 from ._products import reach_of_results, recipes_in
-from ._seen import is_asked_for_seen, note_seen
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -294,8 +295,7 @@ def _call(
     _tell_demands(run, call.paths, closed, values)
     with _done_for_others():
         results = _results(run, closed, values)
-    if run.settings.asks_seen:
-        note_seen(run.used, closed.jaxpr, values)
+    note_seen(run, closed.jaxpr, values)
     return call.result_of(results)
 
 

@@ -49,10 +49,9 @@ from ._context import (
 )
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import Demand, Demands, Wanted, demands_of
-from ._notes import noted, refuse_accident, refuse_unknown
+from ._notes import note_other, noted, refuse_accident, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
 from ._rematerialize import Values, emit_island
-from ._seen import note_other
 from ._travel import (
     moved_later,
     product_of_weight,

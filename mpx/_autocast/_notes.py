@@ -17,12 +17,24 @@ import uuid
 from collections.abc import Iterable, Iterator
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._errors import describe, listing
-from .._program import aval_of, count, data_of, data_scope, source_span
+from .._program import (
+    PrimitiveClass,
+    aval_of,
+    count,
+    cut_axes,
+    data_of,
+    data_scope,
+    properties,
+    source_span,
+)
 from .._quantize import AbstractProduct, Path, path_of
 from .._rules import Rule, Rules
-from ._context import FULL, Provenance, Value, is_castable
+from .._settings import is_tracing
+from .._typing import AnyArray
+from ._context import FULL, Place, Provenance, Run, Value, is_castable
 from ._decide import Case, Choice, Reason
 from ._demand import Demand
 
@@ -188,6 +200,93 @@ def note_float16() -> None:
     found = _float16_calls.get()
     if found is not None:
         found.append(None)
+
+
+# --- Gradients that a recipe has seen -------------------------------------------------
+
+# Arrays that an autocast function was called with: along how many first axes scans cut
+# each, if recipes have seen its gradient.
+SeenNotes = list[tuple[AnyArray, int | None]]
+
+_seen: contextvars.ContextVar[SeenNotes | None] = contextvars.ContextVar(
+    "seen", default=None
+)
+
+# In `Run.used`, before an equation and the operand whose gradient a recipe sees there,
+# which is None if it sees none.
+_DECIDED = "what reads a weight"
+
+
+@contextlib.contextmanager
+def noting_seen() -> Iterator[SeenNotes]:
+    """A call of an autocast function notes whose gradients recipes have seen.
+
+    They have where nothing reads an argument but quantized products that make its
+    gradient NaN as a whole (`spreads_nan`), so that nobody need read it to find out
+    whether it is finite. The call must be all that reads its arguments.
+    """
+    found: SeenNotes = []
+    token = _seen.set(found)
+    try:
+        yield found
+    finally:
+        _seen.reset(token)
+
+
+def is_asked_for_seen() -> bool:
+    """Whether a call here notes what is seen: none within another one does."""
+    return _seen.get() is not None and not is_tracing()
+
+
+def note_product(run: Run, case: Case, product: AbstractProduct) -> None:
+    """Notes that a product is quantized, where somebody asks."""
+    if not case.settings.asks_seen:
+        return
+    weights = [v.facts.is_weight for v in case.operands[:2]]
+    sees = product.spreads_nan and sum(weights) == 1
+    weight = weights.index(True) if sees else None
+    run.used.add((_DECIDED, case.equation, weight))
+
+
+def note_other(run: Run, place: Place, equation: JaxprEqn) -> None:
+    """Notes that a product, or the program in an equation, is not, where it might be.
+
+    One program may stand in several places, and what one leaves alone another one
+    quantizes: then nothing is seen there.
+    """
+    known = properties(equation.primitive.name)
+    is_asked = known.is_quantizable or known.kind is PrimitiveClass.RECURSE
+    if place.settings.asks_seen and is_asked:
+        run.used.add((_DECIDED, equation, None))
+
+
+def note_seen(run: Run, jaxpr: Jaxpr, values: Iterable[Value]) -> None:
+    """Notes of the arguments of a call how they were seen, where somebody asks.
+
+    Args:
+        run: The run, when the call has been emitted.
+        jaxpr: Its program, as it was written.
+        values: Its arguments.
+    """
+    found = _seen.get()
+    if found is None or not run.settings.asks_seen:
+        return
+    tuples = (one for one in run.used if isinstance(one, tuple))
+    decided = [one[1:] for one in tuples if one[0] == _DECIDED]
+    weights = dict(decided) | {equation: None for equation, w in decided if w is None}
+    axes = cut_axes(jaxpr, weights)
+    found[:] = [(v.array, n) for v, n in zip(values, axes, strict=True)]
+
+
+def seen_of(notes: SeenNotes, arrays: Iterable[AnyArray]) -> list[int | None]:
+    """What was noted of arrays; None of those that no call was given, or twice.
+
+    By identity: whatever made another array of one may have read more of it.
+    """
+    found: dict[int, int | None] = {}
+    for array, axes in notes:
+        found[id(array)] = None if id(array) in found else axes
+    return [found.get(id(array)) for array in arrays]
 
 
 # --- Strict mode ----------------------------------------------------------------------

@@ -60,8 +60,7 @@ from .._typing import AnyArray, Aval
 from .._wire import dtype_of_sums
 from ._context import ONE_ROW, UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
-from ._notes import is_taking_notes, noted, refuse_slow
-from ._seen import note_product
+from ._notes import is_taking_notes, note_product, noted, refuse_slow
 
 _VECTOR = "a product with a vector"
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"

@@ -20,6 +20,7 @@ from .._autocast import (
     noted_scaling,
     noting_float16,
     noting_seen,
+    seen_of,
 )
 from .._cast import cast_leaf, casting_inputs
 from .._dtypes import full_precision_of, is_half
@@ -240,7 +241,7 @@ def _differentiated(
             elif asks_seen:
                 with noting_seen() as notes:
                     result = func(*full, **kwargs)
-                seen[:] = notes.of(jax.tree.leaves(weights))
+                seen[:] = seen_of(notes, jax.tree.leaves(weights))
             else:
                 result = func(*full, **kwargs)
         loss, aux = _loss_and_aux(problem, result)

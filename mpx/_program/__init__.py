@@ -52,6 +52,7 @@ from .probe import (
     Tagged as Tagged,
     probed as probed,
 )
+from .readers import cut_axes as cut_axes
 from .remat import (
     computed_again as computed_again,
     is_worth_while as is_worth_while,

@@ -17,7 +17,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -110,7 +109,7 @@ def quantize_four_bits(
     *amaxes, total = _measured(x, place, copies, rounded_to, interpret)
     scales = [nvfp4_tensor_scale(join(amax)) for amax in amaxes]
     keys = [
-        jnp.stack(jax.tree.leaves(noise_of_hash(total, x.shape, salt, step)))
+        noise_of_hash(total, x.shape, salt, step).halves
         if has_noise
         else jnp.zeros(2, jnp.uint32)
         for salt in (axes.index(-1), axes.index(-2))
