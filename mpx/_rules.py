@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._errors import describe
-from ._program import PrimitiveClass, aval_of, count, source_frames
+from ._program import PRIMITIVES, PrimitiveClass, aval_of, count, source_frames
 from ._quantize import AbstractRecipe
 
 _RULE = "`mpx.Rule`"
@@ -368,11 +368,9 @@ _PYTORCH_FULL = tuple(
     """.split()
 )
 _PYTORCH_FOLLOW = tuple(
-    """
-    acosh asinh atan atanh bessel_i0e bessel_i1e cbrt cos digamma igamma igammac lgamma
-    polygamma reduce_window_sum regularized_incomplete_beta scatter-add scatter-mul
-    scatter-sub sin sqrt zeta
-    """.split()
+    name
+    for name, known in PRIMITIVES.items()
+    if known.kind is PrimitiveClass.FULL and name not in _PYTORCH_FULL
 )
 
 

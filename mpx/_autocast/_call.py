@@ -59,13 +59,12 @@ from ._context import (
     ONE_ROW,
     Place,
     Programs,
-    Provenance,
     Run,
     Value,
     declared,
     is_castable,
 )
-from ._demand import Demand, demand_for, demands_of
+from ._demand import UNREAD, Demand, demand_for, demands_of
 from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import (
@@ -362,9 +361,9 @@ def _tell_demands(
     """Says what is wanted of each input, where somebody asks."""
     if _asking.value is None:
         return
-    are_declared = tuple(v.facts.provenance is Provenance.DECLARED for v in values)
+    are_declared = tuple(v.facts.is_declared for v in values)
     wanted = tuple(
-        demand_for(aval.dtype) if is_castable(aval) else Demand.ANY
+        demand_for(aval.dtype) if is_castable(aval) else UNREAD
         for aval in closed.out_avals
     )
     ahead = demands_of(run, run.settings, closed.jaxpr, are_declared, wanted)
@@ -373,7 +372,7 @@ def _tell_demands(
         {
             (type(path[0])(path[0].idx - 1), *path[1:]): run.settings.dtype
             for path, value, demand in triples
-            if path[0].idx and demand is Demand.HALF and value.dtype == np.float32
+            if path[0].idx and demand == Demand.HALF and value.dtype == np.float32
         }
     )
 
@@ -381,7 +380,7 @@ def _tell_demands(
 def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[AnyArray]:
     avals = closed.out_avals
     demands = tuple(
-        demand_for(aval.dtype) if is_castable(aval) else Demand.ANY for aval in avals
+        demand_for(aval.dtype) if is_castable(aval) else UNREAD for aval in avals
     )
     place = Place(run.settings)
     if run.has_recipe and run.spares_final:
@@ -393,7 +392,7 @@ def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[AnyArra
 
 def _result(value: Value, aval: Aval) -> AnyArray:
     """A result in the dtype that it was written in, weakly typed if it was so."""
-    array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
+    array = value.cast(aval.dtype) if is_castable(aval) else value.array
     array = jnp.asarray(array)
     is_weak = getattr(aval, "weak_type", False)
     is_same = getattr(jax.typeof(array), "weak_type", False) == is_weak
@@ -419,7 +418,7 @@ def _input(
     # Equal layers are rewritten once if nobody asks which parameters are theirs.
     name = path_text(tuple(below)) if run.needs_parameters else ""
     value = declared(leaf, name)
-    if value.facts.provenance is Provenance.OTHER:
+    if not value.facts.is_declared:
         return value
     value.facts = value.facts._replace(is_weight=True)
     if run.is_stateful:

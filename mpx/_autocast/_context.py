@@ -1,15 +1,10 @@
 """What is known while a program is emitted again: of values, of places, of the run.
 
-Three *provenances* say how a float32 value of the program came to be:
-
-- *declared*: an argument or a constant, or such a value moved or sliced. It may become
-  half at each use.
-- *half*: computed in half precision.
-- *full*: computed in float32; what it meets is computed in float32, too.
-
-A declared value is cast anew at each use, so that the gradients of all its uses are
-summed in float32; XLA merges the casts. A computed value is cast once for a few uses,
-which then share one gradient in half precision.
+A value is *declared* (an argument or a constant, moved or sliced perhaps) or computed.
+A declared value is cast at each use, so that the gradients of all its uses are summed
+in float32; XLA merges the casts. A computed value is cast to half precision once for a
+few uses, which then share one gradient in half precision; and once to float32 for all
+of them, since a gradient in float32 loses nothing when others are added to it.
 """
 
 import contextlib
@@ -22,11 +17,11 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
 from .._jax_compat import scope_names
-from .._program import DataScope
+from .._program import FEW_USES, DataScope
 from .._quantize import AbstractRecipe, DelayedScaling
 from .._recipe_state import Slots
 from .._settings import Settings
@@ -37,44 +32,24 @@ FULL = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
 _CASTABLE = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 
-# The gradients of so many uses of a computed value are summed in half precision: a
-# block's norm feeds three products, and no digits are lost in a sum of eight.
-_USES_OF_A_CAST = 8
-
-
 # A weight in `jax.shard_map`, and any that other devices send.
 Entering: TypeAlias = Asked | Entered
 Arriving: TypeAlias = Gathering | Entering
-
-
-class Provenance(enum.Enum):
-    """How a value of float16, bfloat16 or float32 came to be."""
-
-    DECLARED = "declared"
-    HALF = "half"
-    FULL = "full"
-    OTHER = "other"
-    """Not a value that autocast would touch."""
 
 
 class Facts(NamedTuple):
     """What is known of a value without knowing the value; a key of caches.
 
     Attributes:
-        provenance: Its provenance.
-        is_broadcast: A declared value that was broadcast, or a scalar.
-        is_product: What a matrix product gave, moved perhaps.
-        literal: The number that all of its elements are, if it is known.
+        is_declared: An argument or a constant, moved or sliced perhaps, of a dtype that
+            autocast may cast.
         parameter: The path of the parameter that it is, moved or sliced perhaps. Rows
             that were looked up in a table are none.
-        is_fixed: Computed, but from parameters and constants alone.
+        is_fixed: A constant, or computed from parameters and constants alone.
         is_weight: A parameter, or computed from parameters and constants alone.
     """
 
-    provenance: Provenance
-    is_broadcast: bool = False
-    is_product: bool = False
-    literal: float | None = None
+    is_declared: bool = False
     parameter: str | None = None
     is_fixed: bool = False
     is_weight: bool = False
@@ -88,12 +63,12 @@ class Value:
         "_casts",
         "arriving",
         "facts",
+        "float32_source",
+        "half_source",
         "input_scales",
         "is_constant",
-        "narrow",
         "slots",
-        "wide",
-        "widened_by",
+        "upcast_equation",
     )
 
     def __init__(
@@ -116,14 +91,15 @@ class Value:
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
-        # The equation that cast it from half to float32, and the array that it cast.
-        self.widened_by: JaxprEqn | None = None
-        self.narrow: AnyArray | None = None
+        # The equation of the program that cast it from half to float32, and the array
+        # that it cast.
+        self.upcast_equation: JaxprEqn | None = None
+        self.half_source: AnyArray | None = None
         # The weight in float32 that the program rounded to it.
-        self.wide: Value | None = None
+        self.float32_source: Value | None = None
         # By recipe, of the first product that reads it.
         self.input_scales: dict[AbstractRecipe, AnyArray] = {}
-        # The cast of a computed value, and by how many uses it is shared.
+        # The casts of a computed value, and by how many uses each is shared.
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @classmethod
@@ -169,28 +145,42 @@ class Value:
         """The shape that it has."""
         return self.array.shape if self.arriving is None else self.arriving.shape
 
+    @property
+    def is_computed_in_half(self) -> bool:
+        """Whether it was computed, and is half precision now."""
+        dtype = self.dtype
+        return not self.facts.is_declared and dtype != FULL and dtype in _CASTABLE
+
     def offer(self, array: AnyArray) -> None:
         """Gives a cast of the array that was made elsewhere."""
         self._casts[array.dtype] = [array, 0]
 
-    def cast(self, dtype: np.dtype) -> tuple[Any, bool]:
-        """The array in a dtype, and whether a cast for an earlier use is used again."""
-        if self.dtype == dtype:
-            return self.array, False
+    def cast(self, dtype: np.dtype) -> Any:
+        """The array in a dtype, for one use."""
         if self.is_constant:
             # By NumPy and not by JAX, which would trace it: a number stays a number.
             with np.errstate(over="ignore"):
-                return np.asarray(self.array, dtype), False
-        if self.facts.provenance is Provenance.DECLARED:
+                return np.asarray(self.array, dtype)
+        if self.facts.is_declared or self.dtype not in _CASTABLE:
             array = self._for_cast_to(dtype)
-            return jax.lax.convert_element_type(array, dtype), False
-        cast = self._casts.get(dtype)
-        if cast is None or cast[1] >= _USES_OF_A_CAST:
-            array = jax.lax.convert_element_type(self.array, dtype)
-            self._casts[dtype] = [array, 1]
-            return array, False
-        cast[1] += 1
-        return cast[0], True
+            return _converted(array, dtype)
+        if self.dtype == FULL == dtype:
+            return self.array
+        found = self._casts.setdefault(dtype, [None, 0])
+        # In float32 the gradients of any number of uses may be summed.
+        if found[0] is None or (dtype != FULL and found[1] >= FEW_USES):
+            # The first uses of a half precision value read the array itself.
+            is_own = found[0] is None or self.dtype == FULL
+            array = self.array if is_own else self.cast(FULL)
+            found[:] = _converted(array, dtype), 0
+        found[1] += 1
+        return found[0]
+
+
+def _converted(array: AnyArray, dtype: np.dtype) -> AnyArray:
+    if array.dtype == dtype:
+        return array
+    return jax.lax.convert_element_type(array, dtype)
 
 
 def is_castable(aval: Aval) -> bool:
@@ -198,15 +188,9 @@ def is_castable(aval: Aval) -> bool:
     return type(aval) is ShapedArray and aval.dtype in _CASTABLE
 
 
-def computed(
-    array: AnyArray, is_product: bool = False, is_fixed: bool = False
-) -> Value:
+def computed(array: AnyArray, is_fixed: bool = False) -> Value:
     """A value that an equation gave."""
-    dtype = array.dtype
-    if dtype not in _CASTABLE:
-        return Value(array, Facts(Provenance.OTHER))
-    provenance = Provenance.FULL if dtype == FULL else Provenance.HALF
-    return Value(array, Facts(provenance, is_product=is_product, is_fixed=is_fixed))
+    return Value(array, Facts(is_fixed=is_fixed and array.dtype in _CASTABLE))
 
 
 def declared(array: Any, parameter: str | None = None) -> Value:
@@ -214,18 +198,8 @@ def declared(array: Any, parameter: str | None = None) -> Value:
     if not hasattr(array, "shape"):
         array = np.asarray(array)
     if array.dtype not in _CASTABLE:
-        return Value(array, Facts(Provenance.OTHER))
-    is_scalar = array.shape == ()
-    return Value(array, Facts(Provenance.DECLARED, is_scalar, parameter=parameter))
-
-
-def constant(array: Any, parameter: str | None = None) -> Value:
-    """A constant of the program, a number of which is known to be it."""
-    value = declared(array, parameter)
-    is_known = value.array.shape == () and not isinstance(array, Tracer)
-    if value.facts.provenance is Provenance.DECLARED and is_known:
-        return Value(value.array, value.facts._replace(literal=float(array)))
-    return value
+        return Value(array, Facts())
+    return Value(array, Facts(is_declared=True, parameter=parameter))
 
 
 def literal(number: object) -> Value:
@@ -234,20 +208,7 @@ def literal(number: object) -> Value:
     array = np.asarray(number, getattr(number, "dtype", None))
     if array.dtype not in _CASTABLE or array.shape != ():
         return declared(number)
-    facts = Facts(Provenance.DECLARED, is_broadcast=True, literal=float(array))
-    return Value(array, facts, is_constant=True)
-
-
-def does_not_fit(number: float, dtype: np.dtype) -> bool:
-    """Whether a number changes its meaning in half precision.
-
-    It becomes infinite, or zero, or so small that few of its digits are left.
-    """
-    if not np.isfinite(number) or number == 0:
-        return False
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = float(np.asarray(number, dtype))
-    return not abs(rounded - number) <= abs(number) / 64
+    return Value(array, Facts(is_declared=True, is_fixed=True), is_constant=True)
 
 
 # --- Places and runs ------------------------------------------------------------------

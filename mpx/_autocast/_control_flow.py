@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from .._jax_compat import (
     bind_equation,
     composite_parameter,
-    manual_axes,
     open_jaxpr,
 )
 from .._program import (
@@ -39,7 +38,6 @@ from ._context import (
     Entering,
     Facts,
     Place,
-    Provenance,
     Run,
     Value,
     computed,
@@ -57,17 +55,12 @@ def enter(
 ) -> list[Value]:
     """The operands of a program, as values inside of it.
 
-    Weights that have entered a `shard_map` around it still say how they are used. A
-    number is put in the place of its variable. Not where a program runs once per
-    device: there it may have been told that it differs from device to device.
+    Weights that have entered a `shard_map` around it still say how they are used.
     """
-    may_replace = not manual_axes()
 
     def value(x: AnyArray | Entering, facts: Facts, slots: Slots | None) -> Value:
         if isinstance(x, Entering):
             return Value.on_its_way(x, facts, slots)
-        if may_replace and facts.literal is not None and x.shape == ():
-            return Value(np.asarray(facts.literal, x.dtype), facts, is_constant=True)
         return Value(x, facts, slots=slots)
 
     slots = slots or (None,) * len(facts)
@@ -195,7 +188,7 @@ def as_dtype(value: Value, dtype: np.dtype | None) -> Value:
     """A value cast to a dtype; as it is for None."""
     if dtype is None or value.dtype == dtype:
         return value
-    return computed(value.cast(dtype)[0])
+    return computed(value.cast(dtype))
 
 
 def rebound(
@@ -218,15 +211,13 @@ def widened(
     One cast then serves all of its uses, and what else needs it outside; and its
     gradients are summed in float32 before they are cast back.
     """
-    are_declared = tuple(v.facts.provenance is Provenance.DECLARED for v in operands)
+    are_declared = tuple(v.facts.is_declared for v in operands)
     jaxpr = program_of(equation)
     ahead = demands_of(run, place.settings, jaxpr, are_declared, demands)
     return [
-        Value(
-            v.cast(FULL)[0], v.facts._replace(provenance=Provenance.FULL), slots=v.slots
-        )
-        if demand is Demand.FULL
-        and v.facts.provenance is Provenance.HALF
+        Value(v.cast(FULL), v.facts, slots=v.slots)
+        if Demand.FULL in demand
+        and v.is_computed_in_half
         and aval_of(atom).dtype == FULL
         else v
         for v, atom, demand in zip(operands, equation.invars, ahead.inputs, strict=True)
@@ -316,7 +307,7 @@ def rewrite_shard_map(
     if not params["check_vma"]:
         refuse_sums_of_others(place.settings.wire)
         place = dataclasses.replace(place, sums_over_devices=True)
-    are_declared = tuple(f.provenance is Provenance.DECLARED for f in facts)
+    are_declared = tuple(f.is_declared for f in facts)
     ahead = demands_of(run, place.settings, params["jaxpr"], are_declared, demands)
     found: list[tuple[Facts, ...]] = []
 
@@ -369,12 +360,7 @@ def rewrite_cond(
             rewritten(run, place, b, types, demands, state, dtypes) for b in branches
         ]
     programs, facts = zip(*made, strict=True)
-    common = [
-        _common(same, aval.dtype)
-        for same, aval in zip(
-            zip(*facts, strict=True), programs[0].out_avals, strict=True
-        )
-    ]
+    common = [_common(same) for same in zip(*facts, strict=True)]
     arrays = [index.array, *given, *state.arrays]
     return rebound(equation, {"branches": programs}, common, arrays)
 
@@ -386,14 +372,11 @@ def _agreed(aval: Aval, dtypes: list[np.dtype]) -> np.dtype | None:
     return FULL
 
 
-def _common(facts: tuple[Facts, ...], dtype: object) -> Facts:
+def _common(facts: tuple[Facts, ...]) -> Facts:
     """What is known of a result whichever branch it comes from."""
     if len(set(facts)) == 1:
         return facts[0]
-    provenances = {f.provenance for f in facts}
-    if len(provenances) == 1:
-        return Facts(facts[0].provenance)
-    return Facts(Provenance.FULL if dtype == FULL else Provenance.HALF)
+    return Facts(is_declared=all(f.is_declared for f in facts))
 
 
 REWRITES: dict[str, Rewrite] = {

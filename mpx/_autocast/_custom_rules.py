@@ -48,7 +48,7 @@ from ._control_flow import (
     rewritten,
     types_of,
 )
-from ._demand import Demand, Wanted, demand_for
+from ._demand import UNREAD, Demand, Wanted, demand_for
 from ._emit import Rewrite, evaluate
 
 _FLOAT0 = jax.dtypes.float0
@@ -69,9 +69,7 @@ class _Results:
         if self.facts is None:
             # A parameter that comes back is a result like any other.
             self._dtypes = tuple(v.dtype for v in values)
-            self.facts = tuple(
-                v.facts._replace(literal=None, is_broadcast=False) for v in values
-            )
+            self.facts = tuple(v.facts for v in values)
         return [as_dtype(v, d).array for v, d in zip(values, self._dtypes, strict=True)]
 
     def values(self, arrays: Sequence[AnyArray]) -> list[Value]:
@@ -219,7 +217,7 @@ def rewrite_custom_vjp(
         _refuse_leaks(later(), equation, closed)
         count = len(equation.outvars)
         residual_avals = closed.out_avals[count:]
-        wanted = form.demands(demands) + (Demand.ANY,) * len(residual_avals)
+        wanted = form.demands(demands) + (UNREAD,) * len(residual_avals)
         results = evaluate(later(), place, closed, enter(arrays, facts), wanted)
         residuals = results[count:]
         saved = _Saved(

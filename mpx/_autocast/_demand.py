@@ -1,21 +1,17 @@
-"""Demands: in which precision the users of each value want it.
+"""Demands: in which precision the users of each value read it.
 
-They travel from the end of a program to its beginning. A value is wanted in float32 if
-one user wants it so and none wants it in half: then the elementwise operations before
-it run in float32 and a matrix product gives float32 directly, instead of rounding a
-number that is then widened again. If all users cast it to half precision, what only
-picks numbers (relu, max pooling, a mask) picks rounded ones: the same, in half the
-bytes.
+They travel from the end of a program to its beginning, and say what may be stored in
+half precision, and what must not be moved so:
 
-A demand stops at *residual additions*, of two computed values neither of which is made
-elementwise of the other: the float32 stream is no reason for the products that are
-added to it to be written in float32. And at products that are scaled by a number, as
-attention's scores are: rounded twice they are as good as rounded once, and a compiler
-that sees the scores in half precision keeps them so until softmax's gradient.
+- Where all users cast a value to half precision, what only picks numbers (relu, max
+  pooling, a mask) picks rounded ones: the same, in half the bytes.
+- Where a user reads a value in float32, it is moved (sliced, transposed) in float32,
+  although a product gave it in half precision: so the gradients of its parts are summed
+  in float32, where those that nearly cancel leave a right rest.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,12 +26,12 @@ from .._program import (
     aval_of,
     avals,
     backward,
-    class_of,
+    goes_around,
     is_multiplication,
     is_residual,
-    is_scaling,
     looked_up,
     makers_of,
+    only_picks,
     program_of,
     properties,
     sub_jaxprs,
@@ -46,35 +42,16 @@ from .._typing import Atom, Program
 from ._context import FULL, Run, is_castable
 
 
-class Demand(enum.Enum):
-    """What the users of a value want it to be."""
+class Demand(enum.Flag):
+    """What the users of a value read; nothing if there are none."""
 
-    ANY = "any"
-    FULL = "full"
-    HALF = "half"
-    """All users cast it to half precision: rounded at once, it loses nothing."""
-    BOTH = "both"
-    """Some want half precision, and some may compute with all of its digits."""
+    HALF = enum.auto()
+    """One casts it to half precision."""
+    FULL = enum.auto()
+    """One computes with all of its digits."""
 
-    def __or__(self, other: "Demand") -> "Demand":
-        """What two users want together."""
-        if Demand.ANY in (self, other):
-            return other if self is Demand.ANY else self
-        return self if self is other else Demand.BOTH
 
-    @property
-    def has_half(self) -> bool:
-        """Whether somebody wants half precision."""
-        return self in (Demand.HALF, Demand.BOTH)
-
-    @property
-    def of_operands(self) -> "Demand":
-        """What elementwise arithmetic wants of its operands, given this of its result.
-
-        It may be computed in float32 and rounded afterwards.
-        """
-        return Demand.BOTH if self is Demand.HALF else self
-
+UNREAD, BOTH = Demand(0), Demand.HALF | Demand.FULL
 
 # What is wanted of each result of a program, or of an equation.
 Wanted = tuple[Demand, ...]
@@ -86,24 +63,26 @@ class Demands(NamedTuple):
     Attributes:
         demands: For each variable that somebody uses.
         inputs: For each input.
-        are_declared: For each result whether it is an input or a constant, moved.
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
-        scalings: The results of scaling a product by a number.
+        readers: How many operands and results of the program each variable is.
         jaxpr: The program, held so that its identity stays its own.
     """
 
     demands: dict[Var, Demand]
     inputs: tuple[Demand, ...]
-    are_declared: tuple[bool, ...]
     residuals: frozenset[Var]
     beginnings: frozenset[Var]
-    scalings: frozenset[Var]
+    readers: Mapping[Atom, int]
     jaxpr: Jaxpr
 
     def demand(self, variable: Var) -> Demand:
-        """What the users of a variable want."""
-        return self.demands.get(variable, Demand.ANY)
+        """What the users of a variable read."""
+        return self.demands.get(variable, UNREAD)
+
+    def is_read_once(self, atom: Atom) -> bool:
+        """Whether a value of the program has one user."""
+        return not isinstance(atom, Literal) and self.readers.get(atom) == 1
 
 
 def demand_for(dtype: np.dtype) -> Demand:
@@ -132,9 +111,8 @@ def demands_of(
     """
     jaxpr = open_jaxpr(jaxpr)
     if not settings.is_enabled:  # everything runs as it was written
-        inputs, nothing = (Demand.ANY,) * len(jaxpr.invars), frozenset()
-        are_declared = (False,) * len(jaxpr.outvars)
-        return Demands({}, inputs, are_declared, nothing, nothing, nothing, jaxpr)
+        inputs, nothing = (UNREAD,) * len(jaxpr.invars), frozenset()
+        return Demands({}, inputs, nothing, nothing, {}, jaxpr)
     # The plan holds its program, so the id is that of no other one.
     key = (id(jaxpr), settings, are_declared, results)
     made = run.demands.get(key)
@@ -154,11 +132,10 @@ def _make(
     demands = backward(jaxpr, results, flow)
     return Demands(
         demands,
-        tuple(demands.get(v, Demand.ANY) for v in jaxpr.invars),
-        tuple(map(flow.is_declared, jaxpr.outvars)),
+        tuple(demands.get(v, UNREAD) for v in jaxpr.invars),
         frozenset(flow.residuals),
         frozenset(flow.beginnings),
-        frozenset(flow.scalings),
+        flow.makers.readers,
         jaxpr,
     )
 
@@ -169,7 +146,6 @@ class _DemandFlow(BackwardFlow[Demand]):
     Attributes:
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
-        scalings: The results of scaling a product by a number.
     """
 
     def __init__(
@@ -181,16 +157,15 @@ class _DemandFlow(BackwardFlow[Demand]):
     ) -> None:
         self.residuals: set[Var] = set()
         self.beginnings: set[Var] = set()
-        self.scalings: set[Var] = set()
         self._run = run
         self._settings = settings
         self._declared = _declared_variables(jaxpr, are_declared)
-        self._makers = makers_of(jaxpr)
+        self.makers = makers_of(jaxpr)
 
     @property
     def nothing(self) -> Demand:
-        """Nobody wants anything."""
-        return Demand.ANY
+        """Nobody reads it."""
+        return UNREAD
 
     def join(self, a: Demand, b: Demand) -> Demand:
         """What two users want together."""
@@ -206,21 +181,19 @@ class _DemandFlow(BackwardFlow[Demand]):
         """What an equation wants of its operands."""
         declared = tuple(map(self.is_declared, equation.invars))
         here = self._settings.at(scope_names(equation))
-        is_full = results[0] is Demand.FULL if results else False
-        if not any(declared) and self._is_residual(equation, is_full):
-            # `backward` asks for each equation once, when all that its users want is
+        is_full = bool(results) and results[0] == Demand.FULL
+        is_half = here.residual_stream == "half" and here.is_enabled
+        if not any(declared) and self._is_residual(equation, is_full, is_half):
+            # `backward` asks for each equation once, when all that its users read is
             # known.
             self.residuals.update(equation.outvars)
-            found = (looked_up(a, self._makers) for a in equation.invars)
+            found = (looked_up(a, self.makers) for a in equation.invars)
             self.beginnings.update(v for v in found if v is not None)
-            return _residual_demands(here, results[0])
-        if is_scaling(equation, self._makers):
-            self.scalings.update(equation.outvars)
-            return (Demand.ANY if is_full else results[0].of_operands,) * 2
-        kind = properties(equation.primitive.name).kind
-        if kind is not PrimitiveClass.RECURSE:
+            if is_half:
+                return Demand.HALF, Demand.HALF
+        if properties(equation.primitive.name).kind is not PrimitiveClass.RECURSE:
             return _operand_demands(here, equation, results)
-        found = [Demand.ANY] * len(equation.invars)
+        found = [UNREAD] * len(equation.invars)
         for sub in sub_jaxprs(equation):
             if sub.role == "condition":  # of a loop: it is planned on its own
                 continue
@@ -230,9 +203,13 @@ class _DemandFlow(BackwardFlow[Demand]):
                     found[place] |= demand
         return found
 
-    def _is_residual(self, equation: JaxprEqn, is_full: bool) -> bool:
-        is_float = any(is_castable(aval_of(v)) for v in equation.outvars)
-        return is_float and is_residual(equation, self._makers, is_full)
+    def _is_residual(self, equation: JaxprEqn, is_full: bool, is_half: bool) -> bool:
+        if not any(is_castable(aval_of(v)) for v in equation.outvars):
+            return False
+        # In float32 a sum of products is part of what comes after it. Where streams are
+        # half precision, it is stored in half the bytes of its terms.
+        is_stream = is_half or goes_around(equation, self.makers)
+        return is_stream and is_residual(equation, self.makers, is_full)
 
     def _inputs_of(
         self,
@@ -243,7 +220,7 @@ class _DemandFlow(BackwardFlow[Demand]):
     ) -> Sequence[Demand]:
         """What a program within wants: of what a loop carries, its declared dtype."""
         variables = sub.jaxpr.invars
-        wanted = [Demand.ANY if i is None else results[i] for i in sub.results]
+        wanted = [UNREAD if i is None else results[i] for i in sub.results]
         inside = [i is not None and declared[i] for i in sub.operands]
         for output, where in sub.carried:
             (wanted[output],) = carried_demands(variables[where : where + 1])
@@ -260,16 +237,6 @@ class _DemandFlow(BackwardFlow[Demand]):
     ) -> Sequence[Demand]:
         """What an operation wants of its operands."""
         return _operand_demands(self._settings, equation, results)
-
-
-def _residual_demands(settings: Settings, wanted: Demand) -> tuple[Demand, Demand]:
-    if settings.residual_stream == "half" and settings.is_enabled:
-        # A sum of two float32 values is rounded if all its users cast it.
-        found = Demand.HALF if wanted is Demand.HALF else Demand.BOTH
-        return found, found
-    if wanted is Demand.FULL:
-        return Demand.ANY, Demand.ANY
-    return wanted.of_operands, wanted.of_operands
 
 
 def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
@@ -305,31 +272,28 @@ def _operand_demands(
     """What an operation wants of its operands."""
     name, count = equation.primitive.name, len(equation.invars)
     if not settings.rules.looks_ahead:
-        return (Demand.ANY,) * count
+        return (BOTH,) * count
     kind = _planned_class(settings, name)
-    wanted = Demand.ANY
+    wanted = UNREAD
     for output in outputs:
         wanted |= output
     if kind is PrimitiveClass.HALF:
         is_sure = _is_cast_to_half(settings, equation)
-        return (Demand.HALF if is_sure else Demand.BOTH,) * count
+        return (Demand.HALF if is_sure else BOTH,) * count
     if kind is PrimitiveClass.CONVERT:
         source, result = avals((equation.invars[0], equation.outvars[0]))
-        if is_castable(result):
-            is_none = source.dtype == result.dtype
-            return (wanted if is_none else demand_for(result.dtype),)
-        return (Demand.ANY,)
-    if kind in (PrimitiveClass.PROMOTE, PrimitiveClass.FOLLOW):
-        if not any(is_castable(aval_of(v)) for v in equation.outvars):
-            return (Demand.ANY,) * count
-        known = properties(name)
-        is_same = known.picks or known.moves
-        return (wanted if is_same else wanted.of_operands,) * count
-    if kind is PrimitiveClass.FULL:
+        if source.dtype == result.dtype:
+            return (wanted,)
+        return (demand_for(result.dtype) if is_castable(result) else Demand.FULL,)
+    if kind is PrimitiveClass.MOVE or (
+        only_picks(equation) and Demand.FULL not in wanted
+    ):
+        return (wanted,) * count
+    if kind is PrimitiveClass.FULL or not properties(name).kind:
         return (Demand.FULL,) * count
     # Opaque: declared dtypes.
     return tuple(
-        demand_for(aval.dtype) if is_castable(aval) else Demand.ANY
+        demand_for(aval.dtype) if is_castable(aval) else UNREAD
         for aval in avals(equation.invars)
     )
 
@@ -349,13 +313,13 @@ _PLANNED = {
     Precision.HALF: PrimitiveClass.HALF,
     Precision.LOW: PrimitiveClass.HALF,
     Precision.FULL: PrimitiveClass.FULL,
-    Precision.FOLLOW: PrimitiveClass.PROMOTE,
+    Precision.FOLLOW: PrimitiveClass.MOVE,
     Precision.DECLARED: PrimitiveClass.OPAQUE,
 }
 
 
 def _planned_class(settings: Settings, name: str) -> PrimitiveClass | None:
-    kind = class_of(name, settings.dtype)
+    kind = properties(name).kind
     if kind is PrimitiveClass.CONVERT or properties(name).moves:
         return kind
     if not settings.is_enabled:
@@ -367,7 +331,7 @@ def _planned_class(settings: Settings, name: str) -> PrimitiveClass | None:
 def carried_demands(variables: Sequence[Var]) -> tuple[Demand, ...]:
     """What a loop wants of the values it carries: their declared dtypes."""
     return tuple(
-        demand_for(aval_of(v).dtype) if is_castable(aval_of(v)) else Demand.ANY
+        demand_for(aval_of(v).dtype) if is_castable(aval_of(v)) else UNREAD
         for v in variables
     )
 

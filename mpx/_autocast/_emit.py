@@ -7,6 +7,7 @@ to what `_decide` says.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -25,8 +26,8 @@ from .._program import (
     PrimitiveClass,
     aval_of,
     avals,
-    class_of,
     count,
+    opaque_one,
     parts,
     properties,
 )
@@ -38,17 +39,15 @@ from ._context import (
     UNUSED,
     Facts,
     Place,
-    Provenance,
     Run,
     Value,
     computed,
-    constant,
     declared,
     is_castable,
     literal,
 )
 from ._decide import Case, Choice, Reason, choose, ruled
-from ._demand import Demand, Demands, Wanted, demands_of
+from ._demand import UNREAD, Demand, Demands, Wanted, demands_of
 from ._notes import note_other, noted, refuse_accident, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
 from ._rematerialize import Values, emit_island
@@ -82,14 +81,13 @@ def evaluate(
         Its results.
     """
     jaxpr, consts = open_jaxpr(program), getattr(program, "consts", ())
-    are_declared = tuple(v.facts.provenance is Provenance.DECLARED for v in operands)
+    are_declared = tuple(v.facts.is_declared for v in operands)
     ahead = demands_of(run, place.settings, jaxpr, are_declared, results)
     reach = reach_in(jaxpr, place.reach) if place.reach else {}
     values: Values = dict(zip(jaxpr.invars, operands, strict=True))
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
-        # A parameter without a path, so no data: a recipe quantizes no product with it,
-        # and a vector may be a bias.
-        values[variable] = constant(array, parameter="")
+        # A parameter without a path, so no data: a recipe quantizes no product with it.
+        values[variable] = declared(array, parameter="")
 
     def emit(place: Place, equation: JaxprEqn, values: Values) -> None:
         inputs = [_read(values, atom) for atom in equation.invars]
@@ -151,63 +149,31 @@ def _emit(
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
         with noted(name, choice):
             return emit_operation(equation, operands, choice)
-    number = _number(equation, operands)
-    if number is not None:
-        return [number]
     if name == "convert_element_type":
         with noted(name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
             return [_convert(place, equation, operands[0])]
+    demand = UNREAD
+    for one in demands:
+        demand |= one
     known = properties(name)
-    if known.moves:
-        travelled = moved_later(equation, operands)
-        if travelled is None:
-            travelled = travelled_weight(place, equation, operands, demands)
-        if travelled is not None:
-            with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
+    if known.moves or (known.joins and _are_declared(equation, operands)):
+        travelled = known.moves and (
+            moved_later(equation, operands)
+            or travelled_weight(place, equation, operands, demands)
+        )
+        with noted(name, Choice(known.kind, Reason.MOVES)):
+            if travelled:
                 return [travelled]
-        with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
-            moved = _move(equation, operands)
+            if not known.moves:
+                return _join(equation, operands)
+            is_only = ahead.is_read_once(equation.invars[0])
+            moved = _move(place, equation, operands, demand, is_only)
             if place.settings.residual_stream != "half":
                 return moved
             begins = any(v in ahead.beginnings for v in equation.outvars)
             return [_rounded(place, v) for v in moved] if begins else moved
-    if known.joins and _are_declared(equation, operands):
-        with noted(name, Choice(class_of(name, FULL), Reason.MOVES)):
-            return _join(equation, operands)
-    demand = Demand.ANY
-    for one in demands:
-        demand |= one
-    first = equation.outvars[0] if equation.outvars else None
-    is_residual, is_scaling = first in ahead.residuals, first in ahead.scalings
-    case = Case(place, equation, operands, demand, is_residual, is_scaling)
-    return _emit_case(run, case)
-
-
-# Rounded to the nearest by IEEE 754 wherever they run.
-_ARITHMETIC = {
-    "abs": np.abs,
-    "add": np.add,
-    "div": np.divide,
-    "max": np.maximum,
-    "min": np.minimum,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "sqrt": np.sqrt,
-    "sub": np.subtract,
-}
-
-
-def _number(equation: JaxprEqn, operands: list[Value]) -> Value | None:
-    """The number that arithmetic on numbers of the program gives, such as `1 - rate`.
-
-    Left to the program it would be a value that was computed in float32, and what it
-    meets would be computed in float32, too.
-    """
-    function = _ARITHMETIC.get(equation.primitive.name)
-    if function is None or not all(v.is_constant for v in operands):
-        return None
-    with np.errstate(all="ignore"):
-        return literal(function(*(np.asarray(v.array) for v in operands)))
+    is_residual = any(v in ahead.residuals for v in equation.outvars)
+    return _emit_case(run, Case(place, equation, operands, demand, is_residual))
 
 
 def _emit_case(run: Run, case: Case) -> list[Value]:
@@ -219,7 +185,7 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
     case, rule = ruled(run, case)
     if rule is not None and not isinstance(rule.precision, Precision):
         note_other(run, case.place, case.equation)
-        kind = class_of(case.name, case.settings.dtype)
+        kind = properties(case.name).kind
         with noted(case.name, Choice(kind, Reason.RULE, rule=rule)):
             return _rewritten_by(rule, case)
     choice = choose(case, rule)
@@ -266,7 +232,7 @@ def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
 
 def _are_declared(equation: JaxprEqn, operands: list[Value]) -> bool:
     return all(
-        v.facts.provenance is Provenance.DECLARED
+        v.facts.is_declared
         for v, atom in zip(operands, equation.invars, strict=True)
         if is_castable(aval_of(atom))
     )
@@ -275,14 +241,14 @@ def _are_declared(equation: JaxprEqn, operands: list[Value]) -> bool:
 def _rounded(place: Place, value: Value) -> Value:
     """The beginning of a residual stream that is to be in half precision."""
     is_half = place.settings.is_enabled and is_castable(jax.typeof(value.array))
-    return computed(value.cast(place.settings.dtype)[0]) if is_half else value
+    return computed(value.cast(place.settings.dtype)) if is_half else value
 
 
 def _join(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Puts declared values side by side: the result is one, too."""
     bound = bind_equation(equation, *(v.array for v in operands))
     weights = [v for v in operands if v.facts.is_weight]
-    facts = Facts(Provenance.DECLARED, is_weight=bool(weights))
+    facts = Facts(is_declared=True, is_weight=bool(weights))
     slots = weights[0].slots if weights else None
     return [
         Value(x, facts, slots=slots) if is_castable(aval_of(v)) else computed(x)
@@ -290,32 +256,53 @@ def _join(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     ]
 
 
-def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Moves data in whatever precision it comes."""
+def _move(
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demand: Demand,
+    is_only_reader: bool,
+) -> list[Value]:
+    """Moves data in the precision that it has.
+
+    What was computed in half precision is read in float32 where a user wants it so, and
+    where it may be read more often than it is long: so gradients are summed in float32.
+    """
     name = equation.primitive.name
     known = properties(name)
     # Bound, a number would be an array like any other, and unknown.
     if name == "stop_gradient" and operands[0].is_constant:
         return operands
-    bound = bind_equation(equation, *(v.array for v in operands))
+    arrays = [v.cast(v.dtype) for v in operands]
+    narrow = None
+    first = operands[0]
+    if place.settings.is_enabled and first.is_computed_in_half:
+        result = aval_of(equation.outvars[0])
+        is_repeated = known.repeats and (
+            name == "gather" or count(result.shape) > count(first.shape)
+        )
+        # Barriers are for what is stored or sent: a name, a sharding, another device.
+        # And what only turns the whole of a value sums no gradients.
+        stays = known.is_barrier or (known.rearranges and is_only_reader)
+        is_read = Demand.FULL in demand and not stays
+        if is_repeated or is_read:
+            arrays[0] = first.cast(FULL)
+            narrow = None if Demand.FULL in demand else first.dtype
+    bound = bind_equation(equation, *arrays)
     # Several operands give one result where the others say what is moved, and as many
     # results where each is moved by itself (`optimization_barrier`).
     is_parallel = len(bound) == len(operands)
     results = []
     for i, (array, variable) in enumerate(zip(bound, equation.outvars, strict=True)):
-        source = operands[i] if is_parallel else operands[0]
+        source = operands[i] if is_parallel else first
         if not is_castable(aval_of(variable)):
             results.append(computed(array))
             continue
-        facts = source.facts
-        # Only this makes a bias of a vector. A lookup in a small table, too, gives more
-        # numbers than the table has, and yet is the beginning of a residual stream.
-        if known.repeats and count(array.shape) > count(source.array.shape):
-            facts = facts._replace(is_broadcast=True)
-        slots = source.slots
+        if narrow is not None:
+            array = jax.lax.convert_element_type(array, narrow)
+        facts, slots = source.facts, source.slots
         if name == "gather":  # rows of a table are data, whoever learned them
-            facts = facts._replace(is_broadcast=False, parameter=None, is_weight=False)
-            slots = None
+            facts, slots = Facts(is_declared=facts.is_declared), None
         results.append(Value(array, facts, slots=slots))
     return results
 
@@ -329,8 +316,7 @@ def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
     from_aval, to_aval = avals((equation.invars[0], equation.outvars[0]))
     if not is_castable(from_aval) or not is_castable(to_aval):
         (array,) = bind_equation(equation, value.array)
-        # Masks, positions, labels: like arguments they may become half at each use.
-        # `_demand` knows of it.
+        # Masks, positions, labels: like arguments they begin no residual stream.
         is_number = jax.numpy.issubdtype(from_aval.dtype, jax.numpy.integer)
         is_number = is_number or from_aval.dtype == np.bool_
         return declared(array) if is_number else computed(array)
@@ -342,16 +328,13 @@ def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
         params = {**equation.params, "new_dtype": value.dtype}
         (array,) = bind_equation(equation.replace(params=params), value.array)
         return Value(array, value.facts, slots=value.slots)
-    array, _ = value.cast(target)
-    provenance = Provenance.FULL if target == FULL else Provenance.HALF
-    facts = value.facts._replace(provenance=provenance, is_broadcast=False)
-    if facts.literal is not None:
-        facts = facts._replace(provenance=Provenance.DECLARED, is_broadcast=True)
+    array = value.cast(target)
+    facts = value.facts._replace(is_declared=value.is_constant)
     result = Value(array, facts, value.is_constant, value.slots)
     if target == FULL:
-        result.widened_by, result.narrow = equation, value.array
+        result.upcast_equation, result.half_source = equation, value.array
     elif value.facts.is_weight and value.dtype == FULL:
-        result.wide = value
+        result.float32_source = value
     return result
 
 
@@ -375,44 +358,71 @@ def emit_operation(
         _operand(equation, value, aval_of(atom), choice)
         for value, atom in zip(operands, equation.invars, strict=True)
     ]
-    if choice.dtype is not None and choice.result is not None:
-        return [_product(equation, arrays, choice.dtype, choice.result)]
+    is_product = properties(equation.primitive.name).kind is PrimitiveClass.HALF
+    if choice.dtype is not None and is_product:
+        return [_product(equation, arrays, choice.dtype)]
     if equation.primitive.name in _SCATTERS:
         bound = [_scatter(equation, arrays)]
     else:
         bound = bind_equation(equation, *arrays)
-    if equation.primitive.name == "iota":
-        # Positions were not computed in float32, and make nothing float32 that meets
-        # them.
-        return [declared(x) for x in bound]
     values = [
         v
         for v, atom in zip(operands, equation.invars, strict=True)
         if is_castable(aval_of(atom))
     ]
     is_fixed = bool(values) and all(map(_is_fixed, values))
+    dtype = _dtype_of_bias(equation, operands)
+    if dtype is not None and choice.dtype == FULL:
+        bound = [_with_rounded_gradient(x, dtype) for x in bound]
     results = [computed(x, is_fixed=is_fixed) for x in bound]
     weights = [v for v in values if v.facts.is_weight] if is_fixed else []
     if weights:
         for result in results:
             result.facts = result.facts._replace(is_weight=True)
             result.slots = weights[0].slots
-    if is_fixed and all(v.facts.is_broadcast for v in values):
-        for result in results:
-            result.facts = result.facts._replace(is_broadcast=True)
     return results
+
+
+def _dtype_of_bias(equation: JaxprEqn, operands: list[Value]) -> np.dtype | None:
+    """The dtype of a product to which a bias is added; None of anything else."""
+    if equation.primitive.name != "add":
+        return None
+    products = [v.dtype for v in operands if v.is_computed_in_half]
+    has_bias = any(v.facts.parameter is not None for v in operands)
+    return products[0] if products and has_bias else None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _with_rounded_gradient(x: AnyArray, dtype: np.dtype) -> AnyArray:
+    """The sum of a product and a bias, whose gradient is rounded before it is stored.
+
+    The product rounds it anyway. So XLA (jaxlib 0.10.2) writes it once, in half
+    precision, and sums it for the bias on the way; else it writes it in float32, too: a
+    tenth of the memory of a ViT's step for an H100 (`benchmarks residuals`). It leaves
+    out a cast to half precision and back, but not what is computed between.
+    """
+    return x
+
+
+@_with_rounded_gradient.defjvp
+def _(
+    dtype: np.dtype, primals: tuple[AnyArray], tangents: tuple[AnyArray]
+) -> tuple[AnyArray, AnyArray]:
+    (x,), (dot,) = primals, tangents
+    half = jax.lax.convert_element_type(dot, dtype) * opaque_one(dtype)
+    return x, jax.lax.convert_element_type(half, dot.dtype)
 
 
 def _is_fixed(value: Value) -> bool:
     facts = value.facts
-    return facts.is_fixed or facts.parameter is not None or facts.literal is not None
+    return facts.is_fixed or facts.parameter is not None
 
 
 def _operand(equation: JaxprEqn, value: Value, aval: Aval, choice: Choice) -> AnyArray:
     if not is_castable(aval):
         return value.array
     target = aval.dtype if choice.dtype is None else choice.dtype
-    return _spread(equation, value, target).cast(target)[0]
+    return _spread(equation, value, target).cast(target)
 
 
 def _spread(equation: JaxprEqn, value: Value, target: np.dtype) -> Value:
@@ -423,7 +433,7 @@ def _spread(equation: JaxprEqn, value: Value, target: np.dtype) -> Value:
     """
     if (
         not properties(equation.primitive.name).is_binary
-        or value.facts.provenance is not Provenance.DECLARED
+        or not value.facts.is_declared
         or value.is_constant
         or value.dtype == target
     ):
@@ -439,27 +449,17 @@ def _spread(equation: JaxprEqn, value: Value, target: np.dtype) -> Value:
     return Value(array, value.facts, slots=value.slots)
 
 
-def _product(
-    equation: JaxprEqn, arrays: list[AnyArray], dtype: np.dtype, result: np.dtype
-) -> Value:
-    """A product of operands in half precision, or of float32 ones if a rule says so.
+def _product(equation: JaxprEqn, arrays: list[AnyArray], dtype: np.dtype) -> Value:
+    """A product of operands in half precision, or of float32 ones.
 
-    A product of half precision operands that gives float32 would have backward products
-    of float32 with half precision operands, and XLA's CPU compiler (jaxlib 0.10.2)
-    knows not all of them. So a result that is wanted in float32 is a product in half
-    that is widened. XLA may drop the narrowing between the two (it does on CPUs), or
-    write half as many bytes (on GPUs). The gradient of a ViT block has the same error
-    both ways, 3.0e-3.
+    Half precision comes out where half precision goes in. A product of half precision
+    operands that gives float32 would have backward products of float32 with half
+    precision operands, and XLA's CPU compiler (jaxlib 0.10.2) knows not all of them.
     """
     params = dict(equation.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
-    (half,) = bind_equation(equation.replace(params=params), *arrays)
-    if half.dtype == result:
-        return computed(half, is_product=True)
-    made = computed(jax.lax.convert_element_type(half, result), is_product=True)
-    made.narrow = half
-    return made
+    return computed(*bind_equation(equation.replace(params=params), *arrays))
 
 
 _SCATTERS = {

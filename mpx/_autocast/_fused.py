@@ -7,11 +7,8 @@ to the precision that was chosen, the kernel's where there is one.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
@@ -99,7 +96,7 @@ def _case(
         params={"operation": operation},
         invars=equation.invars[:count],
     )
-    return Case(place, whole, operands[:count], demands[0], False, False)
+    return Case(place, whole, operands[:count], demands[0], False)
 
 
 def _decomposed(
@@ -134,29 +131,17 @@ def _emit(
         parts = [choice.detail, operation.path(arrays, target)]
         choice = choice._replace(detail="; ".join(filter(None, parts)))
     with noted(operation.name, choice):
-        return _results(operation.bind(arrays, target), choice.result)
+        return list(map(computed, operation.bind(arrays, target)))
 
 
 def _cast(case: Case, operands: list[Value], choice: Choice) -> list[AnyArray]:
     """The operands, those that it multiplies in the precision that was chosen."""
     count = len(case.operands)
     factors = [
-        v.cast(aval_of(atom).dtype if choice.dtype is None else choice.dtype)[0]
+        v.cast(aval_of(atom).dtype if choice.dtype is None else choice.dtype)
         for v, atom in zip(case.operands, case.equation.invars, strict=True)
     ]
     return factors + [v.array for v in operands[count:]]
-
-
-def _results(arrays: Sequence[AnyArray], dtype: np.dtype | None) -> list[Value]:
-    """The results, of which the first is a product."""
-    first, *rest = arrays
-    result = computed(first, is_product=True)
-    if dtype is not None and dtype != first.dtype:
-        wide = jax.lax.convert_element_type(first, dtype)
-        result = computed(wide, is_product=True)
-        # An island that reads it keeps the half precision (`_rematerialize`).
-        result.narrow = first
-    return [result, *map(computed, rest)]
 
 
 def _rewritten_by(rule: Rule, case: Case, operands: list[Value]) -> list[Value]:
@@ -167,4 +152,4 @@ def _rewritten_by(rule: Rule, case: Case, operands: list[Value]) -> list[Value]:
     rest = [v.array for v in operands[len(factors) :]]
     with noted(case.name, Choice(PrimitiveClass.HALF, Reason.RULE, rule=rule)):
         bound = params["operation"].bind([*arrays, *rest], case.settings.target)
-        return _results(bound, None)
+        return list(map(computed, bound))

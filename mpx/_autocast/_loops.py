@@ -41,9 +41,9 @@ from .._program import (
 from .._recipe_state import StateOperands, repeated
 from .._settings import Settings
 from .._typing import AnyArray, Atom, Aval
-from ._context import FULL, Facts, Place, Provenance, Run, Value, computed, is_castable
+from ._context import FULL, Facts, Place, Run, Value, computed, is_castable
 from ._control_flow import enter
-from ._demand import Demand, Wanted, carried_demands, demands_of
+from ._demand import UNREAD, Demand, Wanted, carried_demands, demands_of
 from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._products import reach_of_program
@@ -83,7 +83,7 @@ def rewrite_scan(
         # used.
         given[:] = [v.dtype for v in results[:n_carry]]
         ys = _narrowed_results(place, results[n_carry:], demands[n_carry:])
-        found[:] = [tuple(_stacked_facts(v.facts) for v in ys)]
+        found[:] = [tuple(v.facts for v in ys)]
         return _begun(results[:n_carry], carry_avals), [v.array for v in ys]
 
     xs = ([_cut(v, params["length"]) for v in stacked], copies, cut.arrays)
@@ -132,7 +132,7 @@ def rewrite_while(
 
     def are_going_on(carry: PyTree) -> AnyArray:
         values = inside(for_test, carry)
-        return evaluate(run, test_place, test, values, (Demand.ANY,))[0].array
+        return evaluate(run, test_place, test, values, (UNREAD,))[0].array
 
     def is_going_on(carry: PyTree) -> AnyArray:
         going = are_going_on(carry)
@@ -164,7 +164,7 @@ def _where(condition: AnyArray, new: AnyArray, old: AnyArray) -> AnyArray:
 def _strong(value: Value, aval: Aval) -> AnyArray:
     """An array in the dtype that a loop declares for what it carries."""
     with noted_cast(CARRY):
-        array = value.cast(aval.dtype)[0] if is_castable(aval) else value.array
+        array = value.cast(aval.dtype) if is_castable(aval) else value.array
     if getattr(jax.typeof(array), "weak_type", False):
         return jax.lax.convert_element_type(array, array.dtype)
     return array
@@ -182,17 +182,13 @@ def _begun(values: Sequence[Value], avals: Sequence[Aval]) -> list[AnyArray]:
 
 def _as_carried(value: Value) -> Value:
     """A value as the body of a loop knows it that carries it: it was computed."""
-    return Value(value.array, value.facts._replace(provenance=Provenance.FULL))
+    return Value(value.array, value.facts._replace(is_declared=False))
 
 
 def _loop_place(place: Place, equation: JaxprEqn) -> Place:
     """The place inside of a loop, whose results go into its next turn, too."""
     reach = place.reach and reach_of_program(sub_jaxprs(equation)[0], place.reach)
     return dataclasses.replace(place, reach=reach, is_in_loop=True)
-
-
-def _stacked_facts(facts: Facts) -> Facts:
-    return facts._replace(is_broadcast=False, literal=None)
 
 
 # --- What a scan stacks and carries in half precision ---------------------------------
@@ -216,11 +212,11 @@ def _narrowed_stacks(
         wanted: What is wanted of its results.
         first: How many operands are not stacked.
     """
-    are_declared = tuple(v.facts.provenance is Provenance.DECLARED for v in operands)
+    are_declared = tuple(v.facts.is_declared for v in operands)
     ahead = demands_of(run, place.settings, jaxpr, are_declared, wanted)
     return [
         _narrowed(value, place.settings.dtype)
-        if demand is Demand.HALF
+        if demand == Demand.HALF
         and _may_be_narrowed(run, place, jaxpr, variable, value)
         else value
         for value, variable, demand in zip(
@@ -235,15 +231,15 @@ def _narrowed_results(
     """What a body gives to be stacked, cast if all that uses the stack casts it."""
     return [
         _narrowed(value, place.settings.dtype)
-        if demand is Demand.HALF and value.facts.provenance is Provenance.FULL
+        if demand == Demand.HALF and value.dtype == FULL and not value.facts.is_declared
         else value
         for value, demand in zip(values, demands, strict=True)
     ]
 
 
 def _narrowed(value: Value, dtype: np.dtype) -> Value:
-    facts = value.facts._replace(provenance=Provenance.HALF)
-    return Value(value.cast(dtype)[0], facts, slots=value.slots)
+    facts = value.facts._replace(is_declared=False)
+    return Value(value.cast(dtype), facts, slots=value.slots)
 
 
 def _may_be_narrowed(
@@ -251,13 +247,12 @@ def _may_be_narrowed(
 ) -> bool:
     if value.dtype != FULL or not is_castable(aval_of(variable)):
         return False
-    if value.facts.provenance is Provenance.FULL:
+    if not value.facts.is_declared:
         return True
     # A recipe quantizes weights as they are, and not what is left of them.
-    is_declared = value.facts.provenance is Provenance.DECLARED
     if place.settings.wire is not None:
         return False  # its gradients are summed over devices as float32
-    return is_declared and not run.has_recipe and _uses(jaxpr, variable) == 1
+    return not run.has_recipe and _uses(jaxpr, variable) == 1
 
 
 def _uses(jaxpr: Jaxpr, variable: Var) -> int:
@@ -321,7 +316,7 @@ def _streams_into(
     def inputs(atom: Atom, has_sum: bool) -> dict[Var, bool]:
         if isinstance(atom, Literal):
             return {}
-        maker = makers.get(atom)
+        maker = makers.equations.get(atom)
         if maker is None:
             return {atom: has_sum}
         if atom in ahead.residuals:

@@ -34,9 +34,8 @@ from .._quantize import AbstractProduct, Path, path_of
 from .._rules import Rule, Rules
 from .._settings import is_tracing
 from .._typing import AnyArray
-from ._context import FULL, Place, Provenance, Run, Value, is_castable
+from ._context import FULL, Place, Run, Value, is_castable
 from ._decide import Case, Choice, Reason
-from ._demand import Demand
 
 _taking = jax.make_user_context(default_value=False)
 
@@ -308,20 +307,13 @@ def refuse_unknown(case: Case, choice: Choice) -> None:
 def refuse_accident(case: Case, choice: Choice) -> None:
     """Raises where something small makes a half precision value float32.
 
-    Small is what is less than the result, or was broadcast: a scalar, a bias. If it was
-    computed from what was computed in half (a mean), or if the users of the result want
-    float32, nothing happens by accident. A residual stream is not small.
+    Small is what is less than the result: a scalar, a bias. A residual stream is not.
     """
     if choice.dtype != FULL or choice.rule is not None:
         return
-    if choice.reason is Reason.PROMOTED and case.demand is not Demand.FULL:
-        culprit = _small_and_full(case)
-    else:
-        culprit = None
-    if culprit is None and _was_widened_here(case):
-        culprit = next(v for v in case.operands if v.widened_by is None)
-    if culprit is None:
+    if not _was_upcast_here(case):
         return
+    culprit = next(v for v in case.operands if v.upcast_equation is None)
     half = case.settings.dtype.name
     raise ValueError(
         f"{_CALL}: `{case.name}`{case.where} makes a half precision value "
@@ -331,33 +323,19 @@ def refuse_accident(case: Case, choice: Choice) -> None:
     )
 
 
-def _small_and_full(case: Case) -> Value | None:
-    """An operand that alone is to blame for float32, if there is one."""
-    size = max((count(aval_of(v).shape) for v in case.equation.outvars), default=0)
-    values = case.castable
-    has_half = any(
-        v.facts.provenance is Provenance.HALF and count(v.array.shape) == size
-        for v in values
-    )
-    wide = [v for v in values if v.facts.provenance is Provenance.FULL]
-    is_small = all(
-        v.facts.is_fixed and (count(v.array.shape) < size or v.facts.is_broadcast)
-        for v in wide
-    )
-    return wide[0] if has_half and wide and is_small else None
-
-
-def _was_widened_here(case: Case) -> bool:
+def _was_upcast_here(case: Case) -> bool:
     """Whether JAX's promotion cast an operand for the sake of a small one.
 
     The cast and the operation then come from one expression of the program.
     """
-    widened = [v.widened_by for v in case.castable if v.widened_by is not None]
-    others = [v for v in case.castable if v.widened_by is None]
+    widened = [
+        v.upcast_equation for v in case.castable if v.upcast_equation is not None
+    ]
+    others = [v for v in case.castable if v.upcast_equation is None]
     size = max((count(aval_of(v).shape) for v in case.equation.outvars), default=0)
     if not widened or not others or not is_castable(aval_of(case.equation.outvars[0])):
         return False
-    if any(count(v.array.shape) == size and not v.facts.is_broadcast for v in others):
+    if any(count(v.array.shape) == size for v in others):
         return False
     here = source_span(case.equation)
     return here is not None and all(source_span(cast) == here for cast in widened)

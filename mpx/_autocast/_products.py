@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -310,18 +309,16 @@ def _emit_product(
     arriving = weight.arriving
     sent = arriving and arriving.arrive_quantized(product, scales, use)
     array, ahead = sent or (weight.array, None)
-    if weight.wide is not None and product._wants_wide_weight():
+    if weight.float32_source is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)
-        array = weight.wide.array
+        array = weight.float32_source.array
     left, right = (
-        array if v is weight else v.cast(choice.dtype)[0] for v in case.operands[:2]
+        array if v is weight else v.cast(choice.dtype) for v in case.operands[:2]
     )
     besides = scales, step, ahead
     with _explaining_forward_mode():
         result = _bound(product, left, right, case, besides)
-    if choice.result is not None and choice.result != result.dtype:
-        result = jax.lax.convert_element_type(result, choice.result)
-    return [computed(result, is_product=True)]
+    return [computed(result)]
 
 
 def _bound(

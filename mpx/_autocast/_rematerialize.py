@@ -19,8 +19,8 @@ from .._program import (
     measured_bytes,
 )
 from .._typing import AnyArray
-from ._context import Place, Provenance, Run, Value
-from ._demand import Demands
+from ._context import FULL, Place, Run, Value
+from ._demand import Demand, Demands
 from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
 
 Values = dict[Var, Value]
@@ -67,7 +67,7 @@ def _arrays(island: Island, values: Values) -> dict[Var, AnyArray]:
     """What goes into an island, but for numbers: the half precision of it if it was."""
     found = ((v, values[v]) for v in island.inputs)
     return {
-        v: value.array if value.narrow is None else value.narrow
+        v: value.array if value.half_source is None else value.half_source
         for v, value in found
         if not value.is_constant
     }
@@ -79,7 +79,7 @@ def _recomputed(
     """Makes a function of an island that recomputes it; None if it is not worth it."""
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
-    wide = {v: (values[v].dtype, values[v].widened_by) for v in arrays}
+    wide = {v: (values[v].dtype, values[v].upcast_equation) for v in arrays}
     numbers = {v: values[v] for v in island.inputs if values[v].is_constant}
     # So there are no islands within it.
     inner = dataclasses.replace(place, is_recomputed=True)
@@ -88,26 +88,26 @@ def _recomputed(
 
     def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[AnyArray]]:
         inside = dict(numbers)
-        for (variable, (dtype, widened_by)), x in zip(
+        for (variable, (dtype, upcast_equation)), x in zip(
             wide.items(), arrays, strict=True
         ):
             if x.dtype != dtype:
                 x = jax.lax.convert_element_type(x, dtype)
             inside[variable] = Value(x, facts[variable])
-            inside[variable].widened_by = widened_by
+            inside[variable].upcast_equation = upcast_equation
         for equation in island.equations:
             emit(inner, equation, inside)
         results = [inside[v] for v in island.outputs]
         are_cast = tuple(
-            value.facts.provenance is Provenance.FULL and ahead.demand(v).has_half
+            value.dtype == FULL
+            and not value.facts.is_declared
+            and Demand.HALF in ahead.demand(v)
             for v, value in zip(island.outputs, results, strict=True)
         )
         # Set while `make_jaxpr` traces, below.
         found[:] = [tuple(value.facts for value in results), are_cast]
         with noted_cast(USED):
-            casts = [
-                v.cast(half)[0] for v, c in zip(results, are_cast, strict=True) if c
-            ]
+            casts = [v.cast(half) for v, c in zip(results, are_cast, strict=True) if c]
         return [value.array for value in results], casts
 
     # What this one uses, an equal one uses, which is not emitted by itself.
@@ -153,9 +153,7 @@ def _signature(
             (_exact(a.val), aval_of(a)) if isinstance(a, Literal) else numbers[a]
             for a in equation.invars
         )
-        results = tuple(
-            (aval_of(v), ahead.demand(v), v in ahead.scalings) for v in equation.outvars
-        )
+        results = tuple((aval_of(v), ahead.demand(v)) for v in equation.outvars)
         params = tuple((k, _hashable(v)) for k, v in equation.params.items())
         scopes = scope_names(equation)
         equations.append((equation.primitive, params, operands, results, scopes))

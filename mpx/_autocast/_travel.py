@@ -47,7 +47,7 @@ from .._wire import (
     travelling_dtype,
     wide_product,
 )
-from ._context import FULL, Entering, Facts, Place, Provenance, Value, computed
+from ._context import FULL, Entering, Facts, Place, Value, computed
 from ._decide import Case, Choice
 from ._demand import Demand, Wanted
 
@@ -112,7 +112,7 @@ def _half_of(
     if place.settings.wire is None or not is_sent:
         return None
     (value,) = operands
-    is_master = value.facts.provenance is Provenance.DECLARED and value.dtype == FULL
+    is_master = value.facts.is_declared and value.dtype == FULL
     if not is_master or not value.facts.is_weight:
         return None
     source, result = avals((equation.invars[0], equation.outvars[0]))
@@ -123,7 +123,7 @@ def _half_of(
         return declared_dtype if declared_dtype != FULL else None
     if declared_dtype != FULL:
         return None
-    is_half = demands[0] is Demand.HALF
+    is_half = demands[0] == Demand.HALF
     return place.settings.dtype if is_half else FULL
 
 
@@ -149,17 +149,11 @@ def product_of_weight(case: Case, choice: Choice, weight: int) -> Value:
     assert case.settings.wire is not None
     dtype = choice.dtype or aval_of(case.equation.invars[weight]).dtype
     arrays = [
-        v.array if i == weight or i > 1 else v.cast(dtype)[0]
+        v.array if i == weight or i > 1 else v.cast(dtype)
         for i, v in enumerate(case.operands)
     ]
     reduce_dtype = case.settings.wire.reduce_dtype
-    half = wide_product(case.equation, arrays, weight, dtype, reduce_dtype)
-    result = choice.result or aval_of(case.equation.outvars[0]).dtype
-    if half.dtype == result:
-        return computed(half, is_product=True)
-    made = computed(jax.lax.convert_element_type(half, result), is_product=True)
-    made.narrow = half
-    return made
+    return computed(wide_product(case.equation, arrays, weight, dtype, reduce_dtype))
 
 
 # --- Weights at the entry of `jax.shard_map` ------------------------------------------
@@ -209,9 +203,7 @@ def entries_of(
     entries = []
     rows = zip(operands, equation.invars, demands, specs, strict=True)
     for value, atom, demand, spec in rows:
-        is_master = (
-            value.facts.provenance is Provenance.DECLARED and value.dtype == FULL
-        )
+        is_master = value.facts.is_declared and value.dtype == FULL
         is_weight = value.facts.is_weight and is_master and not _is_cut(spec, axes)
         if is_weight and wire is not None and recipe is not None:
             is_asked = _may_be_asked(place, wire, demand)
@@ -312,7 +304,7 @@ def _may_be_asked(place: Place, wire: Wire, demand: Demand) -> bool:
     alone: it has an amax of its own.
     """
     is_free = wire.gather_dtype is None and not wire.is_alone
-    return is_free and place.settings.is_enabled and demand.has_half
+    return is_free and place.settings.is_enabled and Demand.HALF in demand
 
 
 def _dtype_of(
@@ -322,6 +314,6 @@ def _dtype_of(
     if not place.settings.is_enabled:
         half = declared_dtype
     else:
-        half = place.settings.dtype if demand is Demand.HALF else FULL
+        half = place.settings.dtype if demand == Demand.HALF else FULL
     dtype = wire.gather_dtype or half
     return None if dtype == FULL or half == FULL else np.dtype(dtype)

@@ -22,7 +22,6 @@ from .._program import (
     Visit,
     aval_of,
     avals,
-    class_of,
     properties,
     walk,
 )
@@ -300,7 +299,7 @@ _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 def _is_product(equation: JaxprEqn) -> bool:
-    return class_of(equation.primitive.name, _BFLOAT16) is PrimitiveClass.HALF
+    return properties(equation.primitive.name).kind is PrimitiveClass.HALF
 
 
 def precision_of(equation: JaxprEqn) -> str:
@@ -432,7 +431,7 @@ def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
         return _product_in(equation)
     if precision not in HALF:
         return ""
-    kind = class_of(equation.primitive.name, jnp.dtype(precision))
+    kind = properties(equation.primitive.name).kind
     # Sums of one number happen where axes of length 1 are dropped.
     if kind is PrimitiveClass.FULL and flops(equation):
         return f"{equation.primitive.name} in {precision}"

@@ -11,6 +11,7 @@ from .calls import (
     is_array_or_type as is_array_or_type,
 )
 from .equations import (
+    FEW_USES as FEW_USES,
     OTHERS as OTHERS,
     SubJaxpr as SubJaxpr,
     aval_of as aval_of,
@@ -19,8 +20,10 @@ from .equations import (
     count as count,
     distinct_equations as distinct_equations,
     equations as equations,
+    is_elementwise as is_elementwise,
     is_multiplication as is_multiplication,
     lengths as lengths,
+    only_picks as only_picks,
     program_of as program_of,
     sub_jaxprs as sub_jaxprs,
     zero_results as zero_results,
@@ -43,7 +46,6 @@ from .primitives import (
     Flops as Flops,
     PrimitiveClass as PrimitiveClass,
     Saves as Saves,
-    class_of as class_of,
     properties as properties,
 )
 from .probe import (
@@ -56,6 +58,7 @@ from .readers import cut_axes as cut_axes
 from .remat import (
     computed_again as computed_again,
     is_worth_while as is_worth_while,
+    opaque_one as opaque_one,
     recomputed_if_cheap as recomputed_if_cheap,
 )
 from .residuals import (
@@ -77,8 +80,8 @@ from .source import (
 )
 from .streams import (
     Makers as Makers,
+    goes_around as goes_around,
     is_residual as is_residual,
-    is_scaling as is_scaling,
     looked_up as looked_up,
     makers_of as makers_of,
 )

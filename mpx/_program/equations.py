@@ -114,14 +114,64 @@ def distinct_equations(jaxpr: Program) -> Iterator[JaxprEqn]:
     yield from inside(open_jaxpr(jaxpr))
 
 
-def is_multiplication(equation: JaxprEqn) -> bool:
-    """Whether an equation is a matrix product that sums nothing.
+def summed_numbers(equation: JaxprEqn) -> int:
+    """How many numbers each number of a product's result sums; 0 of no product."""
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return _count_at(equation.invars[0], params["dimension_numbers"][0][0])
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return _count_at(equation.invars[0], numbers[0][0])
+    if name == "ragged_dot":
+        return _count_at(equation.invars[0], (-1,))
+    if name == "conv_general_dilated":
+        # The first two of the kernel's dimensions are output and input features.
+        _, *summed = params["dimension_numbers"].rhs_spec
+        return _count_at(equation.invars[1], summed)
+    return 0
 
-    `jnp.einsum("bl,blp->blp", decay, x)` and `jnp.outer` are multiplications that JAX
-    writes as `dot_general`.
+
+def _count_at(atom: Atom, axes: Iterable[int]) -> int:
+    shape = aval_of(atom).shape
+    return count(shape[axis] for axis in axes)
+
+
+def is_multiplication(equation: JaxprEqn) -> bool:
+    """Whether an equation is a matrix product or convolution that sums one number.
+
+    `jnp.einsum("bl,blp->blp", decay, x)`, `jnp.outer` and `Dense` of one feature are
+    multiplications that JAX writes as products.
     """
-    is_product = equation.primitive.name == "dot_general"
-    return is_product and not equation.params["dimension_numbers"][0][0]
+    return summed_numbers(equation) == 1
+
+
+def is_elementwise(equation: JaxprEqn) -> bool:
+    """Whether an equation looks elementwise: one result, as large as its operands."""
+    if len(equation.outvars) != 1 or sub_jaxprs(equation) or equation.effects:
+        return False
+    shape = aval_of(equation.outvars[0]).shape
+    return all(aval_of(a).shape in (shape, ()) for a in equation.invars)
+
+
+# In half precision so many gradients are summed without a loss of digits: a block's
+# norm feeds three products.
+FEW_USES = 8
+
+
+def only_picks(equation: JaxprEqn) -> bool:
+    """Whether each number of the result is one of an operand's, or zero.
+
+    Rounded before or after, it is the same; and few gradients are summed for it.
+    """
+    known = properties(equation.primitive.name)
+    if not known.picks or "window_dimensions" not in equation.params:
+        return known.picks
+    pairs = zip(
+        equation.params["window_dimensions"],
+        equation.params["window_strides"],
+        strict=True,
+    )
+    return math.prod(-(-size // stride) for size, stride in pairs) <= FEW_USES
 
 
 def sub_jaxprs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:

@@ -13,20 +13,16 @@ and their names are what a jaxpr prints.
 import dataclasses
 import enum
 
-import numpy as np
-
 
 class PrimitiveClass(enum.Enum):
-    """What autocast does with a primitive by default, whatever its operands come in."""
+    """What autocast does with a primitive by default."""
 
     HALF = "half"
     """Computed in half precision: matrix products and convolutions."""
     FULL = "full"
-    """Computed in float32: sums, exponentials, whatever loses digits or overflows."""
-    PROMOTE = "promote"
-    """Several operands: float32 if one of them was computed in float32."""
-    FOLLOW = "follow"
-    """One operand that counts: computed in the precision it comes in."""
+    """Computed in float32: everything between products."""
+    MOVE = "move"
+    """Moves or sends numbers, in the precision that they have."""
     CONVERT = "convert"
     """A cast of the user's own, which is respected."""
     RECURSE = "recurse"
@@ -70,6 +66,8 @@ class Saves(enum.Enum):
     NOTHING = enum.auto()
     OPERAND = enum.auto()
     RESULT = enum.auto()
+    RESULT_AND_SLOPE = enum.auto()
+    """The result, and another array as large, which the slope is computed from."""
     OTHERS = enum.auto()
     """For the derivative by one operand, the others."""
     CHOICE = enum.auto()
@@ -86,8 +84,6 @@ class Properties:
 
     Attributes:
         kind: What autocast does with it; None if the primitive is unknown.
-        is_full_in_float16: It overflows in float16, so that its class is `FULL` there:
-            float16 ends at 65504, a cube overflows at 40.3, a square at 255.9.
         is_quantizable: A product that recipes have a form for.
         flops: How its operations are counted.
         saves: What its derivative keeps.
@@ -98,13 +94,10 @@ class Properties:
         gathers: It moves what lies in pieces on several devices, or together.
         spreads: It says that what each device has already may differ between them.
         joins: Its result holds numbers of several operands.
-        is_exact: Each number that it gives is one of its operand's, or its negative:
-            no precision rounds it.
         picks: Each number that it gives is one of its operands', or its negative, or
-            zero: rounded before or after, it is the same.
-        compares: It gives truth values of pairs of numbers.
-        orders: It compares, and asks which one is larger.
-        updates: It writes numbers into its first operand.
+            zero: rounded before or after, it is the same. So is its gradient, to which
+            each number of the result contributes once.
+        orders: It compares two numbers, and asks which one is larger.
         adds: It adds or subtracts two operands.
         is_binary: It is elementwise, of two operands that may be broadcast.
         is_barrier: No region goes beyond it, though its class is a cheap one: it is
@@ -125,7 +118,6 @@ class Properties:
     """
 
     kind: PrimitiveClass | None
-    is_full_in_float16: bool = False
     is_quantizable: bool = False
     flops: Flops = Flops.UNKNOWN
     saves: Saves = Saves.NOTHING
@@ -135,11 +127,8 @@ class Properties:
     gathers: bool = False
     spreads: bool = False
     joins: bool = False
-    is_exact: bool = False
     picks: bool = False
-    compares: bool = False
     orders: bool = False
-    updates: bool = False
     adds: bool = False
     is_binary: bool = False
     is_barrier: bool = False
@@ -163,8 +152,7 @@ class Properties:
 _CHEAP = frozenset(
     (
         PrimitiveClass.FULL,
-        PrimitiveClass.PROMOTE,
-        PrimitiveClass.FOLLOW,
+        PrimitiveClass.MOVE,
         PrimitiveClass.CONVERT,
     )
 )
@@ -176,22 +164,6 @@ UNKNOWN = Properties(kind=None)
 def properties(name: str) -> Properties:
     """What is known of the primitive of this name."""
     return PRIMITIVES.get(name, UNKNOWN)
-
-
-def class_of(name: str, dtype: np.dtype) -> PrimitiveClass | None:
-    """The class of a primitive.
-
-    Args:
-        name: The primitive's name.
-        dtype: The half precision dtype that is computed in.
-
-    Returns:
-        Its class, or None if mpx does not know the primitive.
-    """
-    found = properties(name)
-    if found.is_full_in_float16 and dtype == np.float16:
-        return PrimitiveClass.FULL
-    return found.kind
 
 
 def _group(names: str, kind: PrimitiveClass, **known: object) -> None:
@@ -226,13 +198,14 @@ _group("ragged_dot", _HALF, flops=Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_fwd_wrapper", _HALF, flops=Flops.ATTENTION_FORWARD)
 _group("bcoo_dot_general dot_product_attention", _HALF)
 
-# --- What loses digits or range, in float32 -------------------------------------------
+# --- Between products, in float32 -----------------------------------------------------
 
 _FULL = PrimitiveClass.FULL
 _group(
     """
-    acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cos cosh digamma erf_inv
-    lgamma log log1p log2 polynomial sin sinh
+    acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cos cosh digamma erf erf_inv
+    erfc integer_pow lgamma log log1p log2 one_minus_square polynomial sign sin sinh
+    square
     """,
     _FULL,
     flops=Flops.ELEMENTWISE,
@@ -245,203 +218,124 @@ _group(
     saves=Saves.RESULT,
 )
 _group(
-    "atan2 igamma igammac pow",
+    "logistic tanh",
+    _FULL,
+    flops=Flops.ELEMENTWISE,
+    saves=Saves.RESULT_AND_SLOPE,
+)
+_group(
+    "atan2 igamma igammac pow rem",
     _FULL,
     flops=Flops.ELEMENTWISE,
     saves=Saves.OTHERS,
 )
 _group(
     """
-    igamma_grad_a polygamma random_gamma random_gamma_grad
-    regularized_incomplete_beta zeta
+    _copysign ceil eq eq_to floor igamma_grad_a is_finite mulhi ne polygamma
+    random_gamma random_gamma_grad regularized_incomplete_beta round zeta
     """,
     _FULL,
     flops=Flops.ELEMENTWISE,
 )
-_group("reduce_sum", _FULL, flops=Flops.REDUCTION, passes_on_bad=True)
-_group("reduce_prod", _FULL, flops=Flops.REDUCTION, saves=Saves.OPERAND)
-_group(
-    "cumlogsumexp cumprod cumsum",
-    _FULL,
-    flops=Flops.PER_OPERAND_ELEMENT,
-    is_barrier=True,
-)
-_group("reduce_window_sum", _FULL, flops=Flops.WINDOW, is_barrier=True)
-_group(
-    "scatter-add scatter-mul scatter-sub",
-    _FULL,
-    flops=Flops.SCATTER,
-    is_barrier=True,
-    combines=True,
-    writes_part=True,
-)
-
-# --- Several operands -----------------------------------------------------------------
-
-_PROMOTE = PrimitiveClass.PROMOTE
+_group("ge gt le le_to lt lt_to", _FULL, flops=Flops.ELEMENTWISE, orders=True)
 _group(
     "add add_any sub",
-    _PROMOTE,
+    _FULL,
     flops=Flops.ELEMENTWISE,
     adds=True,
     is_binary=True,
     passes_on_bad=True,
 )
-_group("div", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.OTHERS, is_binary=True)
+_group("div", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.OTHERS, is_binary=True)
 _group(
     "mul",
-    _PROMOTE,
+    _FULL,
     flops=Flops.ELEMENTWISE,
     saves=Saves.OTHERS,
     is_binary=True,
     passes_on_bad=True,
 )
-_group("rem", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.OTHERS)
+_group("abs", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.OPERAND, picks=True)
+_group("neg", _FULL, flops=Flops.ELEMENTWISE, picks=True, passes_on_bad=True)
 _group(
     "max min",
-    _PROMOTE,
+    _FULL,
     flops=Flops.ELEMENTWISE,
     saves=Saves.CHOICE,
     picks=True,
     is_binary=True,
 )
-_group("clamp", _PROMOTE, flops=Flops.ELEMENTWISE, saves=Saves.CHOICE, picks=True)
+_group("clamp", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.CHOICE, picks=True)
 _group(
     "select_n",
-    _PROMOTE,
+    _FULL,
     flops=Flops.ELEMENTWISE,
     saves=Saves.PREDICATE,
     joins=True,
     picks=True,
 )
+_group("concatenate pad stack", _FULL, flops=Flops.ZERO, joins=True, picks=True)
+_group("tie", _FULL, flops=Flops.ZERO)
+_group("reduce_sum", _FULL, flops=Flops.REDUCTION, passes_on_bad=True)
 _group(
-    "integer_pow square",
-    _PROMOTE,
-    is_full_in_float16=True,
-    flops=Flops.ELEMENTWISE,
+    "reduce_max reduce_min reduce_prod",
+    _FULL,
+    flops=Flops.REDUCTION,
     saves=Saves.OPERAND,
 )
-_group("_copysign mulhi", _PROMOTE, flops=Flops.ELEMENTWISE)
-_group("eq eq_to ne", _PROMOTE, flops=Flops.ELEMENTWISE, compares=True)
+_group("argmax argmin", _FULL, flops=Flops.REDUCTION)
 _group(
-    "ge gt le le_to lt lt_to",
-    _PROMOTE,
-    flops=Flops.ELEMENTWISE,
-    compares=True,
-    orders=True,
+    "approx_top_k cumlogsumexp cummax cummin cumprod cumsum top_k",
+    _FULL,
+    flops=Flops.PER_OPERAND_ELEMENT,
+    is_barrier=True,
 )
-_group("concatenate pad stack", _PROMOTE, flops=Flops.ZERO, joins=True, picks=True)
-_group("tie", _PROMOTE, flops=Flops.ZERO)
+_group("sort", _FULL, flops=Flops.SORT, is_barrier=True)
+_group("reduce_window_sum", _FULL, flops=Flops.WINDOW, is_barrier=True)
+_group(
+    "reduce_window_max reduce_window_min",
+    _FULL,
+    flops=Flops.WINDOW,
+    picks=True,
+    is_barrier=True,
+)
 _group(
     "dynamic_update_slice",
-    _PROMOTE,
+    _FULL,
     flops=Flops.ZERO,
-    updates=True,
+    picks=True,
     is_barrier=True,
     writes_part=True,
 )
 _group(
     "scatter",
-    _PROMOTE,
+    _FULL,
     flops=Flops.ZERO,
-    updates=True,
     is_barrier=True,
     combines=True,
     writes_part=True,
 )
 _group(
-    "scatter-max scatter-min",
-    _PROMOTE,
+    "scatter-add scatter-max scatter-min scatter-mul scatter-sub",
+    _FULL,
     flops=Flops.SCATTER,
-    updates=True,
     is_barrier=True,
     combines=True,
     writes_part=True,
 )
 _group(
     "select_and_gather_add",
-    _PROMOTE,
+    _FULL,
     flops=Flops.SELECT_AND_GATHER,
     is_barrier=True,
     combines=True,
 )
 _group(
     "select_and_scatter_add",
-    _PROMOTE,
+    _FULL,
     flops=Flops.SELECT_AND_SCATTER,
     is_barrier=True,
     combines=True,
-)
-
-# --- One operand that counts ----------------------------------------------------------
-
-_FOLLOW = PrimitiveClass.FOLLOW
-# JAX takes 1 - x^2 (`one_minus_square`) of results of tanh and sin, in derivatives.
-_group(
-    "erf erfc one_minus_square",
-    _FOLLOW,
-    flops=Flops.ELEMENTWISE,
-    saves=Saves.OPERAND,
-)
-_group("logistic tanh", _FOLLOW, flops=Flops.ELEMENTWISE, saves=Saves.RESULT)
-_group(
-    "abs",
-    _FOLLOW,
-    flops=Flops.ELEMENTWISE,
-    saves=Saves.OPERAND,
-    is_exact=True,
-    picks=True,
-)
-_group("sign", _FOLLOW, flops=Flops.ELEMENTWISE, saves=Saves.OPERAND, is_exact=True)
-_group(
-    "neg",
-    _FOLLOW,
-    flops=Flops.ELEMENTWISE,
-    is_exact=True,
-    picks=True,
-    passes_on_bad=True,
-)
-_group("ceil floor is_finite", _FOLLOW, flops=Flops.ELEMENTWISE, is_exact=True)
-_group("round", _FOLLOW, flops=Flops.ELEMENTWISE)
-_group(
-    "reduce_max reduce_min",
-    _FOLLOW,
-    flops=Flops.REDUCTION,
-    saves=Saves.OPERAND,
-    is_exact=True,
-    picks=True,
-)
-_group("argmax argmin", _FOLLOW, flops=Flops.REDUCTION, is_exact=True)
-_group(
-    "approx_top_k cummax cummin pmax pmin top_k unreduced_pmax unreduced_pmin",
-    _FOLLOW,
-    flops=Flops.PER_OPERAND_ELEMENT,
-    is_exact=True,
-    is_barrier=True,
-)
-_group("sort", _FOLLOW, flops=Flops.SORT, is_exact=True, is_barrier=True)
-_group(
-    "reduce_window_max reduce_window_min",
-    _FOLLOW,
-    flops=Flops.WINDOW,
-    is_exact=True,
-    picks=True,
-    is_barrier=True,
-)
-_group(
-    "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
-    _FOLLOW,
-    flops=Flops.PER_OPERAND_ELEMENT,
-    is_barrier=True,
-)
-_group(
-    """
-    preduced ragged_all_to_all reduced_vary_cast reduced_vary_cast_p
-    vary_unreduced_cast vary_unreduced_cast_p
-    """,
-    _FOLLOW,
-    flops=Flops.ZERO,
-    is_barrier=True,
 )
 # Integers, truth values, and numbers out of nothing.
 _group(
@@ -452,23 +346,18 @@ _group(
     add_dependency assert_consumed_value shard_alike
     unvmap_all unvmap_any unvmap_max
     """,
-    _FOLLOW,
+    _FULL,
     flops=Flops.ZERO,
-)
-_group(
-    "nonbatchable nondifferentiable_backward nontraceable",
-    _FOLLOW,
-    flops=Flops.ZERO,
-    is_free=True,
 )
 
 # --- Movement of data -----------------------------------------------------------------
 
-_group("copy rev transpose", _FOLLOW, flops=Flops.ZERO, moves=True, rearranges=True)
-_group("copy_p roll split unstack", _FOLLOW, flops=Flops.ZERO, moves=True)
+_MOVE = PrimitiveClass.MOVE
+_group("copy rev transpose", _MOVE, flops=Flops.ZERO, moves=True, rearranges=True)
+_group("copy_p roll split unstack", _MOVE, flops=Flops.ZERO, moves=True)
 _group(
     "expand_dims reshape squeeze",
-    _FOLLOW,
+    _MOVE,
     flops=Flops.ZERO,
     saves=Saves.SAME,
     moves=True,
@@ -477,28 +366,35 @@ _group(
 )
 _group(
     "broadcast_in_dim broadcast_to",
-    _FOLLOW,
+    _MOVE,
     flops=Flops.ZERO,
     saves=Saves.SAME,
     moves=True,
     repeats=True,
 )
-_group("tile", _FOLLOW, flops=Flops.ZERO, moves=True, repeats=True)
-_group("dynamic_slice slice", _FOLLOW, flops=Flops.ZERO, moves=True, reads_part=True)
+_group("tile", _MOVE, flops=Flops.ZERO, moves=True, repeats=True)
+_group("dynamic_slice slice", _MOVE, flops=Flops.ZERO, moves=True, reads_part=True)
 # An embedding is no part of what comes after it.
 _group(
     "gather",
-    _FOLLOW,
+    _MOVE,
     flops=Flops.ZERO,
     moves=True,
+    repeats=True,
     is_barrier=True,
     reads_part=True,
 )
-_group("stop_gradient", _FOLLOW, flops=Flops.ZERO, moves=True, is_free=True)
-_group("pvary", _FOLLOW, flops=Flops.ZERO, moves=True, spreads=True, is_free=True)
+_group("stop_gradient", _MOVE, flops=Flops.ZERO, moves=True, is_free=True)
+_group("pvary", _MOVE, flops=Flops.ZERO, moves=True, spreads=True, is_free=True)
+_group(
+    "nonbatchable nondifferentiable_backward nontraceable",
+    _MOVE,
+    flops=Flops.ZERO,
+    is_free=True,
+)
 _group(
     "name optimization_barrier",
-    _FOLLOW,
+    _MOVE,
     flops=Flops.ZERO,
     moves=True,
     is_barrier=True,
@@ -506,7 +402,7 @@ _group(
 )
 _group(
     "sharding_constraint",
-    _FOLLOW,
+    _MOVE,
     flops=Flops.ZERO,
     moves=True,
     gathers=True,
@@ -515,7 +411,7 @@ _group(
 )
 _group(
     "all_gather all_gather_invariant reshard",
-    _FOLLOW,
+    _MOVE,
     flops=Flops.ZERO,
     moves=True,
     gathers=True,
@@ -526,9 +422,28 @@ _group(
     all_gather_reduced all_to_all device_put layout_constraint pbroadcast
     pbroadcast_dynamic ppermute relayout with_memory_space_constraint
     """,
-    _FOLLOW,
+    _MOVE,
     flops=Flops.ZERO,
     moves=True,
+    is_barrier=True,
+)
+# Between devices, sums travel in the precision that their terms have.
+_group(
+    """
+    pmax pmin psum psum2 psum_invariant reduce_scatter unreduced_pmax unreduced_pmin
+    unreduced_psum unreduced_reduce_scatter
+    """,
+    _MOVE,
+    flops=Flops.PER_OPERAND_ELEMENT,
+    is_barrier=True,
+)
+_group(
+    """
+    preduced ragged_all_to_all reduced_vary_cast reduced_vary_cast_p
+    vary_unreduced_cast vary_unreduced_cast_p
+    """,
+    _MOVE,
+    flops=Flops.ZERO,
     is_barrier=True,
 )
 _group("convert_element_type", PrimitiveClass.CONVERT, flops=Flops.ZERO)
@@ -644,31 +559,4 @@ _group(
 )
 _group("get swap", _OPAQUE, is_access=True)
 
-# --- Found only in the bodies of Pallas kernels, which autocast does not enter --------
-
 _group("multiple_of num_programs program_id", _OPAQUE, is_access=True)
-_group(
-    """
-    async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem
-    async_load async_prefetch async_store_smem async_store_tmem atomic_cas atomic_rmw
-    barrier barrier_arrive barrier_arrive_and_wait barrier_test barrier_wait bitcast
-    commit_group commit_smem commit_tmem conv copy_gmem_to_smem copy_smem_to_gmem
-    debug_barrier debug_barrier_p delay dma_start dma_wait einshape_lo
-    elementwise_inline_asm elementwise_inline_asm_p emit_pipeline get_barrier_semaphore
-    get_global griddepcontrol_launch_dependents griddepcontrol_wait has_memory_space
-    inline_mgpu inline_mgpu_p layout_cast load masked_cummax masked_cummin masked_cumsum
-    masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop
-    matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma mosaic_gpu_p
-    mosaic_gpu_reduce_max mosaic_gpu_reduce_min mosaic_gpu_reduce_prod
-    mosaic_gpu_reduce_sum multimem_load_reduce multimem_store pack pack_dtype
-    pack_elementwise parallel_loop pipeline_body query_cluster_cancel reciprocal
-    remove_memory_space run_scoped sc_fetch_and_add scan_count semaphore_read
-    semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait
-    set_max_registers set_max_registers_p stage store tcgen05_commit_arrive tcgen05_mma
-    try_cluster_cancel unpack unpack_dtype unpack_elementwise wait_gmem_to_smem
-    wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref
-    wgmma_accumulator_deref_p wgmma_accumulator_store wgmma_accumulator_store_p
-    wgmma_ref wgmma_wait
-    """,
-    _OPAQUE,
-)

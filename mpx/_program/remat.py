@@ -127,7 +127,7 @@ def _from_inputs(closed: ClosedJaxpr) -> Callable[..., PyTree]:
             results = plain(*(next(given) if is_in else x for x, is_in in pairs))
             return [x for x, aval in zip(results, exact, strict=True) if aval is None]
 
-        opaque = [x * _one(x.dtype) for x in inexact_of(xs)]
+        opaque = [x * opaque_one(x.dtype) for x in inexact_of(xs)]
         return jax.jvp(of_inexact, opaque, dots)[1]
 
     # Nothing is kept of what the derivative computes; the factors hold it apart.
@@ -151,8 +151,8 @@ def _from_inputs(closed: ClosedJaxpr) -> Callable[..., PyTree]:
     return function
 
 
-def _one(dtype: np.dtype) -> AnyArray:
-    """A number that the compiler does not know."""
+def opaque_one(dtype: np.dtype) -> AnyArray:
+    """The number 1, which the compiler does not know to be it."""
     return jax.lax.optimization_barrier(jnp.ones((), dtype))
 
 

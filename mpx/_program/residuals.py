@@ -141,6 +141,8 @@ def _kept(
     """What the derivative of an operation is computed from."""
     if saves is Saves.RESULT:
         return [result]
+    if saves is Saves.RESULT_AND_SLOPE:
+        return [result, _Node(result.bytes, [result])]
     if saves is Saves.OPERAND:
         return [node for node in operands if node is not None]
     if saves is Saves.OTHERS:

@@ -1,23 +1,38 @@
-"""Residual streams: which additions add a branch to one, and which products are scaled.
+"""Residual streams: which additions add a branch to one.
 
-Autocast's demands stop there, islands end there, and a scan that carries such a sum
-carries the stream.
+Islands end there, and a scan that carries such a sum carries the stream.
 """
+
+import collections
+from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from .._jax_compat import open_jaxpr
 from .._typing import Atom
-from .equations import aval_of, program_of
+from .equations import aval_of
 from .primitives import PrimitiveClass, properties
 
-# The equation that each variable comes from.
-Makers = dict[Atom, JaxprEqn]
+
+class Makers(NamedTuple):
+    """Where the values of a program come from, and how often they are read.
+
+    Attributes:
+        equations: The equation that each variable comes from.
+        readers: How many operands and results of the program each variable is.
+    """
+
+    equations: dict[Atom, JaxprEqn]
+    readers: collections.Counter[Atom]
 
 
 def makers_of(jaxpr: Jaxpr) -> Makers:
-    """The equation that each variable comes from."""
-    return {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+    """Where the values of a program come from, and how often they are read."""
+    read = [atom for equation in jaxpr.eqns for atom in equation.invars]
+    variables = (a for a in (*read, *jaxpr.outvars) if not isinstance(a, Literal))
+    made: dict[Atom, JaxprEqn] = {
+        v: equation for equation in jaxpr.eqns for v in equation.outvars
+    }
+    return Makers(made, collections.Counter(variables))
 
 
 # How far back to look for one operand of a sum among what made the other.
@@ -45,12 +60,28 @@ def is_residual(equation: JaxprEqn, makers: Makers, is_wanted_full: bool) -> boo
     )
 
 
+def goes_around(equation: JaxprEqn, makers: Makers) -> bool:
+    """Whether an operand of a sum goes around something: it has other readers.
+
+    Not so in a sum of two products, as in a recurrent cell, or in an associative scan.
+    """
+    return any(_is_read_elsewhere(atom, makers) for atom in equation.invars)
+
+
+def _is_read_elsewhere(value: Atom, makers: Makers) -> bool:
+    while (maker := makers.equations.get(value)) and makers.readers[value] == 1:
+        if not properties(maker.primitive.name).rearranges:
+            return False
+        value = maker.invars[0]
+    return True  # or an input of the program: others may read it outside
+
+
 def looked_up(value: Atom, makers: Makers) -> Var | None:
     """The rows of a table that a value is, moved perhaps; None if it is something else.
 
     With them, the embeddings of tokens, a residual stream begins.
     """
-    while not isinstance(value, Literal) and (maker := makers.get(value)) is not None:
+    while not isinstance(value, Literal) and (maker := makers.equations.get(value)):
         if maker.primitive.name == "gather":
             return maker.outvars[0]
         if not properties(maker.primitive.name).moves:
@@ -61,7 +92,7 @@ def looked_up(value: Atom, makers: Makers) -> Var | None:
 
 def _is_gated(value: Atom, makers: Makers) -> bool:
     """Whether a value is the product of two computed ones, number by number."""
-    maker = makers.get(value)
+    maker = makers.equations.get(value)
     if maker is None or maker.primitive.name != "mul":
         return False
     return all(
@@ -77,7 +108,7 @@ def _is_made_of(value: Atom, part: Atom, makers: Makers) -> bool:
         found, steps = waiting.pop(), steps + 1
         if found is part:
             return True
-        maker = makers.get(found)
+        maker = makers.equations.get(found)
         if maker is None or properties(maker.primitive.name).kind not in _ELEMENTWISE:
             continue
         waiting += [
@@ -90,36 +121,6 @@ def _is_made_of(value: Atom, part: Atom, makers: Makers) -> bool:
 
 _ELEMENTWISE = (
     PrimitiveClass.FULL,
-    PrimitiveClass.PROMOTE,
-    PrimitiveClass.FOLLOW,
+    PrimitiveClass.MOVE,
     PrimitiveClass.CONVERT,
 )
-
-
-def is_scaling(equation: JaxprEqn, makers: Makers) -> bool:
-    """Whether an equation multiplies or divides a product by a number."""
-    if equation.primitive.name not in ("mul", "div"):
-        return False
-    first, second = equation.invars
-    if isinstance(first, Literal) and equation.primitive.name == "mul":
-        # Not of a quotient: a number divided by a product is no scaling of it.
-        first, second = second, first
-    return isinstance(second, Literal) and _is_product(first, makers)
-
-
-def _is_product(atom: Atom, makers: Makers) -> bool:
-    """Whether a value is what a matrix product gave, moved perhaps."""
-    if isinstance(atom, Literal):
-        return False
-    maker = makers.get(atom)
-    if maker is None:
-        return False
-    name = maker.primitive.name
-    known = properties(name)
-    if known.program:  # `jnp.einsum` is a jit
-        inner = open_jaxpr(program_of(maker))
-        result = inner.outvars[maker.outvars.index(atom)]
-        return _is_product(result, makers_of(inner))
-    if known.moves:
-        return _is_product(maker.invars[0], makers)
-    return known.kind is PrimitiveClass.HALF

@@ -20,7 +20,6 @@ from .._program import (
     Probe,
     Tagged,
     aval_of,
-    class_of,
     count,
     properties,
     scopes,
@@ -177,7 +176,7 @@ def quantizes(equation: JaxprEqn, place: Location) -> bool:
 
 def is_product(equation: JaxprEqn) -> bool:
     """Whether an equation is a matrix product or a convolution."""
-    return class_of(equation.primitive.name, _BFLOAT16) is PrimitiveClass.HALF
+    return properties(equation.primitive.name).kind is PrimitiveClass.HALF
 
 
 def phase_of(equation: JaxprEqn, place: Location) -> str:
