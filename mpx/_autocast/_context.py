@@ -47,12 +47,15 @@ class Facts(NamedTuple):
             that were looked up in a table are none.
         is_fixed: A constant, or computed from parameters and constants alone.
         is_weight: A parameter, or computed from parameters and constants alone.
+        is_sum: A sum of products. What is stored of it is rounded: that costs no more
+            than the rounding of the products did.
     """
 
     is_declared: bool = False
     parameter: str | None = None
     is_fixed: bool = False
     is_weight: bool = False
+    is_sum: bool = False
 
 
 class Value:

@@ -29,6 +29,7 @@ from .._program import (
     goes_around,
     is_multiplication,
     is_residual,
+    is_sum_of_products,
     looked_up,
     makers_of,
     only_picks,
@@ -65,6 +66,7 @@ class Demands(NamedTuple):
         inputs: For each input.
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
+        sums: The sums of two products, which are stored in half precision.
         readers: How many operands and results of the program each variable is.
         jaxpr: The program, held so that its identity stays its own.
     """
@@ -73,6 +75,7 @@ class Demands(NamedTuple):
     inputs: tuple[Demand, ...]
     residuals: frozenset[Var]
     beginnings: frozenset[Var]
+    sums: frozenset[Var]
     readers: Mapping[Atom, int]
     jaxpr: Jaxpr
 
@@ -112,7 +115,7 @@ def demands_of(
     jaxpr = open_jaxpr(jaxpr)
     if not settings.is_enabled:  # everything runs as it was written
         inputs, nothing = (UNREAD,) * len(jaxpr.invars), frozenset()
-        return Demands({}, inputs, nothing, nothing, {}, jaxpr)
+        return Demands({}, inputs, nothing, nothing, nothing, {}, jaxpr)
     # The plan holds its program, so the id is that of no other one.
     key = (id(jaxpr), settings, are_declared, results)
     made = run.demands.get(key)
@@ -135,6 +138,7 @@ def _make(
         tuple(demands.get(v, UNREAD) for v in jaxpr.invars),
         frozenset(flow.residuals),
         frozenset(flow.beginnings),
+        frozenset(flow.sums),
         flow.makers.readers,
         jaxpr,
     )
@@ -146,6 +150,7 @@ class _DemandFlow(BackwardFlow[Demand]):
     Attributes:
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
+        sums: The sums of two products.
     """
 
     def __init__(
@@ -157,6 +162,7 @@ class _DemandFlow(BackwardFlow[Demand]):
     ) -> None:
         self.residuals: set[Var] = set()
         self.beginnings: set[Var] = set()
+        self.sums: set[Var] = set()
         self._run = run
         self._settings = settings
         self._declared = _declared_variables(jaxpr, are_declared)
@@ -191,6 +197,8 @@ class _DemandFlow(BackwardFlow[Demand]):
             self.beginnings.update(v for v in found if v is not None)
             if is_half:
                 return Demand.HALF, Demand.HALF
+        elif is_sum_of_products(equation, self.makers):
+            self.sums.update(equation.outvars)
         if properties(equation.primitive.name).kind is not PrimitiveClass.RECURSE:
             return _operand_demands(here, equation, results)
         found = [UNREAD] * len(equation.invars)

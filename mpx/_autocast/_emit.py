@@ -101,7 +101,7 @@ def evaluate(
             run.used.add(FLOAT16)
         values.update(zip(equation.outvars, outputs, strict=True))
 
-    for part in _parts(run, place, jaxpr, values, ahead.residuals):
+    for part in _parts(run, place, jaxpr, values, ahead.residuals | ahead.sums):
         if isinstance(part, Island):
             emit_island(run, place, part, values, ahead, emit)
         else:
@@ -114,7 +114,7 @@ def _read(values: Values, atom: Atom) -> Value:
 
 
 def _parts(
-    run: Run, place: Place, jaxpr: Jaxpr, values: Values, residuals: frozenset[Var]
+    run: Run, place: Place, jaxpr: Jaxpr, values: Values, ends: frozenset[Var]
 ) -> Sequence[JaxprEqn | Island]:
     """The equations of a program, those of islands together."""
     is_whole = place.has_own_rule or place.is_recomputed
@@ -127,8 +127,8 @@ def _parts(
         settings = place.settings.at(scope_names(equation))
         is_ours = settings.is_enabled or run.only_recomputes
         is_asked_for = is_ours and settings.residuals in kinds
-        is_stream = any(v in residuals for v in equation.outvars)
-        return is_asked_for and not is_stream and not is_differentiated(equation)
+        is_end = any(v in ends for v in equation.outvars)
+        return is_asked_for and not is_end and not is_differentiated(equation)
 
     weights = [v for v in jaxpr.invars if values[v].facts.is_weight]
     return parts(jaxpr, weights, may_join)
@@ -173,7 +173,10 @@ def _emit(
             begins = any(v in ahead.beginnings for v in equation.outvars)
             return [_rounded(place, v) for v in moved] if begins else moved
     is_residual = any(v in ahead.residuals for v in equation.outvars)
-    return _emit_case(run, Case(place, equation, operands, demand, is_residual))
+    results = _emit_case(run, Case(place, equation, operands, demand, is_residual))
+    if any(v in ahead.sums for v in equation.outvars):
+        results[0].facts = results[0].facts._replace(is_sum=True)
+    return results
 
 
 def _emit_case(run: Run, case: Case) -> list[Value]:

@@ -1,6 +1,7 @@
 """Emitting an island so that its backward pass starts from what went in."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -116,9 +117,12 @@ def _recomputed(
     used, run.used = frozenset(run.used), others
     known, are_cast = found
     are_free = tuple(f.is_weight for f in facts.values())
-    if not is_worth_while(closed.jaxpr, are_free):
+    are_sums = (facts[v].is_sum and wide[v][0] == FULL for v in arrays)
+    stored = tuple(half if is_sum else None for is_sum in are_sums)
+    if not is_worth_while(closed.jaxpr, are_free, stored):
         return None
-    function, note = computed_again(closed, is_in_loop=place.is_in_loop), None
+    again_from = functools.partial(computed_again, is_in_loop=place.is_in_loop)
+    function, note = again_from(closed, stored=stored), None
     if is_taking_notes():
         plain, types = jaxpr_as_fun(closed), closed.in_avals
         before, after = (measured_bytes(f, types, are_free) for f in (plain, function))

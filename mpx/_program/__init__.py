@@ -82,6 +82,7 @@ from .streams import (
     Makers as Makers,
     goes_around as goes_around,
     is_residual as is_residual,
+    is_sum_of_products as is_sum_of_products,
     looked_up as looked_up,
     makers_of as makers_of,
 )

@@ -11,6 +11,7 @@ number, and a function with a derivative rule of its own keeps what it likes.
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.numpy import inexact, issubdtype
 from jaxtyping import PyTree
@@ -36,12 +37,17 @@ class _Node:
         self.is_free = False  # whether it is kept by others anyway
 
 
-def kept_bytes(jaxpr: Jaxpr, are_free: tuple[bool, ...]) -> tuple[int, int]:
+def kept_bytes(
+    jaxpr: Jaxpr,
+    are_free: tuple[bool, ...],
+    stored: Sequence[np.dtype | None] = (),
+) -> tuple[int, int]:
     """The bytes that autodiff keeps of an island, and those to recompute it from.
 
     Args:
         jaxpr: The island, as it was emitted.
         are_free: For each input whether it is there anyway: a weight, a constant.
+        stored: For each input the dtype in which it is kept; None for its own.
 
     Returns:
         Both counts. Not in them is what is there anyway, and what an island gives in
@@ -52,6 +58,9 @@ def kept_bytes(jaxpr: Jaxpr, are_free: tuple[bool, ...]) -> tuple[int, int]:
     ]
     for node, is_free in zip(inputs, are_free, strict=True):
         node.is_free = is_free
+    for node, v, dtype in zip(inputs, jaxpr.invars, stored, strict=False):
+        if dtype is not None:
+            node.bytes = count(aval_of(v).shape) * dtype.itemsize
     flow = _Keeping()
     constants = (None,) * len(jaxpr.constvars)
     results = propagate(jaxpr, constants, inputs, flow)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from .._jax_compat import open_jaxpr
 from .._typing import Atom
-from .equations import aval_of
+from .equations import aval_of, is_multiplication, program_of
 from .primitives import PrimitiveClass, properties
 
 
@@ -66,6 +67,28 @@ def goes_around(equation: JaxprEqn, makers: Makers) -> bool:
     Not so in a sum of two products, as in a recurrent cell, or in an associative scan.
     """
     return any(_is_read_elsewhere(atom, makers) for atom in equation.invars)
+
+
+def is_sum_of_products(equation: JaxprEqn, makers: Makers) -> bool:
+    """Whether an equation adds two products, as the gates of a recurrent cell do."""
+    return equation.primitive.name == "add" and all(
+        _is_product(atom, makers) for atom in equation.invars
+    )
+
+
+def _is_product(atom: Atom, makers: Makers) -> bool:
+    """Whether a value is what a matrix product gave, turned perhaps."""
+    maker = None if isinstance(atom, Literal) else makers.equations.get(atom)
+    if maker is None:
+        return False
+    known = properties(maker.primitive.name)
+    if known.rearranges:
+        return _is_product(maker.invars[0], makers)
+    if known.program:  # `jnp.einsum` is a jit
+        inner = open_jaxpr(program_of(maker))
+        result = inner.outvars[[v is atom for v in maker.outvars].index(True)]
+        return _is_product(result, makers_of(inner))
+    return known.kind is PrimitiveClass.HALF and not is_multiplication(maker)
 
 
 def _is_read_elsewhere(value: Atom, makers: Makers) -> bool:
