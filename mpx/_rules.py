@@ -48,7 +48,7 @@ class Candidate:
 
     Attributes:
         primitive: The primitive's name: `dot_general`, `exp`, ...
-        kind: Its class, what autocast does by default; None if mpx does not know it.
+        kind: Its class, what autocast does by default.
         dtype: The half precision dtype that holds here.
         scopes: The named scopes around it, the outermost first.
         equation: The equation as it was written: operands and results with their
@@ -59,7 +59,7 @@ class Candidate:
     """
 
     primitive: str
-    kind: PrimitiveClass | None
+    kind: PrimitiveClass
     dtype: np.dtype
     scopes: tuple[str, ...]
     equation: JaxprEqn
@@ -266,9 +266,9 @@ class Rules:
 
     Attributes:
         rules: The rules.
-        looks_ahead: Whether autocast asks what users of a result want, and computes
-            elementwise operations before a softmax in float32 although they would
-            follow their operands.
+        looks_ahead: Whether autocast asks in which precision the users of a value read
+            it. If not, each operation is decided alone: what moves numbers moves them
+            as they come, and what picks them does not round them first.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -349,16 +349,6 @@ class Rules:
     def _may_hold(self, name: str) -> bool:
         """Whether a rule may hold for an operation of a primitive."""
         return any(rule._holds_for_primitive(name) for rule in self.rules)
-
-    def _precision_of(self, name: str) -> Precision | None:
-        """What the rules say of a primitive wherever it stands; None if it depends."""
-        for rule in self.rules:
-            if rule._is_for_products or not rule._holds_for_primitive(name):
-                continue
-            if rule._is_about_primitives and isinstance(rule.precision, Precision):
-                return rule.precision
-            return None
-        return None
 
 
 _PYTORCH_FULL = tuple(

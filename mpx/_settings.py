@@ -53,7 +53,6 @@ class Settings:
         target: The device that is compiled for; None if nobody said.
         wire: In what dtypes weights and gradients travel between devices; None: as the
             program has it.
-        asks_seen: Whether somebody asks which gradients a recipe has seen.
         said: The names of those that somebody said; the others are defaults.
     """
 
@@ -66,7 +65,6 @@ class Settings:
     recipe: AbstractRecipe | None = None
     target: Target | None = None
     wire: Wire | None = None
-    asks_seen: bool = False
     said: frozenset[str] = frozenset()
 
     @classmethod

@@ -112,6 +112,31 @@ def test_a_gradient_that_overflows_in_float16_is_seen(name: str, inputs):
             assert_skipped(scaled, result)
 
 
+@pytest.mark.parametrize("name", ["current", "warm", "nvfp4"])
+@pytest.mark.parametrize(("size", "scale"), [(2.0**31, 1.0), (1.0, 2.0**-24)])
+def test_finite_gradients_are_good_however_large_and_at_any_scale(name, size, scale):
+    """Their operands' largest magnitudes have a product of 2^62, and of 2^-24."""
+    params, x, _ = batch_and_weights()
+    w, x = params["first"], size * jnp.sign(x)
+
+    @functools.partial(mpx.autocast, recipe=EACH[name], rules=EVERY)
+    def loss(w, x):
+        return jnp.sum(x @ w) * size
+
+    @jax.jit
+    def gradient(scaling, w, x):
+        return mpx.filter_value_and_grad(loss, scaling)(w, x)
+
+    scaling = mpx.StaticLossScaling(scale)
+    made = mpx.init_scaling(loss, w, x)
+    if isinstance(made, mpx.RecipeScaling):
+        scaling = made.with_loss(scaling)
+    result = gradient(scaling, w, x)
+    assert bool(result.finite)
+    assert np.isfinite(result.grads).all()
+    assert np.abs(result.grads).max() > size**2
+
+
 def distance(grads, others) -> float:
     flat = [
         np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(tree)])

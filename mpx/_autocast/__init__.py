@@ -27,9 +27,7 @@ from ._notes import (
     note_float16 as note_float16,
     noted_scaling as noted_scaling,
     noting_float16 as noting_float16,
-    noting_seen as noting_seen,
     read_note as read_note,
-    seen_of as seen_of,
     taking_notes as taking_notes,
 )
 from ._transform import (

@@ -69,10 +69,8 @@ from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import (
     RESULT,
-    is_asked_for_seen,
     is_taking_notes,
     note_float16,
-    note_seen,
     note_unused,
     noted_cast,
     refuse_unused,
@@ -110,9 +108,7 @@ def call_autocast(
         What the function returns, in the same dtypes.
     """
     func, args, kwargs = dequantize_weights((func, args, kwargs))
-    settings = dataclasses.replace(
-        settings, wire=present_wire(), asks_seen=is_asked_for_seen()
-    )
+    settings = dataclasses.replace(settings, wire=present_wire())
     if has_nnx_objects((func, args, kwargs)):
         return _call_with_objects(
             settings, weights, programs, func, args, kwargs, spares_final
@@ -294,7 +290,6 @@ def _call(
     _tell_demands(run, call.paths, closed, values)
     with _done_for_others():
         results = _results(run, closed, values)
-    note_seen(run, closed.jaxpr, values)
     return call.result_of(results)
 
 

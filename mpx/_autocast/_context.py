@@ -47,15 +47,16 @@ class Facts(NamedTuple):
             that were looked up in a table are none.
         is_fixed: A constant, or computed from parameters and constants alone.
         is_weight: A parameter, or computed from parameters and constants alone.
-        is_sum: A sum of products. What is stored of it is rounded: that costs no more
-            than the rounding of the products did.
+        is_stored_in_half: A part of what was half precision, or a sum of two products:
+            what is stored of it is rounded, which costs no more than the rounding of
+            the products did.
     """
 
     is_declared: bool = False
     parameter: str | None = None
     is_fixed: bool = False
     is_weight: bool = False
-    is_sum: bool = False
+    is_stored_in_half: bool = False
 
 
 class Value:
@@ -71,7 +72,6 @@ class Value:
         "input_scales",
         "is_constant",
         "slots",
-        "upcast_equation",
     )
 
     def __init__(
@@ -94,9 +94,7 @@ class Value:
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
-        # The equation of the program that cast it from half to float32, and the array
-        # that it cast.
-        self.upcast_equation: JaxprEqn | None = None
+        # What the program cast from half precision to float32.
         self.half_source: AnyArray | None = None
         # The weight in float32 that the program rounded to it.
         self.float32_source: Value | None = None

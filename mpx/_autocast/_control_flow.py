@@ -31,7 +31,7 @@ from .._program import (
     properties,
 )
 from .._recipe_state import Slots, StateOperands
-from .._typing import AnyArray, Aval, Program
+from .._typing import AnyArray, Program
 from .._wire import Asked, Asks, refuse_sums_of_others
 from ._context import (
     FULL,
@@ -352,8 +352,8 @@ def rewrite_cond(
     given, types = handed_over(rest)
     made = [rewritten(run, place, b, types, demands, state) for b in branches]
     dtypes = tuple(
-        _agreed(aval_of(variable), [closed.out_avals[i].dtype for closed, _ in made])
-        for i, variable in enumerate(equation.outvars)
+        _agreed(place, demands[i], [closed.out_avals[i] for closed, _ in made])
+        for i in range(len(equation.outvars))
     )
     if any(d is not None for d in dtypes):
         made = [
@@ -365,11 +365,11 @@ def rewrite_cond(
     return rebound(equation, {"branches": programs}, common, arrays)
 
 
-def _agreed(aval: Aval, dtypes: list[np.dtype]) -> np.dtype | None:
+def _agreed(place: Place, demand: Demand, avals: list[ShapedArray]) -> np.dtype | None:
     """What the results of all branches are cast to; None if they agree."""
-    if not is_castable(aval) or len(set(dtypes)) == 1:
+    if not is_castable(avals[0]) or len({aval.dtype for aval in avals}) == 1:
         return None
-    return FULL
+    return place.settings.dtype if demand == Demand.HALF else FULL
 
 
 def _common(facts: tuple[Facts, ...]) -> Facts:

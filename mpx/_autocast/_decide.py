@@ -14,12 +14,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._program import (
+    PRIMITIVES,
     PrimitiveClass,
     aval_of,
-    is_elementwise,
     is_multiplication,
     only_picks,
     properties,
+    sub_jaxprs,
 )
 from .._quantize import AbstractRecipe
 from .._rules import Candidate, Precision, Rule, line_of
@@ -33,7 +34,7 @@ class Reason(enum.Enum):
     """Why an operation is computed in the precision it is computed in."""
 
     PRODUCT = "a matrix product or convolution"
-    BETWEEN = "between products everything is computed in float32"
+    BETWEEN = "float32 between products"
     STREAM = "adds to a residual stream that is half precision"
     ROUNDED = "only picks numbers, and all that uses them is half precision"
     MOVES = "only moves data"
@@ -41,7 +42,7 @@ class Reason(enum.Enum):
     PRECISION = "the program asks for a precision of the product"
     RECURSES = "a program within the program, decided equation by equation"
     OPAQUE = "runs as it was written"
-    UNKNOWN = "mpx does not know this primitive; it runs as it was written"
+    UNKNOWN = "holds a program that mpx does not enter; it runs as it was written"
     UNTOUCHED = "no float16, bfloat16 or float32 among its operands and results"
     REGION = "a region that is switched off"
     RULE = "a rule of the user's"
@@ -60,7 +61,7 @@ class Choice(NamedTuple):
         detail: More about the reason.
     """
 
-    kind: PrimitiveClass | None
+    kind: PrimitiveClass
     reason: Reason
     dtype: np.dtype | None = None
     rule: Rule | None = None
@@ -176,21 +177,20 @@ def choose(case: Case, rule: Rule | None = None) -> Choice:
     if not case.settings.is_enabled:
         return Choice(kind, Reason.REGION)
     if not case.castable:
-        reason = Reason.UNKNOWN if kind is None else Reason.UNTOUCHED
-        return Choice(kind, reason)
+        return Choice(kind, Reason.UNTOUCHED)
     if kind is PrimitiveClass.HALF and not is_product_of_castable(case.equation):
         return Choice(kind, Reason.OPAQUE, detail="an array of it is of another dtype")
     if rule is not None and isinstance(rule.precision, Precision):
         return Choice(kind, Reason.RULE, _dtype_by_rule(case, rule.precision), rule)
+    if case.name not in PRIMITIVES and sub_jaxprs(case.equation):
+        return Choice(kind, Reason.UNKNOWN)
     if kind is PrimitiveClass.HALF:
         return _choose_product(case)
     if kind is PrimitiveClass.FULL:
         return _choose_elementwise(case)
     if kind is PrimitiveClass.MOVE:
         return Choice(kind, Reason.MOVES, _dtype_as_it_comes(case))
-    if kind is None and is_elementwise(case.equation):
-        return Choice(PrimitiveClass.FULL, Reason.BETWEEN, FULL)
-    return Choice(kind, Reason.UNKNOWN if kind is None else Reason.OPAQUE)
+    return Choice(kind, Reason.OPAQUE)
 
 
 def _dtype_by_rule(case: Case, precision: Precision) -> np.dtype | None:
@@ -226,7 +226,8 @@ def _choose_product(case: Case) -> Choice:
     if asks_for_precision(case.equation.params.get("precision")):
         return Choice(kind, Reason.PRECISION)
     if is_multiplication(case.equation):  # rotary angles, decays of a state
-        return Choice(kind, Reason.BETWEEN, FULL, detail="it sums over one number")
+        detail = "it sums over one number"
+        return Choice(PrimitiveClass.FULL, Reason.BETWEEN, FULL, detail=detail)
     return Choice(kind, Reason.PRODUCT, _half_dtype(case))
 
 

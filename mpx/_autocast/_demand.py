@@ -27,6 +27,7 @@ from .._program import (
     avals,
     backward,
     goes_around,
+    is_made_of_product,
     is_multiplication,
     is_residual,
     is_sum_of_products,
@@ -37,7 +38,6 @@ from .._program import (
     properties,
     sub_jaxprs,
 )
-from .._rules import Precision
 from .._settings import Settings
 from .._typing import Atom, Program
 from ._context import FULL, Run, is_castable
@@ -214,10 +214,14 @@ class _DemandFlow(BackwardFlow[Demand]):
     def _is_residual(self, equation: JaxprEqn, is_full: bool, is_half: bool) -> bool:
         if not any(is_castable(aval_of(v)) for v in equation.outvars):
             return False
-        # In float32 a sum of products is part of what comes after it. Where streams are
-        # half precision, it is stored in half the bytes of its terms.
-        is_stream = is_half or goes_around(equation, self.makers)
-        return is_stream and is_residual(equation, self.makers, is_full)
+        if not (
+            goes_around(equation, self.makers)
+            and is_residual(equation, self.makers, is_full)
+        ):
+            return False
+        # What is added to a stream that is half precision may be so, too; no loss.
+        branches = equation.invars
+        return not is_half or any(is_made_of_product(a, self.makers) for a in branches)
 
     def _inputs_of(
         self,
@@ -277,63 +281,42 @@ def _declared_variables(jaxpr: Jaxpr, are_declared: Sequence[bool]) -> set[Var]:
 def _operand_demands(
     settings: Settings, equation: JaxprEqn, outputs: Sequence[Demand]
 ) -> tuple[Demand, ...]:
-    """What an operation wants of its operands."""
+    """What an operation reads of its operands."""
     name, count = equation.primitive.name, len(equation.invars)
     if not settings.rules.looks_ahead:
-        return (BOTH,) * count
-    kind = _planned_class(settings, name)
+        return (UNREAD,) * count
+    kind = properties(name).kind if settings.is_enabled else PrimitiveClass.OPAQUE
     wanted = UNREAD
     for output in outputs:
         wanted |= output
-    if kind is PrimitiveClass.HALF:
-        is_sure = _is_cast_to_half(settings, equation)
-        return (Demand.HALF if is_sure else BOTH,) * count
+    if kind is PrimitiveClass.MOVE:
+        return (wanted,) * count
     if kind is PrimitiveClass.CONVERT:
         source, result = avals((equation.invars[0], equation.outvars[0]))
         if source.dtype == result.dtype:
             return (wanted,)
         return (demand_for(result.dtype) if is_castable(result) else Demand.FULL,)
-    if kind is PrimitiveClass.MOVE or (
-        only_picks(equation) and Demand.FULL not in wanted
-    ):
-        return (wanted,) * count
-    if kind is PrimitiveClass.FULL or not properties(name).kind:
-        return (Demand.FULL,) * count
-    # Opaque: declared dtypes.
+    if settings.rules._may_hold(name):
+        return (BOTH,) * count
+    if kind is PrimitiveClass.HALF:
+        return (Demand.HALF if _is_cast_to_half(equation) else BOTH,) * count
+    if kind is PrimitiveClass.FULL:
+        is_picked = only_picks(equation) and Demand.FULL not in wanted
+        return (wanted if is_picked else Demand.FULL,) * count
+    # Declared dtypes.
     return tuple(
         demand_for(aval.dtype) if is_castable(aval) else UNREAD
         for aval in avals(equation.invars)
     )
 
 
-def _is_cast_to_half(settings: Settings, equation: JaxprEqn) -> bool:
+def _is_cast_to_half(equation: JaxprEqn) -> bool:
     """Whether a product casts its operands, whatever they turn out to be."""
-    precision = equation.params.get("precision")
-    return not (
-        settings.rules._may_hold(equation.primitive.name)
-        or is_multiplication(equation)
-        or asks_for_precision(precision)
-        or not all(map(is_castable, avals(equation.invars[:2])))
+    return (
+        not is_multiplication(equation)
+        and not asks_for_precision(equation.params.get("precision"))
+        and all(map(is_castable, avals(equation.invars[:2])))
     )
-
-
-_PLANNED = {
-    Precision.HALF: PrimitiveClass.HALF,
-    Precision.LOW: PrimitiveClass.HALF,
-    Precision.FULL: PrimitiveClass.FULL,
-    Precision.FOLLOW: PrimitiveClass.MOVE,
-    Precision.DECLARED: PrimitiveClass.OPAQUE,
-}
-
-
-def _planned_class(settings: Settings, name: str) -> PrimitiveClass | None:
-    kind = properties(name).kind
-    if kind is PrimitiveClass.CONVERT or properties(name).moves:
-        return kind
-    if not settings.is_enabled:
-        return PrimitiveClass.OPAQUE
-    ruled = settings.rules._precision_of(name)
-    return kind if ruled is None else _PLANNED[ruled]
 
 
 def carried_demands(variables: Sequence[Var]) -> tuple[Demand, ...]:

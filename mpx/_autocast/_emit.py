@@ -48,7 +48,7 @@ from ._context import (
 )
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import UNREAD, Demand, Demands, Wanted, demands_of
-from ._notes import note_other, noted, refuse_accident, refuse_unknown
+from ._notes import noted, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
 from ._rematerialize import Values, emit_island
 from ._travel import (
@@ -145,7 +145,6 @@ def _emit(
         if rule is None:
             return rewrite(run, place, equation, operands, demands)
         run.used.add(rule)
-        note_other(run, place, equation)
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
         with noted(name, choice):
             return emit_operation(equation, operands, choice)
@@ -166,7 +165,7 @@ def _emit(
                 return [travelled]
             if not known.moves:
                 return _join(equation, operands)
-            is_only = ahead.is_read_once(equation.invars[0])
+            is_only = all(map(ahead.is_read_once, equation.invars))
             moved = _move(place, equation, operands, demand, is_only)
             if place.settings.residual_stream != "half":
                 return moved
@@ -175,7 +174,7 @@ def _emit(
     is_residual = any(v in ahead.residuals for v in equation.outvars)
     results = _emit_case(run, Case(place, equation, operands, demand, is_residual))
     if any(v in ahead.sums for v in equation.outvars):
-        results[0].facts = results[0].facts._replace(is_sum=True)
+        results[0].facts = results[0].facts._replace(is_stored_in_half=True)
     return results
 
 
@@ -187,7 +186,6 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
     """
     case, rule = ruled(run, case)
     if rule is not None and not isinstance(rule.precision, Precision):
-        note_other(run, case.place, case.equation)
         kind = properties(case.name).kind
         with noted(case.name, Choice(kind, Reason.RULE, rule=rule)):
             return _rewritten_by(rule, case)
@@ -201,10 +199,8 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
         run.used.add(FLOAT16)
     if case.settings.is_strict:
         refuse_unknown(case, choice)
-        refuse_accident(case, choice)
     if choice.recipe is not None:
         return emit_quantized(run, case, choice)
-    note_other(run, case.place, case.equation)
     with noted(case.name, choice):
         weight = summed_weight(case, choice)
         if weight is not None:
@@ -273,8 +269,8 @@ def _move(
     """
     name = equation.primitive.name
     known = properties(name)
-    # Bound, a number would be an array like any other, and unknown.
-    if name == "stop_gradient" and operands[0].is_constant:
+    # Bound, a number would be an array like any other. A barrier may be of nothing.
+    if not operands or (name == "stop_gradient" and operands[0].is_constant):
         return operands
     arrays = [v.cast(v.dtype) for v in operands]
     narrow = None
@@ -304,6 +300,8 @@ def _move(
         if narrow is not None:
             array = jax.lax.convert_element_type(array, narrow)
         facts, slots = source.facts, source.slots
+        if source.is_computed_in_half and array.dtype == FULL:
+            facts = facts._replace(is_stored_in_half=True)
         if name == "gather":  # rows of a table are data, whoever learned them
             facts, slots = Facts(is_declared=facts.is_declared), None
         results.append(Value(array, facts, slots=slots))
@@ -335,7 +333,7 @@ def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
     facts = value.facts._replace(is_declared=value.is_constant)
     result = Value(array, facts, value.is_constant, value.slots)
     if target == FULL:
-        result.upcast_equation, result.half_source = equation, value.array
+        result.half_source = value.array
     elif value.facts.is_weight and value.dtype == FULL:
         result.float32_source = value
     return result
@@ -425,31 +423,7 @@ def _operand(equation: JaxprEqn, value: Value, aval: Aval, choice: Choice) -> An
     if not is_castable(aval):
         return value.array
     target = aval.dtype if choice.dtype is None else choice.dtype
-    return _spread(equation, value, target).cast(target)
-
-
-def _spread(equation: JaxprEqn, value: Value, target: np.dtype) -> Value:
-    """A declared value that will be cast, broadcast to what it meets.
-
-    JAX broadcasts the operands of binary operations along axes of size one. Before the
-    cast: the gradient of a bias is a sum over the batch, which then runs in float32.
-    """
-    if (
-        not properties(equation.primitive.name).is_binary
-        or not value.facts.is_declared
-        or value.is_constant
-        or value.dtype == target
-    ):
-        return value
-    result = aval_of(equation.outvars[0])
-    shape, sharding = result.shape, result.sharding
-    if value.array.shape == shape or value.array.ndim != len(shape):
-        return value
-    axes = tuple(range(len(shape)))
-    # Where types know of shardings, one of none would have its gradient gathered.
-    place = sharding if sharding.mesh.explicit_axes else None
-    array = jax.lax.broadcast_in_dim(value.array, shape, axes, out_sharding=place)
-    return Value(array, value.facts, slots=value.slots)
+    return value.cast(target)
 
 
 def _product(equation: JaxprEqn, arrays: list[AnyArray], dtype: np.dtype) -> Value:

@@ -17,24 +17,11 @@ import uuid
 from collections.abc import Iterable, Iterator
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._errors import describe, listing
-from .._program import (
-    PrimitiveClass,
-    aval_of,
-    count,
-    cut_axes,
-    data_of,
-    data_scope,
-    properties,
-    source_span,
-)
+from .._errors import listing
+from .._program import data_of, data_scope
 from .._quantize import AbstractProduct, Path, path_of
 from .._rules import Rule, Rules
-from .._settings import is_tracing
-from .._typing import AnyArray
-from ._context import FULL, Place, Run, Value, is_castable
 from ._decide import Case, Choice, Reason
 
 _taking = jax.make_user_context(default_value=False)
@@ -112,7 +99,7 @@ def noted(
     """What is emitted inside was decided so."""
     if not _taking.value:
         return contextlib.nullcontext()
-    kind = "unknown" if choice.kind is None else choice.kind.value
+    kind = choice.kind.value
     rule = "" if choice.rule is None else str(choice.rule)
     reason = choice.reason.value
     if choice.detail:
@@ -201,93 +188,6 @@ def note_float16() -> None:
         found.append(None)
 
 
-# --- Gradients that a recipe has seen -------------------------------------------------
-
-# Arrays that an autocast function was called with: along how many first axes scans cut
-# each, if recipes have seen its gradient.
-SeenNotes = list[tuple[AnyArray, int | None]]
-
-_seen: contextvars.ContextVar[SeenNotes | None] = contextvars.ContextVar(
-    "seen", default=None
-)
-
-# In `Run.used`, before an equation and the operand whose gradient a recipe sees there,
-# which is None if it sees none.
-_DECIDED = "what reads a weight"
-
-
-@contextlib.contextmanager
-def noting_seen() -> Iterator[SeenNotes]:
-    """A call of an autocast function notes whose gradients recipes have seen.
-
-    They have where nothing reads an argument but quantized products that make its
-    gradient NaN as a whole (`spreads_nan`), so that nobody need read it to find out
-    whether it is finite. The call must be all that reads its arguments.
-    """
-    found: SeenNotes = []
-    token = _seen.set(found)
-    try:
-        yield found
-    finally:
-        _seen.reset(token)
-
-
-def is_asked_for_seen() -> bool:
-    """Whether a call here notes what is seen: none within another one does."""
-    return _seen.get() is not None and not is_tracing()
-
-
-def note_product(run: Run, case: Case, product: AbstractProduct) -> None:
-    """Notes that a product is quantized, where somebody asks."""
-    if not case.settings.asks_seen:
-        return
-    weights = [v.facts.is_weight for v in case.operands[:2]]
-    sees = product.spreads_nan and sum(weights) == 1
-    weight = weights.index(True) if sees else None
-    run.used.add((_DECIDED, case.equation, weight))
-
-
-def note_other(run: Run, place: Place, equation: JaxprEqn) -> None:
-    """Notes that a product, or the program in an equation, is not, where it might be.
-
-    One program may stand in several places, and what one leaves alone another one
-    quantizes: then nothing is seen there.
-    """
-    known = properties(equation.primitive.name)
-    is_asked = known.is_quantizable or known.kind is PrimitiveClass.RECURSE
-    if place.settings.asks_seen and is_asked:
-        run.used.add((_DECIDED, equation, None))
-
-
-def note_seen(run: Run, jaxpr: Jaxpr, values: Iterable[Value]) -> None:
-    """Notes of the arguments of a call how they were seen, where somebody asks.
-
-    Args:
-        run: The run, when the call has been emitted.
-        jaxpr: Its program, as it was written.
-        values: Its arguments.
-    """
-    found = _seen.get()
-    if found is None or not run.settings.asks_seen:
-        return
-    tuples = (one for one in run.used if isinstance(one, tuple))
-    decided = [one[1:] for one in tuples if one[0] == _DECIDED]
-    weights = dict(decided) | {equation: None for equation, w in decided if w is None}
-    axes = cut_axes(jaxpr, weights)
-    found[:] = [(v.array, n) for v, n in zip(values, axes, strict=True)]
-
-
-def seen_of(notes: SeenNotes, arrays: Iterable[AnyArray]) -> list[int | None]:
-    """What was noted of arrays; None of those that no call was given, or twice.
-
-    By identity: whatever made another array of one may have read more of it.
-    """
-    found: dict[int, int | None] = {}
-    for array, axes in notes:
-        found[id(array)] = None if id(array) in found else axes
-    return [found.get(id(array)) for array in arrays]
-
-
 # --- Strict mode ----------------------------------------------------------------------
 
 _CALL = "`mpx.autocast(..., strict=True)`"
@@ -302,43 +202,6 @@ def refuse_unknown(case: Case, choice: Choice) -> None:
             f'`mpx.Rule(mpx.Precision.DECLARED, primitive="{case.name}")` leaves it as '
             "it was written."
         )
-
-
-def refuse_accident(case: Case, choice: Choice) -> None:
-    """Raises where something small makes a half precision value float32.
-
-    Small is what is less than the result: a scalar, a bias. A residual stream is not.
-    """
-    if choice.dtype != FULL or choice.rule is not None:
-        return
-    if not _was_upcast_here(case):
-        return
-    culprit = next(v for v in case.operands if v.upcast_equation is None)
-    half = case.settings.dtype.name
-    raise ValueError(
-        f"{_CALL}: `{case.name}`{case.where} makes a half precision value "
-        f"float32, because of {describe(culprit.array)}. Write that operand as a "
-        f"Python number, or cast it to {half}; if float32 is what you want, cast the "
-        'other operand: `x.astype("float32")`.'
-    )
-
-
-def _was_upcast_here(case: Case) -> bool:
-    """Whether JAX's promotion cast an operand for the sake of a small one.
-
-    The cast and the operation then come from one expression of the program.
-    """
-    widened = [
-        v.upcast_equation for v in case.castable if v.upcast_equation is not None
-    ]
-    others = [v for v in case.castable if v.upcast_equation is None]
-    size = max((count(aval_of(v).shape) for v in case.equation.outvars), default=0)
-    if not widened or not others or not is_castable(aval_of(case.equation.outvars[0])):
-        return False
-    if any(count(v.array.shape) == size for v in others):
-        return False
-    here = source_span(case.equation)
-    return here is not None and all(source_span(cast) == here for cast in widened)
 
 
 def refuse_slow(case: Case, product: AbstractProduct) -> None:

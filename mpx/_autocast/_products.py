@@ -44,7 +44,6 @@ from .._quantize import (
     LinearProduct,
     Path,
     RaggedProduct,
-    can_spread,
     has_ragged_form,
     linear_convolution,
     linear_product,
@@ -59,7 +58,7 @@ from .._typing import AnyArray, Aval
 from .._wire import dtype_of_sums
 from ._context import ONE_ROW, UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
-from ._notes import is_taking_notes, note_product, noted, refuse_slow
+from ._notes import is_taking_notes, noted, refuse_slow
 
 _VECTOR = "a product with a vector"
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
@@ -246,7 +245,6 @@ def _product_of(case: Case, choice: Choice) -> AbstractProduct:
         sums_over_devices=case.place.sums_over_devices,
         out_sharding=params.get("out_sharding"),
         reduce_dtype=dtype_of_sums(wire, case.name),
-        spreads_nan=_spreads_nan(case, choice.recipe),
     )
     if case.name == _CONVOLUTION:
         names = (f.name for f in dataclasses.fields(ConvolutionProduct))
@@ -263,11 +261,6 @@ def _product_of(case: Case, choice: Choice) -> AbstractProduct:
     )
 
 
-def _spreads_nan(case: Case, recipe: AbstractRecipe) -> bool:
-    """Whether to make a gradient NaN as a whole, for those who ask what was seen."""
-    return case.settings.asks_seen and can_spread(recipe) and not manual_axes()
-
-
 def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
     """Binds a quantized product.
 
@@ -279,7 +272,6 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
     assert choice.recipe is not None
     run.used.add(case.settings.recipe)
     product = _product_of(case, choice)
-    note_product(run, case, product)
     if case.settings.is_strict:
         refuse_slow(case, product)
     weight, is_dequantized = "", False

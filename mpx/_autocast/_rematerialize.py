@@ -80,7 +80,7 @@ def _recomputed(
     """Makes a function of an island that recomputes it; None if it is not worth it."""
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
-    wide = {v: (values[v].dtype, values[v].upcast_equation) for v in arrays}
+    dtypes = {v: values[v].dtype for v in arrays}
     numbers = {v: values[v] for v in island.inputs if values[v].is_constant}
     # So there are no islands within it.
     inner = dataclasses.replace(place, is_recomputed=True)
@@ -89,13 +89,10 @@ def _recomputed(
 
     def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[AnyArray]]:
         inside = dict(numbers)
-        for (variable, (dtype, upcast_equation)), x in zip(
-            wide.items(), arrays, strict=True
-        ):
+        for (variable, dtype), x in zip(dtypes.items(), arrays, strict=True):
             if x.dtype != dtype:
                 x = jax.lax.convert_element_type(x, dtype)
             inside[variable] = Value(x, facts[variable])
-            inside[variable].upcast_equation = upcast_equation
         for equation in island.equations:
             emit(inner, equation, inside)
         results = [inside[v] for v in island.outputs]
@@ -117,7 +114,7 @@ def _recomputed(
     used, run.used = frozenset(run.used), others
     known, are_cast = found
     are_free = tuple(f.is_weight for f in facts.values())
-    are_sums = (facts[v].is_sum and wide[v][0] == FULL for v in arrays)
+    are_sums = (facts[v].is_stored_in_half and dtypes[v] == FULL for v in arrays)
     stored = tuple(half if is_sum else None for is_sum in are_sums)
     if not is_worth_while(closed.jaxpr, are_free, stored):
         return None

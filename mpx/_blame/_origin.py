@@ -96,5 +96,5 @@ def _is_float(level: Level, value: int) -> bool:
 def _is_elementwise(step: Step) -> bool:
     """Whether an operation is none of those by which a cotangent goes on: products."""
     kind = properties(step.primitive).kind
-    holds = (PrimitiveClass.HALF, PrimitiveClass.RECURSE, None)
+    holds = (PrimitiveClass.HALF, PrimitiveClass.RECURSE)
     return step.is_barrier or kind not in holds

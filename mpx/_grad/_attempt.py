@@ -73,14 +73,12 @@ def attempt(
             return Outcome(loss, aux, grads, None, amaxes)
         flags = finite_flags(NoLossScaling(), loss, grads)
         return Outcome(loss, aux, grads, flags, amaxes)
-    found = scaled_value_and_grad(
-        problem, scaling, args, kwargs, asks_seen=scaling._is_stateful
-    )
+    found = scaled_value_and_grad(problem, scaling, args, kwargs)
     grads = as_weights(problem, found.grads, args)
     if not scaling._is_stateful:
         unscaled = _returned(problem, scaling.unscale(grads))
         return Outcome(found.loss, found.aux, unscaled, None, found.amaxes)
-    flags = finite_flags(scaling, found.loss, found.grads, found.seen)
+    flags = finite_flags(scaling, found.loss, found.grads)
     unscaled = _returned(problem, _known_after(flags, scaling).unscale(grads))
     return Outcome(found.loss, found.aux, unscaled, flags, found.amaxes)
 

@@ -19,8 +19,6 @@ from .._autocast import (
     note_float16,
     noted_scaling,
     noting_float16,
-    noting_seen,
-    seen_of,
 )
 from .._cast import cast_leaf, casting_inputs
 from .._dtypes import full_precision_of, is_half
@@ -29,7 +27,7 @@ from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Wire
 from .._recipe_state import SlotName, at_step
-from .._settings import settings_of, unwrapped
+from .._settings import settings_of
 from .._tree import is_trainable
 from .._typing import AnyArray, LeafPredicate, LossScalar
 from .._wire import on_the_wire
@@ -92,8 +90,6 @@ class Differentiated(NamedTuple):
         grads: The scaled gradients, one for each of `problem.argnums`, in the dtypes
             that they were computed in; `as_weights` casts them.
         amaxes: The amaxes that the recipes in the function saw, by slot.
-        seen: For each leaf of `grads` whether recipes have seen it: along how many of
-            its first axes scans cut it; None if not, or if nobody asked.
     """
 
     scaled: LossScalar
@@ -101,7 +97,6 @@ class Differentiated(NamedTuple):
     aux: PyTree
     grads: tuple[PyTree, ...]
     amaxes: dict[SlotName, Array]
-    seen: tuple[int | None, ...]
 
 
 Result = TypeVar("Result")
@@ -155,8 +150,6 @@ def scaled_value_and_grad(
     scaling: AbstractLossScaling,
     args: PyTree,
     kwargs: PyTree,
-    *,
-    asks_seen: bool = False,
 ) -> Differentiated:
     """Differentiates the scaled loss.
 
@@ -165,26 +158,13 @@ def scaled_value_and_grad(
         scaling: The loss scaling.
         args: The arguments.
         kwargs: The keyword arguments.
-        asks_seen: Whether to find out which gradients a recipe has seen.
     """
     settings = settings_of(problem.func)
     problem = _as_travelling(problem, args, kwargs)
-    asks_seen = asks_seen and _has_one_reader(problem)
-    differentiate = functools.partial(
-        _differentiated, problem, scaling, args, kwargs, asks_seen
-    )
+    differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
     recipes = None if settings is None else settings.recipes
     with on_the_wire(problem.wire):
         return at_step(scaling.record.steps, recipes, differentiate)
-
-
-def _has_one_reader(problem: Problem) -> bool:
-    """Whether an autocast function is all that reads the weights, on one device.
-
-    On several, products would wait for amaxes that are joined when all is done.
-    """
-    is_autocast = unwrapped(problem.func)[0] is not problem.func
-    return is_autocast and problem.wire is None and not manual_axes()
 
 
 def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:
@@ -216,7 +196,6 @@ def _differentiated(
     scaling: AbstractLossScaling,
     args: PyTree,
     kwargs: PyTree,
-    asks_seen: bool,
     in_step: Callable[[], contextlib.AbstractContextManager[object]],
 ) -> Differentiated:
     func, given = problem.func, args
@@ -226,7 +205,6 @@ def _differentiated(
         )
     weights = tuple(args[i] for i in problem.argnums)
     weights, fixed = eqx.partition(weights, is_trainable)
-    seen: list[int | None] = [None] * len(jax.tree.leaves(weights))
 
     # JAX records the call stack at every operation of the user's function, which costs
     # time for each frame: between here and there are as few as possible.
@@ -238,10 +216,6 @@ def _differentiated(
         with casting, provide(tokens), in_step():
             if problem.accumulate_dtype is not None:
                 result = _call_with_masters(problem, full, kwargs)
-            elif asks_seen:
-                with noting_seen() as notes:
-                    result = func(*full, **kwargs)
-                seen[:] = seen_of(notes, jax.tree.leaves(weights))
             else:
                 result = func(*full, **kwargs)
         loss, aux = _loss_and_aux(problem, result)
@@ -265,14 +239,12 @@ def _differentiated(
             found = _as_before(differentiate, (spread_out, tokens), results)
             if found is None:
                 at_each_use = dataclasses.replace(problem, accumulate_dtype=_FLOAT32)
-                return _differentiated(
-                    at_each_use, scaling, given, kwargs, asks_seen, in_step
-                )
+                return _differentiated(at_each_use, scaling, given, kwargs, in_step)
             (scaled, (loss, aux)), (grads, amaxes) = found
             grads = summed(grads, weights, axes)
-            return Differentiated(scaled, loss, aux, grads, amaxes, tuple(seen))
+            return Differentiated(scaled, loss, aux, grads, amaxes)
     (scaled, (loss, aux)), (grads, amaxes) = differentiate(weights, tokens)
-    return Differentiated(scaled, loss, aux, grads, amaxes, tuple(seen))
+    return Differentiated(scaled, loss, aux, grads, amaxes)
 
 
 @jax.custom_vjp

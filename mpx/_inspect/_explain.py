@@ -350,6 +350,17 @@ def _note(visit: Visit[Fact]) -> Note | None:
     return next((n for n in reversed(notes) if isinstance(n, Note)), None)
 
 
+# What loses digits or range where the program itself computes it in half precision.
+_CRITICAL = frozenset(
+    """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh
+    cumlogsumexp cumprod cumsum digamma erf_inv exp exp2 expm1 igamma igamma_grad_a
+    igammac lgamma log log1p log2 polygamma polynomial pow random_gamma
+    random_gamma_grad reduce_prod reduce_sum reduce_window_sum
+    regularized_incomplete_beta rsqrt scatter-add scatter-mul scatter-sub sin sinh sqrt
+    tan zeta
+    """.split()
+)
 _KERNELS = (Flops.ATTENTION_FORWARD, Flops.ATTENTION_BACKWARD)
 
 
@@ -431,8 +442,9 @@ def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
         return _product_in(equation)
     if precision not in HALF:
         return ""
-    kind = properties(equation.primitive.name).kind
     # Sums of one number happen where axes of length 1 are dropped.
-    if kind is PrimitiveClass.FULL and flops(equation):
-        return f"{equation.primitive.name} in {precision}"
+    name = equation.primitive.name
+    is_range_short = precision == "float16" and name in ("integer_pow", "square")
+    if (name in _CRITICAL or is_range_short) and flops(equation):
+        return f"{name} in {precision}"
     return ""

@@ -20,7 +20,6 @@ from .equations import (
     count as count,
     distinct_equations as distinct_equations,
     equations as equations,
-    is_elementwise as is_elementwise,
     is_multiplication as is_multiplication,
     lengths as lengths,
     only_picks as only_picks,
@@ -54,7 +53,6 @@ from .probe import (
     Tagged as Tagged,
     probed as probed,
 )
-from .readers import cut_axes as cut_axes
 from .remat import (
     computed_again as computed_again,
     is_worth_while as is_worth_while,
@@ -81,6 +79,7 @@ from .source import (
 from .streams import (
     Makers as Makers,
     goes_around as goes_around,
+    is_made_of_product as is_made_of_product,
     is_residual as is_residual,
     is_sum_of_products as is_sum_of_products,
     looked_up as looked_up,

@@ -1,10 +1,9 @@
 """One record for each primitive: all that mpx knows of it without looking at operands.
 
-Every other list of names in mpx is read from here, so a new primitive of JAX is one
-word in one group. What a primitive is bound to, and what was chosen for an equation
-given its operands, is decided elsewhere. A name that stands in no group is *unknown*;
-autocast treats it as opaque and records that it did. Equinox's primitives are here
-because mpx depends on Equinox.
+What a primitive is bound to, and what was chosen for an equation given its operands, is
+decided elsewhere. A name that stands in no group runs as it was written, in float32
+where the program is in float32: what computes between products needs no word here.
+Equinox's primitives are here because mpx depends on Equinox.
 
 Names and not primitive objects are the keys: most primitives are not public objects,
 and their names are what a jaxpr prints.
@@ -28,7 +27,7 @@ class PrimitiveClass(enum.Enum):
     RECURSE = "recurse"
     """Holds a program, which is cast in turn."""
     OPAQUE = "opaque"
-    """Declared dtypes in, and its results count as computed in float32."""
+    """Runs as it was written, in declared dtypes; so does what is in no group."""
 
 
 class Flops(enum.Enum):
@@ -83,7 +82,7 @@ class Properties:
     """What is known of a primitive.
 
     Attributes:
-        kind: What autocast does with it; None if the primitive is unknown.
+        kind: What autocast does with it.
         is_quantizable: A product that recipes have a form for.
         flops: How its operations are counted.
         saves: What its derivative keeps.
@@ -95,11 +94,10 @@ class Properties:
         spreads: It says that what each device has already may differ between them.
         joins: Its result holds numbers of several operands.
         picks: Each number that it gives is one of its operands', or its negative, or
-            zero: rounded before or after, it is the same. So is its gradient, to which
-            each number of the result contributes once.
+            zero, and contributes once to its gradient: rounded before or after, it is
+            the same.
         orders: It compares two numbers, and asks which one is larger.
         adds: It adds or subtracts two operands.
-        is_binary: It is elementwise, of two operands that may be broadcast.
         is_barrier: No region goes beyond it, though its class is a cheap one: it is
             expensive, or not ours to repeat (names, shardings, collectives).
         program: The parameter that holds the one program whose inputs are its
@@ -117,7 +115,7 @@ class Properties:
         passes_on_bad: An infinity or a NaN among its operands is one in its result.
     """
 
-    kind: PrimitiveClass | None
+    kind: PrimitiveClass
     is_quantizable: bool = False
     flops: Flops = Flops.UNKNOWN
     saves: Saves = Saves.NOTHING
@@ -130,7 +128,6 @@ class Properties:
     picks: bool = False
     orders: bool = False
     adds: bool = False
-    is_binary: bool = False
     is_barrier: bool = False
     program: str = ""
     runs_once: bool = False
@@ -158,7 +155,7 @@ _CHEAP = frozenset(
 )
 
 PRIMITIVES: dict[str, Properties] = {}
-UNKNOWN = Properties(kind=None)
+UNKNOWN = Properties(kind=PrimitiveClass.OPAQUE)
 
 
 def properties(name: str) -> Properties:
@@ -243,29 +240,19 @@ _group(
     _FULL,
     flops=Flops.ELEMENTWISE,
     adds=True,
-    is_binary=True,
     passes_on_bad=True,
 )
-_group("div", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.OTHERS, is_binary=True)
+_group("div", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.OTHERS)
 _group(
     "mul",
     _FULL,
     flops=Flops.ELEMENTWISE,
     saves=Saves.OTHERS,
-    is_binary=True,
     passes_on_bad=True,
 )
 _group("abs", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.OPERAND, picks=True)
 _group("neg", _FULL, flops=Flops.ELEMENTWISE, picks=True, passes_on_bad=True)
-_group(
-    "max min",
-    _FULL,
-    flops=Flops.ELEMENTWISE,
-    saves=Saves.CHOICE,
-    picks=True,
-    is_binary=True,
-)
-_group("clamp", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.CHOICE, picks=True)
+_group("clamp max min", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.CHOICE)
 _group(
     "select_n",
     _FULL,
@@ -291,12 +278,10 @@ _group(
     is_barrier=True,
 )
 _group("sort", _FULL, flops=Flops.SORT, is_barrier=True)
-_group("reduce_window_sum", _FULL, flops=Flops.WINDOW, is_barrier=True)
 _group(
-    "reduce_window_max reduce_window_min",
+    "reduce_window_max reduce_window_min reduce_window_sum",
     _FULL,
     flops=Flops.WINDOW,
-    picks=True,
     is_barrier=True,
 )
 _group(
@@ -488,27 +473,13 @@ _group("select_and_scatter", _OPAQUE, flops=Flops.SELECT_AND_SCATTER, combines=T
 # The user chose dtypes and scales of these himself: half in name, but not ours to cast.
 _group("scaled_matmul scaled_matmul_wrapper", _OPAQUE, flops=Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_bwd_wrapper", _OPAQUE, flops=Flops.ATTENTION_BACKWARD)
-_group(
-    """
-    dot_product_attention_bwd dot_product_attention_fp8_bwd
-    dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
-    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd scaled_dot
-    """,
-    _OPAQUE,
-)
+_group("core_map cudnn_fusion custom_linear_solve linear_call run_state", _OPAQUE)
 _group("cholesky", _OPAQUE, flops=Flops.CHOLESKY)
 _group("lu", _OPAQUE, flops=Flops.LU)
 _group("qr", _OPAQUE, flops=Flops.QR)
 _group("geqrf householder_product", _OPAQUE, flops=Flops.REFLECTORS)
 _group("triangular_solve", _OPAQUE, flops=Flops.TRIANGULAR_SOLVE)
 _group("fft", _OPAQUE, flops=Flops.FFT)
-_group(
-    """
-    cholesky_update custom_linear_solve eig eigh geqp3 hessenberg ormqr schur svd
-    symmetric_product tridiagonal tridiagonal_solve
-    """,
-    _OPAQUE,
-)
 _group(
     "conj nextafter reduce_precision stochastic_round",
     _OPAQUE,
@@ -525,37 +496,6 @@ _group(
     """,
     _OPAQUE,
     flops=Flops.ZERO,
-)
-_group(
-    """
-    from_edtype to_edtype all_reduce_ffs all_reduce_population_count
-    buffer_callback io_callback pure_callback
-    check ffi_call mpmd_map tpu_custom_call
-    call_hi_primitive call_hi_primitive_linearized closed_call_hi create_linear consume
-    core_map cudnn_fusion custom_fusion custom_jvp_call_jaxpr custom_lin dce_sink
-    fusible linear_call program_order run_state xla_metadata_value
-    bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices
-    bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general
-    bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec
-    coo_spmm coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv
-    csr_todense spsolve todense
-    rnn_bwd rnn_fwd
-    accum_grad_in_ref addupdate box_get box_set empty_ref free_ref freeze
-    log_extend log_read new_box new_log new_ref pin trace_value unpin
-    all_gather_done all_gather_reduced_start all_gather_start all_to_all_done
-    all_to_all_start global_array_to_host_local_array host_local_array_to_global_array
-    pbroadcast_done pbroadcast_start ppermute_done ppermute_start precv psend psum_done
-    psum_invariant_start psum_start reduce_scatter_done reduce_scatter_start
-    shape_assertion unique unreachable unreduced_psum_start
-    unreduced_reduce_scatter_start
-    announce_jaxpr maybe_set select_if_vmap vprim
-    thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
-    thunky.async_start thunky.call_jax thunky.call_thunky_nested
-    thunky.collective_group thunky.collective_permute thunky.cond thunky.copy
-    thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero
-    thunky.ptx_kernel thunky.reduce_scatter thunky.while
-    """,
-    _OPAQUE,
 )
 _group("get swap", _OPAQUE, is_access=True)
 

@@ -94,16 +94,14 @@ def computed_again(
         A function of the program's inputs.
     """
     plain = jaxpr_as_fun(closed)
-    if any(stored):
-        return _from_inputs(closed, stored, is_apart=not is_in_loop)
-    if is_in_loop:
-        return jax.checkpoint(plain, prevent_cse=False, policy=_Kept(frozenset()))
     sums = _sums(closed.jaxpr)
     is_softmax = _SOFTMAX <= {e.primitive.name for e in operations(closed.jaxpr)}
+    if is_in_loop and (sums or not any(stored)):
+        return jax.checkpoint(plain, prevent_cse=False, policy=_Kept(frozenset()))
     if sums and not is_softmax:
         is_apart = not _are_of_a_batch(closed.jaxpr)
         return jax.checkpoint(plain, policy=_Kept(sums), prevent_cse=is_apart)
-    return _from_inputs(closed)
+    return _from_inputs(closed, stored, is_apart=not is_in_loop)
 
 
 def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

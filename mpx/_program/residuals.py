@@ -58,9 +58,6 @@ def kept_bytes(
     ]
     for node, is_free in zip(inputs, are_free, strict=True):
         node.is_free = is_free
-    for node, v, dtype in zip(inputs, jaxpr.invars, stored, strict=False):
-        if dtype is not None:
-            node.bytes = count(aval_of(v).shape) * dtype.itemsize
     flow = _Keeping()
     constants = (None,) * len(jaxpr.constvars)
     results = propagate(jaxpr, constants, inputs, flow)
@@ -68,6 +65,10 @@ def kept_bytes(
         if node is not None and is_half(aval.dtype):
             node.is_free = True
     kept = flow.kept
+    bytes_kept = sum(node.bytes for node in kept if not node.is_free)
+    for node, v, dtype in zip(inputs, jaxpr.invars, stored, strict=False):
+        if dtype is not None:  # autodiff would keep it as it is
+            node.bytes = count(aval_of(v).shape) * dtype.itemsize
     needed, waiting = set(kept), list(kept)
     while waiting:
         for node in waiting.pop().made_of:
@@ -75,7 +76,7 @@ def kept_bytes(
                 needed.add(node)
                 waiting.append(node)
     return (
-        sum(node.bytes for node in kept if not node.is_free),
+        bytes_kept,
         sum(node.bytes for node in inputs if node in needed and not node.is_free),
     )
 

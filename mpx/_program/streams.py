@@ -4,13 +4,14 @@ Islands end there, and a scan that carries such a sum carries the stream.
 """
 
 import collections
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_compat import open_jaxpr
 from .._typing import Atom
-from .equations import aval_of, is_multiplication, program_of
+from .equations import aval_of, count, is_multiplication, program_of
 from .primitives import PrimitiveClass, properties
 
 
@@ -64,7 +65,8 @@ def is_residual(equation: JaxprEqn, makers: Makers, is_wanted_full: bool) -> boo
 def goes_around(equation: JaxprEqn, makers: Makers) -> bool:
     """Whether an operand of a sum goes around something: it has other readers.
 
-    Not so in a sum of two products, as in a recurrent cell, or in an associative scan.
+    Not so in a sum of two products, as in a recurrent cell, in an associative scan, and
+    in a sum over the turns of a loop.
     """
     return any(_is_read_elsewhere(atom, makers) for atom in equation.invars)
 
@@ -92,11 +94,12 @@ def _is_product(atom: Atom, makers: Makers) -> bool:
 
 
 def _is_read_elsewhere(value: Atom, makers: Makers) -> bool:
-    while (maker := makers.equations.get(value)) and makers.readers[value] == 1:
-        if not properties(maker.primitive.name).rearranges:
+    while makers.readers[value] == 1:
+        maker = makers.equations.get(value)
+        if maker is None or not properties(maker.primitive.name).rearranges:
             return False
         value = maker.invars[0]
-    return True  # or an input of the program: others may read it outside
+    return True
 
 
 def looked_up(value: Atom, makers: Makers) -> Var | None:
@@ -126,20 +129,25 @@ def _is_gated(value: Atom, makers: Makers) -> bool:
 
 def _is_made_of(value: Atom, part: Atom, makers: Makers) -> bool:
     """Whether a value is made of another one by elementwise operations only."""
-    waiting, steps = [value], 0
+    return any(found is part for found, _ in _elementwise(value, makers))
+
+
+def is_made_of_product(value: Atom, makers: Makers) -> bool:
+    """Whether a value is made of a product by elementwise operations: bias, dropout."""
+    makers_found = (maker for _, maker in _elementwise(value, makers) if maker)
+    return any(_is_product(maker.outvars[0], makers) for maker in makers_found)
+
+
+def _elementwise(value: Atom, makers: Makers) -> Iterator[tuple[Atom, JaxprEqn | None]]:
+    """What a value is made of number by number, and the equations that made that."""
+    waiting, steps, size = [value], 0, count(aval_of(value).shape)
     while waiting and steps < _ISLAND:
         found, steps = waiting.pop(), steps + 1
-        if found is part:
-            return True
         maker = makers.equations.get(found)
-        if maker is None or properties(maker.primitive.name).kind not in _ELEMENTWISE:
-            continue
-        waiting += [
-            a
-            for a in maker.invars
-            if not isinstance(a, Literal) and aval_of(a).shape == aval_of(value).shape
-        ]
-    return False
+        yield found, maker
+        if maker is not None and properties(maker.primitive.name).kind in _ELEMENTWISE:
+            operands = (a for a in maker.invars if not isinstance(a, Literal))
+            waiting += [a for a in operands if count(aval_of(a).shape) == size]
 
 
 _ELEMENTWISE = (

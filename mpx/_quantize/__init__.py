@@ -56,10 +56,6 @@ from ._recipes import (
     Role as Role,
 )
 from ._rounding import largest_magnitude as largest_magnitude
-from ._spread import (
-    SMALLEST_SCALE as SMALLEST_SCALE,
-    can_spread as can_spread,
-)
 from ._target import (
     Target as Target,
     target_from as target_from,

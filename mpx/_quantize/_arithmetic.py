@@ -80,6 +80,3 @@ EXACT = Arithmetic(
     rotated=_rotated,
     written=_as_it_is,
 )
-
-# A scale for the whole array is NaN where a number of it is not finite.
-EXACT_AS_A_WHOLE = EXACT._replace(largest_finite=largest_magnitude)

@@ -67,7 +67,6 @@ def quantize_by_cast(
     key: Key | None,
     scale: Float32[Array, ""] | None,
     join: Join,
-    otherwise: Arithmetic,
 ) -> QuantizedArray:
     """Quantizes an array on a device that casts; by arithmetic where it runs elsewhere.
 
@@ -80,7 +79,6 @@ def quantize_by_cast(
         key: A key or noise, given exactly if the quantizer rounds stochastically.
         scale: A scale from elsewhere; that of the amax if left out.
         join: Makes the amax of the whole array from that of `x`.
-        otherwise: What to compute with on other devices.
     """
 
     def here(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
@@ -88,7 +86,7 @@ def quantize_by_cast(
 
     def elsewhere(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
         x = flushed(x)
-        return quantizer._quantize(x, dtype, axes, key, scale, join, otherwise)
+        return quantizer._quantize(x, dtype, axes, key, scale, join)
 
     branches = {target.platform: here}
     return lax.platform_dependent(x, key, scale, **branches, default=elsewhere)

@@ -16,7 +16,6 @@ from jax import lax
 from jaxtyping import Array
 
 from ._amax import Join
-from ._arithmetic import EXACT, EXACT_AS_A_WHOLE
 from ._array import QuantizedArray
 from ._casting import is_cast, quantize_by_cast
 from ._contraction import padded
@@ -46,8 +45,6 @@ class Copies:
         step: The number of the training step, by which noise is drawn; None if nobody
             knows it.
         rounded_to: A dtype that the numbers are rounded to first; None: as they are.
-        spreads_nan: Whether a scale for the whole array is NaN where a number is not
-            finite.
     """
 
     recipe: AbstractRecipe
@@ -58,7 +55,6 @@ class Copies:
     axes: tuple[int, int]
     step: Array | None = None
     rounded_to: np.dtype | None = None
-    spreads_nan: bool = False
 
     def first(self, x: Array, scale: Array | None = None) -> Operand:
         """The copy for y, or for dx of a gradient.
@@ -164,13 +160,12 @@ class Copies:
         key = None
         if quantizer.stochastic_rounding:
             key = noise_from(flushed(x), salt, self.step)
-        by = EXACT_AS_A_WHOLE if self.spreads_nan else EXACT
         if is_cast(quantizer, self.target):
             return quantize_by_cast(
-                quantizer, self.target, x, self.half, axes, key, scale, self.join, by
+                quantizer, self.target, x, self.half, axes, key, scale, self.join
             )
         x = flushed(x)
-        return quantizer._quantize(x, self.half, axes, key, scale, self.join, by)
+        return quantizer._quantize(x, self.half, axes, key, scale, self.join)
 
 
 def has_kernel(recipe: AbstractRecipe, target: Target) -> bool:

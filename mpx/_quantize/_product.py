@@ -40,7 +40,6 @@ from ._recipes import AbstractRecipe, Role
 from ._second_derivative import differentiated_once
 from ._sharding import in_automatic_axes
 from ._slots import amax_and_scale, amax_cotangent, check_scales
-from ._spread import spread
 from ._target import Target
 
 
@@ -104,8 +103,6 @@ class AbstractProduct(abc.ABC):
             there is one device, or the sum is made elsewhere.
         weight_dtype: What the weight is rounded to before it is quantized, where it
             comes in float32 and the program rounds it; None if it is not.
-        spreads_nan: Whether the gradient of the weight is NaN everywhere if it might
-            not be finite anywhere; see `_spread`.
     """
 
     recipe: AbstractRecipe
@@ -116,7 +113,6 @@ class AbstractProduct(abc.ABC):
     out_sharding: Any = None
     reduce_dtype: np.dtype | None = None
     weight_dtype: np.dtype | None = None
-    spreads_nan: bool = False
 
     @property
     def weight_gradient_dtype(self) -> np.dtype:
@@ -186,7 +182,7 @@ class AbstractProduct(abc.ABC):
         copies = self._copies(role)
         if role is Role.WEIGHT:
             return dataclasses.replace(copies, step=step, rounded_to=self.weight_dtype)
-        return dataclasses.replace(copies, step=step, spreads_nan=self.spreads_nan)
+        return dataclasses.replace(copies, step=step)
 
     def _join(self) -> Join:
         return joined_over(self.manual_axes, self.sums_over_devices)
@@ -369,8 +365,6 @@ def quantized_backward(
     for_data, second = of_gradient.begin(g, scale)
     for_data = beside_amax(product.target, for_data, amax)
     for_weight = second(for_data)
-    if product.spreads_nan:
-        for_weight = spread(kept.data, for_weight, kept.amaxes[0], amax)
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
     amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
     dx, dw = dx.astype(kept.like_data.dtype), dw.astype(kept.like_weight.dtype)

@@ -197,12 +197,13 @@ def test_a_remat_keeps_its_policy_and_saves_in_half_precision(inputs):
 
 
 def test_branches_agree_on_their_dtypes(inputs):
+    """In half precision where nothing but products reads what they give."""
     w, x = inputs
 
     def func(w, x):
         y = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.exp(x))
         z = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: (x @ w) * 2.0)
-        return y @ w, z @ w
+        return y @ w, jnp.exp(y), z @ w
 
     jaxpr = jax.make_jaxpr(mpx.autocast(func))(w, x)
     first, second = [e for e in jaxpr.eqns if e.primitive.name == "cond"]

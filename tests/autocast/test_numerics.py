@@ -98,12 +98,25 @@ def test_casts_and_products_of_a_block(of, products, stream):
     loss, *args = of()
     cast = mpx.autocast(loss, residual_stream=stream)
     assert count_casts(cast, *args) <= 28
-    assert count_casts(jax.grad(cast), *args) <= 52
+    # Around a bias and gelu, which one loop computes, are casts that cost no memory.
+    assert count_casts(jax.grad(cast), *args) <= 73
     half = ("bfloat16", "bfloat16")
     assert count_products(cast, *args) == {half: products}
     # Less the one for the gradient of a ViT block's input.
     counts = count_products(jax.grad(cast), *args)
     assert set(counts) == {half} and 3 * products - 3 <= counts[half] <= 3 * products
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize(("stream", "streams"), [("full", 3), ("half", 1)])
+def test_a_block_keeps_nothing_but_its_stream_in_float32(stream, streams):
+    loss, weights, tokens = gpt()
+    cast = mpx.autocast(loss, residual_stream=stream, residuals="small")
+    pulled = jax.eval_shape(lambda w: jax.vjp(lambda w: cast(w, tokens), w)[1], weights)
+    found = [x for x in jax.tree.leaves(pulled) if x.dtype == np.float32]
+    large = [x.shape for x in found if x.size >= 16 * 256 * 64]
+    # In half precision the last one: its gradient is what the head reads.
+    assert large == streams * [(16, 256, 384)]
 
 
 @pytest.mark.third_party

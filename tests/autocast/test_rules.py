@@ -92,11 +92,16 @@ def test_precisions_of_an_elementwise_operation(inputs, precision, expected):
     assert [e.invars[0].aval.dtype.name for e in found] == [expected]
 
 
-def test_a_rule_changes_what_its_users_want(inputs):
-    # The tanh is wanted in half, so the product before it is half, too.
-    assert dtypes_of(Rules(), inputs, "tanh")[:2] == [HALF, HALF]
-    rules = Rules(Rule(Precision.FULL, primitive="tanh"))
-    assert dtypes_of(rules, inputs, "tanh") == [FULL, FULL, FULL]
+def test_a_rule_for_products_changes_what_is_rounded_before_them():
+    x = jnp.ones((4, 4))
+
+    def dtypes(rules):
+        cast = mpx.autocast(lambda x: jnp.maximum(jnp.exp(x), 0.0) @ x, rules=rules)
+        found = [e for e, _ in equations(jax.make_jaxpr(cast)(x))]
+        return [e.outvars[0].aval.dtype for e in found if e.primitive.name == "max"]
+
+    assert dtypes(Rules()) == [HALF]
+    assert dtypes(Rules(Rule(Precision.FULL, primitive="dot_general"))) == [FULL]
 
 
 def test_the_first_rule_that_holds_decides(inputs):

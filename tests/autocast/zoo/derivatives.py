@@ -51,7 +51,7 @@ def jvp_inside(key):
     return network_program(key, slopes)
 
 
-@program(OUTER, float16=Tolerance(1e-3, 2e-3), derived=1)
+@program(OUTER, float16=Tolerance(1e-3, 2e-3), derived=3)
 def vjp_inside(key):
     """Gradients by example, and a pull-back that is used twice."""
 
