@@ -134,7 +134,7 @@ class Value:
     @property
     def handed(self) -> Any:
         """What a program inside gets of it, a tree of arrays: see `enter`."""
-        return self.arriving if self.has_entered else self.array
+        return self.arriving if self.has_entered else self.cast(self.dtype)
 
     @property
     def dtype(self) -> Any:

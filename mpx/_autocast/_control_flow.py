@@ -234,7 +234,7 @@ def rewrite_jit(
     if any(state.form) or any(v.arriving is not None for v in operands):
         return _rewrite_inline(run, place, equation, operands, demands)
     closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
-    arrays = [v.array for v in operands]
+    arrays = [v.handed for v in operands]
     return rebound(equation, {"jaxpr": closed}, facts, arrays)
 
 

@@ -58,7 +58,8 @@ def rewrite_scan(
     closed = params["jaxpr"]
     jaxpr = open_jaxpr(closed)
     end = n_consts + n_carry
-    fixed, carried = operands[:n_consts], operands[n_consts:end]
+    fixed = list(map(_as_constant, operands[:n_consts], jaxpr.invars))
+    carried = operands[n_consts:end]
     carry_avals = [aval_of(v) for v in jaxpr.invars[n_consts:end]]
     wanted = (*carried_demands(jaxpr.invars[n_consts:end]), *demands[n_carry:])
     place = _loop_place(place, equation)
@@ -183,6 +184,13 @@ def _begun(values: Sequence[Value], avals: Sequence[Aval]) -> list[AnyArray]:
 def _as_carried(value: Value) -> Value:
     """A value as the body of a loop knows it that carries it: it was computed."""
     return Value(value.array, value.facts._replace(is_declared=False))
+
+
+def _as_constant(value: Value, variable: Var) -> Value:
+    """A value that all turns read: their gradients are summed in float32."""
+    if not value.is_computed_in_half or aval_of(variable).dtype != FULL:
+        return value
+    return Value(value.cast(FULL), value.facts, slots=value.slots)
 
 
 def _loop_place(place: Place, equation: JaxprEqn) -> Place:
