@@ -7,7 +7,7 @@
 ifndef CHECKS_AT_ONCE
 .NOTPARALLEL:
 endif
-.PHONY: help train train-explicit train-gpt notebooks test bench clients counts-cuda docs serve venv lint format types layers pytest \
+.PHONY: help train train-explicit train-gpt notebooks test bench sweep clients counts-cuda docs serve venv lint format types layers pytest \
 	test-newest test-newest-part newest-part-venv newest-venv lock clean
 
 # A target that fails half-way must not look finished.
@@ -87,6 +87,10 @@ test: $(ALL) ## Run everything: lint, types, layers, docs, doctests and tests
 
 bench: $(ALL) ## Measure against the peers and write the report
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+# 20 minutes of one core. A part of it: ARGS="--part 1/4", ARGS="--group numpy".
+sweep: $(ALL) ## Try the numbers of autocast on every function, and write the table
+	@$(BIN)/python -m tests.sweep $(ARGS)
 
 # The versions are exact, JAX's those of the tests. Some packages' requirements contradict
 # each other (typeguard, NumPy), so nothing is resolved. mpx is the one in this folder.

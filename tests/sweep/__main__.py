@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     out = chosen.out or (None if chosen.name else results.RESULTS)
     if out is not None:
         results.write(found, command.strip(), all_cases(), out)
+    if out == results.RESULTS:
+        page.write_page(results.read()["cases"], page.PAGE)
     wrong = [r for r in found if page.judge(r.name, r.verdict) in ("wrong", "broken")]
     return 1 if wrong else 0
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.sweep.explained import find_reason
 
+PAGE = Path(__file__).parents[2] / "docs/numerics.md"
 BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 _HEAD = ("group", "functions", "cases", "right", "explained", "wrong", "overflows")
 
