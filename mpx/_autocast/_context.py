@@ -152,6 +152,11 @@ class Value:
         dtype = self.dtype
         return not self.facts.is_declared and dtype != FULL and dtype in _CASTABLE
 
+    def as_float32(self) -> "Value":
+        """What was computed in half precision, to be read and stored elsewhere."""
+        facts = self.facts._replace(is_stored_in_half=True)
+        return Value(self.cast(FULL), facts)
+
     def offer(self, array: AnyArray) -> None:
         """Gives a cast of the array that was made elsewhere."""
         self._casts[array.dtype] = [array, 0]

@@ -206,16 +206,15 @@ def rebound(
 def widened(
     run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
-    """The operands of a program, in float32 where it wants nothing else.
+    """The operands of a program, in float32 where it reads them so.
 
-    One cast then serves all of its uses, and what else needs it outside; and its
-    gradients are summed in float32 before they are cast back.
+    Their gradients, and those of other uses, are then summed in float32.
     """
     are_declared = tuple(v.facts.is_declared for v in operands)
     jaxpr = program_of(equation)
     ahead = demands_of(run, place.settings, jaxpr, are_declared, demands)
     return [
-        Value(v.cast(FULL), v.facts, slots=v.slots)
+        v.as_float32()
         if Demand.FULL in demand
         and v.is_computed_in_half
         and aval_of(atom).dtype == FULL

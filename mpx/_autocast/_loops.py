@@ -190,7 +190,7 @@ def _as_constant(value: Value, variable: Var) -> Value:
     """A value that all turns read: their gradients are summed in float32."""
     if not value.is_computed_in_half or aval_of(variable).dtype != FULL:
         return value
-    return Value(value.cast(FULL), value.facts, slots=value.slots)
+    return value.as_float32()
 
 
 def _loop_place(place: Place, equation: JaxprEqn) -> Place:
