@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from .._jax_compat import open_jaxpr
 from .._typing import Atom
 from .equations import aval_of, count, is_multiplication, program_of
+from .islands import is_cheap
 from .primitives import PrimitiveClass, properties
 
 
@@ -145,13 +146,9 @@ def _elementwise(value: Atom, makers: Makers) -> Iterator[tuple[Atom, JaxprEqn |
         found, steps = waiting.pop(), steps + 1
         maker = makers.equations.get(found)
         yield found, maker
-        if maker is not None and properties(maker.primitive.name).kind in _ELEMENTWISE:
+        if maker is None:
+            continue
+        is_moved = properties(maker.primitive.name).kind is PrimitiveClass.MOVE
+        if is_moved or is_cheap(maker):  # `jnp.where` is a jit
             operands = (a for a in maker.invars if not isinstance(a, Literal))
             waiting += [a for a in operands if count(aval_of(a).shape) == size]
-
-
-_ELEMENTWISE = (
-    PrimitiveClass.FULL,
-    PrimitiveClass.MOVE,
-    PrimitiveClass.CONVERT,
-)
