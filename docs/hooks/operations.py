@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-from mpx._program import PRIMITIVES, PrimitiveClass, class_of
+from mpx._program import PRIMITIVES, PrimitiveClass
 
 _MARK = "<!-- the table of operations -->"
 
@@ -13,8 +10,7 @@ _MARK = "<!-- the table of operations -->"
 _ORDER = (
     PrimitiveClass.HALF,
     PrimitiveClass.FULL,
-    PrimitiveClass.PROMOTE,
-    PrimitiveClass.FOLLOW,
+    PrimitiveClass.MOVE,
     PrimitiveClass.CONVERT,
     PrimitiveClass.RECURSE,
     PrimitiveClass.OPAQUE,
@@ -31,13 +27,6 @@ def table() -> str:
     rows = ["| class | primitives |", "|---|---|"]
     for kind in _ORDER:
         names = sorted(name for name, found in PRIMITIVES.items() if found.kind is kind)
-        cell = " ".join(f"`{name}`" + _in_float16(name, kind) for name in names)
+        cell = " ".join(f"`{name}`" for name in names)
         rows.append(f"| **{kind.value}** | {cell} |")
     return "\n".join(rows)
-
-
-def _in_float16(name: str, kind: PrimitiveClass) -> str:
-    """Says so where a primitive has another class in float16."""
-    classes = [class_of(name, np.dtype(d)) for d in (jnp.bfloat16, jnp.float16)]
-    other = classes[1]
-    return f" (float16: {other.value})" if other not in (kind, None) else ""

@@ -73,11 +73,10 @@ def autocast(
 ) -> Any:
     """Runs a function in mixed precision, chosen operation by operation.
 
-    Matrix products and convolutions run in half precision; sums, exponentials,
-    logarithms, norms and whatever else loses digits or range run in float32; the rest
-    follows its operands. It holds everywhere in the program: inside of jit, scan,
-    while, cond, remat, shard_map, vmap and functions with derivative rules of their
-    own.
+    Matrix products and convolutions read and give half precision; everything between
+    them computes in float32; what moves data keeps the precision it has. It holds
+    everywhere in the program: inside of jit, scan, while, cond, remat, shard_map, vmap
+    and functions with derivative rules of their own.
 
     Inputs, weights and results keep their dtypes. Weights are cast where they are used,
     so that gradients come out, and are summed, in float32. float64, complex numbers
@@ -122,11 +121,10 @@ def autocast(
             or several, whether they are passed by position or by name. The arrays of
             `func` itself are always parameters; if it has
             any, no argument holds more, and else the first one does. Rules ask for
-            them, recipes quantize them, and a vector that is one is a bias.
+            them, and recipes quantize them.
         strict: True makes an error of what is otherwise only reported: a primitive that
-            mpx does not know, a rule that holds for no operation, something small that
-            makes a half precision value float32 by accident, a recipe that the device
-            has no units for.
+            holds a program which autocast does not enter, a rule that holds for no
+            operation, a recipe that the device has no units for.
         enabled: False leaves the program as it is, in the precision it was written in:
             a switch, `enabled=config.mixed`. Gradient functions cast nothing for such a
             function either, and autocast functions and regions inside of it that say
