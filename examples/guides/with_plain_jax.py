@@ -49,7 +49,7 @@ labels = jnp.argmax(images[:, :10], axis=-1)
 scaling = mpx.init_scaling(loss, weights, images, labels)
 
 report = mpx.explain(jax.grad(loss))(weights, images, labels)
-assert report.totals.half_flops_share > 0.9
+assert report.totals.half_flops_share > 0.8
 losses = []
 for _ in range(20):
     weights, opt_state, scaling, value = step(

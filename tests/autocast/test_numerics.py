@@ -135,7 +135,7 @@ def test_gradient_of_a_vit_block(stream, bound):
 @pytest.mark.parametrize("stream", ["full", "half"])
 def test_loss_and_gradient_of_a_gpt_block(stream):
     loss_error, gradient_error = errors(gpt, residual_stream=stream)
-    assert loss_error <= 2e-5
+    assert loss_error <= 3e-5
     assert gradient_error <= 1.15e-2
 
 
