@@ -64,7 +64,7 @@ from ._context import (
     declared,
     is_castable,
 )
-from ._demand import UNREAD, Demand, demand_for, demands_of
+from ._demand import Demand, demand_for, demands_of
 from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import (
@@ -357,10 +357,7 @@ def _tell_demands(
     if _asking.value is None:
         return
     are_declared = tuple(v.facts.is_declared for v in values)
-    wanted = tuple(
-        demand_for(aval.dtype) if is_castable(aval) else UNREAD
-        for aval in closed.out_avals
-    )
+    wanted = tuple(demand_for(aval, run.settings.dtype) for aval in closed.out_avals)
     ahead = demands_of(run, run.settings, closed.jaxpr, are_declared, wanted)
     triples = zip(paths, values, ahead.inputs, strict=True)
     _asking.value(
@@ -374,9 +371,7 @@ def _tell_demands(
 
 def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[AnyArray]:
     avals = closed.out_avals
-    demands = tuple(
-        demand_for(aval.dtype) if is_castable(aval) else UNREAD for aval in avals
-    )
+    demands = tuple(demand_for(aval, run.settings.dtype) for aval in avals)
     place = Place(run.settings)
     if run.has_recipe and run.spares_final:
         place = dataclasses.replace(place, reach=reach_of_results(avals))

@@ -168,7 +168,8 @@ class Value:
             with np.errstate(over="ignore"):
                 return np.asarray(self.array, dtype)
         if self.facts.is_declared or self.dtype not in _CASTABLE:
-            array = self._for_cast_to(dtype)
+            is_same = dtype == self.dtype
+            array = self.array if is_same else self._for_cast_to(dtype)
             return _converted(array, dtype)
         if self.dtype == FULL == dtype:
             return self.array

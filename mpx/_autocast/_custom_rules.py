@@ -48,7 +48,7 @@ from ._control_flow import (
     rewritten,
     types_of,
 )
-from ._demand import UNREAD, Demand, Wanted, demand_for
+from ._demand import UNREAD, Wanted, demand_for
 from ._emit import Rewrite, evaluate
 
 _FLOAT0 = jax.dtypes.float0
@@ -63,23 +63,24 @@ class _Results:
 
     def __init__(self) -> None:
         self.facts: tuple[Facts, ...] | None = None
-        self._dtypes: tuple[np.dtype, ...] = ()
+        self._avals: tuple[Aval, ...] = ()
 
     def settle(self, values: list[Value]) -> list[AnyArray]:
         if self.facts is None:
             # A parameter that comes back is a result like any other.
-            self._dtypes = tuple(v.dtype for v in values)
+            self._avals = tuple(jax.typeof(v.array) for v in values)
             self.facts = tuple(v.facts for v in values)
-        return [as_dtype(v, d).array for v, d in zip(values, self._dtypes, strict=True)]
+        pairs = zip(values, self._avals, strict=True)
+        return [as_dtype(v, aval.dtype).array for v, aval in pairs]
 
     def values(self, arrays: Sequence[AnyArray]) -> list[Value]:
         assert self.facts is not None
         return [Value(x, f) for x, f in zip(arrays, self.facts, strict=True)]
 
-    def demands(self, otherwise: tuple[Demand, ...]) -> tuple[Demand, ...]:
+    def demands(self, otherwise: Wanted, half: np.dtype) -> Wanted:
         if self.facts is None:
             return otherwise
-        return tuple(map(demand_for, self._dtypes))
+        return tuple(demand_for(aval, half) for aval in self._avals)
 
 
 def _is_inexact(aval: Aval) -> bool:
@@ -146,7 +147,7 @@ def rewrite_custom_jvp(
         closed = _traced(equation, derivative, avals, _declared_avals(dots, variables))
         _refuse_leaks(later(), equation, closed)
         inside = [*enter(primals, facts), *map(computed, dots)]
-        wanted = form.demands(demands)
+        wanted = form.demands(demands, place.settings.dtype)
         # A tangent has the dtype of its primal.
         wanted += tuple(w for w, f in zip(wanted, is_float, strict=True) if f)
         results = evaluate(later(), place, closed, inside, wanted)
@@ -217,7 +218,9 @@ def rewrite_custom_vjp(
         _refuse_leaks(later(), equation, closed)
         count = len(equation.outvars)
         residual_avals = closed.out_avals[count:]
-        wanted = form.demands(demands) + (UNREAD,) * len(residual_avals)
+        wanted = form.demands(demands, place.settings.dtype) + (UNREAD,) * len(
+            residual_avals
+        )
         results = evaluate(later(), place, closed, enter(arrays, facts), wanted)
         residuals = results[count:]
         saved = _Saved(
@@ -225,7 +228,7 @@ def rewrite_custom_vjp(
             tree,
             tuple(residual_avals),
             tuple(v.facts for v in residuals),
-            tuple((i, arrays[i].dtype) for i in active),
+            tuple((i, jax.typeof(arrays[i])) for i in active),
         )
         return form.settle(results[:count]), saved
 
@@ -235,13 +238,14 @@ def rewrite_custom_vjp(
         closed = _traced_backward(equation, saved, cotangents)
         _refuse_leaks(later(), equation, closed)
         inside = [*enter(saved.arrays, saved.facts), *map(computed, given)]
-        wanted = tuple(demand_for(dtype) for _, dtype in saved.active)
+        half = place.settings.dtype
+        wanted = tuple(demand_for(aval, half) for _, aval in saved.active)
         results = evaluate(later(), place, closed, inside, wanted)
         found: list[AnyArray | None] = [None] * len(equation.invars)
-        for (i, dtype), value, is_zero in zip(
+        for (i, aval), value, is_zero in zip(
             saved.active, results, zero_results(closed.jaxpr), strict=True
         ):
-            found[i] = None if is_zero else as_dtype(value, dtype).array
+            found[i] = None if is_zero else as_dtype(value, aval.dtype).array
         return tuple(found)
 
     function.defvjp(forward, backward, symbolic_zeros=True)
@@ -298,14 +302,14 @@ class _Saved:
     """What the forward pass leaves to the backward pass.
 
     The arrays that the pullback holds, how to put it together, the types and facts of
-    the arrays, and of the operands that are differentiated the positions and dtypes.
+    the arrays, and of the operands that are differentiated the positions and types.
     """
 
     arrays: list[AnyArray]
     tree: Any
     avals: tuple[Aval, ...]
     facts: tuple[Facts, ...]
-    active: tuple[tuple[int, np.dtype], ...]
+    active: tuple[tuple[int, Aval], ...]
 
 
 def _retyped(arrays: Sequence[AnyArray], avals: Sequence[Aval]) -> list[Any]:
@@ -392,7 +396,7 @@ def rewrite_custom_vmap(
         batched = jax.vmap(original, in_axes=axes, axis_size=axis_size)
         closed = _traced(equation, batched, *_declared_avals(arrays, equation.invars))
         inside = enter(arrays, facts)
-        wanted = form.demands(demands)
+        wanted = form.demands(demands, place.settings.dtype)
         results = evaluate(later(), place, closed, inside, wanted)
         out = form.settle(results)
         return out, [True] * len(out)
@@ -414,13 +418,15 @@ def rewrite_remat_opt(
     nothing, types = StateOperands(()), types_of(operands)
     made, facts = rewritten(run, place, params["fwd_jaxpr"], types, demands, nothing)
     jaxpr, constants = constants_as_inputs(made)
-    dtypes = tuple(aval.dtype for aval in made.out_avals[saved:])
+    results = made.out_avals[saved:]
+    dtypes = tuple(aval.dtype for aval in results)
     own = types_of(operands[count:])
 
     @functools.cache
     def alone() -> tuple[Any, Sequence[Any]]:
         closed = core.ClosedJaxpr(*params["fun_jaxpr_thunk"]())
-        wanted = tuple(map(demand_for, dtypes))
+        half = place.settings.dtype
+        wanted = tuple(demand_for(aval, half) for aval in results)
         found, _ = rewritten(later(), place, closed, own, wanted, nothing, dtypes)
         return open_jaxpr(found), found.consts
 

@@ -27,7 +27,7 @@ from .._rules import Candidate, Precision, Rule, line_of
 from .._settings import Settings
 from .._typing import Atom
 from ._context import FULL, Place, Run, Value, is_castable
-from ._demand import Demand, asks_for_precision
+from ._demand import Demand, asks_for_precision, half_dtype_of
 
 
 class Reason(enum.Enum):
@@ -195,7 +195,7 @@ def choose(case: Case, rule: Rule | None = None) -> Choice:
 
 def _dtype_by_rule(case: Case, precision: Precision) -> np.dtype | None:
     if precision in (Precision.HALF, Precision.LOW):
-        return _half_dtype(case)
+        return half_dtype_of(case.equation, case.settings)
     if precision is Precision.FULL:
         return FULL
     return _dtype_as_it_comes(case) if precision is Precision.FOLLOW else None
@@ -209,18 +209,6 @@ def _dtype_as_it_comes(case: Case) -> np.dtype:
     return dtypes.pop() if len(dtypes) == 1 else FULL
 
 
-def _declared_dtypes(case: Case) -> set[np.dtype]:
-    return {aval_of(a).dtype for a in case.equation.invars if is_castable(aval_of(a))}
-
-
-def _half_dtype(case: Case) -> np.dtype:
-    """The user's own half precision if all operands have it, else that of autocast."""
-    dtypes = _declared_dtypes(case)
-    if len(dtypes) == 1 and FULL not in dtypes:
-        return np.dtype(dtypes.pop())
-    return case.settings.dtype
-
-
 def _choose_product(case: Case) -> Choice:
     kind = PrimitiveClass.HALF
     if asks_for_precision(case.equation.params.get("precision")):
@@ -228,7 +216,7 @@ def _choose_product(case: Case) -> Choice:
     if is_multiplication(case.equation):  # rotary angles, decays of a state
         detail = "it sums over one number"
         return Choice(PrimitiveClass.FULL, Reason.BETWEEN, FULL, detail=detail)
-    return Choice(kind, Reason.PRODUCT, _half_dtype(case))
+    return Choice(kind, Reason.PRODUCT, half_dtype_of(case.equation, case.settings))
 
 
 def is_product_of_castable(equation: JaxprEqn) -> bool:
@@ -256,10 +244,14 @@ def _kind(atom: Atom) -> np.dtype:
 
 def _choose_elementwise(case: Case) -> Choice:
     kind, values = PrimitiveClass.FULL, [v for v in case.castable if not v.is_constant]
+    if case.name in ("add", "add_any"):
+        declared = aval_of(case.equation.outvars[0]).dtype
+        if declared != FULL:
+            return Choice(kind, Reason.STREAM, declared)
+        if _adds_to_half_stream(case, values):
+            return Choice(kind, Reason.STREAM, case.settings.dtype)
     halves = {v.dtype for v in values if v.dtype != FULL}
     half = next(iter(halves), case.settings.dtype)
-    if len(halves) < 2 and _adds_to_half_stream(case, values):
-        return Choice(kind, Reason.STREAM, half)
     is_computed = not all(v.facts.is_declared for v in values)
     if is_computed and len(halves) < 2 and _may_be_rounded(case):
         return Choice(kind, Reason.ROUNDED, half)
@@ -272,14 +264,9 @@ def _may_be_rounded(case: Case) -> bool:
 
 
 def _adds_to_half_stream(case: Case, values: list[Value]) -> bool:
-    """Whether an equation adds to a residual stream that is to be half precision.
-
-    The program may say so itself, by the dtype that it declares for the sum.
-    """
-    if case.name not in ("add", "add_any"):
-        return False
+    """Whether an equation adds to a residual stream that is to be half precision."""
     if case.settings.residual_stream != "half":
-        return aval_of(case.equation.outvars[0]).dtype != FULL
+        return False
     if case.is_residual:
         return True
     # In the first block the stream is an argument; a parameter would be a bias.

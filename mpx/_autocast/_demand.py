@@ -39,7 +39,7 @@ from .._program import (
     sub_jaxprs,
 )
 from .._settings import Settings
-from .._typing import Atom, Program
+from .._typing import Atom, Aval, Program
 from ._context import FULL, Run, is_castable
 
 
@@ -47,9 +47,9 @@ class Demand(enum.Flag):
     """What the users of a value read; nothing if there are none."""
 
     HALF = enum.auto()
-    """One casts it to half precision."""
+    """One casts it to the half precision that is computed in."""
     FULL = enum.auto()
-    """One computes with all of its digits."""
+    """One reads all of its digits, or casts it to the other half precision."""
 
 
 UNREAD, BOTH = Demand(0), Demand.HALF | Demand.FULL
@@ -68,6 +68,7 @@ class Demands(NamedTuple):
         beginnings: The rows of tables that residual additions add to.
         sums: The sums of two products, which are stored in half precision.
         readers: How many operands and results of the program each variable is.
+        dtype: The half precision that is computed in around the program.
         jaxpr: The program, held so that its identity stays its own.
     """
 
@@ -77,20 +78,48 @@ class Demands(NamedTuple):
     beginnings: frozenset[Var]
     sums: frozenset[Var]
     readers: Mapping[Atom, int]
+    dtype: np.dtype
     jaxpr: Jaxpr
 
     def demand(self, variable: Var) -> Demand:
         """What the users of a variable read."""
         return self.demands.get(variable, UNREAD)
 
+    def wanted(self, equation: JaxprEqn, dtype: np.dtype) -> "Wanted":
+        """What is read of the results of an equation that computes in a dtype."""
+        demands = map(self.demand, equation.outvars)
+        return tuple(_seen_from(dtype, demand, self.dtype) for demand in demands)
+
     def is_read_once(self, atom: Atom) -> bool:
         """Whether a value of the program has one user."""
         return not isinstance(atom, Literal) and self.readers.get(atom) == 1
 
 
-def demand_for(dtype: np.dtype) -> Demand:
-    """The demand of somebody who will cast to a dtype."""
-    return Demand.FULL if dtype == FULL else Demand.HALF
+def demand_for(aval: Aval, half: np.dtype) -> Demand:
+    """The demand of somebody who will cast to the dtype of a type.
+
+    Args:
+        aval: The type.
+        half: The half precision that is computed in. The other one has digits, or a
+            range, that this one lacks.
+    """
+    if not is_castable(aval):
+        return UNREAD
+    return Demand.HALF if aval.dtype == half else Demand.FULL
+
+
+def _seen_from(dtype: np.dtype, demand: Demand, half: np.dtype) -> Demand:
+    """A demand where another half precision is computed in."""
+    return demand if dtype == half or not demand else Demand.FULL
+
+
+def half_dtype_of(equation: JaxprEqn, settings: Settings) -> np.dtype:
+    """The user's own half precision if all operands have it, else that of autocast."""
+    avals_of = [aval for aval in avals(equation.invars) if is_castable(aval)]
+    dtypes = {aval.dtype for aval in avals_of}
+    if len(dtypes) == 1 and FULL not in dtypes:
+        return np.dtype(dtypes.pop())
+    return settings.dtype
 
 
 def demands_of(
@@ -115,7 +144,8 @@ def demands_of(
     jaxpr = open_jaxpr(jaxpr)
     if not settings.is_enabled:  # everything runs as it was written
         inputs, nothing = (UNREAD,) * len(jaxpr.invars), frozenset()
-        return Demands({}, inputs, nothing, nothing, nothing, {}, jaxpr)
+        found = inputs, nothing, nothing, nothing
+        return Demands({}, *found, {}, settings.dtype, jaxpr)
     # The plan holds its program, so the id is that of no other one.
     key = (id(jaxpr), settings, are_declared, results)
     made = run.demands.get(key)
@@ -140,6 +170,7 @@ def _make(
         frozenset(flow.beginnings),
         frozenset(flow.sums),
         flow.makers.readers,
+        settings.dtype,
         jaxpr,
     )
 
@@ -185,8 +216,16 @@ class _DemandFlow(BackwardFlow[Demand]):
         self, equation: JaxprEqn, results: Sequence[Demand]
     ) -> Sequence[Demand]:
         """What an equation wants of its operands."""
-        declared = tuple(map(self.is_declared, equation.invars))
         here = self._settings.at(scope_names(equation))
+        # Both ways across the border of a region.
+        results = [_seen_from(here.dtype, d, self._settings.dtype) for d in results]
+        found = self._operands(equation, here, results)
+        return [_seen_from(self._settings.dtype, d, here.dtype) for d in found]
+
+    def _operands(
+        self, equation: JaxprEqn, here: Settings, results: Sequence[Demand]
+    ) -> Sequence[Demand]:
+        declared = tuple(map(self.is_declared, equation.invars))
         is_full = bool(results) and results[0] == Demand.FULL
         is_half = here.residual_stream == "half" and here.is_enabled
         if not any(declared) and self._is_residual(equation, is_full, is_half):
@@ -235,7 +274,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         wanted = [UNREAD if i is None else results[i] for i in sub.results]
         inside = [i is not None and declared[i] for i in sub.operands]
         for output, where in sub.carried:
-            (wanted[output],) = carried_demands(variables[where : where + 1])
+            wanted[output] = demand_for(aval_of(variables[where]), settings.dtype)
             # Declared it may be before the first turn only.
             inside[where] = False
         made = demands_of(self._run, settings, sub.jaxpr, tuple(inside), tuple(wanted))
@@ -295,35 +334,26 @@ def _operand_demands(
         source, result = avals((equation.invars[0], equation.outvars[0]))
         if source.dtype == result.dtype:
             return (wanted,)
-        return (demand_for(result.dtype) if is_castable(result) else Demand.FULL,)
+        return (demand_for(result, settings.dtype) or Demand.FULL,)
     if settings.rules._may_hold(name):
         return (BOTH,) * count
     if kind is PrimitiveClass.HALF:
-        return (Demand.HALF if _is_cast_to_half(equation) else BOTH,) * count
+        is_sure = _is_cast_to_half(equation, settings)
+        return (Demand.HALF if is_sure else BOTH,) * count
     if kind is PrimitiveClass.FULL:
         is_picked = only_picks(equation) and Demand.FULL not in wanted
         return (wanted if is_picked else Demand.FULL,) * count
     # Declared dtypes.
-    return tuple(
-        demand_for(aval.dtype) if is_castable(aval) else UNREAD
-        for aval in avals(equation.invars)
-    )
+    return tuple(demand_for(aval, settings.dtype) for aval in avals(equation.invars))
 
 
-def _is_cast_to_half(equation: JaxprEqn) -> bool:
+def _is_cast_to_half(equation: JaxprEqn, settings: Settings) -> bool:
     """Whether a product casts its operands, whatever they turn out to be."""
     return (
         not is_multiplication(equation)
+        and half_dtype_of(equation, settings) == settings.dtype
         and not asks_for_precision(equation.params.get("precision"))
         and all(map(is_castable, avals(equation.invars[:2])))
-    )
-
-
-def carried_demands(variables: Sequence[Var]) -> tuple[Demand, ...]:
-    """What a loop wants of the values it carries: their declared dtypes."""
-    return tuple(
-        demand_for(aval_of(v).dtype) if is_castable(aval_of(v)) else UNREAD
-        for v in variables
     )
 
 

@@ -138,7 +138,7 @@ def _emit(
     run: Run, place: Place, equation: JaxprEqn, operands: list[Value], ahead: Demands
 ) -> list[Value]:
     name = equation.primitive.name
-    demands = tuple(map(ahead.demand, equation.outvars))
+    demands = ahead.wanted(equation, place.settings.dtype)
     rewrite = run.rewrites.get(name)
     if rewrite is not None:
         rule = place.settings.rules._find_for_program(name)

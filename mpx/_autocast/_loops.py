@@ -43,7 +43,7 @@ from .._settings import Settings
 from .._typing import AnyArray, Atom, Aval
 from ._context import FULL, Facts, Place, Run, Value, computed, is_castable
 from ._control_flow import enter
-from ._demand import UNREAD, Demand, Wanted, carried_demands, demands_of
+from ._demand import UNREAD, Demand, Wanted, demand_for, demands_of
 from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._products import reach_of_program
@@ -61,8 +61,8 @@ def rewrite_scan(
     fixed = list(map(_as_constant, operands[:n_consts], jaxpr.invars))
     carried = operands[n_consts:end]
     carry_avals = [aval_of(v) for v in jaxpr.invars[n_consts:end]]
-    wanted = (*carried_demands(jaxpr.invars[n_consts:end]), *demands[n_carry:])
     place = _loop_place(place, equation)
+    wanted = (*_carried_demands(place, carry_avals), *demands[n_carry:])
     inside = [*fixed, *map(_as_carried, carried), *operands[end:]]
     stacked = _narrowed_stacks(run, place, jaxpr, inside, wanted, end)
     facts = tuple(v.facts for v in stacked)
@@ -83,7 +83,8 @@ def rewrite_scan(
         # JAX may trace a body more than once; what the last trace found is what is
         # used.
         given[:] = [v.dtype for v in results[:n_carry]]
-        ys = _narrowed_results(place, results[n_carry:], demands[n_carry:])
+        rows_avals = [aval_of(v) for v in jaxpr.outvars[n_carry:]]
+        ys = _narrowed_results(place, results[n_carry:], demands[n_carry:], rows_avals)
         found[:] = [tuple(v.facts for v in ys)]
         return _begun(results[:n_carry], carry_avals), [v.array for v in ys]
 
@@ -117,9 +118,9 @@ def rewrite_while(
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     avals = [aval_of(v) for v in open_jaxpr(body).invars[n_body:]]
-    wanted = carried_demands(open_jaxpr(body).invars[n_body:])
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
     place = dataclasses.replace(_loop_place(place, equation), is_in_while=True)
+    wanted = _carried_demands(place, avals)
     # A test goes into no loss.
     test_place = dataclasses.replace(place, reach=())
     init = [
@@ -169,6 +170,11 @@ def _strong(value: Value, aval: Aval) -> AnyArray:
     if getattr(jax.typeof(array), "weak_type", False):
         return jax.lax.convert_element_type(array, array.dtype)
     return array
+
+
+def _carried_demands(place: Place, avals: Sequence[Aval]) -> Wanted:
+    """What a loop reads of the values it carries: their declared dtypes."""
+    return tuple(demand_for(aval, place.settings.dtype) for aval in avals)
 
 
 def _carried(arrays: Sequence[AnyArray]) -> list[Value]:
@@ -234,15 +240,22 @@ def _narrowed_stacks(
 
 
 def _narrowed_results(
-    place: Place, values: Sequence[Value], demands: Wanted
+    place: Place, values: Sequence[Value], demands: Wanted, avals: Sequence[Aval]
 ) -> list[Value]:
-    """What a body gives to be stacked, cast if all that uses the stack casts it."""
-    return [
-        _narrowed(value, place.settings.dtype)
-        if demand == Demand.HALF and value.dtype == FULL and not value.facts.is_declared
-        else value
-        for value, demand in zip(values, demands, strict=True)
-    ]
+    """What a body gives to be stacked, cast if all that uses the stack casts it.
+
+    And as the program stacks it, where that is half precision.
+    """
+
+    def narrowed(value: Value, demand: Demand, aval: Aval) -> Value:
+        if value.dtype != FULL or value.facts.is_declared or not is_castable(aval):
+            return value
+        if aval.dtype != FULL:
+            return _narrowed(value, aval.dtype)
+        is_half = demand == Demand.HALF
+        return _narrowed(value, place.settings.dtype) if is_half else value
+
+    return list(map(narrowed, values, demands, avals))
 
 
 def _narrowed(value: Value, dtype: np.dtype) -> Value:

@@ -474,3 +474,75 @@ def test_a_stream_that_begins_as_a_product_is_float32():
     full = abs(mpx.autocast(loss)(p, x) / loss(p, x) - 1)
     half = abs(mpx.autocast(loss, residual_stream="half")(p, x) / loss(p, x) - 1)
     assert full < 1e-4 < 1e-2 < half
+
+
+# --- Half precision of the program's own, other than autocast's -----------------------
+
+
+def _cast(w, x):
+    return jnp.maximum(jnp.exp(x @ w), 0.0).astype(jnp.bfloat16)
+
+
+def _summed(w, x):
+    h = jnp.exp((x @ w).astype(jnp.bfloat16))
+    return h + h
+
+
+def _stacked(w, x):
+    turn = lambda c, row: (c, jnp.exp(row @ w))  # noqa: E731
+    return lax.scan(turn, 0.0, jnp.stack([x, x]))[1].astype(jnp.bfloat16)
+
+
+def _branches(w, x):
+    y = lax.cond(x[0, 0] > 0, lambda: jnp.exp(x @ w), lambda: x @ w)
+    return y.astype(jnp.bfloat16)
+
+
+def _product(w, x):
+    h = jnp.maximum(jnp.exp(x @ w), 0.0)
+    return h.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+
+def _region(w, x):
+    with mpx.autocast(dtype=jnp.bfloat16):
+        return jnp.maximum(jnp.exp(x @ w), 0.0) @ w
+
+
+def _region_inside(w, x):
+    with mpx.autocast(dtype=jnp.bfloat16):
+        h = jnp.exp(x @ w)
+    h = jnp.maximum(h, 0.0)
+    with mpx.autocast(dtype=jnp.bfloat16):
+        return h @ w
+
+
+@pytest.mark.parametrize(
+    "func",
+    [_cast, _summed, _stacked, _branches, _product, _region, _region_inside],
+)
+def test_numbers_of_bfloat16_pass_through_float16(func):
+    """What the program casts to bfloat16 is not rounded to float16 on its way."""
+    w, x = jnp.eye(4) * 10, jnp.full((2, 4), 1.2345)
+    written = mpx.autocast(func, enabled=False)
+    found, exact = mpx.autocast(func, jnp.float16)(w, x), written(w, x)
+    assert found.dtype == exact.dtype
+    assert relative_error(found, exact) < 0.1
+
+
+def test_a_sum_that_the_program_declares_in_float16_keeps_its_digits():
+    def func(x):
+        h = jnp.exp(x.astype(jnp.float16))
+        return h + h
+
+    x = jnp.linspace(0.1, 0.2, 16)
+    assert relative_error(mpx.autocast(func)(x), func(x)) < 1e-3
+
+
+def test_a_scan_stacks_what_the_program_declares_in_half():
+    def func(x):
+        turn = lambda c, row: (c, jnp.exp(row.astype(jnp.bfloat16)))  # noqa: E731
+        return lax.scan(turn, 0.0, x)[1]
+
+    equations = jax.make_jaxpr(mpx.autocast(func))(jnp.ones((3, 4))).eqns
+    (scan,) = [e for e in equations if e.primitive.name == "scan"]
+    assert scan.outvars[-1].aval.dtype == jnp.bfloat16
