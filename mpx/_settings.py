@@ -44,8 +44,7 @@ class Settings:
     Attributes:
         dtype: The half precision dtype.
         residual_stream: "full" or "half".
-        residuals: "small" or "fast"; "fast outside" of loops, "small" in their bodies;
-            None if nobody said.
+        residuals: "small" or "fast"; None if nobody said.
         is_enabled: Whether anything is cast at all.
         rules: The user's rules.
         is_strict: Whether what happens by accident is an error.

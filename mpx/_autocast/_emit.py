@@ -7,7 +7,6 @@ to what `_decide` says.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -27,12 +26,12 @@ from .._program import (
     aval_of,
     avals,
     count,
-    opaque_one,
     parts,
     properties,
 )
 from .._rules import Precision, Rule
 from .._typing import AnyArray, Atom, Aval
+from ._bias import with_rounded_gradient
 from ._context import (
     FLOAT16,
     FULL,
@@ -121,12 +120,10 @@ def _parts(
     if is_whole or place.settings.residuals is None:
         return jaxpr.eqns
 
-    kinds = ("small", "fast outside") if place.is_in_loop else ("small",)
-
     def may_join(equation: JaxprEqn) -> bool:
         settings = place.settings.at(scope_names(equation))
         is_ours = settings.is_enabled or run.only_recomputes
-        is_asked_for = is_ours and settings.residuals in kinds
+        is_asked_for = is_ours and settings.residuals == "small"
         is_end = any(v in ends for v in equation.outvars)
         return is_asked_for and not is_end and not is_differentiated(equation)
 
@@ -205,7 +202,8 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
         weight = summed_weight(case, choice)
         if weight is not None:
             return [product_of_weight(case, choice, weight)]
-        return emit_operation(case.equation, case.operands, choice)
+        results = emit_operation(case.equation, case.operands, choice)
+        return with_rounded_gradient(case, results)
 
 
 def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
@@ -372,9 +370,6 @@ def emit_operation(
         if is_castable(aval_of(atom))
     ]
     is_fixed = bool(values) and all(map(_is_fixed, values))
-    dtype = _dtype_of_bias(equation, operands)
-    if dtype is not None and choice.dtype == FULL:
-        bound = [_with_rounded_gradient(x, dtype) for x in bound]
     results = [computed(x, is_fixed=is_fixed) for x in bound]
     weights = [v for v in values if v.facts.is_weight] if is_fixed else []
     if weights:
@@ -382,36 +377,6 @@ def emit_operation(
             result.facts = result.facts._replace(is_weight=True)
             result.slots = weights[0].slots
     return results
-
-
-def _dtype_of_bias(equation: JaxprEqn, operands: list[Value]) -> np.dtype | None:
-    """The dtype of a product to which a bias is added; None of anything else."""
-    if equation.primitive.name != "add":
-        return None
-    products = [v.dtype for v in operands if v.is_computed_in_half]
-    has_bias = any(v.facts.parameter is not None for v in operands)
-    return products[0] if products and has_bias else None
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _with_rounded_gradient(x: AnyArray, dtype: np.dtype) -> AnyArray:
-    """The sum of a product and a bias, whose gradient is rounded before it is stored.
-
-    The product rounds it anyway. So XLA (jaxlib 0.10.2) writes it once, in half
-    precision, and sums it for the bias on the way; else it writes it in float32, too: a
-    tenth of the memory of a ViT's step for an H100 (`benchmarks residuals`). It leaves
-    out a cast to half precision and back, but not what is computed between.
-    """
-    return x
-
-
-@_with_rounded_gradient.defjvp
-def _(
-    dtype: np.dtype, primals: tuple[AnyArray], tangents: tuple[AnyArray]
-) -> tuple[AnyArray, AnyArray]:
-    (x,), (dot,) = primals, tangents
-    half = jax.lax.convert_element_type(dot, dtype) * opaque_one(dtype)
-    return x, jax.lax.convert_element_type(half, dot.dtype)
 
 
 def _is_fixed(value: Value) -> bool:

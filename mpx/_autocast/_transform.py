@@ -107,9 +107,8 @@ def autocast(
         residuals: "small" computes softmax, norms, gelu and the like again in the
             backward pass, from the half precision values that went in, instead of
             keeping float32 ones; values are the same, and gradients but for the order
-            in which those of several uses are summed. "fast" keeps what JAX keeps. The
-            default is "small", but on TPUs, whose compiler recomputes on its own,
-            "fast" outside of loops.
+            in which those of several uses are summed. The default; "fast" keeps what
+            JAX keeps.
         recipe: How products of data with a weight are quantized to 8 bits or fewer in
             forward and backward pass: `mpx.Float8CurrentScaling()`,
             `mpx.DelayedScaling()`, ... Attention's products of data with data and the
@@ -382,20 +381,16 @@ def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def ambient_residuals() -> str:
-    """What holds of residuals around a call: "small", "fast", or "fast outside"."""
+    """What holds of residuals around a call: "small" or "fast"."""
     settings = resolved(Settings())
     return settings.residuals or _residuals(settings)
 
 
 def _residuals(settings: Settings) -> str:
-    """What is said of residuals if nobody says it.
-
-    A TPU's compiler recomputes on its own, but not what a loop stacks for a derivative.
-    """
+    """What is said of residuals if nobody says it."""
     if settings.dtype == np.float32:
         return "fast"  # there is no half precision value to compute it from
-    target = settings.target or target_from(None)
-    return "fast outside" if target.platform == "tpu" else "small"
+    return "small"
 
 
 def _refuse_cast_inputs() -> None:

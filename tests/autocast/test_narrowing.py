@@ -349,8 +349,7 @@ def test_loops_keep_little_whatever_is_compiled_for(target):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
 
     small, fast = (bytes_of(residuals=kind) for kind in ("small", "fast"))
-    # Outside of loops a TPU's compiler recomputes on its own.
-    assert small <= bytes_of() < 0.75 * fast
+    assert small == bytes_of() < 0.75 * fast
 
 
 def test_equinox_s_cells_give_the_gradients_of_float32():
