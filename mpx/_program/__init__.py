@@ -56,7 +56,6 @@ from .probe import (
 from .remat import (
     computed_again as computed_again,
     is_worth_while as is_worth_while,
-    opaque_one as opaque_one,
     recomputed_if_cheap as recomputed_if_cheap,
 )
 from .residuals import (

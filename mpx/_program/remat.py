@@ -7,6 +7,7 @@ held apart by a factor of 1 that the compiler cannot see through, which cuts not
 """
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +36,10 @@ _SOFTMAX = frozenset(("reduce_max", "exp"))
 # What recomputing saves of the bytes that autodiff would keep must be worth its while:
 # a quarter of them.
 _WORTH = 0.75
-# A norm has thirty operations. What has more than this is a computation of its own
-# right, which would take as long again.
+# A norm has thirty operations. What has more than this is computed in many kernels.
+_LONG = 50
+# What has more than this is a computation of its own right, which would take as long
+# again.
 _MANY = 300
 
 
@@ -101,7 +104,10 @@ def computed_again(
     if sums and not is_softmax:
         is_apart = not _are_of_a_batch(closed.jaxpr)
         return jax.checkpoint(plain, policy=_Kept(sums), prevent_cse=is_apart)
-    return _from_inputs(closed, stored, is_apart=not is_in_loop)
+    is_long = sum(1 for _ in operations(closed.jaxpr)) > _LONG
+    apart = _Apart.BY_GRADIENTS if is_long else _Apart.BY_NUMBER
+    apart = _Apart.NOT if is_in_loop else apart
+    return _from_inputs(closed, stored, apart)
 
 
 def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -111,17 +117,29 @@ def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield equation
 
 
-def _from_inputs(
-    closed: ClosedJaxpr, stored: Stored = (), is_apart: bool = True
-) -> Callable[..., PyTree]:
-    """A program as a function whose derivative keeps what goes in, and nothing else.
+class _Apart(enum.Enum):
+    """What holds a second computation apart from the first one.
 
     XLA (jaxlib 0.10.2, 2026-11) writes down what goes into a barrier and merges no
     kernel across it, so behind one each gate that is cut out of a product would be
-    written, and softmax would be two kernels with its derivative. Compiled for an H100
-    a gated state space model moves 4.58 GB this way and 5.67 GB behind barriers
-    (`benchmarks residuals`, "state space").
+    written, and softmax would be two kernels with its derivative. So it is a factor of
+    1 that goes through the barrier, and not what it is multiplied with.
     """
+
+    NOT = "nothing"
+    BY_NUMBER = "the factor"
+    BY_GRADIENTS = "the factor, and it waits for the gradients of the results"
+    """Else what is computed in many kernels is computed for all layers before the first
+    of them needs it: the associative scan of a gated state space model for an H100
+    takes 1.44 times the temporaries of a naive cast, and 1.05 times so (`benchmarks
+    workloads`). The gradients of a softmax, which are a product, would be written once
+    more: 2% of the traffic of a ViT with 197 tokens."""
+
+
+def _from_inputs(
+    closed: ClosedJaxpr, stored: Stored, apart: _Apart
+) -> Callable[..., PyTree]:
+    """A program as a function whose derivative keeps what goes in, and nothing else."""
     plain = jaxpr_as_fun(closed)
     are_inexact = tuple(map(_is_inexact, closed.in_avals))
     exact = [None if _is_inexact(aval) else aval for aval in closed.out_avals]
@@ -129,7 +147,9 @@ def _from_inputs(
     def inexact_of(arrays: Sequence[AnyArray]) -> list[AnyArray]:
         return [x for x, is_in in zip(arrays, are_inexact, strict=True) if is_in]
 
-    def tangents(xs: list[AnyArray], dots: list[AnyArray]) -> list[AnyArray]:
+    def tangents(
+        ones: list[AnyArray], xs: list[AnyArray], dots: list[AnyArray]
+    ) -> list[AnyArray]:
         """Those of the inexact results, from those of the inexact inputs."""
 
         def of_inexact(*inexact: AnyArray) -> list[AnyArray]:
@@ -138,12 +158,17 @@ def _from_inputs(
             results = plain(*(next(given) if is_in else x for x, is_in in pairs))
             return [x for x, aval in zip(results, exact, strict=True) if aval is None]
 
-        opaque = [x * opaque_one(x.dtype) if is_apart else x for x in inexact_of(xs)]
+        opaque = inexact_of(xs)
+        if apart is _Apart.BY_NUMBER:
+            ones = jax.lax.optimization_barrier(ones)
+        if apart is not _Apart.NOT:
+            opaque = [x * one for x, one in zip(opaque, ones, strict=True)]
         opaque = [x.astype(dot.dtype) for x, dot in zip(opaque, dots, strict=True)]
         return jax.jvp(of_inexact, opaque, dots)[1]
 
-    # Nothing is kept of what the derivative computes; the factors hold it apart.
-    again = jax.checkpoint(tangents, prevent_cse=False)
+    # Nothing is kept of what the derivative computes.
+    cuts = (True, False, False) if apart is _Apart.BY_GRADIENTS else False
+    again = jax.checkpoint(tangents, prevent_cse=cuts)
 
     @jax.custom_jvp
     def function(*xs: object) -> PyTree:
@@ -155,7 +180,8 @@ def _from_inputs(
     ) -> tuple[PyTree, PyTree]:
         pairs = itertools.zip_longest(xs, stored)
         kept = [x if dtype is None else x.astype(dtype) for x, dtype in pairs]
-        made = iter(again(kept, inexact_of(dots)))
+        ones = [np.ones((), x.dtype) for x in inexact_of(kept)]
+        made = iter(again(ones, kept, inexact_of(dots)))
         of_all = [
             next(made) if aval is None else np.zeros(aval.shape, jax.dtypes.float0)
             for aval in exact
@@ -163,11 +189,6 @@ def _from_inputs(
         return plain(*xs), of_all
 
     return function
-
-
-def opaque_one(dtype: np.dtype) -> AnyArray:
-    """The number 1, which the compiler does not know to be it."""
-    return jax.lax.optimization_barrier(jnp.ones((), dtype))
 
 
 def _is_inexact(aval: Aval) -> bool:

@@ -177,6 +177,23 @@ def test_what_keeps_no_sums_is_kept_apart_by_a_number(name):
     assert computed_once <= {e.primitive.name for e in inside}
 
 
+def test_what_takes_many_kernels_waits_for_the_gradients():
+    """Else all layers compute their scans again before the first one is needed."""
+
+    def scanned(x):
+        def combine(first, second):
+            return first[0] * second[0], second[0] * first[1] + second[1]
+
+        decay = jax.nn.sigmoid(x)
+        return jax.lax.associative_scan(combine, (decay, (1 - decay) * x))[1]
+
+    (found,) = remats(jax.grad(mpx.autocast(between_products(scanned))), weights(), X)
+    # Factors and the gradient, but not the product from which it is computed again.
+    *_, product, gradient = zip(found.invars, found.params["prevent_cse"], strict=True)
+    assert product[0].aval.dtype == gradient[0].aval.dtype == jnp.bfloat16
+    assert (product[1], gradient[1]) == (False, True)
+
+
 def test_a_region_may_give_integers_and_booleans_too():
     def loss(weights, x):
         y = jax.nn.gelu(x @ weights[0])
