@@ -24,12 +24,10 @@ FLOAT32 = "float32"
 BY_HAND = "mpx bfloat16"
 PEER = "MPX bfloat16"
 KEPT = "autocast bfloat16, kept"
-SMALL = "autocast bfloat16, recomputed"
 DEFAULT = "autocast bfloat16"
 HALF = "autocast bfloat16, half stream"
 OUR_ARMS = (FLOAT32, BY_HAND, KEPT, DEFAULT, HALF)
 FEW_ARMS = (FLOAT32, KEPT, DEFAULT, HALF)
-TPU_ARMS = (*OUR_ARMS, SMALL)  # elsewhere the default
 PEER_ARMS = ("MPX float16", PEER)
 
 
@@ -69,9 +67,7 @@ def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
 
 
 def _our_arms(setup: Setup) -> tuple[str, ...]:
-    if setup in REGIONS:
-        return FEW_ARMS
-    return TPU_ARMS if TARGETS[setup[0]].platform == "tpu" else OUR_ARMS
+    return FEW_ARMS if setup in REGIONS else OUR_ARMS
 
 
 def _case(setup: Setup, arm: str) -> dict[str, Any]:
@@ -130,9 +126,9 @@ def tables(found: Results) -> list[Table]:
                 notes=[
                     f"*{BY_HAND}*, *MPX float16* and *{PEER}*, the latter without a "
                     "check of gradients, cast by hand. *kept* is "
-                    '`mpx.autocast(..., residuals="fast")`, *recomputed* '
-                    '`residuals="small"`, *half stream* `residual_stream="half"`, all '
-                    "with an unchanged model. Higher ratios are better."
+                    '`mpx.autocast(..., residuals="fast")`, *half stream* '
+                    '`residual_stream="half"`, all with an unchanged model. Higher '
+                    "ratios are better."
                 ],
             )
         )

@@ -546,3 +546,32 @@ def test_a_scan_stacks_what_the_program_declares_in_half():
     equations = jax.make_jaxpr(mpx.autocast(func))(jnp.ones((3, 4))).eqns
     (scan,) = [e for e in equations if e.primitive.name == "scan"]
     assert scan.outvars[-1].aval.dtype == jnp.bfloat16
+
+
+def test_a_long_memory_is_worth_its_float32():
+    """A state space model whose gates are near 1, which a naive cast makes 1."""
+    w = {"into": normal(32, 96) / 6, "out": normal(32, 32, seed=1) / 6}
+    x = normal(4, 256, 32, seed=2)
+
+    def loss(w, x):
+        drive, decay, gate = jnp.split(x @ w["into"], 3, -1)
+        decay = jax.nn.sigmoid(decay + 6)
+
+        def combine(first, second):
+            return first[0] * second[0], second[0] * first[1] + second[1]
+
+        _, states = lax.associative_scan(combine, (decay, (1 - decay) * drive), axis=1)
+        y = (states * jax.nn.silu(gate)) @ w["out"]
+        return jnp.mean(jnp.square(y.astype(jnp.float32) - 1))
+
+    def naive(w, x):
+        w, x = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (w, x))
+        return loss(w, x)
+
+    exact = jitted(jax.grad(loss))(w, x)
+    ours, cast = (
+        relative_error(jitted(jax.grad(f))(w, x), exact)
+        for f in (mpx.autocast(loss), naive)
+    )
+    assert ours < cast / 4
+    assert ours < 0.01

@@ -96,7 +96,7 @@ def test_the_vit_drops_at_three_places():
 @pytest.mark.third_party
 @pytest.mark.parametrize(
     "name",
-    slow_but([residual_counts.KEPT, residual_counts.SMALL], residual_counts.TPU_ARMS),
+    slow_but([residual_counts.KEPT, residual_counts.DEFAULT], residual_counts.OUR_ARMS),
 )
 def test_every_arm_of_the_benchmark_can_be_traced(name):
     case = residual_models.Case("h100", "tiny", 1, 4, name)
@@ -211,9 +211,9 @@ def test_committed_counts_are_of_todays_programs(few):
 @pytest.mark.parametrize("model", ["desktop", "base", "gpt"])
 def test_recomputing_takes_few_floating_point_operations(model):
     found = {}
-    for arm in (residual_counts.KEPT, residual_counts.SMALL):
+    for arm in (residual_counts.KEPT, residual_counts.DEFAULT):
         case = residual_models.Case("h100", model, 2, 16, arm)
         step = residual_models.build(our_arms.ARMS[arm], case)
         found[arm] = mpx.explain(step.function)(step.state, step.batch).totals.flops
-    ratio = found[residual_counts.SMALL] / found[residual_counts.KEPT]
+    ratio = found[residual_counts.DEFAULT] / found[residual_counts.KEPT]
     assert 1 < ratio <= 1.02
