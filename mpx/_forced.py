@@ -42,8 +42,9 @@ def force_full_precision(
     Kept for the backward pass: the half-precision values that go in, and sums, such as
     the mean of each row; what is computed between them in float32 is computed again.
     Where that would not pay or would repeat a matrix product, it is what JAX keeps, as
-    it always is with `cast_function`, and within `with mpx.autocast(residuals="fast",
-    ambient=True)`.
+    it always is with `cast_function`; and on TPUs, which recompute on their own. `with
+    mpx.autocast(residuals="small" or "fast", ambient=True)` around calls says
+    otherwise.
 
     Args:
         func: A function or a callable PyTree; None to get a decorator. Under a

@@ -8,6 +8,9 @@
 
 Neither changes a value. A call can be a program if it is a function of the arrays that
 JAX traces in it. What else is in it, is part of the program.
+
+Not on TPUs: their compiler recomputes on its own, and where it is told to it needs more
+memory and traffic.
 """
 
 import dataclasses

@@ -375,14 +375,19 @@ def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        return call_recomputing(ambient_residuals(), func, args, kwargs)
+        settings = resolved(Settings())
+        residuals = settings.residuals or _residuals(settings)
+        return call_recomputing(residuals, func, args, kwargs)
 
     return wrapper
 
 
 def ambient_residuals() -> str:
-    """What holds of residuals around a call: "small" or "fast"."""
+    """What holds around a call of what is not autocast: "small" or "fast"."""
     settings = resolved(Settings())
+    target = settings.target or target_from(None)
+    if settings.residuals is None and target.platform == "tpu":
+        return "fast"  # not counted since autocast's became "small" there
     return settings.residuals or _residuals(settings)
 
 

@@ -149,7 +149,7 @@ def test_on_a_tpu_autocast_is_compared_with_the_peer(traffic, met):
 
 
 @pytest.mark.parametrize(
-    ("model", "more"), [("llama", -0.04), ("state space", 0.06), ("resnet", 0.0)]
+    ("model", "more"), [("llama", -0.04), ("state space", 0.19), ("resnet", 0.0)]
 )
 def test_what_other_models_need_with_fast_residuals(model, more):
     found = results.read("residuals")
