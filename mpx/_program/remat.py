@@ -104,9 +104,10 @@ def computed_again(
     if sums and not is_softmax:
         is_apart = not _are_of_a_batch(closed.jaxpr)
         return jax.checkpoint(plain, policy=_Kept(sums), prevent_cse=is_apart)
+    if is_in_loop:
+        return _from_inputs(closed, stored, _Apart.NOT)
     is_long = sum(1 for _ in operations(closed.jaxpr)) > _LONG
     apart = _Apart.BY_GRADIENTS if is_long else _Apart.BY_NUMBER
-    apart = _Apart.NOT if is_in_loop else apart
     return _from_inputs(closed, stored, apart)
 
 

@@ -193,6 +193,17 @@ def test_what_takes_many_kernels_waits_for_the_gradients():
     assert product[0].aval.dtype == gradient[0].aval.dtype == jnp.bfloat16
     assert (product[1], gradient[1]) == (False, True)
 
+    # And a second derivative goes through the barrier.
+    def second(residuals):
+        gradient = jax.grad(
+            mpx.autocast(between_products(scanned), residuals=residuals)
+        )
+        return jax.jvp(lambda w: gradient(w, X), (weights(),), (weights(),))[1]
+
+    small, fast = map(second, ("small", "fast"))
+    for one, other in zip(small, fast, strict=True):
+        assert jnp.allclose(one, other, rtol=0.05, atol=0.02 * jnp.abs(other).max())
+
 
 def test_a_region_may_give_integers_and_booleans_too():
     def loss(weights, x):
