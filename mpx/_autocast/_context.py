@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,11 @@ from .._quantize import AbstractRecipe, DelayedScaling
 from .._recipe_state import Slots
 from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
-from .._wire import Asked, Entered, Gathering
+from .._wire import Gathering
 
 FULL = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
 _CASTABLE = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
-
-# A weight in `jax.shard_map`, and any that other devices send.
-Entering: TypeAlias = Asked | Entered
-Arriving: TypeAlias = Gathering | Entering
 
 
 class Facts(NamedTuple):
@@ -90,7 +86,7 @@ class Value:
             slots: The state of recipes that a weight carries.
         """
         self._array: Any = array
-        self.arriving: Arriving | None = None
+        self.arriving: Gathering | None = None
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
@@ -105,7 +101,7 @@ class Value:
 
     @classmethod
     def on_its_way(
-        cls, arriving: "Arriving", facts: Facts, slots: Slots | None
+        cls, arriving: Gathering, facts: Facts, slots: Slots | None
     ) -> "Value":
         """A float32 weight that other devices send, once it is known in which form."""
         value = cls(None, facts, slots=slots)
@@ -115,26 +111,14 @@ class Value:
     @property
     def array(self) -> AnyArray:
         """The array."""
-        return self._for_cast_to(None)
-
-    def _for_cast_to(self, dtype: np.dtype | None) -> Any:
-        """The array, for a use that casts it to a dtype and reads no more digits."""
         if self._array is None and self.arriving is not None:
-            array = self.arriving.arrive(dtype)
-            if self.has_entered:  # each use says what it reads
-                return array
-            self._array = array
-        return self._array
-
-    @property
-    def has_entered(self) -> bool:
-        """Whether it is a weight that entered `jax.shard_map` in the forms it needs."""
-        return isinstance(self.arriving, Entering)
+            self._array = self.arriving.arrive()
+        return cast(AnyArray, self._array)
 
     @property
     def handed(self) -> Any:
-        """What a program inside gets of it, a tree of arrays: see `enter`."""
-        return self.arriving if self.has_entered else self.cast(self.dtype)
+        """The array that a program inside gets of it, which is a use."""
+        return self.cast(self.dtype)
 
     @property
     def dtype(self) -> Any:
@@ -168,9 +152,7 @@ class Value:
             with np.errstate(over="ignore"):
                 return np.asarray(self.array, dtype)
         if self.facts.is_declared or self.dtype not in _CASTABLE:
-            is_same = dtype == self.dtype
-            array = self.array if is_same else self._for_cast_to(dtype)
-            return _converted(array, dtype)
+            return _converted(self.array, dtype)
         if self.dtype == FULL == dtype:
             return self.array
         found = self._casts.setdefault(dtype, [None, 0])

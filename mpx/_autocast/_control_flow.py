@@ -9,7 +9,7 @@ branches must agree: all in half precision, or all in float32.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +32,9 @@ from .._program import (
 )
 from .._recipe_state import Slots, StateOperands
 from .._typing import AnyArray, Program
-from .._wire import Asked, Asks, refuse_sums_of_others
+from .._wire import refuse_sums_of_others
 from ._context import (
     FULL,
-    Entering,
     Facts,
     Place,
     Run,
@@ -45,26 +44,17 @@ from ._context import (
 )
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate
-from ._travel import Entry, entries_of, settled
+from ._travel import entered, entries_of
 
 
 def enter(
-    arrays: Sequence[AnyArray | Entering],
+    arrays: Sequence[AnyArray],
     facts: Sequence[Facts],
     slots: Sequence[Slots | None] = (),
 ) -> list[Value]:
-    """The operands of a program, as values inside of it.
-
-    Weights that have entered a `shard_map` around it still say how they are used.
-    """
-
-    def value(x: AnyArray | Entering, facts: Facts, slots: Slots | None) -> Value:
-        if isinstance(x, Entering):
-            return Value.on_its_way(x, facts, slots)
-        return Value(x, facts, slots=slots)
-
-    slots = slots or (None,) * len(facts)
-    return [value(*one) for one in zip(arrays, facts, slots, strict=True)]
+    """The operands of a program, as values inside of it."""
+    rows = zip(arrays, facts, slots or (None,) * len(facts), strict=True)
+    return [Value(x, facts, slots=slots) for x, facts, slots in rows]
 
 
 class Types(NamedTuple):
@@ -72,35 +62,17 @@ class Types(NamedTuple):
 
     Attributes:
         facts: Of each operand.
-        avals: The types of the arrays that are handed over for all.
-        tree: How these make the operands.
+        avals: Of each operand.
     """
 
     facts: tuple[Facts, ...]
     avals: tuple[ShapedArray, ...]
-    tree: Any
-
-    @property
-    def asks(self) -> list[Asks]:
-        """Where a program notes what it reads of weights, if it is to find out."""
-        operands = jax.tree.unflatten(self.tree, self.avals)
-        return [one.asks for one in operands if isinstance(one, Asked)]
 
 
 def types_of(operands: Sequence[Value]) -> Types:
-    """What is known of operands of which arrays are handed over."""
-    return _types(operands, [v.array for v in operands])
-
-
-def handed_over(operands: Sequence[Value]) -> tuple[list[AnyArray], Types]:
-    """What a program gets of operands, and what is known of it."""
-    handed = [v.handed for v in operands]
-    return jax.tree.leaves(handed), _types(operands, handed)
-
-
-def _types(operands: Sequence[Value], handed: list[Any]) -> Types:
-    arrays, tree = jax.tree.flatten(handed)
-    return Types(tuple(v.facts for v in operands), tuple(map(jax.typeof, arrays)), tree)
+    """What is known of operands without their arrays."""
+    avals = (jax.typeof(v.array) for v in operands)
+    return Types(tuple(v.facts for v in operands), tuple(avals))
 
 
 def rewritten(
@@ -127,26 +99,20 @@ def rewritten(
     Returns:
         The new program, and what is known of its results.
     """
-    facts, avals, tree = types
+    facts, avals = types
     besides = [jax.typeof(x) for x in state.arrays]
     known = run.programs.setdefault(jaxpr, {})
     key = (place, *types, demands, dtypes, state.form)
     made = known.get(key)
     if made is not None:
-        closed, new, used, asks = made
+        closed, new, used = made
         run.used |= used
-        _answer(types, asks)
         return closed, new
-    asks = [Asks() for _ in types.asks]  # its own, for whoever finds it again
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: AnyArray) -> list[AnyArray]:
         slots, step = state.unpacked(arrays[len(avals) :])
-        operands, own = jax.tree.unflatten(tree, arrays[: len(avals)]), iter(asks)
-        operands = [
-            x.noting(next(own)) if isinstance(x, Asked) else x for x in operands
-        ]
-        inside = enter(operands, facts, slots)
+        inside = enter(arrays[: len(avals)], facts, slots)
         with run.at_step(step):
             results = evaluate(run, place, jaxpr, inside, demands)
         if dtypes is not None:
@@ -156,16 +122,9 @@ def rewritten(
 
     before, run.used = run.used, set()
     closed = jax.make_jaxpr(program)(*avals, *besides)
-    known[key] = closed, found[0], frozenset(run.used), asks
+    known[key] = closed, found[0], frozenset(run.used)
     run.used |= before
-    _answer(types, asks)
     return closed, found[0]
-
-
-def _answer(types: Types, found: Sequence[Asks]) -> None:
-    """Notes what a rewritten program reads of its weights."""
-    for asks, own in zip(types.asks, found, strict=True):
-        asks.add(own)
 
 
 def _state_for(
@@ -289,10 +248,9 @@ def rewrite_remat(
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
     place = dataclasses.replace(place, is_recomputed=True)
-    given, types = handed_over(operands)
-    closed, facts = rewritten(run, place, jaxpr, types, demands, state)
+    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
     jaxpr, constants = constants_as_inputs(closed)
-    arrays = [*constants, *given, *state.arrays]
+    arrays = [*constants, *(v.handed for v in operands), *state.arrays]
     return rebound(equation, {"jaxpr": open_jaxpr(jaxpr)}, facts, arrays)
 
 
@@ -300,44 +258,35 @@ def rewrite_shard_map(
     run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A program that runs once per device."""
-    params, outside = equation.params, place
+    params = equation.params
     facts = tuple(v.facts for v in operands)
     state = _state_for(run, place, operands, params["jaxpr"])
+    are_declared = tuple(f.is_declared for f in facts)
+    ahead = demands_of(run, place.settings, params["jaxpr"], are_declared, demands)
+    entries = entries_of(place, equation, operands, ahead.inputs)
     if not params["check_vma"]:
         refuse_sums_of_others(place.settings.wire)
         place = dataclasses.replace(place, sums_over_devices=True)
-    are_declared = tuple(f.is_declared for f in facts)
-    ahead = demands_of(run, place.settings, params["jaxpr"], are_declared, demands)
     found: list[tuple[Facts, ...]] = []
 
-    def mapped(entries: Sequence[Entry]) -> Callable[..., tuple[AnyArray, ...]]:
-        def program(
-            given: list[list[AnyArray]], arrays: list[AnyArray]
-        ) -> tuple[AnyArray, ...]:
-            slots, step = state.unpacked(arrays)
-            rows = zip(entries, given, facts, slots, strict=True)
-            inside = [entry.inside(xs, f, s) for entry, xs, f, s in rows]
-            with run.at_step(step):
-                results = evaluate(run, place, params["jaxpr"], inside, demands)
-            found[:] = [tuple(v.facts for v in results)]
-            return tuple(v.array for v in results)
+    def program(
+        entries: list[list[AnyArray]], arrays: list[AnyArray]
+    ) -> tuple[AnyArray, ...]:
+        slots, step = state.unpacked(arrays)
+        inside = enter(list(map(entered, entries)), facts, slots)
+        with run.at_step(step):
+            results = evaluate(run, place, params["jaxpr"], inside, demands)
+        found[:] = [tuple(v.facts for v in results)]
+        return tuple(v.array for v in results)
 
-        return jax.shard_map(
-            program,
-            mesh=params["mesh"],
-            in_specs=([entry.specs for entry in entries], P()),
-            out_specs=params["out_specs"],
-            check_vma=params["check_vma"],
-            axis_names=set(params["newly_manual_axes"]),
-        )
-
-    entries = entries_of(outside, equation, operands, ahead.inputs)
-    if any(entry.asks is not None for entry in entries):
-        given = [entry.arrays for entry in entries]
-        jax.eval_shape(mapped(entries), given, list(state.arrays))
-        entries = [settled(outside, entry) for entry in entries]
-    given = [entry.arrays for entry in entries]
-    results = mapped(entries)(given, list(state.arrays))
+    results = jax.shard_map(
+        program,
+        mesh=params["mesh"],
+        in_specs=(list(params["in_specs"]), P()),
+        out_specs=params["out_specs"],
+        check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes"]),
+    )(entries, list(state.arrays))
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 
 
@@ -348,7 +297,7 @@ def rewrite_cond(
     branches = equation.params["branches"]
     index, *rest = operands
     state = _state_for(run, place, rest, *branches)
-    given, types = handed_over(rest)
+    given, types = [v.handed for v in rest], types_of(rest)
     made = [rewritten(run, place, b, types, demands, state) for b in branches]
     dtypes = tuple(
         _agreed(place, demands[i], [closed.out_avals[i] for closed, _ in made])

@@ -16,7 +16,6 @@ each. One cast in front of the loop, instead of one in every turn, halves both:
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +87,7 @@ def rewrite_scan(
         found[:] = [tuple(v.facts for v in ys)]
         return _begun(results[:n_carry], carry_avals), [v.array for v in ys]
 
-    xs = ([_cut(v, params["length"]) for v in stacked], copies, cut.arrays)
+    xs = ([v.array for v in stacked], copies, cut.arrays)
     streams = _streams_of(run, place.settings, jaxpr, n_consts, n_carry)
     # A loop of no turns has no row to trace it with.
     if streams and params["length"]:
@@ -101,13 +100,6 @@ def rewrite_scan(
     init = _begun(carried, carry_avals)
     carry, ys = jax.lax.scan(body, init, xs, **scan_options(params))
     return _carried(carry) + [Value(y, f) for y, f in zip(ys, found[0], strict=True)]
-
-
-def _cut(value: Value, length: int) -> Any:
-    """What a scan cuts of an operand: an array, or a tree of them; see `enter`."""
-    if value.has_entered and (arriving := value.handed.cut(length)) is not None:
-        return arriving
-    return value.array
 
 
 def rewrite_while(

@@ -299,7 +299,7 @@ def _emit_product(
         scales = _with_one_input_scale(data, product.recipe, scales)
     step = step if rounds_stochastically(product.recipe) else None
     arriving = weight.arriving
-    sent = arriving and arriving.arrive_quantized(product, scales, use)
+    sent = arriving and arriving.arrive_quantized(product, scales)
     array, ahead = sent or (weight.array, None)
     if weight.float32_source is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)

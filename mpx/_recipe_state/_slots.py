@@ -238,18 +238,6 @@ class Slots:
         mine, self._source[use] = shared(rest, 2)
         return mine
 
-    def look_up(self, use: str, lengths: tuple[int, ...]) -> Array:
-        """The scales of a use that a program inside takes, which also gets its amax.
-
-        Args:
-            use: The use.
-            lengths: The lengths of the scans inside that cut the weight.
-        """
-        if not isinstance(self._source, dict):
-            return jnp.ones((*lengths, ROLES), jnp.float32)
-        found = self._source[_named(use, (*self._lengths, *lengths))]
-        return jax.lax.stop_gradient(found)
-
     @property
     def form(self) -> Hashable:
         """All but the arrays: a key of caches."""

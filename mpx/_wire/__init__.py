@@ -1,13 +1,5 @@
 """What travels between devices: weights on the way in, gradients on the way back."""
 
-from ._entry import (
-    Asked as Asked,
-    Asks as Asks,
-    Entered as Entered,
-    Quantized as Quantized,
-    entering as entering,
-    joined as joined,
-)
 from ._gathering import Gathering as Gathering
 from ._sums import (
     dtype_of_sums as dtype_of_sums,
@@ -17,6 +9,7 @@ from ._sums import (
 from ._weights import (
     cast_where_it_lies as cast_where_it_lies,
     gathered as gathered,
+    joined as joined,
     on_the_wire as on_the_wire,
     only_gradient as only_gradient,
     present_wire as present_wire,

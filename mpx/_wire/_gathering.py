@@ -48,25 +48,20 @@ class Gathering:
         """The same, and then moved by an equation where it arrives."""
         return dataclasses.replace(self, moves=(*self.moves, equation))
 
-    def arrive(self, dtype: np.dtype | None = None) -> AnyArray:
-        """Sends it rounded to its dtype; float32 where it arrives.
-
-        Args:
-            dtype: What the use that comes first casts it to, which does not matter.
-        """
+    def arrive(self) -> AnyArray:
+        """Sends it rounded to its dtype; float32 where it arrives."""
         with execution_context(self.equation):
             whole = gathered(self.equation, self.weight, self.dtype, self.wire)
         return self._moved(whole)
 
     def arrive_quantized(
-        self, product: AbstractProduct, scales: AnyArray | None, use: str | None
+        self, product: AbstractProduct, scales: AnyArray | None
     ) -> tuple[AnyArray, Ahead] | None:
         """Sends it in the few bits that a product reads.
 
         Args:
             product: The product.
             scales: The scales of delayed scaling.
-            use: Whose scales they are, which does not matter.
 
         Returns:
             What the gradient goes to, and the weight; None if it is to be an array.
@@ -85,13 +80,6 @@ class Gathering:
             back = (lambda x: x) if self._is_only_typed else move
             whole = only_gradient(back, self.weight, self.wire)
         return self._moved(whole), ahead
-
-    def only_gradient(self) -> AnyArray:
-        """Zeros in its place; see `_weights.only_gradient`."""
-        with execution_context(self.equation):
-            move = functools.partial(_bound, self.equation)
-            whole = only_gradient(move, self.weight, self.wire)
-        return self._moved(whole)
 
     @property
     def _is_only_typed(self) -> bool:

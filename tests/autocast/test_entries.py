@@ -1,4 +1,4 @@
-"""Weights that lie in pieces and enter `jax.shard_map` whole, under recipes."""
+"""Weights that lie in pieces and enter `jax.shard_map` whole."""
 
 import itertools
 
@@ -14,9 +14,8 @@ from ..collectives import compiled
 from ..helpers import slow_but
 
 CURRENT, DELAYED = mpx.Float8CurrentScaling(), mpx.DelayedScaling(warm_start=True)
-RECIPES, BLOCK = [CURRENT, DELAYED], mpx.Float8BlockScaling()
 SHAPES = {"first": (16, 32), "last": (32, 16), "head": (16, 8)}
-E4M3, POLICY = "f8e4m3fn", "params=float32,compute=bfloat16,output=float32,reduce="
+POLICY = "params=float32,compute=bfloat16,output=float32,reduce="
 LAYERS = 3
 
 
@@ -87,13 +86,6 @@ def rounded(w, x):
     return jax.nn.gelu(x.astype(jnp.bfloat16) @ first).astype(x.dtype) @ w["last"]
 
 
-def in_rows(w, x):
-    """A weight is used as one of a recipe with blocks, which quantizes its digits."""
-    with mpx.autocast(recipe=BLOCK):
-        hidden = x @ w["first"]
-    return jax.nn.gelu(hidden) @ w["last"]
-
-
 def loss_in(mesh, model, check_vma=True):
     def local(w, x):
         y = model(w, x) @ w["head"]
@@ -118,8 +110,8 @@ def step_of(loss, recipe, policy):
     return begin, step
 
 
-def compared(loss, recipe, w, x, reduce="float32"):
-    """What is gathered, in which dtypes, where the results have the same bits.
+def gathered(loss, w, x, recipe=None, reduce="float32"):
+    """In which dtypes weights are gathered, where the results have the same bits.
 
     Those of loss, gradients and scaling over two steps, as with weights that go in as
     float32.
@@ -137,63 +129,44 @@ def compared(loss, recipe, w, x, reduce="float32"):
         dtypes.append({m.dtype for m in gathers})
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert "f32" in dtypes[1] and E4M3 not in dtypes[1]
+    assert "f32" in dtypes[1]  # the compiler gathers what is used outside
     return dtypes[0]
 
 
-def in_turn(cases):
-    """Each case with one of the recipes."""
-    return list(zip(cases, itertools.cycle(RECIPES), strict=False))
+@pytest.mark.parametrize(
+    "model",
+    slow_but([shared, in_remat], [shared, looped, jitted, turned, in_remat, branched]),
+)
+def test_it_goes_in_in_half_precision_however_it_gets_to_its_products(model):
+    mesh = mesh_of()
+    assert gathered(loss_in(mesh, model), *arguments(mesh)) == {"bf16"}
 
 
 @pytest.mark.parametrize(
     ("recipe", "check_vma"),
-    slow_but([(DELAYED, False)], itertools.product(RECIPES, (True, False))),
+    slow_but([(DELAYED, False)], itertools.product([CURRENT, DELAYED], [True, False])),
 )
-def test_products_under_a_recipe_get_8_bits(recipe, check_vma):
-    """And the final projection, which is none of theirs, half precision."""
+def test_a_recipe_quantizes_from_float32(recipe, check_vma):
     mesh = mesh_of()
     loss = loss_in(mesh, block, check_vma)
-    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
+    assert gathered(loss, *arguments(mesh), recipe) == {"f32"}
 
 
-@pytest.mark.parametrize(
-    ("model", "recipe"),
-    slow_but(
-        [(shared, CURRENT), (looped, DELAYED)],
-        in_turn([shared, looped, jitted, turned, in_remat, branched]),
-    ),
-)
-def test_it_holds_however_a_weight_gets_to_its_products(model, recipe):
+def test_a_weight_of_which_more_is_read_goes_in_as_float32():
     mesh = mesh_of()
-    loss = loss_in(mesh, model)
-    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
-
-
-@pytest.mark.parametrize(
-    ("model", "recipe"),
-    slow_but([(read, CURRENT)], in_turn([read, in_rows])),
-)
-def test_a_weight_of_which_more_is_read_goes_in_as_float32(model, recipe):
-    mesh = mesh_of()
-    loss = loss_in(mesh, model)
-    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16", "f32"}
+    assert gathered(loss_in(mesh, read), *arguments(mesh)) == {"bf16", "f32"}
 
 
 @pytest.mark.slow
 def test_a_weight_that_the_program_rounds_goes_in_so():
     mesh = mesh_of()
-    assert compared(loss_in(mesh, rounded), CURRENT, *arguments(mesh)) == {E4M3, "bf16"}
+    assert gathered(loss_in(mesh, rounded), *arguments(mesh)) == {"bf16"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe"),
-    slow_but(
-        [(AxisType.Explicit, CURRENT)],
-        in_turn([AxisType.Explicit, AxisType.Auto]),
-    ),
+    "kind", slow_but([AxisType.Explicit], [AxisType.Explicit, AxisType.Auto])
 )
-def test_a_weight_that_is_gathered_in_front_of_shard_map(kind, recipe):
+def test_a_weight_that_is_gathered_in_front_of_shard_map(kind):
     """As it must be over explicit axes."""
     mesh = mesh_of(kind)
     gather = {
@@ -206,13 +179,12 @@ def test_a_weight_that_is_gathered_in_front_of_shard_map(kind, recipe):
         def loss(w, x):
             return inside({name: gather(one, P()) for name, one in w.items()}, x)
 
-        assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
+        assert gathered(loss, *arguments(mesh)) == {"bf16"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "check_vma"), [(DELAYED, True), (CURRENT, False)])
-def test_a_weight_of_which_each_device_of_an_axis_has_a_piece(recipe, check_vma):
-    """Its scale is that of all pieces."""
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_weight_of_which_each_device_of_an_axis_has_a_piece(check_vma):
     mesh = mesh_of(shape=(2, 2), names=("data", "model"))
 
     def local(w, x):
@@ -228,12 +200,11 @@ def test_a_weight_of_which_each_device_of_an_axis_has_a_piece(recipe, check_vma)
         out_specs=P(),
         check_vma=check_vma,
     )
-    assert compared(loss, recipe, *arguments(mesh)) == {E4M3, "bf16"}
+    assert gathered(loss, *arguments(mesh)) == {"bf16"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_each_layer_of_a_scan_enters_on_its_own(recipe):
+def test_each_layer_of_a_scan_enters_on_its_own():
     mesh = mesh_of()
     enter = jax.shard_map(
         lambda w, x: x + block(w, x),
@@ -248,19 +219,13 @@ def test_each_layer_of_a_scan_enters_on_its_own(recipe):
         return jnp.mean((x @ w["head"]) ** 2)
 
     args = arguments(mesh, stacked=("first", "last"))
-    assert E4M3 in compared(loss, recipe, *args)
+    assert gathered(loss, *args) == {"bf16"}
 
 
 def stacked(w, x):
     """Layers that a scan cuts, each with a scale of its own."""
     layers = {name: w[name] for name in ("first", "last")}
     return jax.lax.scan(lambda x, w: (x + block(w, x), None), x, layers)[0]
-
-
-def stacked_in_remat(w, x):
-    layers = {name: w[name] for name in ("first", "last")}
-    layer = jax.checkpoint(lambda x, w: (x + block(w, x), None))
-    return jax.lax.scan(layer, x, layers)[0]
 
 
 def used_whole(w, x):
@@ -279,28 +244,27 @@ def turned_stack(w, x):
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe"),
-    slow_but(
-        [(stacked, DELAYED)],
-        [
-            (stacked, CURRENT),
-            *in_turn([used_whole, stacked, turned_stack, stacked_in_remat]),
-        ],
-    ),
+    "model", slow_but([stacked], [stacked, used_whole, turned_stack])
 )
-def test_layers_that_a_scan_cuts(model, recipe):
+def test_layers_that_a_scan_cuts(model):
     mesh = mesh_of()
     args = arguments(mesh, stacked=("first", "last"))
-    found = compared(loss_in(mesh, model), recipe, *args)
-    assert found == {"f32" if model is turned_stack else E4M3, "bf16"}
+    assert gathered(loss_in(mesh, model), *args) == {"bf16"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
+def test_each_layer_that_a_scan_cuts_has_a_scale(recipe):
+    mesh = mesh_of()
+    args = arguments(mesh, stacked=("first", "last"))
+    assert gathered(loss_in(mesh, stacked), *args, recipe) == {"f32"}
 
 
 @pytest.mark.slow
 def test_gradients_that_are_summed_in_bfloat16():
     mesh = mesh_of()
-    loss = loss_in(mesh, block)
-    args = arguments(mesh)
-    assert compared(loss, CURRENT, *args, reduce="bfloat16") == {E4M3, "bf16"}
+    found = gathered(loss_in(mesh, block), *arguments(mesh), reduce="bfloat16")
+    assert found == {"bf16"}
 
 
 def test_what_is_not_finite_in_a_piece_makes_the_step_a_bad_one():
@@ -313,7 +277,6 @@ def test_what_is_not_finite_in_a_piece_makes_the_step_a_bad_one():
 
 
 def test_a_function_without_gradients_gives_the_same_loss():
-    """What goes in narrow has a rule for gradients, which others do without."""
     mesh = mesh_of()
     loss = loss_in(mesh, block)
     begin, step = step_of(loss, CURRENT, POLICY + "float32")
