@@ -115,6 +115,11 @@ ARMS = {
             for stream, suffix in (("full", ""), ("half", ", half stream"))
         ),
         _autocast_arm("autocast bfloat16, kept", residuals="fast"),
+        _autocast_arm(
+            "autocast bfloat16, half scan",
+            residual_stream="half",
+            rules=mpx.Rules(mpx.Rule(mpx.Precision.HALF, primitive=("add", "mul"))),
+        ),
         *(
             _autocast_arm(f"{name}{suffix}", recipe=recipe, residual_stream=stream)
             for name, recipe in (RECIPES | BY_KERNEL).items()

@@ -346,9 +346,9 @@ class Rules:
                 return rule if rule.precision is Precision.DECLARED else None
         return None
 
-    def _may_hold(self, name: str) -> bool:
-        """Whether a rule may hold for an operation of a primitive."""
-        return any(rule._holds_for_primitive(name) for rule in self.rules)
+    def _first_of(self, name: str) -> Rule | None:
+        """The first rule that may hold for an operation of a primitive."""
+        return next((r for r in self.rules if r._holds_for_primitive(name)), None)
 
 
 _PYTORCH_FULL = tuple(

@@ -301,6 +301,8 @@ def goals(found: Results) -> list[Goal]:
             if (record["target"], record["layout"]) == (target, layout)
         }
         where = f"{LAYOUTS[layout].title}, {TARGETS[target].title}"
+        if LAYOUTS[layout].gathers == "entry":  # a recipe quantizes what has gone in
+            by_arm = {k: v for k, v in by_arm.items() if k not in (CURRENT, DELAYED)}
         for arm in (name for name in (CURRENT, DELAYED) if name in by_arm):
             ours, half = (sent(by_arm[one]) for one in (arm, AUTOCAST))
             text = f"{arm} sends no more than {AUTOCAST}: {megabytes(ours)} MB to "

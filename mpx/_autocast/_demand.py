@@ -38,6 +38,7 @@ from .._program import (
     properties,
     sub_jaxprs,
 )
+from .._rules import Precision
 from .._settings import Settings
 from .._typing import Atom, Aval, Program
 from ._context import FULL, Run, is_castable
@@ -335,8 +336,11 @@ def _operand_demands(
         if source.dtype == result.dtype:
             return (wanted,)
         return (demand_for(result, settings.dtype) or Demand.FULL,)
-    if settings.rules._may_hold(name):
-        return (BOTH,) * count
+    rule = settings.rules._first_of(name)
+    if rule is not None:
+        is_sure = rule.precision is Precision.HALF and rule._is_about_primitives
+        is_sure = is_sure and settings.is_enabled and _is_of_half(equation, settings)
+        return (Demand.HALF if is_sure else BOTH,) * count
     if kind is PrimitiveClass.HALF:
         is_sure = _is_cast_to_half(equation, settings)
         return (Demand.HALF if is_sure else BOTH,) * count
@@ -351,10 +355,15 @@ def _is_cast_to_half(equation: JaxprEqn, settings: Settings) -> bool:
     """Whether a product casts its operands, whatever they turn out to be."""
     return (
         not is_multiplication(equation)
-        and half_dtype_of(equation, settings) == settings.dtype
         and not asks_for_precision(equation.params.get("precision"))
-        and all(map(is_castable, avals(equation.invars[:2])))
+        and _is_of_half(equation, settings)
     )
+
+
+def _is_of_half(equation: JaxprEqn, settings: Settings) -> bool:
+    """Whether an operation cast to half precision has the one that holds here."""
+    are_castable = all(map(is_castable, avals(equation.invars[:2])))
+    return are_castable and half_dtype_of(equation, settings) == settings.dtype
 
 
 # JAX's names for the highest precision.

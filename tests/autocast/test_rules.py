@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpx
@@ -102,6 +103,37 @@ def test_a_rule_for_products_changes_what_is_rounded_before_them():
 
     assert dtypes(Rules()) == [HALF]
     assert dtypes(Rules(Rule(Precision.FULL, primitive="dot_general"))) == [FULL]
+
+
+def test_what_a_rule_computes_in_half_precision_is_read_so():
+    """A scan has as many bytes as one that is cast by hand, gradients included."""
+
+    def dtypes(loss):
+        found = equations(jax.make_jaxpr(jax.grad(loss))(jnp.full((64, 8), 0.9)))
+        sliced = (e for e, _ in found if e.primitive.name in ("slice", "pad"))
+        return {e.outvars[0].aval.dtype.name for e in sliced}
+
+    def loss(x):
+        return jnp.sum(jax.lax.associative_scan(jnp.multiply, x @ jnp.eye(8)))
+
+    rules = Rules(Rule(Precision.HALF, primitive=("add", "mul")))
+    assert dtypes(mpx.autocast(loss, rules=rules)) == {HALF}
+    unsure = Rules(Rule(Precision.HALF, primitive="mul", when=lambda _: True))
+    assert FULL in dtypes(mpx.autocast(loss, rules=unsure))
+
+
+def test_a_rule_does_not_reach_what_a_region_reads():
+    """Rounded for a product that runs in float32 after all it would lose."""
+    rules = Rules(Rule(Precision.HALF, primitive="mul"))
+
+    def largest(x):
+        picked = jnp.maximum(jnp.exp(x), 0.0)
+        with mpx.autocast(enabled=False):
+            return picked * picked
+
+    x = jnp.linspace(0.1, 0.2, 7)
+    found = jax.jit(mpx.autocast(largest, rules=rules))(x)
+    np.testing.assert_allclose(found, jnp.exp(x) ** 2, rtol=1e-6)
 
 
 def test_the_first_rule_that_holds_decides(inputs):
