@@ -8,7 +8,7 @@ ifndef CHECKS_AT_ONCE
 .NOTPARALLEL:
 endif
 .PHONY: help train train-explicit train-gpt notebooks test bench sweep clients counts-cuda docs serve venv lint format types layers pytest \
-	test-newest test-newest-part newest-part-venv newest-venv lock clean
+	test-newest test-newest-part newest-part-venv newest-venv test-oldest-part oldest-venv lock clean
 
 # A target that fails half-way must not look finished.
 .DELETE_ON_ERROR:
@@ -31,9 +31,9 @@ OF_PYENV = $(shell ls -d $(PYENV_ROOT)/versions/3.$(1).*/bin/python3 2>/dev/null
 NEWEST ?= $(shell for p in python3.13 $(call OF_PYENV,13) python3.12 \
 	$(call OF_PYENV,12) $(PYTHON); do \
 	$$p -c '$(IS_NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$p; break; }; done)
-# Tests that see most of JAX's own programs, and of mpx's functions, for the newest version
+# Tests that see most of JAX's own programs, and of mpx's functions, for other versions
 # in `.ci/run`.
-NEWEST_PART := tests/test_xla.py tests/program tests/test_function.py \
+PART := tests/test_xla.py tests/program tests/test_function.py tests/autocast/test_entries.py \
 	tests/test_forced.py tests/test_frameworks.py tests/test_guard.py \
 	tests/autocast/test_control_flow.py tests/autocast/test_custom_rules.py \
 	tests/blame/test_cases.py tests/compat/test_jmp.py tests/grad/test_accumulate.py \
@@ -152,7 +152,17 @@ test-newest-part:
 		echo "Python that runs here is $$('$(NEWEST)' --version). NEWEST=... names another one."; \
 	fi; \
 	$(MAKE) --no-print-directory $$target \
-		ARGS="$(NEWEST_PART) -n 2 --dist loadfile $(ARGS)"
+		ARGS="$(PART) -n 2 --dist loadfile $(ARGS)"
+
+# The oldest JAX that is allowed, beside the locked versions of all else.
+OLDEST := jax==0.10.0 jaxlib==0.10.0
+test-oldest-part: oldest-venv ## Run a part of the tests with the oldest JAX that is allowed
+	@.venv-oldest/bin/python -m pytest $(PART) -n 2 --dist loadfile $(ARGS)
+
+oldest-venv:
+	@$(call make_venv,.venv-oldest)
+	@grep -v '^jax' constraints.txt > .venv-oldest/constraints.txt
+	@.venv-oldest/bin/python $(PIP) -c .venv-oldest/constraints.txt -e '.[test]' $(OLDEST)
 
 newest-part-venv:
 	@if $(HAS_NEWEST); then $(MAKE) --no-print-directory newest-venv; fi

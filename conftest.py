@@ -53,8 +53,12 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("TPU_LOG_DIR", "disabled")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# By environment, so that the subprocesses of tests share the cache.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
+# By environment, so that the subprocesses of tests share the cache. Two workers do not:
+# JAX (0.10 to 0.12) writes an entry in place, and warns if it reads half of one.
+_CACHE = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+if _WORKER is not None:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(_CACHE) / _WORKER)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 

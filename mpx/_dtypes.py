@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from ._jax_compat import set_for_all_threads
 from ._typing import DTypeLike
 
 # Python floats: no array is made at import, and they promote no half-precision array.
@@ -133,6 +134,7 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
 
     Raises:
         ValueError: It is anything else.
+        RuntimeError: JAX is older than 0.10.1, which cannot.
 
     Examples:
         >>> import mpx
@@ -141,9 +143,8 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
         dtype(bfloat16)
         >>> mpx.set_half_precision_datatype("float16")
     """
-    _half_precision.set_global(
-        _half_name(datatype, "`mpx.set_half_precision_datatype(datatype)`")
-    )
+    name = _half_name(datatype, "`mpx.set_half_precision_datatype(datatype)`")
+    set_for_all_threads(_half_precision, name)
 
 
 @contextlib.contextmanager

@@ -235,12 +235,26 @@ def as_varying(x: object, axes: frozenset[str]) -> Any:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def symbolic_zero(aval: AbstractValue) -> ad.Zero:
+def symbolic_zero(aval: AbstractValue) -> Any:
     """A cotangent known to be zero, as pullbacks of `jax.vjp` take it.
 
-    A rule with `symbolic_zeros=True` is then told so; others get an array of zeros.
+    A rule with `symbolic_zeros=True` is then told so; others get an array of zeros, and
+    so do all before jax 0.10.2, whose pullbacks take arrays only.
     """
-    return ad.Zero(aval.to_ct_aval())
+    zero = ad.Zero(aval.to_ct_aval())
+    is_taken = jax.__version_info__ >= (0, 10, 2)
+    return zero if is_taken else ad.instantiate_zeros(zero)
+
+
+def set_for_all_threads(context: Any, value: object) -> None:
+    """Sets the default of a user context; what was traced with another is stale."""
+    if not hasattr(context, "set_global"):  # before jax 0.10.1
+        raise RuntimeError(
+            "`mpx.set_half_precision_datatype` needs jax 0.10.1 or later; this is "
+            f"jax {jax.__version__}. Say it where it holds: `with "
+            "mpx.half_precision(...):`."
+        )
+    context.set_global(value)
 
 
 def varied_axes(equation: JaxprEqn) -> frozenset[str]:

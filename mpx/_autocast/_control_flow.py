@@ -22,6 +22,7 @@ from .._jax_compat import (
     bind_equation,
     composite_parameter,
     open_jaxpr,
+    shard_map_axes,
 )
 from .._program import (
     aval_of,
@@ -285,7 +286,7 @@ def rewrite_shard_map(
         in_specs=(list(params["in_specs"]), P()),
         out_specs=params["out_specs"],
         check_vma=params["check_vma"],
-        axis_names=set(params["newly_manual_axes"]),
+        axis_names=set(shard_map_axes(params)),
     )(entries, list(state.arrays))
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 

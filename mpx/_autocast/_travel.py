@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_half
+from .._jax_compat import shard_map_axes
 from .._policy import Wire
 from .._program import aval_of, avals, properties
 from .._typing import AnyArray
@@ -158,7 +159,7 @@ def entries_of(
         operands: Its operands.
         demands: What its program wants of them.
     """
-    specs, axes = (equation.params[name] for name in ("in_specs", "newly_manual_axes"))
+    specs, axes = equation.params["in_specs"], shard_map_axes(equation.params)
     wire = place.settings.wire
     entries = []
     rows = zip(operands, equation.invars, demands, specs, strict=True)
