@@ -46,6 +46,7 @@ class Facts(NamedTuple):
         is_stored_in_half: A part of what was half precision, or a sum of two products:
             what is stored of it is rounded, which costs no more than the rounding of
             the products did.
+        is_stream: A residual stream that is half precision, moved perhaps.
     """
 
     is_declared: bool = False
@@ -53,6 +54,7 @@ class Facts(NamedTuple):
     is_fixed: bool = False
     is_weight: bool = False
     is_stored_in_half: bool = False
+    is_stream: bool = False
 
 
 class Value:
@@ -67,6 +69,7 @@ class Value:
         "half_source",
         "input_scales",
         "is_constant",
+        "is_shared",
         "slots",
     )
 
@@ -90,6 +93,8 @@ class Value:
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
+        # Whether several read it, some in float32; see `shared`.
+        self.is_shared = False
         # What the program cast from half precision to float32.
         self.half_source: AnyArray | None = None
         # The weight in float32 that the program rounded to it.
@@ -113,7 +118,11 @@ class Value:
         """The array."""
         if self._array is None and self.arriving is not None:
             self._array = self.arriving.arrive()
-        return cast(AnyArray, self._array)
+        array = cast(AnyArray, self._array)
+        if not self.is_shared:
+            return array
+        made = self._casts.get(array.dtype)
+        return made[0] if made else self.cast(array.dtype)
 
     @property
     def handed(self) -> Any:
@@ -123,7 +132,7 @@ class Value:
     @property
     def dtype(self) -> Any:
         """The dtype that it has now."""
-        return self.array.dtype if self.arriving is None else FULL
+        return self._array.dtype if self.arriving is None else FULL
 
     @property
     def shape(self) -> Shape:
@@ -135,6 +144,19 @@ class Value:
         """Whether it was computed, and is half precision now."""
         dtype = self.dtype
         return not self.facts.is_declared and dtype != FULL and dtype in _CASTABLE
+
+    def shared(self) -> "Value":
+        """What was computed in half precision, for several users.
+
+        The gradients of all are summed in float32. Each would else be rounded before:
+        of p - 1, the gradient of a cross entropy by its logits, which a softmax and a
+        label read, nothing is left in bfloat16 where p is 0.999.
+        """
+        value = Value(self.array, self.facts, slots=self.slots)
+        value.float32_source = self.float32_source
+        value.offer(self.cast(FULL))
+        value.is_shared = True
+        return value
 
     def as_float32(self) -> "Value":
         """What was computed in half precision, to be read and stored elsewhere."""
@@ -159,7 +181,8 @@ class Value:
         # In float32 the gradients of any number of uses may be summed.
         if found[0] is None or (dtype != FULL and found[1] >= FEW_USES):
             # The first uses of a half precision value read the array itself.
-            is_own = found[0] is None or self.dtype == FULL
+            is_first = found[0] is None and (dtype == FULL or not self.is_shared)
+            is_own = is_first or self.dtype == FULL
             array = self.array if is_own else self.cast(FULL)
             found[:] = _converted(array, dtype), 0
         found[1] += 1
@@ -180,6 +203,11 @@ def is_castable(aval: Aval) -> bool:
 def computed(array: AnyArray, is_fixed: bool = False) -> Value:
     """A value that an equation gave."""
     return Value(array, Facts(is_fixed=is_fixed and array.dtype in _CASTABLE))
+
+
+def stream(array: AnyArray) -> Value:
+    """A residual stream that is half precision."""
+    return Value(array, Facts(is_stream=True))
 
 
 def declared(array: Any, parameter: str | None = None) -> Value:

@@ -25,7 +25,6 @@ from .._jax_compat import (
     shard_map_axes,
 )
 from .._program import (
-    aval_of,
     constants_as_inputs,
     distinct_equations,
     program_of,
@@ -163,31 +162,10 @@ def rebound(
     return [Value(x, f) for x, f in zip(results, facts, strict=True)]
 
 
-def widened(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
-    """The operands of a program, in float32 where it reads them so.
-
-    Their gradients, and those of other uses, are then summed in float32.
-    """
-    are_declared = tuple(v.facts.is_declared for v in operands)
-    jaxpr = program_of(equation)
-    ahead = demands_of(run, place.settings, jaxpr, are_declared, demands)
-    return [
-        v.as_float32()
-        if Demand.FULL in demand
-        and v.is_computed_in_half
-        and aval_of(atom).dtype == FULL
-        else v
-        for v, atom, demand in zip(operands, equation.invars, ahead.inputs, strict=True)
-    ]
-
-
 def rewrite_jit(
     run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
 ) -> list[Value]:
     """A jit, with its name, shardings, layouts and donation."""
-    operands = widened(run, place, equation, operands, demands)
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
     if any(state.form) or any(v.arriving is not None for v in operands):

@@ -91,6 +91,11 @@ class Demands(NamedTuple):
         demands = map(self.demand, equation.outvars)
         return tuple(_seen_from(dtype, demand, self.dtype) for demand in demands)
 
+    def is_shared(self, variable: Var) -> bool:
+        """Whether several read a value, some of them in float32."""
+        is_read_full = Demand.FULL in self.demand(variable)
+        return is_read_full and self.readers.get(variable, 0) > 1
+
     def is_read_once(self, atom: Atom) -> bool:
         """Whether a value of the program has one user."""
         return not isinstance(atom, Literal) and self.readers.get(atom) == 1

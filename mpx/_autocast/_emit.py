@@ -44,12 +44,13 @@ from ._context import (
     declared,
     is_castable,
     literal,
+    stream,
 )
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import UNREAD, Demand, Demands, Wanted, demands_of
 from ._notes import noted, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
-from ._rematerialize import Values, emit_island
+from ._rematerialize import Values, emit_island, for_readers
 from ._travel import (
     moved_later,
     product_of_weight,
@@ -83,7 +84,8 @@ def evaluate(
     are_declared = tuple(v.facts.is_declared for v in operands)
     ahead = demands_of(run, place.settings, jaxpr, are_declared, results)
     reach = reach_in(jaxpr, place.reach) if place.reach else {}
-    values: Values = dict(zip(jaxpr.invars, operands, strict=True))
+    inputs = zip(jaxpr.invars, operands, strict=True)
+    values: Values = {v: for_readers(v, value, ahead) for v, value in inputs}
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
         # A parameter without a path, so no data: a recipe quantizes no product with it.
         values[variable] = declared(array, parameter="")
@@ -96,6 +98,8 @@ def evaluate(
                 found = tuple(reach.get(v, UNUSED) for v in equation.outvars)
                 here = dataclasses.replace(here, reach=found)
             outputs = _emit(run, here, equation, inputs, ahead)
+            pairs = zip(equation.outvars, outputs, strict=True)
+            outputs = [for_readers(v, value, ahead) for v, value in pairs]
         if any(value.dtype == FLOAT16 for value in outputs):
             run.used.add(FLOAT16)
         values.update(zip(equation.outvars, outputs, strict=True))
@@ -140,6 +144,7 @@ def _emit(
     if rewrite is not None:
         rule = place.settings.rules._find_for_program(name)
         if rule is None:
+            operands = [v.as_float32() if v.is_shared else v for v in operands]
             return rewrite(run, place, equation, operands, demands)
         run.used.add(rule)
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
@@ -172,6 +177,8 @@ def _emit(
     results = _emit_case(run, Case(place, equation, operands, demand, is_residual))
     if any(v in ahead.sums for v in equation.outvars):
         results[0].facts = results[0].facts._replace(is_stored_in_half=True)
+    if place.settings.residual_stream == "half" and known.kind is PrimitiveClass.FULL:
+        return [stream(v.array) if v.is_computed_in_half else v for v in results]
     return results
 
 
@@ -238,7 +245,7 @@ def _are_declared(equation: JaxprEqn, operands: list[Value]) -> bool:
 def _rounded(place: Place, value: Value) -> Value:
     """The beginning of a residual stream that is to be in half precision."""
     is_half = place.settings.is_enabled and is_castable(jax.typeof(value.array))
-    return computed(value.cast(place.settings.dtype)) if is_half else value
+    return stream(value.cast(place.settings.dtype)) if is_half else value
 
 
 def _join(equation: JaxprEqn, operands: list[Value]) -> list[Value]:

@@ -40,7 +40,7 @@ from .._program import (
 from .._recipe_state import StateOperands, repeated
 from .._settings import Settings
 from .._typing import AnyArray, Atom, Aval
-from ._context import FULL, Facts, Place, Run, Value, computed, is_castable
+from ._context import FULL, Facts, Place, Run, Value, computed, is_castable, stream
 from ._control_flow import enter
 from ._demand import UNREAD, Demand, Wanted, demand_for, demands_of
 from ._emit import Rewrite, evaluate
@@ -171,7 +171,8 @@ def _carried_demands(place: Place, avals: Sequence[Aval]) -> Wanted:
 
 def _carried(arrays: Sequence[AnyArray]) -> list[Value]:
     """What a loop carries counts as computed, in the precision that it declares."""
-    return [computed(x) for x in arrays]
+    values = map(computed, arrays)
+    return [stream(v.array) if v.is_computed_in_half else v for v in values]
 
 
 def _begun(values: Sequence[Value], avals: Sequence[Aval]) -> list[AnyArray]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.typing import ArrayLike
@@ -49,12 +50,13 @@ def emit_island(
     """
     made = None
     if any(map(may_keep, island.equations)):
-        key = _signature(run, place, island, values, ahead)
+        shared = _shared(island, values, ahead)
+        key = _signature(run, place, island, values, ahead), shared
         if key not in run.islands:
             # An island ends where mesh or device change, so one equation speaks for
             # all.
             with execution_context(island.equations[0]):
-                made = _recomputed(run, place, island, values, ahead, emit)
+                made = _recomputed(run, place, island, values, ahead, emit, shared)
             run.islands[key] = made
         made = run.islands[key]
     if made is not None:
@@ -74,25 +76,83 @@ def _arrays(island: Island, values: Values) -> dict[Var, AnyArray]:
     }
 
 
+def for_readers(variable: Var, value: Value, ahead: Demands) -> Value:
+    """A value as those get it who read it; see `Value.shared`.
+
+    A residual stream that is to be half precision has its gradients in half precision.
+    """
+    if not value.is_computed_in_half or value.facts.is_stream:
+        return value
+    return value.shared() if ahead.is_shared(variable) else value
+
+
+def _shared(island: Island, values: Values, ahead: Demands) -> tuple[int, ...]:
+    """Which inputs others read as well."""
+    read = [atom for equation in island.equations for atom in equation.invars]
+    return tuple(
+        i
+        for i, v in enumerate(island.inputs)
+        if values[v].is_shared and ahead.readers[v] > sum(atom is v for atom in read)
+    )
+
+
+@jax.custom_jvp
+def _of_float32(half: AnyArray, wide: AnyArray) -> AnyArray:
+    """An array in float32, kept in half precision, whose gradient is in float32."""
+    return jax.lax.convert_element_type(half, wide.dtype)
+
+
+@_of_float32.defjvp
+def _(
+    primals: tuple[AnyArray, AnyArray], tangents: tuple[AnyArray, AnyArray]
+) -> tuple[AnyArray, AnyArray]:
+    return _of_float32(*primals), tangents[1]
+
+
+@jax.custom_jvp
+def _only_gradient(x: AnyArray) -> AnyArray:
+    """Zeros, which nobody keeps, with the gradient of an array."""
+    return jnp.zeros_like(x)
+
+
+@_only_gradient.defjvp
+def _(primals: tuple[AnyArray], tangents: tuple[AnyArray]) -> tuple[AnyArray, AnyArray]:
+    return _only_gradient(*primals), tangents[0]
+
+
 def _recomputed(
-    run: Run, place: Place, island: Island, values: Values, ahead: Demands, emit: Emit
+    run: Run,
+    place: Place,
+    island: Island,
+    values: Values,
+    ahead: Demands,
+    emit: Emit,
+    places: tuple[int, ...],
 ) -> Again | None:
-    """Makes a function of an island that recomputes it; None if it is not worth it."""
+    """Makes a function of an island that recomputes it; None if it is not worth it.
+
+    It takes inputs that are shared once more, in float32, for their gradients.
+    """
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
     dtypes = {v: values[v].dtype for v in arrays}
     numbers = {v: values[v] for v in island.inputs if values[v].is_constant}
     # So there are no islands within it.
     inner = dataclasses.replace(place, is_recomputed=True)
-    half = place.settings.dtype
+    half, shared = place.settings.dtype, [island.inputs[i] for i in places]
     found: list[Any] = []
 
     def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[AnyArray]]:
         inside = dict(numbers)
-        for (variable, dtype), x in zip(dtypes.items(), arrays, strict=True):
+        for (variable, dtype), x in zip(dtypes.items(), arrays, strict=False):
             if x.dtype != dtype:
                 x = jax.lax.convert_element_type(x, dtype)
             inside[variable] = Value(x, facts[variable])
+        for variable, wide in zip(shared, arrays[len(dtypes) :], strict=True):
+            x = _of_float32(inside[variable].array, wide)
+            known = facts[variable]._replace(is_stored_in_half=True)
+            inside[variable] = Value(x, known)
+        inside = {v: for_readers(v, value, ahead) for v, value in inside.items()}
         for equation in island.equations:
             emit(inner, equation, inside)
         results = [inside[v] for v in island.outputs]
@@ -110,16 +170,18 @@ def _recomputed(
 
     # What this one uses, an equal one uses, which is not emitted by itself.
     others, run.used = run.used, set()
-    closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()))
+    wide = [jax.typeof(values[v].cast(FULL)) for v in shared]
+    closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()), *wide)
     used, run.used = frozenset(run.used), others
     known, are_cast = found
-    are_free = tuple(f.is_weight for f in facts.values())
+    are_free = (*(f.is_weight for f in facts.values()), *(True for _ in shared))
     are_sums = (facts[v].is_stored_in_half and dtypes[v] == FULL for v in arrays)
     stored = tuple(half if is_sum else None for is_sum in are_sums)
     if not is_worth_while(closed.jaxpr, are_free, stored):
         return None
     again_from = functools.partial(computed_again, is_in_loop=place.is_in_loop)
-    function, note = again_from(closed, stored=stored), None
+    function = again_from(closed, stored=stored, unread=len(shared))
+    note = None
     if is_taking_notes():
         plain, types = jaxpr_as_fun(closed), closed.in_avals
         before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
@@ -129,14 +191,17 @@ def _recomputed(
         run.used |= used
         with noted_island(note), execution_context(island.equations[0]):
             # Equal islands have their inputs in one order, that of first use.
-            results = function(*_arrays(island, values).values())
+            wide = (values[island.inputs[i]].cast(FULL) for i in places)
+            wide = map(_only_gradient, wide)
+            results = function(*_arrays(island, values).values(), *wide)
         casts = iter(results[len(known) :])
         for variable, array, facts, is_cast in zip(
             island.outputs, results, known, are_cast, strict=False
         ):
-            values[variable] = Value(array, facts)
+            value = Value(array, facts)
             if is_cast:
-                values[variable].offer(next(casts))
+                value.offer(next(casts))
+            values[variable] = for_readers(variable, value, ahead)
 
     return again
 

@@ -79,7 +79,11 @@ def recomputed_if_cheap(
 
 
 def computed_again(
-    closed: ClosedJaxpr, *, is_in_loop: bool = False, stored: Stored = ()
+    closed: ClosedJaxpr,
+    *,
+    is_in_loop: bool = False,
+    stored: Stored = (),
+    unread: int = 0,
 ) -> Callable[..., PyTree]:
     """A program as a function that is computed again in the backward pass.
 
@@ -92,6 +96,7 @@ def computed_again(
             too, a scanned GPT's step moves 0.7% more bytes.
         stored: For each input the half precision in which it is kept for the backward
             pass, or None. The value itself is computed from the input as it is.
+        unread: How many of the last inputs are there for their gradients only.
 
     Returns:
         A function of the program's inputs.
@@ -103,7 +108,11 @@ def computed_again(
         return jax.checkpoint(plain, prevent_cse=False, policy=_Kept(frozenset()))
     if sums and not is_softmax:
         is_apart = not _are_of_a_batch(closed.jaxpr)
-        return jax.checkpoint(plain, policy=_Kept(sums), prevent_cse=is_apart)
+        cuts: bool | tuple[bool, ...] = is_apart
+        if unread:  # what goes into a barrier is written, read or not
+            count = len(closed.in_avals) - unread
+            cuts = (is_apart,) * count + (False,) * unread
+        return jax.checkpoint(plain, policy=_Kept(sums), prevent_cse=cuts)
     if is_in_loop:
         return _from_inputs(closed, stored, _Apart.NOT)
     is_long = sum(1 for _ in operations(closed.jaxpr)) > _LONG

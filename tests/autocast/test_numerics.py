@@ -97,7 +97,7 @@ def errors(of, **options):
 def test_casts_and_products_of_a_block(of, products, stream):
     loss, *args = of()
     cast = mpx.autocast(loss, residual_stream=stream)
-    assert count_casts(cast, *args) <= 28
+    assert count_casts(cast, *args) <= 29
     # Around a bias and gelu, which one loop computes, are casts that cost no memory.
     assert count_casts(jax.grad(cast), *args) <= 73
     half = ("bfloat16", "bfloat16")

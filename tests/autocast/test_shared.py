@@ -1,0 +1,203 @@
+"""What a product gave and several read: their gradients are summed in float32.
+
+The gradient of a cross entropy by its logits is p - 1 at the label: p by way of the
+softmax, -1 by way of the lookup. Rounded to bfloat16 before they meet, they are 1 and
+-1 where p is 0.999, and nothing is left of what such a token teaches.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.nn import logsumexp
+from jax.sharding import Mesh, PartitionSpec as P
+
+import mpx
+from tests.autocast.counting import relative_error
+from tests.sweep.ideal import make_ideal
+
+from ..helpers import slow_but
+
+pytestmark = pytest.mark.third_party
+# Or XLA leaves out roundings, of one program and not of the other.
+AS_WRITTEN = {"xla_allow_excess_precision": False}
+ROWS, CLASSES = 64, 10
+LABELS = np.arange(ROWS) % CLASSES
+ONE_HOT = np.eye(CLASSES, dtype="f4")[LABELS]
+
+jitted = functools.partial(jax.jit, compiler_options=AS_WRITTEN)
+
+
+def sure():
+    """Weights, and rows whose logits are about 9 for the label and 0 for others."""
+    noise = jax.random.normal(jax.random.key(0), (ROWS, CLASSES)) / 100
+    return 9 * jnp.eye(CLASSES), ONE_HOT + noise
+
+
+def normalizers(y):
+    return logsumexp(y, -1)
+
+
+def picked(y):
+    return jnp.take_along_axis(y, LABELS[:, None], 1)[:, 0]
+
+
+@jax.custom_jvp
+def by_jvp_rule(y):
+    return normalizers(y)
+
+
+by_jvp_rule.defjvp(lambda x, dot: jax.jvp(normalizers, x, dot))
+
+
+@jax.custom_vjp
+def by_vjp_rule(y):
+    return normalizers(y)
+
+
+by_vjp_rule.defvjp(
+    lambda y: (normalizers(y), y), lambda y, g: (jax.nn.softmax(y) * g[:, None],)
+)
+
+
+def on_devices(y):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    spec = P("data")
+    return jax.shard_map(normalizers, mesh=mesh, in_specs=spec, out_specs=spec)(y)
+
+
+NORMALIZERS = {
+    "plain": normalizers,
+    "by hand": lambda y: (
+        jnp.log(jnp.sum(jnp.exp(y - y.max(-1, keepdims=True)), -1)) + y.max(-1)
+    ),
+    "jit": jax.jit(normalizers),
+    "checkpoint": jax.checkpoint(normalizers),
+    "vmap of checkpoint": jax.vmap(jax.checkpoint(logsumexp)),
+    "cond": lambda y: jax.lax.cond(y[0, 0] < 99, normalizers, lambda y: y.sum(-1), y),
+    "rows of a scan": lambda y: jax.lax.map(logsumexp, y),
+    "constant of a scan": lambda y: jax.lax.scan(
+        lambda c, _: (c + normalizers(y) / 2, None), jnp.zeros(ROWS), length=2
+    )[0],
+    "JVP rule": by_jvp_rule,
+    "VJP rule": by_vjp_rule,
+    "shard_map": on_devices,
+    "reshape": lambda y: normalizers(y.reshape(8, -1, CLASSES)).reshape(ROWS),
+}
+LOOKUPS = {
+    "index": lambda y: y[jnp.arange(ROWS), LABELS],
+    "product": lambda y: jnp.einsum("nc,nc->n", y, ONE_HOT),
+    "checkpoint": jax.checkpoint(picked),
+}
+PRODUCTS = {
+    "jit": jax.jit(jnp.dot),
+    "checkpoint": jax.checkpoint(jnp.dot),
+    "results of a scan": lambda x, w: jax.lax.map(
+        lambda x: x @ w, x.reshape(4, -1, CLASSES)
+    ).reshape(ROWS, CLASSES),
+    "bias": lambda x, w: x @ w + 0.1 * w[0],
+}
+WAYS = {
+    **{name: (jnp.dot, f, picked) for name, f in NORMALIZERS.items()},
+    **{f"lookup by {name}": (jnp.dot, normalizers, f) for name, f in LOOKUPS.items()},
+    **{f"product by {name}": (f, normalizers, picked) for name, f in PRODUCTS.items()},
+}
+QUICK = ["plain", "checkpoint", "VJP rule", "rows of a scan", "lookup by product"]
+
+
+def loss_of(way):
+    product, normalizer, lookup = WAYS[way]
+
+    def loss(w, x):
+        y = product(x, w)
+        return jnp.mean(normalizer(y) - lookup(y))
+
+    return loss
+
+
+def errors(loss, **options):
+    """Ours and the ideal's, of the gradient by the weights."""
+    w, x = sure()
+    exact = jitted(jax.grad(loss))(w, x)
+    dtype = options.get("dtype", "bfloat16")
+    return [
+        relative_error(jitted(jax.grad(f))(w, x), exact)
+        for f in (mpx.autocast(loss, **options), make_ideal(loss, dtype))
+    ]
+
+
+@pytest.mark.parametrize("way", slow_but(QUICK, WAYS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sure_token_keeps_its_gradient(way, dtype):
+    """A naive cast is off by 0.95 in bfloat16, and by 0.06 in float16."""
+    ours, ideal = errors(loss_of(way), dtype=dtype)
+    assert ours < 1.5 * ideal + 0.001 < 0.03
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"residuals": "fast"}, {"residual_stream": "half"}],
+    ids=["fast", "half stream"],
+)
+def test_it_holds_in_each_setting(options):
+    ours, ideal = errors(loss_of("plain"), **options)
+    assert ours < 1.5 * ideal < 0.03
+
+
+@pytest.mark.parametrize(
+    "recipe", [mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()]
+)
+def test_it_holds_under_a_recipe(recipe):
+    """The logits are those of the last product, which is not quantized."""
+    w, x = sure()
+    middle = jnp.eye(CLASSES)
+
+    def loss(w, x):
+        return loss_of("plain")(w, jax.lax.stop_gradient(x @ w["middle"]))
+
+    def of_last(w, x):
+        y = (x @ w["middle"]) @ w["last"]
+        return jnp.mean(normalizers(y) - picked(y))
+
+    weights = {"middle": middle, "last": w}
+    exact = jitted(jax.grad(of_last))(weights, x)["last"]
+    low = mpx.autocast(of_last, recipe=recipe)
+    found = mpx.filter_grad(low, mpx.NoLossScaling())(weights, x).grads["last"]
+    assert relative_error(found, exact) < 0.1
+
+
+def test_the_cross_entropy_of_optax():
+    def loss(w, x):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, LABELS).mean()
+
+    ours, ideal = errors(loss)
+    assert ours < 1.5 * ideal < 0.03
+
+
+def test_what_waits_for_the_backward_pass_is_half_precision():
+    """Also of what two islands read, one of which is a softmax and one a norm."""
+
+    def loss(w, x):
+        y = x @ w
+        normed = (y - y.mean(-1, keepdims=True)) / (1 + y.std(-1, keepdims=True))
+        return jnp.sum((jax.nn.softmax(y) @ w) * jnp.cumsum(y, 0)) + jnp.sum(normed @ w)
+
+    args = jnp.eye(32), jnp.ones((8, 32))
+    low = mpx.autocast(loss)
+    pulled = jax.tree.leaves(jax.vjp(low, *args)[1])
+    wide = [x for x in pulled if x.dtype == jnp.float32 and x.shape == (8, 32)]
+    # The cumulative sum, and zeros, which a compiled program does not write.
+    assert sum(bool(x.any()) for x in wide) == 1
+
+
+def test_second_derivatives_and_tangents():
+    w, x = sure()
+    loss = loss_of("plain")
+    low = mpx.autocast(loss)
+    curve = lambda f: lambda w: jax.grad(lambda w: jnp.sum(jax.grad(f)(w, x) ** 2))(w)  # noqa: E731
+    for transform in (curve, lambda f: jax.jacfwd(lambda w: f(w, x))):
+        exact, found = (jitted(transform(f))(w) for f in (loss, low))
+        assert relative_error(found, exact) < 0.06
