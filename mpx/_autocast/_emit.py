@@ -50,7 +50,7 @@ from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import UNREAD, Demand, Demands, Wanted, demands_of
 from ._notes import noted, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
-from ._rematerialize import Values, emit_island, for_readers
+from ._rematerialize import Values, emit_island, for_readers, read_by_one
 from ._travel import (
     moved_later,
     product_of_weight,
@@ -84,8 +84,11 @@ def evaluate(
     are_declared = tuple(v.facts.is_declared for v in operands)
     ahead = demands_of(run, place.settings, jaxpr, are_declared, results)
     reach = reach_in(jaxpr, place.reach) if place.reach else {}
-    inputs = zip(jaxpr.invars, operands, strict=True)
-    values: Values = {v: for_readers(v, value, ahead) for v, value in inputs}
+    values: Values = dict(zip(jaxpr.invars, operands, strict=True))
+    found = _parts(run, place, jaxpr, values, ahead.residuals | ahead.sums)
+    alone = read_by_one(found, ahead)
+    for variable in jaxpr.invars:
+        values[variable] = for_readers(variable, values[variable], ahead, alone)
     for variable, array in zip(jaxpr.constvars, consts, strict=True):
         # A parameter without a path, so no data: a recipe quantizes no product with it.
         values[variable] = declared(array, parameter="")
@@ -99,12 +102,12 @@ def evaluate(
                 here = dataclasses.replace(here, reach=found)
             outputs = _emit(run, here, equation, inputs, ahead)
             pairs = zip(equation.outvars, outputs, strict=True)
-            outputs = [for_readers(v, value, ahead) for v, value in pairs]
+            outputs = [for_readers(v, value, ahead, alone) for v, value in pairs]
         if any(value.dtype == FLOAT16 for value in outputs):
             run.used.add(FLOAT16)
         values.update(zip(equation.outvars, outputs, strict=True))
 
-    for part in _parts(run, place, jaxpr, values, ahead.residuals | ahead.sums):
+    for part in found:
         if isinstance(part, Island):
             emit_island(run, place, part, values, ahead, emit)
         else:

@@ -1,8 +1,9 @@
 """Emitting an island so that its backward pass starts from what went in."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any
 
 import jax
@@ -50,7 +51,8 @@ def emit_island(
     """
     made = None
     if any(map(may_keep, island.equations)):
-        shared = _shared(island, values, ahead)
+        inputs = enumerate(island.inputs)
+        shared = tuple(i for i, v in inputs if values[v].is_shared)
         key = _signature(run, place, island, values, ahead), shared
         if key not in run.islands:
             # An island ends where mesh or device change, so one equation speaks for
@@ -76,24 +78,33 @@ def _arrays(island: Island, values: Values) -> dict[Var, AnyArray]:
     }
 
 
-def for_readers(variable: Var, value: Value, ahead: Demands) -> Value:
+def read_by_one(parts: Sequence[JaxprEqn | Island], ahead: Demands) -> Set[Var]:
+    """The variables that only one island reads, which sums their gradients itself."""
+    found: set[Var] = set()
+    for part in parts:
+        if isinstance(part, Island):
+            atoms = (a for e in part.equations for a in e.invars)
+            read = collections.Counter(a for a in atoms if not isinstance(a, Literal))
+            found |= {v for v in part.inputs if read[v] == ahead.readers[v]}
+    return found
+
+
+def for_readers(
+    variable: Var, value: Value, ahead: Demands, alone: Set[Var] = frozenset()
+) -> Value:
     """A value as those get it who read it; see `Value.shared`.
 
     A residual stream that is to be half precision has its gradients in half precision.
+
+    Args:
+        variable: Its variable.
+        value: The value.
+        ahead: The plan of the program.
+        alone: The variables that only one island reads.
     """
-    if not value.is_computed_in_half or value.facts.is_stream:
+    if not value.is_computed_in_half or value.facts.is_stream or variable in alone:
         return value
     return value.shared() if ahead.is_shared(variable) else value
-
-
-def _shared(island: Island, values: Values, ahead: Demands) -> tuple[int, ...]:
-    """Which inputs others read as well."""
-    read = [atom for equation in island.equations for atom in equation.invars]
-    return tuple(
-        i
-        for i, v in enumerate(island.inputs)
-        if values[v].is_shared and ahead.readers[v] > sum(atom is v for atom in read)
-    )
 
 
 @jax.custom_jvp
