@@ -105,6 +105,12 @@ def full_precision_of(dtype: np.dtype) -> np.dtype:
     return dtype if is_wide else np.dtype(np.float32)
 
 
+def dtype_of_gradient(dtype: np.dtype, asked: np.dtype | None) -> np.dtype:
+    """The dtype of the gradient of a weight; complex numbers have no other."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return full_precision_of(dtype) if asked is None or is_complex else asked
+
+
 def half_precision_datatype() -> np.dtype:
     """The dtype that "half precision" means here and now.
 

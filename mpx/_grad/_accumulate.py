@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
-from .._dtypes import full_precision_of
+from .._dtypes import dtype_of_gradient
 from .._errors import describe
 from .._quantize import largest_magnitude
 from .._tree import is_model_state, is_trainable
@@ -195,7 +195,7 @@ def zeros_like_weights(
     """What sums of gradients begin with."""
     weights = eqx.filter(tuple(args[i] for i in argnums), is_trainable)
     return jax.tree.map(
-        lambda w: jnp.zeros(w.shape, dtype or full_precision_of(w.dtype)), weights
+        lambda w: jnp.zeros(w.shape, dtype_of_gradient(w.dtype, dtype)), weights
     )
 
 

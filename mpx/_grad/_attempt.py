@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
+from .._dtypes import dtype_of_gradient
 from .._loss_scaling import AbstractLossScaling, NoLossScaling, StaticLossScaling
 from .._recipe_state import SlotName
 from .._typing import LossScalar
@@ -85,8 +86,10 @@ def attempt(
 
 def _returned(problem: Problem, grads: PyTree) -> PyTree:
     """Gradients in the dtype that the policy says."""
-    dtype = problem.grad_dtype
-    return grads if dtype is None else jax.tree.map(lambda g: g.astype(dtype), grads)
+    asked = problem.grad_dtype
+    if asked is None:
+        return grads
+    return jax.tree.map(lambda g: g.astype(dtype_of_gradient(g.dtype, asked)), grads)
 
 
 def retried(

@@ -11,7 +11,7 @@ from .._cast import cast_leaf
 from .._errors import at_path, describe
 from .._loss_scaling import AbstractLossScaling, refuse_arithmetic
 from .._nnx_graph import is_nnx_module
-from .._tree import is_float_leaf, is_trainable, keeps_dtypes
+from .._tree import is_float_leaf, is_inexact_leaf, is_trainable, keeps_dtypes
 from .._typing import AnyArray, LeafPredicate
 
 # Names under which frameworks keep running statistics: Flax's collection, and the
@@ -139,14 +139,14 @@ def refuse_no_weights(weights: PyTree, call: str) -> None:
 def as_floating(
     args: tuple[PyTree, ...], argnums: tuple[int, ...], call: str
 ) -> tuple[PyTree, ...]:
-    """Makes arrays of the differentiated arguments, all of which must be floating."""
+    """Makes arrays of what is differentiated: real or complex floating numbers."""
 
     def convert(path: KeyPath, leaf: object) -> PyTree:
-        is_number = isinstance(leaf, float | jax.Array | np.ndarray | np.generic)
-        array = jnp.asarray(leaf) if is_number else None
-        if array is None or not is_float_leaf(array):
+        kinds = float | complex | jax.Array | np.ndarray | np.generic
+        array = jnp.asarray(leaf) if isinstance(leaf, kinds) else None
+        if array is None or not is_inexact_leaf(array):
             raise TypeError(
-                f"{call} differentiates real floating numbers; got {describe(leaf)} "
+                f"{call} differentiates floating numbers; got {describe(leaf)} "
                 "in a "
                 f"differentiated argument{at_path(jax.tree_util.keystr(path))}. "
                 "Leave it "

@@ -155,7 +155,8 @@ def grad(
     """The gradient of a plain function in mixed precision, in the place of `jax.grad`.
 
     As `filter_grad`, but differentiates what `argnums` says, an int or a tuple of them,
-    all of whose leaves must be floating numbers, or it raises `TypeError`, as JAX does.
+    all of whose leaves must be real or complex floating numbers, or it raises
+    `TypeError`, as JAX does.
 
     Returns:
         A function that returns `(scaling, finite, grads[, aux])`; for a tuple of

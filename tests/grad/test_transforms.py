@@ -212,6 +212,30 @@ def test_complex_weights_stay_complex():
     assert dtypes(result.grads["real"]) == {"float32"}
 
 
+@pytest.mark.parametrize("form", [mpx.value_and_grad, mpx.filter_value_and_grad])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
+def test_a_complex_gradient_keeps_its_imaginary_part(form, accumulate, grad_dtype):
+    """Whatever dtype the policy says for gradients, which real ones have."""
+    policy = f"params=float32,compute=float32,output=float32,grad={grad_dtype}"
+    z, x = jnp.array([1 + 2j, 3j], jnp.complex64), jnp.ones((2, 2))
+    loss = lambda z, x: jnp.mean(jnp.abs(x.astype(z.dtype) @ z) ** 2)  # noqa: E731
+    value_and_grad = form(
+        loss, mpx.DynamicLossScaling(2.0**7), policy=policy, accumulate=accumulate
+    )
+    result = value_and_grad(z, x)
+    assert result.grads.dtype == jnp.complex64
+    np.testing.assert_allclose(result.grads, jax.grad(loss)(z, x), rtol=1e-6)
+    for bad in (jnp.nan, jnp.inf * 1j):
+        assert not value_and_grad(z.at[0].set(bad), x).finite
+
+
+def test_a_python_complex_number_is_differentiated_as_by_jax():
+    loss = lambda z: jnp.abs(z) ** 2  # noqa: E731
+    result = mpx.grad(loss, mpx.NoLossScaling())(1 + 2j)
+    assert result.grads == jax.grad(loss)(1 + 2j)
+
+
 def test_tied_weights_get_a_gradient_for_each_place():
     shared = jnp.array([2.0, 3.0])
     fun = lambda w: total(w["in"] * w["out"] ** 2)  # noqa: E731
