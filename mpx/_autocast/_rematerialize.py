@@ -85,7 +85,7 @@ def read_by_one(parts: Sequence[JaxprEqn | Island], ahead: Demands) -> Set[Var]:
         if isinstance(part, Island):
             atoms = (a for e in part.equations for a in e.invars)
             read = collections.Counter(a for a in atoms if not isinstance(a, Literal))
-            found |= {v for v in part.inputs if read[v] == ahead.readers[v]}
+            found |= {v for v in part.inputs if read[v] == ahead.readers.get(v)}
     return found
 
 
