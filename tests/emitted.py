@@ -30,8 +30,9 @@ import jax.numpy as jnp
 import mpx
 
 from .autocast.zoo import PROGRAMS, Program, gradient as gradient_of
-from .clients import gradients, runner
-from .clients.programs import programs_of
+from .clients import gradients
+from .clients.programs import PACKAGES, programs_of
+from .clients.record import PRECISIONS
 from .registries import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,13 +105,13 @@ def of_the_zoo(name: str, found: Program) -> Iterator[tuple[str, Thunk]]:
 
 def of_packages() -> Iterator[tuple[str, str, Thunk]]:
     """Programs of other packages, those that are installed."""
-    for module in runner.PACKAGES:
+    for module in PACKAGES:
         try:
             found = programs_of(module)
         except ImportError:
             continue
         for name, client in found.items():
-            for precision in filter(client.has, gradients.PRECISIONS):
+            for precision in filter(client.has, PRECISIONS):
                 yield name, precision, lambda c=client, p=precision: _step(c, p)
 
 
