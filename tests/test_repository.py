@@ -287,3 +287,11 @@ def test_what_was_measured_with_a_version_is_in_the_list():
             found.add(file.relative_to(ROOT / "mpx").as_posix())
     assert len(found) > 15, "the search itself is broken"
     assert found <= listed | {DIFFERENCES}, "tell docs/internals.md of these"
+
+
+def test_no_page_and_no_result_names_a_folder_of_the_machine_that_made_it():
+    made = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("[bt]e*/**/*.json")]
+    absolute = re.compile(r"(?<![\w.])/[\w.+/-]+/(?:\.venv|site-packages)")
+    named = {str(path): absolute.search(path.read_text()) for path in made}
+    assert len(named) > 30
+    assert not {path: found[0] for path, found in named.items() if found}

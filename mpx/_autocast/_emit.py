@@ -50,7 +50,13 @@ from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import UNREAD, Demand, Demands, Wanted, demands_of
 from ._notes import noted, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
-from ._rematerialize import Values, emit_island, for_readers, read_by_one
+from ._rematerialize import (
+    Values,
+    emit_island,
+    for_readers,
+    of_float32,
+    read_by_one,
+)
 from ._travel import (
     moved_later,
     product_of_weight,
@@ -280,6 +286,8 @@ def _move(
     # Bound, a number would be an array like any other. A barrier may be of nothing.
     if not operands or (name == "stop_gradient" and operands[0].is_constant):
         return operands
+    if known.is_barrier and len(operands) == 1 and operands[0].is_shared:
+        return [_stored(equation, operands[0])]
     arrays = [v.cast(v.dtype) for v in operands]
     narrow = None
     first = operands[0]
@@ -314,6 +322,14 @@ def _move(
             facts, slots = Facts(is_declared=facts.is_declared), None
         results.append(Value(array, facts, slots=slots))
     return results
+
+
+def _stored(equation: JaxprEqn, value: Value) -> Value:
+    """What a barrier stores or sends in half precision, with gradients in float32."""
+    both = value.array, value.cast(FULL)
+    half, wide = (bind_equation(equation, x)[0] for x in both)
+    facts = value.facts._replace(is_stored_in_half=True)
+    return Value(of_float32(half, wide), facts, slots=value.slots)
 
 
 def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:

@@ -77,7 +77,7 @@ def rewrite_scan(
         slots, _ = shared.unpacked(for_fixed)
         consts = enter([v.handed for v in fixed], [v.facts for v in fixed], slots)
         rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
-        operands = [*consts, *_carried(carry), *rows]
+        operands = [*consts, *_carried(place, carry), *rows]
         results = evaluate(run, place, closed, operands, wanted)
         # JAX may trace a body more than once; what the last trace found is what is
         # used.
@@ -99,7 +99,9 @@ def rewrite_scan(
                 carry_avals[i] = carry_avals[i].update(dtype=given[i])
     init = _begun(carried, carry_avals)
     carry, ys = jax.lax.scan(body, init, xs, **scan_options(params))
-    return _carried(carry) + [Value(y, f) for y, f in zip(ys, found[0], strict=True)]
+    return _carried(place, carry) + [
+        Value(y, f) for y, f in zip(ys, found[0], strict=True)
+    ]
 
 
 def rewrite_while(
@@ -122,7 +124,7 @@ def rewrite_while(
     def inside(fixed: list[Value], carry: PyTree) -> list[Value]:
         # Without slots: nothing comes back from its turns that could fill them.
         values = enter([v.array for v in fixed], [v.facts for v in fixed])
-        return [*values, *_carried(carry)]
+        return [*values, *_carried(place, carry)]
 
     def are_going_on(carry: PyTree) -> AnyArray:
         values = inside(for_test, carry)
@@ -144,7 +146,7 @@ def rewrite_while(
         going = are_going_on(carry)
         return [_where(going, a, b) for a, b in zip(new, carry, strict=True)]
 
-    return _carried(jax.lax.while_loop(is_going_on, step, init))
+    return _carried(place, jax.lax.while_loop(is_going_on, step, init))
 
 
 def _where(condition: AnyArray, new: AnyArray, old: AnyArray) -> AnyArray:
@@ -169,9 +171,14 @@ def _carried_demands(place: Place, avals: Sequence[Aval]) -> Wanted:
     return tuple(demand_for(aval, place.settings.dtype) for aval in avals)
 
 
-def _carried(arrays: Sequence[AnyArray]) -> list[Value]:
-    """What a loop carries counts as computed, in the precision that it declares."""
+def _carried(place: Place, arrays: Sequence[AnyArray]) -> list[Value]:
+    """What a loop carries counts as computed, in the precision that it declares.
+
+    Half precision is a residual stream, where that is to be half.
+    """
     values = map(computed, arrays)
+    if place.settings.residual_stream != "half":
+        return list(values)
     return [stream(v.array) if v.is_computed_in_half else v for v in values]
 
 

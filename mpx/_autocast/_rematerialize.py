@@ -108,16 +108,16 @@ def for_readers(
 
 
 @jax.custom_jvp
-def _of_float32(half: AnyArray, wide: AnyArray) -> AnyArray:
+def of_float32(half: AnyArray, wide: AnyArray) -> AnyArray:
     """An array in float32, kept in half precision, whose gradient is in float32."""
     return jax.lax.convert_element_type(half, wide.dtype)
 
 
-@_of_float32.defjvp
+@of_float32.defjvp
 def _(
     primals: tuple[AnyArray, AnyArray], tangents: tuple[AnyArray, AnyArray]
 ) -> tuple[AnyArray, AnyArray]:
-    return _of_float32(*primals), tangents[1]
+    return of_float32(*primals), tangents[1]
 
 
 @jax.custom_jvp
@@ -160,7 +160,7 @@ def _recomputed(
                 x = jax.lax.convert_element_type(x, dtype)
             inside[variable] = Value(x, facts[variable])
         for variable, wide in zip(shared, arrays[len(dtypes) :], strict=True):
-            x = _of_float32(inside[variable].array, wide)
+            x = of_float32(inside[variable].array, wide)
             known = facts[variable]._replace(is_stored_in_half=True)
             inside[variable] = Value(x, known)
         inside = {v: for_readers(v, value, ahead) for v, value in inside.items()}

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn import logsumexp
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
 from tests.autocast.counting import relative_error
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.third_party
 # Or XLA leaves out roundings, of one program and not of the other.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 ROWS, CLASSES = 64, 10
+SHARDING = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("data",)), P("data"))
 LABELS = np.arange(ROWS) % CLASSES
 ONE_HOT = np.eye(CLASSES, dtype="f4")[LABELS]
 
@@ -64,9 +66,10 @@ by_vjp_rule.defvjp(
 
 
 def on_devices(y):
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    spec = P("data")
-    return jax.shard_map(normalizers, mesh=mesh, in_specs=spec, out_specs=spec)(y)
+    spec = SHARDING.spec
+    return jax.shard_map(
+        normalizers, mesh=SHARDING.mesh, in_specs=spec, out_specs=spec
+    )(y)
 
 
 NORMALIZERS = {
@@ -85,6 +88,8 @@ NORMALIZERS = {
     "JVP rule": by_jvp_rule,
     "VJP rule": by_vjp_rule,
     "shard_map": on_devices,
+    "name": lambda y: normalizers(checkpoint_name(y, "logits")),
+    "sharding": lambda y: normalizers(jax.lax.with_sharding_constraint(y, SHARDING)),
     "reshape": lambda y: normalizers(y.reshape(8, -1, CLASSES)).reshape(ROWS),
 }
 LOOKUPS = {
@@ -153,16 +158,12 @@ def test_it_holds_in_each_setting(options):
 def test_it_holds_under_a_recipe(recipe):
     """The logits are those of the last product, which is not quantized."""
     w, x = sure()
-    middle = jnp.eye(CLASSES)
-
-    def loss(w, x):
-        return loss_of("plain")(w, jax.lax.stop_gradient(x @ w["middle"]))
 
     def of_last(w, x):
         y = (x @ w["middle"]) @ w["last"]
         return jnp.mean(normalizers(y) - picked(y))
 
-    weights = {"middle": middle, "last": w}
+    weights = {"middle": jnp.eye(CLASSES), "last": w}
     exact = jitted(jax.grad(of_last))(weights, x)["last"]
     low = mpx.autocast(of_last, recipe=recipe)
     found = mpx.filter_grad(low, mpx.NoLossScaling())(weights, x).grads["last"]
@@ -175,6 +176,20 @@ def test_the_cross_entropy_of_optax():
 
     ours, ideal = errors(loss)
     assert ours < 1.5 * ideal < 0.03
+
+
+def test_a_carry_that_the_program_declares_in_half():
+    """It is no residual stream, unless that is to be half precision."""
+    in_float32 = jax.checkpoint(lambda y: normalizers(y.astype(jnp.float32)))
+
+    def loss(w, x):
+        begun = (x @ w).astype(jnp.bfloat16)
+        y, _ = jax.lax.scan(lambda y, _: (-y, None), begun, length=2)
+        return jnp.mean(in_float32(y) - picked(y.astype(jnp.float32)))
+
+    w, x = sure()
+    exact = jitted(jax.grad(loss_of("plain")))(w, x)
+    assert relative_error(jitted(jax.grad(mpx.autocast(loss)))(w, x), exact) < 0.03
 
 
 def test_what_waits_for_the_backward_pass_is_half_precision():

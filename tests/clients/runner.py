@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -206,5 +207,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
     if isinstance(value, str):
-        return value.replace(f"{ROOT}/", "")
+        # The environment may be a link to that of another folder.
+        return re.sub(r"(/[^/\s:]+)*/(?=\.venv)", "", value).replace(f"{ROOT}/", "")
     return float(f"{value:.3g}") if isinstance(value, float) else value
