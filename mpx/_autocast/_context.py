@@ -64,6 +64,7 @@ class Value:
         "_array",
         "_casts",
         "arriving",
+        "dtype",
         "facts",
         "float32_source",
         "half_source",
@@ -89,6 +90,8 @@ class Value:
             slots: The state of recipes that a weight carries.
         """
         self._array: Any = array
+        # The dtype that it has now. Of a tracer JAX takes long to say it.
+        self.dtype: Any = FULL if array is None else array.dtype
         self.arriving: Gathering | None = None
         self.facts = facts
         self.is_constant = is_constant
@@ -128,11 +131,6 @@ class Value:
     def handed(self) -> Any:
         """The array that a program inside gets of it, which is a use."""
         return self.cast(self.dtype)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype that it has now."""
-        return self._array.dtype if self.arriving is None else FULL
 
     @property
     def shape(self) -> Shape:

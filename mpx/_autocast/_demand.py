@@ -11,6 +11,8 @@ half precision, and what must not be moved so:
 """
 
 import enum
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -99,6 +101,11 @@ class Demands(NamedTuple):
     def is_read_once(self, atom: Atom) -> bool:
         """Whether a value of the program has one user."""
         return not isinstance(atom, Literal) and self.readers.get(atom) == 1
+
+
+def together(demands: Sequence[Demand]) -> Demand:
+    """What is read of several values."""
+    return functools.reduce(operator.or_, demands) if demands else UNREAD
 
 
 def demand_for(aval: Aval, half: np.dtype) -> Demand:
@@ -224,6 +231,8 @@ class _DemandFlow(BackwardFlow[Demand]):
         """What an equation wants of its operands."""
         here = self._settings.at(scope_names(equation))
         # Both ways across the border of a region.
+        if here.dtype == self._settings.dtype:
+            return self._operands(equation, here, results)
         results = [_seen_from(here.dtype, d, self._settings.dtype) for d in results]
         found = self._operands(equation, here, results)
         return [_seen_from(self._settings.dtype, d, here.dtype) for d in found]
@@ -257,11 +266,10 @@ class _DemandFlow(BackwardFlow[Demand]):
         return found
 
     def _is_residual(self, equation: JaxprEqn, is_full: bool, is_half: bool) -> bool:
-        if not any(is_castable(aval_of(v)) for v in equation.outvars):
-            return False
         if not (
-            goes_around(equation, self.makers)
-            and is_residual(equation, self.makers, is_full)
+            is_residual(equation, self.makers, is_full)
+            and goes_around(equation, self.makers)
+            and is_castable(aval_of(equation.outvars[0]))
         ):
             return False
         # What is added to a stream that is half precision may be so, too; no loss.
@@ -331,9 +339,7 @@ def _operand_demands(
     if not settings.rules.looks_ahead:
         return (UNREAD,) * count
     kind = properties(name).kind if settings.is_enabled else PrimitiveClass.OPAQUE
-    wanted = UNREAD
-    for output in outputs:
-        wanted |= output
+    wanted = together(outputs)
     if kind is PrimitiveClass.MOVE:
         return (wanted,) * count
     if kind is PrimitiveClass.CONVERT:

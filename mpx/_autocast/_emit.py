@@ -47,7 +47,7 @@ from ._context import (
     stream,
 )
 from ._decide import Case, Choice, Reason, choose, ruled
-from ._demand import UNREAD, Demand, Demands, Wanted, demands_of
+from ._demand import Demand, Demands, Wanted, demands_of, together
 from ._notes import noted, refuse_unknown
 from ._products import emit_quantized, quantized, reach_in
 from ._rematerialize import (
@@ -109,7 +109,7 @@ def evaluate(
             outputs = _emit(run, here, equation, inputs, ahead)
             pairs = zip(equation.outvars, outputs, strict=True)
             outputs = [for_readers(v, value, ahead, alone) for v, value in pairs]
-        if any(value.dtype == FLOAT16 for value in outputs):
+        if FLOAT16 in [value.dtype for value in outputs]:
             run.used.add(FLOAT16)
         values.update(zip(equation.outvars, outputs, strict=True))
 
@@ -162,9 +162,7 @@ def _emit(
     if name == "convert_element_type":
         with noted(name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
             return [_convert(place, equation, operands[0])]
-    demand = UNREAD
-    for one in demands:
-        demand |= one
+    demand = together(demands)
     known = properties(name)
     if known.moves or (known.joins and _are_declared(equation, operands)):
         travelled = known.moves and (

@@ -12,11 +12,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.typing import ArrayLike
 
+from .._dtypes import is_half
 from .._jax_compat import execution_context, execution_key, scope_names
 from .._program import (
     Island,
     aval_of,
     computed_again,
+    equations,
     is_worth_while,
     may_keep,
     measured_bytes,
@@ -148,9 +150,23 @@ def _recomputed(
     facts = {v: values[v].facts for v in arrays}
     dtypes = {v: values[v].dtype for v in arrays}
     numbers = {v: values[v] for v in island.inputs if values[v].is_constant}
+    half = place.settings.dtype
+    are_free = tuple(f.is_weight for f in facts.values())
+    are_sums = (facts[v].is_stored_in_half and dtypes[v] == FULL for v in arrays)
+    stored = tuple(half if is_sum else None for is_sum in are_sums)
+    # Most are not worth it, which is seen before they are emitted, at a quarter of the
+    # cost: what is written in float32 keeps no less than what is emitted.
+    as_written = ahead.jaxpr.replace(
+        invars=list(arrays), outvars=list(island.outputs), eqns=list(island.equations)
+    )
+    atoms = (a for e in equations(as_written) for a in (*e.invars, *e.outvars))
+    if not numbers and not any(is_half(aval_of(a).dtype) for a in atoms):
+        needed = [d or x.dtype for d, x in zip(stored, arrays.values(), strict=True)]
+        if not is_worth_while(as_written, are_free, needed):
+            return None
     # So there are no islands within it.
     inner = dataclasses.replace(place, is_recomputed=True)
-    half, shared = place.settings.dtype, [island.inputs[i] for i in places]
+    shared = [island.inputs[i] for i in places]
     found: list[Any] = []
 
     def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[AnyArray]]:
@@ -185,9 +201,7 @@ def _recomputed(
     closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()), *wide)
     used, run.used = frozenset(run.used), others
     known, are_cast = found
-    are_free = (*(f.is_weight for f in facts.values()), *(True for _ in shared))
-    are_sums = (facts[v].is_stored_in_half and dtypes[v] == FULL for v in arrays)
-    stored = tuple(half if is_sum else None for is_sum in are_sums)
+    are_free += tuple(True for _ in shared)
     if not is_worth_while(closed.jaxpr, are_free, stored):
         return None
     again_from = functools.partial(computed_again, is_in_loop=place.is_in_loop)

@@ -167,6 +167,9 @@ def only_picks(equation: JaxprEqn) -> bool:
     return properties(name).picks
 
 
+_PROGRAMS = (Jaxpr, ClosedJaxpr)
+
+
 def sub_jaxprs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
     """The programs that an equation holds; none for an operation."""
     name, params = equation.primitive.name, equation.params
@@ -186,7 +189,9 @@ def sub_jaxprs(equation: JaxprEqn) -> tuple[SubJaxpr, ...]:
     else:
         # Of a primitive that the table does not know: its programs are found by their
         # type, and how often they run stays open.
-        found = [x for x in params.values() if isinstance(x, Jaxpr | ClosedJaxpr)]
+        found = [x for x in params.values() if isinstance(x, _PROGRAMS)]
+    if not found:
+        return ()
     devices = _devices(params) if name in ("shard_map", "xla_pmap") else 1
     role = "" if len(found) == 1 else "program"
     trips = 1 if known.runs_once else None

@@ -196,5 +196,7 @@ def _bytes(aval: Aval) -> int:
 def may_keep(equation: JaxprEqn) -> bool:
     """Whether autodiff may keep something for an equation."""
     known = properties(equation.primitive.name)
+    if known.joins_regions:
+        return any(_is_float(aval) for aval in avals(equation.invars))
     keeps_nothing = known.saves in (Saves.NOTHING, Saves.SAME)
-    return known.joins_regions or not keeps_nothing
+    return not keeps_nothing and _is_float(aval_of(equation.outvars[0]))

@@ -261,6 +261,18 @@ def test_what_keeps_little_is_left_alone(island):
     assert not remats(mpx.autocast(between_products(island)), weights(), X)
 
 
+def test_what_is_written_in_half_precision_is_recomputed_too():
+    def island(x):
+        return jnp.exp(x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    def written_in_half(weights, x):
+        x, (first, second) = x.astype(jnp.bfloat16), mpx.cast_tree(weights, "bfloat16")
+        return jnp.sum((jnp.exp(x @ first) @ second).astype(jnp.float32))
+
+    for loss in (between_products(island), written_in_half):
+        assert len(remats(jax.grad(mpx.autocast(loss)), weights(), X)) == 1
+
+
 def test_a_long_computation_is_not_repeated():
     def island(x, count):
         for _ in range(count):
