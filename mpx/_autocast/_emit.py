@@ -383,7 +383,7 @@ def emit_operation(
     ]
     is_product = properties(equation.primitive.name).kind is PrimitiveClass.HALF
     if choice.dtype is not None and is_product:
-        return [_product(equation, arrays, choice.dtype)]
+        return _product(equation, arrays, choice.dtype)
     if equation.primitive.name in _SCATTERS:
         bound = [_scatter(equation, arrays)]
     else:
@@ -415,7 +415,9 @@ def _operand(equation: JaxprEqn, value: Value, aval: Aval, choice: Choice) -> An
     return value.cast(target)
 
 
-def _product(equation: JaxprEqn, arrays: list[AnyArray], dtype: np.dtype) -> Value:
+def _product(
+    equation: JaxprEqn, arrays: list[AnyArray], dtype: np.dtype
+) -> list[Value]:
     """A product of operands in half precision, or of float32 ones.
 
     Half precision comes out where half precision goes in. A product of half precision
@@ -425,7 +427,7 @@ def _product(equation: JaxprEqn, arrays: list[AnyArray], dtype: np.dtype) -> Val
     params = dict(equation.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
-    return computed(*bind_equation(equation.replace(params=params), *arrays))
+    return list(map(computed, bind_equation(equation.replace(params=params), *arrays)))
 
 
 _SCATTERS = {
