@@ -24,7 +24,6 @@ from jaxtyping import PyTree
 from ._autocast import call_autocast, is_switched_off, new_programs
 from ._cast import cast_of_inputs
 from ._dtypes import is_half
-from ._quantize import DelayedScaling
 from ._settings import (
     Settings,
     ambient_settings,
@@ -140,7 +139,7 @@ def _here() -> Settings:
 
 
 def _ask_for_help(settings: Settings, layer: str) -> None:
-    has_state = any(isinstance(recipe, DelayedScaling) for recipe in settings.recipes)
+    has_state = any(recipe.has_state for recipe in settings.recipes)
     cast = cast_of_inputs()
     if not has_state and (cast is None or not cast.is_default):
         return

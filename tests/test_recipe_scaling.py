@@ -1,6 +1,7 @@
 """The state of delayed scaling: made by tracing, threaded through steps, and kept."""
 
 import copy
+import dataclasses
 import functools
 import pickle
 import re
@@ -620,3 +621,59 @@ def test_weights_are_quantized_once_for_all_micro_batches(inputs):
         waiting += re.findall(r"(?:calls|to_apply|body)=(%[\w.-]+)", program)
     rounded = set(re.findall(r"f32\[([\d,]+)\]\S* round-nearest-even", inside))
     assert rounded == {f"{N // 2},{N}", f"{N // 2},{2 * N}"}
+
+
+# --- A recipe of somebody else --------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(mpx.AbstractRecipe):
+    """Has a state as `mpx.DelayedScaling` has one, and does not inherit from it."""
+
+    has_state = True
+    warm_start = RECIPE.warm_start
+    amax_compute_algo = RECIPE.amax_compute_algo
+
+    def _quantizer(self, role, for_wgrad):
+        return RECIPE.quantizer(role, for_wgrad=for_wgrad)
+
+    def _without_state(self):
+        return RECIPE._without_state()
+
+    def init(self):
+        return RECIPE.init()
+
+    def update(self, state, amax, role):
+        return RECIPE.update(state, amax, role)
+
+    def _scale(self, amax, role, otherwise):
+        return RECIPE._scale(amax, role, otherwise)
+
+
+def in_a_loop(params, x):
+    square, x_in = jax.lax.stop_gradient((params["square"], x))
+    _, y = jax.lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] @ square), (0, x_in)
+    )
+    return jnp.sum(forward(params, x) ** 2) / N + jnp.sum(y)
+
+
+@pytest.mark.parametrize("func", [loss.__wrapped__, in_a_loop])
+def test_a_recipe_with_a_state_need_not_inherit_from_delayed_scaling(inputs, func):
+    params, x = inputs
+    params = params | {"square": jnp.eye(N)}
+    ours, own = (
+        mpx.autocast(func, recipe=recipe, rules=EVERY) for recipe in (RECIPE, Own())
+    )
+    scalings = [mpx.init_scaling(f, params, x) for f in (ours, own)]
+    for _ in range(3):
+        results = [
+            step(f, scaling, params, x)
+            for f, scaling in zip((ours, own), scalings, strict=True)
+        ]
+        scalings = [result.scaling for result in results]
+        assert same_bits(*(result.grads for result in results))
+        assert same_bits(*(scaling.state_dict() for scaling in scalings))
+    with pytest.raises(ValueError, match="`Own`.*has a state"):
+        own(params, x)
+    assert np.isfinite(mpx.freeze(own, scalings[1])(params, x))

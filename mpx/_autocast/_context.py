@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 
 from .._jax_compat import scope_names
 from .._program import FEW_USES, DataScope
-from .._quantize import AbstractRecipe, DelayedScaling
+from .._quantize import AbstractRecipe
 from .._recipe_state import Slots
 from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
@@ -343,7 +343,7 @@ class Run:
         self.settings = settings
         self.rewrites = rewrites
         self.has_recipe = bool(recipes)
-        self.is_stateful = any(isinstance(r, DelayedScaling) for r in recipes)
+        self.is_stateful = any(r.has_state for r in recipes)
         self.needs_scopes = settings.rules._needs_scopes or self.is_stateful
         self.needs_parameters = settings.rules._needs_parameters or self.is_stateful
         self.demands: dict[Any, Any] = {}

@@ -39,11 +39,10 @@ from .._quantize import (
     AbstractRecipe,
     Ahead,
     ConvolutionProduct,
-    DelayedScaling,
-    Float8CurrentScaling,
     LinearProduct,
     Path,
     RaggedProduct,
+    has_blocks,
     has_ragged_form,
     linear_convolution,
     linear_product,
@@ -176,7 +175,7 @@ def _impossible_order(case: Case, what: str) -> str | None:
 
 
 def _impossible_convolution(case: Case, recipe: AbstractRecipe) -> str | None:
-    if not isinstance(recipe, DelayedScaling | Float8CurrentScaling):
+    if has_blocks(recipe):
         return "a convolution needs a recipe with one scale for each array"
     return _impossible_order(case, "convolution")
 
@@ -191,8 +190,13 @@ def _unwanted(case: Case) -> str | None:
     if all(weights) or data.facts.is_fixed or data.facts.parameter is not None:
         return "a product of weights alone"
     weight = case.operands[weights.index(True)]
-    is_delayed = isinstance(case.settings.recipe, DelayedScaling)
-    if is_delayed and weight.slots is None and not case.place.is_in_while:
+    recipe = case.settings.recipe
+    if (
+        recipe
+        and recipe.has_state
+        and weight.slots is None
+        and not case.place.is_in_while
+    ):
         return "its weight comes out of a program within the program"
     return _final(case)
 
@@ -220,9 +224,8 @@ def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
     """The recipe, or one without a state for operands that carry none."""
     if _is_attention(case):
         return recipe._for_attention()
-    if isinstance(recipe, DelayedScaling) and _weight_of(case.operands).slots is None:
-        return Float8CurrentScaling(recipe.fp8_format)
-    return recipe
+    has_slots = _weight_of(case.operands).slots is not None
+    return recipe if has_slots else recipe._without_state()
 
 
 def _weight_of(operands: list[Value]) -> Value:
@@ -292,7 +295,7 @@ def _emit_product(
     assert choice.dtype is not None
     weight = _weight_of(case.operands)
     scales, use = None, None
-    if isinstance(product.recipe, DelayedScaling):
+    if product.recipe.has_state:
         use = _use(case, weight)
         scales = _scales(case, weight, product.recipe, use)
         data = case.operands[1 if weight is case.operands[0] else 0]
@@ -353,12 +356,12 @@ def _use(case: Case, weight: Value) -> str:
     return " ".join(filter(None, (scope, shape, kind)))
 
 
-def _scales(case: Case, weight: Value, recipe: DelayedScaling, use: str) -> AnyArray:
+def _scales(case: Case, weight: Value, recipe: AbstractRecipe, use: str) -> AnyArray:
     assert weight.slots is not None
     found = weight.slots.take(use, recipe)
     if found is None:
         raise ValueError(
-            f"`mpx.DelayedScaling`{case.where} has a state, which only a training "
+            f"`{type(recipe).__name__}`{case.where} has a state, which only a training "
             "step has. Train with `mpx.filter_grad(func, scaling)` or its relatives "
             "and `scaling = mpx.init_scaling(func, model, ...)`; to evaluate, "
             "`mpx.freeze(func, scaling)`; or use a recipe without a state, "
@@ -368,7 +371,7 @@ def _scales(case: Case, weight: Value, recipe: DelayedScaling, use: str) -> AnyA
 
 
 def _with_one_input_scale(
-    data: Value, recipe: DelayedScaling, scales: AnyArray
+    data: Value, recipe: AbstractRecipe, scales: AnyArray
 ) -> AnyArray:
     """The scales, with those of the first product that reads the same data for it.
 

@@ -27,7 +27,10 @@ from ._explain import path_of as path_of
 from ._format import Format as Format
 from ._hadamard import hadamard_transform as hadamard_transform
 from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
-from ._operands import rounds_stochastically as rounds_stochastically
+from ._operands import (
+    has_blocks as has_blocks,
+    rounds_stochastically as rounds_stochastically,
+)
 from ._product import AbstractProduct as AbstractProduct, Ahead as Ahead
 from ._products import Path as Path
 from ._quantize import (

@@ -7,7 +7,7 @@ way. So it has a state, which one pure function updates.
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import equinox as eqx
 import jax
@@ -18,7 +18,13 @@ from .._typing import FloatScalar
 from ._checks import check_flags
 from ._format import Format
 from ._quantizers import TensorQuantizer
-from ._recipes import AbstractRecipe, Role, check_fp8_format, format_of
+from ._recipes import (
+    AbstractRecipe,
+    Float8CurrentScaling,
+    Role,
+    check_fp8_format,
+    format_of,
+)
 from ._rounding import SMALLEST_FLOAT32, largest_magnitude
 from ._scales import LARGEST_SCALE
 
@@ -87,6 +93,7 @@ class DelayedScaling(AbstractRecipe):
         64.0
     """
 
+    has_state: ClassVar[bool] = True
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
@@ -133,6 +140,9 @@ class DelayedScaling(AbstractRecipe):
 
     def _quantizer(self, role: Role, for_wgrad: bool) -> TensorQuantizer:
         return TensorQuantizer(format_of(self.fp8_format, role))
+
+    def _without_state(self) -> AbstractRecipe:
+        return Float8CurrentScaling(self.fp8_format)
 
     def init(self) -> DelayedScalingState:
         """The state before the first step: zeros for amaxes, and a scale of 1 or 0."""

@@ -14,6 +14,7 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Callable
+from typing import ClassVar
 
 from ._checks import check_epsilon, check_flags
 from ._format import Format
@@ -59,8 +60,11 @@ class AbstractRecipe(abc.ABC):
             unquantized. With either of the last two a gradient gets no quantizer.
         fp8_dpa: Whether products of data with data, which are those of attention, are
             quantized, too: in FP8 with current scaling, under every recipe.
+        has_state: Whether a training step keeps scales for it. Such a recipe is, or has
+            the members of, `mpx.DelayedScaling`.
     """
 
+    has_state: ClassVar[bool] = False
     backward_override: str | None = dataclasses.field(default=None, kw_only=True)
     fp8_dpa: bool = dataclasses.field(default=False, kw_only=True)
 
@@ -109,6 +113,10 @@ class AbstractRecipe(abc.ABC):
         format = getattr(self, "fp8_format", Format.HYBRID)
         override = self.backward_override
         return Float8CurrentScaling(format, backward_override=override)
+
+    def _without_state(self) -> "AbstractRecipe":
+        """The recipe of products that no training step keeps scales for."""
+        return self
 
     @abc.abstractmethod
     def _quantizer(self, role: Role, for_wgrad: bool) -> AbstractQuantizer | None:

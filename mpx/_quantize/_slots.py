@@ -5,13 +5,14 @@ gradient, which they are not: JAX carries cotangents from the backward pass to t
 caller, and nothing else.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._errors import describe
 from ._amax import Join, as_cotangent, refuse_batching
 from ._casting import amax_on
-from ._delayed import DelayedScaling
 from ._recipes import AbstractRecipe, Role
 from ._rounding import flushed
 from ._target import Target
@@ -21,7 +22,7 @@ _ROLES = tuple(Role)
 
 def check_scales(call: str, recipe: AbstractRecipe, scales: object) -> None:
     """Raises `TypeError` unless scales are given where, and as, a recipe needs them."""
-    if not isinstance(recipe, DelayedScaling):
+    if not recipe.has_state:
         if scales is None:
             return
         raise TypeError(
@@ -37,7 +38,7 @@ def check_scales(call: str, recipe: AbstractRecipe, scales: object) -> None:
 
 
 def amax_and_scale(
-    recipe: AbstractRecipe,
+    recipe: Any,
     target: Target,
     join: Join,
     role: Role,
@@ -47,7 +48,7 @@ def amax_and_scale(
     """The amax of an array and the scale to quantize it with; None without slots.
 
     Args:
-        recipe: The recipe, delayed scaling if there are scales.
+        recipe: The recipe, one with a state if there are scales.
         target: The device.
         join: Joins amaxes over devices.
         role: Which slot is the array's.
@@ -58,7 +59,6 @@ def amax_and_scale(
     """
     if scales is None:
         return None, None
-    assert isinstance(recipe, DelayedScaling)  # has been checked
     amax = join(flushed(amax_on(target, x.astype(jnp.float32))))
     amax = refuse_batching(amax, scales)
     given = scales[_ROLES.index(role)]

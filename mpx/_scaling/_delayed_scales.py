@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from .._quantize import DelayedScaling, DelayedScalingState, Role
+from .._quantize import DelayedScalingState, Role
 from .._recipe_state import Request, SlotName
 
 ROLES = tuple(Role)
@@ -28,17 +28,17 @@ class DelayedScales(eqx.Module):
         amax_history: Past amaxes, as in `mpx.DelayedScalingState`; rows are slots,
             columns input, weight and gradient.
         scale: What to multiply by at the next step.
-        recipe: The recipe.
+        recipe: The recipe, one with a state.
         slots: The name of each slot, and the lengths of the scans that cut it.
     """
 
     amax_history: Float32[Array, "slots 3 length"]
     scale: Float32[Array, "slots 3"]
-    recipe: DelayedScaling = eqx.field(static=True)
+    recipe: Any = eqx.field(static=True)
     slots: tuple[tuple[SlotName, tuple[int, ...]], ...] = eqx.field(static=True)
 
     @classmethod
-    def new(cls, recipe: DelayedScaling, requests: Mapping[SlotName, Request]) -> Self:
+    def new(cls, recipe: Any, requests: Mapping[SlotName, Request]) -> Self:
         """The state before the first step."""
         slots = tuple((name, request.lengths) for name, request in requests.items())
         rows = sum(math.prod(lengths) for _, lengths in slots)

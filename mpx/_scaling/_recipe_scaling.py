@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, PyTree
 
 from .._loss_scaling import AbstractLossScaling, StepRecord
-from .._quantize import AbstractRecipe, DelayedScaling
+from .._quantize import AbstractRecipe
 from .._recipe_state import (
     ProvidedState,
     Request,
@@ -75,7 +75,7 @@ class RecipeScaling(AbstractLossScaling):
         scales = tuple(
             DelayedScales.new(recipe, found)
             for recipe, found in by_recipe.items()
-            if isinstance(recipe, DelayedScaling)
+            if recipe.has_state
         )
         return cls(loss, scales, _nothing(scales), calls)
 

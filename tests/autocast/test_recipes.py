@@ -366,6 +366,42 @@ def test_convolutions():
         mpx.autocast(func, recipe=MXFP8)(kernel, x)
 
 
+def tensor_quantizers(role, for_wgrad):
+    backward = role is mpx.Role.GRADIENT
+    return mpx.TensorQuantizer(mpx.Format.E5M2 if backward else mpx.Format.E4M3)
+
+
+def block_quantizers(role, for_wgrad):
+    return mpx.MXFP8Quantizer() if role is mpx.Role.GRADIENT else mpx.TensorQuantizer()
+
+
+def convolution(kernel, x):
+    return jax.lax.conv(x, kernel, (1, 1), "SAME")
+
+
+def test_convolutions_are_quantized_by_any_recipe_with_one_scale_for_each_array():
+    random = np.random.default_rng(2)
+    kernel, x = normal(random, 8, 4, 3, 3) / 6, normal(random, 2, 4, 8, 8)
+    own = mpx.autocast(convolution, recipe=mpx.CustomRecipe(tensor_quantizers))
+    assert len(quantized(own, kernel, x)) == 1
+    found = of_squares(own)(kernel, x)
+    same = of_squares(mpx.autocast(convolution, recipe=CURRENT))(kernel, x)
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(same)))
+
+
+def test_explain_says_that_blocks_keep_a_convolution_in_half_precision():
+    random = np.random.default_rng(2)
+    arrays = {"k": normal(random, 8, 4, 3, 3), "w": normal(random, 8, 8)}
+
+    def func(arrays, x):
+        return convolution(arrays["k"], x).mean((2, 3)) @ arrays["w"]
+
+    low = mpx.autocast(func, recipe=mpx.CustomRecipe(block_quantizers))
+    report = mpx.explain(low)(arrays, normal(random, 2, 4, 8, 8))
+    (one,) = (o for o in report.operations if o.primitive == "conv_general_dilated")
+    assert one.precision == "bfloat16" and "one scale for each array" in one.reason
+
+
 def experts(weights, x, chosen):
     """A layer of experts: rows sorted by expert, two ragged products, and back."""
     order = jnp.argsort(chosen)
