@@ -7,6 +7,7 @@ import pickle
 import re
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -677,3 +678,65 @@ def test_a_recipe_with_a_state_need_not_inherit_from_delayed_scaling(inputs, fun
     with pytest.raises(ValueError, match="`Own`.*has a state"):
         own(params, x)
     assert np.isfinite(mpx.freeze(own, scalings[1])(params, x))
+
+
+# --- Targets, through which no gradient goes ------------------------------------------
+
+
+def looping(q):
+    return jax.lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, 0.9 * c[1]), (0, q)
+    )[1]
+
+
+def called_back(q):
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(q.shape, q.dtype), q)
+
+
+def in_scan(search):
+    def searched(q):
+        return jax.lax.scan(lambda c, _: (c + search(q), None), q, length=2)[0]
+
+    return searched
+
+
+SEARCHES = {
+    "while": looping,
+    "callback": called_back,
+    "equinox": eqxi.nondifferentiable_backward,
+    "jit": jax.jit(looping),
+    "checkpoint": jax.checkpoint(looping),
+    "scan": in_scan(looping),
+    "stopped": lambda q: jax.lax.stop_gradient(looping(q)),
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_products_of_stopped_weights_go_into_what_has_no_derivative(inputs, search):
+    recipe = mpx.DelayedScaling(amax_history_len=4, warm_start=True)
+
+    def target(params, x):
+        return SEARCHES[search](forward(jax.lax.stop_gradient(params), x))
+
+    def loss_to(target):
+        def loss(params, x):
+            return jnp.sum((forward(params, x) - target(params, x)) ** 2) / N
+
+        return mpx.autocast(loss, recipe=recipe, rules=EVERY)
+
+    of_the_moment = mpx.autocast(target, recipe=mpx.Float8CurrentScaling(), rules=EVERY)
+    known = of_the_moment(*inputs)
+    results = []
+    for func in (loss_to(target), loss_to(lambda params, x: known)):
+        first = step(func, mpx.init_scaling(func, *inputs), *inputs)
+        results.append((first.grads, first.scaling.scales_by_weight()))
+        step(func, first.scaling, *inputs)
+    assert results[0][1].keys() == results[1][1].keys()
+    assert relative_error(*results) < 2 * ULP
+
+
+def test_a_gradient_through_a_while_loop_is_an_error_as_without_a_recipe(inputs):
+    func = autocast(lambda params, x: jnp.sum(looping(forward(params, x))))
+    scaling = mpx.init_scaling(func, *inputs)
+    with pytest.raises(ValueError, match="does not work for lax.while_loop"):
+        mpx.filter_grad(func, scaling)(*inputs)

@@ -238,6 +238,10 @@ class Reach(enum.Flag):
     """Into another product."""
     RESULT = enum.auto()
     """Into another result of the function."""
+    GRADIENT = enum.auto()
+    """Into what the function may be differentiated by."""
+    DEAD_END = enum.auto()
+    """Into what JAX cannot differentiate: a `while` with such results, a callback."""
 
 
 UNUSED = Reach(0)

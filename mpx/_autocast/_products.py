@@ -61,6 +61,11 @@ from ._notes import is_taking_notes, noted, refuse_slow
 
 _VECTOR = "a product with a vector"
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
+_DERIVATIVE = Reach.GRADIENT | Reach.DEAD_END
+# What is differentiated without looking inside, and what JAX refuses to differentiate.
+_WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_linear_solve")
+_WITHOUT_A_RULE = ("pure_callback", "io_callback", "ffi_call")
+_FORWARD_ONLY = ("while", "nondifferentiable_backward")  # the second is Equinox's
 
 
 def quantized(
@@ -104,7 +109,8 @@ def _refuse_gradient(case: Case) -> None:
     a gradient penalty, is a product like others and quantized by itself where one
     operand is a weight.
     """
-    if is_transposed(case.equation) and case.place.reach == (Reach.RESULT,):
+    ends = [end & ~_DERIVATIVE for end in case.place.reach]
+    if is_transposed(case.equation) and ends == [Reach.RESULT]:
         raise ValueError(
             f"A recipe met the gradient of a weight{case.where}, which comes out of "
             "the function: its products are of data with data, and would not be "
@@ -224,7 +230,9 @@ def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
     """The recipe, or one without a state for operands that carry none."""
     if _is_attention(case):
         return recipe._for_attention()
-    has_slots = _weight_of(case.operands).slots is not None
+    # Amaxes come back as the derivative of scales, by which a result then has one.
+    has_derivative = not any(Reach.DEAD_END in end for end in case.place.reach)
+    has_slots = _weight_of(case.operands).slots is not None and has_derivative
     return recipe if has_slots else recipe._without_state()
 
 
@@ -393,12 +401,11 @@ def _with_one_input_scale(
 
 def reach_of_results(avals: Sequence[Aval]) -> tuple[Reach, ...]:
     """Where the results of a whole function go: a floating scalar is a loss."""
-    return tuple(
-        Reach.LOSS
-        if count(aval.shape) == 1 and jnp.issubdtype(aval.dtype, np.floating)
-        else Reach.RESULT
-        for aval in avals
-    )
+    are_losses = [
+        count(a.shape) == 1 and jnp.issubdtype(a.dtype, np.floating) for a in avals
+    ]
+    other = Reach.RESULT if any(are_losses) else Reach.RESULT | Reach.GRADIENT
+    return tuple(Reach.LOSS | Reach.GRADIENT if x else other for x in are_losses)
 
 
 class _ReachFlow(BackwardFlow[Reach]):
@@ -415,16 +422,37 @@ class _ReachFlow(BackwardFlow[Reach]):
 
     def operands(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
         """A product, whatever program it holds, is an end of its own."""
-        if properties(equation.primitive.name).kind is PrimitiveClass.HALF:
-            return [Reach.PRODUCT] * len(equation.invars)
-        return super().operands(equation, results)
+        name = equation.primitive.name
+        whole = _joined(equation, results)
+        if properties(name).kind is PrimitiveClass.HALF:
+            return [Reach.PRODUCT | whole & _DERIVATIVE] * len(equation.invars)
+        found = super().operands(equation, results)
+        if name in _FORWARD_ONLY:
+            return [
+                end | Reach.DEAD_END if Reach.GRADIENT in end else end for end in found
+            ]
+        if name in _WITH_A_RULE:
+            return [end & ~Reach.DEAD_END | whole & Reach.DEAD_END for end in found]
+        return found
 
     def transfer(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
         """Where any result of the operation goes."""
-        everything = UNUSED
-        for end in results:
-            everything |= end
-        return [everything] * len(equation.invars)
+        whole = _joined(equation, results)
+        if equation.primitive.name == "stop_gradient":
+            whole &= ~_DERIVATIVE
+        if equation.primitive.name in _WITHOUT_A_RULE:
+            whole |= Reach.DEAD_END
+        return [whole] * len(equation.invars)
+
+
+def _joined(equation: JaxprEqn, results: Sequence[Reach]) -> Reach:
+    """Where any result of an operation goes; of integers none has a derivative."""
+    whole = UNUSED
+    for end, variable in zip(results, equation.outvars, strict=True):
+        dtype = getattr(aval_of(variable), "dtype", np.bool_)
+        has_derivative = jnp.issubdtype(dtype, np.inexact)
+        whole |= end if has_derivative else end & ~_DERIVATIVE
+    return whole
 
 
 def reach_in(jaxpr: Jaxpr, results: Sequence[Reach]) -> Mapping[Var, Reach]:
