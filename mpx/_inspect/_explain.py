@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ from ._facts import (
     is_float_cast,
     promotion,
 )
+from ._integers import LARGEST, rounded_integers
 from ._loops import deciding_comparisons
 from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, totals_of
 from ._residuals import residual_bytes
@@ -169,8 +170,9 @@ def _operations(
     ends: frozenset[int] = frozenset()
     if is_mixed and any(visit.place.unknown_loops for visit in visits):
         ends = deciding_comparisons(traced.jaxpr.jaxpr, _precision_of_product)
+    rounding = rounded_integers(traced.jaxpr, _precision_of_product) if is_mixed else {}
     operations = [
-        _operation(number, visit, flow, is_mixed, id(visit.equation) in ends)
+        _operation(number, visit, flow, is_mixed, id(visit.equation) in ends, rounding)
         for number, visit in enumerate(visits)
     ]
     unscaled = unscaled_gradient(visits)
@@ -237,7 +239,12 @@ def _input_fact(path: str, is_weight: bool, aval: Aval) -> Fact:
 
 
 def _operation(
-    number: int, visit: Visit[Fact], flow: Facts, is_mixed: bool, ends_loop: bool
+    number: int,
+    visit: Visit[Fact],
+    flow: Facts,
+    is_mixed: bool,
+    ends_loop: bool,
+    rounding: Mapping[int, str],
 ) -> Operation:
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
@@ -252,6 +259,8 @@ def _operation(
     if (is_mixed or note is not None) and _hides_a_program(equation):
         finding = "holds a program that cannot be looked into"
     is_forward = phase(entries) == "forward"
+    if is_forward and (short := rounding.get(id(equation))):
+        finding = f"may round integers: {short} holds those up to {LARGEST[short]}"
     if note is not None and note.without_units and is_forward and _is_product(equation):
         finding = "quantized, and computed without units for it"
     count = flops(equation)

@@ -25,6 +25,7 @@ from .equations import (
     only_picks as only_picks,
     program_of as program_of,
     sub_jaxprs as sub_jaxprs,
+    summed_numbers as summed_numbers,
     zero_results as zero_results,
 )
 from .flow import (
