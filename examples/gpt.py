@@ -313,7 +313,7 @@ def make_test(precision: Precision) -> Any:
         model = nnx.clone(model)  # the model itself stays in training mode
         model.eval()
         # A recipe that learns scales is tested with those of the training.
-        return mpx.freeze(loss, scaling)(model, texts)
+        return mpx.inference(loss, scaling)(model, texts)
 
     return test
 

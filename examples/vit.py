@@ -342,7 +342,7 @@ def make_test(precision: Precision, in_precision: Callable[..., Any]) -> Any:
     @eqx.filter_jit
     def test(state: TrainState, batch: Batch) -> tuple[Array, Array]:
         # A recipe that learns scales is tested with those of the training.
-        return mpx.freeze(sums, state.scaling)(state.model, batch)
+        return mpx.inference(sums, state.scaling)(state.model, batch)
 
     return test
 

@@ -62,7 +62,7 @@ from ._loss_scaling import NoLossScaling as NoLossScaling
 from ._loss_scaling import StepRecord as StepRecord
 from ._loss_scaling import scaled as scaled
 from ._scaling import init_scaling as init_scaling
-from ._scaling import freeze as freeze
+from ._scaling import inference as inference
 from ._scaling import RecipeScaling as RecipeScaling
 from ._tree import all_finite as all_finite
 from ._tree import select_tree as select_tree
@@ -156,8 +156,8 @@ __all__ = [
     "NoLossScaling",
     "StepRecord",
     "scaled",
+    "inference",
     "init_scaling",
-    "freeze",
     "RecipeScaling",
     "all_finite",
     "select_tree",

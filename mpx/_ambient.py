@@ -74,7 +74,9 @@ def with_ambient_recipe(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
         if dtype is not None and is_half(dtype):
             settings = dataclasses.replace(settings, dtype=np.dtype(dtype))
         arguments = self, x, *args
-        return call_autocast(settings, (0,), programs, method, arguments, kwargs)
+        # Where a layer ends, no model does: none of its products is the final one.
+        given = programs, method, arguments, kwargs
+        return call_autocast(settings, (0,), *given, spares_final=False)
 
     return call
 
@@ -150,7 +152,7 @@ def _ask_for_help(settings: Settings, layer: str) -> None:
         "    scaling = mpx.init_scaling(loss, model, ...)\n"
         "    result = mpx.filter_value_and_grad(loss, scaling)(model, ...)\n"
         "in the place of `jax.value_and_grad(loss)(model, ...)`, and to evaluate\n"
-        "    mpx.freeze(loss, scaling)(model, ...)\n"
+        "    mpx.inference(loss, scaling)(model, ...)\n"
         "each in the same contexts as now; the new state is `result.scaling`. Or take "
         "a recipe without a state: `mpx.Float8CurrentScaling()`.",
         has_state,

@@ -110,7 +110,6 @@ OTHERS = {
         {},
     ),
     "float32": (mpx.autocast(plain, jnp.float32), {}),
-    "a recipe": (mpx.autocast(plain, recipe=mpx.Float8CurrentScaling()), {}),
 }
 
 
@@ -124,6 +123,13 @@ def test_whatever_computes_in_float16_gets_dynamic_scaling(name):
 def test_whatever_does_not_gets_none(name):
     func, options = OTHERS[name]
     assert kind(func, **options) is NONE
+
+
+def test_a_recipe_without_a_state_has_no_scales_but_says_what_it_quantizes():
+    current = mpx.autocast(plain, recipe=mpx.Float8CurrentScaling())
+    scaling = mpx.init_scaling(current, W, X)
+    assert type(scaling.loss) is NONE and scaling.scales == scaling.amaxes == ()
+    assert len(scaling.quantized) == 1
 
 
 def test_the_half_precision_of_the_explicit_style_counts():

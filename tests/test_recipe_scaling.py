@@ -374,7 +374,7 @@ def test_a_jitted_call_that_is_traced_once_and_made_twice_is_an_error(inputs):
 
 
 def test_no_state_is_an_error_that_names_the_ways_out(inputs):
-    with pytest.raises(ValueError, match=r"filter_grad.*init_scaling.*mpx\.freeze"):
+    with pytest.raises(ValueError, match=r"filter_grad.*init_scaling.*mpx\.inference"):
         loss(*inputs)
     with pytest.raises(ValueError, match="has a state"):
         step(loss, mpx.NoLossScaling(), *inputs)
@@ -454,7 +454,8 @@ def test_a_run_goes_on_with_another_recipe(inputs):
     assert np.isfinite(value)
     # And to one without a state, which has nothing to keep.
     current = mpx.autocast(loss.__wrapped__, recipe=mpx.Float8CurrentScaling())
-    assert type(mpx.init_scaling(current, *inputs)) is mpx.NoLossScaling
+    without = mpx.init_scaling(current, *inputs)
+    assert without.scales == () and type(without.loss) is mpx.NoLossScaling
     assert np.isfinite(step(current, after.loss, params, x).value)
 
 
@@ -521,15 +522,15 @@ def test_a_state_goes_with_batches_of_one_row_and_more(inputs):
 def test_frozen_scales_for_evaluation(inputs):
     params, scaling, _ = train(mpx.init_scaling(loss, *inputs), *inputs, 3)
     x = inputs[1]
-    evaluate = jax.jit(lambda s, x: mpx.freeze(loss, s)(params, x))
+    evaluate = jax.jit(lambda s, x: mpx.inference(loss, s)(params, x))
     value = evaluate(scaling, x)
     assert value == pytest.approx(float(step(loss, scaling, params, x).value), rel=1e-2)
     fresh = evaluate(mpx.init_scaling(loss, *inputs), x)
     assert float(fresh) != float(value)
-    with pytest.raises(ValueError, match=r"init_scaling.*mpx\.freeze"):
-        mpx.freeze(loss, mpx.NoLossScaling())(params, x)
+    with pytest.raises(ValueError, match=r"init_scaling.*mpx\.inference"):
+        mpx.inference(loss, mpx.NoLossScaling())(params, x)
     with unchecked(), pytest.raises(TypeError, match="loss scaling of a run; got"):
-        mpx.freeze(loss, 8.0)
+        mpx.inference(loss, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -540,7 +541,7 @@ def test_one_line_evaluates_in_every_precision(recipe, inputs):
     rules = None if recipe is None else EVERY
     func = mpx.autocast(loss.__wrapped__, recipe=recipe, rules=rules)
     scaling = mpx.init_scaling(func, *inputs)
-    frozen = mpx.freeze(func, scaling)
+    frozen = mpx.inference(func, scaling)
     assert same_bits(*jax.jit(lambda *x: (frozen(*x), func(*x)))(*inputs))
     programs = [str(jax.make_jaxpr(f)(*inputs)) for f in (frozen, func)]
     assert programs[0] == programs[1]

@@ -181,20 +181,20 @@ class TestTheStateIsThatOfTheFunction:
         scaling = mpx.init_scaling(func, W, X)
         with pytest.raises(ValueError, match="saw 1 calls .* here are 2"):
             trace(twice, scaling, policy="full")
-        assert mpx.freeze(twice, scaling)(W, X).shape == ()
+        assert mpx.inference(twice, after(scaling, 2.0))(W, X).shape == ()
 
     def test_frozen_scales_are_compared(self):
         scaling = state_of()
         with pytest.raises(ValueError, match=r"margin=1.*made for.*with_state"):
-            mpx.freeze(with_recipe(CHANGED["margin"]), scaling)(W, X)
+            mpx.inference(with_recipe(CHANGED["margin"]), scaling)(W, X)
         current = with_recipe(mpx.Float8CurrentScaling())
         with pytest.raises(
             ValueError, match="was given a state of .*is called as it is"
         ):
-            mpx.freeze(current, scaling)(W, X)
+            mpx.inference(current, scaling)(W, X)
         # In full precision it is the function.
         with mpx.autocast(enabled=False, ambient=True):
-            assert mpx.freeze(with_recipe(RECIPE), scaling)(W, X) == plain(W, X)
+            assert mpx.inference(with_recipe(RECIPE), scaling)(W, X) == plain(W, X)
 
 
 def changed(state, field, index, value):

@@ -199,7 +199,7 @@ def test_a_layer_in_fp8_by_a_transform():
     run = train(loss, layer, data)
     assert falls(run.losses) and dtypes(run.model) == {"float32"}
     assert near(run, in_half_precision("bfloat16"))
-    frozen = mpx.freeze(loss, run.scaling)
+    frozen = mpx.inference(loss, run.scaling)
     # Query, key, value, output, and the first of the perceptron: the second one is the
     # last product before the loss.
     assert quantized_products(frozen, layer, *data) == 5
@@ -225,7 +225,8 @@ def test_one_linear_layer_and_a_sum():
     transformed = mpx.autocast(loss, recipe=mpx.DelayedScaling())
     scaling = mpx.init_scaling(transformed, layer, x)
     result = gradient(transformed, scaling, layer, x)
-    assert quantized_products(mpx.freeze(transformed, scaling), layer, x) == 1
+    evaluate = mpx.inference(transformed, result.scaling)
+    assert quantized_products(evaluate, layer, x) == 1
     # Gradients of 1 are exact in E5M2; x and w are not in E4M3.
     exact = np.asarray(x, np.float64).sum((0, 1))
     assert 1e-3 < error(result.grads.weight[0], exact) < 0.12
@@ -238,7 +239,7 @@ def test_a_layer_in_fp8_by_a_context():
     layer, data = transformer(), batch()
     with mpx.autocast(enabled=True, recipe=HYBRID, ambient=True):
         run = train(plain_loss, layer, data)
-        frozen = mpx.freeze(plain_loss, run.scaling)
+        frozen = mpx.inference(plain_loss, run.scaling)
         # Also the last product: a context knows no loss.
         assert quantized_products(frozen, layer, *data) == 6
         assert low_dtypes(jax.grad(frozen), layer, *data) == BOTH
@@ -257,7 +258,7 @@ def test_without_its_state_a_layer_shows_the_lines_to_write():
             for line in (
                 "    scaling = mpx.init_scaling(loss, model, ...)\n",
                 "    result = mpx.filter_value_and_grad(loss, scaling)(model, ...)\n",
-                "    mpx.freeze(loss, scaling)(model, ...)\n",
+                "    mpx.inference(loss, scaling)(model, ...)\n",
                 "mpx.Float8CurrentScaling()",
             ):
                 assert line in str(error.value)
@@ -266,7 +267,7 @@ def test_without_its_state_a_layer_shows_the_lines_to_write():
         # What the lines say, in the order in which they stand there.
         scaling = mpx.init_scaling(plain_loss, layer, x, y)
         result = gradient(plain_loss, scaling, layer, x, y)
-        assert jax.jit(mpx.freeze(plain_loss, result.scaling))(layer, x, y) > 0
+        assert jax.jit(mpx.inference(plain_loss, result.scaling))(layer, x, y) > 0
 
 
 def test_contexts_may_stand_around_the_step_or_inside_of_the_loss():
@@ -407,8 +408,8 @@ def test_several_recipes_in_a_transformed_function(name):
     }
     expected = {0: E4M3, 1: HYBRID} if depth == 2 else {0: E4M3, 1: HYBRID, 3: E4M3}
     assert recipes == {f"[{i}].weight": recipe for i, recipe in expected.items()}
-    grads = [jax.grad(mpx.freeze(f, run.scaling)) for f in (loss, by_contexts)]
-    assert quantized_products(mpx.freeze(loss, run.scaling), layers, *data) == quantized
+    grads = [jax.grad(mpx.inference(f, run.scaling)) for f in (loss, by_contexts)]
+    assert quantized_products(mpx.inference(loss, run.scaling), layers, *data) == quantized
     assert low_dtypes(grads[0], layers, *data) == BOTH
     # Contexts in a transformed function are regions.
     texts = [str(jax.make_jaxpr(grad)(layers, *data)) for grad in grads]
@@ -440,7 +441,7 @@ def test_several_recipes_by_contexts_around_layers(name, context):
     if context is ambient:
         recipes = {s.recipe for s in run.scaling.scales}
         assert recipes == {E4M3, HYBRID}
-        frozen = mpx.freeze(loss, run.scaling)
+        frozen = mpx.inference(loss, run.scaling)
     assert quantized_products(frozen, layers, *data) == quantized
     assert low_dtypes(jax.grad(frozen), layers, *data) == BOTH
     assert falls(run.losses) and near(run, in_bfloat16_by_contexts(name))
@@ -458,5 +459,5 @@ def test_several_recipes_for_transformer_layers(name):
     with pytest.raises(ValueError, match="mpx.init_scaling"):  # it has a state
         in_regions(layers, batch()[0])
     scaling = mpx.init_scaling(in_regions, layers, batch()[0])
-    frozen = mpx.freeze(in_regions, scaling)
+    frozen = mpx.inference(in_regions, scaling)
     assert quantized_products(frozen, layers, batch()[0]) == 6 * quantized

@@ -158,7 +158,7 @@ def kept_bytes(stack: Any, recipe: str | None) -> int:
     }
     x = jax.ShapeDtypeStruct((TOKENS, width), jnp.bfloat16)
     func = mpx.autocast(stack, recipe=None if recipe is None else RECIPES[recipe])
-    func = mpx.freeze(func, mpx.init_scaling(func, weights, x))
+    func = mpx.inference(func, mpx.init_scaling(func, weights, x))
     kept = jax.eval_shape(lambda *args: jax.vjp(func, *args)[1], weights, x)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 

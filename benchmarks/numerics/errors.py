@@ -110,7 +110,7 @@ def products_of(recipe: Any) -> Callable[..., Any]:
     def delayed(w: Any, x: Any, g: Any, before: Any) -> tuple[Any, Any, Any]:
         scaling = mpx.init_scaling(inner, *before)
         step = mpx.filter_value_and_grad(inner, scaling, policy="full")
-        return mpx.freeze(products, step(*before).scaling)(w, x, g)
+        return mpx.inference(products, step(*before).scaling)(w, x, g)
 
     return delayed
 

@@ -51,7 +51,7 @@ def fit(loss):
 
 # 3. Evaluate with the scales that the training has found, and compare.
 trained, scaling = fit(in_fp8)
-eight = mpx.freeze(in_fp8, scaling)(trained, test, label(test))
+eight = mpx.inference(in_fp8, scaling)(trained, test, label(test))
 half = mpx.autocast(loss)
 sixteen = half(fit(half)[0], test, label(test))
 print(f"test loss: FP8 {eight:.3f}, bfloat16 {sixteen:.3f}")

@@ -114,6 +114,8 @@ def call_autocast(
             settings, weights, programs, func, args, kwargs, spares_final
         )
     source = next_source()
+    # It says which uses of weights are quantized.
+    frozen = source if isinstance(source, State) and source.quantized else None
     value = functools.partial(_input, weights, source)
     recipe = settings.recipe
 
@@ -130,7 +132,9 @@ def call_autocast(
                     "`mpx.Precision.LOW` quantizes by the recipe that holds, and there "
                     "is none. Say one: `mpx.autocast(func, rules=..., recipe=...)`."
                 )
-            run = Run(settings, _REWRITES, programs, recipes, spares_final)
+            has_slots = frozen is not None or isinstance(source, StateRequests)
+            options = programs, recipes, spares_final
+            run = Run(settings, _REWRITES, *options, has_slots=has_slots)
             run.needs_parameters |= is_taking_notes()
             if is_random(recipes):
                 run.step = step()
@@ -140,12 +144,14 @@ def call_autocast(
         return _call(run_of, func, args, kwargs, value, trace), runs[0]
 
     results, run = with_step(functools.partial(attempt, spares_final))
-    if recipe is not None and run.used.isdisjoint((recipe, (ONE_ROW, recipe))):
+    if frozen is not None:
+        _refuse_state_of_another_model(frozen, run)
+    elif recipe is not None and run.used.isdisjoint((recipe, (ONE_ROW, recipe))):
         # The only product of a weight, perhaps, is the final projection.
         results, run = with_step(functools.partial(attempt, False))
         if run.used.isdisjoint((recipe, (ONE_ROW, recipe))):
             raise ValueError(_nothing_to_quantize(recipe, weights))
-    if recipe is not None and recipe not in run.used:
+    if recipe is not None and recipe not in run.used and frozen is None:
         warn_user(
             f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
             "nothing: data has one row here, or none, and its products with weights "
@@ -161,6 +167,16 @@ def call_autocast(
     note_used(x for x in found if isinstance(x, AbstractRecipe))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
     return marked(results) if isinstance(source, StateRequests) else results
+
+
+def _refuse_state_of_another_model(state: State, run: Run) -> None:
+    known = sorted({name.parameter for name in state.quantized or ()})
+    if run.has_slots and run.parameters.isdisjoint(known):
+        raise ValueError(
+            "`mpx.inference(func, scaling)` got the state of another model, or of another "
+            f"argument: it is of the weights {listing(known)}, and `func` has "
+            f"{listing(sorted(run.parameters)) or 'none'}."
+        )
 
 
 def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
@@ -411,8 +427,9 @@ def _input(
     if not value.facts.is_declared:
         return value
     value.facts = value.facts._replace(is_weight=True)
-    if run.is_stateful:
+    if run.has_slots:
         value.slots = Slots.of_parameter(name, source)
+        run.parameters.add(name)
     return value
 
 

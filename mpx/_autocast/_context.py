@@ -325,7 +325,9 @@ class Run:
             would have but for `ONE_ROW`, and float16 if anything is computed in it.
         has_recipe: Whether anything may be quantized.
         spares_final: Whether the final projection is left alone.
-        is_stateful: Whether a recipe with a state may be among those.
+        has_slots: Whether weights carry slots: for a recipe with a state, or because
+            somebody asks, or says, which uses of them are quantized.
+        parameters: The paths of the weights, where they carry slots.
         traced: What the function was traced with, which is no more; weak references.
         only_recomputes: Whether nothing is cast, and islands are recomputed anyway.
         step: The number of the training step, an array, in the program that is being
@@ -340,6 +342,7 @@ class Run:
         recipes: Collection[AbstractRecipe] = (),
         spares_final: bool = True,
         only_recomputes: bool = False,
+        has_slots: bool = False,
     ) -> None:
         """Starts a run in whose program these recipes stand."""
         self.spares_final = spares_final
@@ -347,13 +350,15 @@ class Run:
         self.settings = settings
         self.rewrites = rewrites
         self.has_recipe = bool(recipes)
-        self.is_stateful = any(r.has_state for r in recipes)
-        self.needs_scopes = settings.rules._needs_scopes or self.is_stateful
-        self.needs_parameters = settings.rules._needs_parameters or self.is_stateful
+        is_stateful = any(r.has_state for r in recipes)
+        self.has_slots = is_stateful or (has_slots and self.has_recipe)
+        self.needs_scopes = settings.rules._needs_scopes or self.has_slots
+        self.needs_parameters = settings.rules._needs_parameters or self.has_slots
         self.demands: dict[Any, Any] = {}
         self.islands: dict[Any, Any] = {}
         self.programs = new_programs() if programs is None else programs
         self.used: set[Any] = set()
+        self.parameters: set[str] = set()
         self.traced: tuple[weakref.ref[AnyArray], ...] = ()
         self.step: AnyArray | None = None
         self._recipes = recipes
@@ -379,7 +384,7 @@ class Run:
         """
         itself, programs = weakref.ref(self), weakref.ref(self.programs)
         settings, rewrites = self.settings, self.rewrites
-        options = self._recipes, self.spares_final, self.only_recomputes
+        options = self._recipes, self.spares_final, self.only_recomputes, self.has_slots
         needs_parameters, traced = self.needs_parameters, self.traced
 
         def run() -> Run:

@@ -5,10 +5,13 @@ dataflow from the parameters alone. Everything else, attention's products of dat
 data among them, follows the half precision rules; what was left alone, and why, is in
 the note on it. `Precision.LOW` in a rule quantizes any matrix product.
 
-The last products before a loss, the *final projection*, stay in half precision unless a
+The last products of a function, the *final projection*, stay in half precision unless a
 rule says otherwise: the loss sees their rounding as it is. They are found by looking
-from the end: a product that goes into a scalar which the function returns, and into no
-other product. In a function that returns no scalar, such as one layer, there is none.
+from the end: a product that goes into a result of the function, a loss or logits, and
+into no other product. Where it is the only one, as in one layer, it is quantized.
+
+To evaluate, the state of a run says which uses of which weights are quantized, whatever
+the function returns.
 """
 
 import contextlib
@@ -51,7 +54,7 @@ from .._quantize import (
     rounds_stochastically,
     target_from,
 )
-from .._recipe_state import is_collecting_requests, shared, with_input_scale
+from .._recipe_state import Use, is_collecting_requests, shared, with_input_scale
 from .._settings import Settings
 from .._typing import AnyArray, Aval
 from .._wire import dtype_of_sums
@@ -190,7 +193,7 @@ def _unwanted(case: Case) -> str | None:
     """Why a recipe leaves a product alone."""
     weights = [v.facts.is_weight for v in case.operands[:2]]
     if not any(weights):
-        return _final(case) if _is_attention(case) else "a product of data with data"
+        return None if _is_attention(case) else "a product of data with data"
     data = case.operands[weights.index(True) ^ 1]
     # Constants of the program have an empty path, and are no weights.
     if all(weights) or data.facts.is_fixed or data.facts.parameter is not None:
@@ -204,14 +207,15 @@ def _unwanted(case: Case) -> str | None:
         and not case.place.is_in_while
     ):
         return "its weight comes out of a program within the program"
+    said = weight.slots and weight.slots.is_quantized(_use(case, weight))
+    if said is not None:
+        return None if said else "the run that the state is of does not, either"
     return _final(case)
 
 
 def _final(case: Case) -> str | None:
-    (end,) = case.place.reach or (Reach(0),)
-    if Reach.LOSS in end and Reach.PRODUCT not in end:
-        return "the final projection"
-    return None
+    (end,) = case.place.reach or (UNUSED,)
+    return "the final projection" if end and Reach.PRODUCT not in end else None
 
 
 def _is_attention(case: Case) -> bool:
@@ -302,9 +306,10 @@ def _emit_product(
     """Binds it; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
     weight = _weight_of(case.operands)
-    scales, use = None, None
+    scales, use = None, _use(case, weight)
+    if weight.slots is not None:
+        weight.slots.note_quantized(use)
     if product.recipe.has_state:
-        use = _use(case, weight)
         scales = _scales(case, weight, product.recipe, use)
         data = case.operands[1 if weight is case.operands[0] else 0]
         scales = _with_one_input_scale(data, product.recipe, scales)
@@ -355,16 +360,15 @@ def _explaining_forward_mode() -> Iterator[None]:
         ) from error
 
 
-def _use(case: Case, weight: Value) -> str:
+def _use(case: Case, weight: Value) -> Use:
     """What the use of a weight is called among its slots."""
-    scope = "/".join(case.place.scopes)
     shape = "x".join(map(str, weight.shape))
     # An inner derivative has numbers of another size than the data has.
-    kind = "transposed" if is_transposed(case.equation) else ""
-    return " ".join(filter(None, (scope, shape, kind)))
+    kind = " transposed" if is_transposed(case.equation) else ""
+    return Use("/".join(case.place.scopes), shape + kind)
 
 
-def _scales(case: Case, weight: Value, recipe: AbstractRecipe, use: str) -> AnyArray:
+def _scales(case: Case, weight: Value, recipe: AbstractRecipe, use: Use) -> AnyArray:
     assert weight.slots is not None
     found = weight.slots.take(use, recipe)
     if found is None:
@@ -372,7 +376,7 @@ def _scales(case: Case, weight: Value, recipe: AbstractRecipe, use: str) -> AnyA
             f"`{type(recipe).__name__}`{case.where} has a state, which only a training "
             "step has. Train with `mpx.filter_grad(func, scaling)` or its relatives "
             "and `scaling = mpx.init_scaling(func, model, ...)`; to evaluate, "
-            "`mpx.freeze(func, scaling)`; or use a recipe without a state, "
+            "`mpx.inference(func, scaling)`; or use a recipe without a state, "
             "`mpx.Float8CurrentScaling()`."
         )
     return found

@@ -112,7 +112,7 @@ def autocast(
         recipe: How products of data with a weight are quantized to 8 bits or fewer in
             forward and backward pass: `mpx.Float8CurrentScaling()`,
             `mpx.DelayedScaling()`, ... Attention's products of data with data and the
-            final projection before a loss stay in half precision; rules change that.
+            final projection stay in half precision; rules change that.
             None, said in a region or under an ambient recipe, quantizes nothing.
         target: The device that is compiled for, if it is not the one at hand:
             "sm_90", "sm_100", "tpu7x", "cpu". It decides which units a recipe runs on.

@@ -9,6 +9,7 @@ from ._slots import (
     State as State,
     StateOperands as StateOperands,
     StateRequests as StateRequests,
+    Use as Use,
     brief as brief,
     collecting_requests as collecting_requests,
     first_step as first_step,

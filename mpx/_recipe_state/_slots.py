@@ -42,6 +42,21 @@ class SlotName(NamedTuple):
         return f"{self.parameter} ({self.use})"
 
 
+class Use(NamedTuple):
+    """A way of using a weight.
+
+    Attributes:
+        scope: The named scopes around it.
+        form: The shape that it has there, and what else tells uses apart.
+    """
+
+    scope: str
+    form: str
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
+
+
 class Request(NamedTuple):
     """What the state of a slot must be like.
 
@@ -55,11 +70,19 @@ class Request(NamedTuple):
 
 
 class StateRequests:
-    """The slots that a function asks for, instead of state."""
+    """The slots that a function asks for, instead of state.
+
+    Attributes:
+        requests: The slots.
+        quantized: What any recipe quantizes: which weights, in which uses.
+        calls: How many calls of autocast functions there were.
+        is_switched_off: Whether a call was of a function that is switched off.
+    """
 
     def __init__(self) -> None:
         """Starts with none."""
         self.requests: dict[SlotName, Request] = {}
+        self.quantized: dict[SlotName, None] = {}
         self.calls = 0
         self.is_switched_off = False
 
@@ -75,10 +98,13 @@ class State(NamedTuple):
     Attributes:
         scales: The scales of each slot.
         recipes: The recipe that its state was made for.
+        quantized: The uses of weights that a recipe quantizes, and no others; None in
+            a training step, which finds them out.
     """
 
     scales: Mapping[SlotName, Array]
     recipes: Mapping[SlotName, AbstractRecipe]
+    quantized: Sequence[SlotName] | None = None
 
 
 class ProvidedState:
@@ -94,7 +120,7 @@ class ProvidedState:
         """Makes a copy of the scales for each call."""
         copies = {name: shared(x, calls) for name, x in state.scales.items()}
         self._rest = [{k: v[i] for k, v in copies.items()} for i in range(calls)]
-        self._recipes = state.recipes
+        self._state = state._replace(scales={})
         self.taken = 0
         self.used: set[AbstractRecipe] = set()
         self.is_switched_off = False
@@ -103,7 +129,7 @@ class ProvidedState:
         """The scales for one more call; the last ones again for calls not foreseen."""
         self.taken += 1
         rest = self._rest.pop() if len(self._rest) > 1 else self._rest[0]
-        return State(rest, self._recipes)
+        return self._state._replace(scales=rest)
 
     def forget(self) -> None:
         """Lets go of the scales.
@@ -180,12 +206,14 @@ class Slots:
         source: StateRequests | dict[str, Array] | None,
         recipes: Mapping[str, AbstractRecipe] | None = None,
         lengths: tuple[int, ...] = (),
+        quantized: tuple[str, ...] | None = None,
     ) -> None:
         """Slots of a parameter from a collection, or the arrays of its uses."""
         self.parameter = parameter
         self._source = source
         self._recipes = recipes or {}
         self._lengths = lengths
+        self._quantized = quantized
 
     @classmethod
     def of_parameter(
@@ -195,15 +223,39 @@ class Slots:
         if not isinstance(source, State):
             return cls(parameter, source)
         mine = [name for name in source.scales if name.parameter == parameter]
+        said = source.quantized
         return cls(
             parameter,
             {name.use: source.scales[name] for name in mine},
             {name.use: source.recipes[name] for name in mine},
+            quantized=None
+            if said is None
+            else tuple(name.use for name in said if name.parameter == parameter),
         )
 
-    def take(self, use: str, recipe: AbstractRecipe) -> Array | None:
+    def is_quantized(self, use: Use) -> bool | None:
+        """Whether the run that the state is of quantizes a use; None: nobody says."""
+        if not self._quantized:
+            return None if self._quantized is None else False
+        return True if self._known(use) else None
+
+    def _known(self, use: Use) -> list[str]:
+        """The names of a use in the state: its own, or those in other scopes."""
+        known, name = self._quantized or (), _named(str(use), self._lengths)
+        form = _named(use.form, self._lengths)
+        others = [k for k in known if k == form or k.endswith(f" {form}")]
+        return [name] if name in known else others
+
+    def note_quantized(self, use: Use) -> None:
+        """Says that a use is quantized, while requests are collected."""
+        if isinstance(self._source, StateRequests):
+            name = SlotName(self.parameter, _named(str(use), self._lengths))
+            self._source.quantized[name] = None
+
+    def take(self, way: Use, recipe: AbstractRecipe) -> Array | None:
         """The scales for one use; None if there is no state."""
-        use = _named(use, self._lengths)
+        known = self._known(way)
+        use = known[0] if len(known) == 1 else _named(str(way), self._lengths)
         if isinstance(self._source, StateRequests):
             name = SlotName(self.parameter, use)
             request = Request(recipe, self._lengths)
@@ -243,7 +295,7 @@ class Slots:
         """All but the arrays: a key of caches."""
         found = self._source.items() if isinstance(self._source, dict) else ()
         uses = tuple((use, x.shape, self._recipes[use]) for use, x in found)
-        return self.parameter, uses, self._lengths
+        return self.parameter, uses, self._lengths, self._quantized
 
     def as_operands(self, is_cut: bool) -> dict[str, Array]:
         """Copies of arrays for a program inside; for a scan of those that it cuts."""
@@ -262,7 +314,7 @@ class Slots:
         """The slots in a program inside, given its arrays; cut by scans of lengths."""
         source = arrays if isinstance(self._source, dict) else self._source
         lengths = *self._lengths, *lengths
-        return Slots(self.parameter, source, self._recipes, lengths)
+        return Slots(self.parameter, source, self._recipes, lengths, self._quantized)
 
 
 def _named(use: str, lengths: tuple[int, ...]) -> str:

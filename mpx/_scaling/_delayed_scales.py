@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float32
 
 from .._quantize import DelayedScalingState, Role
@@ -55,6 +56,17 @@ class DelayedScales(eqx.Module):
         """What amaxes of input, weight and gradient are scaled to, float32[3]."""
         unit = jnp.ones((), jnp.float32)
         return np.asarray([self.recipe._scale(unit, role, 0.0) for role in ROLES])
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is known that no step has been seen, and that scales are 1."""
+        is_known = not isinstance(self.scale, Tracer)
+        # Of an array on the devices of other processes nobody knows.
+        is_known = is_known and getattr(self.scale, "is_fully_addressable", True)
+        if self.recipe.warm_start or not is_known:
+            return False
+        history, scale = np.asarray(self.amax_history), np.asarray(self.scale)
+        return not history.any() and bool((scale == 1).all())
 
     def by_slot(self, x: Array) -> dict[SlotName, Array]:
         """The rows of an array by slot, stacked as its scans want them."""

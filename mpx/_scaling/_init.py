@@ -88,10 +88,11 @@ def init_scaling(
         compute = None  # autocast functions in it want their inputs as they are
     needs_scaling = compute == np.float16 or _computes_in_float16(jaxpr)
     loss = DynamicLossScaling() if needs_scaling else NoLossScaling()
-    if not found.requests:
+    if not found.quantized:
         return loss
-    _refuse_repetition(jaxpr, found.calls)
-    return RecipeScaling._new(loss, found.requests, found.calls)
+    if found.requests:
+        _refuse_repetition(jaxpr, found.calls)
+    return RecipeScaling._new(loss, found)
 
 
 def _compute_dtype(policy: object, is_autocast: bool) -> np.dtype:

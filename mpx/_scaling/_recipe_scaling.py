@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, PyTree
 
+from .._errors import warn_user
 from .._loss_scaling import AbstractLossScaling, StepRecord
 from .._quantize import AbstractRecipe
 from .._recipe_state import (
@@ -24,6 +25,7 @@ from .._recipe_state import (
     Request,
     SlotName,
     State,
+    StateRequests,
     brief,
     providing_state,
 )
@@ -47,12 +49,15 @@ class RecipeScaling(AbstractLossScaling):
         amaxes: The amaxes of the latest step, before `adjust` has taken them in; zeros
             after.
         calls: How many calls of autocast functions there are in one step.
+        quantized: Which uses of which weights recipes quantize. What is computed with
+            the state (`mpx.inference`) quantizes the same ones.
     """
 
     loss: AbstractLossScaling
     scales: tuple[DelayedScales, ...]
     amaxes: tuple[Float32[Array, "slots 3"], ...]
     calls: int = eqx.field(static=True)
+    quantized: tuple[SlotName, ...] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -60,24 +65,26 @@ class RecipeScaling(AbstractLossScaling):
         scales: tuple[DelayedScales, ...],
         amaxes: tuple[Array, ...],
         calls: int,
+        quantized: tuple[SlotName, ...],
     ) -> None:
         self.loss, self.scales = loss, scales
-        self.amaxes, self.calls = amaxes, calls
+        self.amaxes, self.calls, self.quantized = amaxes, calls, quantized
 
     @classmethod
     def _new(
-        cls, loss: AbstractLossScaling, requests: Mapping[SlotName, Request], calls: int
+        cls, loss: AbstractLossScaling, found: StateRequests
     ) -> Self:
-        """The state before the first step, of slots that were asked for."""
+        """The state before the first step, of what a function asks for."""
         by_recipe: dict[AbstractRecipe, dict[SlotName, Request]] = {}
-        for name, request in requests.items():
+        for name, request in found.requests.items():
             by_recipe.setdefault(request.recipe, {})[name] = request
         scales = tuple(
             DelayedScales.new(recipe, found)
             for recipe, found in by_recipe.items()
             if recipe.has_state
         )
-        return cls(loss, scales, _nothing(scales), calls)
+        quantized = tuple(found.quantized)
+        return cls(loss, scales, _nothing(scales), found.calls, quantized)
 
     @property
     def record(self) -> StepRecord:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -232,7 +239,7 @@ class RecipeScaling(AbstractLossScaling):
             for s in self.scales
         ]
         amaxes = [np.asarray(x) for x in self.amaxes]
-        return _rebuilt, (self.loss, scales, amaxes, self.calls)
+        return _rebuilt, (self.loss, scales, amaxes, self.calls, self.quantized)
 
     # --- How a step uses it -----------------------------------------------------------
 
@@ -248,16 +255,26 @@ class RecipeScaling(AbstractLossScaling):
 
     @contextlib.contextmanager
     def _provide(self, tokens: Mapping[SlotName, Array]) -> Iterator[None]:
+        if not tokens:
+            yield
+            return
         with providing_state(State(tokens, self._recipes()), self.calls) as provision:
             yield
         self._refuse_another_function(provision)
 
     @contextlib.contextmanager
     def _provide_frozen(self) -> Iterator[None]:
-        state = State(self._tokens(), self._recipes())
+        state = State(self._tokens(), self._recipes(), self.quantized)
         with providing_state(state, self.calls) as provision:
             yield
         self._refuse_another_recipe(provision)
+        if provision.used and any(state.is_new for state in self.scales):
+            warn_user(
+                "`mpx.inference(func, scaling)` was given a state that has not seen a "
+                "step: its scales are 1, in which small numbers are lost. Was only the "
+                "model restored? Restore the scaling with it, or take one with a first "
+                "step: `mpx.DelayedScaling(warm_start=True)`."
+            )
 
     @property
     def _made_for(self) -> set[AbstractRecipe]:
@@ -287,14 +304,15 @@ class RecipeScaling(AbstractLossScaling):
 
     def _refuse_another_recipe(self, provision: ProvidedState) -> None:
         """Raises where a function was called that quantizes by other recipes."""
-        if not provision.used or provision.used & self._made_for:
+        made_for = self._made_for
+        if not made_for or not provision.used or provision.used & made_for:
             return
         one, other = (
             ", ".join(f"`{brief(recipe)}`" for recipe in recipes)
-            for recipes in (self._made_for, provision.used)
+            for recipes in (made_for, provision.used)
         )
         raise ValueError(
-            f"`mpx.freeze(func, scaling)` was given a state of {one}, and `func` "
+            f"`mpx.inference(func, scaling)` was given a state of {one}, and `func` "
             f"quantizes by {other}. Give it the function of the run; one whose recipe "
             "has no state is called as it is."
         )
@@ -315,9 +333,11 @@ def _rebuilt(
     scales: Sequence[PyTree],
     amaxes: Sequence[np.ndarray],
     calls: int,
+    quantized: tuple[SlotName, ...],
 ) -> RecipeScaling:
     states = tuple(
         DelayedScales(jnp.asarray(history), jnp.asarray(scale), recipe, slots)
         for history, scale, recipe, slots in scales
     )
-    return RecipeScaling(loss, states, tuple(map(jnp.asarray, amaxes)), calls)
+    newest = tuple(map(jnp.asarray, amaxes))
+    return RecipeScaling(loss, states, newest, calls, quantized)

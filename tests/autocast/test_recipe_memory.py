@@ -46,7 +46,7 @@ def scanned(weights, x):
 def bytes_of_vjp(recipe):
     """Of two layers: all that `jax.vjp` keeps."""
     func = mpx.autocast(block, recipe=recipe)
-    func = mpx.freeze(func, mpx.init_scaling(func, BLOCK, X))
+    func = mpx.inference(func, mpx.init_scaling(func, BLOCK, X))
     kept = jax.eval_shape(lambda *args: jax.vjp(func, *args)[1], BLOCK, X)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 

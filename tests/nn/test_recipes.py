@@ -16,6 +16,8 @@ from ..registries import STATELESS
 
 HIDDEN = 32
 CURRENT = mpx.Float8CurrentScaling()
+# The last product of a function, too, as in a layer on its own.
+EVERY = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))
 
 
 def ambient(recipe=CURRENT, **options):
@@ -73,7 +75,8 @@ def test_a_layer_transforms_its_own_call(name, dtype, x, getkey):
         assert quantized_products(call, layer, x) == count
         found = jax.jit(call)(layer, x)
     assert found.dtype == x.dtype
-    assert equal(found, jax.jit(mpx.autocast(call, recipe=CURRENT))(layer, x))
+    transformed = mpx.autocast(call, recipe=CURRENT, rules=EVERY)
+    assert equal(found, jax.jit(transformed)(layer, x))
     half = np.float32(jax.jit(call)(layer, x.astype(jnp.bfloat16)))
     error = np.abs(np.float32(found) - half).max() / np.abs(half).max()
     assert 0 < error < 0.1
@@ -186,10 +189,10 @@ def test_what_is_compiled_in_one_context_is_not_used_in_another(x):
 
 
 def test_in_a_transformed_function_the_function_decides(x):
-    layers = [linear(seed) for seed in range(2)]
+    layers = [linear(seed) for seed in range(3)]
 
     def func(layers, x):
-        return layers[1](layers[0](x))
+        return layers[2](layers[1](layers[0](x)))
 
     with ambient():
         once = mpx.autocast(func)
@@ -212,7 +215,8 @@ def test_contexts_in_a_transformed_function_are_regions(x):
                     x = layers[2](x)
             return layers[3](x)
 
-    found, expected = (mpx.autocast(func) for func in (nested, with_regions))
+    both = (nested, with_regions)
+    found, expected = (mpx.autocast(func, rules=EVERY) for func in both)
     assert quantized_products(found, layers, x) == 3
     assert equal(jax.jit(found)(layers, x), jax.jit(expected)(layers, x))
 

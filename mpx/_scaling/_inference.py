@@ -1,0 +1,81 @@
+"""`inference`: a function computed as in the training, whose state stays as it is."""
+
+from collections.abc import Callable
+
+from jaxtyping import PyTree
+
+from .._ambient import AmbientRecipe, in_contexts
+from .._errors import describe
+from .._loss_scaling import AbstractLossScaling
+from .._wraps import wraps
+
+
+def inference(
+    func: Callable[..., PyTree], scaling: AbstractLossScaling
+) -> Callable[..., PyTree]:
+    """A function that computes as a training run does, to evaluate or to serve.
+
+    What a recipe quantizes hangs on the whole function: its last products stay in half
+    precision, and a function of the first layers ends with others. Here the same uses
+    of the same weights are quantized as in the function that `mpx.init_scaling` was
+    given, and with `mpx.DelayedScaling` by the scales of the run; nothing is learned.
+    So logits, predictions or the features of a layer are those of the training's
+    forward pass, and one line evaluates in every precision: without a recipe the
+    function is called as it is.
+
+    A weight is known by its path, and its uses by named scopes and shape, or by shape
+    where the scopes are others.
+
+    Args:
+        func: A function of the same weights that `mpx.autocast` made with the same
+            recipe, or one that calls it. It may return something else.
+        scaling: The scaling of the run, from `mpx.init_scaling`.
+
+    Returns:
+        A function of the same arguments and results. Differentiated, it gives gradients
+        with these scales; the amaxes are lost.
+
+    Raises:
+        TypeError: `func` cannot be called, or `scaling` is no loss scaling.
+        ValueError: When called: `func` quantizes by other recipes than that of the
+            state, or by one with a state and `scaling` holds none, or has none of the
+            weights that the state is of.
+
+    Warns:
+        UserWarning: The state has scales and has not seen a step: they are 1.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx
+        >>> recipe = mpx.DelayedScaling(warm_start=True)
+        >>> def logits(weights, x):
+        ...     return jnp.tanh(x @ weights[0]) @ weights[1]
+        >>> def loss(weights, x):
+        ...     return jnp.mean(logits(weights, x) ** 2)
+        >>> weights, x = [jnp.ones((4, 4)), jnp.ones((4, 3))], jnp.ones((2, 4))
+        >>> scaling = mpx.init_scaling(mpx.autocast(loss, recipe=recipe), weights, x)
+        >>> predict = mpx.autocast(logits, recipe=recipe)
+        >>> mpx.inference(predict, scaling)(weights, x).shape
+        (2, 3)
+    """
+    if not callable(func):
+        raise TypeError(
+            f"`mpx.inference(func, scaling)` needs a function; got {describe(func)}."
+        )
+    if not isinstance(scaling, AbstractLossScaling):
+        raise TypeError(
+            "`mpx.inference(func, scaling)` needs the loss scaling of a run; got "
+            f"{describe(scaling)}. Without one, call the function as it is."
+        )
+
+    @wraps(func)
+    def frozen(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        try:
+            with scaling._provide_frozen():
+                return func(*args, **kwargs)
+        except AmbientRecipe:
+            if not scaling._tokens():
+                raise
+            with scaling._provide_frozen():
+                return in_contexts(func)(*args, **kwargs)
+
+    return frozen
