@@ -223,6 +223,7 @@ class Mark(NamedTuple):
         func: What it was made of.
         settings: What autocast was told.
         weights: Positions and names of the arguments that hold parameters.
+        says_weights: Whether the user said which those are.
         again: Makes another function in the same way.
     """
 
@@ -230,6 +231,7 @@ class Mark(NamedTuple):
     func: Callable[..., PyTree]
     settings: Settings
     weights: Weights
+    says_weights: bool
     again: Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
 

@@ -409,7 +409,9 @@ def test_several_recipes_in_a_transformed_function(name):
     expected = {0: E4M3, 1: HYBRID} if depth == 2 else {0: E4M3, 1: HYBRID, 3: E4M3}
     assert recipes == {f"[{i}].weight": recipe for i, recipe in expected.items()}
     grads = [jax.grad(mpx.inference(f, run.scaling)) for f in (loss, by_contexts)]
-    assert quantized_products(mpx.inference(loss, run.scaling), layers, *data) == quantized
+    assert (
+        quantized_products(mpx.inference(loss, run.scaling), layers, *data) == quantized
+    )
     assert low_dtypes(grads[0], layers, *data) == BOTH
     # Contexts in a transformed function are regions.
     texts = [str(jax.make_jaxpr(grad)(layers, *data)) for grad in grads]

@@ -173,8 +173,8 @@ def _refuse_state_of_another_model(state: State, run: Run) -> None:
     known = sorted({name.parameter for name in state.quantized or ()})
     if run.has_slots and run.parameters.isdisjoint(known):
         raise ValueError(
-            "`mpx.inference(func, scaling)` got the state of another model, or of another "
-            f"argument: it is of the weights {listing(known)}, and `func` has "
+            "`mpx.inference(func, scaling)` got the state of another model, or of "
+            f"another argument: it is of the weights {listing(known)}, and `func` has "
             f"{listing(sorted(run.parameters)) or 'none'}."
         )
 
@@ -414,9 +414,8 @@ def _input(
 ) -> Value:
     """An argument; those of the function itself, too, are parameters."""
     root, *rest = path
-    if root.idx == 0:
-        below = rest
-    else:
+    below, position = rest, None
+    if root.idx:
         position = rest[0].idx if root.idx == 1 else rest[0].key
         if position not in weights:
             return declared(leaf)
@@ -428,8 +427,10 @@ def _input(
         return value
     value.facts = value.facts._replace(is_weight=True)
     if run.has_slots:
-        value.slots = Slots.of_parameter(name, source)
-        run.parameters.add(name)
+        # Two models of one kind have the same paths.
+        owner = "" if root.idx == 0 or position == weights[0] else f"[{position!r}]"
+        value.slots = Slots.of_parameter(owner + name, source)
+        run.parameters.add(owner + name)
     return value
 
 

@@ -63,6 +63,10 @@ from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import is_taking_notes, noted, refuse_slow
 
 _VECTOR = "a product with a vector"
+# Of a weight with a side that is shorter than this, and much shorter than the other (an
+# adapter of low rank, the router of experts), the product moves as many bytes as it
+# takes to quantize its operand, and the units wait.
+_NARROW, _MUCH = 128, 16
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 _DERIVATIVE = Reach.GRADIENT | Reach.DEAD_END
 # What is differentiated without looking inside, and what JAX refuses to differentiate.
@@ -199,18 +203,26 @@ def _unwanted(case: Case) -> str | None:
     if all(weights) or data.facts.is_fixed or data.facts.parameter is not None:
         return "a product of weights alone"
     weight = case.operands[weights.index(True)]
-    recipe = case.settings.recipe
-    if (
-        recipe
-        and recipe.has_state
-        and weight.slots is None
-        and not case.place.is_in_while
-    ):
+    if case.name == "dot_general" and _is_narrow(case, weight):
+        return "its weight is too narrow to pay"
+    recipe, in_while = case.settings.recipe, case.place.is_in_while
+    if recipe and recipe.has_state and weight.slots is None and not in_while:
         return "its weight comes out of a program within the program"
     said = weight.slots and weight.slots.is_quantized(_use(case, weight))
     if said is not None:
         return None if said else "the run that the state is of does not, either"
     return _final(case)
+
+
+def _is_narrow(case: Case, weight: Value) -> bool:
+    which = 0 if weight is case.operands[0] else 1
+    contracted, batch = case.equation.params["dimension_numbers"]
+    shape = aval_of(case.equation.invars[which]).shape
+    sums = count(shape[i] for i in contracted[which])
+    others = (*contracted[which], *batch[which])
+    columns = count(n for i, n in enumerate(shape) if i not in others)
+    narrow, wide = sorted((sums, columns))
+    return narrow < _NARROW and wide >= _MUCH * narrow
 
 
 def _final(case: Case) -> str | None:

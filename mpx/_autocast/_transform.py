@@ -295,11 +295,11 @@ class _Deferred(contextlib.ContextDecorator):
                 "ambient=True):` around calls; a function was given. Leave one of them "
                 "out."
             )
-        weights = self._weights
+        weights, is_said = self._weights, self._weights is not None
         if weights is None:
             holds_arrays = any(map(eqx.is_array, jax.tree.leaves(func)))
             weights = () if holds_arrays else (0,)
-        return _wrapped(func, self._settings, weights)
+        return _wrapped(func, self._settings, weights, is_said)
 
     def __enter__(self) -> None:
         if self._weights is not None:
@@ -337,7 +337,7 @@ class _Deferred(contextlib.ContextDecorator):
 
 
 def _wrapped(
-    func: Callable[..., PyTree], told: Settings, weights: Weights
+    func: Callable[..., PyTree], told: Settings, weights: Weights, is_said: bool
 ) -> Callable[..., PyTree]:
     # One store for all calls, so that JAX finds again what it has compiled.
     programs = new_programs()
@@ -353,8 +353,9 @@ def _wrapped(
             return call_switched_off(settings, places, programs, func, args, kwargs)
         return call_autocast(settings, places, programs, func, args, kwargs)
 
-    again = functools.partial(_wrapped, told=told, weights=weights)
-    setattr(wrapper, MARK, Mark(wrapper, func, told, weights, again))
+    said = {"told": told, "weights": weights, "is_said": is_said}
+    again = functools.partial(_wrapped, **said)
+    setattr(wrapper, MARK, Mark(wrapper, func, told, weights, is_said, again))
     if isinstance(func, eqx.Module):
         wrapper.__name__ = type(func).__name__
     return wrapper
@@ -367,7 +368,7 @@ def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
     first = Rules(rule, *rules.rules, looks_ahead=rules.looks_ahead)
     said = mark.settings.said | {"rules"}
     told = dataclasses.replace(mark.settings, rules=first, said=said)
-    return _wrapped(mark.func, told, mark.weights)
+    return _wrapped(mark.func, told, mark.weights, mark.says_weights)
 
 
 def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:

@@ -12,7 +12,7 @@ from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
-from .._settings import settings_of, under_control
+from .._settings import MARK, Mark, Settings, settings_of, under_control
 from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
 from ._accumulate import Accumulation
@@ -63,16 +63,18 @@ def problem_builder(
         """The problem for a call with `count` positional arguments."""
         # Asked for at each call: what is ambient may have changed.
         settings, compute, half = settings_of(func), None, None
+        positions = positions_in_call(argnums, count, call)
         if options.mixed and settings is None:
             half = half_precision_datatype() if policy is None else policy.compute_dtype
             compute = half = np.dtype(half)
         elif options.mixed and settings is not None and settings.is_enabled:
             half = settings.dtype
+            _refuse_other_weights(func, settings, positions, call)
         return Problem(
             func=func if options.mixed else _control(func),
             call=call,
             has_aux=options.has_aux,
-            argnums=positions_in_call(argnums, count, call),
+            argnums=positions,
             compute=compute,
             is_default=policy is None,
             half=half,
@@ -96,6 +98,26 @@ def _control(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
             return func(*args, **kwargs)
 
     return control
+
+
+def _refuse_other_weights(
+    func: Any, settings: Settings, argnums: tuple[int, ...], call: str
+) -> None:
+    """Raises where what is differentiated is none of what a recipe takes for weights.
+
+    The default is the first argument, which may as well be the batch.
+    """
+    mark: Mark | None = getattr(func, MARK, None)
+    if mark is None or mark.says_weights or not settings.recipes:
+        return
+    if mark.weights and not set(mark.weights) & set(argnums):
+        one = argnums[0] if len(argnums) == 1 else argnums
+        raise ValueError(
+            f"{call} differentiates argument {one}, and the recipe of the function "
+            "takes argument 0 for its weights, as nobody said which they are. Say it: "
+            f"`mpx.autocast(func, recipe=..., weights={one})`; or `weights=0`, if the "
+            "gradient by data is wanted."
+        )
 
 
 def _refuse_casts(

@@ -71,9 +71,7 @@ class RecipeScaling(AbstractLossScaling):
         self.amaxes, self.calls, self.quantized = amaxes, calls, quantized
 
     @classmethod
-    def _new(
-        cls, loss: AbstractLossScaling, found: StateRequests
-    ) -> Self:
+    def _new(cls, loss: AbstractLossScaling, found: StateRequests) -> Self:
         """The state before the first step, of what a function asks for."""
         by_recipe: dict[AbstractRecipe, dict[SlotName, Request]] = {}
         for name, request in found.requests.items():
