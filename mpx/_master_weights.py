@@ -27,9 +27,11 @@ Sharp edges:
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ._cast import cast_leaf
@@ -41,6 +43,10 @@ from ._tree import is_float_leaf, path_text
 from ._typing import AnyArray
 
 _CALL = "`mpx.master_weights(optimizer)`"
+_INSIDE = (
+    "put what changes updates (`optax.add_decayed_weights`, `clip`, `MultiSteps`, "
+    "`mpx.skip_nonfinite`, noise) inside: `mpx.master_weights(optax.chain(...))`"
+)
 
 
 class MasterWeightsState(NamedTuple):
@@ -67,14 +73,15 @@ class NewWeight:
 
     Args:
         value: The new weight.
+        weight: The weight that it was computed for, and is applied to.
     """
 
     # numpy leaves the sum to us, too.
     __array_ufunc__ = None
-    __slots__ = ("value",)
+    __slots__ = ("_weight", "value")
 
-    def __init__(self, value: Array) -> None:
-        self.value = value
+    def __init__(self, value: Array, weight: object) -> None:
+        self.value, self._weight = value, weight
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,26 +100,40 @@ class NewWeight:
         return self._applied_to(weight)
 
     def __repr__(self) -> str:
-        return f"NewWeight({self.value!r})"
+        # JAX's errors show it.
+        return f"NewWeight({describe(self.value)}: {_INSIDE})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"An update of {_CALL} has no {name!r}: {_INSIDE}.")
 
     def _applied_to(self, weight: Any) -> Array:
-        given = jnp.shape(weight), getattr(weight, "dtype", None)
-        if given != (self.shape, self.dtype):
-            raise ValueError(
-                f"An update of {_CALL} is applied to the weight that it was computed "
-                f"for, {describe(self.value)}; got {describe(weight)}. Apply it before "
-                "the weights are cast or changed."
-            )
-        return self.value
+        if weight is self._weight or _are_equal(weight, self._weight):
+            return self.value
+        raise ValueError(
+            f"An update of {_CALL} says what a weight becomes, and is added to that "
+            f"weight alone, {describe(self._weight)}; got {describe(weight)}. Apply it "
+            f"before the weights are cast or changed, and {_INSIDE}."
+        )
 
     def _refused(self, *_: object) -> NoReturn:
         raise TypeError(
             f"An update of {_CALL} is no number to compute with: it says what the "
-            "weight becomes. Put what changes updates inside: "
-            "`mpx.master_weights(optax.chain(...))`."
+            f"weight becomes. So {_INSIDE}."
         )
 
     __mul__ = __rmul__ = __sub__ = __rsub__ = __neg__ = __truediv__ = _refused
+    __rtruediv__ = __pow__ = __abs__ = __lt__ = __gt__ = __le__ = __ge__ = _refused
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two arrays are known to be the same to the bit."""
+    arrays = one, other
+    if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in arrays):
+        return False
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    a, b = map(np.asarray, arrays)
+    return a.tobytes() == b.tobytes()
 
 
 def master_weights(optimizer: Any) -> MasterWeights:
@@ -261,8 +282,8 @@ def _update(master: Any, update: object, weight: Any) -> PyTree:
     if master is None or update is None or weight is None:
         return update
     if isinstance(weight, StoredWeight):
-        return jax.tree.map(NewWeight, weight._with(master))
-    return NewWeight(master.astype(weight.dtype))
+        return jax.tree.map(NewWeight, weight._with(master), weight)
+    return NewWeight(master.astype(weight.dtype), weight)
 
 
 def _refuse_masters(params: PyTree, masters: PyTree) -> None:

@@ -264,7 +264,17 @@ def _update(
             "passed as the first argument of the loss?"
         )
     params = _with_gradients(model, grads, call)
-    updates, new_state = optimizer.update(grads, state, params, **extra_args)
+    try:
+        updates, new_state = optimizer.update(grads, state, params, **extra_args)
+    except (TypeError, ValueError) as error:
+        if "NewWeight" not in str(error):
+            raise
+        raise TypeError(
+            f"{call}: updates of `mpx.master_weights` say what weights become, and are "
+            "no numbers for the transformation around it. Put that inside: "
+            "`mpx.master_weights(optax.MultiSteps(...))`, "
+            "`mpx.master_weights(optax.chain(...))`."
+        ) from error
     new_state = _with_dtypes_of(state, new_state)
     new_model = jax.tree.map(_applied, updates, model, is_leaf=_is_none)
     return updates, new_model, new_state

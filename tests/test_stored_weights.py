@@ -200,7 +200,8 @@ def test_reports_name_stored_weights_as_any_other():
 def test_a_recipe_quantizes_a_stored_weight_to_the_same_numbers(name: str):
     quantizer, model = QUANTIZERS[name], model_of()
     recipe = mpx.CustomRecipe(lambda role, for_wgrad: quantizer)
-    func = jax.jit(mpx.autocast(forward, recipe=recipe))
+    every = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))
+    func = jax.jit(mpx.autocast(forward, recipe=recipe, rules=every))
     stored = mpx.quantize_weights(model, quantizer)
     again = mpx.quantize(stored["up"].dequantize(), quantizer)
     assert_same_bits(again.payload, stored["up"].quantized.payload)

@@ -1,6 +1,7 @@
 """The state of `mpx.master_weights`: replaced weights, skips, devices, checkpoints."""
 
 import functools
+import operator
 import pickle
 
 import equinox as eqx
@@ -241,11 +242,68 @@ def wrong(case):
         ("shape", ValueError, r"got bfloat16\[7\] for the master float32\[8\]"),
         ("cast model", ValueError, r"got float32\[8\] for the master float32\[8\]"),
         ("half model", ValueError, r"got float16\[2\] for no master at `\['w'\]`"),
-        ("other weight", ValueError, r"computed for, bfloat16\[8\]; got float32\[8\]"),
-        ("outside", TypeError, r"Put what changes updates inside: `mpx.master_weights"),
+        ("other weight", ValueError, r"alone, bfloat16\[8\]; got float32\[8\]"),
+        (
+            "outside",
+            TypeError,
+            r"put what changes updates .* inside: `mpx.master_weights",
+        ),
         ("gradients", ValueError, r"float32 copies: `mpx.master_weights\(optimizer\)`"),
     ],
 )
 def test_errors(case, error, match):
     with unchecked_annotations(), pytest.raises(error, match=match):
         wrong(case)
+
+
+BEHIND = {
+    "decay": optax.add_decayed_weights(-1e-6),
+    "trace": optax.trace(0.9),
+    "apply_every": optax.apply_every(2),
+    "ema": optax.ema(0.9),
+    "scale": optax.scale(2.0),
+    "clip": optax.clip(1.0),
+    "norm": optax.clip_by_global_norm(1.0),
+    "noise": optax.add_noise(0.1, 0.5, 0),
+    "nans": optax.zero_nans(),
+    "not negative": optax.keep_params_nonnegative(),
+}
+AROUND = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-3),
+    "skip_nonfinite": mpx.skip_nonfinite,
+}
+AROUND |= {
+    name: lambda tx, last=last: optax.chain(tx, last) for name, last in BEHIND.items()
+}
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("name", AROUND)
+def test_what_changes_updates_from_outside_is_refused(name):
+    """Weight decay behind it took the new weight for an update: 8, 16, 32, 64."""
+    weights = jnp.ones(4, jnp.bfloat16)
+    tx = AROUND[name](mpx.master_weights(optax.sgd(1e-3)))
+    inside = mpx.master_weights(AROUND[name](optax.sgd(1e-3)))
+
+    def step(tx, weights, state):
+        return mpx.optimizer_update(weights, tx, state, jnp.ones(4), True)
+
+    with pytest.raises((TypeError, ValueError, AttributeError), match="inside"):
+        jax.jit(functools.partial(step, tx))(weights, tx.init(weights))
+    step(inside, weights, inside.init(weights))
+
+
+@pytest.mark.third_party
+def test_noise_that_is_added_to_updates_is_refused():
+    weights = jnp.ones(4, jnp.bfloat16)
+    tx = mpx.master_weights(optax.sgd(1e-3))
+
+    def step(weights, state, noise):
+        updates, state = tx.update(jnp.ones(4), state, weights)
+        return optax.apply_updates(weights, jax.tree.map(operator.add, noise, updates))
+
+    for step_of in (step, jax.jit(step)):
+        with pytest.raises(ValueError, match="added to that weight alone"):
+            step_of(weights, tx.init(weights), jnp.zeros(4, jnp.bfloat16))
