@@ -678,7 +678,7 @@ def test_a_recipe_with_a_state_need_not_inherit_from_delayed_scaling(inputs, fun
         assert same_bits(*(scaling.state_dict() for scaling in scalings))
     with pytest.raises(ValueError, match="`Own`.*has a state"):
         own(params, x)
-    assert np.isfinite(mpx.freeze(own, scalings[1])(params, x))
+    assert np.isfinite(mpx.inference(own, scalings[1])(params, x))
 
 
 # --- Targets, through which no gradient goes ------------------------------------------

@@ -75,7 +75,8 @@ from ._notes import (
     noted_cast,
     refuse_unused,
 )
-from ._products import reach_of_results, recipes_in
+from ._products import recipes_in
+from ._reach import reach_of_results
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -143,13 +144,22 @@ def call_autocast(
 
         return _call(run_of, func, args, kwargs, value, trace), runs[0]
 
-    results, run = with_step(functools.partial(attempt, spares_final))
+    def finds_nothing(run: Run) -> bool:
+        return recipe is not None and run.used.isdisjoint((recipe, (ONE_ROW, recipe)))
+
+    sparing = functools.partial(attempt, spares_final)
+    if is_taking_notes() and recipe is not None and frozen is None:
+        # What is emitted in vain would stand in the report.
+        runs: list[Run] = []
+        jax.eval_shape(lambda: runs.append(with_step(sparing)[1]))
+        sparing = functools.partial(attempt, spares_final and not finds_nothing(*runs))
+    results, run = with_step(sparing)
     if frozen is not None:
         _refuse_state_of_another_model(frozen, run)
-    elif recipe is not None and run.used.isdisjoint((recipe, (ONE_ROW, recipe))):
+    elif finds_nothing(run):
         # The only product of a weight, perhaps, is the final projection.
         results, run = with_step(functools.partial(attempt, False))
-        if run.used.isdisjoint((recipe, (ONE_ROW, recipe))):
+        if finds_nothing(run):
             raise ValueError(_nothing_to_quantize(recipe, weights))
     if recipe is not None and recipe not in run.used and frozen is None:
         warn_user(

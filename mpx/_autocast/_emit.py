@@ -49,7 +49,8 @@ from ._context import (
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import Demand, Demands, Wanted, demands_of, together
 from ._notes import noted, refuse_unknown
-from ._products import emit_quantized, quantized, reach_in
+from ._products import emit_quantized, quantized
+from ._reach import reach_in
 from ._rematerialize import (
     Values,
     emit_island,
@@ -103,7 +104,7 @@ def evaluate(
         inputs = [_read(values, atom) for atom in equation.invars]
         with equation_context(equation):
             here = place.inside(equation, run.needs_scopes)
-            if run.has_recipe and not place.has_own_rule:
+            if place.reach and not place.has_own_rule:
                 found = tuple(reach.get(v, UNUSED) for v in equation.outvars)
                 here = dataclasses.replace(here, reach=found)
             outputs = _emit(run, here, equation, inputs, ahead)

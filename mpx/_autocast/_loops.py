@@ -45,7 +45,7 @@ from ._control_flow import enter
 from ._demand import UNREAD, Demand, Wanted, demand_for, demands_of
 from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
-from ._products import reach_of_program
+from ._reach import reach_of_program
 
 
 def rewrite_scan(

@@ -16,26 +16,19 @@ the function returns.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr
 
 from .._jax_compat import is_transposed, manual_axes, scope_names
 from .._program import (
-    BackwardFlow,
-    PrimitiveClass,
-    SubJaxpr,
     aval_of,
     avals,
-    backward,
     count,
     data_of,
     distinct_equations,
     properties,
-    results_within,
 )
 from .._quantize import (
     AbstractProduct,
@@ -56,11 +49,12 @@ from .._quantize import (
 )
 from .._recipe_state import Use, is_collecting_requests, shared, with_input_scale
 from .._settings import Settings
-from .._typing import AnyArray, Aval
+from .._typing import AnyArray
 from .._wire import dtype_of_sums
 from ._context import ONE_ROW, UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import is_taking_notes, noted, refuse_slow
+from ._reach import DERIVATIVE
 
 _VECTOR = "a product with a vector"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an
@@ -68,11 +62,6 @@ _VECTOR = "a product with a vector"
 # takes to quantize its operand, and the units wait.
 _NARROW, _MUCH = 128, 16
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
-_DERIVATIVE = Reach.GRADIENT | Reach.DEAD_END
-# What is differentiated without looking inside, and what JAX refuses to differentiate.
-_WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_linear_solve")
-_WITHOUT_A_RULE = ("pure_callback", "io_callback", "ffi_call")
-_FORWARD_ONLY = ("while", "nondifferentiable_backward")  # the second is Equinox's
 
 
 def quantized(
@@ -116,7 +105,7 @@ def _refuse_gradient(case: Case) -> None:
     a gradient penalty, is a product like others and quantized by itself where one
     operand is a weight.
     """
-    ends = [end & ~_DERIVATIVE for end in case.place.reach]
+    ends = [end & ~DERIVATIVE for end in case.place.reach]
     if is_transposed(case.equation) and ends == [Reach.RESULT]:
         raise ValueError(
             f"A recipe met the gradient of a weight{case.where}, which comes out of "
@@ -243,13 +232,20 @@ def _is_attention(case: Case) -> bool:
 
 
 def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
-    """The recipe, or one without a state for operands that carry none."""
+    """The recipe, or one without a state where nothing keeps scales.
+
+    Amaxes come back as the derivative of scales. So none come from a product whose
+    result is behind a `stop_gradient`; and one whose result goes into what JAX cannot
+    differentiate must have no such derivative.
+    """
     if _is_attention(case):
         return recipe._for_attention()
-    # Amaxes come back as the derivative of scales, by which a result then has one.
-    has_derivative = not any(Reach.DEAD_END in end for end in case.place.reach)
-    has_slots = _weight_of(case.operands).slots is not None and has_derivative
-    return recipe if has_slots else recipe._without_state()
+    weight = _weight_of(case.operands)
+    if weight.slots is None:
+        return recipe._without_state()
+    learns = all(end & DERIVATIVE == Reach.GRADIENT for end in case.place.reach)
+    has_scales = weight.slots.has_scales(_use(case, weight), otherwise=learns)
+    return recipe if has_scales else recipe._without_state()
 
 
 def _weight_of(operands: list[Value]) -> Value:
@@ -410,75 +406,6 @@ def _with_one_input_scale(
         return scales
     first, data.input_scales[recipe] = shared(first, 2)
     return with_input_scale(scales, first)
-
-
-# --- Where values go: into the loss, or into another product first --------------------
-
-
-def reach_of_results(avals: Sequence[Aval]) -> tuple[Reach, ...]:
-    """Where the results of a whole function go: a floating scalar is a loss."""
-    are_losses = [
-        count(a.shape) == 1 and jnp.issubdtype(a.dtype, np.floating) for a in avals
-    ]
-    other = Reach.RESULT if any(are_losses) else Reach.RESULT | Reach.GRADIENT
-    return tuple(Reach.LOSS | Reach.GRADIENT if x else other for x in are_losses)
-
-
-class _ReachFlow(BackwardFlow[Reach]):
-    """Where values go, from where the results of their users go."""
-
-    @property
-    def nothing(self) -> Reach:
-        """Nobody uses it."""
-        return UNUSED
-
-    def join(self, a: Reach, b: Reach) -> Reach:
-        """Where two users take it."""
-        return a | b
-
-    def operands(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
-        """A product, whatever program it holds, is an end of its own."""
-        name = equation.primitive.name
-        whole = _joined(equation, results)
-        if properties(name).kind is PrimitiveClass.HALF:
-            return [Reach.PRODUCT | whole & _DERIVATIVE] * len(equation.invars)
-        found = super().operands(equation, results)
-        if name in _FORWARD_ONLY:
-            return [
-                end | Reach.DEAD_END if Reach.GRADIENT in end else end for end in found
-            ]
-        if name in _WITH_A_RULE:
-            return [end & ~Reach.DEAD_END | whole & Reach.DEAD_END for end in found]
-        return found
-
-    def transfer(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
-        """Where any result of the operation goes."""
-        whole = _joined(equation, results)
-        if equation.primitive.name == "stop_gradient":
-            whole &= ~_DERIVATIVE
-        if equation.primitive.name in _WITHOUT_A_RULE:
-            whole |= Reach.DEAD_END
-        return [whole] * len(equation.invars)
-
-
-def _joined(equation: JaxprEqn, results: Sequence[Reach]) -> Reach:
-    """Where any result of an operation goes; of integers none has a derivative."""
-    whole = UNUSED
-    for end, variable in zip(results, equation.outvars, strict=True):
-        dtype = getattr(aval_of(variable), "dtype", np.bool_)
-        has_derivative = jnp.issubdtype(dtype, np.inexact)
-        whole |= end if has_derivative else end & ~_DERIVATIVE
-    return whole
-
-
-def reach_in(jaxpr: Jaxpr, results: Sequence[Reach]) -> Mapping[Var, Reach]:
-    """Where the values of a program go, given where its results go."""
-    return backward(jaxpr, results, _ReachFlow())
-
-
-def reach_of_program(program: SubJaxpr, outputs: Sequence[Reach]) -> tuple[Reach, ...]:
-    """Where the results of a program go, given those of its equation."""
-    return tuple(results_within(program, outputs, _ReachFlow()))
 
 
 def recipes_in(jaxpr: Jaxpr) -> set[AbstractRecipe]:

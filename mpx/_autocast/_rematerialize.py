@@ -18,7 +18,7 @@ from .._program import (
     Island,
     aval_of,
     computed_again,
-    equations,
+    distinct_equations,
     is_worth_while,
     may_keep,
     measured_bytes,
@@ -159,7 +159,7 @@ def _recomputed(
     as_written = ahead.jaxpr.replace(
         invars=list(arrays), outvars=list(island.outputs), eqns=list(island.equations)
     )
-    atoms = (a for e in equations(as_written) for a in (*e.invars, *e.outvars))
+    atoms = (a for e in distinct_equations(as_written) for a in (*e.invars, *e.outvars))
     if not numbers and not any(is_half(aval_of(a).dtype) for a in atoms):
         needed = [d or x.dtype for d, x in zip(stored, arrays.values(), strict=True)]
         if not is_worth_while(as_written, are_free, needed):

@@ -239,6 +239,12 @@ class Slots:
             return None if self._quantized is None else False
         return True if self._known(use) else None
 
+    def has_scales(self, use: Use, *, otherwise: bool) -> bool:
+        """Whether the state has scales for a use; what is given if nobody says."""
+        if self._quantized is None or not isinstance(self._source, dict):
+            return otherwise
+        return any(name in self._source for name in self._known(use))
+
     def _known(self, use: Use) -> list[str]:
         """The names of a use in the state: its own, or those in other scopes."""
         known, name = self._quantized or (), _named(str(use), self._lengths)

@@ -554,3 +554,15 @@ def test_custom_derivatives_inside_keep_their_own_precision(square):
     assert [o.parameters for o in report.operations if o.is_low] == [("[1]",)]
     reasons = [o.reason for o in report.operations if o.primitive == "dot_general"]
     assert any("derivative rule of its own" in reason for reason in reasons)
+
+
+def test_a_report_has_no_products_that_were_emitted_in_vain():
+    """The only product is tried as the final projection first, and then quantized."""
+
+    def only(w, x):
+        return jnp.sum(x @ w)
+
+    square = jnp.ones((WIDTH, WIDTH))
+    report = mpx.explain(mpx.autocast(only, recipe=CURRENT))(square, square)
+    (product,) = (o for o in report.operations if o.primitive == "dot_general")
+    assert product.is_low

@@ -1,0 +1,92 @@
+"""Where values go: into the results of the function, or into another product first."""
+
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from .._program import (
+    BackwardFlow,
+    PrimitiveClass,
+    SubJaxpr,
+    aval_of,
+    backward,
+    count,
+    properties,
+    results_within,
+)
+from .._typing import Aval
+from ._context import UNUSED, Reach
+
+DERIVATIVE = Reach.GRADIENT | Reach.DEAD_END
+# What is differentiated without looking inside, and what JAX refuses to differentiate.
+_WITH_A_RULE = ("custom_jvp_call", "custom_vjp_call", "custom_linear_solve")
+_WITHOUT_A_RULE = ("pure_callback", "io_callback", "ffi_call")
+_FORWARD_ONLY = ("while", "nondifferentiable_backward")  # the second is Equinox's
+
+
+def reach_of_results(avals: Sequence[Aval]) -> tuple[Reach, ...]:
+    """Where the results of a whole function go: a floating scalar is a loss."""
+    are_losses = [
+        count(a.shape) == 1 and jnp.issubdtype(a.dtype, np.floating) for a in avals
+    ]
+    other = Reach.RESULT if any(are_losses) else Reach.RESULT | Reach.GRADIENT
+    return tuple(Reach.LOSS | Reach.GRADIENT if x else other for x in are_losses)
+
+
+class _ReachFlow(BackwardFlow[Reach]):
+    """Where values go, from where the results of their users go."""
+
+    @property
+    def nothing(self) -> Reach:
+        """Nobody uses it."""
+        return UNUSED
+
+    def join(self, a: Reach, b: Reach) -> Reach:
+        """Where two users take it."""
+        return a | b
+
+    def operands(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
+        """A product, whatever program it holds, is an end of its own."""
+        name = equation.primitive.name
+        whole = _joined(equation, results)
+        if properties(name).kind is PrimitiveClass.HALF:
+            return [Reach.PRODUCT | whole & DERIVATIVE] * len(equation.invars)
+        found = super().operands(equation, results)
+        if name in _FORWARD_ONLY:
+            return [
+                end | Reach.DEAD_END if Reach.GRADIENT in end else end for end in found
+            ]
+        if name in _WITH_A_RULE:
+            return [end & ~Reach.DEAD_END | whole & Reach.DEAD_END for end in found]
+        return found
+
+    def transfer(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
+        """Where any result of the operation goes."""
+        whole = _joined(equation, results)
+        if equation.primitive.name == "stop_gradient":
+            whole &= ~DERIVATIVE
+        if equation.primitive.name in _WITHOUT_A_RULE:
+            whole |= Reach.DEAD_END
+        return [whole] * len(equation.invars)
+
+
+def _joined(equation: JaxprEqn, results: Sequence[Reach]) -> Reach:
+    """Where any result of an operation goes; of integers none has a derivative."""
+    whole = UNUSED
+    for end, variable in zip(results, equation.outvars, strict=True):
+        dtype = getattr(aval_of(variable), "dtype", np.bool_)
+        has_derivative = jnp.issubdtype(dtype, np.inexact)
+        whole |= end if has_derivative else end & ~DERIVATIVE
+    return whole
+
+
+def reach_in(jaxpr: Jaxpr, results: Sequence[Reach]) -> Mapping[Var, Reach]:
+    """Where the values of a program go, given where its results go."""
+    return backward(jaxpr, results, _ReachFlow())
+
+
+def reach_of_program(program: SubJaxpr, outputs: Sequence[Reach]) -> tuple[Reach, ...]:
+    """Where the results of a program go, given those of its equation."""
+    return tuple(results_within(program, outputs, _ReachFlow()))
