@@ -103,9 +103,7 @@ def _further(
     above: float | None,
 ) -> list[Found]:
     assert cause.step is not None
-    inner = Level(
-        sub.jaxpr, sub.consts, cause.step.place.enter(cause.step.equation, sub)
-    )
+    inner = cause.level.entered(cause.step, sub)
     within = Within(cause.level, cause.step, sub, text)
     found = descended(machine, inner, inputs, concern, above)
     return [Found(one.cause, (within, *one.way)) for one in found]

@@ -7,12 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._autocast import Note, read_note
-from .._inspect import function_path, line_text, phase, scope_path, user_frame
+from .._inspect import function_path, line_text, scope_path, user_frame
 from .._program import Location, ScopeEntry, scopes
 from ._badness import Range
 from ._descend import Found
 from ._level import Step, is_same_numbers, operands_of
 from ._origin import gradient_of, input_of, parameters_of
+from ._phase import phase_of
 from ._replay import Replay
 from ._report import Culprit
 
@@ -48,7 +49,7 @@ def culprit_of(
         primitive = note.primitive
     index = input_of(found) if not cause.results else None
     parameters = parameters_of(found, weights)
-    when, gradient = phase(entries) if step is not None else "forward", ""
+    when, gradient = phase_of(found), ""
     if when == "backward":
         outputs = gradient_of(found)
         gradient = "wgrad" if outputs else "dgrad"

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from .._inspect import phase
 from .._jax_compat import scan_counts
-from .._program import PrimitiveClass, properties, scopes
+from .._program import PrimitiveClass, properties
 from ._badness import is_number
 from ._level import Level, Step, is_apart, is_same_numbers, operands_of
 
@@ -207,12 +206,7 @@ def _passes_on(step: Step) -> bool:
 
 def _order(level: Level, number: int) -> tuple[bool, int]:
     """What is bad in the forward pass comes before what is in the backward pass."""
-    return phase_of(level.steps[number]) != "forward", number
-
-
-def phase_of(step: Step) -> str:
-    """Whether an operation is of the forward pass, the backward pass, or recomputed."""
-    return phase((*step.place.scopes, *scopes(step.equation)))
+    return level.forward.isdisjoint(level.steps[number].results), number
 
 
 def is_composite(step: Step) -> bool:

@@ -9,14 +9,21 @@ value comes from and goes to is read off, not searched for.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._jax_compat import bind_equation, equation_context, open_jaxpr
-from .._program import Location, aval_of, program_of, properties, sub_jaxprs
+from .._program import (
+    Location,
+    SubJaxpr,
+    aval_of,
+    program_of,
+    properties,
+    sub_jaxprs,
+)
 from .._typing import AnyArray, Atom, Aval
 
 # Programs that are not opened although they run once: each device has its own part.
@@ -58,10 +65,17 @@ class Level:
         constants: What the program holds itself, by number.
         makers: For each value that an operation makes, its place in `steps`.
         users: For each value the places of the operations that use it.
+        forward: The values that the loss depends on. The function computes these
+            without a derivative, too; all others are computed for the gradient alone.
     """
 
     def __init__(
-        self, program: Jaxpr | ClosedJaxpr, consts: Sequence[AnyArray], place: Location
+        self,
+        program: Jaxpr | ClosedJaxpr,
+        consts: Sequence[AnyArray],
+        place: Location,
+        of_loss: Iterable[int],
+        carried: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Opens a program.
 
@@ -69,6 +83,8 @@ class Level:
             program: The program.
             consts: The arrays that it holds.
             place: What is around it.
+            of_loss: The outputs that the loss depends on.
+            carried: Which output comes back as which input, in a loop.
         """
         self.steps: list[Step] = []
         self.constants: dict[int, AnyArray] = {}
@@ -86,6 +102,7 @@ class Level:
         for number, step in enumerate(self.steps):
             for value in dict.fromkeys(step.operands):
                 self.users.setdefault(value, []).append(number)
+        self.forward = self._reaching(of_loss, carried)
 
     def aval(self, value: int) -> Aval:
         """The type of a value."""
@@ -95,6 +112,29 @@ class Level:
         """The operation that made a value; None for inputs and constants."""
         number = self.makers.get(value)
         return None if number is None else self.steps[number]
+
+    def entered(self, step: Step, sub: SubJaxpr) -> "Level":
+        """The level of a program that an operation of this one holds."""
+        needed = [i is None or step.results[i] in self.forward for i in sub.results]
+        if step.primitive == "while":  # its test may read all that it carries
+            needed = [any(needed)] * len(needed)
+        of_loss = [i for i, is_needed in enumerate(needed) if is_needed]
+        place = step.place.enter(step.equation, sub)
+        return Level(sub.jaxpr, sub.consts, place, of_loss, sub.carried)
+
+    def _reaching(
+        self, outputs: Iterable[int], carried: Sequence[tuple[int, int]]
+    ) -> set[int]:
+        """The values that these outputs depend on."""
+        new = live = {self.outputs[i] for i in outputs}
+        while new:
+            for step in reversed(self.steps):
+                for result in live.intersection(step.results):
+                    live.update(operands_of(step, result))
+            backs = (self.outputs[o] for o, i in carried if self.inputs[i] in live)
+            new = set(backs) - live
+            live |= new
+        return live
 
     def _new(self, aval: Aval) -> int:
         self._avals.append(aval)

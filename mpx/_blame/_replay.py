@@ -73,7 +73,8 @@ class Replay:
 
     def causes(self, concern: frozenset[int], above: float | None) -> list[Found]:
         """The operations that made these results bad, the first one first."""
-        level = Level(self.jaxpr, self.jaxpr.consts, Location())
+        # Of the results the loss is the first.
+        level = Level(self.jaxpr, self.jaxpr.consts, Location(), of_loss=(0,))
         # What is bad only because XLA leaves casts out is bad in no other program.
         for options in (AS_WRITTEN, {}):
             found = descended(Whole(options), level, self.inputs, concern, above)

@@ -39,7 +39,9 @@ class Culprit:
     code: str
     """The text of that line, if it can be read."""
     phase: str
-    """`forward`, `backward`, or `recompute`."""
+    """`forward` if the loss depends on it, so that the function has it without a
+    derivative, too; `recompute` where a checkpoint repeats such an operation; else
+    `backward`."""
     gradient: str
     """In the backward pass `wgrad` for the gradient of a weight, else `dgrad`."""
     parameters: tuple[str, ...]

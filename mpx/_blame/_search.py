@@ -107,14 +107,19 @@ class Search:
         if inputs:
             run = self._compiled([*sites, *inputs], watch)
         cures = np.ones(len(sites) + len(inputs), bool)
+        sources: list[Cause] = []
         if self.above is not None:
             # With a limit all that is bad is told, so nothing is cured.
             cures = ~cures
         elif cures.size:
-            bits = run(cures).bits
+            before, bits = bits, run(cures).bits
+            mended = [v for v in ends if is_bad(before, v) and not is_bad(bits, v)]
+            if mended:
+                sources = self._sources(run, sites, inputs, mended)
             if not _any_bad(bits, ends):
-                return self._sources(run, sites, inputs, ends)
-        return self._operations([*sites, *inputs], cures, bits, ends)
+                return sources
+        operations = self._operations([*sites, *inputs], cures, bits, ends)
+        return [*sources, *operations][:_NAMED]
 
     def _sources(
         self,

@@ -1,0 +1,98 @@
+"""A fault is forward where the function has it without a derivative, else backward."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+
+ZERO, ONE = jnp.zeros(4), jnp.ones(4)
+
+# Functions that are finite, and the point at which their gradients are not.
+OF_GRADIENT = {
+    "sqrt": (jnp.sqrt, ZERO),
+    "norm": (jnp.linalg.norm, ZERO),
+    "arccos": (jnp.arccos, ONE),
+    "cbrt": (jnp.cbrt, ZERO),
+    "power": (lambda h: h**0.5, ZERO),
+    "std": (jnp.std, ONE),
+    "std of one row": (lambda h: jnp.std(h[None], axis=0), ONE),
+    "eigh": (lambda h: jnp.linalg.eigh(jnp.diag(h))[1][0] ** 2, ONE),
+    "masked log": (lambda h: jnp.where(h > 0, jnp.log(h), 0.0), ZERO),
+}
+# Functions that are not finite themselves.
+OF_FUNCTION = {
+    "log": (jnp.log, -ONE),
+    "exp": (jnp.exp, 1000 * ONE),
+    "zero by zero": (lambda h: h / h, ZERO),
+    "inner gradient": (lambda h: jax.grad(lambda h: jnp.sum(jnp.sqrt(h)))(h), ZERO),
+    "var of one row": (lambda h: jnp.var(h[None], axis=0, ddof=1), ONE),
+}
+
+
+def by_rule(f):
+    @jax.custom_vjp
+    def made(h):
+        return f(h)
+
+    made.defvjp(lambda h: (f(h), h), lambda h, c: jax.vjp(f, h)[1](c))
+    return made
+
+
+def by_scan(f):
+    def turn(total, h):
+        return total + jnp.sum(f(h)), None
+
+    return lambda h: jax.lax.scan(turn, jnp.zeros(()), jnp.stack([h, h]))[0]
+
+
+WAYS = {
+    "plain": lambda f: f,
+    "scan": by_scan,
+    "remat": jax.checkpoint,
+    "remat in scan": lambda f: by_scan(jax.checkpoint(f)),
+    "vmap": lambda f: lambda h: jax.vmap(f)(jnp.stack([h, h])),
+    "custom_vjp": by_rule,
+}
+OTHERS = [way for way in WAYS if way != "plain"]
+
+
+def first_of(f, h):
+    loss = mpx.autocast(lambda w: jnp.sum(f(w)))
+    return mpx.blame(loss, mpx.NoLossScaling())(h).first
+
+
+@pytest.mark.parametrize("name", OF_GRADIENT)
+def test_a_fault_of_the_gradient_alone_is_backward(name):
+    assert first_of(*OF_GRADIENT[name]).phase == "backward"
+
+
+@pytest.mark.parametrize("name", ["sqrt", "power", "eigh"])
+@pytest.mark.parametrize("way", OTHERS)
+def test_a_fault_of_the_gradient_alone_is_backward_in_what_holds_it(way, name):
+    f, h = OF_GRADIENT[name]
+    assert first_of(WAYS[way](f), h).phase == "backward"
+
+
+@pytest.mark.parametrize("name", OF_FUNCTION)
+def test_a_fault_of_the_function_is_forward(name):
+    assert first_of(*OF_FUNCTION[name]).phase == "forward"
+
+
+@pytest.mark.parametrize("name", ["log", "inner gradient"])
+@pytest.mark.parametrize("way", OTHERS)
+def test_a_fault_of_the_function_is_forward_in_what_holds_it(way, name):
+    f, h = OF_FUNCTION[name]
+    assert first_of(WAYS[way](f), h).phase == "forward"
+
+
+@pytest.mark.parametrize("way", ["remat", "remat in scan"])
+def test_an_operation_of_the_function_that_a_checkpoint_repeats_is_recompute(way):
+    # Infinity is harmless forward, where 1 is divided by it, and not backward.
+    first = first_of(WAYS[way](lambda h: h / jnp.exp(h)), 1000 * ONE)
+    assert (first.primitive, first.phase) == ("exp", "recompute")
+
+
+def test_a_fault_of_the_function_comes_before_one_of_the_gradient():
+    f = lambda h: jnp.sum(jnp.sqrt(h)) + jnp.sum(jnp.log(h - 1.0))  # noqa: E731
+    assert first_of(f, ZERO).primitive == "log"
