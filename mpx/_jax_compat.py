@@ -187,7 +187,8 @@ def shard_map_axes(params: dict[str, Any]) -> tuple[str, ...]:
     """The mesh axes over which a shard_map equation splits its program."""
     for name in ("newly_manual_axes", "manual_axes"):
         if name in params:
-            return tuple(params[name])
+            # A set, whose order differs from process to process.
+            return tuple(a for a in params["mesh"].axis_names if a in params[name])
     return tuple(params["mesh"].axis_names)
 
 

@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -129,10 +130,21 @@ class EachDevice(Machine):
         return PartitionSpec(*(a if a in varies else None for a in self._axes))
 
     def _once(self, x: AnyArray, spec: PartitionSpec) -> AnyArray:
-        for axis, name in enumerate(spec):
-            if name is None:
+        once = tuple(axis for axis, name in enumerate(spec) if name is None)
+
+        def sliced(x: AnyArray) -> AnyArray:
+            for axis in once:
                 x = jax.lax.slice_in_dim(x, 0, 1, axis=axis)
-        return x
+            return x
+
+        sharding: Any = jax.typeof(x).sharding
+        if not once or not sharding.mesh.explicit_axes:
+            return sliced(x)
+        # Of explicit axes JAX cuts none to a length that its devices do not divide.
+        left = [None if i in once else a for i, a in enumerate(sharding.spec)]
+        automatic: Any = jax.sharding.auto_axes
+        with jax.sharding.use_abstract_mesh(sharding.mesh):
+            return automatic(sliced, out_sharding=PartitionSpec(*left))(x)
 
 
 def varying(x: AnyArray) -> AnyArray:

@@ -6,6 +6,7 @@ repeated until the batch is full.
 
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,7 +40,11 @@ def bad_rows(
         index = np.resize(np.asarray(rows), count)
         chosen = list(inputs)
         for i in batch:
-            chosen[i] = jnp.take(jnp.asarray(inputs[i]), index, axis=0)
+            x = jnp.asarray(inputs[i])
+            # On explicit axes it has to be told where the rows are to be.
+            where = jax.typeof(x).sharding
+            is_explicit = any(axis is not None for axis in where.spec)
+            chosen[i] = x.at[index].get(out_sharding=where if is_explicit else None)
         return chosen
 
     todo = [list(range(count))] if count else []

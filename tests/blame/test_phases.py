@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpx
 
@@ -96,3 +97,31 @@ def test_an_operation_of_the_function_that_a_checkpoint_repeats_is_recompute(way
 def test_a_fault_of_the_function_comes_before_one_of_the_gradient():
     f = lambda h: jnp.sum(jnp.sqrt(h)) + jnp.sum(jnp.log(h - 1.0))  # noqa: E731
     assert first_of(f, ZERO).primitive == "log"
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+@pytest.mark.parametrize("second", [AxisType.Explicit, AxisType.Auto])
+def test_a_fault_on_one_device_of_explicit_axes_is_named(names, second):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit, second))
+
+    def local(w, x):
+        return jax.lax.pmean(jnp.mean(jnp.log(x * w[None])), "a")
+
+    def loss(w, x):
+        specs = (PartitionSpec(), PartitionSpec("a"))
+        call = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=PartitionSpec(),
+            axis_names=set(names),
+        )
+        return call(w, x)
+
+    w = jax.device_put(ONE, NamedSharding(mesh, PartitionSpec()))
+    x = jnp.ones((8, 4)).at[5].set(-1.0)
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("a")))
+    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(w, x)
+    assert (report.first.primitive, report.first.phase) == ("log", "forward")
+    assert report.first.devices == ((2,) if names == ("a",) else (4, 5))
+    assert report.rows == (5,)
