@@ -7,7 +7,8 @@ wrong) is found when it is about to replace the last good checkpoint.
 
 import fnmatch
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from typing import Any, TypeVar
 
 import jax
@@ -35,7 +36,7 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
     weights, optimizer state and scaling, as one tree or one by one. Refused are
 
     - NaN and infinities in any array of real or complex numbers, also of 8 bits and
-      fewer, and in Python's floats;
+      fewer, of records or of objects, and in Python's floats and decimals;
     - a loss scaling, or the state of a recipe, that no run can reach: a scale of 0, a
       negative amax, more steps skipped than made, a scale with which the newest amax
       would not fit into the format.
@@ -48,7 +49,8 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
         state: Any PyTree.
         allow: Paths of leaves that hold infinities or NaN on purpose, such as
             `"*.best_value"` of `optax.contrib.reduce_on_plateau`, or a mask of -inf. In
-            them `*` and `?` match any text and any character.
+            them `*` and `?` match any text and any character. An empty text allows
+            nothing; a state that is one array is allowed by `"*"`.
 
     Returns:
         The same object.
@@ -77,7 +79,9 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
         return any(fnmatch.fnmatchcase(path, _literal(p)) for p in patterns)
 
     leaves = [
-        (path, leaf) for path, leaf in leaves_with_paths(state) if not is_allowed(path)
+        (path, leaf[...] if isinstance(leaf, jax.Ref) else leaf)
+        for path, leaf in leaves_with_paths(state)
+        if not is_allowed(path)
     ]
     if any(isinstance(leaf, Tracer) for _, leaf in leaves):
         raise ValueError(
@@ -109,7 +113,8 @@ def _patterns(allow: object) -> tuple[str, ...]:
             "`allow` of `mpx.guard` is the path of a leaf, or a list of them, with `*` "
             f"for any text; got {describe(allow)}."
         )
-    return tuple(patterns)
+    # An array that is the whole state has an empty path; "" is not to allow it.
+    return tuple(filter(None, patterns))
 
 
 def _literal(pattern: str) -> str:
@@ -173,9 +178,6 @@ def _flags(leaves: list[Array]) -> Bool[Array, " n"]:
 
 def _is_fine(leaf: object) -> bool:
     """Whether a leaf of the host is finite."""
-    is_number = isinstance(leaf, np.ndarray | np.generic | float | complex)
-    if not is_number or not jnp.issubdtype(np.asarray(leaf).dtype, jnp.inexact):
-        return True
     return not any(_counts(leaf))
 
 
@@ -186,12 +188,27 @@ def _count_text(leaf: Any) -> str:
 
 
 def _counts(leaf: Any) -> tuple[int, int]:
-    """How many numbers of an array are NaN, and how many infinite."""
+    """How many numbers of a leaf are NaN, and how many infinite."""
+    if isinstance(leaf, Decimal):
+        return int(leaf.is_nan()), int(leaf.is_infinite())
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex):
+        return 0, 0
     of = jnp if isinstance(leaf, jax.Array) else np
     x: Any = of.asarray(leaf)
+    fields = getattr(x.dtype, "names", None)  # a key's dtype has none
+    if fields or x.dtype == object:
+        parts = (x[name] for name in fields) if fields else x.flat
+        return _summed(map(_counts, parts))
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return 0, 0
     if x.dtype.itemsize == 1:
         x = x.astype(np.float32)
     return int(of.isnan(x).sum()), int(of.isinf(x).sum())
+
+
+def _summed(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    pairs = list(counts)
+    return sum(nan for nan, _ in pairs), sum(infinite for _, infinite in pairs)
 
 
 # --- Not to be reached ----------------------------------------------------------------

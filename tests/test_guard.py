@@ -1,6 +1,7 @@
 """What is saved is good: `mpx.guard` before a checkpoint."""
 
 import dataclasses
+from decimal import Decimal
 
 import equinox as eqx
 import jax
@@ -229,6 +230,45 @@ def test_numbers_of_the_host_are_looked_at():
             mpx.guard({"x": bad})
     with pytest.raises(FloatingPointError, match=r"`state` \(2 NaN of 2\)"):
         mpx.guard(jnp.full(2, jnp.nan))
+
+
+RECORDS = np.array([(np.nan, 1), (0.0, 2)], [("loss", "f4"), ("step", "i4")])
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.array([1.0, np.nan, "text", None], object),
+        np.array([np.array([np.nan]), {}, 3], object),
+        RECORDS,
+        RECORDS[0],
+        np.array([RECORDS[0], 1.0], object),
+        Decimal("nan"),
+        np.float64("nan"),
+        np.array([np.nan], np.longdouble),
+    ],
+    ids=repr,
+)
+def test_nan_in_objects_and_records_of_the_host_is_found(leaf):
+    with pytest.raises(FloatingPointError, match=r"`\['x'\]` \(1 NaN of "):
+        mpx.guard({"x": leaf})
+
+
+def test_objects_and_records_without_nan_may_be_saved():
+    mpx.guard([np.array([1.0, "text", None], object), RECORDS[1], Decimal(1)])
+
+
+def test_a_reference_is_looked_into():
+    mpx.guard(jax.new_ref(jnp.ones(2)))
+    with pytest.raises(FloatingPointError, match="1 NaN of 2"):
+        mpx.guard({"x": jax.new_ref(jnp.array([1.0, jnp.nan]))})
+
+
+@pytest.mark.parametrize("allow", ["", [""], ()])
+def test_an_empty_path_allows_nothing(allow):
+    with pytest.raises(FloatingPointError, match="1 NaN of 1"):
+        mpx.guard(jnp.array([jnp.nan]), allow=allow)
+    mpx.guard(jnp.array([jnp.nan]), allow="*")
 
 
 def test_formats_of_eight_bits_are_looked_at():
