@@ -55,7 +55,7 @@ _HALF = {
 
 
 class Kept(NamedTuple):
-    """What a format leaves of each number of an array: 0 or 1, and a square."""
+    """What a format leaves of each number of an array: 0 or 1, and what is lost."""
 
     above: Float[Array, "..."]
     """Whether it is beyond the largest number of the format."""
@@ -63,8 +63,8 @@ class Kept(NamedTuple):
     """Whether it is not zero and subnormal in the format: it loses digits."""
     flushed: Float[Array, "..."]
     """Whether it is one of them that become zero."""
-    noise: Float[Array, "..."]
-    """The square of what is lost, in units."""
+    lost: Float[Array, "..."]
+    """The magnitude of what is lost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +74,12 @@ class AskedFormat:
     Attributes:
         name: What it is called in tables and records.
         bits: How many bits a number has.
-        kept: `kept(x, kind, axis, unit)`: what it leaves of an array of float32.
+        kept: `kept(x, kind, axis)`: what it leaves of an array of float32.
     """
 
     name: str
     bits: int
-    kept: Callable[[Array, Kind, int, float], Kept]
+    kept: Callable[[Array, Kind, int], Kept]
 
 
 _ROLES = {
@@ -139,17 +139,16 @@ def _number(format: Format) -> Number:
 def _plain(name: str, bits: int, number: Callable[[Kind], Number]) -> AskedFormat:
     """Numbers as they are, cast without a scale."""
 
-    def kept(x: Array, kind: Kind, axis: int, unit: float) -> Kept:
+    def kept(x: Array, kind: Kind, axis: int) -> Kept:
         facts = number(kind)
         size = jnp.abs(x)
         rounded = round_to(size, facts)
-        lost = (size - rounded) * unit
         is_below = (size > 0) & (size < 2.0**facts.smallest_exponent)
         return Kept(
             _flag(size > facts.largest),
             _flag(is_below),
             _flag((size > 0) & (rounded == 0)),
-            lost * lost,
+            jnp.abs(size - rounded),
         )
 
     return AskedFormat(name, bits, kept)
@@ -201,7 +200,7 @@ def _of_quantizer(
 ) -> AskedFormat:
     """Numbers with the scales that a quantizer finds for them."""
 
-    def kept(x: Array, kind: Kind, axis: int, unit: float) -> Kept:
+    def kept(x: Array, kind: Kind, axis: int) -> Kept:
         found = quantizer(kind)
         zero = jnp.zeros_like(x)
         if found is None:  # stays as it is
@@ -213,15 +212,14 @@ def _of_quantizer(
         # Without the axis that made blocks of a vector, and what filled them up.
         rounded = rounded.reshape(rounded.shape[rounded.ndim - x.ndim :])
         rounded = rounded[tuple(map(slice, x.shape))]
-        lost, size = x - rounded, jnp.abs(x)
+        lost, size = jnp.abs(x - rounded), jnp.abs(x)
         half_step = 2.0 ** -(_mantissa_bits(found) + 1) * 1.01
-        is_below = jnp.abs(lost) > half_step * size
-        lost = lost * unit
+        is_below = lost > half_step * size
         return Kept(
             _flag(~jnp.isfinite(rounded)),
             _flag(is_below),
             _flag((size > 0) & (rounded == 0)),
-            lost * lost,
+            lost,
         )
 
     bits = getattr(quantizer(Kind.INPUT), "format", Format.E4M3).forward.bits

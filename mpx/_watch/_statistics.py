@@ -11,16 +11,14 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._typing import AnyArray
-from ._formats import AskedFormat, Kept
+from ._formats import AskedFormat
 from ._trace import Kind
 
-# Numbers are multiplied by this before they are squared, so that float32 holds the
-# squares of gradients, and of what they lose, from 1e-23 to 1e9.
-UNITS = {Kind.INPUT: 1.0, Kind.WEIGHT: 1.0, Kind.GRADIENT: 2.0**24}
-
-# The first numbers of a vector of counts; those of formats follow.
-_COUNTS = ("amax", "squares", "zeros", "broken", "size")
-_PER_FORMAT = len(Kept._fields)
+# A vector of counts: of all numbers first, then of each format. Two neighbours, a
+# magnitude and a sum of squares divided by the square of it, are a *norm*: float32
+# holds the squares of numbers from 1e-19 to 1e19 only.
+_COUNTS = ("size", "zeros", "broken", "amax", "squares")
+_OF_A_FORMAT = ("above", "below", "flushed", "amax", "squares")
 
 
 def counts(
@@ -30,35 +28,51 @@ def counts(
     x = jnp.asarray(x).astype(jnp.float32)
     is_fine = jnp.isfinite(x)
     fine = jnp.where(is_fine, x, jnp.float32(0))
-    unit = UNITS[kind]
-    scaled = fine * unit
     each = [
-        jnp.abs(fine),
-        scaled * scaled,
         (x == 0).astype(jnp.float32),
         (~is_fine).astype(jnp.float32),
+        *_norm(jnp.abs(fine)),
     ]
-    count = len(each)
-    each += [value for form in formats for value in form.kept(fine, kind, axis, unit)]
-    found = _reduced(each)
-    return jnp.stack([*found[:count], jnp.float32(x.size), *found[count:]])
+    for form in formats:
+        *flags, lost = form.kept(fine, kind, axis)
+        each += [*flags, *_norm(lost)]
+    # By one reduction: of several, XLA (jaxlib 0.10.2, November 2026) makes a pass over
+    # the operand for each: with three formats, compiled for an H100, the counts of the
+    # paper's ViT move 106 % of what a step does, and 77 % by one (of a quarter, 36 %).
+    zeros = tuple(np.float32(0) for _ in each)
+    join = functools.partial(_joined, names=_names(len(formats))[1:])
+    found = lax.reduce(tuple(each), zeros, join, tuple(range(x.ndim)))
+    return jnp.stack([jnp.float32(x.size), *found])
 
 
-def _reduced(arrays: Sequence[Array]) -> list[Array]:
-    """The maximum of the first array, and the sums of the others.
+def _names(formats: int) -> tuple[str, ...]:
+    return _COUNTS + _OF_A_FORMAT * formats
 
-    By one reduction: of several, XLA (jaxlib 0.10.2, November 2026) makes a pass over
-    the operand for each: with three formats, compiled for an H100, the counts of the
-    paper's ViT move 106 % of what a step does, and 77 % by one (of a quarter, 36 %).
-    """
 
-    def join(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
-        sums = (x + y for x, y in zip(a[1:], b[1:], strict=True))
-        return (jnp.maximum(a[0], b[0]), *sums)
+def _norm(size: Array) -> tuple[Array, Array]:
+    return size, (size != 0).astype(jnp.float32)
 
-    zeros = tuple(np.float32(0) for _ in arrays)
-    axes = tuple(range(arrays[0].ndim))
-    return list(lax.reduce(tuple(arrays), zeros, join, axes))
+
+def _joined(
+    a: Sequence[AnyArray], b: Sequence[AnyArray], names: Sequence[str]
+) -> tuple[AnyArray, ...]:
+    """Two lists of counts together: norms, and sums of the others."""
+    found: list[AnyArray] = []
+    for i, name in enumerate(names):
+        if name == "amax":
+            found.append(jnp.maximum(a[i], b[i]))
+        elif name == "squares":
+            largest = found[-1]
+            x, y = (one[i] * _ratio(one[i - 1], largest) ** 2 for one in (a, b))
+            found.append(x + y)
+        else:
+            found.append(a[i] + b[i])
+    return tuple(found)
+
+
+def _ratio(size: AnyArray, largest: AnyArray) -> AnyArray:
+    """1 where both are equal, also of zeros and of infinities."""
+    return jnp.where(size == largest, jnp.ones_like(size), size / largest)
 
 
 def sampled(x: AnyArray, sample: int) -> AnyArray:
@@ -72,8 +86,10 @@ def sampled(x: AnyArray, sample: int) -> AnyArray:
 
 
 def joined(a: AnyArray, b: AnyArray) -> AnyArray:
-    """The counts of two arrays together: the larger amax, and sums."""
-    return jnp.concatenate([jnp.maximum(a[..., :1], b[..., :1]), (a + b)[..., 1:]], -1)
+    """The counts of two arrays together."""
+    names = _names((a.shape[-1] - len(_COUNTS)) // len(_OF_A_FORMAT))
+    of_a, of_b = (list(jnp.moveaxis(one, -1, 0)) for one in (a, b))
+    return jnp.stack(_joined(of_a, of_b, names), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,12 +165,24 @@ def tensor_statistics(
         _read, layer=layer, kind=kind, dtype=dtype, formats=formats
     )
     if found.ndim == 1:
-        return make(found) if found[4] else None
+        return make(found) if found[0] else None
     rows = found.reshape(-1, found.shape[-1])
-    whole = np.concatenate([rows[:, :1].max(0), rows[:, 1:].sum(0)])
-    if not whole[4]:
+    whole = _whole(rows, _names(len(formats)))
+    if not whole[0]:
         return None
     return dataclasses.replace(make(whole), turns=tuple(map(make, rows)))
+
+
+def _whole(rows: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """The counts of all turns together."""
+    whole = rows.sum(0)
+    for i, name in enumerate(names):
+        if name == "amax":
+            whole[i] = largest = rows[:, i].max()
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratios = np.where(rows[:, i] == largest, 1, rows[:, i] / largest)
+            whole[i + 1] = rows[:, i + 1] @ ratios**2
+    return whole
 
 
 def _read(
@@ -165,24 +193,25 @@ def _read(
     dtype: str,
     formats: Sequence[AskedFormat],
 ) -> TensorStatistics:
-    amax, squares, zeros, broken, size = values[: len(_COUNTS)]
+    size, zeros, broken, amax, squares = map(float, values[: len(_COUNTS)])
     count = max(size, 1.0)
     others = max(size - zeros, 1.0)
 
     def read(number: int) -> FormatStatistics:
-        start = len(_COUNTS) + number * _PER_FORMAT
-        above, below, flushed, noise = values[start : start + _PER_FORMAT]
-        shares = (above / others, below / others, flushed / others)
-        return FormatStatistics(*map(float, shares), snr=_snr(squares, noise))
+        start = len(_COUNTS) + number * len(_OF_A_FORMAT)
+        end = start + len(_OF_A_FORMAT)
+        *shares, largest, noise = map(float, values[start:end])
+        snr = _snr(squares * amax**2, noise * largest**2)
+        return FormatStatistics(*(share / others for share in shares), snr=snr)
 
     return TensorStatistics(
         layer,
         kind.value,
         dtype,
         int(size),
-        float(amax),
-        math.sqrt(squares / count) / UNITS[kind],
-        float(zeros / count),
+        amax,
+        math.sqrt(squares / count) * amax,
+        zeros / count,
         int(broken),
         {each.name: read(i) for i, each in enumerate(formats)},
     )

@@ -53,7 +53,7 @@ def test_rounding_is_that_of_a_cast(name):
     facts = {"largest": float(ml_dtypes.finfo(dtype).max)}
 
     def sums(x):
-        return jax.tree.map(jnp.sum, asked.kept(x, Kind.INPUT, -1, 1.0))
+        return jax.tree.map(jnp.sum, asked.kept(x, Kind.INPUT, -1))
 
     kept = jax.jit(sums)(x)
     assert kept.above == np.sum(np.abs(x) > facts["largest"])
@@ -62,8 +62,38 @@ def test_rounding_is_that_of_a_cast(name):
     assert kept.below == np.sum((x != 0) & (np.abs(x) < normal))
     within = x[np.abs(x) <= min(facts["largest"], 1e15)]
     exact = within.astype(dtype).astype(np.float64)
-    noise = jax.jit(sums)(within).noise
-    assert noise == pytest.approx(np.sum((within - exact) ** 2), rel=1e-5)
+    lost = jax.jit(sums)(within).lost
+    assert lost == pytest.approx(np.sum(np.abs(within - exact)), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("size", [1e30, 1e-30, 1.0])
+def test_rms_and_noise_hold_numbers_whose_squares_float32_does_not(size, kind):
+    x = np.asarray(jax.random.normal(jax.random.key(0), (64, 32))) * np.float32(size)
+    found = statistics_of(x, ("float16", "bfloat16", mpx.TensorQuantizer()), kind)
+    wide = x.astype(np.float64)
+    assert found.rms == pytest.approx(np.sqrt(np.mean(wide**2)), rel=1e-4)
+    noise = np.sum((wide - wide.astype("bfloat16").astype(np.float64)) ** 2)
+    snr = 10 * np.log10(np.sum(wide**2) / noise)
+    assert found.formats["bfloat16"].snr == pytest.approx(snr, abs=0.1)
+    assert 29 < found.formats["TensorQuantizer"].snr < 34
+    half = found.formats["float16"].snr
+    assert half == {1e30: -math.inf, 1e-30: 0.0}.get(size, half)
+
+
+def test_turns_of_a_loop_of_other_sizes_are_one_norm():
+    w, x = (
+        jnp.array([1e30, 1.0, 1e-30])[:, None, None] * jnp.ones((3, 4, 4)),
+        jnp.eye(4),
+    )
+
+    def loss(w, x):
+        return jax.lax.map(lambda w: x @ w, w)
+
+    _, seen = monitor(loss, "bfloat16")(w, x)
+    (row,) = [row for row in seen.rows if row.kind == "weight"]
+    assert row.rms == pytest.approx(1e30 / 3**0.5, rel=1e-5)
+    assert [turn.rms for turn in row.turns] == pytest.approx([1e30, 1.0, 1e-30])
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
