@@ -30,10 +30,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
-from ._errors import at_path, describe
+from ._errors import at_path, describe, listing, warn_user
 from ._nnx_graph import is_nnx_module
 from ._quantize import (
     AbstractQuantizer,
@@ -186,8 +187,9 @@ def quantize_weights(
         ValueError: The quantizer has not 8 bits or rounds at random; an axis does not
             divide into its blocks; or there is nothing to store.
 
-    What a quantizer does at zero, infinity and NaN is in its docstring: an infinity
-    saturates, and NaN stays. Weights that are stored already stay as they are.
+    An infinity or a NaN becomes NaN, with its block if it has one. Numbers below
+    2^-126, which are subnormal in float32, become 0; a warning names weights that hold
+    no larger ones. Weights that are stored already stay as they are.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -201,6 +203,7 @@ def quantize_weights(
     quantizer = TensorQuantizer() if quantizer is None else quantizer
     _check(quantizer, where)
     found = False
+    lost: list[str] = []
 
     def store(path: KeyPath, leaf: PyTree) -> PyTree:
         nonlocal found
@@ -221,12 +224,20 @@ def quantize_weights(
             quantized = quantize(leaf, quantizer, axis=axis)
         except ValueError as error:
             raise ValueError(f"{_CALL}{at_path(path_text(path))}: {error}") from error
+        if _is_subnormal(leaf):
+            lost.append(path_text(path) or "model")
         return StoredWeight(quantized, quantizer, axis)
 
     stored = jax.tree_util.tree_map_with_path(store, model, is_leaf=_is_leaf)
     if not found:
         which = "with two axes or more" if where is None else "that `where` names"
         raise ValueError(f"{_CALL} found no float array {which}.")
+    if lost:
+        warn_user(
+            f"{_CALL} stores zeros for {listing(lost)}: all numbers there are below "
+            "2^-126, subnormal in float32, for which there is no scale. Leave them out "
+            "by `where=`, or multiply them by a constant first."
+        )
     return stored
 
 
@@ -254,6 +265,22 @@ def dequantize_weights(model: PyTree) -> PyTree:
         model,
         is_leaf=_is_leaf,
     )
+
+
+def _is_subnormal(x: Array | np.ndarray) -> bool:
+    """Whether the largest magnitude of an array is subnormal in float32."""
+    if isinstance(x, Tracer | jax.ShapeDtypeStruct) or not x.size:
+        return False
+    x = jnp.asarray(x)
+    dtype, smallest = x.dtype, jnp.finfo(jnp.float32).smallest_normal
+    if jnp.finfo(dtype).smallest_normal > smallest:  # all of float16 are normal there
+        return False
+    # By their bits, which are in order: as numbers, XLA takes them for zeros.
+    unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(x, unsigned)
+    magnitudes = bits & np.array(np.iinfo(unsigned).max >> 1, unsigned)
+    limit = np.asarray(smallest, dtype).view(unsigned)
+    return 0 < int(jnp.max(magnitudes)) < int(limit)
 
 
 def _is_leaf(node: object) -> bool:

@@ -371,3 +371,27 @@ def test_what_is_gathered_are_the_stored_numbers():
     gathered = [line for line in text.splitlines() if " all-gather(" in line]
     # XLA:CPU has no collectives of 8 bits, and gathers them as float16.
     assert len(gathered) == 2 and all("= f16[128,128]" in line for line in gathered)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@two_quantizers
+def test_weights_that_are_all_subnormal_are_stored_as_zeros_with_a_warning(name, dtype):
+    small = jnp.asarray(np.full((SIZE, SIZE), -1e-39, np.float32).astype(dtype))
+    model = {"small": small, "w": model_of(dtype)["up"]}
+    said = r"stores zeros for `\['small'\]`: all numbers there are below 2\^-126"
+    with pytest.warns(UserWarning, match=said):
+        stored = mpx.quantize_weights(model, QUANTIZERS[name])
+    assert not mpx.dequantize_weights(stored)["small"].any()
+
+
+def test_other_small_weights_are_stored_without_a_warning():
+    tiny = np.full((2, SIZE), 2e-38, np.float32)
+    some = np.stack([tiny[0], np.full(SIZE, 1e-39, np.float32)])
+    half = np.full((2, SIZE), 6e-8, np.float16)
+    zeros = np.zeros((2, SIZE), np.float32)
+    stored = mpx.quantize_weights([jnp.asarray(x) for x in (some, half, zeros, tiny)])
+    _, half, *_ = mpx.dequantize_weights(stored)
+    assert half.min() > 0
+    mpx.quantize_weights(half)
+    mpx.quantize_weights(tiny.astype(np.float64))
+    jax.jit(mpx.quantize_weights)(tiny / 10)  # where values are not known
