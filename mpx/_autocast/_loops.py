@@ -36,6 +36,7 @@ from .._program import (
     makers_of,
     properties,
     sub_jaxprs,
+    where_leading,
 )
 from .._recipe_state import StateOperands, repeated
 from .._settings import Settings
@@ -140,21 +141,10 @@ def rewrite_while(
         new = [_strong(v, a) for v, a in zip(results, avals, strict=True)]
         if not aval_of(open_jaxpr(test).outvars[0]).shape:
             return new
-        # `vmap` of a loop whose examples end at different times: JAX's while primitive
-        # takes a test for each example, which `jax.lax.while_loop` does not, and keeps
-        # those that have ended as they are when it is lowered (jax 0.10 to 0.12).
         going = are_going_on(carry)
-        return [_where(going, a, b) for a, b in zip(new, carry, strict=True)]
+        return [where_leading(going, a, b) for a, b in zip(new, carry, strict=True)]
 
     return _carried(place, jax.lax.while_loop(is_going_on, step, init))
-
-
-def _where(condition: AnyArray, new: AnyArray, old: AnyArray) -> AnyArray:
-    """`new` where a condition of the leading axes holds."""
-    axes = range(condition.ndim)
-    return jax.lax.select(
-        jax.lax.broadcast_in_dim(condition, new.shape, axes), new, old
-    )
 
 
 def _strong(value: Value, aval: Aval) -> AnyArray:

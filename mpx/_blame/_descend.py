@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from .._jax_compat import open_jaxpr, scan_counts
-from .._program import SubJaxpr, sub_jaxprs
+from .._program import SubJaxpr, sub_jaxprs, where_leading
 from .._typing import AnyArray, BoolLike, Program
 from ._badness import badness_of, cured, is_number
 from ._graph import is_composite
@@ -171,8 +171,8 @@ class _Loop:
         """Whether there is another turn."""
         if self.is_scan:
             return turn < self.length
-        (is_next,) = _run(self.params["cond_jaxpr"], [*test, *state])
-        return is_next
+        (going,) = _run(self.params["cond_jaxpr"], [*test, *state])
+        return jnp.any(going) if going.ndim else going
 
     def slices(self, turn: AnyArray, cut: Sequence[AnyArray]) -> list[AnyArray]:
         """What a turn takes from arrays."""
@@ -185,10 +185,24 @@ class _Loop:
             return turn
         return self.length - 1 - turn
 
-    def turn(self, inputs: Sequence[AnyArray]) -> list[AnyArray]:
+    def turn(
+        self,
+        state: Sequence[AnyArray],
+        arrays: Sequence[Sequence[AnyArray]],
+        at: AnyArray,
+    ) -> list[AnyArray]:
         """The outputs of a turn."""
+        test, consts, cut = arrays
         name = "jaxpr" if self.is_scan else "body_jaxpr"
-        return _run(self.params[name], inputs)
+        inputs = [*consts, *state, *self.slices(at, cut)]
+        outputs = _run(self.params[name], inputs)
+        if self.is_scan:
+            return outputs
+        (going,) = _run(self.params["cond_jaxpr"], [*test, *state])
+        if not going.ndim:
+            return outputs
+        pairs = zip(outputs, state, strict=True)
+        return [where_leading(going, new, old) for new, old in pairs]
 
 
 def _run(program: Program, inputs: Sequence[AnyArray]) -> list[AnyArray]:
@@ -244,7 +258,7 @@ class _Turns:
 
         def program(control: Sequence[AnyArray], *given: AnyArray) -> PyTree:
             start, stop, is_cured = control
-            test, consts, cut = loop.parts(given[n_state:])
+            test, _, cut = arrays = loop.parts(given[n_state:])
             state = [_cured(x, is_cured) for x in given[:n_state]]
 
             def goes_on(carried: PyTree) -> BoolLike:
@@ -253,7 +267,7 @@ class _Turns:
 
             def body(carried: PyTree) -> PyTree:
                 turn, state, first = carried
-                outputs = loop.turn([*consts, *state, *loop.slices(turn, cut)])
+                outputs = loop.turn(state, arrays, turn)
                 bits = varying(jnp.stack([badness_of(x, above) for x in outputs]))
                 is_first = (bits != 0) & (first == _NEVER)
                 first = jax.lax.select(is_first, jnp.full_like(first, turn), first)

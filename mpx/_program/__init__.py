@@ -26,6 +26,7 @@ from .equations import (
     program_of as program_of,
     sub_jaxprs as sub_jaxprs,
     summed_numbers as summed_numbers,
+    where_leading as where_leading,
     zero_results as zero_results,
 )
 from .flow import (

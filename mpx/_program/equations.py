@@ -292,6 +292,17 @@ def _solve(equation: JaxprEqn) -> SubJaxpr:
     )
 
 
+def where_leading(condition: AnyArray, new: AnyArray, old: AnyArray) -> AnyArray:
+    """`new` where a condition of the leading axes holds, else `old`.
+
+    So a `while` keeps what ended, whose test is one for each example of a `vmap`: JAX's
+    primitive takes it, which `jax.lax.while_loop` does not (jax 0.10 to 0.12).
+    """
+    axes = range(condition.ndim)
+    whole = jax.lax.broadcast_in_dim(condition, new.shape, axes)
+    return jax.lax.select(whole, new, old)
+
+
 def constants_as_inputs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Sequence[AnyArray]]:
     """A program that holds no arrays, and those that it is given first instead.
 

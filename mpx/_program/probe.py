@@ -45,6 +45,7 @@ from .equations import (
     constants_as_inputs,
     program_of,
     sub_jaxprs,
+    where_leading,
 )
 from .flow import Location
 from .primitives import properties
@@ -357,8 +358,6 @@ def _in_while(
     body_sub, test_sub = subs
     params = equation.params
     n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
-    if aval_of(test_sub.jaxpr.outvars[0]).shape:  # of `vmap`: for JAX's lowering only
-        return _operation(equation, operands, probe, place)
     for_test = [v.array for v in operands[:n_test]]
     inside = operands[n_test:]
     avals = [aval_of(v) for v in body_sub.jaxpr.invars]
@@ -373,12 +372,19 @@ def _in_while(
     kept = {key: x for key, x in zeros.items() if probe.join(x, x) is not None}
     test = ClosedJaxpr(test_sub.jaxpr, list(test_sub.consts))
 
+    def are_going_on(carry: Sequence[AnyArray]) -> AnyArray:
+        return jaxpr_as_fun(test)(*for_test, *carry)[0]
+
     def is_going_on(state: PyTree) -> AnyArray:
-        return jaxpr_as_fun(test)(*for_test, *state[0])[0]
+        going = are_going_on(state[0])
+        return jnp.any(going) if going.ndim else going
 
     def turn(state: PyTree) -> tuple[list[AnyArray], list[PyTree]]:
         carry, before = state
         results, now = made([*fixed, *carry])
+        if aval_of(test_sub.jaxpr.outvars[0]).shape:
+            going, pairs = are_going_on(carry), zip(results, carry, strict=True)
+            results = [where_leading(going, new, old) for new, old in pairs]
         keys = zip(kept, before, strict=True)
         return results, [probe.join(old, now[key]) for key, old in keys]
 

@@ -125,3 +125,21 @@ def test_micro_batches_are_a_loop():
     report = step(w, x)
     assert report.first.primitive == "log" and report.rows == (5,)
     assert report.first.inside == ("scan, turn 1 of 4",)  # of every four rows
+
+
+def test_a_while_loop_that_ends_for_each_example_apart_is_gone_into():
+    def grow(w, x, turns):
+        def turn(state):
+            i, h = state
+            return i + 1, 10.0 * (h @ w)
+
+        return jax.lax.while_loop(lambda state: state[0] < turns, turn, (0, x))[1]
+
+    def loss(b, w, x):
+        grown = jax.vmap(grow, (None, 0, 0))(w, x, jnp.array([1, 2, 5]))
+        return jnp.sum(b) * jnp.max(jax.lax.stop_gradient(grown))
+
+    args = jnp.ones(2), jnp.eye(4), jnp.full((3, 4), 0.1)
+    blame = mpx.blame(loss, mpx.NoLossScaling(), use_mixed_precision=False, above=500.0)
+    first = blame(*args).first
+    assert (first.primitive, first.inside) == ("mul", ("while, turn 3",))

@@ -296,6 +296,27 @@ def test_the_turns_of_a_while_loop_are_counted_together():
 
 
 @pytest.mark.slow
+def test_a_while_loop_that_ends_for_each_example_apart_is_looked_into():
+    def grow(w, x, limit, key):
+        def turn(state):
+            h, key = state
+            return h @ w, jax.random.split(key)[0]
+
+        return jax.lax.while_loop(lambda s: jnp.max(s[0]) < limit, turn, (x, key))
+
+    def many(w, x, limits, keys):
+        return jax.vmap(grow, (None, 0, 0, 0))(w, x, limits, keys)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    args = (2 * jnp.eye(4), jnp.ones((3, 2, 4)), jnp.array([3.0, 9.0, 33.0]), keys)
+    (result, keys), seen = monitor(many, "float16")(*args)
+    wanted, wanted_keys = many(*args)
+    np.testing.assert_array_equal(result, wanted)
+    assert (keys == wanted_keys).all()
+    assert [row.kind for row in seen.rows] == ["input", "weight"]
+    assert seen.rows[0].amax == 32.0
+
+
 def test_operands_are_seen_before_a_recipe_quantizes_them():
     """So what is counted is what the recipe's own amaxes say."""
     w, x = weights(), data()
