@@ -9,12 +9,13 @@ operand has; casts that the program asks for are respected; a program within the
 names such a primitive, with `Precision.DECLARED`, keeps autocast out of it.
 """
 
+import contextlib
 import dataclasses
 import enum
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -203,13 +204,33 @@ class Rule:
             is_whole = isinstance(arrays, tuple | list) and len(arrays) == len(operands)
             if is_whole and isinstance(params, Mapping):
                 return arrays, dict(params)
-        raise TypeError(
-            f"The function `{_name(rewrite)}` that is `precision` of `mpx.Rule` must "
-            "return the operands and the parameters of the operation; got "
-            f"{describe(given)} for {candidate.primitive} with {len(operands)} "
-            "operands. To leave it as it is: `return operands, "
-            "candidate.equation.params`."
+        raise self._refused(
+            candidate, f"{describe(given)} for {len(operands)} operands"
         )
+
+    def _refused(self, candidate: Candidate, got: str) -> TypeError:
+        """The error for what the user's function made of an operation."""
+        return TypeError(
+            f"The function `{_name(self.precision)}` that is `precision` of `mpx.Rule` "
+            "must return the operands and the parameters of the operation "
+            f"{candidate.primitive}; got {got}. To leave it as it is: "
+            "`return operands, candidate.equation.params`."
+        )
+
+    @contextlib.contextmanager
+    def _binding(self, candidate: Candidate) -> Iterator[None]:
+        """Says of an error whose operands and parameters they were."""
+        try:
+            yield
+        except Exception as error:
+            refused = f"what JAX refuses: {type(error).__name__}: {error}"
+            raise self._refused(candidate, refused.rstrip(". ")) from error
+
+    def _check_shape(self, candidate: Candidate, got: Any, wanted: Any) -> None:
+        """Raises if a result has not the shape that the program goes on with."""
+        if got.shape != wanted.shape:
+            shapes = f"a result of shape {got.shape} in place of {wanted.shape}"
+            raise self._refused(candidate, shapes)
 
     def _holds_for_primitive(self, name: str) -> bool:
         """Whether the condition on the primitive holds."""

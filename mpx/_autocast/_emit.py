@@ -230,10 +230,11 @@ def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
     operands = [v.array for v in case.operands]
     arrays, params = rule._rewritten(case.candidate, operands)
     equation = case.equation.replace(params=params)
+    with rule._binding(case.candidate):
+        bound = bind_equation(equation, *arrays)
     results = []
-    for x, variable in zip(
-        bind_equation(equation, *arrays), case.equation.outvars, strict=True
-    ):
+    for x, variable in zip(bound, case.equation.outvars, strict=True):
+        rule._check_shape(case.candidate, x, aval_of(variable))
         if not (is_castable(aval_of(variable)) and is_castable(jax.typeof(x))):
             declared_dtype = aval_of(variable).dtype
             if x.dtype != declared_dtype:

@@ -7,11 +7,11 @@ to the precision that was chosen, the kernel's where there is one.
 
 import dataclasses
 import functools
-from typing import Any
 
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
+from .._errors import describe
 from .._fused_operation import FusedOperation, innermost_operation
 from .._program import (
     PrimitiveClass,
@@ -146,10 +146,15 @@ def _cast(case: Case, operands: list[Value], choice: Choice) -> list[AnyArray]:
 
 def _rewritten_by(rule: Rule, case: Case, operands: list[Value]) -> list[Value]:
     """What a function of the user's makes of it: operands and the operation."""
-    rewrite: Any = rule.precision
     factors = [v.array for v in case.operands]
-    arrays, params = rewrite(case.candidate, factors)
+    arrays, params = rule._rewritten(case.candidate, factors)
+    operation = params.get("operation")
+    if not isinstance(operation, FusedOperation):
+        raise rule._refused(case.candidate, f"{describe(operation)} as `operation`")
     rest = [v.array for v in operands[len(factors) :]]
     with noted(case.name, Choice(PrimitiveClass.HALF, Reason.RULE, rule=rule)):
-        bound = params["operation"].bind([*arrays, *rest], case.settings.target)
+        with rule._binding(case.candidate):
+            bound = operation.bind([*arrays, *rest], case.settings.target)
+        for x, variable in zip(bound, case.equation.outvars, strict=True):
+            rule._check_shape(case.candidate, x, aval_of(variable))
         return list(map(computed, bound))

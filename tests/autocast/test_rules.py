@@ -190,8 +190,46 @@ def test_a_function_may_rewrite_an_equation(inputs):
 )
 def test_a_rewrite_gives_operands_and_parameters(inputs, rewrite):
     rules = Rules(Rule(rewrite, primitive="dot_general"))
-    with pytest.raises(TypeError, match="must return the operands and.*dot_general wi"):
+    with pytest.raises(
+        TypeError, match="must return the operands and.*dot_general; got"
+    ):
         mpx.autocast(model, rules=rules)(*inputs)
+
+
+def of_parameters(change):
+    def junk_rule(candidate, operands):
+        return operands, change(dict(candidate.equation.params))
+
+    return junk_rule
+
+
+def of_operands(change):
+    def junk_rule(candidate, operands):
+        return [change(x) for x in operands], candidate.equation.params
+
+    return junk_rule
+
+
+@pytest.mark.parametrize("primitive", ["dot_general", "dot_product_attention"])
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        of_parameters(lambda params: {}),
+        of_parameters(lambda params: dict.fromkeys(params, "junk")),
+        of_parameters(lambda params: None),
+        of_operands(lambda x: None),
+        of_operands(lambda x: jnp.ones(3)),
+        of_operands(lambda x: x[:1]),
+    ],
+)
+def test_what_a_rewrite_makes_and_jax_refuses_names_the_function(primitive, rewrite):
+    def attend(w, q):
+        return jnp.sum(mpx.nn.dot_product_attention(q @ w, q, q))
+
+    made = mpx.autocast(attend, rules=Rules(Rule(rewrite, primitive=primitive)))
+    said = f"function `junk_rule` that is `precision` of `mpx.Rule`.* {primitive}; got "
+    with pytest.raises(TypeError, match=said):
+        made(jnp.ones((4, 4)), jnp.ones((2, 8, 2, 4)))
 
 
 def test_a_rule_that_holds_for_nothing(inputs):
