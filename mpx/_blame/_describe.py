@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._autocast import Note, read_note
 from .._inspect import function_path, line_text, scope_path, user_frame
-from .._program import Location, ScopeEntry, scopes
+from .._program import Location, ScopeEntry, properties, scopes
 from ._badness import Range
 from ._descend import Found
 from ._level import Step, is_same_numbers, operands_of
@@ -189,6 +189,7 @@ def _domain(found: Found, operands: Sequence[Range], made: Sequence[Range]) -> s
     is_negative = bool(operands) and operands[0].least < 0
     if step.primitive in ("sqrt", "rsqrt", "pow", *_LOGARITHMS) and is_negative:
         return f"of a negative number, {operands[0].least:.3g}"
-    if step.primitive == "dot_general" and made and not any(o.bad for o in operands):
+    is_product = properties(step.primitive).is_quantizable
+    if is_product and made and not any(o.bad for o in operands):
         return "the product overflows, or its sum does"
     return ""

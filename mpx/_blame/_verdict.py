@@ -12,6 +12,7 @@ from .._autocast import autocast, recomputing, with_rule
 from .._grad import Options, gradient_function
 from .._loss_scaling import AbstractLossScaling, StaticLossScaling
 from .._policy import Policy
+from .._program import PRIMITIVES, properties
 from .._rules import Precision, Rule
 from .._settings import settings_of, unwrapped
 from ._replay import Gradient, Replay, replayed
@@ -110,8 +111,7 @@ def curing_rule(step: StepOf, culprits: Sequence[Culprit]) -> Rule | None:
 def _rules(culprits: Sequence[Culprit], settings: Any) -> Iterator[Rule]:
     first = culprits[0] if culprits else None
     if first is not None and first.primitive not in ("input", "constant"):
-        is_product = first.primitive in ("dot_general", "conv_general_dilated")
-        if settings.recipes and is_product:
+        if settings.recipes and properties(first.primitive).is_quantizable:
             yield Rule(
                 Precision.HALF, primitive=first.primitive, scope=first.scope or None
             )
@@ -124,7 +124,9 @@ def _rules(culprits: Sequence[Culprit], settings: Any) -> Iterator[Rule]:
         if first.scope:
             yield Rule(Precision.FULL, scope=first.scope)
         if first.primitive == "convert_element_type":  # a cast, for a product mostly
-            yield Rule(Precision.FULL, primitive="dot_general")
+            products = [n for n, known in PRIMITIVES.items() if known.is_quantizable]
+            for product in products:
+                yield Rule(Precision.FULL, primitive=product)
     yield Rule(Precision.FULL, primitive="*")
 
 

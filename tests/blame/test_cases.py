@@ -143,3 +143,33 @@ def test_a_while_loop_that_ends_for_each_example_apart_is_gone_into():
     blame = mpx.blame(loss, mpx.NoLossScaling(), use_mixed_precision=False, above=500.0)
     first = blame(*args).first
     assert (first.primitive, first.inside) == ("mul", ("while, turn 3",))
+
+
+def by_experts(x, w):
+    return jax.lax.ragged_dot(x, w, sizes_of([6, 6]))
+
+
+def by_window(x, w):
+    numbers = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(
+        x[None], w[:1], (1,), "VALID", dimension_numbers=numbers
+    )[0]
+
+
+@pytest.mark.parametrize("product", [lambda x, w: x @ w[0], by_experts, by_window])
+def test_half_precision_is_tried_for_each_product_that_a_recipe_quantizes(product):
+    def loss(model, x):
+        with jax.named_scope("large"):
+            h = product(x, model["w"])
+        return jnp.mean((h.astype(jnp.float32) * 1e-5) @ model["head"])
+
+    # Of eight bits 1.07 is 1.125, and the sum beyond the largest number of float16.
+    x = jnp.full((12, 128), 1.07).at[:, 0].set(1.75)
+    model = {"w": jnp.full((2, 128, 128), 464.0), "head": jnp.ones((128, 32))}
+    recipe = mpx.Float8CurrentScaling()
+    made = mpx.autocast(loss, "float16", recipe=recipe)
+    scaling = mpx.init_scaling(made, model, x).with_loss(mpx.StaticLossScaling(1.0))
+    report = mpx.blame(made, scaling)(model, x)
+    assert report.rule is not None
+    assert report.rule.precision is mpx.Precision.HALF
+    assert report.rule.primitive == report.first.primitive
