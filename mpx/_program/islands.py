@@ -101,12 +101,14 @@ def parts(
         may_join: Whether an equation may be part of an island, if it is cheap.
 
     Returns:
-        Islands and equations, each after those that it needs.
+        Islands and equations, each after those that it needs; the equations as they
+        are, if there is no such order.
     """
     groups, copied = _groups(jaxpr, {*fixed, *jaxpr.constvars}, may_join)
     if all(isinstance(group, int) for group in groups):
         return list(jaxpr.eqns)
-    return list(_in_order(jaxpr, groups, copied))
+    ordered = _in_order(jaxpr, groups, copied)
+    return list(jaxpr.eqns) if ordered is None else ordered
 
 
 def _variables(equation: JaxprEqn) -> list[Var]:
@@ -180,8 +182,11 @@ def _groups(
 
 def _in_order(
     jaxpr: Program, groups: Sequence[int | list[int]], copied: Collection[int]
-) -> Iterator[JaxprEqn | Island]:
-    """Islands and equations, as near to the order of the program as can be."""
+) -> list[JaxprEqn | Island] | None:
+    """Islands and equations, as near to the order of the program as can be.
+
+    None if a path leaves an island and comes back.
+    """
     maker = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
     units = [[group] if isinstance(group, int) else group for group in groups]
     islands = [not isinstance(group, int) for group in groups]
@@ -203,15 +208,21 @@ def _in_order(
     for first, second in _effects(jaxpr):
         needs[unit_of[second]].add(unit_of[first])
     firsts = [positions[0] for positions in units]
-    for n in _sorted(firsts, needs, _reachable(roots, needs)):
+    live = _reachable(roots, needs)
+    order = _sorted(firsts, needs, live)
+    if len(order) < len(live):
+        return None
+    found: list[JaxprEqn | Island] = []
+    for n in order:
         equations = tuple(jaxpr.eqns[i] for i in whole[n])
         if islands[n]:
             # Not of copies: who needs those outside has them from the original.
             made = (v for i in units[n] for v in jaxpr.eqns[i].outvars)
             outputs = tuple(v for v in made if v in used)
-            yield Island(equations, tuple(_inputs(equations)), outputs)
+            found.append(Island(equations, tuple(_inputs(equations)), outputs))
         else:
-            yield equations[0]
+            found.append(equations[0])
+    return found
 
 
 def _with_copies(
@@ -240,8 +251,8 @@ def _inputs(equations: Sequence[JaxprEqn]) -> list[Var]:
 
 def _sorted(
     firsts: Sequence[int], needs: Sequence[set[int]], live: Collection[int]
-) -> Iterator[int]:
-    """Units that are live, each after those that it needs.
+) -> list[int]:
+    """Units that are live, each after those that it needs; not those of a circle.
 
     Of what could come next, what stands first in the program: XLA's schedule begins
     from this order, and what is computed early is kept for long.
@@ -253,16 +264,15 @@ def _sorted(
             unlocks[other].append(n)
     ready = [(firsts[n], n) for n in live if not missing[n]]
     heapq.heapify(ready)
-    done = 0
+    order: list[int] = []
     while ready:
         _, n = heapq.heappop(ready)
-        done += 1
-        yield n
+        order.append(n)
         for other in unlocks[n]:
             missing[other] -= 1
             if not missing[other]:
                 heapq.heappush(ready, (firsts[other], other))
-    assert done == len(live), "a path leaves an island and comes back"
+    return order
 
 
 def _reachable(roots: Iterable[int], needs: Sequence[set[int]]) -> set[int]:
