@@ -195,10 +195,11 @@ def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
         f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` found no product of "
         f"data with a weight to quantize. Weights are the arrays of "
         f"{places if weights else 'the function itself'}; arrays that a function "
-        "closes over are constants. Products with a single vector are left alone: put "
-        "`jax.vmap` inside of `mpx.autocast`. So is what stands in a function with a "
-        "derivative rule of its own, and what is float64. `mpx.explain` of the "
-        "function without the recipe shows its products."
+        "closes over are constants. A weight that is divided by something of the data "
+        "is data: divide the product by it. Products with a single vector are left "
+        "alone: put `jax.vmap` inside of `mpx.autocast`. So is what stands in a "
+        "function with a derivative rule of its own, and what is float64. "
+        "`mpx.explain` of the function without the recipe shows its products."
     )
 
 

@@ -463,6 +463,19 @@ def test_ragged_products_that_are_left_alone():
     assert "not quantized: a ragged product of other things" in report.table(width=None)
 
 
+def test_a_weight_divided_by_something_of_the_data_is_no_weight(square):
+    w, x = square[0][0], square[1]
+
+    def norm(w, x):  # of the weight in the direction of the data
+        return jnp.linalg.norm(jnp.mean(x, 0) @ w)
+
+    before = mpx.autocast(lambda w, x: x @ (w / norm(w, x)), recipe=CURRENT)
+    with pytest.raises(ValueError, match="of the data is data: divide the product by"):
+        before(w, x)
+    after = mpx.autocast(lambda w, x: (x @ w) / norm(w, x), recipe=CURRENT)
+    assert len(quantized(after, w, x)) == 1
+
+
 def test_nothing_to_quantize_is_an_error(square):
     w, x = square[0][0], square[1]
     sums = mpx.autocast(lambda w, x: jnp.sum(x) * jnp.sum(w), recipe=CURRENT)
