@@ -223,3 +223,22 @@ def test_gradient_of_a_weight_used_64_times(loss, order):
     assert grads.dtype == np.float32
     # Inputs are rounded once; sums in bfloat16 would be off by ten times as much.
     assert relative_error(grads, expected) <= 6e-4
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**15, 2.0**24])
+def test_no_loss_scale_saves_what_underflows_forward_in_float16(scale):
+    def loss(w, x):
+        return jnp.sum(jnp.log(1e-9 + jnp.square(x @ w) * 1e16))
+
+    def grads(loss):
+        return mpx.filter_grad(loss, mpx.StaticLossScaling(scale))(w, x).grads
+
+    w, x = jnp.full((4, 4), 1e-4), jnp.full((2, 4), 1e-5)
+    exact = jax.grad(loss)(w, x)
+    assert exact.all() and not grads(mpx.autocast(loss, "float16")).any()
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, primitive="dot_general"))
+    for cure in (
+        mpx.autocast(loss, "bfloat16"),
+        mpx.autocast(loss, "float16", rules=rules),
+    ):
+        np.testing.assert_allclose(grads(cure), exact, rtol=0.02)
