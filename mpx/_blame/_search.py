@@ -228,6 +228,9 @@ class Search:
         found = []
         for number in chosen:
             own = self.level.steps[number].results
+            if any(v in own and v in ends for v in results):
+                found.append(number)  # it is itself what is bad in the end
+                continue
             switches = np.array([v not in own for v in results])
             bits = run(np.concatenate([cures, switches])).bits
             if _any_bad(bits, others):

@@ -94,6 +94,18 @@ def test_an_operation_of_the_function_that_a_checkpoint_repeats_is_recompute(way
     assert (first.primitive, first.phase) == ("exp", "recompute")
 
 
+def in_branch(h):
+    total = lambda h: jnp.sum(jnp.log(h))  # noqa: E731
+    return jax.lax.cond(h[0] < 1, total, jnp.sum, h)
+
+
+@pytest.mark.parametrize("f", [lambda h: jnp.log(h[0]), in_branch])
+def test_a_fault_that_makes_the_loss_itself_is_forward(f):
+    report = mpx.blame(mpx.autocast(f), mpx.NoLossScaling())(ZERO)
+    assert [c.phase for c in report.culprits] == ["forward", "backward"]
+    assert report.first.primitive == "log"
+
+
 def test_a_fault_of_the_function_comes_before_one_of_the_gradient():
     f = lambda h: jnp.sum(jnp.sqrt(h)) + jnp.sum(jnp.log(h - 1.0))  # noqa: E731
     assert first_of(f, ZERO).primitive == "log"
