@@ -115,16 +115,17 @@ def blamed(step: StepOf, above: float | None) -> BlameReport:
     replay, scale = step.replay(), loss_scale_of(step.scaling)
     name = getattr(step.func, "__name__", None) or type(step.func).__name__
     nothing = BlameReport(name, Verdict.NOTHING, (), (), scale, None, (), _NOTHING)
-    concern = replay.bad_places(above)
-    if above is not None and not replay.bad_places():
+    bad = replay.bad_places()
+    if above is not None and not bad:
         culprits = _culprits(step, replay, above)
         advice = f"The step is finite. What is above {above:g} begins here."
+        none = f"{_NOTHING} Nothing is above {above:g}."
         return dataclasses.replace(
-            nothing, culprits=culprits, advice=advice if culprits else _NOTHING
+            nothing, culprits=culprits, advice=advice if culprits else none
         )
-    if not concern:
+    if not bad:
         return nothing
-    places = tuple(replay.places[i] for i in sorted(concern))
+    places = tuple(replay.places[i] for i in sorted(bad))
     found = dataclasses.replace(nothing, places=places)
 
     def told(step: StepOf, replay: Replay, **fields: Any) -> BlameReport:

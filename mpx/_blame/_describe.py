@@ -154,7 +154,9 @@ def _reason(found: Found, kind: str, above: float | None) -> str:
     cause = found.cause
     if not cause.results:
         what = "an input of the step" if cause.step is None else "a constant"
-        return f"it is {what} that is not finite"
+        is_finite = above is not None and not any(one.bad for one in cause.made)
+        how = f"above {above:g}" if is_finite else "not finite"
+        return f"it is {what} that is {how}"
     operands, made = cause.ranges, cause.made
     if above is not None and kind == "large":
         return f"a number above {above:g}"

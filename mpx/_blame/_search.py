@@ -111,6 +111,8 @@ class Search:
         if self.above is not None:
             # With a limit all that is bad is told, so nothing is cured.
             cures = ~cures
+            held = [v for v in level.constants if is_bad(bits, v)]
+            sources = self._held(held, inputs)[:_NAMED]
         elif cures.size:
             before, bits = bits, run(cures).bits
             mended = [v for v in ends if is_bad(before, v) and not is_bad(bits, v)]
@@ -136,8 +138,13 @@ class Search:
             switches[i] = False
             if _any_bad(run(switches).bits, ends):
                 found.append(site)
-        causes, level = [], self.level
         named = (found or sites)[:_NAMED]
+        return self._held([v for v in named if v in constants], named)
+
+    def _held(self, constants: list[int], values: list[int]) -> list[Cause]:
+        """Causes that no operation made: constants, and inputs among the others."""
+        causes, level = [], self.level
+        named = list(dict.fromkeys([*constants, *values]))
         measure = [site for site in named if _is_measured(level.aval(site))]
         sizes = self._compiled((), (), measure)(np.zeros(0, bool)).sizes
         for site in named:

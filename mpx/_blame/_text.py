@@ -34,6 +34,8 @@ def text_of(report: Content) -> str:
 def head(report: Content, *, all_places: bool = False) -> str:
     """What is bad, in a line."""
     scale = f"loss scale {report.loss_scale:g}"
+    if not report.places and report.culprits:
+        return f"finite, {scale}, with large numbers"
     if not report.places:
         return f"nothing is bad in the replay, {scale}"
     shown = report.places if all_places else report.places[:4]

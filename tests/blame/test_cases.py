@@ -107,6 +107,32 @@ def test_a_value_that_is_finite_and_too_large_is_named_on_request():
     assert nothing.first is None
 
 
+@pytest.mark.parametrize("above", [1e3, 2e4, 3.9e4])
+@pytest.mark.parametrize("where", ["input", "weight", "constant", "literal"])
+def test_what_is_given_above_a_limit_is_told(where, above):
+    """And does not hide what stands behind it: the limit may be any below."""
+    large = jnp.full(4, 4e4)
+    w = jnp.full((4, 4), 4e4 if where == "weight" else 1.0)
+    x = large if where == "input" else jnp.ones(4)
+
+    def loss(w, x):
+        h = 1e-5 * (x @ w)
+        if where == "constant":
+            h = h + large
+        return jnp.sum(1e-9 * (h * 4e4 if where == "literal" else h))
+
+    blame = mpx.blame(loss, mpx.NoLossScaling(), use_mixed_precision=False, above=above)
+    report = blame(w, x)
+    first = "constant" if where in ("constant", "literal") else "input"
+    assert report.first.primitive == first
+    assert report.first.reason.endswith(f"above {above:g}")
+    names = {"input": ("args[1]",), "weight": ("args[0]",)}
+    assert report.first.parameters == names.get(where, ())
+    assert str(report).startswith(
+        "blame loss: finite, loss scale 1, with large numbers"
+    )
+
+
 def test_two_independent_faults_are_both_named():
     def loss(w, x):
         return jnp.sum(jnp.log(x[0]) * w[0]) + jnp.sum(jnp.sqrt(x[1]) * w[1])
