@@ -80,7 +80,10 @@ from ._optimizer import skip_nonfinite as skip_nonfinite
 from ._stored_weights import quantize_weights as quantize_weights
 from ._stored_weights import dequantize_weights as dequantize_weights
 from ._stored_weights import StoredWeight as StoredWeight
-from ._master_weights import master_weights as master_weights
+from ._master_weights import (
+    full_weights as full_weights,
+    master_weights as master_weights,
+)
 from ._check import check as check
 from ._guard import guard as guard
 from ._inspect import explain as explain
@@ -175,6 +178,7 @@ __all__ = [
     "quantize_weights",
     "dequantize_weights",
     "StoredWeight",
+    "full_weights",
     "master_weights",
     "check",
     "guard",

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ._autocast import call_autocast, is_switched_off, new_programs
+from ._autocast import Programs, call_autocast, is_switched_off
 from ._cast import cast_of_inputs
 from ._dtypes import is_half
 from ._settings import (
@@ -62,7 +62,7 @@ def with_ambient_recipe(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
         ValueError: When called: the recipe has a state, or finds nothing to quantize.
     """
     # One store for all calls, so that JAX finds again what it has compiled.
-    programs = new_programs()
+    programs = Programs()
 
     @functools.wraps(method)
     def call(self: object, x: object, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -102,7 +102,7 @@ def call_with_ambient(func: Callable[..., PyTree], *args: PyTree) -> PyTree:
     settings = dataclasses.replace(
         settings, recipe=recipe, is_enabled=settings.is_enabled and is_asked_for
     )
-    return call_autocast(settings, (), new_programs(), func, args, {})
+    return call_autocast(settings, (), Programs(), func, args, {})
 
 
 def in_contexts(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -111,7 +111,7 @@ def in_contexts(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     Outside of them it is as it was written. All products of weights in them are
     quantized, the final projection, too, as by layers on their own.
     """
-    programs = new_programs()
+    programs = Programs()
     weights = () if any(map(eqx.is_array, jax.tree.leaves(func))) else (0,)
 
     @wraps(func)

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from ._cast import cast_leaf
@@ -53,7 +54,8 @@ class MasterWeightsState(NamedTuple):
     """The state of `master_weights`.
 
     Attributes:
-        masters: Like the weights, in float32; None for weights that have no copy.
+        masters: Like the weights, in float32; None for weights that have no copy. For
+            all of the model see `full_weights`.
         inner_state: The state of the inner optimizer.
     """
 
@@ -215,6 +217,57 @@ def master_weights(optimizer: Any) -> MasterWeights:
         return new, MasterWeightsState(moved, inner)
 
     return MasterWeights(init, update)
+
+
+def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
+    """A model with the masters in the place of the weights that have one.
+
+    For what needs all digits: a running average, a checkpoint to go on from in another
+    precision. `masters` itself has None for float32 biases and norms, which frameworks
+    take for a layer without them.
+
+    Args:
+        model: The model, or its parameters, as the optimizer's `init` got them; leaves
+            that are no weights stay as they are.
+        opt_state: The optimizer's state, with that of `master_weights` anywhere in it:
+            in a chain, a `MultiSteps`, several in `optax.multi_transform`.
+
+    Returns:
+        The model, weights in float32 where there is a master.
+
+    Raises:
+        ValueError: A weight in half precision or in 8 bits has no master, or one of
+            another shape.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx, optax
+        >>> model = {"w": jnp.ones(2, jnp.bfloat16), "bias": jnp.zeros(1)}
+        >>> tx = mpx.master_weights(optax.adam(1e-3))
+        >>> whole = mpx.full_weights(model, tx.init(model))
+        >>> whole["w"].dtype, whole["bias"].dtype
+        (dtype('float32'), dtype('float32'))
+    """
+    is_state = lambda node: isinstance(node, MasterWeightsState)  # noqa: E731
+    states = filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state))
+    masters: dict[str, Any] = {}
+    for state in states:
+        found = jax.tree_util.tree_leaves_with_path(state.masters)
+        masters |= {path_text(path): master for path, master in found}
+
+    def full(path: KeyPath, leaf: Any) -> Any:
+        if not _has_master(leaf):
+            return leaf
+        master = masters.get(path_text(path))
+        if master is None or master.shape != leaf.shape:
+            raise ValueError(
+                "`mpx.full_weights(model, opt_state)` needs the state of an optimizer "
+                f"with {_CALL} that is of this model; got {describe(leaf)}"
+                f"{at_path(path_text(path))}, and for it "
+                f"{'no master' if master is None else describe(master)}."
+            )
+        return master
+
+    return jax.tree_util.tree_map_with_path(full, model, is_leaf=is_stored)
 
 
 def _is_leaf(node: object) -> bool:

@@ -131,8 +131,7 @@ class Guard:
                 f"computed with each ({describe(leaf)} came of a boolean that is there "
                 "to notice). Compute with what they stand for: "
                 "`mpx.dequantize_weights(model)`, `quantized.dequantize()`, or for a "
-                "running average of weights their float32 copies, "
-                "`opt_state.masters` of `mpx.master_weights`."
+                "running average of weights `mpx.full_weights(model, opt_state)`."
             )
         return cls(leaf)
 

@@ -19,7 +19,7 @@ from ._call import (
     is_marked as is_marked,
     is_switched_off as is_switched_off,
 )
-from ._context import new_programs as new_programs
+from ._context import Programs as Programs
 from ._notes import (
     IslandNote as IslandNote,
     Note as Note,

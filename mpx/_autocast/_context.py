@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import enum
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -296,12 +296,18 @@ class Place:
         return dataclasses.replace(self, settings=settings)
 
 
-Programs = MutableMapping[Any, dict[Any, Any]]
+class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
+    """A store for rewritten programs, each as long as the one it was made from.
 
+    Pickled or copied it is empty: so a function that autocast made may be sent to
+    another process (Ray, Dask, joblib).
+    """
 
-def new_programs() -> Programs:
-    """A store for rewritten programs, each as long as the one it was made from."""
-    return weakref.WeakKeyDictionary()
+    def __reduce__(self) -> tuple:
+        return Programs, ()
+
+    def __deepcopy__(self, memo: object) -> "Programs":
+        return Programs()
 
 
 # In `Run.used`, before a recipe: it left a product alone for this reason only.
@@ -356,7 +362,7 @@ class Run:
         self.needs_parameters = settings.rules._needs_parameters or self.has_slots
         self.demands: dict[Any, Any] = {}
         self.islands: dict[Any, Any] = {}
-        self.programs = new_programs() if programs is None else programs
+        self.programs = Programs() if programs is None else programs
         self.used: set[Any] = set()
         self.parameters: set[str] = set()
         self.traced: tuple[weakref.ref[AnyArray], ...] = ()

@@ -42,7 +42,7 @@ from ._call import (
     is_switched_off,
     region_of_switched_off,
 )
-from ._context import new_programs
+from ._context import Programs
 
 _CALL = "`mpx.autocast`"
 
@@ -340,7 +340,7 @@ def _wrapped(
     func: Callable[..., PyTree], told: Settings, weights: Weights, is_said: bool
 ) -> Callable[..., PyTree]:
     # One store for all calls, so that JAX finds again what it has compiled.
-    programs = new_programs()
+    programs = Programs()
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:

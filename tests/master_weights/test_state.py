@@ -307,3 +307,54 @@ def test_noise_that_is_added_to_updates_is_refused():
     for step_of in (step, jax.jit(step)):
         with pytest.raises(ValueError, match="added to that weight alone"):
             step_of(weights, tx.init(weights), jnp.zeros(4, jnp.bfloat16))
+
+
+def with_bias(seed=0):
+    """A model with a bias and a norm in float32, as mixed models have them."""
+    model = eqx.nn.Sequential(
+        [eqx.nn.Linear(4, 4, key=jax.random.key(seed)), eqx.nn.LayerNorm(4)]
+    )
+    where = lambda m: m[0].weight  # noqa: E731
+    return eqx.tree_at(where, model, where(model).astype(jnp.bfloat16))
+
+
+FULL = {
+    "alone": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "labels": lambda tx: optax.partition(
+        {"matrix": tx, "rest": mpx.master_weights(optax.sgd(0.1))},
+        lambda tree: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "rest", tree),
+    ),
+    "hyperparameters": lambda tx: optax.inject_hyperparams(
+        lambda rate: mpx.master_weights(optax.sgd(rate))
+    )(rate=0.1),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full_weights_are_a_whole_model(name):
+    """Those of masters alone have no biases, and Equinox takes None for it."""
+    model, tx = with_bias(), FULL[name](mpx.master_weights(optax.sgd(1e-4)))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state = tx.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, state = tx.update(grads, state, params)
+    model = eqx.apply_updates(model, updates)
+    full = mpx.full_weights(model, state)
+    assert full[0].weight.dtype == jnp.float32 and full[0].bias is model[0].bias
+    assert full[1].weight is model[1].weight
+    assert same_bits(full[0].weight.astype(jnp.bfloat16), model[0].weight)
+    assert not same_bits(full[0].weight, model[0].weight.astype(jnp.float32))
+    assert full(jnp.ones(4)).shape == (4,)
+
+
+def test_full_weights_want_the_state_of_the_model():
+    model = with_bias()
+    with pytest.raises(ValueError, match=r"bfloat16\[4,4\].*no master"):
+        mpx.full_weights(model, optax.sgd(0.1).init(model))
+    stored = mpx.quantize_weights({"w": jnp.ones((32, 32)), "b": jnp.ones(4)})
+    state = mpx.master_weights(optax.sgd(0.1)).init(stored)
+    assert mpx.full_weights(stored, state)["w"].dtype == jnp.float32
+    with pytest.raises(ValueError, match="no master"):
+        mpx.full_weights(stored, ())
+    assert mpx.full_weights({"w": jnp.ones(2)}, ())["w"].dtype == jnp.float32
