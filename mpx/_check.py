@@ -71,7 +71,10 @@ def check(
         )
     in_a_row = int(record.skipped_in_a_row)
     if bool(record.halted):
-        reason = "the limit given to `mpx.optimizer_step` was exceeded and it halted"
+        reason = (
+            "the limit given to `mpx.optimizer_step` was exceeded and it halted, until "
+            "`scaling.resumed()`"
+        )
     elif max_skipped_in_a_row is not None and in_a_row > max_skipped_in_a_row:
         reason = f"more than {max_skipped_in_a_row} steps in a row were skipped"
     else:

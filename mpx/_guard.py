@@ -39,7 +39,9 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
       fewer, of records or of objects, and in Python's floats and decimals;
     - a loss scaling, or the state of a recipe, that no run can reach: a scale of 0, a
       negative amax, more steps skipped than made, a scale with which the newest amax
-      would not fit into the format.
+      would not fit into the format;
+    - a run that has halted (`max_skipped_in_a_row` of `mpx.optimizer_step`): it would
+      change nothing after a restart. `scaling.resumed()` lifts it.
 
     All arrays that lie on the same devices are looked at by one compiled program, which
     reads each once and gives one boolean for each; nothing is gathered. Run it when
@@ -214,6 +216,12 @@ def _summed(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
 # --- Not to be reached ----------------------------------------------------------------
 
 
+_HALTED = [
+    "The run has halted, and changes nothing any more: weights are those of the last "
+    "good step. When the cause is mended, `scaling.resumed()` goes on"
+]
+
+
 def _unreachable(state: object) -> list[str]:
     """What is wrong with each loss scaling and each record of steps in a state."""
 
@@ -225,8 +233,10 @@ def _unreachable(state: object) -> list[str]:
         try:
             if isinstance(node, AbstractLossScaling):
                 node._validate()
-            elif isinstance(node, StepRecord):
+                node = node.record
+            if isinstance(node, StepRecord):
                 validate_record(node, StepRecord)
+                reasons += _HALTED * bool(np.any(node.halted))
         except ValueError as error:
             place = f"`{path_text(path)}`: " if path else ""
             reasons.append(f"No run reaches it: {place}{str(error).removesuffix('.')}")

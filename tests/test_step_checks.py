@@ -283,6 +283,15 @@ def test_too_many_skips_halt_the_run():
         with pytest.raises(FloatingPointError, match=r"step 4\b.*halted.*a row: 3"):
             mpx.check(scaling, model)
     assert same_bits(model, halted_model) and same_bits(state, halted_state)
+    # A checkpoint of it would halt after the restart, too.
+    with pytest.raises(FloatingPointError, match=r"has halted.*`scaling.resumed\(\)`"):
+        mpx.guard((model, state, scaling))
+    scaling = mpx.guard(scaling.resumed())
+    mpx.check(scaling, model)
+    assert int(scaling.record.skipped) == 3 and int(scaling.record.steps) == 4
+    result = result_of(gradients(0), scaling, True)
+    model, state, scaling = step(model, optimizer, state, result)
+    assert not same_bits(model, halted_model) and int(scaling.record.steps) == 5
 
 
 def test_check_names_step_scale_and_leaves():

@@ -225,6 +225,19 @@ class AbstractLossScaling(eqx.Module):
         """`with_loss`, of what is one."""
         return loss
 
+    def resumed(self) -> Self:
+        """The state of a run that has halted, with which steps are applied again.
+
+        `mpx.optimizer_step` halts after `max_skipped_in_a_row` skipped steps, and then
+        changes nothing any more, after a restart neither. Call it when the cause is
+        mended. The counts stay, but for steps that were skipped in a row, which begin
+        at 0; so does all else.
+        """
+        record = self.record
+        none = jnp.zeros_like(record.skipped_in_a_row)
+        going = jnp.zeros_like(record.halted)
+        return self._with_record(replaced(record, halted=going, skipped_in_a_row=none))
+
     def amaxes_by_weight(self) -> dict[str, Array]:
         """The newest amaxes that recipes have of each weight; here there are none."""
         return {}
