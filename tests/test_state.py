@@ -1,6 +1,7 @@
 """The state of loss scaling through transforms, copies, files and versions."""
 
 import copy
+import functools
 import pickle
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import msgpack
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -456,3 +458,43 @@ def test_a_mid_run_checkpoint_gives_the_same_training():
         other_w, other = step(other_w, other, x)
     assert_same_bits((other_w, other.state_dict()), (w, scaling.state_dict()))
     assert int(scaling.skipped) == 2
+
+
+def _same_leaves(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
+
+
+def test_flax_restores_the_state_of_a_recipe():
+    """Its class alone does not know the slots; the target does."""
+    mpx.compat.flax.register_serialization()
+
+    @functools.partial(mpx.autocast, recipe=mpx.DelayedScaling(amax_history_len=4))
+    def loss(weights, x):
+        return jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1])
+
+    weights, x = [jnp.ones((16, 16)), jnp.ones((16, 4))], jnp.ones((8, 16))
+    start = mpx.init_scaling(loss, weights, x)
+    scaling = mpx.filter_grad(loss, start)(weights, x).scaling
+    data = flax.serialization.to_bytes({"scaling": scaling})
+    restored = flax.serialization.from_bytes({"scaling": start}, data)["scaling"]
+    assert _same_leaves(restored, scaling) and not _same_leaves(restored, start)
+
+
+@pytest.mark.parametrize("quantizer", [mpx.TensorQuantizer(), mpx.MXFP8Quantizer()])
+def test_flax_restores_stored_weights_and_their_masters(quantizer):
+    mpx.compat.flax.register_serialization()
+    tx = mpx.master_weights(optax.adam(1e-3))
+
+    def made(scale):
+        model = {"w": scale * jax.random.normal(jax.random.key(0), (32, 32))}
+        model = mpx.quantize_weights(model, quantizer)
+        return {"model": model, "opt_state": tx.init(model)}
+
+    data = flax.serialization.to_bytes(made(3.0))
+    assert _same_leaves(flax.serialization.from_bytes(made(1.0), data), made(3.0))
+    others = [mpx.TensorQuantizer(mpx.Format.E5M2), mpx.MXFP8Quantizer()]
+    other = others[quantizer != mpx.MXFP8Quantizer()]
+    other = mpx.quantize_weights({"w": jnp.ones((32, 32))}, other)
+    with pytest.raises(ValueError, match="stored in another way"):
+        flax.serialization.from_bytes({**made(1.0), "model": other}, data)

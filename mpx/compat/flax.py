@@ -13,6 +13,10 @@ but `from_bytes` hands back the dictionary in the place of the loss scaling.
 
 from typing import Any
 
+import jax
+from jaxtyping import PyTree
+
+from .._errors import describe
 from .._loss_scaling import (
     AbstractLossScaling,
     StepRecord,
@@ -20,17 +24,21 @@ from .._loss_scaling import (
     read_record,
     write_record,
 )
+from .._quantize import QuantizedArray
+from .._scaling import RecipeScaling
+from .._stored_weights import StoredWeight
 
 __all__ = ["register_serialization"]
 
 
 def register_serialization() -> None:
-    """Registers every loss scaling and `mpx.StepRecord` with `flax.serialization`.
+    """Registers loss scalings, records of steps and stored weights of mpx with Flax.
 
-    What is written is `state_dict()`, with its kind and its version, so that an older
-    state is migrated and an incomplete or damaged one raises the errors of
-    `from_state_dict`. Of the target that Flax wants for restoring, only the class is
-    used; every field comes from the state, bit for bit.
+    What is written of a scaling is `state_dict()`, with its kind and its version, so
+    that an older state is migrated and an incomplete or damaged one raises the errors
+    of `from_state_dict`. Of the target that Flax wants for restoring, only the class is
+    used, and of a `mpx.RecipeScaling` the slots, as by `with_state`; every field comes
+    from the state, bit for bit. Of stored weights the arrays are written.
 
     A call that is repeated does no harm, and adds the subclasses of
     `mpx.AbstractLossScaling` that were defined since.
@@ -54,6 +62,10 @@ def register_serialization() -> None:
         serialization.register_serialization_state(
             cls, _written, _restored, override=True
         )
+    for cls in (StoredWeight, QuantizedArray):
+        serialization.register_serialization_state(
+            cls, _written_arrays, _restored_arrays, override=True
+        )
     serialization.register_serialization_state(
         StepRecord, write_record, _restored_record, override=True
     )
@@ -64,7 +76,28 @@ def _written(scaling: AbstractLossScaling) -> dict[str, object]:
 
 
 def _restored(target: AbstractLossScaling, state: Any) -> AbstractLossScaling:
+    if isinstance(target, RecipeScaling):
+        return target.with_state(state)
     return type(target).from_state_dict(state)
+
+
+def _written_arrays(node: PyTree) -> dict[str, object]:
+    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(node))}
+
+
+def _restored_arrays(target: PyTree, state: Any) -> PyTree:
+    leaves, tree = jax.tree.flatten(target)
+    found = [state.get(str(i)) for i in range(len(leaves))]
+    types = [
+        [(x.shape, x.dtype) for x in xs if x is not None] for xs in (leaves, found)
+    ]
+    if len(state) != len(leaves) or types[0] != types[1]:
+        raise ValueError(
+            f"`flax.serialization.from_state_dict(target, state)`: {describe(target)} "
+            "is stored in another way than in the state. Make the target as the model "
+            "was made: `mpx.quantize_weights(model, quantizer)`."
+        )
+    return jax.tree.unflatten(tree, found)
 
 
 def _restored_record(target: StepRecord, state: object) -> StepRecord:
