@@ -468,3 +468,44 @@ def test_wrong_arguments_are_named():
                 mpx.optimizer_step(
                     w, optimizer, state, result, max_skipped_in_a_row=limit
                 )
+
+
+@pytest.mark.parametrize("checks", [{}, {"check_gradients": True}])
+@pytest.mark.parametrize("kind", ["float16", "delayed"])
+def test_a_step_that_the_user_skips_is_counted_and_teaches_nothing(kind, checks):
+    """Weights stayed, and growth, histories and counters went on."""
+    options = {"dtype": "float16"} if kind == "float16" else {}
+    if kind == "delayed":
+        options["recipe"] = mpx.DelayedScaling(amax_history_len=4)
+
+    @functools.partial(mpx.autocast, **options)
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w[0]) @ w[1])
+
+    optimizer = optax.adam(RATE)
+    w, x = [jnp.full((16, 16), 0.1), jnp.ones((16, 4))], jnp.ones((8, 16))
+    scaling = mpx.init_scaling(loss, w, x)
+    if kind == "float16":
+        scaling = mpx.DynamicLossScaling(8.0, period=2)
+
+    @jax.jit
+    def step(w, state, scaling, x, keep):
+        result = mpx.filter_grad(loss, scaling)(w, x)
+        result = result._replace(finite=keep)
+        return mpx.optimizer_step(w, optimizer, state, result, **checks)
+
+    first = step(w, optimizer.init(w), scaling, x, True)
+    after = step(*first, 2 * x, False)
+    assert same_bits(first[:2], after[:2])
+    record = after[2].record
+    assert (int(record.steps), int(record.skipped), int(record.last_bad)) == (2, 1, 0)
+    assert after[2].loss_scale == first[2].loss_scale
+    if kind == "delayed":
+        assert same_bits(after[2].scales, first[2].scales)
+    mpx.guard(after[2])
+    # Nothing but the counters has changed, so the next step is as the second was.
+    for a, b in zip(step(*after, x, True)[:2], step(*first, x, True)[:2], strict=True):
+        assert same_bits(a, b)
+    # And a bad step is bad, whatever is said.
+    _, _, bad = step(*after, x * jnp.inf, True)
+    assert int(bad.record.skipped) == 2 and int(bad.record.last_bad) == 3

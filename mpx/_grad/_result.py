@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from .._tree import bool_scalar, select_tree
 from .._typing import BoolLike
 
 
@@ -67,14 +68,26 @@ class GradientResult(tuple):
             )
         raise AttributeError(f"`mpx.GradientResult` has no attribute {name!r}.")
 
-    def _replace(self, **changes: object) -> "GradientResult":
-        """A copy with other parts, as named tuples have it."""
+    def _replace(self, **changes: Any) -> "GradientResult":
+        """A copy with other parts, as named tuples have it.
+
+        With `finite=False` the user skips a step that was good: weights and optimizer
+        stay, and the scaling counts a skipped step and learns nothing of it, no
+        overflow and no amax. A step that was bad stays so.
+        """
         unknown = changes.keys() - self._parts.keys()
         if unknown:
             raise ValueError(
                 f"`_replace` knows {', '.join(self._fields)}; got {sorted(unknown)}."
             )
-        return GradientResult(**{**self._parts, **changes})
+        parts = {**self._parts, **changes}
+        if "finite" in changes:
+            wanted = bool_scalar(changes["finite"], "`finite` of `result._replace`")
+            parts["_aside"] = self._parts.get("_aside", False) | (self.finite & ~wanted)
+            parts["finite"] = self.finite & wanted
+            if "scaling" not in changes:
+                parts["scaling"] = _aside(parts["_aside"], self._before, self.scaling)
+        return GradientResult(**parts)
 
     def _judged(self, finite: BoolLike, flags: object) -> Any:
         """The scaling after this step, had it come out as `finite`."""
@@ -83,8 +96,10 @@ class GradientResult(tuple):
             return None
         if "_counted" in self._parts:
             # Full precision: steps are counted, the scale is not used and not changed.
-            return before._counted(finite, flags)
-        return before.adjust(finite, places_finite=flags)
+            after = before._counted(finite, flags)
+        else:
+            after = before.adjust(finite, places_finite=flags)
+        return _aside(self._parts.get("_aside", False), before, after)
 
     @property
     def _before(self) -> Any:
@@ -98,6 +113,13 @@ class GradientResult(tuple):
     # A tuple would be made again of its items, which have no names.
     def __reduce__(self) -> tuple:
         return _rebuild, (self._parts,)
+
+
+def _aside(is_aside: Any, before: Any, after: Any) -> Any:
+    """The scaling after a step that the user has skipped, where he has."""
+    if is_aside is False or before is None:
+        return after
+    return select_tree(is_aside, before._set_aside(), after)
 
 
 def _flatten_with_keys(

@@ -20,6 +20,7 @@ from . import _state_dict
 from ._record import (
     StepRecord,
     advance_record,
+    counted,
     refuse_arithmetic,
     replaced,
     validate_record,
@@ -274,6 +275,14 @@ class AbstractLossScaling(eqx.Module):
         scale = self._scale_of_step()
         record = advance_record(self.record, finite, places_finite, loss_finite, scale)
         return self._with_record(record)
+
+    def _set_aside(self) -> Self:
+        """The state after a step that the user skips: counted, and nothing learned."""
+        record = self.record
+        names = ("steps", "skipped", "skipped_in_a_row")
+        more = {name: counted(getattr(record, name)) for name in names}
+        bad = jnp.zeros_like(record.finite)
+        return self._with_record(replaced(record, **more, finite=bad))
 
     def _with_record(self, record: StepRecord) -> Self:
         """The state with other counters."""

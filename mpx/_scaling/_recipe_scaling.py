@@ -152,6 +152,10 @@ class RecipeScaling(AbstractLossScaling):
         loss = self.loss._counted(grads_finite, places_finite, loss_finite)
         return dataclasses.replace(self, loss=loss)
 
+    def _set_aside(self) -> Self:
+        loss = self.loss._set_aside()
+        return dataclasses.replace(self, loss=loss, amaxes=_nothing(self.scales))
+
     def _with_record(self, record: StepRecord) -> Self:
         return dataclasses.replace(self, loss=self.loss._with_record(record))
 
