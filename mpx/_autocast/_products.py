@@ -88,8 +88,10 @@ def quantized(
     unwanted = None if is_asked_for else _unwanted(case)
     if why_not == _VECTOR and unwanted is None and _is_batch_of_one(case):
         run.used.add((ONE_ROW, recipe))
-        # The batch that a state is made with may have one row, and those of steps more.
-        why_not = None if is_collecting_requests() else ONE_ROW
+        # The batch that a state is made with may have one row, and those of steps more;
+        # and what is computed with it has the numbers of the training for one row, too.
+        is_whole = is_collecting_requests() or _is_said(case)
+        why_not = None if is_whole else ONE_ROW
     why_not = why_not or unwanted
     if why_not is not None:
         _refuse_gradient(case)
@@ -197,10 +199,16 @@ def _unwanted(case: Case) -> str | None:
     recipe, in_while = case.settings.recipe, case.place.is_in_while
     if recipe and recipe.has_state and weight.slots is None and not in_while:
         return "its weight comes out of a program within the program"
-    said = weight.slots and weight.slots.is_quantized(_use(case, weight))
+    said = _is_said(case)
     if said is not None:
         return None if said else "the run that the state is of does not, either"
     return _final(case)
+
+
+def _is_said(case: Case) -> bool | None:
+    """Whether a state says that a product is quantized; None: it says nothing."""
+    weight = _weight_of(case.operands)
+    return weight.slots and weight.slots.is_quantized(_use(case, weight))
 
 
 def _is_narrow(case: Case, weight: Value) -> bool:
