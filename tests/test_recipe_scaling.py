@@ -292,6 +292,31 @@ def test_a_step_within_shard_map(inputs, amaxes, check):
     assert np.allclose(seen, amaxes, rtol=ULP)
 
 
+def test_each_model_of_an_ensemble_has_a_state_of_its_own():
+    """Made in a vmap that returns it; made inside of the one that trains, all share."""
+    x = jnp.ones((N, N))
+
+    @functools.partial(mpx.autocast, recipe=RECIPE, rules=EVERY)
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    def init(seed):
+        w = jax.random.normal(jax.random.key(seed), (N, N))
+        return w, mpx.init_scaling(loss, w, x)
+
+    def step(w, scaling):
+        scaling, _, grads = mpx.filter_grad(loss, scaling)(w, x)
+        return w - grads, scaling
+
+    seeds = jnp.arange(3)
+    every = jax.jit(jax.vmap(step))(*jax.vmap(init)(seeds))
+    one = jax.jit(step)(*init(1))
+    for a, b in zip(jax.tree.leaves(every), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(a[1], b, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"a model of its own.*jax.vmap\(init\)"):
+        jax.vmap(lambda seed: step(*init(seed)))(seeds)
+
+
 def test_vmap_outside_is_an_error(inputs):
     params, x = inputs
 

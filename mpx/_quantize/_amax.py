@@ -75,6 +75,9 @@ def _refuse_batching_rule(
             "Delayed scaling inside of `jax.vmap` would add up the amaxes of "
             f"{axis_size} examples where their maximum is needed. Put `mpx.autocast` "
             "outside of vmap: `mpx.autocast(jax.vmap(f))`, not "
-            "`jax.vmap(mpx.autocast(f))`."
+            "`jax.vmap(mpx.autocast(f))`. Where each is a model of its own, as over "
+            "seeds, each has a state of its own, made in a vmap that returns it: "
+            "`states = jax.vmap(init)(seeds)`, with `mpx.init_scaling` in `init`, then "
+            "`jax.vmap(step)(*states)`."
         )
     return refuse_batching(amax, scales), in_batched[0]
