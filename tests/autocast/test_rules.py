@@ -411,3 +411,18 @@ def test_a_rule_leaves_a_product_with_float64_as_it_was_written(precision):
     for name, gradient in gradients.items():
         assert gradient.dtype == params[name].dtype
         assert relative_error(gradient, plain_gradients[name]) < 0.05
+
+
+@pytest.mark.parametrize("primitive", ["gather", "transpose", "slice"])
+def test_a_rule_for_what_only_moves_data_holds_for_nothing(primitive):
+    """It has no precision of its own: a report says so, and strict mode raises."""
+
+    def func(w, i):
+        return jnp.sum((w @ w).T[i][1:])
+
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, primitive=primitive))
+    args = jnp.ones((4, 4)), jnp.arange(2)
+    report = mpx.explain(mpx.autocast(func, rules=rules))(*args)
+    assert f"`full for primitive {primitive}` held for nothing" in str(report)
+    with pytest.raises(ValueError, match="hold for no operation"):
+        mpx.autocast(func, rules=rules, strict=True)(*args)
