@@ -33,7 +33,7 @@ x = jax.random.normal(keys[4], (64, 32))
 y = x[:, :4]
 
 # Every ten steps the step that also counts, in the place of the step.
-watch = mpx.monitor(step, ("float16", "float8_e4m3fn"), sample=1)
+watch = mpx.monitor(step, ("float16", mpx.Format.HYBRID), sample=1)
 state = (weights, optimizer.init(weights), mpx.init_scaling(half, weights, x, y))
 history = {}
 for number in range(21):

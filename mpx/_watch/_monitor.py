@@ -22,6 +22,7 @@ from .._program import (
     is_multiplication,
     probed,
 )
+from .._quantize import Format
 from .._settings import read_weights, unwrapped, weights_in_call, weights_of
 from .._typing import AnyArray, Aval
 from ._formats import Asked, AskedFormat, asked_formats
@@ -34,7 +35,7 @@ CALL = "`mpx.monitor(func)(*args)`"
 
 def monitor(
     func: Callable[..., PyTree],
-    formats: Asked | Sequence[Asked] = ("float16", "float8_e4m3fn", "float8_e5m2"),
+    formats: Asked | Sequence[Asked] = ("float16", Format.HYBRID),
     *,
     weights: int | str | tuple[int | str, ...] | None = None,
     sample: int = 4,
@@ -62,6 +63,8 @@ def monitor(
         formats: One or several: a dtype ("float16", "bfloat16", "float8_e4m3fn", ...)
             or a `mpx.Format`, for numbers as they are; a quantizer or a recipe, for
             numbers with the scales that it finds, which reads the operands once more.
+            By default float16 and `mpx.Format.HYBRID`: E4M3, and E5M2 for gradients, as
+            recipes have them.
         weights: The position of the argument that holds the weights, or its name, or
             several of them; by default the first, or the arrays of `func` itself.
         sample: Of inputs and gradients one row in so many is counted, weights whole; 1

@@ -1,7 +1,7 @@
 """The statistics of a run over time as a picture: layers by steps."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ def heat_map(
     kind: str = "gradient",
 ) -> Any:
     """A picture of a run: one row for each layer, one column for each step looked at.
+
+    Layers that a scan runs, one in each turn, have a row each: `blocks turn 3`.
 
     Args:
         history: What `mpx.monitor` gave, by the number of the step.
@@ -59,8 +61,8 @@ def heat_map(
             f"`format` of `mpx.heat_map` is one that was counted: "
             f"{listing(sorted(formats)) or 'none'}; got {describe(format)}."
         )
-    rows = [[row for row in history[s].rows if row.kind == kind] for s in steps]
-    layers = list(dict.fromkeys(row.layer for some in rows for row in some))
+    rows = [dict(_by_layer(history[s], kind)) for s in steps]
+    layers = list(dict.fromkeys(layer for some in rows for layer in some))
     if not layers:
         raise ValueError(
             "`mpx.heat_map` needs statistics of a step, with operands of the kind "
@@ -76,24 +78,51 @@ def heat_map(
 
     numbers = np.full((len(layers), len(steps)), np.nan)
     for column, some in enumerate(rows):
-        for row in some:
-            numbers[layers.index(row.layer), column] = value(row)
+        for layer, row in some.items():
+            numbers[layers.index(layer), column] = value(row)
     label = f"log2 of {measure}" if measure in _LOGARITHMIC else measure
     title = f"{kind}s: {label}" + (f" in {format}" if is_format else "")
-    return _drawn(numbers, layers, steps, title)
+    is_share = measure not in (*_LOGARITHMIC, "snr")
+    return _drawn(numbers, layers, steps, title, is_share)
 
 
-def _drawn(numbers: np.ndarray, layers: list[str], steps: list[int], title: str) -> Any:
+def _by_layer(seen: Statistics, kind: str) -> Iterator[tuple[str, TensorStatistics]]:
+    """The rows of a kind by layer; a turn of a loop over stacked weights is one.
+
+    Not so a turn of other loops: over time, or over micro-batches.
+    """
+    stacked = {r.layer: len(r.turns) for r in seen.rows if r.kind == "weight"}
+    for row in seen.rows:
+        if row.kind != kind:
+            continue
+        if row.turns and len(row.turns) == stacked.get(row.layer.partition(" #")[0]):
+            for number, turn in enumerate(row.turns):
+                yield f"{row.layer} turn {number}", turn
+        else:
+            yield row.layer, row
+
+
+def _drawn(
+    numbers: np.ndarray,
+    layers: list[str],
+    steps: list[int],
+    title: str,
+    is_share: bool,
+) -> Any:
     # Not pyplot, which keeps every figure and wants a display.
     from matplotlib.figure import Figure
 
     height = 1.2 + 0.22 * len(layers)
     figure = Figure(figsize=(8, height), layout="constrained")
+    # Of equal numbers matplotlib would make a range around them, below 0, too.
+    ends = (0, np.nanmax(numbers) or 1) if is_share else (None, None)
     axes = figure.subplots()
     image = axes.imshow(
         np.where(np.isfinite(numbers), numbers, np.nan),
         aspect="auto",
         interpolation="nearest",
+        vmin=ends[0],
+        vmax=ends[1],
     )
     axes.set_yticks(range(len(layers)), layers, fontsize=7)
     shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).astype(int))

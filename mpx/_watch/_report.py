@@ -197,7 +197,9 @@ def _short(name: str) -> str:
 
 def _readable(path: str) -> str:
     """A path as one would say it: `blocks.0.fc1/input`, without what is around it."""
-    return re.sub(r"\['([^']*)'\]", r".\1", path).replace(".value", "").lstrip(".")
+    # An NNX state's arrays are the `.value` of a variable, which has the name.
+    whole = re.sub(r"(?<='\])\.value(?=/| #|$)", "", path)
+    return re.sub(r"\['([^']*)'\]", r".\1", whole).lstrip(".")
 
 
 def _end(text: str, size: int) -> str:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import mpx
 from mpx._watch._formats import asked_formats, round_to
+from mpx._watch._report import _readable
 from mpx._watch._statistics import counts, tensor_statistics
 from mpx._watch._trace import Kind
 
@@ -410,6 +411,29 @@ def test_the_table_is_100_columns_wide(seen):
     assert max(map(len, narrow)) <= 80
 
 
+def test_names_in_the_table_are_whole():
+    names = ["['attn']['value']['kernel'].value", ".attn.value.kernel", ".layers.value"]
+    wanted = ["attn.value.kernel", "attn.value.kernel", "layers.value"]
+    for name, want in zip(names, wanted, strict=True):
+        for end in ("", "/input", " #2/input"):
+            assert _readable(name + end) == want + end
+
+    def loss(w, x):
+        return jnp.sum(x @ w["attn"]["value"]["kernel"])
+
+    w = {"attn": {"value": {"kernel": jnp.ones((4, 2))}}}
+    _, seen = monitor(loss, "float16")(w, jnp.ones((3, 4)))
+    assert "attn.value.kernel/weight" in seen.text()
+
+
+def test_gradients_are_judged_by_the_format_that_recipes_have_for_them():
+    w, x = jnp.full((4, 4), 500.0), jnp.ones((2, 4))
+    _, seen = monitor(jax.grad(lambda w, x: 500 * jnp.sum(x @ w)))(w, x)
+    above = {row.kind: row.formats["HYBRID"].above for row in seen.rows}
+    assert above["weight"] == 1.0  # E4M3 ends at 448
+    assert above["gradient"] == 0.0  # E5M2 at 57344
+
+
 def test_records_are_a_flat_dictionary_of_numbers(seen):
     records = seen.records()
     assert all(type(value) is float for value in records.values())
@@ -490,6 +514,35 @@ def test_a_sample_is_one_row_in_so_many_and_weights_are_whole():
 # --- Over time ------------------------------------------------------------------------
 
 
+def test_turns_over_stacked_weights_are_rows_of_a_picture_and_others_are_not():
+    w, x = jnp.array([1.0, 2.0, 4.0])[:, None, None] * jnp.eye(4), jnp.ones((2, 4))
+
+    def layers(w, x):
+        return jax.lax.scan(lambda h, w: (h @ w, None), x, w)[0]
+
+    _, seen = monitor(layers, "float16")(w, x)
+    for kind, wanted in (("input", [0.0, 0.0, 1.0]), ("weight", [0.0, 1.0, 2.0])):
+        axes = mpx.heat_map({0: seen}, kind=kind).axes[0]
+        (image,) = axes.get_images()
+        assert image.get_array()[:, 0].tolist() == wanted
+        names = [text.get_text() for text in axes.get_yticklabels()]
+        assert names == [f"{seen.rows[0].layer} turn {i}" for i in range(3)]
+
+    def over_time(w, x):
+        return jax.lax.scan(lambda h, _: (h @ w, None), x, length=5)[0]
+
+    _, seen = monitor(over_time, "float16")(w[0], x)
+    (image,) = mpx.heat_map({0: seen}, kind="input").axes[0].get_images()
+    assert image.get_array().shape == (1, 1)
+
+
+@pytest.mark.parametrize("measure", ["zeros", "flushed"])
+def test_the_colours_of_shares_begin_at_zero(seen, measure):
+    figure = mpx.heat_map({0: seen}, measure, "float16", kind="input")
+    low, high = figure.axes[0].get_images()[0].get_clim()
+    assert low == 0 and 0 < high <= 1
+
+
 @pytest.mark.slow
 def test_a_run_is_a_picture_of_layers_by_steps(tmp_path):
     w, x = weights(), data()
@@ -499,7 +552,7 @@ def test_a_run_is_a_picture_of_layers_by_steps(tmp_path):
         figure = mpx.heat_map(history, measure, format, kind="input")
         axes = figure.axes[0]
         (image,) = axes.get_images()
-        assert image.get_array().shape == (2, 3)
+        assert image.get_array().shape == (LAYERS + 1, 3)
         labels = [text.get_text() for text in axes.get_xticklabels()]
         assert labels == ["0", "10", "20"]
         figure.savefig(tmp_path / "picture.png")
