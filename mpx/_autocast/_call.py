@@ -44,6 +44,7 @@ from .._rules import Precision
 from .._settings import (
     Settings,
     Weights,
+    ambient_settings,
     is_tracing,
     is_under_control,
     region,
@@ -74,6 +75,7 @@ from ._notes import (
     note_unused,
     noted_cast,
     refuse_unused,
+    warn_of_unused,
 )
 from ._products import recipes_in
 from ._reach import reach_of_results
@@ -170,6 +172,8 @@ def call_autocast(
         )
     if settings.is_strict:
         refuse_unused(settings.rules, run.used)
+    elif settings.is_enabled and not is_taking_notes() and not _is_ambient(settings):
+        warn_of_unused(settings.rules, run.used)
     if FLOAT16 in run.used:
         note_float16()
     # A state is of this program, also where one row has no use for it.
@@ -177,6 +181,11 @@ def call_autocast(
     note_used(x for x in found if isinstance(x, AbstractRecipe))
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
     return marked(results) if isinstance(source, StateRequests) else results
+
+
+def _is_ambient(settings: Settings) -> bool:
+    """Whether the rules are for many functions, each of which has use for some."""
+    return settings.rules is ambient_settings().rules
 
 
 def _refuse_state_of_another_model(state: State, run: Run) -> None:

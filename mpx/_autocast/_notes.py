@@ -14,11 +14,12 @@ import contextlib
 import contextvars
 import dataclasses
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator
 
 import jax
 
-from .._errors import listing
+from .._errors import listing, warn_user
 from .._program import data_of, data_scope
 from .._quantize import AbstractProduct, Path, path_of
 from .._rules import Rule, Rules
@@ -214,6 +215,40 @@ def refuse_slow(case: Case, product: AbstractProduct) -> None:
             "recipe, leave the product in half precision "
             "(`mpx.Rule(mpx.Precision.HALF, ...)`), or leave `strict` out."
         )
+
+
+# Rules that held for an operation somewhere, or were warned of.
+_known: weakref.WeakSet[Rule] = weakref.WeakSet()
+
+
+def warn_of_unused(rules: Rules, used: set[object]) -> None:
+    """Warns once of a rule whose scope or parameter is nowhere, as in a typo.
+
+    Rules that held in another function are fine: training and evaluation share them.
+    One with `when` may be about sizes that are not here, and one with a primitive only
+    is about whatever program comes.
+    """
+    unused = [
+        str(rule)
+        for rule in rules.rules
+        if rule not in used
+        and rule not in _known
+        and rule.when is None
+        and (rule.scope is not None or rule.parameter is not None)
+    ]
+    _known.update(rules.rules)
+    if unused:
+        warn_user(
+            "`mpx.autocast(..., rules=...)` has rules that hold for no operation: "
+            f"{listing(unused)}. Is a name misspelled, or does an earlier rule decide? "
+            "`mpx.explain(func)(*args)` shows the names of scopes and parameters. "
+            "Nothing is wrong if the rule is for another function."
+        )
+
+
+def expect_unused(rule: Rule) -> None:
+    """Nobody is warned of this rule: it is tried, and not the user's."""
+    _known.add(rule)
 
 
 def refuse_unused(rules: Rules, used: set[object]) -> None:

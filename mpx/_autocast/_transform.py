@@ -43,6 +43,7 @@ from ._call import (
     region_of_switched_off,
 )
 from ._context import Programs
+from ._notes import expect_unused
 
 _CALL = "`mpx.autocast`"
 
@@ -363,6 +364,7 @@ def _wrapped(
 
 def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
     """What autocast made, made again with a rule before all others."""
+    expect_unused(rule)
     mark: Mark = getattr(func, MARK)
     rules = mark.settings.rules
     first = Rules(rule, *rules.rules, looks_ahead=rules.looks_ahead)

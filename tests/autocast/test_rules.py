@@ -7,6 +7,7 @@ import pytest
 
 import mpx
 from mpx import Precision, Rule, Rules
+from mpx._autocast import with_rule
 from tests.autocast import blocks
 from tests.autocast.counting import (
     count_casts,
@@ -61,7 +62,11 @@ HALF, FULL = "bfloat16", "float32"
         ({"scope": "*/layer2"}, [HALF, FULL, HALF]),
         ({"scope": "head"}, [HALF, HALF, FULL]),
         ({"parameter": "['layers'][0]*"}, [FULL, HALF, HALF]),
-        ({"parameter": "['layers'][[]1]['w']"}, [HALF, HALF, HALF]),
+        pytest.param(
+            {"parameter": "['layers'][[]1]['w']"},
+            [HALF, HALF, HALF],
+            marks=pytest.mark.filterwarnings("ignore:.*hold for no operation"),
+        ),
         ({"parameter": "['layers'][?]['w']"}, [FULL, FULL, HALF]),
         ({"parameter": "*head*"}, [HALF, HALF, FULL]),
         (
@@ -234,9 +239,31 @@ def test_what_a_rewrite_makes_and_jax_refuses_names_the_function(primitive, rewr
 
 def test_a_rule_that_holds_for_nothing(inputs):
     rules = Rules(Rule(Precision.FULL, scope="decoder"))
-    mpx.autocast(model, rules=rules)(*inputs)
+    half = mpx.autocast(model, rules=rules)
+    with pytest.warns(UserWarning, match="no operation: `full for scope deco.*Is a na"):
+        jax.jit(half)(*inputs)
+    half(*inputs)  # warns once
     with pytest.raises(ValueError, match="hold for no operation: `full for scope deco"):
         mpx.autocast(model, rules=rules, strict=True)(*inputs)
+
+
+def test_a_rule_that_holds_for_nothing_may_be_for_another_function(inputs):
+    """As in an evaluation without the head, in a region, around calls, or by size."""
+    rules = Rules(Rule(Precision.FULL, scope="head"))
+    other = lambda params, x: x @ params["head"]  # noqa: E731
+    mpx.autocast(model, rules=rules)(*inputs)
+    mpx.autocast(other, rules=rules)(*inputs)
+
+    rules = Rules(Rule(Precision.FULL, scope="nowhere"))
+    mpx.autocast(other, rules=rules, enabled=False)(*inputs)
+    with mpx.autocast(rules=rules, ambient=True):
+        mpx.autocast(other)(*inputs)
+    mpx.explain(mpx.autocast(other, rules=rules))(*inputs)  # has a finding
+    with_rule(mpx.autocast(other), Rule(Precision.FULL, scope="tried"))(*inputs)
+    large = lambda c: c.multiplications > 1e9  # noqa: E731
+    rules = Rules(Rule(Precision.FULL, parameter="*", when=large))
+    mpx.autocast(other, rules=rules)(*inputs)
+    mpx.autocast(other, rules=Rules(Rule(Precision.FULL, primitive="tan")))(*inputs)
 
 
 def test_rules_are_values(inputs):
