@@ -9,6 +9,7 @@ import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
+from numbers import Number
 from typing import Any, TypeVar
 
 import jax
@@ -61,9 +62,12 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
         FloatingPointError: The state must not be saved. The message names the leaves,
             and how many of their numbers are NaN and infinite.
         ValueError: Called inside of jit, where values are not known.
-        TypeError: `allow` is no text and no list of texts.
+        TypeError: `allow` is no text and no list of texts; or the state is None or has
+            leaves, none of which is an array or a number, as a function or an Optax
+            transformation has.
 
-    Empty arrays, integers, keys and all that is no number are fine.
+    Empty arrays, integers, keys and all that is no number are fine, and empty trees,
+    such as the state of `optax.sgd`.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -80,9 +84,15 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
     def is_allowed(path: str) -> bool:
         return any(fnmatch.fnmatchcase(path, _literal(p)) for p in patterns)
 
+    found = list(leaves_with_paths(state))
+    if state is None or (found and not any(_is_value(leaf) for _, leaf in found)):
+        raise TypeError(
+            f"{_CALL} needs a tree of arrays; got {describe(state)}, which has none. "
+            "Guard what is saved: `mpx.guard((model, opt_state, scaling))`."
+        )
     leaves = [
         (path, leaf[...] if isinstance(leaf, jax.Ref) else leaf)
-        for path, leaf in leaves_with_paths(state)
+        for path, leaf in found
         if not is_allowed(path)
     ]
     if any(isinstance(leaf, Tracer) for _, leaf in leaves):
@@ -105,6 +115,11 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
             '`mpx.guard(state, allow="PATH")`.'
         )
     return state
+
+
+def _is_value(leaf: object) -> bool:
+    arrays = jax.Array | jax.Ref | np.ndarray | np.generic
+    return isinstance(leaf, arrays | Number)
 
 
 def _patterns(allow: object) -> tuple[str, ...]:

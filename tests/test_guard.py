@@ -317,3 +317,25 @@ def test_a_path_that_is_no_text_is_refused():
     said = "`allow` of `mpx.guard` is the path.*int 3"
     with unchecked_annotations(), pytest.raises(TypeError, match=said):
         mpx.guard({}, allow=3)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (loss, "got an instance of builtins.function, which has none"),
+        (None, "got None, which has none"),
+        (optax.adam(1e-3), "got .*ExtraArgs, which has none. Guard"),
+        ({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}, "got an instance of .*dict"),
+    ],
+    ids=["function", "None", "optimizer", "shapes"],
+)
+def test_a_state_without_an_array_is_refused(state, said):
+    with pytest.raises(TypeError, match=f"needs a tree of arrays; {said}"):
+        mpx.guard(state)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, optax.sgd(1.0).init(1.0), {"step": 3}, (jnp.ones(2), None, loss)]
+)
+def test_a_state_that_is_empty_or_of_integers_may_be_saved(state):
+    assert mpx.guard(state) is state
