@@ -16,7 +16,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from ._errors import at_path, describe
+from ._errors import at_path, describe, listing
 from ._grad import GradientResult
 from ._jax_compat import stack
 from ._loss_scaling import (
@@ -32,6 +32,7 @@ from ._tree import (
     bool_scalar,
     finite_by_leaf,
     is_float_leaf,
+    leaves_with_paths,
     path_text,
     select_tree,
 )
@@ -238,7 +239,7 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         flags = stack([always, *finite_by_leaf(updates), always])
         finite = jnp.all(flags)
         new, inner = optimizer.update(updates, state.inner_state, params, **extra_args)
-        inner = _with_dtypes_of(state.inner_state, inner)
+        inner = _with_dtypes_of(state.inner_state, inner, "`mpx.skip_nonfinite`")
         nothing = jax.tree.map(lambda u: jnp.full_like(u, -0.0), new)
         return select_tree(finite, new, nothing), SkipNonfiniteState(
             advance_record(state.record, finite, flags),
@@ -266,8 +267,9 @@ def _update(
     params = _with_gradients(model, grads, call)
     try:
         updates, new_state = optimizer.update(grads, state, params, **extra_args)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         if "NewWeight" not in str(error):
+            _refuse_other_state(optimizer, state, params, call)
             raise
         raise TypeError(
             f"{call}: updates of `mpx.master_weights` say what weights become, and are "
@@ -275,12 +277,38 @@ def _update(
             "`mpx.master_weights(optax.MultiSteps(...))`, "
             "`mpx.master_weights(optax.chain(...))`."
         ) from error
-    new_state = _with_dtypes_of(state, new_state)
+    new_state = _with_dtypes_of(state, new_state, call)
     new_model = jax.tree.map(_applied, updates, model, is_leaf=_is_none)
     return updates, new_model, new_state
 
 
-def _with_dtypes_of(before: PyTree, after: PyTree) -> PyTree:
+def _refuse_other_state(
+    optimizer: Any, state: PyTree, params: PyTree, call: str
+) -> None:
+    """Raises where a state is not what the optimizer makes for these weights."""
+    try:
+        own = jax.eval_shape(optimizer.init, params)
+    except Exception:  # of which the first error tells more
+        return
+    wanted, given = (
+        {path: getattr(leaf, "shape", ()) for path, leaf in leaves_with_paths(tree)}
+        for tree in (own, state)
+    )
+    missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
+    both = wanted.keys() & given.keys()
+    others = [f"{p} {given[p]} for {wanted[p]}" for p in both if given[p] != wanted[p]]
+    if missing or unknown or others:
+        raise ValueError(
+            f"{call} got an optimizer state of another model or optimizer; missing: "
+            f"{listing(sorted(missing)) or 'none'}; unknown: "
+            f"{listing(sorted(unknown)) or 'none'}; of another shape: "
+            f"{listing(sorted(others)) or 'none'}. Make it for this model, "
+            "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))`, and restore "
+            "what was saved with that as the template."
+        )
+
+
+def _with_dtypes_of(before: PyTree, after: PyTree, call: str) -> PyTree:
     """The new state of an optimizer in the dtypes of the one before.
 
     Gradients are float32 for weights of half precision, too, and would make moments
@@ -289,13 +317,26 @@ def _with_dtypes_of(before: PyTree, after: PyTree) -> PyTree:
     if jax.tree.structure(before) != jax.tree.structure(after):
         return after  # an error of which others tell more
 
-    def cast(old: PyTree, new: PyTree) -> PyTree:
+    def cast(path: KeyPath, old: PyTree, new: PyTree) -> PyTree:
+        if isinstance(new, jax.Array) and _is_of_the_host(old):
+            raise TypeError(
+                f"{call} needs JAX arrays in the optimizer's state; got {describe(old)}"
+                f"{at_path(path_text(path))}. Make them: `opt_state = "
+                "jax.tree.map(jnp.asarray, opt_state)`."
+            )
         if getattr(old, "dtype", None) == getattr(new, "dtype", None):
             return new
         both = is_float_leaf(old) and is_float_leaf(new)
         return new.astype(old.dtype) if both else new
 
-    return jax.tree.map(cast, before, after)
+    return jax.tree_util.tree_map_with_path(cast, before, after)
+
+
+def _is_of_the_host(leaf: object) -> bool:
+    """Whether a leaf is a number of Python, or one in a dtype that JAX has not."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+    return isinstance(leaf, bool | int | float | complex)
 
 
 def _applied(update: PyTree, weight: PyTree) -> PyTree:

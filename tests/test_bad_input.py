@@ -322,7 +322,157 @@ OPTIMIZERS = [
     ),
 ]
 
-CASES = [*CASTS, *POLICIES, *SCALINGS, *TREES, *OPTIMIZERS]
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+COUNTED = optax.GradientTransformation(
+    lambda params: {"count": jnp.zeros((), jnp.int32)},
+    lambda grads, state, params: (
+        grads,
+        {"count": jnp.asarray(state["count"], jnp.int32) + np.int32(1)},
+    ),
+)
+
+
+def _state(state: Any, optimizer: Any = MOMENTUM, model: Any = None) -> Any:
+    """A step with a state of the optimizer that may not be its own."""
+    model = {"w": _w()} if model is None else model
+    return mpx.optimizer_update(model, optimizer, state, model, True)
+
+
+def _stacked() -> Any:
+    return jax.vmap(lambda _: mpx.DynamicLossScaling())(np.arange(3))
+
+
+def _cast(scaling: Any) -> Any:
+    """A loss scaling of which the numbers are float16."""
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float16) if x.dtype == jnp.float32 else x, scaling
+    )
+
+
+def _whole_step(model: Any, scaling: Any) -> Any:
+    result = mpx.filter_grad(_loss, scaling)(model)
+    return model, result.scaling
+
+
+def _statistics() -> Any:
+    return mpx.monitor(jnp.dot, "float16")(jnp.ones((2, 2)), jnp.ones((2, 2)))
+
+
+STATES = [
+    *[
+        Case(
+            f"state of {name}",
+            lambda state=state: _state(state()),
+            ValueError,
+            "`mpx.optimizer_update` got an optimizer state of another model or "
+            f"optimizer; {match}.*Make it for this model",
+        )
+        for name, state, match in (
+            (
+                "more weights",
+                lambda: MOMENTUM.init({"w": _w(), "b": _w()}),
+                r"missing: none; unknown: `\[0\].trace\['b'\]`; of another shape: none",
+            ),
+            (
+                "larger weights",
+                lambda: MOMENTUM.init({"w": jnp.ones(3)}),
+                r"missing: none; unknown: none; of another shape: .*\(3,\) for \(2,\)",
+            ),
+            ("nothing", lambda: None, r"missing: `\[0\].trace\['w'\]`; unknown: none"),
+            (
+                "a restored dictionary",
+                lambda: [{"trace": {"w": _w()}}],
+                r"missing: `\[0\].trace\['w'\]`; unknown: `\[0\]\['trace'\]\['w'\]`",
+            ),
+        )
+    ],
+    *[
+        Case(
+            f"count {count!r}",
+            lambda count=count: _state({"count": count}, COUNTED),
+            TypeError,
+            r"`mpx.optimizer_update` needs JAX arrays in the optimizer's state; got "
+            r"int.* at `\['count'\]`. Make them: .*jnp.asarray",
+        )
+        for count in (3, np.int64(3))
+    ],
+    Case(
+        "count of skip_nonfinite",
+        lambda: mpx.skip_nonfinite(COUNTED).update(
+            _w(),
+            mpx.skip_nonfinite(COUNTED).init(_w())._replace(inner_state={"count": 3}),
+            _w(),
+        ),
+        TypeError,
+        "`mpx.skip_nonfinite` needs JAX arrays",
+    ),
+    Case(
+        "stacked scalings",
+        lambda: _grads(scaling=_stacked()),
+        ValueError,
+        r"is one state; got several, stacked as int32\[3\]. .*jax.vmap\(step\)",
+    ),
+    *[
+        Case(
+            f"float16 {type(scaling).__name__}",
+            lambda scaling=scaling: _grads(scaling=_cast(scaling)),
+            TypeError,
+            r"needs a loss scale in float32; got float16\[\].*with a template",
+        )
+        for scaling in (mpx.DynamicLossScaling(), mpx.NoLossScaling())
+    ],
+    *[
+        Case(
+            f"restored {type(state).__name__}",
+            lambda state=state: mpx.filter_grad(_loss, state),
+            TypeError,
+            "must be a loss scaling; got .*restored without a template?.*StandardRest",
+        )
+        for state in ({"loss_scaling": 8.0}, [8.0])
+    ],
+]
+
+REPORTS = [
+    *[
+        Case(
+            f"blame of {name}",
+            lambda func=func, args=args: mpx.blame(func, mpx.NoLossScaling())(*args),
+            TypeError,
+            f"`mpx.blame` takes a loss function, not .*returns an instance of .*{kind}."
+            r" .*`mpx.blame\(loss, scaling.of_bad_step\(\)\)\(model, batch\)`",
+        )
+        for name, func, args, kind in (
+            ("a step", _whole_step, (_w(), mpx.NoLossScaling()), "tuple"),
+            ("a gradient", jax.grad(lambda w: w["w"].sum()), ({"w": _w()},), "dict"),
+        )
+    ],
+    *[
+        Case(
+            f"heat map of {name}",
+            lambda history=history: mpx.heat_map(history()),
+            TypeError,
+            f"has the statistics of each step by its number; got .*{match}. .*watch",
+        )
+        for name, history, match in (
+            ("a number", lambda: 3, "int 3"),
+            ("statistics", lambda: _statistics()[1], "Statistics"),
+            ("a list", lambda: [_statistics()[1]], "list"),
+            ("results", lambda: {0: _statistics()}, "tuple"),
+        )
+    ],
+    *[
+        Case(
+            f"explain with {len(args)} arguments",
+            lambda args=args: mpx.explain(_loss, *args),
+            TypeError,
+            r"`mpx.explain` was given float32\[2\] beside the function. "
+            r".*`mpx.explain\(func\)\(\*args\)`",
+        )
+        for args in ((W,), (W, W), (None, W))
+    ],
+]
+
+CASES = [*CASTS, *POLICIES, *SCALINGS, *TREES, *OPTIMIZERS, *STATES, *REPORTS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.test_id)

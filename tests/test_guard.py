@@ -335,6 +335,30 @@ def test_a_state_without_an_array_is_refused(state, said):
 
 
 @pytest.mark.parametrize(
+    "scaling",
+    [mpx.DynamicLossScaling(), mpx.StaticLossScaling(8.0), mpx.NoLossScaling()],
+    ids=lambda scaling: type(scaling).__name__,
+)
+def test_a_loss_scale_in_another_dtype_is_refused(scaling):
+    """As Orbax restores one by a template of other dtypes."""
+    cast = jax.tree.map(
+        lambda x: x.astype(jnp.float16) if x.dtype == jnp.float32 else x, scaling
+    )
+    said = f"loss scale of `mpx.{type(scaling).__name__}` must be float32; got float16"
+    with pytest.raises(FloatingPointError, match=said):
+        mpx.guard({"scaling": cast})
+
+
+def test_scales_of_recipes_in_another_dtype_are_refused(good):
+    scaling = jax.tree.map(lambda x: x, good["scaling"])
+    scaling = eqx.tree_at(
+        lambda s: s.scales[0].scale, scaling, scaling.scales[0].scale.astype("bfloat16")
+    )
+    with pytest.raises(FloatingPointError, match="amaxes in float32; got bfloat16 and"):
+        mpx.guard(scaling)
+
+
+@pytest.mark.parametrize(
     "state", [{}, optax.sgd(1.0).init(1.0), {"step": 3}, (jnp.ones(2), None, loss)]
 )
 def test_a_state_that_is_empty_or_of_integers_may_be_saved(state):

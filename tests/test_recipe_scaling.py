@@ -417,8 +417,30 @@ def test_a_state_of_another_model_is_an_error(inputs):
     renamed = mpx.init_scaling(
         autocast(lambda w, x: x @ w[0] @ w[1]), (params["first"], params["second"]), x
     )
-    with pytest.raises(ValueError, match="exactly the slots of this program"):
+    match = r"exactly the slots of this program; new in it: .*'first'.*; gone: .*\[0\]"
+    with pytest.raises(ValueError, match=f"{match}.*strict=False"):
         scaling.with_state(renamed)
+
+
+def test_what_a_changed_model_still_has_is_taken_over(inputs):
+    params, x = inputs
+    _, learned, _ = train(mpx.init_scaling(loss, *inputs), params, x, steps=2)
+    grown = autocast(lambda params, x: loss.__wrapped__(params, x @ params["new"]))
+    params = {**params, "new": jnp.eye(x.shape[-1])}
+    fresh = mpx.init_scaling(grown, params, x)
+    with pytest.raises(ValueError, match=r"new in it: `\['new'\] [^`]*`; gone: none"):
+        fresh.with_state(learned)
+    for state in (learned, learned.state_dict()):
+        taken = fresh.with_state(state, strict=False)
+        assert taken.record.steps == 2
+        for read in ("scales_by_weight", "amaxes_by_weight"):
+            own, old = getattr(fresh, read)(), getattr(learned, read)()
+            for name, found in getattr(taken, read)().items():
+                np.testing.assert_array_equal(found, {**own, **old}[name])
+    step(grown, taken, params, x)
+    # And back again: what is gone is left out.
+    back = mpx.init_scaling(loss, *inputs).with_state(taken, strict=False)
+    assert eqx.tree_equal(back.scales, learned.scales)
 
 
 def train(scaling, params, x, steps, recipe=RECIPE):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
@@ -105,9 +106,33 @@ def blame(
         refuse_tracers((scaling, args, kwargs), CALL)
         args, kwargs = dequantize_weights((args, kwargs))
         step = StepOf(func, scaling, argnums, options, args, kwargs)
-        return blamed(step, above)
+        try:
+            return blamed(step, above)
+        except (TypeError, ValueError):
+            _refuse_step(func, args, kwargs)
+            raise
 
     return replay
+
+
+def _refuse_step(
+    func: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> None:
+    """Raises where a function is no loss: it returns a model, or gradients."""
+    try:
+        result = eqx.filter_eval_shape(func, *args, **kwargs)
+    except Exception:  # of which the first error tells more
+        return
+    is_pair = isinstance(result, tuple) and len(result) == 2  # a loss and `aux`
+    shape = getattr(result[0] if is_pair else result, "shape", None)
+    if result is None or shape == () or (shape is not None and not is_pair):
+        return  # a loss that is wrong in another way
+    name = getattr(func, "__name__", None) or type(func).__name__
+    raise TypeError(
+        f"{CALL} takes a loss function, not a training step or a gradient function; "
+        f"`{name}` returns {describe(result)}. Give it the loss and its arguments: "
+        "`mpx.blame(loss, scaling.of_bad_step())(model, batch)`."
+    )
 
 
 def blamed(step: StepOf, above: float | None) -> BlameReport:

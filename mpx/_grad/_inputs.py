@@ -1,5 +1,7 @@
 """Inputs of a gradient function: which leaves are cast, and what is refused."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,14 +61,42 @@ def _is_statistic(path: KeyPath) -> bool:
 
 def refuse_unknown_scaling(scaling: object, call: str, mixed: bool) -> None:
     """Raises unless `scaling` is a loss scaling, or None where nothing is scaled."""
-    if isinstance(scaling, AbstractLossScaling) or (scaling is None and not mixed):
+    if isinstance(scaling, AbstractLossScaling):
+        _refuse_other_form(scaling, call)
         return
-    raise TypeError(
-        f"`scaling` of {call} must be a loss scaling; got {describe(scaling)}. Make "
-        "one: "
+    if scaling is None and not mixed:
+        return
+    remedy = (
+        "Make one: "
         "`mpx.DynamicLossScaling()` for float16, `mpx.NoLossScaling()` for bfloat16, "
         "`mpx.StaticLossScaling(number)` for a fixed scale."
     )
+    if isinstance(scaling, Mapping | list | tuple):  # of a checkpoint
+        remedy = (
+            "Was it restored without a template? Restore it with one, such as "
+            "`StandardRestore(jax.eval_shape(lambda: scaling))`, or read a state "
+            "dictionary: `mpx.DynamicLossScaling.from_state_dict(state)`."
+        )
+    raise TypeError(
+        f"`scaling` of {call} must be a loss scaling; got {describe(scaling)}. {remedy}"
+    )
+
+
+def _refuse_other_form(scaling: AbstractLossScaling, call: str) -> None:
+    """Raises for several states at once, and for a scale in another dtype."""
+    if jnp.ndim(scaling.record.steps):
+        raise ValueError(
+            f"`scaling` of {call} is one state; got several, stacked as "
+            f"{describe(scaling.record.steps)}. Map over them: `jax.vmap(step)(models, "
+            "opt_states, scalings, batches)`."
+        )
+    odd = scaling._odd_scale()
+    if odd is not None:
+        raise TypeError(
+            f"`scaling` of {call} needs a loss scale in float32; got {describe(odd)}. "
+            "Was it cast, or restored with other dtypes? Restore it with a template: "
+            "`StandardRestore(jax.eval_shape(lambda: scaling))`."
+        )
 
 
 def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> None:

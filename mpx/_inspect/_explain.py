@@ -4,10 +4,11 @@ import collections
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
 
@@ -53,7 +54,7 @@ _CALL = "`mpx.explain`"
 def explain(
     func: Callable[..., PyTree],
     dtype: DTypeLike | None = None,
-    *,
+    *args: Never,
     weights: int | str | tuple[int | str, ...] | None = None,
     **options: Any,
 ) -> Callable[..., Report]:
@@ -76,6 +77,7 @@ def explain(
         func: The function.
         dtype: With a dtype, or options, `mpx.autocast(func, dtype, **options)` is
             explained; without, `func` as it is.
+        *args: None. Arguments of `func` are given to what comes back.
         weights: The position of the argument that holds the weights, or its name, or
             several of them.
         **options: As in `mpx.autocast`.
@@ -84,8 +86,8 @@ def explain(
         A function of the same arguments that returns a `mpx.Report`.
 
     Raises:
-        TypeError: `func` cannot be called, or the report was asked for inside of a
-            function that JAX is tracing.
+        TypeError: `func` cannot be called, arguments of it were given, or the report
+            was asked for inside of a function that JAX is tracing.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -103,6 +105,12 @@ def explain(
         raise TypeError(
             "`mpx.explain(func)` needs a function or a callable PyTree as `func`; got "
             f"{describe(func)}. Give the arguments to what it returns: "
+            "`mpx.explain(func)(*args)`."
+        )
+    if args or (dtype is not None and not isinstance(dtype, str | np.dtype | type)):
+        raise TypeError(
+            f"{_CALL} was given {describe(args[0] if args else dtype)} beside the "
+            "function. Give the arguments to what it returns: "
             "`mpx.explain(func)(*args)`."
         )
     said = read_weights(weights, _CALL)

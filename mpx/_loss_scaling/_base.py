@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._cast import cast_leaf
 from .._dtypes import full_precision_of
+from .._errors import describe
 from .._tree import Filled, bool_scalar, is_inexact_leaf
 from .._typing import AnyArray, BoolLike, BoolScalar, FloatScalar
 from . import _state_dict
@@ -330,6 +331,18 @@ class AbstractLossScaling(eqx.Module):
     def _validate(self) -> None:
         """Raises `ValueError` for values that no run can reach."""
         validate_record(self.record, type(self))
+        odd = self._odd_scale()
+        if odd is not None:
+            raise ValueError(
+                f"the loss scale of `mpx.{type(self).__name__}` must be float32; got "
+                f"{describe(odd)}."
+            )
+
+    def _odd_scale(self) -> AnyArray | None:
+        """A scale that is no float32, as a cast or a wrong restore leaves it."""
+        own = () if self._is_one else (self._scale_of_step(),)
+        scales = (*own, self.record.bad_scale)
+        return next((x for x in scales if x.dtype != np.float32), None)
 
     def _why_stuck(self) -> str | None:
         """Why no later step can be good, if that can be seen; for `mpx.check`."""

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float32, Int32
 
-from .._typing import BoolLike, BoolScalar, FloatScalar, ScalarLike
+from .._typing import AnyArray, BoolLike, BoolScalar, FloatScalar, ScalarLike
 from ._arguments import (
     LARGEST_SCALE,
     above_one,
@@ -179,6 +179,9 @@ class DynamicLossScaling(AbstractLossScaling):
 
     def _at_scale(self, scale: FloatScalar) -> Self:
         return replaced(self, loss_scaling=scale)
+
+    def _scale_of_step(self) -> AnyArray:
+        return self.loss_scaling
 
     def _lowered(self) -> FloatScalar:
         return jax.lax.max(self.loss_scaling * self.backoff, self.min_loss_scaling)

@@ -144,6 +144,11 @@ class DelayedScales(eqx.Module):
 def refuse_unreachable(name: str, scale: object, history: object, call: str) -> None:
     """Raises `ValueError` for scales and amaxes of a slot that no run can reach."""
     scale, history = np.asarray(scale), np.asarray(history)
+    if {scale.dtype, history.dtype} != {np.dtype(np.float32)}:
+        raise ValueError(
+            f"{call} needs scales and amaxes in float32; got {scale.dtype} and "
+            f"{history.dtype} for the slot {name!r}."
+        )
     is_new = (scale == 0) & np.all(history == 0, axis=-1)  # a warm start
     if not np.all(is_new | ((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE))):
         raise ValueError(

@@ -193,7 +193,9 @@ class RecipeScaling(AbstractLossScaling):
         """
         return _saved.write(self.loss, self.scales)
 
-    def with_state(self, state: "Mapping[str, Any] | RecipeScaling") -> Self:
+    def with_state(
+        self, state: "Mapping[str, Any] | RecipeScaling", *, strict: bool = True
+    ) -> Self:
         """This scaling with the state of another run, also of another recipe.
 
         `mpx.init_scaling(func, model, ...)` makes a state for the program of today;
@@ -205,26 +207,30 @@ class RecipeScaling(AbstractLossScaling):
 
         Args:
             state: A `RecipeScaling`, or what its `state_dict()` returned.
+            strict: False for a model that has changed: slots that are new begin anew,
+                and those that are gone are left out.
 
         Returns:
             The scaling.
 
         Raises:
             TypeError: `state` is neither.
-            ValueError: It is incomplete, has not the slots of this scaling, is of a
-                later version, or holds dtypes, shapes or values that no run can reach,
-                such as a scale of NaN.
+            ValueError: It is incomplete, has not the slots of this scaling (if
+                `strict`), is of a later version, or holds dtypes, shapes or values that
+                no run can reach, such as a scale of NaN.
         """
         call = "`with_state(state)` of `mpx.RecipeScaling`"
         if isinstance(state, AbstractLossScaling):
             state = state.state_dict()
         saved = _saved.read(state, call)
-        slots = {str(n) for s in self.scales for n, _ in s.slots}
-        _saved.refuse_other_slots(set(saved.slots), slots, call)
+        slots = _saved.write(self.loss, self.scales)["slots"]
+        if strict:
+            _saved.refuse_other_slots(set(saved.slots), set(slots), call)
+        slots |= {name: slot for name, slot in saved.slots.items() if name in slots}
         return dataclasses.replace(
             self,
             loss=type(self.loss).from_state_dict(saved.loss),
-            scales=tuple(_saved.with_slots(s, saved.slots, call) for s in self.scales),
+            scales=tuple(_saved.with_slots(s, slots, call) for s in self.scales),
             amaxes=_nothing(self.scales),
         )
 

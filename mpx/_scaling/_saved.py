@@ -90,9 +90,10 @@ def refuse_other_slots(given: set[str], wanted: set[str], call: str) -> None:
     """Raises unless a state has the slots of this program."""
     if given != wanted:
         raise ValueError(
-            f"{call} needs exactly the slots of this program; missing: "
-            f"{listing(sorted(wanted - given)) or 'none'}; unknown: "
-            f"{listing(sorted(given - wanted)) or 'none'}. Has the model changed?"
+            f"{call} needs exactly the slots of this program; new in it: "
+            f"{listing(sorted(wanted - given)) or 'none'}; gone: "
+            f"{listing(sorted(given - wanted)) or 'none'}. If the model has changed, "
+            "take over the others: `with_state(state, strict=False)`."
         )
 
 

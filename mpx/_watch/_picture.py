@@ -37,6 +37,7 @@ def heat_map(
         A `matplotlib` figure, to be saved with `figure.savefig("amax.png")`.
 
     Raises:
+        TypeError: `history` is no mapping, or has something else than statistics.
         ValueError: There is nothing to show, or no such measure, kind or format.
         ModuleNotFoundError: matplotlib is not installed.
 
@@ -48,6 +49,14 @@ def heat_map(
         ...     _, history[step] = mpx.monitor(jnp.dot, weights=1)(x * 2.0**step, w)
         >>> figure = mpx.heat_map(history, kind="input")
     """
+    values = list(history.values()) if isinstance(history, Mapping) else [history]
+    others = [seen for seen in values if not isinstance(seen, Statistics)]
+    if others or not isinstance(history, Mapping):
+        raise TypeError(
+            "`history` of `mpx.heat_map` has the statistics of each step by its "
+            f"number; got {describe([*others, history][0])}. Keep what `mpx.monitor` "
+            "gives beside the result: `result, history[step] = watch(*args)`."
+        )
     is_format = measure in _OF_FORMAT
     if not is_format and measure not in _WHOLE:
         raise ValueError(
