@@ -8,7 +8,7 @@ from benchmarks import processes, results
 from benchmarks.counts import monitor
 
 
-@pytest.mark.parametrize(("more", "met"), [(1.49, True), (1.51, False)])
+@pytest.mark.parametrize(("more", "met"), [(1.59, True), (1.61, False)])
 def test_goals_are_of_a_hundredth_of_what_is_moved_more(more, met):
     found = results.Results("monitor", "test", "compiled for X")
     for case in monitor.CASES:
