@@ -49,8 +49,8 @@ class Note:
         reason: Why, in words.
         weight: Of a quantized product, the path of its weight; "" of others.
         rule: The rule of the user's that was applied; "" if none was.
-        without_units: Whether it is a quantized product that the target computes in
-            half precision, as it has no units for it.
+        path: Of a quantized product how it is computed, as `path_of` says; else "".
+        formats: Its format, and that of its derivatives: `formats_of`.
     """
 
     primitive: str
@@ -59,7 +59,13 @@ class Note:
     reason: str
     weight: str = ""
     rule: str = ""
-    without_units: bool = False
+    path: str = ""
+    formats: tuple[str, str] = ("", "")
+
+    @property
+    def without_units(self) -> bool:
+        """Whether the target computes it in half precision: it has no units for it."""
+        return self.path == Path.HALF.value
 
     @property
     def is_switched_off(self) -> bool:
@@ -95,7 +101,11 @@ def note_unused(rules: Iterable[Rule]) -> None:
 
 
 def noted(
-    primitive: str, choice: Choice, weight: str = "", without_units: bool = False
+    primitive: str,
+    choice: Choice,
+    weight: str = "",
+    path: str = "",
+    formats: tuple[str, str] = ("", ""),
 ) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside was decided so."""
     if not _taking.value:
@@ -106,7 +116,8 @@ def noted(
     if choice.detail:
         reason = f"{reason}; {choice.detail}"
     precision = choice.precision.value
-    return _write(Note(primitive, kind, precision, reason, weight, rule, without_units))
+    note = Note(primitive, kind, precision, reason, weight, rule, path, formats)
+    return _write(note)
 
 
 def noted_cast(reason: str) -> contextlib.AbstractContextManager[object]:

@@ -36,8 +36,8 @@ from .._quantize import (
     Ahead,
     ConvolutionProduct,
     LinearProduct,
-    Path,
     RaggedProduct,
+    formats_of,
     has_blocks,
     has_ragged_form,
     linear_convolution,
@@ -305,14 +305,14 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
     product = _product_of(case, choice)
     if case.settings.is_strict:
         refuse_slow(case, product)
-    weight, is_dequantized = "", False
+    weight, path, formats = "", "", ("", "")
     if is_taking_notes():
         path, why = path_of(product)
-        is_dequantized = path == Path.HALF.value
+        formats = formats_of(product.recipe)
         detail = f"{type(product.recipe).__name__}, {path} ({why})"
         choice = choice._replace(detail=detail)
         weight = _weight_of(case.operands).facts.parameter or ""
-    with noted(case.name, choice, weight, is_dequantized):
+    with noted(case.name, choice, weight, path, formats):
         return _emit_product(case, choice, product, run.step)
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -19,7 +18,6 @@ from .._fused_operation import FusedOperation, operation_of
 from .._program import (
     OTHERS,
     Flops,
-    PrimitiveClass,
     Visit,
     aval_of,
     avals,
@@ -41,6 +39,15 @@ from ._facts import (
 )
 from ._integers import LARGEST, rounded_integers
 from ._loops import deciding_comparisons
+from ._precision import (
+    dtype_name,
+    format_of,
+    hides_a_program,
+    is_product,
+    precision_of,
+    precision_of_product,
+    uses_half,
+)
 from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, totals_of
 from ._residuals import residual_bytes
 from ._source_text import function_path, line_text, phase, scope_path, stack_text
@@ -173,12 +180,12 @@ def _operations(
     ]
     every = walk(traced.jaxpr, inputs, flow)
     visits = [visit for visit in every if not _is_for_others(visit)]
-    is_mixed = any(_uses_half(visit.equation) for visit in visits)
+    is_mixed = any(uses_half(visit.equation) for visit in visits)
     # By ids, which belong to equations of the program that `traced` holds.
     ends: frozenset[int] = frozenset()
     if is_mixed and any(visit.place.unknown_loops for visit in visits):
-        ends = deciding_comparisons(traced.jaxpr.jaxpr, _precision_of_product)
-    rounding = rounded_integers(traced.jaxpr, _precision_of_product) if is_mixed else {}
+        ends = deciding_comparisons(traced.jaxpr.jaxpr, precision_of_product)
+    rounding = rounded_integers(traced.jaxpr, precision_of_product) if is_mixed else {}
     operations = [
         _operation(number, visit, flow, is_mixed, id(visit.equation) in ends, rounding)
         for number, visit in enumerate(visits)
@@ -260,16 +267,16 @@ def _operation(
     note = _note(visit)
     rule, reason = _decision(visit, flow, note)
     finding = _finding(visit, flow, precision) if is_mixed and note is None else ""
-    if note is not None and not note.is_switched_off and _is_product(equation):
+    if note is not None and not note.is_switched_off and is_product(equation):
         finding = _wide_product(equation)
     if ends_loop:
         finding = "decides by half precision products when a loop ends"
-    if (is_mixed or note is not None) and _hides_a_program(equation):
+    if (is_mixed or note is not None) and hides_a_program(equation):
         finding = "holds a program that cannot be looked into"
     is_forward = phase(entries) == "forward"
     if is_forward and (short := rounding.get(id(equation))):
         finding = f"may round integers: {short} holds those up to {LARGEST[short]}"
-    if note is not None and note.without_units and is_forward and _is_product(equation):
+    if note is not None and note.without_units and is_forward and is_product(equation):
         finding = "quantized, and computed without units for it"
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
@@ -285,6 +292,7 @@ def _operation(
         inputs=tuple(_type(aval_of(v)) for v in equation.invars),
         outputs=tuple(_type(aval_of(v)) for v in equation.outvars),
         precision=precision,
+        format=format_of(equation, note, phase(entries)),
         rule=rule,
         reason=reason,
         finding=finding,
@@ -301,61 +309,8 @@ def _operation(
 
 def _type(aval: Aval) -> str:
     if hasattr(aval, "shape") and hasattr(aval, "dtype"):
-        return f"{_dtype_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
+        return f"{dtype_name(aval.dtype)}[{','.join(map(str, aval.shape))}]"
     return str(aval)
-
-
-def _dtype_name(dtype: object) -> str:
-    """Of a dtype; NumPy spells JAX's `float0`, of gradients of integers, otherwise."""
-    return "float0" if dtype == jax.dtypes.float0 else str(dtype)
-
-
-# --- In which precision ------------------------------------------------------------
-
-_BFLOAT16 = jnp.dtype(jnp.bfloat16)
-
-
-def _is_product(equation: JaxprEqn) -> bool:
-    return properties(equation.primitive.name).kind is PrimitiveClass.HALF
-
-
-def precision_of(equation: JaxprEqn) -> str:
-    """The dtype that an equation is computed in.
-
-    That of its operands for matrix products and convolutions, `mixed` where they
-    differ, `float8` if both are formats of 8 bits. Else that of its first floating
-    result, or operand, or result.
-    """
-    operands = [a.dtype for a in avals(equation.invars) if hasattr(a, "dtype")]
-    results = [a.dtype for a in avals(equation.outvars) if hasattr(a, "dtype")]
-    numbers = [d for d in operands if jnp.issubdtype(d, jnp.inexact)]
-    if _is_product(equation) and numbers:
-        names = {str(dtype) for dtype in numbers[:2]}
-        if len(names) == 1:
-            return names.pop()
-        # E4M3 by E5M2 is how gradients meet weights, and no accident.
-        return "float8" if all(n.startswith("float8") for n in names) else "mixed"
-    found = [d for d in results if jnp.issubdtype(d, jnp.inexact)] or numbers or results
-    return _dtype_name(found[0]) if found else ""
-
-
-def _precision_of_product(equation: JaxprEqn) -> str | None:
-    return precision_of(equation) if _is_product(equation) else None
-
-
-def _hides_a_program(equation: JaxprEqn) -> bool:
-    """Whether numbers go into a program of which nothing is known."""
-    return properties(equation.primitive.name).hides_a_program and any(
-        jnp.issubdtype(getattr(aval_of(v), "dtype", bool), jnp.floating)
-        for v in equation.invars
-    )
-
-
-def _uses_half(equation: JaxprEqn) -> bool:
-    return any(
-        str(getattr(aval_of(v), "dtype", "")) in HALF
-        for v in (*equation.invars, *equation.outvars)
-    )
 
 
 # --- Why -----------------------------------------------------------------------------
@@ -390,11 +345,11 @@ def _decision(visit: Visit[Fact], flow: Facts, note: Note | None) -> tuple[str, 
     name = equation.primitive.name
     if note.precision == Precision.LOW.value:
         rule = note.rule or LOW
-        if not _is_product(equation):
+        if not is_product(equation):
             return QUANTIZES, f"for {note.primitive}: {note.reason}"
     if is_float_cast(equation) and note.primitive != name:
         return "cast", f"for {note.primitive}: {note.reason}"
-    is_whole = _is_product(equation) or properties(name).flops in _KERNELS
+    is_whole = is_product(equation) or properties(name).flops in _KERNELS
     if not is_whole and _fused(visit) is not None:
         return PART, f"of {note.primitive}"
     if phase(visit.scopes) == "backward":
@@ -455,7 +410,7 @@ def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
         return "half precision promoted"
     if id(equation) in flow.promotions:
         return ""  # said of the operation that it was made for
-    if _is_product(equation) and precision in ("float32", "float64", "mixed"):
+    if is_product(equation) and precision in ("float32", "float64", "mixed"):
         return _product_in(equation)
     if precision not in HALF:
         return ""

@@ -14,8 +14,8 @@ from ._table import headline, island_lines, notes
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Operation))
 _SINGLE = (
-    "primitive", "scope", "function", "phase", "precision", "rule", "reason",
-    "finding", "source",
+    "primitive", "scope", "function", "phase", "precision", "format", "rule",
+    "reason", "finding", "source",
 )  # fmt: skip
 _SEVERAL = ("inside", "inputs", "outputs", "parameters", "stack")
 

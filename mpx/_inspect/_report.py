@@ -39,6 +39,9 @@ class Operation:
     """Type of each result."""
     precision: str
     """The dtype it is computed in; `mixed` for a product of two dtypes."""
+    format: str
+    """`FP8`, `MXFP8` or `NVFP4` of a product that a recipe quantizes, whatever it is
+    computed in here; of all else its precision."""
     rule: str
     """What decided its precision: `as written`, or the rule of autocast."""
     reason: str
@@ -74,6 +77,11 @@ class Operation:
     def is_low(self) -> bool:
         """Whether it is a product that a recipe quantizes."""
         return self.rule.split(" ")[0] == LOW
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether it is a quantized product that a wider dtype computes."""
+        return self.format != self.precision and not is_low(self.precision)
 
     @property
     def times(self) -> str:
@@ -117,11 +125,12 @@ class Totals:
     """FLOPs of the whole program."""
     flops_by_precision: dict[str, int]
     """FLOPs by the dtype that is computed in, the largest first."""
+    flops_by_format: dict[str, int]
+    """The same by format: quantized products count under theirs, emulated ones too."""
     half_flops_share: float
     """The share of FLOPs in float16 and bfloat16, 0 to 1."""
     low_flops_share: float
-    """The share of FLOPs in products that a recipe quantizes, emulated ones too, and
-    in formats of 8 bits and fewer."""
+    """The share of FLOPs in formats of 8 bits and fewer, emulated ones too."""
     bytes: int
     """Bytes read and written if nothing were fused."""
     casts: int
@@ -147,22 +156,18 @@ def totals_of(
 ) -> Totals:
     """Sums up operations."""
     operations = list(operations)
-    flops: dict[str, int] = {}
-    for operation in operations:
-        if operation.flops:
-            flops[operation.precision] = (
-                flops.get(operation.precision, 0) + operation.flops
-            )
-    flops = dict(sorted(flops.items(), key=lambda item: -item[1]))
+    flops = _flops_by(operations, "precision")
+    formats = _flops_by(operations, "format")
     total = sum(flops.values())
     half = sum(count for name, count in flops.items() if name in HALF)
-    low = sum(o.flops or 0 for o in operations if is_low(o.precision) or o.is_low)
+    low = sum(count for name, count in formats.items() if is_low(name))
     casts = [operation for operation in operations if operation.is_cast]
     return Totals(
         operations=len(operations),
         executed=sum(operation.executions for operation in operations),
         flops=total,
         flops_by_precision=flops,
+        flops_by_format=formats,
         half_flops_share=half / total if total else 0.0,
         low_flops_share=low / total if total else 0.0,
         bytes=sum(operation.bytes for operation in operations),
@@ -177,10 +182,20 @@ def totals_of(
     )
 
 
-def is_low(precision: str) -> bool:
-    """Whether a dtype's name is that of a format of 8 bits or fewer."""
+def _flops_by(operations: Iterable[Operation], field: str) -> dict[str, int]:
+    flops: dict[str, int] = {}
+    for operation in operations:
+        if operation.flops:
+            name = getattr(operation, field)
+            flops[name] = flops.get(name, 0) + operation.flops
+    return dict(sorted(flops.items(), key=lambda item: -item[1]))
+
+
+def is_low(name: str) -> bool:
+    """Whether a dtype or a format has 8 bits or fewer."""
     # Not float64.
-    return precision.startswith(("float8", "float6_", "float4_"))
+    names = ("float8", "float6_", "float4_", "FP8", "MXFP8", "NVFP4")
+    return name.startswith(names)
 
 
 def _is_in_branch(operation: Operation) -> bool:

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from ._report import PART, QUANTIZES, Content, Island, Operation
+from ._report import HALF, PART, QUANTIZES, Content, Island, Operation, is_low
 from ._units import bytes_text, count_text, flops_text, share_text, short_type
 
 _BAR = 24
@@ -66,8 +66,9 @@ def lines_of(operations: Iterable[Operation]) -> list[Line]:
     for operation in operations:
         key = dataclasses.replace(operation, number=0, parameters=(), reason="")
         if operation.rule in _TOGETHER:
-            what = {"primitive": _TOGETHER[operation.rule], "inputs": (), "outputs": ()}
-            operation = dataclasses.replace(operation, precision="", **what)
+            nothing = {"precision": "", "format": "", "inputs": (), "outputs": ()}
+            name = _TOGETHER[operation.rule]
+            operation = dataclasses.replace(operation, primitive=name, **nothing)
             key = (operation.where, operation.phase, operation.source)
         groups.setdefault(key, []).append(operation)
     return [Line(tuple(group)) for group in groups.values()]
@@ -132,7 +133,7 @@ def rich_text(report: Content, limit: int | None, width: int | None) -> Any:
         *first, why = _row(line, names)
         one_line = names == _NARROW and not line.first.finding
         cells = [*map(Text, first), Text(why, no_wrap=one_line, overflow="ellipsis")]
-        cells[names.index("dtype")].stylize(_STYLES.get(line.first.precision, ""))
+        cells[names.index("dtype")].stylize(_style(line.first))
         cells[-1].stylize("yellow" if line.first.finding else "dim")
         table.add_row(*cells)
     summary = (Text(part) for part in _summary(report, width))
@@ -171,6 +172,10 @@ _STYLES = {
     "float64": "red",
     "mixed": "red",
 }
+
+
+def _style(operation: Operation) -> str:
+    return "yellow" if is_low(operation.format) else _STYLES.get(operation.format, "")
 
 
 def show(report: Content, limit: int | None, width: int | None) -> None:
@@ -224,7 +229,7 @@ def _cells(line: Line) -> tuple[str, ...]:
         bytes_text(line.bytes),
         line.times,
         first.primitive + _PHASES[first.phase],
-        short_type(first.precision),
+        first.format if first.is_emulated else short_type(first.precision),
         cut(types, 44),
         cut(first.where, 36, end=False),
         cut(_several(line.parameters), 32, end=False),
@@ -255,19 +260,36 @@ def cut(text: str, width: int, end: bool = True) -> str:
 def headline(report: Content) -> str:
     """The sentence on top: where most FLOPs are, and what is worth a look."""
     totals = report.totals
-    shares = [f"{share_text(totals.low_flops_share)} of FLOPs quantized by a recipe"]
-    shares = shares if totals.low_flops_share else []
-    for name, part in list(totals.flops_by_precision.items())[:1]:
+    formats = totals.flops_by_format
+    low = [name for name in formats if is_low(name)]
+    others = [name for name in formats if name not in low]
+    how = how_emulated(report)
+    shares = []
+    for name in (low + others[:2]) if low else others[:1]:
         dtype = "mixed dtypes" if name == "mixed" else name
-        shares.append(f"{share_text(part / totals.flops)} of FLOPs in {dtype}")
+        unit = "" if shares else " of FLOPs"
+        text = f"{share_text(formats[name] / totals.flops)}{unit} in {dtype}"
+        shares.append(text + (f" ({how[name]})" if name in how else ""))
     findings = f"{totals.findings or 'no'} finding{'s' * (totals.findings != 1)}"
     return f"{report.name}: {', '.join(shares) or 'no FLOPs'}; {findings}"
+
+
+def how_emulated(report: Content) -> dict[str, str]:
+    """How the formats are computed whose products here are emulated, in words."""
+    found: dict[str, str] = {}
+    for operation in report.operations:
+        if operation.is_emulated:
+            dtype = operation.precision
+            is_cpu = dtype not in HALF
+            how = "emulated on this CPU" if is_cpu else f"dequantized to {dtype}"
+            found.setdefault(operation.format, how)
+    return found
 
 
 def _summary(report: Content, width: int | None) -> list[str]:
     """The sentence and the totals, in a few lines."""
     totals = report.totals
-    lines = [headline(report)]
+    lines: list[str] = []
 
     def add(name: str, value: str, what: str) -> None:
         lines.append(f"  {name:<14}{value:>7}  {what}".rstrip())
@@ -275,12 +297,11 @@ def _summary(report: Content, width: int | None) -> list[str]:
     flops = flops_text(totals.flops, "FLOPs")
     run = f"{count_text(totals.executed)} run, {flops}"
     add("operations", count_text(totals.operations), run)
-    for name, part in totals.flops_by_precision.items():
+    how = how_emulated(report)
+    for name, part in totals.flops_by_format.items():
         share = part / totals.flops
-        add(name, share_text(share), "#" * round(_BAR * share))
-    if totals.low_flops_share:
-        share = share_text(totals.low_flops_share)
-        add("recipes", share, "of FLOPs are in products that a recipe quantizes")
+        bar = "#" * round(_BAR * share)
+        add(name, share_text(share), f"{bar}  {how.get(name, '')}".rstrip())
     moved = bytes_text(totals.cast_bytes)
     add("casts", count_text(totals.casts), f"moving {moved}")
     kept = "?" if totals.residual_bytes is None else bytes_text(totals.residual_bytes)
@@ -292,6 +313,7 @@ def _summary(report: Content, width: int | None) -> list[str]:
     add("findings", count_text(totals.findings), "operations worth a look")
     if width is not None:
         lines = [cut(line, width) for line in lines]
+    lines = [*_wrapped(headline(report), width), *lines]
     for note in notes(report):
         lines += _wrapped(f"note: {note}", width, "  ")
     return lines
@@ -324,6 +346,12 @@ def notes(report: Content) -> list[str]:
     """What a reader of the totals has to know."""
     totals = report.totals
     found = [f"the rule `{rule}` held for nothing" for rule in report.unused_rules]
+    if emulated := how_emulated(report):
+        gpu = "H100" if "FP8" in emulated else "B200"
+        found.append(
+            f"{', '.join(emulated)}: emulated on the device that is compiled for; to "
+            f'see another one, `mpx.autocast(..., target="{gpu}")`'
+        )
     if totals.in_unknown_loops:
         found.append(
             f"{totals.in_unknown_loops} operations are in `while` loops, whose number "

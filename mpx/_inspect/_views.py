@@ -12,7 +12,7 @@ from ._report import Content, Island, Operation, Totals
 from ._table import rich_text, show, text
 
 _FORMAT = "mpx report"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

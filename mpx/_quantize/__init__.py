@@ -23,7 +23,7 @@ from ._delayed import (
     DelayedScaling as DelayedScaling,
     DelayedScalingState as DelayedScalingState,
 )
-from ._explain import path_of as path_of
+from ._explain import formats_of as formats_of, path_of as path_of
 from ._format import Format as Format
 from ._hadamard import hadamard_transform as hadamard_transform
 from ._linear import LinearProduct as LinearProduct, linear_product as linear_product

@@ -1,4 +1,4 @@
-"""Which path the products of a linear layer take, in words."""
+"""Which path the products of a linear layer take, and in which format, in words."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,12 @@ from jaxtyping import Array
 from ._amax import alone
 from ._contraction import contractions
 from ._dequantized_product import AbstractDequantizedProduct
+from ._format import Format
 from ._operands import Copies
 from ._product import AbstractProduct
 from ._products import Operand, Path, path_of_operands
-from ._quantizers import BlockQuantizer
-from ._recipes import Role
+from ._quantizers import BlockQuantizer, MXFP8Quantizer
+from ._recipes import AbstractRecipe, Role
 from ._target import Target
 
 _MATRICES = (((1,), (0,)), ((), ()))
@@ -45,6 +46,33 @@ def path_of(product: AbstractProduct) -> tuple[str, str]:
     forward = contractions(_MATRICES, 2, 2).forward
     path = path_of_operands(left, right, forward, target)
     return path.value, _reason(path, product, target)
+
+
+def formats_of(recipe: AbstractRecipe) -> tuple[str, str]:
+    """The formats of a recipe's products, forward and backward.
+
+    Args:
+        recipe: The recipe.
+
+    Returns:
+        "FP8", "MXFP8", "NVFP4", or two of them with "by" between; "" where an operand
+        stays in high precision.
+    """
+    forward = recipe.quantizer(Role.INPUT), recipe.quantizer(Role.WEIGHT)
+    backward = recipe.quantizer(Role.GRADIENT), recipe.quantizer(Role.WEIGHT)
+    return _format_name(forward), _format_name(backward)
+
+
+def _format_name(quantizers: tuple[object, ...]) -> str:
+    if None in quantizers:
+        return ""
+    return " by ".join(dict.fromkeys(map(_format_of, quantizers)))
+
+
+def _format_of(quantizer: object) -> str:
+    if getattr(quantizer, "format", None) is Format.E2M1:
+        return "NVFP4"
+    return "MXFP8" if isinstance(quantizer, MXFP8Quantizer) else "FP8"
 
 
 def _reason(path: Path, product: AbstractProduct, target: Target) -> str:

@@ -98,6 +98,24 @@ def test_a_notebook_shows_the_page_in_a_frame(report):
     assert source == report.to_html()
 
 
+def quantized_report():
+    def loss(w, x):
+        return jnp.mean((x @ w[0] @ w[1]).astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    func = mpx.autocast(loss, recipe=mpx.MXFP8BlockScaling(), target="cpu")
+    return mpx.explain(func)([x, x], x)
+
+
+def test_the_page_holds_formats():
+    data = json.loads(read(quantized_report()).data["data"])
+    column = data["fields"].index("format")
+    formats = {data["texts"][row[column]] for row in data["operations"]}
+    assert {"MXFP8", "bfloat16", "float32"} <= formats
+    assert "% of FLOPs in MXFP8 (emulated on this CPU), " in data["headline"]
+    assert any('target="B200"' in note for note in data["notes"])
+
+
 # --- In a browser --------------------------------------------------------------------
 
 
@@ -125,6 +143,14 @@ def test_a_browser_shows_the_most_expensive_first(report, tmp_path):
     assert rows[0][4] == "bf16[8,16] bf16[16,16] → bf16[8,16]"
     count = len(report.operations)
     assert shown.startswith(f"{count} of {count} operations")
+
+
+@in_browser
+def test_a_browser_colours_emulated_products_by_their_format(tmp_path):
+    rows, _, document = rows_in_browser(quantized_report().to_html(), tmp_path)
+    assert rows[0][1] == "dot_general"
+    assert "MXFP8" in {row[2] for row in rows}
+    assert re.search(r'"--tone: var\(--blocks\)"[^>]*><i></i>MXFP8 ', document)
 
 
 @in_browser

@@ -114,10 +114,67 @@ def test_the_sentence_on_top_says_where_the_work_is():
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     sentence = str(mpx.explain(lambda x: x)(x)).splitlines()[0]
     assert sentence.endswith(": no FLOPs; no findings")
-    quantized = mpx.autocast(leaking, recipe=mpx.Float8CurrentScaling(), weights=1)
-    sentence = str(mpx.explain(quantized)(x, x, x)).splitlines()[0]
-    assert sentence.startswith("leaking: ")
-    assert "% of FLOPs quantized by a recipe, " in sentence
+
+
+LOW = [
+    (mpx.Float8CurrentScaling(), "FP8", "H100"),
+    (mpx.DelayedScaling(), "FP8", "H100"),
+    (mpx.MXFP8BlockScaling(), "MXFP8", "B200"),
+    (mpx.NVFP4BlockScaling(), "NVFP4", "B200"),
+]
+
+
+def quantized(recipe, target="cpu"):
+    def loss(w, x):
+        return jnp.mean((x @ w[0] @ w[1]).astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    func = mpx.autocast(loss, recipe=recipe, target=target)
+    return mpx.explain(jax.grad(func))([x, x], x)
+
+
+@pytest.mark.parametrize(("recipe", "name", "gpu"), LOW)
+def test_emulated_products_count_under_the_format_of_their_recipe(recipe, name, gpu):
+    report = quantized(recipe)
+    products = [o for o in report.operations if o.is_low]
+    assert {(o.format, o.precision) for o in products} == {(name, "float32")}
+    assert all(o.is_emulated for o in products)
+    flops = report.totals.flops_by_format
+    assert flops[name] == sum(o.flops for o in products)
+    assert flops["float32"] == report.totals.flops_by_precision["float32"] - flops[name]
+    assert report.totals.low_flops_share == flops[name] / report.totals.flops
+    text = report.table()
+    share = share_text(report.totals.low_flops_share)
+    first = f"loss: {share} of FLOPs in {name} (emulated on this CPU), "
+    assert text.startswith(first)
+    assert " in float32" in " ".join(text.partition("operations")[0].split())
+    (bar,) = (x for x in text.splitlines() if x.startswith(f"  {name} "))
+    assert "#" in bar and bar.endswith("emulated on this CPU")
+    assert f'`mpx.autocast(..., target="{gpu}")`' in " ".join(text.split())
+    assert [x for x in text.splitlines() if len(x) > 100] == []
+
+
+@pytest.mark.parametrize(("recipe", "name", "gpu"), LOW)
+def test_products_on_units_count_under_the_same_format(recipe, name, gpu):
+    report = quantized(recipe, gpu)
+    products = [o for o in report.operations if o.is_low]
+    assert len(products) == 3  # of one weight; the other is the final projection
+    assert {o.format for o in products} == {name}
+    assert not any(o.is_emulated for o in products)
+    assert report.table().partition(", ")[0].endswith(f"of FLOPs in {name}")
+    assert "emulated" not in str(report) and "target=" not in str(report)
+
+
+def test_a_device_without_units_says_what_it_computes_in():
+    report = quantized(mpx.Float8CurrentScaling(), "A100")
+    assert "of FLOPs in FP8 (dequantized to bfloat16), " in str(report)
+
+
+def test_a_backward_pass_in_high_precision_is_none_of_the_format():
+    recipe = mpx.Float8CurrentScaling(backward_override="high_precision")
+    products = [o for o in quantized(recipe).operations if o.is_low]
+    found = [(o.phase, o.format) for o in products]
+    assert found == [("forward", "FP8"), *[("backward", "float32")] * 2]
 
 
 def test_a_long_table_says_how_to_see_all(report):

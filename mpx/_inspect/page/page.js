@@ -14,6 +14,8 @@
     for (const field of data.several) o[field] = list(o[field]);
     o.where = o.scope || o.function;
     o.count = 1;
+    const isEmulated = o.format !== o.precision && !/^float(8|6_|4_)/.test(o.precision);
+    o.shown = isEmulated ? o.format : o.precision;
     return o;
   });
 
@@ -39,8 +41,10 @@
       .replace(/^int(\d+)/, "i$1").replace(/^complex(\d+)/, "c$1");
   }
   function tone(precision) {
+    if (precision.startsWith("MXFP8")) return "--blocks";
+    if (/^(NVFP4|float4_)/.test(precision)) return "--four";
     if (precision === "bfloat16" || precision === "float16") return "--half";
-    if (/^float(8|6_|4_)/.test(precision)) return "--low";
+    if (/^(FP8|float8|float6_)/.test(precision)) return "--low";
     if (precision === "float32") return "--full";
     if (precision === "mixed") return "--mixed";
     if (/^(float64|complex)/.test(precision)) return "--wide";
@@ -74,7 +78,7 @@
       ...(extra || []), make("div", { class: "says" }, says));
   }
   function showTotals() {
-    const shares = Object.entries(totals.flops_by_precision);
+    const shares = Object.entries(totals.flops_by_format);
     const legend = make("div", { class: "legend" }, ...shares.map(([name, flops]) =>
       make("span", { style: toned(name) }, make("i"),
         name + " " + shareText(flops / totals.flops))));
@@ -109,7 +113,7 @@
         const name = o.where.split("/").slice(0, depth).join("/");
         if (!next.has(name)) next.set(name, new Map());
         const group = next.get(name);
-        group.set(o.precision, (group.get(o.precision) || 0) + o.flops);
+        group.set(o.format, (group.get(o.format) || 0) + o.flops);
       }
       if (groups.size && next.size > 14) break;
       groups = next;
@@ -132,7 +136,7 @@
   // --- The view ---------------------------------------------------------------------
 
   const COLUMNS = [
-    ["number", "#", true], ["primitive", "operation"], ["precision", "dtype"],
+    ["number", "#", true], ["primitive", "operation"], ["shown", "dtype"],
     ["where", "where"], ["types", "in \u2192 out"], ["weight", "weight"],
     ["runs", "runs", true], ["flops", "FLOPs", true], ["bytes", "bytes", true],
     ["why", "why"], ["source", "line"],
@@ -162,7 +166,7 @@
   }
 
   const haystack = (o) => [o.primitive, o.where, o.scope, o.function, o.phase,
-    o.inputs.join(" "), o.outputs.join(" "), o.precision, o.rule, o.reason, o.finding,
+    o.inputs.join(" "), o.outputs.join(" "), o.precision, o.format, o.rule, o.reason, o.finding,
     o.parameters.join(" "), o.source, o.inside.join(" "), shortType(o.precision),
     ...o.inputs.map(shortType), ...o.outputs.map(shortType)].join("\n").toLowerCase();
   for (const o of operations) o.haystack = haystack(o);
@@ -173,7 +177,7 @@
     return words.every((word) => o.haystack.includes(word)) &&
       (!view.scope || o.scope.includes(view.scope) || o.function.includes(view.scope)) &&
       (!view.phase || o.phase === view.phase) &&
-      (!chosen.length || chosen.includes(o.precision)) &&
+      (!chosen.length || chosen.includes(o.shown)) &&
       (!view.findings || o.finding) &&
       (!view.costly || o.flops || o.is_cast);
   }
@@ -221,13 +225,13 @@
   const PHASES = { forward: "", backward: " backward", recompute: " recompute" };
   function rowOf(o, largest) {
     const row = make("tr", {
-      class: "operation", style: toned(o.precision), tabindex: "0",
+      class: "operation", style: toned(o.format), tabindex: "0",
     },
     make("td", { class: "number-cell" }, String(o.number)),
     make("td", {}, make("code", {}, o.primitive),
       make("span", { class: "again" }, PHASES[o.phase] +
         (o.count > 1 ? " \u00d7" + o.count : ""))),
-    make("td", {}, o.precision ? make("span", { class: "chip" }, shortType(o.precision)) : ""),
+    make("td", {}, o.shown ? make("span", { class: "chip" }, shortType(o.shown)) : ""),
     make("td", { class: "where code" }, o.where),
     make("td", { class: "types code" }, ...types(o.inputs), "\u2192 ", ...types(o.outputs)),
     make("td", { class: "weight code" }, o.parameters.slice(0, 2).join(", ") +
@@ -254,7 +258,8 @@
     const items = [
       ["operands", o.inputs.join("  ")], ["results", o.outputs.join("  ")],
       ["scope", o.scope], ["functions", o.function], ["inside of", o.inside.join(" > ")],
-      ["pass", o.phase], ["rule", o.rule], ["reason", o.reason],
+      ["pass", o.phase], ["format", o.format], ["computed in", o.precision],
+      ["rule", o.rule], ["reason", o.reason],
       ["weights", o.parameters.join(", ")],
       ["FLOPs", o.flops === null ? "not known" : countText(o.flops)],
       ["bytes", countText(o.bytes)],
@@ -326,7 +331,7 @@
 
   // --- Start ------------------------------------------------------------------------
 
-  const precisions = [...new Set(operations.map((o) => o.precision))].filter(Boolean);
+  const precisions = [...new Set(operations.map((o) => o.shown))].filter(Boolean);
   at("precisions").append(...precisions.map((name) => make("button", {
     class: "chip", type: "button", style: toned(name), "data-name": name,
     "aria-pressed": "false",
