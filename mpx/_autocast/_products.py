@@ -47,7 +47,13 @@ from .._quantize import (
     rounds_stochastically,
     target_from,
 )
-from .._recipe_state import Use, is_collecting_requests, shared, with_input_scale
+from .._recipe_state import (
+    MissingScales,
+    Use,
+    is_collecting_requests,
+    shared,
+    with_input_scale,
+)
 from .._settings import Settings
 from .._typing import AnyArray
 from .._wire import dtype_of_sums
@@ -388,13 +394,7 @@ def _scales(case: Case, weight: Value, recipe: AbstractRecipe, use: Use) -> AnyA
     assert weight.slots is not None
     found = weight.slots.take(use, recipe)
     if found is None:
-        raise ValueError(
-            f"`{type(recipe).__name__}`{case.where} has a state, which only a training "
-            "step has. Train with `mpx.filter_grad(func, scaling)` or its relatives "
-            "and `scaling = mpx.init_scaling(func, model, ...)`; to evaluate, "
-            "`mpx.inference(func, scaling)`; or use a recipe without a state, "
-            "`mpx.Float8CurrentScaling()`."
-        )
+        raise MissingScales(type(recipe).__name__, case.where)
     return found
 
 

@@ -26,7 +26,7 @@ from .._errors import describe, warn_user
 from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Wire
-from .._recipe_state import SlotName, at_step
+from .._recipe_state import MissingScales, SlotName, at_step, missing_from
 from .._settings import settings_of
 from .._tree import is_trainable
 from .._typing import AnyArray, LeafPredicate, LossScalar
@@ -122,17 +122,25 @@ def called(
 
     Returns:
         The problem as it was differentiated, and the result.
+
+    Raises:
+        ValueError: A recipe of the function has a state that `scaling` does not hold.
     """
     with noting_float16() as notes:
         try:
             result = differentiate(problem)
         except AmbientRecipe as met:
             if met.has_state and not scaling._tokens():
-                raise
+                raise missing_from(scaling, problem.call, "DelayedScaling") from met
             func = in_contexts(problem.func) if met.has_state else problem.func
             half = None if problem.is_default else problem.compute
             problem = dataclasses.replace(problem, func=func, compute=half, half=half)
             result = differentiate(problem)
+        except MissingScales as met:
+            if scaling._tokens():
+                raise
+            where = problem.call, met.recipe, met.where
+            raise missing_from(scaling, *where) from met
     if scaling._is_one and (notes or problem.half == np.float16):
         warn_user(
             f"{problem.call} computes in float16 with `mpx.NoLossScaling`: gradients "

@@ -1,5 +1,9 @@
 """What a training step gives to its products: the state of recipes, and its number."""
 
+from ._missing import (
+    MissingScales as MissingScales,
+    missing_from as missing_from,
+)
 from ._slots import (
     ROLES as ROLES,
     ProvidedState as ProvidedState,

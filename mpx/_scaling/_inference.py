@@ -7,7 +7,10 @@ from jaxtyping import PyTree
 from .._ambient import AmbientRecipe, in_contexts
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling
+from .._recipe_state import MissingScales, missing_from
 from .._wraps import wraps
+
+_CALL = "`mpx.inference`"
 
 
 def inference(
@@ -72,9 +75,13 @@ def inference(
         try:
             with scaling._provide_frozen():
                 return func(*args, **kwargs)
-        except AmbientRecipe:
-            if not scaling._tokens():
+        except MissingScales as met:
+            if scaling._tokens():
                 raise
+            raise missing_from(scaling, _CALL, met.recipe, met.where) from met
+        except AmbientRecipe as met:
+            if not scaling._tokens():
+                raise missing_from(scaling, _CALL, "DelayedScaling") from met
             with scaling._provide_frozen():
                 return in_contexts(func)(*args, **kwargs)
 

@@ -1,0 +1,50 @@
+"""A recipe with a state under a loss scaling that holds no scales."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+
+N = 16
+W = jnp.eye(N)
+
+
+@mpx.autocast(recipe=mpx.DelayedScaling())
+def loss(weights, x):
+    return jnp.mean((x @ weights[0] @ weights[1]) ** 2)
+
+
+def ambient_loss(layer, x):
+    with mpx.autocast(recipe=mpx.DelayedScaling(), ambient=True):
+        return jnp.sum(jax.vmap(layer)(x) ** 2)
+
+
+@pytest.mark.parametrize("is_ambient", [False, True])
+@pytest.mark.parametrize("scaling", [mpx.NoLossScaling(), mpx.DynamicLossScaling()])
+@pytest.mark.parametrize(
+    ("call", "make"),
+    [
+        ("mpx.filter_grad", mpx.filter_grad),
+        ("mpx.filter_value_and_grad", mpx.filter_value_and_grad),
+        ("mpx.calculate_scaled_grad", mpx.calculate_scaled_grad),
+        ("mpx.inference", mpx.inference),
+        ("mpx.blame", mpx.blame),
+    ],
+)
+def test_a_loss_scaling_without_scales_is_named(call, make, scaling, is_ambient):
+    func, args = loss, ((W, W), W)
+    if is_ambient:
+        layer = mpx.nn.Linear(N, N, key=jax.random.key(0))
+        func, args = ambient_loss, (layer, W)
+    name = type(scaling).__name__
+    with pytest.raises(ValueError, match=f"`scaling` of `{call}` must hold") as caught:
+        make(func, scaling)(*args)
+    text = str(caught.value)
+    assert f"got `mpx.{name}`, which has none." in text
+    assert "\n    scaling = mpx.init_scaling(func, model, ...)\n" in text
+    line = "    scaling = mpx.init_scaling(func, model, ...).with_loss(scaling)\n"
+    assert (line in text) == (name != "NoLossScaling")
+    repaired = mpx.init_scaling(func, *args).with_loss(scaling)
+    result = mpx.filter_grad(func, repaired)(*args)
+    assert bool(result.finite)
