@@ -34,5 +34,6 @@ from ._transform import (
     ambient_residuals as ambient_residuals,
     autocast as autocast,
     recomputing as recomputing,
+    with_dtype as with_dtype,
     with_rule as with_rule,
 )

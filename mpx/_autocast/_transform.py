@@ -373,6 +373,14 @@ def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
     return _wrapped(mark.func, told, mark.weights, mark.says_weights)
 
 
+def with_dtype(func: Callable[..., PyTree], dtype: np.dtype) -> Callable[..., PyTree]:
+    """What autocast made, made again in another half precision datatype."""
+    mark: Mark = getattr(func, MARK)
+    said = mark.settings.said | {"dtype"}
+    told = dataclasses.replace(mark.settings, dtype=dtype, said=said)
+    return _wrapped(mark.func, told, mark.weights, mark.says_weights)
+
+
 def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """A function as it is written, whose derivative keeps as little as autocast's."""
 

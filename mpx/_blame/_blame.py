@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from .._errors import describe
 from .._grad import Accumulation, Options, gradient_function, positions_in_call
+from .._inspect import share_text
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Policy
 from .._stored_weights import dequantize_weights
@@ -27,6 +28,7 @@ from ._verdict import (
     StepOf,
     curing_rule,
     is_finite_at_one,
+    is_finite_in_bfloat16,
     loss_scale_of,
     precision_advice,
 )
@@ -165,17 +167,24 @@ def blamed(step: StepOf, above: float | None) -> BlameReport:
     in_float32 = control.replay()
     if not in_float32.bad_places():
         return _of_precision(step, told(step, replay))
-    rows = _rows(control, in_float32)
-    advice = _DATA_ROWS if rows else _DATA
-    return told(control, in_float32, verdict=Verdict.DATA, rows=rows, advice=advice)
+    rows, untried = _rows(control, in_float32)
+    fields = {"rows": rows, "untried_rows": untried}
+    fields["advice"] = _DATA_ROWS if rows else _DATA
+    return told(control, in_float32, verdict=Verdict.DATA, **fields)
 
 
 def _of_precision(step: StepOf, found: BlameReport) -> BlameReport:
-    rule = curing_rule(step, found.culprits)
+    rule, share = curing_rule(step, found.culprits)
     if rule is None:
         advice = precision_advice(step, found.culprits)
     else:
-        advice = f"Finite in float32, and with this rule:\n  {rule_text(rule)}"
+        part = "" if share is None else f", for {share_text(share)} of the FLOPs"
+        advice = f"Finite in float32, and with this rule{part}:\n  {rule_text(rule)}"
+        if is_finite_in_bfloat16(step):
+            advice += (
+                "\nIn bfloat16, whose range is that of float32, it is finite without "
+                'the rule: `mpx.autocast(loss, "bfloat16")`.'
+            )
     return dataclasses.replace(
         found, verdict=Verdict.PRECISION, rule=rule, advice=advice
     )
@@ -206,10 +215,26 @@ def _culprits(step: StepOf, replay: Replay, above: float | None) -> tuple[Culpri
     names = [_name(path, inside) for path in replay.paths]
     weights = [name if is_weight else None for name, is_weight in names]
     texts = [name for name, _ in names]
-    return tuple(
-        culprit_of(replay, found, texts, weights, above)
-        for found in replay.causes(_concern(replay, above), above)
-    )
+    causes = replay.causes(_concern(replay, above), above)
+    found = [culprit_of(replay, cause, texts, weights, above) for cause in causes]
+    return _each_once(found)
+
+
+def _each_once(culprits: list[Culprit]) -> tuple[Culprit, ...]:
+    """Culprits without those of the same operation, line and weight as one before.
+
+    A literal is in the forward pass, and a copy of it in the derivative. Without a line
+    nothing is known to be the same.
+    """
+    kept: dict[object, Culprit] = {}
+    for number, culprit in enumerate(culprits):
+        key: object = number
+        if culprit.line and culprit.primitive != "input":
+            is_constant = culprit.primitive == "constant"
+            weights = () if is_constant else culprit.parameters
+            key = (culprit.primitive, culprit.line, culprit.scope, weights)
+        kept.setdefault(key, culprit)
+    return tuple(kept.values())
 
 
 def _concern(replay: Replay, above: float | None) -> frozenset[int]:
@@ -240,8 +265,8 @@ def _is_data(path: KeyPath, count: int) -> bool:
     return root.idx == 2 or 0 < first.idx <= count
 
 
-def _rows(step: StepOf, replay: Replay) -> tuple[int, ...]:
-    """The rows of the batch that make a step bad, each alone."""
+def _rows(step: StepOf, replay: Replay) -> tuple[tuple[int, ...], int]:
+    """The rows of the batch that make a step bad, each alone, and those not tried."""
     positions = (
         step.argnums if isinstance(step.argnums, tuple) else (step.argnums or 0,)
     )

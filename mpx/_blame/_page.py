@@ -6,7 +6,7 @@ from .._inspect import share_text, short_type
 from .._report_files import document, framed
 from ._badness import Range
 from ._report import Content, Culprit
-from ._text import details, head, ranges, titles
+from ._text import details, head, ranges, rows_text, titles
 
 
 def page(report: Content) -> str:
@@ -35,7 +35,7 @@ def _advice(report: Content) -> str:
         tag = "pre" if line.startswith("  ") else "p"
         parts.append(f"<{tag}>{html.escape(line.strip())}</{tag}>")
     if report.rows:
-        rows = ", ".join(map(str, report.rows))
+        rows = rows_text(report)
         parts.append(f"<dl><dt>rows of the batch</dt><dd>{rows}</dd></dl>")
     return "\n    ".join(parts)
 

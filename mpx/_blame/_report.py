@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from .._rules import Rule
+from .._rules import Candidate, Rule
 from ._badness import Range
 
 
@@ -18,6 +18,21 @@ class Verdict(enum.Enum):
     """In float32 the step is finite."""
     DATA = "data or mathematics"
     """In float32 the step is bad, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AtLine:
+    """The condition `when` of a rule for the operations of one line."""
+
+    line: str
+
+    def __call__(self, operation: Candidate) -> bool:
+        """Whether an operation comes from the line."""
+        return operation.line.endswith(self.line)
+
+    def __str__(self) -> str:
+        """The condition as code."""
+        return f'lambda operation: operation.line.endswith("{self.line}")'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +97,11 @@ class Content:
     loss_scale: float
     """The loss scale of the replay."""
     rule: Rule | None
-    """The rule that cures it, where the verdict is `precision` and one was found."""
+    """The rule of the fewest FLOPs that cures it, where the verdict is `precision` and
+    one was found."""
     rows: tuple[int, ...]
     """The rows of the batch that do it, each alone, where the verdict is `data`."""
     advice: str
     """What to do, in words."""
+    untried_rows: int = 0
+    """How many more rows may do it: they were not tried, as 200 runs were used up."""

@@ -12,17 +12,16 @@ import numpy as np
 
 from .._typing import AnyArray
 
-# How many runs are spent on it, and how many rows are named.
+# How many runs are spent on it.
 _RUNS = 200
-_NAMED = 16
 
 
 def bad_rows(
     is_bad: Callable[[Sequence[AnyArray]], bool],
     inputs: Sequence[AnyArray],
     batch: Sequence[int],
-) -> tuple[int, ...]:
-    """The rows that make a step bad, each alone.
+) -> tuple[tuple[int, ...], int]:
+    """The rows that make a step bad, each alone, and how many were not tried alone.
 
     Args:
         is_bad: Whether a step is bad with these inputs.
@@ -30,7 +29,8 @@ def bad_rows(
         batch: The places of those whose first axis is that of the batch.
 
     Returns:
-        Their numbers; none where no row does it alone.
+        Their numbers, and how many rows of bad parts are left when the runs are used
+        up. Nothing where no row does it alone, or every row does.
     """
     count = inputs[batch[0]].shape[0] if batch else 0
     found: list[int] = []
@@ -48,7 +48,7 @@ def bad_rows(
         return chosen
 
     todo = [list(range(count))] if count else []
-    while todo and runs < _RUNS and len(found) < _NAMED:
+    while todo and runs < _RUNS:
         rows = todo.pop()
         runs += 1
         if not is_bad(of(rows)):
@@ -58,7 +58,9 @@ def bad_rows(
             continue
         middle = len(rows) // 2
         todo += [rows[middle:], rows[:middle]]
-    return tuple(sorted(found)) if len(found) < count else ()
+    if len(found) == count:
+        return (), 0
+    return tuple(sorted(found)), sum(map(len, todo))
 
 
 def batch_inputs(inputs: Sequence[AnyArray], candidates: Sequence[int]) -> list[int]:

@@ -10,25 +10,38 @@ from ._report import Content, Culprit, Verdict
 
 _WIDTH = 100
 _INDENT = 14
+_ROWS = 16
 
 
 def text_of(report: Content) -> str:
     """The whole report."""
-    lines = textwrap.wrap(
-        f"blame {report.name}: {head(report)}", _WIDTH, subsequent_indent="  "
-    )
+    is_bad = report.verdict is not Verdict.NOTHING
+    first = report.verdict.value if is_bad else head(report)
+    lines = [f"blame {report.name}: {first}"]
+    for line in report.advice.splitlines():
+        indent = "  " if line.startswith("  ") else ""
+        lines += textwrap.wrap(line, _WIDTH, subsequent_indent=indent)
+    if report.rows:
+        lines += _field("rows", rows_text(report))
+    if is_bad:
+        text = head(report)
+        lines += ["", *textwrap.wrap(text, _WIDTH, subsequent_indent="  ")]
     for title, culprit in zip(titles(report), report.culprits, strict=True):
         lines += ["", title]
         for name, text in details(culprit):
             lines += _field(name, text)
         for name, one in ranges(culprit):
             lines += _field(name, _range(one))
-    if report.verdict is not Verdict.NOTHING:
-        lines += ["", f"Verdict: {report.verdict.value}"]
-    if report.rows:
-        lines += _field("rows", ", ".join(map(str, report.rows)))
-    lines += textwrap.wrap(report.advice, _WIDTH)
     return "\n".join(lines)
+
+
+def rows_text(report: Content) -> str:
+    """The rows of the batch, as many as fit, and how many there are."""
+    shown = ", ".join(map(str, report.rows[:_ROWS]))
+    more = len(report.rows) - _ROWS
+    text = shown + (f" and {more} more, {len(report.rows)} in all" if more > 0 else "")
+    untried = f"; {report.untried_rows} more may: they were not tried"
+    return text + (untried if report.untried_rows else "")
 
 
 def head(report: Content, *, all_places: bool = False) -> str:
@@ -90,6 +103,8 @@ def rule_text(rule: Rule) -> str:
     for name in ("primitive", "scope", "parameter"):
         value = getattr(rule, name)
         parts += [f'{name}="{value}"'] if value is not None else []
+    if rule.when is not None:
+        parts.append(f"when={rule.when}")
     return f"mpx.Rule({', '.join(parts)})"
 
 

@@ -1,20 +1,21 @@
 """Why a step went bad, found by running it again in other ways."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._autocast import autocast, recomputing, with_rule
+from .._autocast import autocast, recomputing, with_dtype, with_rule
 from .._grad import Options, gradient_function
+from .._inspect import Operation, explain
 from .._loss_scaling import AbstractLossScaling, StaticLossScaling
 from .._policy import Policy
-from .._program import PRIMITIVES, properties
-from .._rules import Precision, Rule
+from .._rules import Rule
 from .._settings import settings_of, unwrapped
+from ._cures import candidate_rules, narrowest_first
 from ._replay import Gradient, Replay, replayed
 from ._report import Culprit
 
@@ -98,36 +99,40 @@ def is_finite_at_one(step: StepOf, replay: Replay) -> bool:
     return not dataclasses.replace(step, scaling=one).replay().bad_places()
 
 
-def curing_rule(step: StepOf, culprits: Sequence[Culprit]) -> Rule | None:
-    """A rule of autocast with which the step is good, the narrowest that was tried."""
+def curing_rule(
+    step: StepOf, culprits: Sequence[Culprit]
+) -> tuple[Rule | None, float | None]:
+    """A rule of autocast with which the step is good, and its share of FLOPs.
+
+    Rules are tried from the smallest share on.
+    """
     if unwrapped(step.func)[0] is step.func:
-        return None
-    for rule in _rules(culprits, settings_of(step.func)):
+        return None, None
+    operations = _operations(step)
+    rules = candidate_rules(culprits, settings_of(step.func), operations)
+    for rule, share in narrowest_first(rules, operations):
         if _is_good(step.of(with_rule(step.func, rule))):
-            return rule
-    return None
+            return rule, share
+    return None, None
 
 
-def _rules(culprits: Sequence[Culprit], settings: Any) -> Iterator[Rule]:
-    first = culprits[0] if culprits else None
-    if first is not None and first.primitive not in ("input", "constant"):
-        if settings.recipes and properties(first.primitive).is_quantizable:
-            yield Rule(
-                Precision.HALF, primitive=first.primitive, scope=first.scope or None
-            )
-        if first.scope:
-            yield Rule(Precision.FULL, primitive=first.primitive, scope=first.scope)
-        elif first.parameters and not first.gradient:
-            path = first.parameters[0]
-            yield Rule(Precision.FULL, primitive=first.primitive, parameter=path)
-        yield Rule(Precision.FULL, primitive=first.primitive)
-        if first.scope:
-            yield Rule(Precision.FULL, scope=first.scope)
-        if first.primitive == "convert_element_type":  # a cast, for a product mostly
-            products = [n for n, known in PRIMITIVES.items() if known.is_quantizable]
-            for product in products:
-                yield Rule(Precision.FULL, primitive=product)
-    yield Rule(Precision.FULL, primitive="*")
+def _operations(step: StepOf) -> tuple[Operation, ...]:
+    """The forward pass of a step's function; nothing where it cannot be looked at."""
+    pure = step.func if step.pure is None else step.pure(step.func)
+    try:
+        found = explain(pure)(*step.args, **step.kwargs).operations
+    # Whatever can go wrong in the code of others.
+    except Exception:
+        return ()
+    return tuple(o for o in found if o.phase == "forward")
+
+
+def is_finite_in_bfloat16(step: StepOf) -> bool:
+    """Whether a step of an autocast function in float16 is good in bfloat16."""
+    made = settings_of(step.func)
+    if made is None or made.dtype != np.float16:
+        return False
+    return _is_good(step.of(with_dtype(step.func, np.dtype(jnp.bfloat16))))
 
 
 def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:

@@ -1,0 +1,137 @@
+"""What a report offers: the narrowest rule, rows with their number, each fault once."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpx
+
+ONE = mpx.StaticLossScaling(1.0)
+WIDTH = 64
+WEIGHTS = {k: jnp.full((WIDTH, WIDTH), 1e-2) for k in ("first", "hot", "last")}
+WEIGHTS["hot"] = jnp.full((WIDTH, WIDTH), 3000.0)
+X = jnp.ones((8, WIDTH))
+
+
+def by_scope(w, x):
+    x = jnp.tanh(x @ w["first"])
+    with jax.named_scope("hot"):
+        x = jnp.sqrt(x @ w["hot"])
+    return jnp.mean((x @ w["last"]) ** 2)
+
+
+def by_weight(w, x):
+    x = jnp.tanh(x @ w["first"])
+    return jnp.mean((jnp.sqrt(x @ w["hot"]) @ w["last"]) ** 2)
+
+
+def by_reader(w, x):  # the square does not fit, and is a cast's operand
+    x = jnp.square(300 * jnp.ones_like(x)) * jnp.tanh(x @ w["first"]) + 1e5
+    return jnp.mean(jnp.sqrt(x @ w["last"]) * 1e-3) + jnp.mean(x) * 1e-6
+
+
+def by_line(w, x):
+    x = jnp.tanh(x @ w["first"]) * 3000
+    scores = jax.nn.softmax(x @ x.T)
+    return jnp.mean(((scores @ jnp.tanh(x)) @ w["last"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "place"),
+    [
+        (by_scope, 'scope="hot"'),
+        (by_weight, "parameter=\"['hot']\""),
+        (by_reader, "parameter=\"['last']\""),
+        (by_line, "when=lambda operation: operation.line.endswith("),
+    ],
+)
+def test_the_narrowest_rule_comes_with_its_share_and_cures(loss, place):
+    func = mpx.autocast(loss, "float16")
+    report = mpx.blame(func, ONE)(WEIGHTS, X)
+    assert report.verdict is mpx.Verdict.PRECISION
+    is_cast = loss is by_reader
+    product = "convert_element_type" if is_cast else "dot_general"
+    assert report.first.primitive == product
+    code = json.loads(report.to_json())["rule"]
+    assert place in code and 'primitive="dot_general"' in code
+    rule = eval(code, {"mpx": mpx})
+    for one in report.rule, rule:
+        cured = mpx.autocast(loss, "float16", rules=mpx.Rules(one))
+        again = mpx.blame(cured, ONE)(WEIGHTS, X)
+        assert again.verdict is mpx.Verdict.NOTHING
+    explained = mpx.explain(cured)(WEIGHTS, X)
+    own = sum(o.flops for o in explained.operations if o.rule == str(rule))
+    share = float(re.search(r"for (\S+) % of the FLOPs", report.advice)[1])
+    assert share == pytest.approx(100 * own / explained.totals.flops, abs=0.3)
+    assert share < (60 if is_cast else 50)
+
+
+def test_bfloat16_is_offered_where_it_would_do():
+    text = 'it is finite without the rule: `mpx.autocast(loss, "bfloat16")`'
+    report = mpx.blame(mpx.autocast(by_weight, "float16"), ONE)(WEIGHTS, X)
+    assert text in " ".join(report.advice.split())
+
+    def rounded(w, x):  # 1 + 2^-9 is 1 in bfloat16, and not in float16
+        near_one = jnp.full((8, WIDTH), 1 + 2.0**-9) * x @ jnp.eye(WIDTH)
+        return by_weight(w, x) + 1 / jnp.mean(near_one - 1)
+
+    report = mpx.blame(mpx.autocast(rounded, "float16"), ONE)(WEIGHTS, X)
+    assert text not in " ".join(report.advice.split())
+
+
+@pytest.mark.parametrize("literal", [jnp.inf, jnp.nan])
+def test_a_literal_and_its_copy_in_the_backward_pass_are_one_fault(literal):
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) * literal)
+
+    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(X.T @ X, X)
+    assert [c.primitive for c in report.culprits] == ["constant"]
+    assert report.first.phase == "forward"
+    assert "Independent" not in str(report)
+
+
+def test_the_verdict_comes_first_and_then_what_is_bad():
+    report = mpx.blame(mpx.autocast(by_weight, "float16"), ONE)(WEIGHTS, X)
+    lines = str(report).splitlines()
+    assert lines[0] == "blame by_weight: precision"
+    assert lines[1].startswith("Finite in float32, and with this rule, for ")
+    assert lines[2].startswith("  mpx.Rule(")
+    bad, first = (
+        next(i for i, line in enumerate(lines) if line.startswith(start))
+        for start in ("not finite, loss scale 1: the loss", "First bad value: ")
+    )
+    assert 2 < bad < first
+    assert max(map(len, lines)) <= 100
+
+
+def log_of(rows, bad):
+    def loss(w, x):
+        return jnp.mean(jnp.log(x) @ w)
+
+    x = jnp.ones((rows, 2)).at[jnp.array(bad), 0].set(0)
+    blame = mpx.blame(loss, mpx.NoLossScaling(), use_mixed_precision=False)
+    return blame(jnp.ones((2, 1)), x)
+
+
+def test_all_rows_that_do_it_are_counted():
+    report = log_of(128, range(40))
+    assert report.rows == tuple(range(40)) and report.untried_rows == 0
+    text = "14, 15 and 24 more, 40 in all"
+    assert text in str(report) and text in report.to_html()
+    assert "rows        0, 1, " in str(report)
+
+
+def test_rows_that_were_not_tried_are_counted():
+    report = log_of(512, range(0, 512, 2))
+    assert 16 < len(report.rows) < 256
+    last = max(report.rows)
+    assert last + 2 + report.untried_rows in (512, 513, 514)
+    text = f"; {report.untried_rows} more may: they were not tried"
+    assert text in " ".join(str(report).split()) and text in report.to_html()
+
+
+def test_where_every_row_does_it_no_row_is_named():
+    assert log_of(32, range(32)).rows == ()
