@@ -449,6 +449,7 @@ def test_several_recipes_by_contexts_around_layers(name, context):
     assert falls(run.losses) and near(run, in_bfloat16_by_contexts(name))
 
 
+@pytest.mark.filterwarnings("ignore:.*has not seen a step")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow
 def test_several_recipes_for_transformer_layers(name):
@@ -462,4 +463,5 @@ def test_several_recipes_for_transformer_layers(name):
         in_regions(layers, batch()[0])
     scaling = mpx.init_scaling(in_regions, layers, batch()[0])
     frozen = mpx.inference(in_regions, scaling)
-    assert quantized_products(frozen, layers, batch()[0]) == 6 * quantized
+    # The last product of a function stays in half precision, and not that of a layer.
+    assert quantized_products(frozen, layers, batch()[0]) == 6 * quantized - 1

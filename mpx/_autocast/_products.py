@@ -62,7 +62,7 @@ from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import is_taking_notes, noted, refuse_slow
 from ._reach import DERIVATIVE
 
-_VECTOR = "a product with a vector"
+_VECTOR, _FINAL = "a product with a vector", "the final projection"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an
 # adapter of low rank, the router of experts), the product moves as many bytes as it
 # takes to quantize its operand, and the units wait.
@@ -100,7 +100,8 @@ def quantized(
         why_not = None if is_whole else ONE_ROW
     why_not = why_not or unwanted
     if why_not is not None:
-        _refuse_gradient(case)
+        if why_not != _FINAL:
+            _refuse_gradient(case)
         return choice._replace(detail=f"not quantized: {why_not}")
     recipe = _recipe_for(case, recipe)
     return choice._replace(reason=Reason.RECIPE, recipe=recipe)
@@ -230,7 +231,7 @@ def _is_narrow(case: Case, weight: Value) -> bool:
 
 def _final(case: Case) -> str | None:
     (end,) = case.place.reach or (UNUSED,)
-    return "the final projection" if end and Reach.PRODUCT not in end else None
+    return _FINAL if end and Reach.PRODUCT not in end else None
 
 
 def _is_attention(case: Case) -> bool:

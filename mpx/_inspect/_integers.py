@@ -82,7 +82,7 @@ class _Integers(Flow[_Fact]):
             return _REAL
         try:
             numbers = np.asarray(value, np.float64)
-        except TypeError:  # a key
+        except (TypeError, ValueError):  # a key, or no number at all
             return _REAL
         if not np.all(np.isfinite(numbers) & (numbers == np.rint(numbers))):
             return _REAL

@@ -81,6 +81,7 @@ def test_a_reader_without_a_derivative_does_not_spoil_the_scale(inputs):
     weights, x = inputs
     compiled, scaling = compiled_step(with_probe, RECIPE, weights, x)
     after = compiled(scaling, weights, x).scaling.scales_by_weight()
-    (probe,) = (row for slot, row in after.items() if "query" in slot)
+    # No amax comes back from the probe, which takes the scales of the moment.
+    assert not any("query" in slot for slot in after)
     (trained,) = (row for slot, row in after.items() if "key" in slot)
-    assert probe[0] == trained[0] < 10
+    assert trained[0] < 10

@@ -199,7 +199,7 @@ def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, monkeypatch, explic
     run(dataclasses.replace(config, blame=1), Display(), never, style=style)
     printed = capsys.readouterr().out
     assert "float16, step 1, loss scale 4.1943e+06" in printed
-    assert "First bad value: " in printed and "Verdict: scale" in printed
+    assert "First bad value: " in printed and ": scale\n" in printed
     assert "vit.py:" in printed
     (page,) = tmp_path.rglob("blame.html")
     assert "Verdict: scale" in page.read_text()
