@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Never
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +61,7 @@ _CALL = "`mpx.explain`"
 def explain(
     func: Callable[..., PyTree],
     dtype: DTypeLike | None = None,
-    *args: Never,
+    *args: object,
     weights: int | str | tuple[int | str, ...] | None = None,
     **options: Any,
 ) -> Callable[..., Report]:
