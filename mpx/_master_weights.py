@@ -132,6 +132,8 @@ def _are_equal(one: Any, other: Any) -> bool:
     arrays = one, other
     if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in arrays):
         return False
+    if not all(x.is_fully_addressable for x in arrays):  # parts are elsewhere
+        return False
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     a, b = map(np.asarray, arrays)

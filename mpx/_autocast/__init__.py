@@ -17,7 +17,6 @@ from ._call import (
     call_with_masters as call_with_masters,
     half_inputs as half_inputs,
     is_marked as is_marked,
-    is_switched_off as is_switched_off,
 )
 from ._context import Programs as Programs
 from ._notes import (
@@ -30,6 +29,7 @@ from ._notes import (
     read_note as read_note,
     taking_notes as taking_notes,
 )
+from ._switched_off import is_switched_off as is_switched_off
 from ._transform import (
     ambient_residuals as ambient_residuals,
     autocast as autocast,

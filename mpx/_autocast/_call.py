@@ -1,11 +1,4 @@
-"""Calling a function, rewritten: trace it, emit it again, put the results together.
-
-A function that is switched off, `mpx.autocast(func, enabled=False)`, is called as it
-is: nothing is traced, and regions in it have no effect, so that `enabled=config.mixed`
-is all that a program needs for its control run. But a region that says `enabled=True`
-is the innermost one and wins; then, and only then, the function is traced and emitted
-like others.
-"""
+"""Calling a function, rewritten: trace it, emit it again, put the results together."""
 
 import contextlib
 import dataclasses
@@ -36,7 +29,6 @@ from .._recipe_state import (
     first_step,
     is_random,
     next_source,
-    note_switched_off,
     note_used,
     with_step,
 )
@@ -46,7 +38,6 @@ from .._settings import (
     Weights,
     ambient_settings,
     is_tracing,
-    is_under_control,
     region,
     trace,
 )
@@ -452,54 +443,3 @@ def _input(
         value.slots = Slots.of_parameter(owner + name, source)
         run.parameters.add(owner + name)
     return value
-
-
-# --- Functions that are switched off --------------------------------------------------
-
-_is_off = jax.make_user_context(default_value=False)
-
-
-class _SwitchedOnInside(Exception):
-    """A region of a function that is switched off says that it is not."""
-
-
-def call_switched_off(
-    settings: Settings,
-    weights: Weights,
-    programs: Programs,
-    func: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> PyTree:
-    """Calls a function as it is; see `call_autocast` for the arguments."""
-    note_switched_off()
-    func, args, kwargs = dequantize_weights((func, args, kwargs))
-    if is_tracing():  # of an autocast function around it, which leaves this part alone
-        with region(Settings.of(is_enabled=False)):
-            return func(*args, **kwargs)
-    try:
-        with _is_off(True):
-            return func(*args, **kwargs)
-    except _SwitchedOnInside:
-        if has_nnx_objects((func, args, kwargs)):
-            raise ValueError(
-                "`with mpx.autocast(enabled=True)` stands in a function that "
-                "`mpx.autocast(..., enabled=False)` switched off and that was given "
-                "Flax NNX objects, which have been changed by now. Switch the region "
-                "and the function on and off together."
-            ) from None
-    return call_autocast(settings, weights, programs, func, args, kwargs)
-
-
-def is_switched_off() -> bool:
-    """Whether what runs here belongs to an autocast function that is switched off."""
-    return _is_off.value and not is_tracing()
-
-
-def region_of_switched_off(
-    settings: Settings,
-) -> contextlib.AbstractContextManager[object]:
-    """A region in a function that is switched off."""
-    if "is_enabled" in settings.said and settings.is_enabled and not is_under_control():
-        raise _SwitchedOnInside
-    return contextlib.nullcontext()
