@@ -180,17 +180,27 @@ class Rule:
         """Whether all conditions hold for an operation."""
         if self._is_for_products and candidate.kind is not PrimitiveClass.HALF:
             return False
+        return self._holds_at(
+            candidate.primitive, candidate.scopes, candidate.parameters
+        ) and (self.when is None or bool(self.when(candidate)))
+
+    def _holds_at(
+        self,
+        primitive: str,
+        scopes: Sequence[str],
+        parameters: Sequence[str | None],
+    ) -> bool:
+        """Whether the conditions on name, scope and parameter hold for an operation."""
         return (
-            self._holds_for_primitive(candidate.primitive)
-            and (self.scope is None or _is_within(candidate.scopes, self.scope))
+            self._holds_for_primitive(primitive)
+            and (self.scope is None or _is_within(scopes, self.scope))
             and (
                 self.parameter is None
                 or any(
                     path is not None and _matches(path, self.parameter)
-                    for path in candidate.parameters
+                    for path in parameters
                 )
             )
-            and (self.when is None or bool(self.when(candidate)))
         )
 
     def _rewritten(
@@ -272,7 +282,7 @@ def _pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
 
 
-def _is_within(scopes: tuple[str, ...], pattern: str) -> bool:
+def _is_within(scopes: Sequence[str], pattern: str) -> bool:
     count = pattern.count("/") + 1
     parts = "/".join(scopes).split("/")  # a scope's own name may hold a slash
     return any(

@@ -1,7 +1,6 @@
 """Which rules of autocast may cure a step, those of the fewest FLOPs first."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from .._inspect import Operation
@@ -83,22 +82,19 @@ def narrowest_first(
     total = sum(o.flops or 0 for o in operations)
     found: list[tuple[Rule, float | None]] = []
     for rule in dict.fromkeys(rules):
-        own = [o for o in operations if rule._holds(_candidate(o))]
+        own = [o for o in operations if _is_about(rule, o)]
         if own or not operations or rule._is_about_primitives:
             flops = sum(o.flops or 0 for o in own)
             found.append((rule, flops / total if own and total else None))
     return sorted(found, key=lambda pair: 1.0 if pair[1] is None else pair[1])
 
 
-def _candidate(operation: Operation) -> Any:
-    """An operation as a rule sees it, as far as candidates have conditions."""
+def _is_about(rule: Rule, operation: Operation) -> bool:
+    """Whether a rule of `candidate_rules` holds for an operation of a report."""
+    if isinstance(rule.when, AtLine) and not operation.source.endswith(rule.when.line):
+        return False
     name = operation.primitive
     # A rule sees the product that blocks with scales were multiplied for.
     is_of_blocks = operation.is_low and name.startswith("scaled_matmul")
-    return SimpleNamespace(
-        primitive="dot_general" if is_of_blocks else name,
-        kind=None,
-        scopes=(operation.scope,),
-        parameters=operation.parameters,
-        line=operation.source,
-    )
+    seen = "dot_general" if is_of_blocks else name
+    return rule._holds_at(seen, (operation.scope,), operation.parameters)
