@@ -48,6 +48,7 @@ from ._context import (
 )
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import Demand, Demands, Wanted, demands_of, together
+from ._lookup import finds_one_in_each_row, look_up
 from ._notes import noted, refuse_unknown
 from ._products import emit_quantized, quantized
 from ._reach import reach_in
@@ -303,7 +304,10 @@ def _move(
         if is_repeated or is_read:
             arrays[0] = first.cast(FULL)
             narrow = None if Demand.FULL in demand else first.dtype
-    bound = bind_equation(equation, *arrays)
+    if finds_one_in_each_row(equation):
+        bound = [look_up(equation, *arrays)]
+    else:
+        bound = bind_equation(equation, *arrays)
     # Several operands give one result where the others say what is moved, and as many
     # results where each is moved by itself (`optimization_barrier`).
     is_parallel = len(bound) == len(operands)

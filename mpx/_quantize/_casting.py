@@ -35,6 +35,9 @@ from ._rounding import flushed, largest_magnitude, round_finite, to_integers
 from ._target import Target
 
 
+_INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
+
+
 def is_cast(quantizer: AbstractQuantizer, target: Target) -> bool:
     """Whether a device casts what this quantizer rounds."""
     if isinstance(quantizer, NVFP4Quantizer):
@@ -67,6 +70,7 @@ def quantize_by_cast(
     key: Key | None,
     scale: Float32[Array, ""] | None,
     join: Join,
+    by: Arithmetic,
 ) -> QuantizedArray:
     """Quantizes an array on a device that casts; by arithmetic where it runs elsewhere.
 
@@ -79,10 +83,11 @@ def quantize_by_cast(
         key: A key or noise, given exactly if the quantizer rounds stochastically.
         scale: A scale from elsewhere; that of the amax if left out.
         join: Makes the amax of the whole array from that of `x`.
+        by: `CAST`, or `CAST_OF_WEIGHT`.
     """
 
     def here(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
-        return quantizer._quantize(x, dtype, axes, key, scale, join, CAST)
+        return quantizer._quantize(x, dtype, axes, key, scale, join, by)
 
     def elsewhere(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
         x = flushed(x)
@@ -130,6 +135,19 @@ def _scaled(x: Array, scale: Array) -> Array:
     return x * scale + x * 0.0
 
 
+def _scaled_in_a_chain(x: Array, scale: Array) -> Array:
+    """The same, reading x once, by its bits.
+
+    Counted on from +infinity, all bits that are larger are those of numbers: a maximum
+    makes a NaN of it. Then the same from -infinity.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits = jnp.maximum(bits - _INFINITY, 1)  # +infinity is 0
+    bits = jnp.maximum(bits - _SIGN, 1)  # -infinity is
+    bits = bits + (_INFINITY + _SIGN)
+    return lax.bitcast_convert_type(bits, jnp.float32) * scale
+
+
 def _to_format(x: Array, format: Format, key: Key | None = None) -> Array:
     # A NaN stays one. A cast alone would make NaN of what is too large for E4M3.
     return jnp.clip(x, -format.largest, format.largest).astype(format.dtype)
@@ -174,3 +192,8 @@ CAST = Arithmetic(
     rotated=_rotated,
     written=lax.optimization_barrier,
 )
+
+# For weights. Where x is read twice, XLA writes a transposed float32 copy of one. Of data
+# it computes both layouts in one kernel, but takes no bits into that of a norm (jax
+# 0.10.2, compiled for sm_90, November 2026).
+CAST_OF_WEIGHT = CAST._replace(scaled=_scaled_in_a_chain)

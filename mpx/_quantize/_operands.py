@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from ._amax import Join
 from ._array import QuantizedArray
-from ._casting import is_cast, quantize_by_cast
+from ._casting import CAST, CAST_OF_WEIGHT, is_cast, quantize_by_cast
 from ._contraction import padded
 from ._eight_bit_kernel import quantize_eight_bits
 from ._four_bit_kernel import packed_along, quantize_four_bits
@@ -161,8 +161,9 @@ class Copies:
         if quantizer.stochastic_rounding:
             key = noise_from(flushed(x), salt, self.step)
         if is_cast(quantizer, self.target):
+            by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST
             return quantize_by_cast(
-                quantizer, self.target, x, self.half, axes, key, scale, self.join
+                quantizer, self.target, x, self.half, axes, key, scale, self.join, by
             )
         x = flushed(x)
         return quantizer._quantize(x, self.half, axes, key, scale, self.join)
