@@ -17,11 +17,11 @@ from jaxtyping import PyTree
 
 from .._dtypes import is_half
 from .._errors import listing, warn_user
-from .._jax_compat import with_weak_type
+from .._jax_compat import manual_axes, with_weak_type
 from .._named_like import named_like
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._program import Call
-from .._quantize import AbstractRecipe
+from .._quantize import AbstractRecipe, target_from
 from .._recipe_state import (
     Slots,
     State,
@@ -441,5 +441,8 @@ def _input(
         # Two models of one kind have the same paths.
         owner = "" if root.idx == 0 or position == weights[0] else f"[{position!r}]"
         value.slots = Slots.of_parameter(owner + name, source)
+        if not manual_axes():  # or it is a piece of the weight
+            target = run.settings.target or target_from(None)
+            value.slots = value.slots.measured(value.array, target)
         run.parameters.add(owner + name)
     return value

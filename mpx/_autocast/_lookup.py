@@ -63,9 +63,7 @@ def look_up(equation: JaxprEqn, x: Array, indices: Array) -> Array:
     ) -> tuple[Array, Array]:
         x, indices = primals
         # Computed again for the transpose, or the comparison would be kept for it.
-        chosen = jax.checkpoint(
-            functools.partial(_chosen, equation), prevent_cse=False
-        )
+        chosen = jax.checkpoint(functools.partial(_chosen, equation), prevent_cse=False)
         return found(x, indices), chosen(tangents[0], indices)
 
     return found(x, indices)

@@ -334,6 +334,10 @@ def _emit_product(
         weight.slots.note_quantized(use)
     if product.recipe.has_state:
         scales = _scales(case, weight, product.recipe, use)
+        # What the program computes of a parameter has an amax of its own.
+        slots = weight.slots
+        if weight.facts.is_declared and slots and slots.is_measured(use, weight.shape):
+            product = dataclasses.replace(product, is_weight_measured=True)
         data = case.operands[1 if weight is case.operands[0] else 0]
         scales = _with_one_input_scale(data, product.recipe, scales)
     step = step if rounds_stochastically(product.recipe) else None

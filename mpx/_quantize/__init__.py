@@ -59,6 +59,9 @@ from ._recipes import (
     Role as Role,
 )
 from ._rounding import largest_magnitude as largest_magnitude
+from ._slots import (
+    amax_of as amax_of,
+)
 from ._target import (
     Target as Target,
     target_from as target_from,

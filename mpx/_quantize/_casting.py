@@ -46,19 +46,25 @@ def is_cast(quantizer: AbstractQuantizer, target: Target) -> bool:
 
 
 def amax_on(
-    target: Target, x: Float32[Array, "..."], *, only_finite: bool = False
-) -> Float32[Array, ""]:
+    target: Target,
+    x: Float32[Array, "..."],
+    axes: Axes | None = None,
+    *,
+    only_finite: bool = False,
+) -> Float32[Array, "..."]:
     """The maximum of |x|; NaN where there is a NaN, 0 of nothing.
 
     Args:
         target: The device.
         x: The numbers.
+        axes: Those to take the maximum over; all if left out.
         only_finite: Leave out what is not finite, if the device does not cast.
     """
-    by_bits = functools.partial(largest_magnitude, only_finite=only_finite)
+    by_bits = functools.partial(largest_magnitude, axis=axes, only_finite=only_finite)
     if not target.rounds_to_fp8:
         return by_bits(x)
-    return lax.platform_dependent(x, **{target.platform: _largest}, default=by_bits)
+    largest = functools.partial(_largest, axis=axes)
+    return lax.platform_dependent(x, **{target.platform: largest}, default=by_bits)
 
 
 def quantize_by_cast(

@@ -101,6 +101,8 @@ class AbstractProduct(abc.ABC):
             the operation finds it.
         reduce_dtype: In which gradients of weights are summed over devices; None where
             there is one device, or the sum is made elsewhere.
+        is_weight_measured: Whether the amax of the weight is taken elsewhere. 0 stands
+            for it in what comes back for the scales.
         weight_dtype: What the weight is rounded to before it is quantized, where it
             comes in float32 and the program rounds it; None if it is not.
     """
@@ -113,6 +115,7 @@ class AbstractProduct(abc.ABC):
     out_sharding: Any = None
     reduce_dtype: np.dtype | None = None
     weight_dtype: np.dtype | None = None
+    is_weight_measured: bool = False
 
     @property
     def weight_gradient_dtype(self) -> np.dtype:
@@ -195,7 +198,12 @@ class AbstractProduct(abc.ABC):
         self, role: Role, x: Array, scales: Array | None
     ) -> tuple[Array | None, Array | None]:
         """The amax of an array and the scale to quantize it with."""
-        return amax_and_scale(self.recipe, self.target, self._join(), role, x, scales)
+        amax, scale = amax_and_scale(
+            self.recipe, self.target, self._join(), role, x, scales
+        )
+        if role is Role.WEIGHT and self.is_weight_measured and amax is not None:
+            amax = jnp.zeros_like(amax)
+        return amax, scale
 
 
 def quantized_product(
@@ -288,7 +296,13 @@ def quantized_forward(
     if ahead is None:
         weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
         import os
-        if os.environ.get("WB","1")=="1" and product.target.transposes_fp8 and weight.dtype != jnp.float32: weight = jax.lax.optimization_barrier(weight)
+
+        if (
+            os.environ.get("WB", "1") == "1"
+            and product.target.transposes_fp8
+            and weight.dtype != jnp.float32
+        ):
+            weight = jax.lax.optimization_barrier(weight)
     of_data = product._copies_at(step, Role.INPUT)
     of_weight = product._copies_at(step, Role.WEIGHT)
     shapes = data.shape, weight.shape

@@ -37,6 +37,11 @@ def check_scales(call: str, recipe: AbstractRecipe, scales: object) -> None:
         )
 
 
+def amax_of(target: Target, x: Array, axes: tuple[int, ...] | None = None) -> Array:
+    """The amax of an array on a device, or those of its parts."""
+    return flushed(amax_on(target, x.astype(jnp.float32), axes))
+
+
 def amax_and_scale(
     recipe: Any,
     target: Target,
@@ -59,8 +64,7 @@ def amax_and_scale(
     """
     if scales is None:
         return None, None
-    amax = join(flushed(amax_on(target, x.astype(jnp.float32))))
-    amax = refuse_batching(amax, scales)
+    amax = refuse_batching(join(amax_of(target, x)), scales)
     given = scales[_ROLES.index(role)]
     # Without a warm start nothing may wait for the amax, so that XLA can quantize an
     # array in the operations that make it.
