@@ -1,6 +1,6 @@
-"""Lookups of one number in each row: the logit of the label, in a cross-entropy.
+r"""Lookups of one number in each row: the logit of the label, in a cross-entropy.
 
-$$y_b = x_{b, i_b} \\qquad \\bar x_{b, v} = \\bar y_b \\, [v = i_b]$$
+$$y_b = x_{b, i_b} \qquad \bar x_{b, v} = \bar y_b \, [v = i_b]$$
 
 JAX transposes such a gather into a scatter into zeros. XLA fuses nothing behind a
 scatter, so the gradient of the logits is written in float32, read, written again and

@@ -295,14 +295,6 @@ def quantized_forward(
     weight_amax, weight_scale = None, None
     if ahead is None:
         weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
-        import os
-
-        if (
-            os.environ.get("WB", "1") == "1"
-            and product.target.transposes_fp8
-            and weight.dtype != jnp.float32
-        ):
-            weight = jax.lax.optimization_barrier(weight)
     of_data = product._copies_at(step, Role.INPUT)
     of_weight = product._copies_at(step, Role.WEIGHT)
     shapes = data.shape, weight.shape
