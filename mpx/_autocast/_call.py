@@ -440,8 +440,8 @@ def _input(
     if target and target.transposes_fp8 and is_half(value.dtype):
         # Products in FP8 want it transposed, and XLA would transpose, in float32, all
         # that the optimizer computes with it: masters, moments, what skips a step. The
-        # barrier keeps this apart: a Llama of 542 M moves 77 GB and not 105 (jax 0.10.2,
-        # compiled for sm_90, November 2026).
+        # barrier keeps this apart: a Llama of 542 M moves 77 GB and not 105 (jax
+        # 0.10.2, compiled for sm_90, November 2026).
         kept = declared(jax.lax.optimization_barrier(value.array), name)
     else:
         kept = value

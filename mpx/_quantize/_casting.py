@@ -198,8 +198,8 @@ CAST = Arithmetic(
     written=lax.optimization_barrier,
 )
 
-# For weights. Where one is read twice, XLA writes a transposed float32 copy of it: 2.3 of
-# 80 GB in a Llama of 542 M. Data it reads once all the same; but a kernel that computes a
-# norm takes no bits, and would write float32 (jax 0.10.2, compiled for sm_90, November
-# 2026).
+# For weights. Where one is read twice, XLA writes a transposed float32 copy of it: 2.3
+# of 80 GB in a Llama of 542 M. Data it reads once all the same; but a kernel that
+# computes a norm takes no bits, and would write float32 (jax 0.10.2, compiled for
+# sm_90, November 2026).
 CAST_OF_WEIGHT = CAST._replace(scaled=_scaled_in_a_chain)

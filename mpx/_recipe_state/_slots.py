@@ -253,12 +253,13 @@ class Slots:
         """
         if not isinstance(self._source, dict):
             return self
-        weight, found = jax.lax.stop_gradient(weight), dict(self._source)
+        found = dict(self._source)
         sizes = {}
         for use, scales in self._source.items():
             rows = scales.shape[:-1]  # the turns of scans that cut the weight
             if weight.shape[: len(rows)] == rows:
-                amax = amax_of(target, weight, tuple(range(len(rows), weight.ndim)))
+                axes = tuple(range(len(rows), weight.ndim))
+                amax = amax_of(target, jax.lax.stop_gradient(weight), axes)
                 found[use] = _with_weight_amax(scales, amax)
                 sizes[use] = math.prod(weight.shape)
         return Slots(self.parameter, found, self._recipes, (), self._quantized, sizes)

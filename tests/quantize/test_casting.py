@@ -11,7 +11,7 @@ import pytest
 import mpx
 from mpx._quantize._amax import alone
 from mpx._quantize._arithmetic import EXACT
-from mpx._quantize._casting import CAST, _to_e2m1, amax_on, is_cast
+from mpx._quantize._casting import CAST, CAST_OF_WEIGHT, _to_e2m1, amax_on, is_cast
 from mpx._quantize._four_bits import pack
 from mpx._quantize._rounding import round_to_format
 from mpx._quantize._target import CPU, target_from
@@ -60,6 +60,18 @@ def test_codes_are_those_of_the_arithmetic(format):
 HERE = CAST._replace(
     to_four_bits=lambda x, axis, key: pack(_to_e2m1(x, key).astype(jnp.float32), axis)
 )
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-90, 448.0])
+def test_a_weight_is_scaled_by_a_chain_that_gives_the_same_bits(scale):
+    x = numbers()
+    data, weight = (
+        np.asarray(jax.jit(by.scaled)(x, jnp.float32(scale)))
+        for by in (CAST, CAST_OF_WEIGHT)
+    )
+    is_finite = np.isfinite(x)
+    assert data[is_finite].tobytes() == weight[is_finite].tobytes()
+    assert np.isnan(data[~is_finite]).all() and np.isnan(weight[~is_finite]).all()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
@@ -122,13 +134,14 @@ def test_an_infinity_makes_nan_of_all_that_shares_its_scale(name):
         assert (np.delete(found, 3, 0) == 1).all() and (found[3, block:] == 1).all()
 
 
-def test_a_scale_from_elsewhere_saturates_what_is_finite_and_shows_what_is_not():
+@pytest.mark.parametrize("by", [CAST, CAST_OF_WEIGHT])
+def test_a_scale_from_elsewhere_saturates_what_is_finite_and_shows_what_is_not(by):
     """Delayed scaling: the scale is of steps before, the amax of this one."""
     quantizer, like = mpx.TensorQuantizer(), np.dtype("float32")
 
     def found(x):
         scale = jnp.float32(1)
-        return quantizer._quantize(jnp.asarray(x), like, (), None, scale, alone, CAST)
+        return quantizer._quantize(jnp.asarray(x), like, (), None, scale, alone, by)
 
     x = np.array([1.0, 600.0, -1e30], np.float32)
     assert found(x).dequantize().tolist() == [1, 448, -448]

@@ -96,8 +96,8 @@ def test_scales_before_a_product_give_what_they_give_behind_it():
     assert relative_error(found, exact) < 1e-6
 
 
-def test_the_result_of_fp8_units_of_cuda_stands_alone():
-    """XLA does not compile a gelu that is computed in the call, but for a barrier."""
+def test_products_on_fp8_units_of_cuda_stand_alone():
+    """XLA joins those that share an operand, and does not compile all gelus behind."""
 
     def barriers(target: str) -> list[str]:
         found = target_from(target)
@@ -112,7 +112,8 @@ def test_the_result_of_fp8_units_of_cuda_stands_alone():
         text = traced.lower(lowering_platforms=(found.platform,)).as_text()
         return re.findall(r"optimization_barrier.*: (.*)", text)
 
-    assert barriers("sm_90") == ["tensor<64x16xbf16>"]
+    operand = "tensor<64x32xf8E4M3FN>, tensor<f32>"
+    assert barriers("sm_90") == [operand, "tensor<64x16xbf16>"]
     assert barriers("tpu7x") == []
 
 
@@ -205,7 +206,8 @@ def test_what_is_kept_stays_narrow_where_nothing_computes_with_it():
 
     narrow = ["float8_e4m3fn", "float8_e4m3fn"]
     assert barriers("sm_80") == [["bfloat16", *narrow], ["float8_e5m2", "float8_e5m2"]]
-    assert barriers("sm_90") == [["bfloat16"]]  # the result, which stands alone
+    # Operand and result, which stand alone.
+    assert barriers("sm_90") == [["float8_e4m3fn"], ["bfloat16"]]
 
 
 # Each recipe and each device; that a path is right is what other tests are about.

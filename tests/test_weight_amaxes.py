@@ -1,0 +1,125 @@
+"""Amaxes of weights: of the parameter where a step begins, or of what is read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx
+
+RECIPE = mpx.DelayedScaling(amax_history_len=2)
+KEYS = jax.random.split(jax.random.key(0), 3)
+WEIGHT = tuple(mpx.Role).index(mpx.Role.WEIGHT)
+X = jax.random.normal(KEYS[0], (8, 128))
+W = 3 * jax.random.normal(KEYS[1], (128, 128)).at[0, 0].set(7.0)
+HEAD = jax.random.normal(KEYS[2], (128, 4))
+
+
+def plain(model, x):
+    return jnp.mean((jnp.tanh(x @ model["w"]) @ model["head"]) ** 2)
+
+
+def turned(model, x):
+    return plain({**model, "w": model["w"].T.reshape(128, 128)}, x)
+
+
+def halves(model, x):
+    """A product of the smaller half alone, whose amax is its own."""
+    h = jnp.tanh(x @ model["w"][:, 64:])
+    return jnp.mean((h @ model["head"][64:]) ** 2)
+
+
+def computed(model, x):
+    """What is read is computed of the parameter: twice as large."""
+    return plain({**model, "w": model["w"] * 2}, x)
+
+
+def cast(model, x):
+    return plain({**model, "w": model["w"].astype(jnp.bfloat16).astype(jnp.float32)}, x)
+
+
+def stacked(model, x):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, model["w"])
+    return jnp.mean((x @ model["head"]) ** 2)
+
+
+def program(loss, model, x=X, recipe=RECIPE):
+    """A jitted gradient function of a scaling, and the first scaling."""
+    func = mpx.autocast(loss, "bfloat16", recipe=recipe)
+
+    @jax.jit
+    def step(model, scaling, x):
+        return mpx.value_and_grad(func, scaling)(model, x)
+
+    return step, mpx.init_scaling(func, model, x)
+
+
+def stepped(loss, model, x=X, recipe=RECIPE):
+    step, scaling = program(loss, model, x, recipe)
+    return scaling, step(model, scaling, x)
+
+
+def learned(loss, model, x=X, recipe=RECIPE):
+    """The amaxes of weights that a step learns; those of scans by layer."""
+    (scales,) = stepped(loss, model, x, recipe)[1].scaling.scales
+    return np.asarray(scales.amax_history[..., WEIGHT, :].max(-1))
+
+
+MODEL = {"w": W, "head": HEAD}
+LARGEST = float(jnp.max(jnp.abs(W)))
+EXPECTED = {
+    plain: [LARGEST],
+    turned: [LARGEST],
+    computed: [2 * LARGEST],
+    cast: [float(jnp.max(jnp.abs(W.astype(jnp.bfloat16))).astype(jnp.float32))],
+    halves: [float(jnp.max(jnp.abs(W[:, 64:])))],
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
+@pytest.mark.parametrize("loss", EXPECTED)
+def test_a_step_learns_the_amax_of_what_is_quantized(loss, wrap):
+    found = learned(wrap(loss), MODEL)
+    assert sorted(found.ravel()) == pytest.approx(sorted(EXPECTED[loss]), rel=1e-6)
+
+
+def test_each_layer_of_a_scan_has_the_amax_of_its_own():
+    stack = jnp.stack([W, 5 * W, 0.1 * W])
+    found = learned(stacked, {"w": stack, "head": HEAD})
+    expected = [LARGEST, 5 * LARGEST, 0.1 * LARGEST]
+    assert found.ravel().tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_weight_that_is_not_finite_is_a_bad_step(bad):
+    model = {"w": W.at[3, 5].set(bad), "head": HEAD}
+    scaling, result = stepped(jax.checkpoint(plain), model)
+    assert not result.finite
+    same = jax.tree.map(np.array_equal, result.scaling.scales, scaling.scales)
+    assert jax.tree.all(same)
+
+
+def test_a_first_step_that_starts_warm_scales_by_the_weight_at_hand():
+    recipe = mpx.DelayedScaling(warm_start=True)
+    model = {"w": 1e-4 * W, "head": HEAD}
+    delayed, current = (
+        stepped(plain, model, recipe=one)[1].value
+        for one in (recipe, mpx.Float8CurrentScaling())
+    )
+    np.testing.assert_allclose(delayed, current, rtol=1e-5)
+    assert learned(plain, model, recipe=recipe).tolist() == pytest.approx(
+        [1e-4 * LARGEST], rel=1e-6
+    )
+
+
+def test_the_amax_is_not_taken_again_under_checkpoint():
+    """There it would be a pass over the weight, in each step."""
+
+    def sums_and_maxima(loss):
+        step, scaling = program(jax.checkpoint(loss), MODEL)
+        return step.lower(MODEL, scaling, X).compile().as_text().count(" reduce(")
+
+    assert sums_and_maxima(plain) < sums_and_maxima(cast)
