@@ -20,6 +20,7 @@ from .._errors import listing, warn_user
 from .._jax_compat import with_weak_type
 from .._named_like import named_like
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
+from .._payloads import Payloads, dequantized, payload_of
 from .._program import Call
 from .._quantize import AbstractRecipe
 from .._recipe_state import (
@@ -41,7 +42,6 @@ from .._settings import (
     region,
     trace,
 )
-from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from .._typing import AnyArray, Aval
 from .._wire import present_wire
@@ -101,7 +101,7 @@ def call_autocast(
     Returns:
         What the function returns, in the same dtypes.
     """
-    func, args, kwargs = dequantize_weights((func, args, kwargs))
+    (func, args, kwargs), payloads = dequantized((func, args, kwargs))
     settings = dataclasses.replace(settings, wire=present_wire())
     if has_nnx_objects((func, args, kwargs)):
         return _call_with_objects(
@@ -110,7 +110,7 @@ def call_autocast(
     source = next_source()
     # It says which uses of weights are quantized.
     frozen = source if isinstance(source, State) and source.quantized else None
-    value = functools.partial(_input, weights, source)
+    value = functools.partial(_input, weights, source, payloads)
     recipe = settings.recipe
 
     def attempt(
@@ -419,6 +419,7 @@ def _result(value: Value, aval: Aval) -> AnyArray:
 def _input(
     weights: Weights,
     source: StateRequests | State | None,
+    payloads: Payloads,
     run: Run,
     path: KeyPath,
     leaf: object,
@@ -437,6 +438,8 @@ def _input(
     if not value.facts.is_declared:
         return value
     value.facts = value.facts._replace(is_weight=True)
+    if run.has_recipe:
+        value.stored = payload_of(leaf, payloads)
     if run.has_slots:
         # Two models of one kind have the same paths.
         owner = "" if root.idx == 0 or position == weights[0] else f"[{position!r}]"

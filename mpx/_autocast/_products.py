@@ -43,8 +43,10 @@ from .._quantize import (
     linear_convolution,
     linear_product,
     linear_ragged_product,
+    may_read,
     path_of,
     rounds_stochastically,
+    stored_ahead,
     target_from,
 )
 from .._recipe_state import (
@@ -317,6 +319,8 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
         path, why = path_of(product)
         formats = formats_of(product.recipe)
         detail = f"{type(product.recipe).__name__}, {path} ({why})"
+        if _reads_stored(_weight_of(case.operands), product):
+            detail += "; the stored numbers of the weight are read as they are"
         choice = choice._replace(detail=detail)
         weight = _weight_of(case.operands).facts.parameter or ""
     with noted(case.name, choice, weight, path, formats):
@@ -340,6 +344,8 @@ def _emit_product(
     arriving = weight.arriving
     sent = arriving and arriving.arrive_quantized(product, scales)
     array, ahead = sent or (weight.array, None)
+    if _reads_stored(weight, product):
+        ahead = stored_ahead(product, weight.stored, scales)
     if weight.float32_source is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)
         array = weight.float32_source.array
@@ -350,6 +356,11 @@ def _emit_product(
     with _explaining_forward_mode():
         result = _bound(product, left, right, case, besides)
     return [computed(result)]
+
+
+def _reads_stored(weight: Value, product: AbstractProduct) -> bool:
+    """Whether a product reads the numbers that its weight is stored in."""
+    return weight.stored is not None and may_read(product, weight.stored)
 
 
 def _bound(
