@@ -24,6 +24,7 @@ Sharp edges:
 - The inner optimizer sees float32: masters, gradients, and moments made from them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -38,10 +39,10 @@ from jaxtyping import Array, PyTree
 from ._cast import cast_leaf
 from ._dtypes import is_half
 from ._errors import at_path, describe
-from ._optimizer import refuse_optimizer
-from ._stored_weights import StoredWeight, is_stored
-from ._tree import is_float_leaf, path_text
-from ._typing import AnyArray
+from ._optimizer import SkipNonfiniteState, refuse_optimizer
+from ._stored_weights import Range, StoredWeight, is_stored
+from ._tree import is_float_leaf, path_text, select_tree
+from ._typing import AnyArray, BoolScalar
 
 _CALL = "`mpx.master_weights(optimizer)`"
 _INSIDE = (
@@ -57,10 +58,13 @@ class MasterWeightsState(NamedTuple):
         masters: Like the weights, in float32; None for weights that have no copy. For
             all of the model see `full_weights`.
         inner_state: The state of the inner optimizer.
+        ranges: Of weights in 8 bits with one scale, what the next one is made of: two
+            numbers each. None elsewhere.
     """
 
     masters: PyTree
     inner_state: PyTree
+    ranges: PyTree
 
 
 class MasterWeights(NamedTuple):
@@ -198,7 +202,8 @@ def master_weights(optimizer: Any) -> MasterWeights:
         given = params if masters is None else masters
         _refuse_masters(params, given)
         masters = _map(_master, params, given)
-        return MasterWeightsState(masters, optimizer.init(_full(masters, params)))
+        inner = optimizer.init(_full(masters, params))
+        return MasterWeightsState(masters, inner, _map(_range, masters, params))
 
     def update(
         updates: PyTree,
@@ -215,8 +220,16 @@ def master_weights(optimizer: Any) -> MasterWeights:
             **extra_args,
         )
         moved = _map(_moved, masters, updates)
-        new = _map(_update, moved, updates, params)
-        return new, MasterWeightsState(moved, inner)
+        written = _map(_written, moved, updates, params, state.ranges)
+        # Of the masters before the step. What waits for those after it could not be in
+        # the kernel that makes them.
+        ranges = _map(_range, masters, written)
+        skipped = _are_skipped(state.inner_state, inner)
+        if skipped is not None:
+            written = _map(functools.partial(_kept, skipped), written, params)
+            ranges = select_tree(skipped, state.ranges, ranges)
+        new = _map(_update, written, updates, params)
+        return new, MasterWeightsState(moved, inner, ranges)
 
     return MasterWeights(init, update)
 
@@ -333,12 +346,44 @@ def _moved(master: AnyArray | None, update: PyTree) -> AnyArray | None:
     return (master + _widened(update)).astype(master.dtype)
 
 
-def _update(master: Any, update: object, weight: Any) -> PyTree:
+def _written(master: Any, update: object, weight: Any, known: Range | None) -> Any:
+    """The weight of a master; as it was where nothing updates it, None without one."""
     if master is None or update is None or weight is None:
-        return update
+        return weight if is_stored(weight) else None
     if isinstance(weight, StoredWeight):
-        return jax.tree.map(NewWeight, weight._with(master), weight)
-    return NewWeight(master.astype(weight.dtype), weight)
+        return weight._with(master, known)
+    return master.astype(weight.dtype)
+
+
+def _range(master: Any, weight: Any) -> Range | None:
+    return weight._range(master) if isinstance(weight, StoredWeight) else None
+
+
+def _are_skipped(before: PyTree, after: PyTree) -> BoolScalar | None:
+    """Whether an `mpx.skip_nonfinite` inside has skipped; None if there is none.
+
+    The masters stand still then. Written by another scale, weights would not.
+    """
+    records = [
+        [s.record.skipped for s in jax.tree.leaves(state, is_leaf=_skips) if _skips(s)]
+        for state in (before, after)
+    ]
+    flags = [old != new for old, new in zip(*records, strict=True)]
+    return functools.reduce(jnp.logical_and, flags) if flags else None
+
+
+def _skips(node: object) -> bool:
+    return isinstance(node, SkipNonfiniteState)
+
+
+def _kept(skipped: BoolScalar, written: Any, weight: Any) -> Any:
+    return select_tree(skipped, weight, written) if is_stored(written) else written
+
+
+def _update(written: Any, update: object, weight: Any) -> PyTree:
+    if written is None or update is None or weight is None:
+        return update
+    return jax.tree.map(NewWeight, written, weight)
 
 
 def _refuse_masters(params: PyTree, masters: PyTree) -> None:

@@ -24,7 +24,7 @@ Sharp edges:
 """
 
 import dataclasses
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
@@ -48,6 +48,25 @@ from ._typing import LeafPredicate
 
 _CALL = "`mpx.quantize_weights(model, quantizer, ...)`"
 _FLOAT32 = np.dtype("float32")
+# A written weight has room for numbers so many times as large as the largest of its
+# master two steps before, and a little more, as scales are powers of two.
+_ROOM = 4.0
+# What stands for the largest number of a master that is zero: numbers up to 0.4 and
+# down to 4e-6 (2e-6 with three digits less) then have a place in E4M3.
+_OF_ZEROS = 0.1
+
+
+class Range(NamedTuple):
+    """What is known of a weight with one scale before the next one is written.
+
+    Attributes:
+        amax: The largest finite magnitude of the master that the step began with.
+        inverse_scale: That of the weight which the step wrote. A weight with another
+            one comes from outside.
+    """
+
+    amax: Array
+    inverse_scale: Array
 
 
 class StoredWeight(Whole):
@@ -107,9 +126,45 @@ class StoredWeight(Whole):
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __getitem__ = _refused
     __mul__ = __rmul__ = __truediv__ = __matmul__ = __rmatmul__ = _refused
 
-    def _with(self, x: Array) -> "StoredWeight":
-        """A weight that is stored in the same way, from numbers of float32."""
-        quantized = quantize(x, self.quantizer, axis=self.axis)
+    def _range(self, master: Array) -> Range | None:
+        """What `_with` wants to know next time, in the kernel that reads the master.
+
+        Args:
+            master: In float32, as it was before the step.
+        """
+        if not isinstance(self.quantizer, TensorQuantizer):
+            return None
+        sizes = jnp.abs(master)
+        amax = jnp.max(jnp.where(sizes < jnp.inf, sizes, 0.0), initial=0.0)
+        return Range(amax, self.quantized.inverse_scale)
+
+    def _scale(self, known: Range | None) -> Array | None:
+        """The scale to write the next weight with; None: that of its own numbers.
+
+        A power of two, so that a number is rounded to the same one under any of them.
+        """
+        if known is None or not isinstance(self.quantizer, TensorQuantizer):
+            return None
+        largest = self.quantizer.format.largest
+        is_own = self.quantized.inverse_scale == known.inverse_scale
+        amax = jnp.where(is_own, known.amax, largest * self.quantized.inverse_scale)
+        amax = jnp.where(amax > 0, amax, _OF_ZEROS)
+        amax = _ROOM * jnp.maximum(amax, self.quantizer.amax_epsilon)
+        rounded = dataclasses.replace(
+            self.quantizer, power_of_two_scales=True, amax_epsilon=0.0
+        )
+        return rounded._scale(jnp.minimum(amax, jnp.finfo(_FLOAT32).max))
+
+    def _with(self, x: Array, known: Range | None = None) -> "StoredWeight":
+        """A weight that is stored in the same way, from numbers of float32.
+
+        Args:
+            x: The numbers. Of those beyond the range the largest of the format is left.
+            known: What gives the scale, so that nothing waits for all of `x`; None: `x`
+                itself does.
+        """
+        scale = self._scale(known)
+        quantized = quantize(x, self.quantizer, axis=self.axis, scale=scale)
         guard = self.quantized.guard
         quantized = dataclasses.replace(quantized, dtype=self.dtype, guard=guard)
         return StoredWeight(quantized, self.quantizer, self.axis)
@@ -128,12 +183,15 @@ class StoredWeight(Whole):
         ones = dataclasses.replace(
             self.quantized, payload=jnp.ones_like(payload), dtype=_FLOAT32
         )
-        digits = jnp.finfo(payload.dtype).nmant
+        digits, largest = jnp.finfo(payload.dtype).nmant, self.quantized.format.largest
         smallest = self.quantized.format.smallest_normal * 2.0**-digits
         relative = jnp.maximum(jnp.abs(x), jnp.abs(number)) * 2.0 ** -(digits + 1)
         absolute = ones.dequantize() * (smallest / 2)
         # A little more, for the rounding of the scales.
-        return jnp.abs(x - number) <= jnp.maximum(relative, absolute) * (1 + 2.0**-10)
+        is_near = jnp.abs(x - number) <= jnp.maximum(relative, absolute) * (1 + 2**-10)
+        is_largest = jnp.abs(payload.astype(_FLOAT32)) == largest
+        is_beyond = (jnp.abs(x) > jnp.abs(number)) & (jnp.sign(x) == jnp.sign(number))
+        return is_near | (is_largest & is_beyond)
 
 
 @jax.custom_jvp
