@@ -212,7 +212,7 @@ def master_weights(optimizer: Any) -> MasterWeights:
         **extra_args: PyTree,
     ) -> tuple[PyTree, MasterWeightsState]:
         _refuse_weights(state.masters, params)
-        masters = _map(_followed, state.masters, params)
+        masters = _map(_followed, state.masters, params, state.ranges)
         updates, inner = optimizer.update(
             _map(_widened, updates),
             state.inner_state,
@@ -322,7 +322,7 @@ def _full(masters: PyTree, params: PyTree) -> PyTree:
     return _map(choose, masters, params)
 
 
-def _followed(master: Any, weight: Any) -> Any:
+def _followed(master: Any, weight: Any, known: Range | None) -> Any:
     """The master, or where the weight is not its rounding, the weight.
 
     By bits: an integer comparison is exact, and XLA may drop a cast to half precision
@@ -331,7 +331,8 @@ def _followed(master: Any, weight: Any) -> Any:
     if master is None or weight is None:
         return master
     if isinstance(weight, StoredWeight):
-        return jnp.where(weight._is_rounded(master), master, weight._full())
+        is_own = weight._is_rounded(master, known)
+        return jnp.where(is_own, master, weight._full())
     is_own = _bits(master.astype(weight.dtype)) == _bits(weight)
     return jnp.where(is_own, master, jnp.asarray(weight, jnp.float32))
 

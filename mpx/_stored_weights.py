@@ -146,8 +146,8 @@ class StoredWeight(Whole):
         if known is None or not isinstance(self.quantizer, TensorQuantizer):
             return None
         largest = self.quantizer.format.largest
-        is_own = self.quantized.inverse_scale == known.inverse_scale
-        amax = jnp.where(is_own, known.amax, largest * self.quantized.inverse_scale)
+        limit = largest * self.quantized.inverse_scale
+        amax = jnp.where(self._is_written(known), known.amax, limit)
         amax = jnp.where(amax > 0, amax, _OF_ZEROS)
         amax = _ROOM * jnp.maximum(amax, self.quantizer.amax_epsilon)
         rounded = dataclasses.replace(
@@ -173,8 +173,15 @@ class StoredWeight(Whole):
         """What is stored, in float32."""
         return dataclasses.replace(self.quantized, dtype=_FLOAT32).dequantize()
 
-    def _is_rounded(self, x: Array) -> Array:
+    def _is_written(self, known: Range) -> Array:
+        """Whether the optimizer wrote this weight, and nobody else."""
+        return self.quantized.inverse_scale == known.inverse_scale
+
+    def _is_rounded(self, x: Array, known: Range | None = None) -> Array:
         """Whether numbers of float32 are within the rounding of what is stored.
+
+        What an optimizer wrote may be the largest number of the format in the place of
+        a larger one.
 
         Not whether they quantize to the same bits: a scale that a compiler divides for
         in another way would change all of them.
@@ -183,15 +190,18 @@ class StoredWeight(Whole):
         ones = dataclasses.replace(
             self.quantized, payload=jnp.ones_like(payload), dtype=_FLOAT32
         )
-        digits, largest = jnp.finfo(payload.dtype).nmant, self.quantized.format.largest
+        digits = jnp.finfo(payload.dtype).nmant
         smallest = self.quantized.format.smallest_normal * 2.0**-digits
         relative = jnp.maximum(jnp.abs(x), jnp.abs(number)) * 2.0 ** -(digits + 1)
         absolute = ones.dequantize() * (smallest / 2)
         # A little more, for the rounding of the scales.
         is_near = jnp.abs(x - number) <= jnp.maximum(relative, absolute) * (1 + 2**-10)
-        is_largest = jnp.abs(payload.astype(_FLOAT32)) == largest
+        if known is None:
+            return is_near
+        largest = self.quantized.format.largest
+        is_cut = jnp.abs(payload.astype(_FLOAT32)) == largest
         is_beyond = (jnp.abs(x) > jnp.abs(number)) & (jnp.sign(x) == jnp.sign(number))
-        return is_near | (is_largest & is_beyond)
+        return is_near | (is_cut & is_beyond & self._is_written(known))
 
 
 @jax.custom_jvp

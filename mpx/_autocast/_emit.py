@@ -59,6 +59,7 @@ from ._rematerialize import (
     read_by_one,
 )
 from ._travel import (
+    MARKS,
     moved_later,
     moved_payload,
     product_of_weight,
@@ -324,7 +325,8 @@ def _move(
             facts = facts._replace(is_stored_in_half=True)
         if name == "gather":  # rows of a table are data, whoever learned them
             facts, slots = Facts(is_declared=facts.is_declared), None
-        results.append(Value(array, facts, slots=slots))
+        stored = source.stored if name in MARKS else None
+        results.append(Value(array, facts, slots=slots, stored=stored))
     return results
 
 

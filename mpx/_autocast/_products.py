@@ -36,6 +36,7 @@ from .._quantize import (
     Ahead,
     ConvolutionProduct,
     LinearProduct,
+    QuantizedArray,
     RaggedProduct,
     formats_of,
     has_blocks,
@@ -319,7 +320,7 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
         path, why = path_of(product)
         formats = formats_of(product.recipe)
         detail = f"{type(product.recipe).__name__}, {path} ({why})"
-        if _reads_stored(_weight_of(case.operands), product):
+        if _stored_for(product, _weight_of(case.operands)) is not None:
             detail += "; the stored numbers of the weight are read as they are"
         choice = choice._replace(detail=detail)
         weight = _weight_of(case.operands).facts.parameter or ""
@@ -344,8 +345,8 @@ def _emit_product(
     arriving = weight.arriving
     sent = arriving and arriving.arrive_quantized(product, scales)
     array, ahead = sent or (weight.array, None)
-    if _reads_stored(weight, product):
-        ahead = stored_ahead(product, weight.stored, scales)
+    if (stored := _stored_for(product, weight)) is not None:
+        ahead = stored_ahead(product, stored, scales)
     if weight.float32_source is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)
         array = weight.float32_source.array
@@ -358,9 +359,10 @@ def _emit_product(
     return [computed(result)]
 
 
-def _reads_stored(weight: Value, product: AbstractProduct) -> bool:
-    """Whether a product reads the numbers that its weight is stored in."""
-    return weight.stored is not None and may_read(product, weight.stored)
+def _stored_for(product: AbstractProduct, weight: Value) -> QuantizedArray | None:
+    """What a weight is stored in, if a product reads that as it is."""
+    stored = weight.stored
+    return stored if stored is not None and may_read(product, stored) else None
 
 
 def _bound(

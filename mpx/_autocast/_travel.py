@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_half
-from .._jax_compat import bind_equation, shard_map_axes
+from .._jax_compat import bind_equation, manual_axes, shard_map_axes
 from .._policy import Wire
 from .._program import aval_of, avals, properties
 from .._quantize import QuantizedArray
@@ -42,6 +42,8 @@ from ._demand import Demand, Wanted
 
 # What gives a part of a weight: one layer of a stack.
 _CUTS = ("dynamic_slice", "slice")
+# What gives an operand as it is.
+MARKS = ("name", "optimization_barrier", "stop_gradient")
 
 
 def travelled_weight(
@@ -83,22 +85,21 @@ def travelled_weight(
     return Value(array, value.facts, slots=value.slots)
 
 
-def moved_payload(
-    equation: JaxprEqn, operands: list[Value]
-) -> QuantizedArray | None:
+def moved_payload(equation: JaxprEqn, operands: list[Value]) -> QuantizedArray | None:
     """What a weight is stored in, moved as an equation moves the weight.
 
-    None where no product is to read it: of rows of a table, of several results, and
-    where each number stands more than once, or beside others.
+    None where no product is to read it (of rows of a table, of several results, where
+    each number stands more than once, or beside others, whose scale may be another),
+    and where nothing moves.
     """
     stored = operands[0].stored if operands else None
-    if stored is None or len(equation.outvars) > 1:
+    name = equation.primitive.name
+    if stored is None or len(equation.outvars) > 1 or name in MARKS:
         return None
-    known, name = properties(equation.primitive.name), equation.primitive.name
-    if name in ("name", "stop_gradient"):
-        return stored
-    is_whole = known.rearranges or known.gathers or known.is_free
-    if not (is_whole or name in _CUTS) or known.joins:
+    known = properties(name)
+    is_gathered = known.gathers and not manual_axes()
+    is_whole = known.rearranges or is_gathered or known.is_free
+    if not is_whole and name not in _CUTS:
         return None
     others = [v.array for v in operands[1:]]
     (payload,) = bind_equation(equation, stored.payload, *others)

@@ -6,7 +6,9 @@ $$Q(\operatorname{gather}(w)) = \operatorname{gather}(Q(w))$$
 
 bit for bit, where one scale is for the whole weight: that of its amax, which devices
 join, or one that was known before. A quarter of the bytes of float32 travels, and each
-device rounds its own piece only. Or long before, where a model stores its weights in 8 bits.
+device rounds its own piece only.
+
+Or long before, by the optimizer, where a model stores its weights in 8 bits.
 """
 
 import dataclasses
