@@ -6,7 +6,7 @@ step
 
 $$p = \operatorname{round}(m)$$
 
-bit for bit. That is harder than it looks, because an Optax transformation returns an
+bit for bit (in 8 bits: by the scale that stands beside them). That is harder than it looks, because an Optax transformation returns an
 *update* $u$ and others compute $p + u$. No array $u$ will do. Optax computes the sum in
 the promoted dtype and casts, Equinox does not cast, so a float32 update makes the model
 float32; and in half precision a sum cannot reach every number: from 1, all that
@@ -180,6 +180,11 @@ def master_weights(optimizer: Any) -> MasterWeights:
       within the error of rounding is not seen.
     - A step that is skipped leaves masters and weights as they were. Put
       `mpx.skip_nonfinite` inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
+    - Weights in 8 bits with one scale (`mpx.TensorQuantizer`) are written with a scale
+      known before the step: the power of two that leaves room for 4 to 8 times the
+      largest master of two steps before. What is larger saturates, and its master keeps
+      it. An infinity or a NaN becomes NaN. A weight with another scale than the step
+      before wrote comes from outside, and its own scale is the measure.
     - A master beyond the range of the weight's dtype gives an infinite weight;
       `check_update` of `mpx.optimizer_step` skips such a step.
 

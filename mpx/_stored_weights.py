@@ -9,11 +9,23 @@ gathered in every step, and their float32 copies lie in pieces beside the moment
 
 Any function trains on such a model. `mpx.autocast` and the gradient functions
 dequantize what they are given, and gradients are those of the numbers that come out, in
-the dtype that the weight had. A recipe quantizes them again, which changes nothing: the
-largest number is the largest one of the format, so the scale is the same but for the
-last bit, and each number is one of the format.
+the dtype that the weight had. A product under a recipe whose weights have one scale and
+the same format reads the payload as it is: nothing is dequantized or quantized for it
+(see `_payloads`). Other recipes quantize the numbers again.
+
+A weight with one scale is written with one that is known before the step, so that the
+kernel of the optimizer writes it:
+
+$$s = 2^{\lfloor \log_2(\mathrm{MAX} / 4 a) \rfloor}, \qquad
+a = \max |m| \text{ two steps before}$$
+
+A power of two, so that numbers do not depend on the scale: E4M3 rounds all that are
+above 2^-11 of the largest with the same digits under any of them.
 
 Sharp edges:
+
+- A number that grows to more than four times `a` in two steps saturates until the scale
+  has followed; its master keeps it.
 
 - Only `mpx.master_weights` can update them: steps are smaller than what 8 bits can say.
 - JAX's own gradient functions would give zeros, in 8 bits: that is an error.
@@ -78,7 +90,8 @@ class StoredWeight(Whole):
 
     Attributes:
         quantized: Payload and scales.
-        quantizer: How they were made, and will be after the next step.
+        quantizer: How they were made, and will be after the next step (with one scale
+            for all: by the format, and a scale that is known before).
         axis: The axis that blocks lie along.
     """
 
