@@ -9,10 +9,10 @@ $$p = \operatorname{round}(m)$$
 bit for bit (in 8 bits by the scale that stands beside them). That is harder than it
 looks, because an Optax transformation returns an *update* $u$ and others compute
 $p + u$. No array $u$ will do. Optax computes the sum in the promoted dtype and casts,
-Equinox does not cast, so a float32 update makes the model
-float32; and in half precision a sum cannot reach every number: from 1, all that
-bfloat16 can reach below $2^{-8}$ is zero. So an update is a `NewWeight`, an object of
-which `p + u` is the new weight, as it is.
+Equinox does not cast, so a float32 update makes the model float32; and in half
+precision a sum cannot reach every number: from 1, all that bfloat16 can reach below
+$2^{-8}$ is zero. So an update is a `NewWeight`, an object of which `p + u` is the new
+weight, as it is.
 
 Sharp edges:
 
