@@ -6,12 +6,13 @@ step
 
 $$p = \operatorname{round}(m)$$
 
-bit for bit. That is harder than it looks, because an Optax transformation returns an
-*update* $u$ and others compute $p + u$. No array $u$ will do. Optax computes the sum in
-the promoted dtype and casts, Equinox does not cast, so a float32 update makes the model
-float32; and in half precision a sum cannot reach every number: from 1, all that
-bfloat16 can reach below $2^{-8}$ is zero. So an update is a `NewWeight`, an object of
-which `p + u` is the new weight, as it is.
+bit for bit (in 8 bits by the scale that stands beside them). That is harder than it
+looks, because an Optax transformation returns an *update* $u$ and others compute
+$p + u$. No array $u$ will do. Optax computes the sum in the promoted dtype and casts,
+Equinox does not cast, so a float32 update makes the model float32; and in half
+precision a sum cannot reach every number: from 1, all that bfloat16 can reach below
+$2^{-8}$ is zero. So an update is a `NewWeight`, an object of which `p + u` is the new
+weight, as it is.
 
 Sharp edges:
 
@@ -24,6 +25,7 @@ Sharp edges:
 - The inner optimizer sees float32: masters, gradients, and moments made from them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -38,10 +40,10 @@ from jaxtyping import Array, PyTree
 from ._cast import cast_leaf
 from ._dtypes import is_half
 from ._errors import at_path, describe
-from ._optimizer import refuse_optimizer
-from ._stored_weights import StoredWeight, is_stored
-from ._tree import is_float_leaf, path_text
-from ._typing import AnyArray
+from ._optimizer import SkipNonfiniteState, refuse_optimizer
+from ._stored_weights import Range, StoredWeight, is_stored
+from ._tree import is_float_leaf, path_text, select_tree
+from ._typing import AnyArray, BoolScalar
 
 _CALL = "`mpx.master_weights(optimizer)`"
 _INSIDE = (
@@ -57,10 +59,13 @@ class MasterWeightsState(NamedTuple):
         masters: Like the weights, in float32; None for weights that have no copy. For
             all of the model see `full_weights`.
         inner_state: The state of the inner optimizer.
+        ranges: Of weights in 8 bits with one scale, what the next one is made of: two
+            numbers each. None elsewhere.
     """
 
     masters: PyTree
     inner_state: PyTree
+    ranges: PyTree
 
 
 class MasterWeights(NamedTuple):
@@ -176,6 +181,11 @@ def master_weights(optimizer: Any) -> MasterWeights:
       within the error of rounding is not seen.
     - A step that is skipped leaves masters and weights as they were. Put
       `mpx.skip_nonfinite` inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
+    - Weights in 8 bits with one scale (`mpx.TensorQuantizer`) are written with a scale
+      known before the step: the power of two that leaves room for 4 to 8 times the
+      largest master of two steps before. What is larger saturates, and its master keeps
+      it. An infinity or a NaN becomes NaN. A weight with another scale than the step
+      before wrote comes from outside, and its own scale is the measure.
     - A master beyond the range of the weight's dtype gives an infinite weight;
       `check_update` of `mpx.optimizer_step` skips such a step.
 
@@ -198,7 +208,8 @@ def master_weights(optimizer: Any) -> MasterWeights:
         given = params if masters is None else masters
         _refuse_masters(params, given)
         masters = _map(_master, params, given)
-        return MasterWeightsState(masters, optimizer.init(_full(masters, params)))
+        inner = optimizer.init(_full(masters, params))
+        return MasterWeightsState(masters, inner, _map(_range, masters, params))
 
     def update(
         updates: PyTree,
@@ -207,7 +218,7 @@ def master_weights(optimizer: Any) -> MasterWeights:
         **extra_args: PyTree,
     ) -> tuple[PyTree, MasterWeightsState]:
         _refuse_weights(state.masters, params)
-        masters = _map(_followed, state.masters, params)
+        masters = _map(_followed, state.masters, params, state.ranges)
         updates, inner = optimizer.update(
             _map(_widened, updates),
             state.inner_state,
@@ -215,8 +226,16 @@ def master_weights(optimizer: Any) -> MasterWeights:
             **extra_args,
         )
         moved = _map(_moved, masters, updates)
-        new = _map(_update, moved, updates, params)
-        return new, MasterWeightsState(moved, inner)
+        written = _map(_written, moved, updates, params, state.ranges)
+        # Of the masters before the step. What waits for those after it could not be in
+        # the kernel that makes them.
+        ranges = _map(_range, masters, written)
+        skipped = _are_skipped(state.inner_state, inner)
+        if skipped is not None:
+            written = _map(functools.partial(_kept, skipped), written, params)
+            ranges = select_tree(skipped, state.ranges, ranges)
+        new = _map(_update, written, updates, params)
+        return new, MasterWeightsState(moved, inner, ranges)
 
     return MasterWeights(init, update)
 
@@ -309,7 +328,7 @@ def _full(masters: PyTree, params: PyTree) -> PyTree:
     return _map(choose, masters, params)
 
 
-def _followed(master: Any, weight: Any) -> Any:
+def _followed(master: Any, weight: Any, known: Range | None) -> Any:
     """The master, or where the weight is not its rounding, the weight.
 
     By bits: an integer comparison is exact, and XLA may drop a cast to half precision
@@ -318,7 +337,8 @@ def _followed(master: Any, weight: Any) -> Any:
     if master is None or weight is None:
         return master
     if isinstance(weight, StoredWeight):
-        return jnp.where(weight._is_rounded(master), master, weight._full())
+        is_own = weight._is_rounded(master, known)
+        return jnp.where(is_own, master, weight._full())
     is_own = _bits(master.astype(weight.dtype)) == _bits(weight)
     return jnp.where(is_own, master, jnp.asarray(weight, jnp.float32))
 
@@ -333,12 +353,44 @@ def _moved(master: AnyArray | None, update: PyTree) -> AnyArray | None:
     return (master + _widened(update)).astype(master.dtype)
 
 
-def _update(master: Any, update: object, weight: Any) -> PyTree:
+def _written(master: Any, update: object, weight: Any, known: Range | None) -> Any:
+    """The weight of a master; as it was where nothing updates it, None without one."""
     if master is None or update is None or weight is None:
-        return update
+        return weight if is_stored(weight) else None
     if isinstance(weight, StoredWeight):
-        return jax.tree.map(NewWeight, weight._with(master), weight)
-    return NewWeight(master.astype(weight.dtype), weight)
+        return weight._with(master, known)
+    return master.astype(weight.dtype)
+
+
+def _range(master: Any, weight: Any) -> Range | None:
+    return weight._range(master) if isinstance(weight, StoredWeight) else None
+
+
+def _are_skipped(before: PyTree, after: PyTree) -> BoolScalar | None:
+    """Whether an `mpx.skip_nonfinite` inside has skipped; None if there is none.
+
+    The masters stand still then. Written by another scale, weights would not.
+    """
+    records = [
+        [s.record.skipped for s in jax.tree.leaves(state, is_leaf=_skips) if _skips(s)]
+        for state in (before, after)
+    ]
+    flags = [old != new for old, new in zip(*records, strict=True)]
+    return functools.reduce(jnp.logical_and, flags) if flags else None
+
+
+def _skips(node: object) -> bool:
+    return isinstance(node, SkipNonfiniteState)
+
+
+def _kept(skipped: BoolScalar, written: Any, weight: Any) -> Any:
+    return select_tree(skipped, weight, written) if is_stored(written) else written
+
+
+def _update(written: Any, update: object, weight: Any) -> PyTree:
+    if written is None or update is None or weight is None:
+        return update
+    return jax.tree.map(NewWeight, written, weight)
 
 
 def _refuse_masters(params: PyTree, masters: PyTree) -> None:

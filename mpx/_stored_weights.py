@@ -9,11 +9,23 @@ gathered in every step, and their float32 copies lie in pieces beside the moment
 
 Any function trains on such a model. `mpx.autocast` and the gradient functions
 dequantize what they are given, and gradients are those of the numbers that come out, in
-the dtype that the weight had. A recipe quantizes them again, which changes nothing: the
-largest number is the largest one of the format, so the scale is the same but for the
-last bit, and each number is one of the format.
+the dtype that the weight had. A product under a recipe whose weights have one scale and
+the same format reads the payload as it is: nothing is dequantized or quantized for it
+(see `_payloads`). Other recipes quantize the numbers again.
+
+A weight with one scale is written with one that is known before the step, so that the
+kernel of the optimizer writes it:
+
+$$s = 2^{\lfloor \log_2(\mathrm{MAX} / 4 a) \rfloor}, \qquad
+a = \max |m| \text{ two steps before}$$
+
+A power of two, so that numbers do not depend on the scale: E4M3 rounds all that are
+above 2^-11 of the largest with the same digits under any of them.
 
 Sharp edges:
+
+- A number that grows to more than four times `a` in two steps saturates until the scale
+  has followed; its master keeps it.
 
 - Only `mpx.master_weights` can update them: steps are smaller than what 8 bits can say.
 - JAX's own gradient functions would give zeros, in 8 bits: that is an error.
@@ -24,7 +36,7 @@ Sharp edges:
 """
 
 import dataclasses
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
@@ -48,6 +60,25 @@ from ._typing import LeafPredicate
 
 _CALL = "`mpx.quantize_weights(model, quantizer, ...)`"
 _FLOAT32 = np.dtype("float32")
+# A written weight has room for numbers so many times as large as the largest of its
+# master two steps before, and a little more, as scales are powers of two.
+_ROOM = 4.0
+# What stands for the largest number of a master that is zero: numbers up to 0.4 and
+# down to 4e-6 (2e-6 with three digits less) then have a place in E4M3.
+_OF_ZEROS = 0.1
+
+
+class Range(NamedTuple):
+    """What is known of a weight with one scale before the next one is written.
+
+    Attributes:
+        amax: The largest finite magnitude of the master that the step began with.
+        inverse_scale: That of the weight which the step wrote. A weight with another
+            one comes from outside.
+    """
+
+    amax: Array
+    inverse_scale: Array
 
 
 class StoredWeight(Whole):
@@ -59,7 +90,8 @@ class StoredWeight(Whole):
 
     Attributes:
         quantized: Payload and scales.
-        quantizer: How they were made, and will be after the next step.
+        quantizer: How they were made, and will be after the next step (with one scale
+            for all: by the format, and a scale that is known before).
         axis: The axis that blocks lie along.
     """
 
@@ -107,9 +139,45 @@ class StoredWeight(Whole):
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __getitem__ = _refused
     __mul__ = __rmul__ = __truediv__ = __matmul__ = __rmatmul__ = _refused
 
-    def _with(self, x: Array) -> "StoredWeight":
-        """A weight that is stored in the same way, from numbers of float32."""
-        quantized = quantize(x, self.quantizer, axis=self.axis)
+    def _range(self, master: Array) -> Range | None:
+        """What `_with` wants to know next time, in the kernel that reads the master.
+
+        Args:
+            master: In float32, as it was before the step.
+        """
+        if not isinstance(self.quantizer, TensorQuantizer):
+            return None
+        sizes = jnp.abs(master)
+        amax = jnp.max(jnp.where(sizes < jnp.inf, sizes, 0.0), initial=0.0)
+        return Range(amax, self.quantized.inverse_scale)
+
+    def _scale(self, known: Range | None) -> Array | None:
+        """The scale to write the next weight with; None: that of its own numbers.
+
+        A power of two, so that a number is rounded to the same one under any of them.
+        """
+        if known is None or not isinstance(self.quantizer, TensorQuantizer):
+            return None
+        largest = self.quantizer.format.largest
+        limit = largest * self.quantized.inverse_scale
+        amax = jnp.where(self._is_written(known), known.amax, limit)
+        amax = jnp.where(amax > 0, amax, _OF_ZEROS)
+        amax = _ROOM * jnp.maximum(amax, self.quantizer.amax_epsilon)
+        rounded = dataclasses.replace(
+            self.quantizer, power_of_two_scales=True, amax_epsilon=0.0
+        )
+        return rounded._scale(jnp.minimum(amax, jnp.finfo(_FLOAT32).max))
+
+    def _with(self, x: Array, known: Range | None = None) -> "StoredWeight":
+        """A weight that is stored in the same way, from numbers of float32.
+
+        Args:
+            x: The numbers. Of those beyond the range the largest of the format is left.
+            known: What gives the scale, so that nothing waits for all of `x`; None: `x`
+                itself does.
+        """
+        scale = self._scale(known)
+        quantized = quantize(x, self.quantizer, axis=self.axis, scale=scale)
         guard = self.quantized.guard
         quantized = dataclasses.replace(quantized, dtype=self.dtype, guard=guard)
         return StoredWeight(quantized, self.quantizer, self.axis)
@@ -118,8 +186,15 @@ class StoredWeight(Whole):
         """What is stored, in float32."""
         return dataclasses.replace(self.quantized, dtype=_FLOAT32).dequantize()
 
-    def _is_rounded(self, x: Array) -> Array:
+    def _is_written(self, known: Range) -> Array:
+        """Whether the optimizer wrote this weight, and nobody else."""
+        return self.quantized.inverse_scale == known.inverse_scale
+
+    def _is_rounded(self, x: Array, known: Range | None = None) -> Array:
         """Whether numbers of float32 are within the rounding of what is stored.
+
+        What an optimizer wrote may be the largest number of the format in the place of
+        a larger one.
 
         Not whether they quantize to the same bits: a scale that a compiler divides for
         in another way would change all of them.
@@ -133,7 +208,13 @@ class StoredWeight(Whole):
         relative = jnp.maximum(jnp.abs(x), jnp.abs(number)) * 2.0 ** -(digits + 1)
         absolute = ones.dequantize() * (smallest / 2)
         # A little more, for the rounding of the scales.
-        return jnp.abs(x - number) <= jnp.maximum(relative, absolute) * (1 + 2.0**-10)
+        is_near = jnp.abs(x - number) <= jnp.maximum(relative, absolute) * (1 + 2**-10)
+        if known is None:
+            return is_near
+        largest = self.quantized.format.largest
+        is_cut = jnp.abs(payload.astype(_FLOAT32)) == largest
+        is_beyond = (jnp.abs(x) > jnp.abs(number)) & (jnp.sign(x) == jnp.sign(number))
+        return is_near | (is_cut & is_beyond & self._is_written(known))
 
 
 @jax.custom_jvp

@@ -229,6 +229,8 @@ def straight_through(quantizer):
 @two_quantizers
 def test_masters_train_as_weights_that_are_quantized_in_the_loss(name: str):
     quantizer, model = QUANTIZERS[name], _arrays(model_of())
+    if name == "tensor":  # as the optimizer's step makes them
+        quantizer = mpx.TensorQuantizer(power_of_two_scales=True)
     stored, optimizer = mpx.quantize_weights(model, quantizer), optax.adamw(1e-2)
     tx, by_hand = mpx.master_weights(optimizer), straight_through(quantizer)
     state, scaling = tx.init(params_of(stored), model), mpx.NoLossScaling()
@@ -261,7 +263,8 @@ def test_masters_train_as_weights_that_are_quantized_in_the_loss(name: str):
         )
         way = np.linalg.norm(end - begin)
         assert np.linalg.norm(master - end) < 0.05 * way
-        expected = mpx.quantize(state.masters[key], quantizer)
+        scale = 1 / stored[key].quantized.inverse_scale if name == "tensor" else None
+        expected = mpx.quantize(state.masters[key], quantizer, scale=scale)
         assert_same_bits(stored[key].quantized.payload, expected.payload)
 
 
@@ -326,7 +329,7 @@ def test_small_steps_add_up_and_changes_from_outside_count():
     nothing = {"w": jnp.zeros((4, 4))}
     changed, state = update(other, state, nothing)
     np.testing.assert_array_equal(jnp.diag(state.masters["w"]), 2.0)
-    assert_same_bits(changed, other)
+    assert_same_bits(*(mpx.dequantize_weights(m) for m in (changed, other)))
 
 
 @pytest.mark.third_party

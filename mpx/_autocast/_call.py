@@ -20,6 +20,7 @@ from .._errors import listing, warn_user
 from .._jax_compat import manual_axes, with_weak_type
 from .._named_like import named_like
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
+from .._payloads import Payloads, dequantized, payload_of
 from .._program import Call
 from .._quantize import AbstractRecipe, target_from
 from .._recipe_state import (
@@ -41,7 +42,6 @@ from .._settings import (
     region,
     trace,
 )
-from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from .._typing import AnyArray, Aval
 from .._wire import present_wire
@@ -101,7 +101,7 @@ def call_autocast(
     Returns:
         What the function returns, in the same dtypes.
     """
-    func, args, kwargs = dequantize_weights((func, args, kwargs))
+    (func, args, kwargs), payloads = dequantized((func, args, kwargs))
     settings = dataclasses.replace(settings, wire=present_wire())
     if has_nnx_objects((func, args, kwargs)):
         return _call_with_objects(
@@ -110,7 +110,7 @@ def call_autocast(
     source = next_source()
     # It says which uses of weights are quantized.
     frozen = source if isinstance(source, State) and source.quantized else None
-    value = functools.partial(_input, weights, source)
+    value = functools.partial(_input, weights, source, payloads)
     recipe = settings.recipe
 
     def attempt(
@@ -419,6 +419,7 @@ def _result(value: Value, aval: Aval) -> AnyArray:
 def _input(
     weights: Weights,
     source: StateRequests | State | None,
+    payloads: Payloads,
     run: Run,
     path: KeyPath,
     leaf: object,
@@ -437,20 +438,22 @@ def _input(
     if not value.facts.is_declared:
         return value
     target = run.settings.target or target_from(None) if run.has_recipe else None
+    array = value.array
     if target and target.transposes_fp8 and is_half(value.dtype):
         # Products in FP8 want it transposed, and XLA would transpose, in float32, all
         # that the optimizer computes with it: masters, moments, what skips a step. The
         # barrier keeps this apart: a Llama of 542 M moves 77 GB and not 105 (jax
         # 0.10.2, compiled for sm_90, November 2026).
-        kept = declared(jax.lax.optimization_barrier(value.array), name)
-    else:
-        kept = value
-    kept.facts = kept.facts._replace(is_weight=True)
+        value = declared(jax.lax.optimization_barrier(array), name)
+    value.facts = value.facts._replace(is_weight=True)
+    if run.has_recipe:
+        value.stored = payload_of(leaf, payloads)
     if run.has_slots:
         # Two models of one kind have the same paths.
         owner = "" if root.idx == 0 or position == weights[0] else f"[{position!r}]"
-        kept.slots = Slots.of_parameter(owner + name, source)
-        if target and not manual_axes():  # or it is a piece of the weight
-            kept.slots = kept.slots.measured(value.array, target)
+        value.slots = Slots.of_parameter(owner + name, source)
+        # Under `shard_map` it is a piece of the weight.
+        if target and not manual_axes() and value.stored is None:
+            value.slots = value.slots.measured(array, target)
         run.parameters.add(owner + name)
-    return kept
+    return value

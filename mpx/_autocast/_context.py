@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 
 from .._jax_compat import scope_names
 from .._program import FEW_USES, DataScope
-from .._quantize import AbstractRecipe
+from .._quantize import AbstractRecipe, QuantizedArray
 from .._recipe_state import Slots
 from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
@@ -72,6 +72,7 @@ class Value:
         "is_constant",
         "is_shared",
         "slots",
+        "stored",
     )
 
     def __init__(
@@ -80,6 +81,7 @@ class Value:
         facts: Facts,
         is_constant: bool = False,
         slots: Slots | None = None,
+        stored: QuantizedArray | None = None,
     ) -> None:
         """Makes a value.
 
@@ -88,6 +90,7 @@ class Value:
             facts: What is known of it.
             is_constant: Whether it is a number that stands in the program.
             slots: The state of recipes that a weight carries.
+            stored: The same numbers in 8 bits, as a weight is stored.
         """
         self._array: Any = array
         # The dtype that it has now. Of a tracer JAX takes long to say it.
@@ -96,6 +99,7 @@ class Value:
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
+        self.stored = stored
         # Whether several read it, some in float32; see `shared`.
         self.is_shared = False
         # What the program cast from half precision to float32.
@@ -109,10 +113,14 @@ class Value:
 
     @classmethod
     def on_its_way(
-        cls, arriving: Gathering, facts: Facts, slots: Slots | None
+        cls,
+        arriving: Gathering,
+        facts: Facts,
+        slots: Slots | None,
+        stored: QuantizedArray | None = None,
     ) -> "Value":
         """A float32 weight that other devices send, once it is known in which form."""
-        value = cls(None, facts, slots=slots)
+        value = cls(None, facts, slots=slots, stored=stored)
         value.arriving = arriving
         return value
 

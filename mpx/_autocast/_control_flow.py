@@ -30,6 +30,7 @@ from .._program import (
     program_of,
     properties,
 )
+from .._quantize import QuantizedArray
 from .._recipe_state import Slots, StateOperands
 from .._typing import AnyArray, Program
 from .._wire import refuse_sums_of_others
@@ -51,10 +52,12 @@ def enter(
     arrays: Sequence[AnyArray],
     facts: Sequence[Facts],
     slots: Sequence[Slots | None] = (),
+    stored: Sequence[QuantizedArray | None] = (),
 ) -> list[Value]:
     """The operands of a program, as values inside of it."""
-    rows = zip(arrays, facts, slots or (None,) * len(facts), strict=True)
-    return [Value(x, facts, slots=slots) for x, facts, slots in rows]
+    nothing = (None,) * len(facts)
+    rows = zip(arrays, facts, slots or nothing, stored or nothing, strict=True)
+    return [Value(x, f, slots=slots, stored=bits) for x, f, slots, bits in rows]
 
 
 class Types(NamedTuple):
@@ -111,8 +114,8 @@ def rewritten(
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: AnyArray) -> list[AnyArray]:
-        slots, step = state.unpacked(arrays[len(avals) :])
-        inside = enter(arrays[: len(avals)], facts, slots)
+        slots, stored, step = state.unpacked(arrays[len(avals) :])
+        inside = enter(arrays[: len(avals)], facts, slots, stored)
         with run.at_step(step):
             results = evaluate(run, place, jaxpr, inside, demands)
         if dtypes is not None:
@@ -128,12 +131,18 @@ def rewritten(
 
 
 def _state_for(
-    run: Run, place: Place, operands: Sequence[Value], *programs: Jaxpr | ClosedJaxpr
+    run: Run,
+    place: Place,
+    operands: Sequence[Value],
+    *programs: Jaxpr | ClosedJaxpr,
+    reads_stored: bool = True,
 ) -> StateOperands:
     """What programs get besides these operands: those that quantize, the step, too."""
     asks = run.step is not None and not place.has_own_rule
     step = run.step if asks and any(map(_holds_products, programs)) else None
-    return StateOperands([v.slots for v in operands], step=step)
+    reads_stored = reads_stored and not place.has_own_rule
+    stored = [v.stored for v in operands] if reads_stored else ()
+    return StateOperands([v.slots for v in operands], stored=stored, step=step)
 
 
 def _holds_products(program: Program) -> bool:
@@ -195,7 +204,7 @@ def _constrained(value: Value, sharding: object) -> Value:
     if not isinstance(sharding, jax.sharding.Sharding):
         return value
     array = jax.lax.with_sharding_constraint(value.array, sharding)
-    return Value(array, value.facts, slots=value.slots)
+    return Value(array, value.facts, slots=value.slots, stored=value.stored)
 
 
 def rewrite_composite(
@@ -239,7 +248,8 @@ def rewrite_shard_map(
     """A program that runs once per device."""
     params = equation.params
     facts = tuple(v.facts for v in operands)
-    state = _state_for(run, place, operands, params["jaxpr"])
+    # Each device would need its piece of what a weight is stored in.
+    state = _state_for(run, place, operands, params["jaxpr"], reads_stored=False)
     are_declared = tuple(f.is_declared for f in facts)
     ahead = demands_of(run, place.settings, params["jaxpr"], are_declared, demands)
     entries = entries_of(place, equation, operands, ahead.inputs)
@@ -251,7 +261,7 @@ def rewrite_shard_map(
     def program(
         entries: list[list[AnyArray]], arrays: list[AnyArray]
     ) -> tuple[AnyArray, ...]:
-        slots, step = state.unpacked(arrays)
+        slots, _, step = state.unpacked(arrays)
         inside = enter(list(map(entered, entries)), facts, slots)
         with run.at_step(step):
             results = evaluate(run, place, params["jaxpr"], inside, demands)

@@ -60,7 +60,9 @@ from ._rematerialize import (
     read_by_one,
 )
 from ._travel import (
+    MARKS,
     moved_later,
+    moved_payload,
     product_of_weight,
     summed_weight,
     travelled_weight,
@@ -167,9 +169,10 @@ def _emit(
     demand = together(demands)
     known = properties(name)
     if known.moves or (known.joins and _are_declared(equation, operands)):
+        stored = moved_payload(equation, operands) if known.moves else None
         travelled = known.moves and (
-            moved_later(equation, operands)
-            or travelled_weight(place, equation, operands, demands)
+            moved_later(equation, operands, stored)
+            or travelled_weight(place, equation, operands, demands, stored)
         )
         with noted(name, Choice(known.kind, Reason.MOVES)):
             if travelled:
@@ -178,6 +181,8 @@ def _emit(
                 return _join(equation, operands)
             is_only = all(map(ahead.is_read_once, equation.invars))
             moved = _move(place, equation, operands, demand, is_only)
+            if stored is not None:
+                moved[0].stored = stored
             if place.settings.residual_stream != "half":
                 return moved
             begins = any(v in ahead.beginnings for v in equation.outvars)
@@ -324,7 +329,8 @@ def _move(
             facts = facts._replace(is_stored_in_half=True)
         if name == "gather":  # rows of a table are data, whoever learned them
             facts, slots = Facts(is_declared=facts.is_declared), None
-        results.append(Value(array, facts, slots=slots))
+        stored = source.stored if name in MARKS else None
+        results.append(Value(array, facts, slots=slots, stored=stored))
     return results
 
 
@@ -356,10 +362,10 @@ def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
             return value
         params = {**equation.params, "new_dtype": value.dtype}
         (array,) = bind_equation(equation.replace(params=params), value.array)
-        return Value(array, value.facts, slots=value.slots)
+        return Value(array, value.facts, slots=value.slots, stored=value.stored)
     array = value.cast(target)
     facts = value.facts._replace(is_declared=value.is_constant)
-    result = Value(array, facts, value.is_constant, value.slots)
+    result = Value(array, facts, value.is_constant, value.slots, value.stored)
     if target == FULL:
         result.half_source = value.array
     elif value.facts.is_weight and value.dtype == FULL:

@@ -68,16 +68,25 @@ def rewrite_scan(
     facts = tuple(v.facts for v in stacked)
     # A weight that all turns share has a copy of its slots for each.
     shared = StateOperands([v.slots for v in fixed])
-    cut = StateOperands([v.slots for v in stacked], params["length"])
+    cut = StateOperands(
+        [v.slots for v in stacked],
+        params["length"],
+        stored=[v.stored for v in stacked],
+    )
     copies = [repeated(x, params["length"]) for x in shared.arrays]
     given: list[np.dtype] = []
     found: list[tuple[Facts, ...]] = []
 
     def body(carry: PyTree, xs: PyTree) -> tuple[list[AnyArray], list[AnyArray]]:
         xs, for_fixed, for_stacked = xs
-        slots, _ = shared.unpacked(for_fixed)
-        consts = enter([v.handed for v in fixed], [v.facts for v in fixed], slots)
-        rows = enter(xs, facts, cut.unpacked(for_stacked)[0])
+        slots = shared.unpacked(for_fixed).slots
+        consts = enter(
+            [v.handed for v in fixed],
+            [v.facts for v in fixed],
+            slots,
+            [v.stored for v in fixed],
+        )
+        rows = enter(xs, facts, *cut.unpacked(for_stacked)[:2])
         operands = [*consts, *_carried(place, carry), *rows]
         results = evaluate(run, place, closed, operands, wanted)
         # JAX may trace a body more than once; what the last trace found is what is
@@ -124,7 +133,8 @@ def rewrite_while(
 
     def inside(fixed: list[Value], carry: PyTree) -> list[Value]:
         # Without slots: nothing comes back from its turns that could fill them.
-        values = enter([v.array for v in fixed], [v.facts for v in fixed])
+        arrays, facts = [v.array for v in fixed], [v.facts for v in fixed]
+        values = enter(arrays, facts, stored=[v.stored for v in fixed])
         return [*values, *_carried(place, carry)]
 
     def are_going_on(carry: PyTree) -> AnyArray:
@@ -250,7 +260,7 @@ def _narrowed_results(
 
 def _narrowed(value: Value, dtype: np.dtype) -> Value:
     facts = value.facts._replace(is_declared=False)
-    return Value(value.cast(dtype), facts, slots=value.slots)
+    return Value(value.cast(dtype), facts, slots=value.slots, stored=value.stored)
 
 
 def _may_be_narrowed(

@@ -36,6 +36,7 @@ from .._quantize import (
     Ahead,
     ConvolutionProduct,
     LinearProduct,
+    QuantizedArray,
     RaggedProduct,
     formats_of,
     has_blocks,
@@ -43,8 +44,10 @@ from .._quantize import (
     linear_convolution,
     linear_product,
     linear_ragged_product,
+    may_read,
     path_of,
     rounds_stochastically,
+    stored_ahead,
     target_from,
 )
 from .._recipe_state import (
@@ -317,6 +320,8 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
         path, why = path_of(product)
         formats = formats_of(product.recipe)
         detail = f"{type(product.recipe).__name__}, {path} ({why})"
+        if _stored_for(product, _weight_of(case.operands)) is not None:
+            detail += "; the stored numbers of the weight are read as they are"
         choice = choice._replace(detail=detail)
         weight = _weight_of(case.operands).facts.parameter or ""
     with noted(case.name, choice, weight, path, formats):
@@ -344,6 +349,8 @@ def _emit_product(
     arriving = weight.arriving
     sent = arriving and arriving.arrive_quantized(product, scales)
     array, ahead = sent or (weight.array, None)
+    if (stored := _stored_for(product, weight)) is not None:
+        ahead = stored_ahead(product, stored, scales)
     if weight.float32_source is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)
         array = weight.float32_source.array
@@ -354,6 +361,12 @@ def _emit_product(
     with _explaining_forward_mode():
         result = _bound(product, left, right, case, besides)
     return [computed(result)]
+
+
+def _stored_for(product: AbstractProduct, weight: Value) -> QuantizedArray | None:
+    """What a weight is stored in, if a product reads that as it is."""
+    stored = weight.stored
+    return stored if stored is not None and may_read(product, stored) else None
 
 
 def _bound(

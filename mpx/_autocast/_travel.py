@@ -11,6 +11,7 @@ $$w' = \operatorname{f32}(\operatorname{gather}(\operatorname{half}(w))) + 0, \q
   \bar 0 = \bar w'$$
 """
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,9 +21,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_half
-from .._jax_compat import shard_map_axes
+from .._jax_compat import bind_equation, manual_axes, shard_map_axes
 from .._policy import Wire
 from .._program import aval_of, avals, properties
+from .._quantize import QuantizedArray
 from .._typing import AnyArray
 from .._wire import (
     Gathering,
@@ -38,9 +40,18 @@ from ._context import FULL, Place, Value, computed
 from ._decide import Case, Choice
 from ._demand import Demand, Wanted
 
+# What gives a part of a weight: one layer of a stack.
+_CUTS = ("dynamic_slice", "slice")
+# What gives an operand as it is.
+MARKS = ("name", "optimization_barrier", "stop_gradient")
+
 
 def travelled_weight(
-    place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
+    place: Place,
+    equation: JaxprEqn,
+    operands: list[Value],
+    demands: Wanted,
+    stored: QuantizedArray | None = None,
 ) -> Value | None:
     """A weight as it comes from other devices, cast before it travels if it may be.
 
@@ -49,6 +60,7 @@ def travelled_weight(
         equation: The equation.
         operands: Its operands.
         demands: What is wanted of its results.
+        stored: What `moved_payload` gives for them.
 
     Returns:
         The weight; None where the equation does not move one, or not between devices.
@@ -68,12 +80,35 @@ def travelled_weight(
             gathering = value.arriving.then(equation)
         else:
             gathering = Gathering(value.array, equation, dtype, wire)
-        return Value.on_its_way(gathering, value.facts, value.slots)
+        return Value.on_its_way(gathering, value.facts, value.slots, stored)
     array = gathered(equation, value.array, dtype, wire)
     return Value(array, value.facts, slots=value.slots)
 
 
-def moved_later(equation: JaxprEqn, operands: list[Value]) -> Value | None:
+def moved_payload(equation: JaxprEqn, operands: list[Value]) -> QuantizedArray | None:
+    """What a weight is stored in, moved as an equation moves the weight.
+
+    None where no product is to read it (of rows of a table, of several results, where
+    each number stands more than once, or beside others, whose scale may be another),
+    and where nothing moves.
+    """
+    stored = operands[0].stored if operands else None
+    name = equation.primitive.name
+    if stored is None or len(equation.outvars) > 1 or name in MARKS:
+        return None
+    known = properties(name)
+    is_gathered = known.gathers and not manual_axes()
+    is_whole = known.rearranges or is_gathered or known.is_free
+    if not is_whole and name not in _CUTS:
+        return None
+    others = [v.array for v in operands[1:]]
+    (payload,) = bind_equation(equation, stored.payload, *others)
+    return dataclasses.replace(stored, payload=payload)
+
+
+def moved_later(
+    equation: JaxprEqn, operands: list[Value], stored: QuantizedArray | None = None
+) -> Value | None:
     """A weight on its way, moved when it has arrived; None for other operands."""
     arriving = operands[0].arriving if len(operands) == 1 else None
     if arriving is None:
@@ -81,7 +116,8 @@ def moved_later(equation: JaxprEqn, operands: list[Value]) -> Value | None:
     if not properties(equation.primitive.name).rearranges:
         return None
     (value,) = operands
-    return Value.on_its_way(arriving.then(equation), value.facts, value.slots)
+    gathering = arriving.then(equation)
+    return Value.on_its_way(gathering, value.facts, value.slots, stored)
 
 
 def _half_of(

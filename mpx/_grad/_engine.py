@@ -25,6 +25,7 @@ from .._dtypes import full_precision_of, is_half
 from .._errors import describe, warn_user
 from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
 from .._loss_scaling import AbstractLossScaling
+from .._payloads import standing_for
 from .._policy import Wire
 from .._recipe_state import MissingScales, SlotName, at_step, missing_from
 from .._settings import settings_of
@@ -213,6 +214,7 @@ def _differentiated(
         )
     weights = tuple(args[i] for i in problem.argnums)
     weights, fixed = eqx.partition(weights, is_trainable)
+    outside = weights
 
     # JAX records the call stack at every operation of the user's function, which costs
     # time for each frame: between here and there are as few as possible.
@@ -221,7 +223,8 @@ def _differentiated(
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
         casting = casting_inputs(problem.call, problem.compute, problem.is_default)
-        with casting, provide(tokens), in_step():
+        stored = standing_for(weights, outside)
+        with casting, provide(tokens), in_step(), stored:
             if problem.accumulate_dtype is not None:
                 result = _call_with_masters(problem, full, kwargs)
             else:

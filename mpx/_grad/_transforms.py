@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._loss_scaling import AbstractLossScaling
+from .._payloads import dequantized, reading
 from .._policy import Policy
-from .._stored_weights import dequantize_weights
 from .._typing import DTypeLike, LeafPredicate
 from .._wraps import wraps
 from . import _inputs
@@ -239,7 +239,7 @@ def calculate_scaled_grad(
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        args, kwargs = dequantize_weights((args, kwargs))
+        (args, kwargs), payloads = dequantized((args, kwargs))
         problem = build(len(args))
         check_call(problem, scaling, args, kwargs, options)
         used = used_scaling(scaling, use_mixed_precision)
@@ -248,9 +248,10 @@ def calculate_scaled_grad(
                 f"{call} returns no scaling, and the amaxes of the recipe would be "
                 "lost. Use `mpx.filter_value_and_grad(func, scaling)`."
             )
-        problem, found = called(
-            problem, used, lambda p: scaled_value_and_grad(p, used, args, kwargs)
-        )
+        with reading(payloads):
+            problem, found = called(
+                problem, used, lambda p: scaled_value_and_grad(p, used, args, kwargs)
+            )
         (grads,) = as_weights(problem, found.grads, args)
         value = (found.scaled, found.aux) if has_aux else found.scaled
         return value, grads
@@ -276,23 +277,24 @@ def gradient_function(
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> GradientResult:
-        args, kwargs = dequantize_weights((args, kwargs))
+        (args, kwargs), payloads = dequantized((args, kwargs))
         problem = build(len(args))
         if argnums is not None:
             args = _inputs.as_floating(args, problem.argnums, call)
         check_call(problem, scaling, args, kwargs, options)
 
         used = used_scaling(scaling, options.mixed)
-        problem, outcome = called(
-            problem, used, lambda p: attempt(p, how, used, args, kwargs)
-        )
-        if outcome.flags is not None and options.retries:
-            used, outcome = retried(
-                functools.partial(attempt, problem, how, args=args, kwargs=kwargs),
-                used,
-                outcome,
-                options.retries,
+        with reading(payloads):
+            problem, outcome = called(
+                problem, used, lambda p: attempt(p, how, used, args, kwargs)
             )
+            if outcome.flags is not None and options.retries:
+                used, outcome = retried(
+                    functools.partial(attempt, problem, how, args=args, kwargs=kwargs),
+                    used,
+                    outcome,
+                    options.retries,
+                )
         loss, aux, grads, flags, amaxes = outcome
         used = used._observe(amaxes)
         finite = jnp.asarray(True) if flags is None else jnp.all(flags)

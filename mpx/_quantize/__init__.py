@@ -11,8 +11,10 @@ finite numbers saturate, while an infinity or a NaN shows in every product (see
 """
 
 from ._ahead import (
+    may_read as may_read,
     may_travel as may_travel,
     quantized_ahead as quantized_ahead,
+    stored_ahead as stored_ahead,
 )
 from ._array import QuantizedArray as QuantizedArray
 from ._convolution import (

@@ -1,17 +1,23 @@
-r"""Weights that are quantized where they lie in pieces, before they come together.
+r"""Weights that are quantized before the product.
+
+Where they lie in pieces, before they come together:
 
 $$Q(\operatorname{gather}(w)) = \operatorname{gather}(Q(w))$$
 
 bit for bit, where one scale is for the whole weight: that of its amax, which devices
 join, or one that was known before. A quarter of the bytes of float32 travels, and each
 device rounds its own piece only.
+
+Or long before, by the optimizer, where a model stores its weights in 8 bits.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 from jaxtyping import Array
 
+from ._amax import refuse_batching
 from ._array import QuantizedArray
 from ._convolution import ConvolutionProduct
 from ._linear import LinearProduct
@@ -59,3 +65,41 @@ def quantized_ahead(
     piece = product._copies(Role.WEIGHT).first(weight, scale)
     assert isinstance(piece, QuantizedArray)  # `may_travel`
     return Ahead(piece, amax).moved(move)
+
+
+def may_read(product: AbstractProduct, stored: QuantizedArray) -> bool:
+    """Whether a product reads the numbers of a weight that has one scale.
+
+    Args:
+        product: The product.
+        stored: The weight.
+    """
+    if not may_travel(product):
+        return False
+    quantizer = product.recipe.quantizer(Role.WEIGHT)
+    assert isinstance(quantizer, TensorQuantizer)  # `may_travel`
+    return quantizer.format is stored.format
+
+
+def stored_ahead(
+    product: AbstractProduct, stored: QuantizedArray, scales: Array | None
+) -> Ahead:
+    """A weight for a product, as it is stored.
+
+    To delayed scaling its amax is the largest number that its scale leaves room for. No
+    array is read for that, and what the state learns is the scale of the storage: the
+    same weight in float32, under the same state, is quantized to the same numbers.
+
+    Args:
+        product: The product; `may_read` says whether it reads them.
+        stored: The weight.
+        scales: The scales of delayed scaling, of which that of the weight is unused.
+
+    Returns:
+        The weight, without a derivative.
+    """
+    stored, scales = jax.lax.stop_gradient((stored, scales))
+    amax = None
+    if scales is not None:
+        amax = refuse_batching(stored.format.largest * stored.inverse_scale, scales)
+    return Ahead(dataclasses.replace(stored, dtype=product.dtype), amax)

@@ -21,7 +21,7 @@ from ._contraction import (
 )
 from ._operands import Copies, has_blocks
 from ._product import AbstractProduct, Ahead, Kept, cut, quantized_product
-from ._products import Operand, has_units, multiply, stored
+from ._products import Operand, apart, has_units, multiply, stored
 from ._recipes import Role
 
 _CALL = "`linear_product(product, left, right, scales)`"
@@ -87,9 +87,12 @@ class LinearProduct(AbstractProduct):
         extra: tuple[Array, ...],
         shapes: tuple[Shape, Shape],
     ) -> Array:
+        forward = self._contractions((x.ndim, w.ndim)).forward
+        contracted, _ = self._ordered(*forward.dimension_numbers[0])
+        x = apart(x, w, contracted, self.target)
         y = multiply(
             *self._ordered(x, w),
-            self._contractions((x.ndim, w.ndim)).forward,
+            forward,
             self.dtype,
             self.target,
             self.dtype,

@@ -14,6 +14,7 @@ A path stands in `jax.lax.platform_dependent` with the emulated one as the defau
 that the same program runs on the CPU.
 """
 
+import dataclasses
 import enum
 import functools
 
@@ -24,7 +25,7 @@ from jaxtyping import Array, PyTree
 
 from ._array import QuantizedArray
 from ._block_units import have_block_form, in_blocks
-from ._contraction import Contraction, padded
+from ._contraction import Axes, Contraction, padded
 from ._format import Format
 from ._target import Target
 
@@ -146,21 +147,14 @@ def _in_fp8(
     is_taken_in = precision is not None and all(size % 16 == 0 for size in sizes)
     is_taken_in &= dtype == jnp.bfloat16
     inner = jnp.dtype("bfloat16" if is_taken_in else "float32")
-    scale = left.inverse_scale * right.inverse_scale
-    left_payload, right_payload = left.payload, right.payload
-    if stands_alone:
-        (lc, rc), _ = contraction.dimension_numbers
-        if lc == tuple(range(left.ndim - len(lc), left.ndim)):
-            left_payload = _alone(left_payload, right.inverse_scale)
-        if rc == tuple(range(right.ndim - len(rc), right.ndim)):
-            right_payload = _alone(right_payload, left.inverse_scale)
     y = lax.dot_general(
-        left_payload,
-        right_payload,
+        left.payload,
+        right.payload,
         contraction.dimension_numbers,
         precision=precision,
         preferred_element_type=inner,
     )
+    scale = left.inverse_scale * right.inverse_scale
     y = (y * scale.astype(inner)).astype(dtype)
     if stands_alone:
         # XLA would compute a gelu behind the product in its call. Where the product is
@@ -171,17 +165,6 @@ def _in_fp8(
         # "by the activation behind them" of `benchmarks recipe-counts`.
         y = lax.optimization_barrier(y)
     return y.transpose(contraction.permutation)
-
-
-def _alone(payload: Array, tag: Array) -> Array:
-    """An operand of CUDA's FP8 product, which nothing but this product reads.
-
-    XLA joins products that share an operand, as of q, k and v, into one of all their
-    columns, and cuts each result out by a kernel of its own: 6.4 of 85 GB in a Llama of
-    8 layers (jax 0.10.2, compiled for sm_90, November 2026). Behind a barrier with
-    something that only this product has, the operand is shared with no other one.
-    """
-    return lax.optimization_barrier((payload, tag))[0]
 
 
 def _in_fp8_to_sum(left: Operand, right: Operand, contraction: Contraction) -> Array:
@@ -248,6 +231,31 @@ def has_units(
     """Whether a product is computed with the bits of its operands."""
     path = path_of_operands(left, right, contraction, target)
     return path in (Path.FP8_UNITS, Path.BLOCK_UNITS)
+
+
+def apart(x: Operand, w: Operand, contracted: Axes, target: Target) -> Operand:
+    """Data for an FP8 product of CUDA, which nothing but this product reads.
+
+    XLA joins products that share an operand, as of q, k and v, into one of all their
+    columns, and cuts each result out by a kernel of its own: 6.4 of 85 GB in a Llama of
+    8 layers (jax 0.10.2, compiled for sm_90, November 2026). Behind a barrier with
+    something that only this product has, the data is shared with no other one.
+
+    Args:
+        x: The data.
+        w: The weight.
+        contracted: The axes of the data that the product sums over. Where they are not
+            the last ones, it is turned first, once for all products.
+        target: The device.
+    """
+    last = tuple(range(x.ndim - len(contracted), x.ndim))
+    is_turned = target.transposes_fp8 and contracted != last
+    if target.platform != "cuda" or not target.has_fp8_units or is_turned:
+        return x
+    if not (isinstance(x, QuantizedArray) and isinstance(w, QuantizedArray)) or x.axes:
+        return x
+    payload, _ = lax.optimization_barrier((x.payload, w.inverse_scale))
+    return dataclasses.replace(x, payload=payload)
 
 
 def stored(*arrays: PyTree) -> tuple[PyTree, ...]:
