@@ -1,8 +1,8 @@
 """Where the bytes of a step are: `python -m benchmarks kernels ROW ARM`.
 
-Compiles one arm of a row of the tables of `workloads` or `whole-steps`, and what it is compared with,
-and lists the kernels of both, dearest first. Kernels of one kind are one line: those
-that come from the same operation of the program and move as many bytes.
+Compiles one arm of a row of the tables of `workloads` or `whole-steps`, and what it is
+compared with, and lists the kernels of both, dearest first. Kernels of one kind are one
+line: those that come from the same operation of the program and move as many bytes.
 """
 
 from __future__ import annotations

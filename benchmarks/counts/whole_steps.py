@@ -8,14 +8,14 @@ are counted in a second program, compiled for the H100 with these flags.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from ..models.whole_steps import FLAX, NAIVE, QWIX, WHOLE, Case, Kept
 from .. import processes
+from ..models.whole_steps import FLAX, NAIVE, QWIX, WHOLE, Case, Kept
 from ..processes import Side
 from ..results import Results
 from ..tables import Goal, Table, ratio
-from . import cost, kernels
 from .compiling import Compiler
 from .targets import TARGETS
 
@@ -35,9 +35,7 @@ STEPS: tuple[tuple[str, str, Kept], ...] = (
     ("h100", "LoRA", "frozen"),
     ("b200", "Llama", "masters"),
 )
-CASES = [
-    Case(*step, arm) for step in STEPS for arm in (NAIVE, *ARMS[step[0]], *PEERS)
-]
+CASES = [Case(*step, arm) for step in STEPS for arm in (NAIVE, *ARMS[step[0]], *PEERS)]
 
 
 def side(case: Case) -> Side:
@@ -60,12 +58,17 @@ def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
     compiler.count(found, target, sides, progress, steps="whole")
 
 
-def fingerprints(cases: list[Case]) -> dict[Case, str]:
-    """Of portable programs; and adds the versions that they depend on."""
+def lowered(cases: list[Case]) -> Iterator[dict[str, Any]]:
+    """The versions, and the fingerprint of each case without its target's compiler."""
     request = {"task": "lower", "steps": "whole"}
     request["cases"] = [dataclasses.asdict(case) for case in cases]
-    _, *answers = processes.ask("ours", request, None)
-    return {Case(**answer["case"]): answer["program"] for answer in answers}
+    return processes.ask("ours", request, None)
+
+
+def portable_records() -> list[dict[str, Any]]:
+    """What a machine without a compiler compares."""
+    _, *answers = lowered(PORTABLE)
+    return [{**answer["case"], "program": answer["program"]} for answer in answers]
 
 
 def name_of(whole: str, weights: Kept) -> str:
@@ -174,3 +177,89 @@ _NOTE = (
     "Triton may take products (counted for the H100; blank for the B200, or where "
     "Triton's untuned tiling refuses a shape)."
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What a step is to reach.
+
+    Attributes:
+        row: Which.
+        arm: Of that.
+        traffic: To naive, at most.
+        speed: The roof time of naive over the arm's, at least.
+        memory: Gigabytes, at most; 0 where any will do.
+    """
+
+    row: Row
+    arm: str
+    traffic: float
+    speed: float
+    memory: float = 0.0
+
+
+LIMITS = (
+    Limit(("h100", "Llama", "float32"), DELAYED, 0.97, 1.35, 8.8),
+    Limit(("h100", "Llama", "masters"), DELAYED, 1.00, 1.33, 9.6),
+    Limit(("h100", "Llama", "masters"), CURRENT, 1.10, 1.25),
+    Limit(("h100", "Llama, scan", "float32"), DELAYED, 0.98, 1.33, 10.0),
+    Limit(("h100", "Llama, scan", "masters"), DELAYED, 0.98, 1.33, 10.1),
+    Limit(("h100", "Llama, no remat", "masters"), DELAYED, 1.00, 1.30),
+    Limit(("h100", "ffn", "masters"), DELAYED, 1.02, 1.55),
+    Limit(("h100", "GPT", "float32"), DELAYED, 1.05, 1.15),
+    Limit(("h100", "GPT", "masters"), DELAYED, 1.05, 1.15),
+    Limit(("h100", "LoRA", "frozen"), DELAYED, 0.91, 1.39, 3.05),
+    Limit(("b200", "Llama", "masters"), DELAYED, 0.97, 1.37),
+    *(
+        Limit(("h100", whole, "float32"), AUTOCAST, 1.01, 0.99)
+        for whole in ("Llama", "Llama, scan", "Llama, no remat")
+    ),
+    *(
+        Limit(("h100", whole, "masters"), AUTOCAST, 1.01, 0.99)
+        for whole in ("Llama", "Llama, scan")
+    ),
+    Limit(("h100", "Llama, slices", "float32"), AUTOCAST, 1.05, 0.95),
+)
+
+
+def goals(found: Results) -> list[Goal]:
+    """The limits; no peer ahead of our best; products in 8 bits by default, too."""
+    counts = _counts(found)
+    made = []
+    for limit in LIMITS:
+        if limit.row in counts:
+            made += _goals_of(limit, counts[limit.row])
+    for (target, whole, weights), arms in counts.items():
+        where = f"{name_of(whole, weights)}, {TARGETS[target].title}"
+        best = min(arms[arm]["roof"] for arm in ARMS[target] if arm in arms)
+        for peer in PEERS:
+            ahead = arms[peer]["roof"] / best
+            text = f"roof of {peer} at least our best's: {ahead:.2f}: {where}"
+            made.append(Goal(text, ahead >= 1))
+        for arm in (DELAYED, CURRENT):
+            calls, default = arms[arm]["calls"], arms[arm]["default_calls"]
+            if default is not None:
+                text = f"{arm}: {calls} calls in 8 bits by default: {default}: {where}"
+                made.append(Goal(text, default >= calls))
+    return made
+
+
+def _goals_of(limit: Limit, arms: dict[str, dict[str, Any]]) -> list[Goal]:
+    target, whole, weights = limit.row
+    where = f"{limit.arm}, {name_of(whole, weights)}, {TARGETS[target].title}"
+    naive, one = arms[NAIVE], arms[limit.arm]
+    traffic, speed = one["traffic"] / naive["traffic"], naive["roof"] / one["roof"]
+    made = [
+        _at_most("traffic to naive's", traffic, limit.traffic, where),
+        Goal(
+            f"roof of naive / arm at least {limit.speed}: {speed:.2f}: {where}",
+            speed >= limit.speed,
+        ),
+    ]
+    if limit.memory:
+        made.append(_at_most("memory, GB,", one["memory"] / 1e9, limit.memory, where))
+    return made
+
+
+def _at_most(what: str, reached: float, limit: float, where: str) -> Goal:
+    return Goal(f"{what} at most {limit}: {reached:.2f}: {where}", reached <= limit)

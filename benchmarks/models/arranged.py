@@ -1,8 +1,8 @@
 """Whole models as people train them: blocks in a loop or a scan, recomputed or kept.
 
 A Llama, a GPT, MLP blocks, and a Llama that is fine-tuned by adapters. They are
-functions of their layers (`weights`), as the other models are; no line is about
-precision.
+functions of their layers (`weights`), as the other models are. Norms and rotary
+positions are computed in float32, as Llama's own code has them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .weights import Attention, Block, Layers, Loop, Weights, by_cudnn
-from .wide import (
-    Sizes,
-    attend,
-    cross_entropy,
-    embed,
-    ffn,
-    llama_block,
-    next_token_loss,
-)
+from .wide import Sizes, attend, cross_entropy, embed, ffn, head
 
 Policy = Callable[..., Any]
 Model = Callable[[Layers, Any], Array]
@@ -68,13 +60,52 @@ def llama(sizes: Sizes, order: Order) -> Model:
     """Cross entropy of the next token."""
 
     def block(layers: Layers, x: Array) -> Array:
-        return llama_block(layers, x, sizes)
+        return _llama_block(layers, x, sizes)
 
     def loss(layers: Layers, tokens: Array) -> Array:
-        x = order.run(layers, sizes.layers, block, embed(layers, tokens, sizes))
-        return next_token_loss(layers, x, tokens, sizes)
+        x = embed(layers, tokens, sizes)
+        x = rms_norm(layers, "norm", order.run(layers, sizes.layers, block, x))
+        return cross_entropy(x @ head(layers, x, sizes), tokens[:, 1:])
 
     return loss
+
+
+def _llama_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
+    """Attention with rotary positions, and a gated MLP."""
+    normed = rms_norm(layers, "attention_norm", x)
+    query, key, value = (
+        _heads(layers.dense(name, normed, sizes.width), sizes)
+        for name in ("query", "key", "value")
+    )
+    mixed = attend(layers, rotary(query), rotary(key), value, sizes)
+    x = x + layers.dense("out", mixed, sizes.width)
+    normed = rms_norm(layers, "mlp_norm", x)
+    gate = layers.dense("gate", normed, sizes.hidden)
+    up = layers.dense("up", normed, sizes.hidden)
+    return x + layers.dense("down", jax.nn.silu(gate) * up, sizes.width)
+
+
+def _heads(x: Array, sizes: Sizes) -> Array:
+    return x.reshape(*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
+
+
+def rms_norm(layers: Layers, name: str, x: Array) -> Array:
+    """Root mean square norm over the last axis, with a scale."""
+    scale = layers.weight(name, x.shape[-1]).astype(jnp.float32)
+    full = x.astype(jnp.float32)
+    square = jnp.mean(jnp.square(full), -1, keepdims=True)
+    return (full * jax.lax.rsqrt(square + 1e-5) * scale).astype(x.dtype)
+
+
+def rotary(x: Array) -> Array:
+    """Rotary positions of [batch, length, heads, size]."""
+    length, size = x.shape[1], x.shape[-1]
+    rates = 10_000.0 ** (-jnp.arange(0, size, 2) / size)
+    angles = jnp.arange(length)[:, None, None] * rates
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sine, cosine = jnp.sin(angles), jnp.cos(angles)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def gpt(sizes: Sizes, order: Order) -> Model:
@@ -96,9 +127,8 @@ def gpt(sizes: Sizes, order: Order) -> Model:
 def _gpt_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
     """Attention, whose query, key and value are one product, and an MLP with gelu."""
     normed = layer_norm(layers, "attention_norm", x)
-    heads = (*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
     joined = jnp.split(layers.dense("qkv", normed, 3 * sizes.width), 3, axis=-1)
-    query, key, value = (one.reshape(heads) for one in joined)
+    query, key, value = (_heads(one, sizes) for one in joined)
     mixed = attend(layers, query, key, value, sizes)
     x = x + layers.dense("out", mixed, sizes.width)
     hidden = layers.dense("up", layer_norm(layers, "mlp_norm", x), sizes.hidden)

@@ -19,7 +19,13 @@ import optax
 from jaxtyping import Array
 
 from ..peers import whole_steps as peers
-from ..steps import LEARNING_RATE, NAIVE as NAIVE_ARM, ArrayStep, arrays_only, to_bfloat16
+from ..steps import (
+    LEARNING_RATE,
+    NAIVE as NAIVE_ARM,
+    ArrayStep,
+    arrays_only,
+    to_bfloat16,
+)
 from . import arranged
 from .arranged import CastWeights, Model, Order
 from .weights import Weights, by_slices, random_weights, shapes_of
@@ -45,7 +51,7 @@ class Whole:
     title: str
     model: Callable[[Sizes, Order], Model]
     sizes: Sizes
-    order: Order = Order()  # noqa: RUF009
+    order: Order = Order()
     rows: int = 8
     context: int = 1024
 
@@ -201,7 +207,9 @@ def _first_weights(case: Case, model: Model, data: Any, key: Array) -> Any:
 
     def kept(path: Any, weight: Array, shape: Any) -> Array:
         is_adapter = path[-1].key.endswith(arranged.ADAPTERS)
-        return weight.astype(jnp.bfloat16) if shape.fan_in and not is_adapter else weight
+        return (
+            weight.astype(jnp.bfloat16) if shape.fan_in and not is_adapter else weight
+        )
 
     return jax.tree_util.tree_map_with_path(kept, weights, shapes)
 
