@@ -143,8 +143,9 @@ def layer_norm(layers: Layers, name: str, x: Array) -> Array:
     return (normed * scale + bias).astype(x.dtype)
 
 
-def mlp(sizes: Sizes) -> Model:
-    """Cross entropy of MLP blocks with silu."""
+def mlp(sizes: Sizes, order: Order) -> Model:
+    """Cross entropy of MLP blocks with silu, which have no order but a loop."""
+    del order
     return lambda layers, batch: ffn(layers, batch, sizes, jax.nn.silu)
 
 
@@ -213,9 +214,10 @@ class Adapted(Around):
         return self.layers.dense(name, x, features) + (x @ first) @ second
 
 
-def adapted(model: Model) -> Model:
-    """A model whose linear layers have adapters."""
-    return lambda layers, batch: model(Adapted(layers), batch)
+def adapted_llama(sizes: Sizes, order: Order) -> Model:
+    """The Llama with adapters."""
+    model = llama(sizes, order)
+    return lambda layers, tokens: model(Adapted(layers), tokens)
 
 
 @dataclasses.dataclass(frozen=True)

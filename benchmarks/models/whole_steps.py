@@ -26,12 +26,22 @@ from ..steps import (
     arrays_only,
     to_bfloat16,
 )
-from . import arranged
-from .arranged import CastWeights, Model, Order
+from .arranged import (
+    ADAPTERS,
+    CastWeights,
+    Model,
+    Order,
+    adapted_llama,
+    gpt,
+    llama,
+    mlp,
+)
 from .weights import Weights, by_slices, random_weights, shapes_of
 from .wide import Sizes
 
 NAIVE, FLAX, QWIX = NAIVE_ARM.name, "Flax fp8", "Qwix fp8"
+# Delayed scaling of a model whose linear layers have their weights in FP8.
+STORED = "delayed, FP8 weights"
 Kept = Literal["float32", "masters", "frozen"]
 
 
@@ -40,7 +50,6 @@ class Whole:
     """A model and its data.
 
     Attributes:
-        title: In words.
         model: From sizes and the order of blocks to its loss.
         sizes: Of the model.
         order: Of its blocks.
@@ -48,7 +57,6 @@ class Whole:
         context: Tokens of each text; 0 where rows are vectors.
     """
 
-    title: str
     model: Callable[[Sizes, Order], Model]
     sizes: Sizes
     order: Order = Order()
@@ -73,38 +81,21 @@ _IN_SCAN = Order(jax.lax.scan)
 _GPT_ORDER = Order(jax.lax.scan, policy=_DOTS)
 
 
-def _mlp(sizes: Sizes, order: Order) -> Model:
-    del order
-    return arranged.mlp(sizes)
-
-
-def _adapted_llama(sizes: Sizes, order: Order) -> Model:
-    return arranged.adapted(arranged.llama(sizes, order))
-
-
+_TEXTS = {"rows": 4, "context": 16}
 WHOLE = {
-    "Llama": Whole("a Llama of 542 M in a loop", arranged.llama, _LLAMA),
-    "Llama, scan": Whole("in a scan", arranged.llama, _LLAMA, _IN_SCAN),
-    "Llama, slices": Whole(
-        "in a loop over slices of stacked weights",
-        arranged.llama,
-        _LLAMA,
-        Order(by_slices),
-    ),
-    "Llama, no remat": Whole(
-        "in a loop without `jax.checkpoint`", arranged.llama, _LLAMA, Order(remat=False)
-    ),
-    "ffn": Whole("two MLP blocks", _mlp, _WIDE, rows=8192, context=0),
-    "GPT": Whole("a GPT of 419 M in a scan", arranged.gpt, _GPT, _GPT_ORDER),
-    "LoRA": Whole("the Llama with adapters of rank 16", _adapted_llama, _LLAMA),
-    "tiny Llama": Whole("", arranged.llama, _TINY, rows=4, context=16),
-    "tiny scan": Whole("", arranged.llama, _TINY, _IN_SCAN, rows=4, context=16),
-    "tiny slices": Whole(
-        "", arranged.llama, _TINY, Order(by_slices), rows=4, context=16
-    ),
-    "tiny GPT": Whole("", arranged.gpt, _TINY, _GPT_ORDER, rows=4, context=16),
-    "tiny LoRA": Whole("", _adapted_llama, _TINY, rows=4, context=16),
-    "tiny ffn": Whole("", _mlp, _TINY, rows=64, context=0),
+    "Llama": Whole(llama, _LLAMA),
+    "Llama, scan": Whole(llama, _LLAMA, _IN_SCAN),
+    "Llama, slices": Whole(llama, _LLAMA, Order(by_slices)),
+    "Llama, no remat": Whole(llama, _LLAMA, Order(remat=False)),
+    "ffn": Whole(mlp, _WIDE, rows=8192, context=0),
+    "GPT": Whole(gpt, _GPT, _GPT_ORDER),
+    "LoRA": Whole(adapted_llama, _LLAMA),
+    "tiny Llama": Whole(llama, _TINY, **_TEXTS),
+    "tiny scan": Whole(llama, _TINY, _IN_SCAN, **_TEXTS),
+    "tiny slices": Whole(llama, _TINY, Order(by_slices), **_TEXTS),
+    "tiny GPT": Whole(gpt, _TINY, _GPT_ORDER, **_TEXTS),
+    "tiny LoRA": Whole(adapted_llama, _TINY, **_TEXTS),
+    "tiny ffn": Whole(mlp, _TINY, rows=64, context=0),
 }
 
 
@@ -161,7 +152,7 @@ def _parts(tree: Any, kept: Kept) -> _Parts:
     scales, rest = eqx.partition(tree, is_named(peers.SCALES))
     if kept != "frozen":
         return _Parts(rest, scales, jax.tree.map(lambda _: None, tree))
-    trained, frozen = eqx.partition(rest, is_named(arranged.ADAPTERS))
+    trained, frozen = eqx.partition(rest, is_named(ADAPTERS))
     return _Parts(trained, scales, frozen)
 
 
@@ -193,6 +184,8 @@ class _Step(NamedTuple):
         def initial(key: Array) -> tuple[tuple, Any]:
             data = whole.random_data(key)
             parts = _parts(_first_weights(case, model, data, key), case.weights)
+            if case.arm == STORED:
+                parts = _stored(parts)
             batch = (parts.frozen, data)
             return first(parts, batch), batch
 
@@ -206,12 +199,25 @@ def _first_weights(case: Case, model: Model, data: Any, key: Array) -> Any:
         return weights
 
     def kept(path: Any, weight: Array, shape: Any) -> Array:
-        is_adapter = path[-1].key.endswith(arranged.ADAPTERS)
+        is_adapter = path[-1].key.endswith(ADAPTERS)
         return (
             weight.astype(jnp.bfloat16) if shape.fan_in and not is_adapter else weight
         )
 
     return jax.tree_util.tree_map_with_path(kept, weights, shapes)
+
+
+def _stored(parts: _Parts) -> _Parts:
+    """Weights of linear layers in FP8; adapters stay as they are."""
+    import mpx
+
+    def is_linear(path: str, leaf: Any) -> bool:
+        return "block" in path and leaf.ndim > 1
+
+    if jax.tree.leaves(parts.frozen):
+        frozen = mpx.quantize_weights(parts.frozen, where=is_linear)
+        return parts._replace(frozen=frozen)
+    return parts._replace(trained=mpx.quantize_weights(parts.trained, where=is_linear))
 
 
 def _optimizer(kept: Kept) -> optax.GradientTransformation:
@@ -229,7 +235,8 @@ def _by_mpx(case: Case, model: Model) -> tuple[Any, Any]:
 
     attention = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
     recipes = our_arms.RECIPES | our_arms.BY_KERNEL
-    recipe = {"recipe": recipes[case.arm]} if case.arm in recipes else {}
+    name = "delayed" if case.arm == STORED else case.arm
+    recipe = {"recipe": recipes[name]} if name in recipes else {}
     # The frozen weights are in the second argument.
     where = {"weights": (0, 1)} if case.weights == "frozen" else {}
     arm = our_arms.autocast_arm(case.arm, residual_stream="half", **recipe, **where)

@@ -55,6 +55,20 @@ def test_a_step_in_8_bits_trains(arm, whole, weights):
 
 
 @pytest.mark.third_party
+@pytest.mark.parametrize(
+    ("whole", "weights"), [("tiny LoRA", "frozen"), ("tiny Llama", "masters")]
+)
+def test_linear_layers_can_be_stored_in_8_bits(whole, weights):
+    case = models.Case("h100", whole, weights, models.STORED, portable=True)
+    step = models.build(case)
+    leaves = jax.tree.leaves((step.state[0], step.batch))
+    stored = [leaf for leaf in leaves if leaf.dtype == jnp.float8_e4m3fn]
+    assert len(stored) == 2 * 7
+    _, loss = jax.eval_shape(step.jitted(), step.state, step.batch)
+    assert loss.dtype == jnp.float32
+
+
+@pytest.mark.third_party
 @pytest.mark.parametrize("arm", [models.NAIVE, "delayed"])
 def test_only_adapters_of_a_frozen_model_are_trained(arm):
     step = models.build(models.Case("h100", "tiny LoRA", "frozen", arm, portable=True))
@@ -69,6 +83,7 @@ def test_only_adapters_of_a_frozen_model_are_trained(arm):
     assert all(leaf.dtype == jnp.bfloat16 for leaf in matrices)
 
 
+@pytest.mark.third_party
 @pytest.mark.parametrize(
     ("whole", "millions"), [("Llama", 542), ("Llama, scan", 542), ("GPT", 419)]
 )
