@@ -240,13 +240,14 @@ def goals(found: Results) -> list[Goal]:
     counts = _counts(found)
     made = []
     for limit in LIMITS:
-        if limit.row in counts:
-            made += _goals_of(limit, counts[limit.row])
+        arms = counts.get(limit.row, {})
+        if limit.arm in arms:
+            made += _goals_of(limit, arms)
     for (target, whole, weights), arms in counts.items():
         where = f"{name_of(whole, weights)}, {TARGETS[target].title}"
         ours = arms.keys() - {NAIVE, *PEERS}
         best = min(arms[arm]["roof"] for arm in ours)
-        for peer in PEERS:
+        for peer in sorted(arms.keys() & set(PEERS)):
             ahead = arms[peer]["roof"] / best
             text = f"roof of {peer} at least our best's: {ahead:.2f}: {where}"
             made.append(Goal(text, ahead >= 1))
