@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .weights import Attention, Block, Layers, Loop, Weights, by_cudnn
+from .weights import Block, Layers, Loop, Weights
 from .wide import Sizes, attend, cross_entropy, embed, ffn, head
 
 Policy = Callable[..., Any]
@@ -226,8 +226,6 @@ class CastWeights(Weights):
 
     Matrices are cast where they are used, stacks of them before their loop.
     """
-
-    attention: Attention = by_cudnn
 
     def weight(self, name: str, *shape: int) -> Array:
         """A matrix in bfloat16, a vector as it is."""
