@@ -108,7 +108,7 @@ $(CLIENTS): tests/clients/constraints.txt pyproject.toml
 
 # Commit what it writes: `make test` compares the programs' fingerprints with it.
 counts-cuda: $(ALL) ## Count the programs compiled for an H100 (5 GB, no GPU needed)
-	@$(BIN)/python -m benchmarks cuda recipe-counts residuals attention workloads wire monitor docs --out benchmarks/results $(ARGS)
+	@$(BIN)/python -m benchmarks cuda recipe-counts residuals attention workloads whole-steps wire monitor docs --out benchmarks/results $(ARGS)
 
 docs: $(ALL) ## Build the documentation, strictly, into site/
 	@echo '== documentation (mkdocs --strict)'

@@ -31,6 +31,7 @@ Counted = Literal[
     "residuals",
     "attention",
     "workloads",
+    "whole-steps",
     "wire",
     "monitor",
     "compile-time",
@@ -53,13 +54,14 @@ class Options:
     what steps need that recompute islands, on an H100 and a TPU v5e; `attention` what
     steps need whose attention is one kernel, on an H100; `workloads` what steps in 8
     bits cost beside the peers' on an H100 and a B200, and those in half precision
-    beside a naive cast; `wire` what steps on four devices send, in every layout, on
+    beside a naive cast; `whole-steps` the same of large models with remat, scans and
+    master weights; `wire` what steps on four devices send, in every layout, on
     H100s and TPUs v5e; `monitor` what watching a step costs; `compile-time` how long
     steps that recompute take to compile.
     `docs` only writes the tables of the committed results into docs/benchmarks.md.
     `device` measures what only a GPU can tell, and has options of its own:
     `python -m benchmarks device --help`. So has `kernels`, which says where the bytes
-    of one row of `workloads` are.
+    of one row of `workloads` or `whole-steps` are.
     """
 
     names: tyro.conf.Positional[tuple[Name | Literal[Counted, "docs"], ...]] = ALL
@@ -141,6 +143,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.attention(options.cuda_libraries)
     elif name == "workloads":
         session.workloads(options.cuda_libraries)
+    elif name == "whole-steps":
+        session.whole_steps(options.cuda_libraries)
     elif name == "wire":
         session.wire(options.cuda_libraries)
     elif name == "monitor":

@@ -24,6 +24,7 @@ from .counts import (
     residuals as residual_counts,
     scaling as scaling_traffic,
     sweep,
+    whole_steps,
     wire,
 )
 from .device import tables as device_tables
@@ -50,6 +51,7 @@ TABLES: dict[str, Callable[[Results], Sequence[Table]]] = {
     "residuals": residual_counts.tables,
     "attention": attention_counts.tables,
     "workloads": lambda found: [*eight_bits.tables(found), *half.tables(found)],
+    "whole-steps": whole_steps.tables,
     "sizes": products.tables,
     "wire": wire.tables,
     "monitor": monitor.tables,

@@ -1,8 +1,8 @@
 """Where the bytes of a step are: `python -m benchmarks kernels ROW ARM`.
 
-Compiles one arm of a row of the tables of `workloads`, and what it is compared with,
-and lists the kernels of both, dearest first. Kernels of one kind are one line: those
-that come from the same operation of the program and move as many bytes.
+Compiles one arm of a row of the tables of `workloads` or `whole-steps`, and what it is
+compared with, and lists the kernels of both, dearest first. Kernels of one kind are one
+line: those that come from the same operation of the program and move as many bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import processes
-from .counts import eight_bits, half
+from .counts import eight_bits, half, whole_steps
 from .models.eight_bits import NAIVE
 from .models.plain import title
 from .peers import environment
@@ -26,7 +26,7 @@ from .processes import Side
 
 
 class Row(NamedTuple):
-    """A row of a table of `workloads`.
+    """A row of a table of `workloads` or `whole-steps`.
 
     Attributes:
         steps: A name of `worker.STEPS`.
@@ -48,6 +48,10 @@ def rows() -> dict[str, Row]:
         name = f"{case.target.upper()}, {case.workload}"
         row = found.setdefault(name, Row("eight bits", case.target, {}, NAIVE))
         row.arms[case.arm] = case
+    for case in whole_steps.CASES:
+        name = f"{case.target.upper()}, {whole_steps.name_of(case.whole, case.weights)}"
+        row = found.setdefault(name, Row("whole", case.target, {}, whole_steps.NAIVE))
+        row.arms[case.arm] = case
     for case in half.CASES:
         if case.target == half.TARGET:
             name = f"{title(case.model)}, blocks {case.blocks}, batch {case.batch}"
@@ -61,7 +65,7 @@ class Options:
     """Lists the kernels of a step, dearest first, beside those of the naive cast."""
 
     row: tyro.conf.Positional[str]
-    """How a row of the tables of `workloads` begins: "H100, ffn silu", "LSTM"."""
+    """How a row begins: "H100, ffn silu", "LSTM", "H100, Llama, masters"."""
     arm: tyro.conf.Positional[str]
     """Of that row: "delayed", "autocast bfloat16, half stream", "FP8 by hand"."""
     top: int = 20
@@ -106,7 +110,8 @@ def _kernels(
     row: Row, arm: str, options: Options, console: Console
 ) -> list[dict[str, Any]]:
     case = row.arms[arm]
-    side: Side = eight_bits.side(case) if row.steps == "eight bits" else "ours"
+    sides = {"eight bits": eight_bits.side, "whole": whole_steps.side}
+    side: Side = sides[row.steps](case) if row.steps in sides else "ours"
     peers = environment.prepare(console.print) if side == "peers" else None
     libraries = environment.prepare_cuda(options.cuda_libraries, console.print)
     request = {

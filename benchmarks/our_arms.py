@@ -75,7 +75,9 @@ def _mpx_arm(name: str, dtype: str, first_scaling: Any = None) -> Arm:
     return Arm(name, "mpx", first_scaling or _FIRST[dtype], make_step)
 
 
-def _autocast_arm(name: str, dtype: str = "bfloat16", **options: Any) -> Arm:
+def autocast_arm(name: str, dtype: str = "bfloat16", **options: Any) -> Arm:
+    """The step of `mpx.autocast(loss, dtype, **options)`."""
+
     def cast(loss: Loss) -> Any:
         return mpx.autocast(loss, dtype, **options)
 
@@ -110,18 +112,18 @@ ARMS = {
         # difference to this.
         _mpx_arm("mpx float16 unscaled", "float16", _nothing),
         *(
-            _autocast_arm(f"autocast {dtype}{suffix}", dtype, residual_stream=stream)
+            autocast_arm(f"autocast {dtype}{suffix}", dtype, residual_stream=stream)
             for dtype in ("float16", "bfloat16")
             for stream, suffix in (("full", ""), ("half", ", half stream"))
         ),
-        _autocast_arm("autocast bfloat16, kept", residuals="fast"),
-        _autocast_arm(
+        autocast_arm("autocast bfloat16, kept", residuals="fast"),
+        autocast_arm(
             "autocast bfloat16, half scan",
             residual_stream="half",
             rules=mpx.Rules(mpx.Rule(mpx.Precision.HALF, primitive=("add", "mul"))),
         ),
         *(
-            _autocast_arm(f"{name}{suffix}", recipe=recipe, residual_stream=stream)
+            autocast_arm(f"{name}{suffix}", recipe=recipe, residual_stream=stream)
             for name, recipe in (RECIPES | BY_KERNEL).items()
             for stream, suffix in (("full", ""), ("half", ", half stream"))
         ),

@@ -27,6 +27,7 @@ from .counts import (
     residuals as residual_counts,
     scaling as scaling_traffic,
     sweep,
+    whole_steps,
     wire,
 )
 from .counts.targets import TARGETS
@@ -182,6 +183,19 @@ class Session:
             [table for part in WORKLOADS for table in part.tables(found)],
             [goal for part in WORKLOADS for goal in part.goals(found)],
         )
+
+    def whole_steps(self, libraries: Path) -> None:
+        """Whole steps of large models under every recipe, beside the peers'."""
+        targets = tuple(whole_steps.ARMS)
+        titles = ", ".join(TARGETS[name].title for name in targets)
+        found = self._results("whole-steps", f"compiled for {titles}")
+        with self._compiling() as (compiler, progress):
+            compiler.libraries = peers.prepare_cuda(libraries, self.console.print)
+            for target in targets:
+                whole_steps.run(found, compiler, target, progress)
+        with self.console.status("fingerprints without a compiler"):
+            found.records += whole_steps.portable_records()
+        self._show(found, whole_steps.tables(found), whole_steps.goals(found))
 
     def wire(self, libraries: Path) -> None:
         """What steps on several devices send, for GPUs and TPUs."""

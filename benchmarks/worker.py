@@ -124,6 +124,20 @@ def _eight_bit_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     return build, cost.count
 
 
+def _whole_steps(request: dict[str, Any]) -> tuple[Build, Count]:
+    """The steps of whole models, ours and the peers'."""
+    from benchmarks.counts import cost
+    from benchmarks.models import whole_steps
+
+    def build(fields: dict[str, Any], devices: Any = None) -> Any:
+        return whole_steps.build(whole_steps.Case(**fields), devices)
+
+    def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        return cost.counts_and_units(compiled, fields["target"])[0]
+
+    return build, count
+
+
 def _half_steps(request: dict[str, Any]) -> tuple[Build, Count]:
     """The steps of models of many kinds, in half precision."""
     from benchmarks.counts import half as half_counts
@@ -200,6 +214,7 @@ STEPS = {
     "attention": _attention_steps,
     "eight bits": _eight_bit_steps,
     "half": _half_steps,
+    "whole": _whole_steps,
     "products": _product_steps,
     "wire": _wire_steps,
     "monitor": _monitor_steps,
@@ -222,11 +237,13 @@ def _compiling_for(request: dict[str, Any], target: str) -> Any:
 
 def _compiling(request: dict[str, Any], lower: Callable[..., Any]) -> Any:
     """What compiles a lowered case, and what it says of that beside."""
-    if request.get("steps") != "eight bits":
-        return lambda lowered, fields: (lowered.compile(), {})
     from benchmarks.counts import cost
 
-    return cost.Timed(lower).compile
+    if request.get("steps") == "eight bits":
+        return cost.Timed(lower).compile
+    if request.get("steps") == "whole":
+        return cost.compile_twice
+    return lambda lowered, fields: (lowered.compile(), {})
 
 
 def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:

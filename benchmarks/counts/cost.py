@@ -9,26 +9,54 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from ..models.eight_bits import NAIVE, WORKLOADS
 from . import kernels as kernel_counts, program
 
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Bytes, kernels and operations of a step."""
-    kernels = kernel_counts.kernels_of(compiled.as_text())
-    units = [kernel for kernel in kernels if 0 < kernel.bits <= 8]
+    counts, units = counts_and_units(compiled, fields["target"])
     on_units = sum(kernel.times * kernel.operations for kernel in units)
+    linear = WORKLOADS[fields["workload"]].linear_operations
+    return {**counts, "on_units": on_units / linear}
+
+
+def counts_and_units(
+    compiled: Any, target: str
+) -> tuple[dict[str, Any], list[kernel_counts.Kernel]]:
+    """Bytes and kernels of a step, and those kernels that multiply 8 bits or less."""
+    kernels = kernel_counts.kernels_of(compiled.as_text())
+    units = kernel_counts.of_few_bits(kernels)
     counts = program.count(compiled)
-    roof = kernel_counts.ROOFS[fields["target"]]
-    return {
+    found = {
         "memory": counts.memory,
         "temporaries": counts.temporaries,
         "traffic": kernel_counts.traffic(kernels),
-        "roof": kernel_counts.roof_seconds(kernels, roof),
+        "roof": kernel_counts.roof_seconds(kernels, kernel_counts.ROOFS[target]),
         "kernels": sum(kernel.times for kernel in kernels),
         "calls": sum(kernel.times for kernel in units),
-        "on_units": on_units / WORKLOADS[fields["workload"]].linear_operations,
     }
+    return found, units
+
+
+def compile_twice(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What was compiled, and how many products are in 8 bits under default flags.
+
+    There they may be Triton's. Without a GPU nothing is tuned, and Triton's untuned
+    tiling refuses some shapes: None then.
+    """
+    compiled = lowered.compile()
+    kernels = kernel_counts.kernels_of(compiled.as_text())
+    if fields["target"] != "h100" or not kernel_counts.of_few_bits(kernels):
+        return compiled, {"default_calls": None}
+    try:
+        default = lowered.compile({"xla_gpu_enable_triton_gemm": True})
+    except jax.errors.JaxRuntimeError:
+        return compiled, {"default_calls": None}
+    units = kernel_counts.of_few_bits(kernel_counts.kernels_of(default.as_text()))
+    return compiled, {"default_calls": sum(kernel.times for kernel in units)}
 
 
 class Timed:

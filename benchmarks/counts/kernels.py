@@ -103,6 +103,11 @@ def traffic(kernels: list[Kernel]) -> int:
     return sum(kernel.times * kernel.bytes for kernel in kernels)
 
 
+def of_few_bits(kernels: list[Kernel]) -> list[Kernel]:
+    """Those that multiply numbers of 8 bits or less."""
+    return [kernel for kernel in kernels if 0 < kernel.bits <= 8]
+
+
 def kernels_of(text: str) -> list[Kernel]:
     """The kernels of an optimized HLO module; of a conditional, its largest branch."""
     program = _Program(text)

@@ -20,6 +20,8 @@ from jaxtyping import Array
 Product = Callable[[Array, Array], Array]
 Attention = Callable[[Array, Array, Array], Array]
 Block = Callable[["Layers", Array], Array]
+# `jax.lax.scan`, or what runs its function with slices.
+Loop = Callable[..., tuple[Array, None]]
 
 
 class Layers(Protocol):
@@ -51,9 +53,25 @@ class Layers(Protocol):
         """The layers of a part."""
         ...
 
-    def scan(self, name: str, length: int, block: Block, x: Array) -> Array:
-        """The same part again and again, with stacked weights, by `jax.lax.scan`."""
+    def scan(
+        self,
+        name: str,
+        length: int,
+        block: Block,
+        x: Array,
+        loop: Loop = jax.lax.scan,
+    ) -> Array:
+        """The same part again and again, with stacked weights."""
         ...
+
+
+def by_slices(
+    turn: Callable[[Array, Any], tuple[Array, None]], x: Array, stacked: Any
+) -> tuple[Array, None]:
+    """A loop in Python over slices of stacked weights, with `jax.lax.scan`'s result."""
+    for index in range(jax.tree.leaves(stacked)[0].shape[0]):
+        x, _ = turn(x, jax.tree.map(lambda leaf: leaf[index], stacked))  # noqa: B023
+    return x, None
 
 
 def convolution(x: Array, weight: Array, stride: int) -> Array:
@@ -115,14 +133,21 @@ class Weights:
         """The layers of a part."""
         return dataclasses.replace(self, tree=self.tree[name])
 
-    def scan(self, name: str, length: int, block: Block, x: Array) -> Array:
+    def scan(
+        self,
+        name: str,
+        length: int,
+        block: Block,
+        x: Array,
+        loop: Loop = jax.lax.scan,
+    ) -> Array:
         """The part with each of its weights."""
         del length
 
         def turn(x: Array, tree: Any) -> tuple[Array, None]:
             return block(dataclasses.replace(self, tree=tree), x), None
 
-        return jax.lax.scan(turn, x, self.tree[name])[0]
+        return loop(turn, x, self.tree[name])[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +212,16 @@ class Shapes:
         """The layers of a part."""
         return Shapes(self.tree.setdefault(name, {}), self.operations)
 
-    def scan(self, name: str, length: int, block: Block, x: Array) -> Array:
+    def scan(
+        self,
+        name: str,
+        length: int,
+        block: Block,
+        x: Array,
+        loop: Loop = jax.lax.scan,
+    ) -> Array:
         """The part once, with stacked weights."""
+        del loop
         before = len(self.operations)
         x = block(self.at(name), x)
         self.operations.extend(self.operations[before:] * (length - 1))

@@ -84,9 +84,17 @@ def attention(layers: Layers, x: Array, sizes: Sizes) -> Array:
     query = rotary(heads_of("query", sizes.heads))
     key = rotary(heads_of("key", sizes.key_heads))
     value = heads_of("value", sizes.key_heads)
+    mixed = attend(layers, query, key, value, sizes)
+    return layers.dense("out", mixed, sizes.width)
+
+
+def attend(
+    layers: Layers, query: Array, key: Array, value: Array, sizes: Sizes
+) -> Array:
+    """Causal attention of [batch, length, heads, size], its heads joined."""
+    batch, length, _, size = query.shape
     if sizes.kernel:
-        mixed = layers.attend(query, key, value)
-        return layers.dense("out", mixed.reshape(batch, length, -1), sizes.width)
+        return layers.attend(query, key, value).reshape(batch, length, -1)
     groups = sizes.heads // sizes.key_heads
     query = query.reshape(batch, length, sizes.key_heads, groups, size)
     logits = jnp.einsum("bqkgd,bskd->bkgqs", query, key) / size**0.5
@@ -94,7 +102,7 @@ def attention(layers: Layers, x: Array, sizes: Sizes) -> Array:
     full = jnp.where(mask, logits.astype(jnp.float32), -jnp.inf)
     weights = jax.nn.softmax(full).astype(value.dtype)
     mixed = jnp.einsum("bkgqs,bskd->bqkgd", weights, value)
-    return layers.dense("out", mixed.reshape(batch, length, -1), sizes.width)
+    return mixed.reshape(batch, length, -1)
 
 
 def rms_norm(layers: Layers, name: str, x: Array) -> Array:

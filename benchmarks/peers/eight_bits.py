@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from ..models.weights import Block, Product, by_cudnn, convolution
+from ..models.weights import Block, Loop, Product, by_cudnn, convolution
 from ..steps import StepFunction, checked_update, to_bfloat16
 
 Model = Callable[..., Array]
@@ -135,7 +135,9 @@ class _Layers:
     def at(self, name: str) -> _Layers:
         return dataclasses.replace(self, prefix=f"{self.prefix}{name}_")
 
-    def scan(self, name: str, length: int, block: Block, x: Array) -> Array:
+    def scan(
+        self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
+    ) -> Array:
         raise NotImplementedError("the peers' arms have no workload with a scan")
 
 

@@ -239,7 +239,7 @@ def test_doctests(name):
 def test_every_result_has_a_table():
     names = {"sweep", "scaling", "autocast", "host", "device", "folds", "cuda"}
     names |= {"recipes", "errors", "recipe-counts", "residuals", "compile-time"}
-    names |= {"attention", "workloads", "sizes", "wire", "monitor"}
+    names |= {"attention", "workloads", "whole-steps", "sizes", "wire", "monitor"}
     assert names == set(documentation.TABLES)
     for path in results.COMMITTED.glob("*.json"):
         found = results.read(path.stem)

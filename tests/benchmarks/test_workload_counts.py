@@ -110,7 +110,7 @@ def test_kernels_are_listed_by_what_they_move_together(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["H100", "current"], "5 rows begin with 'H100'"),
+        (["H100", "current"], "18 rows begin with 'H100'"),
         (["LSTM", "delayed"], "the row has no arm 'delayed'"),
     ],
 )

@@ -1,0 +1,280 @@
+"""What whole steps of large models need, under every recipe and with the peers.
+
+Each step is compiled for an H100 or a B200 with matrix products by cuBLAS. Under XLA's
+default flags Triton may take them instead, and then in half precision: so those in FP8
+are counted in a second program, compiled for the H100 with these flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from .. import processes
+from ..models.whole_steps import FLAX, NAIVE, QWIX, STORED, WHOLE, Case, Kept
+from ..processes import Side
+from ..results import Results
+from ..tables import Goal, Table, ratio
+from .compiling import Compiler
+from .targets import TARGETS
+
+AUTOCAST, DELAYED, CURRENT = "bfloat16", "delayed", "current"
+BLOCKS = ("mxfp8", "nvfp4", "mxfp8 by Pallas", "nvfp4 by Pallas")
+PEERS = (FLAX, QWIX)
+_EVERY = (AUTOCAST, DELAYED, CURRENT)
+ARMS = {"h100": _EVERY, "b200": (*_EVERY, *BLOCKS)}
+_BOTH: tuple[Kept, ...] = ("float32", "masters")
+STEPS: tuple[tuple[str, str, Kept], ...] = (
+    *(
+        ("h100", whole, weights)
+        for whole in WHOLE
+        if not whole.startswith(("tiny", "LoRA"))
+        for weights in _BOTH
+    ),
+    ("h100", "LoRA", "frozen"),
+    ("b200", "Llama", "masters"),
+)
+_WITH_STORED = (("h100", "Llama", "masters"), ("h100", "LoRA", "frozen"))
+CASES = [
+    Case(*step, arm)
+    for step in STEPS
+    for arm in (
+        *(NAIVE, *ARMS[step[0]]),
+        *((STORED,) if step in _WITH_STORED else ()),
+        *PEERS,
+    )
+]
+
+
+def side(case: Case) -> Side:
+    """Qwix is installed beside the other peers; Flax is with us."""
+    return "peers" if case.arm == QWIX else "ours"
+
+
+# Programs that a machine without the target's compiler lowers to the same text.
+PORTABLE = [
+    dataclasses.replace(case, portable=True) for case in CASES if side(case) == "ours"
+]
+
+
+def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
+    """Compiles the cases for a target."""
+    sides: dict[Side, list[dict[str, Any]]] = {"ours": [], "peers": []}
+    for case in CASES:
+        if case.target == target:
+            sides[side(case)].append(dataclasses.asdict(case))
+    compiler.count(found, target, sides, progress, steps="whole")
+
+
+def lowered(cases: list[Case]) -> Iterator[dict[str, Any]]:
+    """The versions, and the fingerprint of each case without its target's compiler."""
+    request = {"task": "lower", "steps": "whole"}
+    request["cases"] = [dataclasses.asdict(case) for case in cases]
+    return processes.ask("ours", request, None)
+
+
+def portable_records() -> list[dict[str, Any]]:
+    """What a machine without a compiler compares."""
+    _, *answers = lowered(PORTABLE)
+    return [{**answer["case"], "program": answer["program"]} for answer in answers]
+
+
+def name_of(whole: str, weights: Kept) -> str:
+    """A row, as tables call it."""
+    return whole if weights == "frozen" else f"{whole}, {weights}"
+
+
+# --- What is shown --------------------------------------------------------------------
+
+Row = tuple[str, str, Kept]
+
+
+def _counts(found: Results) -> dict[Row, dict[str, dict[str, Any]]]:
+    """Counts of each arm, of each step."""
+    made: dict[Row, dict[str, dict[str, Any]]] = {}
+    for record in found.records:
+        if record.get("counts") is not None:
+            row = record["target"], record["whole"], record["weights"]
+            made.setdefault(row, {})[record["arm"]] = record["counts"]
+    return made
+
+
+def tables(found: Results) -> list[Table]:
+    """A table of all steps, and one of the arms side by side."""
+    counts = _counts(found)
+    if not counts:
+        return []
+    return [_side_by_side(counts), _every_arm(counts)]
+
+
+def _side_by_side(counts: dict[Row, dict[str, dict[str, Any]]]) -> Table:
+    arms = (AUTOCAST, DELAYED, CURRENT, STORED, *BLOCKS, *PEERS)
+    rows = []
+    for (target, whole, weights), found in counts.items():
+        naive = found[NAIVE]
+        row = [f"{target.upper()}, {name_of(whole, weights)}"]
+        for arm in arms:
+            time = found[arm]["roof"] / naive["roof"] if arm in found else 0.0
+            cell = ratio(time) if time else ""
+            row.append(f"**{cell}**" if time > 1.005 else cell)
+        rows.append(row)
+    return Table(
+        title="Roofline time of whole steps, ratio to naive bfloat16",
+        columns=["step", *(f"mpx {arm}" for arm in arms[:-2]), *PEERS],
+        rows=rows,
+        notes=[
+            "Lower is better; **bold** where the step is slower than naive bfloat16. "
+            "Blank: formats in blocks need a B200, and FP8 weights are counted in two "
+            "steps."
+        ],
+    )
+
+
+def _every_arm(counts: dict[Row, dict[str, dict[str, Any]]]) -> Table:
+    rows = []
+    for (target, whole, weights), found in counts.items():
+        naive = found[NAIVE]
+        for arm, one in found.items():
+            default = one["default_calls"]
+            rows.append(
+                [
+                    f"{target.upper()}, {name_of(whole, weights)}",
+                    arm if arm in (NAIVE, *PEERS) else f"**mpx {arm}**",
+                    f"{one['traffic'] / 1e9:.2f}",
+                    ratio(one["traffic"] / naive["traffic"]),
+                    f"{1e3 * one['roof']:.2f}",
+                    ratio(naive["roof"] / one["roof"]),
+                    f"{one['memory'] / 1e9:.2f}",
+                    ratio(one["memory"] / naive["memory"]),
+                    str(one["kernels"]),
+                    str(one["calls"]),
+                    "" if default is None else str(default),
+                ]
+            )
+    return Table(
+        title="Whole training steps of large models, against naive bfloat16",
+        columns=[
+            "step",
+            "arm",
+            "traffic, GB",
+            "to naive",
+            "roofline, ms",
+            "naive / arm",
+            "memory, GB",
+            "to naive",
+            "kernels",
+            "calls",
+            "calls, default flags",
+        ],
+        rows=rows,
+        notes=[_NOTE],
+    )
+
+
+_NOTE = (
+    "*Llama*: 542 M weights, 8 layers of 2048, hidden 5632, vocabulary 32,000, 8 texts "
+    "of 1,024 tokens, cuDNN's attention, each layer in `jax.checkpoint`; in a loop in "
+    "Python, in a *scan* over stacked weights, over *slices* of them, or with *no "
+    "remat*. *ffn*: two blocks of norm, 4096 to 16384, silu and back, 8192 rows. "
+    "*GPT*: 419 M weights, 12 layers of 1536 in a scan, gelu, layer norms with bias, "
+    "one matrix for query, key and value, tied embedding, 8 texts of 1,024 tokens, "
+    "cuDNN's attention, `dots_with_no_batch_dims_saveable`. *LoRA*: the Llama with "
+    "adapters of rank 16 at all its linear layers, its own weights frozen in bfloat16. "
+    "*Masters*: bfloat16 weights, float32 masters in the optimizer's state. *FP8 "
+    "weights*: those of linear layers by `mpx.quantize_weights`. Adam. mpx "
+    'has `residual_stream="half"` and checks gradients; the others do not. *Calls* are '
+    "products of 8 or 4 bits, *default flags* those of a second program, in which "
+    "Triton may take products (counted for the H100; blank for the B200, or where "
+    "Triton's untuned tiling refuses a shape)."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What a step is to reach.
+
+    Attributes:
+        row: Which.
+        arm: Of that.
+        traffic: To naive, at most.
+        speed: The roof time of naive over the arm's, at least.
+        memory: Gigabytes, at most; 0 where any will do.
+    """
+
+    row: Row
+    arm: str
+    traffic: float
+    speed: float
+    memory: float = 0.0
+
+
+LIMITS = (
+    Limit(("h100", "Llama", "float32"), DELAYED, 0.97, 1.35, 8.8),
+    Limit(("h100", "Llama", "masters"), DELAYED, 1.00, 1.33, 9.6),
+    Limit(("h100", "Llama", "masters"), CURRENT, 1.10, 1.25),
+    Limit(("h100", "Llama, scan", "float32"), DELAYED, 0.98, 1.33, 10.0),
+    Limit(("h100", "Llama, scan", "masters"), DELAYED, 0.98, 1.33, 10.1),
+    Limit(("h100", "Llama, no remat", "masters"), DELAYED, 1.00, 1.30),
+    Limit(("h100", "ffn", "masters"), DELAYED, 1.02, 1.55),
+    Limit(("h100", "GPT", "float32"), DELAYED, 1.05, 1.15),
+    Limit(("h100", "GPT", "masters"), DELAYED, 1.05, 1.15),
+    Limit(("h100", "LoRA", "frozen"), DELAYED, 0.91, 1.39, 3.05),
+    Limit(("h100", "Llama", "masters"), STORED, 0.98, 1.36),
+    Limit(("h100", "LoRA", "frozen"), STORED, 0.89, 1.39, 2.65),
+    Limit(("b200", "Llama", "masters"), DELAYED, 0.97, 1.37),
+    *(
+        Limit(("h100", whole, "float32"), AUTOCAST, 1.01, 0.99)
+        for whole in ("Llama", "Llama, scan", "Llama, no remat")
+    ),
+    *(
+        Limit(("h100", whole, "masters"), AUTOCAST, 1.01, 0.99)
+        for whole in ("Llama", "Llama, scan")
+    ),
+    Limit(("h100", "Llama, slices", "float32"), AUTOCAST, 1.05, 0.95),
+)
+
+
+def goals(found: Results) -> list[Goal]:
+    """The limits; no peer ahead of our best; products in 8 bits by default, too."""
+    counts = _counts(found)
+    made = []
+    for limit in LIMITS:
+        arms = counts.get(limit.row, {})
+        if limit.arm in arms:
+            made += _goals_of(limit, arms)
+    for (target, whole, weights), arms in counts.items():
+        where = f"{name_of(whole, weights)}, {TARGETS[target].title}"
+        ours = arms.keys() - {NAIVE, *PEERS}
+        best = min(arms[arm]["roof"] for arm in ours)
+        for peer in sorted(arms.keys() & set(PEERS)):
+            ahead = arms[peer]["roof"] / best
+            text = f"roof of {peer} at least our best's: {ahead:.2f}: {where}"
+            made.append(Goal(text, ahead >= 1))
+        for arm in sorted(ours - {AUTOCAST}):
+            calls, default = arms[arm]["calls"], arms[arm]["default_calls"]
+            if default is not None:
+                text = f"{arm}: {calls} calls in 8 bits by default: {default}: {where}"
+                made.append(Goal(text, default >= calls))
+    return made
+
+
+def _goals_of(limit: Limit, arms: dict[str, dict[str, Any]]) -> list[Goal]:
+    target, whole, weights = limit.row
+    where = f"{limit.arm}, {name_of(whole, weights)}, {TARGETS[target].title}"
+    naive, one = arms[NAIVE], arms[limit.arm]
+    traffic, speed = one["traffic"] / naive["traffic"], naive["roof"] / one["roof"]
+    made = [
+        _at_most("traffic to naive's", traffic, limit.traffic, where),
+        Goal(
+            f"roof of naive / arm at least {limit.speed}: {speed:.2f}: {where}",
+            speed >= limit.speed,
+        ),
+    ]
+    if limit.memory:
+        made.append(_at_most("memory, GB,", one["memory"] / 1e9, limit.memory, where))
+    return made
+
+
+def _at_most(what: str, reached: float, limit: float, where: str) -> Goal:
+    return Goal(f"{what} at most {limit}: {reached:.2f}: {where}", reached <= limit)

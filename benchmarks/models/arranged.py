@@ -1,0 +1,244 @@
+"""Whole models as people train them: blocks in a loop or a scan, recomputed or kept.
+
+A Llama, a GPT, MLP blocks, and a Llama that is fine-tuned by adapters. They are
+functions of their layers (`weights`), as the other models are. Norms and rotary
+positions are computed in float32, as Llama's own code has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .weights import Block, Layers, Loop, Weights
+from .wide import Sizes, attend, cross_entropy, embed, ffn, head
+
+Policy = Callable[..., Any]
+Model = Callable[[Layers, Any], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """How the blocks of a model follow each other.
+
+    Attributes:
+        loop: What runs them with slices of stacked weights; None has weights for each.
+        remat: Whether each is in `jax.checkpoint`.
+        policy: Of that.
+    """
+
+    loop: Loop | None = None
+    remat: bool = True
+    policy: Policy | None = None
+
+    def run(self, layers: Layers, count: int, block: Block, x: Array) -> Array:
+        """The blocks, one after the other."""
+        if self.loop is not None:
+            return layers.scan("blocks", count, self._kept(block), x, self.loop)
+        for index in range(count):
+            x = self._kept(block)(layers.at(f"block{index}"), x)
+        return x
+
+    def _kept(self, block: Block) -> Block:
+        """The block, or what computes it again in the backward pass."""
+        if not self.remat:
+            return block
+
+        def again(layers: Layers, x: Array) -> Array:
+            one = jax.checkpoint(lambda x: block(layers, x), policy=self.policy)
+            return one(x)
+
+        return again
+
+
+def llama(sizes: Sizes, order: Order) -> Model:
+    """Cross entropy of the next token."""
+
+    def block(layers: Layers, x: Array) -> Array:
+        return _llama_block(layers, x, sizes)
+
+    def loss(layers: Layers, tokens: Array) -> Array:
+        x = embed(layers, tokens, sizes)
+        x = rms_norm(layers, "norm", order.run(layers, sizes.layers, block, x))
+        return cross_entropy(x @ head(layers, x, sizes), tokens[:, 1:])
+
+    return loss
+
+
+def _llama_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
+    """Attention with rotary positions, and a gated MLP."""
+    normed = rms_norm(layers, "attention_norm", x)
+    query, key, value = (
+        _heads(layers.dense(name, normed, sizes.width), sizes)
+        for name in ("query", "key", "value")
+    )
+    mixed = attend(layers, rotary(query), rotary(key), value, sizes)
+    x = x + layers.dense("out", mixed, sizes.width)
+    normed = rms_norm(layers, "mlp_norm", x)
+    gate = layers.dense("gate", normed, sizes.hidden)
+    up = layers.dense("up", normed, sizes.hidden)
+    return x + layers.dense("down", jax.nn.silu(gate) * up, sizes.width)
+
+
+def _heads(x: Array, sizes: Sizes) -> Array:
+    return x.reshape(*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
+
+
+def rms_norm(layers: Layers, name: str, x: Array) -> Array:
+    """Root mean square norm over the last axis, with a scale."""
+    scale = layers.weight(name, x.shape[-1]).astype(jnp.float32)
+    full = x.astype(jnp.float32)
+    square = jnp.mean(jnp.square(full), -1, keepdims=True)
+    return (full * jax.lax.rsqrt(square + 1e-5) * scale).astype(x.dtype)
+
+
+def rotary(x: Array) -> Array:
+    """Rotary positions of [batch, length, heads, size]."""
+    length, size = x.shape[1], x.shape[-1]
+    rates = 10_000.0 ** (-jnp.arange(0, size, 2) / size)
+    angles = jnp.arange(length)[:, None, None] * rates
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sine, cosine = jnp.sin(angles), jnp.cos(angles)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def gpt(sizes: Sizes, order: Order) -> Model:
+    """The same, with learned positions; the embedding is the weight of the logits."""
+
+    def block(layers: Layers, x: Array) -> Array:
+        return _gpt_block(layers, x, sizes)
+
+    def loss(layers: Layers, tokens: Array) -> Array:
+        length = tokens.shape[1] - 1
+        table = layers.weight("embed", sizes.classes, sizes.width)
+        x = table[tokens[:, :-1]] + layers.weight("positions", length, sizes.width)
+        x = layer_norm(layers, "norm", order.run(layers, sizes.layers, block, x))
+        return cross_entropy(x @ table.T.astype(x.dtype), tokens[:, 1:])
+
+    return loss
+
+
+def _gpt_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
+    """Attention, whose query, key and value are one product, and an MLP with gelu."""
+    normed = layer_norm(layers, "attention_norm", x)
+    joined = jnp.split(layers.dense("qkv", normed, 3 * sizes.width), 3, axis=-1)
+    query, key, value = (_heads(one, sizes) for one in joined)
+    mixed = attend(layers, query, key, value, sizes)
+    x = x + layers.dense("out", mixed, sizes.width)
+    hidden = layers.dense("up", layer_norm(layers, "mlp_norm", x), sizes.hidden)
+    return x + layers.dense("down", jax.nn.gelu(hidden), sizes.width)
+
+
+def layer_norm(layers: Layers, name: str, x: Array) -> Array:
+    """Over the last axis, with a scale and a bias; computed in float32."""
+    scale = layers.weight(f"{name} weight", x.shape[-1]).astype(jnp.float32)
+    bias = layers.weight(f"{name} bias", x.shape[-1]).astype(jnp.float32)
+    normed = jax.nn.standardize(x.astype(jnp.float32), epsilon=1e-5)
+    return (normed * scale + bias).astype(x.dtype)
+
+
+def mlp(sizes: Sizes, order: Order) -> Model:
+    """Cross entropy of MLP blocks with silu, which have no order but a loop."""
+    del order
+    return lambda layers, batch: ffn(layers, batch, sizes, jax.nn.silu)
+
+
+# --- What is around layers ------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """Layers that do more than those inside of them; see `weights.Layers`.
+
+    Attributes:
+        layers: Those inside.
+    """
+
+    layers: Layers
+
+    def weight(self, name: str, *shape: int) -> Array:
+        """A weight."""
+        return self.layers.weight(name, *shape)
+
+    def dense(self, name: str, x: Array, features: int) -> Array:
+        """A linear layer."""
+        return self.layers.dense(name, x, features)
+
+    def experts(self, name: str, x: Array, features: int) -> Array:
+        """A linear layer for each expert."""
+        return self.layers.experts(name, x, features)
+
+    def convolve(
+        self, name: str, x: Array, channels: int, window: int, stride: int = 1
+    ) -> Array:
+        """A convolution."""
+        return self.layers.convolve(name, x, channels, window, stride)
+
+    def attend(self, query: Array, key: Array, value: Array) -> Array:
+        """Attention."""
+        return self.layers.attend(query, key, value)
+
+    def at(self, name: str) -> Layers:
+        """The layers of a part."""
+        return type(self)(self.layers.at(name))
+
+    def scan(
+        self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
+    ) -> Array:
+        """The part with each of its weights."""
+
+        def around(layers: Layers, x: Array) -> Array:
+            return block(type(self)(layers), x)
+
+        return self.layers.scan(name, length, around, x, loop)
+
+
+RANK = 16
+ADAPTERS = (" adapter in", " adapter out")
+
+
+class Adapted(Around):
+    """Linear layers with an adapter of low rank each (LoRA)."""
+
+    def dense(self, name: str, x: Array, features: int) -> Array:
+        """What the layer gives, and what its adapter adds."""
+        into, out = (name + suffix for suffix in ADAPTERS)
+        first = self.layers.weight(into, x.shape[-1], RANK).astype(x.dtype)
+        second = self.layers.weight(out, RANK, features).astype(x.dtype)
+        return self.layers.dense(name, x, features) + (x @ first) @ second
+
+
+def adapted_llama(sizes: Sizes, order: Order) -> Model:
+    """The Llama with adapters."""
+    model = llama(sizes, order)
+    return lambda layers, tokens: model(Adapted(layers), tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class CastWeights(Weights):
+    """Weights that are cast to bfloat16 by hand.
+
+    Matrices are cast where they are used, stacks of them before their loop.
+    """
+
+    def weight(self, name: str, *shape: int) -> Array:
+        """A matrix in bfloat16, a vector as it is."""
+        return _half(super().weight(name, *shape), axes=2)
+
+    def scan(
+        self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
+    ) -> Array:
+        """The part with each of its weights."""
+        stacked = jax.tree.map(lambda leaf: _half(leaf, axes=3), self.tree[name])
+        cast = dataclasses.replace(self, tree={name: stacked})
+        return Weights.scan(cast, name, length, block, x, loop)
+
+
+def _half(weight: Array, axes: int) -> Array:
+    return weight.astype(jnp.bfloat16) if weight.ndim >= axes else weight

@@ -1,0 +1,315 @@
+"""Whole training steps as large models are trained: remat, scan, master weights.
+
+Mean cross entropy, Adam, donated buffers. Weights are float32, or bfloat16 with float32
+masters in the optimizer's state. Fine-tuned models have their weights in bfloat16 and
+adapters in float32. Only mpx checks gradients, which is its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from ..peers import whole_steps as peers
+from ..steps import (
+    LEARNING_RATE,
+    NAIVE as NAIVE_ARM,
+    ArrayStep,
+    arrays_only,
+    to_bfloat16,
+)
+from .arranged import (
+    ADAPTERS,
+    CastWeights,
+    Model,
+    Order,
+    adapted_llama,
+    gpt,
+    llama,
+    mlp,
+)
+from .weights import Weights, by_slices, random_weights, shapes_of
+from .wide import Sizes
+
+NAIVE, FLAX, QWIX = NAIVE_ARM.name, "Flax fp8", "Qwix fp8"
+# Delayed scaling of a model whose linear layers have their weights in FP8.
+STORED = "delayed, FP8 weights"
+Kept = Literal["float32", "masters", "frozen"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A model and its data.
+
+    Attributes:
+        model: From sizes and the order of blocks to its loss.
+        sizes: Of the model.
+        order: Of its blocks.
+        rows: Numbers of rows, or texts.
+        context: Tokens of each text; 0 where rows are vectors.
+    """
+
+    model: Callable[[Sizes, Order], Model]
+    sizes: Sizes
+    order: Order = Order()
+    rows: int = 8
+    context: int = 1024
+
+    def random_data(self, key: Array) -> Any:
+        """Tokens, or rows of numbers with labels."""
+        if self.context:
+            shape = (self.rows, self.context + 1)
+            return jax.random.randint(key, shape, 0, self.sizes.classes)
+        x = jax.random.normal(key, (self.rows, self.sizes.width))
+        return x, jax.random.randint(key, (self.rows,), 0, self.sizes.classes)
+
+
+_LLAMA = Sizes(2048, 5632, 32_000, layers=8, heads=16, key_heads=16, kernel=True)
+_GPT = Sizes(1536, 6144, 50_304, layers=12, heads=12, key_heads=12, kernel=True)
+_WIDE = Sizes(4096, 16384, 256, layers=2)
+_TINY = Sizes(32, 64, 32, layers=2, heads=4, key_heads=4)
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_IN_SCAN = Order(jax.lax.scan)
+_GPT_ORDER = Order(jax.lax.scan, policy=_DOTS)
+
+
+_TEXTS = {"rows": 4, "context": 16}
+WHOLE = {
+    "Llama": Whole(llama, _LLAMA),
+    "Llama, scan": Whole(llama, _LLAMA, _IN_SCAN),
+    "Llama, slices": Whole(llama, _LLAMA, Order(by_slices)),
+    "Llama, no remat": Whole(llama, _LLAMA, Order(remat=False)),
+    "ffn": Whole(mlp, _WIDE, rows=8192, context=0),
+    "GPT": Whole(gpt, _GPT, _GPT_ORDER),
+    "LoRA": Whole(adapted_llama, _LLAMA),
+    "tiny Llama": Whole(llama, _TINY, **_TEXTS),
+    "tiny scan": Whole(llama, _TINY, _IN_SCAN, **_TEXTS),
+    "tiny slices": Whole(llama, _TINY, Order(by_slices), **_TEXTS),
+    "tiny GPT": Whole(gpt, _TINY, _GPT_ORDER, **_TEXTS),
+    "tiny LoRA": Whole(adapted_llama, _TINY, **_TEXTS),
+    "tiny ffn": Whole(mlp, _TINY, rows=64, context=0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training step to compile.
+
+    Attributes:
+        target: A name of `targets.TARGETS`.
+        whole: A name of `WHOLE`.
+        weights: What is kept of them: `"float32"`, `"masters"` for bfloat16 with
+            float32 masters in the optimizer's state, or `"frozen"` for bfloat16 of
+            which only adapters are trained.
+        arm: `NAIVE`, `FLAX`, `QWIX`, or ours.
+        portable: Two blocks, with attention in plain JAX, which lower without cuDNN.
+    """
+
+    target: str
+    whole: str
+    weights: Kept
+    arm: str
+    portable: bool = False
+
+
+def build(case: Case, devices: list[Any] | None = None) -> ArrayStep:
+    """The step of a case, with shapes for arguments; see `steps.build`."""
+    key = jax.random.key(0)
+    step = _Step.of(case)
+    state, batch = eqx.filter_eval_shape(step.initial, key)
+    return arrays_only(step.function, state, batch, devices)
+
+
+def build_concrete(case: Case, seed: int) -> ArrayStep:
+    """The step of a case with random weights and data, to run it."""
+    step = _Step.of(case)
+    state, batch = step.initial(jax.random.key(seed))
+    return arrays_only(step.function, state, batch, None)
+
+
+class _Parts(NamedTuple):
+    """Weights, each in one of three trees; the others have None in its place."""
+
+    trained: Any
+    scales: Any
+    frozen: Any
+
+
+def _parts(tree: Any, kept: Kept) -> _Parts:
+    def is_named(suffixes: tuple[str, ...]) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key.endswith(suffixes), tree
+        )
+
+    scales, rest = eqx.partition(tree, is_named(peers.SCALES))
+    if kept != "frozen":
+        return _Parts(rest, scales, jax.tree.map(lambda _: None, tree))
+    trained, frozen = eqx.partition(rest, is_named(ADAPTERS))
+    return _Parts(trained, scales, frozen)
+
+
+class _Step(NamedTuple):
+    """A training step, and what makes its first state.
+
+    Attributes:
+        initial: From a key to the state and the batch.
+        function: `*new_state, loss = function(*state, batch)`.
+    """
+
+    initial: Callable[[Array], tuple[tuple, Any]]
+    function: Callable[..., tuple]
+
+    @classmethod
+    def of(cls, case: Case) -> _Step:
+        """The step of a case."""
+        whole = WHOLE[case.whole]
+        if case.portable:
+            layers = min(whole.sizes.layers, 2)
+            sizes = dataclasses.replace(whole.sizes, kernel=False, layers=layers)
+            whole = dataclasses.replace(whole, sizes=sizes)
+        model = whole.model(whole.sizes, whole.order)
+        if case.arm == FLAX:
+            model = _by_flax(model)
+        make = _by_hand if case.arm in (NAIVE, FLAX, QWIX) else _by_mpx
+        function, first = make(case, model)
+
+        def initial(key: Array) -> tuple[tuple, Any]:
+            data = whole.random_data(key)
+            parts = _parts(_first_weights(case, model, data, key), case.weights)
+            if case.arm == STORED:
+                parts = _stored(parts)
+            batch = (parts.frozen, data)
+            return first(parts, batch), batch
+
+        return cls(initial, function)
+
+
+def _first_weights(case: Case, model: Model, data: Any, key: Array) -> Any:
+    """Random weights; matrices in bfloat16, but where they are kept in float32."""
+    weights, shapes = random_weights(model, data, key), shapes_of(model, data).tree
+    if case.weights == "float32":
+        return weights
+
+    def kept(path: Any, weight: Array, shape: Any) -> Array:
+        is_adapter = path[-1].key.endswith(ADAPTERS)
+        return (
+            weight.astype(jnp.bfloat16) if shape.fan_in and not is_adapter else weight
+        )
+
+    return jax.tree_util.tree_map_with_path(kept, weights, shapes)
+
+
+def _stored(parts: _Parts) -> _Parts:
+    """Weights of linear layers in FP8; adapters stay as they are."""
+    import mpx
+
+    def is_linear(path: str, leaf: Any) -> bool:
+        return "block" in path and leaf.ndim > 1
+
+    if jax.tree.leaves(parts.frozen):
+        frozen = mpx.quantize_weights(parts.frozen, where=is_linear)
+        return parts._replace(frozen=frozen)
+    return parts._replace(trained=mpx.quantize_weights(parts.trained, where=is_linear))
+
+
+def _optimizer(kept: Kept) -> optax.GradientTransformation:
+    return (optax.adamw if kept == "frozen" else optax.adam)(LEARNING_RATE)
+
+
+# --- By mpx ---------------------------------------------------------------------------
+
+
+def _by_mpx(case: Case, model: Model) -> tuple[Any, Any]:
+    """The step, and what makes its first state of weights and a batch."""
+    import mpx.nn
+
+    from .. import our_arms
+
+    attention = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
+    recipes = our_arms.RECIPES | our_arms.BY_KERNEL
+    name = "delayed" if case.arm == STORED else case.arm
+    recipe = {"recipe": recipes[name]} if name in recipes else {}
+    # The frozen weights are in the second argument.
+    where = {"weights": (0, 1)} if case.weights == "frozen" else {}
+    arm = our_arms.autocast_arm(case.arm, residual_stream="half", **recipe, **where)
+    optimizer = _optimizer(case.weights)
+    if case.weights == "masters":
+        optimizer = mpx.master_weights(optimizer)
+
+    def loss(trained: Any, batch: Any) -> Array:
+        frozen, data = batch
+        tree = eqx.combine(trained, frozen)
+        return model(Weights(tree, attention=attention), data)
+
+    def first(parts: _Parts, batch: Any) -> tuple:
+        scaling = arm.first_scaling(loss, parts.trained, batch)
+        return parts.trained, optimizer.init(parts.trained), scaling
+
+    return arm.make_step(loss, optimizer), first
+
+
+# --- By hand, by Flax and by Qwix -----------------------------------------------------
+
+
+def _by_flax(model: Model) -> Model:
+    return lambda layers, data: model(peers.ByFlax(layers), data)
+
+
+def _by_hand(case: Case, model: Model) -> tuple[Any, Any]:
+    """The step, and what makes its first state of weights and a batch."""
+    product = peers.by_qwix if case.arm == QWIX else jnp.matmul
+    optimizer = _optimizer(case.weights)
+    update = _update_masters if case.weights == "masters" else _update
+
+    def loss(trained: Any, scales: Any, batch: Any) -> Array:
+        frozen, data = batch
+        tree = eqx.combine(trained, scales, frozen)
+        return model(CastWeights(tree, product), jax.tree.map(to_bfloat16, data))
+
+    def step(trained: Any, opt_state: Any, scales: Any, batch: Any) -> tuple:
+        grad = jax.value_and_grad(loss, argnums=(0, 1))
+        # The scales of Flax come as the gradients of themselves.
+        value, (grads, scales) = grad(trained, scales, batch)
+        trained, opt_state = update(optimizer, trained, opt_state, grads)
+        return trained, opt_state, scales, value
+
+    def first(parts: _Parts, batch: Any) -> tuple:
+        del batch
+        opt_state = optimizer.init(parts.trained)
+        if case.weights == "masters":
+            masters = jax.tree.map(_to_float32, parts.trained)
+            opt_state = optimizer.init(masters), masters
+        return parts.trained, opt_state, parts.scales
+
+    return step, first
+
+
+def _to_float32(leaf: Array) -> Array:
+    return leaf.astype(jnp.float32)
+
+
+def _update(
+    optimizer: optax.GradientTransformation, weights: Any, opt_state: Any, grads: Any
+) -> tuple[Any, Any]:
+    """Weights and optimizer state after a step."""
+    updates, opt_state = optimizer.update(grads, opt_state, weights)
+    return optax.apply_updates(weights, updates), opt_state
+
+
+def _update_masters(
+    optimizer: optax.GradientTransformation, weights: Any, opt_state: Any, grads: Any
+) -> tuple[Any, Any]:
+    """The same; the state has the masters, which the weights are rounded from."""
+    opt_state, masters = opt_state
+    grads = jax.tree.map(_to_float32, grads)
+    masters, opt_state = _update(optimizer, masters, opt_state, grads)
+    weights = jax.tree.map(lambda new, old: new.astype(old.dtype), masters, weights)
+    return weights, (opt_state, masters)

@@ -1,0 +1,212 @@
+"""Whole steps of large models: their arms agree, and what is committed is today's."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import kernels_shown, results
+from benchmarks.counts import cost, whole_steps
+from benchmarks.models import whole_steps as models
+from benchmarks.models.weights import by_slices, shapes_of
+from tests.helpers import slow_but
+
+TINY = [
+    (whole, weights)
+    for whole in models.WHOLE
+    if whole.startswith("tiny")
+    for weights in (("frozen",) if "LoRA" in whole else ("float32", "masters"))
+]
+
+
+def losses(whole, weights, arm, count=2):
+    """Of some steps with one batch."""
+    case = models.Case("h100", whole, weights, arm, portable=True)
+    step = models.build_concrete(case, seed=0)
+    state, found, train = step.state, [], jax.jit(step.function)
+    for _ in range(count):
+        state, loss = train(state, step.batch)
+        found.append(float(loss))
+    return found
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize(
+    ("whole", "weights"), slow_but([("tiny LoRA", "frozen")], TINY)
+)
+def test_a_step_of_mpx_has_the_losses_of_the_naive_one(whole, weights):
+    naive, ours = (losses(whole, weights, arm) for arm in (models.NAIVE, "bfloat16"))
+    assert ours == pytest.approx(naive, rel=0.01)
+    assert naive[1] < naive[0]
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize(
+    ("arm", "whole", "weights"),
+    slow_but(
+        [(models.FLAX, "tiny scan", "masters")],
+        [(arm, *step) for arm in (models.FLAX, "delayed") for step in TINY],
+    ),
+)
+def test_a_step_in_8_bits_trains(arm, whole, weights):
+    first, second = losses(whole, weights, arm)
+    assert second < first
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize(
+    ("whole", "weights"), [("tiny LoRA", "frozen"), ("tiny Llama", "masters")]
+)
+def test_linear_layers_can_be_stored_in_8_bits(whole, weights):
+    case = models.Case("h100", whole, weights, models.STORED, portable=True)
+    step = models.build(case)
+    leaves = jax.tree.leaves((step.state[0], step.batch))
+    stored = [leaf for leaf in leaves if leaf.dtype == jnp.float8_e4m3fn]
+    assert len(stored) == 2 * 7
+    _, loss = jax.eval_shape(step.jitted(), step.state, step.batch)
+    assert loss.dtype == jnp.float32
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize("arm", [models.NAIVE, "delayed"])
+def test_only_adapters_of_a_frozen_model_are_trained(arm):
+    step = models.build(models.Case("h100", "tiny LoRA", "frozen", arm, portable=True))
+    trained, *_ = step.state
+    frozen, _ = step.batch
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(trained)} == {"float32"}
+    paths = jax.tree_util.tree_leaves_with_path(trained)
+    assert len(paths) == 2 * 2 * 7
+    assert all("adapter" in path[-1].key for path, _ in paths)
+    matrices = [leaf for leaf in jax.tree.leaves(frozen) if leaf.ndim > 1]
+    assert len(matrices) == 2 + 2 * 7
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in matrices)
+
+
+@pytest.mark.third_party
+@pytest.mark.parametrize(
+    ("whole", "millions"), [("Llama", 542), ("Llama, scan", 542), ("GPT", 419)]
+)
+def test_the_models_have_the_sizes_that_the_page_says(whole, millions):
+    one = models.WHOLE[whole]
+    data = jax.eval_shape(one.random_data, jax.random.key(0))
+    shapes = shapes_of(one.model(one.sizes, one.order), data).tree
+    sizes = [jnp.prod(jnp.array(leaf.shape)) for leaf in jax.tree.leaves(shapes)]
+    assert round(float(sum(sizes)) / 1e6) == millions
+
+
+def test_a_loop_over_slices_is_a_scan():
+    def turn(x, weights):
+        return x * weights["a"] + weights["b"], None
+
+    stacked = {"a": jnp.arange(3.0), "b": jnp.ones(3)}
+    expected = jax.lax.scan(turn, jnp.float32(2), stacked)
+    assert by_slices(turn, jnp.float32(2), stacked) == expected
+
+
+def as_key(record):
+    return tuple(record[field.name] for field in dataclasses.fields(models.Case))
+
+
+FEW = [
+    case
+    for case in whole_steps.PORTABLE
+    if (case.whole, case.weights) == ("Llama, scan", "masters")
+    and case.arm in (models.NAIVE, whole_steps.DELAYED)
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(FEW, id="few"),
+        pytest.param(whole_steps.PORTABLE[::3], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_committed_steps_are_todays_programs(cases):
+    found = results.read("whole-steps")
+    assert found is not None
+    programs = {as_key(record): record["program"] for record in found.records}
+    every = [*whole_steps.CASES, *whole_steps.PORTABLE]
+    assert set(programs) == {dataclasses.astuple(case) for case in every}
+    answers = whole_steps.lowered(cases)
+    versions = next(answers)["versions"]
+    for package in ("jax", "flax", "equinox", "optax"):
+        if versions[package] != found.versions["ours"][package]:
+            pytest.skip("other versions lower to other text")
+    changed = [
+        answer["case"]
+        for answer in answers
+        if answer["program"] != programs[as_key(answer["case"])]
+    ]
+    assert not changed, (
+        "whole-steps.json is older than the code; run "
+        "`python -m benchmarks whole-steps docs --out benchmarks/results`"
+    )
+
+
+@pytest.mark.parametrize(("share", "met"), [(0.5, True), (2.0, False)])
+def test_goals_and_tables(share, met):
+    found = results.Results("whole-steps", "test", "compiled for X")
+    for case in whole_steps.CASES:
+        is_ours = case.arm not in (models.NAIVE, *whole_steps.PEERS)
+        one = share if is_ours else 1.0
+        counts = {"traffic": one, "roof": one, "memory": one * 1e9, "kernels": 1}
+        counts |= {"calls": 4, "default_calls": 4 if met else 3}
+        found.records.append({**dataclasses.asdict(case), "counts": counts})
+    missed = [goal for goal in whole_steps.goals(found) if not goal.met]
+    assert not missed if met else len(missed) > 40
+    side_by_side, every = whole_steps.tables(found)
+    assert len(every.rows) == len(whole_steps.CASES)
+    assert [row[0] for row in side_by_side.rows][-1] == "B200, Llama, masters"
+    cells = [row[1] for row in side_by_side.rows]
+    assert set(cells) == {"0.50" if met else "**2.00**"}
+    assert whole_steps.tables(results.Results("whole-steps", "", "")) == []
+
+
+def test_the_kernels_of_every_step_can_be_listed():
+    rows = kernels_shown.rows()
+    row = rows["H100, GPT, masters"]
+    assert row.naive == models.NAIVE
+    assert set(row.arms) == {
+        models.NAIVE,
+        *whole_steps.ARMS["h100"],
+        *whole_steps.PEERS,
+    }
+
+
+CALL = """HloModule step
+
+ENTRY %main (a: f8e5m2[64,32], b: f8e4m3fn[32,16]) -> bf16[64,16] {
+  %a = f8e5m2[64,32]{1,0} parameter(0)
+  %b = f8e4m3fn[32,16]{1,0} parameter(1)
+  ROOT %call = bf16[64,16]{1,0} custom-call(%a, %b), custom_call_target="__cublas$lt$matmul$f8", backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}
+}
+"""  # noqa: E501
+
+
+class Lowered:
+    """Compiles to a program with one product in 8 bits, unless told to fail."""
+
+    def __init__(self, fails=False):
+        self.fails, self.options = fails, []
+
+    def compile(self, options=None):
+        self.options.append(options)
+        if self.fails and options:
+            raise jax.errors.JaxRuntimeError("no tiling")
+        return self
+
+    def as_text(self):
+        return CALL
+
+
+@pytest.mark.parametrize(
+    ("target", "fails", "calls"),
+    [("h100", False, 1), ("h100", True, None), ("b200", False, None)],
+)
+def test_products_in_8_bits_are_counted_under_default_flags_too(target, fails, calls):
+    lowered = Lowered(fails)
+    _, more = cost.compile_twice(lowered, {"target": target})
+    assert more == {"default_calls": calls}
+    assert len(lowered.options) == (2 if target == "h100" else 1)
