@@ -59,6 +59,7 @@ from ._rematerialize import (
     of_float32,
     read_by_one,
 )
+from ._stacks import cast_stacks
 from ._travel import (
     MARKS,
     moved_later,
@@ -95,6 +96,7 @@ def evaluate(
     ahead = demands_of(run, place.settings, jaxpr, are_declared, results)
     reach = reach_in(jaxpr, place.reach) if place.reach else {}
     values: Values = dict(zip(jaxpr.invars, operands, strict=True))
+    values.update(cast_stacks(run, place, jaxpr, values, ahead))
     found = _parts(run, place, jaxpr, values, ahead.residuals | ahead.sums)
     alone = read_by_one(found, ahead)
     for variable in jaxpr.invars:

@@ -33,6 +33,7 @@ from .._jax_compat import (
 from .._program import (
     aval_of,
     distinct_equations,
+    is_read_once,
     makers_of,
     properties,
     sub_jaxprs,
@@ -47,6 +48,7 @@ from ._demand import UNREAD, Demand, Wanted, demand_for, demands_of
 from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._reach import reach_of_program
+from ._stacks import may_be_cast_early
 
 
 def rewrite_scan(
@@ -270,10 +272,9 @@ def _may_be_narrowed(
         return False
     if not value.facts.is_declared:
         return True
-    # A recipe quantizes weights as they are, and not what is left of them.
-    if place.settings.wire is not None:
-        return False  # its gradients are summed over devices as float32
-    return not run.has_recipe and _uses(jaxpr, variable) == 1
+    if not may_be_cast_early(run, place):
+        return False
+    return _uses(jaxpr, variable) == 1 or is_read_once(jaxpr, variable)
 
 
 def _uses(jaxpr: Jaxpr, variable: Var) -> int:

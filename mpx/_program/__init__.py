@@ -10,6 +10,13 @@ from .calls import (
     is_array as is_array,
     is_array_or_type as is_array_or_type,
 )
+from .cuts import (
+    Box as Box,
+    are_apart as are_apart,
+    boxes_read as boxes_read,
+    is_covered as is_covered,
+    is_read_once as is_read_once,
+)
 from .equations import (
     FEW_USES as FEW_USES,
     OTHERS as OTHERS,

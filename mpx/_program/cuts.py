@@ -1,0 +1,324 @@
+"""Which parts of an array a program reads, as of a stack of weights, layer by layer.
+
+A *part* is a box of the array, moved perhaps: sliced, split, transposed, reshaped. The
+gradients of parts that do not meet are never added to each other: what JAX adds up are
+arrays that are zero outside of their part.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from .._jax_compat import scan_counts
+from .._typing import Atom, Shape
+from .equations import SubJaxpr, aval_of, sub_jaxprs
+from .numbers import Numbers
+from .primitives import properties
+
+# For each axis of an array, where a part begins and ends.
+Box = tuple[tuple[int, int], ...]
+
+
+class Part(NamedTuple):
+    """What a value holds of an array.
+
+    Attributes:
+        number: Which array.
+        box: The part of it.
+        axes: For each axis of the value, the axis of the array along which it goes
+            through the box; None if that is not known.
+    """
+
+    number: int
+    box: Box
+    axes: tuple[int | None, ...]
+
+    def cut(self, starts: Sequence[int], shape: Sequence[int]) -> "Part":
+        """A slice of the value; what is not known of it is more than it is."""
+        box = list(self.box)
+        for axis, start, size in zip(self.axes, starts, shape, strict=True):
+            if axis is not None:
+                begin = box[axis][0] + start
+                box[axis] = begin, begin + size
+        return self._replace(box=tuple(box))
+
+    def along(self, axes: Sequence[int | None]) -> "Part":
+        """The value with other axes, each one of those that it has or a new one."""
+        return self._replace(
+            axes=tuple(None if i is None else self.axes[i] for i in axes)
+        )
+
+
+def boxes_read(jaxpr: Jaxpr, variables: Sequence[Var]) -> Sequence[Sequence[Box]]:
+    """The parts of inputs that a program reads.
+
+    Args:
+        jaxpr: The program.
+        variables: Some of its inputs.
+
+    Returns:
+        For each input a part for each operation that reads it. None at all if an
+        operation reads it in several turns of a loop, if it is a result of the program,
+        or if what is read cannot be told.
+    """
+    known: dict[Var, Part] = {}
+    for number, variable in enumerate(variables):
+        shape = aval_of(variable).shape
+        box, axes = tuple((0, n) for n in shape), tuple(range(len(shape)))
+        known[variable] = Part(number, box, axes)
+    reading = _Reading(len(known))
+    reading.give_up(reading.read(jaxpr, known, Numbers(jaxpr)))
+    return reading.boxes
+
+
+def are_apart(boxes: Sequence[Box]) -> bool:
+    """Whether no two of some parts of an array meet."""
+    return not any(itertools.starmap(_meet, itertools.combinations(boxes, 2)))
+
+
+def _meet(a: Box, b: Box) -> bool:
+    axes = zip(a, b, strict=True)
+    return all(max(p[0], q[0]) < min(p[1], q[1]) for p, q in axes)
+
+
+def is_covered(shape: Shape, boxes: Sequence[Box]) -> bool:
+    """Whether parts that do not meet are all of an array."""
+    sizes = (math.prod(stop - start for start, stop in box) for box in boxes)
+    return sum(sizes) == math.prod(shape)
+
+
+def is_read_once(jaxpr: Jaxpr, variable: Var) -> bool:
+    """Whether no number of an input is read by two operations, or in two turns."""
+    (boxes,) = boxes_read(jaxpr, [variable])
+    return bool(boxes) and are_apart(boxes)
+
+
+class _Reading:
+    """What is read of some arrays.
+
+    Attributes:
+        boxes: Of each array the parts that are read; none if that cannot be told.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.boxes: list[list[Box]] = [[] for _ in range(count)]
+        self._unknown: set[int] = set()
+
+    def note(self, part: Part) -> None:
+        """An operation reads a part."""
+        if part.number not in self._unknown:
+            self.boxes[part.number].append(part.box)
+
+    def give_up(self, parts: Iterable[Part | None]) -> None:
+        """Nobody can tell what is read of the arrays of these parts."""
+        for part in parts:
+            if part is not None:
+                self._unknown.add(part.number)
+                self.boxes[part.number].clear()
+
+    def read(
+        self, jaxpr: Jaxpr, known: dict[Var, Part], numbers: Numbers
+    ) -> list[Part | None]:
+        """What is read of these values; and what the results of the program hold."""
+        for equation in jaxpr.eqns:
+            parts = [_part(known, atom) for atom in equation.invars]
+            if any(part is not None for part in parts):
+                results = self._read_by(equation, parts, numbers)
+                pairs = zip(equation.outvars, results, strict=True)
+                known.update((v, part) for v, part in pairs if part is not None)
+        return [_part(known, atom) for atom in jaxpr.outvars]
+
+    def _read_by(
+        self, equation: JaxprEqn, parts: Sequence[Part | None], numbers: Numbers
+    ) -> Sequence[Part | None]:
+        name = equation.primitive.name
+        nothing = [None] * len(equation.outvars)
+        if name == "optimization_barrier":
+            return parts
+        if name == "scan":
+            self._read_by_turns(equation, parts)
+            return nothing
+        subs, known = sub_jaxprs(equation), properties(name)
+        if subs:
+            return self._read_inside(equation, subs, parts, numbers) or nothing
+        if not known.moves and not known.joins:
+            for part in parts:
+                if part is not None:
+                    self.note(part)
+            return nothing
+        part, mover = parts[0], _MOVERS.get(name)
+        found = mover(part, equation, numbers) if part and mover else None
+        if found is None:
+            self.give_up(parts)
+        return found or nothing
+
+    def _read_inside(
+        self,
+        equation: JaxprEqn,
+        subs: Sequence[SubJaxpr],
+        parts: Sequence[Part | None],
+        numbers: Numbers,
+    ) -> list[Part | None] | None:
+        """Of a program that runs once, on one device."""
+        sub, name = subs[0], equation.primitive.name
+        is_one = len(subs) == 1 and sub.trips == 1 and name != "shard_map"
+        if not is_one or None in sub.operands or None in sub.results:
+            return self.give_up(parts)
+        operands = [i for i in sub.operands if i is not None]
+        inputs = zip(sub.jaxpr.invars, (parts[i] for i in operands), strict=True)
+        known = {v: part for v, part in inputs if part is not None}
+        inside = numbers.inside(sub.jaxpr, [equation.invars[i] for i in operands])
+        given = self.read(sub.jaxpr, known, inside)
+        found: dict[int | None, Part | None] = dict(
+            zip(sub.results, given, strict=True)
+        )
+        return [found.get(i) for i in range(len(equation.outvars))]
+
+    def _read_by_turns(self, equation: JaxprEqn, parts: Sequence[Part | None]) -> None:
+        """Of a scan, each turn of which reads a row of what is stacked."""
+        first = sum(scan_counts(equation.params))
+        (sub,) = sub_jaxprs(equation)
+        for i, part in enumerate(parts):
+            if part is None:
+                continue
+            if i >= first and is_read_once(sub.jaxpr, sub.jaxpr.invars[i]):
+                self.note(part)
+            else:
+                self.give_up([part])
+
+
+def _part(known: Mapping[Var, Part], atom: Atom) -> Part | None:
+    return None if isinstance(atom, Literal) else known.get(atom)
+
+
+# --- What moves an array, and where to ------------------------------------------------
+
+
+def _shape(equation: JaxprEqn) -> Shape:
+    return aval_of(equation.invars[0]).shape
+
+
+def _as_it_is(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
+    return [part]
+
+
+def _sliced(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
+    params = equation.params
+    starts, stops = params["start_indices"], params["limit_indices"]
+    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    cut = part.cut(starts, sizes)
+    # Every second number of what is cut here: others may lie between.
+    steps = params["strides"] or (1,) * len(sizes)
+    places = (i if step == 1 else None for i, step in enumerate(steps))
+    return [cut.along(list(places))]
+
+
+def _sliced_at(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] | None:
+    shape, sizes = _shape(equation), equation.params["slice_sizes"]
+    starts = []
+    for atom, n, size in zip(equation.invars[1:], shape, sizes, strict=True):
+        start = numbers.of(atom)
+        if start is None and size != n:
+            return None
+        starts.append(0 if start is None else min(max(int(start), 0), n - size))
+    return [part.cut(starts, sizes)]
+
+
+def _split(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
+    axis, sizes = equation.params["axis"], list(map(int, equation.params["sizes"]))
+    shape, found = list(_shape(equation)), []
+    for start, size in zip(itertools.accumulate([0, *sizes]), sizes, strict=False):
+        starts = [start if i == axis else 0 for i in range(len(shape))]
+        found.append(part.cut(starts, [*shape[:axis], size, *shape[axis + 1 :]]))
+    return found
+
+
+def _unstacked(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
+    shape, axis = list(_shape(equation)), equation.params["axis"]
+    others = [i for i in range(len(shape)) if i != axis]
+    found = []
+    for start in range(shape[axis]):
+        starts = [start if i == axis else 0 for i in range(len(shape))]
+        cut = part.cut(starts, [*shape[:axis], 1, *shape[axis + 1 :]])
+        found.append(cut.along(others))
+    return found
+
+
+def _squeezed(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
+    dropped = equation.params["dimensions"]
+    return [part.along([i for i in range(len(part.axes)) if i not in dropped])]
+
+
+def _reshaped(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] | None:
+    """Axes before and behind those that change stay as they are."""
+    old, new = _shape(equation), aval_of(equation.outvars[0]).shape
+    if equation.params.get("dimensions") is not None:
+        return None
+    first = _equal(old, new)
+    last = min(_equal(old[::-1], new[::-1]), len(old) - first, len(new) - first)
+    between = [None] * (len(new) - first - last)
+    behind = range(len(old) - last, len(old))
+    return [part.along([*range(first), *between, *behind])]
+
+
+def _equal(a: Shape, b: Shape) -> int:
+    """How many first entries are equal."""
+    pairs = zip(a, b, strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def _transposed(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
+    return [part.along(equation.params["permutation"])]
+
+
+def _reversed(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
+    turned = equation.params["dimensions"]
+    places = (None if i in turned else i for i in range(len(part.axes)))
+    return [part.along(list(places))]
+
+
+def _broadcast(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] | None:
+    old, new = _shape(equation), aval_of(equation.outvars[0]).shape
+    if math.prod(old) != math.prod(new):
+        return None
+    places = list(equation.params["broadcast_dimensions"])
+    found = (places.index(i) if i in places else None for i in range(len(new)))
+    return [part.along(list(found))]
+
+
+def _gathered(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] | None:
+    """One slice, at a place that the program says: `jnp.take(x, 2, axis=0)`."""
+    params, shape = equation.params, _shape(equation)
+    how, sizes = params["dimension_numbers"], params["slice_sizes"]
+    index = numbers.of(equation.invars[1])
+    if index is None or index.ndim != 1 or how.operand_batching_dims:
+        return None
+    starts = [0] * len(shape)
+    for axis, start in zip(how.start_index_map, index, strict=True):
+        starts[axis] = int(start)
+    rows = zip(starts, sizes, shape, strict=True)
+    if not all(0 <= start <= n - size for start, size, n in rows):
+        return None
+    kept = [i for i in range(len(shape)) if i not in how.collapsed_slice_dims]
+    return [part.cut(starts, sizes).along(kept)]
+
+
+_MOVERS = {
+    "copy": _as_it_is,
+    "copy_p": _as_it_is,
+    "name": _as_it_is,
+    "slice": _sliced,
+    "dynamic_slice": _sliced_at,
+    "split": _split,
+    "unstack": _unstacked,
+    "squeeze": _squeezed,
+    "expand_dims": _reshaped,
+    "reshape": _reshaped,
+    "transpose": _transposed,
+    "rev": _reversed,
+    "broadcast_in_dim": _broadcast,
+    "gather": _gathered,
+}
