@@ -83,7 +83,8 @@ EXPECTED = {
 @pytest.mark.parametrize("loss", EXPECTED)
 def test_a_step_learns_the_amax_of_what_is_quantized(loss, wrap):
     found = learned(wrap(loss), MODEL)
-    assert sorted(found.ravel()) == pytest.approx(sorted(EXPECTED[loss]), rel=1e-6)
+    is_rounded = loss is cast  # the parameter's amax stands for that of its rounding
+    assert found.ravel() == pytest.approx(EXPECTED[loss], rel=2**-8 * is_rounded)
 
 
 def test_each_layer_of_a_scan_has_the_amax_of_its_own():
@@ -122,4 +123,4 @@ def test_the_amax_is_not_taken_again_under_checkpoint():
         step, scaling = program(jax.checkpoint(loss), MODEL)
         return step.lower(MODEL, scaling, X).compile().as_text().count(" reduce(")
 
-    assert sums_and_maxima(plain) < sums_and_maxima(cast)
+    assert sums_and_maxima(plain) < sums_and_maxima(computed)

@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._jax_compat import is_transposed, manual_axes, scope_names
@@ -339,9 +340,7 @@ def _emit_product(
         weight.slots.note_quantized(use)
     if product.recipe.has_state:
         scales = _scales(case, weight, product.recipe, use)
-        # What the program computes of a parameter has an amax of its own.
-        slots = weight.slots
-        if weight.facts.is_declared and slots and slots.is_measured(use, weight.shape):
+        if _is_measured(weight, use):
             product = dataclasses.replace(product, is_weight_measured=True)
         data = case.operands[1 if weight is case.operands[0] else 0]
         scales = _with_one_input_scale(data, product.recipe, scales)
@@ -414,6 +413,18 @@ def _scales(case: Case, weight: Value, recipe: AbstractRecipe, use: Use) -> AnyA
     if found is None:
         raise MissingScales(type(recipe).__name__, case.where)
     return found
+
+
+def _is_measured(weight: Value, use: Use) -> bool:
+    """Whether the amax of a weight is known, as that of its parameter.
+
+    What the program computes of a parameter has an amax of its own. Rounded to bfloat16
+    it has that of the parameter, rounded.
+    """
+    is_rounded = weight.dtype == jnp.bfloat16 and weight.facts.parameter is not None
+    is_moved = weight.facts.is_declared or is_rounded
+    slots = weight.slots
+    return is_moved and slots is not None and slots.is_measured(use, weight.shape)
 
 
 def _with_one_input_scale(
