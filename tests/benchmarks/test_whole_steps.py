@@ -127,8 +127,12 @@ def test_committed_steps_are_todays_programs(cases):
     found = results.read("whole-steps")
     assert found is not None
     programs = {as_key(record): record["program"] for record in found.records}
-    every = [*whole_steps.CASES, *whole_steps.PORTABLE]
-    assert set(programs) == {dataclasses.astuple(case) for case in every}
+    counted, portable = (
+        {dataclasses.astuple(case) for case in cases}
+        for cases in (whole_steps.CASES, whole_steps.PORTABLE)
+    )
+    # Which rows were counted, the table's notes say.
+    assert portable <= set(programs) <= counted | portable
     answers = whole_steps.lowered(cases)
     versions = next(answers)["versions"]
     for package in ("jax", "flax", "equinox", "optax"):
