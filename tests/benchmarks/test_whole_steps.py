@@ -50,8 +50,9 @@ def test_a_step_of_mpx_has_the_losses_of_the_naive_one(whole, weights):
     ),
 )
 def test_a_step_in_8_bits_trains(arm, whole, weights):
-    first, second = losses(whole, weights, arm)
-    assert second < first
+    # Flax scales its first gradients without having seen any.
+    first, *_, last = losses(whole, weights, arm, count=8)
+    assert last < first
 
 
 @pytest.mark.third_party
