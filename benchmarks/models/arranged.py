@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .weights import Block, Layers, Loop, Weights
-from .wide import Sizes, attend, cross_entropy, embed, ffn, head
+from .wide import Sizes, attend, cross_entropy, embed, head
 
 Policy = Callable[..., Any]
 Model = Callable[[Layers, Any], Array]
@@ -144,9 +144,18 @@ def layer_norm(layers: Layers, name: str, x: Array) -> Array:
 
 
 def mlp(sizes: Sizes, order: Order) -> Model:
-    """Cross entropy of MLP blocks with silu, which have no order but a loop."""
-    del order
-    return lambda layers, batch: ffn(layers, batch, sizes, jax.nn.silu)
+    """Cross entropy of rows of numbers, by blocks of a norm, silu and a residual."""
+
+    def block(layers: Layers, x: Array) -> Array:
+        hidden = layers.dense("up", rms_norm(layers, "norm", x), sizes.hidden)
+        return x + layers.dense("down", jax.nn.silu(hidden), sizes.width)
+
+    def loss(layers: Layers, batch: tuple[Array, Array]) -> Array:
+        x, labels = batch
+        x = order.run(layers, sizes.layers, block, x)
+        return cross_entropy(x @ head(layers, x, sizes), labels)
+
+    return loss
 
 
 # --- What is around layers ------------------------------------------------------------

@@ -78,6 +78,7 @@ _WIDE = Sizes(4096, 16384, 256, layers=2)
 _TINY = Sizes(32, 64, 32, layers=2, heads=4, key_heads=4)
 _DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _IN_SCAN = Order(jax.lax.scan)
+_KEPT = Order(remat=False)
 _GPT_ORDER = Order(jax.lax.scan, policy=_DOTS)
 
 
@@ -86,8 +87,8 @@ WHOLE = {
     "Llama": Whole(llama, _LLAMA),
     "Llama, scan": Whole(llama, _LLAMA, _IN_SCAN),
     "Llama, slices": Whole(llama, _LLAMA, Order(by_slices)),
-    "Llama, no remat": Whole(llama, _LLAMA, Order(remat=False)),
-    "ffn": Whole(mlp, _WIDE, rows=8192, context=0),
+    "Llama, no remat": Whole(llama, _LLAMA, _KEPT),
+    "ffn": Whole(mlp, _WIDE, _KEPT, rows=8192, context=0),
     "GPT": Whole(gpt, _GPT, _GPT_ORDER),
     "LoRA": Whole(adapted_llama, _LLAMA),
     "tiny Llama": Whole(llama, _TINY, **_TEXTS),
@@ -95,7 +96,7 @@ WHOLE = {
     "tiny slices": Whole(llama, _TINY, Order(by_slices), **_TEXTS),
     "tiny GPT": Whole(gpt, _TINY, _GPT_ORDER, **_TEXTS),
     "tiny LoRA": Whole(adapted_llama, _TINY, **_TEXTS),
-    "tiny ffn": Whole(mlp, _TINY, rows=64, context=0),
+    "tiny ffn": Whole(mlp, _TINY, _KEPT, rows=64, context=0),
 }
 
 

