@@ -84,6 +84,27 @@ PARTS = (
         ),
     ),
     Part(
+        "Llama of 542 M on an H100, bfloat16 weights with float32 masters, against "
+        "casts by hand",
+        "whole-steps",
+        {"target": "h100", "whole": "Llama", "weights": "masters"},
+        "naive bfloat16",
+        (
+            Row("bfloat16, `mpx.autocast`", "mpx bfloat16", "bfloat16"),
+            Row("FP8, `mpx.DelayedScaling()`", "mpx delayed", "delayed", "delayed"),
+            Row(
+                "FP8, `mpx.Float8CurrentScaling()`", "mpx current", "current", "current"
+            ),
+            Row(
+                "FP8, delayed, weights stored in 8 bits",
+                "mpx, stored",
+                "delayed, FP8 weights",
+            ),
+            Row("FP8, Flax `fp8_ops`", "Flax", "Flax fp8", is_ours=False),
+            Row("FP8, Qwix", "Qwix", "Qwix fp8", is_ours=False),
+        ),
+    ),
+    Part(
         "MLP of width 4096 on an H100, against a naive cast to bfloat16",
         "workloads",
         {"target": "h100", "workload": "ffn silu"},
@@ -99,7 +120,7 @@ PARTS = (
         ),
     ),
     Part(
-        "The same on a B200",
+        "MLP of width 4096 on a B200, against a naive cast to bfloat16",
         "workloads",
         {"target": "b200", "workload": "ffn gelu"},
         "naive bfloat16, checked",
@@ -172,26 +193,32 @@ def table(folder: Path = results.COMMITTED) -> str:
 _WAYS = ("mpx", "by hand", "published MPX", "Flax", "Qwix", "JAX")
 _LINES: tuple[tuple[str, Part, tuple[str, ...], dict[str, str]], ...] = (
     (
-        "bfloat16",
+        "bfloat16, ViT",
         PARTS[0],
         ("memory", "traffic"),
         {"mpx": "mpx", "by hand": "mpx, by hand", "published MPX": "published MPX"},
     ),
     (
-        "FP8",
+        "FP8, Llama",
         PARTS[1],
         ("memory", "traffic", "roof"),
+        {"mpx": "mpx delayed", "Flax": "Flax", "Qwix": "Qwix"},
+    ),
+    (
+        "FP8, MLP",
+        PARTS[2],
+        ("roof",),
         {"mpx": "mpx delayed", "by hand": "by hand", "Flax": "Flax", "Qwix": "Qwix"},
     ),
     (
-        "MXFP8",
-        PARTS[2],
+        "MXFP8, MLP",
+        PARTS[3],
         ("roof",),
         {"mpx": "mpx MXFP8", "JAX": "JAX MXFP8"},
     ),
     (
-        "NVFP4",
-        PARTS[2],
+        "NVFP4, MLP",
+        PARTS[3],
         ("roof",),
         {"mpx": "mpx NVFP4", "JAX": "JAX NVFP4"},
     ),
@@ -245,7 +272,7 @@ def picture(path: Path, colours: dict[str, str], folder: Path) -> None:
     panels = (
         (PARTS[0], "memory", "memory of a ViT's step\nagainst float32"),
         (PARTS[0], "traffic", "memory traffic of the same\nagainst float32"),
-        (PARTS[1], "roof", "least time of an MLP's step\nagainst bfloat16"),
+        (PARTS[1], "roof", "least time of a Llama's step\nagainst bfloat16"),
     )
     with plt.rc_context(style):
         figure, axes = plt.subplots(1, 3, figsize=(10, 2.4), layout="constrained")
