@@ -157,7 +157,9 @@ def kept_bytes(stack: Any, recipe: str | None) -> int:
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
     }
     x = jax.ShapeDtypeStruct((TOKENS, width), jnp.bfloat16)
-    func = mpx.autocast(stack, recipe=None if recipe is None else RECIPES[recipe])
+    every = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))  # the last one, too
+    options = {} if recipe is None else {"recipe": RECIPES[recipe], "rules": every}
+    func = mpx.autocast(stack, **options)
     func = mpx.inference(func, mpx.init_scaling(func, weights, x))
     kept = jax.eval_shape(lambda *args: jax.vjp(func, *args)[1], weights, x)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
