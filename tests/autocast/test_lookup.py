@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
 
@@ -132,3 +133,32 @@ def test_only_the_labels_are_kept_for_it():
     kept = jax.tree.leaves(backward)
     assert kept
     assert not [x for x in kept if x.dtype == bool and 40 in x.shape]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_a_shard_map_each_device_looks_up_its_own_rows(check_vma):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    x, labels = X.reshape(6, 16), LABELS.reshape(6) % 40
+
+    def loss(w, x, labels):
+        found = optax.softmax_cross_entropy_with_integer_labels(x @ w, labels)
+        return jnp.mean(found)
+
+    mixed = mpx.autocast(loss, "bfloat16")
+    mapped = jax.shard_map(
+        lambda *args: jax.lax.pmean(mixed(*args), "data"),
+        mesh=mesh,
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    found, expected = jax.grad(mapped)(W, x, labels), jax.grad(loss)(W, x, labels)
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+
+
+def test_logits_that_lie_in_pieces_of_the_vocabulary_are_not_gathered():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    pieces = NamedSharding(mesh, P(None, "model"))
+    step = jax.jit(jax.grad(mpx.autocast(cross_entropy, "bfloat16")))
+    text = step.lower(jax.device_put(W, pieces)).compile().as_text()
+    assert "all-reduce" in text and "all-gather" not in text
