@@ -94,6 +94,31 @@ def test_each_layer_of_a_scan_has_the_amax_of_its_own():
     assert found.ravel().tolist() == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_scan_of_turned_layers_has_the_amaxes_of_what_it_reads():
+    stack = jnp.stack([W, 5 * W, 0.1 * W])
+
+    def turned(model, x):
+        return stacked({**model, "w": jnp.flip(model["w"], 0)}, x)
+
+    found = learned(turned, {"w": stack, "head": HEAD})
+    expected = [0.1 * LARGEST, 5 * LARGEST, LARGEST]
+    assert found.ravel().tolist() == pytest.approx(expected, rel=2**-8)
+
+
+@pytest.mark.parametrize("join", ["concatenate", "update"])
+def test_a_weight_with_numbers_of_another_one_has_the_amax_of_both(join):
+    def mixed(model, x):
+        first, second = model["w"], model["other"][:, :64]
+        if join == "concatenate":
+            whole = jnp.concatenate([first[:, :64], second], axis=1)
+        else:
+            whole = jax.lax.dynamic_update_slice(first, second, (0, 64))
+        return plain({"w": whole, "head": model["head"]}, x)
+
+    found = learned(mixed, {"w": W, "other": 9 * W, "head": HEAD})
+    assert 9 * LARGEST in found.ravel().tolist()
+
+
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_weight_that_is_not_finite_is_a_bad_step(bad):
     model = {"w": W.at[3, 5].set(bad), "head": HEAD}

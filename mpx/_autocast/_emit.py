@@ -271,6 +271,7 @@ def _join(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     weights = [v for v in operands if v.facts.is_weight]
     facts = Facts(is_declared=True, is_weight=bool(weights))
     slots = weights[0].slots if weights else None
+    slots = slots and slots.moved(is_mixed=True)
     return [
         Value(x, facts, slots=slots) if is_castable(aval_of(v)) else computed(x)
         for x, v in zip(bound, equation.outvars, strict=True)
@@ -331,9 +332,16 @@ def _move(
             facts = facts._replace(is_stored_in_half=True)
         if name == "gather":  # rows of a table are data, whoever learned them
             facts, slots = Facts(is_declared=facts.is_declared), None
+        if slots is not None and name not in MARKS:
+            slots = slots.moved(is_mixed=_is_mixed(operands))
         stored = source.stored if name in MARKS else None
         results.append(Value(array, facts, slots=slots, stored=stored))
     return results
+
+
+def _is_mixed(operands: list[Value]) -> bool:
+    """Whether a move puts numbers of several arrays together."""
+    return sum(is_castable(jax.typeof(v.array)) for v in operands) > 1
 
 
 def _stored(equation: JaxprEqn, value: Value) -> Value:

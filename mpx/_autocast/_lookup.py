@@ -82,9 +82,11 @@ def _chosen(equation: JaxprEqn, x: Array, indices: Array) -> Array:
     index = lax.squeeze(indices, [indices.ndim - 1])
     alone = [d for d in range(index.ndim) if d not in order]
     index = lax.squeeze(index.transpose(*order, *alone), range(len(order), index.ndim))
+    if index.dtype.itemsize < 4:  # of which not every position is one
+        index = index.astype(jnp.int32)
     if equation.params["mode"] == lax.GatherScatterMode.CLIP:
         index = jnp.clip(index, 0, x.shape[axis] - 1)
-    positions = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    positions = lax.broadcasted_iota(index.dtype, x.shape, axis)
     is_chosen = positions == jnp.expand_dims(index, axis)
     y = jnp.sum(jnp.where(is_chosen, x, 0), axis=axis)  # of one number: exact
     turned = y.transpose(*sorted(range(len(rows)), key=order.__getitem__))

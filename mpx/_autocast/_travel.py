@@ -80,7 +80,8 @@ def travelled_weight(
             gathering = value.arriving.then(equation)
         else:
             gathering = Gathering(value.array, equation, dtype, wire)
-        return Value.on_its_way(gathering, value.facts, value.slots, stored)
+        slots = value.slots and value.slots.moved(is_mixed=False)
+        return Value.on_its_way(gathering, value.facts, slots, stored)
     array = gathered(equation, value.array, dtype, wire)
     return Value(array, value.facts, slots=value.slots)
 
@@ -116,8 +117,8 @@ def moved_later(
     if not properties(equation.primitive.name).rearranges:
         return None
     (value,) = operands
-    gathering = arriving.then(equation)
-    return Value.on_its_way(gathering, value.facts, value.slots, stored)
+    slots = value.slots and value.slots.moved(is_mixed=False)
+    return Value.on_its_way(arriving.then(equation), value.facts, slots, stored)
 
 
 def _half_of(

@@ -265,6 +265,28 @@ class Slots:
                 sizes[use] = math.prod(weight.shape)
         return Slots(self.parameter, found, self._recipes, (), self._quantized, sizes)
 
+    def moved(self, *, is_mixed: bool) -> "Slots":
+        """Those of a weight that was moved, without amaxes that may be others' now.
+
+        A scan may cut it in another order than that of its rows.
+
+        Args:
+            is_mixed: Whether numbers of other arrays stand among those of the weight.
+        """
+        if not self._measured or not isinstance(self._source, dict):
+            return self
+        source = self._source
+        sizes = {u: n for u, n in self._measured.items() if source[u].ndim == 1}
+        kept = {} if is_mixed else sizes
+        return Slots(
+            self.parameter,
+            source,
+            self._recipes,
+            self._lengths,
+            self._quantized,
+            kept,
+        )
+
     def is_measured(self, use: Use, shape: Shape) -> bool:
         """Whether a weight of this shape is all of a parameter that was measured."""
         size = math.prod((*shape, *self._lengths))

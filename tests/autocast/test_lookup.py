@@ -49,6 +49,7 @@ LOOKUPS = {
     "clip": by_label("clip", LABELS),
     "promise": by_label("promise_in_bounds", LABELS % 40),
     "clip, outside": by_label("clip", OUTSIDE),
+    "small integers, clip": by_label("clip", LABELS.astype(jnp.uint8)),
     "small integers": by_label("fill", LABELS.astype(jnp.int8)),
     "unsigned": by_label("fill", (LABELS % 40).astype(jnp.uint32)),
     "transposed": transposed,
