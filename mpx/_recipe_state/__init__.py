@@ -1,17 +1,22 @@
 """What a training step gives to its products: the state of recipes, and its number."""
 
+from ._copies import (
+    ROLES as ROLES,
+    repeated as repeated,
+    shared as shared,
+    with_input_scale as with_input_scale,
+)
 from ._missing import (
     MissingScales as MissingScales,
     missing_from as missing_from,
 )
+from ._operands import StateOperands as StateOperands
 from ._slots import (
-    ROLES as ROLES,
     ProvidedState as ProvidedState,
     Request as Request,
     SlotName as SlotName,
     Slots as Slots,
     State as State,
-    StateOperands as StateOperands,
     StateRequests as StateRequests,
     Use as Use,
     brief as brief,
@@ -22,8 +27,5 @@ from ._slots import (
     note_switched_off as note_switched_off,
     note_used as note_used,
     providing_state as providing_state,
-    repeated as repeated,
-    shared as shared,
-    with_input_scale as with_input_scale,
 )
 from ._step import at_step as at_step, is_random as is_random, with_step as with_step

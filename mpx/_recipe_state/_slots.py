@@ -8,33 +8,26 @@ slots, too; a scan over stacked layers cuts both alike.
 
 The amaxes come back as what JAX takes for the derivative of the scales. JAX would add
 up those of several uses, of which the maximum is wanted: so each use gets a copy of its
-own (`_shared`), whose derivative rule is the maximum.
+own (`_copies.shared`), whose derivative rule is the maximum.
 """
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .._quantize import (
     AbstractRecipe,
-    QuantizedArray,
-    Role,
     Target,
     amax_of,
-    largest_magnitude,
 )
 from .._typing import Length, Shape
-
-# Scales for input, weight and gradient.
-ROLES = len(Role)
-_INPUT, _WEIGHT = (tuple(Role).index(role) for role in (Role.INPUT, Role.WEIGHT))
+from ._copies import ROLES, shared, with_weight_amax
 
 
 class SlotName(NamedTuple):
@@ -261,7 +254,7 @@ class Slots:
             if weight.shape[: len(rows)] == rows:
                 axes = tuple(range(len(rows), weight.ndim))
                 amax = amax_of(target, jax.lax.stop_gradient(weight), axes)
-                found[use] = _with_weight_amax(scales, amax)
+                found[use] = with_weight_amax(scales, amax)
                 sizes[use] = math.prod(weight.shape)
         return Slots(self.parameter, found, self._recipes, (), self._quantized, sizes)
 
@@ -399,75 +392,6 @@ def _named(use: str, lengths: tuple[int, ...]) -> str:
     return f"{use} of {'x'.join(map(str, lengths))}" if lengths else use
 
 
-class Unpacked(NamedTuple):
-    """What a program has got besides its operands.
-
-    Attributes:
-        slots: Those of each operand.
-        stored: What each operand is stored as.
-        step: The number of the training step.
-    """
-
-    slots: list[Slots | None]
-    stored: list[QuantizedArray | None]
-    step: Array | None
-
-
-class StateOperands:
-    """What a program gets besides its operands.
-
-    Their slots, the 8 bits that weights are stored in, and the step's number.
-
-    Attributes:
-        arrays: What the program gets.
-        form: All else that a rewritten program depends on.
-    """
-
-    def __init__(
-        self,
-        slots: Sequence[Slots | None],
-        *lengths: int,
-        stored: Sequence[QuantizedArray | None] = (),
-        step: Array | None = None,
-    ) -> None:
-        """Packs the slots of operands, what they are stored as, and the step.
-
-        Args:
-            slots: Those of each operand.
-            *lengths: The length of the scan that cuts them.
-            stored: What each operand is stored as; nothing for none.
-            step: The number of the training step; None if the program needs none.
-        """
-        self._slots = list(slots)
-        self._lengths = lengths
-        self.form = tuple(None if s is None else s.form for s in self._slots)
-        packed = [
-            {} if s is None else s.as_operands(bool(lengths)) for s in self._slots
-        ]
-        self._stored = list(stored) or [None] * len(self._slots)
-        # A scan cuts the payload; the one scale is for all of its turns.
-        given = [x.payload if x and lengths else x for x in self._stored]
-        self.arrays, self._tree = jax.tree.flatten((packed, given, step))
-        if step is not None:
-            self.form += ("step",)
-        if any(self._stored):
-            self.form += (jax.tree.structure(self._stored),)
-
-    def unpacked(self, arrays: Sequence[Array]) -> Unpacked:
-        """What the program has got, from the arrays of it."""
-        packed, given, step = jax.tree.unflatten(self._tree, arrays)
-        slots = [
-            None if s is None else s.inside(own, self._lengths)
-            for s, own in zip(self._slots, packed, strict=True)
-        ]
-        if self._lengths:
-            given = [
-                None if x is None else dataclasses.replace(x, payload=payload)
-                for x, payload in zip(self._stored, given, strict=True)
-            ]
-        return Unpacked(slots, given, step)
-
-
 def brief(recipe: AbstractRecipe) -> str:
     """A recipe as one would write it: what is not the default."""
     options = [
@@ -476,90 +400,3 @@ def brief(recipe: AbstractRecipe) -> str:
         if getattr(recipe, field.name) != field.default
     ]
     return f"mpx.{type(recipe).__name__}({', '.join(options)})"
-
-
-def shared(x: Array, count: int) -> tuple[Array, ...]:
-    """Copies of scales, of whose amaxes the maximum comes back."""
-    return (x,) if count == 1 else _shared(count, x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _shared(count: int, x: Array) -> tuple[Array, ...]:
-    return (x,) * count
-
-
-def _shared_forward(count: int, x: Array) -> PyTree:
-    return (x,) * count, None
-
-
-def _shared_backward(count: int, _: None, amaxes: tuple[Array, ...]) -> PyTree:
-    return (largest_magnitude(jnp.stack(amaxes), (0,)),)
-
-
-_shared.defvjp(_shared_forward, _shared_backward)
-
-
-@jax.custom_vjp
-def with_input_scale(scales: Array, first: Array) -> Array:
-    """Scales with the input's of those of another product that reads the same array.
-
-    Each slot learns what it would have learned alone. The first one learns the input's
-    amax from all: its own product may have no derivative, behind a `stop_gradient`.
-    """
-    # The compiler sees through these, and finds one number (2026-11: not through
-    # `.at[].set`).
-    parts = (scales[:_INPUT], first[_INPUT : _INPUT + 1], scales[_INPUT + 1 :])
-    return jnp.concatenate(parts)
-
-
-def _with_input_scale_forward(scales: Array, first: Array) -> PyTree:
-    return with_input_scale(scales, first), None
-
-
-def _with_input_scale_backward(_: None, amaxes: Array) -> PyTree:
-    is_input = jnp.arange(ROLES) == _INPUT
-    return amaxes, jnp.where(is_input, amaxes, 0)
-
-
-with_input_scale.defvjp(_with_input_scale_forward, _with_input_scale_backward)
-
-
-@jax.custom_vjp
-def _with_weight_amax(scales: Array, amax: Array) -> Array:
-    """Scales of which the weight's amax is known: where 0 comes back, it is this."""
-    return scales
-
-
-def _with_weight_amax_forward(scales: Array, amax: Array) -> PyTree:
-    return scales, amax
-
-
-def _with_weight_amax_backward(amax: Array, amaxes: Array) -> PyTree:
-    found = amaxes[..., _WEIGHT : _WEIGHT + 1]
-    weight = jnp.where(found == 0, amax[..., None], found)
-    parts = (amaxes[..., :_WEIGHT], weight, amaxes[..., _WEIGHT + 1 :])
-    return jnp.concatenate(parts, axis=-1), None
-
-
-_with_weight_amax.defvjp(_with_weight_amax_forward, _with_weight_amax_backward)
-
-
-def repeated(x: Array, length: int) -> Array:
-    """Scales for each turn of a loop, of whose amaxes the maximum comes back."""
-    return _repeated(length, x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _repeated(length: int, x: Array) -> Array:
-    return jnp.broadcast_to(x, (length, *x.shape))
-
-
-def _repeated_forward(length: int, x: Array) -> PyTree:
-    return _repeated(length, x), None
-
-
-def _repeated_backward(length: int, _: None, amaxes: Array) -> PyTree:
-    return (largest_magnitude(amaxes, (0,)),)
-
-
-_repeated.defvjp(_repeated_forward, _repeated_backward)

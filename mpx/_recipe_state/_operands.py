@@ -1,0 +1,80 @@
+"""What programs get besides operands: slots, stored weights, the step's number."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array
+
+from .._quantize import QuantizedArray
+from ._slots import Slots
+
+
+class Unpacked(NamedTuple):
+    """What a program has got besides its operands.
+
+    Attributes:
+        slots: Those of each operand.
+        stored: What each operand is stored as.
+        step: The number of the training step.
+    """
+
+    slots: list[Slots | None]
+    stored: list[QuantizedArray | None]
+    step: Array | None
+
+
+class StateOperands:
+    """What a program gets besides its operands.
+
+    Their slots, the 8 bits that weights are stored in, and the step's number.
+
+    Attributes:
+        arrays: What the program gets.
+        form: All else that a rewritten program depends on.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slots | None],
+        *lengths: int,
+        stored: Sequence[QuantizedArray | None] = (),
+        step: Array | None = None,
+    ) -> None:
+        """Packs the slots of operands, what they are stored as, and the step.
+
+        Args:
+            slots: Those of each operand.
+            *lengths: The length of the scan that cuts them.
+            stored: What each operand is stored as; nothing for none.
+            step: The number of the training step; None if the program needs none.
+        """
+        self._slots = list(slots)
+        self._lengths = lengths
+        self.form = tuple(None if s is None else s.form for s in self._slots)
+        packed = [
+            {} if s is None else s.as_operands(bool(lengths)) for s in self._slots
+        ]
+        self._stored = list(stored) or [None] * len(self._slots)
+        # A scan cuts the payload; the one scale is for all of its turns.
+        given = [x.payload if x and lengths else x for x in self._stored]
+        self.arrays, self._tree = jax.tree.flatten((packed, given, step))
+        if step is not None:
+            self.form += ("step",)
+        if any(self._stored):
+            self.form += (jax.tree.structure(self._stored),)
+
+    def unpacked(self, arrays: Sequence[Array]) -> Unpacked:
+        """What the program has got, from the arrays of it."""
+        packed, given, step = jax.tree.unflatten(self._tree, arrays)
+        slots = [
+            None if s is None else s.inside(own, self._lengths)
+            for s, own in zip(self._slots, packed, strict=True)
+        ]
+        if self._lengths:
+            given = [
+                None if x is None else dataclasses.replace(x, payload=payload)
+                for x, payload in zip(self._stored, given, strict=True)
+            ]
+        return Unpacked(slots, given, step)
