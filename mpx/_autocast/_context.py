@@ -27,6 +27,7 @@ from .._recipe_state import Slots
 from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
 from .._wire import Gathering
+from ._saving import Saving
 
 FULL = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
@@ -268,6 +269,8 @@ class Place:
             own, in which nothing is quantized.
         sums_over_devices: Whether JAX sums the gradients of what all devices share.
         is_recomputed: Whether it is part of something that is recomputed as a whole.
+        saving: The policies of what is recomputed around it, the outermost first, if
+            there is a recipe.
         is_in_loop: Whether it is in the body of a loop.
         is_in_while: Whether that is a `while`, from which no amax comes back: JAX has
             no reverse-mode derivative of it.
@@ -279,6 +282,7 @@ class Place:
     has_own_rule: bool = False
     sums_over_devices: bool = False
     is_recomputed: bool = False
+    saving: tuple[Saving, ...] = ()
     is_in_loop: bool = False
     is_in_while: bool = False
 

@@ -45,6 +45,7 @@ from ._context import (
 )
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate
+from ._saving import Saving
 from ._travel import entered, entries_of
 
 
@@ -235,11 +236,16 @@ def rewrite_remat(
     """A checkpointed program, with its policy; also one that was differentiated."""
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
+    policy = equation.params["policy"]
+    if run.has_recipe and policy is not None:
+        policy = Saving(policy, len(place.saving))
+        place = dataclasses.replace(place, saving=(*place.saving, policy))
     place = dataclasses.replace(place, is_recomputed=True)
     closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
     jaxpr, constants = constants_as_inputs(closed)
     arrays = [*constants, *(v.handed for v in operands), *state.arrays]
-    return rebound(equation, {"jaxpr": open_jaxpr(jaxpr)}, facts, arrays)
+    params = {"jaxpr": open_jaxpr(jaxpr), "policy": policy}
+    return rebound(equation, params, facts, arrays)
 
 
 def rewrite_shard_map(

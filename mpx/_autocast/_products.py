@@ -359,6 +359,8 @@ def _emit_product(
     besides = scales, step, ahead
     with _explaining_forward_mode():
         result = _bound(product, left, right, case, besides)
+    for policy in case.place.saving:
+        result = policy.named(case.equation, result)
     return [computed(result)]
 
 
