@@ -2,8 +2,9 @@
 
 A program whose reductions are sums (a norm, an RMS) keeps them, and is held apart from
 its first computation by the barrier of `jax.checkpoint`, unless it sums over a batch.
-Every other one (softmax with its maximum, gelu, gates) keeps only what goes in, and is
-held apart by a factor of 1 that the compiler cannot see through, which cuts nothing.
+Every other one (softmax with its maximum, gelu, gates) keeps only what goes in, and
+sums over wide rows (`totals`), and is held apart by a factor of 1 that the compiler
+cannot see through, which cuts nothing.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from .equations import aval_of, avals, constants_as_inputs, count, equations
 from .islands import is_cheap
 from .primitives import properties
 from .residuals import kept_bytes
+from .totals import evaluate_with_totals
 
 # The dtype in which each input is kept; None for its own.
 Stored = Sequence[np.dtype | None]
@@ -149,7 +151,7 @@ class _Apart(enum.Enum):
 def _from_inputs(
     closed: ClosedJaxpr, stored: Stored, apart: _Apart
 ) -> Callable[..., PyTree]:
-    """A program as a function whose derivative keeps what goes in, and nothing else."""
+    """A program as a function whose derivative keeps what goes in, and wide sums."""
     plain = jaxpr_as_fun(closed)
     are_inexact = tuple(map(_is_inexact, closed.in_avals))
     exact = [None if _is_inexact(aval) else aval for aval in closed.out_avals]
@@ -158,14 +160,18 @@ def _from_inputs(
         return [x for x, is_in in zip(arrays, are_inexact, strict=True) if is_in]
 
     def tangents(
-        ones: list[AnyArray], xs: list[AnyArray], dots: list[AnyArray]
+        ones: list[AnyArray],
+        xs: list[AnyArray],
+        totals: list[AnyArray],
+        dots: list[AnyArray],
     ) -> list[AnyArray]:
         """Those of the inexact results, from those of the inexact inputs."""
 
         def of_inexact(*inexact: AnyArray) -> list[AnyArray]:
             given = iter(inexact)
             pairs = zip(xs, are_inexact, strict=True)
-            results = plain(*(next(given) if is_in else x for x, is_in in pairs))
+            every = [next(given) if is_in else x for x, is_in in pairs]
+            results, _ = evaluate_with_totals(closed, every, totals)
             return [x for x, aval in zip(results, exact, strict=True) if aval is None]
 
         opaque = inexact_of(xs)
@@ -177,7 +183,7 @@ def _from_inputs(
         return jax.jvp(of_inexact, opaque, dots)[1]
 
     # Nothing is kept of what the derivative computes.
-    cuts = (True, False, False) if apart is _Apart.BY_GRADIENTS else False
+    cuts = (True, False, False, False) if apart is _Apart.BY_GRADIENTS else False
     again = jax.checkpoint(tangents, prevent_cse=cuts)
 
     @jax.custom_jvp
@@ -191,12 +197,15 @@ def _from_inputs(
         pairs = itertools.zip_longest(xs, stored)
         kept = [x if dtype is None else x.astype(dtype) for x, dtype in pairs]
         ones = [np.ones((), x.dtype) for x in inexact_of(kept)]
-        made = iter(again(ones, kept, inexact_of(dots)))
+        results, totals = evaluate_with_totals(closed, xs)
+        # Exponentials of what was rounded would not add up to the sum of the others.
+        totals = [] if any(stored) else totals
+        made = iter(again(ones, kept, totals, inexact_of(dots)))
         of_all = [
             next(made) if aval is None else np.zeros(aval.shape, jax.dtypes.float0)
             for aval in exact
         ]
-        return plain(*xs), of_all
+        return results, of_all
 
     return function
 
