@@ -1,0 +1,156 @@
+"""A policy of `jax.checkpoint` saves of quantized products what it saves of others."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import mpx
+
+ROWS, WIDTH, HIDDEN = 32, 64, 128
+POLICIES = jax.checkpoint_policies
+DOTS = POLICIES.dots_with_no_batch_dims_saveable
+NOTHING = POLICIES.nothing_saveable
+
+RECIPES = {
+    "current, H100": (mpx.Float8CurrentScaling(), "H100"),
+    "delayed, H100": (mpx.DelayedScaling(), "H100"),
+    "delayed, cpu": (mpx.DelayedScaling(), "cpu"),
+    "delayed, v5e": (mpx.DelayedScaling(), "tpu v5e"),
+    "MXFP8, B200": (mpx.MXFP8BlockScaling(), "B200"),
+    "NVFP4, B200": (mpx.NVFP4BlockScaling(), "B200"),
+}
+
+
+def block(w, x):
+    hidden = checkpoint_name(jnp.tanh(x @ w["up"]), "hidden")
+    return x + jnp.tanh(hidden @ w["down"])
+
+
+def with_policy(policy):
+    return jax.checkpoint(block, policy=policy)
+
+
+def nested(outer, inner):
+    return jax.checkpoint(with_policy(inner), policy=outer)
+
+
+WAYS = {
+    "dots": with_policy(DOTS),
+    "every dot": with_policy(POLICIES.dots_saveable),
+    "everything": with_policy(POLICIES.everything_saveable),
+    "nothing": with_policy(NOTHING),
+    "a name": with_policy(POLICIES.save_only_these_names("hidden")),
+    "all but a name": with_policy(POLICIES.save_anything_except_these_names("hidden")),
+    "a name or dots": with_policy(
+        POLICIES.save_from_both_policies(DOTS, POLICIES.save_only_these_names("hidden"))
+    ),
+    "dots in nothing": nested(NOTHING, DOTS),
+    "nothing in dots": nested(DOTS, NOTHING),
+    "dots in dots": nested(DOTS, DOTS),
+    "no policy": jax.checkpoint(block),
+    "dots in no policy": nested(None, DOTS),
+}
+
+# Where everything is saved, that is what the backward pass reads: operands in FP8. And
+# an inner policy that saves nothing hides products from the outer one.
+_OTHERWISE = ("everything", "all but a name", "nothing in dots")
+ALIKE = [way for way in WAYS if way not in _OTHERWISE]
+
+
+def given():
+    keys = jax.random.split(jax.random.key(0), 4)
+    w = {
+        "up": 0.1 * jax.random.normal(keys[0], (2, WIDTH, HIDDEN)),
+        "down": 0.1 * jax.random.normal(keys[1], (2, HIDDEN, WIDTH)),
+        "head": jax.random.normal(keys[2], (WIDTH, 8)),
+    }
+    return w, jax.random.normal(keys[3], (ROWS, WIDTH))
+
+
+def loss_of(block, is_scan=False):
+    def loss(w, x):
+        head, w = w["head"], {name: w[name] for name in ("up", "down")}
+        if is_scan:
+            x, _ = lax.scan(lambda x, w: (block(w, x), None), x, w)
+        else:
+            for index in range(2):
+                x = block(jax.tree.map(lambda a, i=index: a[i], w), x)
+        return jnp.mean((x @ head) ** 2)
+
+    return loss
+
+
+def gradient(loss, recipe, target):
+    low = mpx.autocast(loss, jnp.bfloat16, recipe=recipe, target=target)
+    w, x = given()
+    scaling = mpx.init_scaling(low, w, x)
+    return mpx.filter_grad(low, scaling)(w, x).grads
+
+
+def kept(loss, recipe=None, target=None):
+    """How many arrays of HIDDEN columns wait for the backward pass, by dtype."""
+    low = mpx.autocast(loss, jnp.bfloat16, recipe=recipe, target=target)
+    arguments = given()
+    back = jax.eval_shape(lambda w, x: jax.vjp(low, w, x)[1], *arguments)
+    leaves = [a for a in jax.tree.leaves(back) if a.shape[-2:] == (ROWS, HIDDEN)]
+    return Counter(str(a.dtype) for a in leaves)
+
+
+@pytest.mark.parametrize("is_scan", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("way", ALIKE)
+def test_what_is_saved_is_what_is_saved_without_a_recipe(way, is_scan):
+    loss = loss_of(WAYS[way], is_scan)
+    recipe, target = RECIPES["current, H100"]
+    assert kept(loss, recipe, target) == kept(loss)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if "delayed" not in r])
+def test_of_no_device_a_product_is_saved_in_float32(recipe):
+    """Before its scales it is one, and where it is emulated."""
+    assert kept(loss_of(with_policy(DOTS)), *RECIPES[recipe]) == {"bfloat16": 2}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_those_without_a_policy(recipe):
+    wanted = gradient(loss_of(block), *RECIPES[recipe])
+    for way, one in WAYS.items():
+        found = gradient(loss_of(one, is_scan="dots" in way), *RECIPES[recipe])
+        for ours, theirs in zip(
+            jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True
+        ):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-3, err_msg=way)
+
+
+def test_what_is_sent_to_the_host_is_as_ever():
+    policy = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
+    recipe = RECIPES["current, H100"]
+    found = gradient(loss_of(with_policy(policy)), *recipe)
+    wanted = gradient(loss_of(block), *recipe)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_a_policy_of_ones_own_is_asked_as_by_jax():
+    asked = []
+
+    def policy(primitive, *operands, **params):
+        if primitive.name == "dot_general":
+            asked.append((operands[0].shape, params["dimension_numbers"]))
+            return operands[1].shape == (WIDTH, HIDDEN)
+        return False
+
+    loss = loss_of(with_policy(policy))
+    recipe = RECIPES["current, H100"]
+    assert kept(loss, *recipe) == {"bfloat16": 2}
+    assert ((ROWS, WIDTH), (((1,), (0,)), ((), ()))) in asked
+
+
+def test_a_policy_that_answers_nonsense_is_refused_by_jax():
+    loss = loss_of(with_policy(lambda *_, **__: "yes"))
+    recipe, target = RECIPES["current, H100"]
+    with pytest.raises(TypeError, match="remat policy should be a bool"):
+        kept(loss, recipe, target)
