@@ -205,7 +205,7 @@ __all__ = [
 ]
 
 # Imported when somebody asks for them: most programs need none, and `nnx` imports Flax.
-_MODULES = ("compat", "nn", "nnx")
+_MODULES = ("compat", "contrib", "nn", "nnx")
 
 
 def __dir__() -> list[str]:
