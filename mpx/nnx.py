@@ -91,15 +91,7 @@ def grad(
         >>> mpx.nnx.grad(square, scaling)(model).grads[...]
         Array([6.], dtype=float32)
     """
-    options = Options(
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep,
-        accumulate,
-        accumulate_dtype,
-        retries,
-    )
+    options = Options.of(locals())
     return _function_of_objects(
         "`mpx.nnx.grad`", func, scaling, argnums, False, options
     )
@@ -168,15 +160,7 @@ def value_and_grad(
         Array([[1.],
                [1.]], dtype=float32)
     """
-    options = Options(
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep,
-        accumulate,
-        accumulate_dtype,
-        retries,
-    )
+    options = Options.of(locals())
     call = "`mpx.nnx.value_and_grad`"
     return _function_of_objects(call, func, scaling, argnums, True, options)
 
@@ -227,9 +211,7 @@ def blame(
         ('log', 'the logarithm of zero')
     """
     call = "`mpx.nnx.blame`"
-    options = Options(
-        has_aux, use_mixed_precision, policy, keep, accumulate, accumulate_dtype
-    )
+    options = Options.of(locals())
     filters = _checked(call, func, scaling, argnums, True, options)
     refuse_limit(above, call)
 

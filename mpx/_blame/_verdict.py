@@ -65,7 +65,7 @@ class StepOf:
 
     def in_float32(self) -> "StepOf":
         """The step in the precisions that the program declares."""
-        step = self.changed(mixed=False, policy=None, keep=None)
+        step = self.changed(use_mixed_precision=False, policy=None, keep=None)
         return dataclasses.replace(step, recomputes=True)
 
     def changed(self, **options: Any) -> "StepOf":
@@ -141,7 +141,7 @@ def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
     where = f" at {first.line}" if first is not None and first.line else ""
     made = settings_of(step.func)
     half = made.dtype if made is not None else None
-    if made is None and step.options.mixed:
+    if made is None and step.options.use_mixed_precision:
         policy = step.options.policy
         automatic = autocast(step.func, _dtype(policy))
         if _is_good(step.cast_by(automatic)):
