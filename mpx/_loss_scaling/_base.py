@@ -272,6 +272,8 @@ class AbstractLossScaling(eqx.Module):
         loss_finite: BoolLike | None = None,
     ) -> Self:
         """The state with its counters advanced and the scale as it is."""
+        if not self._is_stateful:
+            return self
         finite, loss_finite = judged(self, grads_finite, loss_finite)
         scale = self._scale_of_step()
         record = advance_record(self.record, finite, places_finite, loss_finite, scale)

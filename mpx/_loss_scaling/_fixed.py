@@ -126,13 +126,3 @@ class NoLossScaling(AbstractLossScaling):
     @property
     def _is_one(self) -> bool:
         return True
-
-    def _counted(
-        self,
-        grads_finite: BoolLike,
-        places_finite: Bool[Array, " n"] | None,
-        loss_finite: BoolLike | None = None,
-    ) -> Self:
-        if not self.skip:
-            return self
-        return super()._counted(grads_finite, places_finite, loss_finite)
