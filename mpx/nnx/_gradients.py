@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 from flax import nnx as _nnx
 from jaxtyping import PyTree
 
@@ -24,6 +23,7 @@ from .._nnx_graph import Parts, refuse_method, refuse_weights, taken_apart
 from .._policy import Policy
 from .._typing import DTypeLike, LeafPredicate
 from .._wraps import wraps
+
 
 def grad(
     func: Callable[..., PyTree],
