@@ -9,10 +9,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._autocast import autocast, recomputing, with_dtype, with_rule
+from .._dtypes import half_precision_datatype
 from .._grad import Options, gradient_function
 from .._inspect import Operation, explain
 from .._loss_scaling import AbstractLossScaling, StaticLossScaling
-from .._policy import Policy
+from .._policy import Policy, get_policy
 from .._rules import Rule
 from .._settings import settings_of, unwrapped
 from ._cures import candidate_rules, narrowest_first
@@ -163,9 +164,6 @@ def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
 
 
 def _dtype(policy: Policy | str | None) -> np.dtype:
-    from .._dtypes import half_precision_datatype
-    from .._policy import get_policy
-
     if isinstance(policy, str):
         policy = get_policy(policy)
     given = half_precision_datatype() if policy is None else policy.compute_dtype
