@@ -10,6 +10,7 @@ from typing import Any
 import optax
 
 import mpx
+from mpx.contrib import PallasKernel
 
 from .steps import CHECKED, FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction
 
@@ -21,8 +22,8 @@ RECIPES = {
 }
 # Those with a kernel of Pallas.
 BY_KERNEL = {
-    "mxfp8 by Pallas": mpx.MXFP8BlockScaling(kernel="pallas"),
-    "nvfp4 by Pallas": mpx.NVFP4BlockScaling(kernel="pallas"),
+    "mxfp8 by Pallas": mpx.MXFP8BlockScaling(kernel=PallasKernel()),
+    "nvfp4 by Pallas": mpx.NVFP4BlockScaling(kernel=PallasKernel()),
 }
 
 

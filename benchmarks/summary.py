@@ -127,14 +127,14 @@ PARTS = (
         (
             Row("MXFP8, `mpx.MXFP8BlockScaling()`", "mpx MXFP8", "mxfp8", "mxfp8"),
             Row(
-                'MXFP8, `mpx.MXFP8BlockScaling(kernel="pallas")`',
+                "MXFP8, `mpx.MXFP8BlockScaling(kernel=PallasKernel())`",
                 "mpx MXFP8, Pallas",
                 "mxfp8 by Pallas",
             ),
             Row("MXFP8, `jax.nn`", "JAX MXFP8", "jax.nn MXFP8", is_ours=False),
             Row("NVFP4, `mpx.NVFP4BlockScaling()`", "mpx NVFP4", "nvfp4", "nvfp4"),
             Row(
-                'NVFP4, `mpx.NVFP4BlockScaling(kernel="pallas")`',
+                "NVFP4, `mpx.NVFP4BlockScaling(kernel=PallasKernel())`",
                 "mpx NVFP4, Pallas",
                 "nvfp4 by Pallas",
             ),

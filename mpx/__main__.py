@@ -133,53 +133,44 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     help_of_doctor = "versions, devices, which precision is fast here"
     commands.add_parser("doctor", help=help_of_doctor, description=_DOCTOR)
-    command = commands.add_parser(
-        "explain",
-        help="report every operation of a function, without running it",
-        description=_EXPLAIN,
-        formatter_class=raw,
+    help_of_explain = "report every operation of a function, without running it"
+    explain = commands.add_parser(
+        "explain", help=help_of_explain, description=_EXPLAIN, formatter_class=raw
     )
-    command.add_argument("function", metavar="module:function")
-    command.add_argument("arguments", nargs="*", metavar="argument")
-    command.add_argument(
+    help_of_blame = "print what made a step bad, which your function restores"
+    blame = commands.add_parser(
+        "blame", help=help_of_blame, description=_BLAME, formatter_class=raw
+    )
+    for command in (explain, blame):
+        command.add_argument("function", metavar="module:function")
+        command.add_argument("arguments", nargs="*", metavar="argument")
+    explain.add_argument(
         "--dtype", help="explain mpx.autocast(function, DTYPE): bfloat16 or float16"
     )
-    command.add_argument(
+    explain.add_argument(
         "--grad",
         action="store_true",
         help="explain the gradient for the first argument",
     )
-    command.add_argument(
+    explain.add_argument(
         "--limit", type=int, default=30, help="lines to print; 0 for all (default: 30)"
     )
-    command.add_argument(
+    explain.add_argument(
         "--width",
         type=int,
         default=0,
         help="columns to print; 180 and more show all (default: the terminal's)",
     )
-    _add_save(command)
-    command = commands.add_parser(
-        "blame",
-        help="print what made a step bad, which your function restores",
-        description=_BLAME,
-        formatter_class=raw,
-    )
-    command.add_argument("function", metavar="module:function")
-    command.add_argument("arguments", nargs="*", metavar="argument")
-    _add_save(command)
+    for command in (explain, blame):
+        command.add_argument(
+            "--save",
+            action="append",
+            default=[],
+            metavar="PATH",
+            type=_report_path,
+            help="write the report, too: .html, .json or .txt; may be given again",
+        )
     return parser
-
-
-def _add_save(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--save",
-        action="append",
-        default=[],
-        metavar="PATH",
-        type=_report_path,
-        help="write the report, too: .html, .json or .txt; may be given again",
-    )
 
 
 def _report_path(text: str) -> str:

@@ -31,11 +31,11 @@ def at_path(path: str) -> str:
     return f" at `{path}`" if path else ""
 
 
-def listing(names: Any, limit: int = 8) -> str:
-    """Joins names for a message and says how many were left out."""
+def listing(names: Any) -> str:
+    """Joins eight names for a message and says how many were left out."""
     names = [f"`{name}`" for name in names]
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
 
 
 # Whose frames stand between a call of mpx and the user's line.

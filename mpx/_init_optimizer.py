@@ -131,23 +131,16 @@ def _weights(params: PyTree, shardings: PyTree | None) -> list[_Weight]:
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_stored)
     given: Sequence[Sharding | None] = [None] * len(leaves)
     if shardings is not None:
-        is_sharding = lambda x: isinstance(x, Sharding)  # noqa: E731
         try:
-            prefix = jax.tree.map(
-                lambda sharding, part: jax.tree.map(
-                    lambda _: sharding, part, is_leaf=is_stored
-                ),
-                shardings,
-                params,
-                is_leaf=is_sharding,
-            )
+            plain = jax.tree.map(lambda _: 0, params, is_leaf=is_stored)
+            each = jax.tree.broadcast(shardings, plain)
         except ValueError as error:
             raise ValueError(
                 f"`shardings` of {_CALL} is like `params`, or a prefix of it; got\n"
                 f"  shardings: {jax.tree.structure(shardings)}\n"
                 f"  params: {jax.tree.structure(params)}"
             ) from error
-        given = jax.tree.leaves(prefix, is_leaf=is_sharding)
+        given = jax.tree.leaves(each)
     weights = []
     for (path, leaf), sharding in zip(leaves, given, strict=True):
         array: Any = leaf.quantized.payload if is_stored(leaf) else leaf

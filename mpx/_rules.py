@@ -185,23 +185,16 @@ class Rule:
         ) and (self.when is None or bool(self.when(candidate)))
 
     def _holds_at(
-        self,
-        primitive: str,
-        scopes: Sequence[str],
-        parameters: Sequence[str | None],
+        self, primitive: str, scopes: Sequence[str], parameters: Sequence[str | None]
     ) -> bool:
         """Whether the conditions on name, scope and parameter hold for an operation."""
-        return (
-            self._holds_for_primitive(primitive)
-            and (self.scope is None or _is_within(scopes, self.scope))
-            and (
-                self.parameter is None
-                or any(
-                    path is not None and _matches(path, self.parameter)
-                    for path in parameters
-                )
-            )
-        )
+        if not self._holds_for_primitive(primitive):
+            return False
+        if self.scope is not None and not _is_within(scopes, self.scope):
+            return False
+        paths = (path for path in parameters if path is not None)
+        path = self.parameter
+        return path is None or any(_matches(found, path) for found in paths)
 
     def _rewritten(
         self, candidate: Candidate, operands: list[Any]
@@ -244,11 +237,9 @@ class Rule:
 
     def _holds_for_primitive(self, name: str) -> bool:
         """Whether the condition on the primitive holds."""
-        if self.primitive is None:
-            return True
-        names = self.primitive
-        names = (names,) if isinstance(names, str) else names
-        return any(_matches(name, pattern) for pattern in names)
+        named = self.primitive
+        patterns = (named,) if isinstance(named, str) else named
+        return patterns is None or any(_matches(name, one) for one in patterns)
 
     @property
     def _is_for_products(self) -> bool:

@@ -97,8 +97,7 @@ def blame(
         >>> report.verdict, report.first.primitive, report.first.reason, report.rows
         (<Verdict.DATA: 'data or mathematics'>, 'log', 'the logarithm of zero', (1,))
     """
-    options = Options(has_aux, use_mixed_precision, policy, keep, accumulate,
-                      accumulate_dtype)  # fmt: skip
+    options = Options.of(locals())
     # What is wrong about the options is said now, and not at the first call.
     gradient_function(CALL, func, scaling, argnums, True, options)
     refuse_limit(above, CALL)

@@ -9,10 +9,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._autocast import autocast, recomputing, with_dtype, with_rule
+from .._dtypes import half_precision_datatype
 from .._grad import Options, gradient_function
 from .._inspect import Operation, explain
 from .._loss_scaling import AbstractLossScaling, StaticLossScaling
-from .._policy import Policy
+from .._policy import Policy, get_policy
 from .._rules import Rule
 from .._settings import settings_of, unwrapped
 from ._cures import candidate_rules, narrowest_first
@@ -65,7 +66,7 @@ class StepOf:
 
     def in_float32(self) -> "StepOf":
         """The step in the precisions that the program declares."""
-        step = self.changed(mixed=False, policy=None, keep=None)
+        step = self.changed(use_mixed_precision=False, policy=None, keep=None)
         return dataclasses.replace(step, recomputes=True)
 
     def changed(self, **options: Any) -> "StepOf":
@@ -141,7 +142,7 @@ def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
     where = f" at {first.line}" if first is not None and first.line else ""
     made = settings_of(step.func)
     half = made.dtype if made is not None else None
-    if made is None and step.options.mixed:
+    if made is None and step.options.use_mixed_precision:
         policy = step.options.policy
         automatic = autocast(step.func, _dtype(policy))
         if _is_good(step.cast_by(automatic)):
@@ -163,9 +164,6 @@ def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
 
 
 def _dtype(policy: Policy | str | None) -> np.dtype:
-    from .._dtypes import half_precision_datatype
-    from .._policy import get_policy
-
     if isinstance(policy, str):
         policy = get_policy(policy)
     given = half_precision_datatype() if policy is None else policy.compute_dtype

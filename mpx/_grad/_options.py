@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import PyTree
@@ -21,15 +21,25 @@ from ._engine import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The keyword options that all gradient functions share."""
+    """The options that all gradient functions share, by their public names."""
 
-    has_aux: bool
-    mixed: bool = True
+    has_aux: bool = False
+    use_mixed_precision: bool = True
     policy: Policy | str | None = None
     keep: LeafPredicate | None = None
     accumulate: int | Accumulation = 1
     accumulate_dtype: DTypeLike | None = None
     retries: int = 0
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Reads them from the arguments of a gradient function: its `locals()`.
+
+        Each function lists its options itself, so that `help`, editors and the
+        documentation show them.
+        """
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: arguments[name] for name in names if name in arguments})
 
 
 def problem_builder(
@@ -64,14 +74,16 @@ def problem_builder(
         # Asked for at each call: what is ambient may have changed.
         settings, compute, half = settings_of(func), None, None
         positions = positions_in_call(argnums, count, call)
-        if options.mixed and settings is None:
+        if options.use_mixed_precision and settings is None:
             half = half_precision_datatype() if policy is None else policy.compute_dtype
             compute = half = np.dtype(half)
-        elif options.mixed and settings is not None and settings.is_enabled:
+        elif (
+            options.use_mixed_precision and settings is not None and settings.is_enabled
+        ):
             half = settings.dtype
             _refuse_other_weights(func, settings, positions, call)
         return Problem(
-            func=func if options.mixed else _control(func),
+            func=func if options.use_mixed_precision else _control(func),
             call=call,
             has_aux=options.has_aux,
             argnums=positions,
@@ -82,7 +94,9 @@ def problem_builder(
             accumulate_dtype=summed,
             allow_float16_weights=policy is not None
             and policy.param_dtype == np.float16,
-            wire=policy._wire if options.mixed and policy is not None else None,
+            wire=policy._wire
+            if options.use_mixed_precision and policy is not None
+            else None,
             grad_dtype=None if policy is None else policy._grad_dtype,
         )
 
@@ -189,7 +203,7 @@ def check_call(
     _inputs.refuse_frozen_scaling(scaling, call)
     weights = tuple(args[i] for i in problem.argnums)
     _inputs.refuse_no_weights(weights, call)
-    if options.mixed and not problem.allow_float16_weights:
+    if options.use_mixed_precision and not problem.allow_float16_weights:
         _inputs.refuse_half_masters(args, problem.argnums, call)
 
 

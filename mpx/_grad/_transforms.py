@@ -87,15 +87,7 @@ def filter_grad(
         >>> grads
         Array([1., 1.], dtype=float32)
     """
-    options = Options(
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep,
-        accumulate,
-        accumulate_dtype,
-        retries,
-    )
+    options = Options.of(locals())
     return gradient_function("`mpx.filter_grad`", func, scaling, None, False, options)
 
 
@@ -127,15 +119,7 @@ def filter_value_and_grad(
         >>> float(value), bool(finite)
         (3.0, True)
     """
-    options = Options(
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep,
-        accumulate,
-        accumulate_dtype,
-        retries,
-    )
+    options = Options.of(locals())
     call = "`mpx.filter_value_and_grad`"
     return gradient_function(call, func, scaling, None, True, options)
 
@@ -170,9 +154,7 @@ def grad(
         >>> [float(g) for g in product(2.0, 3.0).grads]
         [3.0, 2.0]
     """
-    options = Options(
-        has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
-    )
+    options = Options.of(locals())
     positions_of(argnums, "`mpx.grad`")
     return gradient_function("`mpx.grad`", fun, scaling, argnums, False, options)
 
@@ -200,9 +182,7 @@ def value_and_grad(
         >>> float(step(3.0).value), float(step(3.0).grads)
         (9.0, 6.0)
     """
-    options = Options(
-        has_aux, True, policy, keep, accumulate, accumulate_dtype, retries
-    )
+    options = Options.of(locals())
     positions_of(argnums, "`mpx.value_and_grad`")
     return gradient_function(
         "`mpx.value_and_grad`", fun, scaling, argnums, True, options
@@ -233,7 +213,7 @@ def calculate_scaled_grad(
         (16.0, Array([1., 1.], dtype=float32))
     """
     call = "`mpx.calculate_scaled_grad`"
-    options = Options(has_aux, use_mixed_precision)
+    options = Options.of(locals())
     _inputs.refuse_unknown_scaling(scaling, call, use_mixed_precision)
     build = problem_builder(call, func, (0,), options)
 
@@ -268,7 +248,7 @@ def gradient_function(
     options: Options,
 ) -> Callable[..., GradientResult]:
     """Builds a gradient function; `argnums` is None for those that filter."""
-    _inputs.refuse_unknown_scaling(scaling, call, options.mixed)
+    _inputs.refuse_unknown_scaling(scaling, call, options.use_mixed_precision)
     positions = positions_of(0 if argnums is None else argnums, call)
     build = problem_builder(call, func, positions, options)
     how = options.accumulate
@@ -283,7 +263,7 @@ def gradient_function(
             args = _inputs.as_floating(args, problem.argnums, call)
         check_call(problem, scaling, args, kwargs, options)
 
-        used = used_scaling(scaling, options.mixed)
+        used = used_scaling(scaling, options.use_mixed_precision)
         with reading(payloads):
             problem, outcome = called(
                 problem, used, lambda p: attempt(p, how, used, args, kwargs)
@@ -304,7 +284,11 @@ def gradient_function(
             finite=finite,
             grads=grads if isinstance(argnums, tuple) else grads[0],
             **({"aux": aux} if options.has_aux else {}),
-            **({"_scaled": used} if options.mixed else {"_counted": scaling}),
+            **(
+                {"_scaled": used}
+                if options.use_mixed_precision
+                else {"_counted": scaling}
+            ),
             _flags=flags,
         )
         return result._replace(scaling=result._judged(finite, flags))

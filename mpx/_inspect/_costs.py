@@ -156,12 +156,6 @@ def _select_and_scatter(equation: JaxprEqn) -> int:
     return _size(source) * window * _floats(source)
 
 
-def _select_and_gather(equation: JaxprEqn) -> int:
-    result = aval_of(equation.outvars[0])
-    window = math.prod(equation.params["window_dimensions"])
-    return _size(result) * (window - 1) * _floats(result)
-
-
 def _sort(equation: JaxprEqn) -> int:
     operand = aval_of(equation.invars[0])
     length = operand.shape[equation.params["dimension"]]
@@ -336,7 +330,6 @@ _COUNTS: dict[Flops, Callable[[JaxprEqn], int | None]] = {
     Flops.SCATTER: _scatter,
     Flops.SORT: _sort,
     Flops.WINDOW: _window,
-    Flops.SELECT_AND_GATHER: _select_and_gather,
     Flops.SELECT_AND_SCATTER: _select_and_scatter,
     Flops.DOT_GENERAL: _dot_general,
     Flops.RAGGED_DOT: _ragged_dot,

@@ -45,7 +45,6 @@ from ._precision import (
     hides_a_program,
     is_product,
     precision_of,
-    precision_of_product,
     uses_half,
 )
 from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, totals_of
@@ -184,8 +183,8 @@ def _operations(
     # By ids, which belong to equations of the program that `traced` holds.
     ends: frozenset[int] = frozenset()
     if is_mixed and any(visit.place.unknown_loops for visit in visits):
-        ends = deciding_comparisons(traced.jaxpr.jaxpr, precision_of_product)
-    rounding = rounded_integers(traced.jaxpr, precision_of_product) if is_mixed else {}
+        ends = deciding_comparisons(traced.jaxpr.jaxpr)
+    rounding = rounded_integers(traced.jaxpr) if is_mixed else {}
     operations = [
         _operation(number, visit, flow, is_mixed, id(visit.equation) in ends, rounding)
         for number, visit in enumerate(visits)

@@ -7,7 +7,7 @@ unknown ones.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from .._program import (
     walk,
 )
 from .._typing import Aval
+from ._precision import precision_of_product
 
 LARGEST = {"bfloat16": 256, "float16": 2048}
 
@@ -51,19 +52,16 @@ class _Fact(NamedTuple):
 _REAL = _Fact(None)
 
 
-def rounded_integers(
-    jaxpr: ClosedJaxpr, precision_of_product: Callable[[JaxprEqn], str | None]
-) -> dict[int, str]:
+def rounded_integers(jaxpr: ClosedJaxpr) -> dict[int, str]:
     """The products that may round integers.
 
     Args:
         jaxpr: A program.
-        precision_of_product: What a product is computed in; None for other equations.
 
     Returns:
         By the identity of an equation, the precision that is too short.
     """
-    flow = _Integers(precision_of_product)
+    flow = _Integers()
     for _ in walk(jaxpr, [_of_type(_REAL, a) for a in jaxpr.in_avals], flow):
         pass
     return flow.rounding
@@ -72,9 +70,8 @@ def rounded_integers(
 class _Integers(Flow[_Fact]):
     """Follows integers, also where they are kept as floating numbers."""
 
-    def __init__(self, precision_of_product: Callable[[JaxprEqn], str | None]) -> None:
+    def __init__(self) -> None:
         self.rounding: dict[int, str] = {}
-        self._precision_of_product = precision_of_product
 
     def constant(self, value: Any) -> _Fact:
         """The largest of its numbers, if all are integers."""
@@ -103,7 +100,7 @@ class _Integers(Flow[_Fact]):
         if len(results) == len(facts) > 1 and _is_moved(equation):
             return list(map(_of_type, facts, results))
         fact = _result(equation, facts)
-        precision = self._precision_of_product(equation)
+        precision = precision_of_product(equation)
         if precision in LARGEST:
             pairs = list(zip(facts, equation.invars, strict=True))[:2]
             numbers = [f for f, x in pairs if _of_type(_REAL, aval_of(x)) == _REAL]

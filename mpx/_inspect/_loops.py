@@ -5,7 +5,7 @@ the error is computed with products in half precision in each iteration: they ar
 2^-8 of themselves in bfloat16, and 2^-11 in float16, whatever the tolerance.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from .._program import Flow, aval_of, distinct_equations, properties, walk_inside
 from .._typing import Aval, Program
+from ._precision import precision_of_product
 from ._report import HALF
 
 
@@ -32,14 +33,11 @@ class _Fact(NamedTuple):
 _NOTHING = _Fact()
 
 
-def deciding_comparisons(
-    jaxpr: Program, precision_of_product: Callable[[JaxprEqn], str | None]
-) -> frozenset[int]:
+def deciding_comparisons(jaxpr: Program) -> frozenset[int]:
     """The comparisons by which loops end, of numbers that products in them round.
 
     Args:
         jaxpr: A program.
-        precision_of_product: What a product is computed in; None for other equations.
 
     Returns:
         The identities of their equations.
@@ -48,7 +46,7 @@ def deciding_comparisons(
     for equation in distinct_equations(jaxpr):
         if equation.primitive.name != "while":
             continue
-        flow = _Rounding(equation, precision_of_product)
+        flow = _Rounding(equation)
         walk_inside(equation, [_NOTHING] * len(equation.invars), flow)
         found |= flow.deciding
     return found
@@ -57,12 +55,9 @@ def deciding_comparisons(
 class _Rounding(Flow[_Fact]):
     """Follows numbers from products in one loop to its condition."""
 
-    def __init__(
-        self, loop: object, precision_of_product: Callable[[JaxprEqn], str | None]
-    ) -> None:
+    def __init__(self, loop: object) -> None:
         self.deciding: frozenset[int] = frozenset()
         self._loop = loop
-        self._precision_of_product = precision_of_product
 
     def constant(self, value: object) -> _Fact:
         """A constant depends on nothing."""
@@ -75,7 +70,7 @@ class _Rounding(Flow[_Fact]):
     def transfer(self, equation: JaxprEqn, facts: Sequence[_Fact]) -> Sequence[_Fact]:
         """Numbers stay rounded; truth values and integers carry the comparisons."""
         is_rounded = any(fact.is_rounded for fact in facts)
-        is_rounded |= self._precision_of_product(equation) in HALF
+        is_rounded |= precision_of_product(equation) in HALF
         tests = frozenset[int]().union(*(fact.tests for fact in facts))
         if is_rounded and properties(equation.primitive.name).orders:
             tests |= {id(equation)}

@@ -114,30 +114,13 @@ def text(report: Content, limit: int | None, width: int | None) -> str:
 
 
 def rich_text(report: Content, limit: int | None, width: int | None) -> Any:
-    """The report for rich, which must be installed; rich breaks long lines."""
-    from rich.console import Group
-    from rich.table import Table
+    """The same text in colours, for rich, which must be installed."""
     from rich.text import Text
 
-    shown, note = _chosen(report, limit)
-    names = _columns(width)
-    table = Table(box=None, header_style="bold", padding=(0, 1))
-    for name in names:
-        is_number = name in _HEADER[:_NUMBERS]
-        table.add_column(
-            name,
-            justify="right" if is_number else "left",
-            no_wrap=is_number or name == "operation",
-        )
-    for line in shown:
-        *first, why = _row(line, names)
-        one_line = names == _NARROW and not line.first.finding
-        cells = [*map(Text, first), Text(why, no_wrap=one_line, overflow="ellipsis")]
-        cells[names.index("dtype")].stylize(_style(line.first))
-        cells[-1].stylize("yellow" if line.first.finding else "dim")
-        table.add_row(*cells)
-    summary = (Text(part) for part in _summary(report, width))
-    return Group(*summary, Text(""), table, Text(note))
+    found = Text(text(report, limit, width), no_wrap=True)
+    for pattern, style in _STYLES:
+        found.highlight_regex(pattern, style)
+    return found
 
 
 def _columns(width: int | None) -> tuple[str, ...]:
@@ -165,17 +148,14 @@ def _wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     )
 
 
-_STYLES = {
-    "bfloat16": "green",
-    "float16": "green",
-    "float32": "blue",
-    "float64": "red",
-    "mixed": "red",
-}
-
-
-def _style(operation: Operation) -> str:
-    return "yellow" if is_low(operation.format) else _STYLES.get(operation.format, "")
+# Dtypes and formats, as they are or as tables have them, and what is worth a look.
+_STYLES = (
+    (r"\bb?f(loat)?16\b", "green"),
+    (r"\bf(loat)?32\b", "blue"),
+    (r"\b(f(loat)?64|mixed)\b", "red"),
+    (r"\b(FP8|MXFP8|NVFP4|f(loat)?[48]_\w+)\b", "yellow"),
+    (r"! .*", "yellow"),
+)
 
 
 def show(report: Content, limit: int | None, width: int | None) -> None:

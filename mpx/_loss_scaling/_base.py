@@ -31,9 +31,10 @@ from ._record import (
 class AbstractLossScaling(eqx.Module):
     """The interface of every loss scaling.
 
-    A subclass says what `loss_scale` is and how `adjust` changes it; `record` holds the
-    counters. Instances are immutable PyTrees of arrays: they go through jit, scan,
-    vmap, shard_map, checkpoints, pickle and deepcopy with every field.
+    A subclass says what `loss_scale` is and, if it changes, how `adjust` changes it;
+    `record` holds the counters. Instances are immutable PyTrees of arrays: they go
+    through jit, scan, vmap, shard_map, checkpoints, pickle and deepcopy with every
+    field.
     """
 
     record: eqx.AbstractVar[StepRecord]
@@ -43,7 +44,6 @@ class AbstractLossScaling(eqx.Module):
     def loss_scale(self) -> FloatScalar:
         """The scale that the next loss is multiplied by, float32."""
 
-    @abc.abstractmethod
     def adjust(
         self,
         grads_finite: BoolLike,
@@ -52,6 +52,9 @@ class AbstractLossScaling(eqx.Module):
         loss_finite: BoolLike | None = None,
     ) -> Self:
         """The state after one step: the scale adjusted, the counters advanced.
+
+        Here only the counters: a scale that changes has a method of its own.
+        `mpx.NoLossScaling(skip=False)` counts nothing and returns itself.
 
         A loss that was not finite before it was scaled (bad data, a division by zero)
         says nothing about the scale: such a step is counted, also in `bad_losses`, and
@@ -71,6 +74,7 @@ class AbstractLossScaling(eqx.Module):
         Raises:
             TypeError: `grads_finite` or `loss_finite` is not one boolean.
         """
+        return self._counted(grads_finite, places_finite, loss_finite)
 
     @property
     def steps(self) -> AnyArray:
@@ -272,6 +276,8 @@ class AbstractLossScaling(eqx.Module):
         loss_finite: BoolLike | None = None,
     ) -> Self:
         """The state with its counters advanced and the scale as it is."""
+        if not self._is_stateful:
+            return self
         finite, loss_finite = judged(self, grads_finite, loss_finite)
         scale = self._scale_of_step()
         record = advance_record(self.record, finite, places_finite, loss_finite, scale)

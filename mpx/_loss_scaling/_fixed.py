@@ -5,10 +5,10 @@ from typing import Self
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, PyTree
+from jaxtyping import Array, Float32, PyTree
 
 from .._errors import describe
-from .._typing import AnyArray, BoolLike, FloatScalar, ScalarLike
+from .._typing import AnyArray, FloatScalar, ScalarLike
 from ._arguments import scale_in_range, scale_value
 from ._base import AbstractLossScaling, map_numbers, to_full
 from ._record import StepRecord, replaced
@@ -41,16 +41,6 @@ class StaticLossScaling(AbstractLossScaling):
     def loss_scale(self) -> FloatScalar:
         """The scale, float32."""
         return self.loss_scaling
-
-    def adjust(
-        self,
-        grads_finite: BoolLike,
-        *,
-        places_finite: Bool[Array, " n"] | None = None,
-        loss_finite: BoolLike | None = None,
-    ) -> Self:
-        """Advances the counters; the scale stays. See `AbstractLossScaling.adjust`."""
-        return self._counted(grads_finite, places_finite, loss_finite)
 
     def _scale_of_step(self) -> AnyArray:
         return self.loss_scaling
@@ -106,19 +96,6 @@ class NoLossScaling(AbstractLossScaling):
         """Casts half-precision leaves to float32, as every `unscale` does."""
         return map_numbers(to_full, tree, "unscale")
 
-    def adjust(
-        self,
-        grads_finite: BoolLike,
-        *,
-        places_finite: Bool[Array, " n"] | None = None,
-        loss_finite: BoolLike | None = None,
-    ) -> Self:
-        """Advances the counters; with `skip=False` returns itself.
-
-        See `AbstractLossScaling.adjust`.
-        """
-        return self._counted(grads_finite, places_finite, loss_finite)
-
     @property
     def _is_stateful(self) -> bool:
         return self.skip
@@ -126,13 +103,3 @@ class NoLossScaling(AbstractLossScaling):
     @property
     def _is_one(self) -> bool:
         return True
-
-    def _counted(
-        self,
-        grads_finite: BoolLike,
-        places_finite: Bool[Array, " n"] | None,
-        loss_finite: BoolLike | None = None,
-    ) -> Self:
-        if not self.skip:
-            return self
-        return super()._counted(grads_finite, places_finite, loss_finite)

@@ -43,7 +43,6 @@ from .flow import (
     NoFlow as NoFlow,
     Visit as Visit,
     backward as backward,
-    propagate as propagate,
     results_within as results_within,
     walk as walk,
     walk_inside as walk_inside,
@@ -53,15 +52,10 @@ from .primitives import (
     PRIMITIVES as PRIMITIVES,
     Flops as Flops,
     PrimitiveClass as PrimitiveClass,
-    Saves as Saves,
     properties as properties,
 )
-from .probe import (
-    Probe as Probe,
-    Records as Records,
-    Tagged as Tagged,
-    probed as probed,
-)
+from .probe import probed as probed
+from .probes import Probe as Probe, Records as Records, Tagged as Tagged
 from .remat import (
     computed_again as computed_again,
     is_worth_while as is_worth_while,
@@ -85,7 +79,6 @@ from .source import (
     with_lines_of as with_lines_of,
 )
 from .streams import (
-    Makers as Makers,
     goes_around as goes_around,
     is_made_of_product as is_made_of_product,
     is_residual as is_residual,

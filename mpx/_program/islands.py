@@ -115,6 +115,37 @@ def _variables(equation: JaxprEqn) -> list[Var]:
     return [a for a in equation.invars if not isinstance(a, Literal)]
 
 
+class _Islands:
+    """Positions of equations in islands that turn out to be one: union-find."""
+
+    def __init__(self) -> None:
+        self._roots: list[int] = []
+        self._positions: list[int] = []
+
+    def new(self, position: int) -> int:
+        """The number of an island of one equation."""
+        self._positions.append(position)
+        self._roots.append(len(self._roots))
+        return self._roots[-1]
+
+    def join(self, number: int, other: int) -> None:
+        """Makes the island that has one number a part of another, new one."""
+        self._roots[self._root(number)] = other
+
+    def together(self) -> list[list[int]]:
+        """The positions of each island."""
+        found: dict[int, list[int]] = {}
+        for number, position in enumerate(self._positions):
+            found.setdefault(self._root(number), []).append(position)
+        return list(found.values())
+
+    def _root(self, number: int) -> int:
+        while self._roots[number] != number:  # on ways that are shortened
+            self._roots[number] = self._roots[self._roots[number]]
+            number = self._roots[number]
+        return number
+
+
 def _groups(
     jaxpr: Program, fixed: set[Var], may_join: Callable[[JaxprEqn], bool]
 ) -> tuple[list[int | list[int]], set[int]]:
@@ -122,18 +153,10 @@ def _groups(
     level: dict[Var, int] = {}
     home: dict[Var, Hashable] = {}  # where a variable is computed
     island: dict[Var, int] = {}  # the number of the island that a variable is made in
-    roots: list[int] = []
-    members: list[list[int]] = []
+    islands = _Islands()
     alone: list[int] = []
     copied: set[int] = set()
     effects = 0  # the level of the last one
-
-    def root(number: int) -> int:
-        # Union-find: islands that turn out to be one get one root, on shortened ways.
-        while roots[number] != number:
-            roots[number] = roots[roots[number]]
-            number = roots[number]
-        return number
 
     for position, equation in enumerate(jaxpr.eqns):
         inputs = _variables(equation)
@@ -153,14 +176,12 @@ def _groups(
                 # needs it, it is no input that would be kept.
                 copied.add(position)
         if joins and not is_fixed:
-            number = len(roots)
-            roots.append(number)
-            members.append([position])
+            number = islands.new(position)
             for v in inputs:
                 # One of a lower level has a barrier on some way to here. Joined with
                 # it, the island would need what comes out of itself.
                 if v in island and level[v] == here:
-                    roots[root(island[v])] = number
+                    islands.join(island[v], number)
             island.update((v, number) for v in equation.outvars)
         else:
             if equation.effects:
@@ -174,10 +195,7 @@ def _groups(
             alone.append(position)
         level.update((v, here) for v in equation.outvars)
         home.update((v, where) for v in equation.outvars)
-    together: dict[int, list[int]] = {}
-    for number, positions in enumerate(members):
-        together.setdefault(root(number), []).extend(positions)
-    return [*alone, *together.values()], copied
+    return [*alone, *islands.together()], copied
 
 
 def _in_order(

@@ -11,6 +11,7 @@ and their names are what a jaxpr prints.
 
 import dataclasses
 import enum
+from typing import Any
 
 
 class PrimitiveClass(enum.Enum):
@@ -42,7 +43,6 @@ class Flops(enum.Enum):
     SCATTER = enum.auto()
     SORT = enum.auto()
     WINDOW = enum.auto()
-    SELECT_AND_GATHER = enum.auto()
     SELECT_AND_SCATTER = enum.auto()
     DOT_GENERAL = enum.auto()
     RAGGED_DOT = enum.auto()
@@ -163,9 +163,17 @@ def properties(name: str) -> Properties:
     return PRIMITIVES.get(name, UNKNOWN)
 
 
-def _group(names: str, kind: PrimitiveClass, **known: object) -> None:
-    """Adds primitives of which the same is known."""
-    record = Properties(kind=kind, **known)  # pyright: ignore[reportArgumentType]
+def _group(
+    names: str,
+    kind: PrimitiveClass,
+    flops: Flops = Flops.UNKNOWN,
+    traits: str = "",
+    saves: Saves = Saves.NOTHING,
+    program: str = "",
+) -> None:
+    """Adds primitives of which the same is known; traits are what is true of them."""
+    true: dict[str, Any] = dict.fromkeys(traits.split(), True)
+    record = Properties(kind=kind, flops=flops, saves=saves, program=program, **true)
     for name in names.split():
         if name in PRIMITIVES:
             raise ValueError(f"the primitive {name} stands in two groups")
@@ -178,21 +186,14 @@ _HALF = PrimitiveClass.HALF
 _group(
     "dot_general",
     _HALF,
-    flops=Flops.DOT_GENERAL,
+    Flops.DOT_GENERAL,
+    "is_quantizable passes_on_bad",
     saves=Saves.OTHERS,
-    is_quantizable=True,
-    passes_on_bad=True,
 )
-_group("ragged_dot_general", _HALF, flops=Flops.RAGGED_DOT, is_quantizable=True)
-_group(
-    "conv_general_dilated",
-    _HALF,
-    flops=Flops.CONVOLUTION,
-    is_quantizable=True,
-    passes_on_bad=True,
-)
-_group("ragged_dot", _HALF, flops=Flops.LAST_AXIS_PRODUCT)
-_group("dot_product_attention_fwd_wrapper", _HALF, flops=Flops.ATTENTION_FORWARD)
+_group("ragged_dot_general", _HALF, Flops.RAGGED_DOT, "is_quantizable")
+_group("conv_general_dilated", _HALF, Flops.CONVOLUTION, "is_quantizable passes_on_bad")
+_group("ragged_dot", _HALF, Flops.LAST_AXIS_PRODUCT)
+_group("dot_product_attention_fwd_wrapper", _HALF, Flops.ATTENTION_FORWARD)
 _group("bcoo_dot_general dot_product_attention", _HALF)
 
 # --- Between products, in float32 -----------------------------------------------------
@@ -205,123 +206,58 @@ _group(
     square
     """,
     _FULL,
-    flops=Flops.ELEMENTWISE,
+    Flops.ELEMENTWISE,
     saves=Saves.OPERAND,
 )
 _group(
-    "cbrt exp exp2 expm1 rsqrt sqrt tan",
-    _FULL,
-    flops=Flops.ELEMENTWISE,
-    saves=Saves.RESULT,
+    "cbrt exp exp2 expm1 rsqrt sqrt tan", _FULL, Flops.ELEMENTWISE, saves=Saves.RESULT
 )
-_group(
-    "logistic tanh",
-    _FULL,
-    flops=Flops.ELEMENTWISE,
-    saves=Saves.RESULT_AND_SLOPE,
-)
-_group(
-    "atan2 igamma igammac pow rem",
-    _FULL,
-    flops=Flops.ELEMENTWISE,
-    saves=Saves.OTHERS,
-)
+_group("logistic tanh", _FULL, Flops.ELEMENTWISE, saves=Saves.RESULT_AND_SLOPE)
+_group("atan2 igamma igammac pow rem", _FULL, Flops.ELEMENTWISE, saves=Saves.OTHERS)
 _group(
     """
     _copysign ceil eq eq_to floor igamma_grad_a is_finite mulhi ne polygamma
     random_gamma random_gamma_grad regularized_incomplete_beta round zeta
     """,
     _FULL,
-    flops=Flops.ELEMENTWISE,
+    Flops.ELEMENTWISE,
 )
-_group("ge gt le le_to lt lt_to", _FULL, flops=Flops.ELEMENTWISE, orders=True)
-_group(
-    "add add_any sub",
-    _FULL,
-    flops=Flops.ELEMENTWISE,
-    adds=True,
-    passes_on_bad=True,
-)
-_group("div", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.OTHERS)
-_group(
-    "mul",
-    _FULL,
-    flops=Flops.ELEMENTWISE,
-    saves=Saves.OTHERS,
-    passes_on_bad=True,
-)
-_group("abs", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.OPERAND, picks=True)
-_group("neg", _FULL, flops=Flops.ELEMENTWISE, picks=True, passes_on_bad=True)
-_group("clamp max min", _FULL, flops=Flops.ELEMENTWISE, saves=Saves.CHOICE)
-_group(
-    "select_n",
-    _FULL,
-    flops=Flops.ELEMENTWISE,
-    saves=Saves.PREDICATE,
-    joins=True,
-    picks=True,
-)
-_group("concatenate pad stack", _FULL, flops=Flops.ZERO, joins=True, picks=True)
-_group("tie", _FULL, flops=Flops.ZERO)
-_group("reduce_sum", _FULL, flops=Flops.REDUCTION, passes_on_bad=True)
-_group(
-    "reduce_max reduce_min reduce_prod",
-    _FULL,
-    flops=Flops.REDUCTION,
-    saves=Saves.OPERAND,
-)
-_group("argmax argmin", _FULL, flops=Flops.REDUCTION)
+_group("ge gt le le_to lt lt_to", _FULL, Flops.ELEMENTWISE, "orders")
+_group("add add_any sub", _FULL, Flops.ELEMENTWISE, "adds passes_on_bad")
+_group("div", _FULL, Flops.ELEMENTWISE, saves=Saves.OTHERS)
+_group("mul", _FULL, Flops.ELEMENTWISE, "passes_on_bad", saves=Saves.OTHERS)
+_group("abs", _FULL, Flops.ELEMENTWISE, "picks", saves=Saves.OPERAND)
+_group("neg", _FULL, Flops.ELEMENTWISE, "picks passes_on_bad")
+_group("clamp max min", _FULL, Flops.ELEMENTWISE, saves=Saves.CHOICE)
+_group("select_n", _FULL, Flops.ELEMENTWISE, "joins picks", saves=Saves.PREDICATE)
+_group("concatenate pad stack", _FULL, Flops.ZERO, "joins picks")
+_group("tie", _FULL, Flops.ZERO)
+_group("reduce_sum", _FULL, Flops.REDUCTION, "passes_on_bad")
+_group("reduce_max reduce_min reduce_prod", _FULL, Flops.REDUCTION, saves=Saves.OPERAND)
+_group("argmax argmin", _FULL, Flops.REDUCTION)
 _group(
     "approx_top_k cumlogsumexp cummax cummin cumprod cumsum top_k",
     _FULL,
-    flops=Flops.PER_OPERAND_ELEMENT,
-    is_barrier=True,
+    Flops.PER_OPERAND_ELEMENT,
+    "is_barrier",
 )
-_group("sort", _FULL, flops=Flops.SORT, is_barrier=True)
+_group("sort", _FULL, Flops.SORT, "is_barrier")
 _group(
     "reduce_window_max reduce_window_min reduce_window_sum",
     _FULL,
-    flops=Flops.WINDOW,
-    is_barrier=True,
+    Flops.WINDOW,
+    "is_barrier",
 )
-_group(
-    "dynamic_update_slice",
-    _FULL,
-    flops=Flops.ZERO,
-    picks=True,
-    is_barrier=True,
-    writes_part=True,
-)
-_group(
-    "scatter",
-    _FULL,
-    flops=Flops.ZERO,
-    is_barrier=True,
-    combines=True,
-    writes_part=True,
-)
+_group("dynamic_update_slice", _FULL, Flops.ZERO, "picks is_barrier writes_part")
+_group("scatter", _FULL, Flops.ZERO, "is_barrier combines writes_part")
 _group(
     "scatter-add scatter-max scatter-min scatter-mul scatter-sub",
     _FULL,
-    flops=Flops.SCATTER,
-    is_barrier=True,
-    combines=True,
-    writes_part=True,
+    Flops.SCATTER,
+    "is_barrier combines writes_part",
 )
-_group(
-    "select_and_gather_add",
-    _FULL,
-    flops=Flops.SELECT_AND_GATHER,
-    is_barrier=True,
-    combines=True,
-)
-_group(
-    "select_and_scatter_add",
-    _FULL,
-    flops=Flops.SELECT_AND_SCATTER,
-    is_barrier=True,
-    combines=True,
-)
+_group("select_and_gather_add", _FULL, Flops.WINDOW, "is_barrier combines")
+_group("select_and_scatter_add", _FULL, Flops.SELECT_AND_SCATTER, "is_barrier combines")
 # Integers, truth values, and numbers out of nothing.
 _group(
     """
@@ -332,75 +268,44 @@ _group(
     unvmap_all unvmap_any unvmap_max
     """,
     _FULL,
-    flops=Flops.ZERO,
+    Flops.ZERO,
 )
 
 # --- Movement of data -----------------------------------------------------------------
 
 _MOVE = PrimitiveClass.MOVE
-_group("copy rev transpose", _MOVE, flops=Flops.ZERO, moves=True, rearranges=True)
-_group("copy_p roll split unstack", _MOVE, flops=Flops.ZERO, moves=True)
+_group("copy rev transpose", _MOVE, Flops.ZERO, "moves rearranges")
+_group("copy_p roll split unstack", _MOVE, Flops.ZERO, "moves")
 _group(
     "expand_dims reshape squeeze",
     _MOVE,
-    flops=Flops.ZERO,
+    Flops.ZERO,
+    "moves rearranges is_free",
     saves=Saves.SAME,
-    moves=True,
-    rearranges=True,
-    is_free=True,
 )
 _group(
     "broadcast_in_dim broadcast_to",
     _MOVE,
-    flops=Flops.ZERO,
+    Flops.ZERO,
+    "moves repeats",
     saves=Saves.SAME,
-    moves=True,
-    repeats=True,
 )
-_group("tile", _MOVE, flops=Flops.ZERO, moves=True, repeats=True)
-_group("dynamic_slice slice", _MOVE, flops=Flops.ZERO, moves=True, reads_part=True)
+_group("tile", _MOVE, Flops.ZERO, "moves repeats")
+_group("dynamic_slice slice", _MOVE, Flops.ZERO, "moves reads_part")
 # An embedding is no part of what comes after it.
+_group("gather", _MOVE, Flops.ZERO, "moves repeats is_barrier reads_part")
+_group("stop_gradient", _MOVE, Flops.ZERO, "moves is_free")
+_group("pvary", _MOVE, Flops.ZERO, "moves spreads is_free")
 _group(
-    "gather",
-    _MOVE,
-    flops=Flops.ZERO,
-    moves=True,
-    repeats=True,
-    is_barrier=True,
-    reads_part=True,
+    "nonbatchable nondifferentiable_backward nontraceable", _MOVE, Flops.ZERO, "is_free"
 )
-_group("stop_gradient", _MOVE, flops=Flops.ZERO, moves=True, is_free=True)
-_group("pvary", _MOVE, flops=Flops.ZERO, moves=True, spreads=True, is_free=True)
-_group(
-    "nonbatchable nondifferentiable_backward nontraceable",
-    _MOVE,
-    flops=Flops.ZERO,
-    is_free=True,
-)
-_group(
-    "name optimization_barrier",
-    _MOVE,
-    flops=Flops.ZERO,
-    moves=True,
-    is_barrier=True,
-    is_free=True,
-)
-_group(
-    "sharding_constraint",
-    _MOVE,
-    flops=Flops.ZERO,
-    moves=True,
-    gathers=True,
-    is_barrier=True,
-    is_free=True,
-)
+_group("name optimization_barrier", _MOVE, Flops.ZERO, "moves is_barrier is_free")
+_group("sharding_constraint", _MOVE, Flops.ZERO, "moves gathers is_barrier is_free")
 _group(
     "all_gather all_gather_invariant reshard",
     _MOVE,
-    flops=Flops.ZERO,
-    moves=True,
-    gathers=True,
-    is_barrier=True,
+    Flops.ZERO,
+    "moves gathers is_barrier",
 )
 _group(
     """
@@ -408,9 +313,8 @@ _group(
     pbroadcast_dynamic ppermute relayout with_memory_space_constraint
     """,
     _MOVE,
-    flops=Flops.ZERO,
-    moves=True,
-    is_barrier=True,
+    Flops.ZERO,
+    "moves is_barrier",
 )
 # Between devices, sums travel in the precision that their terms have.
 _group(
@@ -419,8 +323,8 @@ _group(
     unreduced_psum unreduced_reduce_scatter
     """,
     _MOVE,
-    flops=Flops.PER_OPERAND_ELEMENT,
-    is_barrier=True,
+    Flops.PER_OPERAND_ELEMENT,
+    "is_barrier",
 )
 _group(
     """
@@ -428,32 +332,33 @@ _group(
     vary_unreduced_cast vary_unreduced_cast_p
     """,
     _MOVE,
-    flops=Flops.ZERO,
-    is_barrier=True,
+    Flops.ZERO,
+    "is_barrier",
 )
-_group("convert_element_type", PrimitiveClass.CONVERT, flops=Flops.ZERO)
+_group("convert_element_type", PrimitiveClass.CONVERT, Flops.ZERO)
 
 # --- Programs within programs ---------------------------------------------------------
 
 _RECURSE = PrimitiveClass.RECURSE
-_group("jit pjit", _RECURSE, program="jaxpr", runs_once=True, joins_regions=True)
+_group("jit pjit", _RECURSE, traits="runs_once joins_regions", program="jaxpr")
 _group(
     "closed_call custom_jvp_call",
     _RECURSE,
+    traits="runs_once joins_regions",
     program="call_jaxpr",
-    runs_once=True,
-    joins_regions=True,
 )
 _group(
     "call core_call custom_vjp_call eval_jaxpr",
     _RECURSE,
+    traits="runs_once",
     program="call_jaxpr",
-    runs_once=True,
 )
-_group("checkpoint remat remat2 shard_map", _RECURSE, program="jaxpr", runs_once=True)
-_group("composite", _RECURSE, program="jaxpr", runs_once=True)
-_group("custom_vmap_call", _RECURSE, program="call", runs_once=True)
-_group("remat_opt", _RECURSE, program="fwd_jaxpr", runs_once=True)
+_group(
+    "checkpoint remat remat2 shard_map", _RECURSE, traits="runs_once", program="jaxpr"
+)
+_group("composite", _RECURSE, traits="runs_once", program="jaxpr")
+_group("custom_vmap_call", _RECURSE, traits="runs_once", program="call")
+_group("remat_opt", _RECURSE, traits="runs_once", program="fwd_jaxpr")
 _group("cond scan while", _RECURSE)
 
 # --- What runs as it was written ------------------------------------------------------
@@ -462,30 +367,26 @@ _OPAQUE = PrimitiveClass.OPAQUE
 _group(
     "compute_on custom_partitioning fused_call jaxpr_call xla_metadata_call xla_pmap",
     _OPAQUE,
-    runs_once=True,
+    traits="runs_once",
 )
 # Equinox's, and a program that was exported: texts or closures.
-_group("call_exported noinline", _OPAQUE, hides_a_program=True)
-_group("pallas_call", _OPAQUE, flops=Flops.PALLAS, combines=True)
-_group("reduce", _OPAQUE, flops=Flops.REDUCTION, combines=True)
-_group("reduce_window", _OPAQUE, flops=Flops.WINDOW, combines=True)
-_group("select_and_scatter", _OPAQUE, flops=Flops.SELECT_AND_SCATTER, combines=True)
+_group("call_exported noinline", _OPAQUE, traits="hides_a_program")
+_group("pallas_call", _OPAQUE, Flops.PALLAS, "combines")
+_group("reduce", _OPAQUE, Flops.REDUCTION, "combines")
+_group("reduce_window", _OPAQUE, Flops.WINDOW, "combines")
+_group("select_and_scatter", _OPAQUE, Flops.SELECT_AND_SCATTER, "combines")
 # The user chose dtypes and scales of these himself: half in name, but not ours to cast.
-_group("scaled_matmul scaled_matmul_wrapper", _OPAQUE, flops=Flops.LAST_AXIS_PRODUCT)
-_group("dot_product_attention_bwd_wrapper", _OPAQUE, flops=Flops.ATTENTION_BACKWARD)
+_group("scaled_matmul scaled_matmul_wrapper", _OPAQUE, Flops.LAST_AXIS_PRODUCT)
+_group("dot_product_attention_bwd_wrapper", _OPAQUE, Flops.ATTENTION_BACKWARD)
 _group("core_map cudnn_fusion custom_linear_solve linear_call run_state", _OPAQUE)
-_group("cholesky", _OPAQUE, flops=Flops.CHOLESKY)
-_group("lu", _OPAQUE, flops=Flops.LU)
-_group("qr", _OPAQUE, flops=Flops.QR)
-_group("geqrf householder_product", _OPAQUE, flops=Flops.REFLECTORS)
-_group("triangular_solve", _OPAQUE, flops=Flops.TRIANGULAR_SOLVE)
-_group("fft", _OPAQUE, flops=Flops.FFT)
-_group(
-    "conj nextafter reduce_precision stochastic_round",
-    _OPAQUE,
-    flops=Flops.ELEMENTWISE,
-)
-_group("empty empty2", _OPAQUE, flops=Flops.ZERO, is_free=True)
+_group("cholesky", _OPAQUE, Flops.CHOLESKY)
+_group("lu", _OPAQUE, Flops.LU)
+_group("qr", _OPAQUE, Flops.QR)
+_group("geqrf householder_product", _OPAQUE, Flops.REFLECTORS)
+_group("triangular_solve", _OPAQUE, Flops.TRIANGULAR_SOLVE)
+_group("fft", _OPAQUE, Flops.FFT)
+_group("conj nextafter reduce_precision stochastic_round", _OPAQUE, Flops.ELEMENTWISE)
+_group("empty empty2", _OPAQUE, Flops.ZERO, "is_free")
 _group(
     """
     bitcast_convert_type complex imag real lu_pivots_to_permutation platform_index
@@ -495,8 +396,8 @@ _group(
     after_all create_token debug_callback debug_print inspect_sharding print_layout
     """,
     _OPAQUE,
-    flops=Flops.ZERO,
+    Flops.ZERO,
 )
-_group("get swap", _OPAQUE, is_access=True)
+_group("get swap", _OPAQUE, traits="is_access")
 
-_group("multiple_of num_programs program_id", _OPAQUE, is_access=True)
+_group("multiple_of num_programs program_id", _OPAQUE, traits="is_access")

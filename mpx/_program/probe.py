@@ -17,8 +17,6 @@ loop it is as the turn begins: nothing is known of the turn before.
 The program is to be run, not to be differentiated: rules of derivatives are left out.
 """
 
-import abc
-import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -49,77 +47,10 @@ from .equations import (
 )
 from .flow import Location
 from .primitives import properties
+from .probes import Probe, Records, Tagged
 
-Records: TypeAlias = dict[Hashable, PyTree]
-"""Trees of arrays by a name that is the probe's own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tagged:
-    """An array on its way through a program, and what a probe knows of it."""
-
-    array: AnyArray
-    tag: Any
-
-
-class Probe(abc.ABC):
-    """What is asked of the values of a program. One probe serves one trace."""
-
-    @abc.abstractmethod
-    def constant(self, array: object) -> object:
-        """The tag of a literal, or of an array that the program holds."""
-
-    @abc.abstractmethod
-    def transfer(
-        self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
-    ) -> Sequence[object]:
-        """The tags of the results of an operation."""
-
-    @abc.abstractmethod
-    def observe(
-        self,
-        equation: JaxprEqn,
-        place: Location,
-        operands: Sequence[Tagged],
-        results: Sequence[Tagged],
-    ) -> Records:
-        """The records of an operation."""
-
-    def compute(self, equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
-        """The results of an operation; those of its primitive unless overridden."""
-        return bind_equation(equation, *arrays)
-
-    def inside(self) -> contextlib.AbstractContextManager[object]:
-        """Around a program within, in which arrays of outside are not to be used."""
-        return contextlib.nullcontext()
-
-    def carried(self, equation: JaxprEqn, place: Location, tag: Any) -> object:
-        """The tag in a turn of a loop of what it carries and begins with."""
-        return tag
-
-    def cut(self, tag: Any) -> object:
-        """The tag of a part that a turn of a scan takes of what is stacked."""
-        return tag
-
-    def stacked(self, tag: Any) -> object:
-        """The tag of what the turns of a scan give, stacked."""
-        return tag
-
-    def stack(self, key: Hashable, axis: str) -> None:
-        """Is told that a record gets a new first axis: `turn` or `device`."""
-        del key, axis
-
-    def join(self, before: PyTree, now: PyTree) -> PyTree:
-        """Joins the records of two turns of a `while` loop; None leaves them out."""
-        return None
-
-    def branches(self) -> Callable[[], None]:
-        """Before branches of which one is taken.
-
-        Returns:
-            What is called before each of them, and after the last.
-        """
-        return lambda: None
+# The results of an equation, and what was recorded in it.
+_Results: TypeAlias = tuple[list[Tagged], Records]
 
 
 def probed(
@@ -150,7 +81,7 @@ def _run(
     inputs: Sequence[Tagged],
     probe: Probe,
     place: Location,
-) -> tuple[list[Tagged], Records]:
+) -> _Results:
     jaxpr = open_jaxpr(program)
     held = [Tagged(x, probe.constant(x)) for x in consts]
     values = dict(zip(jaxpr.constvars, held, strict=True))
@@ -170,7 +101,7 @@ def _run(
             # What holds programs in a way that is not known here is an operation: the
             # probe does not see into it.
             if subs and (run is not _called or _is_call(equation)):
-                results, found = run(equation, subs, operands, probe, place)
+                results, found = run(_Held(equation, subs, operands, probe, place))
             else:
                 results, found = _operation(equation, operands, probe, place)
         records |= found
@@ -180,7 +111,7 @@ def _run(
 
 def _operation(
     equation: JaxprEqn, operands: list[Tagged], probe: Probe, place: Location
-) -> tuple[list[Tagged], Records]:
+) -> _Results:
     arrays = probe.compute(equation, [v.array for v in operands])
     tags = probe.transfer(equation, place, operands)
     results = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
@@ -193,25 +124,31 @@ def _is_call(equation: JaxprEqn) -> bool:
     return bool(known.program) and known.runs_once
 
 
-Inside: TypeAlias = Callable[
-    [JaxprEqn, Sequence[SubJaxpr], list[Tagged], Probe, Location],
-    tuple[list[Tagged], Records],
-]
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """An equation that holds programs, where it stands, and what goes into it."""
+
+    equation: JaxprEqn
+    subs: Sequence[SubJaxpr]
+    operands: list[Tagged]
+    probe: Probe
+    place: Location
+
+    def within(self, sub: SubJaxpr) -> Location:
+        """The place of a program that it holds."""
+        return self.place.enter(self.equation, sub)
+
+    def traced(self, sub: SubJaxpr, inputs: Sequence[tuple[Aval, object]]) -> "_Traced":
+        """One of its programs, with type and tag of each of its inputs."""
+        return _Traced(sub, inputs, self.probe, self.within(sub))
 
 
-def _called(
-    equation: JaxprEqn,
-    subs: Sequence[SubJaxpr],
-    operands: list[Tagged],
-    probe: Probe,
-    place: Location,
-) -> tuple[list[Tagged], Records]:
+def _called(held: _Held) -> _Results:
     """A call, in the place where it stands; a jit keeps the shardings that it names."""
-    (sub,) = subs
-    params = equation.params
-    given = _constrained(operands, params.get("in_shardings"))
-    inner = place.enter(equation, sub)
-    results, records = _run(program_of(equation), sub.consts, given, probe, inner)
+    (sub,) = held.subs
+    params, program = held.equation.params, program_of(held.equation)
+    given = _constrained(held.operands, params.get("in_shardings"))
+    results, records = _run(program, sub.consts, given, held.probe, held.within(sub))
     return _constrained(results, params.get("out_shardings")), records
 
 
@@ -279,19 +216,14 @@ def _typed(values: Sequence[Tagged]) -> list[tuple[Aval, object]]:
     return [(jax.typeof(v.array), v.tag) for v in values]
 
 
-def _in_checkpoint(
-    equation: JaxprEqn,
-    subs: Sequence[SubJaxpr],
-    operands: list[Tagged],
-    probe: Probe,
-    place: Location,
-) -> tuple[list[Tagged], Records]:
+def _in_checkpoint(held: _Held) -> _Results:
     """A checkpoint stays one, so that nothing in it is merged with what was before."""
-    (sub,) = subs
-    made = _Traced(sub, _typed(operands), probe, place.enter(equation, sub))
+    (sub,) = held.subs
+    made = held.traced(sub, _typed(held.operands))
     jaxpr, constants = constants_as_inputs(made.closed)
-    changed = equation.replace(params={**equation.params, "jaxpr": open_jaxpr(jaxpr)})
-    arrays = bind_equation(changed, *constants, *(v.array for v in operands))
+    params = {**held.equation.params, "jaxpr": open_jaxpr(jaxpr)}
+    changed = held.equation.replace(params=params)
+    arrays = bind_equation(changed, *constants, *(v.array for v in held.operands))
     results, records = made.divided(arrays)
     return _tagged(results, made.tags), records
 
@@ -300,24 +232,18 @@ def _tagged(arrays: Sequence[AnyArray], tags: Sequence[object]) -> list[Tagged]:
     return [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
 
 
-def _in_scan(
-    equation: JaxprEqn,
-    subs: Sequence[SubJaxpr],
-    operands: list[Tagged],
-    probe: Probe,
-    place: Location,
-) -> tuple[list[Tagged], Records]:
+def _in_scan(held: _Held) -> _Results:
     """A scan: what is recorded is stacked."""
-    (sub,) = subs
+    (sub,) = held.subs
+    equation, operands, probe = held.equation, held.operands, held.probe
     n_consts, n_carry = scan_counts(equation.params)
     end = n_consts + n_carry
     avals = [aval_of(v) for v in sub.jaxpr.invars]
     tags = [v.tag for v in operands[:n_consts]]
     carry = operands[n_consts:end]
-    tags += [probe.carried(equation, place, v.tag) for v in carry]
+    tags += [probe.carried(equation, held.place, v.tag) for v in carry]
     tags += [probe.cut(v.tag) for v in operands[end:]]
-    inner = place.enter(equation, sub)
-    made = _Traced(sub, list(zip(avals, tags, strict=True)), probe, inner)
+    made = held.traced(sub, list(zip(avals, tags, strict=True)))
     fixed = [v.array for v in operands[:n_consts]]
 
     def body(
@@ -347,25 +273,18 @@ def _begun(values: Sequence[Tagged], avals: Sequence[Aval]) -> list[AnyArray]:
     ]
 
 
-def _in_while(
-    equation: JaxprEqn,
-    subs: Sequence[SubJaxpr],
-    operands: list[Tagged],
-    probe: Probe,
-    place: Location,
-) -> tuple[list[Tagged], Records]:
+def _in_while(held: _Held) -> _Results:
     """A loop of unknown length: records are joined as it goes."""
-    body_sub, test_sub = subs
-    params = equation.params
+    body_sub, test_sub = held.subs
+    params, probe = held.equation.params, held.probe
     n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
-    for_test = [v.array for v in operands[:n_test]]
-    inside = operands[n_test:]
+    for_test = [v.array for v in held.operands[:n_test]]
+    inside = held.operands[n_test:]
     avals = [aval_of(v) for v in body_sub.jaxpr.invars]
     tags = [v.tag for v in inside[:n_body]]
     carry = inside[n_body:]
-    tags += [probe.carried(equation, place, v.tag) for v in carry]
-    inner = place.enter(equation, body_sub)
-    made = _Traced(body_sub, list(zip(avals, tags, strict=True)), probe, inner)
+    tags += [probe.carried(held.equation, held.place, v.tag) for v in carry]
+    made = held.traced(body_sub, list(zip(avals, tags, strict=True)))
     fixed = [v.array for v in inside[:n_body]]
     zeros = {key: jax.tree.map(_zeros, x) for key, x in made.records.items()}
     # Whether the probe joins turns at all, it is asked once, of zeros.
@@ -398,19 +317,13 @@ def _zeros(x: AnyArray) -> AnyArray:
     return jnp.zeros(x.shape, x.dtype)
 
 
-def _in_branches(
-    equation: JaxprEqn,
-    subs: Sequence[SubJaxpr],
-    operands: list[Tagged],
-    probe: Probe,
-    place: Location,
-) -> tuple[list[Tagged], Records]:
+def _in_branches(held: _Held) -> _Results:
     """A conditional: each branch gives the records of all, zeros for the others."""
-    inputs, made = _typed(operands[1:]), []
-    begin = probe.branches()
-    for sub in subs:
+    equation, inputs = held.equation, _typed(held.operands[1:])
+    begin, made = held.probe.branches(), []
+    for sub in held.subs:
         begin()
-        made.append(_Traced(sub, inputs, probe, place.enter(equation, sub)))
+        made.append(held.traced(sub, inputs))
     begin()
     records = {key: x for one in made for key, x in one.records.items()}
 
@@ -426,7 +339,7 @@ def _in_branches(
 
     branches = tuple(map(filled, made))
     changed = equation.replace(params={**equation.params, "branches": branches})
-    arrays = bind_equation(changed, *(v.array for v in operands))
+    arrays = bind_equation(changed, *(v.array for v in held.operands))
     count = len(equation.outvars)
     structure = jax.tree.structure(list(records.values()))
     found = jax.tree.unflatten(structure, arrays[count:])
@@ -434,18 +347,11 @@ def _in_branches(
     return results, dict(zip(records, found, strict=True))
 
 
-def _on_devices(
-    equation: JaxprEqn,
-    subs: Sequence[SubJaxpr],
-    operands: list[Tagged],
-    probe: Probe,
-    place: Location,
-) -> tuple[list[Tagged], Records]:
+def _on_devices(held: _Held) -> _Results:
     """A program that runs once per device: what is recorded is stacked."""
-    (sub,) = subs
-    params = equation.params
-    axes, tags = tuple(shard_map_axes(params)), [v.tag for v in operands]
-    inner = place.enter(equation, sub)
+    (sub,) = held.subs
+    params, probe, inner = held.equation.params, held.probe, held.within(sub)
+    axes, tags = tuple(shard_map_axes(params)), [v.tag for v in held.operands]
     found: dict[str, Any] = {}
 
     def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[PyTree]]:
@@ -468,15 +374,14 @@ def _on_devices(
         check_vma=params["check_vma"],
         axis_names=set(axes),
     )
-    results, records = mapped(*(v.array for v in operands))
+    results, records = mapped(*(v.array for v in held.operands))
     for key in found["keys"]:
         probe.stack(key, "device")
-    return _tagged(results, found["tags"]), dict(
-        zip(found["keys"], records, strict=True)
-    )
+    records = dict(zip(found["keys"], records, strict=True))
+    return _tagged(results, found["tags"]), records
 
 
-_INSIDE: Mapping[str, Inside] = {
+_INSIDE: Mapping[str, Callable[[_Held], _Results]] = {
     "checkpoint": _in_checkpoint,
     "remat": _in_checkpoint,
     "remat2": _in_checkpoint,

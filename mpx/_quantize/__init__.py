@@ -16,6 +16,7 @@ from ._ahead import (
     quantized_ahead as quantized_ahead,
     stored_ahead as stored_ahead,
 )
+from ._amax import Join as Join
 from ._array import QuantizedArray as QuantizedArray
 from ._convolution import (
     ConvolutionProduct as ConvolutionProduct,
@@ -27,8 +28,15 @@ from ._delayed import (
 )
 from ._explain import formats_of as formats_of, path_of as path_of
 from ._format import Format as Format
-from ._hadamard import hadamard_transform as hadamard_transform
+from ._four_bits import encode as encode
+from ._hadamard import hadamard_transform as hadamard_transform, signs_of as signs_of
+from ._kernel import AbstractKernel as AbstractKernel
 from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
+from ._noise import (
+    hashed as hashed,
+    noise_of_hash as noise_of_hash,
+    uniform as uniform,
+)
 from ._operands import (
     has_blocks as has_blocks,
     rounds_stochastically as rounds_stochastically,
@@ -60,7 +68,19 @@ from ._recipes import (
     NVFP4BlockScaling as NVFP4BlockScaling,
     Role as Role,
 )
-from ._rounding import largest_magnitude as largest_magnitude
+from ._rounding import (
+    flushed as flushed,
+    largest_magnitude as largest_magnitude,
+    round_finite as round_finite,
+    up_or_down as up_or_down,
+)
+from ._scales import (
+    e8m0_code as e8m0_code,
+    e8m0_from_code as e8m0_from_code,
+    e8m0_scale as e8m0_scale,
+    nvfp4_scale as nvfp4_scale,
+    nvfp4_tensor_scale as nvfp4_tensor_scale,
+)
 from ._slots import (
     amax_of as amax_of,
 )

@@ -19,15 +19,14 @@ from ._amax import Join
 from ._array import QuantizedArray
 from ._casting import CAST, CAST_OF_WEIGHT, is_cast, quantize_by_cast
 from ._contraction import padded
-from ._eight_bit_kernel import quantize_eight_bits
-from ._four_bit_kernel import packed_along, quantize_four_bits
+from ._four_bits import pack, unpack
+from ._kernel import AbstractKernel
 from ._noise import noise_from
 from ._products import Operand
-from ._quantizers import AbstractQuantizer, MXFP8Quantizer, NVFP4Quantizer
-from ._recipes import AbstractRecipe, MXFP8BlockScaling, NVFP4BlockScaling, Role
+from ._quantizers import AbstractQuantizer
+from ._recipes import AbstractRecipe, Role
 from ._rounding import flushed
 from ._target import Target
-from ._tiles import has_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,21 +94,16 @@ class Copies:
         return self._copy(x, other, self.axes[1], scale, salt=1)
 
     def _by_kernel(self, x: Array) -> tuple[Operand, Operand] | None:
-        """Both copies by a kernel, where the recipe wants one and the device has it."""
-        if not has_kernel(self.recipe, self.target) or not has_tiles(x.shape):
-            return None
-        if self.recipe.backward_override:
+        """Both copies by the recipe's kernel, where it has one for them."""
+        kernel = kernel_of(self.recipe, self.target)
+        if kernel is None or not kernel.takes(x.shape):
             return None
         first, second = self._quantizers()
+        if first is None or second is None or self.recipe.backward_override:
+            return None
 
         def by_kernel(x: Array, step: Array | None) -> tuple[Operand, Operand]:
-            if isinstance(first, MXFP8Quantizer):
-                return quantize_eight_bits(
-                    x, first.format, self.half, self.axes, self.rounded_to
-                )
-            assert isinstance(first, NVFP4Quantizer)  # `has_kernel`
-            assert isinstance(second, NVFP4Quantizer)
-            return quantize_four_bits(
+            return kernel.quantize(
                 x,
                 (first, second),
                 self.half,
@@ -125,7 +119,9 @@ class Copies:
             other = here._second(x, None, one)
             if isinstance(one, QuantizedArray) and other is one:
                 # One copy in square blocks; the kernel packs it along either axis.
-                return packed_along(one, self.axes[0]), packed_along(one, self.axes[1])
+                return _packed_along(one, self.axes[0]), _packed_along(
+                    one, self.axes[1]
+                )
             return one, other
 
         branches = {self.target.platform: by_kernel}
@@ -169,11 +165,14 @@ class Copies:
         return quantizer._quantize(x, self.half, axes, key, scale, self.join)
 
 
-def has_kernel(recipe: AbstractRecipe, target: Target) -> bool:
-    """Whether a recipe asks for a kernel for both copies, and the device has it."""
-    if not isinstance(recipe, MXFP8BlockScaling | NVFP4BlockScaling):
-        return False
-    return recipe.kernel == "pallas" and target.has_block_units
+def _packed_along(square: QuantizedArray, axis: int) -> QuantizedArray:
+    payload = pack(unpack(square.payload, square.axes[-1]), axis)
+    return dataclasses.replace(square, payload=payload, axes=(-3 - axis, axis))
+
+
+def kernel_of(recipe: AbstractRecipe, target: Target) -> AbstractKernel | None:
+    """The kernel that a recipe asks for, if it has one on the device."""
+    return getattr(recipe, "kernel", None) if target.has_block_units else None
 
 
 def has_blocks(recipe: AbstractRecipe) -> bool:

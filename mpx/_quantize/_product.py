@@ -34,7 +34,7 @@ from .._typing import Shape
 from ._amax import Join, joined_over
 from ._array import QuantizedArray
 from ._casting import beside_amax
-from ._operands import Copies, has_kernel
+from ._operands import Copies, kernel_of
 from ._products import Operand, stored
 from ._recipes import AbstractRecipe, Role
 from ._second_derivative import differentiated_once
@@ -161,7 +161,8 @@ class AbstractProduct(abc.ABC):
         A kernel that is opaque to the compiler rounds it itself, instead of reading
         what was written rounded. Between devices a weight travels rounded.
         """
-        return has_kernel(self.recipe, self.target) and self.reduce_dtype is None
+        kernel = kernel_of(self.recipe, self.target)
+        return kernel is not None and self.reduce_dtype is None
 
     def _has_units(self, x: Operand, w: Operand) -> bool:
         """Whether the device computes with the bits of the operands."""

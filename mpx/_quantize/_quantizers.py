@@ -43,6 +43,18 @@ from ._scales import (
 
 
 @dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What is asked of a quantizer: see `AbstractQuantizer._quantize`."""
+
+    dtype: np.dtype
+    axes: Axes
+    key: Key | None
+    scale: Array | None
+    join: Join
+    by: Arithmetic
+
+
+@dataclasses.dataclass(frozen=True)
 class AbstractQuantizer(abc.ABC):
     """What every quantizer has: options, and the blocks that share a scale.
 
@@ -63,7 +75,6 @@ class AbstractQuantizer(abc.ABC):
         """How many axes a block lies along: 0, 1, or 2 for square blocks."""
         return 0
 
-    @abc.abstractmethod
     def _quantize(
         self,
         x: Float32[Array, "..."],
@@ -86,6 +97,11 @@ class AbstractQuantizer(abc.ABC):
                 piece of it.
             by: What to compute with.
         """
+        return self._made(x, _Asked(dtype, axes, key, scale, join, by))
+
+    @abc.abstractmethod
+    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
+        """What `_quantize` gives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,22 +152,14 @@ class TensorQuantizer(AbstractQuantizer):
             power_of_two_scales=self.power_of_two_scales,
         )
 
-    def _quantize(
-        self,
-        x: Float32[Array, "..."],
-        dtype: np.dtype,
-        axes: Axes,
-        key: Key | None,
-        scale: Array | None,
-        join: Join = alone,
-        by: Arithmetic = EXACT,
-    ) -> QuantizedArray:
+    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
+        by, scale = to.by, to.scale
         if scale is None:
-            scale = self._scale(join(by.largest_finite(x)))
+            scale = self._scale(to.join(by.largest_finite(x)))
         # What is not finite shows in the numbers: nothing waits for an amax where a
         # scale is given.
-        payload = by.to_format(by.scaled(x, scale), self.format, key)
-        return QuantizedArray(payload, 1 / scale, format=self.format, dtype=dtype)
+        payload = by.to_format(by.scaled(x, scale), self.format, to.key)
+        return QuantizedArray(payload, 1 / scale, format=self.format, dtype=to.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,30 +214,21 @@ class BlockQuantizer(AbstractQuantizer):
         """The length of a block, 128."""
         return 128
 
-    def _quantize(
-        self,
-        x: Float32[Array, "..."],
-        dtype: np.dtype,
-        axes: Axes,
-        key: Key | None,
-        scale: Array | None,
-        join: Join = alone,
-        by: Arithmetic = EXACT,
-    ) -> QuantizedArray:
-        amax = block_maximum(x, axes, self.block, by.largest)
+    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
+        amax = block_maximum(x, to.axes, self.block, to.by.largest)
         scales = scale_from_amax(
             jnp.maximum(amax, self.amax_epsilon),
             self.format.largest,
             power_of_two_scales=self.power_of_two_scales,
         )
-        scaled = multiply_blocks(x, scales, axes, self.block)
-        payload = by.to_format(scaled, self.format, key)
+        scaled = multiply_blocks(x, scales, to.axes, self.block)
+        payload = to.by.to_format(scaled, self.format, to.key)
         return QuantizedArray(
             payload,
             1 / scales,
             format=self.format,
-            dtype=dtype,
-            axes=axes,
+            dtype=to.dtype,
+            axes=to.axes,
             block=self.block,
         )
 
@@ -279,26 +278,17 @@ class MXFP8Quantizer(AbstractQuantizer):
         """1: blocks lie along one axis."""
         return 1
 
-    def _quantize(
-        self,
-        x: Float32[Array, "..."],
-        dtype: np.dtype,
-        axes: Axes,
-        key: Key | None,
-        scale: Array | None,
-        join: Join = alone,
-        by: Arithmetic = EXACT,
-    ) -> QuantizedArray:
-        code = e8m0_code(block_maximum(x, axes, self.block, by.largest), self.format)
-        code = by.written(code.astype(jnp.uint8))
-        scaled = multiply_blocks(x, e8m0_scale(code), axes, self.block)
-        payload = by.to_format(scaled, self.format, key)
+    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
+        amax = block_maximum(x, to.axes, self.block, to.by.largest)
+        code = to.by.written(e8m0_code(amax, self.format).astype(jnp.uint8))
+        scaled = multiply_blocks(x, e8m0_scale(code), to.axes, self.block)
+        payload = to.by.to_format(scaled, self.format, to.key)
         return QuantizedArray(
             payload,
             e8m0_from_code(code),
             format=self.format,
-            dtype=dtype,
-            axes=axes,
+            dtype=to.dtype,
+            axes=to.axes,
             block=self.block,
         )
 
@@ -371,31 +361,23 @@ class NVFP4Quantizer(AbstractQuantizer):
         """The length of a block, 16."""
         return 16
 
-    def _quantize(
-        self,
-        x: Float32[Array, "..."],
-        dtype: np.dtype,
-        axes: Axes,
-        key: Key | None,
-        scale: Array | None,
-        join: Join = alone,
-        by: Arithmetic = EXACT,
-    ) -> QuantizedArray:
+    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
+        by, axes = to.by, to.axes
         if self.hadamard:
-            x = by.rotated(x, axes[-1], self.signs, dtype)
+            x = by.rotated(x, axes[-1], self.signs, to.dtype)
         block_amax = by.written(block_maximum(x, axes, self.block, by.largest))
-        tensor_scale = nvfp4_tensor_scale(join(by.largest(block_amax)))
+        tensor_scale = nvfp4_tensor_scale(to.join(by.largest(block_amax)))
         tensor_inverse_scale = 1 / tensor_scale
         inverse_scale = nvfp4_block_inverse_scale(block_amax, tensor_scale)
         inverse_scale = by.written(inverse_scale.astype(jnp.float8_e4m3fn))
         scales = nvfp4_scale(inverse_scale.astype(jnp.float32), tensor_inverse_scale)
         scaled = multiply_blocks(x, scales, axes, self.block)
         return QuantizedArray(
-            by.to_four_bits(scaled, axes[-1], key),
+            by.to_four_bits(scaled, axes[-1], to.key),
             inverse_scale,
             tensor_inverse_scale,
             format=Format.E2M1,
-            dtype=dtype,
+            dtype=to.dtype,
             axes=axes,
             block=self.block,
             rotated=self.hadamard,

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from ._checks import check_epsilon, check_flags
 from ._format import Format
+from ._kernel import AbstractKernel
 from ._quantizers import (
     AbstractQuantizer,
     BlockQuantizer,
@@ -259,17 +260,14 @@ class MXFP8BlockScaling(AbstractRecipe):
 
     Args:
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
-        kernel: What quantizes on a device with units for blocks. "xla": the compiler,
-            in four passes over an array. "pallas": a kernel that reads it once, for
-            matrices whose sizes are multiples of 32; the numbers are the same to the
-            bit. A step of wide layers compiled for a B200 moves 12 % fewer bytes.
-            **No device has run it yet**: it is tested by interpreting it on a CPU. It
-            needs Pallas's Triton backend, which jax 0.10 to 0.12 have.
+        kernel: What quantizes on a device with units for blocks. None: the compiler,
+            in four passes over an array. `mpx.contrib.PallasKernel()`: a kernel that
+            reads it once. **No device has run that yet.**
         backward_override: See `mpx.AbstractRecipe`.
         fp8_dpa: See `mpx.AbstractRecipe`.
 
     Raises:
-        TypeError: The format is none.
+        TypeError: `fp8_format` is not a format, or `kernel` is not a kernel.
         ValueError: An option has a value that is not listed.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0; NVIDIA, Transformer
@@ -282,7 +280,7 @@ class MXFP8BlockScaling(AbstractRecipe):
     """
 
     fp8_format: Format = Format.E4M3
-    kernel: str = dataclasses.field(default="xla", kw_only=True)
+    kernel: AbstractKernel | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -311,13 +309,9 @@ class NVFP4BlockScaling(AbstractRecipe):
         disable_stochastic_rounding: Gradients are rounded to the nearest.
         disable_2d_quantization: Weights have 1x16 blocks, too.
         fp4_format: `Format.E2M1`.
-        kernel: What quantizes on a device with units for blocks. "xla": the compiler,
-            in many passes over an array. "pallas": two kernels that read it once
-            each, for matrices whose sizes are multiples of 32; the numbers are the same
-            to the bit, but for the order of sums in the transform. A step of wide
-            layers compiled for a B200 moves 23 % fewer bytes. **No device has run it
-            yet**: it is tested by interpreting it on a CPU. It needs Pallas's Triton
-            backend, which jax 0.10 to 0.12 have.
+        kernel: What quantizes on a device with units for blocks. None: the compiler,
+            in many passes over an array. `mpx.contrib.PallasKernel()`: two kernels that
+            read it once each. **No device has run those yet.**
         backward_override: See `mpx.AbstractRecipe`.
         fp8_dpa: See `mpx.AbstractRecipe`.
 
@@ -340,7 +334,7 @@ class NVFP4BlockScaling(AbstractRecipe):
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     fp4_format: Format = Format.E2M1
-    kernel: str = dataclasses.field(default="xla", kw_only=True)
+    kernel: AbstractKernel | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -436,8 +430,8 @@ def check_fp8_format(recipe: AbstractRecipe) -> None:
 
 
 def _check_kernel(recipe: MXFP8BlockScaling | NVFP4BlockScaling) -> None:
-    if recipe.kernel not in ("xla", "pallas"):
-        raise ValueError(
-            f'`kernel` of `mpx.{type(recipe).__name__}` is "xla" or "pallas"; got '
-            f"{recipe.kernel!r}."
+    if not isinstance(recipe.kernel, AbstractKernel | None):
+        raise TypeError(
+            f"`kernel` of `mpx.{type(recipe).__name__}` must be None or a kernel; got "
+            f"{recipe.kernel!r}. Pass `mpx.contrib.PallasKernel()`, or leave it out."
         )

@@ -35,16 +35,14 @@ def scale_from_amax(
     largest: float,
     *,
     power_of_two_scales: bool = False,
-    otherwise: Array | float = 1.0,
     limit: float = LARGEST_SCALE,
 ) -> Float32[Array, "..."]:
-    """MAX / amax; NaN of an infinity or a NaN, something else of zero.
+    """MAX / amax; NaN of an infinity or a NaN, 1 of zero (or what is subnormal).
 
     Args:
         amax: The largest magnitudes.
         largest: MAX.
         power_of_two_scales: Round down to a power of two, by zeroing the mantissa.
-        otherwise: The scale where amax is zero (or subnormal).
         limit: The largest scale.
 
     Returns:
@@ -56,7 +54,7 @@ def scale_from_amax(
     if power_of_two_scales:
         bits = lax.bitcast_convert_type(scale, jnp.uint32)
         scale = lax.bitcast_convert_type((bits >> 23) << 23, jnp.float32)
-    scale = jnp.where(usable, scale, otherwise)
+    scale = jnp.where(usable, scale, 1.0)
     return jnp.where(amax < jnp.inf, scale, jnp.nan)
 
 

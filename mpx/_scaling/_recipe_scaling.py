@@ -143,18 +143,8 @@ class RecipeScaling(AbstractLossScaling):
             for name, history in state.by_slot(state.amax_history).items()
         }
 
-    def _counted(
-        self,
-        grads_finite: BoolLike,
-        places_finite: Bool[Array, " n"] | None,
-        loss_finite: BoolLike | None = None,
-    ) -> Self:
-        loss = self.loss._counted(grads_finite, places_finite, loss_finite)
-        return dataclasses.replace(self, loss=loss)
-
     def _set_aside(self) -> Self:
-        loss = self.loss._set_aside()
-        return dataclasses.replace(self, loss=loss, amaxes=_nothing(self.scales))
+        return dataclasses.replace(super()._set_aside(), amaxes=_nothing(self.scales))
 
     def _with_record(self, record: StepRecord) -> Self:
         return dataclasses.replace(self, loss=self.loss._with_record(record))

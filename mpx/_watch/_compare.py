@@ -21,7 +21,7 @@ from .._typing import AnyArray, LeafPredicate
 from ._anchors import Anchor, Collect, Found, anchors_of, common_layers
 from ._closeness import Closeness, Sums, cosine_of, snr_of, sums
 from ._comparison import Comparison
-from ._trace import Kind, Sources
+from ._trace import Kind
 
 CALL = "`mpx.compare(reference, func)`"
 
@@ -141,9 +141,9 @@ class _Side:
 
     def __init__(self, func: Callable[..., PyTree], args: tuple[PyTree, ...]) -> None:
         self.traced: Traced = trace(func, args, {}, lambda f: f, (0,), CALL)
-        sources = Sources()
+        probe = Collect()
         self.tags = [
-            sources.new(Kind.WEIGHT if name else Kind.INPUT, name)
+            probe.new(Kind.WEIGHT if name else Kind.INPUT, name)
             for name in map(_weight_name, self.traced.paths)
         ]
         self.anchors = anchors_of(self.traced.jaxpr, self.tags)

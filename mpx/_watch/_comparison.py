@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from .._contract import ContractError, Violation
 from .._errors import describe
 from ._closeness import Closeness, decibels
+from ._table import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +93,7 @@ def _table(kind: str, some: Sequence[Closeness], width: int) -> list[str]:
         snr = "noise" if x.is_noise else decibels(x.snr)
         numbers = (snr, f"{x.cosine:.6f}", decibels(x.floor))
         rows.append((x.name, *numbers, x.source))
-    sizes = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    room = width - sum(sizes[1:]) - 2 * (len(sizes) - 1)
-    first = max(min(sizes[0], room), 12)
-    lines = []
-    for name, *numbers, end in rows:
-        columns = zip(numbers, sizes[1:], strict=False)
-        cells = [_cut(name, first).ljust(first), *(x.rjust(n) for x, n in columns), end]
-        lines.append("  ".join(cells).rstrip()[:width])
-    return lines
-
-
-def _cut(text: str, size: int) -> str:
-    """The end of a path says more than its beginning."""
-    return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
+    return table(rows, width, least=12, ends_with_text=True)
 
 
 def expect_close(

@@ -169,9 +169,9 @@ class _Program:
         probe = _Counts(self._formats, self._sample)
         named = zip(self._traced.paths, self._traced.is_weight, strict=True)
         tags = [
-            probe.sources.new(Kind.WEIGHT, path, is_argument=True)
+            probe.new(Kind.WEIGHT, path, is_argument=True)
             if is_weight
-            else probe.sources.new(Kind.INPUT)
+            else probe.new(Kind.INPUT)
             for path, is_weight in named
         ]
         results, records = probed(self._traced.jaxpr, probe, arrays, tags)
@@ -246,7 +246,7 @@ class _Counts(SourceProbe):
         if tag.kind is Kind.WEIGHT:
             return tag
         is_backward = phase_of(equation, place) == "backward"
-        return self.sources.new(Kind.GRADIENT if is_backward else Kind.INPUT)
+        return self.new(Kind.GRADIENT if is_backward else Kind.INPUT)
 
     def cut(self, tag: Source) -> Source:
         """A layer of a stacked weight."""

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from .._loss_scaling import AbstractLossScaling
 from ._closeness import decibels
 from ._statistics import TensorStatistics
+from ._table import table
 
 # What a layer loses at most in a format that it would bear. E4M3 keeps 31 dB of normal
 # numbers, E5M2 25 dB, E2M1 in blocks 20 dB (uniform rounding of their mantissas).
@@ -112,14 +113,7 @@ class Statistics:
                 share = found.flushed, found.above
                 cells += [decibels(found.snr), *map(_percent, share)]
             rows.append(cells)
-        sizes = [max(len(cells[i]) for cells in rows) for i in range(len(head))]
-        room = max(width - sum(sizes[1:]) - 2 * (len(sizes) - 1), 16)
-        first = min(sizes[0], room)
-        lines = []
-        for name, *others in rows:
-            numbers = (x.rjust(n) for x, n in zip(others, sizes[1:], strict=True))
-            lines.append("  ".join([_end(name, first).ljust(first), *numbers])[:width])
-        return lines
+        return table(rows, width, least=16, ends_with_text=False)
 
 
 def recipe_amaxes(tree: PyTree) -> dict[str, tuple[float, float, float]]:
@@ -200,10 +194,6 @@ def _readable(path: str) -> str:
     # An NNX state's arrays are the `.value` of a variable, which has the name.
     whole = re.sub(r"(?<='\])\.value(?=/| #|$)", "", path)
     return re.sub(r"\['([^']*)'\]", r".\1", whole).lstrip(".")
-
-
-def _end(text: str, size: int) -> str:
-    return text if len(text) <= size else "…" + text[len(text) - size + 1 :]
 
 
 def _wrapped(lines: Sequence[str], width: int) -> list[str]:

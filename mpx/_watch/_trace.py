@@ -70,18 +70,17 @@ class Source:
     turns: int = 0
 
 
-class Sources:
-    """How sources travel, for the probes of a program."""
+class SourceProbe(Probe):
+    """A probe whose tags are sources."""
 
     def __init__(self) -> None:
-        """Starts to count."""
         self._numbers = itertools.count()
 
     def new(self, kind: Kind, path: str = "", is_argument: bool = False) -> Source:
         """A source of its own."""
         return Source(next(self._numbers), kind, path, is_argument)
 
-    def constant(self) -> Source:
+    def constant(self, array: object) -> Source:
         """The source of a literal, or of an array that the program holds."""
         return Source(next(self._numbers), Kind.INPUT, is_constant=True)
 
@@ -106,23 +105,6 @@ class Sources:
             Source(next(self._numbers), kind, is_again=is_again, is_made=is_made)
             for _ in range(results)
         ]
-
-
-class SourceProbe(Probe):
-    """A probe whose tags are sources."""
-
-    def __init__(self) -> None:
-        self.sources = Sources()
-
-    def constant(self, array: object) -> Source:
-        """Data."""
-        return self.sources.constant()
-
-    def transfer(
-        self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
-    ) -> Sequence[Source]:
-        """The sources of the results."""
-        return self.sources.transfer(equation, place, operands)
 
 
 def _followed(

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from benchmarks.counts import program as counts
-from tests.quantize.kernels import filter_deprecation, lowered_for_b200
+from tests.contrib.kernels import filter_deprecation, lowered_for_b200
 
 FLOAT = 4  # bytes
 

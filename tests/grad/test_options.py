@@ -1,5 +1,7 @@
 """The options of the gradient functions, and what is refused."""
 
+import dataclasses
+import inspect
 import threading
 
 import equinox as eqx
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpx
+from mpx._grad import Options
 
 from ..helpers import unscaled
 from .cases import (
@@ -313,3 +316,20 @@ def test_argnums_out_of_range_and_int_leaves():
 def test_retries_need_a_scale_that_can_fall(scaling):
     with pytest.raises(ValueError, match="retries"):
         mpx.filter_grad(total, scaling, retries=1)(W)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *FUNCTIONS.values(),
+        mpx.blame,
+        *(getattr(mpx.nnx, x) for x in mpx.nnx.__all__[:3]),
+    ],
+)
+def test_each_option_of_a_signature_is_one_that_is_read(function):
+    """`Options.of` takes them from the arguments by name."""
+    known = {field.name for field in dataclasses.fields(Options)}
+    own = {"func", "fun", "scaling", "argnums", "above"}
+    named = inspect.signature(function).parameters.keys() - own
+    assert named - known == set()
+    assert {"has_aux", "policy", "keep", "accumulate", "accumulate_dtype"} <= named

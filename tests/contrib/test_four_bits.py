@@ -14,16 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mpx
 from mpx._quantize._amax import alone, joined_over
-from mpx._quantize._four_bit_kernel import (
-    packed_along,
-    quantize_four_bits,
-)
-from mpx._quantize._operands import Copies
+from mpx._quantize._operands import Copies, _packed_along
 from mpx._quantize._target import CPU
-from mpx._quantize._tiles import has_tiles
+from mpx.contrib._four_bits import quantize_four_bits
+from mpx.contrib._tiles import has_tiles
 from tests.collectives import compiled
-from tests.helpers import slow_but
-from tests.quantize.kernels import (
+from tests.contrib.kernels import (
     dtypes_of_maxima,
     filter_deprecation,
     lowered,
@@ -34,11 +30,12 @@ from tests.quantize.kernels import (
     under_scan_vmap_and_remat,
     wild,
 )
+from tests.helpers import slow_but, unchecked_annotations
 
 pytestmark = filter_deprecation
 
 HALF = np.dtype("bfloat16")
-PALLAS = mpx.NVFP4BlockScaling(kernel="pallas")
+PALLAS = mpx.NVFP4BlockScaling(kernel=mpx.contrib.PallasKernel())
 XLA = mpx.NVFP4BlockScaling()
 PLAIN = mpx.NVFP4BlockScaling(disable_rht=True)
 # Those of a linear layer y = x w.
@@ -58,7 +55,7 @@ def by_xla(x, role, recipe=XLA, step=3, rounded_to=None):
     first, again = copies.begin(x)
     found = first, again(first)
     if role is mpx.Role.WEIGHT and not recipe.disable_2d_quantization:
-        return tuple(packed_along(first, axis) for axis in AXES[role])
+        return tuple(_packed_along(first, axis) for axis in AXES[role])
     return found
 
 
@@ -298,7 +295,7 @@ def test_each_operand_is_measured_and_quantized():
     ),
 )
 def test_with_less(option, count):
-    recipe = mpx.NVFP4BlockScaling(kernel="pallas", **{option: True})
+    recipe = mpx.NVFP4BlockScaling(kernel=mpx.contrib.PallasKernel(), **{option: True})
     assert kernels(recipe, *operands()) == count
 
 
@@ -310,7 +307,9 @@ def test_other_sizes_are_left_to_xla():
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_one_copy_needs_no_kernel(override):
-    recipe = mpx.NVFP4BlockScaling(kernel="pallas", backward_override=override)
+    recipe = mpx.NVFP4BlockScaling(
+        kernel=mpx.contrib.PallasKernel(), backward_override=override
+    )
     assert kernels(recipe, *operands()) == 0
 
 
@@ -333,5 +332,6 @@ def test_under_scan_vmap_and_remat():
 
 
 def test_wrong_kernels_are_named():
-    with pytest.raises(ValueError, match="NVFP4BlockScaling.*\"pallas\"; got 'triton'"):
-        mpx.NVFP4BlockScaling(kernel="triton")
+    message = "NVFP4BlockScaling.*a kernel; got 'pallas'"
+    with unchecked_annotations(), pytest.raises(TypeError, match=message):
+        mpx.NVFP4BlockScaling(kernel="pallas")

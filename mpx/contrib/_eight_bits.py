@@ -17,10 +17,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._array import QuantizedArray
-from ._format import Format
-from ._rounding import largest_magnitude
-from ._scales import e8m0_code, e8m0_from_code, e8m0_scale
+from .._quantize import (
+    Format,
+    QuantizedArray,
+    e8m0_code,
+    e8m0_from_code,
+    e8m0_scale,
+    largest_magnitude,
+)
 from ._tiles import BLOCK, COLUMNS, ROWS, Tiled
 
 

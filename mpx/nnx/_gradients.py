@@ -1,51 +1,16 @@
-"""Flax NNX: gradients and updates of modules that are changed in place.
-
-An NNX module keeps its parameters, batch statistics and random streams in itself, and a
-forward pass changes them in place. `value_and_grad` and `update` stand in for
-`nnx.value_and_grad` and `optimizer.update` in a training step:
-
-    @nnx.jit
-    def step(model, optimizer, scaling, batch):
-        result = mpx.nnx.value_and_grad(loss_fn, scaling)(model, batch)
-        mpx.nnx.update(optimizer, model, result.grads, result.finite)
-        return result.scaling, result.value
-
-**Good steps** leave everything as the two of NNX do: parameters, batch statistics,
-random streams, caches, sown values, attributes, `optimizer.step`.
-
-**Skipped steps**, those whose loss or gradients are not finite, leave all arrays as
-they were, bit for bit, as if the batch had never come: parameters and the optimizer
-with its step, and what the forward pass changed too. Statistics of a batch that
-overflowed must not be kept; a random stream that stays draws the same masks for the
-next batch, which is another one. What JAX cannot choose by a traced value stays
-changed: attributes that are no arrays, and places that held none before, such as sown
-values. With `mpx.NoLossScaling(skip=False)` no step is skipped.
-
-**With autocast**, `value_and_grad(mpx.autocast(loss_fn), scaling)`, no input is cast;
-`mpx.autocast` alone, around any function of NNX objects or a module, keeps what changes
-in them, too.
-
-**What is cast** to half precision in the explicit style, inside of the differentiated
-function: the differentiated Variables, all other `nnx.Param`, arrays that are plain
-attributes, and float leaves of the other arguments. Every other Variable (`BatchStat`,
-`Cache`, your own) keeps its dtype, and what the forward pass writes into a Variable
-takes the dtype that the Variable had.
-
-This module needs Flax and imports it; `import mpx` does neither.
-"""
+"""The gradient functions of Flax NNX, and `blame`: on trees, as others are."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 from flax import nnx as _nnx
 from jaxtyping import PyTree
 
-from ._blame import BlameReport, StepOf, blamed, refuse_limit, refuse_tracers
-from ._errors import at_path, describe, listing
-from ._grad import (
+from .._blame import BlameReport, StepOf, blamed, refuse_limit, refuse_tracers
+from .._errors import describe
+from .._grad import (
     Accumulation,
     GradientResult,
     Options,
@@ -53,14 +18,11 @@ from ._grad import (
     positions_in_call,
     positions_of,
 )
-from ._loss_scaling import AbstractLossScaling
-from ._nnx_graph import Parts, refuse_method, refuse_weights, taken_apart
-from ._policy import Policy
-from ._tree import bool_scalar, path_text, select_tree
-from ._typing import BoolLike, DTypeLike, LeafPredicate
-from ._wraps import wraps
-
-__all__ = ["grad", "value_and_grad", "blame", "update"]
+from .._loss_scaling import AbstractLossScaling
+from .._nnx_graph import Parts, refuse_method, refuse_weights, taken_apart
+from .._policy import Policy
+from .._typing import DTypeLike, LeafPredicate
+from .._wraps import wraps
 
 
 def grad(
@@ -91,15 +53,7 @@ def grad(
         >>> mpx.nnx.grad(square, scaling)(model).grads[...]
         Array([6.], dtype=float32)
     """
-    options = Options(
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep,
-        accumulate,
-        accumulate_dtype,
-        retries,
-    )
+    options = Options.of(locals())
     return _function_of_objects(
         "`mpx.nnx.grad`", func, scaling, argnums, False, options
     )
@@ -168,15 +122,7 @@ def value_and_grad(
         Array([[1.],
                [1.]], dtype=float32)
     """
-    options = Options(
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep,
-        accumulate,
-        accumulate_dtype,
-        retries,
-    )
+    options = Options.of(locals())
     call = "`mpx.nnx.value_and_grad`"
     return _function_of_objects(call, func, scaling, argnums, True, options)
 
@@ -227,9 +173,7 @@ def blame(
         ('log', 'the logarithm of zero')
     """
     call = "`mpx.nnx.blame`"
-    options = Options(
-        has_aux, use_mixed_precision, policy, keep, accumulate, accumulate_dtype
-    )
+    options = Options.of(locals())
     filters = _checked(call, func, scaling, argnums, True, options)
     refuse_limit(above, call)
 
@@ -251,79 +195,6 @@ def blame(
             return blamed(step, above)
 
     return replay
-
-
-def update(
-    optimizer: _nnx.Optimizer,
-    model: PyTree,
-    grads: PyTree,
-    finite: BoolLike,
-    **extra_args: PyTree,
-) -> None:
-    r"""Updates model and optimizer in place if the step is good.
-
-    On a good step it does what `optimizer.update(model, grads)` does, bit for bit. On a
-    bad one the parameters, the optimizer's state and `optimizer.step` stay as they
-    were, bit for bit.
-
-    Args:
-        optimizer: An `nnx.Optimizer`, or a subclass with an `update` of its own.
-        model: What the optimizer was made for.
-        grads: The gradients, from `mpx.nnx.value_and_grad`.
-        finite: Whether the step is good, one boolean, an array or Python's:
-            `result.finite`.
-        **extra_args: Passed on to `optimizer.update`: `value`, `grad` and `value_fn`
-            for L-BFGS.
-
-    Raises:
-        TypeError: `optimizer` is no `nnx.Optimizer`, or `finite` no boolean.
-        ValueError: The gradients do not fit what the optimizer updates, or the
-            optimizer changed the form of its state.
-
-    Examples:
-        >>> import jax.numpy as jnp, mpx.nnx, optax
-        >>> from flax import nnx
-        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        >>> grads = nnx.state(model, nnx.Param)
-        >>> mpx.nnx.update(optimizer, model, grads, False)
-        >>> mpx.nnx.update(optimizer, model, grads, True)
-        >>> int(optimizer.step[...])
-        1
-    """
-    call = "`mpx.nnx.update`"
-    if not isinstance(optimizer, _nnx.Optimizer):
-        raise TypeError(
-            f"{call} needs an `nnx.Optimizer`; got {describe(optimizer)}. For an Optax "
-            "transformation and its state use `mpx.optimizer_update`."
-        )
-    good = bool_scalar(finite, f"`finite` of {call}")
-    _refuse_gradients(optimizer, model, grads, call)
-
-    nodes = (optimizer, model)
-    # On copies, since a step that is skipped must leave both as they are, and NNX
-    # updates in place.
-    copies = _nnx.clone(nodes)
-    new_optimizer: Any = copies[0]
-    if isinstance(optimizer, _nnx.ModelAndOptimizer):
-        new_optimizer.update(grads, **extra_args)
-    else:
-        new_optimizer.update(copies[1], grads, **extra_args)
-
-    form = jax.tree.structure(_nnx.state(nodes))
-    before, after = _by_path(_nnx.state(nodes)), _by_path(_nnx.state(copies))
-    if before.keys() != after.keys():
-        raise ValueError(
-            f"{call} cannot undo an update that changes the form of the optimizer or "
-            f"the model; came: {listing(after.keys() - before.keys()) or 'none'}; "
-            f"went: {listing(before.keys() - after.keys()) or 'none'}. Make all "
-            "Variables before the first step."
-        )
-    # By identity: of what the optimizer did not write nothing is to be chosen.
-    changed = {name: new for name, new in after.items() if new is not before[name]}
-    chosen = select_tree(good, changed, {name: before[name] for name in changed})
-    leaves = {**before, **chosen}.values()
-    _nnx.update(nodes, jax.tree.unflatten(form, leaves))
 
 
 def _function_of_objects(
@@ -506,31 +377,3 @@ def _filters(argnums: object, call: str) -> dict[int, object]:
     ]
     positions = positions_of(tuple(state.argnum for state in states), call)
     return dict(zip(positions, (state.filter for state in states), strict=True))
-
-
-def _by_path(state: object) -> dict[str, Any]:
-    """The leaves of a state, by their paths, in order."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {path_text(path): leaf for path, leaf in leaves}
-
-
-def _refuse_gradients(optimizer: Any, model: PyTree, grads: PyTree, call: str) -> None:
-    """Raises unless there is a gradient of its shape for each updated weight."""
-    weights, given = (
-        _by_path(_nnx.state(node, optimizer.wrt)) for node in (model, grads)
-    )
-    if not weights or weights.keys() != given.keys():
-        missing, unknown = weights.keys() - given.keys(), given.keys() - weights.keys()
-        raise ValueError(
-            f"{call} needs a gradient for each Variable that the optimizer updates "
-            f"({len(weights)}, by its `wrt`); missing: {listing(missing) or 'none'}; "
-            f"unknown: {listing(unknown) or 'none'}. Give `argnums` of "
-            "`mpx.nnx.value_and_grad` the filter of the optimizer: "
-            "`nnx.DiffState(0, filter)`."
-        )
-    for name, weight in weights.items():
-        if weight.shape != given[name].shape:
-            raise ValueError(
-                f"{call} needs a gradient of its weight's shape; got "
-                f"{describe(given[name])} for {describe(weight)}{at_path(name)}."
-            )

@@ -12,9 +12,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx._quantize._eight_bit_kernel import in_both_layouts
-from tests.helpers import slow_but
-from tests.quantize.kernels import (
+from mpx.contrib._eight_bits import in_both_layouts
+from tests.contrib.kernels import (
     dtypes_of_maxima,
     filter_deprecation,
     loss,
@@ -26,11 +25,12 @@ from tests.quantize.kernels import (
     under_scan_vmap_and_remat,
     wild,
 )
+from tests.helpers import slow_but, unchecked_annotations
 
 pytestmark = filter_deprecation
 
 FORMATS = (mpx.Format.E4M3, mpx.Format.E5M2)
-PALLAS = mpx.MXFP8BlockScaling(kernel="pallas")
+PALLAS = mpx.MXFP8BlockScaling(kernel=mpx.contrib.PallasKernel())
 XLA = mpx.MXFP8BlockScaling()
 
 
@@ -157,7 +157,9 @@ def test_other_sizes_are_left_to_xla():
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 def test_one_copy_needs_no_kernel(override):
-    recipe = mpx.MXFP8BlockScaling(kernel="pallas", backward_override=override)
+    recipe = mpx.MXFP8BlockScaling(
+        kernel=mpx.contrib.PallasKernel(), backward_override=override
+    )
     assert "xla.gpu.triton" not in for_cuda(recipe, *operands())
 
 
@@ -180,5 +182,6 @@ def test_under_scan_vmap_and_remat():
 
 
 def test_wrong_kernels_are_named():
-    with pytest.raises(ValueError, match='"xla" or "pallas"; got \'triton\''):
-        mpx.MXFP8BlockScaling(kernel="triton")
+    message = "None or a kernel; got 'pallas'. Pass `mpx.contrib.PallasKernel"
+    with unchecked_annotations(), pytest.raises(TypeError, match=message):
+        mpx.MXFP8BlockScaling(kernel="pallas")

@@ -12,7 +12,6 @@ The numbers are those of XLA to the bit, except behind the transform: its sums o
 numbers are taken in another order.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,23 +21,27 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._amax import Join
-from ._array import QuantizedArray
-from ._format import Format
-from ._four_bits import encode, pack, unpack
-from ._hadamard import BLOCK as ROTATED, signs_of
-from ._noise import hashed, noise_of_hash, uniform
-from ._quantizers import NVFP4Quantizer
-from ._rounding import (
+from .._quantize import (
+    Format,
+    Join,
+    NVFP4Quantizer,
+    QuantizedArray,
+    encode,
     flushed,
+    hashed,
     largest_magnitude,
+    noise_of_hash,
+    nvfp4_scale,
+    nvfp4_tensor_scale,
     round_finite,
+    signs_of,
+    uniform,
     up_or_down,
 )
-from ._scales import nvfp4_scale, nvfp4_tensor_scale
 from ._tiles import BLOCK, COLUMNS, ROWS, Along, Tiled
 
 _SCALED = 16  # numbers that share a scale
+_ROTATED = 16  # numbers that are transformed together
 _HALF = BLOCK // 2  # bytes of a block
 _SCALES = BLOCK // _SCALED  # scales of a block
 
@@ -133,12 +136,6 @@ def quantize_four_bits(
         for axis, one in zip(axes, quantizers, strict=True)
     )
     return first, second
-
-
-def packed_along(square: QuantizedArray, axis: int) -> QuantizedArray:
-    """A copy in square blocks as the kernel gives it, packed along an axis."""
-    payload = pack(unpack(square.payload, square.axes[-1]), axis)
-    return dataclasses.replace(square, payload=payload, axes=(-3 - axis, axis))
 
 
 def _measured(
@@ -333,9 +330,9 @@ def _rotated(x: Array, copy: _Copy) -> Array:
         return x.astype(jnp.float32)
     size = x.shape[1]
     i, j = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    sign = (copy.signs >> (i % ROTATED)) + lax.population_count(i & j & (ROTATED - 1))
+    sign = (copy.signs >> (i % _ROTATED)) + lax.population_count(i & j & (_ROTATED - 1))
     entry = jnp.where((sign & 1) == 1, -0.25, 0.25)
-    matrix = jnp.where(i // ROTATED == j // ROTATED, entry, 0.0).astype(x.dtype)
+    matrix = jnp.where(i // _ROTATED == j // _ROTATED, entry, 0.0).astype(x.dtype)
     y = lax.dot(
         x,
         matrix,

@@ -1,0 +1,112 @@
+"""`update`: an optimizer's update in place, of good steps only."""
+
+from typing import Any
+
+import jax
+from flax import nnx as _nnx
+from jaxtyping import PyTree
+
+from .._errors import at_path, describe, listing
+from .._tree import bool_scalar, path_text, select_tree
+from .._typing import BoolLike
+
+
+def update(
+    optimizer: _nnx.Optimizer,
+    model: PyTree,
+    grads: PyTree,
+    finite: BoolLike,
+    **extra_args: PyTree,
+) -> None:
+    r"""Updates model and optimizer in place if the step is good.
+
+    On a good step it does what `optimizer.update(model, grads)` does, bit for bit. On a
+    bad one the parameters, the optimizer's state and `optimizer.step` stay as they
+    were, bit for bit.
+
+    Args:
+        optimizer: An `nnx.Optimizer`, or a subclass with an `update` of its own.
+        model: What the optimizer was made for.
+        grads: The gradients, from `mpx.nnx.value_and_grad`.
+        finite: Whether the step is good, one boolean, an array or Python's:
+            `result.finite`.
+        **extra_args: Passed on to `optimizer.update`: `value`, `grad` and `value_fn`
+            for L-BFGS.
+
+    Raises:
+        TypeError: `optimizer` is no `nnx.Optimizer`, or `finite` no boolean.
+        ValueError: The gradients do not fit what the optimizer updates, or the
+            optimizer changed the form of its state.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx.nnx, optax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        >>> grads = nnx.state(model, nnx.Param)
+        >>> mpx.nnx.update(optimizer, model, grads, False)
+        >>> mpx.nnx.update(optimizer, model, grads, True)
+        >>> int(optimizer.step[...])
+        1
+    """
+    call = "`mpx.nnx.update`"
+    if not isinstance(optimizer, _nnx.Optimizer):
+        raise TypeError(
+            f"{call} needs an `nnx.Optimizer`; got {describe(optimizer)}. For an Optax "
+            "transformation and its state use `mpx.optimizer_update`."
+        )
+    good = bool_scalar(finite, f"`finite` of {call}")
+    _refuse_gradients(optimizer, model, grads, call)
+
+    nodes = (optimizer, model)
+    # On copies, since a step that is skipped must leave both as they are, and NNX
+    # updates in place.
+    copies = _nnx.clone(nodes)
+    new_optimizer: Any = copies[0]
+    if isinstance(optimizer, _nnx.ModelAndOptimizer):
+        new_optimizer.update(grads, **extra_args)
+    else:
+        new_optimizer.update(copies[1], grads, **extra_args)
+
+    form = jax.tree.structure(_nnx.state(nodes))
+    before, after = _by_path(_nnx.state(nodes)), _by_path(_nnx.state(copies))
+    if before.keys() != after.keys():
+        raise ValueError(
+            f"{call} cannot undo an update that changes the form of the optimizer or "
+            f"the model; came: {listing(after.keys() - before.keys()) or 'none'}; "
+            f"went: {listing(before.keys() - after.keys()) or 'none'}. Make all "
+            "Variables before the first step."
+        )
+    # By identity: of what the optimizer did not write nothing is to be chosen.
+    changed = {name: new for name, new in after.items() if new is not before[name]}
+    chosen = select_tree(good, changed, {name: before[name] for name in changed})
+    leaves = {**before, **chosen}.values()
+    _nnx.update(nodes, jax.tree.unflatten(form, leaves))
+
+
+def _by_path(state: object) -> dict[str, Any]:
+    """The leaves of a state, by their paths, in order."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {path_text(path): leaf for path, leaf in leaves}
+
+
+def _refuse_gradients(optimizer: Any, model: PyTree, grads: PyTree, call: str) -> None:
+    """Raises unless there is a gradient of its shape for each updated weight."""
+    weights, given = (
+        _by_path(_nnx.state(node, optimizer.wrt)) for node in (model, grads)
+    )
+    if not weights or weights.keys() != given.keys():
+        missing, unknown = weights.keys() - given.keys(), given.keys() - weights.keys()
+        raise ValueError(
+            f"{call} needs a gradient for each Variable that the optimizer updates "
+            f"({len(weights)}, by its `wrt`); missing: {listing(missing) or 'none'}; "
+            f"unknown: {listing(unknown) or 'none'}. Give `argnums` of "
+            "`mpx.nnx.value_and_grad` the filter of the optimizer: "
+            "`nnx.DiffState(0, filter)`."
+        )
+    for name, weight in weights.items():
+        if weight.shape != given[name].shape:
+            raise ValueError(
+                f"{call} needs a gradient of its weight's shape; got "
+                f"{describe(given[name])} for {describe(weight)}{at_path(name)}."
+            )
