@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from .._ambient_record import ambient, trace, with_ambient
 from .._dtypes import is_half
 from .._errors import listing, warn_user
 from .._jax_compat import manual_axes, with_weak_type
@@ -27,9 +28,7 @@ from .._recipe_state import (
     Slots,
     State,
     StateRequests,
-    first_step,
     is_random,
-    next_source,
     note_used,
     with_step,
 )
@@ -37,14 +36,10 @@ from .._rules import Precision
 from .._settings import (
     Settings,
     Weights,
-    ambient_settings,
-    is_tracing,
     region,
-    trace,
 )
 from .._tree import path_text
 from .._typing import AnyArray, Aval
-from .._wire import present_wire
 from . import _control_flow, _custom_rules, _loops
 from ._context import (
     FLOAT16,
@@ -61,7 +56,6 @@ from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import (
     RESULT,
-    is_taking_notes,
     note_float16,
     note_unused,
     noted_cast,
@@ -102,12 +96,13 @@ def call_autocast(
         What the function returns, in the same dtypes.
     """
     (func, args, kwargs), payloads = dequantized((func, args, kwargs))
-    settings = dataclasses.replace(settings, wire=present_wire())
+    around = ambient()
+    settings = dataclasses.replace(settings, wire=around.wire)
     if has_nnx_objects((func, args, kwargs)):
         return _call_with_objects(
             settings, weights, programs, func, args, kwargs, spares_final
         )
-    source = next_source()
+    source = None if around.source is None else around.source.take()
     # It says which uses of weights are quantized.
     frozen = source if isinstance(source, State) and source.quantized else None
     value = functools.partial(_input, weights, source, payloads)
@@ -129,7 +124,7 @@ def call_autocast(
             has_slots = frozen is not None or isinstance(source, StateRequests)
             options = programs, recipes, spares_final
             run = Run(settings, _REWRITES, *options, has_slots=has_slots)
-            run.needs_parameters |= is_taking_notes()
+            run.needs_parameters |= around.takes_notes
             if is_random(recipes):
                 run.step = step()
             runs.append(run)
@@ -141,7 +136,7 @@ def call_autocast(
         return recipe is not None and run.used.isdisjoint((recipe, (ONE_ROW, recipe)))
 
     sparing = functools.partial(attempt, spares_final)
-    if is_taking_notes() and recipe is not None and frozen is None:
+    if around.takes_notes and recipe is not None and frozen is None:
         # What is emitted in vain would stand in the report.
         runs: list[Run] = []
         jax.eval_shape(lambda: runs.append(with_step(sparing)[1]))
@@ -163,7 +158,7 @@ def call_autocast(
         )
     if settings.is_strict:
         refuse_unused(settings.rules, run.used)
-    elif settings.is_enabled and not is_taking_notes() and not _is_ambient(settings):
+    elif settings.is_enabled and not around.takes_notes and not _is_ambient(settings):
         warn_of_unused(settings.rules, run.used)
     if FLOAT16 in run.used:
         note_float16()
@@ -176,7 +171,7 @@ def call_autocast(
 
 def _is_ambient(settings: Settings) -> bool:
     """Whether the rules are for many functions, each of which has use for some."""
-    return settings.rules is ambient_settings().rules
+    return settings.rules is ambient().settings.rules
 
 
 def _refuse_state_of_another_model(state: State, run: Run) -> None:
@@ -253,7 +248,7 @@ def call_with_masters(
         What `func` returns.
     """
     half = np.dtype(np.float16)
-    settings = Settings(dtype=half, is_enabled=False, wire=present_wire())
+    settings = Settings(dtype=half, is_enabled=False, wire=ambient().wire)
     found, _ = jax.tree_util.tree_flatten_with_path((None, tuple(masters)))
     wide = {path: master for path, master in found if master is not NO_MASTER}
 
@@ -349,13 +344,9 @@ def _call_with_objects(
 
 def _done_for_others() -> contextlib.AbstractContextManager[object]:
     """Within another autocast function, what this one emits is left as it is."""
-    if not is_tracing():
+    if not ambient().is_tracing:
         return contextlib.nullcontext()
     return region(Settings.of(is_enabled=False))
-
-
-# To whom a call says what is wanted of its inputs; None: nobody asks.
-_asking = jax.make_user_context(default_value=None)
 
 
 def half_inputs(
@@ -372,7 +363,7 @@ def half_inputs(
         The half precision dtypes, by paths into `(args, kwargs)`.
     """
     found: list[dict[KeyPath, np.dtype]] = []
-    with _asking(found.append), first_step():
+    with with_ambient(asks_demands=found.append, is_first_step=True):
         jax.eval_shape(func, *args, **kwargs)
     return found[0] if len(found) == 1 else {}
 
@@ -381,13 +372,14 @@ def _tell_demands(
     run: Run, paths: Sequence[KeyPath], closed: ClosedJaxpr, values: list[Value]
 ) -> None:
     """Says what is wanted of each input, where somebody asks."""
-    if _asking.value is None:
+    asks = ambient().asks_demands
+    if asks is None:
         return
     are_declared = tuple(v.facts.is_declared for v in values)
     wanted = tuple(demand_for(aval, run.settings.dtype) for aval in closed.out_avals)
     ahead = demands_of(run, run.settings, closed.jaxpr, are_declared, wanted)
     triples = zip(paths, values, ahead.inputs, strict=True)
-    _asking.value(
+    asks(
         {
             (type(path[0])(path[0].idx - 1), *path[1:]): run.settings.dtype
             for path, value, demand in triples

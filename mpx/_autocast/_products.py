@@ -22,6 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
+from .._ambient_record import ambient
 from .._jax_compat import is_transposed, manual_axes, scope_names
 from .._program import (
     aval_of,
@@ -63,7 +64,7 @@ from .._typing import AnyArray
 from .._wire import dtype_of_sums
 from ._context import ONE_ROW, UNUSED, Reach, Run, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
-from ._notes import is_taking_notes, noted, refuse_slow
+from ._notes import noted, refuse_slow
 from ._reach import DERIVATIVE
 
 _VECTOR, _FINAL = "a product with a vector", "the final projection"
@@ -317,7 +318,7 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
     if case.settings.is_strict:
         refuse_slow(case, product)
     weight, path, formats = "", "", ("", "")
-    if is_taking_notes():
+    if ambient().takes_notes:
         path, why = path_of(product)
         formats = formats_of(product.recipe)
         detail = f"{type(product.recipe).__name__}, {path} ({why})"

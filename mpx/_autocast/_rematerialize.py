@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.typing import ArrayLike
 
+from .._ambient_record import ambient
 from .._dtypes import is_half
 from .._jax_compat import execution_context, execution_key, scope_names
 from .._program import (
@@ -26,7 +27,7 @@ from .._program import (
 from .._typing import AnyArray
 from ._context import FULL, Place, Run, Value
 from ._demand import Demand, Demands
-from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
+from ._notes import USED, IslandNote, noted_cast, noted_island
 
 Values = dict[Var, Value]
 Emit = Callable[[Place, JaxprEqn, Values], None]
@@ -207,7 +208,7 @@ def _recomputed(
     again_from = functools.partial(computed_again, is_in_loop=place.is_in_loop)
     function = again_from(closed, stored=stored, unread=len(shared))
     note = None
-    if is_taking_notes():
+    if ambient().takes_notes:
         plain, types = jaxpr_as_fun(closed), closed.in_avals
         before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
         note = IslandNote(before, after)
@@ -235,7 +236,7 @@ def _signature(
     run: Run, place: Place, island: Island, values: Values, ahead: Demands
 ) -> Hashable:
     """What islands have in common that are emitted alike."""
-    if is_taking_notes() or place.settings.is_strict:  # each one is looked at
+    if ambient().takes_notes or place.settings.is_strict:  # each one is looked at
         return object()
     numbers = {v: i for i, v in enumerate(island.inputs)}
     equations = []

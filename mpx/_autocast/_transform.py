@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._cast import cast_of_inputs
+from .._ambient_record import ambient, resolved, unkeyed, with_settings
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
@@ -26,11 +26,8 @@ from .._settings import (
     Mark,
     Settings,
     Weights,
-    ambient_with,
-    is_tracing,
     read_weights,
     region,
-    resolved,
     weights_in_call,
 )
 from .._typing import DTypeLike
@@ -308,7 +305,7 @@ class _Deferred(contextlib.ContextDecorator):
                 "parameters, and cannot be said in a region or around calls. Say it to "
                 "the transform: `mpx.autocast(func, weights=...)`."
             )
-        context = ambient_with(self._settings) if self._ambient else self._region()
+        context = with_settings(self._settings) if self._ambient else self._region()
         context.__enter__()
         # A stack: one object may be entered again inside of itself.
         self._entered.append(context)
@@ -326,7 +323,7 @@ class _Deferred(contextlib.ContextDecorator):
             )
         if is_switched_off():
             return region_of_switched_off(self._settings)
-        if not is_tracing():
+        if not ambient().is_tracing:
             raise ValueError(
                 "`with mpx.autocast(...)` is a region of a function that is being "
                 "transformed by `mpx.autocast`; nothing is here, and it would do "
@@ -410,7 +407,7 @@ def _residuals(settings: Settings) -> str:
 
 def _refuse_cast_inputs() -> None:
     """Raises where a gradient function has cast what autocast is about to cast."""
-    cast = cast_of_inputs()
+    cast = unkeyed().cast
     if cast is None:
         return
     call, dtype, _ = cast

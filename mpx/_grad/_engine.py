@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._ambient import AmbientRecipe, in_contexts
+from .._ambient_record import casting_inputs, settings_of, with_ambient
 from .._autocast import (
     NO_MASTER,
     call_with_masters,
@@ -20,7 +21,7 @@ from .._autocast import (
     noted_scaling,
     noting_float16,
 )
-from .._cast import cast_leaf, casting_inputs
+from .._cast import cast_leaf
 from .._dtypes import full_precision_of, is_half
 from .._errors import describe, warn_user
 from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
@@ -28,10 +29,8 @@ from .._loss_scaling import AbstractLossScaling
 from .._payloads import standing_for
 from .._policy import Wire
 from .._recipe_state import MissingScales, SlotName, at_step, missing_from
-from .._settings import settings_of
 from .._tree import is_trainable
 from .._typing import AnyArray, LeafPredicate, LossScalar
-from .._wire import on_the_wire
 from ._inputs import cast_inputs
 from ._shared import axes_of_half_sums, axes_of_results, spread, summed
 
@@ -172,7 +171,7 @@ def scaled_value_and_grad(
     problem = _as_travelling(problem, args, kwargs)
     differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
     recipes = None if settings is None else settings.recipes
-    with on_the_wire(problem.wire):
+    with with_ambient(wire=problem.wire):
         return at_step(scaling.record.steps, recipes, differentiate)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
+from .._ambient_record import settings_of, with_ambient
 from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
-from .._settings import MARK, Mark, Settings, settings_of, under_control
+from .._settings import MARK, Mark, Settings
 from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
 from ._accumulate import Accumulation
@@ -94,7 +95,7 @@ def _control(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @functools.wraps(func)
     def control(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        with under_control():
+        with with_ambient(is_control=True):
             return func(*args, **kwargs)
 
     return control

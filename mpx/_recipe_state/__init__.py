@@ -23,8 +23,6 @@ from ._slots import (
     collecting_requests as collecting_requests,
     first_step as first_step,
     is_collecting_requests as is_collecting_requests,
-    next_source as next_source,
-    note_switched_off as note_switched_off,
     note_used as note_used,
     providing_state as providing_state,
 )

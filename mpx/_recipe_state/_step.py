@@ -12,9 +12,9 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
-import jax
 from jaxtyping import Array
 
+from .._ambient_record import ambient, with_ambient
 from .._quantize import AbstractRecipe, rounds_stochastically
 
 Result = TypeVar("Result")
@@ -33,8 +33,6 @@ class _Known:
 
 
 _ON_REQUEST = "on request"
-# Known to JAX, so that no program that was traced in one step is used in another.
-_present = jax.make_user_context(default_value=None)
 
 
 def at_step(
@@ -51,7 +49,7 @@ def at_step(
             May be called twice.
     """
     # One context for forward and backward pass, which share what JAX has traced.
-    with _present(_ON_REQUEST):
+    with with_ambient(step=_ON_REQUEST):
         if recipes is None or not is_random(recipes):
             try:
                 return call(contextlib.nullcontext)
@@ -59,7 +57,7 @@ def at_step(
                 pass
         known = _Known(number)
         try:
-            return call(functools.partial(_present, known))
+            return call(functools.partial(with_ambient, step=known))
         finally:
             known.number = None  # JAX may keep the key
 
@@ -71,11 +69,11 @@ def with_step(call: Callable[[Callable[[], Array | None]], Result]) -> Result:
         call: Does it, given a function that tells the number of the step, or None
             outside of training steps. May be called twice.
     """
-    found = _present.value
+    found = ambient().step
     if not isinstance(found, _Known):
         return call(_asked if found == _ON_REQUEST else lambda: None)
     try:
-        with _present(_ON_REQUEST):
+        with with_ambient(step=_ON_REQUEST):
             return call(lambda: found.number)
     except _Asked:
         return call(lambda: found.number)
