@@ -57,8 +57,9 @@ class Ambient:
         source: Where slots come from; None: from nowhere.
         is_first_step: Whether those who are given no state take the scales of a first
             step, which are 1.
-        step: The number of the training step, or who may be asked for it
-            (`_recipe_state/_step.py`); None outside of training steps.
+        step: The number of the training step (`_recipe_state/_step.py`); None where it
+            is not known.
+        gives_step: Whether those who ask for it are called again, and given it.
         asks_demands: To whom a call says what is wanted of its inputs.
         takes_notes: Whether what is emitted carries notes of what was decided.
     """
@@ -72,6 +73,7 @@ class Ambient:
     source: Source | None = None
     is_first_step: bool = False
     step: Hashable = None
+    gives_step: bool = False
     asks_demands: Callable[[dict[Any, np.dtype]], object] | None = None
     takes_notes: bool = False
 
@@ -208,6 +210,21 @@ def casting_inputs(
         return
     with with_unkeyed(cast=Cast(call, dtype, is_default)):
         yield
+
+
+@contextlib.contextmanager
+def noting_float16() -> Iterator[list[None]]:
+    """Gives a list that is empty unless functions called inside compute in float16."""
+    found: list[None] = []
+    with with_unkeyed(float16_calls=found):
+        yield found
+
+
+def note_float16() -> None:
+    """What is called here computes in float16."""
+    found = unkeyed().float16_calls
+    if found is not None:
+        found.append(None)
 
 
 def resolved(settings: Settings) -> Settings:

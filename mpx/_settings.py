@@ -21,11 +21,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 from jaxtyping import PyTree
 
 from ._errors import describe, listing
+from ._jax_compat import scope_names
 from ._policy import Wire
-from ._program import data_of, data_scope
+from ._program import data_of, data_scope, distinct_equations
 from ._quantize import AbstractRecipe, Target
 from ._rules import Rules
 
@@ -88,7 +90,7 @@ class Settings:
     def recipes(self) -> tuple[AbstractRecipe, ...]:
         """The recipe, and those that rules name."""
         own = () if self.recipe is None else (self.recipe,)
-        return *own, *self.rules._recipes
+        return (*own, *self.rules._recipes) if self.rules.rules else own
 
     @property
     def not_of_regions(self) -> list[str]:
@@ -120,6 +122,16 @@ _NAMES = {"is_enabled": "enabled", "is_strict": "strict"}
 def region(settings: Settings) -> contextlib.AbstractContextManager[object]:
     """A region with what was said."""
     return data_scope(str(settings), settings)
+
+
+def recipes_in(jaxpr: Jaxpr) -> set[AbstractRecipe]:
+    """The recipes of the regions in a program."""
+    found = [
+        data_of(scope, Settings)
+        for equation in distinct_equations(jaxpr)
+        for scope in scope_names(equation)
+    ]
+    return {s.recipe for s in found if s is not None and s.recipe is not None}
 
 
 # --- Functions that autocast made -----------------------------------------------------

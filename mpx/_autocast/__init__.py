@@ -16,19 +16,17 @@ from ._call import (
     call_autocast as call_autocast,
     call_with_masters as call_with_masters,
     half_inputs as half_inputs,
-    is_marked as is_marked,
 )
 from ._context import Programs as Programs
 from ._notes import (
     IslandNote as IslandNote,
     Note as Note,
     is_scaling_note as is_scaling_note,
-    note_float16 as note_float16,
     noted_scaling as noted_scaling,
-    noting_float16 as noting_float16,
     read_note as read_note,
     taking_notes as taking_notes,
 )
+from ._recipe_call import is_marked as is_marked
 from ._switched_off import is_switched_off as is_switched_off
 from ._transform import (
     ambient_residuals as ambient_residuals,

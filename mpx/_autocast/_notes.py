@@ -124,11 +124,9 @@ class IslandNote:
     name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 
-def noted_island(
-    note: IslandNote | None,
-) -> contextlib.AbstractContextManager[object]:
+def noted_island(note: IslandNote) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside is an island that is recomputed."""
-    return contextlib.nullcontext() if note is None else _write(note)
+    return _write(note)
 
 
 def _write(note: Note | IslandNote) -> contextlib.AbstractContextManager[object]:
@@ -154,24 +152,6 @@ def is_scaling_note(scope: str) -> bool:
 def read_note(scope: str) -> Note | IslandNote | None:
     """The note that the name of a scope carries, if it does."""
     return data_of(scope, Note) or data_of(scope, IslandNote)
-
-
-# --- Functions that compute in float16 ------------------------------------------------
-
-
-@contextlib.contextmanager
-def noting_float16() -> Iterator[list[None]]:
-    """Gives a list that is empty unless functions called inside compute in float16."""
-    found: list[None] = []
-    with with_unkeyed(float16_calls=found):
-        yield found
-
-
-def note_float16() -> None:
-    """What is called here computes in float16."""
-    found = unkeyed().float16_calls
-    if found is not None:
-        found.append(None)
 
 
 # --- Strict mode ----------------------------------------------------------------------

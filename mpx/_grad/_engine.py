@@ -13,13 +13,17 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._ambient import AmbientRecipe, in_contexts
-from .._ambient_record import casting_inputs, settings_of, with_ambient
+from .._ambient_record import (
+    casting_inputs,
+    note_float16,
+    noting_float16,
+    settings_of,
+    with_ambient,
+)
 from .._autocast import (
     NO_MASTER,
     call_with_masters,
-    note_float16,
     noted_scaling,
-    noting_float16,
 )
 from .._cast import cast_leaf
 from .._dtypes import full_precision_of, is_half

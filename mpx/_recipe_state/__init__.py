@@ -26,4 +26,9 @@ from ._slots import (
     note_used as note_used,
     providing_state as providing_state,
 )
-from ._step import at_step as at_step, is_random as is_random, with_step as with_step
+from ._step import (
+    asked_for_step as asked_for_step,
+    at_step as at_step,
+    is_random as is_random,
+    with_step as with_step,
+)

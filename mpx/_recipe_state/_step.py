@@ -32,9 +32,6 @@ class _Known:
         self.number: Array | None = number
 
 
-_ON_REQUEST = "on request"
-
-
 def at_step(
     number: Array,
     recipes: Collection[AbstractRecipe] | None,
@@ -49,7 +46,7 @@ def at_step(
             May be called twice.
     """
     # One context for forward and backward pass, which share what JAX has traced.
-    with with_ambient(step=_ON_REQUEST):
+    with with_ambient(step=None, gives_step=True):
         if recipes is None or not is_random(recipes):
             try:
                 return call(contextlib.nullcontext)
@@ -57,30 +54,33 @@ def at_step(
                 pass
         known = _Known(number)
         try:
-            return call(functools.partial(with_ambient, step=known))
+            return call(functools.partial(with_ambient, step=known, gives_step=False))
         finally:
             known.number = None  # JAX may keep the key
 
 
-def with_step(call: Callable[[Callable[[], Array | None]], Result]) -> Result:
-    """Rewrites and calls an autocast function.
+def with_step(call: Callable[[Array | None], Result]) -> Result:
+    """Rewrites and calls an autocast function where the number of the step is known.
 
     Args:
-        call: Does it, given a function that tells the number of the step, or None
-            outside of training steps. May be called twice.
+        call: Does it, given the number. May be called twice.
     """
     found = ambient().step
-    if not isinstance(found, _Known):
-        return call(_asked if found == _ON_REQUEST else lambda: None)
+    assert isinstance(found, _Known)
     try:
-        with with_ambient(step=_ON_REQUEST):
-            return call(lambda: found.number)
+        with with_ambient(step=None, gives_step=True):
+            return call(found.number)
     except _Asked:
-        return call(lambda: found.number)
+        return call(found.number)
 
 
-def _asked() -> Array:
-    raise _Asked
+def asked_for_step() -> None:
+    """The number of the step where it is not known: None outside of training steps.
+
+    In one it begins again, and gives the number.
+    """
+    if ambient().gives_step:
+        raise _Asked
 
 
 def is_random(recipes: Iterable[AbstractRecipe]) -> bool:
