@@ -18,6 +18,7 @@ from .._ambient_record import (
     note_float16,
     noting_float16,
     settings_of,
+    unkeyed,
     with_ambient,
 )
 from .._autocast import (
@@ -26,13 +27,20 @@ from .._autocast import (
     noted_scaling,
 )
 from .._cast import cast_leaf
-from .._dtypes import full_precision_of, is_half
+from .._dtypes import is_half
 from .._errors import describe, warn_user
 from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
 from .._loss_scaling import AbstractLossScaling
 from .._payloads import standing_for
 from .._policy import Wire
-from .._recipe_state import MissingScales, SlotName, at_step, missing_from
+from .._recipe_state import (
+    MissingScales,
+    SlotName,
+    StepAsked,
+    at_step,
+    is_random,
+    missing_from,
+)
 from .._tree import is_trainable
 from .._typing import AnyArray, LeafPredicate, LossScalar
 from ._inputs import cast_inputs
@@ -174,9 +182,15 @@ def scaled_value_and_grad(
     settings = settings_of(problem.func)
     problem = _as_travelling(problem, args, kwargs)
     differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
-    recipes = None if settings is None else settings.recipes
-    with with_ambient(wire=problem.wire):
-        return at_step(scaling.record.steps, recipes, differentiate)
+    recipes = () if settings is None else settings.recipes
+    # One context for forward and backward pass, which share what JAX has traced.
+    with with_ambient(wire=problem.wire, step=None, gives_step=True):
+        if not (recipes and is_random(recipes)):
+            try:
+                return differentiate(contextlib.nullcontext)
+            except StepAsked:  # by a recipe that was not to be seen
+                pass
+        return at_step(scaling.record.steps, differentiate)
 
 
 def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:
@@ -226,7 +240,9 @@ def _differentiated(
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
         casting = casting_inputs(problem.call, problem.compute, problem.is_default)
-        stored = standing_for(weights, outside)
+        stored = contextlib.nullcontext()
+        if unkeyed().payloads:
+            stored = standing_for(weights, outside)
         with casting, provide(tokens), in_step(), stored:
             if problem.accumulate_dtype is not None:
                 result = _call_with_masters(problem, full, kwargs)
@@ -365,7 +381,8 @@ def _loss(problem: Problem, value: object) -> Array:
         )
     if value.dtype == np.float16:
         note_float16()
-    return jnp.asarray(value).astype(full_precision_of(value.dtype))
+    wide = value.dtype if value.dtype == np.float64 else _FLOAT32
+    return jnp.asarray(value).astype(wide)
 
 
 def _describe_result(value: object) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -186,7 +187,8 @@ def check_call(
 ) -> None:
     """Refuses what can be wrong about the arguments of a call."""
     call = problem.call
-    _inputs.refuse_nnx((args, kwargs), call)
+    if "flax.nnx" in sys.modules:
+        _inputs.refuse_nnx((args, kwargs), call)
     _inputs.refuse_frozen_scaling(scaling, call)
     weights = tuple(args[i] for i in problem.argnums)
     _inputs.refuse_no_weights(weights, call)

@@ -27,6 +27,7 @@ from ._slots import (
     providing_state as providing_state,
 )
 from ._step import (
+    StepAsked as StepAsked,
     asked_for_step as asked_for_step,
     at_step as at_step,
     is_random as is_random,

@@ -9,7 +9,7 @@ function that has it hides it from what is traced inside, until that asks.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from jaxtyping import Array
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-class _Asked(Exception):
+class StepAsked(Exception):
     """A function that is called inside rounds stochastically."""
 
 
@@ -32,31 +32,18 @@ class _Known:
         self.number: Array | None = number
 
 
-def at_step(
-    number: Array,
-    recipes: Collection[AbstractRecipe] | None,
-    call: Callable[[Context], Result],
-) -> Result:
-    """Differentiates a function in a training step.
+def at_step(number: Array, call: Callable[[Context], Result]) -> Result:
+    """Differentiates a function in a training step whose number it asks for.
 
     Args:
         number: The number of the step, an integer.
-        recipes: Those of the function; None if autocast did not make it.
         call: Differentiates the function, and calls it in the context that it is given.
-            May be called twice.
     """
-    # One context for forward and backward pass, which share what JAX has traced.
-    with with_ambient(step=None, gives_step=True):
-        if recipes is None or not is_random(recipes):
-            try:
-                return call(contextlib.nullcontext)
-            except _Asked:
-                pass
-        known = _Known(number)
-        try:
-            return call(functools.partial(with_ambient, step=known, gives_step=False))
-        finally:
-            known.number = None  # JAX may keep the key
+    known = _Known(number)
+    try:
+        return call(functools.partial(with_ambient, step=known, gives_step=False))
+    finally:
+        known.number = None  # JAX may keep the key
 
 
 def with_step(call: Callable[[Array | None], Result]) -> Result:
@@ -70,7 +57,7 @@ def with_step(call: Callable[[Array | None], Result]) -> Result:
     try:
         with with_ambient(step=None, gives_step=True):
             return call(found.number)
-    except _Asked:
+    except StepAsked:
         return call(found.number)
 
 
@@ -80,7 +67,7 @@ def asked_for_step() -> None:
     In one it begins again, and gives the number.
     """
     if ambient().gives_step:
-        raise _Asked
+        raise StepAsked
 
 
 def is_random(recipes: Iterable[AbstractRecipe]) -> bool:
