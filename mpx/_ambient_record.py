@@ -165,6 +165,13 @@ def trace(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 # What JAX says of its kernel of attention: of operands, and where there is no cuDNN.
 _HALF_ONLY = ("Q must be fp16/bf16", "cuDNN is not detected")
+_HALF_ONLY_TOLD = (
+    "`mpx.autocast` traces a function in its own dtypes, before it casts; "
+    '`jax.nn.dot_product_attention(..., implementation="cudnn")` in it says: {error} '
+    "Write `mpx.nn.dot_product_attention(...)` with the same arguments: it is cast "
+    "with the rest, and takes cuDNN's kernel where the device has it. Or cast query, "
+    "key and value before the call."
+)
 
 
 @contextlib.contextmanager
@@ -175,13 +182,7 @@ def _explaining_half_only() -> Iterator[None]:
     except (NotImplementedError, RuntimeError) as error:
         if not any(text in str(error) for text in _HALF_ONLY):
             raise
-        raise type(error)(
-            "`mpx.autocast` traces a function in its own dtypes, before it casts; "
-            '`jax.nn.dot_product_attention(..., implementation="cudnn")` in it says: '
-            f"{error} Write `mpx.nn.dot_product_attention(...)` with the same "
-            "arguments: it is cast with the rest, and takes cuDNN's kernel where the "
-            "device has it. Or cast query, key and value before the call."
-        ) from error
+        raise type(error)(_HALF_ONLY_TOLD.format(error=error)) from error
 
 
 @contextlib.contextmanager

@@ -231,6 +231,17 @@ def weights_in_call(
     is_plain = [isinstance(w, int) and w < len(args) for w in weights]
     if all(a or b for a, b in zip(is_named, is_plain, strict=True)):
         return weights  # as in nearly all calls, without a look at the signature
+    return _found_by_signature(func, weights, args, kwargs, call)
+
+
+def _found_by_signature(
+    func: Callable[..., PyTree],
+    weights: Weights,
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+    call: str,
+) -> Weights:
+    """`weights_in_call` where some are passed in another way than they are named."""
     ordered, others = _parameters(func)
     found = []
     for place in weights:

@@ -29,7 +29,6 @@ from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._payloads import dequantized, payload_of
 from .._program import Call, named_like
 from .._recipe_state import asked_for_step, is_random, with_step
-from .._rules import Precision
 from .._settings import Settings, Weights, recipes_in, region
 from .._stored_weights import StoredWeight
 from .._tree import path_text
@@ -50,7 +49,13 @@ from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import RESULT, note_unused, noted_cast, refuse_unused, warn_of_unused
 from ._reach import reach_of_results
-from ._recipe_call import Source, call_with_recipe, counts_uses, weight_of_recipe
+from ._recipe_call import (
+    Source,
+    call_with_recipe,
+    counts_uses,
+    refuse_low,
+    weight_of_recipe,
+)
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -97,12 +102,8 @@ def call_autocast(
 
     def run_of(spares_final: bool, step: AnyArray | None, jaxpr: Jaxpr) -> Run:
         recipes = recipes_in(jaxpr).union(settings.recipes)
-        rules = settings.rules.rules
-        if not recipes and any(r.precision is Precision.LOW for r in rules):
-            raise ValueError(
-                "`mpx.Precision.LOW` quantizes by the recipe that holds, and there is "
-                "none. Say one: `mpx.autocast(func, rules=..., recipe=...)`."
-            )
+        if settings.rules.rules and not recipes:
+            refuse_low(settings.rules)
         has_slots = source is not None and counts_uses(source)
         uses = Uses.of(settings, recipes, has_slots, bool(payloads))
         run = Run(settings, _REWRITES, programs, uses, spares_final)

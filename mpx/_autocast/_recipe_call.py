@@ -18,6 +18,7 @@ from .._errors import listing, warn_user
 from .._jax_compat import manual_axes
 from .._quantize import AbstractRecipe, QuantizedArray, target_from
 from .._recipe_state import Slots, State, StateRequests, note_used
+from .._rules import Precision, Rules
 from .._settings import Weights
 from ._context import ONE_ROW, Run, Value, declared
 
@@ -32,6 +33,15 @@ def counts_uses(source: Source) -> bool:
 def _is_frozen(source: Source) -> bool:
     """Whether a state says which uses of weights are quantized."""
     return isinstance(source, State) and bool(source.quantized)
+
+
+def refuse_low(rules: Rules) -> None:
+    """Raises for rules that ask for low precision where no recipe holds."""
+    if any(rule.precision is Precision.LOW for rule in rules.rules):
+        raise ValueError(
+            "`mpx.Precision.LOW` quantizes by the recipe that holds, and there is "
+            "none. Say one: `mpx.autocast(func, rules=..., recipe=...)`."
+        )
 
 
 def weight_of_recipe(

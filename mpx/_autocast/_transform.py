@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._ambient_record import ambient, resolved, unkeyed, with_settings
+from .._ambient_record import Cast, ambient, resolved, unkeyed, with_settings
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
@@ -342,7 +342,9 @@ def _wrapped(
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         settings = resolved(told)
-        _refuse_cast_inputs()
+        cast = unkeyed().cast
+        if cast is not None:
+            _refuse_cast_inputs(cast)
         places = weights_in_call(func, weights, args, kwargs, _CALL)
         if settings.residuals is None:
             settings = dataclasses.replace(settings, residuals=_residuals(settings))
@@ -405,11 +407,8 @@ def _residuals(settings: Settings) -> str:
     return "small"
 
 
-def _refuse_cast_inputs() -> None:
-    """Raises where a gradient function has cast what autocast is about to cast."""
-    cast = unkeyed().cast
-    if cast is None:
-        return
+def _refuse_cast_inputs(cast: Cast) -> NoReturn:
+    """Says that a gradient function has cast what autocast is about to cast."""
     call, dtype, _ = cast
     raise ValueError(
         f"A function made by `mpx.autocast` needs inputs as they are; {call} has cast "

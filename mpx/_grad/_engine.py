@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -154,15 +154,19 @@ def called(
             where = problem.call, met.recipe, met.where
             raise missing_from(scaling, *where) from met
     if scaling._is_one and (notes or problem.half == np.float16):
-        warn_user(
-            f"{problem.call} computes in float16 with `mpx.NoLossScaling`: gradients "
-            "below 6e-8 become zero without a word. Use `mpx.DynamicLossScaling()`; "
-            "`mpx.init_scaling(func, *args)` gives what a function needs. Or compute "
-            'in bfloat16: `mpx.autocast(func)`, or `policy="bfloat16"` in the explicit '
-            "style. If a scale of 1 is what you want, say "
-            "`mpx.StaticLossScaling(1.0)`."
-        )
+        _warn_of_float16(problem.call)
     return problem, result
+
+
+def _warn_of_float16(call: str) -> None:
+    """Warns of float16 without loss scaling."""
+    warn_user(
+        f"{call} computes in float16 with `mpx.NoLossScaling`: gradients below 6e-8 "
+        "become zero without a word. Use `mpx.DynamicLossScaling()`; "
+        "`mpx.init_scaling(func, *args)` gives what a function needs. Or compute in "
+        'bfloat16: `mpx.autocast(func)`, or `policy="bfloat16"` in the explicit style. '
+        "If a scale of 1 is what you want, say `mpx.StaticLossScaling(1.0)`."
+    )
 
 
 def scaled_value_and_grad(
@@ -358,31 +362,36 @@ def _loss_and_aux(problem: Problem, result: PyTree) -> tuple[Array, PyTree]:
 
 
 def _loss(problem: Problem, value: object) -> Array:
-    call = f"The function given to {problem.call}"
     if isinstance(value, float):
         value = jnp.asarray(value)
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if not is_array or not jnp.issubdtype(value.dtype, jnp.floating):
-        remedy = "Return a real number"
-        if isinstance(value, tuple):
-            remedy = "For `(loss, aux)` say `has_aux=True`"
-        elif value is None:
-            remedy = "Is a `return` missing?"
-        elif is_array and jnp.issubdtype(value.dtype, jnp.complexfloating):
-            remedy = "Take its real part or its absolute value"
-        raise TypeError(
-            f"{call} must return a floating scalar; got {_describe_result(value)}. "
-            f"{remedy.removesuffix('.')}{'' if remedy.endswith('?') else '.'}"
-        )
-    if value.shape != ():
-        raise ValueError(
-            f"{call} must return a scalar loss; got {describe(value)}. Reduce it, in "
-            "full precision: `mpx.force_full_precision(jnp.mean, jnp.float32)(losses)`."
-        )
+    if not is_array or not jnp.issubdtype(value.dtype, jnp.floating) or value.shape:
+        raise _no_loss(problem, value, is_array)
     if value.dtype == np.float16:
         note_float16()
     wide = value.dtype if value.dtype == np.float64 else _FLOAT32
     return jnp.asarray(value).astype(wide)
+
+
+def _no_loss(problem: Problem, value: Any, is_array: bool) -> Exception:
+    """The error of a function that returns something else than a loss."""
+    call = f"The function given to {problem.call}"
+    if is_array and jnp.issubdtype(value.dtype, jnp.floating):
+        return ValueError(
+            f"{call} must return a scalar loss; got {describe(value)}. Reduce it, in "
+            "full precision: `mpx.force_full_precision(jnp.mean, jnp.float32)(losses)`."
+        )
+    remedy = "Return a real number"
+    if isinstance(value, tuple):
+        remedy = "For `(loss, aux)` say `has_aux=True`"
+    elif value is None:
+        remedy = "Is a `return` missing?"
+    elif is_array and jnp.issubdtype(value.dtype, jnp.complexfloating):
+        remedy = "Take its real part or its absolute value"
+    return TypeError(
+        f"{call} must return a floating scalar; got {_describe_result(value)}. "
+        f"{remedy.removesuffix('.')}{'' if remedy.endswith('?') else '.'}"
+    )
 
 
 def _describe_result(value: object) -> str:
