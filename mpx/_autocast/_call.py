@@ -87,13 +87,16 @@ def call_autocast(
     Returns:
         What the function returns, in the same dtypes.
     """
-    around = ambient()
+    # What is in use is asked here, once: of what is around (`Ambient`), of the
+    # arguments, and, when the program is known, in `run_of` (`Uses`). Behind that
+    # nobody looks for a feature: a value, the settings or `run.uses` say so.
+    around, payloads = ambient(), unkeyed().payloads
     settings = dataclasses.replace(settings, wire=around.wire)
-    payloads = unkeyed().payloads
-    leaves = jax.tree.leaves((func, args, kwargs), is_leaf=_is_stored)
-    if any(map(_is_stored, leaves)):
-        (func, args, kwargs), payloads = dequantized((func, args, kwargs))
-    if "flax.nnx" in sys.modules and has_nnx_objects((func, args, kwargs)):
+    given: PyTree = (func, args, kwargs)
+    has_objects = "flax.nnx" in sys.modules and has_nnx_objects(given)
+    if has_objects or any(map(_is_stored, jax.tree.leaves(given, is_leaf=_is_stored))):
+        (func, args, kwargs), payloads = dequantized(given)
+    if has_objects:
         return _call_with_objects(
             settings, weights, programs, func, args, kwargs, spares_final
         )

@@ -309,6 +309,10 @@ ONE_ROW = "a batch of one row"
 class Uses:
     """Which features a call uses: asked once, where it begins.
 
+    They hold for all of the call, whatever regions and rules say in it. A derivative
+    rule that is traced when the call is over goes by those of its call, but for notes,
+    which are taken where it is traced (`Run.for_later`).
+
     Attributes:
         recipes: Whether anything may be quantized.
         slots: Whether weights carry slots: for a recipe with a state, or because
@@ -420,13 +424,14 @@ class Run:
         """
         itself, programs = weakref.ref(self), weakref.ref(self.programs)
         settings, rewrites = self.settings, self.rewrites
-        options = self.uses, self.spares_final, self.only_recomputes
-        traced = self.traced
+        options = self.spares_final, self.only_recomputes
+        uses, traced = self.uses, self.traced
 
         def run() -> Run:
-            found = itself()
-            if found is None:
-                found = Run(settings, rewrites, programs(), *options)
+            found, notes = itself(), ambient().takes_notes
+            if found is None or found.uses.notes != notes:
+                here = dataclasses.replace(uses, notes=notes)
+                found = Run(settings, rewrites, programs(), here, *options)
                 found.traced = traced
             return found
 

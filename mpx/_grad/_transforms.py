@@ -243,7 +243,7 @@ def calculate_scaled_grad(
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        payloads: Payloads = {}
+        payloads: Payloads = {}  # of stored weights among the arguments
         leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
         if any(map(_is_stored, leaves)):
             (args, kwargs), payloads = dequantized((args, kwargs))
@@ -295,7 +295,7 @@ def gradient_function(
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> GradientResult:
-        payloads: Payloads = {}
+        payloads: Payloads = {}  # of stored weights among the arguments
         leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
         if any(map(_is_stored, leaves)):
             (args, kwargs), payloads = dequantized((args, kwargs))
