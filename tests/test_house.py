@@ -22,7 +22,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+from mpx._ambient_record import ambient, with_ambient, with_unkeyed
 
 ROOT = Path(__file__).parents[1]
 
@@ -184,3 +187,22 @@ def test_the_package_has_few_ambient_variables():
         if (count := len(made.findall(path.read_text())))
     }
     assert found == {"mpx/_ambient_record.py": 2, "mpx/_dtypes.py": 1}
+
+
+def test_what_is_around_is_a_key_of_jax_by_its_fields():
+    traced = []
+
+    @jax.jit
+    def function(x):
+        traced.append(ambient().takes_notes)
+        return x
+
+    function(1.0)
+    with with_ambient(takes_notes=True):
+        function(1.0)
+        with with_ambient(takes_notes=False):  # equals the first one
+            function(1.0)
+        function(1.0)
+    with with_unkeyed(float16_calls=[]):
+        function(1.0)
+    assert traced == [False, True]
