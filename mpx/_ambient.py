@@ -21,16 +21,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ._ambient_record import ambient, unkeyed, with_ambient
 from ._autocast import Programs, call_autocast, is_switched_off
-from ._cast import cast_of_inputs
 from ._dtypes import is_half
-from ._settings import (
-    Settings,
-    ambient_settings,
-    contexts_switch_on,
-    is_tracing,
-    is_under_control,
-)
+from ._settings import Settings
 from ._wraps import wraps
 
 
@@ -116,10 +110,10 @@ def in_contexts(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        settings = ambient_settings()
+        settings = ambient().settings
         is_enabled = settings.is_enabled and settings.recipe is not None
         settings = dataclasses.replace(settings, is_enabled=is_enabled)
-        with contexts_switch_on():
+        with with_ambient(contexts_switch_on=True):
             return call_autocast(
                 settings, weights, programs, func, args, kwargs, spares_final=False
             )
@@ -133,16 +127,17 @@ def _here() -> Settings:
     In a function that autocast is tracing nobody has said any. In one that is switched
     off, and in a run in full precision to compare with, they are switched off, too.
     """
-    settings = Settings() if is_tracing() else ambient_settings()
+    around = ambient()
+    settings = Settings() if around.is_tracing else around.settings
     is_on = (
         settings.is_enabled if "is_enabled" in settings.said else not is_switched_off()
     )
-    return dataclasses.replace(settings, is_enabled=is_on and not is_under_control())
+    return dataclasses.replace(settings, is_enabled=is_on and not around.is_control)
 
 
 def _ask_for_help(settings: Settings, layer: str) -> None:
     has_state = any(recipe.has_state for recipe in settings.recipes)
-    cast = cast_of_inputs()
+    cast = unkeyed().cast
     if not has_state and (cast is None or not cast.is_default):
         return
     raise AmbientRecipe(

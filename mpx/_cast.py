@@ -14,10 +14,7 @@ bfloat16. In 8-bit formats they, and infinity itself, *saturate* to the largest 
 value: most of these formats have no infinity. NaN stays NaN.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +23,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from ._dtypes import float_dtype, half_precision_datatype, is_half
+from ._dtypes import float_dtype, half_precision_datatype
 from ._errors import describe
 from ._tree import is_float_leaf, is_whole, path_text
 from ._typing import DTypeLike, LeafPredicate
@@ -135,42 +132,3 @@ def cast_to_bfloat16(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
 def cast_to_float32(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
     """Casts float leaves to float32; the same as `cast_to_full_precision`."""
     return cast_leaves(x, np.dtype(np.float32), keep)
-
-
-class Cast(NamedTuple):
-    """A cast of the inputs of a function.
-
-    Attributes:
-        call: The call that has cast them.
-        dtype: The half precision dtype that they have now.
-        is_default: Whether nobody asked for this dtype.
-    """
-
-    call: str
-    dtype: np.dtype
-    is_default: bool
-
-
-_casting: contextvars.ContextVar[Cast | None] = contextvars.ContextVar(
-    "casting", default=None
-)
-
-
-@contextlib.contextmanager
-def casting_inputs(
-    call: str, dtype: np.dtype | None, is_default: bool = False
-) -> Iterator[None]:
-    """Says that a function is being called with inputs that `call` has cast."""
-    if dtype is None or not is_half(dtype):
-        yield
-        return
-    token = _casting.set(Cast(call, dtype, is_default))
-    try:
-        yield
-    finally:
-        _casting.reset(token)
-
-
-def cast_of_inputs() -> Cast | None:
-    """The cast of the inputs of what runs here."""
-    return _casting.get()

@@ -26,7 +26,7 @@ FLOAT16_MAX: float = float(ml_dtypes.finfo(np.float16).max)
 BFLOAT16_MAX: float = float(ml_dtypes.finfo(jnp.bfloat16).max)
 """The largest finite bfloat16, $(2 - 2^{-7}) \\cdot 2^{127}$, a Python float."""
 
-_HALF = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+HALF = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
 # JMP's short names; numpy's own reading of "f16" would be a 16-byte float.
 _SHORT_NAMES = {
@@ -96,7 +96,7 @@ def float_dtype_names() -> list[str]:
 
 def is_half(dtype: np.dtype) -> bool:
     """Whether a dtype is float16 or bfloat16."""
-    return dtype in _HALF
+    return dtype in HALF
 
 
 def full_precision_of(dtype: np.dtype) -> np.dtype:

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from ._ambient_record import settings_of
 from ._dtypes import float_dtype, half_precision_datatype
 from ._forced_program import as_program
 from ._function import call_in, refuse_uncallable
-from ._settings import settings_of
 from ._typing import DTypeLike
 from ._wraps import wraps
 

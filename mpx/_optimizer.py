@@ -354,14 +354,14 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
         if grad is None:
             return None
         for what, leaf in (("gradient", grad), ("weight", weight)):
-            if not is_stored(leaf) and not _is_trained(leaf):
+            if not _is_trained(leaf) and not is_stored(leaf):
                 raise ValueError(
                     f"{call} updates arrays of floating numbers; got the {what} "
                     f"{describe(leaf)}{at_path(path_text(path))}. Make an array of a "
                     "Python number, `jnp.asarray(number)`, and leave what is not "
                     "trained without a gradient: `mpx.filter_grad` gives None for it."
                 )
-        if jnp.shape(grad) != _shape(weight):
+        if grad.shape != weight.shape:
             raise ValueError(
                 f"{call} needs a gradient of its weight's shape; got {describe(grad)} "
                 f"for {describe(weight)}{at_path(path_text(path))}."
@@ -384,10 +384,6 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
 def _is_trained(leaf: object) -> bool:
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
     return is_array and jnp.issubdtype(leaf.dtype, np.inexact)
-
-
-def _shape(weight: Any) -> tuple[int, ...]:
-    return weight.shape if is_stored(weight) else jnp.shape(weight)
 
 
 def _one_for_each_weight(updates: PyTree) -> PyTree:

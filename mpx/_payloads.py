@@ -14,24 +14,17 @@ of which nothing is known: a recipe quantizes them, as it does other weights.
 """
 
 import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
+from ._ambient_record import Payloads as Payloads, unkeyed, with_unkeyed
 from ._quantize import QuantizedArray
 from ._stored_weights import dequantize_weights, is_stored
 from ._tree import is_whole
-
-# By the `id` of an array, which is kept with its payload, so that nobody else has it.
-Payloads = dict[int, tuple[Any, QuantizedArray]]
-
-_known: contextvars.ContextVar[Payloads | None] = contextvars.ContextVar(
-    "mpx_payloads", default=None
-)
 
 
 def dequantized(tree: PyTree) -> tuple[PyTree, Payloads]:
@@ -45,7 +38,7 @@ def dequantized(tree: PyTree) -> tuple[PyTree, Payloads]:
         one scale: those of `tree` and those that `reading` told of.
     """
     arrays = dequantize_weights(tree)
-    known = _known.get() or {}
+    known = unkeyed().payloads
     if arrays is tree:
         return tree, known
     pairs = zip(
@@ -61,14 +54,9 @@ def dequantized(tree: PyTree) -> tuple[PyTree, Payloads]:
     return arrays, {**known, **own}
 
 
-@contextlib.contextmanager
-def reading(payloads: Payloads) -> Iterator[None]:
+def reading(payloads: Payloads) -> contextlib.AbstractContextManager[None]:
     """Autocast functions that are called inside know these payloads."""
-    token = _known.set(payloads)
-    try:
-        yield
-    finally:
-        _known.reset(token)
+    return with_unkeyed(payloads=payloads)
 
 
 def standing_for(
@@ -80,7 +68,7 @@ def standing_for(
         arrays: The arrays, as a function gets them.
         others: Those that may be known.
     """
-    known = _known.get()
+    known = unkeyed().payloads
     if not known:
         return contextlib.nullcontext()
     pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(others), strict=True)

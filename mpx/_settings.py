@@ -15,20 +15,19 @@ and derivative rules, and the innermost one wins.
 
 import contextlib
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 from jaxtyping import PyTree
 
 from ._errors import describe, listing
+from ._jax_compat import scope_names
 from ._policy import Wire
-from ._program import data_of, data_scope
+from ._program import data_of, data_scope, distinct_equations
 from ._quantize import AbstractRecipe, Target
 from ._rules import Rules
 
@@ -91,7 +90,7 @@ class Settings:
     def recipes(self) -> tuple[AbstractRecipe, ...]:
         """The recipe, and those that rules name."""
         own = () if self.recipe is None else (self.recipe,)
-        return *own, *self.rules._recipes
+        return (*own, *self.rules._recipes) if self.rules.rules else own
 
     @property
     def not_of_regions(self) -> list[str]:
@@ -119,94 +118,20 @@ class Settings:
 # What a setting is called where it is said.
 _NAMES = {"is_enabled": "enabled", "is_strict": "strict"}
 
-# Contexts of JAX and no `contextvars`: JAX keeps what it has traced by them, and would
-# use a function again under settings that it was not traced under.
-_is_tracing = jax.make_user_context(default_value=False)
-_ambient = jax.make_user_context(default_value=Settings())
-_is_control = jax.make_user_context(default_value=False)
-_contexts_switch_on = jax.make_user_context(default_value=False)
-
-
-# --- Regions and ambient settings -----------------------------------------------------
-
-
-def trace(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`jax.make_jaxpr` of what will be rewritten, so that regions may stand in it."""
-
-    def make(*args: PyTree) -> PyTree:
-        with _is_tracing(True), _explaining_half_only():
-            return jax.make_jaxpr(func)(*args)
-
-    return make
-
-
-def is_tracing() -> bool:
-    """Whether what is traced here will be rewritten by autocast."""
-    return _is_tracing.value
-
-
-# What JAX says of its kernel of attention: of operands, and where there is no cuDNN.
-_HALF_ONLY = ("Q must be fp16/bf16", "cuDNN is not detected")
-
-
-@contextlib.contextmanager
-def _explaining_half_only() -> Iterator[None]:
-    """Says what to write instead of JAX's kernel of attention, which is half only."""
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        if not any(text in str(error) for text in _HALF_ONLY):
-            raise
-        raise type(error)(
-            "`mpx.autocast` traces a function in its own dtypes, before it casts; "
-            '`jax.nn.dot_product_attention(..., implementation="cudnn")` in it says: '
-            f"{error} Write `mpx.nn.dot_product_attention(...)` with the same "
-            "arguments: it is cast with the rest, and takes cuDNN's kernel where the "
-            "device has it. Or cast query, key and value before the call."
-        ) from error
-
 
 def region(settings: Settings) -> contextlib.AbstractContextManager[object]:
     """A region with what was said."""
     return data_scope(str(settings), settings)
 
 
-@contextlib.contextmanager
-def ambient_with(settings: Settings) -> Iterator[None]:
-    """Settings for functions that are called inside and were not told themselves.
-
-    Inside of a function that is being transformed it is a region, too: what is called
-    there belongs to that function.
-    """
-    here = settings.for_a_region()
-    if here.said and _contexts_switch_on.value:
-        here = here.within(Settings.of(is_enabled=True))
-    around = region(here) if is_tracing() and here.said else contextlib.nullcontext()
-    with _ambient(settings.within(_ambient.value)), around:
-        yield
-
-
-def ambient_settings() -> Settings:
-    """The ambient settings that hold here."""
-    return _ambient.value
-
-
-def under_control() -> contextlib.AbstractContextManager[object]:
-    """A run in full precision, to compare with: autocast does nothing inside."""
-    return _is_control(True)
-
-
-def is_under_control() -> bool:
-    """Whether autocast does nothing here, whatever it is told."""
-    return _is_control.value
-
-
-def contexts_switch_on() -> contextlib.AbstractContextManager[object]:
-    """Ambient contexts inside of a function that is traced switch autocast on.
-
-    So they do around layers of `mpx.nn` in a function that nobody transforms.
-    """
-    return _contexts_switch_on(True)
+def recipes_in(jaxpr: Jaxpr) -> set[AbstractRecipe]:
+    """The recipes of the regions in a program."""
+    found = [
+        data_of(scope, Settings)
+        for equation in distinct_equations(jaxpr)
+        for scope in scope_names(equation)
+    ]
+    return {s.recipe for s in found if s is not None and s.recipe is not None}
 
 
 # --- Functions that autocast made -----------------------------------------------------
@@ -235,14 +160,6 @@ class Mark(NamedTuple):
     again: Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
 
-def resolved(settings: Settings) -> Settings:
-    """The settings of a call here and now."""
-    settings = settings.within(ambient_settings())
-    if is_under_control():
-        settings = dataclasses.replace(settings, is_enabled=False)
-    return settings
-
-
 def unwrapped(
     func: Callable[..., PyTree],
 ) -> tuple[
@@ -264,17 +181,6 @@ def weights_of(func: object) -> Weights:
     """Which arguments of a function hold its parameters: the first if nobody said."""
     mark = getattr(func, MARK, None)
     return (0,) if mark is None else mark.weights
-
-
-def settings_of(func: Any) -> Settings | None:
-    """What the transform that made a function was told; None for other functions."""
-    while func is not None:
-        mark = getattr(func, MARK, None)
-        if mark is not None:
-            return resolved(mark.settings)
-        is_partial = isinstance(func, functools.partial | eqx.Partial)
-        func = func.func if is_partial else getattr(func, "__wrapped__", None)
-    return None
 
 
 # --- Which arguments hold parameters --------------------------------------------------
@@ -325,6 +231,17 @@ def weights_in_call(
     is_plain = [isinstance(w, int) and w < len(args) for w in weights]
     if all(a or b for a, b in zip(is_named, is_plain, strict=True)):
         return weights  # as in nearly all calls, without a look at the signature
+    return _found_by_signature(func, weights, args, kwargs, call)
+
+
+def _found_by_signature(
+    func: Callable[..., PyTree],
+    weights: Weights,
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+    call: str,
+) -> Weights:
+    """`weights_in_call` where some are passed in another way than they are named."""
     ordered, others = _parameters(func)
     found = []
     for place in weights:

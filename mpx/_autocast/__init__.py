@@ -3,7 +3,9 @@
 In this order: what is known meanwhile (`_context`); analyse (`_demand`), decide
 (`_decide`, `_products`), emit (`_emit`, `_travel`), rematerialize (`_rematerialize`);
 equations that hold programs (`_control_flow`, `_loops`, `_custom_rules`, `_fused`); and
-around it `_call` and `_transform`. `_notes` says what was decided.
+around it `_call`, `_recipe_call` for what only recipes need, and `_transform`. `_notes`
+says what was decided. `_convert`, `_scatter`, `_lookup`, `_bias` and `_stacks` are each
+for one thing that is not emitted as it was written.
 
 What a program is stands in `mpx._program`, what a user says in `mpx._settings`, of
 single operations in `mpx._rules`, the state that recipes are given in
@@ -16,19 +18,17 @@ from ._call import (
     call_autocast as call_autocast,
     call_with_masters as call_with_masters,
     half_inputs as half_inputs,
-    is_marked as is_marked,
 )
 from ._context import Programs as Programs
 from ._notes import (
     IslandNote as IslandNote,
     Note as Note,
     is_scaling_note as is_scaling_note,
-    note_float16 as note_float16,
     noted_scaling as noted_scaling,
-    noting_float16 as noting_float16,
     read_note as read_note,
     taking_notes as taking_notes,
 )
+from ._recipe_call import is_marked as is_marked
 from ._switched_off import is_switched_off as is_switched_off
 from ._transform import (
     ambient_residuals as ambient_residuals,

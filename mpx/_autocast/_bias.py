@@ -13,9 +13,9 @@ import functools
 import jax
 import numpy as np
 
-from .._quantize import target_from
+from .._jax_compat import is_for_tpu
 from .._typing import AnyArray
-from ._context import FULL, Value
+from ._context import Value
 from ._decide import Case
 
 
@@ -23,19 +23,17 @@ def with_rounded_gradient(case: Case, results: list[Value]) -> list[Value]:
     """What was bound for one operation, its gradient rounded if it adds a bias.
 
     Args:
-        case: The operation.
+        case: An `add` that gives float32.
         results: Its results.
 
     Returns:
         Its results.
     """
-    if case.name != "add" or results[0].dtype != FULL:
-        return results
     products = [v.dtype for v in case.operands if v.is_computed_in_half]
     if not products or all(v.facts.parameter is None for v in case.operands):
         return results
-    target = case.settings.target or target_from(None)
-    if target.platform == "tpu":
+    target = case.settings.target
+    if is_for_tpu() if target is None else target.platform == "tpu":
         return results
     (summed,) = results
     array = _rounded(summed.array, products[0])

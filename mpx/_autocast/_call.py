@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,48 +11,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from .._dtypes import is_half
-from .._errors import listing, warn_user
-from .._jax_compat import manual_axes, with_weak_type
-from .._named_like import named_like
-from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
-from .._payloads import Payloads, dequantized, payload_of
-from .._program import Call
-from .._quantize import AbstractRecipe, target_from
-from .._recipe_state import (
-    Slots,
-    State,
-    StateRequests,
-    first_step,
-    is_random,
-    next_source,
-    note_used,
-    with_step,
-)
-from .._rules import Precision
-from .._settings import (
-    Settings,
-    Weights,
-    ambient_settings,
-    is_tracing,
-    region,
+from .._ambient_record import (
+    Payloads,
+    ambient,
+    note_float16,
     trace,
+    unkeyed,
+    with_ambient,
 )
+from .._dtypes import is_half
+from .._jax_compat import with_weak_type
+from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
+from .._payloads import dequantized, payload_of
+from .._program import Call, named_like
+from .._recipe_state import asked_for_step, is_random, with_step
+from .._settings import Settings, Weights, recipes_in, region
+from .._stored_weights import StoredWeight
 from .._tree import path_text
 from .._typing import AnyArray, Aval
-from .._wire import present_wire
 from . import _control_flow, _custom_rules, _loops
 from ._context import (
     FLOAT16,
-    ONE_ROW,
     Place,
     Programs,
     Run,
+    Uses,
     Value,
     declared,
     is_castable,
@@ -59,17 +47,15 @@ from ._context import (
 from ._demand import Demand, demand_for, demands_of
 from ._emit import evaluate
 from ._fused import or_fused
-from ._notes import (
-    RESULT,
-    is_taking_notes,
-    note_float16,
-    note_unused,
-    noted_cast,
-    refuse_unused,
-    warn_of_unused,
-)
-from ._products import recipes_in
+from ._notes import RESULT, note_unused, noted_cast, refuse_unused, warn_of_unused
 from ._reach import reach_of_results
+from ._recipe_call import (
+    Source,
+    call_with_recipe,
+    counts_uses,
+    refuse_low,
+    weight_of_recipe,
+)
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -101,125 +87,66 @@ def call_autocast(
     Returns:
         What the function returns, in the same dtypes.
     """
-    (func, args, kwargs), payloads = dequantized((func, args, kwargs))
-    settings = dataclasses.replace(settings, wire=present_wire())
-    if has_nnx_objects((func, args, kwargs)):
+    # What is in use is asked here, once: of what is around (`Ambient`), of the
+    # arguments, and, when the program is known, in `run_of` (`Uses`). Behind that
+    # nobody looks for a feature: a value, the settings or `run.uses` say so.
+    around, payloads = ambient(), unkeyed().payloads
+    settings = dataclasses.replace(settings, wire=around.wire)
+    given: PyTree = (func, args, kwargs)
+    has_objects = "flax.nnx" in sys.modules and has_nnx_objects(given)
+    if has_objects or any(map(_is_stored, jax.tree.leaves(given, is_leaf=_is_stored))):
+        (func, args, kwargs), payloads = dequantized(given)
+    if has_objects:
         return _call_with_objects(
             settings, weights, programs, func, args, kwargs, spares_final
         )
-    source = next_source()
-    # It says which uses of weights are quantized.
-    frozen = source if isinstance(source, State) and source.quantized else None
+    source = None if around.source is None else around.source.take()
     value = functools.partial(_input, weights, source, payloads)
-    recipe = settings.recipe
 
-    def attempt(
-        spares_final: bool, step: Callable[[], AnyArray | None]
-    ) -> tuple[PyTree, Run]:
-        runs: list[Run] = []
+    def run_of(spares_final: bool, step: AnyArray | None, jaxpr: Jaxpr) -> Run:
+        recipes = recipes_in(jaxpr).union(settings.recipes)
+        if settings.rules.rules and not recipes:
+            refuse_low(settings.rules)
+        has_slots = source is not None and counts_uses(source)
+        uses = Uses.of(settings, recipes, has_slots, bool(payloads))
+        run = Run(settings, _REWRITES, programs, uses, spares_final)
+        if recipes and is_random(recipes):
+            run.step = asked_for_step() if step is None else step
+        return run
 
-        def run_of(jaxpr: Jaxpr) -> Run:
-            recipes = recipes_in(jaxpr).union(settings.recipes)
-            rules = settings.rules.rules
-            if not recipes and any(r.precision is Precision.LOW for r in rules):
-                raise ValueError(
-                    "`mpx.Precision.LOW` quantizes by the recipe that holds, and there "
-                    "is none. Say one: `mpx.autocast(func, rules=..., recipe=...)`."
-                )
-            has_slots = frozen is not None or isinstance(source, StateRequests)
-            options = programs, recipes, spares_final
-            run = Run(settings, _REWRITES, *options, has_slots=has_slots)
-            run.needs_parameters |= is_taking_notes()
-            if is_random(recipes):
-                run.step = step()
-            runs.append(run)
-            return run
+    def attempt(spares_final: bool) -> tuple[PyTree, Run]:
+        def rewritten(step: AnyArray | None) -> tuple[PyTree, Run]:
+            made = functools.partial(run_of, spares_final, step)
+            return _call(made, func, args, kwargs, value, trace)
 
-        return _call(run_of, func, args, kwargs, value, trace), runs[0]
+        return rewritten(None) if around.step is None else with_step(rewritten)
 
-    def finds_nothing(run: Run) -> bool:
-        return recipe is not None and run.used.isdisjoint((recipe, (ONE_ROW, recipe)))
-
-    sparing = functools.partial(attempt, spares_final)
-    if is_taking_notes() and recipe is not None and frozen is None:
-        # What is emitted in vain would stand in the report.
-        runs: list[Run] = []
-        jax.eval_shape(lambda: runs.append(with_step(sparing)[1]))
-        sparing = functools.partial(attempt, spares_final and not finds_nothing(*runs))
-    results, run = with_step(sparing)
-    if frozen is not None:
-        _refuse_state_of_another_model(frozen, run)
-    elif finds_nothing(run):
-        # The only product of a weight, perhaps, is the final projection.
-        results, run = with_step(functools.partial(attempt, False))
-        if finds_nothing(run):
-            raise ValueError(_nothing_to_quantize(recipe, weights))
-    if recipe is not None and recipe not in run.used and frozen is None:
-        warn_user(
-            f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
-            "nothing: data has one row here, or none, and its products with weights "
-            "are computed in half precision. Nothing is wrong if this is the last "
-            "batch of an epoch, or a single example."
+    if settings.recipe is None and source is None:
+        results, run = attempt(spares_final)
+    else:
+        results, run = call_with_recipe(
+            attempt, settings.recipe, source, weights, spares_final
         )
-    if settings.is_strict:
-        refuse_unused(settings.rules, run.used)
-    elif settings.is_enabled and not is_taking_notes() and not _is_ambient(settings):
-        warn_of_unused(settings.rules, run.used)
+    if settings.rules.rules:
+        _tell_of_rules(settings, run)
     if FLOAT16 in run.used:
         note_float16()
-    # A state is of this program, also where one row has no use for it.
-    found = (x[1] if isinstance(x, tuple) else x for x in run.used)
-    note_used(x for x in found if isinstance(x, AbstractRecipe))
+    return results
+
+
+def _is_stored(node: object) -> bool:
+    return isinstance(node, StoredWeight)
+
+
+def _tell_of_rules(settings: Settings, run: Run) -> None:
+    """Says which rules hold for no operation."""
+    # Ambient rules are for many functions, each of which has use for some.
+    is_ambient = settings.rules is ambient().settings.rules
+    if settings.is_strict:
+        refuse_unused(settings.rules, run.used)
+    elif settings.is_enabled and not run.uses.notes and not is_ambient:
+        warn_of_unused(settings.rules, run.used)
     note_unused(rule for rule in settings.rules.rules if rule not in run.used)
-    return marked(results) if isinstance(source, StateRequests) else results
-
-
-def _is_ambient(settings: Settings) -> bool:
-    """Whether the rules are for many functions, each of which has use for some."""
-    return settings.rules is ambient_settings().rules
-
-
-def _refuse_state_of_another_model(state: State, run: Run) -> None:
-    known = sorted({name.parameter for name in state.quantized or ()})
-    if run.has_slots and run.parameters.isdisjoint(known):
-        raise ValueError(
-            "`mpx.inference(func, scaling)` got the state of another model, or of "
-            f"another argument: it is of the weights {listing(known)}, and `func` has "
-            f"{listing(sorted(run.parameters)) or 'none'}."
-        )
-
-
-def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
-    places = f"argument {listing(list(map(str, weights)))} (`weights=` says which)"
-    return (
-        f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` found no product of "
-        f"data with a weight to quantize. Weights are the arrays of "
-        f"{places if weights else 'the function itself'}; arrays that a function "
-        "closes over are constants. A weight that is divided by something of the data "
-        "is data: divide the product by it. Products with a single vector are left "
-        "alone: put `jax.vmap` inside of `mpx.autocast`. So is what stands in a "
-        "function with a derivative rule of its own, and what is float64. "
-        "`mpx.explain` of the function without the recipe shows its products."
-    )
-
-
-# The name of a result of an autocast function, while slots are collected.
-_MARK = "mpx: what an autocast function returns"
-
-
-def marked(results: PyTree) -> PyTree:
-    """Results, one of which can be found in a program that calls the function."""
-    leaves, tree = jax.tree.flatten(results)
-    first = next((i for i, x in enumerate(leaves) if isinstance(x, jax.Array)), None)
-    if first is not None:
-        leaves[first] = checkpoint_name(leaves[first], _MARK)
-    return jax.tree.unflatten(tree, leaves)
-
-
-def is_marked(equation: JaxprEqn) -> bool:
-    """Whether an equation marks a result of an autocast function."""
-    is_name = equation.primitive.name == "name"
-    return is_name and equation.params.get("name") == _MARK
 
 
 # Stands for a leaf that is no weight; not None, which is no leaf at all.
@@ -253,7 +180,7 @@ def call_with_masters(
         What `func` returns.
     """
     half = np.dtype(np.float16)
-    settings = Settings(dtype=half, is_enabled=False, wire=present_wire())
+    settings = Settings(dtype=half, is_enabled=False, wire=ambient().wire)
     found, _ = jax.tree_util.tree_flatten_with_path((None, tuple(masters)))
     wide = {path: master for path, master in found if master is not NO_MASTER}
 
@@ -265,7 +192,8 @@ def call_with_masters(
         return Value(jax.lax.convert_element_type(master, dtype), facts)
 
     run = Run(settings, _REWRITES)
-    return _call(lambda _: run, func, tuple(args), kwargs, value, jax.make_jaxpr)
+    make = jax.make_jaxpr
+    return _call(lambda _: run, func, tuple(args), kwargs, value, make)[0]
 
 
 def call_recomputing(
@@ -288,7 +216,7 @@ def call_recomputing(
     def value(run: Run, path: KeyPath, leaf: AnyArray) -> Value:
         return declared(leaf)
 
-    return _call(lambda _: run, func, args, kwargs, value, jax.make_jaxpr)
+    return _call(lambda _: run, func, args, kwargs, value, jax.make_jaxpr)[0]
 
 
 def _call(
@@ -298,10 +226,10 @@ def _call(
     kwargs: dict[str, PyTree],
     value: Callable[[Run, KeyPath, AnyArray], Value],
     trace: Callable[..., PyTree],
-) -> PyTree:
+) -> tuple[PyTree, Run]:
     """Calls a function, traced by `trace`, with the values that `value` makes.
 
-    The run is made when its program is known.
+    The run is made when its program is known, and comes back beside the results.
     """
     call = Call(func, args, kwargs)
     traced: list[weakref.ref[AnyArray]] = []
@@ -314,10 +242,12 @@ def _call(
     run = run_of(closed.jaxpr)
     run.traced = tuple(traced)
     values = [value(run, *pair) for pair in zip(call.paths, call.arrays, strict=True)]
-    _tell_demands(run, call.paths, closed, values)
+    asks = ambient().asks_demands
+    if asks is not None:
+        asks(_asked_demands(run, call.paths, closed, values))
     with _done_for_others():
         results = _results(run, closed, values)
-    return call.result_of(results)
+    return call.result_of(results), run
 
 
 def _call_with_objects(
@@ -349,13 +279,9 @@ def _call_with_objects(
 
 def _done_for_others() -> contextlib.AbstractContextManager[object]:
     """Within another autocast function, what this one emits is left as it is."""
-    if not is_tracing():
+    if not ambient().is_tracing:
         return contextlib.nullcontext()
     return region(Settings.of(is_enabled=False))
-
-
-# To whom a call says what is wanted of its inputs; None: nobody asks.
-_asking = jax.make_user_context(default_value=None)
 
 
 def half_inputs(
@@ -372,38 +298,34 @@ def half_inputs(
         The half precision dtypes, by paths into `(args, kwargs)`.
     """
     found: list[dict[KeyPath, np.dtype]] = []
-    with _asking(found.append), first_step():
+    with with_ambient(asks_demands=found.append, is_first_step=True):
         jax.eval_shape(func, *args, **kwargs)
     return found[0] if len(found) == 1 else {}
 
 
-def _tell_demands(
+def _asked_demands(
     run: Run, paths: Sequence[KeyPath], closed: ClosedJaxpr, values: list[Value]
-) -> None:
-    """Says what is wanted of each input, where somebody asks."""
-    if _asking.value is None:
-        return
+) -> dict[KeyPath, np.dtype]:
+    """The inputs that all uses cast, for who asks."""
     are_declared = tuple(v.facts.is_declared for v in values)
     wanted = tuple(demand_for(aval, run.settings.dtype) for aval in closed.out_avals)
     ahead = demands_of(run, run.settings, closed.jaxpr, are_declared, wanted)
     triples = zip(paths, values, ahead.inputs, strict=True)
-    _asking.value(
-        {
-            (type(path[0])(path[0].idx - 1), *path[1:]): run.settings.dtype
-            for path, value, demand in triples
-            if path[0].idx and demand == Demand.HALF and value.dtype == np.float32
-        }
-    )
+    return {
+        (type(path[0])(path[0].idx - 1), *path[1:]): run.settings.dtype
+        for path, value, demand in triples
+        if path[0].idx and demand == Demand.HALF and value.dtype == np.float32
+    }
 
 
 def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[AnyArray]:
     avals = closed.out_avals
     demands = tuple(demand_for(aval, run.settings.dtype) for aval in avals)
     place = Place(run.settings)
-    if run.has_recipe and run.spares_final:
+    if run.uses.recipes and run.spares_final:
         place = dataclasses.replace(place, reach=reach_of_results(avals))
     results = evaluate(run, place, closed, values, demands)
-    with noted_cast(RESULT):
+    with noted_cast(RESULT) if run.uses.notes else contextlib.nullcontext():
         return [_result(v, aval) for v, aval in zip(results, avals, strict=True)]
 
 
@@ -418,7 +340,7 @@ def _result(value: Value, aval: Aval) -> AnyArray:
 
 def _input(
     weights: Weights,
-    source: StateRequests | State | None,
+    source: Source,
     payloads: Payloads,
     run: Run,
     path: KeyPath,
@@ -433,27 +355,14 @@ def _input(
             return declared(leaf)
         below = rest[1:]
     # Equal layers are rewritten once if nobody asks which parameters are theirs.
-    name = path_text(tuple(below)) if run.needs_parameters else ""
+    name = path_text(tuple(below)) if run.uses.parameters else ""
     value = declared(leaf, name)
     if not value.facts.is_declared:
         return value
-    target = run.settings.target or target_from(None) if run.has_recipe else None
-    array = value.array
-    if target and target.transposes_fp8 and is_half(value.dtype):
-        # Products in FP8 want it transposed, and XLA would transpose, in float32, all
-        # that the optimizer computes with it: masters, moments, what skips a step. The
-        # barrier keeps this apart: a Llama of 542 M moves 77 GB and not 105 (jax
-        # 0.10.2, compiled for sm_90, November 2026).
-        value = declared(jax.lax.optimization_barrier(array), name)
-    value.facts = value.facts._replace(is_weight=True)
-    if run.has_recipe:
-        value.stored = payload_of(leaf, payloads)
-    if run.has_slots:
+    if run.uses.recipes:
         # Two models of one kind have the same paths.
         owner = "" if root.idx == 0 or position == weights[0] else f"[{position!r}]"
-        value.slots = Slots.of_parameter(owner + name, source)
-        # Under `shard_map` it is a piece of the weight.
-        if target and not manual_axes() and value.stored is None:
-            value.slots = value.slots.measured(array, target)
-        run.parameters.add(owner + name)
+        stored = payload_of(leaf, payloads)
+        value = weight_of_recipe(run, value, name, owner, source, stored)
+    value.facts = value.facts._replace(is_weight=True)
     return value

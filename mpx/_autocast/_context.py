@@ -9,17 +9,17 @@ of them, since a gradient in float32 loses nothing when others are added to it.
 
 import contextlib
 import dataclasses
-import enum
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn
 
+from .._ambient_record import ambient
+from .._dtypes import HALF
 from .._jax_compat import scope_names
 from .._program import FEW_USES, DataScope
 from .._quantize import AbstractRecipe, QuantizedArray
@@ -27,11 +27,12 @@ from .._recipe_state import Slots
 from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
 from .._wire import Gathering
+from ._reach import Reach
 from ._saving import Saving
 
 FULL = np.dtype(np.float32)
 FLOAT16 = np.dtype(np.float16)
-_CASTABLE = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
+_CASTABLE = frozenset((*HALF, FULL))
 
 
 class Facts(NamedTuple):
@@ -238,24 +239,6 @@ def literal(number: object) -> Value:
 # --- Places and runs ------------------------------------------------------------------
 
 
-class Reach(enum.Flag):
-    """Where a value goes."""
-
-    LOSS = enum.auto()
-    """Into a scalar that the function returns."""
-    PRODUCT = enum.auto()
-    """Into another product."""
-    RESULT = enum.auto()
-    """Into another result of the function."""
-    GRADIENT = enum.auto()
-    """Into what the function may be differentiated by."""
-    DEAD_END = enum.auto()
-    """Into what JAX cannot differentiate: a `while` with such results, a callback."""
-
-
-UNUSED = Reach(0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where in the program an equation stands.
@@ -326,14 +309,66 @@ class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
 ONE_ROW = "a batch of one row"
 
 
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """Which features a call uses: asked once, where it begins.
+
+    They hold for all of the call, whatever regions and rules say in it. A derivative
+    rule that is traced when the call is over goes by those of its call, but for notes,
+    which are taken where it is traced (`Run.for_later`).
+
+    Attributes:
+        recipes: Whether anything may be quantized.
+        slots: Whether weights carry slots: for a recipe with a state, or because
+            somebody asks, or says, which uses of them are quantized.
+        scopes: Whether anybody asks for the names of scopes.
+        parameters: Whether anybody asks which parameter a value is. If not, paths are
+            not kept apart, and equal layers are rewritten once.
+        payloads: Whether weights may be stored in 8 bits that a product reads.
+        wire: Whether weights and gradients travel between devices in dtypes of the
+            policy.
+        notes: Whether what is emitted carries notes.
+    """
+
+    recipes: bool
+    slots: bool
+    scopes: bool
+    parameters: bool
+    payloads: bool
+    wire: bool
+    notes: bool
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        recipes: Collection[AbstractRecipe] = (),
+        wants_slots: bool = False,
+        has_payloads: bool = False,
+    ) -> "Uses":
+        """Those of a call with settings, in whose program these recipes stand."""
+        rules = settings.rules if settings.rules.rules else None
+        slots = any(r.has_state for r in recipes) or (wants_slots and bool(recipes))
+        notes = ambient().takes_notes
+        are_named = rules is not None and rules._needs_parameters
+        return cls(
+            recipes=bool(recipes),
+            slots=slots,
+            scopes=slots or (rules is not None and rules._needs_scopes),
+            parameters=slots or notes or are_named,
+            payloads=has_payloads and bool(recipes),
+            wire=settings.wire is not None,
+            notes=notes,
+        )
+
+
 class Run:
     """One rewriting of a program.
 
     Attributes:
         settings: What the transform was told.
         rewrites: How equations that hold a program are rewritten, by primitive.
-        needs_parameters: Whether anybody asks which parameter a value is. If not,
-            paths are not kept apart, and equal layers are rewritten once.
+        uses: Which features are in use.
         demands: The demands of programs that were analysed, by their keys.
         programs: Inner programs that were rewritten, by program and by how it was met.
             They may be kept from call to call: JAX gives the same program for the same
@@ -341,10 +376,7 @@ class Run:
         islands: Islands that were emitted, by what they have in common.
         used: The rules that held for an operation, the recipes that quantized one, or
             would have but for `ONE_ROW`, and float16 if anything is computed in it.
-        has_recipe: Whether anything may be quantized.
         spares_final: Whether the final projection is left alone.
-        has_slots: Whether weights carry slots: for a recipe with a state, or because
-            somebody asks, or says, which uses of them are quantized.
         parameters: The paths of the weights, where they carry slots.
         traced: What the function was traced with, which is no more; weak references.
         only_recomputes: Whether nothing is cast, and islands are recomputed anyway.
@@ -357,21 +389,16 @@ class Run:
         settings: Settings,
         rewrites: Mapping[str, Any],
         programs: Programs | None = None,
-        recipes: Collection[AbstractRecipe] = (),
+        uses: Uses | None = None,
         spares_final: bool = True,
         only_recomputes: bool = False,
-        has_slots: bool = False,
     ) -> None:
-        """Starts a run in whose program these recipes stand."""
+        """Starts a run that uses what its settings say, if nothing else is said."""
         self.spares_final = spares_final
         self.only_recomputes = only_recomputes
         self.settings = settings
         self.rewrites = rewrites
-        self.has_recipe = bool(recipes)
-        is_stateful = any(r.has_state for r in recipes)
-        self.has_slots = is_stateful or (has_slots and self.has_recipe)
-        self.needs_scopes = settings.rules._needs_scopes or self.has_slots
-        self.needs_parameters = settings.rules._needs_parameters or self.has_slots
+        self.uses = Uses.of(settings) if uses is None else uses
         self.demands: dict[Any, Any] = {}
         self.islands: dict[Any, Any] = {}
         self.programs = Programs() if programs is None else programs
@@ -379,7 +406,6 @@ class Run:
         self.parameters: set[str] = set()
         self.traced: tuple[weakref.ref[AnyArray], ...] = ()
         self.step: AnyArray | None = None
-        self._recipes = recipes
 
     @contextlib.contextmanager
     def at_step(self, step: AnyArray | None) -> Iterator[None]:
@@ -402,14 +428,15 @@ class Run:
         """
         itself, programs = weakref.ref(self), weakref.ref(self.programs)
         settings, rewrites = self.settings, self.rewrites
-        options = self._recipes, self.spares_final, self.only_recomputes, self.has_slots
-        needs_parameters, traced = self.needs_parameters, self.traced
+        options = self.spares_final, self.only_recomputes
+        uses, traced = self.uses, self.traced
 
         def run() -> Run:
-            found = itself()
-            if found is None:
-                found = Run(settings, rewrites, programs(), *options)
-                found.needs_parameters, found.traced = needs_parameters, traced
+            found, notes = itself(), ambient().takes_notes
+            if found is None or found.uses.notes != notes:
+                here = dataclasses.replace(uses, notes=notes)
+                found = Run(settings, rewrites, programs(), here, *options)
+                found.traced = traced
             return found
 
         return run

@@ -237,7 +237,7 @@ def rewrite_remat(
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
     policy = equation.params["policy"]
-    if run.has_recipe and policy is not None:
+    if run.uses.recipes and policy is not None:
         policy = Saving(policy, len(place.saving))
         place = dataclasses.replace(place, saving=(*place.saving, policy))
     place = dataclasses.replace(place, is_recomputed=True)

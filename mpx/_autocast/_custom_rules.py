@@ -24,6 +24,7 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import PyTree
 
+from .._ambient_record import trace
 from .._jax_compat import (
     bind_equation,
     open_jaxpr,
@@ -38,7 +39,6 @@ from .._program import (
     zero_results,
 )
 from .._recipe_state import StateOperands
-from .._settings import trace
 from .._typing import AnyArray, Atom, Aval
 from ._context import Facts, Place, Run, Value, computed, is_castable
 from ._control_flow import (

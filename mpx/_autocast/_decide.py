@@ -248,7 +248,8 @@ def _choose_elementwise(case: Case) -> Choice:
         declared = aval_of(case.equation.outvars[0]).dtype
         if declared != FULL:
             return Choice(kind, Reason.STREAM, declared)
-        if _adds_to_half_stream(case, values):
+        is_half_stream = case.settings.residual_stream == "half"
+        if is_half_stream and _adds_to_stream(case, values):
             return Choice(kind, Reason.STREAM, case.settings.dtype)
     halves = {v.dtype for v in values if v.dtype != FULL}
     half = next(iter(halves), case.settings.dtype)
@@ -263,10 +264,8 @@ def _may_be_rounded(case: Case) -> bool:
     return case.demand == Demand.HALF and only_picks(case.equation)
 
 
-def _adds_to_half_stream(case: Case, values: list[Value]) -> bool:
+def _adds_to_stream(case: Case, values: list[Value]) -> bool:
     """Whether an equation adds to a residual stream that is to be half precision."""
-    if case.settings.residual_stream != "half":
-        return False
     if case.is_residual:
         return True
     # In the first block the stream is an argument; a parameter would be a bias.

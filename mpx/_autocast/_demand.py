@@ -70,6 +70,8 @@ class Demands(NamedTuple):
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
         sums: The sums of two products, which are stored in half precision.
+        moved_weights: The inputs that are read in half precision, and that an equation
+            moves, or a program within, which may: stacks of weights perhaps.
         readers: How many operands and results of the program each variable is.
         dtype: The half precision that is computed in around the program.
         jaxpr: The program, held so that its identity stays its own.
@@ -80,6 +82,7 @@ class Demands(NamedTuple):
     residuals: frozenset[Var]
     beginnings: frozenset[Var]
     sums: frozenset[Var]
+    moved_weights: tuple[Var, ...]
     readers: Mapping[Atom, int]
     dtype: np.dtype
     jaxpr: Jaxpr
@@ -157,7 +160,7 @@ def demands_of(
     jaxpr = open_jaxpr(jaxpr)
     if not settings.is_enabled:  # everything runs as it was written
         inputs, nothing = (UNREAD,) * len(jaxpr.invars), frozenset()
-        found = inputs, nothing, nothing, nothing
+        found = inputs, nothing, nothing, nothing, ()
         return Demands({}, *found, {}, settings.dtype, jaxpr)
     # The plan holds its program, so the id is that of no other one.
     key = (id(jaxpr), settings, are_declared, results)
@@ -182,6 +185,9 @@ def _make(
         frozenset(flow.residuals),
         frozenset(flow.beginnings),
         frozenset(flow.sums),
+        tuple(
+            v for v in jaxpr.invars if v in flow.moved and demands.get(v) == Demand.HALF
+        ),
         flow.makers.readers,
         settings.dtype,
         jaxpr,
@@ -195,6 +201,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
         sums: The sums of two products.
+        moved: What an equation moves, or a program within, which may.
     """
 
     def __init__(
@@ -207,6 +214,7 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.residuals: set[Var] = set()
         self.beginnings: set[Var] = set()
         self.sums: set[Var] = set()
+        self.moved: set[Atom] = set()
         self._run = run
         self._settings = settings
         self._declared = _declared_variables(jaxpr, are_declared)
@@ -253,7 +261,10 @@ class _DemandFlow(BackwardFlow[Demand]):
                 return Demand.HALF, Demand.HALF
         elif is_sum_of_products(equation, self.makers):
             self.sums.update(equation.outvars)
-        if properties(equation.primitive.name).kind is not PrimitiveClass.RECURSE:
+        known = properties(equation.primitive.name)
+        if known.moves or sub_jaxprs(equation):
+            self.moved.update(a for a in equation.invars if not isinstance(a, Literal))
+        if known.kind is not PrimitiveClass.RECURSE:
             return _operand_demands(here, equation, results)
         found = [UNREAD] * len(equation.invars)
         for sub in sub_jaxprs(equation):
@@ -347,7 +358,7 @@ def _operand_demands(
         if source.dtype == result.dtype:
             return (wanted,)
         return (demand_for(result, settings.dtype) or Demand.FULL,)
-    rule = settings.rules._first_of(name)
+    rule = settings.rules._first_of(name) if settings.rules.rules else None
     if rule is not None:
         is_sure = rule.precision is Precision.HALF and rule._is_about_primitives
         is_sure = is_sure and settings.is_enabled and _is_of_half(equation, settings)

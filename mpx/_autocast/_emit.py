@@ -6,6 +6,7 @@ emitted by `_rematerialize`; everything else is bound here, after casting its op
 to what `_decide` says.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,6 @@ from .._program import (
     Island,
     PrimitiveClass,
     aval_of,
-    avals,
     count,
     parts,
     properties,
@@ -35,7 +35,6 @@ from ._bias import with_rounded_gradient
 from ._context import (
     FLOAT16,
     FULL,
-    UNUSED,
     Facts,
     Place,
     Run,
@@ -46,12 +45,13 @@ from ._context import (
     literal,
     stream,
 )
+from ._convert import converted
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import Demand, Demands, Wanted, demands_of, together
 from ._lookup import finds_one_in_each_row, look_up
 from ._notes import noted, refuse_unknown
 from ._products import emit_quantized, quantized
-from ._reach import reach_in
+from ._reach import UNUSED, reach_in
 from ._rematerialize import (
     Values,
     emit_island,
@@ -59,6 +59,7 @@ from ._rematerialize import (
     of_float32,
     read_by_one,
 )
+from ._scatter import SCATTERS, scatter
 from ._stacks import cast_stacks
 from ._travel import (
     MARKS,
@@ -96,7 +97,8 @@ def evaluate(
     ahead = demands_of(run, place.settings, jaxpr, are_declared, results)
     reach = reach_in(jaxpr, place.reach) if place.reach else {}
     values: Values = dict(zip(jaxpr.invars, operands, strict=True))
-    values.update(cast_stacks(run, place, jaxpr, values, ahead))
+    if ahead.moved_weights:
+        values.update(cast_stacks(run, place, values, ahead))
     found = _parts(run, place, jaxpr, values, ahead.residuals | ahead.sums)
     alone = read_by_one(found, ahead)
     for variable in jaxpr.invars:
@@ -108,7 +110,7 @@ def evaluate(
     def emit(place: Place, equation: JaxprEqn, values: Values) -> None:
         inputs = [_read(values, atom) for atom in equation.invars]
         with equation_context(equation):
-            here = place.inside(equation, run.needs_scopes)
+            here = place.inside(equation, run.uses.scopes)
             if place.reach and not place.has_own_rule:
                 found = tuple(reach.get(v, UNUSED) for v in equation.outvars)
                 here = dataclasses.replace(here, reach=found)
@@ -163,32 +165,19 @@ def _emit(
             return rewrite(run, place, equation, operands, demands)
         run.used.add(rule)
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
-        with noted(name, choice):
+        with _noted(run, name, choice):
             return emit_operation(equation, operands, choice)
     if name == "convert_element_type":
-        with noted(name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
-            return [_convert(place, equation, operands[0])]
-    demand = together(demands)
+        with _noted(run, name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
+            if place.settings.is_enabled:
+                return [converted(equation, operands[0])]
+            choice = Choice(PrimitiveClass.CONVERT, Reason.REGION)
+            return emit_operation(equation, operands, choice)
     known = properties(name)
     if known.moves or (known.joins and _are_declared(equation, operands)):
-        stored = moved_payload(equation, operands) if known.moves else None
-        travelled = known.moves and (
-            moved_later(equation, operands, stored)
-            or travelled_weight(place, equation, operands, demands, stored)
-        )
-        with noted(name, Choice(known.kind, Reason.MOVES)):
-            if travelled:
-                return [travelled]
-            if not known.moves:
-                return _join(equation, operands)
-            is_only = all(map(ahead.is_read_once, equation.invars))
-            moved = _move(place, equation, operands, demand, is_only)
-            if stored is not None:
-                moved[0].stored = stored
-            if place.settings.residual_stream != "half":
-                return moved
-            begins = any(v in ahead.beginnings for v in equation.outvars)
-            return [_rounded(place, v) for v in moved] if begins else moved
+        with _noted(run, name, Choice(known.kind, Reason.MOVES)):
+            return _emit_move(run, place, equation, operands, ahead)
+    demand = together(demands)
     is_residual = any(v in ahead.residuals for v in equation.outvars)
     results = _emit_case(run, Case(place, equation, operands, demand, is_residual))
     if any(v in ahead.sums for v in equation.outvars):
@@ -198,35 +187,72 @@ def _emit(
     return results
 
 
+def _emit_move(
+    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], ahead: Demands
+) -> list[Value]:
+    """Emits what moves data, weights between devices, too, or joins declared data."""
+    known = properties(equation.primitive.name)
+    demands = ahead.wanted(equation, place.settings.dtype)
+    stored = None
+    if known.moves and (run.uses.wire or run.uses.payloads):
+        stored = moved_payload(equation, operands)
+        travelled = moved_later(equation, operands, stored) or travelled_weight(
+            place, equation, operands, demands, stored
+        )
+        if travelled:
+            return [travelled]
+    if not known.moves:
+        return _join(equation, operands)
+    is_only = all(map(ahead.is_read_once, equation.invars))
+    moved = _move(place, equation, operands, together(demands), is_only)
+    if stored is not None:
+        moved[0].stored = stored
+    if place.settings.residual_stream != "half":
+        return moved
+    begins = any(v in ahead.beginnings for v in equation.outvars)
+    return [_rounded(place, v) for v in moved] if begins else moved
+
+
 def _emit_case(run: Run, case: Case) -> list[Value]:
     """Decides on one operation and binds it.
 
     A recipe has its say last, for it takes only what would be a product in half
     precision, or what a rule asks for by `Precision.LOW`.
     """
-    case, rule = ruled(run, case)
+    rule = None
+    if case.settings.rules.rules:
+        case, rule = ruled(run, case)
     if rule is not None and not isinstance(rule.precision, Precision):
         kind = properties(case.name).kind
-        with noted(case.name, Choice(kind, Reason.RULE, rule=rule)):
+        with _noted(run, case.name, Choice(kind, Reason.RULE, rule=rule)):
             return _rewritten_by(rule, case)
     choice = choose(case, rule)
     is_asked_for = rule is not None and rule.precision is Precision.LOW
-    if is_asked_for or choice.reason is Reason.PRODUCT:
+    may_be_low = is_asked_for or choice.reason is Reason.PRODUCT
+    if case.settings.recipe is not None and may_be_low:
         choice = quantized(run, case, choice, is_asked_for)
-        if is_asked_for and choice.recipe is None:
-            choice = choice._replace(reason=Reason.PRODUCT, rule=None)
+    if is_asked_for and choice.recipe is None:
+        choice = choice._replace(reason=Reason.PRODUCT, rule=None)
     if choice.dtype == FLOAT16:
         run.used.add(FLOAT16)
     if case.settings.is_strict:
         refuse_unknown(case, choice)
     if choice.recipe is not None:
         return emit_quantized(run, case, choice)
-    with noted(case.name, choice):
-        weight = summed_weight(case, choice)
+    with _noted(run, case.name, choice):
+        weight = summed_weight(case, choice) if run.uses.wire else None
         if weight is not None:
             return [product_of_weight(case, choice, weight)]
         results = emit_operation(case.equation, case.operands, choice)
-        return with_rounded_gradient(case, results)
+        is_sum = case.name == "add" and results[0].dtype == FULL
+        return with_rounded_gradient(case, results) if is_sum else results
+
+
+def _noted(
+    run: Run, name: str, choice: Choice
+) -> contextlib.AbstractContextManager[object]:
+    """What is emitted inside was decided so."""
+    return noted(name, choice) if run.uses.notes else contextlib.nullcontext()
 
 
 def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
@@ -312,7 +338,7 @@ def _move(
         if is_repeated or is_read:
             arrays[0] = first.cast(FULL)
             narrow = None if Demand.FULL in demand else first.dtype
-    if finds_one_in_each_row(equation):
+    if name == "gather" and finds_one_in_each_row(equation):
         bound = [look_up(equation, *arrays)]
     else:
         bound = bind_equation(equation, *arrays)
@@ -352,37 +378,6 @@ def _stored(equation: JaxprEqn, value: Value) -> Value:
     return Value(of_float32(half, wide), facts, slots=value.slots)
 
 
-def _convert(place: Place, equation: JaxprEqn, value: Value) -> Value:
-    """A cast of the user's own."""
-    if not place.settings.is_enabled:
-        choice = Choice(PrimitiveClass.CONVERT, Reason.REGION)
-        return emit_operation(equation, [value], choice)[0]
-    target = equation.params["new_dtype"]
-    from_aval, to_aval = avals((equation.invars[0], equation.outvars[0]))
-    if not is_castable(from_aval) or not is_castable(to_aval):
-        (array,) = bind_equation(equation, value.array)
-        # Masks, positions, labels: like arguments they begin no residual stream.
-        is_number = jax.numpy.issubdtype(from_aval.dtype, jax.numpy.integer)
-        is_number = is_number or from_aval.dtype == np.bool_
-        return declared(array) if is_number else computed(array)
-    if from_aval.dtype == target:
-        # A cast to what the program has already does not undo what was chosen: half
-        # precision stays so.
-        if equation.params.get("sharding") is None:
-            return value
-        params = {**equation.params, "new_dtype": value.dtype}
-        (array,) = bind_equation(equation.replace(params=params), value.array)
-        return Value(array, value.facts, slots=value.slots, stored=value.stored)
-    array = value.cast(target)
-    facts = value.facts._replace(is_declared=value.is_constant)
-    result = Value(array, facts, value.is_constant, value.slots, value.stored)
-    if target == FULL:
-        result.half_source = value.array
-    elif value.facts.is_weight and value.dtype == FULL:
-        result.float32_source = value
-    return result
-
-
 # --- Binding one equation in the precision that was chosen ----------------------------
 
 
@@ -406,8 +401,8 @@ def emit_operation(
     is_product = properties(equation.primitive.name).kind is PrimitiveClass.HALF
     if choice.dtype is not None and is_product:
         return _product(equation, arrays, choice.dtype)
-    if equation.primitive.name in _SCATTERS:
-        bound = [_scatter(equation, arrays)]
+    if equation.primitive.name in SCATTERS:
+        bound = [scatter(equation, arrays)]
     else:
         bound = bind_equation(equation, *arrays)
     values = [
@@ -450,30 +445,3 @@ def _product(
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
     return list(map(computed, bind_equation(equation.replace(params=params), *arrays)))
-
-
-_SCATTERS = {
-    "scatter": jax.lax.scatter,
-    "scatter-add": jax.lax.scatter_add,
-    "scatter-sub": jax.lax.scatter_sub,
-    "scatter-mul": jax.lax.scatter_mul,
-    "scatter-min": jax.lax.scatter_min,
-    "scatter-max": jax.lax.scatter_max,
-}
-
-
-def _scatter(equation: JaxprEqn, arrays: list[AnyArray]) -> AnyArray:
-    """Emits a scatter, which holds a program of its own in the declared dtype."""
-    if arrays[0].dtype == aval_of(equation.invars[0]).dtype:
-        return bind_equation(equation, *arrays)[0]
-    params = equation.params
-    operand, indices, updates = arrays
-    return _SCATTERS[equation.primitive.name](
-        operand,
-        indices,
-        updates,
-        params["dimension_numbers"],
-        indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=params["unique_indices"],
-        mode=params["mode"],
-    )

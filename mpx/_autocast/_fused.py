@@ -11,6 +11,7 @@ import functools
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
+from .._ambient_record import ambient, trace
 from .._errors import describe
 from .._fused_operation import FusedOperation, innermost_operation
 from .._program import (
@@ -20,13 +21,12 @@ from .._program import (
     with_lines_of,
 )
 from .._rules import Precision, Rule
-from .._settings import trace
 from .._typing import AnyArray
 from ._context import Place, Run, Value, computed
 from ._decide import Case, Choice, Reason, choose, ruled
 from ._demand import Wanted
 from ._emit import Rewrite, evaluate
-from ._notes import is_taking_notes, noted
+from ._notes import noted
 
 
 def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
@@ -127,7 +127,7 @@ def _emit(
 ) -> list[Value]:
     arrays = _cast(case, operands, choice)
     target = case.settings.target
-    if is_taking_notes():
+    if ambient().takes_notes:
         parts = [choice.detail, operation.path(arrays, target)]
         choice = choice._replace(detail="; ".join(filter(None, parts)))
     with noted(operation.name, choice):

@@ -11,27 +11,17 @@ In strict mode what happens by accident, or without mpx knowing it, is an error.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 
-import jax
-
+from .._ambient_record import ambient, unkeyed, with_ambient, with_unkeyed
 from .._errors import listing, warn_user
 from .._program import data_of, data_scope
 from .._quantize import AbstractProduct, Path, path_of
 from .._rules import Rule, Rules
 from ._decide import Case, Choice, Reason
-
-_taking = jax.make_user_context(default_value=False)
-
-# No context of JAX: a list that grows is no key of its caches.
-# The rules that held for no operation, while somebody takes notes in this thread.
-_unused: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
-    "unused", default=None
-)
 
 RESULT = "a result keeps its declared dtype"
 CARRY = "what a loop carries keeps its declared dtype"
@@ -80,22 +70,13 @@ def taking_notes() -> Iterator[list[str]]:
     Gives the list to which it adds the user's rules that held for no operation.
     """
     unused: list[str] = []
-    token = _unused.set(unused)
-    try:
-        with _taking(True):
-            yield unused
-    finally:
-        _unused.reset(token)
-
-
-def is_taking_notes() -> bool:
-    """Whether somebody takes notes here."""
-    return _taking.value
+    with with_unkeyed(unused_rules=unused), with_ambient(takes_notes=True):
+        yield unused
 
 
 def note_unused(rules: Iterable[Rule]) -> None:
     """Notes rules that held for no operation, if somebody takes notes."""
-    unused = _unused.get()
+    unused = unkeyed().unused_rules
     if unused is not None:
         unused += [text for rule in rules if (text := str(rule)) not in unused]
 
@@ -108,7 +89,7 @@ def noted(
     formats: tuple[str, str] = ("", ""),
 ) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside was decided so."""
-    if not _taking.value:
+    if not ambient().takes_notes:
         return contextlib.nullcontext()
     kind = choice.kind.value
     rule = "" if choice.rule is None else str(choice.rule)
@@ -122,7 +103,7 @@ def noted(
 
 def noted_cast(reason: str) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside casts back to a dtype that the program declares."""
-    if not _taking.value:
+    if not ambient().takes_notes:
         return contextlib.nullcontext()
     return _write(Note("convert_element_type", "convert", "declared", reason))
 
@@ -143,11 +124,9 @@ class IslandNote:
     name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
 
 
-def noted_island(
-    note: IslandNote | None,
-) -> contextlib.AbstractContextManager[object]:
+def noted_island(note: IslandNote) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside is an island that is recomputed."""
-    return contextlib.nullcontext() if note is None else _write(note)
+    return _write(note)
 
 
 def _write(note: Note | IslandNote) -> contextlib.AbstractContextManager[object]:
@@ -160,7 +139,7 @@ _SCALING = "the loss is scaled here"
 
 def noted_scaling() -> contextlib.AbstractContextManager[object]:
     """What is computed inside is the scaled loss."""
-    if not _taking.value:
+    if not ambient().takes_notes:
         return contextlib.nullcontext()
     return data_scope("mpx-loss-scaling", _SCALING)
 
@@ -173,31 +152,6 @@ def is_scaling_note(scope: str) -> bool:
 def read_note(scope: str) -> Note | IslandNote | None:
     """The note that the name of a scope carries, if it does."""
     return data_of(scope, Note) or data_of(scope, IslandNote)
-
-
-# --- Functions that compute in float16 ------------------------------------------------
-
-_float16_calls: contextvars.ContextVar[list[None] | None] = contextvars.ContextVar(
-    "float16_calls", default=None
-)
-
-
-@contextlib.contextmanager
-def noting_float16() -> Iterator[list[None]]:
-    """Gives a list that is empty unless functions called inside compute in float16."""
-    found: list[None] = []
-    token = _float16_calls.set(found)
-    try:
-        yield found
-    finally:
-        _float16_calls.reset(token)
-
-
-def note_float16() -> None:
-    """What is called here computes in float16."""
-    found = _float16_calls.get()
-    if found is not None:
-        found.append(None)
 
 
 # --- Strict mode ----------------------------------------------------------------------

@@ -20,15 +20,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
 
-from .._jax_compat import is_transposed, manual_axes, scope_names
+from .._ambient_record import ambient
+from .._jax_compat import is_transposed, manual_axes
 from .._program import (
     aval_of,
     avals,
     count,
-    data_of,
-    distinct_equations,
     properties,
 )
 from .._quantize import (
@@ -58,13 +56,12 @@ from .._recipe_state import (
     shared,
     with_input_scale,
 )
-from .._settings import Settings
 from .._typing import AnyArray
 from .._wire import dtype_of_sums
-from ._context import ONE_ROW, UNUSED, Reach, Run, Value, computed
+from ._context import ONE_ROW, Run, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
-from ._notes import is_taking_notes, noted, refuse_slow
-from ._reach import DERIVATIVE
+from ._notes import noted, refuse_slow
+from ._reach import DERIVATIVE, UNUSED, Reach
 
 _VECTOR, _FINAL = "a product with a vector", "the final projection"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an
@@ -317,7 +314,7 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
     if case.settings.is_strict:
         refuse_slow(case, product)
     weight, path, formats = "", "", ("", "")
-    if is_taking_notes():
+    if ambient().takes_notes:
         path, why = path_of(product)
         formats = formats_of(product.recipe)
         detail = f"{type(product.recipe).__name__}, {path} ({why})"
@@ -445,13 +442,3 @@ def _with_one_input_scale(
         return scales
     first, data.input_scales[recipe] = shared(first, 2)
     return with_input_scale(scales, first)
-
-
-def recipes_in(jaxpr: Jaxpr) -> set[AbstractRecipe]:
-    """The recipes of the regions in a program."""
-    found = [
-        data_of(scope, Settings)
-        for equation in distinct_equations(jaxpr)
-        for scope in scope_names(equation)
-    ]
-    return {s.recipe for s in found if s is not None and s.recipe is not None}

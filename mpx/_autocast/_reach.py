@@ -1,5 +1,6 @@
 """Where values go: into the results of the function, or into another product first."""
 
+import enum
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
@@ -17,7 +18,24 @@ from .._program import (
     results_within,
 )
 from .._typing import Aval
-from ._context import UNUSED, Reach
+
+
+class Reach(enum.Flag):
+    """Where a value goes."""
+
+    LOSS = enum.auto()
+    """Into a scalar that the function returns."""
+    PRODUCT = enum.auto()
+    """Into another product."""
+    RESULT = enum.auto()
+    """Into another result of the function."""
+    GRADIENT = enum.auto()
+    """Into what the function may be differentiated by."""
+    DEAD_END = enum.auto()
+    """Into what JAX cannot differentiate: a `while` with such results, a callback."""
+
+
+UNUSED = Reach(0)
 
 DERIVATIVE = Reach.GRADIENT | Reach.DEAD_END
 # What is differentiated without looking inside, and what JAX refuses to differentiate.

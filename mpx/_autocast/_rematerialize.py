@@ -1,6 +1,7 @@
 """Emitting an island so that its backward pass starts from what went in."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence, Set
@@ -12,7 +13,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.typing import ArrayLike
 
-from .._dtypes import is_half
+from .._dtypes import HALF
 from .._jax_compat import execution_context, execution_key, scope_names
 from .._program import (
     Island,
@@ -26,7 +27,7 @@ from .._program import (
 from .._typing import AnyArray
 from ._context import FULL, Place, Run, Value
 from ._demand import Demand, Demands
-from ._notes import USED, IslandNote, is_taking_notes, noted_cast, noted_island
+from ._notes import USED, IslandNote, noted_cast, noted_island
 
 Values = dict[Var, Value]
 Emit = Callable[[Place, JaxprEqn, Values], None]
@@ -160,7 +161,7 @@ def _recomputed(
         invars=list(arrays), outvars=list(island.outputs), eqns=list(island.equations)
     )
     atoms = (a for e in distinct_equations(as_written) for a in (*e.invars, *e.outvars))
-    if not numbers and not any(is_half(aval_of(a).dtype) for a in atoms):
+    if not numbers and not any(aval_of(a).dtype in HALF for a in atoms):
         needed = [d or x.dtype for d, x in zip(stored, arrays.values(), strict=True)]
         if not is_worth_while(as_written, are_free, needed):
             return None
@@ -191,7 +192,7 @@ def _recomputed(
         )
         # Set while `make_jaxpr` traces, below.
         found[:] = [tuple(value.facts for value in results), are_cast]
-        with noted_cast(USED):
+        with noted_cast(USED) if run.uses.notes else contextlib.nullcontext():
             casts = [v.cast(half) for v, c in zip(results, are_cast, strict=True) if c]
         return [value.array for value in results], casts
 
@@ -207,14 +208,15 @@ def _recomputed(
     again_from = functools.partial(computed_again, is_in_loop=place.is_in_loop)
     function = again_from(closed, stored=stored, unread=len(shared))
     note = None
-    if is_taking_notes():
+    if run.uses.notes:
         plain, types = jaxpr_as_fun(closed), closed.in_avals
         before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
         note = IslandNote(before, after)
 
     def again(run: Run, island: Island, values: Values) -> None:
         run.used |= used
-        with noted_island(note), execution_context(island.equations[0]):
+        noting = noted_island(note) if note else contextlib.nullcontext()
+        with noting, execution_context(island.equations[0]):
             # Equal islands have their inputs in one order, that of first use.
             wide = (values[island.inputs[i]].cast(FULL) for i in places)
             wide = map(_only_gradient, wide)
@@ -235,7 +237,7 @@ def _signature(
     run: Run, place: Place, island: Island, values: Values, ahead: Demands
 ) -> Hashable:
     """What islands have in common that are emitted alike."""
-    if is_taking_notes() or place.settings.is_strict:  # each one is looked at
+    if run.uses.notes or place.settings.is_strict:  # each one is looked at
         return object()
     numbers = {v: i for i, v in enumerate(island.inputs)}
     equations = []

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Var
 
 from .._program import (
     Box,
@@ -25,12 +25,10 @@ from .._program import (
     aval_of,
     boxes_read,
     is_covered,
-    properties,
-    sub_jaxprs,
 )
 from .._typing import Shape
 from ._context import FULL, Place, Run, Value, is_castable
-from ._demand import Demand, Demands
+from ._demand import Demands
 from ._notes import USED, noted_cast
 
 
@@ -43,18 +41,17 @@ def may_be_cast_early(run: Run, place: Place) -> bool:
     """
     if place.settings.wire is not None:
         return False
-    return not run.has_recipe or place.settings.dtype == jnp.bfloat16
+    return not run.uses.recipes or place.settings.dtype == jnp.bfloat16
 
 
 def cast_stacks(
-    run: Run, place: Place, jaxpr: Jaxpr, values: Mapping[Var, Value], ahead: Demands
+    run: Run, place: Place, values: Mapping[Var, Value], ahead: Demands
 ) -> dict[Var, Value]:
     """The inputs of a program that are cast before it cuts them.
 
     Args:
         run: The run.
         place: Where the program stands.
-        jaxpr: The program.
         values: Its inputs.
         ahead: The plan of the program.
 
@@ -64,19 +61,11 @@ def cast_stacks(
     settings = place.settings
     if not settings.is_enabled or not may_be_cast_early(run, place):
         return {}
-    stacks = [
-        variable
-        for variable in jaxpr.invars
-        if _is_whole_weight(values[variable], variable)
-        and ahead.demand(variable) == Demand.HALF
-    ]
-    if not stacks:
-        return {}
-    moved = _perhaps_moved(jaxpr)
-    stacks = [variable for variable in stacks if variable in moved]
+    moved = ahead.moved_weights
+    stacks = [v for v in moved if _is_whole_weight(values[v], v)]
     return {
         variable: _cast(values[variable], settings.dtype)
-        for variable, boxes in zip(stacks, boxes_read(jaxpr, stacks), strict=True)
+        for variable, boxes in zip(stacks, boxes_read(ahead.jaxpr, stacks), strict=True)
         if _is_cut_up(aval_of(variable).shape, boxes)
     }
 
@@ -85,17 +74,6 @@ def _is_whole_weight(value: Value, variable: Var) -> bool:
     facts = value.facts
     is_here = facts.is_declared and facts.is_weight and value.arriving is None
     return is_here and value.dtype == FULL and is_castable(aval_of(variable))
-
-
-def _perhaps_moved(jaxpr: Jaxpr) -> set[Var]:
-    """What an equation moves, or a program within, which may."""
-    return {
-        atom
-        for equation in jaxpr.eqns
-        if properties(equation.primitive.name).moves or sub_jaxprs(equation)
-        for atom in equation.invars
-        if not isinstance(atom, Literal)
-    }
 
 
 def _is_cut_up(shape: Shape, boxes: Sequence[Box]) -> bool:

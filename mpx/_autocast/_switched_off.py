@@ -9,17 +9,14 @@ function is traced and emitted like others.
 import contextlib
 from collections.abc import Callable
 
-import jax
 from jaxtyping import PyTree
 
+from .._ambient_record import ambient, with_ambient
 from .._nnx_graph import has_nnx_objects
-from .._recipe_state import note_switched_off
-from .._settings import Settings, Weights, is_tracing, is_under_control, region
+from .._settings import Settings, Weights, region
 from .._stored_weights import dequantize_weights
 from ._call import call_autocast
 from ._context import Programs
-
-_is_off = jax.make_user_context(default_value=False)
 
 
 class _SwitchedOnInside(Exception):
@@ -35,13 +32,15 @@ def call_switched_off(
     kwargs: dict[str, PyTree],
 ) -> PyTree:
     """Calls a function as it is; see `call_autocast` for the arguments."""
-    note_switched_off()
+    around = ambient()
+    if around.source is not None:
+        around.source.is_switched_off = True
     func, args, kwargs = dequantize_weights((func, args, kwargs))
-    if is_tracing():  # of an autocast function around it, which leaves this part alone
+    if around.is_tracing:  # an autocast function around it leaves this part alone
         with region(Settings.of(is_enabled=False)):
             return func(*args, **kwargs)
     try:
-        with _is_off(True):
+        with with_ambient(is_switched_off=True):
             return func(*args, **kwargs)
     except _SwitchedOnInside:
         if has_nnx_objects((func, args, kwargs)):
@@ -56,13 +55,14 @@ def call_switched_off(
 
 def is_switched_off() -> bool:
     """Whether what runs here belongs to an autocast function that is switched off."""
-    return _is_off.value and not is_tracing()
+    return ambient().is_switched_off and not ambient().is_tracing
 
 
 def region_of_switched_off(
     settings: Settings,
 ) -> contextlib.AbstractContextManager[object]:
     """A region in a function that is switched off."""
-    if "is_enabled" in settings.said and settings.is_enabled and not is_under_control():
+    says_enabled = "is_enabled" in settings.said and settings.is_enabled
+    if says_enabled and not ambient().is_control:
         raise _SwitchedOnInside
     return contextlib.nullcontext()

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._cast import cast_of_inputs
+from .._ambient_record import Cast, ambient, resolved, unkeyed, with_settings
 from .._dtypes import float_dtype, is_half
 from .._errors import describe
 from .._quantize import AbstractRecipe, target_from
@@ -26,11 +26,8 @@ from .._settings import (
     Mark,
     Settings,
     Weights,
-    ambient_with,
-    is_tracing,
     read_weights,
     region,
-    resolved,
     weights_in_call,
 )
 from .._typing import DTypeLike
@@ -308,7 +305,7 @@ class _Deferred(contextlib.ContextDecorator):
                 "parameters, and cannot be said in a region or around calls. Say it to "
                 "the transform: `mpx.autocast(func, weights=...)`."
             )
-        context = ambient_with(self._settings) if self._ambient else self._region()
+        context = with_settings(self._settings) if self._ambient else self._region()
         context.__enter__()
         # A stack: one object may be entered again inside of itself.
         self._entered.append(context)
@@ -326,7 +323,7 @@ class _Deferred(contextlib.ContextDecorator):
             )
         if is_switched_off():
             return region_of_switched_off(self._settings)
-        if not is_tracing():
+        if not ambient().is_tracing:
             raise ValueError(
                 "`with mpx.autocast(...)` is a region of a function that is being "
                 "transformed by `mpx.autocast`; nothing is here, and it would do "
@@ -345,7 +342,9 @@ def _wrapped(
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
         settings = resolved(told)
-        _refuse_cast_inputs()
+        cast = unkeyed().cast
+        if cast is not None:
+            _refuse_cast_inputs(cast)
         places = weights_in_call(func, weights, args, kwargs, _CALL)
         if settings.residuals is None:
             settings = dataclasses.replace(settings, residuals=_residuals(settings))
@@ -408,11 +407,8 @@ def _residuals(settings: Settings) -> str:
     return "small"
 
 
-def _refuse_cast_inputs() -> None:
-    """Raises where a gradient function has cast what autocast is about to cast."""
-    cast = cast_of_inputs()
-    if cast is None:
-        return
+def _refuse_cast_inputs(cast: Cast) -> NoReturn:
+    """Says that a gradient function has cast what autocast is about to cast."""
     call, dtype, _ = cast
     raise ValueError(
         f"A function made by `mpx.autocast` needs inputs as they are; {call} has cast "

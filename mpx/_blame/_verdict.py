@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._ambient_record import settings_of
 from .._autocast import autocast, recomputing, with_dtype, with_rule
 from .._dtypes import half_precision_datatype
 from .._grad import Options, gradient_function
@@ -15,7 +16,7 @@ from .._inspect import Operation, explain
 from .._loss_scaling import AbstractLossScaling, StaticLossScaling
 from .._policy import Policy, get_policy
 from .._rules import Rule
-from .._settings import settings_of, unwrapped
+from .._settings import unwrapped
 from ._cures import candidate_rules, narrowest_first
 from ._replay import Gradient, Replay, replayed
 from ._report import Culprit

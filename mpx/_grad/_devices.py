@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
+from .._ambient_record import settings_of
 from .._autocast import half_inputs
 from .._dtypes import is_half
 from .._errors import listing
@@ -33,7 +34,6 @@ from .._jax_compat import mesh_of
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Wire
 from .._quantize import largest_magnitude
-from .._settings import settings_of
 from .._tree import is_trainable
 from .._typing import AnyArray
 from .._wire import cast_where_it_lies

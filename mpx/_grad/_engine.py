@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,25 +13,36 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._ambient import AmbientRecipe, in_contexts
+from .._ambient_record import (
+    casting_inputs,
+    note_float16,
+    noting_float16,
+    settings_of,
+    unkeyed,
+    with_ambient,
+)
 from .._autocast import (
     NO_MASTER,
     call_with_masters,
-    note_float16,
     noted_scaling,
-    noting_float16,
 )
-from .._cast import cast_leaf, casting_inputs
-from .._dtypes import full_precision_of, is_half
+from .._cast import cast_leaf
+from .._dtypes import is_half
 from .._errors import describe, warn_user
 from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
 from .._loss_scaling import AbstractLossScaling
 from .._payloads import standing_for
 from .._policy import Wire
-from .._recipe_state import MissingScales, SlotName, at_step, missing_from
-from .._settings import settings_of
+from .._recipe_state import (
+    MissingScales,
+    SlotName,
+    StepAsked,
+    at_step,
+    is_random,
+    missing_from,
+)
 from .._tree import is_trainable
 from .._typing import AnyArray, LeafPredicate, LossScalar
-from .._wire import on_the_wire
 from ._inputs import cast_inputs
 from ._shared import axes_of_half_sums, axes_of_results, spread, summed
 
@@ -143,15 +154,19 @@ def called(
             where = problem.call, met.recipe, met.where
             raise missing_from(scaling, *where) from met
     if scaling._is_one and (notes or problem.half == np.float16):
-        warn_user(
-            f"{problem.call} computes in float16 with `mpx.NoLossScaling`: gradients "
-            "below 6e-8 become zero without a word. Use `mpx.DynamicLossScaling()`; "
-            "`mpx.init_scaling(func, *args)` gives what a function needs. Or compute "
-            'in bfloat16: `mpx.autocast(func)`, or `policy="bfloat16"` in the explicit '
-            "style. If a scale of 1 is what you want, say "
-            "`mpx.StaticLossScaling(1.0)`."
-        )
+        _warn_of_float16(problem.call)
     return problem, result
+
+
+def _warn_of_float16(call: str) -> None:
+    """Warns of float16 without loss scaling."""
+    warn_user(
+        f"{call} computes in float16 with `mpx.NoLossScaling`: gradients below 6e-8 "
+        "become zero without a word. Use `mpx.DynamicLossScaling()`; "
+        "`mpx.init_scaling(func, *args)` gives what a function needs. Or compute in "
+        'bfloat16: `mpx.autocast(func)`, or `policy="bfloat16"` in the explicit style. '
+        "If a scale of 1 is what you want, say `mpx.StaticLossScaling(1.0)`."
+    )
 
 
 def scaled_value_and_grad(
@@ -171,9 +186,15 @@ def scaled_value_and_grad(
     settings = settings_of(problem.func)
     problem = _as_travelling(problem, args, kwargs)
     differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
-    recipes = None if settings is None else settings.recipes
-    with on_the_wire(problem.wire):
-        return at_step(scaling.record.steps, recipes, differentiate)
+    recipes = () if settings is None else settings.recipes
+    # One context for forward and backward pass, which share what JAX has traced.
+    with with_ambient(wire=problem.wire, step=None, gives_step=True):
+        if not (recipes and is_random(recipes)):
+            try:
+                return differentiate(contextlib.nullcontext)
+            except StepAsked:  # by a recipe that was not to be seen
+                pass
+        return at_step(scaling.record.steps, differentiate)
 
 
 def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:
@@ -223,7 +244,9 @@ def _differentiated(
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
         casting = casting_inputs(problem.call, problem.compute, problem.is_default)
-        stored = standing_for(weights, outside)
+        stored = contextlib.nullcontext()
+        if unkeyed().payloads:
+            stored = standing_for(weights, outside)
         with casting, provide(tokens), in_step(), stored:
             if problem.accumulate_dtype is not None:
                 result = _call_with_masters(problem, full, kwargs)
@@ -339,30 +362,36 @@ def _loss_and_aux(problem: Problem, result: PyTree) -> tuple[Array, PyTree]:
 
 
 def _loss(problem: Problem, value: object) -> Array:
-    call = f"The function given to {problem.call}"
     if isinstance(value, float):
         value = jnp.asarray(value)
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    if not is_array or not jnp.issubdtype(value.dtype, jnp.floating):
-        remedy = "Return a real number"
-        if isinstance(value, tuple):
-            remedy = "For `(loss, aux)` say `has_aux=True`"
-        elif value is None:
-            remedy = "Is a `return` missing?"
-        elif is_array and jnp.issubdtype(value.dtype, jnp.complexfloating):
-            remedy = "Take its real part or its absolute value"
-        raise TypeError(
-            f"{call} must return a floating scalar; got {_describe_result(value)}. "
-            f"{remedy.removesuffix('.')}{'' if remedy.endswith('?') else '.'}"
-        )
-    if value.shape != ():
-        raise ValueError(
+    if not is_array or not jnp.issubdtype(value.dtype, jnp.floating) or value.shape:
+        raise _no_loss(problem, value, is_array)
+    if value.dtype == np.float16:
+        note_float16()
+    wide = value.dtype if value.dtype == np.float64 else _FLOAT32
+    return jnp.asarray(value).astype(wide)
+
+
+def _no_loss(problem: Problem, value: Any, is_array: bool) -> Exception:
+    """The error of a function that returns something else than a loss."""
+    call = f"The function given to {problem.call}"
+    if is_array and jnp.issubdtype(value.dtype, jnp.floating):
+        return ValueError(
             f"{call} must return a scalar loss; got {describe(value)}. Reduce it, in "
             "full precision: `mpx.force_full_precision(jnp.mean, jnp.float32)(losses)`."
         )
-    if value.dtype == np.float16:
-        note_float16()
-    return jnp.asarray(value).astype(full_precision_of(value.dtype))
+    remedy = "Return a real number"
+    if isinstance(value, tuple):
+        remedy = "For `(loss, aux)` say `has_aux=True`"
+    elif value is None:
+        remedy = "Is a `return` missing?"
+    elif is_array and jnp.issubdtype(value.dtype, jnp.complexfloating):
+        remedy = "Take its real part or its absolute value"
+    return TypeError(
+        f"{call} must return a floating scalar; got {_describe_result(value)}. "
+        f"{remedy.removesuffix('.')}{'' if remedy.endswith('?') else '.'}"
+    )
 
 
 def _describe_result(value: object) -> str:

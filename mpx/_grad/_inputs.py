@@ -64,8 +64,12 @@ def refuse_unknown_scaling(scaling: object, call: str, mixed: bool) -> None:
     if isinstance(scaling, AbstractLossScaling):
         _refuse_other_form(scaling, call)
         return
-    if scaling is None and not mixed:
-        return
+    if scaling is not None or mixed:
+        raise _no_scaling(scaling, call)
+
+
+def _no_scaling(scaling: object, call: str) -> TypeError:
+    """The error of what is no loss scaling."""
     remedy = (
         "Make one: "
         "`mpx.DynamicLossScaling()` for float16, `mpx.NoLossScaling()` for bfloat16, "
@@ -77,7 +81,7 @@ def refuse_unknown_scaling(scaling: object, call: str, mixed: bool) -> None:
             "`StandardRestore(jax.eval_shape(lambda: scaling))`, or read a state "
             "dictionary: `mpx.DynamicLossScaling.from_state_dict(state)`."
         )
-    raise TypeError(
+    return TypeError(
         f"`scaling` of {call} must be a loss scaling; got {describe(scaling)}. {remedy}"
     )
 

@@ -2,17 +2,19 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
 from jaxtyping import PyTree
 
+from .._ambient_record import settings_of, with_ambient
 from .._dtypes import float_dtype, half_precision_datatype
 from .._errors import describe
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy, get_policy
-from .._settings import MARK, Mark, Settings, settings_of, under_control
+from .._settings import MARK, Mark, Settings
 from .._typing import DTypeLike, LeafPredicate
 from . import _inputs
 from ._accumulate import Accumulation
@@ -108,7 +110,7 @@ def _control(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @functools.wraps(func)
     def control(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        with under_control():
+        with with_ambient(is_control=True):
             return func(*args, **kwargs)
 
     return control
@@ -199,7 +201,8 @@ def check_call(
 ) -> None:
     """Refuses what can be wrong about the arguments of a call."""
     call = problem.call
-    _inputs.refuse_nnx((args, kwargs), call)
+    if "flax.nnx" in sys.modules:
+        _inputs.refuse_nnx((args, kwargs), call)
     _inputs.refuse_frozen_scaling(scaling, call)
     weights = tuple(args[i] for i in problem.argnums)
     _inputs.refuse_no_weights(weights, call)

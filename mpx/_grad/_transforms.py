@@ -1,14 +1,18 @@
 """The public gradient functions."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .._ambient_record import Payloads
 from .._loss_scaling import AbstractLossScaling
 from .._payloads import dequantized, reading
 from .._policy import Policy
+from .._stored_weights import StoredWeight
 from .._typing import DTypeLike, LeafPredicate
 from .._wraps import wraps
 from . import _inputs
@@ -219,7 +223,10 @@ def calculate_scaled_grad(
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        (args, kwargs), payloads = dequantized((args, kwargs))
+        payloads: Payloads = {}  # of stored weights among the arguments
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
+        if any(map(_is_stored, leaves)):
+            (args, kwargs), payloads = dequantized((args, kwargs))
         problem = build(len(args))
         check_call(problem, scaling, args, kwargs, options)
         used = used_scaling(scaling, use_mixed_precision)
@@ -239,6 +246,14 @@ def calculate_scaled_grad(
     return wrapper
 
 
+# As nearly every step has it: read once.
+_ONE_BATCH = Accumulation(1)
+
+
+def _is_stored(node: object) -> bool:
+    return isinstance(node, StoredWeight)
+
+
 def gradient_function(
     call: str,
     func: Callable[..., PyTree],
@@ -252,19 +267,25 @@ def gradient_function(
     positions = positions_of(0 if argnums is None else argnums, call)
     build = problem_builder(call, func, positions, options)
     how = options.accumulate
-    how = how if isinstance(how, Accumulation) else Accumulation(how)
+    if type(how) is int and how == 1:
+        how = _ONE_BATCH
+    elif not isinstance(how, Accumulation):
+        how = Accumulation(how)
     refuse_retries(options.retries, call)
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> GradientResult:
-        (args, kwargs), payloads = dequantized((args, kwargs))
+        payloads: Payloads = {}  # of stored weights among the arguments
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
+        if any(map(_is_stored, leaves)):
+            (args, kwargs), payloads = dequantized((args, kwargs))
         problem = build(len(args))
         if argnums is not None:
             args = _inputs.as_floating(args, problem.argnums, call)
         check_call(problem, scaling, args, kwargs, options)
 
         used = used_scaling(scaling, options.use_mixed_precision)
-        with reading(payloads):
+        with reading(payloads) if payloads else contextlib.nullcontext():
             problem, outcome = called(
                 problem, used, lambda p: attempt(p, how, used, args, kwargs)
             )

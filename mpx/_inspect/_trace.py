@@ -12,8 +12,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from .._errors import describe
-from .._named_like import named_like
-from .._program import Call, is_array_or_type
+from .._program import Call, is_array_or_type, named_like
 from .._tree import path_text
 from .._typing import AnyArray
 

@@ -403,6 +403,8 @@ def map_numbers(func: Callable[[PyTree], PyTree], tree: PyTree, method: str) -> 
 def to_full(leaf: Any) -> Any:
     if not is_inexact_leaf(leaf):
         return leaf
+    if leaf.dtype == np.float32:  # as gradients are
+        return leaf
     return cast_leaf(leaf, full_precision_of(leaf.dtype))
 
 

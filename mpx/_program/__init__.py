@@ -9,6 +9,7 @@ from .calls import (
     divide as divide,
     is_array as is_array,
     is_array_or_type as is_array_or_type,
+    named_like as named_like,
 )
 from .cuts import (
     Box as Box,

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.numpy import inexact, issubdtype
 from jaxtyping import PyTree
 
-from .._dtypes import is_half
+from .._dtypes import HALF
 from .._typing import AnyArray, Atom, Aval
 from .equations import aval_of, avals, count
 from .flow import Flow, propagate
@@ -62,7 +62,7 @@ def kept_bytes(
     constants = (None,) * len(jaxpr.constvars)
     results = propagate(jaxpr, constants, inputs, flow)
     for aval, node in zip(avals(jaxpr.outvars), results, strict=True):
-        if node is not None and is_half(aval.dtype):
+        if node is not None and aval.dtype in HALF:
             node.is_free = True
     kept = flow.kept
     bytes_kept = sum(node.bytes for node in kept if not node.is_free)
@@ -99,9 +99,7 @@ def measured_bytes(
     jaxpr, count = closed.jaxpr, len(jax.tree.leaves(jax.eval_shape(function, *types)))
     results = jaxpr.outvars[:count]
     elsewhere = {v for v, free in zip(jaxpr.invars, are_free, strict=True) if free}
-    elsewhere |= {
-        v for v in results if not _is_literal(v) and is_half(aval_of(v).dtype)
-    }
+    elsewhere |= {v for v in results if not _is_literal(v) and aval_of(v).dtype in HALF}
     # A set: what several derivatives keep is there once.
     kept = {v for v in jaxpr.outvars[count:] if not _is_literal(v)}
     return sum(_bytes(aval_of(v)) for v in kept - elsewhere)

@@ -23,9 +23,13 @@ from ._slots import (
     collecting_requests as collecting_requests,
     first_step as first_step,
     is_collecting_requests as is_collecting_requests,
-    next_source as next_source,
-    note_switched_off as note_switched_off,
     note_used as note_used,
     providing_state as providing_state,
 )
-from ._step import at_step as at_step, is_random as is_random, with_step as with_step
+from ._step import (
+    StepAsked as StepAsked,
+    asked_for_step as asked_for_step,
+    at_step as at_step,
+    is_random as is_random,
+    with_step as with_step,
+)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._ambient_record import ambient, with_ambient
 from .._quantize import (
     AbstractRecipe,
     Target,
@@ -138,15 +139,11 @@ class ProvidedState:
         self._rest.clear()
 
 
-# Known to JAX, so that no program that was traced with one source is used with another.
-_source = jax.make_user_context(default_value=None)
-
-
 @contextlib.contextmanager
 def collecting_requests() -> Iterator[StateRequests]:
     """Autocast functions that are called inside say which slots they need."""
     found = StateRequests()
-    with _source(found):
+    with with_ambient(source=found):
         yield found
 
 
@@ -155,7 +152,7 @@ def providing_state(state: State, calls: int) -> Iterator[ProvidedState]:
     """Autocast functions that are called inside take their scales from here."""
     provision = ProvidedState(state, calls)
     try:
-        with _source(provision):
+        with with_ambient(source=provision):
             yield provision
     finally:
         provision.forget()
@@ -163,22 +160,14 @@ def providing_state(state: State, calls: int) -> Iterator[ProvidedState]:
 
 def is_collecting_requests() -> bool:
     """Whether functions that are called now say which slots they need."""
-    return isinstance(_source.value, StateRequests)
-
-
-def next_source() -> StateRequests | State | None:
-    """Where an autocast function that is called now has its slots from, or None."""
-    source = _source.value
-    return None if source is None else source.take()
+    return isinstance(ambient().source, StateRequests)
 
 
 def note_used(recipes: Iterable[AbstractRecipe]) -> None:
     """An autocast function that was called has quantized by these recipes."""
-    if isinstance(_source.value, ProvidedState):
-        _source.value.used.update(recipes)
-
-
-_is_first_step = jax.make_user_context(default_value=False)
+    source = ambient().source
+    if isinstance(source, ProvidedState):
+        source.used.update(recipes)
 
 
 def first_step() -> contextlib.AbstractContextManager[object]:
@@ -186,13 +175,7 @@ def first_step() -> contextlib.AbstractContextManager[object]:
 
     For looking at a program: it computes with such scales only once.
     """
-    return _is_first_step(True)
-
-
-def note_switched_off() -> None:
-    """An autocast function is called that is switched off, and takes no slots."""
-    if _source.value is not None:
-        _source.value.is_switched_off = True
+    return with_ambient(is_first_step=True)
 
 
 class Slots:
@@ -329,7 +312,7 @@ class Slots:
                 )
             return jnp.ones(ROLES, jnp.float32)
         if self._source is None:
-            return jnp.ones(ROLES, jnp.float32) if _is_first_step.value else None
+            return jnp.ones(ROLES, jnp.float32) if ambient().is_first_step else None
         rest = self._source.get(use)
         if rest is None:
             known = ", ".join(map(repr, self._source)) or "none"

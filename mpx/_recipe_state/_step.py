@@ -9,19 +9,19 @@ function that has it hides it from what is traced inside, until that asks.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-import jax
 from jaxtyping import Array
 
+from .._ambient_record import ambient, with_ambient
 from .._quantize import AbstractRecipe, rounds_stochastically
 
 Result = TypeVar("Result")
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-class _Asked(Exception):
+class StepAsked(Exception):
     """A function that is called inside rounds stochastically."""
 
 
@@ -32,57 +32,42 @@ class _Known:
         self.number: Array | None = number
 
 
-_ON_REQUEST = "on request"
-# Known to JAX, so that no program that was traced in one step is used in another.
-_present = jax.make_user_context(default_value=None)
-
-
-def at_step(
-    number: Array,
-    recipes: Collection[AbstractRecipe] | None,
-    call: Callable[[Context], Result],
-) -> Result:
-    """Differentiates a function in a training step.
+def at_step(number: Array, call: Callable[[Context], Result]) -> Result:
+    """Differentiates a function in a training step whose number it asks for.
 
     Args:
         number: The number of the step, an integer.
-        recipes: Those of the function; None if autocast did not make it.
         call: Differentiates the function, and calls it in the context that it is given.
-            May be called twice.
     """
-    # One context for forward and backward pass, which share what JAX has traced.
-    with _present(_ON_REQUEST):
-        if recipes is None or not is_random(recipes):
-            try:
-                return call(contextlib.nullcontext)
-            except _Asked:
-                pass
-        known = _Known(number)
-        try:
-            return call(functools.partial(_present, known))
-        finally:
-            known.number = None  # JAX may keep the key
+    known = _Known(number)
+    try:
+        return call(functools.partial(with_ambient, step=known, gives_step=False))
+    finally:
+        known.number = None  # JAX may keep the key
 
 
-def with_step(call: Callable[[Callable[[], Array | None]], Result]) -> Result:
-    """Rewrites and calls an autocast function.
+def with_step(call: Callable[[Array | None], Result]) -> Result:
+    """Rewrites and calls an autocast function where the number of the step is known.
 
     Args:
-        call: Does it, given a function that tells the number of the step, or None
-            outside of training steps. May be called twice.
+        call: Does it, given the number. May be called twice.
     """
-    found = _present.value
-    if not isinstance(found, _Known):
-        return call(_asked if found == _ON_REQUEST else lambda: None)
+    found = ambient().step
+    assert isinstance(found, _Known)
     try:
-        with _present(_ON_REQUEST):
-            return call(lambda: found.number)
-    except _Asked:
-        return call(lambda: found.number)
+        with with_ambient(step=None, gives_step=True):
+            return call(found.number)
+    except StepAsked:
+        return call(found.number)
 
 
-def _asked() -> Array:
-    raise _Asked
+def asked_for_step() -> None:
+    """The number of the step where it is not known: None outside of training steps.
+
+    In one it begins again, and gives the number.
+    """
+    if ambient().gives_step:
+        raise StepAsked
 
 
 def is_random(recipes: Iterable[AbstractRecipe]) -> bool:

@@ -8,6 +8,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import PyTree
 
 from .._ambient import AmbientRecipe, in_contexts
+from .._ambient_record import settings_of
 from .._autocast import is_marked
 from .._dtypes import half_precision_datatype
 from .._errors import describe
@@ -15,7 +16,6 @@ from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoLossScali
 from .._policy import Policy, get_policy
 from .._program import Call, distinct_equations, is_array_or_type, sub_jaxprs
 from .._recipe_state import StateRequests, collecting_requests
-from .._settings import settings_of
 from ._recipe_scaling import RecipeScaling
 
 

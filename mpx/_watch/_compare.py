@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .._ambient_record import settings_of
 from .._errors import describe
 from .._grad import filter_value_and_grad
 from .._inspect import Traced, trace
@@ -15,7 +16,6 @@ from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy
 from .._program import Records, probed
 from .._scaling import init_scaling
-from .._settings import settings_of
 from .._tree import leaves_with_paths
 from .._typing import AnyArray, LeafPredicate
 from ._anchors import Anchor, Collect, Found, anchors_of, common_layers

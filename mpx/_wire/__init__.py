@@ -10,8 +10,6 @@ from ._weights import (
     cast_where_it_lies as cast_where_it_lies,
     gathered as gathered,
     joined as joined,
-    on_the_wire as on_the_wire,
     only_gradient as only_gradient,
-    present_wire as present_wire,
     travelling_dtype as travelling_dtype,
 )

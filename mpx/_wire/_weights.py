@@ -15,7 +15,6 @@ sent has a derivative rule of its own.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,19 +27,6 @@ from .._program import properties
 from .._typing import AnyArray
 
 FLOAT32 = np.dtype(np.float32)
-
-# Known to JAX, so that no program that was traced for one policy is used for another.
-_present = jax.make_user_context(default_value=None)
-
-
-def on_the_wire(wire: Wire | None) -> Any:
-    """Functions that autocast rewrites inside send in these dtypes."""
-    return _present(wire)
-
-
-def present_wire() -> Wire | None:
-    """What functions that are rewritten now send in; None: as they are written."""
-    return _present.value
 
 
 def travelling_dtype(wire: Wire, name: str, half: np.dtype) -> np.dtype | None:

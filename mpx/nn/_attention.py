@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
+from .._ambient_record import ambient
 from .._fused_operation import FusedOperation, fused_call, fused_operation
 from .._quantize import Target
-from .._settings import is_tracing
 from .._typing import AnyArray
 from ._attention_kernel import (
     Kernel,
@@ -72,7 +72,7 @@ def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
     kernel = find_kernel(options, x)
     if isinstance(kernel, str) and options.implementation == "cudnn":
         # Under autocast it is asked again, in the precision that is chosen.
-        if not is_tracing():
+        if not ambient().is_tracing:
             raise ValueError(
                 f'{_CALL} was told `implementation="cudnn"`, and cannot use cuDNN\'s '
                 f"kernel: {kernel}. Leave it out to use the kernel only where it can "

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mpx._autocast import _control_flow, _custom_rules, _emit, _loops
+from mpx._autocast import _control_flow, _custom_rules, _loops, _scatter
 from mpx._inspect import _costs
 from mpx._program import PRIMITIVES, Flops, PrimitiveClass, primitives, properties
 
@@ -103,7 +103,7 @@ def test_functions_for_primitives_are_for_those_that_the_book_has():
     programs = {name for module in modules for name in module.REWRITES}
     assert programs == names(kind=PrimitiveClass.RECURSE)
     scatters = names(combines=True, writes_part=True)
-    assert _emit._SCATTERS.keys() == scatters
+    assert _scatter.SCATTERS.keys() == scatters
     assert _costs._COUNTS.keys() == set(Flops) - {Flops.UNKNOWN}
 
 

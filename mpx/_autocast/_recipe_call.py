@@ -1,0 +1,173 @@
+"""A call under a recipe, or with the state of one.
+
+What a call without does not meet: weights that carry slots, a final projection that is
+quantized after all because it is the only product, and what is said where a recipe
+finds nothing.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import JaxprEqn
+from jaxtyping import PyTree
+
+from .._ambient_record import ambient
+from .._dtypes import is_half
+from .._errors import listing, warn_user
+from .._jax_compat import manual_axes
+from .._quantize import AbstractRecipe, QuantizedArray, target_from
+from .._recipe_state import Slots, State, StateRequests, note_used
+from .._rules import Precision, Rules
+from .._settings import Weights
+from ._context import ONE_ROW, Run, Value, declared
+
+Source = StateRequests | State | None
+
+
+def counts_uses(source: Source) -> bool:
+    """Whether somebody asks, or says, which uses of weights are quantized."""
+    return isinstance(source, StateRequests) or _is_frozen(source)
+
+
+def _is_frozen(source: Source) -> bool:
+    """Whether a state says which uses of weights are quantized."""
+    return isinstance(source, State) and bool(source.quantized)
+
+
+def refuse_low(rules: Rules) -> None:
+    """Raises for rules that ask for low precision where no recipe holds."""
+    if any(rule.precision is Precision.LOW for rule in rules.rules):
+        raise ValueError(
+            "`mpx.Precision.LOW` quantizes by the recipe that holds, and there is "
+            "none. Say one: `mpx.autocast(func, rules=..., recipe=...)`."
+        )
+
+
+def weight_of_recipe(
+    run: Run,
+    value: Value,
+    name: str,
+    owner: str,
+    source: Source,
+    stored: QuantizedArray | None,
+) -> Value:
+    """A parameter as products under a recipe want it.
+
+    Args:
+        run: The run.
+        value: The parameter.
+        name: Its path; empty if nobody asks.
+        owner: What tells apart two models of one kind, which have the same paths.
+        source: Where its slots come from.
+        stored: The same numbers in 8 bits, if it is stored so.
+    """
+    target, array = run.settings.target or target_from(None), value.array
+    if target.transposes_fp8 and is_half(value.dtype):
+        # Products in FP8 want it transposed, and XLA would transpose, in float32, all
+        # that the optimizer computes with it: masters, moments, what skips a step. The
+        # barrier keeps this apart: a Llama of 542 M moves 77 GB and not 105 (jax
+        # 0.10.2, compiled for sm_90, November 2026).
+        value = declared(jax.lax.optimization_barrier(array), name)
+    value.stored = stored
+    if run.uses.slots:
+        value.slots = Slots.of_parameter(owner + name, source)
+        # Under `shard_map` it is a piece of the weight.
+        if not manual_axes() and stored is None:
+            value.slots = value.slots.measured(array, target)
+        run.parameters.add(owner + name)
+    return value
+
+
+def call_with_recipe(
+    attempt: Callable[[bool], tuple[PyTree, Run]],
+    recipe: AbstractRecipe | None,
+    source: Source,
+    weights: Weights,
+    spares_final: bool,
+) -> tuple[PyTree, Run]:
+    """Calls a function, rewritten, so that the recipe quantizes something.
+
+    Args:
+        attempt: Does it, and leaves the final projection alone or does not.
+        recipe: The recipe; None if only a state is given.
+        source: Where slots come from.
+        weights: Positions and names of the arguments that hold parameters.
+        spares_final: Whether recipes leave the final projection alone.
+
+    Returns:
+        What the function returns, and the run.
+    """
+    is_frozen = _is_frozen(source)
+
+    def finds_nothing(run: Run) -> bool:
+        return recipe is not None and run.used.isdisjoint((recipe, (ONE_ROW, recipe)))
+
+    if ambient().takes_notes and recipe is not None and not is_frozen:
+        # What is emitted in vain would stand in the report.
+        runs: list[Run] = []
+        jax.eval_shape(lambda: runs.append(attempt(spares_final)[1]))
+        spares_final = spares_final and not finds_nothing(*runs)
+    results, run = attempt(spares_final)
+    if is_frozen:
+        assert isinstance(source, State)
+        _refuse_state_of_another_model(source, run)
+    elif finds_nothing(run):
+        # The only product of a weight, perhaps, is the final projection.
+        results, run = attempt(False)
+        if finds_nothing(run):
+            raise ValueError(_nothing_to_quantize(recipe, weights))
+    if recipe is not None and recipe not in run.used and not is_frozen:
+        warn_user(
+            f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
+            "nothing: data has one row here, or none, and its products with weights "
+            "are computed in half precision. Nothing is wrong if this is the last "
+            "batch of an epoch, or a single example."
+        )
+    # A state is of this program, also where one row has no use for it.
+    found = (x[1] if isinstance(x, tuple) else x for x in run.used)
+    note_used(x for x in found if isinstance(x, AbstractRecipe))
+    return (marked(results) if isinstance(source, StateRequests) else results), run
+
+
+def _refuse_state_of_another_model(state: State, run: Run) -> None:
+    known = sorted({name.parameter for name in state.quantized or ()})
+    if run.uses.slots and run.parameters.isdisjoint(known):
+        raise ValueError(
+            "`mpx.inference(func, scaling)` got the state of another model, or of "
+            f"another argument: it is of the weights {listing(known)}, and `func` has "
+            f"{listing(sorted(run.parameters)) or 'none'}."
+        )
+
+
+def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
+    places = f"argument {listing(list(map(str, weights)))} (`weights=` says which)"
+    return (
+        f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` found no product of "
+        f"data with a weight to quantize. Weights are the arrays of "
+        f"{places if weights else 'the function itself'}; arrays that a function "
+        "closes over are constants. A weight that is divided by something of the data "
+        "is data: divide the product by it. Products with a single vector are left "
+        "alone: put `jax.vmap` inside of `mpx.autocast`. So is what stands in a "
+        "function with a derivative rule of its own, and what is float64. "
+        "`mpx.explain` of the function without the recipe shows its products."
+    )
+
+
+# The name of a result of an autocast function, while slots are collected.
+_MARK = "mpx: what an autocast function returns"
+
+
+def marked(results: PyTree) -> PyTree:
+    """Results, one of which can be found in a program that calls the function."""
+    leaves, tree = jax.tree.flatten(results)
+    first = next((i for i, x in enumerate(leaves) if isinstance(x, jax.Array)), None)
+    if first is not None:
+        leaves[first] = checkpoint_name(leaves[first], _MARK)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def is_marked(equation: JaxprEqn) -> bool:
+    """Whether an equation marks a result of an autocast function."""
+    is_name = equation.primitive.name == "name"
+    return is_name and equation.params.get("name") == _MARK

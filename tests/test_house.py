@@ -1,0 +1,208 @@
+"""How much of mpx a call runs through: gates against a maze.
+
+A call that uses no feature is not to meet it. Counted is the first call, which traces,
+in a fresh interpreter in which everything was imported before: `CHILD`, a program of
+its own, so that no other test has filled a cache.
+
+*Files* are the modules of mpx in which a function is entered. *Code lines* are those
+of the functions that are entered, each once: signature and body, without docstrings,
+comments and blank lines, whether a branch was taken or not. So they are what one reads
+to follow the call. At aa9c9e5, where the limits were set, this gives 32 files and 1,749
+lines for a call of `mpx.autocast(f)`, 47 and 2,901 for a step in bfloat16.
+
+A gate that moves is a decision: say why in the commit.
+"""
+
+import ast
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from mpx._ambient_record import ambient, with_ambient, with_unkeyed
+
+ROOT = Path(__file__).parents[1]
+
+CHILD = '''
+import json, sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+import mpx
+
+PACKAGE = str(Path(mpx.__file__).parent)
+
+
+def entered(call):
+    """Where the functions of mpx begin that a call enters, by file."""
+    found = {}
+
+    def enter(frame, event, arg):
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            found.setdefault(code.co_filename, set()).add(code.co_firstlineno)
+
+    sys.settrace(enter)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    length = len(PACKAGE) + 1
+    return {name[length:]: sorted(lines) for name, lines in found.items()}
+
+
+class MLP(eqx.Module):
+    weights: list
+    biases: list
+
+    def __call__(self, x):
+        for w, b in zip(self.weights, self.biases):
+            x = jnp.tanh(x @ w + b)
+        return x
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+shapes = [(16, 32), (32, 32), (32, 8)]
+model = MLP([jnp.ones(s) for s in shapes], [jnp.ones(s[1]) for s in shapes])
+x = jnp.ones((4, 16))
+
+
+def autocast():
+    function = mpx.autocast(model)
+    return lambda: function(x)
+
+
+def step():
+    function = mpx.autocast(loss)
+    optimizer = optax.adam(1e-3)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+    scaling = mpx.init_scaling(function, model, x)
+
+    @eqx.filter_jit
+    def step(model, opt_state, scaling, x):
+        result = mpx.filter_value_and_grad(function, scaling)(model, x)
+        return mpx.optimizer_step(model, optimizer, opt_state, result)
+
+    return lambda: step(model, opt_state, scaling, x)
+
+
+calls = {"autocast": autocast, "step": step}
+print(json.dumps(entered(calls[sys.argv[1]]())))
+'''
+
+Lines = dict[str, set[int]]
+
+
+@functools.cache
+def lines_of(call: str) -> Lines:
+    """The code lines of the functions that a call of `CHILD` enters, by file."""
+    result = subprocess.run(
+        [sys.executable, "-c", CHILD, call],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    return {name: code_lines(name, set(starts)) for name, starts in found.items()}
+
+
+def code_lines(name: str, starts: set[int]) -> set[int]:
+    """The code lines of the functions of a file that begin at these lines."""
+    text = (ROOT / "mpx" / name).read_text()
+    lines = text.splitlines()
+    found: set[int] = set()
+    texts: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.Lambda):
+            continue
+        decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
+        if min(n.lineno for n in (node, *decorators)) in starts:
+            found.update(_lines(node))
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            texts.update(_lines(node.body[0]))
+    is_code = [bool(line.strip()) and line.strip()[0] != "#" for line in lines]
+    return {i for i in found - texts if is_code[i - 1]}
+
+
+def _lines(node: ast.expr | ast.stmt) -> range:
+    assert node.end_lineno is not None
+    return range(node.lineno, node.end_lineno + 1)
+
+
+# Files and code lines. The goals are 20 and 1,450, 32 and 2,400.
+LIMITS = {"autocast": (19, 1_665), "step": (32, 2_714)}
+
+
+@pytest.mark.parametrize("call", LIMITS)
+def test_a_call_runs_through_few_files_and_lines(call):
+    found = lines_of(call)
+    count = sum(map(len, found.values()))
+    by_file = {name: len(lines) for name, lines in sorted(found.items())}
+    files, lines = LIMITS[call]
+    assert len(found) <= files and count <= lines, (len(found), count, by_file)
+
+
+def test_a_step_in_bfloat16_computes_nothing_of_recipes():
+    """Formats are names of dtypes, which a report of any step may ask for."""
+    found = {name for name in lines_of("step") if name.startswith("_quantize/")}
+    assert found <= {"_quantize/_format.py"}
+
+
+def test_a_function_is_counted_without_its_docstring_and_once():
+    name = "_program/calls.py"
+    lines = (ROOT / "mpx" / name).read_text().splitlines()
+    start = lines.index("def _code_of(func: Any) -> Any:") + 1
+    found = code_lines(name, {start})
+    assert [lines[i - 1].split()[0] for i in sorted(found)] == [
+        *("def", "while", "func", "func", "return")
+    ]
+
+
+def test_the_package_has_few_ambient_variables():
+    """What a call does is to stand in its signature; what cannot, in one place.
+
+    `mpx/_ambient_record.py` has what is part of the keys of JAX's caches, and what is
+    not; `mpx/_dtypes.py` the one that has a default for the whole process.
+    """
+    made = re.compile(r"make_user_context\(|ContextVar(?:\[[^(]*\])?\(")
+    found = {
+        str(path.relative_to(ROOT)): count
+        for path in sorted((ROOT / "mpx").rglob("*.py"))
+        if (count := len(made.findall(path.read_text())))
+    }
+    assert found == {"mpx/_ambient_record.py": 2, "mpx/_dtypes.py": 1}
+
+
+def test_what_is_around_is_a_key_of_jax_by_its_fields():
+    traced = []
+
+    @jax.jit
+    def function(x):
+        traced.append(ambient().takes_notes)
+        return x
+
+    function(1.0)
+    with with_ambient(takes_notes=True):
+        function(1.0)
+        with with_ambient(takes_notes=False):  # equals the first one
+            function(1.0)
+        function(1.0)
+    with with_unkeyed(float16_calls=[]):
+        function(1.0)
+    assert traced == [False, True]
