@@ -5,6 +5,8 @@
     python -m tests.emitted write after
     python -m tests.emitted compare before after
 
+    python -m tests.emitted record          # for tests/autocast/test_emitted.py
+
 One text for each program of the zoo, of other packages as far as they are installed,
 and of the examples, in each precision: its jaxpr with the names of JAX's own printer,
 which depend on nothing but the program, and what `mpx.explain` says of it. Addresses in
@@ -13,8 +15,10 @@ its text, which is to stay, too.
 """
 
 import argparse
+import collections
 import dataclasses
 import difflib
+import json
 import os
 import re
 import sys
@@ -177,12 +181,51 @@ def write(folder: Path, parts: list[str], share: tuple[int, int]) -> None:
         before = program
         if zlib.crc32(program.encode()) % share[1] != share[0]:
             continue
-        try:
-            with context() if context else jax.default_matmul_precision(None):
-                text = make()
-        except Exception as error:
-            text = normal(f"{type(error).__name__}: {error}")
-        (folder / f"{name}.txt").write_text(text + "\n")
+        (folder / f"{name}.txt").write_text(_text(make, context) + "\n")
+
+
+# Of these kinds a short form is committed: other precisions take the same ways.
+RECORDED = ("bfloat16", "units", "delayed")
+_OPERATION = re.compile(r"(\w+)\[[\d,]*\](?:<[^>]*>)? = ([\w\-]+)")
+
+
+def short_forms(name: str, found: Program) -> dict[str, str]:
+    """What the emitted programs of a program of the zoo are, in a line each."""
+    jax.clear_caches()  # what one leaves does not change the next
+    forms = {}
+    for kind, make in of_the_zoo(name, found):
+        if kind in RECORDED:
+            forms[kind] = _short(_text(make, found.context))
+    return forms
+
+
+def _short(text: str) -> str:
+    """Counts of a text's casts and products by dtype, and its hash."""
+    operations = _OPERATION.findall(text)
+    counts = collections.Counter(
+        f"{name} {dtype}"
+        for dtype, name in operations
+        if name in ("convert_element_type", "dot_general", "conv_general_dilated")
+    )
+    words = [f"{count} {what}" for what, count in sorted(counts.items())]
+    short = ", ".join([f"{len(operations)} operations", *words])
+    return f"{short}; {zlib.crc32(text.encode()):08x}"
+
+
+def record() -> None:
+    """Writes the short forms of the zoo."""
+    programs = {name: short_forms(name, found) for name, found in PROGRAMS.items()}
+    text = json.dumps({"jax": jax.__version__, "programs": programs}, indent=1)
+    (ROOT / "tests" / "autocast" / "emitted.json").write_text(text + "\n")
+
+
+def _text(make: Thunk, context: Any) -> str:
+    """A text; of a program that raises, its error."""
+    try:
+        with context() if context else jax.default_matmul_precision(None):
+            return make()
+    except Exception as error:
+        return normal(f"{type(error).__name__}: {error}")
 
 
 def compare(first: Path, second: Path, lines: int) -> int:
@@ -218,7 +261,11 @@ def main() -> int:
     comparing.add_argument("first", type=Path)
     comparing.add_argument("second", type=Path)
     comparing.add_argument("--lines", type=int, default=12)
+    commands.add_parser("record")
     told = parser.parse_args()
+    if told.command == "record":
+        record()
+        return 0
     if told.command == "compare":
         return compare(told.first, told.second, told.lines)
     number, count = map(int, told.share.split("/"))

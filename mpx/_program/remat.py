@@ -119,7 +119,9 @@ def computed_again(
         return _from_inputs(closed, stored, _Apart.NOT)
     is_long = sum(1 for _ in operations(closed.jaxpr)) > _LONG
     apart = _Apart.BY_GRADIENTS if is_long else _Apart.BY_NUMBER
-    return _from_inputs(closed, stored, apart)
+    # Exponentials of what is kept rounded do not add up to the sum of the others.
+    with_totals = is_softmax and not any(stored)
+    return _from_inputs(closed, stored, apart, with_totals=with_totals)
 
 
 def operations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -149,10 +151,18 @@ class _Apart(enum.Enum):
 
 
 def _from_inputs(
-    closed: ClosedJaxpr, stored: Stored, apart: _Apart
+    closed: ClosedJaxpr, stored: Stored, apart: _Apart, *, with_totals: bool = False
 ) -> Callable[..., PyTree]:
     """A program as a function whose derivative keeps what goes in, and wide sums."""
     plain = jaxpr_as_fun(closed)
+
+    def evaluate(
+        xs: Sequence[AnyArray], totals: Sequence[AnyArray] = ()
+    ) -> tuple[list[AnyArray], list[AnyArray]]:
+        if with_totals:
+            return evaluate_with_totals(closed, xs, totals)
+        return plain(*xs), []
+
     are_inexact = tuple(map(_is_inexact, closed.in_avals))
     exact = [None if _is_inexact(aval) else aval for aval in closed.out_avals]
 
@@ -171,7 +181,7 @@ def _from_inputs(
             given = iter(inexact)
             pairs = zip(xs, are_inexact, strict=True)
             every = [next(given) if is_in else x for x, is_in in pairs]
-            results, _ = evaluate_with_totals(closed, every, totals)
+            results, _ = evaluate(every, totals)
             return [x for x, aval in zip(results, exact, strict=True) if aval is None]
 
         opaque = inexact_of(xs)
@@ -197,9 +207,7 @@ def _from_inputs(
         pairs = itertools.zip_longest(xs, stored)
         kept = [x if dtype is None else x.astype(dtype) for x, dtype in pairs]
         ones = [np.ones((), x.dtype) for x in inexact_of(kept)]
-        results, totals = evaluate_with_totals(closed, xs)
-        # Exponentials of what was rounded would not add up to the sum of the others.
-        totals = [] if any(stored) else totals
+        results, totals = evaluate(xs)
         made = iter(again(ones, kept, totals, inexact_of(dots)))
         of_all = [
             next(made) if aval is None else np.zeros(aval.shape, jax.dtypes.float0)
