@@ -168,6 +168,36 @@ def test_steps_round_a_gradient_differently_and_each_one_always_the_same(name):
     assert len(traces) <= 1
 
 
+CHEAP = mpx.CustomRecipe(
+    lambda role, for_wgrad: mpx.TensorQuantizer(
+        stochastic_rounding=role is mpx.Role.GRADIENT
+    )
+)
+WITHIN = {
+    "jit": functools.partial(loss, layer=jax.jit(layer)),
+    "checkpoint": functools.partial(loss, layer=jax.checkpoint(layer)),
+    "a scan of a checkpoint": lambda ws, x: jnp.mean(
+        jax.lax.scan(
+            lambda x, w: (jax.checkpoint(layer)(x, w), None), x, jnp.stack(ws)
+        )[0]
+        ** 2
+    ),
+    "cond": branches,
+}
+
+
+@pytest.mark.parametrize("way", WITHIN)
+def test_the_number_gets_into_programs_within(way):
+    """The gradient of each weight has another noise in the next step."""
+    func = mpx.autocast(WITHIN[way], recipe=CHEAP)
+    step = jax.jit(lambda scaling, ws, x: mpx.filter_grad(func, scaling)(ws, x))
+    ws, x = inputs()
+    first = step(mpx.DynamicLossScaling(8.0), ws, x)
+    second = step(first.scaling, ws, x)
+    for one, other in zip(first.grads[:2], second.grads[:2], strict=True):
+        assert not np.array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     "axes", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit]
 )

@@ -349,6 +349,20 @@ def test_masters_to_start_from():
 
 
 @pytest.mark.third_party
+def test_blocks_lie_along_the_same_axis_after_an_update():
+    model = {"w": jnp.arange(64.0 * 32).reshape(64, 32) / 100}
+    quantizer = mpx.MXFP8Quantizer()
+    stored = mpx.quantize_weights(model, quantizer, axis=0)
+    tx = mpx.master_weights(optax.sgd(1.0))
+    state = tx.init(stored, model)
+    for _ in range(2):
+        stored, state = mpx.optimizer_update(stored, tx, state, model, True)
+        wanted = mpx.quantize(state.masters["w"], quantizer, axis=0)
+        assert_same_bits(stored["w"].quantized.payload, wanted.payload)
+        assert stored["w"].quantized.axes == wanted.axes
+
+
+@pytest.mark.third_party
 def test_another_optimizer_says_what_is_missing():
     stored, optimizer = mpx.quantize_weights(_arrays(model_of())), optax.adam(0.1)
     result = gradient_of(loss, stored)

@@ -153,6 +153,23 @@ def test_micro_batches_are_a_loop():
     assert report.first.inside == ("scan, turn 1 of 4",)  # of every four rows
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_turn_is_named_by_its_place_in_what_is_scanned(reverse):
+    """From 0 on, also where the scan begins at the end."""
+
+    def loss(w, x):
+        def turn(kept, row):
+            kept = kept - row @ w
+            return kept, jnp.log(kept)
+
+        return jax.lax.scan(turn, 3.5, x, reverse=reverse)[1].sum()
+
+    w, x = jnp.full(4, 0.25), jnp.ones((5, 4))  # below zero in the fourth turn
+    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(w, x)
+    assert report.first.primitive == "log"
+    assert report.first.inside == (f"scan, turn {1 if reverse else 3} of 5",)
+
+
 def test_a_while_loop_that_ends_for_each_example_apart_is_gone_into():
     def grow(w, x, turns):
         def turn(state):

@@ -107,6 +107,15 @@ def test_both_can_be_donated():
     assert weights["w"].is_deleted() and new["w"].dtype == jnp.bfloat16
 
 
+def test_masters_to_start_from_are_copied():
+    """What they were made from may be donated, or deleted, and the state lives on."""
+    model = {"w": jnp.asarray(np.full(64, 1.001, np.float32))}
+    weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), model)
+    state = mpx.master_weights(optax.sgd(0.1)).init(weights, model)
+    model["w"].delete()
+    np.testing.assert_array_equal(state.masters["w"], np.float32(1.001))
+
+
 def test_masters_are_sharded_like_their_weights():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     places = {"w": P("data", "model"), "b": P("model")}

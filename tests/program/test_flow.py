@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from mpx._program import Flow, NoFlow, source_span, sub_jaxprs, walk
+from mpx._program import (
+    BackwardFlow,
+    Flow,
+    NoFlow,
+    backward,
+    source_span,
+    sub_jaxprs,
+    walk,
+)
 
 SQUARE = jax.ShapeDtypeStruct((3, 3), jnp.float32)
 
@@ -229,6 +237,35 @@ def test_results_of_a_loop_that_may_run_no_iteration():
         return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: b, a) @ b
 
     assert facts(f, "dot_general", n=2) == [["ab", "b"]]
+
+
+class Uses(BackwardFlow):
+    """A flow whose facts are the numbers of the results that a value goes into."""
+
+    @property
+    def nothing(self):
+        return frozenset()
+
+    def transfer(self, equation, results):
+        return [frozenset().union(*results)] * len(equation.invars)
+
+    def join(self, a, b):
+        return a | b
+
+
+def test_what_a_loop_carries_goes_where_later_iterations_take_it():
+    def f(*four):
+        def body(carry, _):
+            w, x, y, z = carry
+            return (x, y, z, z + 1), None
+
+        return jax.lax.scan(body, four, length=5)[0]
+
+    jaxpr = jax.make_jaxpr(f)(*[SQUARE] * 4).jaxpr
+    facts = backward(jaxpr, [frozenset({i}) for i in range(4)], Uses())
+    # Each turn drops the first, and the last is in the first result after three.
+    found = [sorted(facts[v]) for v in jaxpr.invars]
+    assert found == [[], [0], [0, 1], [0, 1, 2, 3]]
 
 
 # --- Lines -------------------------------------------------------------------------
