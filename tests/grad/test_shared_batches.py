@@ -149,3 +149,12 @@ def test_axes_need_a_mesh_and_no_model_state():
     )
     with pytest.raises(ValueError, match="has model state"):
         call(*placed(mesh()), jnp.zeros(()))
+
+
+def test_gradients_may_be_summed_in_half_precision_if_no_order_is_asked_for():
+    w, x = placed(mesh())
+    how = mpx.Accumulation(8, axes="data")
+    found = gradient(loss, how, w, x, f"{HALF},reduce=bfloat16")
+    wanted = gradient(loss, how, w, x)
+    error = jnp.linalg.norm(found.grads - wanted.grads)
+    assert 0 < error < 0.01 * jnp.linalg.norm(wanted.grads)
