@@ -140,10 +140,10 @@ def main() -> int:
         shutil.copytree(
             ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "runs", "site")
         )
-        noticed = [
-            try_one(copy, told.tests or AREAS[area].split(), *one, told.patience)
-            for area, *one in found
-        ]
+        noticed = []
+        for area, file, fault in found:
+            tests = told.tests or AREAS[area].split()
+            noticed.append(try_one(copy, tests, file, fault, told.patience))
     print(f"{sum(noticed)} of {len(noticed)} noticed")
     return 0 if all(noticed) else 1
 
