@@ -185,7 +185,7 @@ def write(folder: Path, parts: list[str], share: tuple[int, int]) -> None:
 
 
 # Of these kinds a short form is committed: other precisions take the same ways.
-RECORDED = ("bfloat16", "units", "delayed")
+RECORDED = ("bfloat16", "stream", "units", "delayed")
 _OPERATION = re.compile(r"(\w+)\[[\d,]*\](?:<[^>]*>)? = ([\w\-]+)")
 
 
