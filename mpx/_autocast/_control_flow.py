@@ -49,7 +49,7 @@ from ._saving import Saving
 from ._travel import entered, entries_of
 
 
-def enter(
+def make_values(
     arrays: Sequence[AnyArray],
     facts: Sequence[Facts],
     slots: Sequence[Slots | None] = (),
@@ -79,7 +79,7 @@ def types_of(operands: Sequence[Value]) -> Types:
     return Types(tuple(v.facts for v in operands), tuple(avals))
 
 
-def rewritten(
+def rewrite_program(
     run: Run,
     place: Place,
     jaxpr: Jaxpr | ClosedJaxpr,
@@ -116,7 +116,7 @@ def rewritten(
 
     def program(*arrays: AnyArray) -> list[AnyArray]:
         slots, stored, step = state.unpacked(arrays[len(avals) :])
-        inside = enter(arrays[: len(avals)], facts, slots, stored)
+        inside = make_values(arrays[: len(avals)], facts, slots, stored)
         with run.at_step(step):
             results = evaluate(run, place, jaxpr, inside, demands)
         if dtypes is not None:
@@ -160,7 +160,7 @@ def as_dtype(value: Value, dtype: np.dtype | None) -> Value:
     return computed(value.cast(dtype))
 
 
-def rebound(
+def bind_with_program(
     equation: JaxprEqn,
     params: dict[str, Any],
     facts: Sequence[Facts],
@@ -180,9 +180,11 @@ def rewrite_jit(
     state = _state_for(run, place, operands, jaxpr)
     if any(state.form) or any(v.arriving is not None for v in operands):
         return _rewrite_inline(run, place, equation, operands, demands)
-    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
+    closed, facts = rewrite_program(
+        run, place, jaxpr, types_of(operands), demands, state
+    )
     arrays = [v.handed for v in operands]
-    return rebound(equation, {"jaxpr": closed}, facts, arrays)
+    return bind_with_program(equation, {"jaxpr": closed}, facts, arrays)
 
 
 def _rewrite_inline(
@@ -216,10 +218,12 @@ def rewrite_composite(
     state = _state_for(run, place, operands, jaxpr)
     if any(state.form):
         return rewrite_call(run, place, equation, operands, demands)
-    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
+    closed, facts = rewrite_program(
+        run, place, jaxpr, types_of(operands), demands, state
+    )
     parameter = composite_parameter(equation.params)
     arrays = [v.array for v in operands]
-    return rebound(equation, {parameter: closed}, facts, arrays)
+    return bind_with_program(equation, {parameter: closed}, facts, arrays)
 
 
 def rewrite_call(
@@ -241,11 +245,13 @@ def rewrite_remat(
         policy = Saving(policy, len(place.saving))
         place = dataclasses.replace(place, saving=(*place.saving, policy))
     place = dataclasses.replace(place, is_recomputed=True)
-    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
+    closed, facts = rewrite_program(
+        run, place, jaxpr, types_of(operands), demands, state
+    )
     jaxpr, constants = constants_as_inputs(closed)
     arrays = [*constants, *(v.handed for v in operands), *state.arrays]
     params = {"jaxpr": open_jaxpr(jaxpr), "policy": policy}
-    return rebound(equation, params, facts, arrays)
+    return bind_with_program(equation, params, facts, arrays)
 
 
 def rewrite_shard_map(
@@ -268,7 +274,7 @@ def rewrite_shard_map(
         entries: list[list[AnyArray]], arrays: list[AnyArray]
     ) -> tuple[AnyArray, ...]:
         slots, _, step = state.unpacked(arrays)
-        inside = enter(list(map(entered, entries)), facts, slots)
+        inside = make_values(list(map(entered, entries)), facts, slots)
         with run.at_step(step):
             results = evaluate(run, place, params["jaxpr"], inside, demands)
         found[:] = [tuple(v.facts for v in results)]
@@ -293,19 +299,20 @@ def rewrite_cond(
     index, *rest = operands
     state = _state_for(run, place, rest, *branches)
     given, types = [v.handed for v in rest], types_of(rest)
-    made = [rewritten(run, place, b, types, demands, state) for b in branches]
+    made = [rewrite_program(run, place, b, types, demands, state) for b in branches]
     dtypes = tuple(
         _agreed(place, demands[i], [closed.out_avals[i] for closed, _ in made])
         for i in range(len(equation.outvars))
     )
     if any(d is not None for d in dtypes):
         made = [
-            rewritten(run, place, b, types, demands, state, dtypes) for b in branches
+            rewrite_program(run, place, b, types, demands, state, dtypes)
+            for b in branches
         ]
     programs, facts = zip(*made, strict=True)
     common = [_common(same) for same in zip(*facts, strict=True)]
     arrays = [index.array, *given, *state.arrays]
-    return rebound(equation, {"branches": programs}, common, arrays)
+    return bind_with_program(equation, {"branches": programs}, common, arrays)
 
 
 def _agreed(place: Place, demand: Demand, avals: list[ShapedArray]) -> np.dtype | None:
