@@ -65,7 +65,7 @@ class Value:
     __slots__ = (
         "_array",
         "_casts",
-        "arriving",
+        "gathering",
         "dtype",
         "facts",
         "float32_source",
@@ -97,7 +97,7 @@ class Value:
         self._array: Any = array
         # The dtype that it has now. Of a tracer JAX takes long to say it.
         self.dtype: Any = FULL if array is None else array.dtype
-        self.arriving: Gathering | None = None
+        self.gathering: Gathering | None = None
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
@@ -114,23 +114,23 @@ class Value:
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @classmethod
-    def on_its_way(
+    def pending(
         cls,
-        arriving: Gathering,
+        gathering: Gathering,
         facts: Facts,
         slots: Slots | None,
         stored: QuantizedArray | None = None,
     ) -> "Value":
         """A float32 weight that other devices send, once it is known in which form."""
         value = cls(None, facts, slots=slots, stored=stored)
-        value.arriving = arriving
+        value.gathering = gathering
         return value
 
     @property
     def array(self) -> AnyArray:
         """The array."""
-        if self._array is None and self.arriving is not None:
-            self._array = self.arriving.arrive()
+        if self._array is None and self.gathering is not None:
+            self._array = self.gathering.arrive()
         array = cast(AnyArray, self._array)
         if not self.is_shared:
             return array
@@ -138,14 +138,14 @@ class Value:
         return made[0] if made else self.cast(array.dtype)
 
     @property
-    def handed(self) -> Any:
+    def as_operand(self) -> Any:
         """The array that a program inside gets of it, which is a use."""
         return self.cast(self.dtype)
 
     @property
     def shape(self) -> Shape:
         """The shape that it has."""
-        return self.array.shape if self.arriving is None else self.arriving.shape
+        return self.array.shape if self.gathering is None else self.gathering.shape
 
     @property
     def is_computed_in_half(self) -> bool:

@@ -178,12 +178,12 @@ def rewrite_jit(
     """A jit, with its name, shardings, layouts and donation."""
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
-    if any(state.form) or any(v.arriving is not None for v in operands):
+    if any(state.form) or any(v.gathering is not None for v in operands):
         return _rewrite_inline(run, place, equation, operands, demands)
     closed, facts = rewrite_program(
         run, place, jaxpr, types_of(operands), demands, state
     )
-    arrays = [v.handed for v in operands]
+    arrays = [v.as_operand for v in operands]
     return bind_with_program(equation, {"jaxpr": closed}, facts, arrays)
 
 
@@ -249,7 +249,7 @@ def rewrite_remat(
         run, place, jaxpr, types_of(operands), demands, state
     )
     jaxpr, constants = constants_as_inputs(closed)
-    arrays = [*constants, *(v.handed for v in operands), *state.arrays]
+    arrays = [*constants, *(v.as_operand for v in operands), *state.arrays]
     params = {"jaxpr": open_jaxpr(jaxpr), "policy": policy}
     return bind_with_program(equation, params, facts, arrays)
 
@@ -298,7 +298,7 @@ def rewrite_cond(
     branches = equation.params["branches"]
     index, *rest = operands
     state = _state_for(run, place, rest, *branches)
-    given, types = [v.handed for v in rest], types_of(rest)
+    given, types = [v.as_operand for v in rest], types_of(rest)
     made = [rewrite_program(run, place, b, types, demands, state) for b in branches]
     dtypes = tuple(
         _agreed(place, demands[i], [closed.out_avals[i] for closed, _ in made])

@@ -83,7 +83,7 @@ def rewrite_scan(
         xs, for_fixed, for_stacked = xs
         slots = shared.unpacked(for_fixed).slots
         consts = make_values(
-            [v.handed for v in fixed],
+            [v.as_operand for v in fixed],
             [v.facts for v in fixed],
             slots,
             [v.stored for v in fixed],

@@ -342,8 +342,8 @@ def _emit_product(
         data = case.operands[1 if weight is case.operands[0] else 0]
         scales = _with_one_input_scale(data, product.recipe, scales)
     step = step if rounds_stochastically(product.recipe) else None
-    arriving = weight.arriving
-    sent = arriving and arriving.arrive_quantized(product, scales)
+    gathering = weight.gathering
+    sent = gathering and gathering.arrive_quantized(product, scales)
     array, ahead = sent or (weight.array, None)
     if (stored := _stored_for(product, weight)) is not None:
         ahead = stored_ahead(product, stored, scales)

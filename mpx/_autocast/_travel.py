@@ -76,12 +76,12 @@ def travelled_weight(
     value = operands[0]
     is_for_products = place.settings.recipe is not None and half != FULL
     if is_for_products and properties(name).gathers:
-        if value.arriving is not None:
-            gathering = value.arriving.then(equation)
+        if value.gathering is not None:
+            gathering = value.gathering.then(equation)
         else:
             gathering = Gathering(value.array, equation, dtype, wire)
         slots = value.slots and value.slots.moved(is_mixed=False)
-        return Value.on_its_way(gathering, value.facts, slots, stored)
+        return Value.pending(gathering, value.facts, slots, stored)
     array = gathered(equation, value.array, dtype, wire)
     return Value(array, value.facts, slots=value.slots)
 
@@ -111,14 +111,14 @@ def moved_later(
     equation: JaxprEqn, operands: list[Value], stored: QuantizedArray | None = None
 ) -> Value | None:
     """A weight on its way, moved when it has arrived; None for other operands."""
-    arriving = operands[0].arriving if len(operands) == 1 else None
-    if arriving is None:
+    gathering = operands[0].gathering if len(operands) == 1 else None
+    if gathering is None:
         return None
     if not properties(equation.primitive.name).rearranges:
         return None
     (value,) = operands
     slots = value.slots and value.slots.moved(is_mixed=False)
-    return Value.on_its_way(arriving.then(equation), value.facts, slots, stored)
+    return Value.pending(gathering.then(equation), value.facts, slots, stored)
 
 
 def _half_of(
