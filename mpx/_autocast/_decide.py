@@ -1,9 +1,9 @@
 """Deciding on the precision of one equation.
 
 The rule: matrix products and convolutions compute in half precision, what moves numbers
-keeps the precision that they have, and everything else computes in float32. A rule of
-the user's comes first (`ruled`). What a recipe makes of a product that would be one in
-half precision is in `_products`.
+keeps the precision that they have, and everything else computes in float32. A
+user's rule comes first (`apply_rules`). What a recipe makes of a half-precision product
+is in `_products`.
 """
 
 import dataclasses
@@ -136,7 +136,7 @@ class Case(NamedTuple):
         return [v for v, atom in pairs if is_castable(aval_of(atom))]
 
 
-def ruled(run: Run, case: Case) -> tuple[Case, Rule | None]:
+def apply_rules(run: Run, case: Case) -> tuple[Case, Rule | None]:
     """What the user's rules make of a case.
 
     A rule that names a recipe changes what holds here, and leaves the rest to autocast.

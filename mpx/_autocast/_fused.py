@@ -23,7 +23,7 @@ from .._program import (
 from .._rules import Precision, Rule
 from .._typing import AnyArray
 from ._context import Place, Run, Value, computed
-from ._decide import Case, Choice, Reason, choose, ruled
+from ._decide import Case, Choice, Reason, apply_rules, choose
 from ._demand import Wanted
 from ._emit import Rewrite, evaluate
 from ._notes import noted
@@ -68,7 +68,7 @@ def _rewrite(
     operation: FusedOperation,
 ) -> list[Value]:
     case = _case(place, equation, operands, demands, operation)
-    case, rule = ruled(run, case)
+    case, rule = apply_rules(run, case)
     if rule is not None and not isinstance(rule.precision, Precision):
         return _rewritten_by(rule, case, operands)
     is_asked_for = rule is not None and rule.precision is Precision.LOW
