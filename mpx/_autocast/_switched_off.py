@@ -62,7 +62,7 @@ def region_of_switched_off(
     settings: Settings,
 ) -> contextlib.AbstractContextManager[object]:
     """A region in a function that is switched off."""
-    says_enabled = "is_enabled" in settings.said and settings.is_enabled
+    says_enabled = "is_enabled" in settings.explicit and settings.is_enabled
     if says_enabled and not ambient().is_control:
         raise _SwitchedOnInside
     return contextlib.nullcontext()
