@@ -32,9 +32,9 @@ from .._program import (
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
-    Ahead,
     ConvolutionProduct,
     LinearProduct,
+    PrequantizedWeight,
     QuantizedArray,
     RaggedProduct,
     formats_of,
@@ -372,7 +372,7 @@ def _bound(
     left: AnyArray,
     right: AnyArray,
     case: Case,
-    besides: tuple[AnyArray | None, AnyArray | None, Ahead | None],
+    besides: tuple[AnyArray | None, AnyArray | None, PrequantizedWeight | None],
 ) -> AnyArray:
     if isinstance(product, ConvolutionProduct):
         return linear_convolution(product, left, right, *besides)
