@@ -35,7 +35,6 @@ from .._tree import path_text
 from .._typing import AnyArray, Aval
 from . import _control_flow, _custom_rules, _loops
 from ._context import (
-    FLOAT16,
     Place,
     Programs,
     Run,
@@ -129,7 +128,7 @@ def call_autocast(
         )
     if settings.rules.rules:
         _tell_of_rules(settings, run)
-    if FLOAT16 in run.used:
+    if run.used.computes_float16:
         note_float16()
     return results
 
@@ -143,10 +142,10 @@ def _tell_of_rules(settings: Settings, run: Run) -> None:
     # Ambient rules are for many functions, each of which has use for some.
     is_ambient = settings.rules is ambient().settings.rules
     if settings.is_strict:
-        refuse_unused(settings.rules, run.used)
+        refuse_unused(settings.rules, run.used.rules)
     elif settings.is_enabled and not run.uses.notes and not is_ambient:
-        warn_of_unused(settings.rules, run.used)
-    note_unused(rule for rule in settings.rules.rules if rule not in run.used)
+        warn_of_unused(settings.rules, run.used.rules)
+    note_unused(rule for rule in settings.rules.rules if rule not in run.used.rules)
 
 
 # Stands for a leaf that is no weight; not None, which is no leaf at all.

@@ -9,6 +9,7 @@ of them, since a gradient in float32 loses nothing when others are added to it.
 
 import contextlib
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, cast
@@ -28,6 +29,7 @@ from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
 from .._wire import Gathering
 from ._reach import Reach
+from ._records import Programs, Usage
 from ._saving import Saving
 
 FULL = np.dtype(np.float32)
@@ -291,24 +293,6 @@ class Place:
         return dataclasses.replace(self, settings=settings)
 
 
-class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
-    """A store for rewritten programs, each as long as the one it was made from.
-
-    Pickled or copied it is empty: so a function that autocast made may be sent to
-    another process (Ray, Dask, joblib).
-    """
-
-    def __reduce__(self) -> tuple:
-        return Programs, ()
-
-    def __deepcopy__(self, memo: object) -> "Programs":
-        return Programs()
-
-
-# In `Run.used`, before a recipe: it left a product alone for this reason only.
-ONE_ROW = "a batch of one row"
-
-
 @dataclasses.dataclass(frozen=True)
 class Uses:
     """Which features a call uses: asked once, where it begins.
@@ -374,8 +358,7 @@ class Run:
             They may be kept from call to call: JAX gives the same program for the same
             jitted function, and compiles what it finds again only once.
         islands: Islands that were emitted, by what they have in common.
-        used: The rules that held for an operation, the recipes that quantized one, or
-            would have but for `ONE_ROW`, and float16 if anything is computed in it.
+        used: What has been used so far.
         spares_final: Whether the final projection is left alone.
         parameters: The paths of the weights, where they carry slots.
         traced: What the function was traced with, which is no more; weak references.
@@ -402,7 +385,7 @@ class Run:
         self.demands: dict[Any, Any] = {}
         self.islands: dict[Any, Any] = {}
         self.programs = Programs() if programs is None else programs
-        self.used: set[Any] = set()
+        self.used = Usage()
         self.parameters: set[str] = set()
         self.traced: tuple[weakref.ref[AnyArray], ...] = ()
         self.step: AnyArray | None = None
@@ -415,6 +398,10 @@ class Run:
             yield
         finally:
             self.step = outside
+
+    def note(self, used: Usage) -> None:
+        """Notes what is used, here or in what is emitted again."""
+        self.used = Usage(*map(operator.or_, self.used, used))
 
     def for_later(self) -> "Callable[[], Run]":
         """How a derivative rule, which outlives a run, gets at it.

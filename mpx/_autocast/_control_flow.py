@@ -45,6 +45,7 @@ from ._context import (
 )
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate
+from ._records import Usage
 from ._saving import Saving
 from ._travel import entered, entries_of
 
@@ -110,7 +111,7 @@ def rewrite_program(
     made = known.get(key)
     if made is not None:
         closed, new, used = made
-        run.used |= used
+        run.note(used)
         return closed, new
     found: list[tuple[Facts, ...]] = []
 
@@ -124,10 +125,10 @@ def rewrite_program(
         found[:] = [tuple(v.facts for v in results)]
         return [v.array for v in results]
 
-    before, run.used = run.used, set()
+    before, run.used = run.used, Usage()
     closed = jax.make_jaxpr(program)(*avals, *besides)
-    known[key] = closed, found[0], frozenset(run.used)
-    run.used |= before
+    known[key] = closed, found[0], run.used
+    run.note(before)
     return closed, found[0]
 
 

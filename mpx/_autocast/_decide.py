@@ -28,6 +28,7 @@ from .._settings import Settings
 from .._typing import Atom
 from ._context import FULL, Place, Run, Value, is_castable
 from ._demand import Demand, asks_for_precision, half_dtype_of
+from ._records import Usage
 
 
 class Reason(enum.Enum):
@@ -155,7 +156,7 @@ def apply_rules(run: Run, case: Case) -> tuple[Case, Rule | None]:
     rule = rules._find(case.candidate)
     if rule is None:
         return case, None
-    run.used.add(rule)
+    run.note(Usage(rules=frozenset((rule,))))
     if isinstance(rule.precision, AbstractRecipe):
         return case.with_recipe(rule.precision), None
     if rule.precision is Precision.LOW and case.settings.recipe is None:

@@ -52,6 +52,7 @@ from ._lookup import finds_one_in_each_row, look_up
 from ._notes import noted, refuse_unknown
 from ._products import choose_recipe, emit_quantized
 from ._reach import UNUSED, reach_in
+from ._records import Usage
 from ._rematerialize import (
     Values,
     emit_island,
@@ -118,7 +119,7 @@ def evaluate(
             pairs = zip(equation.outvars, outputs, strict=True)
             outputs = [for_readers(v, value, ahead, alone) for v, value in pairs]
         if FLOAT16 in [value.dtype for value in outputs]:
-            run.used.add(FLOAT16)
+            run.note(Usage(computes_float16=True))
         values.update(zip(equation.outvars, outputs, strict=True))
 
     for part in found:
@@ -163,7 +164,7 @@ def _emit(
         if rule is None:
             operands = [v.as_float32() if v.is_shared else v for v in operands]
             return rewrite(run, place, equation, operands, demands)
-        run.used.add(rule)
+        run.note(Usage(rules=frozenset((rule,))))
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
         with _noted(run, name, choice):
             return emit_operation(equation, operands, choice)
@@ -234,7 +235,7 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
     if is_asked_for and choice.recipe is None:
         choice = choice._replace(reason=Reason.PRODUCT, rule=None)
     if choice.dtype == FLOAT16:
-        run.used.add(FLOAT16)
+        run.note(Usage(computes_float16=True))
     if case.settings.is_strict:
         refuse_unknown(case, choice)
     if choice.recipe is not None:

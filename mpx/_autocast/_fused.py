@@ -27,6 +27,7 @@ from ._decide import Case, Choice, Reason, apply_rules, choose
 from ._demand import Wanted
 from ._emit import Rewrite, evaluate
 from ._notes import noted
+from ._records import Usage
 
 
 def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
@@ -117,8 +118,8 @@ def _decomposed(
     )
     results = evaluate(run, place, closed, operands, demands)
     # The recipe as the user wrote it has then been used, too.
-    if whole in run.used:
-        run.used.add(recipe)
+    if whole in run.used.recipes:
+        run.note(Usage(recipes=frozenset((recipe,))))
     return results
 
 

@@ -58,10 +58,11 @@ from .._recipe_state import (
 )
 from .._typing import AnyArray
 from .._wire import dtype_of_sums
-from ._context import ONE_ROW, Run, Value, computed
+from ._context import Run, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import noted, refuse_slow
 from ._reach import DERIVATIVE, UNUSED, Reach
+from ._records import Usage
 
 _VECTOR, _FINAL = "a product with a vector", "the final projection"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an
@@ -94,11 +95,11 @@ def choose_recipe(
     why_not = _why_unsupported(case)
     left_alone = None if is_asked_for else _why_left_alone(case)
     if why_not == _VECTOR and left_alone is None and _is_batch_of_one(case):
-        run.used.add((ONE_ROW, recipe))
+        run.note(Usage(one_row=frozenset((recipe,))))
         # The batch that a state is made with may have one row, and those of steps more;
         # and what is computed with it has the numbers of the training for one row, too.
         is_whole = is_collecting_requests() or _by_state(case)
-        why_not = None if is_whole else ONE_ROW
+        why_not = None if is_whole else "a batch of one row"
     why_not = why_not or left_alone
     if why_not is not None:
         if why_not != _FINAL:
@@ -308,8 +309,8 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
         case: The product.
         choice: What was chosen for it.
     """
-    assert choice.recipe is not None
-    run.used.add(case.settings.recipe)
+    assert case.settings.recipe is not None
+    run.note(Usage(recipes=frozenset((case.settings.recipe,))))
     product = _product_of(case, choice)
     if case.settings.is_strict:
         refuse_slow(case, product)

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence, Set
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from .._typing import AnyArray
 from ._context import FULL, Place, Run, Value
 from ._demand import Demand, Demands
 from ._notes import USED, IslandNote, noted_cast, noted_island
+from ._records import Usage
 
 Values = dict[Var, Value]
 Emit = Callable[[Place, JaxprEqn, Values], None]
@@ -54,8 +54,7 @@ def emit_island(
     """
     made = None
     if any(map(may_keep, island.equations)):
-        inputs = enumerate(island.inputs)
-        shared = tuple(i for i, v in inputs if values[v].is_shared)
+        shared = tuple(i for i, v in enumerate(island.inputs) if values[v].is_shared)
         key = _signature(run, place, island, values, ahead), shared
         if key not in run.islands:
             # An island ends where mesh or device change, so one equation speaks for
@@ -167,8 +166,7 @@ def _recomputed(
             return None
     # So there are no islands within it.
     inner = dataclasses.replace(place, is_recomputed=True)
-    shared = [island.inputs[i] for i in places]
-    found: list[Any] = []
+    shared, found = [island.inputs[i] for i in places], []
 
     def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[AnyArray]]:
         inside = dict(numbers)
@@ -197,10 +195,10 @@ def _recomputed(
         return [value.array for value in results], casts
 
     # What this one uses, an equal one uses, which is not emitted by itself.
-    others, run.used = run.used, set()
+    before, run.used = run.used, Usage()
     wide = [jax.typeof(values[v].cast(FULL)) for v in shared]
     closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()), *wide)
-    used, run.used = frozenset(run.used), others
+    used, run.used = run.used, before
     known, are_cast = found
     are_free += tuple(True for _ in shared)
     if not is_worth_while(closed.jaxpr, are_free, stored):
@@ -214,7 +212,7 @@ def _recomputed(
         note = IslandNote(before, after)
 
     def again(run: Run, island: Island, values: Values) -> None:
-        run.used |= used
+        run.note(used)
         noting = noted_island(note) if note else contextlib.nullcontext()
         with noting, execution_context(island.equations[0]):
             # Equal islands have their inputs in one order, that of first use.

@@ -16,7 +16,7 @@ from .._nnx_graph import has_nnx_objects
 from .._settings import Settings, Weights, region
 from .._stored_weights import dequantize_weights
 from ._call import call_autocast
-from ._context import Programs
+from ._records import Programs
 
 
 class _SwitchedOnInside(Exception):

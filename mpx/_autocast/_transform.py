@@ -33,8 +33,8 @@ from .._settings import (
 from .._typing import DTypeLike
 from .._wraps import wraps
 from ._call import call_autocast, call_recomputing
-from ._context import Programs
 from ._notes import expect_unused
+from ._records import Programs
 from ._switched_off import (
     call_switched_off,
     is_switched_off,
