@@ -86,9 +86,13 @@ def call_autocast(
     Returns:
         What the function returns, in the same dtypes.
     """
-    # What is in use is asked here, once: of what is around (`Ambient`), of the
-    # arguments, and, when the program is known, in `run_of` (`Uses`). Behind that
-    # nobody looks for a feature: a value, the settings or `run.uses` say so.
+    # Which features are in use is asked here, once: of what is around (`Ambient`), of
+    # the arguments, and in `run_of` of the program, whose regions may have recipes.
+    # After that a value, the settings or `run.uses` tell.
+    #
+    # Each call takes one state from the source, as many as `mpx.init_scaling` counted.
+    # So NNX objects, which call again, come before `take`, and both attempts under a
+    # recipe share one state.
     around, payloads = ambient(), unkeyed().payloads
     settings = dataclasses.replace(settings, wire=around.wire)
     given: PyTree = (func, args, kwargs)

@@ -62,7 +62,13 @@ class Facts(NamedTuple):
 
 
 class Value:
-    """A value of the program: an array in its present dtype, and its facts."""
+    """A value of the program: an array in its present dtype, and its facts.
+
+    Which array a use reads is decided here, by `cast`, and not by the use: how many
+    share a cast decides in which precision JAX sums their gradients. So one use is one
+    call. What the first use fills in (the array of a pending weight, casts, scales of
+    the input) changes no number; all else is set before anything reads the value.
+    """
 
     __slots__ = (
         "_array",

@@ -91,6 +91,12 @@ def rewrite_program(
 ) -> tuple[ClosedJaxpr, tuple[Facts, ...]]:
     """Rewrites a program for operands as they come.
 
+    Equal keys give equal programs, in this call and in later ones: the key has all that
+    `evaluate` reads, except what is in the key of JAX's own caches (`Ambient`), since
+    under another of these JAX gives another `jaxpr`. What is an array, such as the
+    step's number and scales, is an operand: a tracer of this call would outlive it.
+    What a program uses is kept with it, for one that is found is not evaluated.
+
     Args:
         run: The run, which keeps rewritten programs.
         place: Where the program stands.

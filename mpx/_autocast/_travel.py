@@ -2,6 +2,11 @@ r"""Where an equation moves a weight between devices, or makes what they sum.
 
 `mpx._wire` says how; here is decided for which equations and values.
 
+What arrives is a float32 value with the facts and slots that it had, rounded perhaps:
+so rules, recipes and casts decide as they would on one device, and the gradient goes
+back in float32. Under a recipe the value stays *pending* until its first use, for only
+the product knows whether 8 bits are enough.
+
 What enters `jax.shard_map` by `P()` every device has whole. If it lies in pieces
 outside, the compiler gathers it in front of the `shard_map`, in the dtype in which it
 goes in. So a weight that is only used in half precision inside goes in rounded, and

@@ -2,8 +2,9 @@
 
 A *fact* is what an analysis knows of a value. It travels along the equations, into the
 programs that an equation holds and out of them again, and through loops until it stays
-the same. Every analysis of mpx is a `Flow` or a `BackwardFlow`; none goes through scan,
-while and cond on its own.
+the same. An analysis of values is a `Flow` or a `BackwardFlow`. Those that count or
+search instead of joining facts (`_autocast/_loops.py`, `_inspect/_costs.py`, `_blame/`)
+walk the programs of an equation themselves, by `sub_jaxprs`.
 """
 
 import abc
