@@ -70,7 +70,7 @@ def emit_island(
             run.islands[key] = made
         made = run.islands[key]
     if made is not None:
-        return made.emit(run, island, values)
+        return made.emit(run, island, values, ahead)
     for equation in island.equations:
         if not all(v in values for v in equation.outvars):  # a copy, there already
             emit(place, equation, values)
@@ -150,7 +150,6 @@ class _Recomputed:
         are_cast: Which of them it gives in half precision, too.
         shared: The numbers of the inputs that are shared.
         used: What it uses. An equal island, which is not emitted itself, uses the same.
-        ahead: The plan of the program.
         note: What is said of it, if notes are taken.
     """
 
@@ -159,11 +158,13 @@ class _Recomputed:
     are_cast: tuple[bool, ...]
     shared: tuple[int, ...]
     used: Usage
-    ahead: Demands
     note: IslandNote | None
 
-    def emit(self, run: Run, island: Island, values: Values) -> None:
-        """Emits an island like the one that it was made from, and adds its results."""
+    def emit(self, run: Run, island: Island, values: Values, ahead: Demands) -> None:
+        """Emits an island like the one that it was made from, and adds its results.
+
+        It may be of another program, whose plan says who reads them.
+        """
         run.note(self.used)
         noting = noted_island(self.note) if self.note else contextlib.nullcontext()
         with noting, execution_context(island.equations[0]):
@@ -178,7 +179,7 @@ class _Recomputed:
             value = Value(array, facts)
             if is_cast:
                 value.offer(next(casts))
-            values[variable] = for_readers(variable, value, self.ahead)
+            values[variable] = for_readers(variable, value, ahead)
 
 
 def _recomputed(
@@ -245,7 +246,7 @@ def _recomputed(
     again_from = functools.partial(computed_again, is_in_loop=place.is_in_loop)
     function = again_from(closed, stored=stored, unread=len(shared))
     note = _note_of(closed, function, are_free) if run.uses.notes else None
-    return _Recomputed(function, known, are_cast, places, used, ahead, note)
+    return _Recomputed(function, known, are_cast, places, used, note)
 
 
 def _may_pay(written: Jaxpr, are_free: tuple[bool, ...], needed: Dtypes) -> bool:
