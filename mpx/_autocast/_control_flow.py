@@ -47,7 +47,7 @@ from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate
 from ._records import Usage
 from ._saving import Saving
-from ._travel import entered, entries_of
+from ._travel import entries_of, from_entry
 
 
 def make_values(
@@ -281,7 +281,7 @@ def rewrite_shard_map(
         entries: list[list[AnyArray]], arrays: list[AnyArray]
     ) -> tuple[AnyArray, ...]:
         slots, _, step = state.unpacked(arrays)
-        inside = make_values(list(map(entered, entries)), facts, slots)
+        inside = make_values(list(map(from_entry, entries)), facts, slots)
         with run.at_step(step):
             results = evaluate(run, place, params["jaxpr"], inside, demands)
         found[:] = [tuple(v.facts for v in results)]

@@ -70,7 +70,7 @@ def rewrite_scan(
     facts = tuple(v.facts for v in stacked)
     # A weight that all turns share has a copy of its slots for each.
     shared = StateOperands([v.slots for v in fixed])
-    cut = StateOperands(
+    sliced = StateOperands(
         [v.slots for v in stacked],
         params["length"],
         stored=[v.stored for v in stacked],
@@ -88,7 +88,7 @@ def rewrite_scan(
             slots,
             [v.stored for v in fixed],
         )
-        rows = make_values(xs, facts, *cut.unpacked(for_stacked)[:2])
+        rows = make_values(xs, facts, *sliced.unpacked(for_stacked)[:2])
         operands = [*consts, *_carried(place, carry), *rows]
         results = evaluate(run, place, closed, operands, wanted)
         # JAX may trace a body more than once; what the last trace found is what is
@@ -99,7 +99,7 @@ def rewrite_scan(
         found[:] = [tuple(v.facts for v in ys)]
         return _begun(results[:n_carry], carry_avals), [v.array for v in ys]
 
-    xs = ([v.array for v in stacked], copies, cut.arrays)
+    xs = ([v.array for v in stacked], copies, sliced.arrays)
     streams = _streams_of(run, place.settings, jaxpr, n_consts, n_carry)
     # A loop of no turns has no row to trace it with.
     if streams and params["length"]:

@@ -46,7 +46,7 @@ from ._decide import Case, Choice
 from ._demand import Demand, Wanted
 
 # What gives a part of a weight: one layer of a stack.
-_CUTS = ("dynamic_slice", "slice")
+_SLICES = ("dynamic_slice", "slice")
 # What gives an operand as it is.
 MARKS = ("name", "optimization_barrier", "stop_gradient")
 
@@ -105,7 +105,7 @@ def moved_payload(equation: JaxprEqn, operands: list[Value]) -> QuantizedArray |
     known = properties(name)
     is_gathered = known.gathers and not manual_axes()
     is_whole = known.rearranges or is_gathered or known.is_free
-    if not is_whole and name not in _CUTS:
+    if not is_whole and name not in _SLICES:
         return None
     others = [v.array for v in operands[1:]]
     (payload,) = bind_equation(equation, stored.payload, *others)
@@ -209,7 +209,7 @@ def entries_of(
         is_master = value.facts.is_declared and value.dtype == FULL
         dtype = None
         if wire is not None and is_master and value.facts.is_weight:
-            if not _is_cut(spec, axes):
+            if not _is_sharded(spec, axes):
                 dtype = _dtype_of(place, wire, aval_of(atom).dtype, demand)
         if wire is None or dtype is None:
             entries.append([value.array])
@@ -219,12 +219,12 @@ def entries_of(
     return entries
 
 
-def entered(arrays: Sequence[AnyArray]) -> AnyArray:
+def from_entry(arrays: Sequence[AnyArray]) -> AnyArray:
     """Inside of the `shard_map`, the operand for which these have gone in."""
     return joined(*arrays) if len(arrays) == 2 else arrays[0]
 
 
-def _is_cut(spec: Any, axes: Collection[str]) -> bool:
+def _is_sharded(spec: Any, axes: Collection[str]) -> bool:
     """Whether each device has a piece of its own."""
     parts = (part if isinstance(part, tuple) else (part,) for part in spec)
     return set(axes) <= {name for part in parts for name in part}

@@ -200,8 +200,8 @@ def _walk_inside(
         # Ends because `join` only adds, and what nothing was added to stays equal. The
         # visits of earlier rounds are dropped: what holds of the first iteration need
         # not hold of later ones.
-        while (joined := _next_iteration(flow, sub, inputs, outputs)) != inputs:
-            inputs = joined
+        while (merged := _next_iteration(flow, sub, inputs, outputs)) != inputs:
+            inputs = merged
             found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
         visits += found
         flow.leave(equation, sub.role, outputs)
@@ -227,10 +227,10 @@ def _next_iteration(
     flow: Flow[F], sub: SubJaxpr, inputs: list[F], outputs: list[F]
 ) -> list[F]:
     """The facts of the inputs when an iteration with these outputs was before."""
-    joined = list(inputs)
+    merged = list(inputs)
     for output, where in sub.carried:
-        joined[where] = flow.join(inputs[where], outputs[output])
-    return joined
+        merged[where] = flow.join(inputs[where], outputs[output])
+    return merged
 
 
 def _input_fact(flow: Flow[F], operands: Sequence[F], index: int | None) -> F:

@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
     Attributes:
         recipe: The recipe.
-        lengths: The lengths of the scans that cut the weight, the outermost first.
+        lengths: The lengths of the scans that slice the weight, the outermost first.
     """
 
     recipe: AbstractRecipe
@@ -233,7 +233,7 @@ class Slots:
         found = dict(self._source)
         sizes = {}
         for use, scales in self._source.items():
-            rows = scales.shape[:-1]  # the turns of scans that cut the weight
+            rows = scales.shape[:-1]  # the turns of scans that slice the weight
             if weight.shape[: len(rows)] == rows:
                 axes = tuple(range(len(rows), weight.ndim))
                 amax = amax_of(target, jax.lax.stop_gradient(weight), axes)
@@ -244,7 +244,7 @@ class Slots:
     def moved(self, *, is_mixed: bool) -> "Slots":
         """Those of a weight that was moved, without amaxes that may be others' now.
 
-        A scan may cut it in another order than that of its rows.
+        A scan may slice it in another order than that of its rows.
 
         Args:
             is_mixed: Whether numbers of other arrays stand among those of the weight.
@@ -357,7 +357,7 @@ class Slots:
     def inside(
         self, arrays: dict[str, Array], lengths: tuple[int, ...] = ()
     ) -> "Slots":
-        """The slots in a program inside, given its arrays; cut by scans of lengths."""
+        """The slots in a program inside, of its arrays, sliced by scans of lengths."""
         source = arrays if isinstance(self._source, dict) else self._source
         lengths = *self._lengths, *lengths
         return Slots(
@@ -371,7 +371,7 @@ class Slots:
 
 
 def _named(use: str, lengths: tuple[int, ...]) -> str:
-    """The name of a use of a weight that scans of these lengths cut."""
+    """The name of a use of a weight that scans of these lengths slice."""
     return f"{use} of {'x'.join(map(str, lengths))}" if lengths else use
 
 
