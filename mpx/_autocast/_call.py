@@ -75,7 +75,7 @@ def call_autocast(
     """Calls a function, rewritten.
 
     Args:
-        settings: What the transform was told.
+        settings: The options of the transform.
         weights: Positions and names of the arguments that hold parameters.
         programs: Where programs that were rewritten are kept.
         func: The function; where it is a tree, it holds parameters, too.
@@ -357,7 +357,7 @@ def _input(
         if position not in weights:
             return declared(leaf)
         below = rest[1:]
-    # Equal layers are rewritten once if nobody asks which parameters are theirs.
+    # Equal layers are rewritten once unless something depends on parameters' paths.
     name = path_text(tuple(below)) if run.uses.parameters else ""
     value = declared(leaf, name)
     if not value.facts.is_declared:

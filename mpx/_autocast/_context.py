@@ -310,7 +310,7 @@ class Uses:
     Attributes:
         recipes: Whether anything may be quantized.
         slots: Whether weights carry slots: for a recipe with a state, or because
-            somebody asks, or says, which uses of them are quantized.
+            which uses of them are quantized is recorded, or prescribed.
         scopes: Whether anybody asks for the names of scopes.
         parameters: Whether anybody asks which parameter a value is. If not, paths are
             not kept apart, and equal layers are rewritten once.
@@ -356,7 +356,7 @@ class Run:
     """One rewriting of a program.
 
     Attributes:
-        settings: What the transform was told.
+        settings: The options of the transform.
         rewrites: How equations that hold a program are rewritten, by primitive.
         uses: Which features are in use.
         demands: The demands of programs that were analysed, by their keys.
@@ -370,7 +370,7 @@ class Run:
         traced: What the function was traced with, which is no more; weak references.
         only_recomputes: Whether nothing is cast, and islands are recomputed anyway.
         step: The number of the training step, an array, in the program that is being
-            emitted; None if nobody knows it or rounds by it.
+            emitted; None if it is unknown, or nothing rounds by it.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class Run:
         spares_final: bool = True,
         only_recomputes: bool = False,
     ) -> None:
-        """Starts a run that uses what its settings say, if nothing else is said."""
+        """Starts a run; its settings say what it uses if `uses` does not."""
         self.spares_final = spares_final
         self.only_recomputes = only_recomputes
         self.settings = settings

@@ -78,7 +78,7 @@ def choose_recipe(
     """The choice for a product, given what is chosen where there is no recipe.
 
     Args:
-        run: The run, which is told of a batch of one row.
+        run: The run, which notes a batch of one row.
         case: The product.
         choice: The choice for half precision.
         is_asked_for: Whether a rule asks for low precision.

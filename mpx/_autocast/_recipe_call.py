@@ -1,7 +1,7 @@
 """A call under a recipe, or with the state of one.
 
 What a call without does not meet: weights that carry slots, a final projection that is
-quantized after all because it is the only product, and what is said where a recipe
+quantized after all because it is the only product, and the error where a recipe
 finds nothing.
 """
 
@@ -26,7 +26,7 @@ Source = StateRequests | State | None
 
 
 def counts_uses(source: Source) -> bool:
-    """Whether somebody asks, or says, which uses of weights are quantized."""
+    """Whether which uses of weights are quantized is recorded, or prescribed."""
     return isinstance(source, StateRequests) or _is_frozen(source)
 
 
@@ -57,7 +57,7 @@ def weight_of_recipe(
     Args:
         run: The run.
         value: The parameter.
-        name: Its path; empty if nobody asks.
+        name: Its path; empty where no path is needed.
         owner: What tells apart two models of one kind, which have the same paths.
         source: Where its slots come from.
         stored: The same numbers in 8 bits, if it is stored so.

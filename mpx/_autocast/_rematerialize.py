@@ -130,7 +130,7 @@ def _(
 
 @jax.custom_jvp
 def _only_gradient(x: AnyArray) -> AnyArray:
-    """Zeros, which nobody keeps, with the gradient of an array."""
+    """Zeros, which are not saved, with the gradient of an array."""
     return jnp.zeros_like(x)
 
 
@@ -150,7 +150,7 @@ class _Recomputed:
         are_cast: Which of them it gives in half precision, too.
         shared: The numbers of the inputs that are shared.
         used: What it uses. An equal island, which is not emitted itself, uses the same.
-        note: What is said of it, if notes are taken.
+        note: Its note for reports, if notes are taken.
     """
 
     function: Callable[..., Sequence[AnyArray]]

@@ -210,14 +210,14 @@ class Slots:
         if not isinstance(source, State):
             return cls(parameter, source)
         mine = [name for name in source.scales if name.parameter == parameter]
-        said = source.quantized
+        recorded = source.quantized
         return cls(
             parameter,
             {name.use: source.scales[name] for name in mine},
             {name.use: source.recipes[name] for name in mine},
             quantized=None
-            if said is None
-            else tuple(name.use for name in said if name.parameter == parameter),
+            if recorded is None
+            else tuple(name.use for name in recorded if name.parameter == parameter),
         )
 
     def measured(self, weight: Array, target: Target) -> "Slots":
@@ -269,13 +269,13 @@ class Slots:
         return self._measured.get(self._name(use)) == size
 
     def is_quantized(self, use: Use) -> bool | None:
-        """Whether the run that the state is of quantizes a use; None: nobody says."""
+        """Whether the run that the state is of quantizes a use; None: unknown."""
         if not self._quantized:
             return None if self._quantized is None else False
         return True if self._known(use) else None
 
     def has_scales(self, use: Use, *, otherwise: bool) -> bool:
-        """Whether the state has scales for a use; what is given if nobody says."""
+        """Whether the state has scales for a use; `otherwise` if unknown."""
         if self._quantized is None or not isinstance(self._source, dict):
             return otherwise
         return any(name in self._source for name in self._known(use))
