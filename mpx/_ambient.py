@@ -87,12 +87,12 @@ def call_with_ambient(func: Callable[..., PyTree], *args: PyTree) -> PyTree:
         by a recipe that is for products of data with data.
     """
     settings = _here()
-    if not settings.said:
+    if not settings.explicit:
         return func(*args)
     recipe = settings.recipe
     if recipe is not None and not recipe.fp8_dpa:
         recipe = None
-    is_asked_for = "dtype" in settings.said or recipe is not None
+    is_asked_for = "dtype" in settings.explicit or recipe is not None
     settings = dataclasses.replace(
         settings, recipe=recipe, is_enabled=settings.is_enabled and is_asked_for
     )
@@ -129,9 +129,8 @@ def _here() -> Settings:
     """
     around = ambient()
     settings = Settings() if around.is_tracing else around.settings
-    is_on = (
-        settings.is_enabled if "is_enabled" in settings.said else not is_switched_off()
-    )
+    is_explicit = "is_enabled" in settings.explicit
+    is_on = settings.is_enabled if is_explicit else not is_switched_off()
     return dataclasses.replace(settings, is_enabled=is_on and not around.is_control)
 
 

@@ -193,9 +193,9 @@ def with_settings(settings: Settings) -> Iterator[None]:
     there belongs to that function.
     """
     around, here = ambient(), settings.for_a_region()
-    if here.said and around.contexts_switch_on:
+    if here.explicit and around.contexts_switch_on:
         here = here.within(Settings.of(is_enabled=True))
-    is_region = around.is_tracing and here.said
+    is_region = around.is_tracing and here.explicit
     inside = region(here) if is_region else contextlib.nullcontext()
     with with_ambient(settings=settings.within(around.settings)), inside:
         yield

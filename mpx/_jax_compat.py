@@ -1,7 +1,12 @@
-"""The only file that knows versions of JAX.
+"""What differs from one version of JAX to the next, each behind a function.
 
-Tested with jax 0.10, 0.11 and 0.12. Everything here is public API of JAX; what differs
-from one version to the next is hidden behind a function.
+Tested with jax 0.10, 0.11 and 0.12. All modules of JAX used here are public, but not
+everything is documented: the classes in a name stack, the context and traceback of an
+equation, `get_bind_params`. So a new version is tried here first.
+
+Elsewhere are the names of primitives, which may be new or renamed
+(`_program/primitives.py`, `REWRITES` in `_autocast/`), the versions of XLA:CPU that
+`_doctor.py` warns of, and Pallas's Triton backend (`contrib/`).
 """
 
 import contextlib

@@ -39,14 +39,14 @@ class Wire:
         reduce_dtype: The dtype in which gradients are summed over devices.
         gather_dtype: The dtype in which divided weights travel; None: the dtype that is
             computed in, or the one that a product quantizes to.
-        is_said: Whether somebody asked for the dtype of sums, so that where it cannot
-            hold is an error.
+        is_explicit: Whether the dtype of sums was set. Where it cannot be used is then
+            an error.
         is_alone: Whether each device computes on its own what is traced, amaxes too.
     """
 
     reduce_dtype: np.dtype
     gather_dtype: np.dtype | None = None
-    is_said: bool = False
+    is_explicit: bool = False
     is_alone: bool = False
 
 

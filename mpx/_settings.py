@@ -1,12 +1,12 @@
-"""Settings: what was told to autocast, and its way to each equation.
+"""Settings: the options of autocast, and how they reach each equation.
 
-`Settings` is the one carrier. Ambient contexts, the options of the transform, regions
-and rules that name a recipe each say some of the settings; of these, in this order, the
-later one wins. What they come to at an equation stands at its `Place`.
+`Settings` is the only carrier. Ambient contexts, the options of the transform, regions
+and rules that name a recipe each set some of them; in this order, the later one wins.
+The settings that apply to an equation are in its `Place`.
 
-*Ambient* settings hold around calls, for functions that `mpx.autocast` made and that
-were not told themselves. They are part of the key of JAX's trace cache, so no function
-that was compiled under another setting is used again.
+*Ambient* settings apply around calls, to autocast functions that do not set the option
+themselves. They are part of the key of JAX's trace cache, so a function that was
+compiled under other settings is not used again.
 
 A *region* inside of a function that is being transformed is a named scope that carries
 settings. So they stay on every equation that is traced in it, through jit, loops, remat
@@ -38,20 +38,20 @@ Weights = tuple[int | str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What was told; hashable, part of the keys of caches.
+    """The options of autocast; hashable, part of the keys of caches.
 
     Attributes:
         dtype: The half precision dtype.
         residual_stream: "full" or "half".
-        residuals: "small" or "fast"; None if nobody said.
+        residuals: "small" or "fast"; None if not set.
         is_enabled: Whether anything is cast at all.
         rules: The user's rules.
         is_strict: Whether what happens by accident is an error.
         recipe: How products of weights are quantized; None if they are not.
-        target: The device that is compiled for; None if nobody said.
+        target: The device that is compiled for; None if not set.
         wire: In what dtypes weights and gradients travel between devices; None: as the
             program has it.
-        said: The names of those that somebody said; the others are defaults.
+        explicit: The names of those that were set; the others are defaults.
     """
 
     dtype: np.dtype = np.dtype(jnp.bfloat16)
@@ -63,17 +63,17 @@ class Settings:
     recipe: AbstractRecipe | None = None
     target: Target | None = None
     wire: Wire | None = None
-    said: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, **options: Any) -> "Settings":
-        """Settings of which only these are said."""
-        return cls(**options, said=frozenset(options))
+        """Settings of which only these are explicit."""
+        return cls(**options, explicit=frozenset(options))
 
     def within(self, outer: "Settings") -> "Settings":
-        """These settings, and those around them where these say nothing."""
+        """These settings where they are explicit, and those around them elsewhere."""
         return dataclasses.replace(
-            outer, **self._said_values(), said=outer.said | self.said
+            outer, **self.explicit_values(), explicit=outer.explicit | self.explicit
         )
 
     def at(self, scopes: tuple[str, ...]) -> "Settings":
@@ -83,7 +83,7 @@ class Settings:
             # Where there is none, the very same object comes back (`Place.inside`).
             region = data_of(scope, Settings)
             if region is not None:
-                settings = dataclasses.replace(settings, **region._said_values())
+                settings = dataclasses.replace(settings, **region.explicit_values())
         return settings
 
     @property
@@ -94,33 +94,35 @@ class Settings:
 
     @property
     def not_of_regions(self) -> list[str]:
-        """The names of those that are said, and that only a whole function can have."""
-        return [name for name in ("rules", "is_strict", "target") if name in self.said]
+        """The names of explicit settings that only a whole function can have."""
+        names = ("rules", "is_strict", "target")
+        return [name for name in names if name in self.explicit]
 
     def for_a_region(self) -> "Settings":
         """Those that a part of a program can have."""
-        told = self._said_values()
+        given = self.explicit_values()
         for name in self.not_of_regions:
-            del told[name]
-        return Settings.of(**told)
+            del given[name]
+        return Settings.of(**given)
 
-    def _said_values(self) -> dict[str, Any]:
-        fields = dataclasses.fields(self)
-        return {f.name: getattr(self, f.name) for f in fields if f.name in self.said}
+    def explicit_values(self) -> dict[str, Any]:
+        """The explicit settings, by name."""
+        names = [f.name for f in dataclasses.fields(self) if f.name in self.explicit]
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        """What was said, as the name of a scope, which a slash would part."""
-        told = self._said_values()
-        texts = (f"{_NAMES.get(k, k)}={v}".replace("/", "|") for k, v in told.items())
+        """The explicit settings as the name of a scope, in which slashes separate."""
+        given = self.explicit_values()
+        texts = (f"{_NAMES.get(k, k)}={v}".replace("/", "|") for k, v in given.items())
         return f"mpx.autocast({','.join(texts)})"
 
 
-# What a setting is called where it is said.
+# The names of options that are not those of their fields.
 _NAMES = {"is_enabled": "enabled", "is_strict": "strict"}
 
 
 def region(settings: Settings) -> contextlib.AbstractContextManager[object]:
-    """A region with what was said."""
+    """A region with these explicit settings."""
     return data_scope(str(settings), settings)
 
 
@@ -146,9 +148,9 @@ class Mark(NamedTuple):
     Attributes:
         made: The function that autocast made.
         func: What it was made of.
-        settings: What autocast was told.
+        settings: The options of autocast.
         weights: Positions and names of the arguments that hold parameters.
-        says_weights: Whether the user said which those are.
+        has_explicit_weights: Whether the user passed `weights`.
         again: Makes another function in the same way.
     """
 
@@ -156,7 +158,7 @@ class Mark(NamedTuple):
     func: Callable[..., PyTree]
     settings: Settings
     weights: Weights
-    says_weights: bool
+    has_explicit_weights: bool
     again: Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
 
@@ -178,7 +180,7 @@ def unwrapped(
 
 
 def weights_of(func: object) -> Weights:
-    """Which arguments of a function hold its parameters: the first if nobody said."""
+    """The arguments that hold a function's parameters: by default the first."""
     mark = getattr(func, MARK, None)
     return (0,) if mark is None else mark.weights
 
@@ -187,7 +189,7 @@ def weights_of(func: object) -> Weights:
 
 
 def read_weights(weights: Any, call: str) -> Weights | None:
-    """What a user said, checked as far as it can be without a function."""
+    """The option `weights`, checked as far as is possible without a function."""
     if weights is None:
         return None
     places = weights if isinstance(weights, tuple) else (weights,)
@@ -216,10 +218,10 @@ def weights_in_call(
 
     Args:
         func: The function that is called.
-        weights: What was said of it.
+        weights: Which of its arguments hold parameters.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        call: The public function that was told, for messages.
+        call: The public function, for messages.
 
     Returns:
         For each of `weights` the position, if it is passed by position, or the name.

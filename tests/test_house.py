@@ -124,20 +124,26 @@ def lines_of(call: str) -> Lines:
 
 def code_lines(name: str, starts: set[int]) -> set[int]:
     """The code lines of the functions of a file that begin at these lines."""
-    text = (ROOT / "mpx" / name).read_text()
-    lines = text.splitlines()
+    tree, are_code = parsed(ROOT / "mpx" / name)
     found: set[int] = set()
-    texts: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.Lambda):
             continue
         decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
         if min(n.lineno for n in (node, *decorators)) in starts:
             found.update(_lines(node))
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
-            texts.update(_lines(node.body[0]))
-    is_code = [bool(line.strip()) and line.strip()[0] != "#" for line in lines]
-    return {i for i in found - texts if is_code[i - 1]}
+    return found & are_code
+
+
+def parsed(path: Path) -> tuple[ast.Module, set[int]]:
+    """A file, and its lines without docstrings, comments and blank lines."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+    texts = [n.body[0] for n in functions if ast.get_docstring(n) is not None]
+    lines = enumerate(text.splitlines(), 1)
+    are_code = {i for i, line in lines if line.strip() and line.strip()[0] != "#"}
+    return tree, are_code.difference(*map(_lines, texts))
 
 
 def _lines(node: ast.expr | ast.stmt) -> range:
@@ -206,3 +212,38 @@ def test_what_is_around_is_a_key_of_jax_by_its_fields():
     with with_unkeyed(float16_calls=[]):
         function(1.0)
     assert traced == [False, True]
+
+
+MOST_LINES, MOST_CODE_LINES = 450, 60
+# The book of primitives, which grows by an entry for each.
+LONG_FILES = {"mpx/_program/primitives.py"}
+FILES = {
+    str(path.relative_to(ROOT)): path for path in sorted((ROOT / "mpx").rglob("*.py"))
+}
+
+
+def test_files_are_short():
+    counts = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    long = {name: count for name, count in counts.items() if count > MOST_LINES}
+    assert long.keys() <= LONG_FILES, long
+
+
+def test_functions_are_short():
+    found = ((name, each) for name, path in FILES.items() for each in long_in(path))
+    assert list(found) == []
+
+
+def long_in(path: Path) -> list[tuple[str, int]]:
+    """The functions that are too long: code lines, those of functions inside, too."""
+    tree, are_code = parsed(path)
+    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+    counts = ((n.name, len(are_code.intersection(_lines(n)))) for n in functions)
+    return [(name, count) for name, count in counts if count > MOST_CODE_LINES]
+
+
+def test_a_long_function_is_found(tmp_path):
+    body = "".join(f"    x = {i}\n" for i in range(MOST_CODE_LINES))
+    text = '    """A text.\n\n    More.\n    """\n    # a comment\n\n'
+    path = tmp_path / "long.py"
+    path.write_text(f"def long():\n{text}{body}def short():\n{text}    return 1\n")
+    assert long_in(path) == [("long", MOST_CODE_LINES + 1)]

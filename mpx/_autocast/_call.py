@@ -35,7 +35,6 @@ from .._tree import path_text
 from .._typing import AnyArray, Aval
 from . import _control_flow, _custom_rules, _loops
 from ._context import (
-    FLOAT16,
     Place,
     Programs,
     Run,
@@ -76,7 +75,7 @@ def call_autocast(
     """Calls a function, rewritten.
 
     Args:
-        settings: What the transform was told.
+        settings: The options of the transform.
         weights: Positions and names of the arguments that hold parameters.
         programs: Where programs that were rewritten are kept.
         func: The function; where it is a tree, it holds parameters, too.
@@ -87,9 +86,13 @@ def call_autocast(
     Returns:
         What the function returns, in the same dtypes.
     """
-    # What is in use is asked here, once: of what is around (`Ambient`), of the
-    # arguments, and, when the program is known, in `run_of` (`Uses`). Behind that
-    # nobody looks for a feature: a value, the settings or `run.uses` say so.
+    # Which features are in use is asked here, once: of what is around (`Ambient`), of
+    # the arguments, and in `run_of` of the program, whose regions may have recipes.
+    # After that a value, the settings or `run.uses` tell.
+    #
+    # Each call takes one state from the source, as many as `mpx.init_scaling` counted.
+    # So NNX objects, which call again, come before `take`, and both attempts under a
+    # recipe share one state.
     around, payloads = ambient(), unkeyed().payloads
     settings = dataclasses.replace(settings, wire=around.wire)
     given: PyTree = (func, args, kwargs)
@@ -129,7 +132,7 @@ def call_autocast(
         )
     if settings.rules.rules:
         _tell_of_rules(settings, run)
-    if FLOAT16 in run.used:
+    if run.used.computes_float16:
         note_float16()
     return results
 
@@ -143,10 +146,10 @@ def _tell_of_rules(settings: Settings, run: Run) -> None:
     # Ambient rules are for many functions, each of which has use for some.
     is_ambient = settings.rules is ambient().settings.rules
     if settings.is_strict:
-        refuse_unused(settings.rules, run.used)
+        refuse_unused(settings.rules, run.used.rules)
     elif settings.is_enabled and not run.uses.notes and not is_ambient:
-        warn_of_unused(settings.rules, run.used)
-    note_unused(rule for rule in settings.rules.rules if rule not in run.used)
+        warn_of_unused(settings.rules, run.used.rules)
+    note_unused(rule for rule in settings.rules.rules if rule not in run.used.rules)
 
 
 # Stands for a leaf that is no weight; not None, which is no leaf at all.
@@ -354,7 +357,7 @@ def _input(
         if position not in weights:
             return declared(leaf)
         below = rest[1:]
-    # Equal layers are rewritten once if nobody asks which parameters are theirs.
+    # Equal layers are rewritten once unless something depends on parameters' paths.
     name = path_text(tuple(below)) if run.uses.parameters else ""
     value = declared(leaf, name)
     if not value.facts.is_declared:

@@ -9,6 +9,7 @@ of them, since a gradient in float32 loses nothing when others are added to it.
 
 import contextlib
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, cast
@@ -28,6 +29,7 @@ from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
 from .._wire import Gathering
 from ._reach import Reach
+from ._records import Programs, Usage
 from ._saving import Saving
 
 FULL = np.dtype(np.float32)
@@ -60,12 +62,18 @@ class Facts(NamedTuple):
 
 
 class Value:
-    """A value of the program: an array in its present dtype, and its facts."""
+    """A value of the program: an array in its present dtype, and its facts.
+
+    Which array a use reads is decided here, by `cast`, and not by the use: how many
+    share a cast decides in which precision JAX sums their gradients. So one use is one
+    call. What the first use fills in (the array of a pending weight, casts, scales of
+    the input) changes no number; all else is set before anything reads the value.
+    """
 
     __slots__ = (
         "_array",
         "_casts",
-        "arriving",
+        "gathering",
         "dtype",
         "facts",
         "float32_source",
@@ -97,7 +105,7 @@ class Value:
         self._array: Any = array
         # The dtype that it has now. Of a tracer JAX takes long to say it.
         self.dtype: Any = FULL if array is None else array.dtype
-        self.arriving: Gathering | None = None
+        self.gathering: Gathering | None = None
         self.facts = facts
         self.is_constant = is_constant
         self.slots = slots
@@ -114,23 +122,23 @@ class Value:
         self._casts: dict[np.dtype, list[Any]] = {}
 
     @classmethod
-    def on_its_way(
+    def pending(
         cls,
-        arriving: Gathering,
+        gathering: Gathering,
         facts: Facts,
         slots: Slots | None,
         stored: QuantizedArray | None = None,
     ) -> "Value":
         """A float32 weight that other devices send, once it is known in which form."""
         value = cls(None, facts, slots=slots, stored=stored)
-        value.arriving = arriving
+        value.gathering = gathering
         return value
 
     @property
     def array(self) -> AnyArray:
         """The array."""
-        if self._array is None and self.arriving is not None:
-            self._array = self.arriving.arrive()
+        if self._array is None and self.gathering is not None:
+            self._array = self.gathering.arrive()
         array = cast(AnyArray, self._array)
         if not self.is_shared:
             return array
@@ -138,14 +146,14 @@ class Value:
         return made[0] if made else self.cast(array.dtype)
 
     @property
-    def handed(self) -> Any:
+    def as_operand(self) -> Any:
         """The array that a program inside gets of it, which is a use."""
         return self.cast(self.dtype)
 
     @property
     def shape(self) -> Shape:
         """The shape that it has."""
-        return self.array.shape if self.arriving is None else self.arriving.shape
+        return self.array.shape if self.gathering is None else self.gathering.shape
 
     @property
     def is_computed_in_half(self) -> bool:
@@ -291,24 +299,6 @@ class Place:
         return dataclasses.replace(self, settings=settings)
 
 
-class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
-    """A store for rewritten programs, each as long as the one it was made from.
-
-    Pickled or copied it is empty: so a function that autocast made may be sent to
-    another process (Ray, Dask, joblib).
-    """
-
-    def __reduce__(self) -> tuple:
-        return Programs, ()
-
-    def __deepcopy__(self, memo: object) -> "Programs":
-        return Programs()
-
-
-# In `Run.used`, before a recipe: it left a product alone for this reason only.
-ONE_ROW = "a batch of one row"
-
-
 @dataclasses.dataclass(frozen=True)
 class Uses:
     """Which features a call uses: asked once, where it begins.
@@ -320,7 +310,7 @@ class Uses:
     Attributes:
         recipes: Whether anything may be quantized.
         slots: Whether weights carry slots: for a recipe with a state, or because
-            somebody asks, or says, which uses of them are quantized.
+            which uses of them are quantized is recorded, or prescribed.
         scopes: Whether anybody asks for the names of scopes.
         parameters: Whether anybody asks which parameter a value is. If not, paths are
             not kept apart, and equal layers are rewritten once.
@@ -366,7 +356,7 @@ class Run:
     """One rewriting of a program.
 
     Attributes:
-        settings: What the transform was told.
+        settings: The options of the transform.
         rewrites: How equations that hold a program are rewritten, by primitive.
         uses: Which features are in use.
         demands: The demands of programs that were analysed, by their keys.
@@ -374,14 +364,13 @@ class Run:
             They may be kept from call to call: JAX gives the same program for the same
             jitted function, and compiles what it finds again only once.
         islands: Islands that were emitted, by what they have in common.
-        used: The rules that held for an operation, the recipes that quantized one, or
-            would have but for `ONE_ROW`, and float16 if anything is computed in it.
+        used: What has been used so far.
         spares_final: Whether the final projection is left alone.
         parameters: The paths of the weights, where they carry slots.
         traced: What the function was traced with, which is no more; weak references.
         only_recomputes: Whether nothing is cast, and islands are recomputed anyway.
         step: The number of the training step, an array, in the program that is being
-            emitted; None if nobody knows it or rounds by it.
+            emitted; None if it is unknown, or nothing rounds by it.
     """
 
     def __init__(
@@ -393,7 +382,7 @@ class Run:
         spares_final: bool = True,
         only_recomputes: bool = False,
     ) -> None:
-        """Starts a run that uses what its settings say, if nothing else is said."""
+        """Starts a run; its settings say what it uses if `uses` does not."""
         self.spares_final = spares_final
         self.only_recomputes = only_recomputes
         self.settings = settings
@@ -402,7 +391,7 @@ class Run:
         self.demands: dict[Any, Any] = {}
         self.islands: dict[Any, Any] = {}
         self.programs = Programs() if programs is None else programs
-        self.used: set[Any] = set()
+        self.used = Usage()
         self.parameters: set[str] = set()
         self.traced: tuple[weakref.ref[AnyArray], ...] = ()
         self.step: AnyArray | None = None
@@ -415,6 +404,10 @@ class Run:
             yield
         finally:
             self.step = outside
+
+    def note(self, used: Usage) -> None:
+        """Notes what is used, here or in what is emitted again."""
+        self.used = Usage(*map(operator.or_, self.used, used))
 
     def for_later(self) -> "Callable[[], Run]":
         """How a derivative rule, which outlives a run, gets at it.

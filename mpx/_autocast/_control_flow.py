@@ -45,11 +45,12 @@ from ._context import (
 )
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate
+from ._records import Usage
 from ._saving import Saving
-from ._travel import entered, entries_of
+from ._travel import entries_of, from_entry
 
 
-def enter(
+def make_values(
     arrays: Sequence[AnyArray],
     facts: Sequence[Facts],
     slots: Sequence[Slots | None] = (),
@@ -79,7 +80,7 @@ def types_of(operands: Sequence[Value]) -> Types:
     return Types(tuple(v.facts for v in operands), tuple(avals))
 
 
-def rewritten(
+def rewrite_program(
     run: Run,
     place: Place,
     jaxpr: Jaxpr | ClosedJaxpr,
@@ -89,6 +90,12 @@ def rewritten(
     dtypes: tuple[np.dtype | None, ...] | None = None,
 ) -> tuple[ClosedJaxpr, tuple[Facts, ...]]:
     """Rewrites a program for operands as they come.
+
+    Equal keys give equal programs, in this call and in later ones: the key has all that
+    `evaluate` reads, except what is in the key of JAX's own caches (`Ambient`), since
+    under another of these JAX gives another `jaxpr`. What is an array, such as the
+    step's number and scales, is an operand: a tracer of this call would outlive it.
+    What a program uses is kept with it, for one that is found is not evaluated.
 
     Args:
         run: The run, which keeps rewritten programs.
@@ -110,13 +117,13 @@ def rewritten(
     made = known.get(key)
     if made is not None:
         closed, new, used = made
-        run.used |= used
+        run.note(used)
         return closed, new
     found: list[tuple[Facts, ...]] = []
 
     def program(*arrays: AnyArray) -> list[AnyArray]:
         slots, stored, step = state.unpacked(arrays[len(avals) :])
-        inside = enter(arrays[: len(avals)], facts, slots, stored)
+        inside = make_values(arrays[: len(avals)], facts, slots, stored)
         with run.at_step(step):
             results = evaluate(run, place, jaxpr, inside, demands)
         if dtypes is not None:
@@ -124,10 +131,10 @@ def rewritten(
         found[:] = [tuple(v.facts for v in results)]
         return [v.array for v in results]
 
-    before, run.used = run.used, set()
+    before, run.used = run.used, Usage()
     closed = jax.make_jaxpr(program)(*avals, *besides)
-    known[key] = closed, found[0], frozenset(run.used)
-    run.used |= before
+    known[key] = closed, found[0], run.used
+    run.note(before)
     return closed, found[0]
 
 
@@ -160,7 +167,7 @@ def as_dtype(value: Value, dtype: np.dtype | None) -> Value:
     return computed(value.cast(dtype))
 
 
-def rebound(
+def bind_with_program(
     equation: JaxprEqn,
     params: dict[str, Any],
     facts: Sequence[Facts],
@@ -178,11 +185,13 @@ def rewrite_jit(
     """A jit, with its name, shardings, layouts and donation."""
     jaxpr = equation.params["jaxpr"]
     state = _state_for(run, place, operands, jaxpr)
-    if any(state.form) or any(v.arriving is not None for v in operands):
+    if any(state.form) or any(v.gathering is not None for v in operands):
         return _rewrite_inline(run, place, equation, operands, demands)
-    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
-    arrays = [v.handed for v in operands]
-    return rebound(equation, {"jaxpr": closed}, facts, arrays)
+    closed, facts = rewrite_program(
+        run, place, jaxpr, types_of(operands), demands, state
+    )
+    arrays = [v.as_operand for v in operands]
+    return bind_with_program(equation, {"jaxpr": closed}, facts, arrays)
 
 
 def _rewrite_inline(
@@ -216,10 +225,12 @@ def rewrite_composite(
     state = _state_for(run, place, operands, jaxpr)
     if any(state.form):
         return rewrite_call(run, place, equation, operands, demands)
-    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
+    closed, facts = rewrite_program(
+        run, place, jaxpr, types_of(operands), demands, state
+    )
     parameter = composite_parameter(equation.params)
     arrays = [v.array for v in operands]
-    return rebound(equation, {parameter: closed}, facts, arrays)
+    return bind_with_program(equation, {parameter: closed}, facts, arrays)
 
 
 def rewrite_call(
@@ -241,11 +252,13 @@ def rewrite_remat(
         policy = Saving(policy, len(place.saving))
         place = dataclasses.replace(place, saving=(*place.saving, policy))
     place = dataclasses.replace(place, is_recomputed=True)
-    closed, facts = rewritten(run, place, jaxpr, types_of(operands), demands, state)
+    closed, facts = rewrite_program(
+        run, place, jaxpr, types_of(operands), demands, state
+    )
     jaxpr, constants = constants_as_inputs(closed)
-    arrays = [*constants, *(v.handed for v in operands), *state.arrays]
+    arrays = [*constants, *(v.as_operand for v in operands), *state.arrays]
     params = {"jaxpr": open_jaxpr(jaxpr), "policy": policy}
-    return rebound(equation, params, facts, arrays)
+    return bind_with_program(equation, params, facts, arrays)
 
 
 def rewrite_shard_map(
@@ -268,7 +281,7 @@ def rewrite_shard_map(
         entries: list[list[AnyArray]], arrays: list[AnyArray]
     ) -> tuple[AnyArray, ...]:
         slots, _, step = state.unpacked(arrays)
-        inside = enter(list(map(entered, entries)), facts, slots)
+        inside = make_values(list(map(from_entry, entries)), facts, slots)
         with run.at_step(step):
             results = evaluate(run, place, params["jaxpr"], inside, demands)
         found[:] = [tuple(v.facts for v in results)]
@@ -292,20 +305,21 @@ def rewrite_cond(
     branches = equation.params["branches"]
     index, *rest = operands
     state = _state_for(run, place, rest, *branches)
-    given, types = [v.handed for v in rest], types_of(rest)
-    made = [rewritten(run, place, b, types, demands, state) for b in branches]
+    given, types = [v.as_operand for v in rest], types_of(rest)
+    made = [rewrite_program(run, place, b, types, demands, state) for b in branches]
     dtypes = tuple(
         _agreed(place, demands[i], [closed.out_avals[i] for closed, _ in made])
         for i in range(len(equation.outvars))
     )
     if any(d is not None for d in dtypes):
         made = [
-            rewritten(run, place, b, types, demands, state, dtypes) for b in branches
+            rewrite_program(run, place, b, types, demands, state, dtypes)
+            for b in branches
         ]
     programs, facts = zip(*made, strict=True)
     common = [_common(same) for same in zip(*facts, strict=True)]
     arrays = [index.array, *given, *state.arrays]
-    return rebound(equation, {"branches": programs}, common, arrays)
+    return bind_with_program(equation, {"branches": programs}, common, arrays)
 
 
 def _agreed(place: Place, demand: Demand, avals: list[ShapedArray]) -> np.dtype | None:

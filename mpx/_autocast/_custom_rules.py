@@ -43,9 +43,9 @@ from .._typing import AnyArray, Atom, Aval
 from ._context import Facts, Place, Run, Value, computed, is_castable
 from ._control_flow import (
     as_dtype,
-    enter,
-    rebound,
-    rewritten,
+    bind_with_program,
+    make_values,
+    rewrite_program,
     types_of,
 )
 from ._demand import UNREAD, Wanted, demand_for
@@ -121,7 +121,7 @@ def rewrite_custom_jvp(
 
     @jax.custom_jvp
     def function(*arrays: AnyArray) -> list[AnyArray]:
-        values = enter(arrays, facts)
+        values = make_values(arrays, facts)
         return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
     @_explaining_leaks(equation)
@@ -146,7 +146,7 @@ def rewrite_custom_jvp(
         avals = _declared_avals(primals, equation.invars)
         closed = _traced(equation, derivative, avals, _declared_avals(dots, variables))
         _refuse_leaks(later(), equation, closed)
-        inside = [*enter(primals, facts), *map(computed, dots)]
+        inside = [*make_values(primals, facts), *map(computed, dots)]
         wanted = form.demands(demands, place.settings.dtype)
         # A tangent has the dtype of its primal.
         wanted += tuple(w for w, f in zip(wanted, is_float, strict=True) if f)
@@ -202,7 +202,7 @@ def rewrite_custom_vjp(
 
     @jax.custom_vjp
     def function(*arrays: AnyArray) -> list[AnyArray]:
-        values = enter(arrays, facts)
+        values = make_values(arrays, facts)
         return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
     @_explaining_leaks(equation)
@@ -221,7 +221,7 @@ def rewrite_custom_vjp(
         wanted = form.demands(demands, place.settings.dtype) + (UNREAD,) * len(
             residual_avals
         )
-        results = evaluate(later(), place, closed, enter(arrays, facts), wanted)
+        results = evaluate(later(), place, closed, make_values(arrays, facts), wanted)
         residuals = results[count:]
         saved = _Saved(
             [v.array for v in residuals],
@@ -237,7 +237,7 @@ def rewrite_custom_vjp(
         given = [c for c in cotangents if not isinstance(c, SymbolicZero)]
         closed = _traced_backward(equation, saved, cotangents)
         _refuse_leaks(later(), equation, closed)
-        inside = [*enter(saved.arrays, saved.facts), *map(computed, given)]
+        inside = [*make_values(saved.arrays, saved.facts), *map(computed, given)]
         half = place.settings.dtype
         wanted = tuple(demand_for(aval, half) for _, aval in saved.active)
         results = evaluate(later(), place, closed, inside, wanted)
@@ -386,7 +386,7 @@ def rewrite_custom_vmap(
 
     @jax.custom_batching.custom_vmap
     def function(*arrays: AnyArray) -> list[AnyArray]:
-        values = enter(arrays, facts)
+        values = make_values(arrays, facts)
         return form.settle(evaluate(later(), place, jaxpr, values, demands))
 
     @function.def_vmap
@@ -395,7 +395,7 @@ def rewrite_custom_vmap(
         original: Callable[..., PyTree] = lambda *args: bind_equation(equation, *args)  # noqa: E731
         batched = jax.vmap(original, in_axes=axes, axis_size=axis_size)
         closed = _traced(equation, batched, *_declared_avals(arrays, equation.invars))
-        inside = enter(arrays, facts)
+        inside = make_values(arrays, facts)
         wanted = form.demands(demands, place.settings.dtype)
         results = evaluate(later(), place, closed, inside, wanted)
         out = form.settle(results)
@@ -416,7 +416,9 @@ def rewrite_remat_opt(
     params = equation.params
     count, saved = params["num_consts"], params["num_res"]
     nothing, types = StateOperands(()), types_of(operands)
-    made, facts = rewritten(run, place, params["fwd_jaxpr"], types, demands, nothing)
+    made, facts = rewrite_program(
+        run, place, params["fwd_jaxpr"], types, demands, nothing
+    )
     jaxpr, constants = constants_as_inputs(made)
     results = made.out_avals[saved:]
     dtypes = tuple(aval.dtype for aval in results)
@@ -427,7 +429,7 @@ def rewrite_remat_opt(
         closed = core.ClosedJaxpr(*params["fun_jaxpr_thunk"]())
         half = place.settings.dtype
         wanted = tuple(demand_for(aval, half) for aval in results)
-        found, _ = rewritten(later(), place, closed, own, wanted, nothing, dtypes)
+        found, _ = rewrite_program(later(), place, closed, own, wanted, nothing, dtypes)
         return open_jaxpr(found), found.consts
 
     new = {
@@ -436,7 +438,7 @@ def rewrite_remat_opt(
         "num_consts": count + len(constants),
     }
     arrays = [*constants, *(v.array for v in operands)]
-    return rebound(equation, new, facts, arrays)
+    return bind_with_program(equation, new, facts, arrays)
 
 
 REWRITES: dict[str, Rewrite] = {

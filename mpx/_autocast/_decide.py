@@ -1,9 +1,9 @@
 """Deciding on the precision of one equation.
 
 The rule: matrix products and convolutions compute in half precision, what moves numbers
-keeps the precision that they have, and everything else computes in float32. A rule of
-the user's comes first (`ruled`). What a recipe makes of a product that would be one in
-half precision is in `_products`.
+keeps the precision that they have, and everything else computes in float32. A
+user's rule comes first (`apply_rules`). What a recipe makes of a half-precision product
+is in `_products`.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from .._settings import Settings
 from .._typing import Atom
 from ._context import FULL, Place, Run, Value, is_castable
 from ._demand import Demand, asks_for_precision, half_dtype_of
+from ._records import Usage
 
 
 class Reason(enum.Enum):
@@ -136,7 +137,7 @@ class Case(NamedTuple):
         return [v for v, atom in pairs if is_castable(aval_of(atom))]
 
 
-def ruled(run: Run, case: Case) -> tuple[Case, Rule | None]:
+def apply_rules(run: Run, case: Case) -> tuple[Case, Rule | None]:
     """What the user's rules make of a case.
 
     A rule that names a recipe changes what holds here, and leaves the rest to autocast.
@@ -155,7 +156,7 @@ def ruled(run: Run, case: Case) -> tuple[Case, Rule | None]:
     rule = rules._find(case.candidate)
     if rule is None:
         return case, None
-    run.used.add(rule)
+    run.note(Usage(rules=frozenset((rule,))))
     if isinstance(rule.precision, AbstractRecipe):
         return case.with_recipe(rule.precision), None
     if rule.precision is Precision.LOW and case.settings.recipe is None:

@@ -46,12 +46,13 @@ from ._context import (
     stream,
 )
 from ._convert import converted
-from ._decide import Case, Choice, Reason, choose, ruled
+from ._decide import Case, Choice, Reason, apply_rules, choose
 from ._demand import Demand, Demands, Wanted, demands_of, together
 from ._lookup import finds_one_in_each_row, look_up
 from ._notes import noted, refuse_unknown
-from ._products import emit_quantized, quantized
+from ._products import choose_recipe, emit_quantized
 from ._reach import UNUSED, reach_in
+from ._records import Usage
 from ._rematerialize import (
     Values,
     emit_island,
@@ -118,7 +119,7 @@ def evaluate(
             pairs = zip(equation.outvars, outputs, strict=True)
             outputs = [for_readers(v, value, ahead, alone) for v, value in pairs]
         if FLOAT16 in [value.dtype for value in outputs]:
-            run.used.add(FLOAT16)
+            run.note(Usage(computes_float16=True))
         values.update(zip(equation.outvars, outputs, strict=True))
 
     for part in found:
@@ -163,7 +164,7 @@ def _emit(
         if rule is None:
             operands = [v.as_float32() if v.is_shared else v for v in operands]
             return rewrite(run, place, equation, operands, demands)
-        run.used.add(rule)
+        run.note(Usage(rules=frozenset((rule,))))
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
         with _noted(run, name, choice):
             return emit_operation(equation, operands, choice)
@@ -221,7 +222,7 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
     """
     rule = None
     if case.settings.rules.rules:
-        case, rule = ruled(run, case)
+        case, rule = apply_rules(run, case)
     if rule is not None and not isinstance(rule.precision, Precision):
         kind = properties(case.name).kind
         with _noted(run, case.name, Choice(kind, Reason.RULE, rule=rule)):
@@ -230,11 +231,11 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
     is_asked_for = rule is not None and rule.precision is Precision.LOW
     may_be_low = is_asked_for or choice.reason is Reason.PRODUCT
     if case.settings.recipe is not None and may_be_low:
-        choice = quantized(run, case, choice, is_asked_for)
+        choice = choose_recipe(run, case, choice, is_asked_for)
     if is_asked_for and choice.recipe is None:
         choice = choice._replace(reason=Reason.PRODUCT, rule=None)
     if choice.dtype == FLOAT16:
-        run.used.add(FLOAT16)
+        run.note(Usage(computes_float16=True))
     if case.settings.is_strict:
         refuse_unknown(case, choice)
     if choice.recipe is not None:

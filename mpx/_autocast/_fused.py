@@ -23,10 +23,11 @@ from .._program import (
 from .._rules import Precision, Rule
 from .._typing import AnyArray
 from ._context import Place, Run, Value, computed
-from ._decide import Case, Choice, Reason, choose, ruled
+from ._decide import Case, Choice, Reason, apply_rules, choose
 from ._demand import Wanted
 from ._emit import Rewrite, evaluate
 from ._notes import noted
+from ._records import Usage
 
 
 def or_fused(name: str, otherwise: Rewrite) -> Rewrite:
@@ -68,7 +69,7 @@ def _rewrite(
     operation: FusedOperation,
 ) -> list[Value]:
     case = _case(place, equation, operands, demands, operation)
-    case, rule = ruled(run, case)
+    case, rule = apply_rules(run, case)
     if rule is not None and not isinstance(rule.precision, Precision):
         return _rewritten_by(rule, case, operands)
     is_asked_for = rule is not None and rule.precision is Precision.LOW
@@ -117,8 +118,8 @@ def _decomposed(
     )
     results = evaluate(run, place, closed, operands, demands)
     # The recipe as the user wrote it has then been used, too.
-    if whole in run.used:
-        run.used.add(recipe)
+    if whole in run.used.recipes:
+        run.note(Usage(recipes=frozenset((recipe,))))
     return results
 
 

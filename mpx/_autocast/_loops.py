@@ -43,7 +43,7 @@ from .._recipe_state import StateOperands, repeated
 from .._settings import Settings
 from .._typing import AnyArray, Atom, Aval
 from ._context import FULL, Facts, Place, Run, Value, computed, is_castable, stream
-from ._control_flow import enter
+from ._control_flow import make_values
 from ._demand import UNREAD, Demand, Wanted, demand_for, demands_of
 from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
@@ -70,7 +70,7 @@ def rewrite_scan(
     facts = tuple(v.facts for v in stacked)
     # A weight that all turns share has a copy of its slots for each.
     shared = StateOperands([v.slots for v in fixed])
-    cut = StateOperands(
+    sliced = StateOperands(
         [v.slots for v in stacked],
         params["length"],
         stored=[v.stored for v in stacked],
@@ -82,13 +82,13 @@ def rewrite_scan(
     def body(carry: PyTree, xs: PyTree) -> tuple[list[AnyArray], list[AnyArray]]:
         xs, for_fixed, for_stacked = xs
         slots = shared.unpacked(for_fixed).slots
-        consts = enter(
-            [v.handed for v in fixed],
+        consts = make_values(
+            [v.as_operand for v in fixed],
             [v.facts for v in fixed],
             slots,
             [v.stored for v in fixed],
         )
-        rows = enter(xs, facts, *cut.unpacked(for_stacked)[:2])
+        rows = make_values(xs, facts, *sliced.unpacked(for_stacked)[:2])
         operands = [*consts, *_carried(place, carry), *rows]
         results = evaluate(run, place, closed, operands, wanted)
         # JAX may trace a body more than once; what the last trace found is what is
@@ -99,7 +99,7 @@ def rewrite_scan(
         found[:] = [tuple(v.facts for v in ys)]
         return _begun(results[:n_carry], carry_avals), [v.array for v in ys]
 
-    xs = ([v.array for v in stacked], copies, cut.arrays)
+    xs = ([v.array for v in stacked], copies, sliced.arrays)
     streams = _streams_of(run, place.settings, jaxpr, n_consts, n_carry)
     # A loop of no turns has no row to trace it with.
     if streams and params["length"]:
@@ -136,7 +136,7 @@ def rewrite_while(
     def inside(fixed: list[Value], carry: PyTree) -> list[Value]:
         # Without slots: nothing comes back from its turns that could fill them.
         arrays, facts = [v.array for v in fixed], [v.facts for v in fixed]
-        values = enter(arrays, facts, stored=[v.stored for v in fixed])
+        values = make_values(arrays, facts, stored=[v.stored for v in fixed])
         return [*values, *_carried(place, carry)]
 
     def are_going_on(carry: PyTree) -> AnyArray:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 from .._ambient_record import ambient, unkeyed, with_ambient, with_unkeyed
 from .._errors import listing, warn_user
@@ -186,7 +186,7 @@ def refuse_slow(case: Case, product: AbstractProduct) -> None:
 _known: weakref.WeakSet[Rule] = weakref.WeakSet()
 
 
-def warn_of_unused(rules: Rules, used: set[object]) -> None:
+def warn_of_unused(rules: Rules, used: Set[Rule]) -> None:
     """Warns once of a rule whose scope or parameter is nowhere, as in a typo.
 
     Rules that held in another function are fine: training and evaluation share them.
@@ -216,7 +216,7 @@ def expect_unused(rule: Rule) -> None:
     _known.add(rule)
 
 
-def refuse_unused(rules: Rules, used: set[object]) -> None:
+def refuse_unused(rules: Rules, used: Set[Rule]) -> None:
     """Raises for rules that held for no operation."""
     unused = [str(rule) for rule in rules.rules if rule not in used]
     if unused:

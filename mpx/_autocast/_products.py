@@ -32,9 +32,9 @@ from .._program import (
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
-    Ahead,
     ConvolutionProduct,
     LinearProduct,
+    PrequantizedWeight,
     QuantizedArray,
     RaggedProduct,
     formats_of,
@@ -58,10 +58,11 @@ from .._recipe_state import (
 )
 from .._typing import AnyArray
 from .._wire import dtype_of_sums
-from ._context import ONE_ROW, Run, Value, computed
+from ._context import Run, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import noted, refuse_slow
 from ._reach import DERIVATIVE, UNUSED, Reach
+from ._records import Usage
 
 _VECTOR, _FINAL = "a product with a vector", "the final projection"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an
@@ -71,13 +72,13 @@ _NARROW, _MUCH = 128, 16
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 
 
-def quantized(
+def choose_recipe(
     run: Run, case: Case, choice: Choice, is_asked_for: bool = False
 ) -> Choice:
     """The choice for a product, given what is chosen where there is no recipe.
 
     Args:
-        run: The run, which is told of a batch of one row.
+        run: The run, which notes a batch of one row.
         case: The product.
         choice: The choice for half precision.
         is_asked_for: Whether a rule asks for low precision.
@@ -91,15 +92,15 @@ def quantized(
     recipe = case.settings.recipe
     if recipe is None:
         return choice
-    why_not = _impossible(case)
-    unwanted = None if is_asked_for else _unwanted(case)
-    if why_not == _VECTOR and unwanted is None and _is_batch_of_one(case):
-        run.used.add((ONE_ROW, recipe))
+    why_not = _why_unsupported(case)
+    left_alone = None if is_asked_for else _why_left_alone(case)
+    if why_not == _VECTOR and left_alone is None and _is_batch_of_one(case):
+        run.note(Usage(one_row=frozenset((recipe,))))
         # The batch that a state is made with may have one row, and those of steps more;
         # and what is computed with it has the numbers of the training for one row, too.
-        is_whole = is_collecting_requests() or _is_said(case)
-        why_not = None if is_whole else ONE_ROW
-    why_not = why_not or unwanted
+        is_whole = is_collecting_requests() or _by_state(case)
+        why_not = None if is_whole else "a batch of one row"
+    why_not = why_not or left_alone
     if why_not is not None:
         if why_not != _FINAL:
             _refuse_gradient(case)
@@ -125,7 +126,7 @@ def _refuse_gradient(case: Case) -> None:
         )
 
 
-def _impossible(case: Case) -> str | None:
+def _why_unsupported(case: Case) -> str | None:
     """Why a product cannot be quantized."""
     if not properties(case.name).is_quantizable:
         return "only matrix products and convolutions are"
@@ -135,9 +136,9 @@ def _impossible(case: Case) -> str | None:
         return "a function with a derivative rule of its own"
     if case.name == _CONVOLUTION:
         assert case.settings.recipe is not None
-        return _impossible_convolution(case, case.settings.recipe)
+        return _why_unsupported_convolution(case, case.settings.recipe)
     if case.name == _RAGGED:
-        return _impossible_ragged(case)
+        return _why_unsupported_ragged(case)
     left, right = avals(case.equation.invars[:2])
     (left_sum, right_sum), (left_batch, right_batch) = case.equation.params[
         "dimension_numbers"
@@ -171,28 +172,28 @@ def _is_batch_of_one(case: Case) -> bool:
     return bool(rows) and count(rows) <= 1 < count(columns)
 
 
-def _impossible_ragged(case: Case) -> str | None:
+def _why_unsupported_ragged(case: Case) -> str | None:
     params = case.equation.params
     ranks = (aval_of(v).ndim for v in case.equation.invars[:2])
     numbers = params["ragged_dot_dimension_numbers"]
     if params["group_offset"] is not None or not has_ragged_form(numbers, *ranks):
         return "a ragged product of another form than rows in groups"
-    return _impossible_order(case, "ragged product")
+    return _why_unsupported_order(case, "ragged product")
 
 
-def _impossible_order(case: Case, what: str) -> str | None:
+def _why_unsupported_order(case: Case, what: str) -> str | None:
     if case.operands[0].facts.is_weight or not case.operands[1].facts.is_weight:
         return f"a {what} of other things than data with a weight"
     return None
 
 
-def _impossible_convolution(case: Case, recipe: AbstractRecipe) -> str | None:
+def _why_unsupported_convolution(case: Case, recipe: AbstractRecipe) -> str | None:
     if has_blocks(recipe):
         return "a convolution needs a recipe with one scale for each array"
-    return _impossible_order(case, "convolution")
+    return _why_unsupported_order(case, "convolution")
 
 
-def _unwanted(case: Case) -> str | None:
+def _why_left_alone(case: Case) -> str | None:
     """Why a recipe leaves a product alone."""
     weights = [v.facts.is_weight for v in case.operands[:2]]
     if not any(weights):
@@ -207,13 +208,13 @@ def _unwanted(case: Case) -> str | None:
     recipe, in_while = case.settings.recipe, case.place.is_in_while
     if recipe and recipe.has_state and weight.slots is None and not in_while:
         return "its weight comes out of a program within the program"
-    said = _is_said(case)
-    if said is not None:
-        return None if said else "the run that the state is of does not, either"
+    recorded = _by_state(case)
+    if recorded is not None:
+        return None if recorded else "the run that the state is of does not, either"
     return _final(case)
 
 
-def _is_said(case: Case) -> bool | None:
+def _by_state(case: Case) -> bool | None:
     """Whether a state says that a product is quantized; None: it says nothing."""
     weight = _weight_of(case.operands)
     return weight.slots and weight.slots.is_quantized(_use(case, weight))
@@ -308,8 +309,8 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
         case: The product.
         choice: What was chosen for it.
     """
-    assert choice.recipe is not None
-    run.used.add(case.settings.recipe)
+    assert case.settings.recipe is not None
+    run.note(Usage(recipes=frozenset((case.settings.recipe,))))
     product = _product_of(case, choice)
     if case.settings.is_strict:
         refuse_slow(case, product)
@@ -342,8 +343,8 @@ def _emit_product(
         data = case.operands[1 if weight is case.operands[0] else 0]
         scales = _with_one_input_scale(data, product.recipe, scales)
     step = step if rounds_stochastically(product.recipe) else None
-    arriving = weight.arriving
-    sent = arriving and arriving.arrive_quantized(product, scales)
+    gathering = weight.gathering
+    sent = gathering and gathering.arrive_quantized(product, scales)
     array, ahead = sent or (weight.array, None)
     if (stored := _stored_for(product, weight)) is not None:
         ahead = stored_ahead(product, stored, scales)
@@ -372,7 +373,7 @@ def _bound(
     left: AnyArray,
     right: AnyArray,
     case: Case,
-    besides: tuple[AnyArray | None, AnyArray | None, Ahead | None],
+    besides: tuple[AnyArray | None, AnyArray | None, PrequantizedWeight | None],
 ) -> AnyArray:
     if isinstance(product, ConvolutionProduct):
         return linear_convolution(product, left, right, *besides)

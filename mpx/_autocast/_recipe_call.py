@@ -1,7 +1,7 @@
 """A call under a recipe, or with the state of one.
 
 What a call without does not meet: weights that carry slots, a final projection that is
-quantized after all because it is the only product, and what is said where a recipe
+quantized after all because it is the only product, and the error where a recipe
 finds nothing.
 """
 
@@ -20,13 +20,13 @@ from .._quantize import AbstractRecipe, QuantizedArray, target_from
 from .._recipe_state import Slots, State, StateRequests, note_used
 from .._rules import Precision, Rules
 from .._settings import Weights
-from ._context import ONE_ROW, Run, Value, declared
+from ._context import Run, Value, declared
 
 Source = StateRequests | State | None
 
 
 def counts_uses(source: Source) -> bool:
-    """Whether somebody asks, or says, which uses of weights are quantized."""
+    """Whether which uses of weights are quantized is recorded, or prescribed."""
     return isinstance(source, StateRequests) or _is_frozen(source)
 
 
@@ -57,7 +57,7 @@ def weight_of_recipe(
     Args:
         run: The run.
         value: The parameter.
-        name: Its path; empty if nobody asks.
+        name: Its path; empty where no path is needed.
         owner: What tells apart two models of one kind, which have the same paths.
         source: Where its slots come from.
         stored: The same numbers in 8 bits, if it is stored so.
@@ -101,7 +101,7 @@ def call_with_recipe(
     is_frozen = _is_frozen(source)
 
     def finds_nothing(run: Run) -> bool:
-        return recipe is not None and run.used.isdisjoint((recipe, (ONE_ROW, recipe)))
+        return recipe is not None and recipe not in run.used.recipes | run.used.one_row
 
     if ambient().takes_notes and recipe is not None and not is_frozen:
         # What is emitted in vain would stand in the report.
@@ -117,7 +117,7 @@ def call_with_recipe(
         results, run = attempt(False)
         if finds_nothing(run):
             raise ValueError(_nothing_to_quantize(recipe, weights))
-    if recipe is not None and recipe not in run.used and not is_frozen:
+    if recipe is not None and recipe not in run.used.recipes and not is_frozen:
         warn_user(
             f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
             "nothing: data has one row here, or none, and its products with weights "
@@ -125,8 +125,7 @@ def call_with_recipe(
             "batch of an epoch, or a single example."
         )
     # A state is of this program, also where one row has no use for it.
-    found = (x[1] if isinstance(x, tuple) else x for x in run.used)
-    note_used(x for x in found if isinstance(x, AbstractRecipe))
+    note_used(run.used.recipes | run.used.one_row)
     return (marked(results) if isinstance(source, StateRequests) else results), run
 
 

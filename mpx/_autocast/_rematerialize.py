@@ -5,12 +5,18 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence, Set
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
 from jax.typing import ArrayLike
 
 from .._dtypes import HALF
@@ -25,14 +31,14 @@ from .._program import (
     measured_bytes,
 )
 from .._typing import AnyArray
-from ._context import FULL, Place, Run, Value
+from ._context import FULL, Facts, Place, Run, Value
 from ._demand import Demand, Demands
 from ._notes import USED, IslandNote, noted_cast, noted_island
+from ._records import Usage
 
 Values = dict[Var, Value]
+Dtypes = Sequence[np.dtype]
 Emit = Callable[[Place, JaxprEqn, Values], None]
-# Emits an island like the one that it was made from, and adds its results.
-Again = Callable[[Run, Island, Values], None]
 
 
 def emit_island(
@@ -54,8 +60,7 @@ def emit_island(
     """
     made = None
     if any(map(may_keep, island.equations)):
-        inputs = enumerate(island.inputs)
-        shared = tuple(i for i, v in inputs if values[v].is_shared)
+        shared = tuple(i for i, v in enumerate(island.inputs) if values[v].is_shared)
         key = _signature(run, place, island, values, ahead), shared
         if key not in run.islands:
             # An island ends where mesh or device change, so one equation speaks for
@@ -65,7 +70,7 @@ def emit_island(
             run.islands[key] = made
         made = run.islands[key]
     if made is not None:
-        return made(run, island, values)
+        return made.emit(run, island, values, ahead)
     for equation in island.equations:
         if not all(v in values for v in equation.outvars):  # a copy, there already
             emit(place, equation, values)
@@ -125,13 +130,56 @@ def _(
 
 @jax.custom_jvp
 def _only_gradient(x: AnyArray) -> AnyArray:
-    """Zeros, which nobody keeps, with the gradient of an array."""
+    """Zeros, which are not saved, with the gradient of an array."""
     return jnp.zeros_like(x)
 
 
 @_only_gradient.defjvp
 def _(primals: tuple[AnyArray], tangents: tuple[AnyArray]) -> tuple[AnyArray, AnyArray]:
     return _only_gradient(*primals), tangents[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recomputed:
+    """An island as a function that is computed again in the backward pass.
+
+    Attributes:
+        function: It, of the island's inputs, and of those that are shared once more, in
+            float32, for their gradients.
+        facts: What is known of its results.
+        are_cast: Which of them it gives in half precision, too.
+        shared: The numbers of the inputs that are shared.
+        used: What it uses. An equal island, which is not emitted itself, uses the same.
+        note: Its note for reports, if notes are taken.
+    """
+
+    function: Callable[..., Sequence[AnyArray]]
+    facts: tuple[Facts, ...]
+    are_cast: tuple[bool, ...]
+    shared: tuple[int, ...]
+    used: Usage
+    note: IslandNote | None
+
+    def emit(self, run: Run, island: Island, values: Values, ahead: Demands) -> None:
+        """Emits an island like the one that it was made from, and adds its results.
+
+        It may be of another program, whose plan says who reads them.
+        """
+        run.note(self.used)
+        noting = noted_island(self.note) if self.note else contextlib.nullcontext()
+        with noting, execution_context(island.equations[0]):
+            # Equal islands have their inputs in one order, that of first use.
+            shared = (values[island.inputs[i]].cast(FULL) for i in self.shared)
+            arrays = *_arrays(island, values).values(), *map(_only_gradient, shared)
+            results = self.function(*arrays)
+        casts = iter(results[len(self.facts) :])
+        for variable, array, facts, is_cast in zip(
+            island.outputs, results, self.facts, self.are_cast, strict=False
+        ):
+            value = Value(array, facts)
+            if is_cast:
+                value.offer(next(casts))
+            values[variable] = for_readers(variable, value, ahead)
 
 
 def _recomputed(
@@ -142,11 +190,8 @@ def _recomputed(
     ahead: Demands,
     emit: Emit,
     places: tuple[int, ...],
-) -> Again | None:
-    """Makes a function of an island that recomputes it; None if it is not worth it.
-
-    It takes inputs that are shared once more, in float32, for their gradients.
-    """
+) -> _Recomputed | None:
+    """Makes a function of an island that recomputes it; None if it is not worth it."""
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
     dtypes = {v: values[v].dtype for v in arrays}
@@ -155,20 +200,15 @@ def _recomputed(
     are_free = tuple(f.is_weight for f in facts.values())
     are_sums = (facts[v].is_stored_in_half and dtypes[v] == FULL for v in arrays)
     stored = tuple(half if is_sum else None for is_sum in are_sums)
-    # Most are not worth it, which is seen before they are emitted, at a quarter of the
-    # cost: what is written in float32 keeps no less than what is emitted.
-    as_written = ahead.jaxpr.replace(
+    written = ahead.jaxpr.replace(
         invars=list(arrays), outvars=list(island.outputs), eqns=list(island.equations)
     )
-    atoms = (a for e in distinct_equations(as_written) for a in (*e.invars, *e.outvars))
-    if not numbers and not any(aval_of(a).dtype in HALF for a in atoms):
-        needed = [d or x.dtype for d, x in zip(stored, arrays.values(), strict=True)]
-        if not is_worth_while(as_written, are_free, needed):
-            return None
+    needed = [d or x.dtype for d, x in zip(stored, arrays.values(), strict=True)]
+    if not numbers and not _may_pay(written, are_free, needed):
+        return None
     # So there are no islands within it.
     inner = dataclasses.replace(place, is_recomputed=True)
-    shared = [island.inputs[i] for i in places]
-    found: list[Any] = []
+    shared, found = [island.inputs[i] for i in places], []
 
     def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[AnyArray]]:
         inside = dict(numbers)
@@ -177,9 +217,8 @@ def _recomputed(
                 x = jax.lax.convert_element_type(x, dtype)
             inside[variable] = Value(x, facts[variable])
         for variable, wide in zip(shared, arrays[len(dtypes) :], strict=True):
-            x = of_float32(inside[variable].array, wide)
             known = facts[variable]._replace(is_stored_in_half=True)
-            inside[variable] = Value(x, known)
+            inside[variable] = Value(of_float32(inside[variable].array, wide), known)
         inside = {v: for_readers(v, value, ahead) for v, value in inside.items()}
         for equation in island.equations:
             emit(inner, equation, inside)
@@ -196,41 +235,40 @@ def _recomputed(
             casts = [v.cast(half) for v, c in zip(results, are_cast, strict=True) if c]
         return [value.array for value in results], casts
 
-    # What this one uses, an equal one uses, which is not emitted by itself.
-    others, run.used = run.used, set()
+    before, run.used = run.used, Usage()
     wide = [jax.typeof(values[v].cast(FULL)) for v in shared]
     closed = jax.make_jaxpr(program)(*map(jax.typeof, arrays.values()), *wide)
-    used, run.used = frozenset(run.used), others
+    used, run.used = run.used, before
     known, are_cast = found
     are_free += tuple(True for _ in shared)
     if not is_worth_while(closed.jaxpr, are_free, stored):
         return None
     again_from = functools.partial(computed_again, is_in_loop=place.is_in_loop)
     function = again_from(closed, stored=stored, unread=len(shared))
-    note = None
-    if run.uses.notes:
-        plain, types = jaxpr_as_fun(closed), closed.in_avals
-        before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
-        note = IslandNote(before, after)
+    note = _note_of(closed, function, are_free) if run.uses.notes else None
+    return _Recomputed(function, known, are_cast, places, used, note)
 
-    def again(run: Run, island: Island, values: Values) -> None:
-        run.used |= used
-        noting = noted_island(note) if note else contextlib.nullcontext()
-        with noting, execution_context(island.equations[0]):
-            # Equal islands have their inputs in one order, that of first use.
-            wide = (values[island.inputs[i]].cast(FULL) for i in places)
-            wide = map(_only_gradient, wide)
-            results = function(*_arrays(island, values).values(), *wide)
-        casts = iter(results[len(known) :])
-        for variable, array, facts, is_cast in zip(
-            island.outputs, results, known, are_cast, strict=False
-        ):
-            value = Value(array, facts)
-            if is_cast:
-                value.offer(next(casts))
-            values[variable] = for_readers(variable, value, ahead)
 
-    return again
+def _may_pay(written: Jaxpr, are_free: tuple[bool, ...], needed: Dtypes) -> bool:
+    """Whether recomputing an island may pay, seen from the program as written.
+
+    Most do not, and this costs a quarter of emitting one: what is written in float32
+    keeps no less than what is emitted.
+    """
+    atoms = (a for e in distinct_equations(written) for a in (*e.invars, *e.outvars))
+    has_half = any(aval_of(a).dtype in HALF for a in atoms)
+    return has_half or is_worth_while(written, are_free, needed)
+
+
+def _note_of(
+    closed: ClosedJaxpr,
+    function: Callable[..., Sequence[AnyArray]],
+    are_free: tuple[bool, ...],
+) -> IslandNote:
+    """What is kept of an island, and what is kept of it recomputed."""
+    plain, types = jaxpr_as_fun(closed), closed.in_avals
+    before, after = (measured_bytes(f, types, are_free) for f in (plain, function))
+    return IslandNote(before, after)
 
 
 def _signature(

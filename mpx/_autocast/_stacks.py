@@ -72,7 +72,7 @@ def cast_stacks(
 
 def _is_whole_weight(value: Value, variable: Var) -> bool:
     facts = value.facts
-    is_here = facts.is_declared and facts.is_weight and value.arriving is None
+    is_here = facts.is_declared and facts.is_weight and value.gathering is None
     return is_here and value.dtype == FULL and is_castable(aval_of(variable))
 
 

@@ -16,7 +16,7 @@ from .._nnx_graph import has_nnx_objects
 from .._settings import Settings, Weights, region
 from .._stored_weights import dequantize_weights
 from ._call import call_autocast
-from ._context import Programs
+from ._records import Programs
 
 
 class _SwitchedOnInside(Exception):
@@ -62,7 +62,7 @@ def region_of_switched_off(
     settings: Settings,
 ) -> contextlib.AbstractContextManager[object]:
     """A region in a function that is switched off."""
-    says_enabled = "is_enabled" in settings.said and settings.is_enabled
+    says_enabled = "is_enabled" in settings.explicit and settings.is_enabled
     if says_enabled and not ambient().is_control:
         raise _SwitchedOnInside
     return contextlib.nullcontext()

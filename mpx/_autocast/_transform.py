@@ -33,8 +33,8 @@ from .._settings import (
 from .._typing import DTypeLike
 from .._wraps import wraps
 from ._call import call_autocast, call_recomputing
-from ._context import Programs
 from ._notes import expect_unused
+from ._records import Programs
 from ._switched_off import (
     call_switched_off,
     is_switched_off,
@@ -165,31 +165,31 @@ def autocast(
     """
     _refuse_other_things(func)
     _refuse_recipe(dtype, "a dtype")
-    said: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if dtype is not None:
-        said["dtype"] = _computing_dtype(dtype)
+        options["dtype"] = _computing_dtype(dtype)
     if rules is not None:
-        said["rules"] = _checked_rules(rules)
+        options["rules"] = _checked_rules(rules)
     if residual_stream is not None:
         words = ("full", "half")
-        said["residual_stream"] = _one_of("residual_stream", residual_stream, words)
+        options["residual_stream"] = _one_of("residual_stream", residual_stream, words)
     if residuals is not None:
-        said["residuals"] = _one_of("residuals", residuals, ("small", "fast"))
+        options["residuals"] = _one_of("residuals", residuals, ("small", "fast"))
     if strict is not None:
-        said["is_strict"] = read_switch("strict", strict, _CALL)
+        options["is_strict"] = read_switch("strict", strict, _CALL)
     if enabled is not None:
-        said["is_enabled"] = read_switch("enabled", enabled, _CALL)
+        options["is_enabled"] = read_switch("enabled", enabled, _CALL)
     ambient = read_switch("ambient", ambient, _CALL)
     if not isinstance(recipe, _Unset):
-        said["recipe"] = _checked_recipe(recipe)
+        options["recipe"] = _checked_recipe(recipe)
     if target is not None:
-        said["target"] = target_from(target)
+        options["target"] = target_from(target)
     places = read_weights(weights, _CALL)
-    deferred = _Deferred(Settings.of(**said), places, ambient)
+    deferred = _Deferred(Settings.of(**options), places, ambient)
     return deferred if func is None else deferred(func)
 
 
-# --- Reading what is said -------------------------------------------------------------
+# --- Reading options ------------------------------------------------------------------
 
 
 def _refuse_other_things(func: object) -> None:
@@ -236,7 +236,7 @@ def _checked_rules(rules: object) -> Rules:
 
 
 def _one_of(option: str, value: str, words: tuple[str, str]) -> str:
-    """What was said, if it is one of two words."""
+    """The value of an option, if it is one of two words."""
     if value not in words:
         first, second = words
         raise ValueError(
@@ -292,11 +292,11 @@ class _Deferred(contextlib.ContextDecorator):
                 "ambient=True):` around calls; a function was given. Leave one of them "
                 "out."
             )
-        weights, is_said = self._weights, self._weights is not None
+        weights, is_explicit = self._weights, self._weights is not None
         if weights is None:
             holds_arrays = any(map(eqx.is_array, jax.tree.leaves(func)))
             weights = () if holds_arrays else (0,)
-        return _wrapped(func, self._settings, weights, is_said)
+        return _wrapped(func, self._settings, weights, is_explicit)
 
     def __enter__(self) -> None:
         if self._weights is not None:
@@ -334,14 +334,14 @@ class _Deferred(contextlib.ContextDecorator):
 
 
 def _wrapped(
-    func: Callable[..., PyTree], told: Settings, weights: Weights, is_said: bool
+    func: Callable[..., PyTree], options: Settings, weights: Weights, is_explicit: bool
 ) -> Callable[..., PyTree]:
     # One store for all calls, so that JAX finds again what it has compiled.
     programs = Programs()
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        settings = resolved(told)
+        settings = resolved(options)
         cast = unkeyed().cast
         if cast is not None:
             _refuse_cast_inputs(cast)
@@ -352,9 +352,9 @@ def _wrapped(
             return call_switched_off(settings, places, programs, func, args, kwargs)
         return call_autocast(settings, places, programs, func, args, kwargs)
 
-    said = {"told": told, "weights": weights, "is_said": is_said}
-    again = functools.partial(_wrapped, **said)
-    setattr(wrapper, MARK, Mark(wrapper, func, told, weights, is_said, again))
+    given = {"options": options, "weights": weights, "is_explicit": is_explicit}
+    again = functools.partial(_wrapped, **given)
+    setattr(wrapper, MARK, Mark(wrapper, func, options, weights, is_explicit, again))
     if isinstance(func, eqx.Module):
         wrapper.__name__ = type(func).__name__
     return wrapper
@@ -366,17 +366,17 @@ def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
     mark: Mark = getattr(func, MARK)
     rules = mark.settings.rules
     first = Rules(rule, *rules.rules, looks_ahead=rules.looks_ahead)
-    said = mark.settings.said | {"rules"}
-    told = dataclasses.replace(mark.settings, rules=first, said=said)
-    return _wrapped(mark.func, told, mark.weights, mark.says_weights)
+    explicit = mark.settings.explicit | {"rules"}
+    options = dataclasses.replace(mark.settings, rules=first, explicit=explicit)
+    return _wrapped(mark.func, options, mark.weights, mark.has_explicit_weights)
 
 
 def with_dtype(func: Callable[..., PyTree], dtype: np.dtype) -> Callable[..., PyTree]:
     """What autocast made, made again in another half precision datatype."""
     mark: Mark = getattr(func, MARK)
-    said = mark.settings.said | {"dtype"}
-    told = dataclasses.replace(mark.settings, dtype=dtype, said=said)
-    return _wrapped(mark.func, told, mark.weights, mark.says_weights)
+    explicit = mark.settings.explicit | {"dtype"}
+    options = dataclasses.replace(mark.settings, dtype=dtype, explicit=explicit)
+    return _wrapped(mark.func, options, mark.weights, mark.has_explicit_weights)
 
 
 def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -401,7 +401,7 @@ def ambient_residuals() -> str:
 
 
 def _residuals(settings: Settings) -> str:
-    """What is said of residuals if nobody says it."""
+    """The default of `residuals`."""
     if settings.dtype == np.float32:
         return "fast"  # there is no half precision value to compute it from
     return "small"

@@ -2,6 +2,11 @@ r"""Where an equation moves a weight between devices, or makes what they sum.
 
 `mpx._wire` says how; here is decided for which equations and values.
 
+What arrives is a float32 value with the facts and slots that it had, rounded perhaps:
+so rules, recipes and casts decide as they would on one device, and the gradient goes
+back in float32. Under a recipe the value stays *pending* until its first use, for only
+the product knows whether 8 bits are enough.
+
 What enters `jax.shard_map` by `P()` every device has whole. If it lies in pieces
 outside, the compiler gathers it in front of the `shard_map`, in the dtype in which it
 goes in. So a weight that is only used in half precision inside goes in rounded, and
@@ -41,7 +46,7 @@ from ._decide import Case, Choice
 from ._demand import Demand, Wanted
 
 # What gives a part of a weight: one layer of a stack.
-_CUTS = ("dynamic_slice", "slice")
+_SLICES = ("dynamic_slice", "slice")
 # What gives an operand as it is.
 MARKS = ("name", "optimization_barrier", "stop_gradient")
 
@@ -76,12 +81,12 @@ def travelled_weight(
     value = operands[0]
     is_for_products = place.settings.recipe is not None and half != FULL
     if is_for_products and properties(name).gathers:
-        if value.arriving is not None:
-            gathering = value.arriving.then(equation)
+        if value.gathering is not None:
+            gathering = value.gathering.then(equation)
         else:
             gathering = Gathering(value.array, equation, dtype, wire)
         slots = value.slots and value.slots.moved(is_mixed=False)
-        return Value.on_its_way(gathering, value.facts, slots, stored)
+        return Value.pending(gathering, value.facts, slots, stored)
     array = gathered(equation, value.array, dtype, wire)
     return Value(array, value.facts, slots=value.slots)
 
@@ -100,7 +105,7 @@ def moved_payload(equation: JaxprEqn, operands: list[Value]) -> QuantizedArray |
     known = properties(name)
     is_gathered = known.gathers and not manual_axes()
     is_whole = known.rearranges or is_gathered or known.is_free
-    if not is_whole and name not in _CUTS:
+    if not is_whole and name not in _SLICES:
         return None
     others = [v.array for v in operands[1:]]
     (payload,) = bind_equation(equation, stored.payload, *others)
@@ -111,14 +116,14 @@ def moved_later(
     equation: JaxprEqn, operands: list[Value], stored: QuantizedArray | None = None
 ) -> Value | None:
     """A weight on its way, moved when it has arrived; None for other operands."""
-    arriving = operands[0].arriving if len(operands) == 1 else None
-    if arriving is None:
+    gathering = operands[0].gathering if len(operands) == 1 else None
+    if gathering is None:
         return None
     if not properties(equation.primitive.name).rearranges:
         return None
     (value,) = operands
     slots = value.slots and value.slots.moved(is_mixed=False)
-    return Value.on_its_way(arriving.then(equation), value.facts, slots, stored)
+    return Value.pending(gathering.then(equation), value.facts, slots, stored)
 
 
 def _half_of(
@@ -204,7 +209,7 @@ def entries_of(
         is_master = value.facts.is_declared and value.dtype == FULL
         dtype = None
         if wire is not None and is_master and value.facts.is_weight:
-            if not _is_cut(spec, axes):
+            if not _is_sharded(spec, axes):
                 dtype = _dtype_of(place, wire, aval_of(atom).dtype, demand)
         if wire is None or dtype is None:
             entries.append([value.array])
@@ -214,12 +219,12 @@ def entries_of(
     return entries
 
 
-def entered(arrays: Sequence[AnyArray]) -> AnyArray:
+def from_entry(arrays: Sequence[AnyArray]) -> AnyArray:
     """Inside of the `shard_map`, the operand for which these have gone in."""
     return joined(*arrays) if len(arrays) == 2 else arrays[0]
 
 
-def _is_cut(spec: Any, axes: Collection[str]) -> bool:
+def _is_sharded(spec: Any, axes: Collection[str]) -> bool:
     """Whether each device has a piece of its own."""
     parts = (part if isinstance(part, tuple) else (part,) for part in spec)
     return set(axes) <= {name for part in parts for name in part}

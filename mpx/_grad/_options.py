@@ -124,7 +124,7 @@ def _refuse_other_weights(
     The default is the first argument, which may as well be the batch.
     """
     mark: Mark | None = getattr(func, MARK, None)
-    if mark is None or mark.says_weights or not settings.recipes:
+    if mark is None or mark.has_explicit_weights or not settings.recipes:
         return
     if mark.weights and not set(mark.weights) & set(argnums):
         one = argnums[0] if len(argnums) == 1 else argnums

@@ -2,8 +2,9 @@
 
 A *fact* is what an analysis knows of a value. It travels along the equations, into the
 programs that an equation holds and out of them again, and through loops until it stays
-the same. Every analysis of mpx is a `Flow` or a `BackwardFlow`; none goes through scan,
-while and cond on its own.
+the same. An analysis of values is a `Flow` or a `BackwardFlow`. Those that count or
+search instead of joining facts (`_autocast/_loops.py`, `_inspect/_costs.py`, `_blame/`)
+walk the programs of an equation themselves, by `sub_jaxprs`.
 """
 
 import abc
@@ -199,8 +200,8 @@ def _walk_inside(
         # Ends because `join` only adds, and what nothing was added to stays equal. The
         # visits of earlier rounds are dropped: what holds of the first iteration need
         # not hold of later ones.
-        while (joined := _next_iteration(flow, sub, inputs, outputs)) != inputs:
-            inputs = joined
+        while (merged := _next_iteration(flow, sub, inputs, outputs)) != inputs:
+            inputs = merged
             found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
         visits += found
         flow.leave(equation, sub.role, outputs)
@@ -226,10 +227,10 @@ def _next_iteration(
     flow: Flow[F], sub: SubJaxpr, inputs: list[F], outputs: list[F]
 ) -> list[F]:
     """The facts of the inputs when an iteration with these outputs was before."""
-    joined = list(inputs)
+    merged = list(inputs)
     for output, where in sub.carried:
-        joined[where] = flow.join(inputs[where], outputs[output])
-    return joined
+        merged[where] = flow.join(inputs[where], outputs[output])
+    return merged
 
 
 def _input_fact(flow: Flow[F], operands: Sequence[F], index: int | None) -> F:

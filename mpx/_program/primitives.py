@@ -1,9 +1,10 @@
-"""One record for each primitive: all that mpx knows of it without looking at operands.
+"""One record for each primitive: what several parts of mpx know of it.
 
-What a primitive is bound to, and what was chosen for an equation given its operands, is
-decided elsewhere. A name that stands in no group runs as it was written, in float32
-where the program is in float32: what computes between products needs no word here.
-Equinox's primitives are here because mpx depends on Equinox.
+Without looking at operands: what is chosen for an equation given its operands is
+decided elsewhere. A module that treats one primitive in a special way names it itself.
+A name that stands in no group runs as it was written, in float32 where the program is
+in float32: what computes between products needs no word here. Equinox's primitives are
+here because mpx depends on Equinox.
 
 Names and not primitive objects are the keys: most primitives are not public objects,
 and their names are what a jaxpr prints.

@@ -41,7 +41,10 @@ from ._operands import (
     has_blocks as has_blocks,
     rounds_stochastically as rounds_stochastically,
 )
-from ._product import AbstractProduct as AbstractProduct, Ahead as Ahead
+from ._product import (
+    AbstractProduct as AbstractProduct,
+    PrequantizedWeight as PrequantizedWeight,
+)
 from ._products import Path as Path
 from ._quantize import (
     quantize as quantize,

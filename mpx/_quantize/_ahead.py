@@ -21,7 +21,7 @@ from ._amax import refuse_batching
 from ._array import QuantizedArray
 from ._convolution import ConvolutionProduct
 from ._linear import LinearProduct
-from ._product import AbstractProduct, Ahead
+from ._product import AbstractProduct, PrequantizedWeight
 from ._quantizers import TensorQuantizer
 from ._recipes import AbstractRecipe, Role
 
@@ -48,7 +48,7 @@ def quantized_ahead(
     weight: Array,
     scales: Array | None,
     move: Callable[[Array], Array],
-) -> Ahead:
+) -> PrequantizedWeight:
     """A weight for a product, quantized where it lies and then moved.
 
     Args:
@@ -64,7 +64,7 @@ def quantized_ahead(
     amax, scale = product._scaled(Role.WEIGHT, weight, scales)
     piece = product._copies(Role.WEIGHT).first(weight, scale)
     assert isinstance(piece, QuantizedArray)  # `may_travel`
-    return Ahead(piece, amax).moved(move)
+    return PrequantizedWeight(piece, amax).moved(move)
 
 
 def may_read(product: AbstractProduct, stored: QuantizedArray) -> bool:
@@ -83,7 +83,7 @@ def may_read(product: AbstractProduct, stored: QuantizedArray) -> bool:
 
 def stored_ahead(
     product: AbstractProduct, stored: QuantizedArray, scales: Array | None
-) -> Ahead:
+) -> PrequantizedWeight:
     """A weight for a product, as it is stored.
 
     To delayed scaling its amax is the largest number that its scale leaves room for. No
@@ -102,4 +102,4 @@ def stored_ahead(
     amax = None
     if scales is not None:
         amax = refuse_batching(stored.format.largest * stored.inverse_scale, scales)
-    return Ahead(dataclasses.replace(stored, dtype=product.dtype), amax)
+    return PrequantizedWeight(dataclasses.replace(stored, dtype=product.dtype), amax)

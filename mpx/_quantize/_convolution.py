@@ -22,7 +22,7 @@ from jaxtyping import Array
 from .._jax_compat import as_varying, varying_axes
 from ._dequantized_product import AbstractDequantizedProduct, Multiply
 from ._operands import Copies, has_blocks
-from ._product import Ahead, quantized_product
+from ._product import PrequantizedWeight, quantized_product
 from ._recipes import Role
 
 
@@ -105,7 +105,7 @@ def linear_convolution(
     weight: Array,
     scales: Array | None = None,
     step: Array | None = None,
-    ahead: Ahead | None = None,
+    ahead: PrequantizedWeight | None = None,
 ) -> Array:
     """The convolution of a layer; see `quantized_product`.
 

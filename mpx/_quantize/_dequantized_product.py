@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._typing import DTypeLike, Shape
-from ._product import AbstractProduct, Kept, cut
+from ._product import AbstractProduct, Residuals, without_padding
 from ._products import Operand, numbers_and_scale, stored, times_scales
 
 Multiply = Callable[[Array, Array, lax.PrecisionLike], Array]
@@ -60,7 +60,7 @@ class AbstractDequantizedProduct(AbstractProduct):
         return _multiplied(self, self._multiply(extra), left, right, self.dtype)
 
     def _backward(
-        self, kept: Kept, for_data: Operand, for_weight: Operand, shape: Shape
+        self, kept: Residuals, for_data: Operand, for_weight: Operand, shape: Shape
     ) -> tuple[Array, Array]:
         for_data, for_weight = stored(for_data, for_weight)
         data, weight = kept.like_data, kept.like_weight
@@ -95,7 +95,7 @@ def _multiplied(
     ) -> Array:
         one, one_scale = numbers_and_scale(one)
         other, other_scale = numbers_and_scale(other)
-        one, other = cut(one, left[1]), cut(other, right[1])
+        one, other = without_padding(one, left[1]), without_padding(other, right[1])
         y = multiply(one.astype(inner), other.astype(inner), precision)
         return times_scales(y, one_scale, other_scale).astype(dtype)
 

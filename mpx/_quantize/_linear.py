@@ -20,7 +20,13 @@ from ._contraction import (
     product_shape,
 )
 from ._operands import Copies, has_blocks
-from ._product import AbstractProduct, Ahead, Kept, cut, quantized_product
+from ._product import (
+    AbstractProduct,
+    PrequantizedWeight,
+    Residuals,
+    quantized_product,
+    without_padding,
+)
 from ._products import Operand, apart, has_units, multiply, stored
 from ._recipes import Role
 
@@ -99,10 +105,11 @@ class LinearProduct(AbstractProduct):
             is_backward=False,
         )
         # Square blocks pad what is not contracted, too.
-        return cut(y, product_shape(self.dimension_numbers, *self._ordered(*shapes)))
+        shape = product_shape(self.dimension_numbers, *self._ordered(*shapes))
+        return without_padding(y, shape)
 
     def _backward(
-        self, kept: Kept, for_data: Operand, for_weight: Operand, shape: Shape
+        self, kept: Residuals, for_data: Operand, for_weight: Operand, shape: Shape
     ) -> tuple[Array, Array]:
         likes = kept.like_data, kept.like_weight
         numbers = self._contractions((len(likes[0].shape), len(likes[1].shape)))
@@ -131,7 +138,7 @@ class LinearProduct(AbstractProduct):
                 is_summed=are_summed[1],
             ),
         )
-        return cut(dx, likes[0].shape), cut(dw, likes[1].shape)
+        return without_padding(dx, likes[0].shape), without_padding(dw, likes[1].shape)
 
 
 def linear_product(
@@ -140,7 +147,7 @@ def linear_product(
     right: Array,
     scales: Array | None = None,
     step: Array | None = None,
-    ahead: Ahead | None = None,
+    ahead: PrequantizedWeight | None = None,
 ) -> Array:
     """The product of a linear layer; see `quantized_product`.
 

@@ -43,7 +43,7 @@ from ._slots import amax_and_scale, amax_cotangent, check_scales
 from ._target import Target
 
 
-class Kept(eqx.Module):
+class Residuals(eqx.Module):
     """What the backward pass needs of a product.
 
     Attributes:
@@ -67,7 +67,7 @@ class Kept(eqx.Module):
     like_weight: jax.ShapeDtypeStruct = eqx.field(static=True)
 
 
-class Ahead(NamedTuple):
+class PrequantizedWeight(NamedTuple):
     """A weight that was quantized before the product; see `_ahead`.
 
     Attributes:
@@ -78,10 +78,15 @@ class Ahead(NamedTuple):
     operand: QuantizedArray
     amax: Array | None
 
-    def moved(self, move: Callable[[Array], Array]) -> "Ahead":
+    def moved(self, move: Callable[[Array], Array]) -> "PrequantizedWeight":
         """The same with its numbers elsewhere."""
         payload = move(self.operand.payload)
         return self._replace(operand=dataclasses.replace(self.operand, payload=payload))
+
+
+# What a product gets besides operands: scales, the step's number, and its weight if
+# that was quantized before.
+Besides = tuple[Array | None, Array | None, PrequantizedWeight | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +153,7 @@ class AbstractProduct(abc.ABC):
 
     @abc.abstractmethod
     def _backward(
-        self, kept: Kept, for_data: Operand, for_weight: Operand, shape: Shape
+        self, kept: Residuals, for_data: Operand, for_weight: Operand, shape: Shape
     ) -> tuple[Array, Array]:
         """The gradients of data and weight, from the copies of the result's gradient.
 
@@ -215,7 +220,7 @@ def quantized_product(
     scales: Array | None = None,
     step: Array | None = None,
     extra: tuple[Array, ...] = (),
-    ahead: Ahead | None = None,
+    ahead: PrequantizedWeight | None = None,
 ) -> Array:
     """A product of data and a weight, quantized in both directions.
 
@@ -251,7 +256,7 @@ def quantized_product(
         return product._plain(left, right, extra)
 
     def quantized(
-        besides: tuple[Array | None, Array | None, Ahead | None],
+        besides: Besides,
         data: Array,
         weight: Array,
         *extra: Array,
@@ -268,9 +273,7 @@ def quantized_product(
     return in_automatic_axes(quantized, plain, product.out_sharding, besides, *operands)
 
 
-def _as_varying(
-    besides: tuple[Array | None, Array | None, Ahead | None], axes: frozenset[str]
-) -> tuple[Array | None, Array | None, Ahead | None]:
+def _as_varying(besides: Besides, axes: frozenset[str]) -> Besides:
     *others, ahead = besides
     if ahead is not None:
         ahead = ahead.moved(lambda payload: as_varying(payload, axes))
@@ -285,10 +288,10 @@ def quantized_forward(
     extra: tuple[Array, ...],
     scales: Array | None,
     step: Array | None,
-    ahead: Ahead | None,
+    ahead: PrequantizedWeight | None,
     *,
     is_differentiated: bool,
-) -> tuple[Array, Kept | None]:
+) -> tuple[Array, Residuals | None]:
     like_data = jax.ShapeDtypeStruct(data.shape, data.dtype)
     like_weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     data = product._read(data, extra)
@@ -313,7 +316,7 @@ def quantized_forward(
     kept_data, kept_weight = second_of_data(x), second_of_weight(w)
     if not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
-    kept = Kept(
+    kept = Residuals(
         kept_data,
         kept_weight,
         extra,
@@ -333,7 +336,7 @@ def _primal(
     extra: tuple[Array, ...],
     scales: Array | None,
     step: Array | None,
-    ahead: Ahead | None,
+    ahead: PrequantizedWeight | None,
 ) -> Array:
     return quantized_forward(
         product, data, weight, extra, scales, step, ahead, is_differentiated=False
@@ -350,8 +353,8 @@ def _forward_rule(
     extra: tuple[Array, ...],
     scales: Array | None,
     step: Array | None,
-    ahead: Ahead | None,
-) -> tuple[Array, Kept | None]:
+    ahead: PrequantizedWeight | None,
+) -> tuple[Array, Residuals | None]:
     data, weight, scales = differentiated_once((data, weight, scales))
     return quantized_forward(
         product, data, weight, extra, scales, step, ahead, is_differentiated=True
@@ -359,14 +362,14 @@ def _forward_rule(
 
 
 def _backward_rule(
-    product: AbstractProduct, kept: Kept, g: Array
+    product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Array | None, None, None]:
     return quantized_backward(product, kept, differentiated_once(g))
 
 
 @functools.partial(jax.jit, static_argnames="product")
 def quantized_backward(
-    product: AbstractProduct, kept: Kept, g: Array
+    product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Array | None, None, None]:
     g = product._read(g, kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
@@ -383,6 +386,6 @@ def quantized_backward(
 _product.defvjp(_forward_rule, _backward_rule)
 
 
-def cut(x: Array, shape: Shape) -> Array:
+def without_padding(x: Array, shape: Shape) -> Array:
     """An array without what it was padded with."""
     return x if x.shape == shape else x[tuple(map(slice, shape))]

@@ -46,7 +46,7 @@ class StateOperands:
 
         Args:
             slots: Those of each operand.
-            *lengths: The length of the scan that cuts them.
+            *lengths: The length of the scan that slices them.
             stored: What each operand is stored as; nothing for none.
             step: The number of the training step; None if the program needs none.
         """
@@ -57,7 +57,7 @@ class StateOperands:
             {} if s is None else s.as_operands(bool(lengths)) for s in self._slots
         ]
         self._stored = list(stored) or [None] * len(self._slots)
-        # A scan cuts the payload; the one scale is for all of its turns.
+        # A scan slices the payload; the one scale is for all of its turns.
         given = [x.payload if x and lengths else x for x in self._stored]
         self.arrays, self._tree = jax.tree.flatten((packed, given, step))
         if step is not None:

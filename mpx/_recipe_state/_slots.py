@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
     Attributes:
         recipe: The recipe.
-        lengths: The lengths of the scans that cut the weight, the outermost first.
+        lengths: The lengths of the scans that slice the weight, the outermost first.
     """
 
     recipe: AbstractRecipe
@@ -210,14 +210,14 @@ class Slots:
         if not isinstance(source, State):
             return cls(parameter, source)
         mine = [name for name in source.scales if name.parameter == parameter]
-        said = source.quantized
+        recorded = source.quantized
         return cls(
             parameter,
             {name.use: source.scales[name] for name in mine},
             {name.use: source.recipes[name] for name in mine},
             quantized=None
-            if said is None
-            else tuple(name.use for name in said if name.parameter == parameter),
+            if recorded is None
+            else tuple(name.use for name in recorded if name.parameter == parameter),
         )
 
     def measured(self, weight: Array, target: Target) -> "Slots":
@@ -233,7 +233,7 @@ class Slots:
         found = dict(self._source)
         sizes = {}
         for use, scales in self._source.items():
-            rows = scales.shape[:-1]  # the turns of scans that cut the weight
+            rows = scales.shape[:-1]  # the turns of scans that slice the weight
             if weight.shape[: len(rows)] == rows:
                 axes = tuple(range(len(rows), weight.ndim))
                 amax = amax_of(target, jax.lax.stop_gradient(weight), axes)
@@ -244,7 +244,7 @@ class Slots:
     def moved(self, *, is_mixed: bool) -> "Slots":
         """Those of a weight that was moved, without amaxes that may be others' now.
 
-        A scan may cut it in another order than that of its rows.
+        A scan may slice it in another order than that of its rows.
 
         Args:
             is_mixed: Whether numbers of other arrays stand among those of the weight.
@@ -269,13 +269,13 @@ class Slots:
         return self._measured.get(self._name(use)) == size
 
     def is_quantized(self, use: Use) -> bool | None:
-        """Whether the run that the state is of quantizes a use; None: nobody says."""
+        """Whether the run that the state is of quantizes a use; None: unknown."""
         if not self._quantized:
             return None if self._quantized is None else False
         return True if self._known(use) else None
 
     def has_scales(self, use: Use, *, otherwise: bool) -> bool:
-        """Whether the state has scales for a use; what is given if nobody says."""
+        """Whether the state has scales for a use; `otherwise` if unknown."""
         if self._quantized is None or not isinstance(self._source, dict):
             return otherwise
         return any(name in self._source for name in self._known(use))
@@ -357,7 +357,7 @@ class Slots:
     def inside(
         self, arrays: dict[str, Array], lengths: tuple[int, ...] = ()
     ) -> "Slots":
-        """The slots in a program inside, given its arrays; cut by scans of lengths."""
+        """The slots in a program inside, of its arrays, sliced by scans of lengths."""
         source = arrays if isinstance(self._source, dict) else self._source
         lengths = *self._lengths, *lengths
         return Slots(
@@ -371,7 +371,7 @@ class Slots:
 
 
 def _named(use: str, lengths: tuple[int, ...]) -> str:
-    """The name of a use of a weight that scans of these lengths cut."""
+    """The name of a use of a weight that scans of these lengths slice."""
     return f"{use} of {'x'.join(map(str, lengths))}" if lengths else use
 
 

@@ -54,7 +54,7 @@ _HALF = {
 }
 
 
-class Kept(NamedTuple):
+class RoundingLoss(NamedTuple):
     """What a format leaves of each number of an array: 0 or 1, and what is lost."""
 
     above: Float[Array, "..."]
@@ -79,7 +79,7 @@ class AskedFormat:
 
     name: str
     bits: int
-    kept: Callable[[Array, Kind, int], Kept]
+    kept: Callable[[Array, Kind, int], RoundingLoss]
 
 
 _ROLES = {
@@ -139,12 +139,12 @@ def _number(format: Format) -> Number:
 def _plain(name: str, bits: int, number: Callable[[Kind], Number]) -> AskedFormat:
     """Numbers as they are, cast without a scale."""
 
-    def kept(x: Array, kind: Kind, axis: int) -> Kept:
+    def kept(x: Array, kind: Kind, axis: int) -> RoundingLoss:
         facts = number(kind)
         size = jnp.abs(x)
         rounded = round_to(size, facts)
         is_below = (size > 0) & (size < 2.0**facts.smallest_exponent)
-        return Kept(
+        return RoundingLoss(
             _flag(size > facts.largest),
             _flag(is_below),
             _flag((size > 0) & (rounded == 0)),
@@ -200,11 +200,11 @@ def _of_quantizer(
 ) -> AskedFormat:
     """Numbers with the scales that a quantizer finds for them."""
 
-    def kept(x: Array, kind: Kind, axis: int) -> Kept:
+    def kept(x: Array, kind: Kind, axis: int) -> RoundingLoss:
         found = quantizer(kind)
         zero = jnp.zeros_like(x)
         if found is None:  # stays as it is
-            return Kept(zero, zero, zero, zero)
+            return RoundingLoss(zero, zero, zero, zero)
         if found.stochastic_rounding:
             found = dataclasses.replace(found, stochastic_rounding=False)
         padded, axes = _in_blocks(x, found, axis)
@@ -215,7 +215,7 @@ def _of_quantizer(
         lost, size = jnp.abs(x - rounded), jnp.abs(x)
         half_step = 2.0 ** -(_mantissa_bits(found) + 1) * 1.01
         is_below = lost > half_step * size
-        return Kept(
+        return RoundingLoss(
             _flag(~jnp.isfinite(rounded)),
             _flag(is_below),
             _flag((size > 0) & (rounded == 0)),

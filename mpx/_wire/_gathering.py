@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from .._jax_compat import bind_equation, execution_context, manual_axes
 from .._policy import Wire
 from .._program import aval_of, properties
-from .._quantize import AbstractProduct, Ahead, may_travel, quantized_ahead
+from .._quantize import AbstractProduct, PrequantizedWeight, may_travel, quantized_ahead
 from .._typing import AnyArray, Shape
 from ._weights import FLOAT32, gathered, only_gradient, where_it_lies
 
@@ -56,7 +56,7 @@ class Gathering:
 
     def arrive_quantized(
         self, product: AbstractProduct, scales: AnyArray | None
-    ) -> tuple[AnyArray, Ahead] | None:
+    ) -> tuple[AnyArray, PrequantizedWeight] | None:
         """Sends it in the few bits that a product reads.
 
         Args:

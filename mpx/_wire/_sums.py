@@ -114,7 +114,7 @@ def _with_wide_products(
 
 def refuse_sums_of_others(wire: Wire | None) -> None:
     """Raises where JAX itself sums gradients over devices, in float32 only."""
-    if wire is None or not wire.is_said or wire.reduce_dtype == FLOAT32:
+    if wire is None or not wire.is_explicit or wire.reduce_dtype == FLOAT32:
         return
     raise ValueError(
         f"`reduce_dtype={wire.reduce_dtype.name}` of `mpx.Policy` cannot hold for a "
@@ -140,5 +140,5 @@ def dtype_of_sums(wire: Wire | None, primitive: str) -> np.dtype | None:
     """
     if wire is None or manual_axes():
         return None
-    is_costly = primitive == "conv_general_dilated" and not wire.is_said
+    is_costly = primitive == "conv_general_dilated" and not wire.is_explicit
     return None if is_costly else wire.reduce_dtype

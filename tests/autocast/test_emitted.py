@@ -25,19 +25,20 @@ FRAMEWORKS = ("equinox", "haiku", "linen", "nnx", "optax")
 RECORD = json.loads(FILE.read_text()) if FILE.exists() else {"jax": "", "programs": {}}
 
 
+def marks_of(name):
+    """Making the models of frameworks takes long; some need JAX's promotion."""
+    marks = [pytest.mark.slow] if name.startswith(FRAMEWORKS) else []
+    third_party = [pytest.mark.third_party] if PROGRAMS[name].third_party else []
+    return [*marks, *third_party]
+
+
 @pytest.mark.skipif(
     RECORD["jax"] != jax.__version__,
     reason=f"recorded with jax {RECORD['jax']}; others write programs in another way",
 )
 @pytest.mark.parametrize(
     "name",
-    [
-        # It takes long to make the models of frameworks, and not to emit them.
-        pytest.param(name, marks=pytest.mark.slow)
-        if name.startswith(FRAMEWORKS)
-        else name
-        for name in PROGRAMS
-    ],
+    [pytest.param(name, marks=marks_of(name)) for name in PROGRAMS],
 )
 def test_a_program_is_emitted_as_it_was(name):
     found = emitted.short_forms(name, PROGRAMS[name])

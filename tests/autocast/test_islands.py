@@ -675,3 +675,24 @@ def test_explain_tells_islands_apart_that_save_the_same():
     report = mpx.explain(jax.grad(mpx.autocast(loss)))(weights(), X)
     one, other = [i for i in report.islands if "rsqrt" in i.primitives]
     assert one == other
+
+
+def test_an_equal_island_of_another_program_has_readers_of_its_own():
+    """Who reads what it gives is said by the plan of the program that it stands in."""
+
+    def layer():
+        def g(w, v, x):
+            y = jax.nn.softmax(x @ w).astype(jnp.bfloat16)
+            product, wide = y @ v.astype(y.dtype), y.astype(jnp.float32)
+            return jnp.sum(product, dtype=jnp.float32) + jnp.sum(
+                jax.lax.sort(y).astype(jnp.float32) + jax.lax.cumsum(wide)
+            )
+
+        return jax.jit(g)
+
+    first, second = layer(), layer()
+    function = mpx.autocast(lambda *args: first(*args) + second(*args))
+    program = jax.make_jaxpr(function)(*[jnp.ones((64, 64))] * 3)
+    jits = [e for e in program.eqns if e.params.get("name") == "g"]
+    one, other = (str(e.params["jaxpr"]) for e in jits)
+    assert one == other
