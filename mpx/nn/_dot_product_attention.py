@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
 from .._ambient import call_with_ambient
 from .._errors import describe
 from ._attention import attend
-from ._attention_operands import AttentionOptions, Implementation, Operands
+from ._attention_products import AttentionOptions, Implementation, Operands
 from ._layers import check_rate
 
 _CALL = "`mpx.nn.dot_product_attention`"

@@ -11,7 +11,7 @@ from .._ambient import with_ambient_recipe
 from .._errors import describe
 from .._typing import DTypeLike
 from ._attention import attend
-from ._attention_operands import AttentionOptions, Implementation, Operands
+from ._attention_products import AttentionOptions, Implementation, Operands
 from ._dot_product_attention import checked_implementation
 from ._layers import Linear, check_last_axis, check_rate, check_size
 from ._rotary import rotate

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from .._ambient import with_ambient_recipe
 from .._typing import DTypeLike
-from ._attention_operands import Implementation
+from ._attention_products import Implementation
 from ._elementwise import activate, activate_gated, dropout
 from ._layers import LayerNorm, Linear, RMSNorm, check_rate, check_size
 from ._multihead import MaskType, MultiheadAttention

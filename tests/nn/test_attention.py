@@ -90,7 +90,7 @@ def test_what_the_kernel_is_given_means_the_same(name):
     """Operands made for the kernel, in the hands of `jax.nn`'s own products."""
     dtype = "bfloat16"  # JAX's products of float16 are not for CPUs
     from mpx.nn._attention_kernel import _native, call, prepare
-    from mpx.nn._attention_operands import within_lengths
+    from mpx.nn._attention_products import within_lengths
     from mpx.nn._dot_product_attention import operands_of
 
     case = CASES[name]
