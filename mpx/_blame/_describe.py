@@ -11,7 +11,7 @@ from .._inspect import function_path, line_text, scope_path, user_frame
 from .._program import Location, ScopeEntry, properties, scopes
 from ._badness import Range
 from ._descend import Found
-from ._level import Step, is_same_numbers, operands_of
+from ._level import Step
 from ._origin import gradient_of, input_of, parameters_of
 from ._phase import phase_of
 from ._replay import Replay
@@ -95,10 +95,7 @@ def _maker(found: Found) -> Step | None:
         return None
     if step.primitive != _CAST:
         return _zero_maker(found, step)
-    value = step.operands[0]
-    while (maker := level.maker(value)) is not None and is_same_numbers(maker):
-        value = operands_of(maker, value)[0]
-    return maker
+    return level.maker(level.source(step.operands[0]))
 
 
 def _zero_maker(found: Found, step: Step) -> Step | None:

@@ -30,12 +30,7 @@ def input_of(found: Found) -> int | None:
 
 def _input_of(level: Level, value: int, way: Sequence[Within]) -> int | None:
     """The input of the whole program whose numbers a value holds."""
-    while (step := level.maker(value)) is not None:
-        known = properties(step.primitive)
-        is_cast = known.kind is PrimitiveClass.CONVERT
-        if not (step.is_barrier or known.moves or is_cast):
-            return None
-        value = operands_of(step, value)[0]
+    value = level.source(value, _is_moved)
     if value not in level.inputs:
         return None
     index = level.inputs.index(value)
@@ -46,6 +41,12 @@ def _input_of(level: Level, value: int, way: Sequence[Within]) -> int | None:
     if operand is None:
         return None
     return _input_of(last.level, last.step.operands[operand], outer)
+
+
+def _is_moved(step: Step) -> bool:
+    """Whether an operation moves or casts its first operand."""
+    known = properties(step.primitive)
+    return step.is_barrier or known.moves or known.kind is PrimitiveClass.CONVERT
 
 
 def gradient_of(found: Found) -> tuple[int, ...]:
