@@ -6,8 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._autocast import Note, read_note
-from .._inspect import function_path, line_text, scope_path, user_frame
+from .._inspect import (
+    function_path,
+    innermost_note,
+    line_text,
+    scope_path,
+    user_frame,
+)
 from .._program import Location, ScopeEntry, properties, scopes
 from ._badness import Range
 from ._descend import Found
@@ -41,7 +46,7 @@ def culprit_of(
     if step is not None:
         entries = (*entries, *scopes(step.equation))
         frames = place.frames_of(step.equation)
-    note = _note(entries)
+    note = innermost_note(entries)
     primitive = computed = step.primitive if step is not None else "input"
     if not cause.results:
         primitive = computed = "input" if step is None else "constant"
@@ -136,11 +141,6 @@ def _of_zero(found: Found, maker: Step | None) -> str:
 def _place(found: Found) -> Location:
     step = found.cause.step
     return step.place if step is not None else Location()
-
-
-def _note(entries: Sequence[ScopeEntry]) -> Note | None:
-    notes = [read_note(entry.name) for entry in entries]
-    return next((note for note in reversed(notes) if isinstance(note, Note)), None)
 
 
 def _is_on_devices(found: Found) -> bool:

@@ -49,7 +49,14 @@ from ._precision import (
 )
 from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, totals_of
 from ._residuals import residual_bytes
-from ._source_text import function_path, line_text, phase, scope_path, stack_text
+from ._source_text import (
+    function_path,
+    innermost_note,
+    line_text,
+    phase,
+    scope_path,
+    stack_text,
+)
 from ._trace import Traced, trace, trace_gradient
 from ._unscaled import FINDING as UNSCALED, unscaled_gradient
 from ._views import Report
@@ -233,7 +240,7 @@ def _is_for_others(visit: Visit[Fact]) -> bool:
     operation = _fused(visit)
     if operation is not None:
         return is_other == (operation.platform is not None)
-    note = _note(visit) if is_other else None
+    note = innermost_note(visit.scopes) if is_other else None
     return note is not None and note.precision == Precision.LOW.value
 
 
@@ -263,7 +270,7 @@ def _operation(
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
     precision = precision_of(equation)
-    note = _note(visit)
+    note = innermost_note(entries)
     rule, reason = _decision(visit, flow, note)
     finding = _finding(visit, flow, precision) if is_mixed and note is None else ""
     if note is not None and not note.is_switched_off and is_product(equation):
@@ -313,12 +320,6 @@ def _type(aval: Aval) -> str:
 
 
 # --- Why -----------------------------------------------------------------------------
-
-
-def _note(visit: Visit[Fact]) -> Note | None:
-    """What autocast noted on an operation; the last word where several did."""
-    notes = [read_note(entry.name) for entry in visit.scopes]
-    return next((n for n in reversed(notes) if isinstance(n, Note)), None)
 
 
 # What loses digits or range where the program itself computes it in half precision.

@@ -21,6 +21,7 @@ from .._typing import AnyArray, LeafPredicate
 from ._anchors import Anchor, Collect, Found, anchors_of, common_layers
 from ._closeness import Closeness, Sums, cosine_of, snr_of, sums
 from ._comparison import Comparison
+from ._table import numbered
 from ._trace import Kind
 
 CALL = "`mpx.compare(reference, func)`"
@@ -262,11 +263,6 @@ def _closeness(
 
 def _distinct(some: Sequence[Closeness]) -> tuple[Closeness, ...]:
     """With numbers behind names that come again."""
-    seen: dict[str, int] = {}
-    found = []
-    for each in some:
-        seen[each.name] = seen.get(each.name, 0) + 1
-        again = seen[each.name]
-        new = each.name if again == 1 else f"{each.name} #{again}"
-        found.append(dataclasses.replace(each, name=new))
-    return tuple(found)
+    names = numbered((each.name, None) for each in some)
+    pairs = zip(some, names, strict=True)
+    return tuple(dataclasses.replace(each, name=name) for each, name in pairs)
