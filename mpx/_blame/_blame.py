@@ -17,7 +17,7 @@ from .._policy import Policy
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from .._typing import DTypeLike, LeafPredicate
-from .._wraps import wraps
+from .._wraps import name_of, wraps
 from ._describe import culprit_of
 from ._replay import Replay, refuse_tracers
 from ._report import Culprit, Verdict
@@ -128,18 +128,17 @@ def _refuse_step(
     shape = getattr(result[0] if is_pair else result, "shape", None)
     if result is None or shape == () or (shape is not None and not is_pair):
         return  # a loss that is wrong in another way
-    name = getattr(func, "__name__", None) or type(func).__name__
     raise TypeError(
         f"{CALL} takes a loss function, not a training step or a gradient function; "
-        f"`{name}` returns {describe(result)}. Give it the loss and its arguments: "
-        "`mpx.blame(loss, scaling.of_bad_step())(model, batch)`."
+        f"`{name_of(func)}` returns {describe(result)}. Give it the loss and its "
+        "arguments: `mpx.blame(loss, scaling.of_bad_step())(model, batch)`."
     )
 
 
 def blamed(step: StepOf, above: float | None) -> BlameReport:
     """Replays a step and reports."""
     replay, scale = step.replay(), loss_scale_of(step.scaling)
-    name = getattr(step.func, "__name__", None) or type(step.func).__name__
+    name = name_of(step.func)
     nothing = BlameReport(name, Verdict.NOTHING, (), (), scale, None, (), _NOTHING)
     bad = replay.bad_places()
     if above is not None and not bad:

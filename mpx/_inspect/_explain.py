@@ -28,6 +28,7 @@ from .._recipe_state import first_step
 from .._rules import Precision
 from .._settings import read_weights, unwrapped, weights_in_call, weights_of
 from .._typing import Aval, DTypeLike
+from .._wraps import name_of
 from ._costs import bytes_moved, flops
 from ._facts import (
     Fact,
@@ -142,7 +143,7 @@ def explain(
                 traced = trace(inside, args, kwargs, around, positions)
             visits, operations = _operations(traced)
             return Report(
-                name=_name(inside),
+                name=name_of(inside),
                 operations=operations,
                 totals=totals_of(operations, *_residuals(traced)),
                 unused_rules=tuple(unused_rules),
@@ -150,10 +151,6 @@ def explain(
             )
 
     return report
-
-
-def _name(func: object) -> str:
-    return getattr(func, "__name__", None) or type(func).__name__
 
 
 def _residuals(traced: Traced) -> tuple[int | None, str]:

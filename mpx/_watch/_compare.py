@@ -18,6 +18,7 @@ from .._program import Records, probed
 from .._scaling import init_scaling
 from .._tree import leaves_with_paths
 from .._typing import AnyArray, LeafPredicate
+from .._wraps import name_of
 from ._anchors import Anchor, Collect, Found, anchors_of, common_layers
 from ._closeness import Closeness, Sums, cosine_of, snr_of, sums
 from ._comparison import Comparison
@@ -119,8 +120,7 @@ def compare(
 
 def _name(func: object) -> str:
     settings = settings_of(func)
-    name = getattr(func, "__name__", None) or type(func).__name__
-    return name if settings is None else f"{name} in {settings.dtype}"
+    return name_of(func) + ("" if settings is None else f" in {settings.dtype}")
 
 
 def _scaling_of(
