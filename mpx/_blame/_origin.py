@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
 from .._program import PrimitiveClass, properties
+from ._badness import is_number
 from ._descend import Found, Within
 from ._level import Level, Step, operands_of
 
@@ -73,7 +72,7 @@ def _ends_of(
         ends |= {i for i, v in enumerate(level.outputs) if v == value}
         for number in level.users.get(value, ()):
             step = level.steps[number]
-            if not any(_is_float(level, v) for v in step.results):
+            if not any(is_number(level.aval(v)) for v in step.results):
                 continue  # a check
             if not _is_elementwise(step):
                 return None
@@ -87,11 +86,6 @@ def _ends_of(
     # What a loop carries is summed on in its turns: it comes in as it went out.
     results = [last.step.results[i] for i in places if i is not None]
     return _ends_of(last.level, results, outer)
-
-
-def _is_float(level: Level, value: int) -> bool:
-    dtype = getattr(level.aval(value), "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _is_elementwise(step: Step) -> bool:

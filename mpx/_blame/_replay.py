@@ -22,7 +22,7 @@ from .._typing import AnyArray
 from ._badness import badness_of
 from ._descend import Found, descended
 from ._level import Level
-from ._machine import AS_WRITTEN, Whole
+from ._machine import AS_WRITTEN, Machine
 
 LOSS = "the loss"
 
@@ -77,7 +77,7 @@ class Replay:
         level = Level(self.jaxpr, self.jaxpr.consts, Location(), of_loss=(0,))
         # What is bad only because XLA leaves casts out is bad in no other program.
         for options in (AS_WRITTEN, {}):
-            found = descended(Whole(options), level, self.inputs, concern, above)
+            found = descended(Machine(options), level, self.inputs, concern, above)
             if found:
                 return found
         return []

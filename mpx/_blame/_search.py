@@ -72,20 +72,14 @@ class Cause:
     zeros: dict[int, float]
 
 
+@dataclasses.dataclass(frozen=True)
 class Search:
     """A level on a machine, with inputs; `above` is as in `badness_of`."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        level: Level,
-        inputs: Sequence[AnyArray],
-        above: float | None,
-    ) -> None:
-        """Compiles nothing yet."""
-        self.machine, self.level = machine, level
-        self.inputs, self.above = list(inputs), above
-        self._types = [level.aval(value) for value in level.inputs]
+    machine: Machine
+    level: Level
+    inputs: Sequence[AnyArray]
+    above: float | None
 
     def causes(self, concern: Concern) -> list[Cause]:
         """The operations that made what is bad in the outputs, the first one first.
@@ -301,7 +295,8 @@ class Search:
             )
             return small, [kept[n] for n in keep]
 
-        compiled = self.machine.compiled(program, self._types)
+        types = [level.aval(value) for value in level.inputs]
+        compiled = self.machine.compiled(program, types)
 
         def run(switches: np.ndarray) -> _Seen:
             (bits, sizes), kept = compiled(switches, self.inputs)
