@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from .._dtypes import full_precision_of
 from .._jax_compat import scan_counts
 from .._program import PrimitiveClass, properties
 from ._badness import is_number
@@ -211,7 +212,9 @@ def bad_constants(level: Level) -> list[int]:
     """The constants that are not finite."""
     found = []
     for number, array in level.constants.items():
-        is_numeric = is_number(level.aval(number)) and jnp.size(array)
-        if is_numeric and not np.all(np.isfinite(np.asarray(array, np.float32))):
-            found.append(number)
+        aval = level.aval(number)
+        if is_number(aval) and jnp.size(array):
+            wide = np.asarray(array, full_precision_of(aval.dtype))
+            if not np.all(np.isfinite(wide)):
+                found.append(number)
     return found
