@@ -189,8 +189,8 @@ def _attend(
 ) -> tuple[Array, ...]:
     batch, length, heads, size = x.query.shape
     groups = x.key.shape[2]
-    seen = _grouped(visibility(options, x), groups)
-    bias = None if x.bias is None else _split(x.bias, groups)
+    seen = Visibility(*(_split(mask, groups) for mask in visibility(options, x)))
+    bias = _split(x.bias, groups)
     query = x.query.reshape(batch, length, groups, heads // groups, size)
     operands = query, x.key, bias, seen.allowed, seen.seen
     p = probabilities(options.scale, *operands)
@@ -200,21 +200,15 @@ def _attend(
     out = within_lengths(out.reshape(batch, length, heads, size), x.query_lengths)
     if not options.with_residual:
         return (out,)
-    scores = _scores(options.scale, *map(_without_derivative, operands))
+    scores = _scores(options.scale, *jax.lax.stop_gradient(operands))
     rows = jax.nn.logsumexp(scores, axis=-1).reshape(batch, heads, length)
     return out, rows
 
 
-def _without_derivative(x: object) -> Any:
-    return None if x is None else jax.lax.stop_gradient(x)
-
-
-def _grouped(found: Visibility, groups: int) -> Visibility:
-    return Visibility(*(x if x is None else _split(x, groups) for x in found))
-
-
-def _split(mask: Array, groups: int) -> Array:
+def _split(mask: Any, groups: int) -> Any:
     """A mask or bias with two axes of heads: the groups, and the heads of each."""
+    if mask is None:
+        return None
     heads = mask.shape[1]
     split = (1, 1) if heads == 1 else (groups, heads // groups)
     return mask.reshape(mask.shape[0], *split, *mask.shape[2:])
