@@ -195,7 +195,7 @@ class Level:
             if is_opened(equation):
                 (sub,) = sub_jaxprs(equation)
                 inner = place.enter(equation, sub)
-                if _begins_apart(equation):
+                if np.any(equation.params.get("prevent_cse", False)):
                     operands = self._barrier(equation, inner, operands)
                 inside = program_of(equation)
                 held = getattr(inside, "consts", ())
@@ -221,10 +221,6 @@ def is_opened(equation: JaxprEqn) -> bool:
     name = equation.primitive.name
     known = properties(name)
     return bool(known.program) and known.runs_once and name not in _CLOSED
-
-
-def _begins_apart(equation: JaxprEqn) -> bool:
-    return bool(np.any(equation.params.get("prevent_cse", False)))
 
 
 def _extended(steps: Sequence[Step], live: set[int]) -> list[Step]:
