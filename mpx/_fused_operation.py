@@ -8,9 +8,9 @@ precision. Around it stands a call with derivative rules, which belong to one pr
 and are made again with it; its scope carries the operation, too.
 """
 
-import abc
 import contextlib
-from typing import ClassVar
+import dataclasses
+from collections.abc import Callable
 
 from jax.extend.core import JaxprEqn
 
@@ -20,66 +20,43 @@ from ._quantize import Target
 from ._typing import AnyArray, Aval
 
 
-class FusedOperation(abc.ABC):
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedOperation:
     """An operation. Equal ones must have equal texts.
 
     Attributes:
         name: What rules and reports call it.
         factors: How many of its operands, the first, are cast to half precision.
+        text: All that tells it from others of its name, without a slash.
+        platform: The platform that its branches are for; None if that is not known.
+        may_decompose: Whether its products may be quantized one by one.
+        bind: Computes it for a target, with its derivatives.
+        decompose: Computes it by the operations that it stands for.
+        path: In which way it is computed for a target, in words.
+        multiplications: How many pairs of numbers it multiplies, by the types of its
+            factors.
     """
 
-    name: ClassVar[str]
-    factors: ClassVar[int]
-
-    @property
-    @abc.abstractmethod
-    def text(self) -> str:
-        """All that tells it from others of its name, without a slash."""
-
-    @property
-    @abc.abstractmethod
-    def platform(self) -> str | None:
-        """The platform that its branches are for; None if that is not known."""
-
-    @property
-    @abc.abstractmethod
-    def may_decompose(self) -> bool:
-        """Whether its products may be quantized one by one."""
-
-    @abc.abstractmethod
-    def bind(
-        self, arrays: list[AnyArray], target: Target | None
-    ) -> tuple[AnyArray, ...]:
-        """Computes it, with its derivatives."""
-
-    @abc.abstractmethod
-    def decompose(self, arrays: list[AnyArray]) -> tuple[AnyArray, ...]:
-        """Computes it by the operations that it stands for."""
-
-    @abc.abstractmethod
-    def path(self, arrays: list[AnyArray], target: Target | None) -> str:
-        """In which way it is computed, in words."""
-
-    @abc.abstractmethod
-    def multiplications(self, avals: list[Aval]) -> int:
-        """How many pairs of numbers it multiplies, by the types of its factors."""
+    name: str
+    factors: int
+    text: str
+    platform: str | None
+    may_decompose: bool
+    bind: Callable[[list[AnyArray], Target | None], tuple[AnyArray, ...]]
+    decompose: Callable[[list[AnyArray]], tuple[AnyArray, ...]]
+    path: Callable[[list[AnyArray], Target | None], str]
+    multiplications: Callable[[list[Aval]], int]
 
 
 def fused_operation(
-    operation: FusedOperation,
+    operation: FusedOperation, *, is_call: bool = False
 ) -> contextlib.AbstractContextManager[object]:
-    """The one equation that is traced inside is an operation."""
-    return _scope_of(operation, is_call=False)
+    """The one equation that is traced inside is an operation.
 
-
-def fused_call(operation: FusedOperation) -> contextlib.AbstractContextManager[object]:
-    """What is traced inside is an operation with its derivatives."""
-    return _scope_of(operation, is_call=True)
-
-
-def _scope_of(
-    operation: FusedOperation, is_call: bool
-) -> contextlib.AbstractContextManager[object]:
+    Args:
+        operation: The operation.
+        is_call: What is traced inside is the operation with its derivatives.
+    """
     kind = "call" if is_call else "operation"
     text = f"mpx.{operation.name}.{kind}({operation.text})"
     return data_scope(text, (operation, is_call))

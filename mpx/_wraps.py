@@ -10,6 +10,11 @@ from jaxtyping import PyTree
 _TEXTS = ("__module__", "__name__", "__qualname__", "__doc__")
 
 
+def name_of(func: object) -> str:
+    """What a function, or whatever else is called, is called in a report."""
+    return getattr(func, "__name__", None) or type(func).__name__
+
+
 def wraps(func: Callable[..., PyTree]) -> Callable[[Any], Any]:
     """As `functools.wraps`, of callable PyTrees, too.
 

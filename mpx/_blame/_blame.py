@@ -17,7 +17,7 @@ from .._policy import Policy
 from .._stored_weights import dequantize_weights
 from .._tree import path_text
 from .._typing import DTypeLike, LeafPredicate
-from .._wraps import wraps
+from .._wraps import name_of, wraps
 from ._describe import culprit_of
 from ._replay import Replay, refuse_tracers
 from ._report import Culprit, Verdict
@@ -128,18 +128,17 @@ def _refuse_step(
     shape = getattr(result[0] if is_pair else result, "shape", None)
     if result is None or shape == () or (shape is not None and not is_pair):
         return  # a loss that is wrong in another way
-    name = getattr(func, "__name__", None) or type(func).__name__
     raise TypeError(
         f"{CALL} takes a loss function, not a training step or a gradient function; "
-        f"`{name}` returns {describe(result)}. Give it the loss and its arguments: "
-        "`mpx.blame(loss, scaling.of_bad_step())(model, batch)`."
+        f"`{name_of(func)}` returns {describe(result)}. Give it the loss and its "
+        "arguments: `mpx.blame(loss, scaling.of_bad_step())(model, batch)`."
     )
 
 
 def blamed(step: StepOf, above: float | None) -> BlameReport:
     """Replays a step and reports."""
     replay, scale = step.replay(), loss_scale_of(step.scaling)
-    name = getattr(step.func, "__name__", None) or type(step.func).__name__
+    name = name_of(step.func)
     nothing = BlameReport(name, Verdict.NOTHING, (), (), scale, None, (), _NOTHING)
     bad = replay.bad_places()
     if above is not None and not bad:
@@ -207,14 +206,12 @@ _DATA_ROWS = "Bad in float32, too, with each of these rows of the batch alone."
 
 
 def _culprits(step: StepOf, replay: Replay, above: float | None) -> tuple[Culprit, ...]:
-    positions = (
-        step.argnums if isinstance(step.argnums, tuple) else (step.argnums or 0,)
-    )
-    inside = positions_in_call(positions, len(step.args), CALL)
-    names = [_name(path, inside) for path in replay.paths]
+    names = _names(step, replay)
     weights = [name if is_weight else None for name, is_weight in names]
     texts = [name for name, _ in names]
-    causes = replay.causes(_concern(replay, above), above)
+    # The results to be looked behind: with a limit, all of them.
+    every = frozenset(range(len(replay.places)))
+    causes = replay.causes(replay.bad_places() if above is None else every, above)
     found = [culprit_of(replay, cause, texts, weights, above) for cause in causes]
     return _each_once(found)
 
@@ -236,11 +233,12 @@ def _each_once(culprits: list[Culprit]) -> tuple[Culprit, ...]:
     return tuple(kept.values())
 
 
-def _concern(replay: Replay, above: float | None) -> frozenset[int]:
-    """The results to be looked behind: with a limit, all of them."""
-    return (
-        replay.bad_places() if above is None else frozenset(range(len(replay.places)))
-    )
+def _names(step: StepOf, replay: Replay) -> list[tuple[str, bool]]:
+    """What the inputs of the replay are called, and which are weights."""
+    argnums = step.argnums
+    positions = argnums if isinstance(argnums, tuple) else (argnums or 0,)
+    inside = positions_in_call(positions, len(step.args), CALL)
+    return [_name(path, inside) for path in replay.paths]
 
 
 def _name(path: KeyPath, weights: tuple[int, ...]) -> tuple[str, bool]:
@@ -266,15 +264,12 @@ def _is_data(path: KeyPath, count: int) -> bool:
 
 def _rows(step: StepOf, replay: Replay) -> tuple[tuple[int, ...], int]:
     """The rows of the batch that make a step bad, each alone, and those not tried."""
-    positions = (
-        step.argnums if isinstance(step.argnums, tuple) else (step.argnums or 0,)
-    )
-    inside = positions_in_call(positions, len(step.args), CALL)
     last = len(step.args) if step.count is None else step.count
+    named = zip(replay.paths, _names(step, replay), strict=True)
     data = [
         i
-        for i, path in enumerate(replay.paths)
-        if _is_data(path, last) and not _name(path, inside)[1]
+        for i, (path, (_, is_weight)) in enumerate(named)
+        if _is_data(path, last) and not is_weight
     ]
     batch = batch_inputs(replay.inputs, data)
     return bad_rows(

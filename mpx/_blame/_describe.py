@@ -6,12 +6,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._autocast import Note, read_note
-from .._inspect import function_path, line_text, scope_path, user_frame
+from .._inspect import (
+    function_path,
+    innermost_note,
+    line_text,
+    scope_path,
+    user_frame,
+)
 from .._program import Location, ScopeEntry, properties, scopes
 from ._badness import Range
 from ._descend import Found
-from ._level import Step, is_same_numbers, operands_of
+from ._level import Step
 from ._origin import gradient_of, input_of, parameters_of
 from ._phase import phase_of
 from ._replay import Replay
@@ -41,7 +46,7 @@ def culprit_of(
     if step is not None:
         entries = (*entries, *scopes(step.equation))
         frames = place.frames_of(step.equation)
-    note = _note(entries)
+    note = innermost_note(entries)
     primitive = computed = step.primitive if step is not None else "input"
     if not cause.results:
         primitive = computed = "input" if step is None else "constant"
@@ -95,10 +100,7 @@ def _maker(found: Found) -> Step | None:
         return None
     if step.primitive != _CAST:
         return _zero_maker(found, step)
-    value = step.operands[0]
-    while (maker := level.maker(value)) is not None and is_same_numbers(maker):
-        value = operands_of(maker, value)[0]
-    return maker
+    return level.maker(level.source(step.operands[0]))
 
 
 def _zero_maker(found: Found, step: Step) -> Step | None:
@@ -139,11 +141,6 @@ def _of_zero(found: Found, maker: Step | None) -> str:
 def _place(found: Found) -> Location:
     step = found.cause.step
     return step.place if step is not None else Location()
-
-
-def _note(entries: Sequence[ScopeEntry]) -> Note | None:
-    notes = [read_note(entry.name) for entry in entries]
-    return next((note for note in reversed(notes) if isinstance(note, Note)), None)
 
 
 def _is_on_devices(found: Found) -> bool:

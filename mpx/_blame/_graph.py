@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from .._dtypes import full_precision_of
 from .._jax_compat import scan_counts
 from .._program import PrimitiveClass, properties
 from ._badness import is_number
-from ._level import Level, Step, is_apart, is_same_numbers, operands_of
+from ._level import Level, Step, is_apart, operands_of
 
 Bits = Mapping[int, np.ndarray]
 """For each value that is looked at whether it is bad, on each device."""
@@ -27,13 +28,6 @@ def is_bad(bits: Bits, value: int) -> bool:
     """Whether a value is known to be bad, on any device."""
     found = bits.get(value)
     return found is not None and bool(found.any())
-
-
-def same_value(level: Level, value: int) -> int:
-    """The first value that holds the same numbers."""
-    while (step := level.maker(value)) is not None and is_same_numbers(step):
-        value = step.operands[step.results.index(value)]
-    return value
 
 
 def all_values(level: Level) -> list[int]:
@@ -100,7 +94,7 @@ def values_around(level: Level, steps: Iterable[int]) -> list[int]:
 
 
 def _distinct(level: Level, values: Iterable[int]) -> list[int]:
-    values = dict.fromkeys(same_value(level, v) for v in values)
+    values = dict.fromkeys(level.source(v) for v in values)
     return [v for v in values if is_number(level.aval(v))]
 
 
@@ -144,7 +138,7 @@ def _region(level: Level, bits: Bits, end: int) -> tuple[set[int], list[int]]:
         seen.add(value)
         region.add(number)
         for operand in operands_of(level.steps[number], value):
-            operand = same_value(level, operand)
+            operand = level.source(operand)
             if operand not in bits:
                 todo.append(operand)
             elif is_bad(bits, operand):
@@ -162,7 +156,7 @@ def roots(level: Level, bits: Bits, ends: Iterable[int]) -> list[int]:
     for number in range(len(level.steps) - 1, -1, -1):
         step = level.steps[number]
         bad = [v for v in step.results if v in live and is_bad(bits, v)]
-        reached = {same_value(level, v) for r in bad for v in operands_of(step, r)}
+        reached = {level.source(v) for r in bad for v in operands_of(step, r)}
         reached = {v for v in reached if is_bad(bits, v)}
         live |= reached
         if bad and not reached:
@@ -218,7 +212,9 @@ def bad_constants(level: Level) -> list[int]:
     """The constants that are not finite."""
     found = []
     for number, array in level.constants.items():
-        is_numeric = is_number(level.aval(number)) and jnp.size(array)
-        if is_numeric and not np.all(np.isfinite(np.asarray(array, np.float32))):
-            found.append(number)
+        aval = level.aval(number)
+        if is_number(aval) and jnp.size(array):
+            wide = np.asarray(array, full_precision_of(aval.dtype))
+            if not np.all(np.isfinite(wide)):
+                found.append(number)
     return found

@@ -55,6 +55,25 @@ class Step:
         return self.equation.primitive.name
 
 
+def is_apart(step: Step) -> bool:
+    """Whether each result is an operand that the compiler cannot see through."""
+    return step.is_barrier or step.primitive == "optimization_barrier"
+
+
+def operands_of(step: Step, result: int) -> tuple[int, ...]:
+    """The operands that a result depends on."""
+    if is_apart(step):
+        return (step.operands[step.results.index(result)],)
+    return step.operands
+
+
+def is_same_numbers(step: Step) -> bool:
+    """Whether each result holds the numbers of one operand, and nothing else."""
+    known = properties(step.primitive)
+    is_one = len(step.operands) == 1 and len(step.results) == 1
+    return is_apart(step) or (known.moves and not known.reads_part and is_one)
+
+
 class Level:
     """A program whose calls are opened.
 
@@ -92,7 +111,7 @@ class Level:
         jaxpr = open_jaxpr(program)
         self.inputs = [self._new(aval_of(v)) for v in jaxpr.invars]
         self.outputs = self._open(jaxpr, consts, self.inputs, place)
-        self.steps = _used(self.steps, self.outputs)
+        self.steps = _extended(self.steps, set(self.outputs))
         self.makers = {
             value: number
             for number, step in enumerate(self.steps)
@@ -113,6 +132,19 @@ class Level:
         number = self.makers.get(value)
         return None if number is None else self.steps[number]
 
+    def source(
+        self, value: int, passes: Callable[[Step], bool] = is_same_numbers
+    ) -> int:
+        """The first value before operations that hand on what they are given.
+
+        Args:
+            value: A value.
+            passes: Which operations do; by default those that give the same numbers.
+        """
+        while (step := self.maker(value)) is not None and passes(step):
+            value = operands_of(step, value)[0]
+        return value
+
     def entered(self, step: Step, sub: SubJaxpr) -> "Level":
         """The level of a program that an operation of this one holds."""
         needed = [i is None or step.results[i] in self.forward for i in sub.results]
@@ -128,9 +160,7 @@ class Level:
         """The values that these outputs depend on."""
         new = live = {self.outputs[i] for i in outputs}
         while new:
-            for step in reversed(self.steps):
-                for result in live.intersection(step.results):
-                    live.update(operands_of(step, result))
+            _extended(self.steps, live)
             backs = (self.outputs[o] for o, i in carried if self.inputs[i] in live)
             new = set(backs) - live
             live |= new
@@ -165,7 +195,7 @@ class Level:
             if is_opened(equation):
                 (sub,) = sub_jaxprs(equation)
                 inner = place.enter(equation, sub)
-                if _begins_apart(equation):
+                if np.any(equation.params.get("prevent_cse", False)):
                     operands = self._barrier(equation, inner, operands)
                 inside = program_of(equation)
                 held = getattr(inside, "consts", ())
@@ -193,39 +223,15 @@ def is_opened(equation: JaxprEqn) -> bool:
     return bool(known.program) and known.runs_once and name not in _CLOSED
 
 
-def _begins_apart(equation: JaxprEqn) -> bool:
-    return bool(np.any(equation.params.get("prevent_cse", False)))
-
-
-def _used(steps: list[Step], outputs: Sequence[int]) -> list[Step]:
-    """The operations that the outputs depend on."""
-    live, found = set(outputs), []
+def _extended(steps: Sequence[Step], live: set[int]) -> list[Step]:
+    """Adds to values all that they depend on; the operations that make them."""
+    found = []
     for step in reversed(steps):
-        if live.isdisjoint(step.results):
-            continue
-        found.append(step)
-        for result in live.intersection(step.results):
-            live.update(operands_of(step, result))
+        if not live.isdisjoint(step.results):
+            found.append(step)
+            for result in live.intersection(step.results):
+                live.update(operands_of(step, result))
     return found[::-1]
-
-
-def is_apart(step: Step) -> bool:
-    """Whether each result is an operand that the compiler cannot see through."""
-    return step.is_barrier or step.primitive == "optimization_barrier"
-
-
-def operands_of(step: Step, result: int) -> tuple[int, ...]:
-    """The operands that a result depends on."""
-    if is_apart(step):
-        return (step.operands[step.results.index(result)],)
-    return step.operands
-
-
-def is_same_numbers(step: Step) -> bool:
-    """Whether each result holds the numbers of one operand, and nothing else."""
-    known = properties(step.primitive)
-    is_one = len(step.operands) == 1 and len(step.results) == 1
-    return is_apart(step) or (known.moves and not known.reads_part and is_one)
 
 
 def run_level(

@@ -1,6 +1,5 @@
 """Where the levels of a program run: on all devices as one, or on each on its own."""
 
-import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,17 +25,21 @@ Run = Callable[[PyTree, Sequence[AnyArray]], tuple[PyTree, list[AnyArray]]]
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 
 
-class Machine(abc.ABC):
-    """Compiles programs of a level, as `options` tell the compiler.
+class Machine:
+    """Compiles programs of a level: one program for all devices.
 
     A program takes control values, which are small and everywhere the same, and the
     inputs of a level. It returns what is read on the host, a tree of arrays, and a list
     of arrays that stay where they are.
+
+    Attributes:
+        options: What the compiler is told.
     """
 
-    options: dict[str, bool]
+    def __init__(self, options: dict[str, bool]) -> None:
+        """Compiles nothing yet."""
+        self.options = options
 
-    @abc.abstractmethod
     def compiled(self, program: Callable[..., PyTree], types: Sequence[Aval]) -> Run:
         """A compiled program.
 
@@ -48,21 +51,6 @@ class Machine(abc.ABC):
             A function of `control, inputs` that returns the same, the small arrays as
             those of NumPy with one more axis in front, of devices.
         """
-
-
-class Whole(Machine):
-    """One program for all devices.
-
-    Attributes:
-        options: What the compiler is told.
-    """
-
-    def __init__(self, options: dict[str, bool]) -> None:
-        """Compiles nothing yet."""
-        self.options = options
-
-    def compiled(self, program: Callable[..., PyTree], types: Sequence[Aval]) -> Run:
-        """See `Machine.compiled`."""
         return _compiled(program, lambda x: np.asarray(x)[None], self.options)
 
 
@@ -75,10 +63,10 @@ class EachDevice(Machine):
 
     def __init__(self, equation: JaxprEqn, options: dict[str, bool]) -> None:
         """Reads how the equation shares its program out."""
-        params, self.options = equation.params, options
-        self._params = params
-        self._axes = shard_map_axes(params)
-        self._checks = params.get("check_vma", False)
+        super().__init__(options)
+        self._params = equation.params
+        self._axes = shard_map_axes(equation.params)
+        self._checks = equation.params.get("check_vma", False)
 
     def _shared_out(
         self, func: Callable[..., PyTree], in_specs: PyTree

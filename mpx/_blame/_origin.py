@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
 from .._program import PrimitiveClass, properties
+from ._badness import is_number
 from ._descend import Found, Within
 from ._level import Level, Step, operands_of
 
@@ -30,12 +29,7 @@ def input_of(found: Found) -> int | None:
 
 def _input_of(level: Level, value: int, way: Sequence[Within]) -> int | None:
     """The input of the whole program whose numbers a value holds."""
-    while (step := level.maker(value)) is not None:
-        known = properties(step.primitive)
-        is_cast = known.kind is PrimitiveClass.CONVERT
-        if not (step.is_barrier or known.moves or is_cast):
-            return None
-        value = operands_of(step, value)[0]
+    value = level.source(value, _is_moved)
     if value not in level.inputs:
         return None
     index = level.inputs.index(value)
@@ -46,6 +40,12 @@ def _input_of(level: Level, value: int, way: Sequence[Within]) -> int | None:
     if operand is None:
         return None
     return _input_of(last.level, last.step.operands[operand], outer)
+
+
+def _is_moved(step: Step) -> bool:
+    """Whether an operation moves or casts its first operand."""
+    known = properties(step.primitive)
+    return step.is_barrier or known.moves or known.kind is PrimitiveClass.CONVERT
 
 
 def gradient_of(found: Found) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ def _ends_of(
         ends |= {i for i, v in enumerate(level.outputs) if v == value}
         for number in level.users.get(value, ()):
             step = level.steps[number]
-            if not any(_is_float(level, v) for v in step.results):
+            if not any(is_number(level.aval(v)) for v in step.results):
                 continue  # a check
             if not _is_elementwise(step):
                 return None
@@ -86,11 +86,6 @@ def _ends_of(
     # What a loop carries is summed on in its turns: it comes in as it went out.
     results = [last.step.results[i] for i in places if i is not None]
     return _ends_of(last.level, results, outer)
-
-
-def _is_float(level: Level, value: int) -> bool:
-    dtype = getattr(level.aval(value), "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _is_elementwise(step: Step) -> bool:

@@ -3,7 +3,7 @@
 import html
 
 from .._inspect import share_text, short_type
-from .._report_files import document, framed
+from .._report_files import document
 from ._badness import Range
 from ._report import Content, Culprit
 from ._text import details, head, ranges, rows_text, titles
@@ -21,11 +21,6 @@ def page(report: Content) -> str:
         advice=_advice(report),
         culprits="\n".join(_section(title, culprit) for title, culprit in pairs),
     )
-
-
-def frame(report: Content) -> str:
-    """The page in a frame, for a notebook."""
-    return framed(page(report), report.name, height=480)
 
 
 def _advice(report: Content) -> str:

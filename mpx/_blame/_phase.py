@@ -14,7 +14,7 @@ from .._inspect import phase
 from .._program import PrimitiveClass, properties, scopes, sub_jaxprs
 from ._descend import Found
 from ._graph import is_composite
-from ._level import Level, Step, is_same_numbers, operands_of
+from ._level import Level, Step, is_same_numbers
 
 
 def phase_of(found: Found) -> str:
@@ -55,7 +55,7 @@ def _is_same(a: Level, step_a: Step, b: Level, step_b: Step) -> bool:
     todo = list(zip(step_a.operands, step_b.operands, strict=True))
     while todo:
         x, y = todo.pop()
-        x, y = _source(a, x), _source(b, y)
+        x, y = a.source(x, _is_copied), b.source(y, _is_copied)
         if (x, y) in seen:
             continue
         seen.add((x, y))
@@ -74,14 +74,10 @@ def _is_same(a: Level, step_a: Step, b: Level, step_b: Step) -> bool:
     return True
 
 
-def _source(level: Level, value: int) -> int:
-    """The value before copies and casts: what is computed again begins with a cast."""
-    while (step := level.maker(value)) is not None:
-        is_cast = properties(step.primitive).kind is PrimitiveClass.CONVERT
-        if not is_cast and not is_same_numbers(step):
-            break
-        value = operands_of(step, value)[0]
-    return value
+def _is_copied(step: Step) -> bool:
+    """Copies and casts: what is computed again begins with a cast."""
+    is_cast = properties(step.primitive).kind is PrimitiveClass.CONVERT
+    return is_cast or is_same_numbers(step)
 
 
 def _may_be_equal(x: object, y: object) -> bool:

@@ -22,7 +22,7 @@ from .._typing import AnyArray
 from ._badness import badness_of
 from ._descend import Found, descended
 from ._level import Level
-from ._machine import AS_WRITTEN, Whole
+from ._machine import AS_WRITTEN, Machine
 
 LOSS = "the loss"
 
@@ -45,16 +45,13 @@ class Replay:
     paths: tuple[KeyPath, ...]
     places: tuple[str, ...]
 
-    def bad_places(self, above: float | None = None) -> frozenset[int]:
+    def bad_places(self) -> frozenset[int]:
         """The results that are bad, as one compiled program shows it."""
-        return frozenset(int(i) for i in np.flatnonzero(self.bits(self.inputs, above)))
+        return frozenset(int(i) for i in np.flatnonzero(self.bits(self.inputs)))
 
-    def bits(
-        self, inputs: Sequence[AnyArray], above: float | None = None
-    ) -> np.ndarray:
+    def bits(self, inputs: Sequence[AnyArray]) -> np.ndarray:
         """For each result whether it is bad, with these inputs."""
-        limit = np.float32(np.finfo(np.float32).max if above is None else above)
-        return np.asarray(self._compiled(limit, *inputs))
+        return np.asarray(self._compiled(*inputs))
 
     def bits_with(self, args: PyTree, kwargs: PyTree) -> np.ndarray:
         """The same, of other arguments with the same types."""
@@ -66,8 +63,8 @@ class Replay:
         program = jaxpr_as_fun(self.jaxpr)
 
         @jax.jit
-        def bits(limit: AnyArray, *inputs: AnyArray) -> AnyArray:
-            return jnp.stack([badness_of(x, limit) for x in program(*inputs)])
+        def bits(*inputs: AnyArray) -> AnyArray:
+            return jnp.stack([badness_of(x) for x in program(*inputs)])
 
         return bits
 
@@ -77,7 +74,7 @@ class Replay:
         level = Level(self.jaxpr, self.jaxpr.consts, Location(), of_loss=(0,))
         # What is bad only because XLA leaves casts out is bad in no other program.
         for options in (AS_WRITTEN, {}):
-            found = descended(Whole(options), level, self.inputs, concern, above)
+            found = descended(Machine(options), level, self.inputs, concern, above)
             if found:
                 return found
         return []

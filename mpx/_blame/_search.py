@@ -26,7 +26,6 @@ from ._graph import (
     parts,
     regions,
     roots,
-    same_value,
     stored_values,
     values_around,
 )
@@ -73,20 +72,14 @@ class Cause:
     zeros: dict[int, float]
 
 
+@dataclasses.dataclass(frozen=True)
 class Search:
     """A level on a machine, with inputs; `above` is as in `badness_of`."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        level: Level,
-        inputs: Sequence[AnyArray],
-        above: float | None,
-    ) -> None:
-        """Compiles nothing yet."""
-        self.machine, self.level = machine, level
-        self.inputs, self.above = list(inputs), above
-        self._types = [level.aval(value) for value in level.inputs]
+    machine: Machine
+    level: Level
+    inputs: Sequence[AnyArray]
+    above: float | None
 
     def causes(self, concern: Concern) -> list[Cause]:
         """The operations that made what is bad in the outputs, the first one first.
@@ -94,7 +87,7 @@ class Search:
         Empty where a run of the level does not show it.
         """
         level = self.level
-        ends = [same_value(level, level.outputs[i]) for i in sorted(concern)]
+        ends = [level.source(level.outputs[i]) for i in sorted(concern)]
         watch, sites = stored_values(level), bad_constants(level)
         if self.above is not None:  # it need not reach a result
             watch = all_values(level)
@@ -112,12 +105,12 @@ class Search:
             # With a limit all that is bad is told, so nothing is cured.
             cures = ~cures
             held = [v for v in level.constants if is_bad(bits, v)]
-            sources = self._held(held, inputs)[:_NAMED]
+            sources = self._held([*held, *inputs])[:_NAMED]
         elif cures.size:
             before, bits = bits, run(cures).bits
             mended = [v for v in ends if is_bad(before, v) and not is_bad(bits, v)]
             if mended:
-                sources = self._sources(run, sites, inputs, mended)
+                sources = self._sources(run, [*sites, *inputs], mended)
             if not _any_bad(bits, ends):
                 return sources
         operations = self._operations([*sites, *inputs], cures, bits, ends)
@@ -126,31 +119,26 @@ class Search:
     def _sources(
         self,
         run: "Callable[[np.ndarray], _Seen]",
-        constants: list[int],
-        inputs: list[int],
+        sites: list[int],
         ends: list[int],
     ) -> list[Cause]:
         """Which inputs and constants are the cause, all of whose cures is the cure."""
-        sites = [*constants, *inputs]
         found = []
         for i, site in enumerate(sites[:_TRIED]):
             switches = np.ones(len(sites), bool)
             switches[i] = False
             if _any_bad(run(switches).bits, ends):
                 found.append(site)
-        named = (found or sites)[:_NAMED]
-        return self._held([v for v in named if v in constants], named)
+        return self._held((found or sites)[:_NAMED])
 
-    def _held(self, constants: list[int], values: list[int]) -> list[Cause]:
-        """Causes that no operation made: constants, and inputs among the others."""
+    def _held(self, named: list[int]) -> list[Cause]:
+        """Causes that no operation made: constants and inputs."""
         causes, level = [], self.level
-        named = list(dict.fromkeys([*constants, *values]))
         measure = [site for site in named if _is_measured(level.aval(site))]
         sizes = self._compiled((), (), measure)(np.zeros(0, bool)).sizes
         for site in named:
-            users = self.level.users.get(site, [])
-            is_constant = site in constants
-            step = level.steps[users[0]] if is_constant and users else None
+            users = level.users.get(site, []) if site in level.constants else []
+            step = level.steps[users[0]] if users else None
             held = _ranges(level, [site], sizes, ())
             causes.append(Cause(level, step, site, frozenset(), (), (), held, (), {}))
         return causes
@@ -191,7 +179,7 @@ class Search:
             seen = self._looked_into(sites, cures, part, known)
             # What is bad comes out by what the operations make.
             made = [v for number in part for v in level.steps[number].results]
-            chosen = roots(level, seen.bits, [same_value(level, v) for v in made])
+            chosen = roots(level, seen.bits, [level.source(v) for v in made])
             if chosen:
                 return chosen[:_TRIED], seen
             known.update(seen.bits)
@@ -307,7 +295,8 @@ class Search:
             )
             return small, [kept[n] for n in keep]
 
-        compiled = self.machine.compiled(program, self._types)
+        types = [level.aval(value) for value in level.inputs]
+        compiled = self.machine.compiled(program, types)
 
         def run(switches: np.ndarray) -> _Seen:
             (bits, sizes), kept = compiled(switches, self.inputs)

@@ -144,15 +144,13 @@ def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
     made = settings_of(step.func)
     half = made.dtype if made is not None else None
     if made is None and step.options.use_mixed_precision:
-        policy = step.options.policy
-        automatic = autocast(step.func, _dtype(policy))
-        if _is_good(step.cast_by(automatic)):
+        half = _dtype(step.options.policy)
+        if _is_good(step.cast_by(autocast(step.func, half))):
             return (
-                f"`mpx.autocast(loss, {_name(_dtype(policy))})` computes it without "
+                f"`mpx.autocast(loss, jnp.{half.name})` computes it without "
                 "that: it chooses float32 where half precision is not enough. By hand: "
                 f"`mpx.force_full_precision` around the operation{where}."
             )
-        half = _dtype(policy)
     if half == np.float16:
         wide = jnp.bfloat16
         inner, _ = unwrapped(step.func)
@@ -169,10 +167,6 @@ def _dtype(policy: Policy | str | None) -> np.dtype:
         policy = get_policy(policy)
     given = half_precision_datatype() if policy is None else policy.compute_dtype
     return np.dtype(given)
-
-
-def _name(dtype: np.dtype) -> str:
-    return f"jnp.{np.dtype(dtype).name}"
 
 
 def _is_good(step: StepOf) -> bool:

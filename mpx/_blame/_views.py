@@ -6,8 +6,8 @@ import math
 import os
 from typing import Any
 
-from .._report_files import save_as
-from ._page import frame, page
+from .._report_files import framed, save_as
+from ._page import page
 from ._report import Content, Culprit
 from ._text import rule_text, text_of
 
@@ -52,7 +52,7 @@ class BlameReport(Content):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page, in a frame of its own."""
-        return frame(self)
+        return framed(page(self), self.name, height=480)
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ._hlo import Instruction
 from ._operations import (
     Operation,
     collectives,
@@ -51,10 +52,7 @@ def check_memory(claim: str, program: Program, limit: int) -> Violation | None:
         return None
     found = f"at most {limit:,} bytes expected; got {bytes_of:,}."
     if claim == "arguments_at_most":
-        leaves = [
-            Operation(f"`{x.op_name}`", (), x.results, "", "")
-            for x in program.compiled_module.parameters.values()
-        ]
+        leaves = [_argument(x) for x in program.compiled_module.parameters.values()]
         leaves.sort(key=lambda x: sum(a.bits for a in x.results), reverse=True)
         return Violation(claim, f"{found} The largest:", tuple(leaves[:5]))
     largest = tuple(largest_results(program.compiled_module, 5))
@@ -96,13 +94,11 @@ def check_product_calls(
         found = "there is no product in the compiled program to speak of."
         return Violation("product_calls", found)
     wrong = [x for x in every if not _matches(x.kind, patterns)]
-    if not wrong:
-        return None
-    return Violation(
+    return _unless_empty(
         "product_calls",
         f"every product a call of {_either(patterns)} expected; {len(wrong)} of "
         f"{len(every)} are not:",
-        tuple(wrong),
+        wrong,
     )
 
 
@@ -121,13 +117,11 @@ def check_collectives(
         and not allowed[x.kind].issuperset(one.dtypes)
         and not except_in(one)
     ]
-    if not wrong:
-        return None
     rules = "; ".join(
         f"{kind} of {_either(dtypes) if dtypes else 'nothing'}"
         for kind, dtypes in allowed.items()
     )
-    return Violation("collectives", f"only {rules} expected; got", tuple(wrong))
+    return _unless_empty("collectives", f"only {rules} expected; got", wrong)
 
 
 def check_required_calls(program: Program, patterns: Sequence[str]) -> Violation | None:
@@ -148,19 +142,15 @@ def check_forbidden_calls(
 ) -> Violation | None:
     """No pattern is called."""
     calls = custom_calls(program.compiled_module)
-    wrong = tuple(x for x in calls if _matches(x.kind, patterns))
-    if not wrong:
-        return None
+    wrong = [x for x in calls if _matches(x.kind, patterns)]
     found = f"no call of {_either(patterns)} expected; got"
-    return Violation("forbidden_calls", found, wrong)
+    return _unless_empty("forbidden_calls", found, wrong)
 
 
 def check_host_callbacks(program: Program) -> Violation | None:
     """Nothing calls the host's Python."""
-    wrong = tuple(host_transfers(program.compiled_module))
-    if not wrong:
-        return None
-    return Violation("host_callbacks", "none expected; got", wrong)
+    wrong = host_transfers(program.compiled_module)
+    return _unless_empty("host_callbacks", "none expected; got", wrong)
 
 
 def check_donation(program: Program) -> Violation | None:
@@ -182,18 +172,12 @@ def check_donation(program: Program) -> Violation | None:
             f"{expected}; got {len(aliased)}: {names}. Arrays among the arguments that "
             f"the program does not use: {len(leaves) - len(parameters)}.",
         )
-    wrong = [i for i in donated if i not in aliased]
-    if not wrong:
-        return None
-    operations = (
-        Operation(f"`{parameters[i].op_name}`", (), parameters[i].results, "", "")
-        for i in wrong
-    )
-    return Violation(
+    wrong = [_argument(parameters[i]) for i in donated if i not in aliased]
+    return _unless_empty(
         "donated_are_aliased",
         f"{expected}; {len(wrong)} hold none (a result needs the shape, the dtype and "
         "the sharding of the argument):",
-        tuple(operations),
+        wrong,
     )
 
 
@@ -205,6 +189,17 @@ def scope_predicate(
         return lambda operation: bool(value(operation))
     scopes = (value,) if isinstance(value, str) else tuple(value)
     return lambda operation: any(operation.is_within(scope) for scope in scopes)
+
+
+def _unless_empty(
+    claim: str, found: str, wrong: Sequence[Operation]
+) -> Violation | None:
+    return Violation(claim, found, tuple(wrong)) if wrong else None
+
+
+def _argument(parameter: Instruction) -> Operation:
+    """An argument of the program, as an error shows it."""
+    return Operation(f"`{parameter.op_name}`", (), parameter.results, "", "")
 
 
 def _matches(target: str, patterns: Iterable[str]) -> bool:

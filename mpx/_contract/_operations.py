@@ -2,9 +2,10 @@
 
 import dataclasses
 import fnmatch
+import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ._hlo import ArrayType, Instruction, Module
 
@@ -150,6 +151,14 @@ def _depth(instruction: Instruction, operands: tuple[ArrayType, ...]) -> int:
     return math.prod(left[int(i)] for i in contracted.split(",") if i)
 
 
+# What instructions run, by the names of the attributes.
+_BODIES = {
+    "while": ("body",),
+    "call": ("to_apply",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+}
+
+
 def _run(
     module: Module, name: str, times: int, prefix: str
 ) -> Iterator[tuple[Instruction, dict[str, Instruction], int, str]]:
@@ -158,18 +167,11 @@ def _run(
     names = {instruction.name: instruction for instruction in body}
     for instruction in body:
         yield instruction, names, times, prefix
-        inner = _full_name(instruction, prefix)
-        if instruction.opcode == "while":
-            trips = _trips(module, instruction)
-            for called in instruction.called("body"):
-                yield from _run(module, called, times * trips, inner)
-        elif instruction.opcode == "call":
-            for called in instruction.called("to_apply"):
-                yield from _run(module, called, times, inner)
-        elif instruction.opcode == "conditional":
-            for key in ("branch_computations", "true_computation", "false_computation"):
-                for called in instruction.called(key):
-                    yield from _run(module, called, times, inner)
+        keys = _BODIES.get(instruction.opcode, ())
+        runs = _trips(module, instruction) if instruction.opcode == "while" else 1
+        for called in itertools.chain.from_iterable(map(instruction.called, keys)):
+            inner = _full_name(instruction, prefix)
+            yield from _run(module, called, times * runs, inner)
 
 
 def _trips(module: Module, loop: Instruction) -> int:
@@ -207,9 +209,7 @@ def collectives(module: Module) -> list[Operation]:
             continue
         if home.startswith("all-reduce-scatter"):  # how a TPU's compiler writes it
             kind = "reduce-scatter"
-        given = [names[x].results for x in instruction.operands if x in names]
-        arrays = tuple(array for results in given for array in results)
-        arrays = arrays or instruction.results
+        arrays = _operands(instruction, names) or instruction.results
         arrays = tuple(array for array in arrays if math.prod(array.shape) > 1)
         if arrays:
             found.append(_plain(module, home, instruction, kind, arrays))
@@ -218,40 +218,43 @@ def collectives(module: Module) -> list[Operation]:
 
 def custom_calls(module: Module) -> list[Operation]:
     """The calls of libraries and kernels in an optimized program."""
-    return [
-        _plain(
-            module, home, instruction, instruction.target, _operands(instruction, names)
-        )
-        for home, instruction, names in _everything(module)
-        if instruction.opcode == "custom-call"
-    ]
+    return _of_kinds(module, lambda x: x.target * (x.opcode == "custom-call"))
 
 
 def compiled_products(module: Module) -> list[Operation]:
     """What an optimized program computes products with: calls, or instructions."""
-    found = []
-    for home, instruction, names in _everything(module):
+
+    def kind(instruction: Instruction) -> str:
         is_call = _PRODUCT_CALL.match(instruction.target) is not None
-        if is_call or instruction.opcode in _PRODUCTS:
-            kind = instruction.target or instruction.opcode
-            operands = _operands(instruction, names)[:2]
-            found.append(_plain(module, home, instruction, kind, operands))
-    return found
+        is_product = is_call or instruction.opcode in _PRODUCTS
+        return (instruction.target or instruction.opcode) * is_product
+
+    found = _of_kinds(module, kind)
+    return [dataclasses.replace(x, operands=x.operands[:2]) for x in found]
 
 
 def host_transfers(module: Module) -> list[Operation]:
     """Where an optimized program waits for, or talks to, the host's Python."""
-    found = []
-    for home, instruction, names in _everything(module):
+
+    def kind(instruction: Instruction) -> str:
         is_transfer = instruction.opcode in _TRANSFERS and (
             instruction.opcode.endswith("feed")
             or "is_host_transfer=true" in instruction.line
         )
         if is_transfer or _HOST.search(instruction.target):
-            kind = instruction.target or instruction.opcode
-            operands = _operands(instruction, names)
-            found.append(_plain(module, home, instruction, kind, operands))
-    return found
+            return instruction.target or instruction.opcode
+        return ""
+
+    return _of_kinds(module, kind)
+
+
+def _of_kinds(module: Module, kind: Callable[[Instruction], str]) -> list[Operation]:
+    """The operations of an optimized program that have a kind, not the empty text."""
+    return [
+        _plain(module, home, instruction, name, _operands(instruction, names))
+        for home, instruction, names in _everything(module)
+        if (name := kind(instruction))
+    ]
 
 
 def largest_results(module: Module, count: int) -> list[Operation]:
@@ -268,11 +271,8 @@ def largest_results(module: Module, count: int) -> list[Operation]:
         for instruction in body
         if instruction.opcode not in free
     ]
-    return sorted(found, key=_bits, reverse=True)[:count]
-
-
-def _bits(operation: Operation) -> int:
-    return sum(array.bits for array in operation.results)
+    found.sort(key=lambda x: sum(array.bits for array in x.results), reverse=True)
+    return found[:count]
 
 
 def _everything(

@@ -16,17 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from .._cast import cast_leaf
-from .._dtypes import full_precision_of
+from .._dtypes import full_precision_of, is_half
 from .._jax_compat import as_varying, manual_axes, varied_axes, varying_axes
 from .._program import NoFlow, walk
 from .._typing import AnyArray
-
-_HALF = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
 
 def axes_of_half_sums(
@@ -93,4 +89,4 @@ def summed(grads: PyTree, cast: PyTree, axes: frozenset[str]) -> PyTree:
 
 def _is_half(x: Any) -> bool:
     """Whether an array, or what stands for one in a program, is half precision."""
-    return hasattr(x, "dtype") and x.dtype in _HALF
+    return hasattr(x, "dtype") and is_half(x.dtype)

@@ -8,6 +8,7 @@ from ._report import (
 )
 from ._source_text import (
     function_path as function_path,
+    innermost_note as innermost_note,
     line_text as line_text,
     phase as phase,
     scope_path as scope_path,

@@ -205,16 +205,6 @@ def _attention(equation: JaxprEqn, products: int) -> int:
     return 2 * products * _size(query) * keys
 
 
-def _attention_forward(equation: JaxprEqn) -> int:
-    """The scores, and what they select."""
-    return _attention(equation, 2)
-
-
-def _attention_backward(equation: JaxprEqn) -> int:
-    """The scores again, and a gradient of each of four factors."""
-    return _attention(equation, 5)
-
-
 def _convolution(equation: JaxprEqn) -> int:
     params = equation.params
     lhs, rhs, result = _matrices(equation)
@@ -291,10 +281,6 @@ def _reflectors(equation: JaxprEqn) -> int:
     return round(batch * 2 * k**2 * (max(m, n) - k / 3))
 
 
-def _qr(equation: JaxprEqn) -> int:
-    return 2 * _reflectors(equation)
-
-
 def _triangular_solve(equation: JaxprEqn) -> int:
     batch, n, _ = _matrix_sizes(equation)
     right = aval_of(equation.invars[1])
@@ -318,12 +304,8 @@ def _pallas(equation: JaxprEqn) -> int | None:
     return math.prod(grid) * sum(one or 0 for one in counts)
 
 
-def _nothing(equation: JaxprEqn) -> int:
-    return 0
-
-
 _COUNTS: dict[Flops, Callable[[JaxprEqn], int | None]] = {
-    Flops.ZERO: _nothing,
+    Flops.ZERO: lambda equation: 0,
     Flops.ELEMENTWISE: _elementwise,
     Flops.REDUCTION: _reduction,
     Flops.PER_OPERAND_ELEMENT: _per_operand_element,
@@ -335,12 +317,14 @@ _COUNTS: dict[Flops, Callable[[JaxprEqn], int | None]] = {
     Flops.RAGGED_DOT: _ragged_dot,
     Flops.LAST_AXIS_PRODUCT: _last_axis_product,
     Flops.CONVOLUTION: _convolution,
-    Flops.ATTENTION_FORWARD: _attention_forward,
-    Flops.ATTENTION_BACKWARD: _attention_backward,
+    # The scores, and what they select.
+    Flops.ATTENTION_FORWARD: functools.partial(_attention, products=2),
+    # The scores again, and a gradient of each of four factors.
+    Flops.ATTENTION_BACKWARD: functools.partial(_attention, products=5),
     Flops.FFT: _fft,
     Flops.CHOLESKY: _cholesky,
     Flops.LU: _lu,
-    Flops.QR: _qr,
+    Flops.QR: lambda equation: 2 * _reflectors(equation),
     Flops.REFLECTORS: _reflectors,
     Flops.TRIANGULAR_SOLVE: _triangular_solve,
     Flops.PALLAS: _pallas,

@@ -28,6 +28,7 @@ from .._recipe_state import first_step
 from .._rules import Precision
 from .._settings import read_weights, unwrapped, weights_in_call, weights_of
 from .._typing import Aval, DTypeLike
+from .._wraps import name_of
 from ._costs import bytes_moved, flops
 from ._facts import (
     Fact,
@@ -49,7 +50,14 @@ from ._precision import (
 )
 from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, totals_of
 from ._residuals import residual_bytes
-from ._source_text import function_path, line_text, phase, scope_path, stack_text
+from ._source_text import (
+    function_path,
+    innermost_note,
+    line_text,
+    phase,
+    scope_path,
+    stack_text,
+)
 from ._trace import Traced, trace, trace_gradient
 from ._unscaled import FINDING as UNSCALED, unscaled_gradient
 from ._views import Report
@@ -135,7 +143,7 @@ def explain(
                 traced = trace(inside, args, kwargs, around, positions)
             visits, operations = _operations(traced)
             return Report(
-                name=_name(inside),
+                name=name_of(inside),
                 operations=operations,
                 totals=totals_of(operations, *_residuals(traced)),
                 unused_rules=tuple(unused_rules),
@@ -143,10 +151,6 @@ def explain(
             )
 
     return report
-
-
-def _name(func: object) -> str:
-    return getattr(func, "__name__", None) or type(func).__name__
 
 
 def _residuals(traced: Traced) -> tuple[int | None, str]:
@@ -233,7 +237,7 @@ def _is_for_others(visit: Visit[Fact]) -> bool:
     operation = _fused(visit)
     if operation is not None:
         return is_other == (operation.platform is not None)
-    note = _note(visit) if is_other else None
+    note = innermost_note(visit.scopes) if is_other else None
     return note is not None and note.precision == Precision.LOW.value
 
 
@@ -263,7 +267,7 @@ def _operation(
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
     precision = precision_of(equation)
-    note = _note(visit)
+    note = innermost_note(entries)
     rule, reason = _decision(visit, flow, note)
     finding = _finding(visit, flow, precision) if is_mixed and note is None else ""
     if note is not None and not note.is_switched_off and is_product(equation):
@@ -313,12 +317,6 @@ def _type(aval: Aval) -> str:
 
 
 # --- Why -----------------------------------------------------------------------------
-
-
-def _note(visit: Visit[Fact]) -> Note | None:
-    """What autocast noted on an operation; the last word where several did."""
-    notes = [read_note(entry.name) for entry in visit.scopes]
-    return next((n for n in reversed(notes) if isinstance(n, Note)), None)
 
 
 # What loses digits or range where the program itself computes it in half precision.

@@ -8,7 +8,7 @@ import dataclasses
 import importlib.resources
 import json
 
-from .._report_files import document, framed
+from .._report_files import document
 from ._report import Content, Operation
 from ._table import headline, island_lines, notes
 
@@ -29,11 +29,6 @@ def page(report: Content) -> str:
         script=script.read_text(encoding="utf-8"),
         data=_embedded(data_of(report)),
     )
-
-
-def frame(report: Content) -> str:
-    """The page in a frame, for a notebook."""
-    return framed(page(report), report.name, height=720)
 
 
 def data_of(report: Content) -> dict[str, object]:

@@ -9,13 +9,11 @@ so the lengths of scans are in. Of programs one after the other (the micro-batch
 accumulation are one program, run again and again) the largest counts.
 """
 
-from collections.abc import Sequence
-
 from jax.extend import core
 from jax.extend.core import JaxprEqn, Var
 
 from .._jax_compat import open_jaxpr
-from .._program import ScopeEntry, SubJaxpr, aval_of, scopes, sub_jaxprs
+from .._program import aval_of, scopes, sub_jaxprs
 from .._typing import Program
 from ._costs import bytes_of
 from ._source_text import phase
@@ -23,22 +21,18 @@ from ._source_text import phase
 
 def residual_bytes(jaxpr: Program) -> int | None:
     """The bytes that a program keeps for its backward pass; None if it has none."""
-    found = _crossing(open_jaxpr(jaxpr))
-    return found
-
-
-def _crossing(jaxpr: Program) -> int | None:
     made: set[Var] = set()
     kept: set[Var] = set()
     inside: list[int] = []
     has_backward = False
-    for equation in jaxpr.eqns:
-        if _is_backward(scopes(equation)):
+    for equation in open_jaxpr(jaxpr).eqns:
+        if phase(scopes(equation)) != "forward":
             has_backward = True
             kept |= {v for v in equation.invars if not isinstance(v, core.Literal)}
         else:
             made |= set(equation.outvars) - _filled(equation)
-            inside += _inside(sub_jaxprs(equation))
+            found = [residual_bytes(sub.jaxpr) for sub in sub_jaxprs(equation)]
+            inside += [count for count in found if count is not None]
     if not has_backward and not inside:
         return None
     own = sum(bytes_of(aval_of(v)) for v in made & kept)
@@ -56,12 +50,3 @@ def _filled(equation: JaxprEqn) -> set[Var]:
     inside = set[object]().union(*map(_filled, sub.jaxpr.eqns))
     pairs = zip(equation.outvars, sub.jaxpr.outvars, strict=True)
     return {outer for outer, inner in pairs if inner in inside}
-
-
-def _inside(subs: Sequence[SubJaxpr]) -> list[int]:
-    found = [_crossing(sub.jaxpr) for sub in subs]
-    return [count for count in found if count is not None]
-
-
-def _is_backward(entries: Sequence[ScopeEntry]) -> bool:
-    return phase(entries) != "forward"

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .._autocast import Note, read_note
 from .._program import DataScope, Frame, ScopeEntry
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -87,6 +88,12 @@ def phase(entries: Sequence[ScopeEntry]) -> str:
     if any(entry.is_transform and entry.name == "transpose" for entry in entries):
         return "backward"
     return "forward"
+
+
+def innermost_note(entries: Iterable[ScopeEntry]) -> Note | None:
+    """What autocast noted on an operation; the last word where several did."""
+    notes = [read_note(entry.name) for entry in entries]
+    return next((note for note in reversed(notes) if isinstance(note, Note)), None)
 
 
 def short_path(file: str) -> str:

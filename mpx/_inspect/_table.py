@@ -92,7 +92,7 @@ _REASON = 24
 def text(report: Content, limit: int | None, width: int | None) -> str:
     """The report as plain text, at most `width` wide; None for all columns."""
     shown, note = _chosen(report, limit)
-    names = _columns(width)
+    names = _HEADER if width is None or width >= _WIDE else _NARROW
     rows = [names, *(_row(line, names) for line in shown)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(names) - 1)]
     last = None
@@ -121,10 +121,6 @@ def rich_text(report: Content, limit: int | None, width: int | None) -> Any:
     for pattern, style in _STYLES:
         found.highlight_regex(pattern, style)
     return found
-
-
-def _columns(width: int | None) -> tuple[str, ...]:
-    return _HEADER if width is None or width >= _WIDE else _NARROW
 
 
 def _row(line: Line, names: Sequence[str]) -> tuple[str, ...]:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from .._report_files import save_as
-from ._page import frame, page
+from .._report_files import framed, save_as
+from ._page import page
 from ._report import Content, Island, Operation, Totals
 from ._table import rich_text, show, text
 
@@ -130,7 +130,7 @@ class Report(Content):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page, in a frame of its own."""
-        return frame(self)
+        return framed(page(self), self.name, height=720)
 
 
 def _from_dict(kind: type[Any], entry: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Refuses NNX objects, and changes of them, that cannot come out of a transform."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,21 +25,22 @@ _OUTSIDE = (
 )
 
 
+@dataclasses.dataclass
 class Checks:
-    """Refuses Variables whose changes could not come out or not be undone."""
+    """Refuses Variables whose changes could not come out or not be undone.
 
-    def __init__(self, call: str, may_come_from_outside: bool) -> None:
-        """Starts the checks of one call.
+    Attributes:
+        call: The public function to name in an error.
+        may_come_from_outside: Whether objects may come from outside of the function
+            that JAX is tracing, as long as nothing changes in them.
+        outside: A place in such an object, if there is one.
+        seen: For each Variable whether it is a weight, its place, and itself.
+    """
 
-        Args:
-            call: The public function to name in an error.
-            may_come_from_outside: Whether objects may come from outside of the
-                function that JAX is tracing, as long as nothing changes in them.
-        """
-        self.call = call
-        self.may_come_from_outside = may_come_from_outside
-        self.outside: str | None = None
-        self.seen: dict[int, tuple[bool, str, object]] = {}
+    call: str
+    may_come_from_outside: bool
+    outside: str | None = None
+    seen: dict[int, tuple[bool, str, object]] = dataclasses.field(default_factory=dict)
 
     def check(self, node: object, predicate: Callable[..., bool], name: str) -> None:
         """Looks at every Variable of an object."""

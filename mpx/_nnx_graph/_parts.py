@@ -183,8 +183,7 @@ class Parts:
         """
         from flax import nnx
 
-        objects, given = self._merged(args, kwargs, fixed, state)
-        args, kwargs = _filled((tuple(args), kwargs), objects)
+        (args, kwargs), objects, given = self._merged(args, kwargs, fixed, state)
         result = func(*args, **kwargs)
 
         leaves, tree = jax.tree.flatten(result, is_leaf=is_nnx_object)
@@ -216,8 +215,7 @@ class Parts:
         state: ModelState,
     ) -> PyTree:
         """Calls a function as `call` does, and forgets what it changed."""
-        objects, _ = self._merged(args, kwargs, fixed, state)
-        args, kwargs = _filled((tuple(args), kwargs), objects)
+        (args, kwargs), _, _ = self._merged(args, kwargs, fixed, state)
         return func(*args, **kwargs)
 
     def _merged(
@@ -226,8 +224,8 @@ class Parts:
         kwargs: PyTree,
         fixed: NamedLeaves,
         state: ModelState,
-    ) -> tuple[list[object], list[dict[str, tuple[Slot, object]]]]:
-        """All objects, and what each was given by path."""
+    ) -> tuple[PyTree, list[object], list[dict[str, tuple[Slot, object]]]]:
+        """The arguments with objects, these, and what each was given by path."""
         from flax import nnx
 
         # The iterators are shared: each object takes its own values from them, in the
@@ -239,7 +237,7 @@ class Parts:
                 self._put_together(context, number, values, given)
                 for number in range(len(self._objects))
             ]
-        return objects, given
+        return _filled((tuple(args), kwargs), objects), objects, given
 
     def _put_together(
         self,

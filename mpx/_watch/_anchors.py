@@ -161,21 +161,18 @@ def anchors_of(
     """The anchors of a program in their order, each with the shape of its record."""
     probe = Collect()
 
-    def program(*arrays: AnyArray) -> Records:
-        return probed(closed, probe, arrays, tags)[1]
-
-    made: dict[str, list[Any]] = {}
+    keys: list[Any] = []
 
     def keyed(*arrays: AnyArray) -> list[PyTree]:
-        records = program(*arrays)
+        _, records = probed(closed, probe, arrays, tags)
         # Set while JAX traces: records have keys, and results only an order.
-        made["keys"] = list(records)
+        keys[:] = records
         return list(records.values())
 
     shapes = jax.eval_shape(keyed, *closed.in_avals)
     return {
         key: (probe.found[key], tuple(x.shape))
-        for key, x in zip(made["keys"], shapes, strict=True)
+        for key, x in zip(keys, shapes, strict=True)
     }
 
 

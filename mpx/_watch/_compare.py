@@ -18,9 +18,11 @@ from .._program import Records, probed
 from .._scaling import init_scaling
 from .._tree import leaves_with_paths
 from .._typing import AnyArray, LeafPredicate
+from .._wraps import name_of
 from ._anchors import Anchor, Collect, Found, anchors_of, common_layers
 from ._closeness import Closeness, Sums, cosine_of, snr_of, sums
 from ._comparison import Comparison
+from ._table import numbered
 from ._trace import Kind
 
 CALL = "`mpx.compare(reference, func)`"
@@ -118,8 +120,7 @@ def compare(
 
 def _name(func: object) -> str:
     settings = settings_of(func)
-    name = getattr(func, "__name__", None) or type(func).__name__
-    return name if settings is None else f"{name} in {settings.dtype}"
+    return name_of(func) + ("" if settings is None else f" in {settings.dtype}")
 
 
 def _scaling_of(
@@ -262,11 +263,6 @@ def _closeness(
 
 def _distinct(some: Sequence[Closeness]) -> tuple[Closeness, ...]:
     """With numbers behind names that come again."""
-    seen: dict[str, int] = {}
-    found = []
-    for each in some:
-        seen[each.name] = seen.get(each.name, 0) + 1
-        again = seen[each.name]
-        new = each.name if again == 1 else f"{each.name} #{again}"
-        found.append(dataclasses.replace(each, name=new))
-    return tuple(found)
+    names = numbered((each.name, None) for each in some)
+    pairs = zip(some, names, strict=True)
+    return tuple(dataclasses.replace(each, name=name) for each, name in pairs)

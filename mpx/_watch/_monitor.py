@@ -28,6 +28,7 @@ from .._typing import AnyArray, Aval
 from ._formats import Asked, AskedFormat, asked_formats
 from ._report import Statistics
 from ._statistics import counts, joined, sampled, tensor_statistics
+from ._table import numbered
 from ._trace import Kind, Source, SourceProbe, is_product, phase_of, where
 
 CALL = "`mpx.monitor(func)(*args)`"
@@ -357,14 +358,8 @@ def _layers(rows: dict[Hashable, _Row]) -> dict[Hashable, str]:
             others = [k for *_, keys in row.products for k in keys]
             known = [names[k] for k in others if names.get(k)]
             names[key] = known[0] if known else row.products[0][1]
-    seen: dict[tuple[str, Kind], int] = {}
-    unique = {}
-    for key, row in rows.items():
-        place = names[key] or "product", row.kind
-        seen[place] = seen.get(place, 0) + 1
-        number = seen[place]
-        unique[key] = place[0] + (f" #{number}" if number > 1 else "")
-    return unique
+    found = ((names[key] or "product", row.kind) for key, row in rows.items())
+    return dict(zip(rows, numbered(found), strict=True))
 
 
 def _own_layer(row: _Row) -> str:

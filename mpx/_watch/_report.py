@@ -88,7 +88,7 @@ class Statistics:
         ]
         for name, bits in sorted(self.bits.items(), key=lambda item: item[1]):
             lower = {x: rows for x, rows in whole.items() if _present(rows) > bits}
-            bear = [x for x, rows in lower.items() if _bears(rows, name)]
+            bear = [x for x, rows in lower.items() if not _why_not(rows, name)]
             if bear:
                 lines.append(
                     f"{name}: {len(bear)} of {len(whole)} layers would bear it"
@@ -137,10 +137,6 @@ def _present(rows: Sequence[TensorStatistics]) -> int:
     """The bits of the numbers that a layer computes with."""
     inputs = [row for row in rows if row.kind != "weight"] or rows
     return max(_BITS.get(row.dtype, 8) for row in inputs)
-
-
-def _bears(rows: Sequence[TensorStatistics], name: str) -> bool:
-    return not _why_not(rows, name)
 
 
 def _why_not(rows: Sequence[TensorStatistics], name: str) -> str:

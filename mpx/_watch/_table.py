@@ -1,6 +1,7 @@
 """A table whose first column gives way where there is no room for all."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 
 def table(
@@ -25,6 +26,16 @@ def table(
         line = "  ".join([_cut(name, first).ljust(first), *found])
         lines.append(line.rstrip()[:width])
     return lines
+
+
+def numbered(names: Iterable[tuple[str, object]]) -> list[str]:
+    """Names with numbers behind those that come again of the same kind."""
+    seen: Counter[tuple[str, object]] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name[0] + (f" #{seen[name]}" if seen[name] > 1 else ""))
+    return found
 
 
 def _cut(text: str, size: int) -> str:

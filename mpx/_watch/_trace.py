@@ -12,8 +12,7 @@ from collections.abc import Hashable, Sequence
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from .._autocast import Note, read_note
-from .._inspect import function_path, line_text, phase, scope_path
+from .._inspect import function_path, innermost_note, line_text, phase, scope_path
 from .._program import (
     Location,
     PrimitiveClass,
@@ -151,8 +150,7 @@ def quantizes(equation: JaxprEqn, place: Location) -> bool:
     """Whether a recipe quantizes an operand of a product here."""
     if is_product(equation):
         return False
-    notes = [read_note(e.name) for e in (*place.scopes, *scopes(equation))]
-    note = next((n for n in reversed(notes) if isinstance(n, Note)), None)
+    note = innermost_note((*place.scopes, *scopes(equation)))
     return note is not None and note.precision == Precision.LOW.value
 
 

@@ -60,7 +60,7 @@ def register_serialization() -> None:
 
     for cls in kinds(AbstractLossScaling).values():
         serialization.register_serialization_state(
-            cls, _written, _restored, override=True
+            cls, cls.state_dict, _restored, override=True
         )
     for cls in (StoredWeight, QuantizedArray):
         serialization.register_serialization_state(
@@ -69,10 +69,6 @@ def register_serialization() -> None:
     serialization.register_serialization_state(
         StepRecord, write_record, _restored_record, override=True
     )
-
-
-def _written(scaling: AbstractLossScaling) -> dict[str, object]:
-    return scaling.state_dict()
 
 
 def _restored(target: AbstractLossScaling, state: Any) -> AbstractLossScaling:

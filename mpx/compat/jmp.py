@@ -78,12 +78,9 @@ class Policy(_policy.Policy):
     def __str__(self) -> str:
         """JMP's short form, which `get_policy` reads back."""
         names = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        p, c, o = (_short_name(np.dtype(dtype)) for dtype in names)
+        names = (np.dtype(dtype).name for dtype in names)
+        p, c, o = (_NAMES.get(name, name) for name in names)
         return f"p={p},c={c},o={o}"
-
-
-def _short_name(dtype: np.dtype) -> str:
-    return _NAMES.get(dtype.name, dtype.name)
 
 
 def get_policy(policy_name: str) -> Policy:
@@ -203,14 +200,6 @@ class StaticLossScale:
         return self
 
 
-def _zero() -> np.ndarray:
-    return np.zeros([], np.int32)
-
-
-def _one() -> np.ndarray:
-    return np.ones([], np.float32)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
@@ -235,10 +224,12 @@ class DynamicLossScale:
     """
 
     loss_scale: Any
-    counter: Any = dataclasses.field(default_factory=_zero)
+    counter: Any = dataclasses.field(default_factory=lambda: np.zeros([], np.int32))
     period: int | float = dataclasses.field(default=2000, metadata={"static": True})
     factor: int | float = dataclasses.field(default=2, metadata={"static": True})
-    min_loss_scale: Any = dataclasses.field(default_factory=_one)
+    min_loss_scale: Any = dataclasses.field(
+        default_factory=lambda: np.ones([], np.float32)
+    )
 
     def __post_init__(self) -> None:
         """Refuses a scale that no run can use."""

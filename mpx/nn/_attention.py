@@ -11,6 +11,12 @@ There are two forms, and which one a call has is decided when it is traced:
 `vmap` puts the batches together, so that there is one call of the form that the kernel
 takes; and autocast finds this call in a program (`mpx._autocast._fused`), whatever was
 mapped, and can make it again in another precision.
+
+Over a mesh of devices rows of the batch and heads may be apart. On automatic axes there
+is nothing to do: JAX's kernel says how it is split. In `jax.shard_map` each device
+calls it for its own part, and what is the same on all of them has gradients that must
+be summed. On explicit axes the kernel has no types, and is called with the axes made
+automatic.
 """
 
 import contextlib
@@ -22,10 +28,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from .._ambient_record import ambient
-from .._fused_operation import FusedOperation, fused_call, fused_operation
+from .._fused_operation import FusedOperation, fused_operation
+from .._jax_compat import as_varying, varying_axes
 from .._quantize import Target
 from .._typing import AnyArray
 from ._attention_kernel import (
@@ -35,9 +43,14 @@ from ._attention_kernel import (
     kernel_target,
     with_differentiable,
 )
-from ._attention_operands import AttentionOptions, Operands, folded, unfolded
-from ._attention_products import attend_by_products, decomposed
-from ._attention_sharding import explicit_shardings, no_kernel_on, on_all_axes
+from ._attention_products import (
+    AttentionOptions,
+    Operands,
+    attend_by_products,
+    decomposed,
+    folded,
+    unfolded,
+)
 
 _CALL = "`mpx.nn.dot_product_attention`"
 
@@ -80,7 +93,10 @@ def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
             )
     if isinstance(kernel, str):
         return _forward(options, kernel)(x)
-    with _explaining_forward_mode(), fused_call(_Attention(options, x.names)):
+    with (
+        _explaining_forward_mode(),
+        fused_operation(_operation(options, x.names), is_call=True),
+    ):
         return _with_kernel(options, kernel)(x)
 
 
@@ -98,56 +114,40 @@ def _explaining_forward_mode() -> Iterator[None]:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _Attention(FusedOperation):
-    """What autocast knows of attention."""
+def _operation(options: AttentionOptions, names: tuple[str, ...]) -> FusedOperation:
+    """What autocast knows of attention with operands of these names."""
+    compiled_for = kernel_target(options.target)
 
-    options: AttentionOptions
-    names: tuple[str, ...]
+    def towards(target: Target | None) -> AttentionOptions:
+        return dataclasses.replace(options, target=target or options.target)
 
-    name = "dot_product_attention"
-    factors = 3
+    def operands(arrays: list[AnyArray]) -> Operands:
+        return Operands(**dict(zip(names, arrays, strict=True)))
 
-    @property
-    def text(self) -> str:
-        return f"{self.options},{','.join(self.names)}"
-
-    @property
-    def platform(self) -> str | None:
-        target = kernel_target(self.options.target)
-        return None if target is None else target.platform
-
-    @property
-    def may_decompose(self) -> bool:
-        return self.options.implementation != "cudnn"
-
-    def bind(self, arrays: list[AnyArray], target: Target | None) -> tuple[Array, ...]:
-        options = self._options(target)
-        return attend(options, self._operands(arrays))
-
-    def decompose(self, arrays: list[AnyArray]) -> tuple[Array, ...]:
-        return decomposed(self.options, self._operands(arrays))
-
-    def path(self, arrays: list[AnyArray], target: Target | None) -> str:
-        options = self._options(target)
-        kernel = find_kernel(options, self._operands(arrays))
+    def path(arrays: list[AnyArray], target: Target | None) -> str:
+        kernel = find_kernel(towards(target), operands(arrays))
+        known = kernel_target(towards(target).target)
         if isinstance(kernel, str):
             return f"two products: {kernel}"
-        known = kernel_target(options.target)
         if known is None and options.implementation is None:
             return "one kernel of cuDNN on CUDA, two products elsewhere"
         return f"one kernel of cuDNN on {'CUDA' if known is None else known.name}"
 
-    def multiplications(self, avals: list[Any]) -> int:
+    def multiplications(avals: list[Any]) -> int:
         batch, heads, length, keys = Operands(*avals).shape
         return 2 * batch * heads * length * keys * avals[0].shape[-1]
 
-    def _options(self, target: Target | None) -> AttentionOptions:
-        known = self.options.target
-        return dataclasses.replace(self.options, target=target or known)
-
-    def _operands(self, arrays: list[AnyArray]) -> Operands:
-        return Operands(**dict(zip(self.names, arrays, strict=True)))
+    return FusedOperation(
+        name="dot_product_attention",
+        factors=3,
+        text=f"{options},{','.join(names)}",
+        platform=None if compiled_for is None else compiled_for.platform,
+        may_decompose=options.implementation != "cudnn",
+        bind=lambda arrays, target: attend(towards(target), operands(arrays)),
+        decompose=lambda arrays: decomposed(options, operands(arrays)),
+        path=path,
+        multiplications=multiplications,
+    )
 
 
 # --- The forward pass -----------------------------------------------------------------
@@ -179,13 +179,13 @@ def _forward(
         return results, (True,) * len(results)
 
     def operation(x: Operands) -> tuple[Array, ...]:
-        with fused_operation(_Attention(options, x.names)):
+        with fused_operation(_operation(options, x.names)):
             return run(x)
 
     differentiated = _differentiated(operation, by_products)
 
     def forward(x: Operands) -> tuple[Array, ...]:
-        with fused_call(_Attention(options, x.names)):
+        with fused_operation(_operation(options, x.names), is_call=True):
             return differentiated(x)
 
     return forward
@@ -254,7 +254,7 @@ def _with_kernel(
 
     def backward(residuals: PyTree, cotangents: PyTree) -> tuple[Operands]:
         x, out, rows = residuals
-        with fused_call(_Attention(options, x.names)):
+        with fused_operation(_operation(options, x.names), is_call=True):
             found = _backward(keeping, kernel)(x, out, rows, cotangents[0])
         return (with_differentiable(Operands(None, None, None), found),)
 
@@ -304,3 +304,43 @@ def _backward(
         return results, (True,) * len(results)
 
     return _differentiated(run, by_products)
+
+
+# --- Over a mesh of devices -----------------------------------------------------------
+
+
+def on_all_axes(x: Operands) -> Operands:
+    """Operands that vary on the same axes of `shard_map`, so that gradients are summed.
+
+    The kernel's types say of each gradient that it varies as its operand does.
+    """
+    axes = frozenset[str]().union(*(varying_axes(getattr(x, n)) for n in x.names))
+    return jax.tree.map(lambda array: as_varying(array, axes), x) if axes else x
+
+
+def explicit_shardings(
+    options: AttentionOptions, x: Operands
+) -> tuple[NamedSharding, ...] | None:
+    """How the results lie on devices, where that is part of types."""
+    sharding: Any = getattr(jax.typeof(x.query), "sharding", None)
+    if sharding is None or not sharding.mesh.explicit_axes:
+        return None
+    batch, length, heads, _ = _axes(x.query)
+    rows = NamedSharding(sharding.mesh, P(batch, heads, length))
+    return (sharding, rows) if options.with_residual else (sharding,)
+
+
+def no_kernel_on(x: Operands) -> str | None:
+    """Why operands on explicit axes cannot go through the kernel, if so."""
+    if any(_axes(array)[i] for array in (x.query, x.key, x.value) for i in (1, 3)):
+        return "a sequence or head is split over devices"
+    if x.bias is not None:
+        # XLA stops the process at the sum of a bias' gradient (jax 0.10.2, Nov. 2026).
+        return "a bias on explicit mesh axes"
+    return None
+
+
+def _axes(x: object) -> tuple[Any, ...]:
+    """The mesh axes that each of the four axes of an array is split over."""
+    spec = jax.typeof(x).sharding.spec
+    return (*spec, *(None,) * 4)[:4]

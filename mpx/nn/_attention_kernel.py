@@ -10,29 +10,38 @@ and a row without a key has no defined result there. `prepare` makes operands of
 the kernel makes what attention is; such a row gets a query of zeros, to which all keys
 are alike. They are made again for the backward pass instead of being kept.
 
-Between the two passes the residuals are the operands, the result and the rows; see
-`_split_kernel`.
+`jax.vjp` of the kernel gives a pullback that holds what its authors chose. Here the two
+passes stand apart, each in a choice of platforms, so what is between them must have the
+same types wherever the program runs: the operands, the result and one array of the
+kernel's own, its rows. What the pullback holds besides is seen in the program: it is
+computed again from the operands. If a version of JAX kept more of what the kernel
+computes, that would be an error here, and the kernel would not be used.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array, PyTree
 
 from .._dtypes import is_half
+from .._jax_compat import bind_equation
+from .._program import aval_of, sub_jaxprs
 from .._quantize import Target, target_from
-from .._typing import AnyArray
-from ._attention_operands import (
+from .._typing import AnyArray, Atom, Program
+from ._attention_products import (
     AttentionOptions,
     Implementation,
     Operands,
     visibility,
     within_lengths,
 )
-from ._split_kernel import SplitKernel, split_kernel
 
 # What stands for "not seen" in a bias: far below every score, and far from the end of
 # the range, where cuDNN subtracts wrongly. The numbers are those of JAX's own masks.
@@ -146,12 +155,17 @@ class Kernel:
     Attributes:
         options: What attention is told.
         native: What the kernel itself does.
-        split: The kernel and its pullback, apart.
+        program: From prepared operands, flat, to the result and the pullback's
+            residuals.
+        rows: The place of the rows among the residuals.
+        structure: How residuals make a pullback.
     """
 
     options: AttentionOptions
     native: _Native
-    split: SplitKernel
+    program: ClosedJaxpr
+    rows: int
+    structure: Any
 
     def forward(self, x: Operands) -> tuple[Array]:
         """The result."""
@@ -160,8 +174,9 @@ class Kernel:
 
     def forward_with_rows(self, x: Operands) -> tuple[Array, Array]:
         """The result and the rows' logarithms."""
-        out, rows = self.split.forward(prepare(self.options, x))
-        return within_lengths(out, x.query_lengths), rows
+        operands = jax.tree.leaves(prepare(self.options, x))
+        out, *residuals = core.jaxpr_as_fun(self.program)(*operands)
+        return within_lengths(out, x.query_lengths), residuals[self.rows]
 
     def backward(
         self, x: Operands, out: Array, rows: Array, cotangent: Array
@@ -180,8 +195,26 @@ class Kernel:
         arrays = differentiable(x)
         made, pullback, ready = jax.vjp(prepared, *arrays, has_aux=True)
         cotangent = within_lengths(cotangent, x.query_lengths)
-        found = self.split.backward(ready, out, rows, cotangent)
+        found = self._pullback(ready, out, rows)(cotangent)
         return pullback(found[: len(made)])
+
+    def _pullback(
+        self, ready: Operands, out: Array, rows: Array
+    ) -> Callable[[Array], PyTree]:
+        """The kernel's pullback; what is not from the kernel is computed again."""
+        jaxpr = self.program.jaxpr
+        values = dict(zip(jaxpr.constvars, self.program.consts, strict=True))
+        values.update(zip(jaxpr.invars, jax.tree.leaves(ready), strict=True))
+
+        def read(atom: Atom) -> AnyArray:
+            return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+        for equation in _without_kernel(jaxpr)[1]:
+            outputs = bind_equation(equation, *map(read, equation.invars))
+            values.update(zip(equation.outvars, outputs, strict=True))
+        values[jaxpr.outvars[0]] = out
+        values[jaxpr.outvars[1 + self.rows]] = rows
+        return jax.tree.unflatten(self.structure, map(read, jaxpr.outvars[1:]))
 
 
 def differentiable(x: Operands) -> tuple[Array, ...]:
@@ -207,11 +240,12 @@ def find_kernel(options: AttentionOptions, x: Operands) -> Kernel | str:
     if why_not is not None:
         return why_not
     native = _native(options, x)
-    rows = jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)
     try:
         ready = jax.eval_shape(functools.partial(prepare, options), x)
-        told = options, native, "cudnn"
-        return Kernel(options, native, split_kernel(call, told, ready, rows))
+        traced = _result_and_pullback.trace(call, options, native, ready)
+        structure = jax.tree.structure(traced.out_info[1])
+        rows = _place_of_rows(traced.jaxpr.jaxpr, x.shape[:3])
+        return Kernel(options, native, traced.jaxpr, rows, structure)
     # JAX says so of sizes, old devices, and an installation without cuDNN.
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -249,3 +283,70 @@ def kernel_target(said: Target | None) -> Target | None:
         return said
     found = target_from(None)
     return found if found.platform == "cuda" else None
+
+
+# --- The kernel and its pullback, apart -----------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _result_and_pullback(
+    call: Callable[..., Array],
+    options: AttentionOptions,
+    native: _Native,
+    x: Operands,
+) -> tuple[PyTree, PyTree]:
+    """The kernel, differentiated by the floats among its operands.
+
+    Jitted, so that JAX keeps what it traced for equal arguments.
+    """
+    leaves, tree = jax.tree.flatten(x)
+    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+
+    def of_floats(*floats: object) -> PyTree:
+        given = iter(floats)
+        pairs = zip(leaves, is_float, strict=True)
+        full = [next(given) if f else x for x, f in pairs]
+        return call(options, native, "cudnn", jax.tree.unflatten(tree, full))
+
+    return jax.vjp(of_floats, *(x for x, f in zip(leaves, is_float, strict=True) if f))
+
+
+def _place_of_rows(jaxpr: Program, shape: tuple[int, ...]) -> int:
+    """The place among the residuals of the one array that is the kernel's own.
+
+    Raises:
+        NotImplementedError: The pullback holds something else of the kernel's.
+    """
+    known, _ = _without_kernel(jaxpr)
+    out, *residuals = jaxpr.outvars
+    own = [v for v in residuals if _is_unknown(known, v) and v is not out]
+    if len(set(own)) != 1:
+        raise NotImplementedError(
+            f"this version of JAX keeps {len(set(own))} arrays of the kernel's own"
+        )
+    kept = aval_of(own[0])
+    if (kept.shape, kept.dtype) != (shape, np.float32):
+        raise NotImplementedError(f"this version of JAX keeps {kept} of the kernel")
+    return residuals.index(own[0])
+
+
+def _without_kernel(jaxpr: Program) -> tuple[set[Atom], list[JaxprEqn]]:
+    """The variables that do not come from a kernel, and the equations of them."""
+    known, equations = {*jaxpr.constvars, *jaxpr.invars}, []
+    for equation in jaxpr.eqns:
+        is_known = not any(_is_unknown(known, atom) for atom in equation.invars)
+        if is_known and not _holds_kernel(equation):
+            known.update(equation.outvars)
+            equations.append(equation)
+    return known, equations
+
+
+def _is_unknown(known: set[Atom], atom: Atom) -> bool:
+    return not isinstance(atom, core.Literal) and atom not in known
+
+
+def _holds_kernel(equation: JaxprEqn) -> bool:
+    if equation.primitive.name.startswith("dot_product_attention"):
+        return True
+    programs = sub_jaxprs(equation)
+    return any(_holds_kernel(e) for sub in programs for e in sub.jaxpr.eqns)

@@ -7,25 +7,171 @@ is $Q$, $K$, $V$ and $P$ in half precision. `jax.nn.dot_product_attention` keeps
 float32 and in half precision, three times as much, unless cuDNN computes it. Gradients
 of the scores are half precision, as in flash attention, so that no product of the
 backward pass has a float32 operand.
+
+Before that: what goes into attention, what it is told, and which keys a query sees.
+Axes are named as in `jax.nn.dot_product_attention`: batch, query sequence, heads and
+size of a head for queries; batch, key sequence, groups and size for keys and values.
+Masks and biases have four axes, (batch, heads, query sequence, key sequence), each of
+the full length or 1.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ._attention_operands import (
-    AttentionOptions,
-    Operands,
-    Visibility,
-    visibility,
-    within_lengths,
-)
+from .._quantize import Target
 from ._elementwise import drop
 from ._linear_part import active, from_residuals, widen
+
+Implementation = Literal["xla", "cudnn"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """What attention is told besides its operands; hashable.
+
+    Attributes:
+        scale: What the scores are multiplied with.
+        is_causal: Whether no query sees a later key.
+        window: How many keys before and after its own place a query sees, or None.
+        rate: The probability with which a probability is dropped.
+        implementation: As `mpx.nn.dot_product_attention` has it.
+        with_residual: Whether the logarithms of the rows' sums are a result, too.
+        target: The device that was said to compile for, or None.
+        without_kernel: Why the kernel must not be used; empty if it may.
+    """
+
+    scale: float
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    rate: float = 0.0
+    implementation: Implementation = None
+    with_residual: bool = False
+    target: Target | None = None
+    without_kernel: str = ""
+
+    def __str__(self) -> str:
+        """All of it in one line, without a slash, which would part scopes."""
+        values = (self.scale, self.is_causal, self.window, self.rate)
+        target = None if self.target is None else self.target.name
+        rest = (
+            self.implementation,
+            self.with_residual,
+            target,
+            self.without_kernel,
+        )
+        return ",".join(str(v).replace("/", "|") for v in (*values, *rest))
+
+
+class Operands(NamedTuple):
+    """The arrays that go into attention; what there is none of is None.
+
+    Attributes:
+        query: (batch, query sequence, heads, size).
+        key: (batch, key sequence, groups, size).
+        value: As `key`.
+        bias: What is added to the scaled scores.
+        mask: True where a key is seen.
+        keep: True where a probability is not dropped.
+        query_lengths: How many queries of each batch row there are, int32.
+        key_lengths: The same for keys and values.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    mask: Any = None
+    keep: Any = None
+    query_lengths: Any = None
+    key_lengths: Any = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of what there is."""
+        return tuple(n for n in self._fields if getattr(self, n) is not None)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch, heads, query sequence, key sequence: the shape of the scores."""
+        batch, length, heads, _ = self.query.shape
+        return batch, heads, length, self.key.shape[1]
+
+
+class Visibility(NamedTuple):
+    """Which keys each query sees; None where it is all.
+
+    Attributes:
+        order: What places say, (1, 1, query sequence, key sequence): causal, windows.
+        given: What masks and lengths say.
+        seen: Whether a query sees a key by both, with a last axis of length 1.
+    """
+
+    order: Array | None
+    given: Array | None
+    seen: Array | None
+
+    @property
+    def allowed(self) -> Array | None:
+        """Both together. A query that sees nothing sees what its place lets it see."""
+        if self.given is None or self.seen is None:
+            return self.order
+        given = self.given | ~self.seen
+        return given if self.order is None else given & self.order
+
+
+def visibility(options: AttentionOptions, x: Operands) -> Visibility:
+    """Which keys each query sees."""
+    _, _, length, keys = x.shape
+    order = order_mask(options.is_causal, options.window, length, keys)
+    given = x.mask
+    if x.key_lengths is not None:
+        within = _places(keys, 3) < x.key_lengths.reshape(-1, 1, 1, 1)
+        given = within if given is None else given & within
+    both = given if order is None or given is None else given & order
+    if order is not None and options.window is not None:
+        if length - options.window[0] > keys:  # the last queries see no key
+            both = order if given is None else both
+            order = order | ~jnp.any(order, axis=-1, keepdims=True)
+    if both is None:
+        return Visibility(order, None, None)
+    return Visibility(order, given, jnp.any(both, axis=-1, keepdims=True))
+
+
+def order_mask(
+    is_causal: bool, window: tuple[int, int] | None, length: int, keys: int
+) -> Array | None:
+    """What the places of queries and keys say, (1, 1, length, keys), or None."""
+    if not is_causal and window is None:
+        return None
+    ahead = _places(keys, 3) - _places(length, 2)
+    left, right = window or (length, keys)
+    right = min(right, 0) if is_causal else right
+    mask = ahead <= right
+    return mask & (ahead >= -left) if window is not None else mask
+
+
+def within_lengths(x: Array, lengths: Array | None) -> Array:
+    """An array of (batch, sequence, ...) with zeros behind the length of each row."""
+    if lengths is None:
+        return x
+    inside = _places(x.shape[1], 1, x.ndim) < lengths.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(inside, x, jnp.zeros((), x.dtype))
+
+
+def _places(count: int, axis: int, ndim: int = 4) -> Array:
+    """The positions along an axis of an array, int32 as lengths are, also with x64."""
+    shape = [1] * ndim
+    shape[axis] = count
+    return jnp.arange(count, dtype=jnp.int32).reshape(shape)
+
+
+# --- The products ---------------------------------------------------------------------
 
 
 def attend_by_products(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
@@ -43,8 +189,8 @@ def _attend(
 ) -> tuple[Array, ...]:
     batch, length, heads, size = x.query.shape
     groups = x.key.shape[2]
-    seen = _grouped(visibility(options, x), groups)
-    bias = None if x.bias is None else _split(x.bias, groups)
+    seen = Visibility(*(_split(mask, groups) for mask in visibility(options, x)))
+    bias = _split(x.bias, groups)
     query = x.query.reshape(batch, length, groups, heads // groups, size)
     operands = query, x.key, bias, seen.allowed, seen.seen
     p = probabilities(options.scale, *operands)
@@ -54,21 +200,15 @@ def _attend(
     out = within_lengths(out.reshape(batch, length, heads, size), x.query_lengths)
     if not options.with_residual:
         return (out,)
-    scores = _scores(options.scale, *map(_without_derivative, operands))
+    scores = _scores(options.scale, *jax.lax.stop_gradient(operands))
     rows = jax.nn.logsumexp(scores, axis=-1).reshape(batch, heads, length)
     return out, rows
 
 
-def _without_derivative(x: object) -> Any:
-    return None if x is None else jax.lax.stop_gradient(x)
-
-
-def _grouped(found: Visibility, groups: int) -> Visibility:
-    return Visibility(*(x if x is None else _split(x, groups) for x in found))
-
-
-def _split(mask: Array, groups: int) -> Array:
+def _split(mask: Any, groups: int) -> Any:
     """A mask or bias with two axes of heads: the groups, and the heads of each."""
+    if mask is None:
+        return None
     heads = mask.shape[1]
     split = (1, 1) if heads == 1 else (groups, heads // groups)
     return mask.reshape(mask.shape[0], *split, *mask.shape[2:])
@@ -138,3 +278,45 @@ def _probabilities_rule(scale: float, primals: PyTree, tangents: PyTree) -> PyTr
 
 
 _probabilities.defjvp(_probabilities_rule, symbolic_zeros=True)
+
+
+# --- Under `vmap` ---------------------------------------------------------------------
+
+
+def folded(size: int, batched: Operands, x: Operands, *, apart: bool) -> Operands:
+    """The operands of several calls as those of one, with their batches together.
+
+    Args:
+        size: How many calls.
+        batched: Which operands have a first axis for the calls.
+        x: The operands.
+        apart: Whether calls that share a bias get one each, for its gradient.
+    """
+    first = 1 if batched.query else 0
+    batch = x.query.shape[first]
+
+    def fold(name: str) -> Any:
+        array, has_axis = getattr(x, name), getattr(batched, name)
+        if array is None:
+            return None
+        rows = array.shape[1 if has_axis else 0]
+        is_shared = rows == 1 and not has_axis and (name != "bias" or not apart)
+        if is_shared and name in ("bias", "mask"):
+            return array
+        rest = array.shape[2 if has_axis else 1 :]
+        array = array if has_axis else array[None]
+        return jnp.broadcast_to(array, (size, batch, *rest)).reshape(-1, *rest)
+
+    return Operands(**{name: fold(name) for name in x.names})
+
+
+def unfolded(size: int, array: Array, rows: int | None = None) -> Array:
+    """A result of folded calls, with an axis for the calls first.
+
+    Args:
+        size: How many calls.
+        array: The result, whose first axis is that of the batch.
+        rows: The length of the axis of the batch, if it is to be 1: a sum.
+    """
+    parts = array.reshape(size, -1, *array.shape[1:])
+    return jnp.sum(parts, axis=1, keepdims=True) if rows == 1 else parts

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
 from .._ambient import call_with_ambient
 from .._errors import describe
 from ._attention import attend
-from ._attention_operands import AttentionOptions, Implementation, Operands
+from ._attention_products import AttentionOptions, Implementation, Operands
 from ._layers import check_rate
 
 _CALL = "`mpx.nn.dot_product_attention`"
@@ -115,49 +115,6 @@ def dot_product_attention(
         >>> mpx.nn.dot_product_attention(x, x, x, is_causal=True).dtype
         dtype(bfloat16)
     """
-    options, operands = operands_of(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        return_residual=return_residual,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-    )
-    results = call_with_ambient(attend, options, operands)
-    is_single = jnp.ndim(query) == 3
-    out = results[0][0] if is_single else results[0]
-    if not return_residual:
-        return out
-    rows = results[1].transpose(0, 2, 1)
-    return out, rows[0] if is_single else rows
-
-
-def operands_of(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: object = None,
-    mask: object = None,
-    *,
-    scale: object = None,
-    is_causal: bool = False,
-    query_seq_lengths: object = None,
-    key_value_seq_lengths: object = None,
-    local_window_size: object = None,
-    implementation: object = None,
-    return_residual: bool = False,
-    dropout_rate: float = 0.0,
-    dropout_key: Any = None,
-) -> tuple[AttentionOptions, Operands]:
-    """What a call says, checked; see `dot_product_attention`."""
     check_rate("dot_product_attention", "dropout_rate", dropout_rate)
     if dropout_rate and dropout_key is None:
         raise ValueError(
@@ -173,7 +130,7 @@ def operands_of(
         query_lengths=_lengths("query_seq_lengths", query_seq_lengths, first),
         key_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, first),
     )
-    if dropout_rate:
+    if dropout_key is not None and dropout_rate:
         keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, operands.shape)
         operands = operands._replace(keep=keep)
     options = AttentionOptions(
@@ -184,7 +141,12 @@ def operands_of(
         implementation=checked_implementation("dot_product_attention", implementation),
         with_residual=bool(return_residual),
     )
-    return options, operands
+    results = call_with_ambient(attend, options, operands)
+    out = results[0][0] if is_single else results[0]
+    if not return_residual:
+        return out
+    rows = results[1].transpose(0, 2, 1)
+    return out, rows[0] if is_single else rows
 
 
 def checked_implementation(layer: str, implementation: object) -> Implementation:

@@ -11,7 +11,7 @@ from .._ambient import with_ambient_recipe
 from .._errors import describe
 from .._typing import DTypeLike
 from ._attention import attend
-from ._attention_operands import AttentionOptions, Implementation, Operands
+from ._attention_products import AttentionOptions, Implementation, Operands
 from ._dot_product_attention import checked_implementation
 from ._layers import Linear, check_last_axis, check_rate, check_size
 from ._rotary import rotate
@@ -167,34 +167,23 @@ class MultiheadAttention(eqx.Module):
         x = x.reshape(-1, *x.shape[-2:])
         seen = seen.astype(x.dtype).reshape(-1, *seen.shape[-2:])
         inner = heads, x.shape[1], seen.shape[1]
-        masks = (
-            _batched("mask", mask, batch, inner),
-            _batched("bias", bias, batch, inner),
-        )
+        mask = _batched("mask", mask, batch, inner)
+        bias = _batched("bias", bias, batch, inner)
         q = self.query(x).reshape(*x.shape[:2], heads, -1)
         k = self.key(seen).reshape(*seen.shape[:2], groups, -1)
         v = self.value(seen).reshape(*seen.shape[:2], groups, -1)
         if self.use_rotary_positions:
             q, k = rotate(q, self.rotary_base), rotate(k, self.rotary_base)
-        out = self._attend(q, k, v, masks, rate, key)
-        out = self.output(out.reshape(*x.shape[:2], -1))
+        operands = Operands(q, k, v, bias=bias, mask=mask)
+        if rate and key is not None:
+            keep = jax.random.bernoulli(key, 1 - rate, operands.shape)
+            operands = operands._replace(keep=keep)
+        out = self.output(self._attend(operands, rate).reshape(*x.shape[:2], -1))
         return out.reshape(*batch, *out.shape[-2:])
 
-    def _attend(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        masks: tuple[Array | None, Array | None],
-        rate: float,
-        key: PRNGKeyArray | None,
-    ) -> Array:
-        mask, bias = masks
-        x = Operands(q, k, v, bias=bias, mask=mask)
-        if rate and key is not None:
-            x = x._replace(keep=jax.random.bernoulli(key, 1 - rate, x.shape))
+    def _attend(self, x: Operands, rate: float) -> Array:
         options = AttentionOptions(
-            scale=q.shape[-1] ** -0.5,
+            scale=x.query.shape[-1] ** -0.5,
             is_causal=self.self_attention_mask_type == "causal",
             rate=rate,
             implementation=self.implementation,

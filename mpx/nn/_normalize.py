@@ -67,8 +67,7 @@ def layer_norm(
         Array([-1.,  1.], dtype=float16)
     """
     x = jnp.asarray(x)
-    _check_parameter("layer_norm", "weight", weight, x)
-    _check_parameter("layer_norm", "bias", bias, x)
+    _check_parameters("layer_norm", x, weight=weight, bias=bias)
     return _normalize(axis, float(epsilon), True, x, weight, bias)
 
 
@@ -111,25 +110,21 @@ def rms_norm(
         Array([ 1., -1.], dtype=float16)
     """
     x = jnp.asarray(x)
-    _check_parameter("rms_norm", "weight", weight, x)
-    _check_parameter("rms_norm", "bias", bias, x)
+    _check_parameters("rms_norm", x, weight=weight, bias=bias)
     return _normalize(axis, float(epsilon), False, x, weight, bias)
 
 
-def _check_parameter(
-    function: str, name: str, parameter: AnyArray | None, x: Array
-) -> None:
-    if parameter is None:
-        return
-    shape = jnp.shape(parameter)
-    tail = x.shape[x.ndim - len(shape) :] if len(shape) <= x.ndim else None
-    pairs = zip(shape, tail or (), strict=False)
-    if tail is None or any(n not in (1, m) for n, m in pairs):
-        raise ValueError(
-            f"`{name}` of `mpx.nn.{function}(x, weight, bias)` must broadcast to the "
-            f"shape of `x`, {x.shape}; got {describe(parameter)}. Give it the shape of "
-            "the axes that are normalized."
-        )
+def _check_parameters(function: str, x: Array, **parameters: AnyArray | None) -> None:
+    for name, parameter in parameters.items():
+        shape = () if parameter is None else jnp.shape(parameter)
+        tail = x.shape[x.ndim - len(shape) :] if len(shape) <= x.ndim else None
+        pairs = zip(shape, tail or (), strict=False)
+        if tail is None or any(n not in (1, m) for n, m in pairs):
+            raise ValueError(
+                f"`{name}` of `mpx.nn.{function}(x, weight, bias)` must broadcast to "
+                f"the shape of `x`, {x.shape}; got {describe(parameter)}. Give it the "
+                "shape of the axes that are normalized."
+            )
 
 
 def _like(parameter: Array, x: Array) -> Array:

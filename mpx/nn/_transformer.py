@@ -1,5 +1,6 @@
 """A layer of a transformer: attention and a multi-layer perceptron."""
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -9,7 +10,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from .._ambient import with_ambient_recipe
 from .._typing import DTypeLike
-from ._attention_operands import Implementation
+from ._attention_products import Implementation
 from ._elementwise import activate, activate_gated, dropout
 from ._layers import LayerNorm, Linear, RMSNorm, check_rate, check_size
 from ._multihead import MaskType, MultiheadAttention
@@ -106,7 +107,10 @@ class TransformerLayer(eqx.Module):
                 f"`layernorm_type` of {_CALL} must be 'layernorm' or 'rmsnorm'; got "
                 f"{layernorm_type!r}. Choose one of them."
             )
-        norm, epsilon = norms[layernorm_type], layernorm_epsilon
+        norm = functools.partial(
+            norms[layernorm_type], hidden_size, epsilon=layernorm_epsilon, dtype=dtype
+        )
+        linear = functools.partial(Linear, use_bias=use_bias, dtype=dtype)
         attention_key, in_key, out_key = jax.random.split(key, 3)
         self.attention = MultiheadAttention(
             hidden_size,
@@ -120,19 +124,11 @@ class TransformerLayer(eqx.Module):
             dtype=dtype,
             key=attention_key,
         )
-        self.attention_norm = norm(hidden_size, epsilon=epsilon, dtype=dtype)
-        self.mlp_norm = norm(hidden_size, epsilon=epsilon, dtype=dtype)
-
-        def linear_in(key: PRNGKeyArray) -> Linear:
-            sizes = hidden_size, mlp_hidden_size
-            return Linear(*sizes, use_bias=use_bias, dtype=dtype, key=key)
-
-        self.mlp_in = linear_in(in_key)
-        gate_key = jax.random.fold_in(in_key, 1)
-        self.mlp_gate = linear_in(gate_key) if gated_mlp else None
-        self.mlp_out = Linear(
-            mlp_hidden_size, hidden_size, use_bias=use_bias, dtype=dtype, key=out_key
-        )
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        sizes, gate_key = (hidden_size, mlp_hidden_size), jax.random.fold_in(in_key, 1)
+        self.mlp_in = linear(*sizes, key=in_key)
+        self.mlp_gate = linear(*sizes, key=gate_key) if gated_mlp else None
+        self.mlp_out = linear(mlp_hidden_size, hidden_size, key=out_key)
         self.activation = activation
         self.hidden_dropout = hidden_dropout
 

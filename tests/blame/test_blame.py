@@ -35,6 +35,15 @@ def masked_loss(w, x, mask):
     return jnp.mean(jax.nn.softmax(seen) @ x)
 
 
+def test_what_only_float64_holds_is_not_bad():
+    with jax.enable_x64(True):
+        loss = lambda w: jnp.sum(w * 1e300)  # noqa: E731
+        replay = mpx.blame(loss, mpx.NoLossScaling(), use_mixed_precision=False)
+        assert replay(jnp.ones(3, jnp.float64)).verdict.value == "nothing is bad"
+        report = replay(jnp.array([1.0, jnp.inf, 1.0], jnp.float64))
+    assert report.first.primitive == "input"
+
+
 def test_a_mask_is_named_where_all_of_a_row_is_masked():
     w, x = jnp.eye(4), jnp.ones((3, 4))
     mask = jnp.where(jnp.tril(jnp.ones((3, 3), bool)), 0.0, -jnp.inf)

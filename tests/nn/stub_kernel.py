@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from mpx.nn._attention_operands import AttentionOptions, Operands
-from mpx.nn._attention_products import attend_by_products
+from mpx.nn._attention_products import AttentionOptions, Operands, attend_by_products
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"

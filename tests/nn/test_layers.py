@@ -80,11 +80,10 @@ def test_norms_are_those_of_equinox(name, dtype, shape, getkey):
 class JaxAttention(mpx.nn.MultiheadAttention):
     """The same layer around JAX's attention."""
 
-    def _attend(self, q, k, v, masks, rate, key):
-        mask, bias = masks
+    def _attend(self, x, rate):
         is_causal = self.self_attention_mask_type == "causal"
         return jax.nn.dot_product_attention(
-            q, k, v, bias=bias, mask=mask, is_causal=is_causal
+            x.query, x.key, x.value, bias=x.bias, mask=x.mask, is_causal=is_causal
         )
 
 
