@@ -29,7 +29,6 @@ from ..models.frameworks import UNITS
 from ..results import Results
 from ..steps import ArrayStep, arrays_only
 from ..tables import Goal, Table
-from .compiling import Compiler
 from .targets import TARGETS
 
 FP8_CALL = "__cublas$lt$matmul$f8"
@@ -74,20 +73,13 @@ CASES = [
 BLOCKS = list(itertools.product((True, False), ("scan", "remat")))
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    compiler.count(
-        found,
-        target,
-        {"ours": cases},
-        progress,
-        steps="activations",
-        variables={"XLA_FLAGS": ""},
-    )
-
-
 # --- The step -------------------------------------------------------------------------
+
+
+# With the flags that everyone has: what calls there are is the question.
+VARIABLES = {"XLA_FLAGS": ""}
+# Each case says its target to autocast.
+SAYS_TARGET = True
 
 
 def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:

@@ -16,7 +16,6 @@ from ..results import Results
 from ..steps import CHECKED
 from ..tables import Goal, Table, megabytes, ratio
 from . import program as counts
-from .compiling import Compiler
 from .targets import TARGETS
 
 TARGET = "h100"
@@ -54,12 +53,6 @@ CASES = [
         for attention in ("mpx.nn", "products")
     ),
 ]
-
-
-def run(found: Results, compiler: Compiler, progress: Any) -> None:
-    """Compiles all cases."""
-    cases = [dataclasses.asdict(case) for case in CASES]
-    compiler.count(found, TARGET, {"ours": cases}, progress, steps="attention")
 
 
 _CALL = re.compile(r'custom_call_target="__cudnn\$(fmha\w+)"')

@@ -13,6 +13,7 @@ from ..models.problems import PROBLEMS
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
 from . import compiling
+from .sweep import build as build, count as count
 from .targets import TARGETS
 
 OUR_ARMS = (
@@ -30,16 +31,10 @@ PROBLEM, BATCH = "desktop", 256
 BLOCKS = {"h100": 4}
 
 
-def run(
-    found: Results, compiler: compiling.Compiler, target: str, progress: Any
-) -> None:
-    """Compiles all arms for a target."""
+def cases(target: str, blocks: int) -> list[dict[str, Any]]:
+    """All arms."""
     blocks = BLOCKS.get(target, 2)
-    cases = {
-        side: compiling.cases_of({PROBLEM: (BATCH,)}, arms, blocks, (1,))
-        for side, arms in (("ours", OUR_ARMS), ("peers", PEER_ARMS))
-    }
-    compiler.count(found, target, cases, progress)
+    return compiling.cases_of({PROBLEM: (BATCH,)}, (*OUR_ARMS, *PEER_ARMS), blocks)
 
 
 def _counts(found: Results) -> dict[tuple[str, int], dict[str, Any]]:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..models import eight_bits as models
 from ..models.eight_bits import NAIVE, Case
-from ..processes import Side
 from ..results import Results
+from ..steps import ArrayStep
 from ..tables import Goal, Table, megabytes, ratio
-from .compiling import Compiler
+from . import cost
 from .targets import TARGETS
 
 DELAYED, CURRENT, MXFP8, NVFP4 = "delayed", "current", "mxfp8", "nvfp4"
@@ -70,22 +71,19 @@ CASES = [
 ]
 
 
-def side(case: Case) -> Side:
-    """Qwix is installed beside the other peers; Flax is with us."""
-    return "peers" if case.arm == QWIX else "ours"
+# What was compiled before would take the compiler no time.
+VARIABLES = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+count = cost.count
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    sides: dict[Side, list[dict[str, Any]]] = {"ours": [], "peers": []}
-    for case in CASES:
-        if case.target == target:
-            sides[side(case)].append(dataclasses.asdict(case))
-    # What was compiled before would take the compiler no time.
-    variables = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    compiler.count(
-        found, target, sides, progress, steps="eight bits", variables=variables
-    )
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
+    """The step of a case."""
+    return models.build(Case(**fields), devices)
+
+
+def compile_with(lower: Any) -> Any:
+    """What compiles a lowered case; see `worker`."""
+    return cost.Timed(lower).compile
 
 
 # --- What is shown --------------------------------------------------------------------

@@ -9,7 +9,6 @@ chip's edge.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from ..models.plain import Case, title
@@ -18,8 +17,7 @@ from ..results import Results
 from ..steps import CHECKED
 from ..tables import Goal, Table, megabytes, ratio
 from . import kernels, program
-from .compiling import Compiler
-from .residuals import DEFAULT, HALF
+from .residuals import DEFAULT, HALF, build as build
 from .targets import TARGETS
 
 TARGET, TPU = "h100", "v5e"
@@ -37,12 +35,6 @@ LIMITS = {
     TARGET: {DEFAULT: 1.08, HALF: 1.03},
     TPU: {DEFAULT: 1.05, HALF: 1.05},
 }
-
-
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles all cases for a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    compiler.count(found, target, {"ours": cases}, progress, steps="half")
 
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:

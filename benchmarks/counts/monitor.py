@@ -13,9 +13,9 @@ import mpx
 
 from ..models import plain
 from ..results import Results
-from ..steps import Arm
+from ..steps import known_arms
 from ..tables import Goal, Table, megabytes
-from .compiling import Compiler
+from . import program
 from .targets import TARGETS
 
 TARGET = "h100"
@@ -68,19 +68,18 @@ class _Monitored:
         return mpx.monitor(self.step.function, formats, sample=self.sample)
 
 
-def build(arms: dict[str, Arm], fields: dict[str, Any], devices: Any = None) -> Any:
+def build(fields: dict[str, Any], devices: Any = None) -> Any:
     """The step of a case, with shapes for arguments."""
     case = Case(**fields)
     known = plain.Case(case.target, case.model, case.blocks, case.batch, ARM)
-    step = plain.build(arms[ARM], known, devices)
+    step = plain.build(known_arms()[ARM], known, devices)
     sample = SAMPLES[case.watched]
     return step if sample is None else _Monitored(step, sample)
 
 
-def run(found: Results, compiler: Compiler, progress: Any) -> None:
-    """Compiles all cases."""
-    cases = [dataclasses.asdict(case) for case in CASES]
-    compiler.count(found, TARGET, {"ours": cases}, progress, steps="monitor")
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of a step."""
+    return dataclasses.asdict(program.count(compiled))
 
 
 # --- What is shown --------------------------------------------------------------------

@@ -17,7 +17,6 @@ from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table, ratio
 from . import kernels
-from .compiling import Compiler
 from .targets import TARGETS
 
 ARMS = {
@@ -60,12 +59,6 @@ CASES = [
     for size in SIZES
     for arm in (NAIVE, *arms)
 ]
-
-
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    compiler.count(found, target, {"ours": cases}, progress, steps="products")
 
 
 def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:

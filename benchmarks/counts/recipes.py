@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import mpx
 from mpx._contract import Operation, compiled_products, parse
 
+from .. import processes
 from ..models import frameworks as recipe_models
 from ..models.frameworks import BATCH, SIZE, Case, linear_flops
 from ..our_arms import RECIPES
 from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table
-from .compiling import Compiler
 from .targets import TARGETS
 
 PER_TENSOR = ("delayed", "current")
@@ -56,18 +56,10 @@ CASES = [
 ]
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    # With the flags that everyone has: what calls there are is the question.
-    compiler.count(
-        found,
-        target,
-        {"ours": cases},
-        progress,
-        steps="recipes",
-        variables={"XLA_FLAGS": ""},
-    )
+# With the flags that everyone has: what calls there are is the question.
+VARIABLES = {"XLA_FLAGS": ""}
+# Each case says its target to autocast.
+SAYS_TARGET = True
 
 
 def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
@@ -165,7 +157,7 @@ def kept_bytes(stack: Any, recipe: str | None) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 
 
-def measure_kept() -> Iterator[dict[str, Any]]:
+def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields what each stack keeps under each recipe; runs in a worker."""
     for name, stack in STACKS.items():
         base = kept_bytes(stack, None)
@@ -173,6 +165,12 @@ def measure_kept() -> Iterator[dict[str, Any]]:
             kept = {"stack": name, "recipe": recipe}
             kept |= {"bytes": kept_bytes(stack, recipe), "bfloat16": base}
             yield {"kept": kept}
+
+
+def more_records() -> list[dict[str, Any]]:
+    """The bytes that are kept, which nothing is compiled for."""
+    _, *answers = processes.ask("ours", {"task": "kept"}, None)
+    return [answer["kept"] for answer in answers]
 
 
 # --- What is shown --------------------------------------------------------------------

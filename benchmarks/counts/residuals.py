@@ -13,11 +13,12 @@ import dataclasses
 import itertools
 from typing import Any
 
+from ..models import plain
 from ..models.plain import Case, title
-from ..processes import Side
 from ..results import Results
+from ..steps import ArrayStep, known_arms
 from ..tables import Goal, Table, megabytes, ratio
-from .compiling import Compiler
+from . import program
 from .targets import TARGETS
 
 FLOAT32 = "float32"
@@ -54,24 +55,23 @@ LIMITS |= REGIONS
 SETUPS = (*LIMITS, ("v5e", "desktop", 2, 256))
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    setups = [setup for setup in SETUPS if setup[0] == target]
-    sides: dict[Side, list[dict[str, Any]]] = {
-        "ours": [_case(s, arm) for s in setups for arm in _our_arms(s)],
-        "peers": [
-            _case(s, arm) for s in setups if s not in REGIONS for arm in PEER_ARMS
-        ],
-    }
-    compiler.count(found, target, sides, progress, steps="residuals")
+CASES = [
+    Case(*setup, arm)
+    for setup in SETUPS
+    for arm in (FEW_ARMS if setup in REGIONS else (*OUR_ARMS, *PEER_ARMS))
+]
 
 
-def _our_arms(setup: Setup) -> tuple[str, ...]:
-    return FEW_ARMS if setup in REGIONS else OUR_ARMS
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
+    """The step of a case, in this environment's arms."""
+    case = Case(**fields)
+    return plain.build(known_arms()[case.arm], case, devices)
 
 
-def _case(setup: Setup, arm: str) -> dict[str, Any]:
-    return dataclasses.asdict(Case(*setup, arm))
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes, and the matrix products."""
+    products = program.products(compiled.as_text())
+    return {**dataclasses.asdict(program.count(compiled)), "products": products}
 
 
 # --- What is shown --------------------------------------------------------------------

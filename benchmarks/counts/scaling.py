@@ -21,6 +21,7 @@ from typing import Any
 from ..results import Results
 from ..tables import Goal, Table, megabytes, signed_percent
 from . import compiling
+from .sweep import build as build, count as count
 from .targets import TARGETS
 
 # (library, its arm with scaling, its arm without)
@@ -32,25 +33,10 @@ PAIRS = (
 BATCHES: dict[str, tuple[int, ...]] = {"base": (8,), "desktop": (256,)}
 
 
-def run(
-    found: Results,
-    compiler: compiling.Compiler,
-    target: str,
-    blocks: int,
-    progress: Any,
-) -> None:
-    """Compiles both steps of every library for a target."""
-    ours = [arm for pair in PAIRS[:1] for arm in pair[1:]]
-    peers = [arm for pair in PAIRS[1:] for arm in pair[1:]]
-    compiler.count(
-        found,
-        target,
-        {
-            "ours": compiling.cases_of(BATCHES, ours, blocks, (1,)),
-            "peers": compiling.cases_of(BATCHES, peers, blocks, (1,)),
-        },
-        progress,
-    )
+def cases(target: str, blocks: int) -> list[dict[str, Any]]:
+    """Both steps of every library."""
+    arms = [arm for pair in PAIRS for arm in pair[1:]]
+    return compiling.cases_of(BATCHES, arms, blocks)
 
 
 @dataclasses.dataclass(frozen=True)

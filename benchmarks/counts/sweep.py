@@ -11,14 +11,16 @@ Bytes moved stand in for step time, which `time` measures where a GPU is.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
 
+from .. import steps
 from ..models.problems import PROBLEMS
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
-from . import compiling
+from . import compiling, program
 from .targets import TARGETS
 
 OUR_ARMS = ("float32", "mpx float16", "mpx bfloat16")
@@ -38,48 +40,44 @@ Setup = tuple[str, int, int]
 """Problem, blocks, devices: one column of the picture."""
 
 
-def run(
-    found: Results,
-    compiler: compiling.Compiler,
-    target: str,
-    blocks: int,
-    progress: Any,
-) -> None:
-    """Compiles the sweep for a target."""
-    compiler.count(
-        found,
-        target,
-        {"ours": _cases(OUR_ARMS, blocks), "peers": _cases(PEER_ARMS, blocks)},
-        progress,
-    )
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> steps.ArrayStep:
+    """The step of a Vision Transformer, in this environment's arms."""
+    case = steps.Case(**fields)
+    return steps.build(steps.known_arms()[case.arm], case, devices)
 
 
-def _cases(arms: tuple[str, ...], blocks: int) -> list[dict[str, Any]]:
-    cases = []
-    for problem, devices in itertools.product(BATCHES, DEVICES):
-        batches = total_batches(problem, devices)
-        cases += compiling.cases_of({problem: batches}, arms, blocks, (devices,))
-    return cases
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of a step."""
+    return dataclasses.asdict(program.count(compiled))
+
+
+def cases(target: str, blocks: int) -> list[dict[str, Any]]:
+    """All sizes; of a GPU those of reference, and 12 blocks of the desktop ViT.
+
+    GPU compilers take seconds where TPU's take minutes.
+    """
+    if TARGETS[target].platform == "cuda":
+        sizes = [(4, ("desktop", "base")), (12, ("desktop",))]
+        return [
+            case
+            for arms in (OUR_ARMS, PEER_ARMS)
+            for blocks, names in sizes
+            for case in compiling.cases_of(
+                {name: (REFERENCE[name],) for name in names}, arms, blocks
+            )
+        ]
+    return [
+        case
+        for problem, devices in itertools.product(BATCHES, DEVICES)
+        for case in compiling.cases_of(
+            {problem: total_batches(problem, devices)}, ARMS, blocks, devices
+        )
+    ]
 
 
 def total_batches(problem: str, devices: int) -> tuple[int, ...]:
     """Images per step over all devices."""
     return tuple(devices * batch for batch in BATCHES[problem])
-
-
-def run_reference(
-    found: Results, compiler: compiling.Compiler, target: str, progress: Any
-) -> None:
-    """Compiles the reference sizes for a target: 4 blocks, and 12 of the desktop ViT.
-
-    GPU compilers take seconds where TPU's take minutes.
-    """
-    for arms, side in ((OUR_ARMS, "ours"), (PEER_ARMS, "peers")):
-        cases = []
-        for blocks, names in ((4, ("desktop", "base")), (12, ("desktop",))):
-            sizes = {name: (REFERENCE[name],) for name in names}
-            cases += compiling.cases_of(sizes, arms, blocks, (1,))
-        compiler.count(found, target, {side: cases}, progress)
 
 
 def _series(found: Results, setup: Setup, arm: str) -> dict[int, dict[str, Any]]:

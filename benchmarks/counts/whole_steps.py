@@ -8,15 +8,16 @@ are counted in a second program, compiled for the H100 with these flags.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from .. import processes
+from ..models import whole_steps as models
 from ..models.whole_steps import FLAX, NAIVE, QWIX, STORED, WHOLE, Case, Kept
-from ..processes import Side
+from ..processes import side_of
 from ..results import Results
+from ..steps import ArrayStep
 from ..tables import Goal, Table, ratio
-from .compiling import Compiler
+from . import cost
 from .targets import TARGETS
 
 AUTOCAST, DELAYED, CURRENT = "bfloat16", "delayed", "current"
@@ -47,36 +48,34 @@ CASES = [
 ]
 
 
-def side(case: Case) -> Side:
-    """Qwix is installed beside the other peers; Flax is with us."""
-    return "peers" if case.arm == QWIX else "ours"
-
-
 # Programs that a machine without the target's compiler lowers to the same text.
 PORTABLE = [
-    dataclasses.replace(case, portable=True) for case in CASES if side(case) == "ours"
+    dataclasses.replace(case, portable=True)
+    for case in CASES
+    if side_of(case.arm) == "ours"
 ]
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    sides: dict[Side, list[dict[str, Any]]] = {"ours": [], "peers": []}
-    for case in CASES:
-        if case.target == target:
-            sides[side(case)].append(dataclasses.asdict(case))
-    compiler.count(found, target, sides, progress, steps="whole")
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
+    """The step of a case."""
+    return models.build(Case(**fields), devices)
 
 
-def lowered(cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """The versions, and the fingerprint of each case without its target's compiler."""
-    request = {"task": "lower", "steps": "whole"}
-    request["cases"] = [dataclasses.asdict(case) for case in cases]
-    return processes.ask("ours", request, None)
+def compile_with(lower: Any) -> Any:
+    """What compiles a lowered case; see `worker`."""
+    return cost.compile_twice
 
 
-def portable_records() -> list[dict[str, Any]]:
-    """What a machine without a compiler compares."""
-    _, *answers = lowered(PORTABLE)
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes and kernels of a step."""
+    return cost.counts_and_units(compiled, fields["target"])[0]
+
+
+def more_records() -> list[dict[str, Any]]:
+    """Fingerprints that a machine without the target's compiler compares."""
+    request = {"task": "lower", "steps": "whole_steps"}
+    request["cases"] = [dataclasses.asdict(case) for case in PORTABLE]
+    _, *answers = processes.ask("ours", request, None)
     return [{**answer["case"], "program": answer["program"]} for answer in answers]
 
 

@@ -31,7 +31,6 @@ from ..models.layouts import (
 )
 from ..results import Results
 from ..tables import Goal, Table, megabytes
-from .compiling import Compiler
 from .program import (
     ARRAY,
     TRIPS,
@@ -101,12 +100,6 @@ def build(fields: dict[str, Any], devices: Any = None) -> Any:
     if devices is None:
         devices = jax.devices()[: case.devices]
     return build_layout(gradient_of(case.arm), LAYOUTS[case.layout], Sizes(), devices)
-
-
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles all cases of a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    compiler.count(found, target, {"ours": cases}, progress, steps="wire")
 
 
 # --- Reading a compiled program -------------------------------------------------------

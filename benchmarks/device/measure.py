@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from ..counts.program import memory
-from ..steps import ArrayStep
+from ..steps import ArrayStep, known_arms
 from .about import about
 from .plan import ABOUT, Case, Sizes
 
@@ -45,11 +45,10 @@ class SkippedError(Exception):
     """A case that cannot be measured here, and why."""
 
 
-def measure(arms: dict[str, Any], request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the device, then two answers for every case: that it starts, and a record.
 
     Args:
-        arms: The arms of this environment.
         request: `platform` (`"gpu"`; `"cpu"` in tests), `sizes` and `cases` as fields,
             and `seconds`, after which no case is begun.
     """
@@ -59,7 +58,7 @@ def measure(arms: dict[str, Any], request: dict[str, Any]) -> Iterator[dict[str,
     if device is None:
         return
     sizes = Sizes(**request["sizes"])
-    worker = Worker(arms, device, sizes, emulate=request["platform"] == "cpu")
+    worker = Worker(known_arms(), device, sizes, emulate=request["platform"] == "cpu")
     with jax.default_device(device):
         for index, fields in enumerate(request["cases"]):
             if time.monotonic() > until:

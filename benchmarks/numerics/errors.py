@@ -47,6 +47,7 @@ WITHOUT = {
 PLAIN = "nvfp4 without all three"
 EIGHT_BITS = ("delayed", "current", "block", "mxfp8")
 ARMS = ("bfloat16", *EIGHT_BITS, "nvfp4", *WITHOUT, PLAIN)
+WITH_TECHNIQUES = ("nvfp4", PLAIN)
 
 
 def recipes() -> dict[str, Any]:
@@ -123,7 +124,7 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """
     known = recipes()
     products = {arm: products_of(known.get(arm)) for arm in ARMS}
-    techniques = {arm: technique_of(known[arm]) for arm in ("nvfp4", PLAIN)}
+    techniques = {arm: technique_of(known[arm]) for arm in WITH_TECHNIQUES}
     for seed in range(request["seeds"]):
         for kind in DATA:
             arrays, before = draw(kind, seed), draw(kind, SEEDS + seed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..models.problems import PROBLEMS
@@ -94,7 +94,7 @@ def _gradient(scan: bool, arm: str, blocks: int) -> tuple[Any, tuple[Any, ...]]:
     return jax.value_and_grad(function), (weights, tokens)
 
 
-def records(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def records(answers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A record per form and arm with all its samples, in the order of the rounds."""
     rounds = [answer["round"] for answer in answers]
     return [
@@ -120,7 +120,7 @@ def _forms(found: Results) -> Iterator[tuple[str, list[float], list[float]]]:
 
 
 def _ratio(plain: list[float], cast: list[float]) -> float:
-    """The ratio of the fastest rounds, see `host_table.added`."""
+    """The ratio of the fastest rounds, see `host.added`."""
     return min(cast) / min(plain)
 
 

@@ -1,14 +1,12 @@
 """Steps that recompute islands, compiled for other devices: models, goals, commits."""
 
-import dataclasses
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
 import mpx
-from benchmarks import our_arms, processes, results
+from benchmarks import our_arms, results
 from benchmarks.counts import program as counts, residuals as residual_counts
 from benchmarks.models import (
     others as other_models,
@@ -161,49 +159,6 @@ def test_what_other_models_need_with_fast_residuals(model, more):
     }
     kept = memory[residual_counts.KEPT] / memory[residual_counts.DEFAULT]
     assert kept == pytest.approx(1 + more, abs=0.005)
-
-
-FEW = [
-    ("h100", "desktop", 4, 256, residual_counts.DEFAULT),
-    ("h100", "gpt scan", 4, 16, residual_counts.DEFAULT),
-]
-
-
-@pytest.mark.parametrize(
-    "few",
-    [
-        pytest.param(True, id="the default", marks=pytest.mark.slow),
-        pytest.param(False, id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_committed_counts_are_of_todays_programs(few):
-    found = results.read("residuals")
-    assert found is not None
-    names = [field.name for field in dataclasses.fields(residual_models.Case)]
-    ours = {
-        case: record["program"]
-        for record in found.records
-        if record["arm"] in our_arms.ARMS
-        and ((case := tuple(record[name] for name in names)) in FEW) == few
-    }
-    assert len(ours) == len(FEW) if few else len(ours) > len(FEW)
-    # What changes one of the others changes most of them.
-    chosen = list(ours)[:: 1 if few else 5]
-    cases = [dict(zip(names, case, strict=True)) for case in chosen]
-    request = {"task": "lower", "steps": "residuals", "cases": cases}
-    versions, *answers = processes.ask("ours", request, None)
-    for package in ("jax", "equinox"):
-        if versions["versions"][package] != found.versions["ours"][package]:
-            pytest.skip("other versions lower to other text")
-    changed = [
-        answer["case"]
-        for answer in answers
-        if answer["program"] != ours[tuple(answer["case"].values())]
-    ]
-    assert not changed, (
-        "residuals.json is older than the code; run "
-        "`python -m benchmarks residuals docs --out benchmarks/results`"
-    )
 
 
 @pytest.mark.slow

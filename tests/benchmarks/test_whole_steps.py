@@ -105,50 +105,6 @@ def test_a_loop_over_slices_is_a_scan():
     assert by_slices(turn, jnp.float32(2), stacked) == expected
 
 
-def as_key(record):
-    return tuple(record[field.name] for field in dataclasses.fields(models.Case))
-
-
-FEW = [
-    case
-    for case in whole_steps.PORTABLE
-    if (case.whole, case.weights) == ("Llama, scan", "masters")
-    and case.arm in (models.NAIVE, whole_steps.DELAYED)
-]
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(FEW, id="few"),
-        pytest.param(whole_steps.PORTABLE[::3], id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_committed_steps_are_todays_programs(cases):
-    found = results.read("whole-steps")
-    assert found is not None
-    programs = {as_key(record): record["program"] for record in found.records}
-    counted, portable = (
-        {dataclasses.astuple(case) for case in cases}
-        for cases in (whole_steps.CASES, whole_steps.PORTABLE)
-    )
-    assert set(programs) == counted | portable
-    answers = whole_steps.lowered(cases)
-    versions = next(answers)["versions"]
-    for package in ("jax", "flax", "equinox", "optax"):
-        if versions[package] != found.versions["ours"][package]:
-            pytest.skip("other versions lower to other text")
-    changed = [
-        answer["case"]
-        for answer in answers
-        if answer["program"] != programs[as_key(answer["case"])]
-    ]
-    assert not changed, (
-        "whole-steps.json is older than the code; run "
-        "`python -m benchmarks whole-steps docs --out benchmarks/results`"
-    )
-
-
 @pytest.mark.parametrize(("share", "met"), [(0.5, True), (2.0, False)])
 def test_goals_and_tables(share, met):
     found = results.Results("whole-steps", "test", "compiled for X")

@@ -98,7 +98,7 @@ def test_kernels_are_listed_by_what_they_move_together(monkeypatch, capsys):
     monkeypatch.setattr(environment, "prepare_cuda", lambda folder, say: folder)
     assert kernels_shown.main(["H100, big", "current"]) == 0
     naive = models.NAIVE
-    assert asked == [("ours", "eight bits", arm) for arm in ("current", naive)]
+    assert asked == [("ours", "eight_bits", arm) for arm in ("current", naive)]
     lines = capsys.readouterr().out.splitlines()
     assert "current: 1.00 GB in 8 kernels" in lines[0]
     rows = [line.strip("│").split("│") for line in lines if line.startswith("│")]
@@ -177,57 +177,6 @@ def test_a_scan_has_the_loss_of_its_blocks_one_after_the_other():
     for way in ("scan", "checkpoint"):
         found = various.llama_in(way, sizes)(Weights(weights), tokens, 2)
         assert float(found) == pytest.approx(expected, rel=1e-5)
-
-
-FEW = [c for c in eight_bits.CASES if c.arm in ("FP8 by hand", "current")][:2]
-# What changes one arm, or one size, changes the others.
-DEFAULT = [case for case in half.CASES if case.arm == half.DEFAULT]
-SMALL = [case for case in product_counts.CASES if case.outputs == 512][::3]
-# Where there is no cuDNN, its kernel is not in the program.
-PORTABLE = [c for c in eight_bits.CASES if c.workload != "big, cuDNN"]
-OURS = [c for c in PORTABLE if c not in FEW and eight_bits.side(c) == "ours"]
-OTHERS = OURS[::4]
-
-
-@pytest.mark.parametrize(
-    ("kind", "cases"),
-    [
-        pytest.param("eight bits", FEW, id="few"),
-        pytest.param("eight bits", OTHERS, id="others", marks=pytest.mark.slow),
-        pytest.param("half", DEFAULT, id="half", marks=pytest.mark.slow),
-        pytest.param("products", SMALL, id="products", marks=pytest.mark.slow),
-    ],
-)
-def test_committed_workloads_are_todays_programs(kind, cases):
-    found = results.read("workloads")
-    assert found is not None
-    every, key = {
-        "eight bits": (eight_bits.CASES, "workload"),
-        "half": (half.CASES, "model"),
-        "products": (product_counts.CASES, "product"),
-    }[kind]
-    names = [field.name for field in dataclasses.fields(every[0])]
-    programs = {
-        tuple(record[name] for name in names): record["program"]
-        for record in found.records
-        if key in record
-    }
-    assert set(programs) == {dataclasses.astuple(case) for case in every}
-    request = {"task": "lower", "steps": kind, "platform": "cuda"}
-    request["cases"] = [dataclasses.asdict(case) for case in cases]
-    versions, *answers = processes.ask("ours", request, None)
-    for package in ("jax", "flax", "equinox", "optax"):
-        if versions["versions"][package] != found.versions["ours"][package]:
-            pytest.skip("other versions lower to other text")
-    changed = [
-        answer["case"]
-        for answer in answers
-        if answer["program"] != programs[tuple(answer["case"].values())]
-    ]
-    assert not changed, (
-        "workloads.json is older than the code; run "
-        "`python -m benchmarks workloads docs --out benchmarks/results`"
-    )
 
 
 @pytest.mark.parametrize(("traffic", "met"), [(0.89, True), (2.0, False)])
