@@ -7,6 +7,7 @@ the other one. So its price is what it moves more, divided by how rarely it runs
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import mpx
@@ -87,14 +88,14 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _traffic(found: Results) -> dict[str, dict[str, int]]:
     """For each model what a step moves, by how it is watched."""
-    made: dict[str, dict[str, int]] = {}
-    for record in found.records:
-        title = (
-            f"{plain.title(record['model'])}: {record['blocks']} blocks, batch "
-            f"{record['batch']}, {ARM}, compiled for {TARGETS[TARGET].title}"
-        )
-        made.setdefault(title, {})[record["watched"]] = record["counts"]["traffic"]
-    return made
+    device = f"{ARM}, compiled for {TARGETS[TARGET].title}"
+    every = found.counts_by("model", "blocks", "batch", arm="watched")
+    return {
+        f"{plain.title(model)}: {blocks} blocks, batch {batch}, {device}": {
+            name: count["traffic"] for name, count in counts.items()
+        }
+        for (model, blocks, batch), counts in every.items()
+    }
 
 
 def _more(counts: dict[str, int], name: str) -> float:
@@ -123,12 +124,10 @@ def tables(found: Results) -> list[Table]:
     ]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """A monitored step in a hundred, at the default, costs next to nothing."""
     default = next(name for name, sample in SAMPLES.items() if sample)
-    made = []
     for title, counts in _traffic(found).items():
         share = 100 * _more(counts, default) / EVERY
         text = f"monitoring every {EVERY} steps: {share:.3f} % of traffic: {title}"
-        made.append(Goal(f"{text}, at most {LIMIT}", share <= LIMIT))
-    return made
+        yield Goal(f"{text}, at most {LIMIT}", share <= LIMIT)

@@ -182,15 +182,8 @@ def tables(found: Results) -> list[Table]:
     units = Table(
         title=f"Linear layers of a training step: {size.blocks} blocks, width "
         f"{size.width}, hidden {size.hidden}, batch {BATCH} of {size.context}",
-        columns=[
-            "compiled for",
-            "model",
-            "recipe",
-            "final projection",
-            "FLOPs on the units",
-            "calls",
-            "other products",
-        ],
+        columns="compiled for | model | recipe | final projection | FLOPs on the units "
+        "| calls | other products",
         rows=[_units_row(record) for record in found.records if "framework" in record],
         notes=[
             "FLOPs of the three products of each linear layer that the compiler made "
@@ -251,9 +244,8 @@ def _share(found: Results, stack: str, recipe: str) -> float:
     return record["bytes"] / record["bfloat16"]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """All FLOPs on the units; bytes within their limits."""
-    made = []
     for record in found.records:
         if "framework" not in record:
             continue
@@ -261,15 +253,12 @@ def goals(found: Results) -> list[Goal]:
         share = counts["fast_flops"] / counts["linear_flops"]
         head = ", final projection too" if record["head"] else ""
         device = TARGETS[record["target"]].title
-        made.append(
-            Goal(
-                f"100% of linear FLOPs on the units of {device}: "
-                f"{record['framework']}, {record['recipe']}{head}: {share:.2%}",
-                counts["fast_flops"] == counts["linear_flops"],
-            )
+        yield Goal(
+            f"100% of linear FLOPs on the units of {device}: "
+            f"{record['framework']}, {record['recipe']}{head}: {share:.2%}",
+            counts["fast_flops"] == counts["linear_flops"],
         )
     for recipe, limit in LIMITS.items():
         share = _share(found, "in a row", recipe)
         text = f"bytes kept at most {limit} of bfloat16's: {recipe}: {share:.3f}"
-        made.append(Goal(text, share <= limit))
-    return made
+        yield Goal(text, share <= limit)

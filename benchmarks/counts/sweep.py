@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,8 @@ def _setups(found: Results) -> list[Setup]:
     )
 
 
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """One table per model and device count: float32 absolute, the others as ratios."""
-    made = []
     for setup in _setups(found):
         problem, blocks, devices = setup
         series = {arm: _series(found, setup, arm) for arm in ARMS}
@@ -113,25 +113,22 @@ def tables(found: Results) -> list[Table]:
             for arm in ARMS[1:]:
                 row += _ratios(base, series[arm].get(batch))
             rows.append(row)
-        made.append(
-            Table(
-                title=f"{PROBLEMS[problem].title}, {blocks} blocks, "
-                f"{_where(found)}, {_devices(devices)}",
-                columns=[
-                    "batch",
-                    "float32 memory, MB",
-                    "traffic, MB",
-                    *(
-                        f"{arm}: {what}"
-                        for arm in ARMS[1:]
-                        for what in ("memory", "traffic")
-                    ),
-                ],
-                rows=rows,
-                notes=["Per device. Ratios are float32 to the arm; higher is better."],
-            )
+        yield Table(
+            title=f"{PROBLEMS[problem].title}, {blocks} blocks, "
+            f"{_where(found)}, {_devices(devices)}",
+            columns=[
+                "batch",
+                "float32 memory, MB",
+                "traffic, MB",
+                *(
+                    f"{arm}: {what}"
+                    for arm in ARMS[1:]
+                    for what in ("memory", "traffic")
+                ),
+            ],
+            rows=rows,
+            notes=["Per device. Ratios are float32 to the arm; higher is better."],
         )
-    return made
 
 
 def _ratios(base: dict[str, Any], counts: dict[str, Any] | None) -> list[str]:
@@ -149,9 +146,8 @@ def _devices(count: int) -> str:
     return "one device" if count == 1 else f"{count} devices, data-parallel"
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Mpx float16 is never worse than the published MPX where activations dominate."""
-    made = []
     for setup in _setups(found):
         problem, blocks, devices = setup
         batch = devices * REFERENCE[problem]
@@ -161,15 +157,12 @@ def goals(found: Results) -> list[Goal]:
             continue
         for what in ("memory", "traffic"):
             share = ours[what] / peer[what] - 1
-            made.append(
-                Goal(
-                    f"{what} of mpx float16 at most MPX's (within 0.1%): {problem}, "
-                    f"{blocks} blocks, batch {batch}, {_devices(devices)}: "
-                    f"{100 * share:+.2f}%",
-                    share <= 0.001,
-                )
+            yield Goal(
+                f"{what} of mpx float16 at most MPX's (within 0.1%): {problem}, "
+                f"{blocks} blocks, batch {batch}, {_devices(devices)}: "
+                f"{100 * share:+.2f}%",
+                share <= 0.001,
             )
-    return made
 
 
 _COLORS = dict(zip(ARMS, ("#444444", "#d1495b", "#30638e", "#edae49"), strict=True))

@@ -240,9 +240,8 @@ GATHERS = ("all-gather", "collective-permute", "all-to-all")
 SUMS = ("all-reduce", "reduce-scatter")
 
 
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """A table for each target."""
-    made = []
     for target in TARGETS_OF_WIRE:
         rows = []
         for layout in LAYOUTS:
@@ -261,8 +260,7 @@ def tables(found: Results) -> list[Table]:
                     ]
                 )
         if rows:
-            made.append(_table(target, rows))
-    return made
+            yield _table(target, rows)
 
 
 def _table(target: str, rows: list[list[str]]) -> Table:
@@ -270,7 +268,7 @@ def _table(target: str, rows: list[list[str]]) -> Table:
         title=f"Megabytes that a device sends in a step: a transformer of {BLOCKS} "
         f"blocks (width {WIDTH}, hidden {HIDDEN}, context {CONTEXT}, batch {BATCH}), "
         f"compiled for {DEVICES} x {TARGETS[target].title}",
-        columns=["layout", "arm", "all", "gathered", "summed", "small"],
+        columns="layout | arm | all | gathered | summed | small",
         rows=rows,
         notes=[
             "*Small* counts collectives of at most 4 KB: amaxes, norms, flags. Bytes "
@@ -284,9 +282,8 @@ def _table(target: str, rows: list[list[str]]) -> Table:
 _FEWER = {CURRENT: 3.75, DELAYED: 3.75}
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Weights travel in few bytes, and FP8 sends no more than bfloat16."""
-    made = []
     for target, layout in sorted({(r["target"], r["layout"]) for r in found.records}):
         by_arm = {
             record["arm"]: record["counts"]
@@ -300,7 +297,7 @@ def goals(found: Results) -> list[Goal]:
             ours, half = (sent(by_arm[one]) for one in (arm, AUTOCAST))
             text = f"{arm} sends no more than {AUTOCAST}: {megabytes(ours)} MB to "
             text += f"{megabytes(half)} ({where})"
-            made.append(Goal(text, ours <= half * 1.001))
+            yield Goal(text, ours <= half * 1.001)
         # A TPU's compiler rounds the operands of float32 products, and gathers those.
         if target != "h100" or FLOAT32 not in by_arm or not LAYOUTS[layout].is_divided:
             continue
@@ -310,5 +307,4 @@ def goals(found: Results) -> list[Goal]:
             if whole:
                 text = f"{arm} gathers at most 1 / {least} of float32's bytes: "
                 text += f"1 / {whole / ours:.2f} ({where})"
-                made.append(Goal(text, ours * least <= whole))
-    return made
+                yield Goal(text, ours * least <= whole)

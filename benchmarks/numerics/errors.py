@@ -250,34 +250,22 @@ def tables(found: Results) -> list[Table]:
         rows.append(row)
     buys = Table(
         title="What NVFP4's techniques are for, and what they cost",
-        columns=[
-            "technique",
-            "for",
-            "with",
-            "without",
-            "at the price",
-            "with",
-            "without",
-        ],
+        columns="technique | for | with | without | at the price | with | without",
         rows=rows,
     )
     return [errors, buys]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Each technique does what it is for, beyond the noise of the seeds."""
-    made = []
     for technique, ((words, without, data, number), _) in TECHNIQUES.items():
         ours, theirs = (samples(found, a, data, number) for a in ("nvfp4", without))
         if len(ours) < 2:
             continue
         less = mean_interval([b - a for a, b in zip(ours, theirs, strict=True)])
-        made.append(
-            Goal(
-                f"with {technique}, {words}: "
-                f"{100 * statistics.fmean(ours):.1f}%, without "
-                f"{100 * statistics.fmean(theirs):.1f}%",
-                less.low > 0,
-            )
+        yield Goal(
+            f"with {technique}, {words}: "
+            f"{100 * statistics.fmean(ours):.1f}%, without "
+            f"{100 * statistics.fmean(theirs):.1f}%",
+            less.low > 0,
         )
-    return made

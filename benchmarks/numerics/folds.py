@@ -145,43 +145,31 @@ def tables(found: Results) -> list[Table]:
         Table(
             title=f"Test accuracy on held-out digits: {len(folds)} folds x "
             f"{len(seeds)} seeds, {' or '.join(map(str, steps))} steps each",
-            columns=[
-                "precision",
-                "accuracy",
-                "single models",
-                "skipped steps",
-                "difference to float32, points",
-                "95% interval",
-            ],
+            columns="precision | accuracy | single models | skipped steps | difference "
+            "to float32, points | 95% interval",
             rows=rows,
         )
     ]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Both intervals lie within the limit, and every precision is above 95%."""
-    made = []
     for precision in PRECISIONS:
         runs = [r for r in found.records if r["precision"] == precision]
         if not runs:
             continue
         share = sum(r["correct"] for r in runs) / sum(r["images"] for r in runs)
-        made.append(
-            Goal(
-                f"{precision} is right on more than 95% of held-out digits: "
-                f"{100 * share:.2f}%",
-                share > 0.95,
-            )
+        yield Goal(
+            f"{precision} is right on more than 95% of held-out digits: "
+            f"{100 * share:.2f}%",
+            share > 0.95,
         )
         samples = differences(found.records, precision)
         if precision == "float32" or len(samples) < 2:
             continue
         interval = mean_interval(samples)
-        made.append(
-            Goal(
-                f"95% interval of the difference of {precision} to float32 within "
-                f"{LIMIT} points: [{interval.low:+.3f}, {interval.high:+.3f}]",
-                interval.lies_within(LIMIT),
-            )
+        yield Goal(
+            f"95% interval of the difference of {precision} to float32 within "
+            f"{LIMIT} points: [{interval.low:+.3f}, {interval.high:+.3f}]",
+            interval.lies_within(LIMIT),
         )
-    return made

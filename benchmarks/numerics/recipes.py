@@ -134,22 +134,18 @@ def tables(found: Results) -> list[Table]:
     ]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """The intervals lie within the limits."""
-    made = []
     for arm, limit in LIMITS.items():
         samples = gaps(found.records, arm)
         if len(samples) < 2:
             continue
         interval = mean_interval(samples)
-        made.append(
-            Goal(
-                f"95% interval of the gap of {arm} to float32 within {limit}%, "
-                f"{len(samples)} seeds: [{interval.low:+.3f}%, {interval.high:+.3f}%]",
-                interval.lies_within(limit),
-            )
+        yield Goal(
+            f"95% interval of the gap of {arm} to float32 within {limit}%, "
+            f"{len(samples)} seeds: [{interval.low:+.3f}%, {interval.high:+.3f}%]",
+            interval.lies_within(limit),
         )
-    return made
 
 
 # Okabe and Ito (2008).

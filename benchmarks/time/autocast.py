@@ -141,7 +141,7 @@ def tables(found: Results) -> list[Table]:
         Table(
             title="CPU seconds to trace and lower the gradient of a ViT's blocks, "
             f"{BLOCKS} of them, {found.device}",
-            columns=["blocks", "float32", "autocast bfloat16", "ratio"],
+            columns="blocks | float32 | autocast bfloat16 | ratio",
             rows=rows,
             notes=["The fastest of alternating rounds."],
         )

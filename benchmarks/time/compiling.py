@@ -89,7 +89,7 @@ def tables(found: Results) -> list[Table]:
     return [
         Table(
             title=f"CPU seconds to compile a step for an H100, {found.device}",
-            columns=["step", "arm", "CPU s", "arm / kept"],
+            columns="step | arm | CPU s | arm / kept",
             rows=rows,
             notes=["The fastest of alternating rounds; lower ratios are better."],
         )

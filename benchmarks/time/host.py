@@ -121,14 +121,7 @@ def tables(found: Results) -> list[Table]:
         Table(
             title="Host cost of the desktop ViT's step, 12 blocks, batch 256, "
             f"{found.device}",
-            columns=[
-                "step",
-                "arm",
-                "trace, CPU s",
-                "added",
-                "lower, CPU s",
-                "added",
-            ],
+            columns="step | arm | trace, CPU s | added | lower, CPU s | added",
             rows=rows,
             notes=[
                 f"The fastest of {' or '.join(map(str, sorted(rounds)))} alternating "

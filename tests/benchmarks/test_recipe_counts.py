@@ -81,7 +81,7 @@ def test_goals_and_tables(fast, kept, met):
         for recipe, limit in recipe_counts.LIMITS.items():
             size = {"bytes": kept * limit, "bfloat16": 52}
             found.records.append({"stack": stack, "recipe": recipe, **size})
-    goals = recipe_counts.goals(found)
+    goals = list(recipe_counts.goals(found))
     assert len(goals) == 5 and {goal.met for goal in goals} == {met}
     units, bytes_kept = recipe_counts.tables(found)
     assert units.rows[0][-3:] == ["100.0%" if met else "98.9%", "3", "2"]
