@@ -31,14 +31,7 @@ from ..models.layouts import (
 )
 from ..results import Results
 from ..tables import Goal, Table, megabytes
-from .program import (
-    ARRAY,
-    TRIPS,
-    Instruction,
-    bytes_of_shape,
-    called,
-    computations,
-)
+from .program import ARRAY, TRIPS, Instruction, bodies_of, bytes_of_shape, called
 from .targets import TARGETS
 
 TARGETS_OF_WIRE = ("h100", "v5e")
@@ -142,10 +135,7 @@ class Message:
 
 def messages(text: str, devices: int) -> list[Message]:
     """The collectives of an optimized HLO module."""
-    bodies, entry = {}, ""
-    for name, is_entry, body in computations(text):
-        bodies[name] = body
-        entry = name if is_entry else entry
+    bodies, entry = bodies_of(text)
     return list(_messages(bodies, entry, 1, devices))
 
 
