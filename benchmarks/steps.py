@@ -106,18 +106,19 @@ def _float32_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFu
     return step
 
 
-def _naive_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
-    def cast_loss(model: Any, batch: Any) -> jax.Array:
-        return loss(*jax.tree.map(to_bfloat16, (model, batch)))
+def _cast(loss: Loss) -> Loss:
+    """The loss of model and batch in bfloat16."""
+    return lambda *both: loss(*jax.tree.map(to_bfloat16, both))
 
-    return _float32_step(cast_loss, optimizer)
+
+def _naive_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
+    return _float32_step(_cast(loss), optimizer)
 
 
 def _checked_naive_step(
     loss: Loss, optimizer: optax.GradientTransformation
 ) -> StepFunction:
-    def cast_loss(model: Any, batch: Any) -> jax.Array:
-        return loss(*jax.tree.map(to_bfloat16, (model, batch)))
+    cast_loss = _cast(loss)
 
     def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
         value, grads = eqx.filter_value_and_grad(cast_loss)(model, batch)
@@ -234,31 +235,39 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
 
 
-def build(arm: Arm, case: Case, devices: list[Any] | None = None) -> ArrayStep:
-    """The step of a case, with shapes for arguments.
+def build(
+    arm: Arm, case: Case, devices: list[Any] | None = None, seed: int | None = None
+) -> ArrayStep:
+    """The step of a case; see `built`."""
+
+    def initial(key: Any) -> tuple[Any, Any]:
+        batch = random_images(PROBLEMS[case.problem], case.batch, key)
+        return _initial_state(arm, case, batch, key), batch
+
+    step = arm.make_step(_loss(case), make_optimizer(case.recipe))
+    return built(initial, step, devices, seed)
+
+
+def built(
+    initial: Callable[[Any], tuple[tuple, Any]],
+    step: Callable[..., tuple],
+    devices: list[Any] | None = None,
+    seed: int | None = None,
+) -> ArrayStep:
+    """A step with shapes for arguments, or with random arrays, to run it.
 
     Args:
-        arm: its code.
-        case: its size.
-        devices: compile-only devices that the shapes are placed on, `case.devices` of
-            them; none leaves them where `jax.jit` puts them.
+        initial: from a key to the state and the batch.
+        step: `*new_state, loss = step(*state, batch)`.
+        devices: compile-only devices that the shapes are placed on, as many as share
+            the batch; none leaves them where `jax.jit` puts them.
+        seed: of the arrays; none has shapes.
     """
-    problem, key = PROBLEMS[case.problem], jax.random.key(0)
-    batch = jax.eval_shape(lambda key: random_images(problem, case.batch, key), key)
-
-    def initial(key: Any) -> tuple[Any, Any, Any]:
-        return _initial_state(arm, case, batch, key)
-
-    state = eqx.filter_eval_shape(initial, key)
-    return _step_of(arm, case, state, batch, devices)
-
-
-def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
-    """The step of a case with random weights and images, to run it."""
-    key = jax.random.key(seed)
-    batch = random_images(PROBLEMS[case.problem], case.batch, key)
-    state = _initial_state(arm, case, batch, key)
-    return _step_of(arm, case, state, batch, None)
+    if seed is None:
+        state, batch = eqx.filter_eval_shape(initial, jax.random.key(0))
+    else:
+        state, batch = initial(jax.random.key(seed))
+    return arrays_only(step, state, batch, devices)
 
 
 def random_images(problem: Problem, batch: int, key: Any) -> tuple[Any, Any]:
@@ -280,13 +289,6 @@ def _loss(case: Case) -> Loss:
     return mean_loss if case.recipe == "adam" else mean_loss_with_dropout
 
 
-def _step_of(
-    arm: Arm, case: Case, state: Any, batch: Any, devices: list[Any] | None
-) -> ArrayStep:
-    step = arm.make_step(_loss(case), make_optimizer(case.recipe))
-    return arrays_only(step, state, batch, devices)
-
-
 def arrays_only(
     step: Callable[..., tuple], state: tuple, batch: Any, devices: list[Any] | None
 ) -> ArrayStep:
@@ -296,7 +298,7 @@ def arrays_only(
         step: `*new_state, loss = step(*state, batch)`.
         state: its first arguments, PyTrees with or without other things than arrays.
         batch: its last one.
-        devices: see `build`.
+        devices: see `built`.
     """
     arrays, rest = eqx.partition(state, _is_array)
 

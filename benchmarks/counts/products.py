@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from ..models.layers import NAIVE, build_shapes
+from ..models.layers import NAIVE, build as build_layers
 from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table, ratio
@@ -67,7 +67,7 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep
     """Forward and backward of a case, with shapes for arguments."""
     case = Case(**fields)
     features = case.inputs, case.outputs
-    return build_shapes(case.product, case.tokens, features, devices)
+    return build_layers(case.product, case.tokens, features, devices)
 
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:

@@ -96,8 +96,7 @@ def test_goals_and_tables(fast, kept, met):
     "arm", slow_but(["delayed"], ["autocast bfloat16", "delayed", "current"])
 )
 def test_all_products_of_a_stack_are_quantized(arm):
-    key = jax.random.key(0)
-    step = linear_layers.build(arm, 32, (16, 48, 16), key, target="sm_90")
+    step = linear_layers.build(arm, 32, (16, 48, 16), target="sm_90")
     traced = step.jitted().trace(step.state, step.batch)
     lowered = traced.lower(lowering_platforms=("cuda",))
     found = products(parse(lowered.as_text(dialect="hlo")))
@@ -122,7 +121,7 @@ def test_a_stack_has_the_gradients_of_float32(arm):
     module = flax_layers if arm in flax_layers.ARMS else linear_layers
     sizes = []
     for one, built_by in (("float32", linear_layers), (arm, module)):
-        step = built_by.build(one, 32, (32, 64, 32), jax.random.key(0))
+        step = built_by.build(one, 32, (32, 64, 32), seed=0)
         state, train = step.state, step.jitted()
         for _ in range(2):
             state, (_, grads) = train(state, step.batch)

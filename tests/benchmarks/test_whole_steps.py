@@ -23,7 +23,7 @@ TINY = [
 def losses(whole, weights, arm, count=2):
     """Of some steps with one batch."""
     case = models.Case("h100", whole, weights, arm, portable=True)
-    step = models.build_concrete(case, seed=0)
+    step = models.build(case, seed=0)
     state, found, train = step.state, [], jax.jit(step.function)
     for _ in range(count):
         state, loss = train(state, step.batch)

@@ -49,7 +49,7 @@ QUICK = ("float32", "mpx float16", "autocast bfloat16, half stream")
 def test_every_arm_trains(name, recipe):
     arm = our_arms.ARMS[name]
     case = steps.Case(arm=name, recipe=recipe, **TINY)
-    step = steps.build_concrete(arm, case, seed=0)
+    step = steps.build(arm, case, seed=0)
     compiled = step.jitted().lower(step.state, step.batch).compile()
     state, first = compiled(step.state, step.batch)
     # In the first 20 the job's learning rate is so small that the loss falls by less
@@ -72,7 +72,7 @@ def test_the_baseline_uses_no_mpx():
             "float32", "equinox", arm.first_scaling, arm.make_step, uses_mpx
         )
         case = steps.Case(arm="float32", **TINY)
-        step = steps.build_concrete(variant, case, seed=0)
+        step = steps.build(variant, case, seed=0)
         losses.append(float(step.jitted()(step.state, step.batch)[1]))
     assert losses[0] == losses[1]
 

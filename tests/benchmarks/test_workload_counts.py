@@ -151,7 +151,7 @@ def test_all_linear_layers_of_a_workload_are_in_8_bits(arm):
 @pytest.mark.third_party
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped():
     case = models.Case("cpu", "tiny ffn", models.NAIVE)
-    step = models.build_concrete(case, seed=0)
+    step = models.build(case, seed=0)
     x, labels = step.batch
     train = jax.jit(step.function)
     for bad in (jnp.inf, 0.0):
