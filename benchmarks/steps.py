@@ -231,7 +231,7 @@ class ArrayStep:
         return jax.jit(train_step, donate_argnums=0, out_shardings=self.out_shardings)
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
 
 
@@ -300,11 +300,11 @@ def arrays_only(
         batch: its last one.
         devices: see `built`.
     """
-    arrays, rest = eqx.partition(state, _is_array)
+    arrays, rest = eqx.partition(state, is_array)
 
     def function(arrays: Any, batch: Any) -> tuple[Any, jax.Array]:
         *new_state, loss = step(*eqx.combine(arrays, rest), batch)
-        return eqx.filter(tuple(new_state), _is_array), loss
+        return eqx.filter(tuple(new_state), is_array), loss
 
     if devices is None:
         return ArrayStep(function, arrays, batch)
