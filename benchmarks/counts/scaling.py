@@ -118,12 +118,13 @@ def goals(found: Results) -> Iterator[Goal]:
     for setup in setups(found):
         for what, title in (("traffic", "traffic"), ("off_chip", "off-chip traffic")):
             moved = traffic(found, setup, what)
-            if not {"mpx", "MPX"} <= moved.keys():
-                continue
-            ours, peer = (moved[name][1] - moved[name][0] for name in ("mpx", "MPX"))
-            yield Goal(
-                f"{title} added by dynamic loss scaling at most MPX's, within "
-                f"{100 * NOISE:.1f}% of the step: {setup}: {megabytes(ours)} MB, "
-                f"MPX {megabytes(peer)} MB",
-                ours <= peer + NOISE * moved["MPX"][0],
-            )
+            if moved.keys() >= {"mpx", "MPX"}:
+                ours, peer = (
+                    moved[name][1] - moved[name][0] for name in ("mpx", "MPX")
+                )
+                text = f"{title} added by dynamic loss scaling at most MPX's, within "
+                text += (
+                    f"{100 * NOISE:.1f}% of the step: {setup}: {megabytes(ours)} MB, "
+                )
+                text += f"MPX {megabytes(peer)} MB"
+                yield Goal(text, ours <= peer + NOISE * moved["MPX"][0])

@@ -156,20 +156,13 @@ def goals(found: Results) -> Iterator[Goal]:
     """Both intervals lie within the limit, and every precision is above 95%."""
     for precision in PRECISIONS:
         runs = [r for r in found.records if r["precision"] == precision]
-        if not runs:
-            continue
-        share = sum(r["correct"] for r in runs) / sum(r["images"] for r in runs)
-        yield Goal(
-            f"{precision} is right on more than 95% of held-out digits: "
-            f"{100 * share:.2f}%",
-            share > 0.95,
-        )
+        if runs:
+            share = sum(r["correct"] for r in runs) / sum(r["images"] for r in runs)
+            text = f"{precision} is right on more than 95% of held-out digits: "
+            yield Goal(f"{text}{100 * share:.2f}%", share > 0.95)
         samples = differences(found.records, precision)
-        if precision == "float32" or len(samples) < 2:
-            continue
-        interval = mean_interval(samples)
-        yield Goal(
-            f"95% interval of the difference of {precision} to float32 within "
-            f"{LIMIT} points: [{interval.low:+.3f}, {interval.high:+.3f}]",
-            interval.lies_within(LIMIT),
-        )
+        if precision != "float32" and len(samples) > 1:
+            interval = mean_interval(samples)
+            text = f"95% interval of the difference of {precision} to float32 within "
+            text += f"{LIMIT} points: [{interval.low:+.3f}, {interval.high:+.3f}]"
+            yield Goal(text, interval.lies_within(LIMIT))

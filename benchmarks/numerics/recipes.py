@@ -138,14 +138,13 @@ def goals(found: Results) -> Iterator[Goal]:
     """The intervals lie within the limits."""
     for arm, limit in LIMITS.items():
         samples = gaps(found.records, arm)
-        if len(samples) < 2:
-            continue
-        interval = mean_interval(samples)
-        yield Goal(
-            f"95% interval of the gap of {arm} to float32 within {limit}%, "
-            f"{len(samples)} seeds: [{interval.low:+.3f}%, {interval.high:+.3f}%]",
-            interval.lies_within(limit),
-        )
+        if len(samples) > 1:
+            interval = mean_interval(samples)
+            text = f"95% interval of the gap of {arm} to float32 within {limit}%, "
+            text += (
+                f"{len(samples)} seeds: [{interval.low:+.3f}%, {interval.high:+.3f}%]"
+            )
+            yield Goal(text, interval.lies_within(limit))
 
 
 # Okabe and Ito (2008).
