@@ -8,14 +8,14 @@ arms alternate, round by round, with JAX's caches cleared before each sample, as
 
 from __future__ import annotations
 
-import gc
-import time
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..models.problems import PROBLEMS
 from ..results import Results
 from ..tables import Goal, Table
+from .host import in_rounds
 
 FORMS = {"unrolled": False, "scanned": True}
 ARMS = ("float32", "autocast")
@@ -32,24 +32,12 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """
     import jax
 
-    gradients = {
-        (form, arm): _gradient(scan, arm, request["blocks"])
-        for form, scan in FORMS.items()
-        for arm in ARMS
-    }
-    for index in range(request["rounds"] + 1):
-        samples = []
-        for (form, arm), (function, arguments) in gradients.items():
-            jax.clear_caches()
-            gc.collect()
-            gc.disable()  # as `timeit` does
-            start = time.process_time()
-            jax.jit(function).trace(*arguments).lower()
-            seconds = time.process_time() - start
-            gc.enable()
-            samples.append({"form": form, "arm": arm, "seconds": seconds})
-        if index:  # the first round also imports what JAX imports lazily
-            yield {"round": samples}
+    makers = []
+    for (form, scan), arm in itertools.product(FORMS.items(), ARMS):
+        function, arguments = _gradient(scan, arm, request["blocks"])
+        made = lambda f=function, args=arguments: (jax.jit(f), args)  # noqa: E731
+        makers.append(({"form": form, "arm": arm}, made))
+    yield from in_rounds(makers, request["rounds"])
 
 
 def _gradient(scan: bool, arm: str, blocks: int) -> tuple[Any, tuple[Any, ...]]:
@@ -101,7 +89,9 @@ def records(answers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "form": column[0]["form"],
             "arm": column[0]["arm"],
-            "seconds": [round(sample["seconds"], 4) for sample in column],
+            "seconds": [
+                round(sample["trace"] + sample["lower"], 4) for sample in column
+            ],
         }
         for column in zip(*rounds, strict=True)
     ]

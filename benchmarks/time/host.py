@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..results import Results
@@ -36,29 +36,43 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Args:
         request: `cases`, and how many `rounds`.
     """
-    import jax
-
     from benchmarks import steps
 
     arms = steps.known_arms()
     cases = [steps.Case(**fields) for fields in request["cases"]]
-    built = [steps.build(arms[case.arm], case) for case in cases]
-    for index in range(request["rounds"] + 1):
+    built = [(case.arm, steps.build(arms[case.arm], case)) for case in cases]
+    makers = [
+        ({"arm": arm}, lambda step=step: (step.jitted(), (step.state, step.batch)))
+        for arm, step in built
+    ]
+    yield from in_rounds(makers, request["rounds"])
+
+
+def in_rounds(makers: Sequence[Any], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yields one answer per round: what names each function, and its seconds.
+
+    Args:
+        makers: for each function, what names it, and what makes it anew, jitted, with
+            its arguments.
+        rounds: how many.
+    """
+    import jax
+
+    for index in range(rounds + 1):
         samples = []
-        for case, step in zip(cases, built, strict=True):
+        for names, make in makers:
             jax.clear_caches()
+            function, arguments = make()
             gc.collect()
             gc.disable()  # as `timeit` does
             start = time.process_time()
-            traced = step.jitted().trace(step.state, step.batch)
+            traced = function.trace(*arguments)
             middle = time.process_time()
             lowered = traced.lower()
             end = time.process_time()
             gc.enable()
             del traced, lowered
-            samples.append(
-                {"arm": case.arm, "trace": middle - start, "lower": end - middle}
-            )
+            samples.append({**names, "trace": middle - start, "lower": end - middle})
         if index:  # the first round also imports what JAX imports lazily
             yield {"round": samples}
 

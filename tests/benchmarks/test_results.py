@@ -139,8 +139,10 @@ def test_scaling_compares_off_chip_traffic_where_it_is_known():
 def test_host_cost_of_autocast_compares_the_fastest_rounds(seconds, met):
     found = results.Results("host", "test", "measured on X")
     one = {"float32": 1.0, "autocast": seconds}
-    sample = [{"form": "scanned", "arm": a, "seconds": s} for a, s in one.items()]
-    slow = [{**s, "seconds": 3 * s["seconds"]} for s in sample]
+    names = [{"form": "scanned", "arm": arm} for arm in one]
+    seconds_of = list(zip(names, one.values(), strict=True))
+    sample = [{**n, "trace": 0.3 * s, "lower": 0.7 * s} for n, s in seconds_of]
+    slow = [{**n, "trace": s, "lower": 2 * s} for n, s in seconds_of]
     answers = [{"round": sample}, {"round": slow}, {"round": sample}]
     found.records = autocast_host.records(answers)
     assert [goal.met for goal in autocast_host.goals(found)] == [met]
