@@ -80,7 +80,7 @@ def _mpx_arm(name: str, dtype: str, first_scaling: Any = None) -> Arm:
         return mpx.filter_value_and_grad(loss, scaling, policy=policy, keep=_is_norm)
 
     first_scaling = first_scaling or _FIRST[dtype]
-    return Arm(name, "mpx", first_scaling, _steps_of(differentiate))
+    return Arm(name, first_scaling, _steps_of(differentiate))
 
 
 def autocast_arm(name: str, dtype: str = "bfloat16", **options: Any) -> Arm:
@@ -96,7 +96,7 @@ def autocast_arm(name: str, dtype: str = "bfloat16", **options: Any) -> Arm:
         return mpx.init_scaling(cast(loss), model, batch)
 
     first_scaling = of_recipe if "recipe" in options else _FIRST[dtype]
-    return Arm(name, "mpx", first_scaling, _steps_of(differentiate), uses_mpx=False)
+    return Arm(name, first_scaling, _steps_of(differentiate), uses_mpx=False)
 
 
 ARMS = {

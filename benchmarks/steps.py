@@ -46,7 +46,6 @@ class Arm:
 
     Attributes:
         name: the word on the command line and in tables.
-        library: whose code it is, with `{version}` filled in by the worker.
         first_scaling: makes the state that the scaling starts with, from the loss, the
             model and a batch.
         make_step: from loss and optimizer to
@@ -55,7 +54,6 @@ class Arm:
     """
 
     name: str
-    library: str
     first_scaling: Callable[[Loss, Any, Any], Any]
     make_step: Callable[[Loss, optax.GradientTransformation], StepFunction]
     uses_mpx: bool = True
@@ -156,16 +154,12 @@ def no_scaling(loss: Loss, model: Any, batch: Any) -> None:
     """The state of a step that scales nothing."""
 
 
-FLOAT32 = Arm("float32", "equinox", no_scaling, _float32_step, uses_mpx=False)
+FLOAT32 = Arm("float32", no_scaling, _float32_step, uses_mpx=False)
 # What one writes without a library: all weights and inputs cast, whatever they are for.
-NAIVE = Arm("naive bfloat16", "equinox", no_scaling, _naive_step, uses_mpx=False)
+NAIVE = Arm("naive bfloat16", no_scaling, _naive_step, uses_mpx=False)
 # The same with what mpx does besides: gradients are checked, and the step skipped.
 CHECKED = Arm(
-    "naive bfloat16, checked",
-    "equinox",
-    no_scaling,
-    _checked_naive_step,
-    uses_mpx=False,
+    "naive bfloat16, checked", no_scaling, _checked_naive_step, uses_mpx=False
 )
 
 

@@ -68,9 +68,7 @@ def test_the_baseline_uses_no_mpx():
     assert not arm.uses_mpx
     losses = []
     for uses_mpx in (False, True):
-        variant = steps.Arm(
-            "float32", "equinox", arm.first_scaling, arm.make_step, uses_mpx
-        )
+        variant = steps.Arm("float32", arm.first_scaling, arm.make_step, uses_mpx)
         case = steps.Case(arm="float32", **TINY)
         step = steps.build(variant, case, seed=0)
         losses.append(float(step.jitted()(step.state, step.batch)[1]))
