@@ -8,7 +8,7 @@ There are two recipes. `adam` is the bare step: Adam, no dropout. `job` is the s
 the main job (`examples.vit`, preset `cifar100`): clipping, AdamW with a schedule and
 decay of matrices only, dropout.
 
-The arms of the published packages live in `peer_arms`, because the published MPX is
+The arms of the published packages live in `peers.arms`, because the published MPX is
 imported as `mpx` too.
 """
 

@@ -56,7 +56,7 @@ class Case:
         activation: A name of `ACTIVATIONS`.
         recipe: A name of `RECIPES`.
         style: A name of `STYLES`.
-        target: A name of `recipe_models.UNITS`.
+        target: A name of `frameworks.UNITS`.
     """
 
     activation: str

@@ -3,7 +3,7 @@
 Questions: does the compiler make a call of the fast units of every product of a linear
 layer? And how many bytes wait for the backward pass?
 
-The step of an unmodified transformer (`recipe_models`) is compiled for a device that is
+The step of an unmodified transformer (`frameworks`) is compiled for a device that is
 not here. The floating point operations of the products that became such calls (CUDA),
 or have FP8 operands (TPU), stand against those of all linear layers by the sizes of the
 model: forward, gradient of the input, gradient of the weight. The final projection is

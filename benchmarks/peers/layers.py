@@ -1,4 +1,4 @@
-"""The stack of `linear_layers` with the FP8 of others: Flax and Qwix, both of Linen.
+"""The stack of `models.layers` with the FP8 of others: Flax and Qwix, both of Linen.
 
 They run beside ours in one process. Whichever is not installed is skipped.
 """

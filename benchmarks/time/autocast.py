@@ -3,7 +3,7 @@
 Question: how much longer does JAX need where `mpx.autocast` writes the function anew?
 The blocks are those of the desktop ViT, a plain model, in a row or as one loop. Both
 arms alternate, round by round, with JAX's caches cleared before each sample, as in
-`host_cost`.
+`time.host`.
 """
 
 from __future__ import annotations
