@@ -120,34 +120,26 @@ def tables(found: Results) -> list[Table]:
         runs = [r for r in found.records if r["precision"] == precision]
         if not runs:
             continue
-        correct, images = (sum(r[key] for r in runs) for key in ("correct", "images"))
         by_run = [100 * r["correct"] / r["images"] for r in runs]
-        row = [
-            precision,
-            f"{100 * correct / images:.2f}%",
-            f"{min(by_run):.2f}% to {max(by_run):.2f}%",
-            str(sum(r["skipped"] for r in runs)),
-        ]
+        share = sum(r["correct"] for r in runs) / sum(r["images"] for r in runs)
+        row = [precision, f"{100 * share:.2f}%"]
+        row += [f"{min(by_run):.2f}% to {max(by_run):.2f}%"]
+        row += [str(sum(r["skipped"] for r in runs)), "", ""]
         samples = differences(found.records, precision)
-        if precision == "float32" or len(samples) < 2:
-            row += ["", ""]
-        else:
+        if precision != "float32" and len(samples) > 1:
             interval = mean_interval(samples)
-            row += [
-                f"{interval.mean:+.3f}",
-                f"[{interval.low:+.3f}, {interval.high:+.3f}]",
-            ]
+            between = f"[{interval.low:+.3f}, {interval.high:+.3f}]"
+            row[-2:] = [f"{interval.mean:+.3f}", between]
         rows.append(row)
-    seeds = {r["seed"] for r in found.records}
-    folds = {r["fold"] for r in found.records}
-    steps = sorted({r["steps"] for r in found.records})
+    folds, seeds = ({r[name] for r in found.records} for name in ("fold", "seed"))
+    steps = " or ".join(map(str, sorted({r["steps"] for r in found.records})))
     return [
         Table(
-            title=f"Test accuracy on held-out digits: {len(folds)} folds x "
-            f"{len(seeds)} seeds, {' or '.join(map(str, steps))} steps each",
-            columns="precision | accuracy | single models | skipped steps | difference "
-            "to float32, points | 95% interval",
-            rows=rows,
+            f"Test accuracy on held-out digits: {len(folds)} folds x {len(seeds)} "
+            f"seeds, {steps} steps each",
+            "precision | accuracy | single models | skipped steps | "
+            "difference to float32, points | 95% interval",
+            rows,
         )
     ]
 
