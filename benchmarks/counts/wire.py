@@ -232,39 +232,28 @@ SUMS = ("all-reduce", "reduce-scatter")
 
 def tables(found: Results) -> Iterator[Table]:
     """A table for each target."""
+    every = found.counts_by("target", "layout")
     for target in TARGETS_OF_WIRE:
-        rows = []
-        for layout in LAYOUTS:
-            for record in found.records:
-                if (record["target"], record["layout"]) != (target, layout):
-                    continue
-                counts = record["counts"]
-                rows.append(
-                    [
-                        LAYOUTS[layout].title,
-                        record["arm"],
-                        megabytes(sent(counts)),
-                        _cell(counts, *GATHERS),
-                        _cell(counts, *SUMS),
-                        str(counts["small"]),
-                    ]
-                )
+        rows = [
+            [
+                *(LAYOUTS[layout].title, arm, megabytes(sent(counts))),
+                *(_cell(counts, *GATHERS), _cell(counts, *SUMS), str(counts["small"])),
+            ]
+            for layout in LAYOUTS
+            for arm, counts in every.get((target, layout), {}).items()
+        ]
         if rows:
-            yield _table(target, rows)
-
-
-def _table(target: str, rows: list[list[str]]) -> Table:
-    return Table(
-        title=f"Megabytes that a device sends in a step: a transformer of {BLOCKS} "
-        f"blocks (width {WIDTH}, hidden {HIDDEN}, context {CONTEXT}, batch {BATCH}), "
-        f"compiled for {DEVICES} x {TARGETS[target].title}",
-        columns="layout | arm | all | gathered | summed | small",
-        rows=rows,
-        notes=[
-            "*Small* counts collectives of at most 4 KB: amaxes, norms, flags. Bytes "
-            "are those of a ring; smaller is better."
-        ],
-    )
+            yield Table(
+                f"Megabytes that a device sends in a step: a transformer of {BLOCKS} "
+                f"blocks (width {WIDTH}, hidden {HIDDEN}, context {CONTEXT}, batch "
+                f"{BATCH}), compiled for {DEVICES} x {TARGETS[target].title}",
+                "layout | arm | all | gathered | summed | small",
+                rows,
+                [
+                    "*Small* counts collectives of at most 4 KB: amaxes, norms, flags. "
+                    "Bytes are those of a ring; smaller is better."
+                ],
+            )
 
 
 # Of float32's bytes, at least so many times fewer. Under a recipe the embedding stays
@@ -274,12 +263,7 @@ _FEWER = {CURRENT: 3.75, DELAYED: 3.75}
 
 def goals(found: Results) -> Iterator[Goal]:
     """Weights travel in few bytes, and FP8 sends no more than bfloat16."""
-    for target, layout in sorted({(r["target"], r["layout"]) for r in found.records}):
-        by_arm = {
-            record["arm"]: record["counts"]
-            for record in found.records
-            if (record["target"], record["layout"]) == (target, layout)
-        }
+    for (target, layout), by_arm in sorted(found.counts_by("target", "layout").items()):
         where = f"{LAYOUTS[layout].title}, {TARGETS[target].title}"
         if LAYOUTS[layout].gathers == "entry":  # a recipe quantizes what has gone in
             by_arm = {k: v for k, v in by_arm.items() if k not in (CURRENT, DELAYED)}
