@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -15,21 +15,9 @@ from . import documentation, parts
 from .numerics import recipes
 from .results import COMMITTED
 
-Name = Literal["sweep", "scaling", "autocast", "host", "folds", "recipes", "errors"]
-# Of programs compiled for a GPU that need not be there.
-Counted = Literal[
-    "cuda",
-    "recipe-counts",
-    "residuals",
-    "attention",
-    "workloads",
-    "whole-steps",
-    "wire",
-    "monitor",
-    "compile-time",
-]
+Name = Literal[(*parts.PARTS, "docs")]
+ALL = ("sweep", "scaling", "autocast", "host", "folds", "recipes", "errors")
 SCRATCH = Path("runs/bench")
-ALL: tuple[Name, ...] = get_args(Name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +44,7 @@ class Options:
     of one row of `workloads` or `whole-steps` are.
     """
 
-    names: tyro.conf.Positional[tuple[Name | Literal[Counted, "docs"], ...]] = ALL
+    names: tyro.conf.Positional[tuple[Name, ...]] = ALL
     """What to measure."""
     out: Path = SCRATCH
     """Where results and pictures go; `benchmarks/results` is what is committed."""
