@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -15,29 +15,9 @@ from . import documentation, parts
 from .numerics import recipes
 from .results import COMMITTED
 
-Name = Literal[
-    "sweep",
-    "scaling",
-    "autocast",
-    "host",
-    "folds",
-    "recipes",
-    "errors",
-]
-# Of programs compiled for a GPU that need not be there.
-Counted = Literal[
-    "cuda",
-    "recipe-counts",
-    "residuals",
-    "attention",
-    "workloads",
-    "whole-steps",
-    "wire",
-    "monitor",
-    "compile-time",
-]
+Name = Literal[(*parts.PARTS, "docs")]
+ALL = ("sweep", "scaling", "autocast", "host", "folds", "recipes", "errors")
 SCRATCH = Path("runs/bench")
-ALL: tuple[Name, ...] = get_args(Name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +44,7 @@ class Options:
     of one row of `workloads` or `whole-steps` are.
     """
 
-    names: tyro.conf.Positional[tuple[Name | Literal[Counted, "docs"], ...]] = ALL
+    names: tyro.conf.Positional[tuple[Name, ...]] = ALL
     """What to measure."""
     out: Path = SCRATCH
     """Where results and pictures go; `benchmarks/results` is what is committed."""
@@ -107,6 +87,7 @@ def main() -> int:
         command=options.command,
         log=SCRATCH / "compiled.jsonl",
         known_in=() if options.fresh else (COMMITTED, SCRATCH, options.out),
+        cuda=options.cuda_libraries,
     )
     try:
         for name in options.names:
@@ -119,12 +100,8 @@ def main() -> int:
 
 def run_one(name: str, options: Options, session: parts.Session) -> None:
     """Runs one benchmark."""
-    if name == "sweep":
-        session.sweep(options.target, options.blocks)
-    elif name == "scaling":
-        session.scaling(options.target, options.blocks)
-    elif name == "autocast":
-        session.autocast(options.target)
+    if name in parts.COUNTED:
+        session.count(name, options.target, options.blocks)
     elif name == "host":
         session.host(options.rounds)
     elif name == "folds":
@@ -133,24 +110,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.recipes(options.recipe_seeds, options.recipe_steps)
     elif name == "errors":
         session.errors()
-    elif name == "cuda":
-        session.cuda(options.cuda_libraries)
-    elif name == "recipe-counts":
-        session.recipe_counts(options.cuda_libraries)
-    elif name == "residuals":
-        session.residuals(options.cuda_libraries)
-    elif name == "attention":
-        session.attention(options.cuda_libraries)
-    elif name == "workloads":
-        session.workloads(options.cuda_libraries)
-    elif name == "whole-steps":
-        session.whole_steps(options.cuda_libraries)
-    elif name == "wire":
-        session.wire(options.cuda_libraries)
-    elif name == "monitor":
-        session.monitor(options.cuda_libraries)
     elif name == "compile-time":
-        session.compile_time(options.cuda_libraries)
+        session.compile_time()
     elif name == "docs":
         for path in documentation.write():
             session.console.print(f"Written {path}")

@@ -7,40 +7,26 @@ prints a row for each precision; docs/guides/devices.md has them.
 from __future__ import annotations
 
 import collections
-import math
 import os
-import re
 
 from .counts import targets
 from .tables import Table
 
-WIDTHS = {"f32": 4, "bf16": 2, "f16": 2, "f8e4m3fn": 1, "f8e5m2": 1}
-OPERATIONS = {"all-gather-start": "gathered", "reduce-scatter-start": "reduced"}
+OPERATIONS = {"all-gather": "gathered", "reduce-scatter": "reduced"}
 PRECISIONS = ("float32", "bfloat16", "float16", "current", "delayed")
 SIZES = {"context": 64, "width": 256, "hidden": 1024, "blocks": 2, "heads": 4}
 DEVICES, ROWS = 8, 16
 
 
 def counts(text: str) -> dict[str, dict[str, int]]:
-    """Bytes of weights by what is done with them and by dtype, from compiled text.
+    """Bytes of weights by what is done with them and by dtype, from compiled text."""
+    from .counts import wire  # here: JAX reads its environment when it is imported
 
-    What begins an operation lists what goes in and what comes out, in a tuple. Of the
-    two, one is a device's part, and the other one the whole, which is counted.
-
-    >>> line = "%a = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%x)"
-    >>> counts(line)
-    {'gathered': {'bf16': 256}, 'reduced': {}}
-    """
     found = {name: collections.Counter() for name in OPERATIONS.values()}
-    pattern = rf"= (\(.*?\)) ({'|'.join(OPERATIONS)})\("
-    for shapes, operation in re.findall(pattern, text):
-        sizes = collections.Counter()
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-            numbers = math.prod(int(size) for size in shape.split(",") if size)
-            sizes[dtype] += numbers * WIDTHS.get(dtype, 4)
-        for dtype, size in sizes.items():
-            whole = size * DEVICES // (DEVICES + 1)
-            found[OPERATIONS[operation]][dtype] += whole
+    for message in wire.messages(text, DEVICES):
+        if message.kind in OPERATIONS:
+            size = message.times * message.bytes
+            found[OPERATIONS[message.kind]][message.dtype] += size
     return {name: dict(counter) for name, counter in found.items()}
 
 

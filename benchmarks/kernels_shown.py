@@ -22,14 +22,13 @@ from .counts import eight_bits, half, whole_steps
 from .models.eight_bits import NAIVE
 from .models.plain import title
 from .peers import environment
-from .processes import Side
 
 
 class Row(NamedTuple):
     """A row of a table of `workloads` or `whole-steps`.
 
     Attributes:
-        steps: A name of `worker.STEPS`.
+        steps: A module of `counts`.
         target: A name of `targets.TARGETS`.
         arms: The case of each arm.
         naive: The arm that the others are compared with.
@@ -46,11 +45,13 @@ def rows() -> dict[str, Row]:
     found: dict[str, Row] = {}
     for case in eight_bits.CASES:
         name = f"{case.target.upper()}, {case.workload}"
-        row = found.setdefault(name, Row("eight bits", case.target, {}, NAIVE))
+        row = found.setdefault(name, Row("eight_bits", case.target, {}, NAIVE))
         row.arms[case.arm] = case
     for case in whole_steps.CASES:
         name = f"{case.target.upper()}, {whole_steps.name_of(case.whole, case.weights)}"
-        row = found.setdefault(name, Row("whole", case.target, {}, whole_steps.NAIVE))
+        row = found.setdefault(
+            name, Row("whole_steps", case.target, {}, whole_steps.NAIVE)
+        )
         row.arms[case.arm] = case
     for case in half.CASES:
         if case.target == half.TARGET:
@@ -110,8 +111,7 @@ def _kernels(
     row: Row, arm: str, options: Options, console: Console
 ) -> list[dict[str, Any]]:
     case = row.arms[arm]
-    sides = {"eight bits": eight_bits.side, "whole": whole_steps.side}
-    side: Side = sides[row.steps](case) if row.steps in sides else "ours"
+    side = processes.side_of(arm)
     peers = environment.prepare(console.print) if side == "peers" else None
     libraries = environment.prepare_cuda(options.cuda_libraries, console.print)
     request = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optax
@@ -56,16 +56,13 @@ def unscaled_on_purpose() -> Iterator[None]:
 _FIRST = {"float16": _dynamic, "bfloat16": _skipping}
 
 
-def _mpx_arm(name: str, dtype: str, first_scaling: Any = None) -> Arm:
-    policy = mpx.get_policy(f"params=float32,compute={dtype},output=float32")
+def _steps_of(differentiate: Callable[[Loss, Any], Any]) -> Any:
+    """What makes the step of a loss whose gradients `differentiate` gives."""
 
     def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
         def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
-            value_and_grad = mpx.filter_value_and_grad(
-                loss, scaling, policy=policy, keep=_is_norm
-            )
             with unscaled_on_purpose():
-                result = value_and_grad(model, batch)
+                result = differentiate(loss, scaling)(model, batch)
             model, opt_state, scaling = mpx.optimizer_step(
                 model, optimizer, opt_state, result
             )
@@ -73,7 +70,17 @@ def _mpx_arm(name: str, dtype: str, first_scaling: Any = None) -> Arm:
 
         return step
 
-    return Arm(name, "mpx", first_scaling or _FIRST[dtype], make_step)
+    return make_step
+
+
+def _mpx_arm(name: str, dtype: str, first_scaling: Any = None) -> Arm:
+    policy = mpx.get_policy(f"params=float32,compute={dtype},output=float32")
+
+    def differentiate(loss: Loss, scaling: Any) -> Any:
+        return mpx.filter_value_and_grad(loss, scaling, policy=policy, keep=_is_norm)
+
+    first_scaling = first_scaling or _FIRST[dtype]
+    return Arm(name, first_scaling, _steps_of(differentiate))
 
 
 def autocast_arm(name: str, dtype: str = "bfloat16", **options: Any) -> Arm:
@@ -82,23 +89,14 @@ def autocast_arm(name: str, dtype: str = "bfloat16", **options: Any) -> Arm:
     def cast(loss: Loss) -> Any:
         return mpx.autocast(loss, dtype, **options)
 
-    def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
-        loss = cast(loss)
-
-        def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
-            result = mpx.filter_value_and_grad(loss, scaling)(model, batch)
-            model, opt_state, scaling = mpx.optimizer_step(
-                model, optimizer, opt_state, result
-            )
-            return model, opt_state, scaling, result.value
-
-        return step
+    def differentiate(loss: Loss, scaling: Any) -> Any:
+        return mpx.filter_value_and_grad(cast(loss), scaling)
 
     def of_recipe(loss: Loss, model: Any, batch: Any) -> Any:
         return mpx.init_scaling(cast(loss), model, batch)
 
     first_scaling = of_recipe if "recipe" in options else _FIRST[dtype]
-    return Arm(name, "mpx", first_scaling, make_step, uses_mpx=False)
+    return Arm(name, first_scaling, _steps_of(differentiate), uses_mpx=False)
 
 
 ARMS = {

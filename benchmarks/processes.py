@@ -29,6 +29,11 @@ _CLEARED = (
 )
 
 
+def side_of(arm: str) -> Side:
+    """Whose code an arm is; Flax is with us, the others of the peers are not."""
+    return "peers" if arm.startswith(("MPX ", "JMP ", "Qwix ")) else "ours"
+
+
 class WorkerError(RuntimeError):
     """A worker ended before it had answered everything."""
 

@@ -49,6 +49,23 @@ class Results:
         new.write_text(f'{text},\n "records": [\n{records}\n ]\n}}\n')
         return new.replace(path)
 
+    def counts_by(
+        self, *names: str, arm: str = "arm"
+    ) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
+        """Counts of each arm, by the fields that are the same for arms to compare.
+
+        Args:
+            *names: of these fields; a record that lacks one is left out, and so is one
+                of what did not fit into the device's memory.
+            arm: the field that tells the arms apart.
+        """
+        made: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+        for record in self.records:
+            if record.keys() >= {*names, arm} and record.get("counts") is not None:
+                setup = tuple(record[name] for name in names)
+                made.setdefault(setup, {})[record[arm]] = record["counts"]
+        return made
+
     def versions_line(self) -> str:
         """The versions as one sentence."""
         merged: dict[str, str] = {}

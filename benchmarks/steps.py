@@ -8,14 +8,16 @@ There are two recipes. `adam` is the bare step: Adam, no dropout. `job` is the s
 the main job (`examples.vit`, preset `cifar100`): clipping, AdamW with a schedule and
 decay of matrices only, dropout.
 
-The arms of the published packages live in `peer_arms`, because the published MPX is
+The arms of the published packages live in `peers.arms`, because the published MPX is
 imported as `mpx` too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import equinox as eqx
@@ -44,7 +46,6 @@ class Arm:
 
     Attributes:
         name: the word on the command line and in tables.
-        library: whose code it is, with `{version}` filled in by the worker.
         first_scaling: makes the state that the scaling starts with, from the loss, the
             model and a batch.
         make_step: from loss and optimizer to
@@ -53,7 +54,6 @@ class Arm:
     """
 
     name: str
-    library: str
     first_scaling: Callable[[Loss, Any, Any], Any]
     make_step: Callable[[Loss, optax.GradientTransformation], StepFunction]
     uses_mpx: bool = True
@@ -104,18 +104,19 @@ def _float32_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFu
     return step
 
 
-def _naive_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
-    def cast_loss(model: Any, batch: Any) -> jax.Array:
-        return loss(*jax.tree.map(to_bfloat16, (model, batch)))
+def _cast(loss: Loss) -> Loss:
+    """The loss of model and batch in bfloat16."""
+    return lambda *both: loss(*jax.tree.map(to_bfloat16, both))
 
-    return _float32_step(cast_loss, optimizer)
+
+def _naive_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
+    return _float32_step(_cast(loss), optimizer)
 
 
 def _checked_naive_step(
     loss: Loss, optimizer: optax.GradientTransformation
 ) -> StepFunction:
-    def cast_loss(model: Any, batch: Any) -> jax.Array:
-        return loss(*jax.tree.map(to_bfloat16, (model, batch)))
+    cast_loss = _cast(loss)
 
     def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
         value, grads = eqx.filter_value_and_grad(cast_loss)(model, batch)
@@ -153,17 +154,25 @@ def no_scaling(loss: Loss, model: Any, batch: Any) -> None:
     """The state of a step that scales nothing."""
 
 
-FLOAT32 = Arm("float32", "equinox", no_scaling, _float32_step, uses_mpx=False)
+FLOAT32 = Arm("float32", no_scaling, _float32_step, uses_mpx=False)
 # What one writes without a library: all weights and inputs cast, whatever they are for.
-NAIVE = Arm("naive bfloat16", "equinox", no_scaling, _naive_step, uses_mpx=False)
+NAIVE = Arm("naive bfloat16", no_scaling, _naive_step, uses_mpx=False)
 # The same with what mpx does besides: gradients are checked, and the step skipped.
 CHECKED = Arm(
-    "naive bfloat16, checked",
-    "equinox",
-    no_scaling,
-    _checked_naive_step,
-    uses_mpx=False,
+    "naive bfloat16, checked", no_scaling, _checked_naive_step, uses_mpx=False
 )
+
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def known_arms() -> dict[str, Arm]:
+    """The arms of this environment: ours, or where `mpx` is the published one."""
+    import mpx
+
+    is_ours = Path(str(mpx.__file__)).resolve().is_relative_to(REPOSITORY / "mpx")
+    name = ".our_arms" if is_ours else ".peers.arms"
+    return importlib.import_module(name, __package__).ARMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,35 +225,43 @@ class ArrayStep:
         return jax.jit(train_step, donate_argnums=0, out_shardings=self.out_shardings)
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
 
 
-def build(arm: Arm, case: Case, devices: list[Any] | None = None) -> ArrayStep:
-    """The step of a case, with shapes for arguments.
+def build(
+    arm: Arm, case: Case, devices: list[Any] | None = None, seed: int | None = None
+) -> ArrayStep:
+    """The step of a case; see `built`."""
+
+    def initial(key: Any) -> tuple[Any, Any]:
+        batch = random_images(PROBLEMS[case.problem], case.batch, key)
+        return _initial_state(arm, case, batch, key), batch
+
+    step = arm.make_step(_loss(case), make_optimizer(case.recipe))
+    return built(initial, step, devices, seed)
+
+
+def built(
+    initial: Callable[[Any], tuple[tuple, Any]],
+    step: Callable[..., tuple],
+    devices: list[Any] | None = None,
+    seed: int | None = None,
+) -> ArrayStep:
+    """A step with shapes for arguments, or with random arrays, to run it.
 
     Args:
-        arm: its code.
-        case: its size.
-        devices: compile-only devices that the shapes are placed on, `case.devices` of
-            them; none leaves them where `jax.jit` puts them.
+        initial: from a key to the state and the batch.
+        step: `*new_state, loss = step(*state, batch)`.
+        devices: compile-only devices that the shapes are placed on, as many as share
+            the batch; none leaves them where `jax.jit` puts them.
+        seed: of the arrays; none has shapes.
     """
-    problem, key = PROBLEMS[case.problem], jax.random.key(0)
-    batch = jax.eval_shape(lambda key: random_images(problem, case.batch, key), key)
-
-    def initial(key: Any) -> tuple[Any, Any, Any]:
-        return _initial_state(arm, case, batch, key)
-
-    state = eqx.filter_eval_shape(initial, key)
-    return _step_of(arm, case, state, batch, devices)
-
-
-def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
-    """The step of a case with random weights and images, to run it."""
-    key = jax.random.key(seed)
-    batch = random_images(PROBLEMS[case.problem], case.batch, key)
-    state = _initial_state(arm, case, batch, key)
-    return _step_of(arm, case, state, batch, None)
+    if seed is None:
+        state, batch = eqx.filter_eval_shape(initial, jax.random.key(0))
+    else:
+        state, batch = initial(jax.random.key(seed))
+    return arrays_only(step, state, batch, devices)
 
 
 def random_images(problem: Problem, batch: int, key: Any) -> tuple[Any, Any]:
@@ -266,13 +283,6 @@ def _loss(case: Case) -> Loss:
     return mean_loss if case.recipe == "adam" else mean_loss_with_dropout
 
 
-def _step_of(
-    arm: Arm, case: Case, state: Any, batch: Any, devices: list[Any] | None
-) -> ArrayStep:
-    step = arm.make_step(_loss(case), make_optimizer(case.recipe))
-    return arrays_only(step, state, batch, devices)
-
-
 def arrays_only(
     step: Callable[..., tuple], state: tuple, batch: Any, devices: list[Any] | None
 ) -> ArrayStep:
@@ -282,13 +292,13 @@ def arrays_only(
         step: `*new_state, loss = step(*state, batch)`.
         state: its first arguments, PyTrees with or without other things than arrays.
         batch: its last one.
-        devices: see `build`.
+        devices: see `built`.
     """
-    arrays, rest = eqx.partition(state, _is_array)
+    arrays, rest = eqx.partition(state, is_array)
 
     def function(arrays: Any, batch: Any) -> tuple[Any, jax.Array]:
         *new_state, loss = step(*eqx.combine(arrays, rest), batch)
-        return eqx.filter(tuple(new_state), _is_array), loss
+        return eqx.filter(tuple(new_state), is_array), loss
 
     if devices is None:
         return ArrayStep(function, arrays, batch)

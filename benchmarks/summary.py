@@ -30,14 +30,17 @@ class Row:
         short: what the picture calls it.
         arm: its name in the results.
         loss: the arm of `recipes` whose gap of the loss stands beside it.
-        is_ours: whether it is mpx's.
     """
 
     label: str
     short: str
     arm: str
     loss: str = ""
-    is_ours: bool = True
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is mpx's."""
+        return self.short.startswith("mpx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,21 +69,14 @@ PARTS = (
         {"target": "h100", "model": "desktop", "blocks": 12},
         "float32",
         (
-            Row(
-                "bfloat16, `mpx.autocast`", "mpx", "autocast bfloat16", loss="bfloat16"
-            ),
+            Row("bfloat16, `mpx.autocast`", "mpx", "autocast bfloat16", "bfloat16"),
             Row(
                 'bfloat16, `residual_stream="half"`',
                 "mpx, half stream",
                 "autocast bfloat16, half stream",
             ),
             Row("bfloat16, casts by hand with mpx", "mpx, by hand", "mpx bfloat16"),
-            Row(
-                "bfloat16, published MPX",
-                "published MPX",
-                "MPX bfloat16",
-                is_ours=False,
-            ),
+            Row("bfloat16, published MPX", "published MPX", "MPX bfloat16"),
         ),
     ),
     Part(
@@ -100,8 +96,8 @@ PARTS = (
                 "mpx, stored",
                 "delayed, FP8 weights",
             ),
-            Row("FP8, Flax `fp8_ops`", "Flax", "Flax fp8", is_ours=False),
-            Row("FP8, Qwix", "Qwix", "Qwix fp8", is_ours=False),
+            Row("FP8, Flax `fp8_ops`", "Flax", "Flax fp8"),
+            Row("FP8, Qwix", "Qwix", "Qwix fp8"),
         ),
     ),
     Part(
@@ -114,9 +110,9 @@ PARTS = (
             Row(
                 "FP8, `mpx.Float8CurrentScaling()`", "mpx current", "current", "current"
             ),
-            Row("FP8, Flax `fp8_ops`", "Flax", "Flax fp8", is_ours=False),
-            Row("FP8, Qwix", "Qwix", "Qwix fp8", is_ours=False),
-            Row("FP8, 40 lines by hand", "by hand", "FP8 by hand", is_ours=False),
+            Row("FP8, Flax `fp8_ops`", "Flax", "Flax fp8"),
+            Row("FP8, Qwix", "Qwix", "Qwix fp8"),
+            Row("FP8, 40 lines by hand", "by hand", "FP8 by hand"),
         ),
     ),
     Part(
@@ -131,22 +127,18 @@ PARTS = (
                 "mpx MXFP8, Pallas",
                 "mxfp8 by Pallas",
             ),
-            Row("MXFP8, `jax.nn`", "JAX MXFP8", "jax.nn MXFP8", is_ours=False),
+            Row("MXFP8, `jax.nn`", "JAX MXFP8", "jax.nn MXFP8"),
             Row("NVFP4, `mpx.NVFP4BlockScaling()`", "mpx NVFP4", "nvfp4", "nvfp4"),
             Row(
                 "NVFP4, `mpx.NVFP4BlockScaling(kernel=PallasKernel())`",
                 "mpx NVFP4, Pallas",
                 "nvfp4 by Pallas",
             ),
-            Row(
-                "NVFP4, `jax.nn`, gradients in bfloat16",
-                "JAX NVFP4",
-                "jax.nn NVFP4",
-                is_ours=False,
-            ),
+            Row("NVFP4, `jax.nn`, gradients in bfloat16", "JAX NVFP4", "jax.nn NVFP4"),
         ),
     ),
 )
+
 _HEAD = (
     "| | memory | traffic | least time | gap of the loss to float32, 95 % interval |",
     "|---|--:|--:|--:|--:|",
@@ -210,18 +202,8 @@ _LINES: tuple[tuple[str, Part, tuple[str, ...], dict[str, str]], ...] = (
         ("roof",),
         {"mpx": "mpx delayed", "by hand": "by hand", "Flax": "Flax", "Qwix": "Qwix"},
     ),
-    (
-        "MXFP8, MLP",
-        PARTS[3],
-        ("roof",),
-        {"mpx": "mpx MXFP8", "JAX": "JAX MXFP8"},
-    ),
-    (
-        "NVFP4, MLP",
-        PARTS[3],
-        ("roof",),
-        {"mpx": "mpx NVFP4", "JAX": "JAX NVFP4"},
-    ),
+    ("MXFP8, MLP", PARTS[3], ("roof",), {"mpx": "mpx MXFP8", "JAX": "JAX MXFP8"}),
+    ("NVFP4, MLP", PARTS[3], ("roof",), {"mpx": "mpx NVFP4", "JAX": "JAX NVFP4"}),
 )
 _KEYS = {"memory": "memory", "traffic": "traffic", "roof": "time"}
 

@@ -14,13 +14,13 @@ class Table:
 
     Attributes:
         title: what the rows are, with the device in words.
-        columns: their heads.
+        columns: their heads, or all of them in one text with bars between.
         rows: cells as text.
         notes: sentences below it.
     """
 
     title: str
-    columns: Sequence[str]
+    columns: Sequence[str] | str
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
 
@@ -33,7 +33,7 @@ class Table:
             caption="\n".join(self.notes) or None,
             caption_justify="left",
         )
-        for index, column in enumerate(self.columns):
+        for index, column in enumerate(self.heads):
             table.add_column(column, justify="right" if index else "left")
         for row in self.rows:
             table.add_row(*row)
@@ -41,16 +41,18 @@ class Table:
 
     def markdown(self) -> str:
         """For the documentation."""
-        lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |"]
-        lines.append("|" + "|".join("--:" if i else "---" for i in self._indices) + "|")
+        lines = [f"**{self.title}**", "", "| " + " | ".join(self.heads) + " |"]
+        lines.append("|---" + "|--:" * (len(self.heads) - 1) + "|")
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         for note in self.notes:
             lines += ["", note]
         return "\n".join(lines)
 
     @property
-    def _indices(self) -> range:
-        return range(len(self.columns))
+    def heads(self) -> Sequence[str]:
+        """Of the columns."""
+        is_text = isinstance(self.columns, str)
+        return self.columns.split(" | ") if is_text else self.columns
 
 
 @dataclasses.dataclass(frozen=True)

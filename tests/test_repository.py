@@ -297,3 +297,13 @@ def test_no_page_and_no_result_names_a_folder_of_the_machine_that_made_it():
     named = {str(path): absolute.search(path.read_text()) for path in made}
     assert len(named) > 30
     assert not {path: found[0] for path, found in named.items() if found}
+
+
+# Lines of all modules of benchmarks; the goal is 7,500.
+MOST_LINES_OF_BENCHMARKS = 11_651
+
+
+def test_benchmarks_do_not_grow():
+    files = (ROOT / "benchmarks").rglob("*.py")
+    count = sum(len(path.read_text().splitlines()) for path in files)
+    assert count <= MOST_LINES_OF_BENCHMARKS, "take something out first"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ from ..models.frameworks import UNITS
 from ..results import Results
 from ..steps import ArrayStep, arrays_only
 from ..tables import Goal, Table
-from .compiling import Compiler
 from .targets import TARGETS
 
 FP8_CALL = "__cublas$lt$matmul$f8"
@@ -57,7 +56,7 @@ class Case:
         activation: A name of `ACTIVATIONS`.
         recipe: A name of `RECIPES`.
         style: A name of `STYLES`.
-        target: A name of `recipe_models.UNITS`.
+        target: A name of `frameworks.UNITS`.
     """
 
     activation: str
@@ -74,20 +73,13 @@ CASES = [
 BLOCKS = list(itertools.product((True, False), ("scan", "remat")))
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    compiler.count(
-        found,
-        target,
-        {"ours": cases},
-        progress,
-        steps="activations",
-        variables={"XLA_FLAGS": ""},
-    )
-
-
 # --- The step -------------------------------------------------------------------------
+
+
+# With the flags that everyone has: what calls there are is the question.
+VARIABLES = {"XLA_FLAGS": ""}
+# Each case says its target to autocast.
+SAYS_TARGET = True
 
 
 def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
@@ -179,31 +171,21 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     return {"products": sum(kinds.values()), "fast": kinds[FP8_CALL]}
 
 
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """A row for each activation and device."""
-    records = [record for record in found.records if "activation" in record]
-    if not records:
-        return []
-    rows = []
-    for target, name in dict.fromkeys((r["target"], r["activation"]) for r in records):
-        counts = {
-            (r["recipe"], r["style"]): r["counts"]
-            for r in records
-            if (r["target"], r["activation"]) == (target, name)
-        }
-        cells = [
-            f"{counts[key]['fast']} of {counts[key]['products']}"
-            if key in counts
-            else ""
-            for key in itertools.product(RECIPES, STYLES)
-        ]
-        rows.append([TARGETS[target].title, name, *cells])
-    columns = [f"{recipe}, {style}" for recipe in RECIPES for style in STYLES]
-    return [
-        Table(
-            title="Products on the FP8 units, by the activation behind them",
-            columns=["compiled for", "activation", *columns],
-            rows=rows,
+    ways, rows = list(itertools.product(RECIPES, STYLES)), []
+    every = found.counts_by("target", "activation", "recipe", arm="style")
+    for target, name in dict.fromkeys(setup[:2] for setup in every):
+        row = [TARGETS[target].title, name]
+        for recipe, style in ways:
+            one = every.get((target, name, recipe), {}).get(style)
+            row.append(f"{one['fast']} of {one['products']}" if one else "")
+        rows.append(row)
+    if rows:
+        yield Table(
+            "Products on the FP8 units, by the activation behind them",
+            ["compiled for", "activation", *map(", ".join, ways)],
+            rows,
             notes=[
                 f"Training steps of blocks of width {WIDTH} and hidden {HIDDEN}, "
                 f"{TOKENS} tokens: with biases and without, in a scan and in "
@@ -211,7 +193,6 @@ def tables(found: Results) -> list[Table]:
                 "of a loop counts once. *layers* are those of `mpx.nn`."
             ],
         )
-    ]
 
 
 def goals(found: Results) -> list[Goal]:

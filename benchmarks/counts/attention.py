@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from ..models.attention import CALLS, HEADS, LAYERS, WIDTH, Case, build as build
@@ -16,7 +17,7 @@ from ..results import Results
 from ..steps import CHECKED
 from ..tables import Goal, Table, megabytes, ratio
 from . import program as counts
-from .compiling import Compiler
+from .residuals import WHAT
 from .targets import TARGETS
 
 TARGET = "h100"
@@ -56,12 +57,6 @@ CASES = [
 ]
 
 
-def run(found: Results, compiler: Compiler, progress: Any) -> None:
-    """Compiles all cases."""
-    cases = [dataclasses.asdict(case) for case in CASES]
-    compiler.count(found, TARGET, {"ours": cases}, progress, steps="attention")
-
-
 _CALL = re.compile(r'custom_call_target="__cudnn\$(fmha\w+)"')
 
 
@@ -91,63 +86,52 @@ def _kernels(count: dict[str, Any]) -> tuple[int, int]:
     return sum(calls.values()) - backward, backward
 
 
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """A table for each size of the GPT, and one of what a call can say."""
-    made = [_gpt_table(found, size) for size in SIZES if _counts(found, "gpt", size)]
+    for size in SIZES:
+        if by_way := _counts(found, "gpt", size):
+            yield Table(
+                f"GPT (width {WIDTH}, {HEADS} heads, {LAYERS} blocks), context "
+                f"{size[0]}, batch {size[1]}, Adam, compiled for "
+                f"{TARGETS[TARGET].title}",
+                "arm | attention | memory, MB | share | traffic, MB | share",
+                [[*way, *shares(by_way[BASE], one)] for way, one in by_way.items()],
+                [
+                    "*Written in JAX* is two products with softmax between them. "
+                    "Shares are of the first line; smaller is better."
+                ],
+            )
     rows = []
     for name, call in CALLS.items():
         kernel, products = (
             _counts(found, name, CALL_SIZE).get((AUTOCAST, attention))
             for attention in ("mpx.nn", "products")
         )
-        if kernel is None or products is None:
-            continue
-        calls = ", ".join(f"`{name}`" for name in sorted(kernel["calls"])) or "none"
-        memory = (megabytes(c["memory"] - c["arguments"]) for c in (kernel, products))
-        rows.append([call.title, calls, *memory])
+        if kernel is not None and products is not None:
+            calls = ", ".join(f"`{name}`" for name in sorted(kernel["calls"])) or "none"
+            both = (kernel, products)
+            memory = [megabytes(one["memory"] - one["arguments"]) for one in both]
+            rows.append([call.title, calls, *memory])
     context, batch = CALL_SIZE
     if rows:
-        made.append(
-            Table(
-                title="Attention of a float32 model under autocast, with gradients: "
-                f"{HEADS} heads of {WIDTH // HEADS}, {context} queries and keys, batch "
-                f"{batch}, compiled for {TARGETS[TARGET].title}",
-                columns=["a call with", "calls of cuDNN", "MB", "MB by products"],
-                rows=rows,
-                notes=["MB are results and temporaries; smaller is better."],
-            )
+        yield Table(
+            "Attention of a float32 model under autocast, with gradients: "
+            f"{HEADS} heads of {WIDTH // HEADS}, {context} queries and keys, batch "
+            f"{batch}, compiled for {TARGETS[TARGET].title}",
+            "a call with | calls of cuDNN | MB | MB by products",
+            rows,
+            ["MB are results and temporaries; smaller is better."],
         )
-    return made
 
 
-def _gpt_table(found: Results, size: tuple[int, int]) -> Table:
-    by_way, (context, batch) = _counts(found, "gpt", size), size
-    base = by_way[BASE]
-    return Table(
-        title=f"GPT (width {WIDTH}, {HEADS} heads, {LAYERS} blocks), context {context},"
-        f" batch {batch}, Adam, compiled for {TARGETS[TARGET].title}",
-        columns=["arm", "attention", "memory, MB", "share", "traffic, MB", "share"],
-        rows=[
-            [
-                arm,
-                attention,
-                megabytes(count["memory"]),
-                ratio(count["memory"] / base["memory"]),
-                megabytes(count["traffic"]),
-                ratio(count["traffic"] / base["traffic"]),
-            ]
-            for (arm, attention), count in by_way.items()
-        ],
-        notes=[
-            "*Written in JAX* is two products with softmax between them. Shares are "
-            "of the first line; smaller is better."
-        ],
-    )
+def shares(base: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    """Memory and traffic, each with its share of the base's."""
+    pairs = [(one[what], one[what] / base[what]) for what in WHAT]
+    return [cell for count, share in pairs for cell in (megabytes(count), ratio(share))]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """The kernel is used wherever it can be, and costs no more than by hand."""
-    made = []
     for size in SIZES:
         by_way = _counts(found, "gpt", size)
         if OURS not in by_way:
@@ -155,19 +139,18 @@ def goals(found: Results) -> list[Goal]:
         for way in (OURS, OURS_HALF):
             is_met = _kernels(by_way[way]) == (LAYERS, LAYERS)
             text = f"{way[0]}: every attention is one kernel, context {size[0]}"
-            made.append(Goal(text, is_met))
-        for what in ("memory", "traffic"):
+            yield Goal(text, is_met)
+        for what in WHAT:
             share = by_way[OURS_HALF][what] / by_way[PEER][what]
             text = f"{what} of {HALF} at most 1.02 of casts by hand: {share:.3f}"
-            made.append(Goal(f"{text}, context {size[0]}", share <= 1.02))
+            yield Goal(f"{text}, context {size[0]}", share <= 1.02)
             for way in (OURS, OURS_HALF):
                 share = by_way[way][what] / by_way[NAIVE][what]
                 text = f"{what} of {way[0]} at most 1.05 of a naive cast's: {share:.3f}"
-                made.append(Goal(f"{text}, context {size[0]}", share <= 1.05))
+                yield Goal(f"{text}, context {size[0]}", share <= 1.05)
     for name, call in CALLS.items():
         count = _counts(found, name, CALL_SIZE).get((AUTOCAST, "mpx.nn"))
         if count is not None:
             expected = (0, 0) if call.rate else (1, 1)
             text = f"a call with {call.title} has {expected[0]} kernel"
-            made.append(Goal(text, _kernels(count) == expected))
-    return made
+            yield Goal(text, _kernels(count) == expected)

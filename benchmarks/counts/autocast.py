@@ -7,12 +7,16 @@ autocast's default, and in half precision, as every model with casts by hand has
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from ..models.problems import PROBLEMS
 from ..results import Results
-from ..tables import Goal, Table, megabytes, ratio
+from ..tables import Goal, Table
 from . import compiling
+from .residuals import WHAT, against
+from .sweep import build as build, count as count
 from .targets import TARGETS
 
 OUR_ARMS = (
@@ -30,58 +34,38 @@ PROBLEM, BATCH = "desktop", 256
 BLOCKS = {"h100": 4}
 
 
-def run(
-    found: Results, compiler: compiling.Compiler, target: str, progress: Any
-) -> None:
-    """Compiles all arms for a target."""
+def cases(target: str, blocks: int) -> list[dict[str, Any]]:
+    """All arms."""
     blocks = BLOCKS.get(target, 2)
-    cases = {
-        side: compiling.cases_of({PROBLEM: (BATCH,)}, arms, blocks, (1,))
-        for side, arms in (("ours", OUR_ARMS), ("peers", PEER_ARMS))
-    }
-    compiler.count(found, target, cases, progress)
+    return compiling.cases_of({PROBLEM: (BATCH,)}, (*OUR_ARMS, *PEER_ARMS), blocks)
 
 
-def _counts(found: Results) -> dict[tuple[str, int], dict[str, Any]]:
+def _counts(found: Results) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
     """Counts of each arm, for each target and number of blocks."""
-    made: dict[tuple[str, int], dict[str, Any]] = {}
-    for record in found.records:
-        setup = (record["target"], record["blocks"])
-        is_ours = (record["problem"], record["batch"]) == (PROBLEM, BATCH)
-        is_ours = is_ours and record["devices"] == 1 and "counts" in record
-        if is_ours and record["blocks"] == BLOCKS.get(record["target"], 2):
-            made.setdefault(setup, {})[record["arm"]] = record["counts"]
-    return made
+    every = found.counts_by("target", "blocks", "problem", "batch", "devices")
+    return {
+        (target, blocks): counts
+        for (target, blocks, *rest), counts in every.items()
+        if rest == [PROBLEM, BATCH, 1] and blocks == BLOCKS.get(target, 2)
+    }
 
 
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """One table for each target."""
-    made = []
     for (target, blocks), counts in _counts(found).items():
-        base = counts.get("float32")
-        if base is None or not any(arm.startswith("autocast") for arm in counts):
+        if "float32" not in counts or not any("autocast" in arm for arm in counts):
             continue
-        rows = [
-            [
-                arm,
-                megabytes(counts[arm]["memory"]),
-                ratio(base["memory"] / counts[arm]["memory"]),
-                megabytes(counts[arm]["traffic"]),
-                ratio(base["traffic"] / counts[arm]["traffic"]),
-            ]
-            for arm in (*OUR_ARMS, *PEER_ARMS)
-            if counts.get(arm) is not None
-        ]
-        made.append(
-            Table(
-                title=f"{PROBLEMS[PROBLEM].title}, {blocks} blocks, batch {BATCH}, "
-                f"Adam, compiled for {TARGETS[target].title}",
-                columns=["arm", "memory, MB", "float32 / arm", "traffic, MB", "ratio"],
-                rows=rows,
-                notes=["Higher ratios are better."],
-            )
+        yield Table(
+            title=f"{PROBLEMS[PROBLEM].title}, {blocks} blocks, batch {BATCH}, "
+            f"Adam, compiled for {TARGETS[target].title}",
+            columns="arm | memory, MB | float32 / arm | traffic, MB | ratio",
+            rows=[
+                [arm, *against(counts["float32"], counts[arm])]
+                for arm in (*OUR_ARMS, *PEER_ARMS)
+                if arm in counts
+            ],
+            notes=["Higher ratios are better."],
         )
-    return made
 
 
 # An arm of autocast, and the arm with casts by hand that it is judged by. The published
@@ -92,21 +76,12 @@ PAIRS = (
 )
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """With a half stream autocast needs no more than casts by hand."""
-    made = []
     for (target, blocks), counts in _counts(found).items():
-        for arm, peer in PAIRS:
-            if counts.get(arm) is None or counts.get(peer) is None:
-                continue
-            for what in ("memory", "traffic"):
+        for (arm, peer), what in itertools.product(PAIRS, WHAT):
+            if counts.keys() >= {arm, peer}:
                 share = counts[arm][what] / counts[peer][what] - 1
-                made.append(
-                    Goal(
-                        f"{what} of {arm} at most that of {peer} (within 1%): "
-                        f"{blocks} blocks, {TARGETS[target].title}: "
-                        f"{100 * share:+.2f}%",
-                        share <= 0.01,
-                    )
-                )
-    return made
+                text = f"{what} of {arm} at most that of {peer} (within 1%): {blocks} "
+                text += f"blocks, {TARGETS[target].title}: {100 * share:+.2f}%"
+                yield Goal(text, share <= 0.01)

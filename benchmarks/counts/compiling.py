@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -38,39 +38,35 @@ class Compiler:
     def count(
         self,
         found: results.Results,
-        target_name: str,
-        sides: Mapping[processes.Side, Sequence[dict[str, Any]]],
+        part: Any,
+        target: str,
+        cases: Sequence[dict[str, Any]],
         progress: Progress,
-        *,
-        steps: str = "vit",
-        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Adds a record for every case to `found`.
 
         Args:
             found: takes records and versions.
-            target_name: a name of `targets.TARGETS`.
-            sides: the cases of each environment, as fields of `steps.Case`.
+            part: the module that builds and counts them; see `parts`.
+            target: a name of `targets.TARGETS`.
+            cases: their fields.
             progress: shows how far it is.
-            steps: what they are cases of, a name of `worker.STEPS`.
-            variables: further environment variables.
         """
-        total = sum(map(len, sides.values()))
-        task = progress.add_task(f"{found.name} for {target_name}", total=total)
-        platform = TARGETS[target_name].platform
-        for side, cases in sides.items():
-            if not cases:
+        task = progress.add_task(f"{found.name} for {target}", total=len(cases))
+        for side in get_args(processes.Side):
+            ours = [case for case in cases if processes.side_of(_arm(case)) == side]
+            if not ours:
                 continue
             # One worker for all: JAX starts once, and what is shared is traced once.
             request = {
                 "task": "count",
-                "target": target_name,
-                "steps": steps,
-                "cases": list(cases),
+                "target": target,
+                "steps": part.__name__.rpartition(".")[2],
+                "cases": ours,
                 "known": sorted(
                     (program, by)
-                    for program, target, by in self.known.counts
-                    if target == target_name
+                    for program, on, by in self.known.counts
+                    if on == target
                 ),
             }
             answers = processes.ask(
@@ -78,13 +74,13 @@ class Compiler:
                 request,
                 self.peers,
                 libraries=self.libraries,
-                variables=variables,
+                variables=getattr(part, "VARIABLES", None),
             )
             versions = next(answers)["versions"]
             found.versions[side] = versions
-            by = results.compiler(versions, platform)
+            by = results.compiler(versions, TARGETS[target].platform)
             for answer in answers:
-                self._add(found, answer, target_name, by)
+                self._add(found, answer, target, by)
                 progress.advance(task)
         progress.remove_task(task)
 
@@ -119,23 +115,22 @@ def make_progress(console: Any) -> Progress:
     )
 
 
+def _arm(case: dict[str, Any]) -> str:
+    return case.get("arm", "")
+
+
 def cases_of(
-    problems: dict[str, Sequence[int]],
+    problems: Mapping[str, Sequence[int]],
     arms: Sequence[str],
     blocks: int,
-    devices: Sequence[int],
+    devices: int = 1,
 ) -> list[dict[str, Any]]:
-    """The product of problems with their batches, device counts and arms."""
+    """The product of problems with their batches and arms."""
+    names = ("problem", "arm", "batch", "blocks", "devices")
     return [
-        {
-            "problem": problem,
-            "arm": arm,
-            "batch": batch,
-            "blocks": blocks,
-            "devices": count,
-        }
+        dict(zip(names, (problem, arm, batch, blocks, devices), strict=True))
         for problem, batches in problems.items()
-        for count, batch, arm in itertools.product(devices, batches, arms)
+        for batch, arm in itertools.product(batches, arms)
     ]
 
 

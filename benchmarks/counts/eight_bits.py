@@ -9,14 +9,15 @@ the machine that compiled, and not exact.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
+from ..models import eight_bits as models
 from ..models.eight_bits import NAIVE, Case
-from ..processes import Side
 from ..results import Results
+from ..steps import ArrayStep
 from ..tables import Goal, Table, megabytes, ratio
-from .compiling import Compiler
+from . import cost
 from .targets import TARGETS
 
 DELAYED, CURRENT, MXFP8, NVFP4 = "delayed", "current", "mxfp8", "nvfp4"
@@ -70,22 +71,19 @@ CASES = [
 ]
 
 
-def side(case: Case) -> Side:
-    """Qwix is installed beside the other peers; Flax is with us."""
-    return "peers" if case.arm == QWIX else "ours"
+# What was compiled before would take the compiler no time.
+VARIABLES = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+count = cost.count
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    sides: dict[Side, list[dict[str, Any]]] = {"ours": [], "peers": []}
-    for case in CASES:
-        if case.target == target:
-            sides[side(case)].append(dataclasses.asdict(case))
-    # What was compiled before would take the compiler no time.
-    variables = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    compiler.count(
-        found, target, sides, progress, steps="eight bits", variables=variables
-    )
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
+    """The step of a case."""
+    return models.build(Case(**fields), devices)
+
+
+def compile_with(lower: Any) -> Any:
+    """What compiles a lowered case; see `worker`."""
+    return cost.Timed(lower).compile
 
 
 # --- What is shown --------------------------------------------------------------------
@@ -93,59 +91,46 @@ def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
 
 def _counts(found: Results) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
     """Counts of each arm, of each step."""
-    made: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for case in CASES:
-        for record in found.records:
-            fields = dataclasses.asdict(case)
-            if record.items() >= fields.items() and record["counts"] is not None:
-                arms = made.setdefault((case.target, case.workload), {})
-                arms[case.arm] = record["counts"]
-    return made
+    every = found.counts_by("target", "workload")
+    return {
+        step: {
+            arm: every[step][arm]
+            for arm in (NAIVE, *arms, *PEERS[step])
+            if arm in every[step]
+        }
+        for step, arms in OURS.items()
+        if step in every
+    }
 
 
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """One table of all steps."""
-    rows = []
-    for (target, workload), counts in _counts(found).items():
-        naive = counts[NAIVE]
-        for arm, one in counts.items():
-            rows.append(
-                [
-                    f"{target.upper()}, {workload}",
-                    _name(arm, OURS[target, workload]),
-                    f"{one['traffic'] / 1e9:.2f}",
-                    ratio(one["traffic"] / naive["traffic"]),
-                    f"{1e3 * one['roof']:.2f}",
-                    ratio(naive["roof"] / one["roof"]),
-                    str(one["kernels"]),
-                    str(one["calls"]),
-                    f"{one['on_units']:.0%}",
-                    megabytes(one["temporaries"]),
-                    f"{one['compile']:.1f}",
-                ]
-            )
-    if not rows:
-        return []
-    return [
-        Table(
-            title="Training steps of wide models in 8 bits and less, against bfloat16",
-            columns=[
-                "step",
-                "arm",
-                "traffic, GB",
-                "to naive",
-                "roof, ms",
-                "naive / arm",
-                "kernels",
-                "calls",
-                "on the units",
-                "temporaries, MB",
-                "compile",
-            ],
-            rows=rows,
-            notes=[_NOTE],
-        )
+    rows = [
+        [
+            f"{target.upper()}, {workload}",
+            _name(arm, OURS[target, workload]),
+            *traffic_and_roof(counts[NAIVE], one),
+            *(str(one["kernels"]), str(one["calls"]), f"{one['on_units']:.0%}"),
+            *(megabytes(one["temporaries"]), f"{one['compile']:.1f}"),
+        ]
+        for (target, workload), counts in _counts(found).items()
+        for arm, one in counts.items()
     ]
+    if rows:
+        yield Table(
+            "Training steps of wide models in 8 bits and less, against bfloat16",
+            "step | arm | traffic, GB | to naive | roof, ms | naive / arm | kernels | "
+            "calls | on the units | temporaries, MB | compile",
+            rows,
+            [_NOTE],
+        )
+
+
+def traffic_and_roof(naive: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    """Both of an arm, each with its ratio to naive; of the roof naive's to it."""
+    share, faster = one["traffic"] / naive["traffic"], naive["roof"] / one["roof"]
+    traffic, roof = f"{one['traffic'] / 1e9:.2f}", f"{1e3 * one['roof']:.2f}"
+    return [traffic, ratio(share), roof, ratio(faster)]
 
 
 def _name(arm: str, ours: tuple[str, ...]) -> str:
@@ -168,9 +153,9 @@ _NOTE = (
 )
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """The ratios asked for; and no peer ahead of the best of ours."""
-    made, every = [], _counts(found)
+    every = _counts(found)
     for (target, workload, arm), (limit, least) in LIMITS.items():
         counts = every.get((target, workload), {})
         if arm not in counts:
@@ -179,16 +164,15 @@ def goals(found: Results) -> list[Goal]:
         where = f"{arm}, {workload}, {TARGETS[target].title}"
         share = one["traffic"] / naive["traffic"]
         text = f"traffic at most {limit} of naive's: {share:.2f}: {where}"
-        made.append(Goal(text, share <= limit))
+        yield Goal(text, share <= limit)
         if least:
             reached = naive["roof"] / one["roof"]
             text = f"roof of naive / arm at least {least}: {reached:.2f}: {where}"
-            made.append(Goal(text, reached >= least))
+            yield Goal(text, reached >= least)
     for (target, workload), counts in every.items():
         ours = min(counts[arm]["roof"] for arm in OURS[target, workload])
         for peer in PEERS[target, workload]:
             if peer in counts:
                 ahead = counts[peer]["roof"] / ours
                 text = f"roof of {peer} at least our best's: {ahead:.2f}: {workload}"
-                made.append(Goal(f"{text}, {TARGETS[target].title}", ahead >= 1))
-    return made
+                yield Goal(f"{text}, {TARGETS[target].title}", ahead >= 1)

@@ -9,7 +9,7 @@ chip's edge.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ..models.plain import Case, title
@@ -18,11 +18,11 @@ from ..results import Results
 from ..steps import CHECKED
 from ..tables import Goal, Table, megabytes, ratio
 from . import kernels, program
-from .compiling import Compiler
-from .residuals import DEFAULT, HALF
+from .residuals import DEFAULT, HALF, build as build
 from .targets import TARGETS
 
 TARGET, TPU = "h100", "v5e"
+SETUP = ("target", "model", "blocks", "batch")
 NAIVE = CHECKED.name
 ARMS = (NAIVE, DEFAULT, HALF)
 # A scan in half precision on purpose, by a rule.
@@ -39,40 +39,19 @@ LIMITS = {
 }
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles all cases for a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    compiler.count(found, target, {"ours": cases}, progress, steps="half")
-
-
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Bytes of a step."""
     counts, text = program.count(compiled), compiled.as_text()
+    bytes_held = {"memory": counts.memory, "temporaries": counts.temporaries}
     if TARGETS[fields["target"]].platform == "tpu":
-        return {
-            "memory": counts.memory,
-            "temporaries": counts.temporaries,
-            "traffic": program.operand_and_result_bytes(text, on_chip=False),
-        }
+        off_chip = program.operand_and_result_bytes(text, on_chip=False)
+        return {**bytes_held, "traffic": off_chip}
     found = kernels.kernels_of(text)
-    return {
-        "memory": counts.memory,
-        "temporaries": counts.temporaries,
-        "traffic": kernels.traffic(found),
-        "kernels": sum(kernel.times for kernel in found),
-    }
+    times = sum(kernel.times for kernel in found)
+    return {**bytes_held, "traffic": kernels.traffic(found), "kernels": times}
 
 
-def _counts(found: Results) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
-    made: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for record in found.records:
-        if "model" in record and record["counts"] is not None:
-            setup = tuple(record[x] for x in ("target", "model", "blocks", "batch"))
-            made.setdefault(setup, {})[record["arm"]] = record["counts"]
-    return made
-
-
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """A row for each model."""
     rows: list[list[str]] = []
     notes = [
@@ -80,7 +59,7 @@ def tables(found: Results) -> list[Table]:
         '`mpx.autocast(loss)`, *half stream* has `residual_stream="half"`. '
         "A TPU's traffic is what crosses the chip's edge."
     ]
-    for (target, model, blocks, batch), counts in _counts(found).items():
+    for (target, model, blocks, batch), counts in found.counts_by(*SETUP).items():
         naive, *ours = (counts[arm] for arm in ARMS)
         if SCAN in counts:
             by_rule = " and ".join(ratio(counts[SCAN][x] / naive[x]) for x in WHAT)
@@ -91,38 +70,26 @@ def tables(found: Results) -> list[Table]:
             ]
         where = "" if target == TARGET else f"{TARGETS[target].title}: "
         row = [f"{where}{title(model)}, blocks {blocks}, batch {batch}"]
-        row += [megabytes(naive["temporaries"]), megabytes(naive["traffic"])]
-        for one in ours:
-            row += [ratio(one[what] / naive[what]) for what in WHAT]
-        rows.append(row)
-    if not rows:
-        return []
-    return [
-        Table(
-            title="Half precision against a naive cast, compiled for an H100 and a TPU",
-            columns=[
-                "step",
-                "naive: temporaries, MB",
-                "traffic, MB",
-                "default: temporaries",
-                "traffic",
-                "half stream: temporaries",
-                "traffic",
-            ],
-            rows=rows,
-            notes=notes,
+        row += [megabytes(naive[what]) for what in WHAT]
+        rows.append(
+            row + [ratio(one[what] / naive[what]) for one in ours for what in WHAT]
         )
-    ]
+    if rows:
+        yield Table(
+            "Half precision against a naive cast, compiled for an H100 and a TPU",
+            "step | naive: temporaries, MB | traffic, MB | default: temporaries | "
+            "traffic | half stream: temporaries | traffic",
+            rows,
+            notes,
+        )
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Close to the naive cast, or better."""
-    made = []
-    for setup, counts in _counts(found).items():
+    for setup, counts in found.counts_by(*SETUP).items():
         for arm, limit in LIMITS[setup[0]].items():
             for what in WHAT:
                 share = counts[arm][what] / counts[NAIVE][what]
                 text = f"{what} of {arm} at most {limit} of naive's: {share:.2f}"
                 model = f"{title(setup[1])}, {TARGETS[setup[0]].title}"
-                made.append(Goal(f"{text}: {model}", share <= limit))
-    return made
+                yield Goal(f"{text}: {model}", share <= limit)

@@ -19,16 +19,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from .program import (
     ARRAY,
-    FREE,
-    TRIPS,
     Instruction,
+    bits_of,
+    bodies_of,
     bytes_of_shape,
     called,
-    computations,
+    runs,
 )
 
 
@@ -110,8 +110,7 @@ def of_few_bits(kernels: list[Kernel]) -> list[Kernel]:
 
 def kernels_of(text: str) -> list[Kernel]:
     """The kernels of an optimized HLO module; of a conditional, its largest branch."""
-    program = _Program(text)
-    return list(program.kernels(program.entry, 1))
+    return _Program(text).kernels()
 
 
 # Calls of libraries give the memory that they work in as a further result.
@@ -124,42 +123,12 @@ _BLOCK_SCALED = "__cudnn$blockScaledDot"
 
 class _Program:
     def __init__(self, text: str):
-        self.bodies: dict[str, list[Instruction]] = {}
-        self.entry = ""
-        for name, is_entry, body in computations(text):
-            self.bodies[name] = body
-            self.entry = name if is_entry else self.entry
-        if not self.entry:
-            raise ValueError(
-                "`kernels_of(text)` needs an HLO module with an ENTRY computation; "
-                "found none. Pass `compiled.as_text()`."
-            )
+        self.bodies, self.entry = bodies_of(text)
 
-    def kernels(self, name: str, times: int) -> Iterator[Kernel]:
-        body = self.bodies[name]
-        shapes = {instruction.name: instruction.shape for instruction in body}
-        for instruction in body:
-            opcode, line = instruction.opcode, instruction.line
-            if opcode in FREE or opcode.endswith("-done"):
-                continue
-            if opcode == "while":
-                trips = TRIPS.search(line)
-                inner = times * (int(trips[1]) if trips else 1)
-                for one in called(line, "body"):
-                    yield from self.kernels(one, inner)
-            elif opcode in ("call", "async-start"):
-                key = "to_apply" if opcode == "call" else "calls"
-                for one in called(line, key):
-                    yield from self.kernels(one, times)
-            elif opcode == "conditional":
-                branches = called(line, "branch_computations") or [
-                    *called(line, "true_computation"),
-                    *called(line, "false_computation"),
-                ]
-                every = [list(self.kernels(branch, times)) for branch in branches]
-                yield from max(every, key=traffic)
-            else:
-                yield self._kernel(instruction, shapes, times)
+    def kernels(self) -> list[Kernel]:
+        return [
+            self._kernel(*run) for run in runs(self.bodies, self.entry, self._bytes)
+        ]
 
     def _kernel(
         self, instruction: Instruction, shapes: dict[str, str], times: int
@@ -279,5 +248,4 @@ def _dimensions(shape: str) -> list[int]:
 
 def _bits(shape: str) -> int:
     array = ARRAY.search(shape)
-    found = re.match(r"b?[fsu](\d+)", array[1]) if array else None
-    return int(found[1]) if found else 32
+    return bits_of(array[1]) if array else 32

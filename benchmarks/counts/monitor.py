@@ -7,15 +7,16 @@ the other one. So its price is what it moves more, divided by how rarely it runs
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import mpx
 
 from ..models import plain
 from ..results import Results
-from ..steps import Arm
+from ..steps import known_arms
 from ..tables import Goal, Table, megabytes
-from .compiling import Compiler
+from . import program
 from .targets import TARGETS
 
 TARGET = "h100"
@@ -68,19 +69,18 @@ class _Monitored:
         return mpx.monitor(self.step.function, formats, sample=self.sample)
 
 
-def build(arms: dict[str, Arm], fields: dict[str, Any], devices: Any = None) -> Any:
+def build(fields: dict[str, Any], devices: Any = None) -> Any:
     """The step of a case, with shapes for arguments."""
     case = Case(**fields)
     known = plain.Case(case.target, case.model, case.blocks, case.batch, ARM)
-    step = plain.build(arms[ARM], known, devices)
+    step = plain.build(known_arms()[ARM], known, devices)
     sample = SAMPLES[case.watched]
     return step if sample is None else _Monitored(step, sample)
 
 
-def run(found: Results, compiler: Compiler, progress: Any) -> None:
-    """Compiles all cases."""
-    cases = [dataclasses.asdict(case) for case in CASES]
-    compiler.count(found, TARGET, {"ours": cases}, progress, steps="monitor")
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of a step."""
+    return dataclasses.asdict(program.count(compiled))
 
 
 # --- What is shown --------------------------------------------------------------------
@@ -88,14 +88,14 @@ def run(found: Results, compiler: Compiler, progress: Any) -> None:
 
 def _traffic(found: Results) -> dict[str, dict[str, int]]:
     """For each model what a step moves, by how it is watched."""
-    made: dict[str, dict[str, int]] = {}
-    for record in found.records:
-        title = (
-            f"{plain.title(record['model'])}: {record['blocks']} blocks, batch "
-            f"{record['batch']}, {ARM}, compiled for {TARGETS[TARGET].title}"
-        )
-        made.setdefault(title, {})[record["watched"]] = record["counts"]["traffic"]
-    return made
+    device = f"{ARM}, compiled for {TARGETS[TARGET].title}"
+    every = found.counts_by("model", "blocks", "batch", arm="watched")
+    return {
+        f"{plain.title(model)}: {blocks} blocks, batch {batch}, {device}": {
+            name: count["traffic"] for name, count in counts.items()
+        }
+        for (model, blocks, batch), counts in every.items()
+    }
 
 
 def _more(counts: dict[str, int], name: str) -> float:
@@ -124,12 +124,10 @@ def tables(found: Results) -> list[Table]:
     ]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """A monitored step in a hundred, at the default, costs next to nothing."""
     default = next(name for name, sample in SAMPLES.items() if sample)
-    made = []
     for title, counts in _traffic(found).items():
         share = 100 * _more(counts, default) / EVERY
         text = f"monitoring every {EVERY} steps: {share:.3f} % of traffic: {title}"
-        made.append(Goal(f"{text}, at most {LIMIT}", share <= LIMIT))
-    return made
+        yield Goal(f"{text}, at most {LIMIT}", share <= LIMIT)

@@ -10,20 +10,21 @@ is slower than this, and more so with more kernels.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from ..models.layers import NAIVE, build_shapes
+from ..models.layers import NAIVE, build as build_layers
 from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table, ratio
 from . import kernels
-from .compiling import Compiler
 from .targets import TARGETS
 
 ARMS = {
     "h100": ("delayed", "current"),
     "b200": ("delayed", "current", "mxfp8", "nvfp4"),
 }
+SETUP = ("target", "tokens", "inputs", "outputs")
 # Tokens, inputs and outputs.
 SIZES = (
     *((8192, n, n) for n in (512, 1024, 2048, 4096, 8192)),
@@ -62,17 +63,11 @@ CASES = [
 ]
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    compiler.count(found, target, {"ours": cases}, progress, steps="products")
-
-
 def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
     """Forward and backward of a case, with shapes for arguments."""
     case = Case(**fields)
     features = case.inputs, case.outputs
-    return build_shapes(case.product, case.tokens, features, devices)
+    return build_layers(case.product, case.tokens, features, devices)
 
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
@@ -89,44 +84,29 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
 # --- What is shown --------------------------------------------------------------------
 
 
-def _counts(found: Results) -> dict[Case, dict[str, Any]]:
-    made = {}
-    for case in CASES:
-        for record in found.records:
-            if record.items() >= dataclasses.asdict(case).items():
-                made[case] = record["counts"]
-    return made
-
-
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """One row for each size; a column for each recipe on each device."""
-    counts = _counts(found)
-    if not counts:
-        return []
+    every = found.counts_by(*SETUP, arm="product")
     columns = [(target, arm) for target, arms in ARMS.items() for arm in arms]
-    rows = []
-    for size in SIZES:
-        row = [f"{size[0]} x {size[1]} to {size[2]}"]
-        for target, arm in columns:
-            naive = counts[Case(target, *size, NAIVE)]
-            row.append(_faster(naive, counts[Case(target, *size, arm)]))
-        rows.append(row)
-    return [
-        Table(
-            title="At which sizes fewer bits pay: one linear layer",
-            columns=[
-                "tokens x inputs to outputs",
-                *(f"{target.upper()}, {arm}" for target, arm in columns),
-            ],
-            rows=rows,
-            notes=[_NOTE],
-        )
+    rows = [
+        [f"{size[0]} x {size[1]} to {size[2]}"]
+        + [_faster(every[target, *size], arm) for target, arm in columns]
+        for size in SIZES
+        if every
     ]
+    heads = [f"{target.upper()}, {arm}" for target, arm in columns]
+    if rows:
+        yield Table(
+            "At which sizes fewer bits pay: one linear layer",
+            ["tokens x inputs to outputs", *heads],
+            rows,
+            [_NOTE],
+        )
 
 
-def _faster(naive: dict[str, Any], one: dict[str, Any]) -> str:
-    value = ratio(naive["roof"] / one["roof"])
-    return value if naive["roof"] > one["roof"] else f"**{value}**"
+def _faster(counts: dict[str, dict[str, Any]], arm: str) -> str:
+    value = counts[NAIVE]["roof"] / counts[arm]["roof"]
+    return ratio(value) if value > 1 else f"**{ratio(value)}**"
 
 
 _NOTE = (
@@ -136,16 +116,12 @@ _NOTE = (
 )
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Where products are wide every recipe pays, in its roof."""
-    counts, made = _counts(found), []
+    every = found.counts_by(*SETUP, arm="product")
     for target, arms in ARMS.items():
-        for arm in arms:
-            key = Case(target, 8192, 8192, 8192, NAIVE)
-            if key not in counts:
-                continue
-            one = counts[dataclasses.replace(key, product=arm)]
-            value = counts[key]["roof"] / one["roof"]
+        counts = every.get((target, 8192, 8192, 8192), {})
+        for arm in arms if NAIVE in counts else ():
+            value = counts[NAIVE]["roof"] / counts[arm]["roof"]
             text = f"{arm} pays at 8192: {value:.2f}, {TARGETS[target].title}"
-            made.append(Goal(text, value > 1))
-    return made
+            yield Goal(text, value > 1)

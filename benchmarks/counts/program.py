@@ -22,33 +22,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-# Bits of HLO's primitive types (xla/xla_data.proto), for those that occur as buffers.
-_BITS = {
-    "pred": 8,
-    "s4": 4,
-    "u4": 4,
-    "f4e2m1fn": 4,
-    "s8": 8,
-    "u8": 8,
-    "s16": 16,
-    "u16": 16,
-    "f16": 16,
-    "bf16": 16,
-    "s32": 32,
-    "u32": 32,
-    "f32": 32,
-    "s64": 64,
-    "u64": 64,
-    "f64": 64,
-    "c64": 64,
-    "c128": 128,
-    "token": 0,
-    "opaque": 0,
-}
+# HLO's primitive types that are numbers (xla/xla_data.proto), with their bits.
+_NUMBERS = re.compile(r"(?:b?f|s|u|c)(\d+)(?:e\d\w*)?")
+_OTHERS = {"pred": 8, "token": 0, "opaque": 0}
 ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](\{[^{}]*\})?")
 # A layout's memory space; without one an array is in the device's main memory.
 _ON_CHIP = re.compile(r"S\([1-9]")
@@ -216,19 +197,21 @@ def bytes_of_shape(text: str, on_chip: bool = True) -> int:
     total = 0
     for array in ARRAY.finditer(text):
         kind, dimensions, _ = array.groups()
-        bits = _BITS.get(kind, 8 if kind.startswith("f8") else None)
-        if bits is None:
-            raise ValueError(
-                f"`bytes_of_shape(text)` does not know the HLO type {kind!r} in "
-                f"{text!r}. Add it to `_BITS`."
-            )
         if not on_chip and _on_chip(array):
             continue
-        size = 1
-        for dimension in filter(None, dimensions.split(",")):
-            size *= int(dimension.lstrip("<="))
-        total += (size * bits + 7) // 8
+        sizes = (int(one.lstrip("<=")) for one in dimensions.split(",") if one)
+        total += (math.prod(sizes) * bits_of(kind) + 7) // 8
     return total
+
+
+def bits_of(kind: str) -> int:
+    """Bits of an HLO type."""
+    found = _NUMBERS.fullmatch(kind)
+    if found is None and kind not in _OTHERS:
+        raise ValueError(
+            f"`bits_of(kind)` does not know the HLO type {kind!r}. Add it to `_OTHERS`."
+        )
+    return int(found[1]) if found else _OTHERS[kind]
 
 
 def _on_chip(array: re.Match[str]) -> bool:
@@ -291,27 +274,82 @@ def computations(text: str) -> Iterator[tuple[str, bool, list[Instruction]]]:
                 body.append(instruction)
 
 
+def bodies_of(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The computations of an optimized HLO module by name, and which is the entry."""
+    every = list(computations(text))
+    entry = [name for name, is_entry, _ in every if is_entry]
+    if not entry:
+        raise ValueError(
+            "`bodies_of(text)` needs an HLO module with an ENTRY computation; found "
+            "none. Pass `compiled.as_text()`."
+        )
+    return {name: body for name, _, body in every}, entry[-1]
+
+
 def operand_and_result_bytes(text: str, on_chip: bool = True) -> int:
     """Bytes that the kernels of an optimized HLO module read and write.
-
-    Loops count as often as their known trip count (once where it is not known),
-    a conditional counts its largest branch.
 
     Args:
         text: `compiled.as_text()`.
         on_chip: whether arrays in the memory on the chip count.
     """
-    bodies: dict[str, list[Instruction]] = {}
-    entry_name = None
-    for name, entry, body in computations(text):
-        bodies[name] = body
-        entry_name = name if entry else entry_name
-    if entry_name is None:
-        raise ValueError(
-            "`operand_and_result_bytes(text)` needs an HLO module with an ENTRY "
-            "computation; found none. Pass `compiled.as_text()`."
-        )
-    return _bytes_of_computation(bodies, entry_name, on_chip)
+
+    def size(instruction: Instruction, shapes: dict[str, str]) -> int:
+        opcode = instruction.opcode
+        if opcode == "slice-start":
+            # Its shape is ((operand), result, context); what is read of the operand is
+            # as large as the result.
+            operand, result, *_ = ARRAY.finditer(instruction.shape)
+            places = [x for x in (operand, result) if on_chip or not _on_chip(x)]
+            return len(places) * bytes_of_shape(result[0])
+        total = bytes_of_shape(instruction.shape, on_chip)
+        if opcode in _RESULT_HOLDS_OPERANDS:
+            return total
+        operands = [shapes[one] for one in instruction.operands if one in shapes]
+        return total + sum(bytes_of_shape(shape, on_chip) for shape in operands)
+
+    bodies, entry = bodies_of(text)
+    return sum(times * size(*run) for *run, times in runs(bodies, entry, size))
+
+
+Run = tuple[Instruction, dict[str, str], int]
+
+
+def runs(
+    bodies: dict[str, list[Instruction]],
+    name: str,
+    size: Callable[[Instruction, dict[str, str]], int],
+    times: int = 1,
+) -> Iterator[Run]:
+    """What runs as a kernel in a computation, with its body's shapes, and how often.
+
+    Loops count as often as their known trip count (once where it is not known), a
+    conditional counts the branch that is largest by `size`.
+    """
+    shapes = {instruction.name: instruction.shape for instruction in bodies[name]}
+    for instruction in bodies[name]:
+        opcode, line = instruction.opcode, instruction.line
+        if opcode in FREE or opcode.endswith("-done"):
+            continue
+        if opcode == "conditional":
+            branches = called(line, "branch_computations") or [
+                *called(line, "true_computation"),
+                *called(line, "false_computation"),
+            ]
+            every = [list(runs(bodies, one, size, times)) for one in branches]
+            yield from max(
+                every, key=lambda one: sum(n * size(*run) for *run, n in one)
+            )
+        elif opcode in _INSIDE:
+            trips = TRIPS.search(line) if opcode == "while" else None
+            inner = times * (int(trips[1]) if trips else 1)
+            for one in called(line, _INSIDE[opcode]):
+                yield from runs(bodies, one, size, inner)
+        else:
+            yield instruction, shapes, times
+
+
+_INSIDE = {"while": "body", "call": "to_apply", "async-start": "calls"}
 
 
 def called(line: str, key: str) -> list[str]:
@@ -320,52 +358,3 @@ def called(line: str, key: str) -> list[str]:
     if found is None:
         return []
     return [name.strip().lstrip("%") for name in found[1].strip("{}").split(",")]
-
-
-def _bytes_of_computation(
-    bodies: dict[str, list[Instruction]], name: str, on_chip: bool
-) -> int:
-    body = bodies[name]
-    shapes = {instruction.name: instruction.shape for instruction in body}
-    total = 0
-    for instruction in body:
-        opcode = instruction.opcode
-        if opcode in FREE or opcode.endswith("-done"):
-            continue
-        if opcode == "while":
-            trips = TRIPS.search(instruction.line)
-            inner = sum(
-                _bytes_of_computation(bodies, called, on_chip)
-                for called in called(instruction.line, "body")
-            )
-            total += inner * (int(trips[1]) if trips else 1)
-        elif opcode in ("call", "async-start"):
-            key = "to_apply" if opcode == "call" else "calls"
-            total += sum(
-                _bytes_of_computation(bodies, called, on_chip)
-                for called in called(instruction.line, key)
-            )
-        elif opcode == "conditional":
-            branches = called(instruction.line, "branch_computations") or [
-                *called(instruction.line, "true_computation"),
-                *called(instruction.line, "false_computation"),
-            ]
-            total += max(
-                _bytes_of_computation(bodies, branch, on_chip) for branch in branches
-            )
-        elif opcode == "slice-start":
-            # Its shape is ((operand), result, context); what is read of the operand is
-            # as large as the result.
-            operand, result, *_ = ARRAY.finditer(instruction.shape)
-            places = [x for x in (operand, result) if on_chip or not _on_chip(x)]
-            total += len(places) * bytes_of_shape(result[0])
-        else:
-            total += bytes_of_shape(instruction.shape, on_chip)
-            if opcode in _RESULT_HOLDS_OPERANDS:
-                continue
-            total += sum(
-                bytes_of_shape(shapes[operand], on_chip)
-                for operand in instruction.operands
-                if operand in shapes
-            )
-    return total

@@ -3,7 +3,7 @@
 Questions: does the compiler make a call of the fast units of every product of a linear
 layer? And how many bytes wait for the backward pass?
 
-The step of an unmodified transformer (`recipe_models`) is compiled for a device that is
+The step of an unmodified transformer (`frameworks`) is compiled for a device that is
 not here. The floating point operations of the products that became such calls (CUDA),
 or have FP8 operands (TPU), stand against those of all linear layers by the sizes of the
 model: forward, gradient of the input, gradient of the weight. The final projection is
@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import mpx
 from mpx._contract import Operation, compiled_products, parse
 
+from .. import processes
 from ..models import frameworks as recipe_models
 from ..models.frameworks import BATCH, SIZE, Case, linear_flops
 from ..our_arms import RECIPES
 from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table
-from .compiling import Compiler
 from .targets import TARGETS
 
 PER_TENSOR = ("delayed", "current")
@@ -56,18 +56,10 @@ CASES = [
 ]
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    # With the flags that everyone has: what calls there are is the question.
-    compiler.count(
-        found,
-        target,
-        {"ours": cases},
-        progress,
-        steps="recipes",
-        variables={"XLA_FLAGS": ""},
-    )
+# With the flags that everyone has: what calls there are is the question.
+VARIABLES = {"XLA_FLAGS": ""}
+# Each case says its target to autocast.
+SAYS_TARGET = True
 
 
 def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
@@ -165,7 +157,7 @@ def kept_bytes(stack: Any, recipe: str | None) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 
 
-def measure_kept() -> Iterator[dict[str, Any]]:
+def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields what each stack keeps under each recipe; runs in a worker."""
     for name, stack in STACKS.items():
         base = kept_bytes(stack, None)
@@ -173,6 +165,12 @@ def measure_kept() -> Iterator[dict[str, Any]]:
             kept = {"stack": name, "recipe": recipe}
             kept |= {"bytes": kept_bytes(stack, recipe), "bfloat16": base}
             yield {"kept": kept}
+
+
+def more_records() -> list[dict[str, Any]]:
+    """The bytes that are kept, which nothing is compiled for."""
+    _, *answers = processes.ask("ours", {"task": "kept"}, None)
+    return [answer["kept"] for answer in answers]
 
 
 # --- What is shown --------------------------------------------------------------------
@@ -184,15 +182,8 @@ def tables(found: Results) -> list[Table]:
     units = Table(
         title=f"Linear layers of a training step: {size.blocks} blocks, width "
         f"{size.width}, hidden {size.hidden}, batch {BATCH} of {size.context}",
-        columns=[
-            "compiled for",
-            "model",
-            "recipe",
-            "final projection",
-            "FLOPs on the units",
-            "calls",
-            "other products",
-        ],
+        columns="compiled for | model | recipe | final projection | FLOPs on the units "
+        "| calls | other products",
         rows=[_units_row(record) for record in found.records if "framework" in record],
         notes=[
             "FLOPs of the three products of each linear layer that the compiler made "
@@ -253,9 +244,8 @@ def _share(found: Results, stack: str, recipe: str) -> float:
     return record["bytes"] / record["bfloat16"]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """All FLOPs on the units; bytes within their limits."""
-    made = []
     for record in found.records:
         if "framework" not in record:
             continue
@@ -263,15 +253,12 @@ def goals(found: Results) -> list[Goal]:
         share = counts["fast_flops"] / counts["linear_flops"]
         head = ", final projection too" if record["head"] else ""
         device = TARGETS[record["target"]].title
-        made.append(
-            Goal(
-                f"100% of linear FLOPs on the units of {device}: "
-                f"{record['framework']}, {record['recipe']}{head}: {share:.2%}",
-                counts["fast_flops"] == counts["linear_flops"],
-            )
+        yield Goal(
+            f"100% of linear FLOPs on the units of {device}: "
+            f"{record['framework']}, {record['recipe']}{head}: {share:.2%}",
+            counts["fast_flops"] == counts["linear_flops"],
         )
     for recipe, limit in LIMITS.items():
         share = _share(found, "in a row", recipe)
         text = f"bytes kept at most {limit} of bfloat16's: {recipe}: {share:.3f}"
-        made.append(Goal(text, share <= limit))
-    return made
+        yield Goal(text, share <= limit)

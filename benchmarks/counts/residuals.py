@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
+from ..models import plain
 from ..models.plain import Case, title
-from ..processes import Side
 from ..results import Results
+from ..steps import ArrayStep, known_arms
 from ..tables import Goal, Table, megabytes, ratio
-from .compiling import Compiler
+from . import program
 from .targets import TARGETS
 
 FLOAT32 = "float32"
@@ -29,6 +31,7 @@ HALF = "autocast bfloat16, half stream"
 OUR_ARMS = (FLOAT32, BY_HAND, KEPT, DEFAULT, HALF)
 FEW_ARMS = (FLOAT32, KEPT, DEFAULT, HALF)
 PEER_ARMS = ("MPX float16", PEER)
+WHAT = ("memory", "traffic")
 
 
 Setup = tuple[str, str, int, int]
@@ -54,106 +57,80 @@ LIMITS |= REGIONS
 SETUPS = (*LIMITS, ("v5e", "desktop", 2, 256))
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    setups = [setup for setup in SETUPS if setup[0] == target]
-    sides: dict[Side, list[dict[str, Any]]] = {
-        "ours": [_case(s, arm) for s in setups for arm in _our_arms(s)],
-        "peers": [
-            _case(s, arm) for s in setups if s not in REGIONS for arm in PEER_ARMS
-        ],
-    }
-    compiler.count(found, target, sides, progress, steps="residuals")
+CASES = [
+    Case(*setup, arm)
+    for setup in SETUPS
+    for arm in (FEW_ARMS if setup in REGIONS else (*OUR_ARMS, *PEER_ARMS))
+]
 
 
-def _our_arms(setup: Setup) -> tuple[str, ...]:
-    return FEW_ARMS if setup in REGIONS else OUR_ARMS
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
+    """The step of a case, in this environment's arms."""
+    case = Case(**fields)
+    return plain.build(known_arms()[case.arm], case, devices)
 
 
-def _case(setup: Setup, arm: str) -> dict[str, Any]:
-    return dataclasses.asdict(Case(*setup, arm))
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes, and the matrix products."""
+    products = program.products(compiled.as_text())
+    return {**dataclasses.asdict(program.count(compiled)), "products": products}
 
 
 # --- What is shown --------------------------------------------------------------------
 
 
-def _counts(found: Results) -> dict[Setup, dict[str, dict[str, Any]]]:
-    """Counts of each arm, in each setup."""
-    made: dict[Setup, dict[str, dict[str, Any]]] = {}
-    for record in found.records:
-        if "model" in record and record["counts"] is not None:
-            names = ("target", "model", "blocks", "batch")
-            setup = tuple(record[name] for name in names)
-            made.setdefault(setup, {})[record["arm"]] = record["counts"]
-    return made
-
-
 def _title(setup: Setup) -> str:
     target, model, blocks, batch = setup
-    device = TARGETS[target].title
-    return (
-        f"{title(model)}: {blocks} blocks, batch {batch}, Adam, compiled for {device}"
-    )
+    sizes = f"{title(model)}: {blocks} blocks, batch {batch}"
+    return f"{sizes}, Adam, compiled for {TARGETS[target].title}"
 
 
-def tables(found: Results) -> list[Table]:
+def _setups(found: Results) -> dict[Setup, dict[str, dict[str, Any]]]:
+    """Counts of each arm, in each setup."""
+    return found.counts_by("target", "model", "blocks", "batch")
+
+
+def tables(found: Results) -> Iterator[Table]:
     """One table for each setup."""
-    made = []
-    for setup, counts in _counts(found).items():
-        base = counts[FLOAT32]
-        made.append(
-            Table(
-                title=_title(setup),
-                columns=[
-                    "arm",
-                    "memory, MB",
-                    "float32 / arm",
-                    "traffic, MB",
-                    "float32 / arm",
-                    "products",
-                ],
-                rows=[
-                    [
-                        arm,
-                        megabytes(count["memory"]),
-                        ratio(base["memory"] / count["memory"]),
-                        megabytes(count["traffic"]),
-                        ratio(base["traffic"] / count["traffic"]),
-                        str(count["products"]),
-                    ]
-                    for arm, count in counts.items()
-                ],
-                notes=[
-                    f"*{BY_HAND}*, *MPX float16* and *{PEER}*, the latter without a "
-                    "check of gradients, cast by hand. *kept* is "
-                    '`mpx.autocast(..., residuals="fast")`, *half stream* '
-                    '`residual_stream="half"`, all with an unchanged model. Higher '
-                    "ratios are better."
-                ],
-            )
+    for setup, counts in _setups(found).items():
+        yield Table(
+            _title(setup),
+            "arm | memory, MB | float32 / arm | traffic, MB | float32 / arm | products",
+            [
+                [arm, *against(counts[FLOAT32], count), str(count["products"])]
+                for arm, count in counts.items()
+            ],
+            notes=[
+                f"*{BY_HAND}*, *MPX float16* and *{PEER}*, the latter without a "
+                "check of gradients, cast by hand. *kept* is "
+                '`mpx.autocast(..., residuals="fast")`, *half stream* '
+                '`residual_stream="half"`, all with an unchanged model. Higher '
+                "ratios are better."
+            ],
         )
-    return made
 
 
-def goals(found: Results) -> list[Goal]:
+def against(base: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    """Memory and traffic, each with the base's over it."""
+    pairs = [(one[what], base[what] / one[what]) for what in WHAT]
+    return [cell for count, over in pairs for cell in (megabytes(count), ratio(over))]
+
+
+def goals(found: Results) -> Iterator[Goal]:
     """The ratios asked for; no more products; on TPUs no worse than by hand."""
-    made = []
-    for setup, counts in _counts(found).items():
+    for setup, counts in _setups(found).items():
         base, title = counts[FLOAT32], _title(setup)
-        for what, limit in zip(
-            ("memory", "traffic"), LIMITS.get(setup, ()), strict=False
-        ):
+        for what, limit in zip(WHAT, LIMITS.get(setup, ()), strict=False):
             for arm in (DEFAULT, HALF):
                 reached = base[what] / counts[arm][what]
                 text = f"{what} of float32 / {arm} >= {limit}: {reached:.3f}: {title}"
-                made.append(Goal(text, reached >= limit))
+                yield Goal(text, reached >= limit)
         for arm in (DEFAULT, HALF):
             products, kept = (counts[name]["products"] for name in (arm, KEPT))
             text = f"products of {arm}, {products}, no more than {kept}: {title}"
-            made.append(Goal(text, products <= kept))
+            yield Goal(text, products <= kept)
         if setup[0] != "h100":
-            for arm, what in itertools.product((DEFAULT, HALF), ("memory", "traffic")):
+            for arm, what in itertools.product((DEFAULT, HALF), WHAT):
                 share = counts[arm][what] / counts[PEER][what] - 1
                 text = f"{what} of {arm} at most {PEER}'s: {100 * share:+.2f}%"
-                made.append(Goal(f"{text}: {title}", share <= 0))
-    return made
+                yield Goal(f"{text}: {title}", share <= 0)

@@ -16,11 +16,13 @@ also has the bytes that cross the chip's edge, which are what costs time.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ..results import Results
 from ..tables import Goal, Table, megabytes, signed_percent
 from . import compiling
+from .sweep import build as build, count as count
 from .targets import TARGETS
 
 # (library, its arm with scaling, its arm without)
@@ -32,25 +34,10 @@ PAIRS = (
 BATCHES: dict[str, tuple[int, ...]] = {"base": (8,), "desktop": (256,)}
 
 
-def run(
-    found: Results,
-    compiler: compiling.Compiler,
-    target: str,
-    blocks: int,
-    progress: Any,
-) -> None:
-    """Compiles both steps of every library for a target."""
-    ours = [arm for pair in PAIRS[:1] for arm in pair[1:]]
-    peers = [arm for pair in PAIRS[1:] for arm in pair[1:]]
-    compiler.count(
-        found,
-        target,
-        {
-            "ours": compiling.cases_of(BATCHES, ours, blocks, (1,)),
-            "peers": compiling.cases_of(BATCHES, peers, blocks, (1,)),
-        },
-        progress,
-    )
+def cases(target: str, blocks: int) -> list[dict[str, Any]]:
+    """Both steps of every library."""
+    arms = [arm for pair in PAIRS for arm in pair[1:]]
+    return compiling.cases_of(BATCHES, arms, blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,16 +96,8 @@ def tables(found: Results) -> list[Table]:
     return [
         Table(
             title="Traffic added by dynamic loss scaling, float16",
-            columns=[
-                "compiled for",
-                "library",
-                "without, MB",
-                "with, MB",
-                "added",
-                "off-chip without, MB",
-                "with, MB",
-                "added",
-            ],
+            columns="compiled for | library | without, MB | with, MB | added | "
+            "off-chip without, MB | with, MB | added",
             rows=rows,
         )
     ]
@@ -134,21 +113,18 @@ def _cells(without: int, with_: int) -> list[str]:
 NOISE = 1e-3
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Nothing more than what the published MPX adds."""
-    made = []
     for setup in setups(found):
         for what, title in (("traffic", "traffic"), ("off_chip", "off-chip traffic")):
             moved = traffic(found, setup, what)
-            if not {"mpx", "MPX"} <= moved.keys():
-                continue
-            ours, peer = (moved[name][1] - moved[name][0] for name in ("mpx", "MPX"))
-            made.append(
-                Goal(
-                    f"{title} added by dynamic loss scaling at most MPX's, within "
-                    f"{100 * NOISE:.1f}% of the step: {setup}: {megabytes(ours)} MB, "
-                    f"MPX {megabytes(peer)} MB",
-                    ours <= peer + NOISE * moved["MPX"][0],
+            if moved.keys() >= {"mpx", "MPX"}:
+                ours, peer = (
+                    moved[name][1] - moved[name][0] for name in ("mpx", "MPX")
                 )
-            )
-    return made
+                text = f"{title} added by dynamic loss scaling at most MPX's, within "
+                text += (
+                    f"{100 * NOISE:.1f}% of the step: {setup}: {megabytes(ours)} MB, "
+                )
+                text += f"MPX {megabytes(peer)} MB"
+                yield Goal(text, ours <= peer + NOISE * moved["MPX"][0])

@@ -11,14 +11,17 @@ Bytes moved stand in for step time, which `time` measures where a GPU is.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import steps
 from ..models.problems import PROBLEMS
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
-from . import compiling
+from . import compiling, program
 from .targets import TARGETS
 
 OUR_ARMS = ("float32", "mpx float16", "mpx bfloat16")
@@ -31,6 +34,7 @@ BATCHES: dict[str, tuple[int, ...]] = {
     "base": (8, 16, 32, 64),
 }
 DEVICES = (1, 4)
+WHAT = ("memory", "traffic")
 # Per device; activations dominate there, and "never worse than MPX" is judged there.
 REFERENCE = {"desktop": 256, "base": 64}
 
@@ -38,28 +42,39 @@ Setup = tuple[str, int, int]
 """Problem, blocks, devices: one column of the picture."""
 
 
-def run(
-    found: Results,
-    compiler: compiling.Compiler,
-    target: str,
-    blocks: int,
-    progress: Any,
-) -> None:
-    """Compiles the sweep for a target."""
-    compiler.count(
-        found,
-        target,
-        {"ours": _cases(OUR_ARMS, blocks), "peers": _cases(PEER_ARMS, blocks)},
-        progress,
-    )
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> steps.ArrayStep:
+    """The step of a Vision Transformer, in this environment's arms."""
+    case = steps.Case(**fields)
+    return steps.build(steps.known_arms()[case.arm], case, devices)
 
 
-def _cases(arms: tuple[str, ...], blocks: int) -> list[dict[str, Any]]:
-    cases = []
-    for problem, devices in itertools.product(BATCHES, DEVICES):
-        batches = total_batches(problem, devices)
-        cases += compiling.cases_of({problem: batches}, arms, blocks, (devices,))
-    return cases
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of a step."""
+    return dataclasses.asdict(program.count(compiled))
+
+
+def cases(target: str, blocks: int) -> list[dict[str, Any]]:
+    """All sizes; of a GPU those of reference, and 12 blocks of the desktop ViT.
+
+    GPU compilers take seconds where TPU's take minutes.
+    """
+    if TARGETS[target].platform == "cuda":
+        sizes = [(4, ("desktop", "base")), (12, ("desktop",))]
+        return [
+            case
+            for arms in (OUR_ARMS, PEER_ARMS)
+            for blocks, names in sizes
+            for case in compiling.cases_of(
+                {name: (REFERENCE[name],) for name in names}, arms, blocks
+            )
+        ]
+    return [
+        case
+        for problem, devices in itertools.product(BATCHES, DEVICES)
+        for case in compiling.cases_of(
+            {problem: total_batches(problem, devices)}, ARMS, blocks, devices
+        )
+    ]
 
 
 def total_batches(problem: str, devices: int) -> tuple[int, ...]:
@@ -67,79 +82,40 @@ def total_batches(problem: str, devices: int) -> tuple[int, ...]:
     return tuple(devices * batch for batch in BATCHES[problem])
 
 
-def run_reference(
-    found: Results, compiler: compiling.Compiler, target: str, progress: Any
-) -> None:
-    """Compiles the reference sizes for a target: 4 blocks, and 12 of the desktop ViT.
-
-    GPU compilers take seconds where TPU's take minutes.
-    """
-    for arms, side in ((OUR_ARMS, "ours"), (PEER_ARMS, "peers")):
-        cases = []
-        for blocks, names in ((4, ("desktop", "base")), (12, ("desktop",))):
-            sizes = {name: (REFERENCE[name],) for name in names}
-            cases += compiling.cases_of(sizes, arms, blocks, (1,))
-        compiler.count(found, target, {side: cases}, progress)
+def _setups(found: Results) -> dict[Setup, dict[str, dict[int, dict[str, Any]]]]:
+    """Of each setup and arm, counts over the batch size."""
+    made: dict[Setup, dict[str, dict[int, dict[str, Any]]]] = {}
+    every = found.counts_by("problem", "blocks", "devices", "batch")
+    for (*setup, batch), counts in every.items():
+        for arm in counts.keys() & {*ARMS} if "float32" in counts else ():
+            series = made.setdefault(tuple(setup), {arm: {} for arm in ARMS})
+            series[arm][batch] = counts[arm]
+    return made
 
 
-def _series(found: Results, setup: Setup, arm: str) -> dict[int, dict[str, Any]]:
-    """Counts over the batch size."""
-    return {
-        record["batch"]: record["counts"]
-        for record in found.records
-        if (record["problem"], record["blocks"], record["devices"]) == setup
-        and record["arm"] == arm
-        and record["counts"] is not None
-    }
-
-
-def _setups(found: Results) -> list[Setup]:
-    return list(
-        dict.fromkeys(
-            (r["problem"], r["blocks"], r["devices"])
-            for r in found.records
-            if r["arm"] == "float32"
-        )
-    )
-
-
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """One table per model and device count: float32 absolute, the others as ratios."""
-    made = []
-    for setup in _setups(found):
-        problem, blocks, devices = setup
-        series = {arm: _series(found, setup, arm) for arm in ARMS}
+    for (problem, blocks, devices), series in _setups(found).items():
         rows = []
         for batch, base in series["float32"].items():
-            row = [str(batch), megabytes(base["memory"]), megabytes(base["traffic"])]
+            row = [str(batch), *(megabytes(base[what]) for what in WHAT)]
             for arm in ARMS[1:]:
                 row += _ratios(base, series[arm].get(batch))
             rows.append(row)
-        made.append(
-            Table(
-                title=f"{PROBLEMS[problem].title}, {blocks} blocks, "
-                f"{_where(found)}, {_devices(devices)}",
-                columns=[
-                    "batch",
-                    "float32 memory, MB",
-                    "traffic, MB",
-                    *(
-                        f"{arm}: {what}"
-                        for arm in ARMS[1:]
-                        for what in ("memory", "traffic")
-                    ),
-                ],
-                rows=rows,
-                notes=["Per device. Ratios are float32 to the arm; higher is better."],
-            )
+        heads = [f"{arm}: {what}" for arm in ARMS[1:] for what in WHAT]
+        yield Table(
+            f"{PROBLEMS[problem].title}, {blocks} blocks, {_where(found)}, "
+            f"{_devices(devices)}",
+            ["batch", "float32 memory, MB", "traffic, MB", *heads],
+            rows,
+            ["Per device. Ratios are float32 to the arm; higher is better."],
         )
-    return made
 
 
 def _ratios(base: dict[str, Any], counts: dict[str, Any] | None) -> list[str]:
     if counts is None:
         return ["does not fit", ""]
-    return [ratio(base[what] / counts[what]) for what in ("memory", "traffic")]
+    return [ratio(base[what] / counts[what]) for what in WHAT]
 
 
 def _where(found: Results) -> str:
@@ -151,27 +127,16 @@ def _devices(count: int) -> str:
     return "one device" if count == 1 else f"{count} devices, data-parallel"
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Mpx float16 is never worse than the published MPX where activations dominate."""
-    made = []
-    for setup in _setups(found):
-        problem, blocks, devices = setup
+    for (problem, blocks, devices), series in _setups(found).items():
         batch = devices * REFERENCE[problem]
-        ours = _series(found, setup, "mpx float16").get(batch)
-        peer = _series(found, setup, "MPX float16").get(batch)
-        if ours is None or peer is None:
-            continue
-        for what in ("memory", "traffic"):
+        ours, peer = (series[x].get(batch) for x in ("mpx float16", "MPX float16"))
+        for what in WHAT if ours and peer else ():
             share = ours[what] / peer[what] - 1
-            made.append(
-                Goal(
-                    f"{what} of mpx float16 at most MPX's (within 0.1%): {problem}, "
-                    f"{blocks} blocks, batch {batch}, {_devices(devices)}: "
-                    f"{100 * share:+.2f}%",
-                    share <= 0.001,
-                )
-            )
-    return made
+            text = f"{what} of mpx float16 at most MPX's (within 0.1%): {problem}, "
+            text += f"{blocks} blocks, batch {batch}, {_devices(devices)}: "
+            yield Goal(f"{text}{100 * share:+.2f}%", share <= 0.001)
 
 
 _COLORS = dict(zip(ARMS, ("#444444", "#d1495b", "#30638e", "#edae49"), strict=True))
@@ -193,9 +158,9 @@ def picture(found: Results, path: Path) -> None:
         squeeze=False,
         layout="constrained",
     )
-    for column, setup in enumerate(setups):
-        for row, what in enumerate(("memory", "traffic")):
-            _draw(axes[row][column], found, setup, what)
+    for column, (setup, series) in enumerate(setups.items()):
+        for row, what in enumerate(WHAT):
+            _draw(axes[row][column], setup, series, what)
         problem, blocks, devices = setup
         axes[0][column].set_title(
             f"{problem} ViT, {blocks} blocks, {_devices(devices)}", fontsize=9
@@ -211,13 +176,12 @@ def picture(found: Results, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw(axis: Any, found: Results, setup: Setup, what: str) -> None:
-    for arm in ARMS:
-        series = _series(found, setup, arm)
-        if series:
+def _draw(axis: Any, setup: Setup, series: dict[str, Any], what: str) -> None:
+    for arm, counts in series.items():
+        if counts:
             axis.plot(
-                list(series),
-                [counts[what] / 1e6 for counts in series.values()],
+                list(counts),
+                [one[what] / 1e6 for one in counts.values()],
                 _STYLES[arm],
                 color=_COLORS[arm],
                 label=arm,

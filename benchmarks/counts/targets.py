@@ -40,27 +40,10 @@ class Target:
     config: str = ""
 
 
-def _cuda_config(
-    *,
-    cores: int,
-    bandwidth: int,
-    capability: tuple[int, int],
-    memory: int,
-    cache: int,
-    clock_ghz: float,
-    shared_per_core: int,
-    shared_per_block: int,
-    title: str,
-    cudnn: int = 8,
-) -> str:
-    """XLA's `GpuTargetConfigProto` text; limits per thread block are CUDA's own.
-
-    The limits that all targets share are those of CUDA's programming guide
-    (table "Technical Specifications per Compute Capability", 8.9 to 10.0).
-    """
-    major, minor = capability
-    threads_per_core = 1536 if capability == (8, 9) else 2048
-    return f"""
+# XLA's `GpuTargetConfigProto`. The limits that all targets share, and those per thread
+# block, are those of CUDA's programming guide (table "Technical Specifications per
+# Compute Capability", 8.9 to 10.0).
+_CUDA_CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -79,7 +62,7 @@ gpu_device_info {{
   memory_bandwidth: {bandwidth}
   l2_cache_size: {cache}
   device_memory_size: {memory}
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
 }}
 platform_name: "CUDA"
 runtime_version {{ major: 12 minor: 9 }}
@@ -88,6 +71,16 @@ device_description_str: "{title}"
 """
 
 
+def _cuda(name: str, title: str, cudnn: int = 8, **limits: Any) -> Target:
+    config = _CUDA_CONFIG.format(title=title, cudnn=cudnn, **limits)
+    return Target(name, "cuda", title, config=config)
+
+
+_HOPPER_AND_LATER = {
+    "threads_per_core": 2048,
+    "shared_per_core": 233_472,
+    "shared_per_block": 232_448,
+}
 TARGETS = {
     target.name: target
     for target in (
@@ -95,54 +88,41 @@ TARGETS = {
         Target("v5p", "tpu", "TPU v5p", topology="v5p:2x2x1"),
         Target("v6e", "tpu", "TPU v6e", topology="v6e:2x2"),
         Target("tpu7x", "tpu", "TPU7x", topology="tpu7x:2x2x1"),
-        Target(
+        _cuda(
             "h100",
-            "cuda",
             "NVIDIA H100 80GB HBM3",
-            config=_cuda_config(
-                cores=132,
-                bandwidth=3_352_320_000_000,
-                capability=(9, 0),
-                memory=84_978_434_048,
-                cache=52_428_800,
-                clock_ghz=1.98,
-                shared_per_core=233_472,
-                shared_per_block=232_448,
-                title="NVIDIA H100 80GB HBM3",
-            ),
+            cores=132,
+            bandwidth=3_352_320_000_000,
+            capability=(9, 0),
+            memory=84_978_434_048,
+            cache=52_428_800,
+            clock_ghz=1.98,
+            **_HOPPER_AND_LATER,
         ),
-        Target(
+        _cuda(
             "b200",
-            "cuda",
             "NVIDIA B200",
-            config=_cuda_config(
-                cores=148,
-                bandwidth=7_672_320_000_000,
-                capability=(10, 0),
-                memory=191_514_411_008,
-                cache=132_644_864,
-                clock_ghz=1.965,
-                shared_per_core=233_472,
-                shared_per_block=232_448,
-                title="NVIDIA B200",
-                cudnn=10,  # the first with products of MXFP8 and NVFP4
-            ),
+            cudnn=10,  # the first with products of MXFP8 and NVFP4
+            cores=148,
+            bandwidth=7_672_320_000_000,
+            capability=(10, 0),
+            memory=191_514_411_008,
+            cache=132_644_864,
+            clock_ghz=1.965,
+            **_HOPPER_AND_LATER,
         ),
-        Target(
+        _cuda(
             "l40s",
-            "cuda",
             "NVIDIA L40S",
-            config=_cuda_config(
-                cores=142,
-                bandwidth=864_000_000_000,
-                capability=(8, 9),
-                memory=47_810_936_832,
-                cache=100_663_296,
-                clock_ghz=2.52,
-                shared_per_core=102_400,
-                shared_per_block=101_376,
-                title="NVIDIA L40S",
-            ),
+            cores=142,
+            bandwidth=864_000_000_000,
+            capability=(8, 9),
+            memory=47_810_936_832,
+            cache=100_663_296,
+            clock_ghz=2.52,
+            threads_per_core=1536,
+            shared_per_core=102_400,
+            shared_per_block=101_376,
         ),
     )
 }

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import processes
+from ..models import whole_steps as models
 from ..models.whole_steps import FLAX, NAIVE, QWIX, STORED, WHOLE, Case, Kept
-from ..processes import Side
+from ..processes import side_of
 from ..results import Results
+from ..steps import ArrayStep
 from ..tables import Goal, Table, ratio
-from .compiling import Compiler
+from . import cost
+from .eight_bits import traffic_and_roof
 from .targets import TARGETS
 
 AUTOCAST, DELAYED, CURRENT = "bfloat16", "delayed", "current"
@@ -47,36 +50,34 @@ CASES = [
 ]
 
 
-def side(case: Case) -> Side:
-    """Qwix is installed beside the other peers; Flax is with us."""
-    return "peers" if case.arm == QWIX else "ours"
-
-
 # Programs that a machine without the target's compiler lowers to the same text.
 PORTABLE = [
-    dataclasses.replace(case, portable=True) for case in CASES if side(case) == "ours"
+    dataclasses.replace(case, portable=True)
+    for case in CASES
+    if side_of(case.arm) == "ours"
 ]
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles the cases for a target."""
-    sides: dict[Side, list[dict[str, Any]]] = {"ours": [], "peers": []}
-    for case in CASES:
-        if case.target == target:
-            sides[side(case)].append(dataclasses.asdict(case))
-    compiler.count(found, target, sides, progress, steps="whole")
+def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
+    """The step of a case."""
+    return models.build(Case(**fields), devices)
 
 
-def lowered(cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """The versions, and the fingerprint of each case without its target's compiler."""
-    request = {"task": "lower", "steps": "whole"}
-    request["cases"] = [dataclasses.asdict(case) for case in cases]
-    return processes.ask("ours", request, None)
+def compile_with(lower: Any) -> Any:
+    """What compiles a lowered case; see `worker`."""
+    return cost.compile_twice
 
 
-def portable_records() -> list[dict[str, Any]]:
-    """What a machine without a compiler compares."""
-    _, *answers = lowered(PORTABLE)
+def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Bytes and kernels of a step."""
+    return cost.counts_and_units(compiled, fields["target"])[0]
+
+
+def more_records() -> list[dict[str, Any]]:
+    """Fingerprints that a machine without the target's compiler compares."""
+    request = {"task": "lower", "steps": "whole_steps"}
+    request["cases"] = [dataclasses.asdict(case) for case in PORTABLE]
+    _, *answers = processes.ask("ours", request, None)
     return [{**answer["case"], "program": answer["program"]} for answer in answers]
 
 
@@ -92,20 +93,15 @@ Row = tuple[str, str, Kept]
 
 def _counts(found: Results) -> dict[Row, dict[str, dict[str, Any]]]:
     """Counts of each arm, of each step."""
-    made: dict[Row, dict[str, dict[str, Any]]] = {}
-    for record in found.records:
-        if record.get("counts") is not None:
-            row = record["target"], record["whole"], record["weights"]
-            made.setdefault(row, {})[record["arm"]] = record["counts"]
-    return made
+    return found.counts_by("target", "whole", "weights")
 
 
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """A table of all steps, and one of the arms side by side."""
     counts = _counts(found)
-    if not counts:
-        return []
-    return [_side_by_side(counts), _every_arm(counts)]
+    if counts:
+        yield _side_by_side(counts)
+        yield _every_arm(counts)
 
 
 def _side_by_side(counts: dict[Row, dict[str, dict[str, Any]]]) -> Table:
@@ -134,41 +130,24 @@ def _side_by_side(counts: dict[Row, dict[str, dict[str, Any]]]) -> Table:
 def _every_arm(counts: dict[Row, dict[str, dict[str, Any]]]) -> Table:
     rows = []
     for (target, whole, weights), found in counts.items():
-        naive = found[NAIVE]
         for arm, one in found.items():
-            default = one["default_calls"]
+            default, memory = one["default_calls"], one["memory"]
             rows.append(
                 [
                     f"{target.upper()}, {name_of(whole, weights)}",
                     arm if arm in (NAIVE, *PEERS) else f"**mpx {arm}**",
-                    f"{one['traffic'] / 1e9:.2f}",
-                    ratio(one["traffic"] / naive["traffic"]),
-                    f"{1e3 * one['roof']:.2f}",
-                    ratio(naive["roof"] / one["roof"]),
-                    f"{one['memory'] / 1e9:.2f}",
-                    ratio(one["memory"] / naive["memory"]),
-                    str(one["kernels"]),
-                    str(one["calls"]),
+                    *traffic_and_roof(found[NAIVE], one),
+                    *(f"{memory / 1e9:.2f}", ratio(memory / found[NAIVE]["memory"])),
+                    *(str(one["kernels"]), str(one["calls"])),
                     "" if default is None else str(default),
                 ]
             )
     return Table(
-        title="Whole training steps of large models, against naive bfloat16",
-        columns=[
-            "step",
-            "arm",
-            "traffic, GB",
-            "to naive",
-            "roofline, ms",
-            "naive / arm",
-            "memory, GB",
-            "to naive",
-            "kernels",
-            "calls",
-            "calls, default flags",
-        ],
-        rows=rows,
-        notes=[_NOTE],
+        "Whole training steps of large models, against naive bfloat16",
+        "step | arm | traffic, GB | to naive | roofline, ms | naive / arm | "
+        "memory, GB | to naive | kernels | calls | calls, default flags",
+        rows,
+        [_NOTE],
     )
 
 
@@ -235,14 +214,13 @@ LIMITS = (
 )
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """The limits; no peer ahead of our best; products in 8 bits by default, too."""
     counts = _counts(found)
-    made = []
     for limit in LIMITS:
         arms = counts.get(limit.row, {})
         if limit.arm in arms:
-            made += _goals_of(limit, arms)
+            yield from _goals_of(limit, arms)
     for (target, whole, weights), arms in counts.items():
         where = f"{name_of(whole, weights)}, {TARGETS[target].title}"
         ours = arms.keys() - {NAIVE, *PEERS}
@@ -250,30 +228,24 @@ def goals(found: Results) -> list[Goal]:
         for peer in sorted(arms.keys() & set(PEERS)):
             ahead = arms[peer]["roof"] / best
             text = f"roof of {peer} at least our best's: {ahead:.2f}: {where}"
-            made.append(Goal(text, ahead >= 1))
+            yield Goal(text, ahead >= 1)
         for arm in sorted(ours - {AUTOCAST}):
             calls, default = arms[arm]["calls"], arms[arm]["default_calls"]
             if default is not None:
                 text = f"{arm}: {calls} calls in 8 bits by default: {default}: {where}"
-                made.append(Goal(text, default >= calls))
-    return made
+                yield Goal(text, default >= calls)
 
 
-def _goals_of(limit: Limit, arms: dict[str, dict[str, Any]]) -> list[Goal]:
+def _goals_of(limit: Limit, arms: dict[str, dict[str, Any]]) -> Iterator[Goal]:
     target, whole, weights = limit.row
     where = f"{limit.arm}, {name_of(whole, weights)}, {TARGETS[target].title}"
     naive, one = arms[NAIVE], arms[limit.arm]
     traffic, speed = one["traffic"] / naive["traffic"], naive["roof"] / one["roof"]
-    made = [
-        _at_most("traffic to naive's", traffic, limit.traffic, where),
-        Goal(
-            f"roof of naive / arm at least {limit.speed}: {speed:.2f}: {where}",
-            speed >= limit.speed,
-        ),
-    ]
+    yield _at_most("traffic to naive's", traffic, limit.traffic, where)
+    text = f"roof of naive / arm at least {limit.speed}: {speed:.2f}: {where}"
+    yield Goal(text, speed >= limit.speed)
     if limit.memory:
-        made.append(_at_most("memory, GB,", one["memory"] / 1e9, limit.memory, where))
-    return made
+        yield _at_most("memory, GB,", one["memory"] / 1e9, limit.memory, where)
 
 
 def _at_most(what: str, reached: float, limit: float, where: str) -> Goal:

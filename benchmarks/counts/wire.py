@@ -31,15 +31,7 @@ from ..models.layouts import (
 )
 from ..results import Results
 from ..tables import Goal, Table, megabytes
-from .compiling import Compiler
-from .program import (
-    ARRAY,
-    TRIPS,
-    Instruction,
-    bytes_of_shape,
-    called,
-    computations,
-)
+from .program import ARRAY, TRIPS, Instruction, bodies_of, bytes_of_shape, called
 from .targets import TARGETS
 
 TARGETS_OF_WIRE = ("h100", "v5e")
@@ -103,12 +95,6 @@ def build(fields: dict[str, Any], devices: Any = None) -> Any:
     return build_layout(gradient_of(case.arm), LAYOUTS[case.layout], Sizes(), devices)
 
 
-def run(found: Results, compiler: Compiler, target: str, progress: Any) -> None:
-    """Compiles all cases of a target."""
-    cases = [dataclasses.asdict(case) for case in CASES if case.target == target]
-    compiler.count(found, target, {"ours": cases}, progress, steps="wire")
-
-
 # --- Reading a compiled program -------------------------------------------------------
 
 _KINDS = (
@@ -149,10 +135,7 @@ class Message:
 
 def messages(text: str, devices: int) -> list[Message]:
     """The collectives of an optimized HLO module."""
-    bodies, entry = {}, ""
-    for name, is_entry, body in computations(text):
-        bodies[name] = body
-        entry = name if is_entry else entry
+    bodies, entry = bodies_of(text)
     return list(_messages(bodies, entry, 1, devices))
 
 
@@ -247,43 +230,30 @@ GATHERS = ("all-gather", "collective-permute", "all-to-all")
 SUMS = ("all-reduce", "reduce-scatter")
 
 
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """A table for each target."""
-    made = []
+    every = found.counts_by("target", "layout")
     for target in TARGETS_OF_WIRE:
-        rows = []
-        for layout in LAYOUTS:
-            for record in found.records:
-                if (record["target"], record["layout"]) != (target, layout):
-                    continue
-                counts = record["counts"]
-                rows.append(
-                    [
-                        LAYOUTS[layout].title,
-                        record["arm"],
-                        megabytes(sent(counts)),
-                        _cell(counts, *GATHERS),
-                        _cell(counts, *SUMS),
-                        str(counts["small"]),
-                    ]
-                )
+        rows = [
+            [
+                *(LAYOUTS[layout].title, arm, megabytes(sent(counts))),
+                *(_cell(counts, *GATHERS), _cell(counts, *SUMS), str(counts["small"])),
+            ]
+            for layout in LAYOUTS
+            for arm, counts in every.get((target, layout), {}).items()
+        ]
         if rows:
-            made.append(_table(target, rows))
-    return made
-
-
-def _table(target: str, rows: list[list[str]]) -> Table:
-    return Table(
-        title=f"Megabytes that a device sends in a step: a transformer of {BLOCKS} "
-        f"blocks (width {WIDTH}, hidden {HIDDEN}, context {CONTEXT}, batch {BATCH}), "
-        f"compiled for {DEVICES} x {TARGETS[target].title}",
-        columns=["layout", "arm", "all", "gathered", "summed", "small"],
-        rows=rows,
-        notes=[
-            "*Small* counts collectives of at most 4 KB: amaxes, norms, flags. Bytes "
-            "are those of a ring; smaller is better."
-        ],
-    )
+            yield Table(
+                f"Megabytes that a device sends in a step: a transformer of {BLOCKS} "
+                f"blocks (width {WIDTH}, hidden {HIDDEN}, context {CONTEXT}, batch "
+                f"{BATCH}), compiled for {DEVICES} x {TARGETS[target].title}",
+                "layout | arm | all | gathered | summed | small",
+                rows,
+                [
+                    "*Small* counts collectives of at most 4 KB: amaxes, norms, flags. "
+                    "Bytes are those of a ring; smaller is better."
+                ],
+            )
 
 
 # Of float32's bytes, at least so many times fewer. Under a recipe the embedding stays
@@ -291,15 +261,9 @@ def _table(target: str, rows: list[list[str]]) -> Table:
 _FEWER = {CURRENT: 3.75, DELAYED: 3.75}
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Weights travel in few bytes, and FP8 sends no more than bfloat16."""
-    made = []
-    for target, layout in sorted({(r["target"], r["layout"]) for r in found.records}):
-        by_arm = {
-            record["arm"]: record["counts"]
-            for record in found.records
-            if (record["target"], record["layout"]) == (target, layout)
-        }
+    for (target, layout), by_arm in sorted(found.counts_by("target", "layout").items()):
         where = f"{LAYOUTS[layout].title}, {TARGETS[target].title}"
         if LAYOUTS[layout].gathers == "entry":  # a recipe quantizes what has gone in
             by_arm = {k: v for k, v in by_arm.items() if k not in (CURRENT, DELAYED)}
@@ -307,7 +271,7 @@ def goals(found: Results) -> list[Goal]:
             ours, half = (sent(by_arm[one]) for one in (arm, AUTOCAST))
             text = f"{arm} sends no more than {AUTOCAST}: {megabytes(ours)} MB to "
             text += f"{megabytes(half)} ({where})"
-            made.append(Goal(text, ours <= half * 1.001))
+            yield Goal(text, ours <= half * 1.001)
         # A TPU's compiler rounds the operands of float32 products, and gathers those.
         if target != "h100" or FLOAT32 not in by_arm or not LAYOUTS[layout].is_divided:
             continue
@@ -317,5 +281,4 @@ def goals(found: Results) -> list[Goal]:
             if whole:
                 text = f"{arm} gathers at most 1 / {least} of float32's bytes: "
                 text += f"1 / {whole / ours:.2f} ({where})"
-                made.append(Goal(text, ours * least <= whole))
-    return made
+                yield Goal(text, ours * least <= whole)

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     for table in tables.tables(found):
         console.print(table.rich())
-    for goal in (goals := tables.goals(found)):
+    for goal in (goals := list(tables.goals(found))):
         console.print(f"{'met' if goal.met else 'NOT MET'}: {goal.text}", markup=False)
     left = session.left(found, options.parts)
     more = f"; {left} cases are left, the same command goes on" if left else ""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from ..counts.program import memory
-from ..steps import ArrayStep
+from ..steps import ArrayStep, known_arms
 from .about import about
 from .plan import ABOUT, Case, Sizes
 
@@ -45,11 +45,10 @@ class SkippedError(Exception):
     """A case that cannot be measured here, and why."""
 
 
-def measure(arms: dict[str, Any], request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the device, then two answers for every case: that it starts, and a record.
 
     Args:
-        arms: The arms of this environment.
         request: `platform` (`"gpu"`; `"cpu"` in tests), `sizes` and `cases` as fields,
             and `seconds`, after which no case is begun.
     """
@@ -59,7 +58,7 @@ def measure(arms: dict[str, Any], request: dict[str, Any]) -> Iterator[dict[str,
     if device is None:
         return
     sizes = Sizes(**request["sizes"])
-    worker = Worker(arms, device, sizes, emulate=request["platform"] == "cpu")
+    worker = Worker(known_arms(), device, sizes, emulate=request["platform"] == "cpu")
     with jax.default_device(device):
         for index, fields in enumerate(request["cases"]):
             if time.monotonic() > until:
@@ -123,23 +122,22 @@ class Worker:
                 raise SkippedError(f"{package} is not installed")
 
     def _build(self, case: Case, arm: str) -> ArrayStep:
-        key = jax.random.key(0)
         if case.model == "layers":
             from ..models import layers as linear_layers
             from ..peers import layers as flax_layers
 
             module = flax_layers if arm in flax_layers.ARMS else linear_layers
-            return module.build(arm, case.batch, case.features, key)
+            return module.build(arm, case.batch, case.features, seed=0)
         if case.is_wide:
             from ..models import eight_bits
 
             wide = eight_bits.Case("", case.model, arm)
-            return eight_bits.build_concrete(wide, seed=0)
+            return eight_bits.build(wide, seed=0)
         from ..models import plain as residual_models
 
         fields = ("", case.model, case.blocks, case.batch, arm)
         one = residual_models.Case(*fields)
-        return residual_models.build_concrete(self.arms[arm], one, seed=0)
+        return residual_models.build(self.arms[arm], one, seed=0)
 
     def _pair(self, case: Case) -> dict[str, Any]:
         """Samples of the arm and of its base, and what the executable needs."""

@@ -82,11 +82,11 @@ class Case:
 
     Attributes:
         part: One of `PARTS`, or "about" for what the device itself can do.
-        model: A name of `residual_models.VITS` or `GPTS`; of `various.VARIOUS` or
+        model: A name of `plain.VITS` or `GPTS`; of `various.VARIOUS` or
             `eight_bits.WORKLOADS`; "layers" for a stack of linear layers.
         batch: Images, texts, or rows of the input of a stack.
-        arm: A name of `our_arms.ARMS` or `peer_arms.ARMS`; for layers, of
-            `linear_layers.ARMS` or `flax_layers.ARMS`; for a wide step, of
+        arm: A name of `our_arms.ARMS` or `peers.arms.ARMS`; for layers, of
+            `models.layers.ARMS` or `peers.layers.ARMS`; for a wide step, of
             `peers.eight_bits` too.
         base: The arm that it alternates with, and is compared with.
         blocks: Of a transformer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..models.eight_bits import WORKLOADS
@@ -52,27 +52,21 @@ def in_short(record: Record) -> str:
 
 def tables(found: Results) -> list[Table]:
     """One for the device, one for the tests, one for every setup."""
-    makers = (
-        *(_about, _tests, _layers, _transformers, _workloads),
-        *(_largest, _sweep, _products),
-    )
-    return [table for maker in makers for table in maker(found)]
+    makers = (_about, _tests, _layers, _steps, _largest, _sweep, _products)
+    return [table for make in makers for table in make(found)]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """No test failed; on an H200, as fast as others are there."""
     records = _of(found, "tests")
     tests = [record for record in records if "test" in record]
     failed = [r["test"] for r in tests if r["outcome"] not in ("passed", "skipped")]
-    made = []
     if records:
         is_done = any(record.get("finished") for record in records)
         text = f"{len(tests)} tests that need a GPU"
         text += "" if is_done else ", not all of them that there are"
-        made.append(Goal(f"{text}; failed: {failed}", is_done and not failed))
-    if DEVICE not in found.device:
-        return made
-    for record in _measured(found, "steps"):
+        yield Goal(f"{text}; failed: {failed}", is_done and not failed)
+    for record in _timed(_of(found, "steps")) if DEVICE in found.device else ():
         arm, model = record["arm"], record["model"]
         limit = OVER_BFLOAT16.get(arm) if model == "layers" else None
         if arm.removeprefix("autocast ") in ("bfloat16", "float16"):
@@ -80,8 +74,7 @@ def goals(found: Results) -> list[Goal]:
         if limit is not None:
             value = statistics.median(_ratios(record))
             text = f"{model}, {record['base']} to {arm}, at least {limit}: "
-            made.append(Goal(text + ratio(value), value >= limit))
-    return made
+            yield Goal(text + ratio(value), value >= limit)
 
 
 # --- Records --------------------------------------------------------------------------
@@ -91,8 +84,8 @@ def _of(found: Results, part: str) -> list[Record]:
     return [record for record in found.records if record["part"] == part]
 
 
-def _measured(found: Results, part: str) -> list[Record]:
-    return [record for record in _of(found, part) if "seconds" in record]
+def _timed(records: Iterable[Record]) -> list[Record]:
+    return [record for record in records if "seconds" in record]
 
 
 def _setups(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
@@ -129,16 +122,14 @@ def _faster(record: Record) -> str:
     return f"{text} [{ratio(low)}, {ratio(high)}]"
 
 
-def _why_not(record: Record) -> str:
-    return record.get("error") or record.get("skipped") or "not measured"
-
-
 def _notes(records: Iterable[Record]) -> list[str]:
     """What was not measured and why, and results that are not like their base's."""
     notes = []
     for record in records:
         if "error" in record or "skipped" in record:
-            notes.append(f"*{record['arm']}*: {_why_not(record)}.")
+            notes.append(
+                f"*{record['arm']}*: {record.get('error') or record['skipped']}."
+            )
         elif "size" in record:
             size, base = record["size"], record["base_size"]
             if not abs(size - base) <= LIKE * abs(base):
@@ -149,14 +140,12 @@ def _notes(records: Iterable[Record]) -> list[str]:
 # --- Tables ---------------------------------------------------------------------------
 
 
-def _about(found: Results) -> list[Table]:
-    made = []
+def _about(found: Results) -> Iterator[Table]:
     for record in _of(found, "about"):
         if "flops_per_second" not in record:
             continue
-        flops = record["flops_per_second"]
+        flops, limit = record["flops_per_second"], record["memory_limit"]
         float32 = float32_products(record["float32_error"])
-        limit = record["memory_limit"]
         rows = [
             ["copy", f"{record['copy_bytes_per_second'] / 1e9:.0f} GB/s"],
             ["product in bfloat16", f"{flops['bfloat16'] / 1e12:.3g} TFLOP/s"],
@@ -170,16 +159,12 @@ def _about(found: Results) -> list[Table]:
             "Bytes read and written. JAX's default precision of float32 products gives "
             f"a relative error of {record['float32_error']:.1g} here: {float32}."
         )
-        made.append(
-            Table(f"What the device does, {found.device}", ["of", "rate"], rows, [note])
-        )
-    return made
+        title = f"What the device does, {found.device}"
+        yield Table(title, "of | rate", rows, [note])
 
 
-def _tests(found: Results) -> list[Table]:
+def _tests(found: Results) -> Iterator[Table]:
     records = [record for record in _of(found, "tests") if "test" in record]
-    if not records:
-        return []
     outcomes = [record["outcome"] for record in records]
     rows = [[kind, str(outcomes.count(kind))] for kind in sorted(set(outcomes))]
     notes = [
@@ -187,47 +172,9 @@ def _tests(found: Results) -> list[Table]:
         for record in records
         if record["outcome"] not in ("passed", "skipped")
     ]
-    return [Table(f"Tests that need a GPU, {found.device}", ["", "tests"], rows, notes)]
-
-
-def _layers(found: Results) -> list[Table]:
-    """Stacks of linear layers."""
-    from ..models.layers import flops
-
-    made = []
-    records = [r for r in _of(found, "steps") if r["model"] == "layers"]
-    for (_, _, tokens, _, features), every in _setups(records).items():
-        count = flops(tokens, features)
-        rows = [
-            [
-                record["arm"],
-                _milliseconds(record["seconds"]),
-                f"{count / statistics.median(record['seconds']) / 1e12:.3g}",
-                _faster(record),
-                str(record["unit_calls"]),
-                _megabytes(record["memory"]),
-            ]
-            for record in _sorted(every, LAYER_ARMS)
-            if "seconds" in record
-        ]
-        sizes = " to ".join(map(str, features))
-        made.append(
-            Table(
-                f"Forward and backward of linear layers, {sizes}, {tokens} tokens, "
-                f"{found.device}",
-                [
-                    "arm",
-                    "ms",
-                    "TFLOP/s",
-                    f"{LAYER_ARMS[0]} / arm",
-                    "calls of units",
-                    "memory, MB",
-                ],
-                rows,
-                [_SAMPLES, *_notes(every)],
-            )
-        )
-    return made
+    if records:
+        title = f"Tests that need a GPU, {found.device}"
+        yield Table(title, ["", "tests"], rows, notes)
 
 
 _SAMPLES = (
@@ -237,86 +184,84 @@ _SAMPLES = (
 )
 
 
-def _transformers(found: Results) -> list[Table]:
-    return _steps(found, [r for r in _of(found, "steps") if r["model"] != "layers"])
+def _layers(found: Results) -> Iterator[Table]:
+    """Stacks of linear layers."""
+    from ..models.layers import flops
 
-
-def _workloads(found: Results) -> list[Table]:
-    """Wide steps in 8 bits, and models of other kinds in half precision."""
-    return _steps(found, _of(found, "workloads"))
-
-
-def _steps(found: Results, records: list[Record]) -> list[Table]:
-    """A table for each model."""
-    made = []
-    arms = list(dict.fromkeys(record["arm"] for record in records))
-    for (_, model, batch, blocks, _), every in _setups(records).items():
+    records = [r for r in _of(found, "steps") if r["model"] == "layers"]
+    for (_, _, tokens, _, features), every in _setups(records).items():
+        count, sizes = flops(tokens, features), " to ".join(map(str, features))
         rows = [
             [
                 record["arm"],
                 _milliseconds(record["seconds"]),
+                f"{count / statistics.median(record['seconds']) / 1e12:.3g}",
                 _faster(record),
+                str(record["unit_calls"]),
                 _megabytes(record["memory"]),
-                _over(record["base_memory"], record["memory"]),
             ]
-            for record in _sorted(every, arms)
-            if "seconds" in record
+            for record in _timed(_sorted(every, LAYER_ARMS))
         ]
-        base = every[0]["base"]
-        sizes = f": {blocks} blocks, batch {batch}" if batch else ""
-        made.append(
-            Table(
-                f"Training step of the {_title(model)}{sizes}, Adam, {found.device}",
-                ["arm", "ms", f"{base} / arm", "memory, MB", f"{base} / arm"],
+        yield Table(
+            f"Forward and backward of linear layers, {sizes}, "
+            f"{tokens} tokens, {found.device}",
+            f"arm | ms | TFLOP/s | {LAYER_ARMS[0]} / arm | calls of units | memory, MB",
+            rows,
+            [_SAMPLES, *_notes(every)],
+        )
+
+
+def _steps(found: Results) -> Iterator[Table]:
+    """A table for each model: transformers, wide steps in 8 bits, other kinds."""
+    transformers = [r for r in _of(found, "steps") if r["model"] != "layers"]
+    for records in (transformers, _of(found, "workloads")):
+        arms = list(dict.fromkeys(record["arm"] for record in records))
+        for (_, model, batch, blocks, _), every in _setups(records).items():
+            rows = [
+                [
+                    record["arm"],
+                    _milliseconds(record["seconds"]),
+                    _faster(record),
+                    _megabytes(record["memory"]),
+                    _over(record["base_memory"], record["memory"]),
+                ]
+                for record in _timed(_sorted(every, arms))
+            ]
+            base = every[0]["base"]
+            sizes = f": {blocks} blocks, batch {batch}" if batch else ""
+            name = WORKLOADS[model].title if model in WORKLOADS else title(model)
+            yield Table(
+                f"Training step of the {name}{sizes}, Adam, {found.device}",
+                f"arm | ms | {base} / arm | memory, MB | {base} / arm",
                 rows,
                 [_SAMPLES, *_notes(every)],
             )
-        )
-    return made
 
 
-def _title(model: str) -> str:
-    return WORKLOADS[model].title if model in WORKLOADS else title(model)
-
-
-def _largest(found: Results) -> list[Table]:
-    made = []
+def _largest(found: Results) -> Iterator[Table]:
     for (_, model, batch, blocks, _), every in _setups(_of(found, "largest")).items():
         done = [record for record in every if "largest" in record]
         base = next((r for r in done if r["arm"] == FIRST_ARMS[0]), None)
         rows = []
         for record in done:
             seconds, largest = record["largest_seconds"], record["largest"]
-            rows.append(
-                [
-                    record["arm"],
-                    _megabytes(record["memory"]),
-                    _megabytes(record["peak"]),
-                    str(largest),
-                    _over(largest, base["largest"]) if base else "",
-                    f"{largest / seconds:.0f}" if seconds else "",
-                ]
-            )
-        columns = ["arm", f"memory at {batch}, MB", f"peak at {batch}, MB"]
-        columns += ["largest batch", f"arm / {FIRST_ARMS[0]}", "images/s there"]
+            row = [record["arm"], _megabytes(record["memory"])]
+            row += [_megabytes(record["peak"]), str(largest)]
+            row += [_over(largest, base["largest"]) if base else ""]
+            rows.append([*row, f"{largest / seconds:.0f}" if seconds else ""])
         note = "Memory is what the executable asks for, peak what was in use."
-        made.append(
-            Table(
-                f"The largest batch of the {title(model)}: {blocks} blocks, "
-                f"{found.device}",
-                columns,
-                rows,
-                [note, *_notes(every)],
-            )
+        yield Table(
+            f"The largest batch of the {title(model)}: {blocks} blocks, {found.device}",
+            f"arm | memory at {batch}, MB | peak at {batch}, MB | largest batch | "
+            f"arm / {FIRST_ARMS[0]} | images/s there",
+            rows,
+            [note, *_notes(every)],
         )
-    return made
 
 
-def _sweep(found: Results) -> list[Table]:
+def _sweep(found: Results) -> Iterator[Table]:
     """Over the batch size, with the batch that the steps had."""
-    made = []
-    arms = (*SWEEP_ARMS, PAPER_ARM)
-    swept = _of(found, "sweep")
+    arms, swept = (*SWEEP_ARMS, PAPER_ARM), _of(found, "sweep")
     for model, blocks in dict.fromkeys((r["model"], r["blocks"]) for r in swept):
         every = [
             record
@@ -327,10 +272,10 @@ def _sweep(found: Results) -> list[Table]:
         rows = []
         for batch in sorted({record["batch"] for record in every}):
             here = {r["arm"]: r for r in every if r["batch"] == batch}
-            timed = [r for r in here.values() if "seconds" in r]
-            row = [str(batch)]
-            row += [_milliseconds(timed[0]["base_seconds"])] if timed else [""]
-            row += [_megabytes(timed[0]["base_memory"])] if timed else [""]
+            row = [str(batch), "", ""]
+            if timed := _timed(here.values()):
+                row[1] = _milliseconds(timed[0]["base_seconds"])
+                row[2] = _megabytes(timed[0]["base_memory"])
             for arm in arms:
                 row += _both(here.get(arm))
             rows.append(row)
@@ -338,11 +283,8 @@ def _sweep(found: Results) -> list[Table]:
         columns = ["batch", f"{base}, ms", "memory, MB"]
         columns += [f"{arm}: {what}" for arm in arms for what in ("time", "memory")]
         notes = [f"Ratios are {base} to the arm; higher is better.", *_notes(every)]
-        heading = (
-            f"Over the batch size: {title(model)}, {blocks} blocks, {found.device}"
-        )
-        made.append(Table(heading, columns, rows, list(dict.fromkeys(notes))))
-    return made
+        heading = f"Over the batch size: {title(model)}, {blocks} blocks, "
+        yield Table(heading + found.device, columns, rows, list(dict.fromkeys(notes)))
 
 
 def _both(record: Record | None) -> list[str]:
@@ -351,37 +293,28 @@ def _both(record: Record | None) -> list[str]:
     return [_faster(record), _over(record["base_memory"], record["memory"])]
 
 
-def _products(found: Results) -> list[Table]:
-    records = _of(found, "products")
-    rows = []
+def _products(found: Results) -> Iterator[Table]:
+    records, rows = _of(found, "products"), []
     for (_, _, tokens, _, features), every in _setups(records).items():
-        here = {record["arm"]: record for record in every if "seconds" in record}
-        if not here:
-            continue
-        base = next(iter(here.values()))["base_seconds"]
-        rows.append(
-            [
-                f"{tokens} x {features[0]} x {features[1]}",
-                _milliseconds(base),
-                *(_faster(here[arm]) if arm in here else "" for arm in PRODUCT_ARMS),
-            ]
-        )
-    if not rows:
-        return []
+        here = {record["arm"]: record for record in _timed(every)}
+        if here:
+            base = next(iter(here.values()))["base_seconds"]
+            size = f"{tokens} x {features[0]} x {features[1]}"
+            cells = [_faster(here[x]) if x in here else "" for x in PRODUCT_ARMS]
+            rows.append([size, _milliseconds(base), *cells])
     notes = [
         f"{LAYER_ARMS[0]} to the arm, medians and quartiles: below 1, fewer bits do "
         "not pay. Quantization is part of the time.",
         *dict.fromkeys(_notes(records)),
     ]
-    return [
-        Table(
+    if rows:
+        yield Table(
             "Forward and backward of one product by its size (tokens x inputs x "
             f"outputs), {found.device}",
             ["size", f"{LAYER_ARMS[0]}, ms", *PRODUCT_ARMS],
             rows,
             notes,
         )
-    ]
 
 
 def _megabytes(count: int | None) -> str:

@@ -171,37 +171,15 @@ class Around:
 
     layers: Layers
 
-    def weight(self, name: str, *shape: int) -> Array:
-        """A weight."""
-        return self.layers.weight(name, *shape)
-
-    def dense(self, name: str, x: Array, features: int) -> Array:
-        """A linear layer."""
-        return self.layers.dense(name, x, features)
-
-    def experts(self, name: str, x: Array, features: int) -> Array:
-        """A linear layer for each expert."""
-        return self.layers.experts(name, x, features)
-
-    def convolve(
-        self, name: str, x: Array, channels: int, window: int, stride: int = 1
-    ) -> Array:
-        """A convolution."""
-        return self.layers.convolve(name, x, channels, window, stride)
-
-    def attend(self, query: Array, key: Array, value: Array) -> Array:
-        """Attention."""
-        return self.layers.attend(query, key, value)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layers, name)
 
     def at(self, name: str) -> Layers:
-        """The layers of a part."""
         return type(self)(self.layers.at(name))
 
     def scan(
         self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
     ) -> Array:
-        """The part with each of its weights."""
-
         def around(layers: Layers, x: Array) -> Array:
             return block(type(self)(layers), x)
 

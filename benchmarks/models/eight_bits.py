@@ -11,14 +11,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
 from ..peers import eight_bits as peers
-from ..steps import CHECKED, LEARNING_RATE, ArrayStep, arrays_only
+from ..steps import CHECKED, LEARNING_RATE, ArrayStep, built
 from .various import CLASSES, bottlenecks, by_einsum, experts
 from .weights import Layers, Weights, by_cudnn, random_weights, shapes_of
 from .wide import Sizes, ffn, llama
@@ -127,21 +126,18 @@ class Case:
     arm: str
 
 
-def build(case: Case, devices: list[Any] | None = None) -> ArrayStep:
-    """The step of a case, with shapes for arguments; see `steps.build`."""
-    workload, key = WORKLOADS[case.workload], jax.random.key(0)
-    batch = jax.eval_shape(workload.random_batch, key)
-    initial, step = _arm(case.arm, workload)
-    state = eqx.filter_eval_shape(initial, batch, key)
-    return arrays_only(step, state, batch, devices)
+def build(
+    case: Case, devices: list[Any] | None = None, seed: int | None = None
+) -> ArrayStep:
+    """The step of a case; see `steps.built`."""
+    workload = WORKLOADS[case.workload]
+    first, step = _arm(case.arm, workload)
 
+    def initial(key: Array) -> tuple[tuple, Any]:
+        batch = workload.random_batch(key)
+        return first(batch, key), batch
 
-def build_concrete(case: Case, seed: int) -> ArrayStep:
-    """The step of a case with random weights and a random batch, to run it."""
-    key = jax.random.key(seed)
-    batch = WORKLOADS[case.workload].random_batch(key)
-    initial, step = _arm(case.arm, WORKLOADS[case.workload])
-    return arrays_only(step, initial(batch, key), batch, None)
+    return built(initial, step, devices, seed)
 
 
 def _arm(name: str, workload: Workload) -> tuple[Callable[[Any, Array], tuple], Any]:

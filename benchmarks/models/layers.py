@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 import mpx
 
 from ..our_arms import RECIPES, unscaled_on_purpose
-from ..steps import ArrayStep, arrays_only
+from ..steps import ArrayStep, built
 
 NAIVE = "naive bfloat16"
 ARMS = ("float32", NAIVE, "autocast bfloat16", "autocast float16", *RECIPES)
@@ -72,7 +71,12 @@ def _loss(weights: Any, x: Any, gradient: Any) -> Any:
 
 
 def build(
-    arm: str, tokens: int, features: Sequence[int], key: Any, target: str | None = None
+    arm: str,
+    tokens: int,
+    features: Sequence[int],
+    devices: list[Any] | None = None,
+    seed: int | None = None,
+    target: str | None = None,
 ) -> ArrayStep:
     """Forward and backward of the stack, as a step without an optimizer.
 
@@ -80,20 +84,11 @@ def build(
         arm: One of `ARMS`.
         tokens: Rows of the input.
         features: Of the input, and of what each layer gives.
-        key: For weights and data.
+        devices: See `steps.built`.
+        seed: See `steps.built`.
         target: That of `mpx.autocast`; the device at hand by default.
     """
-    initial, step = _arm(arm, tokens, features, target)
-    return arrays_only(step, *initial(key), None)
-
-
-def build_shapes(
-    arm: str, tokens: int, features: Sequence[int], devices: list[Any] | None
-) -> ArrayStep:
-    """The same with shapes for arguments; see `steps.build`."""
-    initial, step = _arm(arm, tokens, features, None)
-    shapes = eqx.filter_eval_shape(initial, jax.random.key(0))
-    return arrays_only(step, *shapes, devices)
+    return built(*_arm(arm, tokens, features, target), devices, seed)
 
 
 def _arm(

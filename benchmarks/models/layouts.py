@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from ..steps import LEARNING_RATE, ArrayStep
+from ..steps import LEARNING_RATE, ArrayStep, is_array
 
 WIDTH, HIDDEN, HEADS, BLOCKS = 768, 3072, 12, 2
 CONTEXT, BYTES, BATCH = 64, 256, 64
@@ -284,7 +284,7 @@ def build(
     optimizer = optax.sgd(LEARNING_RATE, momentum=0.9)
     begin, gradient = make(loss, layout)
     first = eqx.filter_eval_shape(begin, params, texts)
-    arrays, static = eqx.partition(first, _is_array)
+    arrays, static = eqx.partition(first, is_array)
     arrays = jax.tree.map(lambda leaf: laid(leaf, P()), arrays)
     moments = optax.tree.map_params(
         optimizer, laid, jax.eval_shape(optimizer.init, params), specs
@@ -303,7 +303,3 @@ def build(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     out = (shardings, NamedSharding(mesh, P()))
     return ArrayStep(step, state, texts, out_shardings=out)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)

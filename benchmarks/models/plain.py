@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..steps import LEARNING_RATE, Arm, ArrayStep, Loss, arrays_only, random_images
+from ..steps import LEARNING_RATE, Arm, ArrayStep, Loss, built, random_images
 from . import others as other_models, transformers
 from .problems import PROBLEMS
 from .various import VARIOUS
@@ -92,20 +92,20 @@ class Case:
     arm: str
 
 
-def build(arm: Arm, case: Case, devices: list[Any] | None = None) -> ArrayStep:
-    """The step of a case, with shapes for arguments; see `steps.build`."""
-    key = jax.random.key(0)
-    batch = jax.eval_shape(lambda key: _random_batch(case, key), key)
-    state = eqx.filter_eval_shape(lambda key: _initial(arm, case, batch, key), key)
-    return arrays_only(_step(arm, case), state, batch, devices)
+def build(
+    arm: Arm, case: Case, devices: list[Any] | None = None, seed: int | None = None
+) -> ArrayStep:
+    """The step of a case; see `steps.built`."""
+    loss, optimizer = _loss(case), optax.adam(LEARNING_RATE)
 
+    def initial(key: Any) -> tuple[tuple[Any, Any, Any], Any]:
+        batch = _random_batch(case, key)
+        model = _model(arm, case, batch, key)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        first_scaling = arm.first_scaling(loss, model, batch)
+        return (model, optimizer.init(params), first_scaling), batch
 
-def build_concrete(arm: Arm, case: Case, seed: int) -> ArrayStep:
-    """The step of a case with random weights and a random batch, to run it."""
-    key = jax.random.key(seed)
-    batch = _random_batch(case, key)
-    state = _initial(arm, case, batch, key)
-    return arrays_only(_step(arm, case), state, batch, None)
+    return built(initial, arm.make_step(loss, optimizer), devices, seed)
 
 
 def _random_batch(case: Case, key: Any) -> Any:
@@ -120,13 +120,6 @@ def _random_batch(case: Case, key: Any) -> Any:
     return jax.random.randint(key, shape, 0, transformers.BYTES)
 
 
-def _initial(arm: Arm, case: Case, batch: Any, key: Any) -> tuple[Any, Any, Any]:
-    model = _model(arm, case, batch, key)
-    params = eqx.filter(model, eqx.is_inexact_array)
-    first_scaling = arm.first_scaling(_loss(case), model, batch)
-    return model, optax.adam(LEARNING_RATE).init(params), first_scaling
-
-
 def _model(arm: Arm, case: Case, batch: Any, key: Any) -> Any:
     if case.model in VARIOUS:
         return random_weights(_various_loss(case), batch, key)
@@ -138,10 +131,6 @@ def _model(arm: Arm, case: Case, batch: Any, key: Any) -> Any:
         return other_models.ResNet(**RESNET, blocks=case.blocks, key=key)
     _, make, sizes = TEXTS[case.model]
     return make(sizes, case.blocks, key)
-
-
-def _step(arm: Arm, case: Case) -> Any:
-    return arm.make_step(_loss(case), optax.adam(LEARNING_RATE))
 
 
 def _loss(case: Case) -> Loss:

@@ -58,14 +58,8 @@ class Problem:
 
     def config(self, blocks: int, dropout: float) -> ModelConfig:
         """The shape of the model with so many blocks."""
-        return ModelConfig(
-            patch=self.patch,
-            width=self.width,
-            hidden=self.hidden,
-            blocks=blocks,
-            heads=self.heads,
-            dropout=dropout,
-        )
+        shape = (self.patch, self.width, self.hidden, blocks, self.heads, dropout)
+        return ModelConfig(*shape)
 
 
 PROBLEMS = {

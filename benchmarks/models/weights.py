@@ -29,40 +29,28 @@ class Layers(Protocol):
 
     def weight(self, name: str, *shape: int) -> Array:
         """A weight."""
-        ...
 
     def dense(self, name: str, x: Array, features: int) -> Array:
         """A linear layer without bias, of an arm that quantizes in 8 bits."""
-        ...
 
     def experts(self, name: str, x: Array, features: int) -> Array:
         """A linear layer for each expert; of [experts, ..., width]."""
-        ...
 
     def convolve(
         self, name: str, x: Array, channels: int, window: int, stride: int = 1
     ) -> Array:
         """A convolution of [batch, height, width, channels], without bias."""
-        ...
 
     def attend(self, query: Array, key: Array, value: Array) -> Array:
         """Causal attention of [batch, length, heads, size] by cuDNN's kernel."""
-        ...
 
     def at(self, name: str) -> Layers:
         """The layers of a part."""
-        ...
 
     def scan(
-        self,
-        name: str,
-        length: int,
-        block: Block,
-        x: Array,
-        loop: Loop = jax.lax.scan,
+        self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
     ) -> Array:
         """The same part again and again, with stacked weights."""
-        ...
 
 
 def by_slices(
@@ -107,43 +95,28 @@ class Weights:
     attention: Attention = by_cudnn
 
     def weight(self, name: str, *shape: int) -> Array:
-        """A weight."""
-        del shape
         return self.tree[name]
 
     def dense(self, name: str, x: Array, features: int) -> Array:
-        """A linear layer."""
         return self.product(x, self.tree[name].astype(x.dtype))
 
     def experts(self, name: str, x: Array, features: int) -> Array:
-        """A linear layer for each expert."""
         return jax.vmap(self.product)(x, self.tree[name].astype(x.dtype))
 
     def convolve(
         self, name: str, x: Array, channels: int, window: int, stride: int = 1
     ) -> Array:
-        """A convolution, which the arms by hand leave as it is."""
-        return convolution(x, self.tree[name], stride)
+        return convolution(x, self.tree[name], stride)  # the same in arms by hand
 
     def attend(self, query: Array, key: Array, value: Array) -> Array:
-        """Attention of this arm."""
         return self.attention(query, key, value)
 
     def at(self, name: str) -> Weights:
-        """The layers of a part."""
         return dataclasses.replace(self, tree=self.tree[name])
 
     def scan(
-        self,
-        name: str,
-        length: int,
-        block: Block,
-        x: Array,
-        loop: Loop = jax.lax.scan,
+        self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
     ) -> Array:
-        """The part with each of its weights."""
-        del length
-
         def turn(x: Array, tree: Any) -> tuple[Array, None]:
             return block(dataclasses.replace(self, tree=tree), x), None
 
@@ -165,7 +138,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Layers without weights, which note what is asked for.
+    """Layers whose weights are zeros, which note what is asked for.
 
     Attributes:
         tree: Shapes by name; of parts, dicts.
@@ -176,19 +149,16 @@ class Shapes:
     operations: list[int] = dataclasses.field(default_factory=list)
 
     def weight(self, name: str, *shape: int) -> Array:
-        """A weight of zeros."""
         # Of convolutions the fan-in has the window too; of experts not their number.
         fan_in = shape[-2] if len(shape) == 3 else math.prod(shape[:-1])
         self.tree[name] = Shape(shape, fan_in if len(shape) > 1 else 0)
         return jnp.zeros(shape)
 
     def dense(self, name: str, x: Array, features: int) -> Array:
-        """A linear layer of zeros."""
         self.operations.append(2 * x.size * features)
         return jnp.matmul(x, self.weight(name, x.shape[-1], features).astype(x.dtype))
 
     def experts(self, name: str, x: Array, features: int) -> Array:
-        """Linear layers of zeros."""
         self.operations.append(2 * x.size * features)
         weight = self.weight(name, x.shape[0], x.shape[-1], features)
         return jax.vmap(jnp.matmul)(x, weight.astype(x.dtype))
@@ -196,32 +166,20 @@ class Shapes:
     def convolve(
         self, name: str, x: Array, channels: int, window: int, stride: int = 1
     ) -> Array:
-        """A convolution of zeros."""
-        y = convolution(
-            x, self.weight(name, window, window, x.shape[-1], channels), stride
-        )
+        weight = self.weight(name, window, window, x.shape[-1], channels)
+        y = convolution(x, weight, stride)
         self.operations.append(2 * y.size * window**2 * x.shape[-1])
         return y
 
     def attend(self, query: Array, key: Array, value: Array) -> Array:
-        """Of no device."""
-        del key, value
         return query
 
     def at(self, name: str) -> Shapes:
-        """The layers of a part."""
         return Shapes(self.tree.setdefault(name, {}), self.operations)
 
     def scan(
-        self,
-        name: str,
-        length: int,
-        block: Block,
-        x: Array,
-        loop: Loop = jax.lax.scan,
+        self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
     ) -> Array:
-        """The part once, with stacked weights."""
-        del loop
         before = len(self.operations)
         x = block(self.at(name), x)
         self.operations.extend(self.operations[before:] * (length - 1))

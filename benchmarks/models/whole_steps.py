@@ -23,7 +23,7 @@ from ..steps import (
     LEARNING_RATE,
     NAIVE as NAIVE_ARM,
     ArrayStep,
-    arrays_only,
+    built,
     to_bfloat16,
 )
 from .arranged import (
@@ -121,19 +121,30 @@ class Case:
     portable: bool = False
 
 
-def build(case: Case, devices: list[Any] | None = None) -> ArrayStep:
-    """The step of a case, with shapes for arguments; see `steps.build`."""
-    key = jax.random.key(0)
-    step = _Step.of(case)
-    state, batch = eqx.filter_eval_shape(step.initial, key)
-    return arrays_only(step.function, state, batch, devices)
+def build(
+    case: Case, devices: list[Any] | None = None, seed: int | None = None
+) -> ArrayStep:
+    """The step of a case; see `steps.built`."""
+    whole = WHOLE[case.whole]
+    if case.portable:
+        layers = min(whole.sizes.layers, 2)
+        sizes = dataclasses.replace(whole.sizes, kernel=False, layers=layers)
+        whole = dataclasses.replace(whole, sizes=sizes)
+    model = whole.model(whole.sizes, whole.order)
+    if case.arm == FLAX:
+        model = _by_flax(model)
+    make = _by_hand if case.arm in (NAIVE, FLAX, QWIX) else _by_mpx
+    step, first = make(case, model)
 
+    def initial(key: Array) -> tuple[tuple, Any]:
+        data = whole.random_data(key)
+        parts = _parts(_first_weights(case, model, data, key), case.weights)
+        if case.arm == STORED:
+            parts = _stored(parts)
+        batch = (parts.frozen, data)
+        return first(parts, batch), batch
 
-def build_concrete(case: Case, seed: int) -> ArrayStep:
-    """The step of a case with random weights and data, to run it."""
-    step = _Step.of(case)
-    state, batch = step.initial(jax.random.key(seed))
-    return arrays_only(step.function, state, batch, None)
+    return built(initial, step, devices, seed)
 
 
 class _Parts(NamedTuple):
@@ -155,42 +166,6 @@ def _parts(tree: Any, kept: Kept) -> _Parts:
         return _Parts(rest, scales, jax.tree.map(lambda _: None, tree))
     trained, frozen = eqx.partition(rest, is_named(ADAPTERS))
     return _Parts(trained, scales, frozen)
-
-
-class _Step(NamedTuple):
-    """A training step, and what makes its first state.
-
-    Attributes:
-        initial: From a key to the state and the batch.
-        function: `*new_state, loss = function(*state, batch)`.
-    """
-
-    initial: Callable[[Array], tuple[tuple, Any]]
-    function: Callable[..., tuple]
-
-    @classmethod
-    def of(cls, case: Case) -> _Step:
-        """The step of a case."""
-        whole = WHOLE[case.whole]
-        if case.portable:
-            layers = min(whole.sizes.layers, 2)
-            sizes = dataclasses.replace(whole.sizes, kernel=False, layers=layers)
-            whole = dataclasses.replace(whole, sizes=sizes)
-        model = whole.model(whole.sizes, whole.order)
-        if case.arm == FLAX:
-            model = _by_flax(model)
-        make = _by_hand if case.arm in (NAIVE, FLAX, QWIX) else _by_mpx
-        function, first = make(case, model)
-
-        def initial(key: Array) -> tuple[tuple, Any]:
-            data = whole.random_data(key)
-            parts = _parts(_first_weights(case, model, data, key), case.weights)
-            if case.arm == STORED:
-                parts = _stored(parts)
-            batch = (parts.frozen, data)
-            return first(parts, batch), batch
-
-        return cls(initial, function)
 
 
 def _first_weights(case: Case, model: Model, data: Any, key: Array) -> Any:

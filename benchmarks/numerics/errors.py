@@ -24,6 +24,7 @@ smaller error of one product, so what each is for is measured, too:
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ WITHOUT = {
 PLAIN = "nvfp4 without all three"
 EIGHT_BITS = ("delayed", "current", "block", "mxfp8")
 ARMS = ("bfloat16", *EIGHT_BITS, "nvfp4", *WITHOUT, PLAIN)
+WITH_TECHNIQUES = ("nvfp4", PLAIN)
 
 
 def recipes() -> dict[str, Any]:
@@ -123,7 +125,7 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """
     known = recipes()
     products = {arm: products_of(known.get(arm)) for arm in ARMS}
-    techniques = {arm: technique_of(known[arm]) for arm in ("nvfp4", PLAIN)}
+    techniques = {arm: technique_of(known[arm]) for arm in WITH_TECHNIQUES}
     for seed in range(request["seeds"]):
         for kind in DATA:
             arrays, before = draw(kind, seed), draw(kind, SEEDS + seed)
@@ -196,18 +198,14 @@ def samples(found: Results, arm: str, data: str, what: str) -> list[float]:
 
 # What a technique is for, and what it costs: words, arm without, data, number.
 Measured = tuple[str, str, str, str]
+_MEAN = f"error of the mean of {DRAWS} quantizations of a gradient"
 TECHNIQUES: dict[str, tuple[Measured, Measured]] = {
     "Hadamard transform": (
         ("numbers beside an outlier that become zero", PLAIN, "techniques", "zeros"),
         ("error of wgrad, tokens", "nvfp4 without Hadamard", "tokens", "wgrad"),
     ),
     "stochastic rounding": (
-        (
-            f"error of the mean of {DRAWS} quantizations of a gradient",
-            PLAIN,
-            "techniques",
-            "mean gradient",
-        ),
+        (_MEAN, PLAIN, "techniques", "mean gradient"),
         ("error of one of them", PLAIN, "techniques", "gradient"),
     ),
     "square blocks": (
@@ -222,23 +220,23 @@ TECHNIQUES: dict[str, tuple[Measured, Measured]] = {
 }
 
 
-def tables(found: Results) -> list[Table]:
+def tables(found: Results) -> Iterator[Table]:
     """Errors by recipe and data, and what the techniques of NVFP4 do."""
+    pairs = list(itertools.product(DATA, PRODUCTS))
     rows = [
         [arm]
         + [
-            f"{100 * statistics.fmean(samples(found, arm, kind, product)):.2f}"
-            for kind in DATA
-            for product in PRODUCTS
+            f"{100 * statistics.fmean(samples(found, arm, *pair)):.2f}"
+            for pair in pairs
         ]
         for arm in ARMS
     ]
     seeds = len({r["seed"] for r in found.records})
-    errors = Table(
-        title=f"Relative error of a linear layer's products in percent, {TOKENS} "
-        f"tokens, {WIDTH} to {OUT} features, mean over {seeds} seeds",
-        columns=["recipe", *(f"{kind}: {p}" for kind in DATA for p in PRODUCTS)],
-        rows=rows,
+    yield Table(
+        f"Relative error of a linear layer's products in percent, {TOKENS} tokens, "
+        f"{WIDTH} to {OUT} features, mean over {seeds} seeds",
+        ["recipe", *map(": ".join, pairs)],
+        rows,
     )
     rows = []
     for technique, parts in TECHNIQUES.items():
@@ -247,36 +245,21 @@ def tables(found: Results) -> list[Table]:
             pair = [samples(found, arm, data, number) for arm in ("nvfp4", without)]
             row += [words, *(f"{100 * statistics.fmean(x):.1f}%" for x in pair)]
         rows.append(row)
-    buys = Table(
-        title="What NVFP4's techniques are for, and what they cost",
-        columns=[
-            "technique",
-            "for",
-            "with",
-            "without",
-            "at the price",
-            "with",
-            "without",
-        ],
-        rows=rows,
+    yield Table(
+        "What NVFP4's techniques are for, and what they cost",
+        "technique | for | with | without | at the price | with | without",
+        rows,
     )
-    return [errors, buys]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Each technique does what it is for, beyond the noise of the seeds."""
-    made = []
     for technique, ((words, without, data, number), _) in TECHNIQUES.items():
         ours, theirs = (samples(found, a, data, number) for a in ("nvfp4", without))
-        if len(ours) < 2:
-            continue
-        less = mean_interval([b - a for a, b in zip(ours, theirs, strict=True)])
-        made.append(
-            Goal(
-                f"with {technique}, {words}: "
-                f"{100 * statistics.fmean(ours):.1f}%, without "
-                f"{100 * statistics.fmean(theirs):.1f}%",
-                less.low > 0,
+        if len(ours) > 1:
+            less = mean_interval([b - a for a, b in zip(ours, theirs, strict=True)])
+            means = [100 * statistics.fmean(x) for x in (ours, theirs)]
+            text = (
+                f"with {technique}, {words}: {means[0]:.1f}%, without {means[1]:.1f}%"
             )
-        )
-    return made
+            yield Goal(text, less.low > 0)

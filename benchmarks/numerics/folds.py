@@ -120,68 +120,41 @@ def tables(found: Results) -> list[Table]:
         runs = [r for r in found.records if r["precision"] == precision]
         if not runs:
             continue
-        correct, images = (sum(r[key] for r in runs) for key in ("correct", "images"))
         by_run = [100 * r["correct"] / r["images"] for r in runs]
-        row = [
-            precision,
-            f"{100 * correct / images:.2f}%",
-            f"{min(by_run):.2f}% to {max(by_run):.2f}%",
-            str(sum(r["skipped"] for r in runs)),
-        ]
+        share = sum(r["correct"] for r in runs) / sum(r["images"] for r in runs)
+        row = [precision, f"{100 * share:.2f}%"]
+        row += [f"{min(by_run):.2f}% to {max(by_run):.2f}%"]
+        row += [str(sum(r["skipped"] for r in runs)), "", ""]
         samples = differences(found.records, precision)
-        if precision == "float32" or len(samples) < 2:
-            row += ["", ""]
-        else:
+        if precision != "float32" and len(samples) > 1:
             interval = mean_interval(samples)
-            row += [
-                f"{interval.mean:+.3f}",
-                f"[{interval.low:+.3f}, {interval.high:+.3f}]",
-            ]
+            between = f"[{interval.low:+.3f}, {interval.high:+.3f}]"
+            row[-2:] = [f"{interval.mean:+.3f}", between]
         rows.append(row)
-    seeds = {r["seed"] for r in found.records}
-    folds = {r["fold"] for r in found.records}
-    steps = sorted({r["steps"] for r in found.records})
+    folds, seeds = ({r[name] for r in found.records} for name in ("fold", "seed"))
+    steps = " or ".join(map(str, sorted({r["steps"] for r in found.records})))
     return [
         Table(
-            title=f"Test accuracy on held-out digits: {len(folds)} folds x "
-            f"{len(seeds)} seeds, {' or '.join(map(str, steps))} steps each",
-            columns=[
-                "precision",
-                "accuracy",
-                "single models",
-                "skipped steps",
-                "difference to float32, points",
-                "95% interval",
-            ],
-            rows=rows,
+            f"Test accuracy on held-out digits: {len(folds)} folds x {len(seeds)} "
+            f"seeds, {steps} steps each",
+            "precision | accuracy | single models | skipped steps | "
+            "difference to float32, points | 95% interval",
+            rows,
         )
     ]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """Both intervals lie within the limit, and every precision is above 95%."""
-    made = []
     for precision in PRECISIONS:
         runs = [r for r in found.records if r["precision"] == precision]
-        if not runs:
-            continue
-        share = sum(r["correct"] for r in runs) / sum(r["images"] for r in runs)
-        made.append(
-            Goal(
-                f"{precision} is right on more than 95% of held-out digits: "
-                f"{100 * share:.2f}%",
-                share > 0.95,
-            )
-        )
+        if runs:
+            share = sum(r["correct"] for r in runs) / sum(r["images"] for r in runs)
+            text = f"{precision} is right on more than 95% of held-out digits: "
+            yield Goal(f"{text}{100 * share:.2f}%", share > 0.95)
         samples = differences(found.records, precision)
-        if precision == "float32" or len(samples) < 2:
-            continue
-        interval = mean_interval(samples)
-        made.append(
-            Goal(
-                f"95% interval of the difference of {precision} to float32 within "
-                f"{LIMIT} points: [{interval.low:+.3f}, {interval.high:+.3f}]",
-                interval.lies_within(LIMIT),
-            )
-        )
-    return made
+        if precision != "float32" and len(samples) > 1:
+            interval = mean_interval(samples)
+            text = f"95% interval of the difference of {precision} to float32 within "
+            text += f"{LIMIT} points: [{interval.low:+.3f}, {interval.high:+.3f}]"
+            yield Goal(text, interval.lies_within(LIMIT))

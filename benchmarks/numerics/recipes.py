@@ -20,7 +20,7 @@ from typing import Any
 
 from ..results import Results
 from ..tables import Goal, Table
-from .folds import LEVEL, mean_interval
+from .folds import mean_interval
 
 SEEDS = 10
 STEPS = 200
@@ -97,59 +97,43 @@ def tables(found: Results) -> list[Table]:
     """A row per arm: the loss, and how far it is from that of float32."""
     rows = []
     for arm in ARMS:
-        runs = [r for r in found.records if r["arm"] == arm]
-        if not runs:
+        losses = [r["loss"] for r in found.records if r["arm"] == arm]
+        if not losses:
             continue
-        row = [arm, f"{statistics.fmean(r['loss'] for r in runs):.4f}", str(len(runs))]
+        row = [arm, f"{statistics.fmean(losses):.4f}", str(len(losses)), *[""] * 4]
         samples = gaps(found.records, arm)
-        if arm == "float32" or len(samples) < 2:
-            row += [""] * 4
-        else:
+        if arm != "float32" and len(samples) > 1:
             interval = mean_interval(samples)
-            row += [
+            row[3:] = [
                 f"{interval.mean:+.3f}%",
                 f"[{interval.low:+.3f}%, {interval.high:+.3f}%]",
                 f"{min(samples):+.3f}% to {max(samples):+.3f}%",
                 f"{LIMITS[arm]}%",
             ]
         rows.append(row)
-    steps = sorted({r["steps"] for r in found.records})
+    steps = " or ".join(map(str, sorted({r["steps"] for r in found.records})))
     return [
         Table(
-            title="Final validation loss of a GPT, nats per byte: "
-            f"width {SIZE['width']}, {SIZE['blocks']} blocks, "
-            f"{' or '.join(map(str, steps))} steps of {BATCH} texts of "
+            f"Final validation loss of a GPT, nats per byte: width {SIZE['width']}, "
+            f"{SIZE['blocks']} blocks, {steps} steps of {BATCH} texts of "
             f"{SIZE['context']} bytes",
-            columns=[
-                "arm",
-                "loss",
-                "seeds",
-                "gap to float32",
-                f"{LEVEL:.0%} interval",
-                "single seeds",
-                "goal",
-            ],
-            rows=rows,
+            "arm | loss | seeds | gap to float32 | 95% interval | single seeds | goal",
+            rows,
         )
     ]
 
 
-def goals(found: Results) -> list[Goal]:
+def goals(found: Results) -> Iterator[Goal]:
     """The intervals lie within the limits."""
-    made = []
     for arm, limit in LIMITS.items():
         samples = gaps(found.records, arm)
-        if len(samples) < 2:
-            continue
-        interval = mean_interval(samples)
-        made.append(
-            Goal(
-                f"95% interval of the gap of {arm} to float32 within {limit}%, "
-                f"{len(samples)} seeds: [{interval.low:+.3f}%, {interval.high:+.3f}%]",
-                interval.lies_within(limit),
+        if len(samples) > 1:
+            interval = mean_interval(samples)
+            text = f"95% interval of the gap of {arm} to float32 within {limit}%, "
+            text += (
+                f"{len(samples)} seeds: [{interval.low:+.3f}%, {interval.high:+.3f}%]"
             )
-        )
-    return made
+            yield Goal(text, interval.lies_within(limit))
 
 
 # Okabe and Ito (2008).

@@ -106,25 +106,14 @@ ARMS = {
     arm.name: arm
     for arm in (
         FLOAT32,
-        Arm("MPX float16", "mixed-precision-for-JAX", _mpx_scaling, _mpx_step),
+        Arm("MPX float16", _mpx_scaling, _mpx_step),
         Arm(
             "MPX float16 unscaled",
-            "mixed-precision-for-JAX",
             no_scaling,
             _mpx_unscaled_step(mpx.cast_to_half_precision),
         ),
-        Arm(
-            "MPX bfloat16",
-            "mixed-precision-for-JAX",
-            no_scaling,
-            _mpx_unscaled_step(mpx.cast_to_bfloat16),
-        ),
-        Arm(
-            "JMP float16",
-            "jmp",
-            _jmp_scaling,
-            _jmp_step,
-        ),
-        Arm("JMP float16 unscaled", "jmp", no_scaling, _jmp_unscaled_step),
+        Arm("MPX bfloat16", no_scaling, _mpx_unscaled_step(mpx.cast_to_bfloat16)),
+        Arm("JMP float16", _jmp_scaling, _jmp_step),
+        Arm("JMP float16 unscaled", no_scaling, _jmp_unscaled_step),
     )
 }

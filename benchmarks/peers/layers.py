@@ -1,4 +1,4 @@
-"""The stack of `linear_layers` with the FP8 of others: Flax and Qwix, both of Linen.
+"""The stack of `models.layers` with the FP8 of others: Flax and Qwix, both of Linen.
 
 They run beside ours in one process. Whichever is not installed is skipped.
 """
@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from ..models.layers import inner_product, random_data
-from ..steps import ArrayStep, arrays_only
+from ..steps import ArrayStep, built
 
 # The arms, and the packages that each needs.
 ARMS = {"Flax fp8": ("flax",), "Qwix fp8": ("flax", "qwix")}
 
 
-def build(arm: str, tokens: int, features: Sequence[int], key: Any) -> ArrayStep:
-    """Forward and backward of the stack; see `linear_layers.build`."""
+def build(arm: str, tokens: int, features: Sequence[int], seed: int) -> ArrayStep:
+    """Forward and backward of the stack; see `models.layers.build`."""
     import flax.linen as linen
     from flax.linen import fp8_ops
 
@@ -38,9 +38,11 @@ def build(arm: str, tokens: int, features: Sequence[int], key: Any) -> ArrayStep
             return x
 
     module = Stack() if arm == "Flax fp8" else _by_qwix(Stack())
-    weights_key, data_key = jax.random.split(key)
-    data = random_data(tokens, features, data_key, jnp.bfloat16)
-    variables = module.init(weights_key, data[0])
+
+    def initial(key: Any) -> tuple[tuple, Any]:
+        weights_key, data_key = jax.random.split(key)
+        data = random_data(tokens, features, data_key, jnp.bfloat16)
+        return (module.init(weights_key, data[0]),), data
 
     def loss(variables: Any, x: Any, gradient: Any) -> Any:
         return inner_product(module.apply(variables, x), gradient)
@@ -51,7 +53,7 @@ def build(arm: str, tokens: int, features: Sequence[int], key: Any) -> ArrayStep
         scales = {k: v for k, v in grads.items() if k != "params"}
         return {**variables, **scales}, (value, grads["params"])
 
-    return arrays_only(step, (variables,), data, None)
+    return built(initial, step, seed=seed)
 
 
 def _by_qwix(module: Any) -> Any:

@@ -3,19 +3,19 @@
 Question: how much longer does JAX need where `mpx.autocast` writes the function anew?
 The blocks are those of the desktop ViT, a plain model, in a row or as one loop. Both
 arms alternate, round by round, with JAX's caches cleared before each sample, as in
-`host_cost`.
+`time.host`.
 """
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..models.problems import PROBLEMS
 from ..results import Results
 from ..tables import Goal, Table
+from .host import in_rounds
 
 FORMS = {"unrolled": False, "scanned": True}
 ARMS = ("float32", "autocast")
@@ -32,24 +32,12 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """
     import jax
 
-    gradients = {
-        (form, arm): _gradient(scan, arm, request["blocks"])
-        for form, scan in FORMS.items()
-        for arm in ARMS
-    }
-    for index in range(request["rounds"] + 1):
-        samples = []
-        for (form, arm), (function, arguments) in gradients.items():
-            jax.clear_caches()
-            gc.collect()
-            gc.disable()  # as `timeit` does
-            start = time.process_time()
-            jax.jit(function).trace(*arguments).lower()
-            seconds = time.process_time() - start
-            gc.enable()
-            samples.append({"form": form, "arm": arm, "seconds": seconds})
-        if index:  # the first round also imports what JAX imports lazily
-            yield {"round": samples}
+    makers = []
+    for (form, scan), arm in itertools.product(FORMS.items(), ARMS):
+        function, arguments = _gradient(scan, arm, request["blocks"])
+        made = lambda f=function, args=arguments: (jax.jit(f), args)  # noqa: E731
+        makers.append(({"form": form, "arm": arm}, made))
+    yield from in_rounds(makers, request["rounds"])
 
 
 def _gradient(scan: bool, arm: str, blocks: int) -> tuple[Any, tuple[Any, ...]]:
@@ -94,14 +82,16 @@ def _gradient(scan: bool, arm: str, blocks: int) -> tuple[Any, tuple[Any, ...]]:
     return jax.value_and_grad(function), (weights, tokens)
 
 
-def records(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def records(answers: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A record per form and arm with all its samples, in the order of the rounds."""
     rounds = [answer["round"] for answer in answers]
     return [
         {
             "form": column[0]["form"],
             "arm": column[0]["arm"],
-            "seconds": [round(sample["seconds"], 4) for sample in column],
+            "seconds": [
+                round(sample["trace"] + sample["lower"], 4) for sample in column
+            ],
         }
         for column in zip(*rounds, strict=True)
     ]
@@ -120,7 +110,7 @@ def _forms(found: Results) -> Iterator[tuple[str, list[float], list[float]]]:
 
 
 def _ratio(plain: list[float], cast: list[float]) -> float:
-    """The ratio of the fastest rounds, see `host_table.added`."""
+    """The ratio of the fastest rounds, see `host.added`."""
     return min(cast) / min(plain)
 
 
@@ -141,7 +131,7 @@ def tables(found: Results) -> list[Table]:
         Table(
             title="CPU seconds to trace and lower the gradient of a ViT's blocks, "
             f"{BLOCKS} of them, {found.device}",
-            columns=["blocks", "float32", "autocast bfloat16", "ratio"],
+            columns="blocks | float32 | autocast bfloat16 | ratio",
             rows=rows,
             notes=["The fastest of alternating rounds."],
         )

@@ -2,7 +2,7 @@
 
 Question: how much longer does XLA compile a step for an H100 if islands are recomputed,
 against the same step that keeps what JAX keeps? CPU time of the process is measured, of
-all threads, arms alternate, and the fastest rounds are compared, see `host_cost`.
+all threads, arms alternate, and the fastest rounds are compared, see `time.host`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def tables(found: Results) -> list[Table]:
     return [
         Table(
             title=f"CPU seconds to compile a step for an H100, {found.device}",
-            columns=["step", "arm", "CPU s", "arm / kept"],
+            columns="step | arm | CPU s | arm / kept",
             rows=rows,
             notes=["The fastest of alternating rounds; lower ratios are better."],
         )

@@ -5,17 +5,10 @@ import dataclasses
 import jax
 import pytest
 
-from benchmarks import processes, results
+from benchmarks import results
 from benchmarks.counts import attention as attention_counts
 from benchmarks.counts.attention import CASES, LAYERS, OURS, OURS_HALF, PEER, SIZES
 from benchmarks.models import attention as attention_models
-
-# What lowers to the same program where there is no cuDNN.
-PORTABLE = [
-    case
-    for case in CASES
-    if case.attention not in ("mpx.nn", "jax.nn, cudnn") or case.model == "dropout"
-]
 
 
 @pytest.mark.third_party
@@ -31,20 +24,6 @@ def test_every_case_can_be_traced(name):
         step = attention_models.build(dataclasses.asdict(case))
         _, loss = jax.eval_shape(step.jitted(), step.state, step.batch)
         assert loss.shape == () and loss.dtype == "float32"
-
-
-@pytest.mark.third_party
-@pytest.mark.slow
-def test_every_way_to_write_attention_is_the_same():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
-    full = lambda func, dtype: func  # noqa: E731
-    first, *rest = (
-        attend(q, k, v, full)
-        for name, attend in attention_models.ATTENTION.items()
-        if name != "jax.nn, cudnn"
-    )
-    for other in rest:
-        assert abs(other - first).max() < 1e-5
 
 
 class Compiled:
@@ -91,41 +70,3 @@ def test_goals_and_tables(met):
     assert len(gpt) == len(SIZES) and len(calls.rows) == len(attention_models.CALLS)
     by_title = {row[0]: row[1] for row in calls.rows}
     assert by_title["nothing else"] == "`fmhaSoftmax`, `fmhaSoftmaxBackward`"
-
-
-FEW = [case for case in PORTABLE if case.model == "causal"]
-
-
-@pytest.mark.parametrize(
-    "few",
-    [
-        pytest.param(True, id="attention alone"),
-        pytest.param(False, id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_committed_counts_are_of_todays_programs(few):
-    """Of programs without the kernel, which JAX makes where cuDNN is installed."""
-    found = results.read("attention")
-    assert found is not None
-    known = {
-        attention_models.Case(*(record[f.name] for f in dataclasses.fields(case))): (
-            record["program"]
-        )
-        for record in found.records
-        for case in CASES[:1]
-    }
-    assert set(known) == set(CASES)
-    # What changes one of the others changes most of them.
-    chosen = FEW if few else [case for case in PORTABLE if case not in FEW][::3]
-    cases = [dataclasses.asdict(case) for case in chosen]
-    request = {"task": "lower", "steps": "attention", "cases": cases}
-    versions, *answers = processes.ask("ours", request, None)
-    for package in ("jax", "equinox"):
-        if versions["versions"][package] != found.versions["ours"][package]:
-            pytest.skip("other versions lower to other text")
-    pairs = zip(chosen, answers, strict=True)
-    changed = [case for case, answer in pairs if answer["program"] != known[case]]
-    assert not changed, (
-        "attention.json is older than the code; run "
-        "`python -m benchmarks attention docs --out benchmarks/results`"
-    )

@@ -61,7 +61,7 @@ def test_goals(loss, expected):
             run(fold, "float16", 197 - loss if fold else 197),
             run(fold, "bfloat16", 197),
         ]
-    goals = folds.goals(found)
+    goals = list(folds.goals(found))
     assert [goal.met for goal in goals] == expected
     (table,) = folds.tables(found)
     assert [row[0] for row in table.rows] == list(folds.PRECISIONS)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import our_arms, processes, results
+from benchmarks import our_arms, results
 from benchmarks.counts import recipes as recipe_counts
 from benchmarks.models import frameworks as recipe_models, layers as linear_layers
 from benchmarks.peers import layers as flax_layers
@@ -81,61 +81,11 @@ def test_goals_and_tables(fast, kept, met):
         for recipe, limit in recipe_counts.LIMITS.items():
             size = {"bytes": kept * limit, "bfloat16": 52}
             found.records.append({"stack": stack, "recipe": recipe, **size})
-    goals = recipe_counts.goals(found)
+    goals = list(recipe_counts.goals(found))
     assert len(goals) == 5 and {goal.met for goal in goals} == {met}
     units, bytes_kept = recipe_counts.tables(found)
     assert units.rows[0][-3:] == ["100.0%" if met else "98.9%", "3", "2"]
     assert len(bytes_kept.rows) == 4
-
-
-FEW = [
-    case
-    for case in recipe_counts.CASES
-    if (case.recipe, case.target, case.head) == ("delayed", "h100", False)
-]
-# Of every framework; and what changes one of the others changes most of them.
-OTHERS = FEW[1:] + [case for case in recipe_counts.CASES if case not in FEW][::6]
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(FEW[:1], id="one framework", marks=pytest.mark.slow),
-        pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_committed_counts_are_of_todays_programs(cases):
-    found = results.read("recipe-counts")
-    assert found is not None
-    names = [field.name for field in dataclasses.fields(recipe_models.Case)]
-    programs = {
-        tuple(record[name] for name in names): record["program"]
-        for record in found.records
-        if "framework" in record
-    }
-    assert set(programs) == {dataclasses.astuple(case) for case in recipe_counts.CASES}
-    request = {"task": "lower", "steps": "recipes"}
-    request["cases"] = [dataclasses.asdict(case) for case in cases]
-    versions, *answers = processes.ask("ours", request, None)
-    for package in ("jax", "flax", "equinox"):
-        if versions["versions"][package] != found.versions["ours"][package]:
-            pytest.skip("other versions lower to other text")
-    changed = [
-        answer["case"]
-        for answer in answers
-        if answer["program"] != programs[tuple(answer["case"].values())]
-    ]
-    assert not changed, (
-        "recipe-counts.json is older than the code; run "
-        "`python -m benchmarks recipe-counts docs --out benchmarks/results`"
-    )
-
-
-def test_the_committed_counts_meet_their_goals():
-    found = results.read("recipe-counts")
-    assert found is not None
-    missed = [goal.text for goal in recipe_counts.goals(found) if not goal.met]
-    assert not missed
 
 
 # --- Stacks of linear layers ----------------------------------------------------------
@@ -146,8 +96,7 @@ def test_the_committed_counts_meet_their_goals():
     "arm", slow_but(["delayed"], ["autocast bfloat16", "delayed", "current"])
 )
 def test_all_products_of_a_stack_are_quantized(arm):
-    key = jax.random.key(0)
-    step = linear_layers.build(arm, 32, (16, 48, 16), key, target="sm_90")
+    step = linear_layers.build(arm, 32, (16, 48, 16), target="sm_90")
     traced = step.jitted().trace(step.state, step.batch)
     lowered = traced.lower(lowering_platforms=("cuda",))
     found = products(parse(lowered.as_text(dialect="hlo")))
@@ -172,7 +121,7 @@ def test_a_stack_has_the_gradients_of_float32(arm):
     module = flax_layers if arm in flax_layers.ARMS else linear_layers
     sizes = []
     for one, built_by in (("float32", linear_layers), (arm, module)):
-        step = built_by.build(one, 32, (32, 64, 32), jax.random.key(0))
+        step = built_by.build(one, 32, (32, 64, 32), seed=0)
         state, train = step.state, step.jitted()
         for _ in range(2):
             state, (_, grads) = train(state, step.batch)

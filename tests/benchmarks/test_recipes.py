@@ -37,7 +37,7 @@ def test_an_interrupted_comparison_goes_on():
 
 @pytest.mark.parametrize(("gap", "met"), [(0.0004, [True] * 6), (0.003, [True] * 1)])
 def test_goals(gap, met):
-    goals = recipes.goals(found(gap))
+    goals = list(recipes.goals(found(gap)))
     assert [g.met for g in goals] == met + [False] * (6 - len(met))
     assert "within 1.5%, 3 seeds" in goals[-1].text
 

@@ -1,21 +1,12 @@
 """Steps that recompute islands, compiled for other devices: models, goals, commits."""
 
-import dataclasses
-
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import pytest
 
 import mpx
-from benchmarks import our_arms, processes, results
+from benchmarks import our_arms, results
 from benchmarks.counts import program as counts, residuals as residual_counts
-from benchmarks.models import (
-    others as other_models,
-    plain as residual_models,
-    transformers,
-)
-from benchmarks.models.problems import PROBLEMS
+from benchmarks.models import plain as residual_models
 from tests.helpers import slow_but
 
 PROGRAM = """HloModule step
@@ -41,56 +32,12 @@ def test_products_are_counted_wherever_they_stand():
 
 
 @pytest.mark.third_party
-@pytest.mark.parametrize("scan", slow_but([True], [False, True]))
-def test_the_gpt_is_causal_and_scans_alike(scan):
-    model = transformers.GPT(16, 32, 2, 8, 2, jax.random.key(0), scan=scan)
-    text = jnp.arange(8)
-    logits = eqx.filter_jit(model)(text)
-    changed = eqx.filter_jit(model)(text.at[5].set(99))
-    assert logits.shape == (8, 256)
-    assert jnp.array_equal(logits[:5], changed[:5])
-    assert not jnp.array_equal(logits[5:], changed[5:])
-    plain = transformers.GPT(16, 32, 2, 8, 2, jax.random.key(0))
-    assert jnp.allclose(logits, eqx.filter_jit(plain)(text), atol=1e-5)
-
-
-@pytest.mark.third_party
-@pytest.mark.parametrize("make", [other_models.llama, other_models.state_space])
-def test_models_of_texts_see_what_came_before(make):
-    model = make({"width": 16, "hidden": 32, "heads": 2}, 2, jax.random.key(0))
-    text = jnp.arange(8)
-    logits = eqx.filter_jit(model)(text)
-    changed = eqx.filter_jit(model)(text.at[5].set(99))
-    assert logits.shape == (8, 256)
-    assert jnp.allclose(logits[:5], changed[:5], atol=1e-6)
-    assert not jnp.allclose(logits[7], changed[7], atol=1e-3)
-
-
-@pytest.mark.third_party
-def test_the_resnet_has_the_statistics_of_its_batch():
-    model = other_models.ResNet(8, 1, 10, jax.random.key(0))
-    images = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
-    logits = eqx.filter_jit(model)(images)
-    others = eqx.filter_jit(model)(images.at[3].multiply(5))
-    assert logits.shape == (4, 10)
-    assert not jnp.allclose(logits[0], others[0], atol=1e-3)
-
-
-@pytest.mark.third_party
 @pytest.mark.parametrize("model", ["llama", "state space", "resnet"])
 def test_steps_of_other_models_can_be_traced(model):
     case = residual_models.Case("h100", model, 1, 2, residual_counts.FLOAT32)
     step = residual_models.build(our_arms.ARMS[case.arm], case)
     (_, loss) = jax.eval_shape(step.jitted(), step.state, step.batch)
     assert loss.dtype == "float32"
-
-
-@pytest.mark.third_party
-def test_the_vit_drops_at_three_places():
-    model = transformers.ViT(PROBLEMS["tiny"], 1, 0.5, jax.random.key(0))
-    image = jnp.ones((8, 8, 1))
-    text = str(jax.make_jaxpr(lambda key: model(image, key))(jax.random.key(1)))
-    assert text.count("name=_bernoulli") == 3
 
 
 @pytest.mark.third_party
@@ -161,49 +108,6 @@ def test_what_other_models_need_with_fast_residuals(model, more):
     }
     kept = memory[residual_counts.KEPT] / memory[residual_counts.DEFAULT]
     assert kept == pytest.approx(1 + more, abs=0.005)
-
-
-FEW = [
-    ("h100", "desktop", 4, 256, residual_counts.DEFAULT),
-    ("h100", "gpt scan", 4, 16, residual_counts.DEFAULT),
-]
-
-
-@pytest.mark.parametrize(
-    "few",
-    [
-        pytest.param(True, id="the default", marks=pytest.mark.slow),
-        pytest.param(False, id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_committed_counts_are_of_todays_programs(few):
-    found = results.read("residuals")
-    assert found is not None
-    names = [field.name for field in dataclasses.fields(residual_models.Case)]
-    ours = {
-        case: record["program"]
-        for record in found.records
-        if record["arm"] in our_arms.ARMS
-        and ((case := tuple(record[name] for name in names)) in FEW) == few
-    }
-    assert len(ours) == len(FEW) if few else len(ours) > len(FEW)
-    # What changes one of the others changes most of them.
-    chosen = list(ours)[:: 1 if few else 5]
-    cases = [dict(zip(names, case, strict=True)) for case in chosen]
-    request = {"task": "lower", "steps": "residuals", "cases": cases}
-    versions, *answers = processes.ask("ours", request, None)
-    for package in ("jax", "equinox"):
-        if versions["versions"][package] != found.versions["ours"][package]:
-            pytest.skip("other versions lower to other text")
-    changed = [
-        answer["case"]
-        for answer in answers
-        if answer["program"] != ours[tuple(answer["case"].values())]
-    ]
-    assert not changed, (
-        "residuals.json is older than the code; run "
-        "`python -m benchmarks residuals docs --out benchmarks/results`"
-    )
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ def test_tables_and_goals(met):
     first, *_ = wire.tables(found)
     assert len(first.rows) == len(LAYOUTS) * len(wire.ARMS)
     assert all(goal.met for goal in wire.goals(found)) == met
-    assert wire.goals(found)
+    assert list(wire.goals(found))
 
 
 @pytest.mark.parametrize("recipe", [None, mpx.Float8CurrentScaling()])

@@ -49,7 +49,7 @@ QUICK = ("float32", "mpx float16", "autocast bfloat16, half stream")
 def test_every_arm_trains(name, recipe):
     arm = our_arms.ARMS[name]
     case = steps.Case(arm=name, recipe=recipe, **TINY)
-    step = steps.build_concrete(arm, case, seed=0)
+    step = steps.build(arm, case, seed=0)
     compiled = step.jitted().lower(step.state, step.batch).compile()
     state, first = compiled(step.state, step.batch)
     # In the first 20 the job's learning rate is so small that the loss falls by less
@@ -68,11 +68,9 @@ def test_the_baseline_uses_no_mpx():
     assert not arm.uses_mpx
     losses = []
     for uses_mpx in (False, True):
-        variant = steps.Arm(
-            "float32", "equinox", arm.first_scaling, arm.make_step, uses_mpx
-        )
+        variant = steps.Arm("float32", arm.first_scaling, arm.make_step, uses_mpx)
         case = steps.Case(arm="float32", **TINY)
-        step = steps.build_concrete(variant, case, seed=0)
+        step = steps.build(variant, case, seed=0)
         losses.append(float(step.jitted()(step.state, step.batch)[1]))
     assert losses[0] == losses[1]
 
@@ -105,7 +103,7 @@ def test_host_cost_of_autocast_answers_in_rounds():
     _, answer = ask("ours", {"task": "autocast host", "rounds": 1, "blocks": 1})
     forms = {(s["form"], s["arm"]) for s in answer["round"]}
     assert forms == set(itertools.product(autocast_host.FORMS, autocast_host.ARMS))
-    assert all(s["seconds"] > 0 for s in answer["round"])
+    assert all(s["trace"] > 0 and s["lower"] > 0 for s in answer["round"])
 
 
 def test_a_failing_worker_says_why():
@@ -149,44 +147,3 @@ def test_targets_say_what_is_missing(monkeypatch):
         targets.compile_only_devices(targets.TARGETS["v5e"])
     with pytest.raises(RuntimeError, match=r'needs JAX.s CUDA plugin.*"jax\[cuda12\]"'):
         targets.compile_only_devices(targets.TARGETS["h100"])
-
-
-@pytest.mark.parametrize(
-    ("name", "arms"),
-    [
-        pytest.param("cuda", ("autocast bfloat16", "mpx float16"), id="cuda"),
-        pytest.param("cuda", None, id="others of cuda", marks=pytest.mark.slow),
-        pytest.param("autocast", None, id="autocast", marks=pytest.mark.slow),
-        pytest.param("scaling", None, id="scaling", marks=pytest.mark.slow),
-        pytest.param("sweep", None, id="sweep", marks=pytest.mark.slow),
-    ],
-)
-def test_committed_counts_are_of_todays_programs(name, arms):
-    """What is committed was compiled from what the code lowers to now."""
-    found = results.read(name)
-    assert found is not None
-    ours = [
-        record
-        for record in found.records
-        if "program" in record
-        and record["devices"] == 1
-        and record["arm"] in (arms or our_arms.ARMS)
-    ]
-    ours = ours if arms else ours[::3]  # what changes one changes most of them
-    assert ours
-    fields = ("problem", "arm", "batch", "blocks", "devices")
-    cases = [{name: record[name] for name in fields} for record in ours]
-    platform = targets.TARGETS[ours[0]["target"]].platform
-    request = {"task": "lower", "platform": platform, "cases": cases}
-    versions, *answers = ask("ours", request)
-    if versions["versions"]["jax"] != found.versions["ours"]["jax"]:
-        pytest.skip("another JAX lowers to other text")
-    changed = [
-        answer["case"]
-        for answer, record in zip(answers, ours, strict=True)
-        if answer["program"] != record["program"]
-    ]
-    assert not changed, (
-        f"{name}.json is older than the code; run `python -m benchmarks {name} docs "
-        "--out benchmarks/results` (for cuda: `make counts-cuda`)"
-    )

@@ -9,8 +9,7 @@ import pytest
 import mpx
 from benchmarks import kernels_shown, processes, results, steps
 from benchmarks.counts import eight_bits, half, kernels, products as product_counts
-from benchmarks.models import eight_bits as models, layers, various
-from benchmarks.models.weights import Weights, random_weights
+from benchmarks.models import eight_bits as models, layers
 from benchmarks.peers import eight_bits as peers, environment
 from mpx._contract._hlo import parse
 from mpx._contract._operations import products
@@ -98,7 +97,7 @@ def test_kernels_are_listed_by_what_they_move_together(monkeypatch, capsys):
     monkeypatch.setattr(environment, "prepare_cuda", lambda folder, say: folder)
     assert kernels_shown.main(["H100, big", "current"]) == 0
     naive = models.NAIVE
-    assert asked == [("ours", "eight bits", arm) for arm in ("current", naive)]
+    assert asked == [("ours", "eight_bits", arm) for arm in ("current", naive)]
     lines = capsys.readouterr().out.splitlines()
     assert "current: 1.00 GB in 8 kernels" in lines[0]
     rows = [line.strip("│").split("│") for line in lines if line.startswith("│")]
@@ -151,83 +150,13 @@ def test_all_linear_layers_of_a_workload_are_in_8_bits(arm):
 @pytest.mark.third_party
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped():
     case = models.Case("cpu", "tiny ffn", models.NAIVE)
-    step = models.build_concrete(case, seed=0)
+    step = models.build(case, seed=0)
     x, labels = step.batch
     train = jax.jit(step.function)
     for bad in (jnp.inf, 0.0):
         state, _ = train(step.state, (x.at[0, 0].add(bad), labels))
         same = jax.tree.map(lambda a, b: bool((a == b).all()), state, step.state)
         assert all(jax.tree.leaves(same)) == bool(bad)
-
-
-@pytest.mark.third_party
-@pytest.mark.slow
-def test_a_scan_has_the_loss_of_its_blocks_one_after_the_other():
-    sizes = models.WORKLOADS["tiny llama"].sizes
-    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, sizes.classes)
-    loss = various.llama_in("unrolled", sizes)
-
-    def unrolled(layers, tokens):
-        return loss(layers, tokens, 2)
-
-    weights = random_weights(unrolled, tokens, jax.random.key(1))
-    expected = float(unrolled(Weights(weights), tokens))
-    blocks = [weights.pop(f"block{index}") for index in range(2)]
-    weights["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
-    for way in ("scan", "checkpoint"):
-        found = various.llama_in(way, sizes)(Weights(weights), tokens, 2)
-        assert float(found) == pytest.approx(expected, rel=1e-5)
-
-
-FEW = [c for c in eight_bits.CASES if c.arm in ("FP8 by hand", "current")][:2]
-# What changes one arm, or one size, changes the others.
-DEFAULT = [case for case in half.CASES if case.arm == half.DEFAULT]
-SMALL = [case for case in product_counts.CASES if case.outputs == 512][::3]
-# Where there is no cuDNN, its kernel is not in the program.
-PORTABLE = [c for c in eight_bits.CASES if c.workload != "big, cuDNN"]
-OURS = [c for c in PORTABLE if c not in FEW and eight_bits.side(c) == "ours"]
-OTHERS = OURS[::4]
-
-
-@pytest.mark.parametrize(
-    ("kind", "cases"),
-    [
-        pytest.param("eight bits", FEW, id="few"),
-        pytest.param("eight bits", OTHERS, id="others", marks=pytest.mark.slow),
-        pytest.param("half", DEFAULT, id="half", marks=pytest.mark.slow),
-        pytest.param("products", SMALL, id="products", marks=pytest.mark.slow),
-    ],
-)
-def test_committed_workloads_are_todays_programs(kind, cases):
-    found = results.read("workloads")
-    assert found is not None
-    every, key = {
-        "eight bits": (eight_bits.CASES, "workload"),
-        "half": (half.CASES, "model"),
-        "products": (product_counts.CASES, "product"),
-    }[kind]
-    names = [field.name for field in dataclasses.fields(every[0])]
-    programs = {
-        tuple(record[name] for name in names): record["program"]
-        for record in found.records
-        if key in record
-    }
-    assert set(programs) == {dataclasses.astuple(case) for case in every}
-    request = {"task": "lower", "steps": kind, "platform": "cuda"}
-    request["cases"] = [dataclasses.asdict(case) for case in cases]
-    versions, *answers = processes.ask("ours", request, None)
-    for package in ("jax", "flax", "equinox", "optax"):
-        if versions["versions"][package] != found.versions["ours"][package]:
-            pytest.skip("other versions lower to other text")
-    changed = [
-        answer["case"]
-        for answer in answers
-        if answer["program"] != programs[tuple(answer["case"].values())]
-    ]
-    assert not changed, (
-        "workloads.json is older than the code; run "
-        "`python -m benchmarks workloads docs --out benchmarks/results`"
-    )
 
 
 @pytest.mark.parametrize(("traffic", "met"), [(0.89, True), (2.0, False)])
