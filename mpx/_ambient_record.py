@@ -17,7 +17,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -30,6 +30,7 @@ from ._quantize import QuantizedArray
 from ._settings import MARK, Settings, region
 
 
+@runtime_checkable
 class Source(Protocol):
     """Where autocast functions have the slots of recipes from (`_recipe_state`).
 
