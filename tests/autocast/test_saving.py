@@ -19,7 +19,6 @@ NOTHING = POLICIES.nothing_saveable
 RECIPES = {
     "current, H100": (mpx.Float8CurrentScaling(), "H100"),
     "delayed, H100": (mpx.DelayedScaling(), "H100"),
-    "delayed, cpu": (mpx.DelayedScaling(), "cpu"),
     "delayed, v5e": (mpx.DelayedScaling(), "tpu v5e"),
     "MXFP8, B200": (mpx.MXFP8BlockScaling(), "B200"),
     "NVFP4, B200": (mpx.NVFP4BlockScaling(), "B200"),
@@ -124,7 +123,7 @@ def test_gradients_are_those_without_a_policy(recipe, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed, H100", "MXFP8, B200", "NVFP4, B200"])
 def test_gradients_are_those_without_a_policy_in_every_way(recipe):
     wanted = gradient(loss_of(block), *RECIPES[recipe])
     for one in WAYS.values():
