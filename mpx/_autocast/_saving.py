@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Saveable, checkpoint_name
 from jax.extend.core import JaxprEqn, Primitive
 
 from .._program import avals
@@ -59,4 +59,5 @@ class Saving:
             equation.primitive, *avals(equation.invars), **equation.params
         )
         # Others say that it is sent to the host's memory, which they do as ever.
-        return checkpoint_name(result, self._name) if decision is True else result
+        is_saved = decision is True or decision is Saveable
+        return checkpoint_name(result, self._name) if is_saved else result

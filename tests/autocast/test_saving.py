@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Saveable, checkpoint_name
 
 import mpx
 
@@ -139,13 +139,14 @@ def test_what_is_sent_to_the_host_is_as_ever():
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-def test_a_policy_of_ones_own_is_asked_as_by_jax():
+@pytest.mark.parametrize("yes", [True, Saveable])
+def test_a_policy_of_ones_own_is_asked_as_by_jax(yes):
     asked = []
 
     def policy(primitive, *operands, **params):
         if primitive.name == "dot_general":
             asked.append((operands[0].shape, params["dimension_numbers"]))
-            return operands[1].shape == (WIDTH, HIDDEN)
+            return yes if operands[1].shape == (WIDTH, HIDDEN) else False
         return False
 
     loss = loss_of(with_policy(policy))
