@@ -26,6 +26,20 @@ def test_every_case_can_be_traced(name):
         assert loss.shape == () and loss.dtype == "float32"
 
 
+@pytest.mark.third_party
+@pytest.mark.slow
+def test_every_way_to_write_attention_is_the_same():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+    full = lambda func, dtype: func  # noqa: E731
+    first, *rest = (
+        attend(q, k, v, full)
+        for name, attend in attention_models.ATTENTION.items()
+        if name != "jax.nn, cudnn"
+    )
+    for other in rest:
+        assert abs(other - first).max() < 1e-5
+
+
 class Compiled:
     def as_text(self):
         return """

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import kernels_shown, results
 from benchmarks.counts import cost, whole_steps
 from benchmarks.models import whole_steps as models
-from benchmarks.models.weights import shapes_of
+from benchmarks.models.weights import by_slices, shapes_of
 from tests.helpers import slow_but
 
 TINY = [
@@ -94,6 +94,15 @@ def test_the_models_have_the_sizes_that_the_page_says(whole, millions):
     shapes = shapes_of(one.model(one.sizes, one.order), data).tree
     sizes = [jnp.prod(jnp.array(leaf.shape)) for leaf in jax.tree.leaves(shapes)]
     assert round(float(sum(sizes)) / 1e6) == millions
+
+
+def test_a_loop_over_slices_is_a_scan():
+    def turn(x, weights):
+        return x * weights["a"] + weights["b"], None
+
+    stacked = {"a": jnp.arange(3.0), "b": jnp.ones(3)}
+    expected = jax.lax.scan(turn, jnp.float32(2), stacked)
+    assert by_slices(turn, jnp.float32(2), stacked) == expected
 
 
 @pytest.mark.parametrize(("share", "met"), [(0.5, True), (2.0, False)])

@@ -9,7 +9,8 @@ import pytest
 import mpx
 from benchmarks import kernels_shown, processes, results, steps
 from benchmarks.counts import eight_bits, half, kernels, products as product_counts
-from benchmarks.models import eight_bits as models, layers
+from benchmarks.models import eight_bits as models, layers, various
+from benchmarks.models.weights import Weights, random_weights
 from benchmarks.peers import eight_bits as peers, environment
 from mpx._contract._hlo import parse
 from mpx._contract._operations import products
@@ -157,6 +158,25 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped():
         state, _ = train(step.state, (x.at[0, 0].add(bad), labels))
         same = jax.tree.map(lambda a, b: bool((a == b).all()), state, step.state)
         assert all(jax.tree.leaves(same)) == bool(bad)
+
+
+@pytest.mark.third_party
+@pytest.mark.slow
+def test_a_scan_has_the_loss_of_its_blocks_one_after_the_other():
+    sizes = models.WORKLOADS["tiny llama"].sizes
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, sizes.classes)
+    loss = various.llama_in("unrolled", sizes)
+
+    def unrolled(layers, tokens):
+        return loss(layers, tokens, 2)
+
+    weights = random_weights(unrolled, tokens, jax.random.key(1))
+    expected = float(unrolled(Weights(weights), tokens))
+    blocks = [weights.pop(f"block{index}") for index in range(2)]
+    weights["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+    for way in ("scan", "checkpoint"):
+        found = various.llama_in(way, sizes)(Weights(weights), tokens, 2)
+        assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("traffic", "met"), [(0.89, True), (2.0, False)])
