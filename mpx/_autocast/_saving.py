@@ -4,7 +4,7 @@ A policy is asked about each operation. Of a quantized product it would save wha
 it: the sum before it is multiplied with the scales, once for each device that the
 program may run on, zeros for the others. XLA takes the scales into a product only if
 nothing else reads it, so the multiplication became a kernel of its own in each
-direction: 8 of the 100 GB that a step of a GPT with
+direction: 10 of the 100 GB that a step of a GPT with
 `dots_with_no_batch_dims_saveable` moves, and in a scan the zeros were stacked
 (jax 0.10.2, compiled for sm_90, November 2026). So the policy is asked about the
 product as it was written, and its result gets a name, which is what is saved.
