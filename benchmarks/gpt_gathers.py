@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import os
 
-from .counts import targets
+from .counter import counter
 from .tables import Table
 
 OPERATIONS = {"all-gather": "gathered", "reduce-scatter": "reduced"}
@@ -42,7 +42,7 @@ def compiled(precision: str) -> str:
     here = runs.make_mesh({"fsdp": DEVICES}, jax.devices("cpu")[:DEVICES])
     there = runs.make_mesh(
         {"fsdp": DEVICES},
-        targets.compile_only_devices(targets.TARGETS["h100"], DEVICES),
+        counter.compile_only_devices(counter.TARGETS["h100"], DEVICES),
     )
     texts = runs.put(np.zeros((ROWS, SIZES["context"] + 1), np.uint8), here)
     with jax.set_mesh(here):

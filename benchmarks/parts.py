@@ -27,6 +27,7 @@ from typing import Any
 from rich.console import Console
 
 from . import processes, results
+from .counter import TARGETS
 from .counts import (
     activations,
     attention,
@@ -43,7 +44,6 @@ from .counts import (
     whole_steps,
     wire,
 )
-from .counts.targets import TARGETS
 from .numerics import errors, folds, recipes
 from .peers import environment as peers
 from .tables import Goal, Table

@@ -108,6 +108,7 @@ from ._watch import expect_close as expect_close
 from ._contract import ContractError as ContractError
 
 if _TYPE_CHECKING:
+    from ._forecast import forecast as forecast
     from . import compat as compat, contrib as contrib, nn as nn, nnx as nnx
 
 __version__ = "0.1.0"
@@ -202,6 +203,7 @@ __all__ = [
     "expect",
     "expect_close",
     "ContractError",
+    "forecast",
 ]
 
 # Imported when somebody asks for them: most programs need none, and `nnx` imports Flax.
@@ -215,6 +217,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return _importlib.import_module(f".{name}", __name__)
+    if name == "forecast":  # only those who ask for it need it
+        return _importlib.import_module("._forecast", __name__).forecast
     # The published MPX has the present setting as a module attribute.
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()

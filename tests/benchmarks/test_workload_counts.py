@@ -8,7 +8,8 @@ import pytest
 
 import mpx
 from benchmarks import kernels_shown, processes, results, steps
-from benchmarks.counts import eight_bits, half, kernels, products as product_counts
+from benchmarks.counter import counter as kernels
+from benchmarks.counts import eight_bits, half, products as product_counts
 from benchmarks.models import eight_bits as models, layers, various
 from benchmarks.models.weights import Weights, random_weights
 from benchmarks.peers import eight_bits as peers, environment
