@@ -43,8 +43,11 @@ def estimate(step: Step, precision: Precision, target: Target, top: int) -> Esti
         compiled = lowered.program.compile(options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
-            text = str(error).partition("\n")[0]
-            raise RuntimeError(f"{where}: the compiler refused it: {text}") from error
+            lines = str(error).splitlines()
+            said = [line for line in lines if re.match(r"\w+Error: ", line)] or lines
+            raise RuntimeError(
+                f"{where}: the compiler refused it: {said[0]}"
+            ) from error
         return _unfit(precision, target, batch_of(step.args))
     text, whole = compiled.as_text(), memory(compiled)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
@@ -106,7 +109,9 @@ def _groups(
         chain = [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
         path = function_path(chain).split("/")
         scope = _scope(kernel.source) or "/".join(dict.fromkeys(path))
-        line = "" if kind == OPTIMIZER else line_text(chain)
+        line = line_text(chain)
+        if kind == OPTIMIZER:  # the step around it is mpx's
+            line = scope = ""
         groups.setdefault((kind, line, scope), []).append(kernel)
     made = [
         KernelGroup(

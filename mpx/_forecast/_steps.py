@@ -158,21 +158,23 @@ class Step:
 
     def _lower_own(self, place: "_Placement") -> Lowered:
         args, kwargs = place(self.args), place(self.kwargs)
-        if hasattr(self.func, "lower"):
-            lowered = self.func.lower(*args, **kwargs)
-            lowered = getattr(lowered, "lowered", lowered)  # Equinox wraps it
+        func: Any = self.func
+        if type(func).__module__.startswith("equinox"):
+            func = func.__wrapped__  # its `lower` takes no shapes
+        if hasattr(func, "lower"):
+            lowered = func.lower(*args, **kwargs)
+            lowered = getattr(lowered, "lowered", lowered)  # Flax wraps it
         else:
-            lowered = _lower(self.func, args, kwargs, place)
-        first, *others = self.args
-        parts = {"weights": _size(place(first)), "optimizer": 0}
-        parts["other arguments"] = _size(place((tuple(others), self.kwargs)))
-        return Lowered(lowered, parts, _sizes(place(first)))
+            lowered = _lower(func, args, kwargs, place)
+        parts = {"weights": _size(args[0]), "optimizer": 0}
+        parts["other arguments"] = _size((args[1:], kwargs))
+        return Lowered(lowered, parts, _sizes(args[0]))
 
     def _lower_made(
         self, precision: Precision, target: Target, place: "_Placement"
     ) -> Lowered:
-        loss = _pure_loss(self.func, self.args[0])
-        model, *batch = (_pure(self.args[0]), *self.args[1:])
+        loss, args = _pure(self.func, self.args)
+        model, *batch = args
         options = {"target": target.name} | dict(precision.options)
         loss = autocast(loss, **options)
         tx = getattr(self.optimizer, "tx", self.optimizer)  # of an `nnx.Optimizer`
@@ -300,30 +302,27 @@ def _mesh_of(tree: PyTree) -> Mesh | AbstractMesh | None:
 # --- Flax NNX -------------------------------------------------------------------------
 
 
-def _is_nnx(model: PyTree) -> bool:
-    return hasattr(type(model), "__nnx_repr__") or any(
-        base.__module__.startswith("flax.nnx") for base in type(model).__mro__
-    )
-
-
-def _pure(model: PyTree) -> PyTree:
-    """The weights of an NNX module as a tree; anything else as it is."""
-    if not _is_nnx(model):
-        return model
+def _pure(
+    loss: Callable[..., Any], args: tuple[PyTree, ...]
+) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
+    """A loss of an NNX module as one of its weights and of all else that it holds."""
+    if not any(
+        base.__module__.startswith("flax.nnx") for base in type(args[0]).__mro__
+    ):
+        return loss, args
     from flax import nnx
 
-    return nnx.split(model, nnx.Param, ...)[1]
+    # Plain arrays: variables of NNX are objects that remember where they were made.
+    graph, *states = nnx.split(args[0], nnx.Param, ...)
+    flat = [jax.tree_util.tree_flatten_with_path(state) for state in states]
+    forms = [form for _, form in flat]
+    plain = [{jax.tree_util.keystr(p): x for p, x in leaves} for leaves, _ in flat]
 
+    def pure(params: PyTree, rest: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
+        made = [
+            jax.tree.unflatten(form, [one[name] for name in names])
+            for form, one, names in zip(forms, (params, rest), plain, strict=True)
+        ]
+        return loss(nnx.merge(graph, *made), *args, **kwargs)
 
-def _pure_loss(loss: Callable[..., Any], model: PyTree) -> Callable[..., Any]:
-    """The loss as a function of the weights of an NNX module; or as it is."""
-    if not _is_nnx(model):
-        return loss
-    from flax import nnx
-
-    graph, _, rest = nnx.split(model, nnx.Param, ...)
-
-    def pure(params: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
-        return loss(nnx.merge(graph, params, rest), *args, **kwargs)
-
-    return pure
+    return pure, (*plain, *args[1:])

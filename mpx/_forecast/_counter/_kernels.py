@@ -28,6 +28,7 @@ from ._hlo import (
     bodies_of,
     bytes_of_shape,
     called,
+    is_on_chip,
     runs,
 )
 from ._targets import Roof
@@ -102,7 +103,11 @@ def of_few_bits(kernels: list[Kernel]) -> list[Kernel]:
 
 
 def kernels_of(text: str) -> list[Kernel]:
-    """The kernels of an optimized HLO module; of a conditional, its largest branch."""
+    """The kernels of an optimized HLO module; of a conditional, its largest branch.
+
+    Bytes are those of the main memory: arrays that a TPU's compiler has placed on the
+    chip do not count.
+    """
     return _Program(text).kernels()
 
 
@@ -157,16 +162,31 @@ class _Program:
         operands = [shapes[one] for one in instruction.operands if one in shapes]
         if instruction.opcode == "fusion":
             (inner,) = called(instruction.line, "calls")
-            return _fusion_bytes(self.bodies[inner], instruction.shape)
-        result = bytes_of_shape(instruction.shape)
+            return _fusion_bytes(self.bodies[inner], instruction.shape, operands)
+        result = _bytes_of(instruction.shape)
         if instruction.opcode in ("slice", "dynamic-slice", "gather"):
             return 2 * result
         if instruction.opcode == "dynamic-update-slice":
-            return 2 * bytes_of_shape(operands[1])
+            return 2 * _bytes_of(operands[1])
+        if instruction.opcode in _RESULT_HOLDS_OPERANDS:
+            return result
+        if instruction.opcode == "slice-start":  # ((operand), result, context)
+            places = list(ARRAY.finditer(instruction.shape))[:2]
+            off_chip = sum(not is_on_chip(one) for one in places)
+            return off_chip * bytes_of_shape(places[1][0])
         target = _TARGET.search(instruction.line)
         if target is not None and target[1].startswith(_LIBRARY):
             result = _result_bytes(instruction.shape)
-        return result + sum(map(bytes_of_shape, operands))
+        return result + sum(map(_bytes_of, operands))
+
+
+# Instructions whose result is a tuple that has the operand in it.
+_RESULT_HOLDS_OPERANDS = ("copy-start", "all-gather-start", "collective-permute-start")
+
+
+def _bytes_of(shape: str) -> int:
+    """Those in the main memory."""
+    return bytes_of_shape(shape, on_chip=False)
 
 
 def _result_bytes(shape: str) -> int:
@@ -176,7 +196,7 @@ def _result_bytes(shape: str) -> int:
     return bytes_of_shape(shape) - sum(map(bytes_of_shape, scratch))
 
 
-def _fusion_bytes(body: list[Instruction], result: str) -> int:
+def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> int:
     """Bytes of a fusion, from what it does with its parameters."""
     by_name = {one.name: one for one in body}
     users: dict[str, list[Instruction]] = {one.name: [] for one in body}
@@ -205,14 +225,16 @@ def _fusion_bytes(body: list[Instruction], result: str) -> int:
         return min(total, size)
 
     updates = [one for one in body if one.opcode == "dynamic-update-slice"]
-    total = bytes_of_shape(result)
-    for one in updates:
+    total = _bytes_of(result)
+    for one in updates if total else ():
         total -= bytes_of_shape(one.shape) - bytes_of_shape(
             by_name[one.operands[1]].shape
         )
     for one in body:
         if one.opcode == "parameter" and (size := _size(one.shape)):
-            total += bytes_of_shape(one.shape) * read(one, one.name) // size
+            number = int(one.line.partition("parameter(")[2].partition(")")[0])
+            if number >= len(operands) or _bytes_of(operands[number]):
+                total += bytes_of_shape(one.shape) * read(one, one.name) // size
     return max(total, 0)
 
 
