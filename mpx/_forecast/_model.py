@@ -91,7 +91,7 @@ def times_of(kernels: Sequence[tuple[Kernel, str]], roof: Roof, sent: float) -> 
         sum(seconds(kernel, roof, case) for kernel, _ in computing) for case in (0, 1)
     )
     wire = sent / roof.link if roof.link else 0.0
-    by_kind: collections.Counter[str] = collections.Counter()
+    by_kind: dict[str, float] = collections.defaultdict(float)
     by_memory = 0.0
     for kernel, kind in computing:
         each = sum(seconds(kernel, roof, case) for case in (0, 1)) / 2
@@ -101,7 +101,8 @@ def times_of(kernels: Sequence[tuple[Kernel, str]], roof: Roof, sent: float) -> 
     if wire:
         by_kind[COLLECTIVE] += wire / 2
     total = sum(by_kind.values()) or 1.0
-    shares = {kind: value / total for kind, value in by_kind.most_common()}
+    order = sorted(by_kind, key=by_kind.__getitem__, reverse=True)
+    shares = {kind: by_kind[kind] / total for kind in order}
     return Times(
         max(roofline, wire), (max(best, wire), worst + wire), shares, by_memory / total
     )

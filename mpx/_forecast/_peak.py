@@ -65,7 +65,7 @@ def _part(buffer: _Buffer, weight_sizes: frozenset[int]) -> str:
     is_backward = "transpose(" in buffer.maker
     if not is_backward and "jvp(" in buffer.maker and "transpose(" in buffer.reader:
         return ACTIVATIONS
-    is_for_update = "jvp(" not in buffer.reader
+    is_for_update = buffer.reader and "jvp(" not in buffer.reader
     if is_backward and is_for_update and buffer.size in weight_sizes:
         return GRADIENTS
     return WORKING

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
@@ -175,7 +176,7 @@ class Step:
     ) -> Lowered:
         loss, args = _pure(self.func, self.args)
         model, *batch = args
-        options = {"target": target.name} | dict(precision.options)
+        options: dict[str, Any] = {"target": target.name, **precision.options}
         loss = autocast(loss, **options)
         tx = getattr(self.optimizer, "tx", self.optimizer)  # of an `nnx.Optimizer`
 
@@ -242,7 +243,7 @@ def _sizes(tree: PyTree) -> list[int]:
             continue
         sharding, shape = getattr(leaf, "sharding", None), leaf.shape
         shape = shape if sharding is None else sharding.shard_shape(shape)
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         sizes.append(int(np.prod(shape)) * (8 if is_key else leaf.dtype.itemsize))
     return sizes
 

@@ -158,7 +158,7 @@ def runs(
             ]
             every = [list(runs(bodies, one, size, times)) for one in branches]
             yield from max(
-                every, key=lambda one: sum(n * size(*run) for *run, n in one)
+                every, key=lambda one: sum(n * size(i, s) for i, s, n in one)
             )
         elif opcode in _INSIDE:
             trips = TRIPS.search(line) if opcode == "while" else None

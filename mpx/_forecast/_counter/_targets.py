@@ -88,15 +88,15 @@ _LIMITS |= {"shared_per_block": 232_448, "cache": 52_428_800, "clock_ghz": 1.98}
 def _read() -> dict[str, Target]:
     data = tomllib.loads((_FOLDER / "targets.toml").read_text(encoding="utf-8"))
     config = string.Template((_FOLDER / "config.txt").read_text(encoding="utf-8"))
-    shares = {name: tuple(pair) for name, pair in data.pop("shares").items()}
-    origins = data.pop("sources")
+    shares: dict[str, Any] = {k: tuple(pair) for k, pair in data.pop("shares").items()}
+    origins: dict[str, str] = data.pop("sources")
     found = {}
     for name, one in data.items():
         is_tpu = one["platform"] == "tpu"
         peaks = {int(bits): peak for bits, peak in one["peaks"].items()}
         numbers = {key: one[key] for key in ("bandwidth", "memory", "link")}
         roof = Roof(peaks=peaks, **numbers, **shares)
-        own = dict.fromkeys(("peaks", *numbers), one["source"])
+        own: dict[str, str] = {key: one["source"] for key in ("peaks", *numbers)}
         sources = origins | own
         if is_tpu:
             roof = dataclasses.replace(roof, start=(0.0, 0.0))
