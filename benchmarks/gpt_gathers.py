@@ -20,10 +20,8 @@ DEVICES, ROWS = 8, 16
 
 def counts(text: str) -> dict[str, dict[str, int]]:
     """Bytes of weights by what is done with them and by dtype, from compiled text."""
-    from .counts import wire  # here: JAX reads its environment when it is imported
-
     found = {name: collections.Counter() for name in OPERATIONS.values()}
-    for message in wire.messages(text, DEVICES):
+    for message in counter.messages(text, DEVICES):
         if message.kind in OPERATIONS:
             size = message.times * message.bytes
             found[OPERATIONS[message.kind]][message.dtype] += size

@@ -12,7 +12,6 @@ A request is `{"task": ..., "arms": "ours" | "peers", "cases": [...], ...}`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -149,16 +148,6 @@ def _lowering(request: dict[str, Any]) -> Callable[..., Any]:
     return lower
 
 
-def _kernels(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The kernels of each case, compiled for a GPU."""
-    from benchmarks.counter import counter
-
-    lower = _lowering(request)
-    for fields in request["cases"]:
-        found = counter.kernels_of(lower(fields).compile().as_text())
-        yield {"case": fields, "kernels": [dataclasses.asdict(one) for one in found]}
-
-
 def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Fingerprints of cases lowered for a platform that need not be here."""
     from benchmarks.counter import TARGETS
@@ -178,7 +167,6 @@ def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 # What answers a request, or the module whose `measure` does.
 TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]] | str] = {
     "count": _count,
-    "kernels": _kernels,
     "lower": _lower,
     "versions": lambda request: iter(()),
     "host": "time.host",
@@ -188,6 +176,7 @@ TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]] | str] = {
     "folds": "numerics.folds",
     "recipes": "numerics.recipes",
     "errors": "numerics.errors",
+    "published": "published",
     "kept": "counts.recipes",
 }
 

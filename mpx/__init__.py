@@ -208,17 +208,18 @@ __all__ = [
 
 # Imported when somebody asks for them: most programs need none, and `nnx` imports Flax.
 _MODULES = ("compat", "contrib", "nn", "nnx")
+_FUNCTIONS = {"forecast": "._forecast"}
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, *_FUNCTIONS})
 
 
 def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return _importlib.import_module(f".{name}", __name__)
-    if name == "forecast":  # only those who ask for it need it
-        return _importlib.import_module("._forecast", __name__).forecast
+    if name in _FUNCTIONS:
+        return getattr(_importlib.import_module(_FUNCTIONS[name], __name__), name)
     # The published MPX has the present setting as a module attribute.
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()
