@@ -221,7 +221,7 @@ def tables(found: Results) -> Iterator[Table]:
 
 
 _NOTES = (
-    "*Published* is measured with the others' program, *forecast* (modelled, the middle "
+    "*Published* is measured with others' programs, *forecast* (modelled, the middle "
     "of best and worst case) is of mpx's program of these sizes; no constant of the "
     "model is from these numbers. (1) mpx has no row-wise scaling: its per-tensor "
     "scaling in its place. (2) On one device, without FSDP. (3) One layer of experts "
