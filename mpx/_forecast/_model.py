@@ -33,8 +33,11 @@ def kind_of(kernel: Kernel, frames: Frames) -> str:
         return COLLECTIVE
     if kernel.operations:
         return _MATMUL.format(kernel.bits)
-    if kernel.further:
-        return ATTENTION if kernel.is_attention else CONVOLUTION
+    if kernel.is_attention:
+        return ATTENTION
+    if kernel.further:  # a TPU's compiler writes matmuls as convolutions
+        is_call = kernel.target.startswith("__cudnn")
+        return CONVOLUTION if is_call else _MATMUL.format(kernel.bits)
     is_amax = kernel.results <= _SCALARS and "quantized" in kernel.source
     if is_amax or (kernel.few and kernel.results - kernel.few <= _SCALARS):
         return QUANTIZING
