@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*_*.py"))
 GUIDES = [guide for guide in GUIDES if guide.name != "__init__.py"]
-SLOW = ("in_fp8", "with_grain", "with_monitor", "with_orbax")
+SLOW = ("in_fp8", "nnx_with_orbax", "with_grain", "with_monitor", "with_orbax")
 
 
 def marked(guide: Path):
