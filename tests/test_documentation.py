@@ -12,17 +12,14 @@ from . import pages
 WITH_CODE = [page for page in pages.PAGES if pages.blocks(page)]
 # These train models.
 SLOW = (
-    "choose",
     "coming-from-flax-fp8",
     "coming-from-transformer-engine",
     "devices",
-    "evaluation",
     "examples",
     "explicit",
     "formats",
     "layers",
     "low-precision",
-    "master-weights",
     "numerics",
     "troubleshooting",
 )

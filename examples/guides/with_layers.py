@@ -29,8 +29,9 @@ class Model(eqx.Module):
 
     def __call__(self, tokens, key):
         x = self.embedding[tokens]
-        for layer, key in zip(self.layers, jax.random.split(key, 2), strict=True):
-            x = layer(x, key=key)
+        keys = jax.random.split(key, 2)
+        for layer, each in zip(self.layers, keys, strict=True):
+            x = layer(x, key=each)
         return self.norm(x) @ self.embedding.astype(x.dtype).T
 
 
