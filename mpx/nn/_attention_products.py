@@ -22,11 +22,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, PyTree
 
 from .._quantize import Target
 from ._elementwise import drop
-from ._linear_part import active, from_residuals, widen
+from ._recomputed import linear, widen
+from ._softmax import tangent_of_softmax
 
 Implementation = Literal["xla", "cudnn"] | None
 
@@ -253,7 +255,9 @@ def _probabilities(
 
 def _probabilities_rule(scale: float, primals: PyTree, tangents: PyTree) -> PyTree:
     query, key, _, _, seen = primals
-    query_dot, key_dot, bias_dot, *_ = map(active, tangents)
+    query_dot, key_dot, bias_dot, *_ = (
+        None if isinstance(dot, SymbolicZero) else dot for dot in tangents
+    )
     p = _probabilities(scale, *primals)
     product = functools.partial(jnp.einsum, "btgnh,bsgh->bgnts")
     terms = [] if query_dot is None else [product(query_dot, key)]
@@ -262,7 +266,7 @@ def _probabilities_rule(scale: float, primals: PyTree, tangents: PyTree) -> PyTr
     if dot is None and bias_dot is None:
         return p, jnp.zeros_like(p)
 
-    def linear_part(residuals: PyTree, dots: PyTree) -> Array:
+    def evaluate(residuals: PyTree, dots: PyTree) -> Array:
         p, seen = residuals
         dot, bias_dot = dots
         p = widen(p)
@@ -271,10 +275,9 @@ def _probabilities_rule(scale: float, primals: PyTree, tangents: PyTree) -> PyTr
             total = total + bias_dot.astype(p.dtype)
         if seen is not None:
             total = jnp.where(seen, total, 0)
-        inner = jnp.sum(p * total, -1, keepdims=True)
-        return (p * (total - inner)).astype(query.dtype)
+        return tangent_of_softmax(p, total).astype(query.dtype)
 
-    return p, from_residuals(linear_part, (p, seen), (dot, bias_dot))
+    return p, linear(evaluate, (p, seen), (dot, bias_dot))
 
 
 _probabilities.defjvp(_probabilities_rule, symbolic_zeros=True)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from .._ambient import with_ambient_recipe
 from .._typing import DTypeLike
 from ._attention_products import Implementation
-from ._elementwise import activate, activate_gated, dropout
+from ._elementwise import activate, dropout
 from ._layers import LayerNorm, Linear, RMSNorm, check_rate, check_size
 from ._multihead import MaskType, MultiheadAttention
 
@@ -175,6 +175,5 @@ class TransformerLayer(eqx.Module):
     def _activated(self, x: Array) -> Array:
         """What goes into the second product of the perceptron."""
         y = self.mlp_in(x)
-        if self.mlp_gate is None:
-            return activate(self.activation, y)
-        return activate_gated(self.activation, y, self.mlp_gate(x))
+        gate = () if self.mlp_gate is None else (self.mlp_gate(x),)
+        return activate(self.activation, y, *gate)
