@@ -93,10 +93,7 @@ def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     """
     primitive = equation.primitive
     params = primitive.get_bind_params(equation.params)
-    subfunctions: Sequence[object] = ()
-    if isinstance(params, tuple):  # before jax 0.10: (functions, parameters)
-        subfunctions, params = params
-    results = primitive.bind(*subfunctions, *operands, **params)
+    results = primitive.bind(*operands, **params)
     return list(results) if primitive.multiple_results else [results]
 
 
@@ -277,12 +274,3 @@ def set_for_all_threads(context: Any, value: object) -> None:
             "mpx.half_precision(...):`."
         )
     context.set_global(value)
-
-
-def varied_axes(equation: JaxprEqn) -> frozenset[str]:
-    """The mesh axes on which an equation makes a value varying; mostly none.
-
-    Its transpose is a sum over the devices.
-    """
-    is_one = equation.primitive.name == "pvary"
-    return frozenset(equation.params.get("axes", ())) if is_one else frozenset()
