@@ -41,7 +41,7 @@ class AbstractLossScaling(eqx.Module):
 
     @property
     @abc.abstractmethod
-    def loss_scale(self) -> FloatScalar:
+    def loss_scale(self) -> AnyArray:
         """The scale that the next loss is multiplied by, float32."""
 
     def adjust(
@@ -131,10 +131,6 @@ class AbstractLossScaling(eqx.Module):
             )
         scale = self.record.bad_scale
         return self._at_scale(scale) if float(scale) > 0 else self
-
-    def _scale_of_step(self) -> AnyArray:
-        """The loss scale, of a state of NumPy's arrays, too."""
-        return self.loss_scale
 
     def _at_scale(self, scale: FloatScalar) -> "AbstractLossScaling":
         """The state with another scale, within its bounds or not."""
@@ -279,8 +275,9 @@ class AbstractLossScaling(eqx.Module):
         if not self._is_stateful:
             return self
         finite, loss_finite = judged(self, grads_finite, loss_finite)
-        scale = self._scale_of_step()
-        record = advance_record(self.record, finite, places_finite, loss_finite, scale)
+        record = advance_record(
+            self.record, finite, places_finite, loss_finite, self.loss_scale
+        )
         return self._with_record(record)
 
     def _set_aside(self) -> Self:
@@ -346,7 +343,7 @@ class AbstractLossScaling(eqx.Module):
 
     def _odd_scale(self) -> AnyArray | None:
         """A scale that is no float32, as a cast or a wrong restore leaves it."""
-        own = () if self._is_one else (self._scale_of_step(),)
+        own = () if self._is_one else (self.loss_scale,)
         scales = (*own, self.record.bad_scale)
         return next((x for x in scales if x.dtype != np.float32), None)
 

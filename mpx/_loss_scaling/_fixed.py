@@ -38,11 +38,8 @@ class StaticLossScaling(AbstractLossScaling):
         self.record = StepRecord()
 
     @property
-    def loss_scale(self) -> FloatScalar:
+    def loss_scale(self) -> AnyArray:
         """The scale, float32."""
-        return self.loss_scaling
-
-    def _scale_of_step(self) -> AnyArray:
         return self.loss_scaling
 
     def _at_scale(self, scale: FloatScalar) -> Self:
@@ -84,7 +81,7 @@ class NoLossScaling(AbstractLossScaling):
         self.skip = skip
 
     @property
-    def loss_scale(self) -> FloatScalar:
+    def loss_scale(self) -> AnyArray:
         """One, float32."""
         return jnp.ones((), jnp.float32)
 

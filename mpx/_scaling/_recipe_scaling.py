@@ -29,7 +29,7 @@ from .._recipe_state import (
     brief,
     providing_state,
 )
-from .._typing import BoolLike, FloatScalar
+from .._typing import AnyArray, BoolLike, FloatScalar
 from . import _saved
 from ._delayed_scales import DelayedScales
 
@@ -90,7 +90,7 @@ class RecipeScaling(AbstractLossScaling):
         return self.loss.record
 
     @property
-    def loss_scale(self) -> FloatScalar:
+    def loss_scale(self) -> AnyArray:
         """The scale that the next loss is multiplied by, float32."""
         return self.loss.loss_scale
 
