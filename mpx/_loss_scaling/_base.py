@@ -157,8 +157,7 @@ class AbstractLossScaling(eqx.Module):
         NaN, infinities and zeros stay what they are; a product beyond the range of
         float32 is infinite.
         """
-        scale = Filled(self.loss_scale.astype)
-        return map_numbers(lambda leaf: _multiply(leaf, scale), tree, "scale")
+        return self._multiplied(tree, "scale", lambda scale: scale)
 
     def unscale(self, tree: PyTree) -> PyTree:
         r"""Divides every float or complex leaf by the scale, in float32 at least.
@@ -180,8 +179,27 @@ class AbstractLossScaling(eqx.Module):
 
         NaN, infinities and zeros stay what they are.
         """
-        inverse = Filled((1 / self.loss_scale).astype)
-        return map_numbers(lambda leaf: _multiply(leaf, inverse), tree, "unscale")
+        return self._multiplied(tree, "unscale", lambda scale: 1 / scale)
+
+    def _multiplied(
+        self, tree: PyTree, method: str, factor: Callable[[AnyArray], AnyArray]
+    ) -> PyTree:
+        """All numbers in full precision, times what a scale gives unless it is 1."""
+        filled = None if self._is_one else Filled(factor(self.loss_scale).astype)
+
+        def one(leaf: object) -> PyTree:
+            if isinstance(leaf, AbstractLossScaling):
+                raise TypeError(
+                    f"`{method}` of a loss scaling takes losses or gradients; got a "
+                    f"tree with a loss scaling in it, {type(leaf).__name__}. What "
+                    "`mpx.filter_grad` and its relatives return is unscaled already: "
+                    "use `result.value` and `result.grads` as they are."
+                )
+            return _to_full(leaf) if filled is None else _multiply(leaf, filled)
+
+        return jax.tree.map(
+            one, tree, is_leaf=lambda node: isinstance(node, AbstractLossScaling)
+        )
 
     @property
     def _is_stateful(self) -> bool:
@@ -376,28 +394,7 @@ def judged(
     return finite, bool_scalar(loss_finite, f"`loss_finite` {call}")
 
 
-def map_numbers(func: Callable[[PyTree], PyTree], tree: PyTree, method: str) -> PyTree:
-    """Maps over a tree that must not hold a loss scaling, whose fields are no values.
-
-    The results of the gradient functions hold one; their gradients are unscaled.
-    """
-
-    def apply(leaf: object) -> PyTree:
-        if not isinstance(leaf, AbstractLossScaling):
-            return func(leaf)
-        raise TypeError(
-            f"`{method}` of a loss scaling takes losses or gradients; got a tree with "
-            f"a loss scaling in it, {type(leaf).__name__}. What `mpx.filter_grad` and "
-            "its relatives return is unscaled already: use `result.value` and "
-            "`result.grads` as they are."
-        )
-
-    return jax.tree.map(
-        apply, tree, is_leaf=lambda node: isinstance(node, AbstractLossScaling)
-    )
-
-
-def to_full(leaf: Any) -> Any:
+def _to_full(leaf: Any) -> Any:
     if not is_inexact_leaf(leaf):
         return leaf
     if leaf.dtype == np.float32:  # as gradients are
@@ -410,7 +407,7 @@ def _multiply(leaf: object, scale: Filled) -> PyTree:
         leaf = jnp.asarray(leaf)
     if not is_inexact_leaf(leaf):
         return leaf
-    wide = to_full(leaf)
+    wide = _to_full(leaf)
     if not isinstance(wide, jax.Array):
         wide = jnp.asarray(wide)
     if jnp.issubdtype(wide.dtype, jnp.complexfloating):
