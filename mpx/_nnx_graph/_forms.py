@@ -53,7 +53,7 @@ class Taken(NamedTuple):
         slots: The places in these, by their path in NNX's state.
     """
 
-    graphdef: object
+    graphdef: Any
     form: Any
     slots: dict[str, Slot]
 

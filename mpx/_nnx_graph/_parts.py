@@ -133,10 +133,10 @@ class Parts:
         graphdef, *states = context.split(node, predicate, _is_fixed, ...)
         found, form = jax.tree_util.tree_flatten_with_path(tuple(states))
         slots = {
-            jax.tree_util.keystr(path): Slot(
-                GROUPS[number.idx], name + place_text(path), value
+            jax.tree_util.keystr(path[1:]): Slot(
+                GROUPS[path[0].idx], name + place_text(path[1:]), value
             )
-            for (number, *path), value in found
+            for path, value in found
         }
         self._originals.append(node)
         self._objects.append(Taken(graphdef, form, slots))

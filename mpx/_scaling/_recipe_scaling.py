@@ -69,8 +69,9 @@ class RecipeScaling(AbstractLossScaling):
             for recipe, found in by_recipe.items()
             if recipe.has_state
         )
-        quantized = tuple(found.quantized)
-        return cls(loss, scales, _nothing(scales), found.calls, quantized)
+        fields = loss, scales, _nothing(scales), found.calls, tuple(found.quantized)
+        # For a checker the record is a field, too.
+        return cls(*fields)  # pyright: ignore[reportCallIssue]
 
     @property
     def record(self) -> StepRecord:  # pyright: ignore[reportIncompatibleVariableOverride]

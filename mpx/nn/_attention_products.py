@@ -270,7 +270,7 @@ def _probabilities_rule(scale: float, primals: PyTree, tangents: PyTree) -> PyTr
         p, seen = residuals
         dot, bias_dot = dots
         p = widen(p)
-        total = 0 if dot is None else widen(dot) * scale
+        total = jnp.zeros_like(p) if dot is None else widen(dot) * scale
         if bias_dot is not None:
             total = total + bias_dot.astype(p.dtype)
         if seen is not None:
