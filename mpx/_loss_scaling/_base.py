@@ -319,7 +319,7 @@ class AbstractLossScaling(eqx.Module):
 
     def state_dict(self) -> dict[str, Any]:
         """All fields as numpy values by name, with the kind and a version number."""
-        return _state_dict.write(self)
+        return _state_dict.write_state(self)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
