@@ -112,7 +112,7 @@ def accumulated_on_devices(
     differentiated = eqx.filter(tuple(args[i] for i in argnums), is_trainable)
     total = _as_they_lie(mesh, total, differentiated)
     loss, grads = joined(losses, weights, total)
-    return loss, batch.traced[0].rebuild(stacked, []), grads, amaxes
+    return loss, batch.aux(stacked, []), grads, amaxes
 
 
 def _laid_out(

@@ -59,15 +59,9 @@ class AttentionOptions:
 
     def __str__(self) -> str:
         """All of it in one line, without a slash, which would part scopes."""
-        values = (self.scale, self.is_causal, self.window, self.rate)
         target = None if self.target is None else self.target.name
-        rest = (
-            self.implementation,
-            self.with_residual,
-            target,
-            self.without_kernel,
-        )
-        return ",".join(str(v).replace("/", "|") for v in (*values, *rest))
+        values = vars(self) | {"target": target}
+        return ",".join(str(v).replace("/", "|") for v in values.values())
 
 
 class Operands(NamedTuple):

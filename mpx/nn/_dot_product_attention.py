@@ -13,7 +13,7 @@ from .._ambient import call_with_ambient
 from .._errors import describe
 from ._attention import attend
 from ._attention_products import AttentionOptions, Implementation, Operands
-from ._layers import check_rate
+from ._layers import broadcasts, check_rate
 
 _CALL = "`mpx.nn.dot_product_attention`"
 
@@ -191,8 +191,7 @@ def _four_axes(
     batch = query.shape[0] if query.ndim == 4 else 1
     full = (batch, query.shape[-2], query.shape[-3], key.shape[-3])
     shape = (1,) * (4 - x.ndim) + x.shape
-    pairs = zip(shape, full, strict=False)
-    if len(shape) != 4 or any(n not in (1, m) for n, m in pairs):
+    if not broadcasts(shape, full):
         raise ValueError(
             f"`{name}` of {_CALL} must have the shape (batch, heads, q_seq, kv_seq) = "
             f"{full}, each axis possibly 1, or fewer axes; got {describe(x)}."
