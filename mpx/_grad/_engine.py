@@ -41,7 +41,7 @@ from .._recipe_state import (
     is_random,
     missing_from,
 )
-from .._tree import is_trainable
+from .._tree import is_float_leaf, is_trainable
 from .._typing import AnyArray, LeafPredicate, LossScalar
 from ._inputs import cast_inputs
 
@@ -246,8 +246,7 @@ def _differentiated(
     # time for each frame: between here and there are as few as possible.
     def scaled_loss(weights: PyTree, tokens: PyTree) -> PyTree:
         full = list(args)
-        given = jax.tree.map(lambda w, x: cast_leaf(w, x.dtype), weights, outside)
-        for i, weight in zip(problem.argnums, eqx.combine(given, fixed), strict=True):
+        for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
         casting = casting_inputs(problem.call, problem.compute, problem.is_default)
         stored = contextlib.nullcontext()
@@ -255,8 +254,7 @@ def _differentiated(
             stored = standing_for(weights, outside)
         with casting, provide(tokens), in_step(), stored:
             if problem.accumulate_dtype is not None:
-                masters = eqx.combine(weights, fixed)
-                result = _call_with_masters(problem, full, kwargs, masters)
+                result = _call_with_masters(problem, full, kwargs, args)
             else:
                 result = func(*full, **kwargs)
         loss, aux = _loss_and_aux(problem, result)
@@ -315,17 +313,30 @@ def as_weights(
 
 
 def _call_with_masters(
-    problem: Problem, args: PyTree, kwargs: PyTree, weights: PyTree
+    problem: Problem, args: PyTree, kwargs: PyTree, declared: PyTree
 ) -> PyTree:
-    """Calls the function with inputs that are cast, weights at each of their uses."""
-    if problem.compute is None or problem.accumulate_dtype is None:
-        return problem.func(*args, **kwargs)
-    cast_args, cast_kwargs, func = cast_inputs(
-        problem.func, args, kwargs, problem.compute, problem.keep
+    """Calls the function with inputs that are cast, weights at each of their uses.
+
+    Args:
+        problem: The problem.
+        args: The arguments, with weights in full precision.
+        kwargs: The keyword arguments.
+        declared: The arguments in the dtypes that the function is given.
+    """
+    given = jax.tree.map(
+        lambda x, like: cast_leaf(x, like.dtype) if is_float_leaf(like) else x,
+        tuple(args),
+        declared,
     )
-    masters = [jax.tree.map(lambda _: NO_MASTER, arg) for arg in args]
-    for i, weight in zip(problem.argnums, weights, strict=True):
-        masters[i] = weight
+    if problem.compute is None or problem.accumulate_dtype is None:
+        return problem.func(*given, **kwargs)
+    cast_args, cast_kwargs, func = cast_inputs(
+        problem.func, given, kwargs, problem.compute, problem.keep
+    )
+    masters = tuple(
+        arg if i in problem.argnums else jax.tree.map(lambda _: NO_MASTER, arg)
+        for i, arg in enumerate(args)
+    )
     return call_with_masters(
         func, cast_args, cast_kwargs, masters, problem.accumulate_dtype
     )

@@ -18,12 +18,12 @@ the full length or 1.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._quantize import Target
 from ._elementwise import drop
@@ -86,6 +86,12 @@ class Operands(NamedTuple):
     keep: Any = None
     query_lengths: Any = None
     key_lengths: Any = None
+
+    def dropped(self, rate: float, key: PRNGKeyArray | None) -> Self:
+        """With what a key says of the probabilities to drop, if any are."""
+        if not rate or key is None:
+            return self
+        return self._replace(keep=jax.random.bernoulli(key, 1 - rate, self.shape))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ import math
 import numbers
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
@@ -130,9 +129,7 @@ def dot_product_attention(
         query_lengths=_lengths("query_seq_lengths", query_seq_lengths, first),
         key_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, first),
     )
-    if dropout_key is not None and dropout_rate:
-        keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, operands.shape)
-        operands = operands._replace(keep=keep)
+    operands = operands.dropped(dropout_rate, dropout_key)
     options = AttentionOptions(
         scale=_scale(scale, first.shape[-1]),
         is_causal=bool(is_causal),
