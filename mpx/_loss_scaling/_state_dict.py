@@ -106,7 +106,7 @@ def _fields(module: Any) -> dict[str, Any]:
     return fields | {_PREFIX + name: value for name, value in inner.items()}
 
 
-def _filled(template: Any, state: Mapping[str, object], call: str) -> Any:
+def _filled(template: Any, state: Mapping[str, Any], call: str) -> Any:
     """A module with the values of a state, which must be of the form of its own."""
     expected = _fields(template)
     given = {k: v for k, v in state.items() if k not in ("kind", "version")}
