@@ -34,17 +34,14 @@ from .._quantize import (
     AbstractRecipe,
     ConvolutionProduct,
     LinearProduct,
-    PrequantizedWeight,
     QuantizedArray,
     RaggedProduct,
     formats_of,
     has_blocks,
     has_ragged_form,
-    linear_convolution,
-    linear_product,
-    linear_ragged_product,
     may_read,
     path_of,
+    quantized_product,
     rounds_stochastically,
     stored_ahead,
     target_from,
@@ -351,12 +348,10 @@ def _emit_product(
     if weight.float32_source is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)
         array = weight.float32_source.array
-    left, right = (
-        array if v is weight else v.cast(choice.dtype) for v in case.operands[:2]
-    )
-    besides = scales, step, ahead
+    pair = [array if v is weight else v.cast(choice.dtype) for v in case.operands[:2]]
+    sizes = [v.array for v in case.operands[2:]]  # of the groups of a ragged product
     with _explaining_forward_mode():
-        result = _bound(product, left, right, case, besides)
+        result = quantized_product(product, (*pair, *sizes), scales, step, ahead)
     for policy in case.place.saving:
         result = policy.named(case.equation, result)
     return [computed(result)]
@@ -366,22 +361,6 @@ def _stored_for(product: AbstractProduct, weight: Value) -> QuantizedArray | Non
     """What a weight is stored in, if a product reads that as it is."""
     stored = weight.stored
     return stored if stored is not None and may_read(product, stored) else None
-
-
-def _bound(
-    product: AbstractProduct,
-    left: AnyArray,
-    right: AnyArray,
-    case: Case,
-    besides: tuple[AnyArray | None, AnyArray | None, PrequantizedWeight | None],
-) -> AnyArray:
-    if isinstance(product, ConvolutionProduct):
-        return linear_convolution(product, left, right, *besides)
-    if isinstance(product, RaggedProduct):
-        sizes, (scales, step, _) = case.operands[2].array, besides
-        return linear_ragged_product(product, left, right, sizes, scales, step)
-    assert isinstance(product, LinearProduct)
-    return linear_product(product, left, right, *besides)
 
 
 @contextlib.contextmanager

@@ -20,19 +20,19 @@ from ._target import Target
 _ROLES = tuple(Role)
 
 
-def check_scales(call: str, recipe: AbstractRecipe, scales: object) -> None:
+def check_scales(recipe: AbstractRecipe, scales: object) -> None:
     """Raises `TypeError` unless scales are given where, and as, a recipe needs them."""
     if not recipe.has_state:
         if scales is None:
             return
         raise TypeError(
-            f"`scales` of {call} are for `mpx.DelayedScaling`; got {describe(scales)} "
-            f"for `mpx.{type(recipe).__name__}`. Leave them out."
+            "`scales` of a product are for `mpx.DelayedScaling`; got "
+            f"{describe(scales)} for `mpx.{type(recipe).__name__}`. Leave them out."
         )
     shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
     if shape != (3,) or dtype != jnp.float32:
         raise TypeError(
-            f"`scales` of {call} are float32[3] for `mpx.DelayedScaling`: of input, "
+            "`scales` of a product are float32[3] for `mpx.DelayedScaling`: of input, "
             f"weight and gradient; got {describe(scales)}."
         )
 
