@@ -112,7 +112,7 @@ def call_autocast(
             refuse_low(settings.rules)
         has_slots = source is not None and counts_uses(source)
         uses = Uses.of(settings, recipes, has_slots, bool(payloads))
-        run = Run(settings, _REWRITES, programs, uses, spares_final)
+        run = Run(settings, _REWRITES, uses, programs, spares_final)
         if recipes and is_random(recipes):
             run.step = asked_for_step() if step is None else step
         return run
@@ -194,7 +194,7 @@ def call_with_masters(
         facts = declared(leaf).facts._replace(is_weight=True)
         return Value(jax.lax.convert_element_type(master, dtype), facts)
 
-    run = Run(settings, _REWRITES)
+    run = Run(settings, _REWRITES, Uses.of(settings))
     make = jax.make_jaxpr
     return _call(lambda _: run, func, tuple(args), kwargs, value, make)[0]
 
@@ -214,7 +214,7 @@ def call_recomputing(
         kwargs: Its keyword arguments.
     """
     settings = Settings(is_enabled=False, residuals=residuals)
-    run = Run(settings, _REWRITES, only_recomputes=True)
+    run = Run(settings, _REWRITES, Uses.of(settings), only_recomputes=True)
 
     def value(run: Run, path: KeyPath, leaf: AnyArray) -> Value:
         return declared(leaf)

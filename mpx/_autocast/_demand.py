@@ -13,7 +13,7 @@ half precision, and what must not be moved so:
 import enum
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -65,33 +65,36 @@ class Demands(NamedTuple):
     """The demands for the values of a program.
 
     Attributes:
+        dtype: The half precision that is computed in around the program.
+        jaxpr: The program, held so that its identity stays its own.
         demands: For each variable that somebody uses.
-        inputs: For each input.
+        readers: How many operands and results of the program each variable is.
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
         sums: The sums of two products, which are stored in half precision.
         moved_weights: The inputs that are read in half precision, and that an equation
             moves, or a program within, which may: stacks of weights perhaps.
-        readers: How many operands and results of the program each variable is.
-        dtype: The half precision that is computed in around the program.
-        jaxpr: The program, held so that its identity stays its own.
     """
 
-    demands: dict[Var, Demand]
-    inputs: tuple[Demand, ...]
-    residuals: frozenset[Var]
-    beginnings: frozenset[Var]
-    sums: frozenset[Var]
-    moved_weights: tuple[Var, ...]
-    readers: Mapping[Atom, int]
     dtype: np.dtype
     jaxpr: Jaxpr
+    demands: dict[Var, Demand]
+    readers: Mapping[Atom, int]
+    residuals: Set[Var] = frozenset()
+    beginnings: Set[Var] = frozenset()
+    sums: Set[Var] = frozenset()
+    moved_weights: tuple[Var, ...] = ()
+
+    @property
+    def inputs(self) -> Wanted:
+        """What is read of each input."""
+        return tuple(map(self.demand, self.jaxpr.invars))
 
     def demand(self, variable: Var) -> Demand:
         """What the users of a variable read."""
         return self.demands.get(variable, UNREAD)
 
-    def wanted(self, equation: JaxprEqn, dtype: np.dtype) -> "Wanted":
+    def wanted(self, equation: JaxprEqn, dtype: np.dtype) -> Wanted:
         """What is read of the results of an equation that computes in a dtype."""
         demands = map(self.demand, equation.outvars)
         return tuple(_seen_from(dtype, demand, self.dtype) for demand in demands)
@@ -159,39 +162,14 @@ def demands_of(
     """
     jaxpr = open_jaxpr(jaxpr)
     if not settings.is_enabled:  # everything runs as it was written
-        inputs, nothing = (UNREAD,) * len(jaxpr.invars), frozenset()
-        found = inputs, nothing, nothing, nothing, ()
-        return Demands({}, *found, {}, settings.dtype, jaxpr)
+        return Demands(settings.dtype, jaxpr, {}, {})
     # The plan holds its program, so the id is that of no other one.
     key = (id(jaxpr), settings, are_declared, results)
     made = run.demands.get(key)
     if made is None:
-        made = run.demands[key] = _make(run, settings, jaxpr, are_declared, results)
+        flow = _DemandFlow(run, settings, jaxpr, are_declared)
+        made = run.demands[key] = flow.plan(results)
     return made
-
-
-def _make(
-    run: Run,
-    settings: Settings,
-    jaxpr: Jaxpr,
-    are_declared: tuple[bool, ...],
-    results: Wanted,
-) -> Demands:
-    flow = _DemandFlow(run, settings, jaxpr, are_declared)
-    demands = backward(jaxpr, results, flow)
-    return Demands(
-        demands,
-        tuple(demands.get(v, UNREAD) for v in jaxpr.invars),
-        frozenset(flow.residuals),
-        frozenset(flow.beginnings),
-        frozenset(flow.sums),
-        tuple(
-            v for v in jaxpr.invars if v in flow.moved and demands.get(v) == Demand.HALF
-        ),
-        flow.makers.readers,
-        settings.dtype,
-        jaxpr,
-    )
 
 
 class _DemandFlow(BackwardFlow[Demand]):
@@ -215,10 +193,24 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.beginnings: set[Var] = set()
         self.sums: set[Var] = set()
         self.moved: set[Atom] = set()
-        self._run = run
-        self._settings = settings
+        self._run, self._settings, self._jaxpr = run, settings, jaxpr
         self._declared = _declared_variables(jaxpr, are_declared)
         self.makers = makers_of(jaxpr)
+
+    def plan(self, results: Wanted) -> Demands:
+        """The plan of the program."""
+        demands = backward(self._jaxpr, results, self)
+        moved = (v for v in self._jaxpr.invars if v in self.moved)
+        return Demands(
+            self._settings.dtype,
+            self._jaxpr,
+            demands,
+            self.makers.readers,
+            self.residuals,
+            self.beginnings,
+            self.sums,
+            tuple(v for v in moved if demands.get(v) == Demand.HALF),
+        )
 
     @property
     def nothing(self) -> Demand:
