@@ -54,6 +54,7 @@ from ._products import choose_recipe, emit_quantized
 from ._reach import UNUSED, reach_in
 from ._records import Usage
 from ._rematerialize import (
+    Site,
     Values,
     emit_island,
     for_readers,
@@ -122,9 +123,10 @@ def evaluate(
             run.note(Usage(computes_float16=True))
         values.update(zip(equation.outvars, outputs, strict=True))
 
+    site = Site(run, place, ahead, values, emit)
     for part in found:
         if isinstance(part, Island):
-            emit_island(run, place, part, values, ahead, emit)
+            emit_island(site, part)
         else:
             emit(place, part, values)
     return [_read(values, atom) for atom in jaxpr.outvars]
