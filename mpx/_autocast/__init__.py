@@ -15,6 +15,7 @@ autocast.
 
 from ._call import (
     NO_MASTER as NO_MASTER,
+    Invocation as Invocation,
     call_autocast as call_autocast,
     call_with_masters as call_with_masters,
     half_inputs as half_inputs,

@@ -32,7 +32,7 @@ from .._settings import (
 )
 from .._typing import DTypeLike
 from .._wraps import wraps
-from ._call import call_autocast, call_recomputing
+from ._call import Invocation, call_autocast, call_recomputing
 from ._notes import expect_unused
 from ._records import Programs
 from ._switched_off import (
@@ -348,9 +348,8 @@ def _wrapped(
         places = weights_in_call(func, weights, args, kwargs, _CALL)
         if settings.residuals is None:
             settings = dataclasses.replace(settings, residuals=_residuals(settings))
-        if not settings.is_enabled:
-            return call_switched_off(settings, places, programs, func, args, kwargs)
-        return call_autocast(settings, places, programs, func, args, kwargs)
+        call = Invocation(settings, places, programs, func, args, kwargs)
+        return call_autocast(call) if settings.is_enabled else call_switched_off(call)
 
     given = {"options": options, "weights": weights, "is_explicit": is_explicit}
     again = functools.partial(_wrapped, **given)
@@ -363,20 +362,20 @@ def _wrapped(
 def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
     """What autocast made, made again with a rule before all others."""
     expect_unused(rule)
-    mark: Mark = getattr(func, MARK)
-    rules = mark.settings.rules
+    rules = getattr(func, MARK).settings.rules
     first = Rules(rule, *rules.rules, looks_ahead=rules.looks_ahead)
-    explicit = mark.settings.explicit | {"rules"}
-    options = dataclasses.replace(mark.settings, rules=first, explicit=explicit)
-    return _wrapped(mark.func, options, mark.weights, mark.has_explicit_weights)
+    return _made_again(func, rules=first)
 
 
 def with_dtype(func: Callable[..., PyTree], dtype: np.dtype) -> Callable[..., PyTree]:
     """What autocast made, made again in another half precision datatype."""
+    return _made_again(func, dtype=dtype)
+
+
+def _made_again(func: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
     mark: Mark = getattr(func, MARK)
-    explicit = mark.settings.explicit | {"dtype"}
-    options = dataclasses.replace(mark.settings, dtype=dtype, explicit=explicit)
-    return _wrapped(mark.func, options, mark.weights, mark.has_explicit_weights)
+    changed = Settings.of(**options).within(mark.settings)
+    return _wrapped(mark.func, changed, mark.weights, mark.has_explicit_weights)
 
 
 def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:

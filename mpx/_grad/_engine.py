@@ -142,9 +142,9 @@ def called(
         try:
             result = differentiate(problem)
         except AmbientRecipe as met:
-            if met.has_state and not scaling._tokens():
-                raise missing_from(scaling, problem.call, "DelayedScaling") from met
-            func = in_contexts(problem.func) if met.has_state else problem.func
+            if met.recipe and not scaling._tokens():
+                raise missing_from(scaling, problem.call, met.recipe) from met
+            func = in_contexts(problem.func) if met.recipe else problem.func
             half = None if problem.is_default else problem.compute
             problem = dataclasses.replace(problem, func=func, compute=half, half=half)
             result = differentiate(problem)

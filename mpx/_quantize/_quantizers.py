@@ -145,10 +145,13 @@ class TensorQuantizer(AbstractQuantizer):
         check_flags(self, "power_of_two_scales", "stochastic_rounding")
         check_epsilon(self)
 
+    def _scale(self, amax: Float32[Array, ""]) -> Float32[Array, ""]:
+        return _float32_scale(self, amax)
+
     def _quantize(self, x: Float32[Array, "..."], to: Asked) -> QuantizedArray:
         by, scale = to.by, to.scale
         if scale is None:
-            scale = _float32_scale(self, to.join(by.largest_finite(x)))
+            scale = self._scale(to.join(by.largest_finite(x)))
         # What is not finite shows in the numbers: nothing waits for an amax where a
         # scale is given.
         payload = by.to_format(by.scaled(x, scale), self.format, to.key)

@@ -5,7 +5,7 @@ gradient, which they are not: JAX carries cotangents from the backward pass to t
 caller, and nothing else.
 """
 
-from typing import Any
+from typing import cast
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -13,6 +13,7 @@ from jaxtyping import Array
 from .._errors import describe
 from ._amax import Join, as_cotangent, refuse_batching
 from ._casting import amax_on
+from ._delayed import RecipeWithState
 from ._recipes import AbstractRecipe, Role
 from ._rounding import flushed
 from ._target import Target
@@ -43,7 +44,7 @@ def amax_of(target: Target, x: Array, axes: tuple[int, ...] | None = None) -> Ar
 
 
 def amax_and_scale(
-    recipe: Any,
+    recipe: AbstractRecipe,
     target: Target,
     join: Join,
     role: Role,
@@ -68,9 +69,9 @@ def amax_and_scale(
     given = scales[_ROLES.index(role)]
     # Without a warm start nothing may wait for the amax, so that XLA can quantize an
     # array in the operations that make it.
-    first = 1.0
-    if recipe.warm_start:
-        first = recipe._scale(amax, role, jnp.where(amax < jnp.inf, 1.0, jnp.nan))
+    first, stateful = 1.0, cast(RecipeWithState, recipe)
+    if stateful.warm_start:
+        first = stateful._scale(amax, role, jnp.where(amax < jnp.inf, 1.0, jnp.nan))
     return amax, jnp.where(given == 0, first, given)
 
 
