@@ -13,7 +13,7 @@ half precision, and what must not be moved so:
 import enum
 import functools
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -127,6 +127,11 @@ def demand_for(aval: Aval, half: np.dtype) -> Demand:
     return Demand.HALF if aval.dtype == half else Demand.FULL
 
 
+def demands_for(avals: Iterable[Aval], half: np.dtype) -> Wanted:
+    """The demands of somebody who will cast to the dtypes of types."""
+    return tuple(demand_for(aval, half) for aval in avals)
+
+
 def _seen_from(dtype: np.dtype, demand: Demand, half: np.dtype) -> Demand:
     """A demand where another half precision is computed in."""
     return demand if dtype == half or not demand else Demand.FULL
@@ -182,6 +187,8 @@ class _DemandFlow(BackwardFlow[Demand]):
         moved: What an equation moves, or a program within, which may.
     """
 
+    nothing = UNREAD
+
     def __init__(
         self,
         run: Run,
@@ -211,15 +218,6 @@ class _DemandFlow(BackwardFlow[Demand]):
             self.sums,
             tuple(v for v in moved if demands.get(v) == Demand.HALF),
         )
-
-    @property
-    def nothing(self) -> Demand:
-        """Nobody reads it."""
-        return UNREAD
-
-    def join(self, a: Demand, b: Demand) -> Demand:
-        """What two users want together."""
-        return a | b
 
     def is_declared(self, atom: Atom) -> bool:
         """Whether a value of the program is an input or a constant, moved perhaps."""
@@ -362,7 +360,7 @@ def _operand_demands(
         is_picked = only_picks(equation) and Demand.FULL not in wanted
         return (wanted if is_picked else Demand.FULL,) * count
     # Declared dtypes.
-    return tuple(demand_for(aval, settings.dtype) for aval in avals(equation.invars))
+    return demands_for(avals(equation.invars), settings.dtype)
 
 
 def _is_cast_to_half(equation: JaxprEqn, settings: Settings) -> bool:

@@ -27,6 +27,7 @@ from .equations import (
     count as count,
     distinct_equations as distinct_equations,
     equations as equations,
+    is_inexact as is_inexact,
     is_multiplication as is_multiplication,
     lengths as lengths,
     only_picks as only_picks,
@@ -62,10 +63,7 @@ from .remat import (
     is_worth_while as is_worth_while,
     recomputed_if_cheap as recomputed_if_cheap,
 )
-from .residuals import (
-    may_keep as may_keep,
-    measured_bytes as measured_bytes,
-)
+from .residuals import may_keep as may_keep, measured_bytes as measured_bytes
 from .source import (
     DataScope as DataScope,
     Frame as Frame,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -76,6 +77,11 @@ def aval_of(atom: Atom) -> Aval:
 def avals(atoms: Iterable[Atom]) -> list[Aval]:
     """The types of operands or results."""
     return [aval_of(atom) for atom in atoms]
+
+
+def is_inexact(aval: Aval) -> bool:
+    """Whether values of a type are floating or complex numbers."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def program_of(equation: JaxprEqn) -> Program:
