@@ -34,16 +34,8 @@ from .._stored_weights import StoredWeight
 from .._tree import path_text
 from .._typing import AnyArray, Aval
 from . import _control_flow, _custom_rules, _loops
-from ._context import (
-    Place,
-    Programs,
-    Run,
-    Uses,
-    Value,
-    declared,
-    is_castable,
-)
-from ._demand import Demand, demand_for, demands_of
+from ._context import Place, Programs, Run, Uses, Value, declared, is_castable
+from ._demand import Demand, demands_for, demands_of
 from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import RESULT, note_unused, noted_cast, refuse_unused, warn_of_unused
@@ -305,7 +297,7 @@ def _asked_demands(
 ) -> dict[KeyPath, np.dtype]:
     """The inputs that all uses cast, for who asks."""
     are_declared = tuple(v.facts.is_declared for v in values)
-    wanted = tuple(demand_for(aval, run.settings.dtype) for aval in closed.out_avals)
+    wanted = demands_for(closed.out_avals, run.settings.dtype)
     ahead = demands_of(run, run.settings, closed.jaxpr, are_declared, wanted)
     triples = zip(paths, values, ahead.inputs, strict=True)
     return {
@@ -317,7 +309,7 @@ def _asked_demands(
 
 def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[AnyArray]:
     avals = closed.out_avals
-    demands = tuple(demand_for(aval, run.settings.dtype) for aval in avals)
+    demands = demands_for(avals, run.settings.dtype)
     place = Place(run.settings)
     if run.uses.recipes and run.spares_final:
         place = dataclasses.replace(place, reach=reach_of_results(avals))

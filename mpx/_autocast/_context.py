@@ -25,11 +25,11 @@ from .._jax_compat import scope_names
 from .._program import FEW_USES, DataScope
 from .._quantize import AbstractRecipe, QuantizedArray
 from .._recipe_state import Slots
+from .._rules import Rule
 from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
 from .._wire import Gathering
 from ._reach import Reach
-from ._records import Programs, Usage
 from ._saving import Saving
 
 FULL = np.dtype(np.float32)
@@ -319,6 +319,36 @@ class Uses:
             wire=settings.wire is not None,
             notes=notes,
         )
+
+
+class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
+    """A store for rewritten programs, each as long as the one it was made from.
+
+    Pickled or copied it is empty: so a function that autocast made may be sent to
+    another process (Ray, Dask, joblib).
+    """
+
+    def __reduce__(self) -> tuple:
+        return Programs, ()
+
+    def __deepcopy__(self, memo: object) -> "Programs":
+        return Programs()
+
+
+class Usage(NamedTuple):
+    """What has been used, for what is reported when a call is over.
+
+    Attributes:
+        rules: The rules that applied to an operation.
+        recipes: The recipes that quantized a product.
+        one_row: Those that left one alone only for its batch of one row.
+        computes_float16: Whether anything is computed in float16.
+    """
+
+    rules: frozenset[Rule] = frozenset()
+    recipes: frozenset[AbstractRecipe] = frozenset()
+    one_row: frozenset[AbstractRecipe] = frozenset()
+    computes_float16: bool = False
 
 
 @dataclasses.dataclass(eq=False)

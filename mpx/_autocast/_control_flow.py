@@ -18,35 +18,16 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from .._jax_compat import (
-    bind_equation,
-    composite_parameter,
-    open_jaxpr,
-    shard_map_axes,
-)
-from .._program import (
-    constants_as_inputs,
-    distinct_equations,
-    program_of,
-    properties,
-)
+from .._jax_compat import bind_equation, composite_parameter, open_jaxpr, shard_map_axes
+from .._program import constants_as_inputs, distinct_equations, program_of, properties
 from .._quantize import QuantizedArray
 from .._recipe_state import Slots, StateOperands
 from .._typing import AnyArray, Program
 from .._wire import refuse_sums_of_others
-from ._context import (
-    FULL,
-    Facts,
-    Place,
-    Run,
-    Value,
-    computed,
-    is_castable,
-)
+from ._context import FULL, Facts, Place, Run, Usage, Value, computed, is_castable
 from ._decide import Case
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate, evaluate_within
-from ._records import Usage
 from ._saving import Saving
 from ._travel import entries_of, from_entry
 

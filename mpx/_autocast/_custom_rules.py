@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
@@ -25,16 +24,12 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import PyTree
 
 from .._ambient_record import trace
-from .._jax_compat import (
-    bind_equation,
-    open_jaxpr,
-    own_source_lines,
-    symbolic_zero,
-)
+from .._jax_compat import bind_equation, open_jaxpr, own_source_lines, symbolic_zero
 from .._program import (
     aval_of,
     avals,
     constants_as_inputs,
+    is_inexact,
     program_of,
     with_lines_of,
     zero_results,
@@ -50,7 +45,7 @@ from ._control_flow import (
     types_of,
 )
 from ._decide import Case
-from ._demand import UNREAD, Wanted, demand_for
+from ._demand import UNREAD, Wanted, demands_for
 from ._emit import Rewrite, evaluate
 
 _FLOAT0 = jax.dtypes.float0
@@ -127,15 +122,7 @@ class _OwnRule:
         """What is wanted of its results, where a form of it ran perhaps."""
         if self._result_facts is None:
             return self._wanted
-        return self.wanted_as(self._avals)
-
-    def wanted_as(self, avals: Sequence[Aval]) -> Wanted:
-        """What is wanted of what must have the dtypes of types."""
-        return tuple(demand_for(aval, self.place.settings.dtype) for aval in avals)
-
-
-def _is_inexact(aval: Aval) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
+        return demands_for(self._avals, self.place.settings.dtype)
 
 
 def _retyped(arrays: Sequence[AnyArray], avals: Sequence[Aval]) -> list[Any]:
@@ -149,7 +136,7 @@ def _retyped(arrays: Sequence[AnyArray], avals: Sequence[Aval]) -> list[Any]:
 def rewrite_custom_jvp(case: Case) -> list[Value]:
     """A function with a rule for its tangents."""
     own, equation = _OwnRule(case), case.equation
-    is_float = [_is_inexact(aval_of(v)) for v in equation.outvars]
+    is_float = [is_inexact(aval_of(v)) for v in equation.outvars]
     function = jax.custom_jvp(own.function)
 
     @_explaining_leaks(equation)
@@ -215,7 +202,7 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
         active = [
             i
             for i, (primal, v) in enumerate(zip(primals, equation.invars, strict=True))
-            if primal.perturbed and _is_inexact(aval_of(v))
+            if primal.perturbed and is_inexact(aval_of(v))
         ]
         _refuse_active_constants(equation, active)
         closed, tree = _traced_forward(own, arrays, active)
@@ -238,7 +225,7 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
         given = [c for c in cotangents if not isinstance(c, SymbolicZero)]
         closed = _traced_backward(own, saved, cotangents)
         inside = [*make_values(saved.arrays, saved.facts), *map(computed, given)]
-        wanted = own.wanted_as([aval for _, aval in saved.active])
+        wanted = demands_for((a for _, a in saved.active), own.place.settings.dtype)
         results = own.evaluated(closed, inside, wanted)
         found: list[AnyArray | None] = [None] * len(equation.invars)
         for (i, aval), value, is_zero in zip(
@@ -398,7 +385,7 @@ def rewrite_remat_opt(case: Case) -> list[Value]:
     @functools.cache
     def alone() -> tuple[Any, Sequence[Any]]:
         closed = core.ClosedJaxpr(*params["fun_jaxpr_thunk"]())
-        wanted = own.wanted_as(results)
+        wanted = demands_for(results, own.place.settings.dtype)
         found, _ = rewrite_program(
             own.later(), own.place, closed, of_function, wanted, nothing, dtypes
         )

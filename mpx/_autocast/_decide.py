@@ -26,7 +26,7 @@ from .._quantize import AbstractRecipe
 from .._rules import Candidate, Precision, Rule, line_of
 from .._settings import Settings
 from .._typing import Atom
-from ._context import FULL, Place, Run, Value, is_castable
+from ._context import FULL, Place, Run, Usage, Value, is_castable
 from ._demand import (
     Demand,
     Demands,
@@ -35,7 +35,6 @@ from ._demand import (
     half_dtype_of,
     together,
 )
-from ._records import Usage
 
 
 class Reason(enum.Enum):
@@ -48,7 +47,6 @@ class Reason(enum.Enum):
     MOVES = "only moves data"
     CONVERTED = "a cast that the program asks for"
     PRECISION = "the program asks for a precision of the product"
-    RECURSES = "a program within the program, decided equation by equation"
     OPAQUE = "runs as it was written"
     UNKNOWN = "holds a program that mpx does not enter; it runs as it was written"
     UNTOUCHED = "no float16, bfloat16 or float32 among its operands and results"
@@ -268,14 +266,11 @@ def _choose_elementwise(case: Case) -> Choice:
     halves = {v.dtype for v in values if v.dtype != FULL}
     half = next(iter(halves), case.settings.dtype)
     is_computed = not all(v.facts.is_declared for v in values)
-    if is_computed and len(halves) < 2 and _may_be_rounded(case):
-        return Choice(kind, Reason.ROUNDED, half)
+    if is_computed and len(halves) < 2 and case.demand == Demand.HALF:
+        # Nothing is lost if what was computed in float32 is rounded before.
+        if only_picks(case.equation):
+            return Choice(kind, Reason.ROUNDED, half)
     return Choice(kind, Reason.BETWEEN, FULL)
-
-
-def _may_be_rounded(case: Case) -> bool:
-    """Whether nothing is lost if operands that were computed in float32 are rounded."""
-    return case.demand == Demand.HALF and only_picks(case.equation)
 
 
 def _adds_to_stream(case: Case, values: list[Value]) -> bool:

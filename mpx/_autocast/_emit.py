@@ -21,14 +21,7 @@ from .._jax_compat import (
     open_jaxpr,
     scope_names,
 )
-from .._program import (
-    Island,
-    PrimitiveClass,
-    aval_of,
-    count,
-    parts,
-    properties,
-)
+from .._program import Island, PrimitiveClass, aval_of, count, parts, properties
 from .._rules import Precision, Rule
 from .._typing import AnyArray, Atom
 from ._bias import with_rounded_gradient
@@ -38,6 +31,7 @@ from ._context import (
     Facts,
     Place,
     Run,
+    Usage,
     Value,
     computed,
     declared,
@@ -52,7 +46,6 @@ from ._lookup import finds_one_in_each_row, look_up
 from ._notes import noted, refuse_unknown
 from ._products import choose_recipe, emit_quantized
 from ._reach import UNUSED, reach_in
-from ._records import Usage
 from ._rematerialize import (
     Site,
     Values,
@@ -178,7 +171,8 @@ def _emit(case: Case) -> list[Value]:
             if settings.is_enabled:
                 return [converted(equation, case.operands[0])]
             return _emit_operation(case, Choice(known.kind, Reason.REGION))
-    if known.moves or (known.joins and _are_declared(case)):
+    is_declared = known.joins and all(v.facts.is_declared for v in case.castable)
+    if known.moves or is_declared:
         with _noted(case, Choice(known.kind, Reason.MOVES)):
             return _emit_move(case) if known.moves else _join(case)
     results = _emit_decided(case)
@@ -269,10 +263,6 @@ def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
     return results
 
 
-def _are_declared(case: Case) -> bool:
-    return all(v.facts.is_declared for v in case.castable)
-
-
 def _rounded(place: Place, value: Value) -> Value:
     """The beginning of a residual stream that is to be in half precision."""
     is_half = place.settings.is_enabled and is_castable(jax.typeof(value.array))
@@ -343,15 +333,12 @@ def _move(case: Case) -> list[Value]:
         if name == "gather":  # rows of a table are data, whoever learned them
             facts, slots = Facts(is_declared=facts.is_declared), None
         if slots is not None and name not in MARKS:
-            slots = slots.moved(is_mixed=_is_mixed(operands))
+            # Numbers of several arrays may be put together.
+            numbers = [v for v in operands if is_castable(jax.typeof(v.array))]
+            slots = slots.moved(is_mixed=len(numbers) > 1)
         stored = source.stored if name in MARKS else None
         results.append(Value(array, facts, slots=slots, stored=stored))
     return results
-
-
-def _is_mixed(operands: list[Value]) -> bool:
-    """Whether a move puts numbers of several arrays together."""
-    return sum(is_castable(jax.typeof(v.array)) for v in operands) > 1
 
 
 def _stored(equation: JaxprEqn, value: Value) -> Value:

@@ -13,21 +13,14 @@ from jax.extend import core
 from .._ambient_record import ambient, trace
 from .._errors import describe
 from .._fused_operation import FusedOperation, innermost_operation
-from .._program import (
-    PrimitiveClass,
-    aval_of,
-    avals,
-    program_of,
-    with_lines_of,
-)
+from .._program import PrimitiveClass, aval_of, avals, program_of, with_lines_of
 from .._quantize import AbstractRecipe
 from .._rules import Precision, Rule
 from .._typing import AnyArray
-from ._context import Value, computed
+from ._context import Usage, Value, computed
 from ._decide import Case, Choice, Reason, apply_rules, choose
 from ._emit import Rewrite, evaluate_within
 from ._notes import noted
-from ._records import Usage
 
 
 def or_fused(name: str, otherwise: Rewrite) -> Rewrite:

@@ -45,7 +45,7 @@ from .._typing import AnyArray, Atom, Aval
 from ._context import FULL, Facts, Place, Run, Value, computed, is_castable, stream
 from ._control_flow import make_values
 from ._decide import Case
-from ._demand import UNREAD, Demand, Wanted, demand_for, demands_of
+from ._demand import UNREAD, Demand, Wanted, demands_for, demands_of
 from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._reach import reach_of_program
@@ -63,7 +63,7 @@ def rewrite_scan(case: Case) -> list[Value]:
     carried = case.operands[n_consts:end]
     carry_avals = [aval_of(v) for v in jaxpr.invars[n_consts:end]]
     place = _loop_place(case)
-    wanted = (*_carried_demands(place, carry_avals), *demands[n_carry:])
+    wanted = (*demands_for(carry_avals, place.settings.dtype), *demands[n_carry:])
     inside = [*fixed, *map(_as_carried, carried), *case.operands[end:]]
     stacked = _narrowed_stacks(run, place, jaxpr, inside, wanted, end)
     facts = tuple(v.facts for v in stacked)
@@ -123,7 +123,7 @@ def rewrite_while(case: Case) -> list[Value]:
     avals = [aval_of(v) for v in open_jaxpr(body).invars[n_body:]]
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
     place = dataclasses.replace(_loop_place(case), is_in_while=True)
-    wanted = _carried_demands(place, avals)
+    wanted = demands_for(avals, place.settings.dtype)
     # A test goes into no loss.
     test_place = dataclasses.replace(place, reach=())
     init = [
@@ -163,11 +163,6 @@ def _strong(value: Value, aval: Aval) -> AnyArray:
     if getattr(jax.typeof(array), "weak_type", False):
         return jax.lax.convert_element_type(array, array.dtype)
     return array
-
-
-def _carried_demands(place: Place, avals: Sequence[Aval]) -> Wanted:
-    """What a loop reads of the values it carries: their declared dtypes."""
-    return tuple(demand_for(aval, place.settings.dtype) for aval in avals)
 
 
 def _carried(place: Place, arrays: Sequence[AnyArray]) -> list[Value]:

@@ -23,13 +23,7 @@ import jax.numpy as jnp
 
 from .._ambient_record import ambient
 from .._jax_compat import is_transposed, manual_axes
-from .._program import (
-    aval_of,
-    avals,
-    count,
-    properties,
-    summed_numbers,
-)
+from .._program import aval_of, avals, count, properties, summed_numbers
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
@@ -56,11 +50,10 @@ from .._recipe_state import (
 )
 from .._typing import AnyArray, Length
 from .._wire import dtype_of_sums
-from ._context import Value, computed
+from ._context import Usage, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import noted, refuse_slow
 from ._reach import DERIVATIVE, UNUSED, Reach
-from ._records import Usage
 
 _VECTOR, _FINAL = "a product with a vector", "the final projection"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an

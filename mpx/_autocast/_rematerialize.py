@@ -10,14 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    jaxpr_as_fun,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.typing import ArrayLike
 
 from .._dtypes import HALF
@@ -32,10 +25,9 @@ from .._program import (
     measured_bytes,
 )
 from .._typing import AnyArray
-from ._context import FULL, Facts, Place, Run, Value
+from ._context import FULL, Facts, Place, Run, Usage, Value
 from ._demand import Demand, Demands
 from ._notes import USED, IslandNote, noted_cast, noted_island
-from ._records import Usage
 
 Values = dict[Var, Value]
 Dtypes = Sequence[np.dtype]

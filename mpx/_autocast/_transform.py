@@ -33,13 +33,9 @@ from .._settings import (
 from .._typing import DTypeLike
 from .._wraps import wraps
 from ._call import Invocation, call_autocast, call_recomputing
+from ._context import Programs
 from ._notes import expect_unused
-from ._records import Programs
-from ._switched_off import (
-    call_switched_off,
-    is_switched_off,
-    region_of_switched_off,
-)
+from ._switched_off import call_switched_off, is_switched_off, region_of_switched_off
 
 _CALL = "`mpx.autocast`"
 
@@ -346,8 +342,7 @@ def _wrapped(
         if cast is not None:
             _refuse_cast_inputs(cast)
         places = weights_in_call(func, weights, args, kwargs, _CALL)
-        if settings.residuals is None:
-            settings = dataclasses.replace(settings, residuals=_residuals(settings))
+        settings = dataclasses.replace(settings, residuals=_residuals(settings))
         call = Invocation(settings, places, programs, func, args, kwargs)
         return call_autocast(call) if settings.is_enabled else call_switched_off(call)
 
@@ -383,8 +378,7 @@ def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        settings = resolved(Settings())
-        residuals = settings.residuals or _residuals(settings)
+        residuals = _residuals(resolved(Settings()))
         return call_recomputing(residuals, func, args, kwargs)
 
     return wrapper
@@ -396,14 +390,14 @@ def ambient_residuals() -> str:
     target = settings.target or target_from(None)
     if settings.residuals is None and target.platform == "tpu":
         return "fast"  # not counted since autocast's became "small" there
-    return settings.residuals or _residuals(settings)
+    return _residuals(settings)
 
 
 def _residuals(settings: Settings) -> str:
-    """The default of `residuals`."""
-    if settings.dtype == np.float32:
-        return "fast"  # there is no half precision value to compute it from
-    return "small"
+    """What holds, or else the default."""
+    # In float32 there is no half precision value to compute it from.
+    is_wide = settings.dtype == np.float32
+    return settings.residuals or ("fast" if is_wide else "small")
 
 
 def _refuse_cast_inputs(cast: Cast) -> NoReturn:

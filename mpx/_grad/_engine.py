@@ -21,11 +21,7 @@ from .._ambient_record import (
     unkeyed,
     with_ambient,
 )
-from .._autocast import (
-    NO_MASTER,
-    call_with_masters,
-    noted_scaling,
-)
+from .._autocast import NO_MASTER, call_with_masters, noted_scaling
 from .._cast import cast_leaf
 from .._dtypes import is_half
 from .._errors import describe, warn_user

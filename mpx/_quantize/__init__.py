@@ -18,6 +18,7 @@ from ._ahead import (
 )
 from ._amax import Join as Join
 from ._array import QuantizedArray as QuantizedArray
+from ._casting import amax_of as amax_of
 from ._convolution import ConvolutionProduct as ConvolutionProduct
 from ._delayed import (
     DelayedScaling as DelayedScaling,
@@ -29,11 +30,7 @@ from ._four_bits import encode as encode
 from ._hadamard import hadamard_transform as hadamard_transform, signs_of as signs_of
 from ._kernel import AbstractKernel as AbstractKernel
 from ._linear import LinearProduct as LinearProduct
-from ._noise import (
-    hashed as hashed,
-    noise_of_hash as noise_of_hash,
-    uniform as uniform,
-)
+from ._noise import hashed as hashed, noise_of_hash as noise_of_hash, uniform as uniform
 from ._operands import (
     has_blocks as has_blocks,
     rounds_stochastically as rounds_stochastically,
@@ -44,10 +41,7 @@ from ._product import (
     quantized_product as quantized_product,
 )
 from ._products import Path as Path
-from ._quantize import (
-    quantize as quantize,
-    quantize_dequantize as quantize_dequantize,
-)
+from ._quantize import quantize as quantize, quantize_dequantize as quantize_dequantize
 from ._quantizers import (
     AbstractQuantizer as AbstractQuantizer,
     BlockQuantizer as BlockQuantizer,
@@ -55,10 +49,7 @@ from ._quantizers import (
     NVFP4Quantizer as NVFP4Quantizer,
     TensorQuantizer as TensorQuantizer,
 )
-from ._ragged import (
-    RaggedProduct as RaggedProduct,
-    has_ragged_form as has_ragged_form,
-)
+from ._ragged import RaggedProduct as RaggedProduct, has_ragged_form as has_ragged_form
 from ._recipes import (
     AbstractRecipe as AbstractRecipe,
     CustomRecipe as CustomRecipe,
@@ -81,7 +72,6 @@ from ._scales import (
     nvfp4_scale as nvfp4_scale,
     nvfp4_tensor_scale as nvfp4_tensor_scale,
 )
-from ._slots import amax_of as amax_of
 from ._target import (
     Target as Target,
     target_from as target_from,

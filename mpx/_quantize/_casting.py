@@ -30,7 +30,7 @@ from ._format import Format
 from ._hadamard import BLOCK, rotation
 from ._noise import Key
 from ._quantizers import AbstractQuantizer, Asked, NVFP4Quantizer
-from ._rounding import flushed, largest_magnitude, round_finite, to_integers
+from ._rounding import flushed, round_finite, to_integers
 from ._target import Target
 
 _INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
@@ -43,26 +43,20 @@ def is_cast(quantizer: AbstractQuantizer, target: Target) -> bool:
     return target.rounds_to_fp8 and not quantizer.stochastic_rounding
 
 
-def amax_on(
-    target: Target,
-    x: Float32[Array, "..."],
-    axes: Axes | None = None,
-    *,
-    only_finite: bool = False,
-) -> Float32[Array, "..."]:
-    """The maximum of |x|; NaN where there is a NaN, 0 of nothing.
+def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
+    """The maximum of |x| in float32; NaN where there is a NaN, 0 of nothing.
 
     Args:
         target: The device.
-        x: The numbers.
+        x: The numbers; what is subnormal in float32 counts as zero.
         axes: Those to take the maximum over; all if left out.
-        only_finite: Leave out what is not finite, if the device does not cast.
     """
-    by_bits = functools.partial(largest_magnitude, axis=axes, only_finite=only_finite)
+    x, exact = x.astype(jnp.float32), functools.partial(EXACT.largest, axis=axes)
     if not target.rounds_to_fp8:
-        return by_bits(x)
-    largest = functools.partial(CAST.largest, axis=axes)
-    return lax.platform_dependent(x, **{target.platform: largest}, default=by_bits)
+        return flushed(exact(x))
+    here = functools.partial(CAST.largest, axis=axes)
+    branches = {target.platform: here}
+    return flushed(lax.platform_dependent(x, **branches, default=exact))
 
 
 def quantize_by_cast(

@@ -329,17 +329,8 @@ def quantized_forward(
     return y, kept
 
 
-def _primal(
-    product: AbstractProduct,
-    data: Array,
-    weight: Array,
-    extra: Extra,
-    besides: Besides,
-) -> Array:
-    made = quantized_forward(
-        product, data, weight, extra, besides, is_differentiated=False
-    )
-    return made[0]
+def _primal(product: AbstractProduct, *given: Any) -> Array:
+    return quantized_forward(product, *given, is_differentiated=False)[0]
 
 
 _product = jax.custom_vjp(_primal, nondiff_argnums=(0,))

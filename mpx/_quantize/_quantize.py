@@ -187,14 +187,8 @@ def _apply(
     return quantizer._quantize(numbers, Asked(x.dtype, axes, key, scale))
 
 
-def _round_trip(
-    quantizer: AbstractQuantizer,
-    axes: Axes,
-    x: Array,
-    scale: Array | None,
-    key: Array | None,
-) -> Array:
-    return _apply(quantizer, axes, x, scale, key).dequantize()
+def _round_trip(quantizer: AbstractQuantizer, axes: Axes, *given: Any) -> Array:
+    return _apply(quantizer, axes, *given).dequantize()
 
 
 _straight_through = jax.custom_jvp(_round_trip, nondiff_argnums=(0, 1))

@@ -12,10 +12,9 @@ from jaxtyping import Array
 
 from .._errors import describe
 from ._amax import Join, as_cotangent, refuse_batching
-from ._casting import amax_on
+from ._casting import amax_of
 from ._delayed import RecipeWithState
 from ._recipes import AbstractRecipe, Role
-from ._rounding import flushed
 from ._target import Target
 
 _ROLES = tuple(Role)
@@ -36,11 +35,6 @@ def check_scales(recipe: AbstractRecipe, scales: object) -> None:
             "`scales` of a product are float32[3] for `mpx.DelayedScaling`: of input, "
             f"weight and gradient; got {describe(scales)}."
         )
-
-
-def amax_of(target: Target, x: Array, axes: tuple[int, ...] | None = None) -> Array:
-    """The amax of an array on a device, or those of its parts."""
-    return flushed(amax_on(target, x.astype(jnp.float32), axes))
 
 
 def amax_and_scale(

@@ -22,11 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._ambient_record import ambient, with_ambient
-from .._quantize import (
-    AbstractRecipe,
-    Target,
-    amax_of,
-)
+from .._quantize import AbstractRecipe, Target, amax_of
 from .._typing import Length, Shape
 from ._copies import ROLES, shared, with_weight_amax
 

@@ -10,7 +10,7 @@ import pytest
 
 import mpx
 from mpx._quantize._arithmetic import EXACT
-from mpx._quantize._casting import CAST, CAST_OF_WEIGHT, _to_e2m1, amax_on, is_cast
+from mpx._quantize._casting import CAST, CAST_OF_WEIGHT, _to_e2m1, amax_of, is_cast
 from mpx._quantize._four_bits import pack
 from mpx._quantize._quantizers import Asked
 from mpx._quantize._rounding import round_to_format
@@ -182,8 +182,8 @@ def test_nothing_is_masked_where_the_device_casts(recipe):
 def test_only_the_device_that_is_named_casts():
     """A program for an H100 that runs here has the maxima of here, which keep NaN."""
     x = jnp.array([1.0, np.nan, np.inf], jnp.float32)
-    assert np.isnan(jax.jit(functools.partial(amax_on, H100))(x))
-    assert np.isnan(amax_on(CPU, x)) and amax_on(CPU, x, only_finite=True) == 1
+    assert np.isnan(jax.jit(functools.partial(amax_of, H100))(x))
+    assert np.isnan(amax_of(CPU, x)) and EXACT.largest_finite(x) == 1
     assert H100.rounds_to_fp8 and not CPU.rounds_to_fp8
     assert not target_from("sm_80").rounds_to_fp8
 
