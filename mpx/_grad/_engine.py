@@ -21,11 +21,7 @@ from .._ambient_record import (
     unkeyed,
     with_ambient,
 )
-from .._autocast import (
-    NO_MASTER,
-    call_with_masters,
-    noted_scaling,
-)
+from .._autocast import NO_MASTER, call_with_masters, noted_scaling
 from .._cast import cast_leaf
 from .._dtypes import full_precision_of, is_half
 from .._errors import describe, warn_user
@@ -141,9 +137,9 @@ def called(
         try:
             result = differentiate(problem)
         except AmbientRecipe as met:
-            if met.has_state and not scaling._tokens():
-                raise missing_from(scaling, problem.call, "DelayedScaling") from met
-            func = in_contexts(problem.func) if met.has_state else problem.func
+            if met.recipe and not scaling._tokens():
+                raise missing_from(scaling, problem.call, met.recipe) from met
+            func = in_contexts(problem.func) if met.recipe else problem.func
             half = None if problem.is_default else problem.compute
             problem = dataclasses.replace(problem, func=func, compute=half, half=half)
             result = differentiate(problem)
