@@ -38,7 +38,7 @@ class Options:
     master weights; `wire` what steps on four devices send, in every layout, on
     H100s and TPUs v5e; `monitor` what watching a step costs; `compile-time` how long
     steps that recompute take to compile.
-    `docs` only writes the tables of the committed results into docs/benchmarks.md.
+    `docs` only writes the tables of the committed results into the pages.
     `device` measures what only a GPU can tell, and has options of its own:
     `python -m benchmarks device --help`. So has `kernels`, which says where the bytes
     of one row of `workloads` or `whole-steps` are.

@@ -17,7 +17,8 @@ from .device import tables as device_tables
 from .peers.environment import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
-PAGES = (PAGE, REPOSITORY / "README.md", REPOSITORY / "docs" / "choose.md")
+DETAILS = REPOSITORY / "docs" / "benchmark-details.md"
+PAGES = (PAGE, DETAILS, REPOSITORY / "README.md", REPOSITORY / "docs" / "choose.md")
 # The modules that make the tables of a place.
 MAKERS: dict[str, tuple[Any, ...]] = parts.PARTS | {
     "workloads": (eight_bits, half),
