@@ -26,7 +26,8 @@ from typing import Any
 
 from rich.console import Console
 
-from . import processes, results
+from . import processes, published, results
+from .counter import TARGETS
 from .counts import (
     activations,
     attention,
@@ -43,7 +44,6 @@ from .counts import (
     whole_steps,
     wire,
 )
-from .counts.targets import TARGETS
 from .numerics import errors, folds, recipes
 from .peers import environment as peers
 from .tables import Goal, Table
@@ -68,6 +68,7 @@ PARTS: dict[str, tuple[Any, ...]] = COUNTED | {
     "folds": (folds,),
     "recipes": (recipes,),
     "errors": (errors,),
+    "published": (published,),
 }
 PICTURES = ("sweep", "recipes")
 
@@ -212,6 +213,13 @@ class Session:
         request = {"task": "errors", "seeds": errors.SEEDS}
         runs = len(errors.DATA) * len(errors.ARMS) + len(errors.WITH_TECHNIQUES)
         self._runs(self._results("errors"), request, errors.SEEDS * runs)
+
+    def published(self) -> None:
+        """What is forecast, beside speed-ups that others have measured."""
+        libraries = peers.prepare_cuda(self.cuda, self.console.print)
+        found = self._results("published", "compiled for NVIDIA H100, H200, B200, B300")
+        request = {"task": "published"}
+        self._runs(found, request, len(published.STEPS), libraries=libraries)
 
     def summarize(self) -> int:
         """Prints which goals are met; returns the exit status."""

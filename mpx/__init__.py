@@ -108,27 +108,118 @@ from ._watch import expect_close as expect_close
 from ._contract import ContractError as ContractError
 
 if _TYPE_CHECKING:
+    from ._forecast import forecast as forecast
     from . import compat as compat, contrib as contrib, nn as nn, nnx as nnx
 
 __version__ = "0.1.0"
 
-# The names above, each written once; without the modules below, since
-# `from mpx import *` must not want Flax.
-__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
-    name for name in globals() if not name.startswith("_")
+# Without the modules below: `from mpx import *` must not want Flax.
+__all__ = [
+    "BFLOAT16_MAX",
+    "FLOAT16_MAX",
+    "half_precision",
+    "half_precision_datatype",
+    "set_half_precision_datatype",
+    "cast_tree",
+    "cast_to_half_precision",
+    "cast_to_full_precision",
+    "cast_to_float16",
+    "cast_to_bfloat16",
+    "cast_to_float32",
+    "autocast",
+    "Rules",
+    "Rule",
+    "Precision",
+    "Candidate",
+    "Format",
+    "quantize",
+    "quantize_dequantize",
+    "QuantizedArray",
+    "AbstractQuantizer",
+    "TensorQuantizer",
+    "BlockQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "hadamard_transform",
+    "Role",
+    "AbstractRecipe",
+    "DelayedScaling",
+    "DelayedScalingState",
+    "Float8CurrentScaling",
+    "Float8BlockScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "CustomRecipe",
+    "cast_function",
+    "force_full_precision",
+    "Policy",
+    "get_policy",
+    "AbstractLossScaling",
+    "DynamicLossScaling",
+    "StaticLossScaling",
+    "NoLossScaling",
+    "StepRecord",
+    "scaled",
+    "init_scaling",
+    "inference",
+    "RecipeScaling",
+    "all_finite",
+    "select_tree",
+    "filter_grad",
+    "filter_value_and_grad",
+    "calculate_scaled_grad",
+    "grad",
+    "value_and_grad",
+    "Accumulation",
+    "GradientResult",
+    "init_optimizer",
+    "optimizer_update",
+    "optimizer_step",
+    "skip_nonfinite",
+    "quantize_weights",
+    "dequantize_weights",
+    "StoredWeight",
+    "full_weights",
+    "master_weights",
+    "check",
+    "guard",
+    "explain",
+    "Island",
+    "Operation",
+    "Report",
+    "Totals",
+    "blame",
+    "BlameReport",
+    "Culprit",
+    "Verdict",
+    "monitor",
+    "heat_map",
+    "Statistics",
+    "TensorStatistics",
+    "FormatStatistics",
+    "compare",
+    "Comparison",
+    "Closeness",
+    "expect",
+    "expect_close",
+    "ContractError",
+    "forecast",
 ]
 
 # Imported when somebody asks for them: most programs need none, and `nnx` imports Flax.
 _MODULES = ("compat", "contrib", "nn", "nnx")
+_FUNCTIONS = {"forecast": "._forecast"}
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, *_FUNCTIONS})
 
 
 def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return _importlib.import_module(f".{name}", __name__)
+    if name in _FUNCTIONS:
+        return getattr(_importlib.import_module(_FUNCTIONS[name], __name__), name)
     # The published MPX has the present setting as a module attribute.
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()

@@ -223,7 +223,6 @@ def test_each_figure_says_whether_it_was_measured(table):
 @pytest.mark.parametrize(
     "name",
     [
-        "counts.program",
         "tables",
         "numerics.folds",
         "numerics.recipes",
