@@ -40,7 +40,7 @@ from jaxtyping import Array, PyTree
 from ._cast import cast_leaf
 from ._dtypes import is_half
 from ._errors import at_path, describe
-from ._optimizer import SkipNonfiniteState, refuse_optimizer
+from ._optimizer import refuse_optimizer, was_skipped
 from ._stored_weights import Range, StoredWeight, is_stored
 from ._tree import is_float_leaf, path_text, select_tree
 from ._typing import AnyArray, BoolScalar
@@ -230,7 +230,7 @@ def master_weights(optimizer: Any) -> MasterWeights:
         # Of the masters before the step. What waits for those after it could not be in
         # the kernel that makes them.
         ranges = _map(_range, masters, written)
-        skipped = _are_skipped(state.inner_state, inner)
+        skipped = was_skipped(state.inner_state, inner)
         if skipped is not None:
             written = _map(functools.partial(_kept, skipped), written, params)
             ranges = select_tree(skipped, state.ranges, ranges)
@@ -364,23 +364,6 @@ def _written(master: Any, update: object, weight: Any, known: Range | None) -> A
 
 def _range(master: Any, weight: Any) -> Range | None:
     return weight._range(master) if isinstance(weight, StoredWeight) else None
-
-
-def _are_skipped(before: PyTree, after: PyTree) -> BoolScalar | None:
-    """Whether an `mpx.skip_nonfinite` inside has skipped; None if there is none.
-
-    The masters stand still then. Written by another scale, weights would not.
-    """
-    records = [
-        [s.record.skipped for s in jax.tree.leaves(state, is_leaf=_skips) if _skips(s)]
-        for state in (before, after)
-    ]
-    flags = [old != new for old, new in zip(*records, strict=True)]
-    return functools.reduce(jnp.logical_and, flags) if flags else None
-
-
-def _skips(node: object) -> bool:
-    return isinstance(node, SkipNonfiniteState)
 
 
 def _kept(skipped: BoolScalar, written: Any, weight: Any) -> Any:

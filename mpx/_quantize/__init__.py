@@ -34,7 +34,9 @@ from ._kernel import AbstractKernel as AbstractKernel
 from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
 from ._noise import (
     hashed as hashed,
+    mixed as mixed,
     noise_of_hash as noise_of_hash,
+    places as places,
     uniform as uniform,
 )
 from ._operands import (
