@@ -6,3 +6,8 @@ from ._compress_state import (
     compress_state as compress_state,
     full_state as full_state,
 )
+from ._small_weights import (
+    SmallWeights as SmallWeights,
+    SmallWeightsState as SmallWeightsState,
+    full_weight as full_weight,
+)

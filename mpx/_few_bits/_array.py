@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32
 from .._errors import describe
 from .._tree import Whole
 from ._bits import Noise
-from ._codes import Code, decode, encode, layout_of
+from ._codes import Code, decode, encode, layout_of, scales_of
 
 
 class CompressedArray(Whole):
@@ -72,7 +72,11 @@ class CompressedArray(Whole):
 
 
 def compressed(
-    x: Array, code: Code, noise: Noise, before: CompressedArray | None = None
+    x: Array,
+    code: Code,
+    noise: Noise,
+    before: CompressedArray | None = None,
+    scales: Array | None = None,
 ) -> CompressedArray:
     """An array in a code.
 
@@ -82,16 +86,16 @@ def compressed(
         noise: For a code that is rounded randomly.
         before: What was stored before. Numbers that are unchanged keep their codes,
             and no random rounding moves them.
+        scales: The scales of its blocks, if they are known.
     """
     x = jnp.asarray(x, jnp.float32)
-    codes, scales = encode(x, code, noise)
+    scales = scales_of(x, code) if scales is None else scales
+    codes = encode(x, scales, code, noise)
     if code.random and before is not None:
         is_same = x == before.full()
         if scales is not None and before.scales is not None:
             layout = layout_of(x.shape)
-            same_scale = layout.spread(scales, x.shape) == layout.spread(
-                before.scales, x.shape
-            )
-            is_same = is_same & same_scale
+            now, then = (layout.spread(s, x.shape) for s in (scales, before.scales))
+            is_same = is_same & (now == then)
         codes = jnp.where(is_same, before.codes, codes)
     return CompressedArray(codes, scales, code)

@@ -1,4 +1,4 @@
-"""Integer arithmetic on the bits of float32 numbers: random rounding, high and low bits.
+"""Arithmetic on the bits of float32 numbers: random rounding, upper and lower bits.
 
 The bits of positive floating-point numbers, read as an integer, grow with the number,
 and evenly from one power of two to the next. So adding a random integer below $2^n$ and

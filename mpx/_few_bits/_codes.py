@@ -131,20 +131,19 @@ def layout_of(shape: Shape) -> Layout:
 
 
 def encode(
-    x: Float32[Array, "..."], code: Code, noise: Noise | None = None
-) -> tuple[Array, Array | None]:
-    """The integers and the scales of an array; for bfloat16 the numbers, and None."""
-    if not code.blocks:
+    x: Float32[Array, "..."],
+    scales: Float32[Array, "..."] | None,
+    code: Code,
+    noise: Noise | None = None,
+) -> Array:
+    """The integers that stand for numbers, given their scales; or the bfloat16s."""
+    if scales is None:
         assert noise is not None
-        return round_randomly(x, 16, noise).astype(jnp.bfloat16), None
-    layout = layout_of(x.shape)
-    scales = _scales(layout.in_blocks(x), code, layout)
-    spread = layout.spread(scales, x.shape)
+        return round_randomly(x, 16, noise).astype(jnp.bfloat16)
+    spread = layout_of(x.shape).spread(scales, x.shape)
     part = jnp.abs(x) / spread
     levels = np.float32(code.levels)
-    steps = lax.round(
-        _root(part, code) * levels, lax.RoundingMethod.TO_NEAREST_EVEN
-    )
+    steps = lax.round(_root(part, code) * levels, lax.RoundingMethod.TO_NEAREST_EVEN)
     if code.random:
         assert noise is not None
         below = jnp.where(_power(steps, code) > part, steps - 1, steps)
@@ -156,7 +155,7 @@ def encode(
     steps = jnp.where(steps <= levels, steps, levels)
     if code.signed:
         steps = jnp.where(x < 0, -steps, steps)
-    return steps.astype(code.dtype), scales
+    return steps.astype(code.dtype)
 
 
 def decode(codes: Array, scales: Array | None, code: Code) -> Float32[Array, "..."]:
@@ -186,12 +185,16 @@ def _power(steps: Array, code: Code) -> Array:
     return part if code.signed else part * part
 
 
-def _scales(blocks: Array, code: Code, layout: Layout) -> Array:
+def scales_of(x: Float32[Array, "..."], code: Code) -> Array | None:
     """The largest magnitude of each block; NaN for a block that has none.
 
     By the bits, whose order is that of the magnitudes. The maximum is what is stored:
     arithmetic after it would be one more kernel.
     """
+    if not code.blocks:
+        return None
+    layout = layout_of(x.shape)
+    blocks = layout.in_blocks(x)
     bits = bits_of(blocks)
     if code.signed:
         bits = bits & np.uint32(0x7FFFFFFF)
@@ -199,4 +202,4 @@ def _scales(blocks: Array, code: Code, layout: Layout) -> Array:
         bits = jnp.where(blocks == 0, np.uint32(0), bits)  # minus zero
     # Infinity, NaN, and negative numbers with their sign bit.
     bits = jnp.where(bits < INFINITE, bits, NAN)
-    return number_of(jnp.max(bits, axis=layout.axis + 1, initial=_TINY.view("uint32")))
+    return number_of(lax.reduce(bits, _TINY.view("uint32"), lax.max, [layout.axis + 1]))

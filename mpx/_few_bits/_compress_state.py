@@ -1,12 +1,14 @@
 """Any Optax transformation, with a state in 8 and 16 bits (`compress_state`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, UInt32
 
@@ -17,7 +19,7 @@ from .._optimizer import refuse_optimizer, was_skipped
 from .._tree import is_float_leaf, path_text
 from ._array import CompressedArray, compressed
 from ._bits import Noise
-from ._codes import Code
+from ._codes import Code, scales_of
 from ._kinds import Kind, kinds_of
 
 _CALL = "`mpx.compress_state(optimizer)`"
@@ -70,7 +72,9 @@ def compress_state(
         kinds, weights = _kinds(optimizer, params, inner, extra), _Weights(params)
         leaves, form = jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_ours)
         step, is_random, stored = jnp.zeros((), jnp.uint32), False, []
-        for (key_path, leaf), kind in zip(leaves, form.flatten_up_to(kinds), strict=True):
+        for (key_path, leaf), kind in zip(
+            leaves, form.flatten_up_to(kinds), strict=True
+        ):
             path = path_text(key_path)
             if _is_chosen(key_path, leaf, kind, weights, where):
                 code = _code(moments, kind)
@@ -87,19 +91,15 @@ def compress_state(
         **extra_args: PyTree,
     ) -> tuple[PyTree, CompressedState]:
         _refuse_state(state)
-        updates, inner = optimizer.update(
-            jax.tree.map(_widened, updates),
-            _decoded(state.inner_state),
-            params,
-            **extra_args,
-        )
-        stored = _stored(state, inner)
+        updates = jax.tree.map(_widened, updates)
+        run = lambda inner: optimizer.update(updates, inner, params, **extra_args)  # noqa: E731
+        new, stored = _run(run, state)
         step = state.step
         if step is not None:
-            skipped = was_skipped(state.inner_state, inner)
+            skipped = was_skipped(state.inner_state, stored)
             after = step + jnp.uint32(1)
             step = after if skipped is None else jnp.where(skipped, step, after)
-        return updates, CompressedState(stored, step)
+        return new, CompressedState(stored, step)
 
     return CompressState(init, update)
 
@@ -244,29 +244,95 @@ def _refuse_state(state: object) -> None:
         )
 
 
-def _stored(state: CompressedState, inner: PyTree) -> PyTree:
-    """The new state of the inner optimizer, stored as the one before."""
-    before, form = jax.tree_util.tree_flatten_with_path(
-        state.inner_state, is_leaf=_is_ours
+def _run(
+    update: Callable[[PyTree], tuple[PyTree, PyTree]], state: CompressedState
+) -> tuple[PyTree, PyTree]:
+    """The updates and the new state of the inner optimizer, stored as the one before.
+
+    The scales of the new numbers must be known before any is stored. In a program that
+    is traced, the update is there twice: once for the scales alone, and again behind a
+    barrier, with all that it gives. So the new numbers are never written in full, and
+    each of the two is one kernel. What depends on gradients alone, as their norm, has
+    no barrier in front of it, and is computed once.
+    """
+    arrays, rest = eqx.partition(state.inner_state, eqx.is_array)
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
+        new, inner = update(_decoded(state.inner_state))
+        return new, _stored(state, inner, {})
+    given, others = eqx.partition(_decoded(state.inner_state), eqx.is_array)
+    static: list[PyTree] = []
+
+    def traced(given: PyTree) -> PyTree:
+        found = update(eqx.combine(given, others))
+        made, rest = eqx.partition(found, eqx.is_array)
+        static.append(rest)
+        return made
+
+    program, shapes = jax.make_jaxpr(traced, return_shape=True)(given)
+    form, call = jax.tree.structure(shapes), jaxpr_as_fun(program)
+
+    def again(inner: PyTree) -> PyTree:
+        given, _ = eqx.partition(_decoded(inner), eqx.is_array)
+        made = jax.tree.unflatten(form, call(*jax.tree.leaves(given)))
+        return eqx.combine(made, static[-1])
+
+    _, inner = again(state.inner_state)
+    scales = {
+        place: scales_of(jnp.asarray(new, jnp.float32), old.code)
+        for place, (_, old, new) in enumerate(_pairs(state.inner_state, inner))
+        if isinstance(old, CompressedArray) and old.code.blocks
+    }
+    old, scales = jax.lax.optimization_barrier((_scales(state.inner_state), scales))
+    behind = _with_scales(state.inner_state, old)
+    new, inner = again(behind)
+    return new, _stored(state._replace(inner_state=behind), inner, scales)
+
+
+def _scales(state: PyTree) -> list[Array | None]:
+    nodes = jax.tree.leaves(state, is_leaf=_is_ours)
+    return [node.scales for node in nodes if isinstance(node, CompressedArray)]
+
+
+def _with_scales(state: PyTree, scales: Iterable[Array | None]) -> PyTree:
+    """A state whose arrays of few bits have these scales."""
+    rest = iter(scales)
+    return jax.tree.map(
+        lambda node: (
+            CompressedArray(node.codes, next(rest), node.code)
+            if isinstance(node, CompressedArray)
+            else node
+        ),
+        state,
+        is_leaf=_is_ours,
     )
+
+
+def _pairs(before: PyTree, after: PyTree) -> list[tuple[KeyPath, Any, Any]]:
+    """The paths and nodes of the state before an update, with those after it."""
+    nodes, form = jax.tree_util.tree_flatten_with_path(before, is_leaf=_is_ours)
     try:
-        after = form.flatten_up_to(inner)
+        new = form.flatten_up_to(after)
     except ValueError as error:
         raise ValueError(
             f"{_CALL} needs an optimizer whose state keeps its structure; `update` "
             f"returned another one than it got:\n  {error}"
         ) from error
+    return [(path, old, one) for (path, old), one in zip(nodes, new, strict=True)]
+
+
+def _stored(
+    state: CompressedState, inner: PyTree, scales: dict[int, Array | None]
+) -> PyTree:
+    """The new state of the inner optimizer, stored as the one before."""
     step = jnp.zeros((), jnp.uint32) if state.step is None else state.step
-    stored = [
-        _as_before(old, new, Noise(step, path_text(path)))
-        for (path, old), new in zip(before, after, strict=True)
-    ]
-    return jax.tree.unflatten(form, stored)
-
-
-def _as_before(old: Any, new: Any, noise: Noise) -> Any:
-    if isinstance(old, CompressedArray):
-        return compressed(new, old.code, noise, old)
-    if is_float_leaf(old) and is_float_leaf(new) and old.dtype != new.dtype:
-        return new.astype(old.dtype)
-    return new
+    stored = []
+    for place, (path, old, new) in enumerate(_pairs(state.inner_state, inner)):
+        if isinstance(old, CompressedArray):
+            noise = Noise(step, path_text(path))
+            new = compressed(new, old.code, noise, old, scales.get(place))
+        elif is_float_leaf(old) and is_float_leaf(new) and old.dtype != new.dtype:
+            new = new.astype(old.dtype)
+        stored.append(new)
+    return jax.tree.unflatten(
+        jax.tree.structure(state.inner_state, is_leaf=_is_ours), stored
+    )

@@ -6,6 +6,10 @@ a factor 1 - b is not, if b is at most 1. Bounds of results are rounded away fro
 other, so that they hold for what is computed in float32. Infinities and NaN are left
 out: what is NaN is neither negative nor not.
 
+Two forms need more than bounds: $(c x) x$ is not negative for c >= 0, and
+$x + c (y - x)$ lies between x and y for c from 0 to 1. So a value remembers of what it
+is a multiple (`root`), and how it leads from one value to another (`path`).
+
 With the bounds travels which array of the state a value is, or was before something
 was added to it: `origin`.
 """
@@ -36,16 +40,38 @@ class Bounds(NamedTuple):
         origin: The input that it is, or to which something was added; or `CONSTANT`,
             or `COMPUTED`.
         is_copy: Whether it depends on the weights.
+        is_whole: Whether all numbers are integers.
+        root: The variable that it is a multiple of, by factors that are not negative.
+        path: It is part of the way from a variable to another value.
     """
 
     low: float = -_INF
     high: float = _INF
     origin: int = COMPUTED
     is_copy: bool = False
+    is_whole: bool = False
+    root: object = None
+    path: "Path | None" = None
 
     def within(self, other: "Bounds") -> bool:
         """Whether the other bounds hold, too."""
         return other.low <= self.low and self.high <= other.high
+
+
+class Path(NamedTuple):
+    """Part of the difference of two values.
+
+    Attributes:
+        start: The variable that is subtracted.
+        low: The lower bound of the value that it is subtracted from.
+        high: The upper bound.
+        least: The smallest part.
+    """
+
+    start: object
+    low: float
+    high: float
+    least: float
 
 
 class Intervals(Flow[Bounds]):
@@ -63,17 +89,20 @@ class Intervals(Flow[Bounds]):
         array = np.asarray(value).astype(np.float64)
         if array.size == 0 or np.isnan(array).any():
             return unknown
-        return Bounds(float(array.min()), float(array.max()), CONSTANT)
+        is_whole = bool((array == np.round(array)).all())
+        low, high = float(array.min()), float(array.max())
+        return Bounds(low, high, CONSTANT, is_whole=is_whole)
 
     def join(self, a: Bounds, b: Bounds) -> Bounds:
         """Bounds of both; only a few, so that a loop comes to an end."""
         low = a.low if a.low <= b.low else max(x for x in _LEVELS if x <= b.low)
         high = a.high if a.high >= b.high else min(x for x in _LEVELS if x >= b.high)
-        return Bounds(low, high, _joined_origin(a, b), a.is_copy or b.is_copy)
+        origin = _joined_origin(a, b)
+        return Bounds(
+            low, high, origin, a.is_copy or b.is_copy, a.is_whole and b.is_whole
+        )
 
-    def transfer(
-        self, equation: JaxprEqn, facts: Sequence[Bounds]
-    ) -> Sequence[Bounds]:
+    def transfer(self, equation: JaxprEqn, facts: Sequence[Bounds]) -> Sequence[Bounds]:
         """Bounds of the results of an operation."""
         name = equation.primitive.name
         is_copy = any(fact.is_copy for fact in facts)
@@ -81,10 +110,13 @@ class Intervals(Flow[Bounds]):
             number = len(equation.outvars)
             found = list(facts[:number] if len(facts) > 1 else facts * number)
             if name not in _IN_PLACE:
-                found = [fact._replace(origin=_no_origin(fact)) for fact in found]
+                found = [_elsewhere(fact) for fact in found]
         elif name in _RULES:
             low, high = _RULES[name](equation, facts)
-            found = [Bounds(*_rounded(low, high), _origin(name, equation, facts))]
+            if name not in _EXACT:
+                low, high = _rounded(low, high)
+            fact = Bounds(low, high, _origin(name, equation, facts))
+            found = [_with_forms(fact, name, equation, facts)]
         else:
             found = []
         if len(found) != len(equation.outvars):
@@ -98,9 +130,10 @@ class Intervals(Flow[Bounds]):
         """The bounds that the dtype has besides."""
         dtype = getattr(aval_of(variable), "dtype", None)
         if dtype == np.bool_:
-            return fact._replace(low=0.0, high=1.0)
+            return fact._replace(low=0.0, high=1.0, is_whole=True)
         if dtype is None or not jnp.issubdtype(dtype, np.integer):
             return fact
+        fact = fact._replace(is_whole=True)
         if jnp.issubdtype(dtype, np.unsignedinteger) and fact.low < 0:
             return fact._replace(low=0.0, high=_INF)
         return fact._replace(low=_whole(fact.low, -1), high=_whole(fact.high, 1))
@@ -118,6 +151,8 @@ _IN_PLACE = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims copy copy_p convert_element_type "
     "optimization_barrier sharding_constraint reshard pvary pcast device_put".split()
 )
+# No arithmetic that rounds.
+_EXACT = frozenset("max min clamp select_n concatenate pad gather neg abs".split())
 # To which something may be added, and it is still what it was before, and more.
 _ADDITIVE = frozenset(["add", "add_any", "sub"])
 
@@ -131,8 +166,47 @@ def _whole(bound: float, direction: int) -> float:
     return float(math.ceil(bound) if direction > 0 else math.floor(bound))
 
 
-def _no_origin(fact: Bounds) -> int:
-    return CONSTANT if fact.origin == CONSTANT else COMPUTED
+def _elsewhere(fact: Bounds) -> Bounds:
+    """What holds of numbers that were moved."""
+    origin = CONSTANT if fact.origin == CONSTANT else COMPUTED
+    return fact._replace(origin=origin, root=None, path=None)
+
+
+def _is_flag(fact: Bounds) -> bool:
+    return fact.is_whole and fact.low >= 0 and fact.high <= 1
+
+
+def _with_forms(
+    fact: Bounds, name: str, equation: JaxprEqn, facts: Sequence[Bounds]
+) -> Bounds:
+    """What holds of a result beside its bounds, by the forms above."""
+    if len(facts) != 2:
+        return fact
+    (a, b), (x, y) = facts, equation.invars
+    if name == "sub":
+        return fact._replace(path=Path(y, a.low, a.high, 1.0))
+    if name in ("add", "add_any"):
+        for part, whole, start in ((b, a, x), (a, b, y)):
+            if part.path is not None and part.path.start is start:
+                low, high = (
+                    min(part.path.low, whole.low),
+                    max(part.path.high, whole.high),
+                )
+                origin = COMPUTED if part.path.least > 0 else fact.origin
+                return fact._replace(low=low, high=high, origin=origin)
+    if name == "mul":
+        if (a.root or x) is (b.root or y):
+            fact = fact._replace(low=max(fact.low, 0.0))
+        for factor, whole, of in ((a, b, y), (b, a, x)):
+            if factor.low >= 0:
+                fact = fact._replace(root=whole.root or of)
+                if whole.path is not None and factor.high <= 1:
+                    least = whole.path.least * factor.low
+                    fact = fact._replace(path=whole.path._replace(least=least))
+    if name == "div" and a.path is not None and b.low >= 1:
+        least = 0.0 if math.isinf(b.high) else a.path.least / b.high
+        fact = fact._replace(path=a.path._replace(least=least))
+    return fact
 
 
 def _joined_origin(a: Bounds, b: Bounds) -> int:
@@ -154,6 +228,8 @@ def _origin(name: str, equation: JaxprEqn, facts: Sequence[Bounds]) -> int:
         return facts[1].origin if facts[1].origin >= 0 else COMPUTED
     if name == "integer_pow" and equation.params["y"] == 1:
         return facts[0].origin
+    if name == "mul" and any(map(_is_flag, facts)):
+        return facts[_is_flag(facts[0])].origin  # as it was, or zero
     return COMPUTED
 
 
@@ -161,9 +237,11 @@ def _rounded(low: float, high: float) -> tuple[float, float]:
     """Bounds a little further apart, but for those that are exact in any dtype."""
     if math.isnan(low) or math.isnan(high):
         return -_INF, _INF
-    exact = (0.0, 1.0, -1.0, _INF, -_INF)
-    low = low if low in exact else low - abs(low) * 2.0**-6
-    high = high if high in exact else high + abs(high) * 2.0**-6
+    if low not in _LEVELS:
+        # Rounding keeps the order: what is above 1 does not become less.
+        low = max(low - abs(low) * 2.0**-6, *(x for x in _LEVELS if x <= low))
+    if high not in _LEVELS:
+        high = min(high + abs(high) * 2.0**-6, *(x for x in _LEVELS if x >= high))
     return low, high
 
 

@@ -64,7 +64,9 @@ def kinds_of(
     starts = _results(made, [Bounds(is_copy=True)] * weights, flow)
     program = jax.make_jaxpr(update)(params, state)
     if len(starts) != count or len(program.jaxpr.outvars) != count:
-        return jax.tree.map(lambda _: Kind(), state)  # it changes its form; `update` says so
+        return jax.tree.map(
+            lambda _: Kind(), state
+        )  # it changes its form; `update` says so
     allowed = [[b for b in (_UNIT, _POSITIVE, _ANY) if s.within(b)] for s in starts]
     while True:
         before = [
