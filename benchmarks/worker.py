@@ -186,6 +186,7 @@ TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]] | str] = {
     "folds": "numerics.folds",
     "recipes": "numerics.recipes",
     "errors": "numerics.errors",
+    "few bits": "numerics.few_bits",
     "kept": "counts.recipes",
 }
 
