@@ -110,6 +110,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.recipes(options.recipe_seeds, options.recipe_steps)
     elif name == "errors":
         session.errors()
+    elif name == "few-bits-trainings":
+        session.few_bits()
     elif name == "compile-time":
         session.compile_time()
     elif name == "published":

@@ -84,6 +84,9 @@ from ._master_weights import (
     full_weights as full_weights,
     master_weights as master_weights,
 )
+from ._few_bits import compress_state as compress_state
+from ._few_bits import full_state as full_state
+from ._few_bits import CompressedArray as CompressedArray
 from ._check import check as check
 from ._guard import guard as guard
 from ._inspect import explain as explain
@@ -181,6 +184,9 @@ __all__ = [
     "StoredWeight",
     "full_weights",
     "master_weights",
+    "compress_state",
+    "full_state",
+    "CompressedArray",
     "check",
     "guard",
     "explain",

@@ -45,6 +45,7 @@ from .flow import (
     NoFlow as NoFlow,
     Visit as Visit,
     backward as backward,
+    propagate as propagate,
     results_within as results_within,
     walk as walk,
     walk_inside as walk_inside,

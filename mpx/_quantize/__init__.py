@@ -30,7 +30,13 @@ from ._four_bits import encode as encode
 from ._hadamard import hadamard_transform as hadamard_transform, signs_of as signs_of
 from ._kernel import AbstractKernel as AbstractKernel
 from ._linear import LinearProduct as LinearProduct
-from ._noise import hashed as hashed, noise_of_hash as noise_of_hash, uniform as uniform
+from ._noise import (
+    hashed as hashed,
+    mixed as mixed,
+    noise_of_hash as noise_of_hash,
+    places as places,
+    uniform as uniform,
+)
 from ._operands import (
     has_blocks as has_blocks,
     rounds_stochastically as rounds_stochastically,
