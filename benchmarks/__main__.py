@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: `device` and `kernels` have command lines of their own.
+"""`python -m benchmarks`: `device` has a command line of its own.
 
 A lent device's machine has JAX, and lacks what the others are parsed with.
 """
@@ -12,10 +12,6 @@ def main() -> int:
         from .device import command
 
         return command.main(sys.argv[2:])
-    if sys.argv[1:2] == ["kernels"]:
-        from . import kernels_shown
-
-        return kernels_shown.main(sys.argv[2:])
     from . import command
 
     return command.main()

@@ -40,8 +40,8 @@ class Options:
     steps that recompute take to compile.
     `docs` only writes the tables of the committed results into the pages.
     `device` measures what only a GPU can tell, and has options of its own:
-    `python -m benchmarks device --help`. So has `kernels`, which says where the bytes
-    of one row of `workloads` or `whole-steps` are.
+    `python -m benchmarks device --help`. `published` puts what `mpx.forecast` says
+    beside speed-ups that others have measured.
     """
 
     names: tyro.conf.Positional[tuple[Name, ...]] = ALL
@@ -110,8 +110,12 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.recipes(options.recipe_seeds, options.recipe_steps)
     elif name == "errors":
         session.errors()
+    elif name == "few-bits-trainings":
+        session.few_bits()
     elif name == "compile-time":
         session.compile_time()
+    elif name == "published":
+        session.published()
     elif name == "docs":
         for path in documentation.write():
             session.console.print(f"Written {path}")

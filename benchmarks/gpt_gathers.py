@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import os
 
-from .counts import targets
+from .counter import counter
 from .tables import Table
 
 OPERATIONS = {"all-gather": "gathered", "reduce-scatter": "reduced"}
@@ -20,10 +20,8 @@ DEVICES, ROWS = 8, 16
 
 def counts(text: str) -> dict[str, dict[str, int]]:
     """Bytes of weights by what is done with them and by dtype, from compiled text."""
-    from .counts import wire  # here: JAX reads its environment when it is imported
-
     found = {name: collections.Counter() for name in OPERATIONS.values()}
-    for message in wire.messages(text, DEVICES):
+    for message in counter.messages(text, DEVICES):
         if message.kind in OPERATIONS:
             size = message.times * message.bytes
             found[OPERATIONS[message.kind]][message.dtype] += size
@@ -42,7 +40,7 @@ def compiled(precision: str) -> str:
     here = runs.make_mesh({"fsdp": DEVICES}, jax.devices("cpu")[:DEVICES])
     there = runs.make_mesh(
         {"fsdp": DEVICES},
-        targets.compile_only_devices(targets.TARGETS["h100"], DEVICES),
+        counter.compile_only_devices(counter.TARGETS["h100"], DEVICES),
     )
     texts = runs.put(np.zeros((ROWS, SIZES["context"] + 1), np.uint8), here)
     with jax.set_mesh(here):

@@ -26,13 +26,15 @@ from typing import Any
 
 from rich.console import Console
 
-from . import processes, results
+from . import processes, published, results
+from .counter import TARGETS
 from .counts import (
     activations,
     attention,
     autocast,
     compiling,
     eight_bits,
+    few_bits as few_bits_counts,
     half,
     monitor,
     products,
@@ -43,8 +45,7 @@ from .counts import (
     whole_steps,
     wire,
 )
-from .counts.targets import TARGETS
-from .numerics import errors, folds, recipes
+from .numerics import errors, few_bits, folds, recipes
 from .peers import environment as peers
 from .tables import Goal, Table
 from .time import autocast as autocast_host, compiling as compile_time, host
@@ -60,6 +61,7 @@ COUNTED: dict[str, tuple[Any, ...]] = {
     "workloads": (eight_bits, half, products),
     "whole-steps": (whole_steps,),
     "wire": (wire,),
+    "few-bits": (few_bits_counts,),
     "monitor": (monitor,),
 }
 PARTS: dict[str, tuple[Any, ...]] = COUNTED | {
@@ -68,6 +70,8 @@ PARTS: dict[str, tuple[Any, ...]] = COUNTED | {
     "folds": (folds,),
     "recipes": (recipes,),
     "errors": (errors,),
+    "published": (published,),
+    "few-bits-trainings": (few_bits,),
 }
 PICTURES = ("sweep", "recipes")
 
@@ -212,6 +216,20 @@ class Session:
         request = {"task": "errors", "seeds": errors.SEEDS}
         runs = len(errors.DATA) * len(errors.ARMS) + len(errors.WITH_TECHNIQUES)
         self._runs(self._results("errors"), request, errors.SEEDS * runs)
+
+    def published(self) -> None:
+        """What is forecast, beside speed-ups that others have measured."""
+        libraries = peers.prepare_cuda(self.cuda, self.console.print)
+        found = self._results("published", "compiled for NVIDIA H100, H200, B200, B300")
+        request = {"task": "published"}
+        self._runs(found, request, len(published.STEPS), libraries=libraries)
+
+    def few_bits(self) -> None:
+        """The losses of trainings with moments in 8 bits."""
+        runs = few_bits.runs()
+        request = {"task": "few bits", "runs": runs, "steps": few_bits.STEPS}
+        found = self._results("few-bits-trainings")
+        self._runs(found, request, 2 * len(runs), compile_only=False)
 
     def summarize(self) -> int:
         """Prints which goals are met; returns the exit status."""

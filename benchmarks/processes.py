@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from .counts import targets
 from .peers.environment import REPOSITORY, Peers
 
 Side = Literal["ours", "peers"]
@@ -27,6 +26,15 @@ _CLEARED = (
     "JAX_PLATFORM_NAME",
     "TPU_LIBRARY_PATH",
 )
+
+# No chip is opened: ask no metadata server, share the library freely.
+_COMPILE_ONLY = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 
 
 def side_of(arm: str) -> Side:
@@ -64,10 +72,12 @@ def ask(
     """
     environment = {k: v for k, v in os.environ.items() if k not in _CLEARED}
     if compile_only:
-        environment |= targets.environment(peers.libtpu if peers else None)
+        environment |= _COMPILE_ONLY
+        if peers and peers.libtpu is not None:
+            environment["TPU_LIBRARY_PATH"] = str(peers.libtpu)
     if libraries is not None:
         environment["PYTHONPATH"] = str(libraries.resolve())
-        environment |= targets.CUDA_ENVIRONMENT
+        environment["XLA_FLAGS"] = "--xla_gpu_enable_triton_gemm=false"
     environment |= variables or {}
     if side == "ours":
         command = [sys.executable, "-m", "benchmarks.worker"]

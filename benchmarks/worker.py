@@ -12,7 +12,6 @@ A request is `{"task": ..., "arms": "ours" | "peers", "cases": [...], ...}`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -110,16 +109,17 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import jax
 
     from benchmarks import results
-    from benchmarks.counts import program as counts, targets
+    from benchmarks.counter import TARGETS
+    from benchmarks.fingerprint import fingerprint
 
-    part, target = _part(request), targets.TARGETS[request["target"]]
+    part, target = _part(request), TARGETS[request["target"]]
     compiler = results.compiler(versions(), target.platform)
     known = {tuple(pair) for pair in request.get("known", ())}
     lower = _lowering(request)
     compile = getattr(part, "compile_with", _plainly)(lower)
     for fields in request["cases"]:
         lowered = lower(fields)
-        program = counts.fingerprint(lowered)
+        program = fingerprint(lowered)
         answer: dict[str, Any] = {"case": fields, "program": program}
         if (program, compiler) not in known:
             try:
@@ -135,12 +135,12 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _lowering(request: dict[str, Any]) -> Callable[..., Any]:
     """What lowers a case for the target of a request."""
-    from benchmarks.counts import targets
+    from benchmarks.counter import TARGETS, counter
 
-    build, target = _part(request).build, targets.TARGETS[request["target"]]
+    build, target = _part(request).build, TARGETS[request["target"]]
 
     def lower(fields: dict[str, Any]) -> Any:
-        devices = targets.compile_only_devices(target, fields.get("devices", 1))
+        devices = counter.compile_only_devices(target, fields.get("devices", 1))
         with _compiling_for(request, target.name):
             step = build(fields, devices)
             return step.jitted().trace(step.state, step.batch).lower()
@@ -148,35 +148,25 @@ def _lowering(request: dict[str, Any]) -> Callable[..., Any]:
     return lower
 
 
-def _kernels(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The kernels of each case, compiled for a GPU."""
-    from benchmarks.counts import kernels
-
-    lower = _lowering(request)
-    for fields in request["cases"]:
-        found = kernels.kernels_of(lower(fields).compile().as_text())
-        yield {"case": fields, "kernels": [dataclasses.asdict(one) for one in found]}
-
-
 def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Fingerprints of cases lowered for a platform that need not be here."""
-    from benchmarks.counts import program as counts, targets
+    from benchmarks.counter import TARGETS
+    from benchmarks.fingerprint import fingerprint
 
     build = _part(request).build
     for fields in request["cases"]:
-        named = targets.TARGETS.get(fields.get("target"))
+        named = TARGETS.get(fields.get("target"))
         platform = request["platform"] if named is None else named.platform
         with _compiling_for(request, fields.get("target") or _USUAL[platform]):
             step = build(fields)
             traced = step.jitted().trace(step.state, step.batch)
         lowered = traced.lower(lowering_platforms=(platform,))
-        yield {"case": fields, "program": counts.fingerprint(lowered)}
+        yield {"case": fields, "program": fingerprint(lowered)}
 
 
 # What answers a request, or the module whose `measure` does.
 TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]] | str] = {
     "count": _count,
-    "kernels": _kernels,
     "lower": _lower,
     "versions": lambda request: iter(()),
     "host": "time.host",
@@ -186,6 +176,8 @@ TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]] | str] = {
     "folds": "numerics.folds",
     "recipes": "numerics.recipes",
     "errors": "numerics.errors",
+    "published": "published",
+    "few bits": "numerics.few_bits",
     "kept": "counts.recipes",
 }
 

@@ -84,6 +84,9 @@ from ._master_weights import (
     full_weights as full_weights,
     master_weights as master_weights,
 )
+from ._few_bits import compress_state as compress_state
+from ._few_bits import full_state as full_state
+from ._few_bits import CompressedArray as CompressedArray
 from ._check import check as check
 from ._guard import guard as guard
 from ._inspect import explain as explain
@@ -108,6 +111,7 @@ from ._watch import expect_close as expect_close
 from ._contract import ContractError as ContractError
 
 if _TYPE_CHECKING:
+    from ._forecast import forecast as forecast
     from . import compat as compat, contrib as contrib, nn as nn, nnx as nnx
 
 __version__ = "0.1.0"
@@ -180,6 +184,9 @@ __all__ = [
     "StoredWeight",
     "full_weights",
     "master_weights",
+    "compress_state",
+    "full_state",
+    "CompressedArray",
     "check",
     "guard",
     "explain",
@@ -202,19 +209,23 @@ __all__ = [
     "expect",
     "expect_close",
     "ContractError",
+    "forecast",
 ]
 
 # Imported when somebody asks for them: most programs need none, and `nnx` imports Flax.
 _MODULES = ("compat", "contrib", "nn", "nnx")
+_FUNCTIONS = {"forecast": "._forecast"}
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, *_FUNCTIONS})
 
 
 def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return _importlib.import_module(f".{name}", __name__)
+    if name in _FUNCTIONS:
+        return getattr(_importlib.import_module(_FUNCTIONS[name], __name__), name)
     # The published MPX has the present setting as a module attribute.
     if name == "HALF_PRECISION_DATATYPE":
         return half_precision_datatype()

@@ -1,8 +1,9 @@
-"""The command line: `python -m mpx doctor`, `explain ...` and `blame ...`."""
+"""The command line: `python -m mpx doctor`, `explain`, `forecast` and `blame`."""
 
 import argparse
 import ast
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from . import _doctor
 from ._autocast import autocast
 from ._blame import BlameReport
 from ._errors import describe
-from ._inspect import Report, explain
+from ._inspect import explain
 
 _EXPLAIN = """\
 Report every operation of a function and its precision, without running it:
@@ -31,6 +32,15 @@ Arguments of the function are written as
   module:name(), :name()              what it returns, as shapes
   3, 2.5, True, None, 'text'          a literal of Python
   name=...                            a keyword argument
+"""
+_FORECAST = """\
+Say what a training step would need and gain on a device that is not here:
+
+  python -m mpx forecast train:loss ":make_model()" f32[256,32,32,3] i32[256] \\
+      --optimizer adamw --target h100 --precision bfloat16 --precision delayed
+
+The function is a loss, or without --optimizer a whole step. Arguments are written as
+for `explain`. The target's compiler must be installed: "jax[cuda12]" or libtpu.
 """
 _BLAME = """\
 Print what made a step bad:
@@ -73,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _blame(options, parser.error)
         return
     try:
-        _explain(options)
-    except ValueError as error:
+        (_explain if options.command == "explain" else _forecast)(options)
+    except (ValueError, RuntimeError) as error:
         parser.error(str(error))
 
 
@@ -89,6 +99,39 @@ def _explain(options: argparse.Namespace) -> None:
     report = explain(func)(*positional, **keywords)
     report.show(options.limit or None, options.width or None)
     _save(report, options.save)
+
+
+def _forecast(options: argparse.Namespace) -> None:
+    # No device is needed, and none is to be looked for.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    from ._forecast import forecast
+
+    func = _read_object(options.function, "")
+    module = options.function.partition(":")[0]
+    positional, keywords = _read_arguments(options.arguments, module)
+    report = forecast(
+        func,
+        _read_optimizer(options.optimizer, module),
+        targets=options.target or ("h100",),
+        precisions=options.precision or ("float32", "bfloat16", "delayed"),
+        largest_batch=options.largest_batch,
+        top=options.top,
+    )(*positional, **keywords)
+    print(report)
+    _save(report, options.save)
+
+
+def _read_optimizer(text: str | None, module: str) -> object:
+    """A name of Optax's, made with a learning rate of 1e-3, or an object."""
+    if text is None or ":" in text:
+        return None if text is None else _read_object(text, module)
+    import optax
+
+    if not hasattr(optax, text):
+        raise ValueError(f"Optax has no optimizer {text!r}; or give module:name")
+    return getattr(optax, text)(1e-3)
 
 
 def _blame(options: argparse.Namespace, refuse: Callable[[str], object]) -> None:
@@ -112,7 +155,7 @@ def _blame(options: argparse.Namespace, refuse: Callable[[str], object]) -> None
     _save(report, options.save)
 
 
-def _save(report: Report | BlameReport, paths: Sequence[str]) -> None:
+def _save(report: Any, paths: Sequence[str]) -> None:
     for path in paths:
         report.save(path)
         print(f"\nWritten: {path}")
@@ -141,7 +184,11 @@ def _parser() -> argparse.ArgumentParser:
     blame = commands.add_parser(
         "blame", help=help_of_blame, description=_BLAME, formatter_class=raw
     )
-    for command in (explain, blame):
+    help_of_forecast = "what a step would need and gain on a device that is not here"
+    forecast = commands.add_parser(
+        "forecast", help=help_of_forecast, description=_FORECAST, formatter_class=raw
+    )
+    for command in (explain, blame, forecast):
         command.add_argument("function", metavar="module:function")
         command.add_argument("arguments", nargs="*", metavar="argument")
     explain.add_argument(
@@ -161,7 +208,8 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="columns to print; 180 and more show all (default: the terminal's)",
     )
-    for command in (explain, blame):
+    _add_forecast_options(forecast)
+    for command in (explain, blame, forecast):
         command.add_argument(
             "--save",
             action="append",
@@ -173,12 +221,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_forecast_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--optimizer", help="a name of Optax's, or module:name; none for a whole step"
+    )
+    for name, words in (
+        ("target", "h100, b200, tpu-v5e, ... (default: h100)"),
+        ("precision", "bfloat16, delayed, ... (default: float32, bfloat16, delayed)"),
+    ):
+        again = f"{words}; may be given again"
+        command.add_argument(f"--{name}", action="append", default=[], help=again)
+    command.add_argument(
+        "--largest-batch", action="store_true", help="search the largest that fits"
+    )
+    command.add_argument(
+        "--top", type=int, default=10, help="kernels to list (default: 10)"
+    )
+
+
 def _report_path(text: str) -> str:
     """A file that a report can be written to, refused before the work and not after."""
     path = Path(text)
-    if path.suffix not in (".html", ".json", ".txt"):
+    if path.suffix not in (".html", ".json", ".txt", ".svg"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} ends with none of .html, .json, .txt"
+            f"{text!r} ends with none of .html, .json, .txt (.svg of a forecast)"
         )
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")

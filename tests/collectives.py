@@ -16,14 +16,14 @@ from benchmarks.counts import wire
 
 def partitioned(
     function: Callable[..., Any], *args: Any, devices: int = 4, **options: Any
-) -> list[wire.Message]:
+) -> list[wire.counter.Message]:
     """What a function sends, compiled for these arguments and with options of jit."""
     return compiled(function, *args, devices=devices, **options)[1]
 
 
 def compiled(
     function: Callable[..., Any], *args: Any, devices: int = 4, **options: Any
-) -> tuple[Any, list[wire.Message]]:
+) -> tuple[Any, list[wire.counter.Message]]:
     """The same, and the compiled function."""
 
     def run(*args: Any) -> Any:
@@ -35,4 +35,4 @@ def compiled(
         dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         found = jax.jit(run, **options).lower(*args).compile(compiler_options=dump)
         (path,) = pathlib.Path(folder).glob("*after_spmd-partitioning*")
-        return found, wire.messages(path.read_text(), devices)
+        return found, wire.counter.messages(path.read_text(), devices)

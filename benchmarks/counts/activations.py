@@ -25,11 +25,11 @@ import mpx
 import mpx.nn
 from mpx._contract import compiled_products, parse
 
+from ..counter import TARGETS
 from ..models.frameworks import UNITS
 from ..results import Results
 from ..steps import ArrayStep, arrays_only
 from ..tables import Goal, Table
-from .targets import TARGETS
 
 FP8_CALL = "__cublas$lt$matmul$f8"
 WIDTH, HIDDEN, TOKENS = 256, 512, 512

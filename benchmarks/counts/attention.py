@@ -12,13 +12,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ..counter import TARGETS
 from ..models.attention import CALLS, HEADS, LAYERS, WIDTH, Case, build as build
 from ..results import Results
 from ..steps import CHECKED
 from ..tables import Goal, Table, megabytes, ratio
-from . import program as counts
+from . import program
 from .residuals import WHAT
-from .targets import TARGETS
 
 TARGET = "h100"
 FLOAT32, BY_HAND = "float32", "mpx bfloat16"
@@ -64,7 +64,7 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Bytes, and the calls of the kernel."""
     del fields
     calls = collections.Counter(_CALL.findall(compiled.as_text()))
-    return {**dataclasses.asdict(counts.count(compiled)), "calls": dict(calls)}
+    return {**dataclasses.asdict(program.count(compiled)), "calls": dict(calls)}
 
 
 # --- What is shown --------------------------------------------------------------------

@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from ..counter import TARGETS
 from ..models.problems import PROBLEMS
 from ..results import Results
 from ..tables import Goal, Table
 from . import compiling
 from .residuals import WHAT, against
 from .sweep import build as build, count as count
-from .targets import TARGETS
 
 OUR_ARMS = (
     "float32",

@@ -11,8 +11,8 @@ from typing import Any, get_args
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from .. import processes, results
+from ..counter import TARGETS
 from ..peers.environment import Peers
-from .targets import TARGETS
 
 Record = dict[str, Any]
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
+from ..counter import TARGETS, counter
 from ..models.eight_bits import NAIVE, WORKLOADS
-from . import kernels as kernel_counts, program
+from . import program
 
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
@@ -23,18 +24,16 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     return {**counts, "on_units": on_units / linear}
 
 
-def counts_and_units(
-    compiled: Any, target: str
-) -> tuple[dict[str, Any], list[kernel_counts.Kernel]]:
+def counts_and_units(compiled: Any, target: str) -> tuple[dict[str, Any], list[Any]]:
     """Bytes and kernels of a step, and those kernels that multiply 8 bits or less."""
-    kernels = kernel_counts.kernels_of(compiled.as_text())
-    units = kernel_counts.of_few_bits(kernels)
+    kernels = counter.kernels_of(compiled.as_text())
+    units = counter.of_few_bits(kernels)
     counts = program.count(compiled)
     found = {
         "memory": counts.memory,
         "temporaries": counts.temporaries,
-        "traffic": kernel_counts.traffic(kernels),
-        "roof": kernel_counts.roof_seconds(kernels, kernel_counts.ROOFS[target]),
+        "traffic": counter.traffic(kernels),
+        "roof": counter.roof_seconds(kernels, TARGETS[target].roof),
         "kernels": sum(kernel.times for kernel in kernels),
         "calls": sum(kernel.times for kernel in units),
     }
@@ -48,14 +47,14 @@ def compile_twice(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, 
     tiling refuses some shapes: None then.
     """
     compiled = lowered.compile()
-    kernels = kernel_counts.kernels_of(compiled.as_text())
-    if fields["target"] != "h100" or not kernel_counts.of_few_bits(kernels):
+    kernels = counter.kernels_of(compiled.as_text())
+    if fields["target"] != "h100" or not counter.of_few_bits(kernels):
         return compiled, {"default_calls": None}
     try:
         default = lowered.compile({"xla_gpu_enable_triton_gemm": True})
     except jax.errors.JaxRuntimeError:
         return compiled, {"default_calls": None}
-    units = kernel_counts.of_few_bits(kernel_counts.kernels_of(default.as_text()))
+    units = counter.of_few_bits(counter.kernels_of(default.as_text()))
     return compiled, {"default_calls": sum(kernel.times for kernel in units)}
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..counter import TARGETS
 from ..models import eight_bits as models
 from ..models.eight_bits import NAIVE, Case
 from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table, megabytes, ratio
 from . import cost
-from .targets import TARGETS
 
 DELAYED, CURRENT, MXFP8, NVFP4 = "delayed", "current", "mxfp8", "nvfp4"
 MXFP8_KERNEL, NVFP4_KERNEL = "mxfp8 by Pallas", "nvfp4 by Pallas"

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..counter import TARGETS, counter
 from ..models.plain import Case, title
 from ..models.various import SETUPS
 from ..results import Results
 from ..steps import CHECKED
 from ..tables import Goal, Table, megabytes, ratio
-from . import kernels, program
+from . import program
 from .residuals import DEFAULT, HALF, build as build
-from .targets import TARGETS
 
 TARGET, TPU = "h100", "v5e"
 SETUP = ("target", "model", "blocks", "batch")
@@ -46,9 +46,9 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     if TARGETS[fields["target"]].platform == "tpu":
         off_chip = program.operand_and_result_bytes(text, on_chip=False)
         return {**bytes_held, "traffic": off_chip}
-    found = kernels.kernels_of(text)
+    found = counter.kernels_of(text)
     times = sum(kernel.times for kernel in found)
-    return {**bytes_held, "traffic": kernels.traffic(found), "kernels": times}
+    return {**bytes_held, "traffic": counter.traffic(found), "kernels": times}
 
 
 def tables(found: Results) -> Iterator[Table]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import mpx
 
+from ..counter import TARGETS
 from ..models import plain
 from ..results import Results
 from ..steps import known_arms
 from ..tables import Goal, Table, megabytes
 from . import program
-from .targets import TARGETS
 
 TARGET = "h100"
 ARM = "autocast bfloat16"

@@ -13,12 +13,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from ..counter import TARGETS, counter
 from ..models.layers import NAIVE, build as build_layers
 from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table, ratio
-from . import kernels
-from .targets import TARGETS
 
 ARMS = {
     "h100": ("delayed", "current"),
@@ -72,11 +71,11 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """The roof, and how many kernels there are."""
-    found = kernels.kernels_of(compiled.as_text())
-    roof = kernels.ROOFS[fields["target"]]
+    found = counter.kernels_of(compiled.as_text())
+    roof = TARGETS[fields["target"]].roof
     return {
-        "roof": kernels.roof_seconds(found, roof),
-        "traffic": kernels.traffic(found),
+        "roof": counter.roof_seconds(found, roof),
+        "traffic": counter.traffic(found),
         "kernels": sum(kernel.times for kernel in found),
     }
 

@@ -28,13 +28,13 @@ import mpx
 from mpx._contract import Operation, compiled_products, parse
 
 from .. import processes
+from ..counter import TARGETS
 from ..models import frameworks as recipe_models
 from ..models.frameworks import BATCH, SIZE, Case, linear_flops
 from ..our_arms import RECIPES
 from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table
-from .targets import TARGETS
 
 PER_TENSOR = ("delayed", "current")
 BLOCKS = ("mxfp8", "nvfp4")

@@ -19,11 +19,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from ..counter import TARGETS
 from ..results import Results
 from ..tables import Goal, Table, megabytes, signed_percent
 from . import compiling
 from .sweep import build as build, count as count
-from .targets import TARGETS
 
 # (library, its arm with scaling, its arm without)
 PAIRS = (

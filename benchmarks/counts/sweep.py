@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import steps
+from ..counter import TARGETS
 from ..models.problems import PROBLEMS
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
 from . import compiling, program
-from .targets import TARGETS
 
 OUR_ARMS = ("float32", "mpx float16", "mpx bfloat16")
 PEER_ARMS = ("MPX float16",)

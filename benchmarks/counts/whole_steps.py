@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import processes
+from ..counter import TARGETS
 from ..models import whole_steps as models
 from ..models.whole_steps import FLAX, NAIVE, QWIX, STORED, WHOLE, Case, Kept
 from ..processes import side_of
@@ -20,7 +21,6 @@ from ..steps import ArrayStep
 from ..tables import Goal, Table, ratio
 from . import cost
 from .eight_bits import traffic_and_roof
-from .targets import TARGETS
 
 AUTOCAST, DELAYED, CURRENT = "bfloat16", "delayed", "current"
 BLOCKS = ("mxfp8", "nvfp4", "mxfp8 by Pallas", "nvfp4 by Pallas")

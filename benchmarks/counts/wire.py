@@ -8,14 +8,13 @@ the loop runs. What a switch on the way adds up is left out.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..counter import TARGETS, counter
 from ..models.layouts import (
     BATCH,
     BLOCKS,
@@ -31,8 +30,6 @@ from ..models.layouts import (
 )
 from ..results import Results
 from ..tables import Goal, Table, megabytes
-from .program import ARRAY, TRIPS, Instruction, bodies_of, bytes_of_shape, called
-from .targets import TARGETS
 
 TARGETS_OF_WIRE = ("h100", "v5e")
 
@@ -97,96 +94,10 @@ def build(fields: dict[str, Any], devices: Any = None) -> Any:
 
 # --- Reading a compiled program -------------------------------------------------------
 
-_KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """A collective of one array.
-
-    Attributes:
-        kind: The collective.
-        dtype: Of what travels, in HLO's words.
-        bytes: Of the whole array, which all devices together hold or make.
-        times: How often it runs.
-        devices: Among how many.
-    """
-
-    kind: str
-    dtype: str
-    bytes: int
-    times: int
-    devices: int
-
-    @property
-    def sent(self) -> float:
-        """Bytes that one device sends."""
-        share = (self.devices - 1) / self.devices
-        if self.kind == "collective-permute":
-            share = 1
-        return self.times * self.bytes * share * (1 + (self.kind == "all-reduce"))
-
-
-def messages(text: str, devices: int) -> list[Message]:
-    """The collectives of an optimized HLO module."""
-    bodies, entry = bodies_of(text)
-    return list(_messages(bodies, entry, 1, devices))
-
-
-def _messages(
-    bodies: dict[str, list[Instruction]], name: str, times: int, devices: int
-) -> Iterator[Message]:
-    shapes = {instruction.name: instruction.shape for instruction in bodies[name]}
-    for instruction in bodies[name]:
-        kind = instruction.opcode.removesuffix("-start")
-        if kind in _KINDS:
-            if name.startswith("all-reduce-scatter"):  # as a TPU's compiler writes it
-                kind = "reduce-scatter"
-            yield from _of(instruction, kind, shapes, times, devices)
-        trips = TRIPS.search(instruction.line)
-        inner = times * (int(trips[1]) if trips and kind == "while" else 1)
-        keys = ("body", "calls", "branch_computations", "called_computations")
-        keys += ("true_computation", "false_computation")
-        keys += ("to_apply",) if kind == "call" else ()
-        for key in keys:
-            for one in called(instruction.line, key):
-                if one in bodies:
-                    yield from _messages(bodies, one, inner, devices)
-
-
-def _of(
-    instruction: Instruction,
-    kind: str,
-    shapes: dict[str, str],
-    times: int,
-    devices: int,
-) -> Iterator[Message]:
-    given = "".join(shapes.get(name, "") + " " for name in instruction.operands)
-    group = _group(instruction.line) or devices
-    for array in ARRAY.finditer(given):
-        size = bytes_of_shape(array[0])
-        whole = size * group if kind == "all-gather" else size
-        yield Message(kind, array[1], whole, times, group)
-
-
-def _group(line: str) -> int | None:
-    """Among how many devices a collective is."""
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    if listed:
-        return len(listed[1].split(","))
-    sized = re.search(r"replica_groups=\[\d+,(\d+)\]<=", line)
-    return int(sized[1]) if sized else None
-
 
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Bytes sent, by collective and dtype, and how many collectives there are."""
-    found = messages(compiled.as_text(), fields["devices"])
+    found = counter.messages(compiled.as_text(), fields["devices"])
     by: dict[str, dict[str, float]] = {}
     small = 0
     for one in found:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..counts.program import memory
+from ..counter import counter
 from ..steps import ArrayStep, known_arms
 from .about import about
 from .plan import ABOUT, Case, Sizes
@@ -158,8 +158,8 @@ class Worker:
         text = arm.compiled.as_text()
         return {
             **rounded,
-            "base_memory": memory(base.compiled),
-            "memory": memory(arm.compiled),
+            "base_memory": counter.memory(base.compiled),
+            "memory": counter.memory(arm.compiled),
             "unit_calls": sum(text.count(f'"{call}"') for call in UNIT_CALLS),
             "base_size": base.size,
             "size": arm.size,
@@ -182,7 +182,7 @@ class Worker:
             gc.collect()  # the one before
             one = dataclasses.replace(case, batch=batch)
             running = Running(self._build(one, case.arm))
-            needed = memory(running.compiled)
+            needed = counter.memory(running.compiled)
             if not has_stats and needed > limit:
                 raise MemoryError(f"{NO_MEMORY}: {needed} bytes of {limit}")
             running.warm_up()
@@ -190,7 +190,7 @@ class Worker:
 
         first, _ = attempt(case.batch)
         peak = self._stats().get("peak_bytes_in_use")
-        needed, fixed = memory(first.compiled), bytes_of(first.state)
+        needed, fixed = counter.memory(first.compiled), bytes_of(first.state)
         # What is needed besides the state grows in proportion to the batch.
         guess = int(case.batch * (limit - fixed) / max(needed - fixed, 1))
         del first

@@ -32,14 +32,14 @@ def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """
     import mpx
     from benchmarks import our_arms
-    from benchmarks.counts import targets
+    from benchmarks.counter import counter
     from benchmarks.models import plain as residual_models
 
     for setup in SETUPS:
-        devices = targets.compile_only_devices(targets.TARGETS[setup[0]])
+        devices = counter.compile_only_devices(counter.TARGETS[setup[0]])
         lowered = {}
         for arm in ARMS:
-            with mpx.autocast(target=targets.TARGETS[setup[0]].name, ambient=True):
+            with mpx.autocast(target=counter.TARGETS[setup[0]].name, ambient=True):
                 case = Case(*setup, arm)
                 step = residual_models.build(our_arms.ARMS[arm], case, devices)
                 lowered[arm] = step.jitted().lower(step.state, step.batch)

@@ -15,10 +15,12 @@ autocast.
 
 from ._call import (
     NO_MASTER as NO_MASTER,
+    Invocation as Invocation,
     call_autocast as call_autocast,
     call_with_masters as call_with_masters,
     half_inputs as half_inputs,
 )
+from ._context import Programs as Programs
 from ._notes import (
     IslandNote as IslandNote,
     Note as Note,
@@ -28,7 +30,6 @@ from ._notes import (
     taking_notes as taking_notes,
 )
 from ._recipe_call import is_marked as is_marked
-from ._records import Programs as Programs
 from ._switched_off import is_switched_off as is_switched_off
 from ._transform import (
     ambient_residuals as ambient_residuals,

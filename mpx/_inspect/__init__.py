@@ -15,5 +15,10 @@ from ._source_text import (
     user_frame as user_frame,
 )
 from ._trace import Traced as Traced, trace as trace
-from ._units import share_text as share_text, short_type as short_type
+from ._units import (
+    bytes_text as bytes_text,
+    flops_text as flops_text,
+    share_text as share_text,
+    short_type as short_type,
+)
 from ._views import Report as Report

@@ -7,7 +7,6 @@ from .calls import (
     Call as Call,
     Form as Form,
     divide as divide,
-    is_array as is_array,
     is_array_or_type as is_array_or_type,
     named_like as named_like,
 )
@@ -28,10 +27,12 @@ from .equations import (
     count as count,
     distinct_equations as distinct_equations,
     equations as equations,
+    is_inexact as is_inexact,
     is_multiplication as is_multiplication,
     lengths as lengths,
     only_picks as only_picks,
     program_of as program_of,
+    run_by as run_by,
     sub_jaxprs as sub_jaxprs,
     summed_numbers as summed_numbers,
     where_leading as where_leading,
@@ -44,6 +45,7 @@ from .flow import (
     NoFlow as NoFlow,
     Visit as Visit,
     backward as backward,
+    propagate as propagate,
     results_within as results_within,
     walk as walk,
     walk_inside as walk_inside,
@@ -62,11 +64,7 @@ from .remat import (
     is_worth_while as is_worth_while,
     recomputed_if_cheap as recomputed_if_cheap,
 )
-from .residuals import (
-    kept_bytes as kept_bytes,
-    may_keep as may_keep,
-    measured_bytes as measured_bytes,
-)
+from .residuals import may_keep as may_keep, measured_bytes as measured_bytes
 from .source import (
     DataScope as DataScope,
     Frame as Frame,

@@ -70,7 +70,7 @@ def probed(
     Returns:
         The results of the program, and the records.
     """
-    inputs = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
+    inputs = _tagged(arrays, tags)
     results, records = _run(closed, closed.consts, inputs, probe, Location())
     return [value.array for value in results], records
 
@@ -114,7 +114,7 @@ def _operation(
 ) -> _Results:
     arrays = probe.compute(equation, [v.array for v in operands])
     tags = probe.transfer(equation, place, operands)
-    results = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
+    results = _tagged(arrays, tags)
     return results, probe.observe(equation, place, operands, results)
 
 
@@ -188,8 +188,8 @@ class _Traced:
         self.keys: list[Hashable] = []
 
         def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[PyTree]]:
-            given = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
             with probe.inside():
+                given = _tagged(arrays, tags)
                 results, records = _run(sub.jaxpr, sub.consts, given, probe, place)
             # Set while `make_jaxpr` traces, below.
             self.tags = [v.tag for v in results]
@@ -206,8 +206,7 @@ class _Traced:
     def divided(self, results: Sequence[AnyArray]) -> tuple[list[AnyArray], Records]:
         """The results of the program, and the records, of all that it gives."""
         count = len(self.tags)
-        leaves, structure = jax.tree.flatten(list(self.records.values()))
-        del leaves
+        structure = jax.tree.structure(list(self.records.values()))
         found = jax.tree.unflatten(structure, results[count:])
         return list(results[:count]), dict(zip(self.keys, found, strict=True))
 

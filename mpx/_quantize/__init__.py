@@ -18,10 +18,8 @@ from ._ahead import (
 )
 from ._amax import Join as Join
 from ._array import QuantizedArray as QuantizedArray
-from ._convolution import (
-    ConvolutionProduct as ConvolutionProduct,
-    linear_convolution as linear_convolution,
-)
+from ._casting import amax_of as amax_of
+from ._convolution import ConvolutionProduct as ConvolutionProduct
 from ._delayed import (
     DelayedScaling as DelayedScaling,
     DelayedScalingState as DelayedScalingState,
@@ -31,10 +29,12 @@ from ._format import Format as Format
 from ._four_bits import encode as encode
 from ._hadamard import hadamard_transform as hadamard_transform, signs_of as signs_of
 from ._kernel import AbstractKernel as AbstractKernel
-from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
+from ._linear import LinearProduct as LinearProduct
 from ._noise import (
     hashed as hashed,
+    mixed as mixed,
     noise_of_hash as noise_of_hash,
+    places as places,
     uniform as uniform,
 )
 from ._operands import (
@@ -44,12 +44,10 @@ from ._operands import (
 from ._product import (
     AbstractProduct as AbstractProduct,
     PrequantizedWeight as PrequantizedWeight,
+    quantized_product as quantized_product,
 )
 from ._products import Path as Path
-from ._quantize import (
-    quantize as quantize,
-    quantize_dequantize as quantize_dequantize,
-)
+from ._quantize import quantize as quantize, quantize_dequantize as quantize_dequantize
 from ._quantizers import (
     AbstractQuantizer as AbstractQuantizer,
     BlockQuantizer as BlockQuantizer,
@@ -57,11 +55,7 @@ from ._quantizers import (
     NVFP4Quantizer as NVFP4Quantizer,
     TensorQuantizer as TensorQuantizer,
 )
-from ._ragged import (
-    RaggedProduct as RaggedProduct,
-    has_ragged_form as has_ragged_form,
-    linear_ragged_product as linear_ragged_product,
-)
+from ._ragged import RaggedProduct as RaggedProduct, has_ragged_form as has_ragged_form
 from ._recipes import (
     AbstractRecipe as AbstractRecipe,
     CustomRecipe as CustomRecipe,
@@ -83,9 +77,6 @@ from ._scales import (
     e8m0_scale as e8m0_scale,
     nvfp4_scale as nvfp4_scale,
     nvfp4_tensor_scale as nvfp4_tensor_scale,
-)
-from ._slots import (
-    amax_of as amax_of,
 )
 from ._target import (
     Target as Target,

@@ -51,8 +51,8 @@ class Compiled:
 
 
 def test_calls_of_the_kernel_are_counted(monkeypatch):
-    made = attention_counts.counts.Counts(1, 1, 1, 1, 1, "x", None, None)
-    monkeypatch.setattr(attention_counts.counts, "count", lambda _: made)
+    made = attention_counts.program.Counts(1, 1, 1, 1, 1, "x", None, None)
+    monkeypatch.setattr(attention_counts.program, "count", lambda _: made)
     count = attention_counts.count(Compiled(), {})
     assert count["calls"] == {"fmhaSoftmax": 2, "fmhaSoftmaxBackward": 1}
     assert attention_counts._kernels(count) == (2, 1)

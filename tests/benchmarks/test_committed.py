@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from benchmarks import parts, processes, results
+from benchmarks.counter import TARGETS
 from benchmarks.counts import attention, eight_bits, half, residuals
-from benchmarks.counts.targets import TARGETS
 from benchmarks.counts.whole_steps import DELAYED, NAIVE, PORTABLE
 from tests.helpers import slow_but
 

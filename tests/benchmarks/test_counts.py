@@ -7,7 +7,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from benchmarks.counter import counter
 from benchmarks.counts import program as counts
+from benchmarks.fingerprint import fingerprint
 from tests.contrib.kernels import filter_deprecation, lowered_for_b200
 
 FLOAT = 4  # bytes
@@ -33,7 +35,7 @@ def shaped(*shape, dtype=np.float32):
     ],
 )
 def test_bytes_of_shape(text, size):
-    assert counts.bytes_of_shape(text) == size
+    assert counter.bytes_of_shape(text) == size
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ ENTRY %main (hbm: f32[10], vmem: f32[10]) -> f32[10] {{
 
 def test_unknown_type_is_an_error():
     with pytest.raises(ValueError, match=r"does not know the HLO type 'q7'"):
-        counts.bytes_of_shape("q7[3]")
+        counter.bytes_of_shape("q7[3]")
 
 
 def test_memory_counts_donated_buffers_once():
@@ -197,19 +199,19 @@ def test_fingerprint_sees_the_program_and_not_its_place():
     def lower(function, **options):
         return jax.jit(function).lower(shaped(3), **options)
 
-    here = counts.fingerprint(lower(double))
+    here = fingerprint(lower(double))
     device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     placed = jax.ShapeDtypeStruct((3,), np.float32, sharding=device)
-    assert counts.fingerprint(jax.jit(double).lower(placed)) == here
+    assert fingerprint(jax.jit(double).lower(placed)) == here
     traced = jax.jit(double).trace(shaped(3))
     elsewhere = traced.lower(lowering_platforms=("cuda",))
-    assert counts.fingerprint(elsewhere) == here
+    assert fingerprint(elsewhere) == here
 
     def triple(x):
         return x * 3
 
     triple.__name__ = "double"
-    assert counts.fingerprint(lower(triple)) != here
+    assert fingerprint(lower(triple)) != here
 
 
 @filter_deprecation
@@ -229,5 +231,5 @@ def test_fingerprint_sees_a_kernel_and_not_its_lines():
         return lowered_for_b200(call, shaped(16))
 
     here, moved = of_kernel("x[...] * 2", 1), of_kernel("x[...] * 2", 30)
-    assert counts.fingerprint(here) == counts.fingerprint(moved)
-    assert counts.fingerprint(here) != counts.fingerprint(of_kernel("x[...] * 3", 1))
+    assert fingerprint(here) == fingerprint(moved)
+    assert fingerprint(here) != fingerprint(of_kernel("x[...] * 3", 1))

@@ -228,7 +228,6 @@ def test_each_figure_says_whether_it_was_measured():
 @pytest.mark.parametrize(
     "name",
     [
-        "counts.program",
         "tables",
         "numerics.folds",
         "numerics.recipes",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import kernels_shown, results
+from benchmarks import results
 from benchmarks.counts import cost, whole_steps
 from benchmarks.models import whole_steps as models
 from benchmarks.models.weights import by_slices, shapes_of
@@ -122,17 +122,6 @@ def test_goals_and_tables(share, met):
     cells = [row[1] for row in side_by_side.rows]
     assert set(cells) == {"0.50" if met else "**2.00**"}
     assert not list(whole_steps.tables(results.Results("whole-steps", "", "")))
-
-
-def test_the_kernels_of_every_step_can_be_listed():
-    rows = kernels_shown.rows()
-    row = rows["H100, GPT, masters"]
-    assert row.naive == models.NAIVE
-    assert set(row.arms) == {
-        models.NAIVE,
-        *whole_steps.ARMS["h100"],
-        *whole_steps.PEERS,
-    }
 
 
 CALL = """HloModule step

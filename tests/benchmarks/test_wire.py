@@ -206,7 +206,7 @@ ENTRY %main (a: bf16[4,8]) -> f32[8] {
 
 
 def test_bytes_of_a_ring():
-    by_kind = {x.kind: x for x in wire.messages(HLO, 4)}
+    by_kind = {x.kind: x for x in wire.counter.messages(HLO, 4)}
     assert by_kind["all-gather"].sent == 16 * 8 * 2 * 3 / 4
     assert by_kind["all-reduce"].sent == 3 * 32 * 2 * 3 / 4
     assert by_kind["reduce-scatter"].sent == 32 / 2

@@ -1,12 +1,13 @@
 """Workers: the arms of our environment, the peers' where it exists, and targets."""
 
+import importlib.util
 import itertools
 import math
 
 import pytest
 
 from benchmarks import our_arms, processes, results, steps
-from benchmarks.counts import targets
+from benchmarks.counter import counter as targets
 from benchmarks.peers import environment as peers
 from benchmarks.time import autocast as autocast_host
 
@@ -142,7 +143,7 @@ def test_a_worker_compiles_for_a_tpu_and_skips_known_programs():
 
 def test_targets_say_what_is_missing(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"TPU v5e needs the compiler `libtpu`"):
         targets.compile_only_devices(targets.TARGETS["v5e"])
     with pytest.raises(RuntimeError, match=r'needs JAX.s CUDA plugin.*"jax\[cuda12\]"'):

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from benchmarks import kernels_shown, processes, results, steps
-from benchmarks.counts import eight_bits, half, kernels, products as product_counts
+from benchmarks import processes, results, steps
+from benchmarks.counter import counter as kernels
+from benchmarks.counts import eight_bits, half, products as product_counts
 from benchmarks.models import eight_bits as models, layers, various
 from benchmarks.models.weights import Weights, random_weights
-from benchmarks.peers import eight_bits as peers, environment
+from benchmarks.peers import eight_bits as peers
 from mpx._contract._hlo import parse
 from mpx._contract._operations import products
 from tests.helpers import slow_but
@@ -77,46 +78,6 @@ def test_kernels_and_roof_of_a_program_by_hand():
 def test_a_program_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="needs an HLO module with an ENTRY"):
         kernels.kernels_of("HloModule empty")
-
-
-def test_kernels_are_listed_by_what_they_move_together(monkeypatch, capsys):
-    """Of an arm and of the naive cast: `python -m benchmarks kernels ROW ARM`."""
-    asked = []
-
-    def ask(side, request, *_, **__):
-        asked.append((side, request["steps"], request["cases"][0]["arm"]))
-        kernel = {
-            "target": "fusion",
-            "source": "jit(step)/jvp(jit(f))/mul",
-            "bytes": 10,
-        }
-        few = {"target": "__cublas", "source": "", "bytes": 10**9}
-        found = [{**kernel, "times": 3}, {**kernel, "times": 4}, {**few, "times": 1}]
-        return [{"versions": {}}, {"kernels": found}]
-
-    monkeypatch.setattr(processes, "ask", ask)
-    monkeypatch.setattr(environment, "prepare_cuda", lambda folder, say: folder)
-    assert kernels_shown.main(["H100, big", "current"]) == 0
-    naive = models.NAIVE
-    assert asked == [("ours", "eight_bits", arm) for arm in ("current", naive)]
-    lines = capsys.readouterr().out.splitlines()
-    assert "current: 1.00 GB in 8 kernels" in lines[0]
-    rows = [line.strip("│").split("│") for line in lines if line.startswith("│")]
-    kinds = [[cell.strip() for cell in row] for row in rows[:2]]
-    assert kinds[0] == ["1000", "1", "1000", "cublas", ""]
-    assert kinds[1] == ["0", "7", "0", "fusion", "step/f/mul"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["H100", "current"], "18 rows begin with 'H100'"),
-        (["LSTM", "delayed"], "the row has no arm 'delayed'"),
-    ],
-)
-def test_a_row_or_an_arm_that_is_not_there(words, message, capsys):
-    assert kernels_shown.main(words) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_fp8_by_hand_has_the_gradients_of_float32():
@@ -229,7 +190,7 @@ def test_the_page_of_low_precision_shows_the_committed_bytes():
 
 
 def test_the_page_says_where_the_committed_bytes_are():
-    """By hand from `python -m benchmarks kernels`: the parts add up to the counts."""
+    """The parts, counted by hand from the kernels,  add up to the counts."""
     counts = eight_bits._counts(results.read("workloads"))["h100", "ffn silu"]
     page = (processes.REPOSITORY / "docs/benchmark-details.md").read_text()
     section = page.split("## Where the bytes of 8 bits are")[1].split("\n## ")[0]

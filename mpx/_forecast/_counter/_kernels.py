@@ -3,15 +3,16 @@
 A kernel is an instruction of the optimized HLO that runs by itself. Its *bytes* are
 those of its operands and results, but of an array that it only slices, as it is or
 after elementwise arithmetic, or updates in place, the slice. A loop's body counts as
-often as the loop runs. Its *operations* are those of the matrix products in it; other
-arithmetic is left out.
+often as the loop runs. Its *operations* are those of the matmuls in it, *further* ones
+those of attention in one kernel and of convolutions; other arithmetic is left out.
 
-The *roof time* of a program is the sum over its kernels of the larger of two times: its
-bytes at the bandwidth of the data sheet, its operations at the peak of its dtype. No
-kernel is faster; how much slower it is, only a device can tell.
+The *roofline time* of a program is the sum over its kernels of the larger of two times:
+its bytes at the bandwidth of the data sheet, its operations at the peak of its dtype.
+No kernel is faster; how much slower it is, only a device can tell. `roof_seconds` has
+matmuls only, as the committed benchmarks do.
 
-`program.operand_and_result_bytes` is the older way of counting, which takes sliced
-arrays as a whole. The two must not be compared.
+`operand_and_result_bytes` is the older way of counting, which takes sliced arrays as a
+whole. The two must not be compared.
 """
 
 from __future__ import annotations
@@ -19,40 +20,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
 
-from .program import (
+from ._hlo import (
     ARRAY,
     Instruction,
     bits_of,
     bodies_of,
     bytes_of_shape,
     called,
+    is_on_chip,
     runs,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Roof:
-    """What a device reaches at most.
-
-    Attributes:
-        bandwidth: Bytes a second of its memory.
-        peaks: Operations a second of dense products, by the bits of their operands.
-    """
-
-    bandwidth: float
-    peaks: Mapping[int, float]
-
-
-# NVIDIA H100 Tensor Core GPU data sheet (SXM5) and NVIDIA DGX B200 data sheet, a GPU's
-# share of eight. Both give products with sparsity; these are without: half of them.
-# Products of float32 run as TF32.
-ROOFS = {
-    "h100": Roof(3.35e12, {32: 494.5e12, 16: 989e12, 8: 1979e12}),
-    "b200": Roof(8.0e12, {32: 1.125e15, 16: 2.25e15, 8: 4.5e15, 4: 9.0e15}),
-}
-
+from ._targets import Roof
 
 # A fusion computes of what these give only what is read of it.
 _ELEMENTWISE = frozenset(
@@ -75,6 +54,11 @@ class Kernel:
         times: How often it runs.
         source: The operation of the program that its result comes from, with the
             scopes around it; "" where XLA does not say.
+        opcode: Of the instruction.
+        further: Operations of attention and convolutions in it, in one run.
+        few: Bytes of its results in floats of 8 bits or less, in one run.
+        results: Bytes of all its results.
+        frame: The number of the stack frame that its line of code is in; 0 without.
     """
 
     name: str
@@ -84,6 +68,16 @@ class Kernel:
     bits: int
     times: int
     source: str = ""
+    opcode: str = ""
+    further: int = 0
+    few: int = 0
+    results: int = 0
+    frame: int = 0
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is attention in one kernel."""
+        return self.target.startswith("__cudnn$fmha")
 
 
 def roof_seconds(kernels: list[Kernel], roof: Roof) -> float:
@@ -105,18 +99,25 @@ def traffic(kernels: list[Kernel]) -> int:
 
 def of_few_bits(kernels: list[Kernel]) -> list[Kernel]:
     """Those that multiply numbers of 8 bits or less."""
-    return [kernel for kernel in kernels if 0 < kernel.bits <= 8]
+    return [kernel for kernel in kernels if kernel.operations and kernel.bits <= 8]
 
 
 def kernels_of(text: str) -> list[Kernel]:
-    """The kernels of an optimized HLO module; of a conditional, its largest branch."""
+    """The kernels of an optimized HLO module; of a conditional, its largest branch.
+
+    Bytes are those of the main memory: arrays that a TPU's compiler has placed on the
+    chip do not count.
+    """
     return _Program(text).kernels()
 
 
 # Calls of libraries give the memory that they work in as a further result.
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _SOURCE = re.compile(r'op_name="([^"]+)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARY = ("__cublas", "__cudnn")
+_SCORES = re.compile(r'intermediate_tensor_shape":.*?"dimensions": ?\[([\d", ]*)\]')
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][\[{]([\d,\"]*)[\]}]")
 _BLOCK_SCALED = "__cudnn$blockScaledDot"
 
@@ -134,36 +135,58 @@ class _Program:
         self, instruction: Instruction, shapes: dict[str, str], times: int
     ) -> Kernel:
         target = _TARGET.search(instruction.line)
-        products = [_product(instruction, shapes)]
+        inside = [(instruction, shapes)]
         if instruction.opcode == "fusion":
             (inner,) = called(instruction.line, "calls")
-            inside = {one.name: one.shape for one in self.bodies[inner]}
-            products = [_product(one, inside) for one in self.bodies[inner]]
-        found = [product for product in products if product is not None]
+            names = {one.name: one.shape for one in self.bodies[inner]}
+            inside = [(one, names) for one in self.bodies[inner]]
+        found = [x for one in inside if (x := _product(*one)) is not None]
+        further = [x for one in inside if (x := _further(*one)) is not None]
+        frame = _FRAME.search(instruction.line)
         return Kernel(
             instruction.name,
             target[1] if target else instruction.opcode,
             self._bytes(instruction, shapes),
             sum(operations for operations, _ in found),
-            max((bits for _, bits in found), default=0),
+            max((bits for _, bits in found or further), default=0),
             times,
             source[1] if (source := _SOURCE.search(instruction.line)) else "",
+            instruction.opcode,
+            sum(operations for operations, _ in further),
+            _few_bytes(instruction.shape),
+            bytes_of_shape(instruction.shape),
+            int(frame[1]) if frame else 0,
         )
 
     def _bytes(self, instruction: Instruction, shapes: dict[str, str]) -> int:
         operands = [shapes[one] for one in instruction.operands if one in shapes]
         if instruction.opcode == "fusion":
             (inner,) = called(instruction.line, "calls")
-            return _fusion_bytes(self.bodies[inner], instruction.shape)
-        result = bytes_of_shape(instruction.shape)
+            return _fusion_bytes(self.bodies[inner], instruction.shape, operands)
+        result = _bytes_of(instruction.shape)
         if instruction.opcode in ("slice", "dynamic-slice", "gather"):
             return 2 * result
         if instruction.opcode == "dynamic-update-slice":
-            return 2 * bytes_of_shape(operands[1])
+            return 2 * _bytes_of(operands[1])
+        if instruction.opcode in _RESULT_HOLDS_OPERANDS:
+            return result
+        if instruction.opcode == "slice-start":  # ((operand), result, context)
+            places = list(ARRAY.finditer(instruction.shape))[:2]
+            off_chip = sum(not is_on_chip(one) for one in places)
+            return off_chip * bytes_of_shape(places[1][0])
         target = _TARGET.search(instruction.line)
         if target is not None and target[1].startswith(_LIBRARY):
             result = _result_bytes(instruction.shape)
-        return result + sum(map(bytes_of_shape, operands))
+        return result + sum(map(_bytes_of, operands))
+
+
+# Instructions whose result is a tuple that has the operand in it.
+_RESULT_HOLDS_OPERANDS = ("copy-start", "all-gather-start", "collective-permute-start")
+
+
+def _bytes_of(shape: str) -> int:
+    """Those in the main memory."""
+    return bytes_of_shape(shape, on_chip=False)
 
 
 def _result_bytes(shape: str) -> int:
@@ -173,7 +196,7 @@ def _result_bytes(shape: str) -> int:
     return bytes_of_shape(shape) - sum(map(bytes_of_shape, scratch))
 
 
-def _fusion_bytes(body: list[Instruction], result: str) -> int:
+def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> int:
     """Bytes of a fusion, from what it does with its parameters."""
     by_name = {one.name: one for one in body}
     users: dict[str, list[Instruction]] = {one.name: [] for one in body}
@@ -202,14 +225,16 @@ def _fusion_bytes(body: list[Instruction], result: str) -> int:
         return min(total, size)
 
     updates = [one for one in body if one.opcode == "dynamic-update-slice"]
-    total = bytes_of_shape(result)
-    for one in updates:
+    total = _bytes_of(result)
+    for one in updates if total else ():
         total -= bytes_of_shape(one.shape) - bytes_of_shape(
             by_name[one.operands[1]].shape
         )
     for one in body:
         if one.opcode == "parameter" and (size := _size(one.shape)):
-            total += bytes_of_shape(one.shape) * read(one, one.name) // size
+            number = int(one.line.partition("parameter(")[2].partition(")")[0])
+            if number >= len(operands) or _bytes_of(operands[number]):
+                total += bytes_of_shape(one.shape) * read(one, one.name) // size
     return max(total, 0)
 
 
@@ -238,6 +263,45 @@ def _product(
         contracted = math.prod(left[int(place)] for place in places)
     bits = max(_bits(one) for one in operands)
     return 2 * math.prod(_dimensions(instruction.shape)) * contracted, bits
+
+
+def _further(
+    instruction: Instruction, shapes: dict[str, str]
+) -> tuple[int, int] | None:
+    """The same of attention in one kernel, and of a convolution."""
+    target = _TARGET.search(instruction.line)
+    call = target[1] if target else ""
+    if call.startswith("__cudnn$fmha"):
+        scores, operand = _SCORES.search(instruction.line), instruction.operands[0]
+        if scores is None or operand not in shapes:
+            return None
+        size = math.prod(int(one) for one in re.findall(r"\d+", scores[1]))
+        # Forward two products, backward five; of a causal mask half of each.
+        count = 5 if call.endswith("Backward") else 2
+        half = 1 + ('"mask_type": "CAUSAL"' in instruction.line)
+        last = _dimensions(shapes[operand])[-1]
+        return 2 * count * size * last // half, _bits(shapes[operand])
+    labels = _LABELS.search(instruction.line)
+    if labels is None or not (
+        instruction.opcode == "convolution" or call.startswith("__cudnn$conv")
+    ):
+        return None
+    left, right = (shapes[one] for one in instruction.operands[:2])
+    # What the forward convolution makes, and its window.
+    outputs, window = instruction.shape, right
+    if "BackwardInput" in call:
+        outputs = left
+    elif "BackwardFilter" in call:
+        outputs, window = right, instruction.shape
+    sizes = _dimensions(window)
+    each = math.prod(sizes) // max(sizes[labels[2].index("o")], 1)
+    return 2 * _size(outputs) * each, max(_bits(left), _bits(right))
+
+
+def _few_bytes(shape: str) -> int:
+    """Bytes of the arrays of a shape that are floats of 8 bits or less."""
+    arrays = (array[0] for array in ARRAY.finditer(shape))
+    return sum(bytes_of_shape(one) for one in arrays if re.match("f[48]e", one))
 
 
 def _dimensions(shape: str) -> list[int]:

@@ -1,0 +1,182 @@
+"""`mpx.forecast`: what a step would need and gain, on hardware that is not there."""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtyping import PyTree
+
+from .._errors import describe
+from .._wraps import name_of
+from ._counter import Roof, Target, find_target
+from ._estimate import batch_of, estimate, resized
+from ._largest import largest_batch as search, pays_from
+from ._report import Constant, Estimate
+from ._steps import AS_WRITTEN, Precision, Step, read_precisions
+from ._views import Forecast
+
+_CALL = "`mpx.forecast`"
+_NOTES = (
+    "Counted numbers are read from the program that the target's compiler made; "
+    "modelled ones follow from them and the constants. No device ran.",
+    "Memory is what the program needs. On a GPU JAX takes 75 % of the device's unless "
+    "XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
+    "Without a GPU XLA tunes nothing: for GPUs matmuls go to cuBLAS "
+    "(xla_gpu_enable_triton_gemm=false).",
+)
+
+
+def forecast(
+    func: Callable[..., PyTree],
+    optimizer: Any = None,
+    *,
+    targets: str | Sequence[str] = ("h100",),
+    precisions: Any = ("float32", "bfloat16", "delayed"),
+    has_aux: bool = False,
+    largest_batch: bool = False,
+    top: int = 10,
+    constants: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> Callable[..., Forecast]:
+    """Makes a function that says what a training step needs on a device.
+
+    Of a loss and an optimizer the step is made as `mpx.filter_value_and_grad` and
+    `mpx.optimizer_step` make it, in each precision. Without an optimizer `func` is a
+    whole step, in the precision that it is written in; arguments that come back in its
+    result are donated. Nothing runs and nothing is allocated: the compiler of the
+    target compiles the step, and what it needs is read from the program.
+
+    Args:
+        func: A loss, `loss(model, *batch)`, or a step. A loss is one that
+            `mpx.autocast` has not made.
+        optimizer: An Optax transformation, or an `nnx.Optimizer`.
+        targets: Of `h100`, `h200`, `b200`, `b300`, `l40s`, `tpu-v5e`, `tpu-v5p`,
+            `tpu-v6e`, `tpu7x`.
+        precisions: Of `float32`, `bfloat16`, `float16`, recipes, and `delayed`,
+            `current`, `block`, `mxfp8`, `nvfp4` for those with their defaults; or a
+            dict from labels to options of `mpx.autocast`.
+        has_aux: Whether the loss returns a pair, of its value and more.
+        largest_batch: Whether to search the largest batch that fits, to 5 %, with some
+            four more programs for each precision. The batch is the first axis of the
+            first array behind the model, and of all others of its length.
+        top: How many groups of kernels to list.
+        constants: Fields of `Roof` to replace, by target: `{"h100": {"reads":
+            (0.9, 0.8)}}`.
+        **options: Of `mpx.autocast`, for all precisions but float32.
+
+    Returns:
+        A function of the arguments of `func`, arrays or `jax.ShapeDtypeStruct`s, that
+        returns a `Forecast`. With arrays laid out over a mesh (a
+        `jax.sharding.AbstractMesh` will do) the step is compiled for as many devices.
+
+    Raises:
+        TypeError: `func` cannot be called, or `optimizer` is none.
+        ValueError: A target, a precision or a constant is unknown; the loss is one that
+            `mpx.autocast` made.
+        RuntimeError: The target's compiler is not installed, with the line that
+            installs it, or it refuses the step.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, mpx, optax
+        >>> def loss(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+        >>> x = jax.ShapeDtypeStruct((512, 4096), jnp.float32)
+        >>> report = mpx.forecast(loss, optax.adam(1e-3))  # (w, x), where CUDA's is
+    """
+    if not callable(func):
+        raise TypeError(f"{_CALL} needs a loss or a step; got {describe(func)}.")
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    own = {find_target(name).name: dict(v) for name, v in (constants or {}).items()}
+    found = [_replaced(find_target(name), own) for name in names]
+    if unknown := own.keys() - {target.name for target in found}:
+        raise ValueError(f"`constants` of {_CALL}: {min(unknown)!r} is no target here.")
+    asked = [Precision(AS_WRITTEN, {})]
+    if optimizer is not None:
+        asked = read_precisions(precisions, options)
+    elif options:
+        raise TypeError(f"{_CALL} takes {', '.join(options)} only with an optimizer.")
+
+    def report(*args: PyTree, **kwargs: PyTree) -> Forecast:
+        step = Step(func, optimizer, has_aux, args, kwargs)
+        step.check()
+        made: list[Estimate] = []
+        for target in found:
+            ours = [estimate(step, one, target, top) for one in asked]
+            made += _with_largest(step, asked, target, ours) if largest_batch else ours
+        return Forecast(
+            name=name_of(func),
+            estimates=tuple(made),
+            constants=tuple(one for t in found for one in _constants(t, own)),
+            versions=_versions(),
+            titles={target.name: target.title for target in found},
+            roofs={target.name: target.roof for target in found},
+            notes=_NOTES,
+        )
+
+    return report
+
+
+def _replaced(target: Target, own: Mapping[str, Mapping[str, Any]]) -> Target:
+    """A target with the user's constants."""
+    given = own.get(target.name, {})
+    names = {field.name for field in dataclasses.fields(Roof)}
+    if wrong := given.keys() - names:
+        raise ValueError(
+            f"`constants` of {_CALL} are of {', '.join(sorted(names))}; got "
+            f"{min(wrong)!r}."
+        )
+    return dataclasses.replace(target, roof=dataclasses.replace(target.roof, **given))
+
+
+def _constants(target: Target, own: Mapping[str, Any]) -> list[Constant]:
+    sources = {**target.sources, **dict.fromkeys(own.get(target.name, {}), "given")}
+    return [
+        Constant(target.name, name, str(getattr(target.roof, name)), source)
+        for name, source in sources.items()
+    ]
+
+
+def _with_largest(
+    step: Step, asked: list[Precision], target: Target, ours: list[Estimate]
+) -> list[Estimate]:
+    """The estimates with the largest batch that fits, and from where each pays."""
+    batch = batch_of(step.args)
+    if not batch:
+        raise ValueError(
+            f"`largest_batch` of {_CALL} needs an array behind the model, whose first "
+            "axis is the batch; got none."
+        )
+    found, points = [], [{batch: one} for one in ours]
+    for precision, one, seen in zip(asked, ours, points, strict=True):
+
+        def memory_of(
+            size: int, precision: Any = precision, seen: Any = seen
+        ) -> int | None:
+            other = dataclasses.replace(step, args=resized(step.args, size))
+            seen[size] = estimate(other, precision, target, 0)
+            return seen[size].memory
+
+        most = search(memory_of, target.roof.memory, batch, one.memory, step.devices)
+        found.append(dataclasses.replace(one, largest_batch=most))
+    names = [one.precision for one in ours]
+    base = points[names.index("bfloat16") if "bfloat16" in names else 0]
+    times = [
+        {b: sum(e.time) for b, e in seen.items() if e.memory}
+        for seen in (base, *points)
+    ]
+    return [
+        dataclasses.replace(one, pays_from=pays_from(seen, times[0]))
+        for one, seen in zip(found, times[1:], strict=True)
+    ]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("mpx-jax", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,57 @@
+"""Rules from a forecast: which matmuls lose by quantizing."""
+
+import math
+
+from .._program import aval_of
+from .._rules import Candidate, Precision, Rule, Rules
+from ._counter import Roof
+from ._report import Content
+
+
+def where_it_pays(report: Content, precision: str, target: str) -> Rules:
+    """See `Forecast.where_it_pays`."""
+    target = target or report.estimates[0].target
+    found = [
+        one
+        for one in report.estimates
+        if (one.target, one.precision) == (target, precision)
+    ]
+    few = [one for one in found if one.flops.get("8 bits") or one.flops.get("4 bits")]
+    if not few:
+        has = ", ".join(f"{e.target}: {e.precision}" for e in report.estimates)
+        raise ValueError(
+            "`where_it_pays(precision, target)` needs an estimate whose matmuls are in "
+            f"8 bits or less; got {precision!r} on {target!r}; the report has {has}."
+        )
+    one, roof = few[0], report.roofs[target]
+    each = one.quantizing / max(one.quantized, 1)
+
+    def loses(candidate: Candidate) -> bool:
+        return gain(candidate.multiplications, _numbers(candidate), each, roof) < 0
+
+    return Rules(
+        Rule(Precision.HALF, primitive="dot_general", when=loses),
+    )
+
+
+def _numbers(candidate: Candidate) -> int:
+    """How many numbers are quantized: both operands, and the result's gradient."""
+    variables = (*candidate.equation.invars[:2], *candidate.equation.outvars)
+    return sum(math.prod(aval_of(one).shape) for one in variables)
+
+
+def gain(multiplications: int, numbers: int, each: float, roof: Roof) -> float:
+    """Seconds that a matmul gains by 8 bits in forward and backward pass.
+
+    Args:
+        multiplications: Of its forward pass.
+        numbers: That are quantized for all three products.
+        each: Bytes moved to quantize a number.
+        roof: What the device reaches, in the middle of best and worst case.
+    """
+    matmul, reads, start = (
+        sum(pair) / 2 for pair in (roof.matmul, roof.reads, roof.start)
+    )
+    faster = 1 / roof.peak(16) - 1 / roof.peak(8)
+    quantizing = numbers * each / (roof.bandwidth * reads) + 3 * start
+    return 6 * multiplications * faster / matmul - quantizing

@@ -1,0 +1,329 @@
+"""The step to compile: the user's own, or made of a loss and an optimizer."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jaxtyping import PyTree
+
+from .._ambient_record import settings_of
+from .._autocast import autocast
+from .._errors import describe
+from .._grad import filter_value_and_grad
+from .._loss_scaling import NoLossScaling
+from .._optimizer import optimizer_step, refuse_optimizer
+from .._program import is_array_or_type
+from .._quantize import (
+    AbstractRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from .._scaling import init_scaling
+from ._counter import Target, compile_only_devices
+
+_CALL = "`mpx.forecast`"
+_RECIPES = {
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+_DTYPES = ("float32", "bfloat16", "float16")
+AS_WRITTEN = "as written"
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """A way to compute the loss.
+
+    Attributes:
+        label: What it is called in the report.
+        options: Of `mpx.autocast`.
+    """
+
+    label: str
+    options: Mapping[str, Any]
+
+
+def read_precisions(given: object, options: Mapping[str, Any]) -> list[Precision]:
+    """The precisions that a user asked for.
+
+    Args:
+        given: A dtype's name, a recipe or its short name, or several; or options of
+            `mpx.autocast` by label.
+        options: Of `mpx.autocast`, for all of them.
+    """
+    if isinstance(given, Mapping):
+        return [Precision(str(k), {**options, **v}) for k, v in given.items()]
+    if isinstance(given, str | AbstractRecipe) or not isinstance(given, Sequence):
+        given = (given,)
+    return [_precision(one, options) for one in given]
+
+
+def _precision(one: object, options: Mapping[str, Any]) -> Precision:
+    if isinstance(one, str) and one in _RECIPES:
+        return Precision(one, {"recipe": _RECIPES[one], **options})
+    if isinstance(one, AbstractRecipe):
+        same = [name for name, recipe in _RECIPES.items() if recipe == one]
+        label = same[0] if same else type(one).__name__
+        return Precision(label, {"recipe": one, **options})
+    name = one if isinstance(one, str) else getattr(one, "__name__", str(one))
+    if name == "float32":
+        return Precision(name, {"enabled": False})
+    if name in _DTYPES:
+        return Precision(name, {"dtype": name, **options})
+    raise ValueError(
+        f"`precisions` of {_CALL} are of {', '.join((*_DTYPES, *_RECIPES))}, a recipe, "
+        f"or a dict from labels to options of `mpx.autocast`; got {describe(one)}."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A step that the compiler has not seen.
+
+    Attributes:
+        program: What `jax.jit` lowered.
+        arguments: Bytes of its arguments on a device, by part.
+        weights: Bytes of each weight.
+    """
+
+    program: Any
+    arguments: dict[str, int]
+    weights: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What is forecast: a step, or what one is made of.
+
+    Attributes:
+        func: A step, or a loss.
+        optimizer: An Optax transformation; None where `func` is a step.
+        has_aux: Whether the loss returns more than its value.
+        args: Its arguments; the first has the weights.
+        kwargs: Its keyword arguments.
+    """
+
+    func: Callable[..., PyTree]
+    optimizer: Any
+    has_aux: bool
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+
+    def check(self) -> None:
+        """Refuses what cannot be forecast.
+
+        Raises:
+            TypeError: There are no arguments, or the optimizer is none.
+            ValueError: A loss has its precision already.
+        """
+        if not self.args:
+            raise TypeError(
+                f"{_CALL} needs the arguments of the function: "
+                "`mpx.forecast(loss, optimizer)(model, *batch)`; shapes will do."
+            )
+        if self.optimizer is None:
+            return
+        refuse_optimizer(self.optimizer, _CALL)
+        if settings_of(self.func) is not None:
+            raise ValueError(
+                f"{_CALL} computes the loss in each of `precisions`; got one that "
+                "`mpx.autocast` made. Pass the plain function."
+            )
+
+    @property
+    def devices(self) -> int:
+        """How many devices the arguments are laid out over."""
+        mesh = _mesh_of((self.args, self.kwargs))
+        return 1 if mesh is None else mesh.size
+
+    def lower(self, precision: Precision, target: Target) -> Lowered:
+        """The step in a precision, lowered for a target."""
+        devices = compile_only_devices(target, self.devices)
+        place = _Placement(devices, _mesh_of((self.args, self.kwargs)))
+        with _for_target(target):
+            if self.optimizer is None:
+                return self._lower_own(place)
+            return self._lower_made(precision, target, place)
+
+    def _lower_own(self, place: "_Placement") -> Lowered:
+        args, kwargs = place(self.args), place(self.kwargs)
+        func: Any = self.func
+        if type(func).__module__.startswith("equinox"):
+            func = func.__wrapped__  # its `lower` takes no shapes
+        if hasattr(func, "lower"):
+            lowered = func.lower(*args, **kwargs)
+            lowered = getattr(lowered, "lowered", lowered)  # Flax wraps it
+        else:
+            lowered = _lower(func, args, kwargs, place)
+        parts = {"weights": _size(args[0]), "optimizer": 0}
+        parts["other arguments"] = _size((args[1:], kwargs))
+        return Lowered(lowered, parts, _sizes(args[0]))
+
+    def _lower_made(
+        self, precision: Precision, target: Target, place: "_Placement"
+    ) -> Lowered:
+        loss, args = _pure(self.func, self.args)
+        model, *batch = args
+        options: dict[str, Any] = {"target": target.name, **precision.options}
+        loss = autocast(loss, **options)
+        tx = getattr(self.optimizer, "tx", self.optimizer)  # of an `nnx.Optimizer`
+
+        def first(model: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+            state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+            if options.get("enabled") is False:  # a plain step checks nothing
+                return state, NoLossScaling(skip=False)
+            return state, init_scaling(loss, model, *batch, **self.kwargs)
+
+        def step(model: PyTree, state: PyTree, scaling: Any, batch: PyTree) -> Any:
+            gradient: Any = filter_value_and_grad(loss, scaling, has_aux=self.has_aux)
+            result = gradient(model, *batch, **self.kwargs)
+            new = optimizer_step(model, tx, state, result)
+            return (*new, result.value)
+
+        state, scaling = eqx.filter_eval_shape(first, model, tuple(batch))
+        model, batch = place(model), place(tuple(batch))
+        state, scaling = place.like(state, model), place(scaling)
+        lowered = _lower(step, (model, state, scaling, batch), {}, place)
+        parts = {"weights": _size(model), "optimizer": _size(state)}
+        parts["other arguments"] = _size((scaling, batch))
+        return Lowered(lowered, parts, _sizes(model))
+
+
+@contextlib.contextmanager
+def _for_target(target: Target) -> Any:
+    """Autocast functions inside learn what is compiled for."""
+    with autocast(target=target.name, ambient=True):
+        yield
+
+
+def _lower(
+    func: Callable[..., PyTree], args: Any, kwargs: Any, place: "_Placement"
+) -> Any:
+    """A function lowered with its arrays as inputs; what comes back is donated."""
+    arrays, rest = eqx.partition((args, kwargs), is_array_or_type)
+
+    def flat(*arrays: PyTree) -> PyTree:
+        args, kwargs = eqx.combine((arrays[:-1], arrays[-1]), rest)
+        return eqx.filter(func(*args, **kwargs), eqx.is_array)
+
+    inputs = (*arrays[0], arrays[1])
+    results = jax.eval_shape(flat, *inputs)
+    made = [_kind(one) for one in results] if isinstance(results, tuple | list) else []
+    donated = tuple(i for i, one in enumerate(inputs[:-1]) if _kind(one) in made)
+    flat.__name__ = getattr(func, "__name__", "step")
+    return jax.jit(flat, donate_argnums=donated).trace(*inputs).lower()
+
+
+def _kind(tree: PyTree) -> object:
+    leaves, structure = jax.tree.flatten(tree)
+    return bool(leaves) and (structure, [(x.shape, x.dtype) for x in leaves])
+
+
+def _size(tree: PyTree) -> int:
+    return sum(_sizes(tree))
+
+
+def _sizes(tree: PyTree) -> list[int]:
+    """Bytes of each array of a tree, on one device."""
+    sizes = []
+    for leaf in jax.tree.leaves(tree):
+        if not is_array_or_type(leaf):
+            continue
+        sharding, shape = getattr(leaf, "sharding", None), leaf.shape
+        shape = shape if sharding is None else sharding.shard_shape(shape)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        sizes.append(int(np.prod(shape)) * (8 if is_key else leaf.dtype.itemsize))
+    return sizes
+
+
+# --- Devices --------------------------------------------------------------------------
+
+
+class _Placement:
+    """Puts shapes of arguments on the target's devices, laid out as they were."""
+
+    def __init__(self, devices: list[Any], mesh: Mesh | AbstractMesh | None) -> None:
+        self._one = SingleDeviceSharding(devices[0])
+        self._mesh = None
+        if mesh is not None:
+            sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
+            array = np.array(devices).reshape(sizes)
+            self._mesh = Mesh(array, mesh.axis_names, axis_types=mesh.axis_types)
+
+    def __call__(self, tree: PyTree) -> PyTree:
+        return jax.tree.map(self._leaf, tree)
+
+    def _leaf(self, leaf: Any, like: Any = None) -> Any:
+        if not is_array_or_type(leaf):
+            return leaf
+        sharding: Any = self._one
+        if self._mesh is not None:
+            own = getattr(leaf if like is None else like, "sharding", None)
+            spec = own.spec if isinstance(own, NamedSharding) else ()
+            sharding = NamedSharding(self._mesh, jax.P(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def like(self, state: PyTree, model: PyTree) -> PyTree:
+        """An optimizer's state: what has a weight's path and shape lies as it does."""
+        weights = jax.tree_util.tree_leaves_with_path(model)
+
+        def one(path: Any, leaf: Any) -> Any:
+            for own, weight in weights:
+                is_of = path[len(path) - len(own) :] == own
+                if is_of and getattr(weight, "shape", None) == getattr(
+                    leaf, "shape", 0
+                ):
+                    return self._leaf(leaf, weight)
+            return self._leaf(leaf)
+
+        return jax.tree_util.tree_map_with_path(one, state)
+
+
+def _mesh_of(tree: PyTree) -> Mesh | AbstractMesh | None:
+    """The mesh that arrays are laid out over; None on one device."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            return sharding.mesh
+    return None
+
+
+# --- Flax NNX -------------------------------------------------------------------------
+
+
+def _pure(
+    loss: Callable[..., Any], args: tuple[PyTree, ...]
+) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
+    """A loss of an NNX module as one of its weights and of all else that it holds."""
+    if not any(
+        base.__module__.startswith("flax.nnx") for base in type(args[0]).__mro__
+    ):
+        return loss, args
+    from flax import nnx
+
+    # Plain arrays: variables of NNX are objects that remember where they were made.
+    graph, *states = nnx.split(args[0], nnx.Param, ...)
+    flat = [jax.tree_util.tree_flatten_with_path(state) for state in states]
+    forms = [form for _, form in flat]
+    plain = [{jax.tree_util.keystr(p): x for p, x in leaves} for leaves, _ in flat]
+
+    def pure(params: PyTree, rest: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
+        made = [
+            jax.tree.unflatten(form, [one[name] for name in names])
+            for form, one, names in zip(forms, (params, rest), plain, strict=True)
+        ]
+        return loss(nnx.merge(graph, *made), *args, **kwargs)
+
+    return pure, (*plain, *args[1:])

@@ -1,0 +1,198 @@
+"""Forecasts of whole steps: by the CPU's compiler, and by those of targets if here."""
+
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import mpx
+from mpx._forecast import _steps
+from mpx._forecast._counter import TARGETS, why_missing
+
+pytestmark = pytest.mark.third_party
+
+W = {"a": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+W["b"] = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+X = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+ADAM = optax.adam(1e-3)
+
+
+def loss(weights, x):
+    with jax.named_scope("block"):
+        hidden = jax.nn.gelu(x @ weights["a"])
+    return jnp.mean((hidden @ weights["b"]) ** 2)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The CPU's compiler in place of a TPU's."""
+
+    def devices(target, count=1):
+        return jax.devices("cpu")[:count]
+
+    monkeypatch.setattr(_steps, "compile_only_devices", devices)
+    return {"targets": "tpu-v5e"}
+
+
+def test_a_loss_in_each_precision(on_cpu):
+    report = mpx.forecast(loss, ADAM, precisions=("float32", "bfloat16"), **on_cpu)(
+        W, X
+    )
+    full, half = report.estimates
+    assert (full.precision, half.precision) == ("float32", "bfloat16")
+    assert full.batch == 512
+    size = 4 * 2 * 64 * 256
+    for one in (full, half):
+        assert one.memory == sum(one.memory_by_part.values())
+        assert one.memory_by_part["weights"] == size
+        assert one.memory_by_part["optimizer"] == 2 * size + 4
+        assert one.time[0] <= one.time[1]
+        assert one.roofline <= one.time[0]
+    assert "float32 takes" in report.sentences[0]
+
+
+def test_a_whole_step_is_donated(on_cpu):
+    def step(weights, state, x):
+        updates, state = ADAM.update(jax.grad(loss)(weights, x), state)
+        return optax.apply_updates(weights, updates), state
+
+    state = jax.eval_shape(ADAM.init, W)
+    plain = mpx.forecast(step, **on_cpu)(W, state, X).estimates[0]
+    jitted = mpx.forecast(jax.jit(step), **on_cpu)(W, state, X).estimates[0]
+    assert plain.precision == "as written"
+    assert jitted.memory > plain.memory  # nothing is donated in it
+
+
+def test_equinox_and_nnx_and_has_aux(on_cpu):
+    nnx = pytest.importorskip("flax.nnx")
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, 256, 1, key=jax.random.key(0))
+
+    def of_equinox(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2), x
+
+    asked = {"precisions": "bfloat16", **on_cpu}
+    report = mpx.forecast(of_equinox, ADAM, has_aux=True, **asked)(model, X)
+    weights = report.estimates[0].memory_by_part["weights"]
+    assert weights == 4 * (2 * 64 * 256 + 256 + 64)
+
+    def make():
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(
+            nnx.Linear(64, 64, rngs=rngs), nnx.BatchNorm(64, rngs=rngs)
+        )
+
+    report = mpx.forecast(lambda m, x: jnp.mean(m(x) ** 2), ADAM, **asked)(
+        nnx.eval_shape(make), X
+    )
+    assert report.estimates[0].memory_by_part["weights"] == 4 * (64 * 64 + 3 * 64)
+
+
+def test_arrays_over_a_mesh(on_cpu):
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    divided = NamedSharding(mesh, PartitionSpec("data"))
+
+    def placed(one):
+        return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=divided)
+
+    w, x = jax.tree.map(placed, (W, X))
+    one = mpx.forecast(loss, ADAM, precisions="float32", **on_cpu)(w, x).estimates[0]
+    assert one.memory_by_part["weights"] == 4 * 64 * 256
+    assert one.memory_by_part["optimizer"] == 2 * 4 * 64 * 256 + 4
+    assert one.sent
+
+
+def test_the_largest_batch(on_cpu):
+    asked = {"precisions": ("float32", "bfloat16"), "largest_batch": True, **on_cpu}
+    limits = {"tpu-v5e": {"memory": 20_000_000}}
+    report = mpx.forecast(loss, ADAM, constants=limits, **asked)(W, X)
+    for one in report.estimates:
+        assert one.largest_batch > 512
+    assert any(c.source == "given" for c in report.constants if c.name == "memory")
+    limits = {"tpu-v5e": {"memory": 100_000}}
+    report = mpx.forecast(loss, ADAM, constants=limits, **asked)(W, X)
+    assert {one.largest_batch for one in report.estimates} == {0}
+    assert "does not fit: it needs" in report.sentences[0]
+    with pytest.raises(ValueError, match="needs an array behind the model"):
+        mpx.forecast(lambda w: loss(w, w["b"]), ADAM, **asked)(W)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (TypeError, "needs a loss or a step; got int 3", lambda: mpx.forecast(3)),
+        (ValueError, "got 'a100'", lambda: mpx.forecast(loss, targets="a100")),
+        (
+            ValueError,
+            "are of float32, .*; got str 'int8'",
+            lambda: mpx.forecast(loss, ADAM, precisions="int8"),
+        ),
+        (
+            ValueError,
+            "'bandwith'",
+            lambda: mpx.forecast(loss, constants={"h100": {"bandwith": 1}}),
+        ),
+        (
+            ValueError,
+            "'b200' is no target here",
+            lambda: mpx.forecast(loss, constants={"b200": {}}),
+        ),
+        (
+            TypeError,
+            "residuals only with an optimizer",
+            lambda: mpx.forecast(loss, residuals="fast"),
+        ),
+        (TypeError, "needs the arguments", lambda: mpx.forecast(loss, ADAM)()),
+        (TypeError, "Optax transformation", lambda: mpx.forecast(loss, 3)(W, X)),
+        (
+            ValueError,
+            "Pass the plain function",
+            lambda: mpx.forecast(mpx.autocast(loss), ADAM)(W, X),
+        ),
+    ],
+)
+def test_wrong_input(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_no_compiler_says_the_line_that_installs_it(monkeypatch):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="pip install libtpu"):
+        mpx.forecast(loss, ADAM, targets="tpu-v5e")(W, X)
+    with pytest.raises(RuntimeError, match=r'pip install "jax\[cuda12\]"'):
+        mpx.forecast(loss, ADAM)(W, X)
+
+
+def test_a_step_that_cannot_be_traced_says_for_what(on_cpu):
+    def wrong(weights, x):
+        return x @ weights["a"].T
+
+    with pytest.raises(TypeError) as caught:
+        mpx.forecast(wrong, ADAM, **on_cpu)(W, X)
+    assert "float32 for TPU v5e" in caught.value.__notes__[-1]
+
+
+def test_it_is_imported_by_nobody_else():
+    code = (
+        "import sys, mpx; assert not any('_forecast' in name for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["h100", "v5e"])
+def test_by_the_compiler_of_a_target(name):
+    if why_missing(TARGETS[name]) is not None:
+        pytest.skip(f"the compiler for {name} is not installed")
+    asked = {"precisions": ("bfloat16", "delayed"), "targets": name}
+    half, few = mpx.forecast(loss, ADAM, **asked)(W, X).estimates
+    assert half.flops["16 bits" if name == "h100" else "convolution"]
+    assert few.quantizing
+    assert half.top[0].source

@@ -1,0 +1,132 @@
+"""A report as sentences, tables, a page, a picture and JSON."""
+
+import dataclasses
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from mpx._forecast import Constant, Estimate, Forecast, KernelGroup
+from mpx._forecast._counter import TARGETS
+from mpx._forecast._rules import gain
+
+HALF = Estimate(
+    target="h100",
+    precision="bfloat16",
+    memory=10_000_000_000,
+    memory_by_part={"weights": 2_000_000_000, "activations": 8_000_000_000},
+    traffic=70_000_000_000,
+    quantizing=0,
+    quantized=0,
+    flops={"16 bits": 10**13},
+    sent={"bf16": 10**9},
+    kernels=100,
+    roofline=0.02,
+    time=(0.03, 0.05),
+    bound={"matmul, 16 bits": 0.8, "elementwise": 0.2},
+    by_memory=0.2,
+    top=(KernelGroup("elementwise", 10**9, 0, 1e-3, 4, "a<b>", "train.py:3"),),
+    batch=8,
+)
+FEW = dataclasses.replace(
+    HALF,
+    precision="delayed",
+    memory=9_000_000_000,
+    quantizing=10**9,
+    quantized=10**9,
+    flops={"8 bits": 10**13},
+    time=(0.02, 0.04),
+    pays_from=4,
+    largest_batch=40,
+)
+
+
+def report(*estimates):
+    target = TARGETS["h100"]
+    return Forecast(
+        name="loss",
+        estimates=estimates,
+        constants=(Constant("h100", "reads", "0.9", "given"),),
+        versions={"jax": "0.10.2"},
+        titles={"h100": target.title},
+        roofs={"h100": target.roof},
+        notes=("A note.",),
+    )
+
+
+def test_the_sentence():
+    (sentence,) = report(HALF, FEW).sentences
+    assert sentence == (
+        "On an NVIDIA H100 80GB HBM3 delayed takes 0.75 (0.67 to 0.80) of bfloat16's "
+        "time in this step and 0.90 of its memory; matmul, 16 bits and elementwise "
+        "take most of it. It would not pay below batch 4."
+    )
+
+
+def test_it_says_what_does_not_pay_and_what_does_not_fit():
+    slow = dataclasses.replace(FEW, time=(0.04, 0.06))
+    assert report(HALF, slow).sentences[0].endswith("It does not pay.")
+    large = dataclasses.replace(FEW, memory=90_000_000_000)
+    assert (
+        "does not fit: it needs 90.0 GB of 85.0 GB" in report(HALF, large).sentences[0]
+    )
+    never = float("inf")
+    refused = dataclasses.replace(
+        FEW, memory=None, memory_by_part={}, time=(never, never), roofline=never
+    )
+    found = report(HALF, refused)
+    assert "does not fit: it needs more than 85.0 GB" in found.sentences[0]
+    assert "too much" in str(found)
+    assert Forecast.from_json(found.to_json()) == found
+
+
+def test_text_has_counted_and_modelled_apart():
+    text = str(report(HALF, FEW))
+    counted, modelled = text.split("Modelled: time")
+    assert "quantizing" in counted
+    assert "roofline" not in counted
+    assert "0.75" in modelled
+    for name in ("train.py:3", "A note.", "jax 0.10.2", "given"):
+        assert name in modelled
+    assert "float32" not in text
+
+
+def test_json_round_trip():
+    found = report(HALF, FEW)
+    assert Forecast.from_json(found.to_json()) == found
+    data = json.loads(found.to_json())
+    for wrong in ({}, data | {"version": 0}, data | {"format": "mpx report"}):
+        with pytest.raises(ValueError, match="that this version of mpx wrote"):
+            Forecast.from_json(json.dumps(wrong))
+
+
+def test_the_page_is_escaped_and_has_the_picture():
+    found = report(HALF, FEW)
+    page = found.to_html()
+    assert "a&lt;b&gt;" in page
+    assert "<svg" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    svg = ElementTree.fromstring(found.to_svg())
+    bars = svg.findall("{http://www.w3.org/2000/svg}rect")
+    assert len(bars) == 2 * 2 + 2 + 2 * 2  # parts, their legend, range and roofline
+
+
+def test_saving(tmp_path):
+    found = report(HALF)
+    for ending in ("html", "json", "txt", "svg"):
+        found.save(tmp_path / f"forecast.{ending}")
+        assert (tmp_path / f"forecast.{ending}").stat().st_size > 100
+    with pytest.raises(ValueError, match=r"must end with one of .*\.svg"):
+        found.save(tmp_path / "forecast.pdf")
+    assert "iframe" in found._repr_html_()
+
+
+def test_rules_where_it_pays():
+    roof = TARGETS["h100"].roof
+    wide, narrow = 8192**3, 8192 * 64 * 64
+    assert gain(wide, 3 * 8192**2, 3.0, roof) > 0
+    assert gain(narrow, 8192 * 128 + 64 * 64, 3.0, roof) < 0
+    rules = report(HALF, FEW).where_it_pays("delayed")
+    assert len(rules.rules) == 1
+    with pytest.raises(ValueError, match="8 bits or less; got 'bfloat16' on 'h100'"):
+        report(HALF, FEW).where_it_pays("bfloat16")
