@@ -247,9 +247,9 @@ def picture(path: Path, colours: dict[str, str], folder: Path) -> None:
         "font.size": 9,
     }
     panels = (
-        (PARTS[0], "memory", "memory of a ViT's step\nagainst float32"),
-        (PARTS[0], "traffic", "memory traffic of the same\nagainst float32"),
-        (PARTS[1], "roof", "roofline time of a Llama's step\nagainst bfloat16"),
+        (PARTS[0], "memory", "memory of a ViT's step\nrelative to float32"),
+        (PARTS[1], "roof", "roofline time of a Llama's step\nrelative to bfloat16"),
+        (PARTS[1], "memory", "memory of the same\nrelative to bfloat16"),
     )
     with plt.rc_context(style):
         figure, axes = plt.subplots(1, 3, figsize=(10, 2.4), layout="constrained")
@@ -263,7 +263,7 @@ def picture(path: Path, colours: dict[str, str], folder: Path) -> None:
             fill.append(colours["other"])
             bars = axis.barh(names, values, color=fill)
             axis.bar_label(bars, fmt="%.2f", padding=3)
-            axis.set(title=title, xlim=(0, 1.2), xticks=())
+            axis.set(title=title, xlim=(0, 1.25), xticks=())
             axis.title.set_size(9)
             axis.spines[["top", "right", "bottom"]].set_visible(False)
             axis.tick_params(length=0)
