@@ -18,7 +18,8 @@ from .peers.environment import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 DETAILS = REPOSITORY / "docs" / "benchmark-details.md"
-PAGES = (PAGE, DETAILS, REPOSITORY / "README.md", REPOSITORY / "docs" / "choose.md")
+README = REPOSITORY / "README.md"
+PAGES = (PAGE, DETAILS, README, REPOSITORY / "docs" / "choose.md")
 # The modules that make the tables of a place.
 MAKERS: dict[str, tuple[Any, ...]] = parts.PARTS | {
     "workloads": (eight_bits, half),

@@ -182,49 +182,16 @@ def table(folder: Path = results.COMMITTED) -> str:
 
 
 # The first page's: a row for each step, the same figures of others at its end.
+_LLAMA = "Llama, 542 M, float32 masters, H100; naive bfloat16"
+_VIT = "ViT, width 256, 12 blocks, H100; float32"
+_MLP = "MLP, width 4096, {}; naive bfloat16"
 _SHORT: tuple[tuple[str, str, Part, str, tuple[str, ...]], ...] = (
-    (
-        "FP8, delayed",
-        "Llama, 542 M, float32 masters, H100; naive bfloat16",
-        PARTS[1],
-        "mpx delayed",
-        ("Flax", "Qwix"),
-    ),
-    (
-        "bfloat16",
-        "Llama, 542 M, float32 masters, H100; naive bfloat16",
-        PARTS[1],
-        "mpx bfloat16",
-        (),
-    ),
-    (
-        "bfloat16",
-        "ViT, width 256, 12 blocks, H100; float32",
-        PARTS[0],
-        "mpx",
-        ("published MPX",),
-    ),
-    (
-        "FP8, delayed",
-        "MLP, width 4096, H100; naive bfloat16",
-        PARTS[2],
-        "mpx delayed",
-        ("Flax", "Qwix"),
-    ),
-    (
-        "MXFP8",
-        "MLP, width 4096, B200; naive bfloat16",
-        PARTS[3],
-        "mpx MXFP8",
-        ("JAX MXFP8",),
-    ),
-    (
-        "NVFP4",
-        "MLP, width 4096, B200; naive bfloat16",
-        PARTS[3],
-        "mpx NVFP4",
-        ("JAX NVFP4",),
-    ),
+    ("FP8, delayed", _LLAMA, PARTS[1], "mpx delayed", ("Flax", "Qwix")),
+    ("bfloat16", _LLAMA, PARTS[1], "mpx bfloat16", ()),
+    ("bfloat16", _VIT, PARTS[0], "mpx", ("published MPX",)),
+    ("FP8, delayed", _MLP.format("H100"), PARTS[2], "mpx delayed", ("Flax", "Qwix")),
+    ("MXFP8", _MLP.format("B200"), PARTS[3], "mpx MXFP8", ("JAX MXFP8",)),
+    ("NVFP4", _MLP.format("B200"), PARTS[3], "mpx NVFP4", ("JAX NVFP4",)),
 )
 _SHORT_HEAD = (
     "| precision | training step, device; baseline | memory | traffic | roofline time "
@@ -240,10 +207,8 @@ def gains(folder: Path = results.COMMITTED) -> str:
     for precision, step, part, ours, others in _SHORT:
         found, rows = shares(part, folder), {row.short: row for row in part.rows}
         beside = [
-            f"{name.split()[0] if name[:3] == 'JAX' else name} "
-            + ", ".join(cell for cell in _figures(found, rows[name]) if cell)
+            f"{name} {', '.join(filter(None, _figures(found, rows[name])))}"
             for name in others
-            if rows[name].arm in found
         ]
         cells = [*_figures(found, rows[ours]), "; ".join(beside)]
         cells.append(_gap(measured, rows[ours].loss, short=True))
