@@ -22,14 +22,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._errors import describe
-from ._program import (
-    PRIMITIVES,
-    PrimitiveClass,
-    aval_of,
-    count,
-    source_frames,
-    summed_numbers,
-)
+from ._program import PRIMITIVES, PrimitiveClass, aval_of, count, source_frames
 from ._quantize import AbstractRecipe
 
 _RULE = "`mpx.Rule`"
@@ -82,8 +75,10 @@ class Candidate:
             return own([aval_of(v) for v in self.equation.invars])
         if self.primitive != "dot_general":
             return 0
+        contracted = self.equation.params["dimension_numbers"][0][0]
+        shape = aval_of(self.equation.invars[0]).shape
         results = count(aval_of(self.equation.outvars[0]).shape)
-        return results * summed_numbers(self.equation)
+        return results * count(shape[i] for i in contracted)
 
     @property
     def line(self) -> str:
