@@ -64,6 +64,7 @@ def cross_entropy(
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     axis = axis + logits.ndim if axis < 0 else axis
     _check(logits, labels, axis, label_smoothing)
+    smoothing = float(label_smoothing)
     if where is not None:
         where = jnp.broadcast_to(where, logits.shape)
     if jnp.issubdtype(labels.dtype, jnp.integer):
@@ -72,7 +73,7 @@ def cross_entropy(
         labels = jnp.where(labels < 0, labels + logits.shape[axis], labels)
 
     def evaluate(keep: Keep, logits: Array, labels: Array, where: Where) -> Array:
-        return _losses(keep, axis, label_smoothing, logits, labels, where)
+        return _losses(keep, axis, smoothing, logits, labels, where)
 
     return recomputed(evaluate, logits, labels, where)
 

@@ -58,7 +58,7 @@ def layer_norm(
     """
     x = jnp.asarray(x)
     _check_parameters("layer_norm", x, weight=weight, bias=bias)
-    return _normalize(axis, epsilon, True, x, weight, bias)
+    return _normalize(axis, float(epsilon), True, x, weight, bias)
 
 
 def rms_norm(
@@ -101,7 +101,7 @@ def rms_norm(
     """
     x = jnp.asarray(x)
     _check_parameters("rms_norm", x, weight=weight, bias=bias)
-    return _normalize(axis, epsilon, False, x, weight, bias)
+    return _normalize(axis, float(epsilon), False, x, weight, bias)
 
 
 def _check_parameters(function: str, x: Array, **parameters: AnyArray | None) -> None:
