@@ -72,8 +72,10 @@ from ._recipes import (
     Role as Role,
 )
 from ._rounding import (
+    biased_exponent as biased_exponent,
     flushed as flushed,
     largest_magnitude as largest_magnitude,
+    power_of_two as power_of_two,
     round_finite as round_finite,
     up_or_down as up_or_down,
 )
