@@ -55,7 +55,7 @@ from .primitives import (
     PrimitiveClass as PrimitiveClass,
     properties as properties,
 )
-from .probe import probed as probed
+from .probe import is_seen_into as is_seen_into, probed as probed
 from .probes import Probe as Probe, Records as Records, Tagged as Tagged
 from .remat import (
     computed_again as computed_again,
