@@ -1,11 +1,11 @@
 """The operations of a program that contracts speak of: products, collectives, calls."""
 
 import dataclasses
-import fnmatch
 import math
 import re
 from collections.abc import Callable, Iterator
 
+from .._rules import is_within
 from ._hlo import ArrayType, Instruction, Module
 
 _PRODUCTS = ("dot", "convolution", "ragged-dot", "scaled-dot")
@@ -84,12 +84,7 @@ class Operation:
 
         As in `mpx.Rule`: the path may begin at any scope, and `*` matches any text.
         """
-        path = _scopes(self.op_name)
-        wanted = scope.split("/")
-        return any(
-            all(map(fnmatch.fnmatchcase, path[i : i + len(wanted)], wanted))
-            for i in range(len(path) - len(wanted) + 1)
-        )
+        return is_within(_scopes(self.op_name), scope)
 
     def __str__(self) -> str:
         given = " x ".join(map(str, self.operands)) + " -> " * bool(self.operands)
