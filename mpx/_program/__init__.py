@@ -40,7 +40,7 @@ from .flow import (
 )
 from .islands import Island, parts
 from .primitives import PRIMITIVES, Flops, PrimitiveClass, properties
-from .probe import probed
+from .probe import is_seen_into, probed
 from .probes import Probe, Records, Tagged
 from .remat import computed_again, is_worth_while, recomputed_if_cheap
 from .residuals import may_keep, measured_bytes

@@ -65,7 +65,14 @@ from ._recipes import (
     NVFP4BlockScaling,
     Role,
 )
-from ._rounding import flushed, largest_magnitude, round_finite, up_or_down
+from ._rounding import (
+    biased_exponent,
+    flushed,
+    largest_magnitude,
+    power_of_two,
+    round_finite,
+    up_or_down,
+)
 from ._scales import (
     e8m0_code,
     e8m0_from_code,
