@@ -230,20 +230,6 @@ def _coarser(weight: _Weight, shape: tuple[int, ...]) -> Sharding | None:
     sharding = weight.sharding
     if not isinstance(sharding, NamedSharding):
         return sharding
-    sizes, axes = sharding.mesh.shape, []
-    for axis, names in enumerate(sharding.spec):
-        several = names if isinstance(names, tuple) else (names,)
-        parts = math.prod(sizes[name] for name in several if name is not None)
-        axes.append(axis if shape[axis] % parts == 0 else None)
-    axes += range(len(axes), len(shape))
-    return _like(weight, tuple(axes), always=True)
-
-
-def _coarser(weight: _Weight, shape: tuple[int, ...]) -> Sharding | None:
-    """The place of scales of blocks: whole along an axis that has too few of them."""
-    sharding = weight.sharding
-    if not isinstance(sharding, NamedSharding):
-        return sharding
     axes: list[int | None] = [*range(len(shape))]
     sizes = sharding.mesh.shape
     for axis, names in enumerate(sharding.spec):
