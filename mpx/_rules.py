@@ -22,14 +22,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._errors import describe
-from ._program import (
-    PRIMITIVES,
-    PrimitiveClass,
-    aval_of,
-    count,
-    source_frames,
-    summed_numbers,
-)
+from ._program import PRIMITIVES, PrimitiveClass, aval_of, count, source_frames
 from ._quantize import AbstractRecipe
 
 _RULE = "`mpx.Rule`"
@@ -82,8 +75,10 @@ class Candidate:
             return own([aval_of(v) for v in self.equation.invars])
         if self.primitive != "dot_general":
             return 0
+        contracted = self.equation.params["dimension_numbers"][0][0]
+        shape = aval_of(self.equation.invars[0]).shape
         results = count(aval_of(self.equation.outvars[0]).shape)
-        return results * summed_numbers(self.equation)
+        return results * count(shape[i] for i in contracted)
 
     @property
     def line(self) -> str:
@@ -195,7 +190,7 @@ class Rule:
         """Whether the conditions on name, scope and parameter hold for an operation."""
         if not self._holds_for_primitive(primitive):
             return False
-        if self.scope is not None and not _is_within(scopes, self.scope):
+        if self.scope is not None and not is_within(scopes, self.scope):
             return False
         paths = (path for path in parameters if path is not None)
         path = self.parameter
@@ -278,7 +273,8 @@ def _pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
 
 
-def _is_within(scopes: Sequence[str], pattern: str) -> bool:
+def is_within(scopes: Sequence[str], pattern: str) -> bool:
+    """Whether a path of scopes, beginning at any of them, matches a pattern."""
     count = pattern.count("/") + 1
     parts = "/".join(scopes).split("/")  # a scope's own name may hold a slash
     return any(

@@ -191,3 +191,31 @@ def test_doctor_finds_what_is_in_the_way(monkeypatch):
     assert "mixed-precision-for-JAX 0.1.8 is installed" in published
     assert 'pip install "jax[cuda12]"' in driver
     assert "export XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=" in sums
+
+
+@pytest.mark.third_party
+def test_forecast_asks_for_the_compiler_and_prints_the_report(monkeypatch, capsys):
+    from mpx._forecast import _steps
+
+    words = ["forecast", "tests.test_main:mean_square", "f32[64,32]", "f32[16,64]"]
+    words += ["--optimizer", "adam", "--target", "tpu-v5e", "--precision", "bfloat16"]
+
+    def devices(target, count=1):
+        return jax.devices("cpu")[:count]
+
+    monkeypatch.setattr(_steps, "compile_only_devices", devices)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    main(words)
+    printed = capsys.readouterr().out
+    assert "mean_square: forecast" in printed
+    assert "v5e, bfloat16" in printed
+    with pytest.raises(SystemExit):
+        main([*words, "--optimizer", "no_such_one"])
+    assert "no optimizer 'no_such_one'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--target", "a100"])
+    assert "got 'a100'" in capsys.readouterr().err
+
+
+def mean_square(w, x):
+    return jnp.mean((x @ w) ** 2)

@@ -97,10 +97,8 @@ class Intervals(Flow[Bounds]):
         """Bounds of both; only a few, so that a loop comes to an end."""
         low = a.low if a.low <= b.low else max(x for x in _LEVELS if x <= b.low)
         high = a.high if a.high >= b.high else min(x for x in _LEVELS if x >= b.high)
-        origin = _joined_origin(a, b)
-        return Bounds(
-            low, high, origin, a.is_copy or b.is_copy, a.is_whole and b.is_whole
-        )
+        is_copy, is_whole = a.is_copy or b.is_copy, a.is_whole and b.is_whole
+        return Bounds(low, high, _joined_origin(a, b), is_copy, is_whole)
 
     def transfer(self, equation: JaxprEqn, facts: Sequence[Bounds]) -> Sequence[Bounds]:
         """Bounds of the results of an operation."""
@@ -108,11 +106,11 @@ class Intervals(Flow[Bounds]):
         is_copy = any(fact.is_copy for fact in facts)
         if name in _SAME:
             number = len(equation.outvars)
-            found = list(facts[:number] if len(facts) > 1 else facts * number)
+            found = [*facts[:number]] if len(facts) > 1 else [facts[0]] * number
             if name not in _IN_PLACE:
                 found = [_elsewhere(fact) for fact in found]
         elif name in _RULES:
-            low, high = _RULES[name](equation, facts)
+            low, high = _RULES[name](equation, *facts)
             if name not in _EXACT:
                 low, high = _rounded(low, high)
             fact = Bounds(low, high, _origin(name, equation, facts))
@@ -156,14 +154,13 @@ _EXACT = frozenset("max min clamp select_n concatenate pad gather neg abs".split
 # To which something may be added, and it is still what it was before, and more.
 _ADDITIVE = frozenset(["add", "add_any", "sub"])
 
-Rule = Callable[[JaxprEqn, Sequence[Bounds]], tuple[float, float]]
+# From an equation and the bounds of its operands.
+Rule = Callable[..., tuple[float, float]]
 
 
 def _whole(bound: float, direction: int) -> float:
     """A bound as an integer, away from the others."""
-    if math.isinf(bound):
-        return bound
-    return float(math.ceil(bound) if direction > 0 else math.floor(bound))
+    return float(np.ceil(bound) if direction > 0 else np.floor(bound))
 
 
 def _elsewhere(fact: Bounds) -> Bounds:
@@ -209,8 +206,8 @@ def _with_forms(
     return fact
 
 
-def _joined_origin(a: Bounds, b: Bounds) -> int:
-    known = {a.origin, b.origin} - {CONSTANT}
+def _joined_origin(*cases: Bounds) -> int:
+    known = {case.origin for case in cases} - {CONSTANT}
     if len(known) > 1:
         return COMPUTED
     return known.pop() if known else CONSTANT
@@ -218,14 +215,10 @@ def _joined_origin(a: Bounds, b: Bounds) -> int:
 
 def _origin(name: str, equation: JaxprEqn, facts: Sequence[Bounds]) -> int:
     if name == "select_n":
-        origin = facts[1]
-        for fact in facts[2:]:
-            origin = Bounds(origin=_joined_origin(origin, fact))
-        return origin.origin
+        return _joined_origin(*facts[1:])
     if name in _ADDITIVE:
-        if facts[0].origin >= 0 or name == "sub":
-            return facts[0].origin if facts[0].origin >= 0 else COMPUTED
-        return facts[1].origin if facts[1].origin >= 0 else COMPUTED
+        terms = facts[:1] if name == "sub" else facts
+        return next((fact.origin for fact in terms if fact.origin >= 0), COMPUTED)
     if name == "integer_pow" and equation.params["y"] == 1:
         return facts[0].origin
     if name == "mul" and any(map(_is_flag, facts)):
@@ -245,57 +238,37 @@ def _rounded(low: float, high: float) -> tuple[float, float]:
     return low, high
 
 
-def _times(a: float, b: float) -> float:
-    return 0.0 if a == 0 or b == 0 else a * b
-
-
-def _mul(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    a, b = facts
-    ends = [_times(x, y) for x in a[:2] for y in b[:2]]
-    if equation.invars[0] is equation.invars[1]:
-        return max(0.0, min(ends)), max(ends)
+def _product(a: Bounds, b: Bounds) -> tuple[float, float]:
+    ends = [x * y if x and y else 0.0 for x in a[:2] for y in b[:2]]
     return min(ends), max(ends)
 
 
-def _add(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    return facts[0].low + facts[1].low, facts[0].high + facts[1].high
-
-
-def _sub(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    return facts[0].low - facts[1].high, facts[0].high - facts[1].low
-
-
-def _div(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    a, b = facts
+def _quotient(a: Bounds, b: Bounds) -> tuple[float, float]:
     if b.low > 0 or b.high < 0:
         ends = [0.0 if math.isinf(y) else x / y for x in a[:2] for y in b[:2]]
         return min(ends), max(ends)
-    if b.low == 0:
-        return (0.0 if a.low >= 0 else -_INF), (0.0 if a.high <= 0 else _INF)
-    return -_INF, _INF
+    return _sign(a) if b.low == 0 else (-_INF, _INF)
 
 
-def _integer_pow(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    (a,), y = facts, equation.params["y"]
-    if y == 1:
-        return a.low, a.high
+def _sign(a: Bounds) -> tuple[float, float]:
+    """Bounds of numbers with the sign of others: their sums, and quotients."""
+    return (0.0 if a.low >= 0 else -_INF), (0.0 if a.high <= 0 else _INF)
+
+
+def _magnitude(a: Bounds) -> tuple[float, float]:
+    return max(a.low, -a.high, 0.0), max(-a.low, a.high)
+
+
+def _integer_power(a: Bounds, y: int) -> tuple[float, float]:
     if y < 0:
         return (0.0 if y % 2 == 0 or a.low >= 0 else -_INF), _INF
-    ends = (_power(a.low, y), _power(a.high, y))
-    if y % 2:
-        return ends
-    return (0.0 if a.low <= 0 <= a.high else min(ends)), max(ends)
+    ends = a[:2] if y % 2 else _magnitude(a)
+    with np.errstate(over="ignore"):
+        low, high = (float(np.float64(x) ** y) for x in ends)
+    return low, high
 
 
-def _power(x: float, y: int) -> float:
-    try:
-        return x**y
-    except OverflowError:
-        return _INF if x > 0 or y % 2 == 0 else -_INF
-
-
-def _pow(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    a, b = facts
+def _power(a: Bounds, b: Bounds) -> tuple[float, float]:
     if a.low < 0:
         return -_INF, _INF
     if (a.high <= 1 and b.low >= 0) or (a.low >= 1 and b.high <= 0):
@@ -303,115 +276,56 @@ def _pow(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
     return (1.0 if a.low >= 1 and b.low >= 0 else 0.0), _INF
 
 
-def _monotone(function: Callable[[float], float]) -> Rule:
-    """A rule for a function that grows, given where it is defined."""
+def _either(*cases: Bounds) -> tuple[float, float]:
+    return min(case.low for case in cases), max(case.high for case in cases)
 
-    def rule(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
+
+def _grows(function: Any, least: float = -_INF) -> Rule:
+    """The rule of a function that grows, and is defined from `least` on."""
+
+    def rule(_: JaxprEqn, a: Bounds) -> tuple[float, float]:
         with np.errstate(all="ignore"):
-            low, high = (float(function(np.float64(x))) for x in facts[0][:2])
+            low, high = (float(function(np.float64(max(x, least)))) for x in a[:2])
         return low, high
 
     return rule
 
 
-def _sqrt(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    return math.sqrt(max(facts[0].low, 0.0)), math.sqrt(max(facts[0].high, 0.0))
-
-
-def _abs(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    (a,) = facts
-    ends = abs(a.low), abs(a.high)
-    return (0.0 if a.low <= 0 <= a.high else min(ends)), max(ends)
-
-
-def _neg(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    return -facts[0].high, -facts[0].low
-
-
-def _max(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    return max(f.low for f in facts), max(f.high for f in facts)
-
-
-def _min(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    return min(f.low for f in facts), min(f.high for f in facts)
-
-
-def _clamp(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    low, x, high = facts
-    return min(max(x.low, low.low), high.low), min(max(x.high, low.high), high.high)
-
-
-def _cases(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    """One of several: what is chosen, or stands side by side."""
-    if equation.primitive.name == "select_n":
-        facts = facts[1:]
-    return min(f.low for f in facts), max(f.high for f in facts)
-
-
-def _sum(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    return (
-        0.0 if facts[0].low >= 0 else -_INF,
-        0.0 if facts[0].high <= 0 else _INF,
-    )
-
-
-def _product(equation: JaxprEqn, facts: Sequence[Bounds]) -> tuple[float, float]:
-    """Sums of products."""
-    low, high = _mul(equation, facts[:2])
-    return (0.0 if low >= 0 else -_INF), (0.0 if high <= 0 else _INF)
-
-
-def _within(low: float, high: float) -> Rule:
-    return lambda equation, facts: (low, high)
+def _always(low: float, high: float) -> Rule:
+    return lambda *_: (low, high)
 
 
 _RULES: dict[str, Rule] = {
-    "add": _add,
-    "add_any": _add,
-    "sub": _sub,
-    "mul": _mul,
-    "div": _div,
-    "integer_pow": _integer_pow,
-    "square": lambda e, f: _integer_pow_2(f[0]),
-    "pow": _pow,
-    "neg": _neg,
-    "abs": _abs,
-    "sqrt": _sqrt,
-    "rsqrt": _within(0.0, _INF),
-    "cbrt": _monotone(np.cbrt),
-    "exp": _monotone(np.exp),
-    "exp2": _monotone(np.exp2),
-    "expm1": _monotone(np.expm1),
-    "log1p": _monotone(lambda x: np.log1p(max(x, -1.0))),
-    "sign": _monotone(np.sign),
-    "floor": _monotone(np.floor),
-    "ceil": _monotone(np.ceil),
-    "round": _monotone(np.round),
-    "logistic": _within(0.0, 1.0),
-    "tanh": _monotone(np.tanh),
-    "erf": _within(-1.0, 1.0),
-    "sin": _within(-1.0, 1.0),
-    "cos": _within(-1.0, 1.0),
-    "max": _max,
-    "min": _min,
-    "clamp": _clamp,
-    "select_n": _cases,
-    "concatenate": _cases,
-    "pad": _cases,
+    **dict.fromkeys(
+        ["add", "add_any"], lambda _, a, b: (a.low + b.low, a.high + b.high)
+    ),
+    "sub": lambda _, a, b: (a.low - b.high, a.high - b.low),
+    "mul": lambda _, a, b: _product(a, b),
+    "div": lambda _, a, b: _quotient(a, b),
+    "pow": lambda _, a, b: _power(a, b),
+    "integer_pow": lambda e, a: _integer_power(a, e.params["y"]),
+    "square": lambda _, a: _integer_power(a, 2),
+    "neg": lambda _, a: (-a.high, -a.low),
+    "abs": lambda _, a: _magnitude(a),
+    "max": lambda _, a, b: (max(a.low, b.low), max(a.high, b.high)),
+    "min": lambda _, a, b: (min(a.low, b.low), min(a.high, b.high)),
+    "clamp": lambda _, low, x, high: (
+        min(max(x.low, low.low), high.low),
+        min(max(x.high, low.high), high.high),
+    ),
+    "select_n": lambda _, which, *cases: _either(*cases),
+    **dict.fromkeys(["concatenate", "pad"], lambda _, *cases: _either(*cases)),
     # Out of bounds it may give 0.
-    "gather": lambda e, f: (min(f[0].low, 0.0), max(f[0].high, 0.0)),
-    "dynamic_update_slice": lambda e, f: _cases(e, f[:2]),
-    "reduce_sum": _sum,
-    "cumsum": _sum,
-    "psum": _sum,
-    "reduce_prod": lambda e, f: (0.0 if f[0].low >= 0 else -_INF, _INF),
-    "dot_general": _product,
-    "iota": _within(0.0, _INF),
-    "argmax": _within(0.0, _INF),
-    "argmin": _within(0.0, _INF),
+    "gather": lambda _, a, where: (min(a.low, 0.0), max(a.high, 0.0)),
+    "dynamic_update_slice": lambda _, a, b, *where: _either(a, b),
+    **dict.fromkeys(["reduce_sum", "cumsum", "psum"], lambda _, a: _sign(a)),
+    "dot_general": lambda _, a, b: _sign(Bounds(*_product(a, b))),
+    "sqrt": _grows(np.sqrt, 0.0),
+    **{
+        name: _grows(getattr(np, name))
+        for name in "cbrt exp exp2 expm1 sign floor ceil round tanh".split()
+    },
+    **dict.fromkeys(["rsqrt", "iota", "argmax", "argmin"], _always(0.0, _INF)),
+    **dict.fromkeys(["erf", "sin", "cos"], _always(-1.0, 1.0)),
+    "logistic": _always(0.0, 1.0),
 }
-
-
-def _integer_pow_2(a: Bounds) -> tuple[float, float]:
-    ends = _power(a.low, 2), _power(a.high, 2)
-    return (0.0 if a.low <= 0 <= a.high else min(ends)), max(ends)

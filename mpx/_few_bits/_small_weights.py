@@ -56,23 +56,29 @@ class SmallWeights:
                 f"`masters` in `init` of {CALL} are like `params`; got\n"
                 f"  params: {_structure(params)}\n  masters: {_structure(given)}"
             )
-
-        def start(path: KeyPath, weight: Any, master: Any) -> Array | None:
-            self._refuse_weight(path, weight)
-            if not _is_half(weight):
-                return None
-            if not is_float_leaf(master) or master.shape != weight.shape:
-                raise ValueError(
-                    f"`masters` in `init` of {CALL} have the shapes of `params`; got "
-                    f"{describe(master)} for {describe(weight)}"
-                    f"{at_path(path_text(path))}."
-                )
-            return self._difference(weight, jnp.asarray(master, jnp.float32))
-
-        low = _map(start, params, given)
-        full = _map(lambda path, w, k: full_weight(w, k), params, low)
+        low = _map(self._start, params, given)
         step = None if self._bits == 16 else jnp.zeros((), jnp.uint32)
-        return SmallWeightsState(low, self._optimizer.init(full), step)
+        inner = self._optimizer.init(_map(_full, params, low))
+        return SmallWeightsState(low, inner, step)
+
+    def _start(self, path: KeyPath, weight: Any, master: Any) -> Array | None:
+        """What is kept beside a weight whose master is known."""
+        is_float16 = _is_half(weight) and weight.dtype != jnp.bfloat16
+        if is_float16 or is_stored(weight):
+            raise ValueError(
+                f"`bits={self._bits}` of {CALL} keeps what bfloat16 leaves out of "
+                f"float32; got the weight {describe(weight)}"
+                f"{at_path(path_text(path))}. Make it bfloat16, or keep whole masters "
+                "with `bits=32`."
+            )
+        if not _is_half(weight):
+            return None
+        if not is_float_leaf(master) or master.shape != weight.shape:
+            raise ValueError(
+                f"`masters` in `init` of {CALL} have the shapes of `params`; got "
+                f"{describe(master)} for {describe(weight)}{at_path(path_text(path))}."
+            )
+        return self._difference(weight, jnp.asarray(master, jnp.float32))
 
     def update(
         self,
@@ -83,7 +89,7 @@ class SmallWeights:
     ) -> tuple[PyTree, SmallWeightsState]:
         """The new weights, as updates, and the new state."""
         self._refuse_state(state, params)
-        full = _map(lambda path, w, k: full_weight(w, k), params, state.low_bits)
+        full = _map(_full, params, state.low_bits)
         updates, inner = self._optimizer.update(
             jax.tree.map(_widened, updates), state.inner_state, full, **extra_args
         )
@@ -134,16 +140,6 @@ class SmallWeights:
         kept = jnp.where(is_near, jnp.minimum(rest, half - 1), 0)
         return kept.astype(_DTYPES[self._bits])
 
-    def _refuse_weight(self, path: KeyPath, weight: Any) -> None:
-        is_float16 = _is_half(weight) and weight.dtype != jnp.bfloat16
-        if is_float16 or is_stored(weight):
-            raise ValueError(
-                f"`bits={self._bits}` of {CALL} keeps what bfloat16 leaves out of "
-                f"float32; got the weight {describe(weight)}"
-                f"{at_path(path_text(path))}. "
-                "Make it bfloat16, or keep whole masters with `bits=32`."
-            )
-
     def _refuse_state(self, state: Any, params: PyTree | None) -> None:
         """Raises unless state and weights are of the form that `init` made and saw."""
         if not isinstance(state, SmallWeightsState):
@@ -157,28 +153,26 @@ class SmallWeights:
                 f"`update` of {CALL} needs the weights: "
                 "`optimizer.update(grads, state, params)`."
             )
-        if _structure(params) != _structure(state.low_bits):
+        made = jax.eval_shape(lambda p: _map(self._start, p, p), params)
+        wanted, found = (
+            {path_text(path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
+            for leaves in map(
+                jax.tree_util.tree_leaves_with_path, (made, state.low_bits)
+            )
+        )
+        if wanted != found:
+            path = min(p for p in wanted | found if wanted.get(p) != found.get(p))
             raise ValueError(
-                f"`update` of {CALL} needs weights of the structure that `init` saw; "
-                f"got\n  state: {_structure(state.low_bits)}\n"
-                f"  weights: {_structure(params)}\nMake the state with `init(params)` "
-                "of this model."
+                f"`update` of {CALL} with bits={self._bits} needs the weights that "
+                f"`init` saw, and the state that it made; what is kept beside the "
+                f"weight{at_path(path)} is {found.get(path, 'missing')}, and not "
+                f"{wanted.get(path, 'missing')}. Make the state anew with "
+                "`init(params)`, or cast the model back."
             )
 
-        def refuse(path: KeyPath, weight: Any, low: Any) -> None:
-            self._refuse_weight(path, weight)
-            is_kept = self._bits > 0 and _is_half(weight)
-            wanted = (weight.shape, _DTYPES[self._bits]) if is_kept else None
-            found = None if low is None else (low.shape, low.dtype)
-            if weight is not None and wanted != found:
-                raise ValueError(
-                    f"`update` of {CALL} with bits={self._bits} needs weights and a "
-                    f"state as `init` saw and made them; got {describe(weight)} with "
-                    f"{describe(low)} beside it{at_path(path_text(path))}. Make the "
-                    "state anew with `init(params)`, or cast the model back."
-                )
 
-        _map(refuse, params, state.low_bits)
+def _full(path: KeyPath, weight: Any, low: Array | None) -> Any:
+    return full_weight(weight, low)
 
 
 def full_weight(weight: Any, low: Array | None) -> Any:

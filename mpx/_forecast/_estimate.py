@@ -2,6 +2,7 @@
 
 import collections
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,15 @@ from ._counter import (
     memory,
     messages,
 )
-from ._model import OPTIMIZER, Frames, kind_of, quantizing_bytes, seconds, times_of
+from ._model import (
+    ATTENTION,
+    OPTIMIZER,
+    Frames,
+    kind_of,
+    quantizing_bytes,
+    seconds,
+    times_of,
+)
 from ._peak import temporaries_by_part
 from ._report import Estimate, KernelGroup
 from ._steps import Precision, Step
@@ -40,7 +49,10 @@ def estimate(step: Step, precision: Precision, target: Target, top: int) -> Esti
         raise
     try:
         options = CUDA_OPTIONS if target.platform == "cuda" else None
-        compiled = lowered.program.compile(options)
+        with warnings.catch_warnings():
+            # A compilation cache cannot load what is for a device that is not here.
+            warnings.filterwarnings("ignore", ".*persistent compilation cache")
+            compiled = lowered.program.compile(options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             lines = str(error).splitlines()
@@ -91,8 +103,8 @@ def _unfit(precision: Precision, target: Target, batch: int) -> Estimate:
 def _flops(kernels: Sequence[tuple[Kernel, str]]) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for kernel, kind in kernels:
-        found[f"{kernel.bits} bits"] += kernel.operations * kernel.times
-        found[kind] += kernel.further * kernel.times
+        unit = ATTENTION if kind == ATTENTION else f"{kernel.bits} bits"
+        found[unit] += (kernel.operations + kernel.further) * kernel.times
     return {unit: count for unit, count in found.items() if count}
 
 

@@ -33,8 +33,11 @@ def kind_of(kernel: Kernel, frames: Frames) -> str:
         return COLLECTIVE
     if kernel.operations:
         return _MATMUL.format(kernel.bits)
-    if kernel.further:
-        return ATTENTION if kernel.is_attention else CONVOLUTION
+    if kernel.is_attention:
+        return ATTENTION
+    if kernel.further:  # a TPU's compiler writes matmuls as convolutions
+        is_call = kernel.target.startswith("__cudnn")
+        return CONVOLUTION if is_call else _MATMUL.format(kernel.bits)
     is_amax = kernel.results <= _SCALARS and "quantized" in kernel.source
     if is_amax or (kernel.few and kernel.results - kernel.few <= _SCALARS):
         return QUANTIZING
@@ -59,18 +62,21 @@ def quantizing_bytes(kernel: Kernel, kind: str) -> int:
     return 0 if kernel.operations else kernel.few
 
 
+def _moving_and_multiplying(
+    kernel: Kernel, roof: Roof, case: int | None
+) -> tuple[float, float]:
+    """Seconds of one run for its bytes, and for its operations."""
+    share = roof.attention if kernel.is_attention else roof.matmul
+    units, reads = (1.0, 1.0) if case is None else (share[case], roof.reads[case])
+    work = kernel.operations + kernel.further
+    peak = roof.peak(kernel.bits or 16)
+    return kernel.bytes / (roof.bandwidth * reads), work / (peak * units)
+
+
 def seconds(kernel: Kernel, roof: Roof, case: int | None = None) -> float:
     """Of all runs of a kernel: at the roofline, in the best (0) or worst case (1)."""
-    share = roof.attention if kernel.is_attention else roof.matmul
-    units, reads, start = (
-        (1.0, 1.0, 0.0)
-        if case is None
-        else (share[case], roof.reads[case], roof.start[case])
-    )
-    work = kernel.operations + kernel.further
-    multiplying = work / (roof.peak(kernel.bits or 16) * units) if work else 0.0
-    moving = kernel.bytes / (roof.bandwidth * reads)
-    return kernel.times * (max(moving, multiplying) + start)
+    start = 0.0 if case is None else roof.start[case]
+    return kernel.times * (max(_moving_and_multiplying(kernel, roof, case)) + start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +102,8 @@ def times_of(kernels: Sequence[tuple[Kernel, str]], roof: Roof, sent: float) -> 
     for kernel, kind in computing:
         each = sum(seconds(kernel, roof, case) for case in (0, 1)) / 2
         by_kind[kind] += each
-        if not kernel.operations and not kernel.further:
-            by_memory += each
+        moving, multiplying = _moving_and_multiplying(kernel, roof, 0)
+        by_memory += each * (moving >= multiplying)
     if wire:
         by_kind[COLLECTIVE] += wire / 2
     total = sum(by_kind.values()) or 1.0

@@ -66,7 +66,7 @@ class Estimate:
     """Modelled: the share of the time that each kind of kernel takes, the largest
     first."""
     by_memory: float
-    """Modelled: the share of the time that waits for memory and not for units."""
+    """Modelled: the share of the time in kernels that wait for memory."""
     top: tuple[KernelGroup, ...] = ()
     """The kernels that move most bytes."""
     batch: int = 0

@@ -60,7 +60,7 @@ def sentences(report: Content) -> list[str]:
 
 _UNITS = {
     "FLOPs, 8 bits and fewer": ("4 bits", "8 bits"),
-    "16 bits": ("16 bits", "attention", "convolution"),
+    "16 bits": ("16 bits", "attention"),
     "32 bits": ("32 bits",),
 }
 

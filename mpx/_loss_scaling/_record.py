@@ -72,9 +72,7 @@ class StepRecord(eqx.Module):
         self.bad_scale = jnp.zeros((), jnp.float32)
 
 
-# Jitted, so that it is traced once and not in each step.
-@jax.jit
-def advance_record(
+def _updated(
     record: StepRecord,
     finite: BoolScalar,
     places_finite: Array | None,
@@ -116,6 +114,10 @@ def advance_record(
         if loss_scale is None
         else select(finite, record.bad_scale, loss_scale),
     )
+
+
+# Jitted, so that it is traced once and not in each step.
+advance_record = jax.jit(_updated)
 
 
 def counted(counter: Int32[Array, ""]) -> Int32[Array, ""]:

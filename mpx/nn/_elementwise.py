@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ._recomputed import linear, recomputed, widen
+from ._recomputed import Keep, linear, recomputed, widen
 
 
 def activate(
@@ -17,7 +17,7 @@ def activate(
     Kept for the backward pass: the half-precision inputs.
     """
 
-    def evaluate(x: Array, *gate: Array) -> Array:
+    def evaluate(_: Keep, x: Array, *gate: Array) -> Array:
         y = activation(widen(x))
         return (y * widen(gate[0]) if gate else y).astype(x.dtype)
 

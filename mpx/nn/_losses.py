@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from .._errors import describe
-from ._recomputed import recomputed
+from ._recomputed import Keep, known, recomputed, widen
 from ._softmax import Where, log_probabilities
 
 _CALL = "`mpx.nn.cross_entropy(logits, labels)`"
@@ -64,6 +64,7 @@ def cross_entropy(
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     axis = axis + logits.ndim if axis < 0 else axis
     _check(logits, labels, axis, label_smoothing)
+    smoothing = float(label_smoothing)
     if where is not None:
         where = jnp.broadcast_to(where, logits.shape)
     if jnp.issubdtype(labels.dtype, jnp.integer):
@@ -71,8 +72,8 @@ def cross_entropy(
             labels = labels.astype(jnp.int32)
         labels = jnp.where(labels < 0, labels + logits.shape[axis], labels)
 
-    def evaluate(logits: Array, labels: Array, where: Where) -> Array:
-        return _losses(axis, label_smoothing, logits, labels, where)
+    def evaluate(keep: Keep, logits: Array, labels: Array, where: Where) -> Array:
+        return _losses(keep, axis, smoothing, logits, labels, where)
 
     return recomputed(evaluate, logits, labels, where)
 
@@ -107,15 +108,24 @@ def _check(logits: Array, labels: Array, axis: int, label_smoothing: float) -> N
 
 
 def _losses(
-    axis: int, smoothing: float, logits: Array, labels: Array, where: Where
+    keep: Keep,
+    axis: int,
+    smoothing: float,
+    logits: Array,
+    labels: Array,
+    where: Where,
 ) -> Array:
-    _, log_p = log_probabilities(logits, axis, where)
+    wide = widen(logits)
+    (peak, log_total), log_p = log_probabilities(keep, wide, axis, where)
     if jnp.issubdtype(labels.dtype, jnp.integer):
-        # By a comparison: the gradient of what is looked up is a scatter.
+        places = jnp.expand_dims(labels, axis)
         classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, axis)
-        is_label = classes == jnp.expand_dims(labels, axis)
-        loss = -jnp.sum(jnp.where(is_label, log_p, 0), axis)
-        loss = jnp.where(jnp.any(is_label, axis), loss, jnp.nan)
+        # Looked up, with the gradient of a comparison: its own is a scatter.
+        chosen = known(
+            widen(jnp.take_along_axis(logits, places, axis)),
+            jnp.sum(jnp.where(classes == places, wide, 0), axis, keepdims=True),
+        )
+        loss = jnp.squeeze(log_total - (chosen - peak), axis)
     else:
         y = labels.astype(log_p.dtype)
         # Nothing times infinity: a class that is not expected may be impossible.

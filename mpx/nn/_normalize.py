@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from .._errors import describe
 from .._typing import AnyArray
-from ._recomputed import kept, recomputed, widen
+from ._recomputed import Keep, recomputed, widen
 
 _Optional = Float[Array, "..."] | None
 
@@ -58,7 +58,7 @@ def layer_norm(
     """
     x = jnp.asarray(x)
     _check_parameters("layer_norm", x, weight=weight, bias=bias)
-    return _normalize(axis, epsilon, True, x, weight, bias)
+    return _normalize(axis, float(epsilon), True, x, weight, bias)
 
 
 def rms_norm(
@@ -101,7 +101,7 @@ def rms_norm(
     """
     x = jnp.asarray(x)
     _check_parameters("rms_norm", x, weight=weight, bias=bias)
-    return _normalize(axis, epsilon, False, x, weight, bias)
+    return _normalize(axis, float(epsilon), False, x, weight, bias)
 
 
 def _check_parameters(function: str, x: Array, **parameters: AnyArray | None) -> None:
@@ -131,11 +131,13 @@ def _normalize(
     weight: AnyArray | None,
     bias: AnyArray | None,
 ) -> Array:
-    def evaluate(x: Array, weight: AnyArray | None, bias: AnyArray | None) -> Array:
+    def evaluate(
+        keep: Keep, x: Array, weight: AnyArray | None, bias: AnyArray | None
+    ) -> Array:
         centered = wide = widen(x)
         if is_centered:
-            centered = wide - kept(jnp.mean(wide, axis, keepdims=True))
-        scatter = kept(jnp.mean(jnp.square(centered), axis, keepdims=True))
+            centered = wide - keep(jnp.mean(wide, axis, keepdims=True))
+        scatter = keep(jnp.mean(jnp.square(centered), axis, keepdims=True))
         y = centered * jax.lax.rsqrt(scatter + epsilon)
         y = y if weight is None else y * _like(weight, wide)
         y = y if bias is None else y + _like(bias, wide)

@@ -1,33 +1,36 @@
 """How a function keeps half precision for its backward pass.
 
 A function of `mpx.nn` computes in float32. Autodiff would keep what it computes on the
-way, in float32. Inside of `jax.checkpoint` the arguments are kept instead, in the dtype
-that they were given in, and the backward pass computes the rest again. Named values are
-kept, too: a few float32 for each row, such as a sum, which would cost one more pass
-over the row.
+way, in float32. Here its derivative is computed from the arguments, which are kept in
+the dtype that they were given in, inside of `jax.checkpoint`, and so again in the
+backward pass. Some values are kept, too: a few float32 for each row, such as a sum,
+which would cost one more pass over the row.
 
 So forward mode, reverse mode, `vmap`, `scan` and higher derivatives work.
 """
 
 from collections.abc import Callable
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
 from .._dtypes import float_dtype, full_precision_of, is_half
 from .._typing import DTypeLike
 
-_KEPT = "mpx.nn: kept"
+# Given a value of a function, gives it back, and keeps it for the backward pass.
+Keep = Callable[[Array], Array]
 
 
 def recomputed(func: Callable[..., PyTree], x: Array, *args: PyTree) -> PyTree:
-    """Calls a function, of which only the arguments and `kept` values are kept.
+    """Calls a function, of which the arguments and some values are kept.
 
     Args:
-        func: A function of arrays.
+        func: `func(keep, x, *args)`, a function of arrays; what it gives to `keep` is
+            kept.
         x: Its first argument. Where it is not half precision, nothing is computed
             again.
         *args: Other arguments, trees of arrays.
@@ -36,14 +39,53 @@ def recomputed(func: Callable[..., PyTree], x: Array, *args: PyTree) -> PyTree:
         The result of the function.
     """
     if not is_half(x.dtype):
-        return func(x, *args)
-    policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
-    return jax.checkpoint(func, policy=policy)(x, *args)
+        return func(_not_kept, x, *args)
+    floats, rest = eqx.partition((x, *args), eqx.is_inexact_array)
+
+    @jax.custom_jvp
+    def function(floats: PyTree, rest: PyTree) -> PyTree:
+        return func(_not_kept, *eqx.combine(floats, rest))
+
+    @function.defjvp
+    def rule(primals: PyTree, dots: PyTree) -> PyTree:
+        kept: list[Array] = []
+
+        def keep(value: Array) -> Array:
+            kept.append(value)
+            return value
+
+        result = func(keep, *eqx.combine(*primals))
+
+        def tangent(residuals: PyTree, dots: PyTree) -> PyTree:
+            floats, rest, *kept = residuals
+            values = iter(kept)
+
+            def of_floats(floats: PyTree) -> PyTree:
+                def reuse(value: Array) -> Array:
+                    return known(next(values), value)
+
+                return func(reuse, *eqx.combine(floats, rest))
+
+            return jax.jvp(of_floats, (floats,), (dots,))[1]
+
+        return result, linear(tangent, (*primals, *kept), dots[0])
+
+    return function(floats, rest)
 
 
-def kept(x: Array) -> Array:
-    """A value of a function that `recomputed` calls, kept for the backward pass."""
-    return checkpoint_name(x, _KEPT)
+def _not_kept(value: Array) -> Array:
+    return value
+
+
+@jax.custom_jvp
+def known(value: Array, computed: Array) -> Array:
+    """A value that is known, with the derivative of what computes it."""
+    return value
+
+
+@known.defjvp
+def _known_rule(primals: Any, dots: Any) -> PyTree:
+    return primals[0], dots[1]
 
 
 def linear(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._dtypes import is_half
 from .._typing import DTypeLike
-from ._recomputed import kept, linear, recomputed, result_dtype, widen
+from ._recomputed import Keep, linear, recomputed, result_dtype, widen
 
 Axis = int | tuple[int, ...] | None
 Where = Bool[Array, "..."] | None
@@ -95,8 +95,8 @@ def log_softmax(
     if not is_half(x.dtype):
         return jax.nn.log_softmax(x, axis, where).astype(result)
 
-    def evaluate(x: Array, where: Where) -> Array:
-        _, log_p = log_probabilities(x, axis, where)
+    def evaluate(keep: Keep, x: Array, where: Where) -> Array:
+        _, log_p = log_probabilities(keep, widen(x), axis, where)
         log_p = log_p if where is None else jnp.where(where, log_p, -jnp.inf)
         return log_p.astype(result)
 
@@ -143,8 +143,8 @@ def logsumexp(
         sums = jax.nn.logsumexp(x, axis, keepdims=keepdims, where=where)
         return sums.astype(result)
 
-    def evaluate(x: Array, where: Where) -> Array:
-        (peak, log_total), _ = log_probabilities(x, axis, where)
+    def evaluate(keep: Keep, x: Array, where: Where) -> Array:
+        (peak, log_total), _ = log_probabilities(keep, widen(x), axis, where)
         sums = jnp.where(jnp.isinf(peak), peak, peak + log_total)
         if where is not None:
             sums = jnp.where(jnp.any(where, axis, keepdims=True), sums, -jnp.inf)
@@ -154,7 +154,7 @@ def logsumexp(
 
 
 def log_probabilities(
-    x: Array, axis: Axis, where: Where
+    keep: Keep, x: Array, axis: Axis, where: Where
 ) -> tuple[tuple[Array, Array], Array]:
     """Two numbers of each row, and the logarithms of the probabilities.
 
@@ -165,14 +165,14 @@ def log_probabilities(
     A row of which nothing takes part is computed as a whole, so that its derivative is
     finite.
     """
-    x = seen = widen(x)
+    seen = x
     if where is not None:
         takes_part = where | ~jnp.any(where, axis, keepdims=True)
         seen = jnp.where(takes_part, x, -jnp.inf)
     # It cancels wherever it is used, so it needs no derivative.
     peak = jnp.max(seen, axis, initial=-jnp.inf, keepdims=True)
-    peak = kept(jax.lax.stop_gradient(peak))
-    total = kept(jnp.sum(jnp.exp(seen - peak), axis, keepdims=True))
+    peak = keep(jax.lax.stop_gradient(peak))
+    total = keep(jnp.sum(jnp.exp(seen - peak), axis, keepdims=True))
     log_total = jnp.log(total)
     return (peak, log_total), x - peak - log_total
 

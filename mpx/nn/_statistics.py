@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from .._typing import DTypeLike
-from ._recomputed import recomputed, result_dtype, widen
+from ._recomputed import Keep, recomputed, result_dtype, widen
 from ._softmax import Axis, Where
 
 
@@ -44,7 +44,7 @@ def mean(
     x = jnp.asarray(x)
     result = result_dtype(x, dtype, "`mpx.nn.mean(x, dtype=...)`")
 
-    def evaluate(x: Array, where: Where) -> Array:
+    def evaluate(_: Keep, x: Array, where: Where) -> Array:
         return jnp.mean(widen(x), axis, keepdims=keepdims, where=where).astype(result)
 
     return recomputed(evaluate, x, where)
@@ -88,7 +88,7 @@ def variance(
     x = jnp.asarray(x)
     result = result_dtype(x, dtype, "`mpx.nn.variance(x, dtype=...)`")
 
-    def evaluate(x: Array, where: Where) -> Array:
+    def evaluate(_: Keep, x: Array, where: Where) -> Array:
         v = jnp.var(
             widen(x), axis, correction=correction, keepdims=keepdims, where=where
         )

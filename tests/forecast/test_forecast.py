@@ -193,6 +193,6 @@ def test_by_the_compiler_of_a_target(name):
         pytest.skip(f"the compiler for {name} is not installed")
     asked = {"precisions": ("bfloat16", "delayed"), "targets": name}
     half, few = mpx.forecast(loss, ADAM, **asked)(W, X).estimates
-    assert half.flops["16 bits" if name == "h100" else "convolution"]
+    assert half.flops["16 bits"]
     assert few.quantizing
-    assert half.top[0].source
+    assert any(group.source for group in half.top)
