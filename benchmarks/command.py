@@ -38,7 +38,7 @@ class Options:
     master weights; `wire` what steps on four devices send, in every layout, on
     H100s and TPUs v5e; `monitor` what watching a step costs; `compile-time` how long
     steps that recompute take to compile.
-    `docs` only writes the tables of the committed results into docs/benchmarks.md.
+    `docs` only writes the tables of the committed results into the pages.
     `device` measures what only a GPU can tell, and has options of its own:
     `python -m benchmarks device --help`. `published` puts what `mpx.forecast` says
     beside speed-ups that others have measured.
@@ -110,6 +110,8 @@ def run_one(name: str, options: Options, session: parts.Session) -> None:
         session.recipes(options.recipe_seeds, options.recipe_steps)
     elif name == "errors":
         session.errors()
+    elif name == "few-bits-trainings":
+        session.few_bits()
     elif name == "compile-time":
         session.compile_time()
     elif name == "published":

@@ -11,13 +11,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import parts, results, summary
+from . import parts, results, summary, what_is_kept
 from .counts import eight_bits, half, products
 from .device import tables as device_tables
 from .peers.environment import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
-PAGES = (PAGE, REPOSITORY / "README.md", REPOSITORY / "docs" / "choose.md")
+DETAILS = REPOSITORY / "docs" / "benchmark-details.md"
+README = REPOSITORY / "README.md"
+PAGES = (PAGE, DETAILS, README, REPOSITORY / "docs" / "choose.md")
 # The modules that make the tables of a place.
 MAKERS: dict[str, tuple[Any, ...]] = parts.PARTS | {
     "workloads": (eight_bits, half),
@@ -64,6 +66,8 @@ def write() -> list[Path]:
             path = folder / f"benchmarks-{name}.png"
             parts.PARTS[name][0].picture(found, path)
             written.append(path)
+    written.append(folder / "what-a-step-keeps.png")
+    what_is_kept.draw(written[-1])
     for name, colours in (("light", summary.LIGHT), ("dark", summary.DARK)):
         written.append(folder / f"gains-{name}.png")
         summary.picture(written[-1], colours, results.COMMITTED)

@@ -1,7 +1,7 @@
 """What the GPT example gathers and reduces with `--mesh fsdp=8`, compiled for 8 H100.
 
 `python -m benchmarks.gpt_gathers`, in an environment with `jax[cuda12]` and no GPU. It
-prints a row for each precision; docs/guides/devices.md has them.
+prints a row for each precision; benchmarks/NOTES.md has them.
 """
 
 from __future__ import annotations

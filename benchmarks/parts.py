@@ -34,6 +34,7 @@ from .counts import (
     autocast,
     compiling,
     eight_bits,
+    few_bits as few_bits_counts,
     half,
     monitor,
     products,
@@ -44,7 +45,7 @@ from .counts import (
     whole_steps,
     wire,
 )
-from .numerics import errors, folds, recipes
+from .numerics import errors, few_bits, folds, recipes
 from .peers import environment as peers
 from .tables import Goal, Table
 from .time import autocast as autocast_host, compiling as compile_time, host
@@ -60,6 +61,7 @@ COUNTED: dict[str, tuple[Any, ...]] = {
     "workloads": (eight_bits, half, products),
     "whole-steps": (whole_steps,),
     "wire": (wire,),
+    "few-bits": (few_bits_counts,),
     "monitor": (monitor,),
 }
 PARTS: dict[str, tuple[Any, ...]] = COUNTED | {
@@ -69,6 +71,7 @@ PARTS: dict[str, tuple[Any, ...]] = COUNTED | {
     "recipes": (recipes,),
     "errors": (errors,),
     "published": (published,),
+    "few-bits-trainings": (few_bits,),
 }
 PICTURES = ("sweep", "recipes")
 
@@ -220,6 +223,13 @@ class Session:
         found = self._results("published", "compiled for NVIDIA H100, H200, B200, B300")
         request = {"task": "published"}
         self._runs(found, request, len(published.STEPS), libraries=libraries)
+
+    def few_bits(self) -> None:
+        """The losses of trainings with moments in 8 bits."""
+        runs = few_bits.runs()
+        request = {"task": "few bits", "runs": runs, "steps": few_bits.STEPS}
+        found = self._results("few-bits-trainings")
+        self._runs(found, request, 2 * len(runs), compile_only=False)
 
     def summarize(self) -> int:
         """Prints which goals are met; returns the exit status."""

@@ -75,18 +75,18 @@ PARTS = (
                 "mpx, half stream",
                 "autocast bfloat16, half stream",
             ),
-            Row("bfloat16, casts by hand with mpx", "mpx, by hand", "mpx bfloat16"),
+            Row("bfloat16, explicit casts with mpx", "mpx, explicit", "mpx bfloat16"),
             Row("bfloat16, published MPX", "published MPX", "MPX bfloat16"),
         ),
     ),
     Part(
         "Llama of 542 M on an H100, bfloat16 weights with float32 masters, against "
-        "casts by hand",
+        "a naive cast to bfloat16",
         "whole-steps",
         {"target": "h100", "whole": "Llama", "weights": "masters"},
         "naive bfloat16",
         (
-            Row("bfloat16, `mpx.autocast`", "mpx bfloat16", "bfloat16"),
+            Row("bfloat16, `mpx.autocast`", "mpx bfloat16", "bfloat16", "bfloat16"),
             Row("FP8, `mpx.DelayedScaling()`", "mpx delayed", "delayed", "delayed"),
             Row(
                 "FP8, `mpx.Float8CurrentScaling()`", "mpx current", "current", "current"
@@ -112,7 +112,7 @@ PARTS = (
             ),
             Row("FP8, Flax `fp8_ops`", "Flax", "Flax fp8"),
             Row("FP8, Qwix", "Qwix", "Qwix fp8"),
-            Row("FP8, 40 lines by hand", "by hand", "FP8 by hand"),
+            Row("FP8, 40 lines without a library", "40 lines", "FP8 by hand"),
         ),
     ),
     Part(
@@ -140,7 +140,7 @@ PARTS = (
 )
 
 _HEAD = (
-    "| | memory | traffic | least time | gap of the loss to float32, 95 % interval |",
+    "| | memory | traffic | roofline time | loss to float32, 95 % interval |",
     "|---|--:|--:|--:|--:|",
 )
 
@@ -181,50 +181,45 @@ def table(folder: Path = results.COMMITTED) -> str:
     return "\n".join(lines)
 
 
-# The first page's: a line for each figure, a column for each way of getting there.
-_WAYS = ("mpx", "by hand", "published MPX", "Flax", "Qwix", "JAX")
-_LINES: tuple[tuple[str, Part, tuple[str, ...], dict[str, str]], ...] = (
-    (
-        "bfloat16, ViT",
-        PARTS[0],
-        ("memory", "traffic"),
-        {"mpx": "mpx", "by hand": "mpx, by hand", "published MPX": "published MPX"},
-    ),
-    (
-        "FP8, Llama",
-        PARTS[1],
-        ("memory", "traffic", "roof"),
-        {"mpx": "mpx delayed", "Flax": "Flax", "Qwix": "Qwix"},
-    ),
-    (
-        "FP8, MLP",
-        PARTS[2],
-        ("roof",),
-        {"mpx": "mpx delayed", "by hand": "by hand", "Flax": "Flax", "Qwix": "Qwix"},
-    ),
-    ("MXFP8, MLP", PARTS[3], ("roof",), {"mpx": "mpx MXFP8", "JAX": "JAX MXFP8"}),
-    ("NVFP4, MLP", PARTS[3], ("roof",), {"mpx": "mpx NVFP4", "JAX": "JAX NVFP4"}),
+# The first page's: a row for each step, the same figures of others at its end.
+_LLAMA = "Llama, 542 M, float32 masters, H100; naive bfloat16"
+_VIT = "ViT, width 256, 12 blocks, H100; float32"
+_MLP = "MLP, width 4096, {}; naive bfloat16"
+_SHORT: tuple[tuple[str, str, Part, str, tuple[str, ...]], ...] = (
+    ("FP8, delayed", _LLAMA, PARTS[1], "mpx delayed", ("Flax", "Qwix")),
+    ("bfloat16", _LLAMA, PARTS[1], "mpx bfloat16", ()),
+    ("bfloat16", _VIT, PARTS[0], "mpx", ("published MPX",)),
+    ("FP8, delayed", _MLP.format("H100"), PARTS[2], "mpx delayed", ("Flax", "Qwix")),
+    ("MXFP8", _MLP.format("B200"), PARTS[3], "mpx MXFP8", ("JAX MXFP8",)),
+    ("NVFP4", _MLP.format("B200"), PARTS[3], "mpx NVFP4", ("JAX NVFP4",)),
 )
-_KEYS = {"memory": "memory", "traffic": "traffic", "roof": "time"}
+_SHORT_HEAD = (
+    "| precision | training step, device; baseline | memory | traffic | roofline time "
+    "| the same three with | loss of a small GPT to float32 |",
+    "|---|---|--:|--:|--:|---|--:|",
+)
 
 
 def gains(folder: Path = results.COMMITTED) -> str:
     """The same in short, for the first page."""
     measured = results.read("recipes", folder)
-    lines = [f"| | {' | '.join(_WAYS)} | gap of the loss |"]
-    lines.append(f"|---|{'--:|' * (len(_WAYS) + 1)}")
-    for name, part, keys, ways in _LINES:
+    lines = [*_SHORT_HEAD]
+    for precision, step, part, ours, others in _SHORT:
         found, rows = shares(part, folder), {row.short: row for row in part.rows}
-        for key in keys:
-            cells = []
-            for way in _WAYS:
-                one = found.get(rows[ways[way]].arm, {}) if way in ways else {}
-                cells.append(f"{one[key]:.2f} c" if key in one else "")
-            is_first = key == keys[0]
-            gap = _gap(measured, rows[ways["mpx"]].loss, short=True) if is_first else ""
-            lines.append(f"| {name}, {_KEYS[key]} | {' | '.join(cells)} | {gap} |")
-    # A figure and its label stay in one line.
-    return re.sub(r" (c|m|±|%)(?= )", "\u00a0\\1", "\n".join(lines))
+        beside = [
+            f"{name} {', '.join(filter(None, _figures(found, rows[name])))}"
+            for name in others
+        ]
+        cells = [*_figures(found, rows[ours]), "; ".join(beside)]
+        cells.append(_gap(measured, rows[ours].loss, short=True))
+        lines.append(f"| {precision} | {step} | {' | '.join(cells)} |")
+    # A figure and its sign stay in one line.
+    return re.sub(r" (±|%)(?= )", "\u00a0\\1", "\n".join(lines))
+
+
+def _figures(found: dict[str, dict[str, float]], row: Row) -> list[str]:
+    one = found.get(row.arm, {})
+    return [f"{one[k]:.2f}" if k in one else "" for k in ("memory", "traffic", "roof")]
 
 
 def _gap(measured: results.Results | None, arm: str, short: bool = False) -> str:
@@ -233,7 +228,7 @@ def _gap(measured: results.Results | None, arm: str, short: bool = False) -> str
     interval = mean_interval(recipes.gaps(measured.records, arm))
     mean = round(interval.mean, 2) + 0.0  # no minus before zero
     if short:
-        return f"{mean:+.2f} ± {(interval.high - interval.low) / 2:.2f} % m"
+        return f"{mean:+.2f} ± {(interval.high - interval.low) / 2:.2f} %"
     return f"{mean:+.2f} % [{interval.low:+.2f}, {interval.high:+.2f}] m"
 
 
@@ -252,9 +247,9 @@ def picture(path: Path, colours: dict[str, str], folder: Path) -> None:
         "font.size": 9,
     }
     panels = (
-        (PARTS[0], "memory", "memory of a ViT's step\nagainst float32"),
-        (PARTS[0], "traffic", "memory traffic of the same\nagainst float32"),
-        (PARTS[1], "roof", "least time of a Llama's step\nagainst bfloat16"),
+        (PARTS[0], "memory", "memory of a ViT's step\nrelative to float32"),
+        (PARTS[1], "roof", "roofline time of a Llama's step\nrelative to bfloat16"),
+        (PARTS[1], "memory", "memory of the same\nrelative to bfloat16"),
     )
     with plt.rc_context(style):
         figure, axes = plt.subplots(1, 3, figsize=(10, 2.4), layout="constrained")
@@ -268,7 +263,7 @@ def picture(path: Path, colours: dict[str, str], folder: Path) -> None:
             fill.append(colours["other"])
             bars = axis.barh(names, values, color=fill)
             axis.bar_label(bars, fmt="%.2f", padding=3)
-            axis.set(title=title, xlim=(0, 1.2), xticks=())
+            axis.set(title=title, xlim=(0, 1.25), xticks=())
             axis.title.set_size(9)
             axis.spines[["top", "right", "bottom"]].set_visible(False)
             axis.tick_params(length=0)

@@ -177,6 +177,7 @@ TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]] | str] = {
     "recipes": "numerics.recipes",
     "errors": "numerics.errors",
     "published": "published",
+    "few bits": "numerics.few_bits",
     "kept": "counts.recipes",
 }
 

@@ -84,6 +84,11 @@ from ._master_weights import (
     full_weights as full_weights,
     master_weights as master_weights,
 )
+from ._few_bits import compress_state as compress_state
+from ._few_bits import full_state as full_state
+from ._few_bits import CompressedArray as CompressedArray
+from ._state_bytes import state_bytes as state_bytes
+from ._state_bytes import StateBytes as StateBytes
 from ._check import check as check
 from ._guard import guard as guard
 from ._inspect import explain as explain
@@ -181,6 +186,11 @@ __all__ = [
     "StoredWeight",
     "full_weights",
     "master_weights",
+    "compress_state",
+    "full_state",
+    "CompressedArray",
+    "state_bytes",
+    "StateBytes",
     "check",
     "guard",
     "explain",

@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +72,17 @@ _SHORT = (
 )
 
 
+class _RefusedError(ValueError):
+    """What stands on the command line cannot be used."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; `sys.argv` if no arguments are given."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.command == "doctor":
-        print(_doctor.text())
-        return
-    if options.command == "blame":
-        _blame(options, parser.error)
-        return
     try:
-        (_explain if options.command == "explain" else _forecast)(options)
-    except (ValueError, RuntimeError) as error:
+        options.run(options)
+    except options.refused as error:
         parser.error(str(error))
 
 
@@ -134,23 +132,16 @@ def _read_optimizer(text: str | None, module: str) -> object:
     return getattr(optax, text)(1e-3)
 
 
-def _blame(options: argparse.Namespace, refuse: Callable[[str], object]) -> None:
-    """Prints a report; what the user's function raises is left as it is."""
-    try:
-        func = _read_object(options.function, "")
-    except ValueError as error:
-        refuse(str(error))
-        return
+def _blame(options: argparse.Namespace) -> None:
+    func = _read_object(options.function, "")
     if not callable(func):
-        refuse(f"{options.function!r} is no function")
-        return
+        raise _RefusedError(f"{options.function!r} is no function")
     report = func(*map(_read_literal, options.arguments))
     if not isinstance(report, BlameReport):
-        refuse(
+        raise _RefusedError(
             f"{options.function!r} must return the report of `mpx.blame(loss, "
             f"scaling)(model, batch)`; got {describe(report)}"
         )
-        return
     print(report)
     _save(report, options.save)
 
@@ -172,14 +163,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mpx", description="Mixed and low precision training for JAX."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
     help_of_doctor = "versions, devices, which precision is fast here"
-    commands.add_parser("doctor", help=help_of_doctor, description=_DOCTOR)
+    doctor = commands.add_parser("doctor", help=help_of_doctor, description=_DOCTOR)
+    doctor.set_defaults(run=lambda _: print(_doctor.text()), refused=_RefusedError)
     help_of_explain = "report every operation of a function, without running it"
     explain = commands.add_parser(
         "explain", help=help_of_explain, description=_EXPLAIN, formatter_class=raw
     )
+    explain.set_defaults(run=_explain, refused=ValueError)
     help_of_blame = "print what made a step bad, which your function restores"
     blame = commands.add_parser(
         "blame", help=help_of_blame, description=_BLAME, formatter_class=raw
@@ -188,9 +181,20 @@ def _parser() -> argparse.ArgumentParser:
     forecast = commands.add_parser(
         "forecast", help=help_of_forecast, description=_FORECAST, formatter_class=raw
     )
+    forecast.set_defaults(run=_forecast, refused=(ValueError, RuntimeError))
+    # An error of the function that restores the step is the user's.
+    blame.set_defaults(run=_blame, refused=_RefusedError)
     for command in (explain, blame, forecast):
         command.add_argument("function", metavar="module:function")
         command.add_argument("arguments", nargs="*", metavar="argument")
+        command.add_argument(
+            "--save",
+            action="append",
+            default=[],
+            metavar="PATH",
+            type=_report_path,
+            help="write the report, too: .html, .json or .txt; may be given again",
+        )
     explain.add_argument(
         "--dtype", help="explain mpx.autocast(function, DTYPE): bfloat16 or float16"
     )
@@ -209,15 +213,6 @@ def _parser() -> argparse.ArgumentParser:
         help="columns to print; 180 and more show all (default: the terminal's)",
     )
     _add_forecast_options(forecast)
-    for command in (explain, blame, forecast):
-        command.add_argument(
-            "--save",
-            action="append",
-            default=[],
-            metavar="PATH",
-            type=_report_path,
-            help="write the report, too: .html, .json or .txt; may be given again",
-        )
     return parser
 
 
@@ -275,7 +270,7 @@ def _read_argument(text: str, module: str) -> object:
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
-        raise ValueError(
+        raise _RefusedError(
             f"an argument is an array such as f32[8,16], an object such as "
             f"module:name or :make_model(), or a literal; got {text!r}"
         ) from None
@@ -291,7 +286,7 @@ def _read_dtype(name: str) -> Any:
     try:
         return jnp.dtype(name)
     except TypeError:
-        raise ValueError(
+        raise _RefusedError(
             f"no dtype is called {name!r}; those of JAX will do, and f32, bf16, i8, ..."
         ) from None
 
@@ -299,14 +294,14 @@ def _read_dtype(name: str) -> Any:
 def _read_object(text: str, module: str) -> Any:
     parts = _OBJECT.fullmatch(text)
     if parts is None:
-        raise ValueError(f"a function is given as module:function; got {text!r}")
+        raise _RefusedError(f"a function is given as module:function; got {text!r}")
     name = parts["module"] or module
     try:
         found: Any = importlib.import_module(name)
         for attribute in parts["name"].split("."):
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{text!r} cannot be read: {error}") from None
+        raise _RefusedError(f"{text!r} cannot be read: {error}") from None
     return eqx.filter_eval_shape(found) if parts["call"] else found
 
 

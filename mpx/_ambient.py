@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._ambient_record import ambient, unkeyed, with_ambient
-from ._autocast import Programs, call_autocast, is_switched_off
+from ._autocast import Invocation, Programs, call_autocast, is_switched_off
 from ._dtypes import is_half
 from ._settings import Settings
 from ._wraps import wraps
@@ -32,12 +32,13 @@ class AmbientRecipe(ValueError):
     """A layer in an ambient recipe stands in a function that nobody transforms.
 
     Attributes:
-        has_state: Whether the recipe has a state, for which the layer needs help.
+        recipe: The name of the recipe with a state, for which the layer needs help; ""
+            if it has none.
     """
 
-    def __init__(self, message: str, has_state: bool) -> None:
+    def __init__(self, message: str, recipe: str) -> None:
         super().__init__(message)
-        self.has_state = has_state
+        self.recipe = recipe
 
 
 def with_ambient_recipe(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -67,10 +68,9 @@ def with_ambient_recipe(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
         dtype = getattr(x, "dtype", None)
         if dtype is not None and is_half(dtype):
             settings = dataclasses.replace(settings, dtype=np.dtype(dtype))
-        arguments = self, x, *args
+        given = method, (self, x, *args), kwargs
         # Where a layer ends, no model does: none of its products is the final one.
-        given = programs, method, arguments, kwargs
-        return call_autocast(settings, (0,), *given, spares_final=False)
+        return call_autocast(Invocation(settings, (0,), programs, *given, False))
 
     return call
 
@@ -96,7 +96,7 @@ def call_with_ambient(func: Callable[..., PyTree], *args: PyTree) -> PyTree:
     settings = dataclasses.replace(
         settings, recipe=recipe, is_enabled=settings.is_enabled and is_asked_for
     )
-    return call_autocast(settings, (), Programs(), func, args, {})
+    return call_autocast(Invocation(settings, (), Programs(), func, args, {}))
 
 
 def in_contexts(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -114,9 +114,8 @@ def in_contexts(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
         is_enabled = settings.is_enabled and settings.recipe is not None
         settings = dataclasses.replace(settings, is_enabled=is_enabled)
         with with_ambient(contexts_switch_on=True):
-            return call_autocast(
-                settings, weights, programs, func, args, kwargs, spares_final=False
-            )
+            given = func, args, kwargs
+            return call_autocast(Invocation(settings, weights, programs, *given, False))
 
     return wrapper
 
@@ -135,12 +134,12 @@ def _here() -> Settings:
 
 
 def _ask_for_help(settings: Settings, layer: str) -> None:
-    has_state = any(recipe.has_state for recipe in settings.recipes)
-    cast = unkeyed().cast
-    if not has_state and (cast is None or not cast.is_default):
+    names = [type(r).__name__ for r in settings.recipes if r.has_state]
+    recipe, cast = next(iter(names), ""), unkeyed().cast
+    if not recipe and (cast is None or not cast.is_default):
         return
     raise AmbientRecipe(
-        f"`mpx.DelayedScaling` has a state for each weight of a model, and `mpx.nn."
+        f"`mpx.{recipe}` has a state for each weight of a model, and `mpx.nn."
         f"{layer}` in `with mpx.autocast(recipe=..., ambient=True)` knows only its own."
         " With `loss(model, ...)` the function that calls it, write\n"
         "    scaling = mpx.init_scaling(loss, model, ...)\n"
@@ -149,5 +148,5 @@ def _ask_for_help(settings: Settings, layer: str) -> None:
         "    mpx.inference(loss, scaling)(model, ...)\n"
         "each in the same contexts as now; the new state is `result.scaling`. Or take "
         "a recipe without a state: `mpx.Float8CurrentScaling()`.",
-        has_state,
+        recipe,
     )

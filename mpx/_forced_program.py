@@ -118,26 +118,13 @@ def _full_precision(
 _run_once_for_all: Any = jax.jit(_full_precision, static_argnums=(0, 1, 2, 3))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Bound:
-    """A function with arguments, equal to another one with the same."""
-
-    func: Callable[..., PyTree]
-    args: tuple[PyTree, ...]
-    kwargs: tuple[tuple[str, PyTree], ...]
-    exact: tuple[object, ...]
-
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return self.func(*self.args, *args, **{**dict(self.kwargs), **kwargs})
-
-
 def _bound(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A `functools.partial`, which is equal to itself only, as one that is not."""
-    is_tree = isinstance(func, jax.tree_util.Partial)
-    if is_tree or not isinstance(func, functools.partial):
+    """A `functools.partial`, which is equal to itself only, as a tree, which is not."""
+    if not isinstance(func, functools.partial):
         return func
-    exact = tuple(map(_exact, (*func.args, *func.keywords.values())))
-    return _Bound(func.func, func.args, tuple(func.keywords.items()), exact)
+    if not all(map(_is_known, (func.func, *func.args, *func.keywords.values()))):
+        return func
+    return jax.tree_util.Partial(func.func, *func.args, **func.keywords)
 
 
 def _is_lasting(form: Form) -> bool:
@@ -151,9 +138,6 @@ def _is_lasting(form: Form) -> bool:
 
 def _is_known(leaf: object) -> bool:
     """Whether a leaf is plain, or a function that is there as long as its module."""
-    if isinstance(leaf, _Bound):
-        bound = (leaf.func, *leaf.args, *(value for _, value in leaf.kwargs))
-        return all(map(_is_known, bound))
     if isinstance(leaf, _PLAIN):
         return True
     module = sys.modules.get(getattr(leaf, "__module__", None) or "")

@@ -7,7 +7,7 @@ wrong) is found when it is about to replace the last good checkpoint.
 
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from numbers import Number
 from typing import Any, TypeVar
@@ -101,13 +101,11 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
             "the jitted step and guard it where it is saved."
         )
     bad = [leaves[i] for i in _not_finite([leaf for _, leaf in leaves])]
-    reasons = []
-    if bad:
-        shown = [f"`{path or 'state'}` ({_count_text(x)})" for path, x in bad[:_SHOWN]]
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        reasons.append(f"Not finite: {', '.join(shown)}{more}")
-    else:  # reading what is NaN as a history says the same again
-        reasons += _unreachable(state)
+    shown = [f"`{path or 'state'}` ({_count_text(x)})" for path, x in bad[:_SHOWN]]
+    more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    reasons = [f"Not finite: {', '.join(shown)}{more}"] if bad else []
+    # Reading what is NaN as a history would say the same again.
+    reasons = reasons or _unreachable(state)
     if reasons:
         raise FloatingPointError(
             f"{_CALL}: not to be saved. {'. '.join(reasons)}. Keep the last good "
@@ -153,7 +151,8 @@ def _not_finite(leaves: Sequence[Any]) -> list[int]:
         for place, numbers in groups.items()
         if place is not None
     ]
-    bad = [i for i, x in enumerate(leaves) if _place(x) is None and not _is_fine(x)]
+    on_host = groups.get(None, ())
+    bad = [i for i in on_host if any(_counts(leaves[i]))]
     for numbers, found in flags:
         bad += [numbers[i] for i in np.flatnonzero(~np.asarray(found))]
     return sorted(bad)
@@ -183,19 +182,13 @@ def _readable(leaf: jax.Array) -> jax.Array:
 @functools.lru_cache(maxsize=64)
 def _program(place: Any) -> Callable[[list[Array]], Bool[Array, " n"]]:
     """Says of each array whether it is finite, to every process."""
-    if isinstance(place, frozenset):
-        return jax.jit(_flags)
-    everywhere = NamedSharding(place, PartitionSpec())
+    is_mesh = not isinstance(place, frozenset)
+    everywhere = NamedSharding(place, PartitionSpec()) if is_mesh else None
     return jax.jit(_flags, out_shardings=everywhere)
 
 
 def _flags(leaves: list[Array]) -> Bool[Array, " n"]:
     return stack(finite_by_leaf(leaves))
-
-
-def _is_fine(leaf: object) -> bool:
-    """Whether a leaf of the host is finite."""
-    return not any(_counts(leaf))
 
 
 def _count_text(leaf: Any) -> str:
@@ -215,17 +208,13 @@ def _counts(leaf: Any) -> tuple[int, int]:
     fields = getattr(x.dtype, "names", None)  # a key's dtype has none
     if fields or x.dtype == object:
         parts = (x[name] for name in fields) if fields else x.flat
-        return _summed(map(_counts, parts))
+        counts = list(map(_counts, parts))
+        return sum(nan for nan, _ in counts), sum(inf for _, inf in counts)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return 0, 0
     if x.dtype.itemsize == 1:
         x = x.astype(np.float32)
     return int(of.isnan(x).sum()), int(of.isinf(x).sum())
-
-
-def _summed(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    pairs = list(counts)
-    return sum(nan for nan, _ in pairs), sum(infinite for _, infinite in pairs)
 
 
 # --- Not to be reached ----------------------------------------------------------------

@@ -203,6 +203,15 @@ def _layout(
         axes = _axes(leaf.shape, weight.array.shape)
         if axes:
             return weight, _like(weight, axes)
+    # Codes and scales of `mpx.compress_state`, one key below.
+    for weight in weights:
+        place = len(path) - 1 - len(weight.path)
+        if place < 0 or path[place:-1] != weight.path:
+            continue
+        if leaf.shape == weight.array.shape:
+            return weight, weight.sharding
+        if len(leaf.shape) == weight.array.ndim:
+            return weight, _coarser(weight, leaf.shape)
     if math.prod(leaf.shape) <= _FEW:
         return None, None
     if otherwise is None:
@@ -214,6 +223,20 @@ def _layout(
             "puts the whole of them on every device."
         )
     return None, otherwise
+
+
+def _coarser(weight: _Weight, shape: tuple[int, ...]) -> Sharding | None:
+    """The place of scales of blocks: whole along an axis that has too few of them."""
+    sharding = weight.sharding
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    axes: list[int | None] = [*range(len(shape))]
+    sizes = sharding.mesh.shape
+    for axis, names in enumerate(sharding.spec):
+        several = names if isinstance(names, tuple) else (names,)
+        parts = math.prod(sizes[name] for name in several if name is not None)
+        axes[axis] = axis if shape[axis] % parts == 0 else None
+    return _like(weight, (*axes,))
 
 
 def _axes(

@@ -93,10 +93,7 @@ def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     """
     primitive = equation.primitive
     params = primitive.get_bind_params(equation.params)
-    subfunctions: Sequence[object] = ()
-    if isinstance(params, tuple):  # before jax 0.10: (functions, parameters)
-        subfunctions, params = params
-    results = primitive.bind(*subfunctions, *operands, **params)
+    results = primitive.bind(*operands, **params)
     return list(results) if primitive.multiple_results else [results]
 
 
@@ -206,11 +203,10 @@ def raw_frames(traceback: object) -> list[tuple[types.CodeType, int]]:
 
 def shard_map_axes(params: dict[str, Any]) -> tuple[str, ...]:
     """The mesh axes over which a shard_map equation splits its program."""
-    for name in ("newly_manual_axes", "manual_axes"):
-        if name in params:
-            # A set, whose order differs from process to process.
-            return tuple(a for a in params["mesh"].axis_names if a in params[name])
-    return tuple(params["mesh"].axis_names)
+    is_new = "newly_manual_axes" in params  # since jax 0.11
+    axes = params["newly_manual_axes" if is_new else "manual_axes"]
+    # A set, whose order differs from process to process.
+    return tuple(axis for axis in params["mesh"].axis_names if axis in axes)
 
 
 def composite_parameter(params: dict[str, Any]) -> str:
@@ -232,9 +228,7 @@ def varying_axes(x: object) -> frozenset[str]:
 def type_varies_on(kind: object) -> frozenset[str]:
     """The axes of `shard_map` on which values of a type vary."""
     found = getattr(kind, "manual_axis_type", None)
-    if found is not None:
-        return frozenset(found.varying)
-    return frozenset(getattr(kind, "vma", ()))
+    return frozenset() if found is None else frozenset(found.varying)
 
 
 def shape_varying_like(
@@ -277,12 +271,3 @@ def set_for_all_threads(context: Any, value: object) -> None:
             "mpx.half_precision(...):`."
         )
     context.set_global(value)
-
-
-def varied_axes(equation: JaxprEqn) -> frozenset[str]:
-    """The mesh axes on which an equation makes a value varying; mostly none.
-
-    Its transpose is a sum over the devices.
-    """
-    is_one = equation.primitive.name == "pvary"
-    return frozenset(equation.params.get("axes", ())) if is_one else frozenset()

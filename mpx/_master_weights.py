@@ -27,29 +27,23 @@ Sharp edges:
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from ._cast import cast_leaf
 from ._dtypes import is_half
 from ._errors import at_path, describe
-from ._optimizer import SkipNonfiniteState, refuse_optimizer
+from ._few_bits import SmallWeights, SmallWeightsState, full_weight
+from ._new_weight import CALL, NewWeight
+from ._optimizer import refuse_optimizer, was_skipped
 from ._stored_weights import Range, StoredWeight, is_stored
 from ._tree import is_float_leaf, path_text, select_tree
 from ._typing import AnyArray, BoolScalar
-
-_CALL = "`mpx.master_weights(optimizer)`"
-_INSIDE = (
-    "put what changes updates (`optax.add_decayed_weights`, `clip`, `MultiSteps`, "
-    "`mpx.skip_nonfinite`, noise) inside: `mpx.master_weights(optax.chain(...))`"
-)
 
 
 class MasterWeightsState(NamedTuple):
@@ -71,81 +65,13 @@ class MasterWeightsState(NamedTuple):
 class MasterWeights(NamedTuple):
     """An Optax transformation (a pair of `init` and `update`)."""
 
-    init: Callable[..., MasterWeightsState]
-    update: Callable[..., tuple[PyTree, MasterWeightsState]]
+    init: Callable[..., MasterWeightsState | SmallWeightsState]
+    update: Callable[..., tuple[PyTree, MasterWeightsState | SmallWeightsState]]
 
 
-class NewWeight:
-    """An update that says what a weight becomes: `weight + update` is that.
-
-    Args:
-        value: The new weight.
-        weight: The weight that it was computed for, and is applied to.
-    """
-
-    # numpy leaves the sum to us, too.
-    __array_ufunc__ = None
-    __slots__ = ("_weight", "value")
-
-    def __init__(self, value: Array, weight: object) -> None:
-        self.value, self._weight = value, weight
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
-        return self.value.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the weight."""
-        return self.value.dtype
-
-    def __radd__(self, weight: object) -> Array:
-        return self._applied_to(weight)
-
-    def __add__(self, weight: object) -> Array:
-        return self._applied_to(weight)
-
-    def __repr__(self) -> str:
-        # JAX's errors show it.
-        return f"NewWeight({describe(self.value)}: {_INSIDE})"
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"An update of {_CALL} has no {name!r}: {_INSIDE}.")
-
-    def _applied_to(self, weight: Any) -> Array:
-        if weight is self._weight or _are_equal(weight, self._weight):
-            return self.value
-        raise ValueError(
-            f"An update of {_CALL} says what a weight becomes, and is added to that "
-            f"weight alone, {describe(self._weight)}; got {describe(weight)}. Apply it "
-            f"before the weights are cast or changed, and {_INSIDE}."
-        )
-
-    def _refused(self, *_: object) -> NoReturn:
-        raise TypeError(
-            f"An update of {_CALL} is no number to compute with: it says what the "
-            f"weight becomes. So {_INSIDE}."
-        )
-
-    __mul__ = __rmul__ = __sub__ = __rsub__ = __neg__ = __truediv__ = _refused
-    __rtruediv__ = __pow__ = __abs__ = __lt__ = __gt__ = __le__ = __ge__ = _refused
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two arrays are known to be the same to the bit."""
-    arrays = one, other
-    if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in arrays):
-        return False
-    if not all(x.is_fully_addressable for x in arrays):  # parts are elsewhere
-        return False
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    a, b = map(np.asarray, arrays)
-    return a.tobytes() == b.tobytes()
-
-
-def master_weights(optimizer: Any) -> MasterWeights:
+def master_weights(
+    optimizer: Any, *, bits: Literal[32, 16, 8, 0] = 32
+) -> MasterWeights:
     r"""Makes an Optax transformation keep float32 copies of narrower weights.
 
     $$m \leftarrow m + u, \quad p \leftarrow \operatorname{round}(m) \qquad
@@ -158,6 +84,11 @@ def master_weights(optimizer: Any) -> MasterWeights:
 
     Args:
         optimizer: An Optax transformation.
+        bits: How many bits are kept beside each weight. 32: a float32 copy. For
+            bfloat16 weights alone also 16: the bits that bfloat16 leaves out, which
+            with the weight are the float32 master, exactly; 8: the upper ones of them,
+            rounded randomly; 0: nothing, the weight itself is rounded randomly. See
+            below.
 
     Returns:
         A pair `(init, update)` to use as an Optax transformation, the outermost one or
@@ -169,9 +100,12 @@ def master_weights(optimizer: Any) -> MasterWeights:
         `mpx.optimizer_step`: the weights are then the rounded masters, bit for bit.
 
     Raises:
-        TypeError: `optimizer` has no `init` and `update`.
-        ValueError: In `update`: without `params`, or the weights are not of the
-            structure, shapes and dtypes that `init` saw. In `init`: `masters` are not.
+        TypeError: `optimizer` has no `init` and `update`; in `update`, a state with
+            other `bits`.
+        ValueError: `bits` is not 32, 16, 8 or 0. In `update`: without `params`, or the
+            weights are not of the structure, shapes and dtypes that `init` saw. In
+            `init`: `masters` are not; or weights in float16 or 8 bits, and `bits` is
+            not 32.
 
     - Weights of other dtypes (float32, float64, complex) have no copy: their master is
       None, and their updates are those of `optimizer`. Leaves that are None stay None.
@@ -189,6 +123,23 @@ def master_weights(optimizer: Any) -> MasterWeights:
     - A master beyond the range of the weight's dtype gives an infinite weight;
       `check_update` of `mpx.optimizer_step` skips such a step.
 
+    With fewer `bits` the state has no `masters`, and
+
+    $$\operatorname{bits}(m) = 2^{16} \operatorname{bits}(p) + r, \qquad
+        -2^{15} \le r < 2^{15}$$
+
+    - `bits=16` keeps $r$: 4 bytes a weight in place of 6. Weights and their movement
+      are those of float32 masters, except that $p$ rounds ties away from zero.
+    - `bits=8` keeps $r$ in steps of 256, `bits=0` nothing. $m$ is rounded to one of
+      its two neighbours, up with the probability of its distance from the lower one: so
+      its mean is exact. The noise is a hash of the number of the step, the path of the
+      weight and the place in it: the same on any number of devices, and the same again
+      after a restart. Inside of `shard_map` the place is that in the shard.
+    - A weight changed from outside is taken as it is; what was kept beside it stays,
+      which is less than half of the distance to its neighbour. Zeros stay zeros.
+    - Infinities and NaN stay what they are. Numbers that round to no finite bfloat16
+      give an infinite weight; with `bits=0`, the largest finite one.
+
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
         >>> weights = jnp.ones(2, jnp.bfloat16)
@@ -202,7 +153,12 @@ def master_weights(optimizer: Any) -> MasterWeights:
         >>> weights
         Array([0.996094, 0.996094], dtype=bfloat16)
     """
-    refuse_optimizer(optimizer, _CALL)
+    refuse_optimizer(optimizer, CALL)
+    if isinstance(bits, bool) or bits not in (32, 16, 8, 0):
+        raise ValueError(f"`bits` of {CALL} must be 32, 16, 8 or 0; got {bits!r}.")
+    if bits != 32:
+        small = SmallWeights(optimizer, bits)
+        return MasterWeights(small.init, small.update)
 
     def init(params: PyTree, masters: PyTree | None = None) -> MasterWeightsState:
         given = params if masters is None else masters
@@ -230,7 +186,7 @@ def master_weights(optimizer: Any) -> MasterWeights:
         # Of the masters before the step. What waits for those after it could not be in
         # the kernel that makes them.
         ranges = _map(_range, masters, written)
-        skipped = _are_skipped(state.inner_state, inner)
+        skipped = was_skipped(state.inner_state, inner)
         if skipped is not None:
             written = _map(functools.partial(_kept, skipped), written, params)
             ranges = select_tree(skipped, state.ranges, ranges)
@@ -268,25 +224,35 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
         >>> whole["w"].dtype, whole["bias"].dtype
         (dtype('float32'), dtype('float32'))
     """
-    is_state = lambda node: isinstance(node, MasterWeightsState)  # noqa: E731
-    states = filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state))
+    kinds = MasterWeightsState, SmallWeightsState
+    is_state = lambda node: isinstance(node, kinds)  # noqa: E731
+    states = list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
     masters: dict[str, Any] = {}
     for state in states:
-        found = jax.tree_util.tree_leaves_with_path(state.masters)
+        kept = (
+            state.masters if isinstance(state, MasterWeightsState) else state.low_bits
+        )
+        found = jax.tree_util.tree_leaves_with_path(kept)
         masters |= {path_text(path): master for path, master in found}
+    keeps_nothing = any(
+        isinstance(state, SmallWeightsState) and not jax.tree.leaves(state.low_bits)
+        for state in states
+    )
 
     def full(path: KeyPath, leaf: Any) -> Any:
         if not _has_master(leaf):
             return leaf
         master = masters.get(path_text(path))
+        if master is None and keeps_nothing:
+            return full_weight(leaf, None)
         if master is None or master.shape != leaf.shape:
             raise ValueError(
                 "`mpx.full_weights(model, opt_state)` needs the state of an optimizer "
-                f"with {_CALL} that is of this model; got {describe(leaf)}"
+                f"with {CALL} that is of this model; got {describe(leaf)}"
                 f"{at_path(path_text(path))}, and for it "
                 f"{'no master' if master is None else describe(master)}."
             )
-        return master
+        return master if master.dtype == np.float32 else full_weight(leaf, master)
 
     return jax.tree_util.tree_map_with_path(full, model, is_leaf=is_stored)
 
@@ -366,23 +332,6 @@ def _range(master: Any, weight: Any) -> Range | None:
     return weight._range(master) if isinstance(weight, StoredWeight) else None
 
 
-def _are_skipped(before: PyTree, after: PyTree) -> BoolScalar | None:
-    """Whether an `mpx.skip_nonfinite` inside has skipped; None if there is none.
-
-    The masters stand still then. Written by another scale, weights would not.
-    """
-    records = [
-        [s.record.skipped for s in jax.tree.leaves(state, is_leaf=_skips) if _skips(s)]
-        for state in (before, after)
-    ]
-    flags = [old != new for old, new in zip(*records, strict=True)]
-    return functools.reduce(jnp.logical_and, flags) if flags else None
-
-
-def _skips(node: object) -> bool:
-    return isinstance(node, SkipNonfiniteState)
-
-
 def _kept(skipped: BoolScalar, written: Any, weight: Any) -> Any:
     return select_tree(skipped, weight, written) if is_stored(written) else written
 
@@ -398,7 +347,7 @@ def _refuse_masters(params: PyTree, masters: PyTree) -> None:
     structures = [jax.tree.structure(tree, _is_leaf) for tree in (params, masters)]
     if structures[0] != structures[1]:
         raise ValueError(
-            f"`masters` in `init` of {_CALL} are like `params`; got\n"
+            f"`masters` in `init` of {CALL} are like `params`; got\n"
             f"  params: {structures[0]}\n  masters: {structures[1]}"
         )
     leaves = jax.tree.leaves(masters, is_leaf=_is_leaf)
@@ -408,7 +357,7 @@ def _refuse_masters(params: PyTree, masters: PyTree) -> None:
         is_float = is_stored(given) or is_float_leaf(given)
         if _has_master(weight) and not (is_float and given.shape == weight.shape):
             raise ValueError(
-                f"`masters` in `init` of {_CALL} have the shapes of `params`; got "
+                f"`masters` in `init` of {CALL} have the shapes of `params`; got "
                 f"{describe(given)} for {describe(weight)}{at_path(path_text(path))}."
             )
 
@@ -417,13 +366,13 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
     """Raises unless the weights are of the form that `init` saw."""
     if params is None:
         raise ValueError(
-            f"`update` of {_CALL} needs the weights: "
+            f"`update` of {CALL} needs the weights: "
             "`optimizer.update(grads, state, params)`."
         )
     structures = [jax.tree.structure(tree, _is_leaf) for tree in (masters, params)]
     if structures[0] != structures[1]:
         raise ValueError(
-            f"`update` of {_CALL} needs weights of the structure that `init` saw; got\n"
+            f"`update` of {CALL} needs weights of the structure that `init` saw; got\n"
             f"  masters: {structures[0]}\n  weights: {structures[1]}\nMake the state "
             "with `init(params)` of this model."
         )
@@ -441,7 +390,7 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
         if not fits and weight is not None:
             kept = "no master" if master is None else f"the master {describe(master)}"
             raise ValueError(
-                f"`update` of {_CALL} needs weights of the shapes and dtypes that "
+                f"`update` of {CALL} needs weights of the shapes and dtypes that "
                 f"`init` saw; got {describe(weight)} for {kept}"
                 f"{at_path(path_text(path))}. Make the state anew with `init(params)`, "
                 "or cast the model back."

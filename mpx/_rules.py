@@ -190,7 +190,7 @@ class Rule:
         """Whether the conditions on name, scope and parameter hold for an operation."""
         if not self._holds_for_primitive(primitive):
             return False
-        if self.scope is not None and not _is_within(scopes, self.scope):
+        if self.scope is not None and not is_within(scopes, self.scope):
             return False
         paths = (path for path in parameters if path is not None)
         path = self.parameter
@@ -273,7 +273,8 @@ def _pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
 
 
-def _is_within(scopes: Sequence[str], pattern: str) -> bool:
+def is_within(scopes: Sequence[str], pattern: str) -> bool:
+    """Whether a path of scopes, beginning at any of them, matches a pattern."""
     count = pattern.count("/") + 1
     parts = "/".join(scopes).split("/")  # a scope's own name may hold a slash
     return any(

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Which tests look at which part of the package, those first that see most.
 AREAS = {
     "_autocast": "tests/autocast/test_emitted.py tests/test_inference.py "
+    "tests/test_weight_amaxes.py tests/test_recipe_state.py "
     "tests/autocast",
     "_program": "tests/program tests/autocast/test_emitted.py tests/autocast",
     "_quantize": "tests/quantize tests/autocast/test_emitted.py tests/reference",

@@ -42,7 +42,9 @@ from .wide import Sizes
 NAIVE, FLAX, QWIX = NAIVE_ARM.name, "Flax fp8", "Qwix fp8"
 # Delayed scaling of a model whose linear layers have their weights in FP8.
 STORED = "delayed, FP8 weights"
-Kept = Literal["float32", "masters", "frozen"]
+Kept = Literal["float32", "masters", "frozen", "16 bits", "8 bits", "0 bits"]
+# What few bits are kept beside bfloat16 weights; moments are in 8 bits then.
+FEW: dict[str, Literal[16, 8, 0]] = {"16 bits": 16, "8 bits": 8, "0 bits": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +110,8 @@ class Case:
         target: A name of `targets.TARGETS`.
         whole: A name of `WHOLE`.
         weights: What is kept of them: `"float32"`, `"masters"` for bfloat16 with
-            float32 masters in the optimizer's state, or `"frozen"` for bfloat16 of
-            which only adapters are trained.
+            float32 masters in the optimizer's state, `"frozen"` for bfloat16 of
+            which only adapters are trained, or one of `FEW`.
         arm: `NAIVE`, `FLAX`, `QWIX`, or ours.
         portable: Two blocks, with attention in plain JAX, which lower without cuDNN.
     """
@@ -219,6 +221,9 @@ def _by_mpx(case: Case, model: Model) -> tuple[Any, Any]:
     optimizer = _optimizer(case.weights)
     if case.weights == "masters":
         optimizer = mpx.master_weights(optimizer)
+    elif case.weights in FEW:
+        bits = FEW[case.weights]
+        optimizer = mpx.master_weights(mpx.compress_state(optimizer), bits=bits)
 
     def loss(trained: Any, batch: Any) -> Array:
         frozen, data = batch

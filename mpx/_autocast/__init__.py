@@ -13,27 +13,16 @@ single operations in `mpx._rules`, the state that recipes are given in
 autocast.
 """
 
-from ._call import (
-    NO_MASTER as NO_MASTER,
-    call_autocast as call_autocast,
-    call_with_masters as call_with_masters,
-    half_inputs as half_inputs,
-)
+from ._call import NO_MASTER, Invocation, call_autocast, call_with_masters, half_inputs
+from ._context import Programs
 from ._notes import (
-    IslandNote as IslandNote,
-    Note as Note,
-    is_scaling_note as is_scaling_note,
-    noted_scaling as noted_scaling,
-    read_note as read_note,
-    taking_notes as taking_notes,
+    IslandNote,
+    Note,
+    is_scaling_note,
+    noted_scaling,
+    read_note,
+    taking_notes,
 )
-from ._recipe_call import is_marked as is_marked
-from ._records import Programs as Programs
-from ._switched_off import is_switched_off as is_switched_off
-from ._transform import (
-    ambient_residuals as ambient_residuals,
-    autocast as autocast,
-    recomputing as recomputing,
-    with_dtype as with_dtype,
-    with_rule as with_rule,
-)
+from ._recipe_call import is_marked
+from ._switched_off import is_switched_off
+from ._transform import ambient_residuals, autocast, recomputing, with_dtype, with_rule

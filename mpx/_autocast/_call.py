@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +34,8 @@ from .._stored_weights import StoredWeight
 from .._tree import path_text
 from .._typing import AnyArray, Aval
 from . import _control_flow, _custom_rules, _loops
-from ._context import (
-    Place,
-    Programs,
-    Run,
-    Uses,
-    Value,
-    declared,
-    is_castable,
-)
-from ._demand import Demand, demand_for, demands_of
+from ._context import Place, Programs, Run, Uses, Value, declared, is_castable
+from ._demand import Demand, demands_for, demands_of
 from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import RESULT, note_unused, noted_cast, refuse_unused, warn_of_unused
@@ -63,18 +55,10 @@ _REWRITES = {
 }
 
 
-def call_autocast(
-    settings: Settings,
-    weights: Weights,
-    programs: Programs,
-    func: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-    spares_final: bool = True,
-) -> PyTree:
-    """Calls a function, rewritten.
+class Invocation(NamedTuple):
+    """A call of a function that is to be rewritten.
 
-    Args:
+    Attributes:
         settings: The options of the transform.
         weights: Positions and names of the arguments that hold parameters.
         programs: Where programs that were rewritten are kept.
@@ -82,10 +66,19 @@ def call_autocast(
         args: Its arguments.
         kwargs: Its keyword arguments.
         spares_final: Whether recipes leave the final projection alone.
-
-    Returns:
-        What the function returns, in the same dtypes.
     """
+
+    settings: Settings
+    weights: Weights
+    programs: Programs
+    func: Callable[..., PyTree]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+    spares_final: bool = True
+
+
+def call_autocast(call: Invocation) -> PyTree:
+    """Calls a function, rewritten; gives what it returns, in the same dtypes."""
     # Which features are in use is asked here, once: of what is around (`Ambient`), of
     # the arguments, and in `run_of` of the program, whose regions may have recipes.
     # After that a value, the settings or `run.uses` tell.
@@ -94,17 +87,16 @@ def call_autocast(
     # So NNX objects, which call again, come before `take`, and both attempts under a
     # recipe share one state.
     around, payloads = ambient(), unkeyed().payloads
-    settings = dataclasses.replace(settings, wire=around.wire)
-    given: PyTree = (func, args, kwargs)
+    settings = dataclasses.replace(call.settings, wire=around.wire)
+    given: PyTree = (call.func, call.args, call.kwargs)
     has_objects = "flax.nnx" in sys.modules and has_nnx_objects(given)
     if has_objects or any(map(_is_stored, jax.tree.leaves(given, is_leaf=_is_stored))):
-        (func, args, kwargs), payloads = dequantized(given)
+        given, payloads = dequantized(given)
     if has_objects:
-        return _call_with_objects(
-            settings, weights, programs, func, args, kwargs, spares_final
-        )
+        return _call_with_objects(call, *given)
+    func, args, kwargs = given
     source = None if around.source is None else around.source.take()
-    value = functools.partial(_input, weights, source, payloads)
+    value = functools.partial(_input, call.weights, source, payloads)
 
     def run_of(spares_final: bool, step: AnyArray | None, jaxpr: Jaxpr) -> Run:
         recipes = recipes_in(jaxpr).union(settings.recipes)
@@ -112,7 +104,7 @@ def call_autocast(
             refuse_low(settings.rules)
         has_slots = source is not None and counts_uses(source)
         uses = Uses.of(settings, recipes, has_slots, bool(payloads))
-        run = Run(settings, _REWRITES, programs, uses, spares_final)
+        run = Run(settings, _REWRITES, uses, call.programs, spares_final)
         if recipes and is_random(recipes):
             run.step = asked_for_step() if step is None else step
         return run
@@ -125,10 +117,10 @@ def call_autocast(
         return rewritten(None) if around.step is None else with_step(rewritten)
 
     if settings.recipe is None and source is None:
-        results, run = attempt(spares_final)
+        results, run = attempt(call.spares_final)
     else:
         results, run = call_with_recipe(
-            attempt, settings.recipe, source, weights, spares_final
+            attempt, settings.recipe, source, call.weights, call.spares_final
         )
     if settings.rules.rules:
         _tell_of_rules(settings, run)
@@ -194,7 +186,7 @@ def call_with_masters(
         facts = declared(leaf).facts._replace(is_weight=True)
         return Value(jax.lax.convert_element_type(master, dtype), facts)
 
-    run = Run(settings, _REWRITES)
+    run = Run(settings, _REWRITES, Uses.of(settings))
     make = jax.make_jaxpr
     return _call(lambda _: run, func, tuple(args), kwargs, value, make)[0]
 
@@ -214,7 +206,7 @@ def call_recomputing(
         kwargs: Its keyword arguments.
     """
     settings = Settings(is_enabled=False, residuals=residuals)
-    run = Run(settings, _REWRITES, only_recomputes=True)
+    run = Run(settings, _REWRITES, Uses.of(settings), only_recomputes=True)
 
     def value(run: Run, path: KeyPath, leaf: AnyArray) -> Value:
         return declared(leaf)
@@ -254,15 +246,10 @@ def _call(
 
 
 def _call_with_objects(
-    settings: Settings,
-    weights: Weights,
-    programs: Programs,
-    func: Any,
-    args: PyTree,
-    kwargs: PyTree,
-    spares_final: bool,
+    call: Invocation, func: Any, args: PyTree, kwargs: PyTree
 ) -> PyTree:
     """The same for NNX objects, which as trees would lose what changes in them."""
+    weights = call.weights
     written = type(func).__call__ if is_nnx_object(func) else func
     if is_nnx_object(func):
         weights = (0, *(w + 1 if isinstance(w, int) else w for w in weights))
@@ -273,9 +260,8 @@ def _call_with_objects(
 
     def rewritten(pure: Any, args: PyTree, kwargs: PyTree) -> PyTree:
         pure.__wrapped__ = written  # for errors of tracing
-        return call_autocast(
-            settings, weights, programs, pure, args, kwargs, spares_final
-        )
+        given = dict(weights=weights, func=pure, args=args, kwargs=kwargs)
+        return call_autocast(call._replace(**given))
 
     return call_with_objects(rewritten, "`mpx.autocast`", func, args, kwargs)
 
@@ -311,7 +297,7 @@ def _asked_demands(
 ) -> dict[KeyPath, np.dtype]:
     """The inputs that all uses cast, for who asks."""
     are_declared = tuple(v.facts.is_declared for v in values)
-    wanted = tuple(demand_for(aval, run.settings.dtype) for aval in closed.out_avals)
+    wanted = demands_for(closed.out_avals, run.settings.dtype)
     ahead = demands_of(run, run.settings, closed.jaxpr, are_declared, wanted)
     triples = zip(paths, values, ahead.inputs, strict=True)
     return {
@@ -323,7 +309,7 @@ def _asked_demands(
 
 def _results(run: Run, closed: ClosedJaxpr, values: list[Value]) -> list[AnyArray]:
     avals = closed.out_avals
-    demands = tuple(demand_for(aval, run.settings.dtype) for aval in avals)
+    demands = demands_for(avals, run.settings.dtype)
     place = Place(run.settings)
     if run.uses.recipes and run.spares_final:
         place = dataclasses.replace(place, reach=reach_of_results(avals))

@@ -25,11 +25,11 @@ from .._jax_compat import scope_names
 from .._program import FEW_USES, DataScope
 from .._quantize import AbstractRecipe, QuantizedArray
 from .._recipe_state import Slots
+from .._rules import Rule
 from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
 from .._wire import Gathering
 from ._reach import Reach
-from ._records import Programs, Usage
 from ._saving import Saving
 
 FULL = np.dtype(np.float32)
@@ -61,6 +61,7 @@ class Facts(NamedTuple):
     is_stream: bool = False
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Value:
     """A value of the program: an array in its present dtype, and its facts.
 
@@ -68,71 +69,39 @@ class Value:
     share a cast decides in which precision JAX sums their gradients. So one use is one
     call. What the first use fills in (the array of a pending weight, casts, scales of
     the input) changes no number; all else is set before anything reads the value.
+
+    Attributes:
+        facts: What is known of it.
+        is_constant: Whether it is a number that stands in the program.
+        slots: The state of recipes that a weight carries.
+        stored: The same numbers in 8 bits, as a weight is stored.
+        gathering: Of a float32 weight that other devices send, once it is known in
+            which form. It has no array before.
+        is_shared: Whether several read it, some in float32; see `shared`.
+        half_source: What the program cast from half precision to float32.
+        float32_source: The weight in float32 that the program rounded to it.
+        input_scales: By recipe, of the first product that reads it.
+        dtype: The dtype that it has now. Of a tracer JAX takes long to say it.
     """
 
-    __slots__ = (
-        "_array",
-        "_casts",
-        "gathering",
-        "dtype",
-        "facts",
-        "float32_source",
-        "half_source",
-        "input_scales",
-        "is_constant",
-        "is_shared",
-        "slots",
-        "stored",
+    _array: Any
+    facts: Facts
+    is_constant: bool = False
+    slots: Slots | None = None
+    stored: QuantizedArray | None = None
+    gathering: Gathering | None = None
+    is_shared: bool = False
+    half_source: AnyArray | None = None
+    float32_source: "Value | None" = None
+    input_scales: dict[AbstractRecipe, AnyArray] = dataclasses.field(
+        default_factory=dict
     )
+    dtype: Any = dataclasses.field(init=False)
+    # The casts of a computed value, and by how many uses each is shared.
+    _casts: dict[np.dtype, list[Any]] = dataclasses.field(default_factory=dict)
 
-    def __init__(
-        self,
-        array: Any,
-        facts: Facts,
-        is_constant: bool = False,
-        slots: Slots | None = None,
-        stored: QuantizedArray | None = None,
-    ) -> None:
-        """Makes a value.
-
-        Args:
-            array: The array.
-            facts: What is known of it.
-            is_constant: Whether it is a number that stands in the program.
-            slots: The state of recipes that a weight carries.
-            stored: The same numbers in 8 bits, as a weight is stored.
-        """
-        self._array: Any = array
-        # The dtype that it has now. Of a tracer JAX takes long to say it.
-        self.dtype: Any = FULL if array is None else array.dtype
-        self.gathering: Gathering | None = None
-        self.facts = facts
-        self.is_constant = is_constant
-        self.slots = slots
-        self.stored = stored
-        # Whether several read it, some in float32; see `shared`.
-        self.is_shared = False
-        # What the program cast from half precision to float32.
-        self.half_source: AnyArray | None = None
-        # The weight in float32 that the program rounded to it.
-        self.float32_source: Value | None = None
-        # By recipe, of the first product that reads it.
-        self.input_scales: dict[AbstractRecipe, AnyArray] = {}
-        # The casts of a computed value, and by how many uses each is shared.
-        self._casts: dict[np.dtype, list[Any]] = {}
-
-    @classmethod
-    def pending(
-        cls,
-        gathering: Gathering,
-        facts: Facts,
-        slots: Slots | None,
-        stored: QuantizedArray | None = None,
-    ) -> "Value":
-        """A float32 weight that other devices send, once it is known in which form."""
-        value = cls(None, facts, slots=slots, stored=stored)
-        value.gathering = gathering
-        return value
+    def __post_init__(self) -> None:
+        self.dtype = FULL if self._array is None else self._array.dtype
 
     @property
     def array(self) -> AnyArray:
@@ -352,6 +321,37 @@ class Uses:
         )
 
 
+class Programs(weakref.WeakKeyDictionary[Any, dict[Any, Any]]):
+    """A store for rewritten programs, each as long as the one it was made from.
+
+    Pickled or copied it is empty: so a function that autocast made may be sent to
+    another process (Ray, Dask, joblib).
+    """
+
+    def __reduce__(self) -> tuple:
+        return Programs, ()
+
+    def __deepcopy__(self, memo: object) -> "Programs":
+        return Programs()
+
+
+class Usage(NamedTuple):
+    """What has been used, for what is reported when a call is over.
+
+    Attributes:
+        rules: The rules that applied to an operation.
+        recipes: The recipes that quantized a product.
+        one_row: Those that left one alone only for its batch of one row.
+        computes_float16: Whether anything is computed in float16.
+    """
+
+    rules: frozenset[Rule] = frozenset()
+    recipes: frozenset[AbstractRecipe] = frozenset()
+    one_row: frozenset[AbstractRecipe] = frozenset()
+    computes_float16: bool = False
+
+
+@dataclasses.dataclass(eq=False)
 class Run:
     """One rewriting of a program.
 
@@ -359,42 +359,32 @@ class Run:
         settings: The options of the transform.
         rewrites: How equations that hold a program are rewritten, by primitive.
         uses: Which features are in use.
-        demands: The demands of programs that were analysed, by their keys.
         programs: Inner programs that were rewritten, by program and by how it was met.
             They may be kept from call to call: JAX gives the same program for the same
             jitted function, and compiles what it finds again only once.
-        islands: Islands that were emitted, by what they have in common.
-        used: What has been used so far.
         spares_final: Whether the final projection is left alone.
-        parameters: The paths of the weights, where they carry slots.
-        traced: What the function was traced with, which is no more; weak references.
         only_recomputes: Whether nothing is cast, and islands are recomputed anyway.
+        traced: What the function was traced with, which is no more; weak references.
         step: The number of the training step, an array, in the program that is being
             emitted; None if it is unknown, or nothing rounds by it.
+        demands: The demands of programs that were analysed, by their keys.
+        islands: Islands that were emitted, by what they have in common.
+        used: What has been used so far.
+        parameters: The paths of the weights, where they carry slots.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        rewrites: Mapping[str, Any],
-        programs: Programs | None = None,
-        uses: Uses | None = None,
-        spares_final: bool = True,
-        only_recomputes: bool = False,
-    ) -> None:
-        """Starts a run; its settings say what it uses if `uses` does not."""
-        self.spares_final = spares_final
-        self.only_recomputes = only_recomputes
-        self.settings = settings
-        self.rewrites = rewrites
-        self.uses = Uses.of(settings) if uses is None else uses
-        self.demands: dict[Any, Any] = {}
-        self.islands: dict[Any, Any] = {}
-        self.programs = Programs() if programs is None else programs
-        self.used = Usage()
-        self.parameters: set[str] = set()
-        self.traced: tuple[weakref.ref[AnyArray], ...] = ()
-        self.step: AnyArray | None = None
+    settings: Settings
+    rewrites: Mapping[str, Any]
+    uses: Uses
+    programs: Programs = dataclasses.field(default_factory=Programs)
+    spares_final: bool = True
+    only_recomputes: bool = False
+    traced: tuple[weakref.ref[AnyArray], ...] = ()
+    step: AnyArray | None = None
+    demands: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    islands: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    used: Usage = Usage()
+    parameters: set[str] = dataclasses.field(default_factory=set)
 
     @contextlib.contextmanager
     def at_step(self, step: AnyArray | None) -> Iterator[None]:
@@ -419,17 +409,16 @@ class Run:
         Returns:
             A function that gives this run as long as it is there, and then a new one.
         """
-        itself, programs = weakref.ref(self), weakref.ref(self.programs)
-        settings, rewrites = self.settings, self.rewrites
-        options = self.spares_final, self.only_recomputes
-        uses, traced = self.uses, self.traced
+        itself, kept = weakref.ref(self), weakref.ref(self.programs)
+        settings, rewrites, uses = self.settings, self.rewrites, self.uses
+        options = self.spares_final, self.only_recomputes, self.traced
 
         def run() -> Run:
             found, notes = itself(), ambient().takes_notes
             if found is None or found.uses.notes != notes:
-                here = dataclasses.replace(uses, notes=notes)
-                found = Run(settings, rewrites, programs(), here, *options)
-                found.traced = traced
+                here, programs = dataclasses.replace(uses, notes=notes), kept()
+                programs = Programs() if programs is None else programs
+                found = Run(settings, rewrites, here, programs, *options)
             return found
 
         return run

@@ -18,34 +18,16 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from .._jax_compat import (
-    bind_equation,
-    composite_parameter,
-    open_jaxpr,
-    shard_map_axes,
-)
-from .._program import (
-    constants_as_inputs,
-    distinct_equations,
-    program_of,
-    properties,
-)
+from .._jax_compat import bind_equation, composite_parameter, open_jaxpr, shard_map_axes
+from .._program import constants_as_inputs, distinct_equations, program_of, properties
 from .._quantize import QuantizedArray
 from .._recipe_state import Slots, StateOperands
 from .._typing import AnyArray, Program
 from .._wire import refuse_sums_of_others
-from ._context import (
-    FULL,
-    Facts,
-    Place,
-    Run,
-    Value,
-    computed,
-    is_castable,
-)
+from ._context import FULL, Facts, Place, Run, Usage, Value, computed, is_castable
+from ._decide import Case
 from ._demand import Demand, Wanted, demands_of
-from ._emit import Rewrite, evaluate
-from ._records import Usage
+from ._emit import Rewrite, evaluate, evaluate_within
 from ._saving import Saving
 from ._travel import entries_of, from_entry
 
@@ -138,18 +120,27 @@ def rewrite_program(
     return closed, found[0]
 
 
+def _rewritten(
+    case: Case,
+    jaxpr: Jaxpr | ClosedJaxpr,
+    state: StateOperands,
+    dtypes: tuple[np.dtype | None, ...] | None = None,
+) -> tuple[ClosedJaxpr, tuple[Facts, ...]]:
+    """A program of an equation rewritten for the operands of that, and for a state."""
+    types = types_of(case.operands)
+    return rewrite_program(
+        case.run, case.place, jaxpr, types, case.demands, state, dtypes
+    )
+
+
 def _state_for(
-    run: Run,
-    place: Place,
-    operands: Sequence[Value],
-    *programs: Jaxpr | ClosedJaxpr,
-    reads_stored: bool = True,
+    case: Case, *programs: Jaxpr | ClosedJaxpr, reads_stored: bool = True
 ) -> StateOperands:
-    """What programs get besides these operands: those that quantize, the step, too."""
-    asks = run.step is not None and not place.has_own_rule
-    step = run.step if asks and any(map(_holds_products, programs)) else None
-    reads_stored = reads_stored and not place.has_own_rule
-    stored = [v.stored for v in operands] if reads_stored else ()
+    """What programs get besides the operands: those that quantize, the step, too."""
+    is_ours, operands = not case.place.has_own_rule, case.operands
+    asks = is_ours and case.run.step is not None
+    step = case.run.step if asks and any(map(_holds_products, programs)) else None
+    stored = [v.stored for v in operands] if is_ours and reads_stored else ()
     return StateOperands([v.slots for v in operands], stored=stored, step=step)
 
 
@@ -179,35 +170,23 @@ def bind_with_program(
     return [Value(x, f) for x, f in zip(results, facts, strict=True)]
 
 
-def rewrite_jit(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_jit(case: Case) -> list[Value]:
     """A jit, with its name, shardings, layouts and donation."""
-    jaxpr = equation.params["jaxpr"]
-    state = _state_for(run, place, operands, jaxpr)
-    if any(state.form) or any(v.gathering is not None for v in operands):
-        return _rewrite_inline(run, place, equation, operands, demands)
-    closed, facts = rewrite_program(
-        run, place, jaxpr, types_of(operands), demands, state
-    )
-    arrays = [v.as_operand for v in operands]
-    return bind_with_program(equation, {"jaxpr": closed}, facts, arrays)
+    jaxpr = case.equation.params["jaxpr"]
+    state = _state_for(case, jaxpr)
+    if any(state.form) or any(v.gathering is not None for v in case.operands):
+        return _rewrite_inline(case)
+    closed, facts = _rewritten(case, jaxpr, state)
+    arrays = [v.as_operand for v in case.operands]
+    return bind_with_program(case.equation, {"jaxpr": closed}, facts, arrays)
 
 
-def _rewrite_inline(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def _rewrite_inline(case: Case) -> list[Value]:
     """A jit that has more operands than its shardings and donations are for."""
-    params = equation.params
-    constrained = [
-        _constrained(v, s)
-        for v, s in zip(operands, params["in_shardings"], strict=True)
-    ]
-    results = evaluate(run, place, params["jaxpr"], constrained, demands)
-    return [
-        _constrained(v, s)
-        for v, s in zip(results, params["out_shardings"], strict=True)
-    ]
+    params = case.equation.params
+    operands = list(map(_constrained, case.operands, params["in_shardings"]))
+    results = evaluate_within(case._replace(operands=operands), params["jaxpr"])
+    return list(map(_constrained, results, params["out_shardings"]))
 
 
 def _constrained(value: Value, sharding: object) -> Value:
@@ -217,61 +196,47 @@ def _constrained(value: Value, sharding: object) -> Value:
     return Value(array, value.facts, slots=value.slots, stored=value.stored)
 
 
-def rewrite_composite(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_composite(case: Case) -> list[Value]:
     """A composite, whose decomposition is rewritten."""
-    jaxpr = program_of(equation)
-    state = _state_for(run, place, operands, jaxpr)
+    jaxpr = program_of(case.equation)
+    state = _state_for(case, jaxpr)
     if any(state.form):
-        return rewrite_call(run, place, equation, operands, demands)
-    closed, facts = rewrite_program(
-        run, place, jaxpr, types_of(operands), demands, state
-    )
-    parameter = composite_parameter(equation.params)
-    arrays = [v.array for v in operands]
-    return bind_with_program(equation, {parameter: closed}, facts, arrays)
+        return rewrite_call(case)
+    closed, facts = _rewritten(case, jaxpr, state)
+    parameter = composite_parameter(case.equation.params)
+    arrays = [v.array for v in case.operands]
+    return bind_with_program(case.equation, {parameter: closed}, facts, arrays)
 
 
-def rewrite_call(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_call(case: Case) -> list[Value]:
     """A call that says nothing but "here is a program": emitted in place."""
-    jaxpr = program_of(equation)
-    return evaluate(run, place, jaxpr, operands, demands)
+    return evaluate_within(case, program_of(case.equation))
 
 
-def rewrite_remat(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_remat(case: Case) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
-    jaxpr = equation.params["jaxpr"]
-    state = _state_for(run, place, operands, jaxpr)
-    policy = equation.params["policy"]
-    if run.uses.recipes and policy is not None:
+    jaxpr, policy = (case.equation.params[name] for name in ("jaxpr", "policy"))
+    state, place = _state_for(case, jaxpr), case.place
+    if case.run.uses.recipes and policy is not None:
         policy = Saving(policy, len(place.saving))
         place = dataclasses.replace(place, saving=(*place.saving, policy))
     place = dataclasses.replace(place, is_recomputed=True)
-    closed, facts = rewrite_program(
-        run, place, jaxpr, types_of(operands), demands, state
-    )
+    closed, facts = _rewritten(case._replace(place=place), jaxpr, state)
     jaxpr, constants = constants_as_inputs(closed)
-    arrays = [*constants, *(v.as_operand for v in operands), *state.arrays]
+    arrays = [*constants, *(v.as_operand for v in case.operands), *state.arrays]
     params = {"jaxpr": open_jaxpr(jaxpr), "policy": policy}
-    return bind_with_program(equation, params, facts, arrays)
+    return bind_with_program(case.equation, params, facts, arrays)
 
 
-def rewrite_shard_map(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_shard_map(case: Case) -> list[Value]:
     """A program that runs once per device."""
-    params = equation.params
-    facts = tuple(v.facts for v in operands)
+    run, place, params = case.run, case.place, case.equation.params
+    facts, jaxpr = tuple(v.facts for v in case.operands), params["jaxpr"]
     # Each device would need its piece of what a weight is stored in.
-    state = _state_for(run, place, operands, params["jaxpr"], reads_stored=False)
+    state = _state_for(case, jaxpr, reads_stored=False)
     are_declared = tuple(f.is_declared for f in facts)
-    ahead = demands_of(run, place.settings, params["jaxpr"], are_declared, demands)
-    entries = entries_of(place, equation, operands, ahead.inputs)
+    ahead = demands_of(run, place.settings, jaxpr, are_declared, case.demands)
+    entries = entries_of(case, ahead.inputs)
     if not params["check_vma"]:
         refuse_sums_of_others(place.settings.wire)
         place = dataclasses.replace(place, sums_over_devices=True)
@@ -283,7 +248,7 @@ def rewrite_shard_map(
         slots, _, step = state.unpacked(arrays)
         inside = make_values(list(map(from_entry, entries)), facts, slots)
         with run.at_step(step):
-            results = evaluate(run, place, params["jaxpr"], inside, demands)
+            results = evaluate(run, place, jaxpr, inside, case.demands)
         found[:] = [tuple(v.facts for v in results)]
         return tuple(v.array for v in results)
 
@@ -298,28 +263,23 @@ def rewrite_shard_map(
     return [Value(x, f) for x, f in zip(results, found[0], strict=True)]
 
 
-def rewrite_cond(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_cond(case: Case) -> list[Value]:
     """Branches, whose results agree on their dtypes."""
-    branches = equation.params["branches"]
-    index, *rest = operands
-    state = _state_for(run, place, rest, *branches)
-    given, types = [v.as_operand for v in rest], types_of(rest)
-    made = [rewrite_program(run, place, b, types, demands, state) for b in branches]
+    branches, index = case.equation.params["branches"], case.operands[0].array
+    inner = case._replace(operands=case.operands[1:])
+    state = _state_for(inner, *branches)
+    given = [v.as_operand for v in inner.operands]
+    made = [_rewritten(inner, branch, state) for branch in branches]
     dtypes = tuple(
-        _agreed(place, demands[i], [closed.out_avals[i] for closed, _ in made])
-        for i in range(len(equation.outvars))
+        _agreed(case.place, demand, [closed.out_avals[i] for closed, _ in made])
+        for i, demand in enumerate(case.demands)
     )
     if any(d is not None for d in dtypes):
-        made = [
-            rewrite_program(run, place, b, types, demands, state, dtypes)
-            for b in branches
-        ]
+        made = [_rewritten(inner, branch, state, dtypes) for branch in branches]
     programs, facts = zip(*made, strict=True)
     common = [_common(same) for same in zip(*facts, strict=True)]
-    arrays = [index.array, *given, *state.arrays]
-    return bind_with_program(equation, {"branches": programs}, common, arrays)
+    arrays = [index, *given, *state.arrays]
+    return bind_with_program(case.equation, {"branches": programs}, common, arrays)
 
 
 def _agreed(place: Place, demand: Demand, avals: list[ShapedArray]) -> np.dtype | None:

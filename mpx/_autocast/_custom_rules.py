@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
@@ -25,22 +24,19 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import PyTree
 
 from .._ambient_record import trace
-from .._jax_compat import (
-    bind_equation,
-    open_jaxpr,
-    own_source_lines,
-    symbolic_zero,
-)
+from .._jax_compat import bind_equation, open_jaxpr, own_source_lines, symbolic_zero
 from .._program import (
     aval_of,
+    avals,
     constants_as_inputs,
+    is_inexact,
     program_of,
     with_lines_of,
     zero_results,
 )
 from .._recipe_state import StateOperands
-from .._typing import AnyArray, Atom, Aval
-from ._context import Facts, Place, Run, Value, computed, is_castable
+from .._typing import AnyArray, Aval, Program
+from ._context import Facts, Run, Value, computed, is_castable
 from ._control_flow import (
     as_dtype,
     bind_with_program,
@@ -48,81 +44,100 @@ from ._control_flow import (
     rewrite_program,
     types_of,
 )
-from ._demand import UNREAD, Wanted, demand_for
+from ._decide import Case
+from ._demand import UNREAD, Wanted, demands_for
 from ._emit import Rewrite, evaluate
 
 _FLOAT0 = jax.dtypes.float0
 
 
-class _Results:
-    """The results of a function that JAX may run in several forms.
+class _OwnRule:
+    """A function with a rule of its own, rewritten.
 
-    Its value alone, its value with tangents, its value with residuals: all must have
-    the dtypes of the form that ran first.
+    It outlives the run that it is made in, and holds neither that nor operands. JAX may
+    run it in several forms (its value alone, its value with tangents, its value with
+    residuals), and all must have the dtypes of the form that ran first.
     """
 
-    def __init__(self) -> None:
-        self.facts: tuple[Facts, ...] | None = None
+    def __init__(self, case: Case) -> None:
+        self.later = case.run.for_later()
+        # What the rule computes is not ours to quantize.
+        self.place = dataclasses.replace(case.place, has_own_rule=True, reach=())
+        self.equation, self._wanted = case.equation, case.demands
+        self.facts = tuple(v.facts for v in case.operands)
+        self._result_facts: tuple[Facts, ...] | None = None
         self._avals: tuple[Aval, ...] = ()
 
+    def function(self, *arrays: AnyArray) -> list[AnyArray]:
+        """Its value alone."""
+        values = make_values(arrays, self.facts)
+        return self.settle(
+            self.evaluated(program_of(self.equation), values, self._wanted)
+        )
+
+    def called(self, function: Callable[..., Any], case: Case) -> list[Value]:
+        """The results of the new function."""
+        arrays = function(*(v.array for v in case.operands))
+        assert self._result_facts is not None
+        pairs = zip(arrays, self._result_facts, strict=True)
+        return [Value(x, f) for x, f in pairs]
+
+    def evaluated(
+        self, program: Program, values: list[Value], wanted: Wanted
+    ) -> list[Value]:
+        """The results of a program that belongs to it, rewritten."""
+        return evaluate(self.later(), self.place, program, values, wanted)
+
+    def traced(self, func: Callable[..., PyTree], *args: PyTree) -> ClosedJaxpr:
+        """The program of what runs the user's rule: operations have its lines.
+
+        Those that JAX adds, and a backward pass, have the lines of the call.
+        """
+        with own_source_lines():
+            closed = with_lines_of(trace(func)(*args), self.equation)
+        _refuse_leaks(self.later(), self.equation, closed)
+        return closed
+
+    def bound(self, args: PyTree, active: Sequence[int]) -> Callable[..., Any]:
+        """It as it was written, of what is differentiated of its arguments."""
+
+        def original(*new: PyTree) -> list[AnyArray]:
+            whole = list(args)
+            for i, x in zip(active, new, strict=True):
+                whole[i] = x
+            return bind_equation(self.equation, *whole)
+
+        return original
+
     def settle(self, values: list[Value]) -> list[AnyArray]:
-        if self.facts is None:
+        """Results in the dtypes of the form that ran first."""
+        if self._result_facts is None:
             # A parameter that comes back is a result like any other.
             self._avals = tuple(jax.typeof(v.array) for v in values)
-            self.facts = tuple(v.facts for v in values)
+            self._result_facts = tuple(v.facts for v in values)
         pairs = zip(values, self._avals, strict=True)
         return [as_dtype(v, aval.dtype).array for v, aval in pairs]
 
-    def values(self, arrays: Sequence[AnyArray]) -> list[Value]:
-        assert self.facts is not None
-        return [Value(x, f) for x, f in zip(arrays, self.facts, strict=True)]
-
-    def demands(self, otherwise: Wanted, half: np.dtype) -> Wanted:
-        if self.facts is None:
-            return otherwise
-        return tuple(demand_for(aval, half) for aval in self._avals)
+    def wanted(self) -> Wanted:
+        """What is wanted of its results, where a form of it ran perhaps."""
+        if self._result_facts is None:
+            return self._wanted
+        return demands_for(self._avals, self.place.settings.dtype)
 
 
-def _is_inexact(aval: Aval) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _declared_avals(arrays: Sequence[AnyArray], variables: Sequence[Atom]) -> list[Any]:
-    """The types of arrays if each had its declared dtype."""
+def _retyped(arrays: Sequence[AnyArray], avals: Sequence[Aval]) -> list[Any]:
+    """The types of arrays, with the dtypes of other types of the same shapes."""
     return [
-        jax.typeof(x).update(dtype=aval_of(v).dtype) if is_castable(aval_of(v)) else x
-        for x, v in zip(arrays, variables, strict=True)
+        jax.typeof(x).update(dtype=a.dtype) if is_castable(a) else x
+        for x, a in zip(arrays, avals, strict=True)
     ]
 
 
-def _merged(
-    args: Sequence[PyTree], positions: Sequence[int], new: Sequence[Any]
-) -> PyTree:
-    args = list(args)
-    for i, x in zip(positions, new, strict=True):
-        args[i] = x
-    return args
-
-
-def _own(place: Place) -> Place:
-    """The place inside: what the rule computes is not ours to quantize."""
-    return dataclasses.replace(place, has_own_rule=True, reach=())
-
-
-def rewrite_custom_jvp(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_custom_jvp(case: Case) -> list[Value]:
     """A function with a rule for its tangents."""
-    place, later = _own(place), run.for_later()
-    facts = tuple(v.facts for v in operands)
-    jaxpr = program_of(equation)
-    is_float = [_is_inexact(aval_of(v)) for v in equation.outvars]
-    form = _Results()
-
-    @jax.custom_jvp
-    def function(*arrays: AnyArray) -> list[AnyArray]:
-        values = make_values(arrays, facts)
-        return form.settle(evaluate(later(), place, jaxpr, values, demands))
+    own, equation = _OwnRule(case), case.equation
+    is_float = [is_inexact(aval_of(v)) for v in equation.outvars]
+    function = jax.custom_jvp(own.function)
 
     @_explaining_leaks(equation)
     def rule(primals: PyTree, tangents: PyTree) -> PyTree:
@@ -135,23 +150,19 @@ def rewrite_custom_jvp(
         _refuse_active_constants(equation, active)
 
         def derivative(args: PyTree, dots: PyTree) -> PyTree:
-            def original(*new: PyTree) -> list[AnyArray]:
-                return bind_equation(equation, *_merged(args, active, new))
-
-            out, out_dots = jax.jvp(original, [args[i] for i in active], list(dots))
+            given = [args[i] for i in active]
+            out, out_dots = jax.jvp(own.bound(args, active), given, list(dots))
             return out, [d for d, f in zip(out_dots, is_float, strict=True) if f]
 
-        variables = [equation.invars[i] for i in active]
-        dots = [tangents[i] for i in active]
-        avals = _declared_avals(primals, equation.invars)
-        closed = _traced(equation, derivative, avals, _declared_avals(dots, variables))
-        _refuse_leaks(later(), equation, closed)
-        inside = [*make_values(primals, facts), *map(computed, dots)]
-        wanted = form.demands(demands, place.settings.dtype)
+        dots, avals_in = [tangents[i] for i in active], avals(equation.invars)
+        types = _retyped(dots, [avals_in[i] for i in active])
+        closed = own.traced(derivative, _retyped(primals, avals_in), types)
+        inside = [*make_values(primals, own.facts), *map(computed, dots)]
+        wanted = own.wanted()
         # A tangent has the dtype of its primal.
         wanted += tuple(w for w, f in zip(wanted, is_float, strict=True) if f)
-        results = evaluate(later(), place, closed, inside, wanted)
-        out = form.settle(results[: len(is_float)])
+        results = own.evaluated(closed, inside, wanted)
+        out = own.settle(results[: len(is_float)])
         are_zero = zero_results(closed.jaxpr)[len(is_float) :]
         out_dots = iter(zip(results[len(is_float) :], are_zero, strict=True))
         return out, [
@@ -160,18 +171,7 @@ def rewrite_custom_jvp(
         ]
 
     function.defjvp(rule, symbolic_zeros=True)
-    return form.values(function(*(v.array for v in operands)))
-
-
-def _traced(
-    equation: JaxprEqn, func: Callable[..., PyTree], *args: PyTree
-) -> ClosedJaxpr:
-    """The program of what runs a user's rule: operations have the lines of the rule.
-
-    Those that JAX adds, and a backward pass, have the lines of the call.
-    """
-    with own_source_lines():
-        return with_lines_of(trace(func)(*args), equation)
+    return own.called(function, case)
 
 
 def _tangent(value: Value, is_zero: bool, primal: AnyArray) -> AnyArray | SymbolicZero:
@@ -181,9 +181,7 @@ def _tangent(value: Value, is_zero: bool, primal: AnyArray) -> AnyArray | Symbol
     return as_dtype(value, primal.dtype).array
 
 
-def rewrite_custom_vjp(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_custom_vjp(case: Case) -> list[Value]:
     """A function with a rule for its cotangents.
 
     What the rule is told of its operands and results, whether they are differentiated,
@@ -195,15 +193,8 @@ def rewrite_custom_vjp(
     known to be zero comes in, and goes out, as such; and the rule is traced in the
     declared dtypes, since it may ask for them.
     """
-    place, later = _own(place), run.for_later()
-    facts = tuple(v.facts for v in operands)
-    jaxpr = program_of(equation)
-    form = _Results()
-
-    @jax.custom_vjp
-    def function(*arrays: AnyArray) -> list[AnyArray]:
-        values = make_values(arrays, facts)
-        return form.settle(evaluate(later(), place, jaxpr, values, demands))
+    own, equation = _OwnRule(case), case.equation
+    function = jax.custom_vjp(own.function)
 
     @_explaining_leaks(equation)
     def forward(*primals: Any) -> PyTree:
@@ -211,17 +202,14 @@ def rewrite_custom_vjp(
         active = [
             i
             for i, (primal, v) in enumerate(zip(primals, equation.invars, strict=True))
-            if primal.perturbed and _is_inexact(aval_of(v))
+            if primal.perturbed and is_inexact(aval_of(v))
         ]
         _refuse_active_constants(equation, active)
-        closed, tree = _traced_forward(equation, arrays, active)
-        _refuse_leaks(later(), equation, closed)
+        closed, tree = _traced_forward(own, arrays, active)
         count = len(equation.outvars)
         residual_avals = closed.out_avals[count:]
-        wanted = form.demands(demands, place.settings.dtype) + (UNREAD,) * len(
-            residual_avals
-        )
-        results = evaluate(later(), place, closed, make_values(arrays, facts), wanted)
+        wanted = own.wanted() + (UNREAD,) * len(residual_avals)
+        results = own.evaluated(closed, make_values(arrays, own.facts), wanted)
         residuals = results[count:]
         saved = _Saved(
             [v.array for v in residuals],
@@ -230,17 +218,15 @@ def rewrite_custom_vjp(
             tuple(v.facts for v in residuals),
             tuple((i, jax.typeof(arrays[i])) for i in active),
         )
-        return form.settle(results[:count]), saved
+        return own.settle(results[:count]), saved
 
     @_explaining_leaks(equation)
     def backward(saved: "_Saved", cotangents: PyTree) -> PyTree:
         given = [c for c in cotangents if not isinstance(c, SymbolicZero)]
-        closed = _traced_backward(equation, saved, cotangents)
-        _refuse_leaks(later(), equation, closed)
+        closed = _traced_backward(own, saved, cotangents)
         inside = [*make_values(saved.arrays, saved.facts), *map(computed, given)]
-        half = place.settings.dtype
-        wanted = tuple(demand_for(aval, half) for _, aval in saved.active)
-        results = evaluate(later(), place, closed, inside, wanted)
+        wanted = demands_for((a for _, a in saved.active), own.place.settings.dtype)
+        results = own.evaluated(closed, inside, wanted)
         found: list[AnyArray | None] = [None] * len(equation.invars)
         for (i, aval), value, is_zero in zip(
             saved.active, results, zero_results(closed.jaxpr), strict=True
@@ -249,12 +235,12 @@ def rewrite_custom_vjp(
         return tuple(found)
 
     function.defvjp(forward, backward, symbolic_zeros=True)
-    return form.values(function(*(v.array for v in operands)))
+    return own.called(function, case)
 
 
 def _traced_forward(
-    equation: JaxprEqn, arrays: Sequence[AnyArray], active: Sequence[int]
-) -> tuple[Any, Any]:
+    own: _OwnRule, arrays: Sequence[AnyArray], active: Sequence[int]
+) -> tuple[ClosedJaxpr, Any]:
     """The program of results and residuals, and how to make a pullback of the latter.
 
     Only what is `active` is differentiated.
@@ -262,34 +248,29 @@ def _traced_forward(
     trees: list[Any] = []
 
     def declared(*args: PyTree) -> PyTree:
-        def original(*new: PyTree) -> list[AnyArray]:
-            return bind_equation(equation, *_merged(args, active, new))
-
-        out, pullback = jax.vjp(original, *(args[i] for i in active))
+        given = (args[i] for i in active)
+        out, pullback = jax.vjp(own.bound(args, active), *given)
         residuals, tree = jax.tree.flatten(pullback)
         trees[:] = [tree]
         return out, residuals
 
-    closed = _traced(equation, declared, *_declared_avals(arrays, equation.invars))
-    return closed, trees[0]
+    types = _retyped(arrays, avals(own.equation.invars))
+    return own.traced(declared, *types), trees[0]
 
 
-def _traced_backward(equation: JaxprEqn, saved: "_Saved", cotangents: PyTree) -> PyTree:
+def _traced_backward(own: _OwnRule, saved: "_Saved", cotangents: PyTree) -> ClosedJaxpr:
     """The program of a pullback, given the cotangents that are not known to be zero."""
-    pairs = list(zip(cotangents, equation.outvars, strict=True))
-    pairs = [(None if isinstance(c, SymbolicZero) else c, v) for c, v in pairs]
+    are_given = [not isinstance(c, SymbolicZero) for c in cotangents]
+    pairs = list(zip(are_given, avals(own.equation.outvars), strict=True))
 
     def declared(residuals: PyTree, given: Any) -> PyTree:
         given = iter(given)
-        full = [
-            symbolic_zero(aval_of(v)) if c is None else next(given) for c, v in pairs
-        ]
+        full = [next(given) if is_in else symbolic_zero(a) for is_in, a in pairs]
         return jax.tree.unflatten(saved.tree, residuals)(full)
 
-    given = [c for c, _ in pairs if c is not None]
-    variables = [v for c, v in pairs if c is not None]
-    arrays = _retyped(saved.arrays, saved.avals)
-    return _traced(equation, declared, arrays, _declared_avals(given, variables))
+    given = [c for c, is_in in zip(cotangents, are_given, strict=True) if is_in]
+    types = _retyped(given, [aval for is_in, aval in pairs if is_in])
+    return own.traced(declared, _retyped(saved.arrays, saved.avals), types)
 
 
 @functools.partial(
@@ -310,14 +291,6 @@ class _Saved:
     avals: tuple[Aval, ...]
     facts: tuple[Facts, ...]
     active: tuple[tuple[int, Aval], ...]
-
-
-def _retyped(arrays: Sequence[AnyArray], avals: Sequence[Aval]) -> list[Any]:
-    """The types of arrays, with the dtypes of other types of the same shapes."""
-    return [
-        jax.typeof(x).update(dtype=a.dtype) if is_castable(a) else x
-        for x, a in zip(arrays, avals, strict=True)
-    ]
 
 
 def _refuse_active_constants(equation: JaxprEqn, active: Sequence[int]) -> None:
@@ -375,61 +348,47 @@ def _named(equation: JaxprEqn) -> str:
     return f"`{name}` at {place}" if place else f"`{name}`"
 
 
-def rewrite_custom_vmap(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_custom_vmap(case: Case) -> list[Value]:
     """A function with a rule for `vmap`."""
-    place, later = _own(place), run.for_later()
-    facts = tuple(v.facts for v in operands)
-    jaxpr = program_of(equation)
-    form = _Results()
-
-    @jax.custom_batching.custom_vmap
-    def function(*arrays: AnyArray) -> list[AnyArray]:
-        values = make_values(arrays, facts)
-        return form.settle(evaluate(later(), place, jaxpr, values, demands))
+    own, equation = _OwnRule(case), case.equation
+    function = jax.custom_batching.custom_vmap(own.function)
 
     @function.def_vmap
     def rule(axis_size: int, in_batched: Any, *arrays: AnyArray) -> PyTree:
         axes = [0 if b else None for b in in_batched]
-        original: Callable[..., PyTree] = lambda *args: bind_equation(equation, *args)  # noqa: E731
-        batched = jax.vmap(original, in_axes=axes, axis_size=axis_size)
-        closed = _traced(equation, batched, *_declared_avals(arrays, equation.invars))
-        inside = make_values(arrays, facts)
-        wanted = form.demands(demands, place.settings.dtype)
-        results = evaluate(later(), place, closed, inside, wanted)
-        out = form.settle(results)
+        original = functools.partial(bind_equation, equation)
+        batched = jax.vmap(original, axes, axis_size=axis_size)
+        closed = own.traced(batched, *_retyped(arrays, avals(equation.invars)))
+        inside = make_values(arrays, own.facts)
+        out = own.settle(own.evaluated(closed, inside, own.wanted()))
         return out, [True] * len(out)
 
-    return form.values(function(*(v.array for v in operands)))
+    return own.called(function, case)
 
 
-def rewrite_remat_opt(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_remat_opt(case: Case) -> list[Value]:
     """A forward rule, in whose place the function itself runs if that is enough.
 
     So JAX does with `defvjp(..., optimize_remat=True)` where nobody needs what the rule
     saves, as in the forward pass of something that is recomputed.
     """
-    place, later = _own(place), run.for_later()
-    params = equation.params
+    own, params, operands = _OwnRule(case), case.equation.params, case.operands
     count, saved = params["num_consts"], params["num_res"]
     nothing, types = StateOperands(()), types_of(operands)
     made, facts = rewrite_program(
-        run, place, params["fwd_jaxpr"], types, demands, nothing
+        case.run, own.place, params["fwd_jaxpr"], types, case.demands, nothing
     )
     jaxpr, constants = constants_as_inputs(made)
-    results = made.out_avals[saved:]
+    results, of_function = made.out_avals[saved:], types_of(operands[count:])
     dtypes = tuple(aval.dtype for aval in results)
-    own = types_of(operands[count:])
 
     @functools.cache
     def alone() -> tuple[Any, Sequence[Any]]:
         closed = core.ClosedJaxpr(*params["fun_jaxpr_thunk"]())
-        half = place.settings.dtype
-        wanted = tuple(demand_for(aval, half) for aval in results)
-        found, _ = rewrite_program(later(), place, closed, own, wanted, nothing, dtypes)
+        wanted = demands_for(results, own.place.settings.dtype)
+        found, _ = rewrite_program(
+            own.later(), own.place, closed, of_function, wanted, nothing, dtypes
+        )
         return open_jaxpr(found), found.consts
 
     new = {
@@ -438,7 +397,7 @@ def rewrite_remat_opt(
         "num_consts": count + len(constants),
     }
     arrays = [*constants, *(v.array for v in operands)]
-    return bind_with_program(equation, new, facts, arrays)
+    return bind_with_program(case.equation, new, facts, arrays)
 
 
 REWRITES: dict[str, Rewrite] = {

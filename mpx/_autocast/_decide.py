@@ -26,9 +26,15 @@ from .._quantize import AbstractRecipe
 from .._rules import Candidate, Precision, Rule, line_of
 from .._settings import Settings
 from .._typing import Atom
-from ._context import FULL, Place, Run, Value, is_castable
-from ._demand import Demand, asks_for_precision, half_dtype_of
-from ._records import Usage
+from ._context import FULL, Place, Run, Usage, Value, is_castable
+from ._demand import (
+    Demand,
+    Demands,
+    Wanted,
+    asks_for_precision,
+    half_dtype_of,
+    together,
+)
 
 
 class Reason(enum.Enum):
@@ -41,7 +47,6 @@ class Reason(enum.Enum):
     MOVES = "only moves data"
     CONVERTED = "a cast that the program asks for"
     PRECISION = "the program asks for a precision of the product"
-    RECURSES = "a program within the program, decided equation by equation"
     OPAQUE = "runs as it was written"
     UNKNOWN = "holds a program that mpx does not enter; it runs as it was written"
     UNTOUCHED = "no float16, bfloat16 or float32 among its operands and results"
@@ -80,21 +85,23 @@ class Choice(NamedTuple):
 
 
 class Case(NamedTuple):
-    """An equation that a precision is chosen for.
+    """An equation that is being emitted, and all that is known of it.
 
     Attributes:
+        run: The run.
         place: Where it stands.
         equation: The equation.
         operands: Its operands.
-        demand: What the users of its results read.
-        is_residual: Whether it adds a branch to a stream.
+        demands: What the users of each of its results read.
+        ahead: The plan of the program that it stands in.
     """
 
+    run: Run
     place: Place
     equation: JaxprEqn
     operands: list[Value]
-    demand: Demand
-    is_residual: bool
+    demands: Wanted
+    ahead: Demands
 
     @property
     def settings(self) -> Settings:
@@ -105,6 +112,11 @@ class Case(NamedTuple):
     def name(self) -> str:
         """The name of its primitive."""
         return self.equation.primitive.name
+
+    @property
+    def demand(self) -> Demand:
+        """What the users of its results read."""
+        return together(self.demands)
 
     @property
     def where(self) -> str:
@@ -137,15 +149,14 @@ class Case(NamedTuple):
         return [v for v, atom in pairs if is_castable(aval_of(atom))]
 
 
-def apply_rules(run: Run, case: Case) -> tuple[Case, Rule | None]:
+def apply_rules(case: Case) -> tuple[Case, Rule | None]:
     """What the user's rules make of a case.
 
     A rule that names a recipe changes what holds here, and leaves the rest to autocast.
     One that asks for low precision says nothing where no recipe holds.
 
     Args:
-        run: The run, in which a rule that holds counts as used.
-        case: The case.
+        case: The case, in whose run a rule that holds counts as used.
 
     Returns:
         The case, and the rule, which says a precision or a rewriting function.
@@ -156,7 +167,7 @@ def apply_rules(run: Run, case: Case) -> tuple[Case, Rule | None]:
     rule = rules._find(case.candidate)
     if rule is None:
         return case, None
-    run.note(Usage(rules=frozenset((rule,))))
+    case.run.note(Usage(rules=frozenset((rule,))))
     if isinstance(rule.precision, AbstractRecipe):
         return case.with_recipe(rule.precision), None
     if rule.precision is Precision.LOW and case.settings.recipe is None:
@@ -255,19 +266,16 @@ def _choose_elementwise(case: Case) -> Choice:
     halves = {v.dtype for v in values if v.dtype != FULL}
     half = next(iter(halves), case.settings.dtype)
     is_computed = not all(v.facts.is_declared for v in values)
-    if is_computed and len(halves) < 2 and _may_be_rounded(case):
-        return Choice(kind, Reason.ROUNDED, half)
+    if is_computed and len(halves) < 2 and case.demand == Demand.HALF:
+        # Nothing is lost if what was computed in float32 is rounded before.
+        if only_picks(case.equation):
+            return Choice(kind, Reason.ROUNDED, half)
     return Choice(kind, Reason.BETWEEN, FULL)
-
-
-def _may_be_rounded(case: Case) -> bool:
-    """Whether nothing is lost if operands that were computed in float32 are rounded."""
-    return case.demand == Demand.HALF and only_picks(case.equation)
 
 
 def _adds_to_stream(case: Case, values: list[Value]) -> bool:
     """Whether an equation adds to a residual stream that is to be half precision."""
-    if case.is_residual:
+    if any(v in case.ahead.residuals for v in case.equation.outvars):
         return True
     # In the first block the stream is an argument; a parameter would be a bias.
     has_half = any(v.dtype != FULL for v in values)

@@ -13,7 +13,7 @@ half precision, and what must not be moved so:
 import enum
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -65,33 +65,36 @@ class Demands(NamedTuple):
     """The demands for the values of a program.
 
     Attributes:
+        dtype: The half precision that is computed in around the program.
+        jaxpr: The program, held so that its identity stays its own.
         demands: For each variable that somebody uses.
-        inputs: For each input.
+        readers: How many operands and results of the program each variable is.
         residuals: The results of residual additions.
         beginnings: The rows of tables that residual additions add to.
         sums: The sums of two products, which are stored in half precision.
         moved_weights: The inputs that are read in half precision, and that an equation
             moves, or a program within, which may: stacks of weights perhaps.
-        readers: How many operands and results of the program each variable is.
-        dtype: The half precision that is computed in around the program.
-        jaxpr: The program, held so that its identity stays its own.
     """
 
-    demands: dict[Var, Demand]
-    inputs: tuple[Demand, ...]
-    residuals: frozenset[Var]
-    beginnings: frozenset[Var]
-    sums: frozenset[Var]
-    moved_weights: tuple[Var, ...]
-    readers: Mapping[Atom, int]
     dtype: np.dtype
     jaxpr: Jaxpr
+    demands: dict[Var, Demand]
+    readers: Mapping[Atom, int]
+    residuals: Set[Var] = frozenset()
+    beginnings: Set[Var] = frozenset()
+    sums: Set[Var] = frozenset()
+    moved_weights: tuple[Var, ...] = ()
+
+    @property
+    def inputs(self) -> Wanted:
+        """What is read of each input."""
+        return tuple(map(self.demand, self.jaxpr.invars))
 
     def demand(self, variable: Var) -> Demand:
         """What the users of a variable read."""
         return self.demands.get(variable, UNREAD)
 
-    def wanted(self, equation: JaxprEqn, dtype: np.dtype) -> "Wanted":
+    def wanted(self, equation: JaxprEqn, dtype: np.dtype) -> Wanted:
         """What is read of the results of an equation that computes in a dtype."""
         demands = map(self.demand, equation.outvars)
         return tuple(_seen_from(dtype, demand, self.dtype) for demand in demands)
@@ -122,6 +125,11 @@ def demand_for(aval: Aval, half: np.dtype) -> Demand:
     if not is_castable(aval):
         return UNREAD
     return Demand.HALF if aval.dtype == half else Demand.FULL
+
+
+def demands_for(avals: Iterable[Aval], half: np.dtype) -> Wanted:
+    """The demands of somebody who will cast to the dtypes of types."""
+    return tuple(demand_for(aval, half) for aval in avals)
 
 
 def _seen_from(dtype: np.dtype, demand: Demand, half: np.dtype) -> Demand:
@@ -159,39 +167,14 @@ def demands_of(
     """
     jaxpr = open_jaxpr(jaxpr)
     if not settings.is_enabled:  # everything runs as it was written
-        inputs, nothing = (UNREAD,) * len(jaxpr.invars), frozenset()
-        found = inputs, nothing, nothing, nothing, ()
-        return Demands({}, *found, {}, settings.dtype, jaxpr)
+        return Demands(settings.dtype, jaxpr, {}, {})
     # The plan holds its program, so the id is that of no other one.
     key = (id(jaxpr), settings, are_declared, results)
     made = run.demands.get(key)
     if made is None:
-        made = run.demands[key] = _make(run, settings, jaxpr, are_declared, results)
+        flow = _DemandFlow(run, settings, jaxpr, are_declared)
+        made = run.demands[key] = flow.plan(results)
     return made
-
-
-def _make(
-    run: Run,
-    settings: Settings,
-    jaxpr: Jaxpr,
-    are_declared: tuple[bool, ...],
-    results: Wanted,
-) -> Demands:
-    flow = _DemandFlow(run, settings, jaxpr, are_declared)
-    demands = backward(jaxpr, results, flow)
-    return Demands(
-        demands,
-        tuple(demands.get(v, UNREAD) for v in jaxpr.invars),
-        frozenset(flow.residuals),
-        frozenset(flow.beginnings),
-        frozenset(flow.sums),
-        tuple(
-            v for v in jaxpr.invars if v in flow.moved and demands.get(v) == Demand.HALF
-        ),
-        flow.makers.readers,
-        settings.dtype,
-        jaxpr,
-    )
 
 
 class _DemandFlow(BackwardFlow[Demand]):
@@ -204,6 +187,8 @@ class _DemandFlow(BackwardFlow[Demand]):
         moved: What an equation moves, or a program within, which may.
     """
 
+    nothing = UNREAD
+
     def __init__(
         self,
         run: Run,
@@ -215,19 +200,24 @@ class _DemandFlow(BackwardFlow[Demand]):
         self.beginnings: set[Var] = set()
         self.sums: set[Var] = set()
         self.moved: set[Atom] = set()
-        self._run = run
-        self._settings = settings
+        self._run, self._settings, self._jaxpr = run, settings, jaxpr
         self._declared = _declared_variables(jaxpr, are_declared)
         self.makers = makers_of(jaxpr)
 
-    @property
-    def nothing(self) -> Demand:
-        """Nobody reads it."""
-        return UNREAD
-
-    def join(self, a: Demand, b: Demand) -> Demand:
-        """What two users want together."""
-        return a | b
+    def plan(self, results: Wanted) -> Demands:
+        """The plan of the program."""
+        demands = backward(self._jaxpr, results, self)
+        moved = (v for v in self._jaxpr.invars if v in self.moved)
+        return Demands(
+            self._settings.dtype,
+            self._jaxpr,
+            demands,
+            self.makers.readers,
+            self.residuals,
+            self.beginnings,
+            self.sums,
+            tuple(v for v in moved if demands.get(v) == Demand.HALF),
+        )
 
     def is_declared(self, atom: Atom) -> bool:
         """Whether a value of the program is an input or a constant, moved perhaps."""
@@ -370,7 +360,7 @@ def _operand_demands(
         is_picked = only_picks(equation) and Demand.FULL not in wanted
         return (wanted if is_picked else Demand.FULL,) * count
     # Declared dtypes.
-    return tuple(demand_for(aval, settings.dtype) for aval in avals(equation.invars))
+    return demands_for(avals(equation.invars), settings.dtype)
 
 
 def _is_cast_to_half(equation: JaxprEqn, settings: Settings) -> bool:

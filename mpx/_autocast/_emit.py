@@ -8,7 +8,7 @@ to what `_decide` says.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import jax
 import numpy as np
@@ -21,16 +21,9 @@ from .._jax_compat import (
     open_jaxpr,
     scope_names,
 )
-from .._program import (
-    Island,
-    PrimitiveClass,
-    aval_of,
-    count,
-    parts,
-    properties,
-)
+from .._program import Island, PrimitiveClass, aval_of, count, parts, properties
 from .._rules import Precision, Rule
-from .._typing import AnyArray, Atom, Aval
+from .._typing import AnyArray, Atom
 from ._bias import with_rounded_gradient
 from ._context import (
     FLOAT16,
@@ -38,6 +31,7 @@ from ._context import (
     Facts,
     Place,
     Run,
+    Usage,
     Value,
     computed,
     declared,
@@ -47,13 +41,13 @@ from ._context import (
 )
 from ._convert import converted
 from ._decide import Case, Choice, Reason, apply_rules, choose
-from ._demand import Demand, Demands, Wanted, demands_of, together
+from ._demand import Demand, Wanted, demands_of
 from ._lookup import finds_one_in_each_row, look_up
 from ._notes import noted, refuse_unknown
 from ._products import choose_recipe, emit_quantized
 from ._reach import UNUSED, reach_in
-from ._records import Usage
 from ._rematerialize import (
+    Site,
     Values,
     emit_island,
     for_readers,
@@ -67,11 +61,10 @@ from ._travel import (
     moved_later,
     moved_payload,
     product_of_weight,
-    summed_weight,
     travelled_weight,
 )
 
-Rewrite = Callable[[Run, Place, JaxprEqn, list[Value], tuple[Demand, ...]], list[Value]]
+Rewrite = Callable[[Case], list[Value]]
 
 
 def evaluate(
@@ -115,19 +108,26 @@ def evaluate(
             if place.reach and not place.has_own_rule:
                 found = tuple(reach.get(v, UNUSED) for v in equation.outvars)
                 here = dataclasses.replace(here, reach=found)
-            outputs = _emit(run, here, equation, inputs, ahead)
+            demands = ahead.wanted(equation, here.settings.dtype)
+            outputs = _emit(Case(run, here, equation, inputs, demands, ahead))
             pairs = zip(equation.outvars, outputs, strict=True)
             outputs = [for_readers(v, value, ahead, alone) for v, value in pairs]
         if FLOAT16 in [value.dtype for value in outputs]:
             run.note(Usage(computes_float16=True))
         values.update(zip(equation.outvars, outputs, strict=True))
 
+    site = Site(run, place, ahead, values, emit)
     for part in found:
         if isinstance(part, Island):
-            emit_island(run, place, part, values, ahead, emit)
+            emit_island(site, part)
         else:
             emit(place, part, values)
     return [_read(values, atom) for atom in jaxpr.outvars]
+
+
+def evaluate_within(case: Case, program: Jaxpr | ClosedJaxpr) -> list[Value]:
+    """Emits a program that an equation holds, in the place of the equation."""
+    return evaluate(case.run, case.place, program, case.operands, case.demands)
 
 
 def _read(values: Values, atom: Atom) -> Value:
@@ -135,7 +135,7 @@ def _read(values: Values, atom: Atom) -> Value:
 
 
 def _parts(
-    run: Run, place: Place, jaxpr: Jaxpr, values: Values, ends: frozenset[Var]
+    run: Run, place: Place, jaxpr: Jaxpr, values: Values, ends: Set[Var]
 ) -> Sequence[JaxprEqn | Island]:
     """The equations of a program, those of islands together."""
     is_whole = place.has_own_rule or place.is_recomputed
@@ -153,68 +153,54 @@ def _parts(
     return parts(jaxpr, weights, may_join)
 
 
-def _emit(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], ahead: Demands
-) -> list[Value]:
-    name = equation.primitive.name
-    demands = ahead.wanted(equation, place.settings.dtype)
-    rewrite = run.rewrites.get(name)
+def _emit(case: Case) -> list[Value]:
+    run, equation, settings = case.run, case.equation, case.settings
+    rewrite = run.rewrites.get(case.name)
     if rewrite is not None:
-        rule = place.settings.rules._find_for_program(name)
+        rule = settings.rules._find_for_program(case.name)
         if rule is None:
-            operands = [v.as_float32() if v.is_shared else v for v in operands]
-            return rewrite(run, place, equation, operands, demands)
+            operands = [v.as_float32() if v.is_shared else v for v in case.operands]
+            return rewrite(case._replace(operands=operands))
         run.note(Usage(rules=frozenset((rule,))))
         choice = Choice(PrimitiveClass.RECURSE, Reason.RULE, rule=rule)
-        with _noted(run, name, choice):
-            return emit_operation(equation, operands, choice)
-    if name == "convert_element_type":
-        with _noted(run, name, Choice(PrimitiveClass.CONVERT, Reason.CONVERTED)):
-            if place.settings.is_enabled:
-                return [converted(equation, operands[0])]
-            choice = Choice(PrimitiveClass.CONVERT, Reason.REGION)
-            return emit_operation(equation, operands, choice)
-    known = properties(name)
-    if known.moves or (known.joins and _are_declared(equation, operands)):
-        with _noted(run, name, Choice(known.kind, Reason.MOVES)):
-            return _emit_move(run, place, equation, operands, ahead)
-    demand = together(demands)
-    is_residual = any(v in ahead.residuals for v in equation.outvars)
-    results = _emit_case(run, Case(place, equation, operands, demand, is_residual))
-    if any(v in ahead.sums for v in equation.outvars):
+        with _noted(case, choice):
+            return _emit_operation(case, choice)
+    known = properties(case.name)
+    if known.kind is PrimitiveClass.CONVERT:
+        with _noted(case, Choice(known.kind, Reason.CONVERTED)):
+            if settings.is_enabled:
+                return [converted(equation, case.operands[0])]
+            return _emit_operation(case, Choice(known.kind, Reason.REGION))
+    is_declared = known.joins and all(v.facts.is_declared for v in case.castable)
+    if known.moves or is_declared:
+        with _noted(case, Choice(known.kind, Reason.MOVES)):
+            return _emit_move(case) if known.moves else _join(case)
+    results = _emit_decided(case)
+    if any(v in case.ahead.sums for v in equation.outvars):
         results[0].facts = results[0].facts._replace(is_stored_in_half=True)
-    if place.settings.residual_stream == "half" and known.kind is PrimitiveClass.FULL:
+    if settings.residual_stream == "half" and known.kind is PrimitiveClass.FULL:
         return [stream(v.array) if v.is_computed_in_half else v for v in results]
     return results
 
 
-def _emit_move(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], ahead: Demands
-) -> list[Value]:
-    """Emits what moves data, weights between devices, too, or joins declared data."""
-    known = properties(equation.primitive.name)
-    demands = ahead.wanted(equation, place.settings.dtype)
+def _emit_move(case: Case) -> list[Value]:
+    """Emits what moves data, weights between devices, too."""
     stored = None
-    if known.moves and (run.uses.wire or run.uses.payloads):
-        stored = moved_payload(equation, operands)
-        travelled = moved_later(equation, operands, stored) or travelled_weight(
-            place, equation, operands, demands, stored
-        )
+    if case.run.uses.wire or case.run.uses.payloads:
+        stored = moved_payload(case)
+        travelled = moved_later(case, stored) or travelled_weight(case, stored)
         if travelled:
             return [travelled]
-    if not known.moves:
-        return _join(equation, operands)
-    is_only = all(map(ahead.is_read_once, equation.invars))
-    moved = _move(place, equation, operands, together(demands), is_only)
+    moved = _move(case)
     if stored is not None:
         moved[0].stored = stored
-    if place.settings.residual_stream != "half":
+    if case.settings.residual_stream != "half":
         return moved
-    begins = any(v in ahead.beginnings for v in equation.outvars)
-    return [_rounded(place, v) for v in moved] if begins else moved
+    begins = any(v in case.ahead.beginnings for v in case.equation.outvars)
+    return [_rounded(case.place, v) for v in moved] if begins else moved
 
 
-def _emit_case(run: Run, case: Case) -> list[Value]:
+def _emit_decided(case: Case) -> list[Value]:
     """Decides on one operation and binds it.
 
     A recipe has its say last, for it takes only what would be a product in half
@@ -222,38 +208,37 @@ def _emit_case(run: Run, case: Case) -> list[Value]:
     """
     rule = None
     if case.settings.rules.rules:
-        case, rule = apply_rules(run, case)
+        case, rule = apply_rules(case)
     if rule is not None and not isinstance(rule.precision, Precision):
         kind = properties(case.name).kind
-        with _noted(run, case.name, Choice(kind, Reason.RULE, rule=rule)):
+        with _noted(case, Choice(kind, Reason.RULE, rule=rule)):
             return _rewritten_by(rule, case)
     choice = choose(case, rule)
     is_asked_for = rule is not None and rule.precision is Precision.LOW
     may_be_low = is_asked_for or choice.reason is Reason.PRODUCT
     if case.settings.recipe is not None and may_be_low:
-        choice = choose_recipe(run, case, choice, is_asked_for)
+        choice = choose_recipe(case, choice, is_asked_for)
     if is_asked_for and choice.recipe is None:
         choice = choice._replace(reason=Reason.PRODUCT, rule=None)
     if choice.dtype == FLOAT16:
-        run.note(Usage(computes_float16=True))
+        case.run.note(Usage(computes_float16=True))
     if case.settings.is_strict:
         refuse_unknown(case, choice)
     if choice.recipe is not None:
-        return emit_quantized(run, case, choice)
-    with _noted(run, case.name, choice):
-        weight = summed_weight(case, choice) if run.uses.wire else None
-        if weight is not None:
-            return [product_of_weight(case, choice, weight)]
-        results = emit_operation(case.equation, case.operands, choice)
+        return emit_quantized(case, choice)
+    with _noted(case, choice):
+        product = product_of_weight(case, choice) if case.run.uses.wire else None
+        if product is not None:
+            return [product]
+        results = _emit_operation(case, choice)
         is_sum = case.name == "add" and results[0].dtype == FULL
         return with_rounded_gradient(case, results) if is_sum else results
 
 
-def _noted(
-    run: Run, name: str, choice: Choice
-) -> contextlib.AbstractContextManager[object]:
+def _noted(case: Case, choice: Choice) -> contextlib.AbstractContextManager[object]:
     """What is emitted inside was decided so."""
-    return noted(name, choice) if run.uses.notes else contextlib.nullcontext()
+    is_noted = case.run.uses.notes
+    return noted(case.name, choice) if is_noted else contextlib.nullcontext()
 
 
 def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
@@ -278,47 +263,34 @@ def _rewritten_by(rule: Rule, case: Case) -> list[Value]:
     return results
 
 
-def _are_declared(equation: JaxprEqn, operands: list[Value]) -> bool:
-    return all(
-        v.facts.is_declared
-        for v, atom in zip(operands, equation.invars, strict=True)
-        if is_castable(aval_of(atom))
-    )
-
-
 def _rounded(place: Place, value: Value) -> Value:
     """The beginning of a residual stream that is to be in half precision."""
     is_half = place.settings.is_enabled and is_castable(jax.typeof(value.array))
     return stream(value.cast(place.settings.dtype)) if is_half else value
 
 
-def _join(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _join(case: Case) -> list[Value]:
     """Puts declared values side by side: the result is one, too."""
-    bound = bind_equation(equation, *(v.array for v in operands))
+    operands = case.operands
+    bound = bind_equation(case.equation, *(v.array for v in operands))
     weights = [v for v in operands if v.facts.is_weight]
     facts = Facts(is_declared=True, is_weight=bool(weights))
     slots = weights[0].slots if weights else None
     slots = slots and slots.moved(is_mixed=True)
     return [
         Value(x, facts, slots=slots) if is_castable(aval_of(v)) else computed(x)
-        for x, v in zip(bound, equation.outvars, strict=True)
+        for x, v in zip(bound, case.equation.outvars, strict=True)
     ]
 
 
-def _move(
-    place: Place,
-    equation: JaxprEqn,
-    operands: list[Value],
-    demand: Demand,
-    is_only_reader: bool,
-) -> list[Value]:
+def _move(case: Case) -> list[Value]:
     """Moves data in the precision that it has.
 
     What was computed in half precision is read in float32 where a user wants it so, and
     where it may be read more often than it is long: so gradients are summed in float32.
     """
-    name = equation.primitive.name
-    known = properties(name)
+    name, equation, operands = case.name, case.equation, case.operands
+    known, demand = properties(name), case.demand
     # Bound, a number would be an array like any other. A barrier may be of nothing.
     if not operands or (name == "stop_gradient" and operands[0].is_constant):
         return operands
@@ -327,13 +299,14 @@ def _move(
     arrays = [v.cast(v.dtype) for v in operands]
     narrow = None
     first = operands[0]
-    if place.settings.is_enabled and first.is_computed_in_half:
+    if case.settings.is_enabled and first.is_computed_in_half:
         result = aval_of(equation.outvars[0])
         is_repeated = known.repeats and (
             name == "gather" or count(result.shape) > count(first.shape)
         )
         # Barriers are for what is stored or sent: a name, a sharding, another device.
         # And what only turns the whole of a value sums no gradients.
+        is_only_reader = all(map(case.ahead.is_read_once, equation.invars))
         stays = known.is_barrier or (known.rearranges and is_only_reader)
         is_read = Demand.FULL in demand and not stays
         if is_repeated or is_read:
@@ -360,15 +333,12 @@ def _move(
         if name == "gather":  # rows of a table are data, whoever learned them
             facts, slots = Facts(is_declared=facts.is_declared), None
         if slots is not None and name not in MARKS:
-            slots = slots.moved(is_mixed=_is_mixed(operands))
+            # Numbers of several arrays may be put together.
+            numbers = [v for v in operands if is_castable(jax.typeof(v.array))]
+            slots = slots.moved(is_mixed=len(numbers) > 1)
         stored = source.stored if name in MARKS else None
         results.append(Value(array, facts, slots=slots, stored=stored))
     return results
-
-
-def _is_mixed(operands: list[Value]) -> bool:
-    """Whether a move puts numbers of several arrays together."""
-    return sum(is_castable(jax.typeof(v.array)) for v in operands) > 1
 
 
 def _stored(equation: JaxprEqn, value: Value) -> Value:
@@ -382,35 +352,21 @@ def _stored(equation: JaxprEqn, value: Value) -> Value:
 # --- Binding one equation in the precision that was chosen ----------------------------
 
 
-def emit_operation(
-    equation: JaxprEqn, operands: list[Value], choice: Choice
-) -> list[Value]:
-    """Casts operands and binds an equation.
-
-    Args:
-        equation: The equation.
-        operands: Its operands.
-        choice: What was chosen for it.
-
-    Returns:
-        Its results.
-    """
+def _emit_operation(case: Case, choice: Choice) -> list[Value]:
+    """Casts operands as it was chosen, and binds an equation."""
+    equation, values = case.equation, case.castable
     arrays = [
-        _operand(equation, value, aval_of(atom), choice)
-        for value, atom in zip(operands, equation.invars, strict=True)
+        v.cast(choice.dtype or aval_of(atom).dtype)
+        if is_castable(aval_of(atom))
+        else v.array
+        for v, atom in zip(case.operands, equation.invars, strict=True)
     ]
-    is_product = properties(equation.primitive.name).kind is PrimitiveClass.HALF
-    if choice.dtype is not None and is_product:
+    if choice.dtype is not None and properties(case.name).kind is PrimitiveClass.HALF:
         return _product(equation, arrays, choice.dtype)
-    if equation.primitive.name in SCATTERS:
+    if case.name in SCATTERS:
         bound = [scatter(equation, arrays)]
     else:
         bound = bind_equation(equation, *arrays)
-    values = [
-        v
-        for v, atom in zip(operands, equation.invars, strict=True)
-        if is_castable(aval_of(atom))
-    ]
     is_fixed = bool(values) and all(map(_is_fixed, values))
     results = [computed(x, is_fixed=is_fixed) for x in bound]
     weights = [v for v in values if v.facts.is_weight] if is_fixed else []
@@ -424,13 +380,6 @@ def emit_operation(
 def _is_fixed(value: Value) -> bool:
     facts = value.facts
     return facts.is_fixed or facts.parameter is not None
-
-
-def _operand(equation: JaxprEqn, value: Value, aval: Aval, choice: Choice) -> AnyArray:
-    if not is_castable(aval):
-        return value.array
-    target = aval.dtype if choice.dtype is None else choice.dtype
-    return value.cast(target)
 
 
 def _product(

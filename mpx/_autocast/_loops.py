@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 from jaxtyping import PyTree
 
 from .._jax_compat import (
@@ -44,28 +44,27 @@ from .._settings import Settings
 from .._typing import AnyArray, Atom, Aval
 from ._context import FULL, Facts, Place, Run, Value, computed, is_castable, stream
 from ._control_flow import make_values
-from ._demand import UNREAD, Demand, Wanted, demand_for, demands_of
+from ._decide import Case
+from ._demand import UNREAD, Demand, Wanted, demands_for, demands_of
 from ._emit import Rewrite, evaluate
 from ._notes import CARRY, noted_cast
 from ._reach import reach_of_program
 from ._stacks import may_be_cast_early
 
 
-def rewrite_scan(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_scan(case: Case) -> list[Value]:
     """A scan; what it stacks may be half precision, what it carries keeps its dtype."""
-    params = equation.params
+    run, demands, params = case.run, case.demands, case.equation.params
     n_consts, n_carry = scan_counts(params)
     closed = params["jaxpr"]
     jaxpr = open_jaxpr(closed)
     end = n_consts + n_carry
-    fixed = list(map(_as_constant, operands[:n_consts], jaxpr.invars))
-    carried = operands[n_consts:end]
+    fixed = list(map(_as_constant, case.operands[:n_consts], jaxpr.invars))
+    carried = case.operands[n_consts:end]
     carry_avals = [aval_of(v) for v in jaxpr.invars[n_consts:end]]
-    place = _loop_place(place, equation)
-    wanted = (*_carried_demands(place, carry_avals), *demands[n_carry:])
-    inside = [*fixed, *map(_as_carried, carried), *operands[end:]]
+    place = _loop_place(case)
+    wanted = (*demands_for(carry_avals, place.settings.dtype), *demands[n_carry:])
+    inside = [*fixed, *map(_as_carried, carried), *case.operands[end:]]
     stacked = _narrowed_stacks(run, place, jaxpr, inside, wanted, end)
     facts = tuple(v.facts for v in stacked)
     # A weight that all turns share has a copy of its slots for each.
@@ -116,17 +115,15 @@ def rewrite_scan(
     ]
 
 
-def rewrite_while(
-    run: Run, place: Place, equation: JaxprEqn, operands: list[Value], demands: Wanted
-) -> list[Value]:
+def rewrite_while(case: Case) -> list[Value]:
     """A loop of unknown length."""
-    params = equation.params
+    run, operands, params = case.run, case.operands, case.equation.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     avals = [aval_of(v) for v in open_jaxpr(body).invars[n_body:]]
     for_test, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
-    place = dataclasses.replace(_loop_place(place, equation), is_in_while=True)
-    wanted = _carried_demands(place, avals)
+    place = dataclasses.replace(_loop_place(case), is_in_while=True)
+    wanted = demands_for(avals, place.settings.dtype)
     # A test goes into no loss.
     test_place = dataclasses.replace(place, reach=())
     init = [
@@ -168,11 +165,6 @@ def _strong(value: Value, aval: Aval) -> AnyArray:
     return array
 
 
-def _carried_demands(place: Place, avals: Sequence[Aval]) -> Wanted:
-    """What a loop reads of the values it carries: their declared dtypes."""
-    return tuple(demand_for(aval, place.settings.dtype) for aval in avals)
-
-
 def _carried(place: Place, arrays: Sequence[AnyArray]) -> list[Value]:
     """What a loop carries counts as computed, in the precision that it declares.
 
@@ -201,10 +193,11 @@ def _as_constant(value: Value, variable: Var) -> Value:
     return value.as_float32()
 
 
-def _loop_place(place: Place, equation: JaxprEqn) -> Place:
+def _loop_place(case: Case) -> Place:
     """The place inside of a loop, whose results go into its next turn, too."""
-    reach = place.reach and reach_of_program(sub_jaxprs(equation)[0], place.reach)
-    return dataclasses.replace(place, reach=reach, is_in_loop=True)
+    reach = case.place.reach
+    reach = reach and reach_of_program(sub_jaxprs(case.equation)[0], reach)
+    return dataclasses.replace(case.place, reach=reach, is_in_loop=True)
 
 
 # --- What a scan stacks and carries in half precision ---------------------------------

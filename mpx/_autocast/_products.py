@@ -23,28 +23,20 @@ import jax.numpy as jnp
 
 from .._ambient_record import ambient
 from .._jax_compat import is_transposed, manual_axes
-from .._program import (
-    aval_of,
-    avals,
-    count,
-    properties,
-)
+from .._program import aval_of, avals, count, properties, summed_numbers
 from .._quantize import (
     AbstractProduct,
     AbstractRecipe,
     ConvolutionProduct,
     LinearProduct,
-    PrequantizedWeight,
     QuantizedArray,
     RaggedProduct,
     formats_of,
     has_blocks,
     has_ragged_form,
-    linear_convolution,
-    linear_product,
-    linear_ragged_product,
     may_read,
     path_of,
+    quantized_product,
     rounds_stochastically,
     stored_ahead,
     target_from,
@@ -56,13 +48,12 @@ from .._recipe_state import (
     shared,
     with_input_scale,
 )
-from .._typing import AnyArray
+from .._typing import AnyArray, Length
 from .._wire import dtype_of_sums
-from ._context import Run, Value, computed
+from ._context import Usage, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import noted, refuse_slow
 from ._reach import DERIVATIVE, UNUSED, Reach
-from ._records import Usage
 
 _VECTOR, _FINAL = "a product with a vector", "the final projection"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an
@@ -72,14 +63,11 @@ _NARROW, _MUCH = 128, 16
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
 
 
-def choose_recipe(
-    run: Run, case: Case, choice: Choice, is_asked_for: bool = False
-) -> Choice:
+def choose_recipe(case: Case, choice: Choice, is_asked_for: bool) -> Choice:
     """The choice for a product, given what is chosen where there is no recipe.
 
     Args:
-        run: The run, which notes a batch of one row.
-        case: The product.
+        case: The product, whose run notes a batch of one row.
         choice: The choice for half precision.
         is_asked_for: Whether a rule asks for low precision.
 
@@ -95,7 +83,7 @@ def choose_recipe(
     why_not = _why_unsupported(case)
     left_alone = None if is_asked_for else _why_left_alone(case)
     if why_not == _VECTOR and left_alone is None and _is_batch_of_one(case):
-        run.note(Usage(one_row=frozenset((recipe,))))
+        case.run.note(Usage(one_row=frozenset((recipe,))))
         # The batch that a state is made with may have one row, and those of steps more;
         # and what is computed with it has the numbers of the training for one row, too.
         is_whole = is_collecting_requests() or _by_state(case)
@@ -135,21 +123,24 @@ def _why_unsupported(case: Case) -> str | None:
     if case.place.has_own_rule:
         return "a function with a derivative rule of its own"
     if case.name == _CONVOLUTION:
-        assert case.settings.recipe is not None
-        return _why_unsupported_convolution(case, case.settings.recipe)
+        recipe = case.settings.recipe
+        if recipe is not None and has_blocks(recipe):
+            return "a convolution needs a recipe with one scale for each array"
+        return _why_unsupported_order(case, "convolution")
     if case.name == _RAGGED:
         return _why_unsupported_ragged(case)
-    left, right = avals(case.equation.invars[:2])
-    (left_sum, right_sum), (left_batch, right_batch) = case.equation.params[
-        "dimension_numbers"
+    sizes = summed_numbers(case.equation), *map(count, _free_axes(case))
+    return _VECTOR if min(sizes) <= 1 else None
+
+
+def _free_axes(case: Case) -> list[list[Length]]:
+    """The lengths of the axes of both operands that a product keeps."""
+    both = avals(case.equation.invars[:2])
+    contracted, batch = case.equation.params["dimension_numbers"]
+    return [
+        [n for i, n in enumerate(aval.shape) if i not in (*sums, *batched)]
+        for aval, sums, batched in zip(both, contracted, batch, strict=True)
     ]
-    sums = count(left.shape[i] for i in left_sum)
-    rows = count(n for i, n in enumerate(left.shape) if i not in left_sum)
-    columns = count(n for i, n in enumerate(right.shape) if i not in right_sum)
-    batch = count(left.shape[i] for i in left_batch)
-    if min(sums, rows // max(batch, 1), columns // max(batch, 1)) <= 1:
-        return _VECTOR
-    return None
 
 
 def _is_batch_of_one(case: Case) -> bool:
@@ -161,14 +152,8 @@ def _is_batch_of_one(case: Case) -> bool:
     weights = [v.facts.is_weight for v in case.operands[:2]]
     if weights.count(True) != 1:
         return False
-    data = weights.index(False)
-    both = avals(case.equation.invars[:2])
-    contracted, batch = case.equation.params["dimension_numbers"]
-    free = [
-        [n for i, n in enumerate(aval.shape) if i not in sums and i not in batched]
-        for aval, sums, batched in zip(both, contracted, batch, strict=True)
-    ]
-    rows, columns = free[data], free[1 - data]
+    free = _free_axes(case)
+    rows, columns = free[weights.index(False)], free[weights.index(True)]
     return bool(rows) and count(rows) <= 1 < count(columns)
 
 
@@ -185,12 +170,6 @@ def _why_unsupported_order(case: Case, what: str) -> str | None:
     if case.operands[0].facts.is_weight or not case.operands[1].facts.is_weight:
         return f"a {what} of other things than data with a weight"
     return None
-
-
-def _why_unsupported_convolution(case: Case, recipe: AbstractRecipe) -> str | None:
-    if has_blocks(recipe):
-        return "a convolution needs a recipe with one scale for each array"
-    return _why_unsupported_order(case, "convolution")
 
 
 def _why_left_alone(case: Case) -> str | None:
@@ -221,13 +200,8 @@ def _by_state(case: Case) -> bool | None:
 
 
 def _is_narrow(case: Case, weight: Value) -> bool:
-    which = 0 if weight is case.operands[0] else 1
-    contracted, batch = case.equation.params["dimension_numbers"]
-    shape = aval_of(case.equation.invars[which]).shape
-    sums = count(shape[i] for i in contracted[which])
-    others = (*contracted[which], *batch[which])
-    columns = count(n for i, n in enumerate(shape) if i not in others)
-    narrow, wide = sorted((sums, columns))
+    columns = count(_free_axes(case)[0 if weight is case.operands[0] else 1])
+    narrow, wide = sorted((summed_numbers(case.equation), columns))
     return narrow < _NARROW and wide >= _MUCH * narrow
 
 
@@ -301,16 +275,15 @@ def _product_of(case: Case, choice: Choice) -> AbstractProduct:
     )
 
 
-def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
+def emit_quantized(case: Case, choice: Choice) -> list[Value]:
     """Binds a quantized product.
 
     Args:
-        run: The run, in which the recipe counts as used.
-        case: The product.
+        case: The product, in whose run the recipe counts as used.
         choice: What was chosen for it.
     """
     assert case.settings.recipe is not None
-    run.note(Usage(recipes=frozenset((case.settings.recipe,))))
+    case.run.note(Usage(recipes=frozenset((case.settings.recipe,))))
     product = _product_of(case, choice)
     if case.settings.is_strict:
         refuse_slow(case, product)
@@ -324,12 +297,10 @@ def emit_quantized(run: Run, case: Case, choice: Choice) -> list[Value]:
         choice = choice._replace(detail=detail)
         weight = _weight_of(case.operands).facts.parameter or ""
     with noted(case.name, choice, weight, path, formats):
-        return _emit_product(case, choice, product, run.step)
+        return _emit_product(case, choice, product)
 
 
-def _emit_product(
-    case: Case, choice: Choice, product: AbstractProduct, step: AnyArray | None
-) -> list[Value]:
+def _emit_product(case: Case, choice: Choice, product: AbstractProduct) -> list[Value]:
     """Binds it; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
     weight = _weight_of(case.operands)
@@ -342,7 +313,7 @@ def _emit_product(
             product = dataclasses.replace(product, is_weight_measured=True)
         data = case.operands[1 if weight is case.operands[0] else 0]
         scales = _with_one_input_scale(data, product.recipe, scales)
-    step = step if rounds_stochastically(product.recipe) else None
+    step = case.run.step if rounds_stochastically(product.recipe) else None
     gathering = weight.gathering
     sent = gathering and gathering.arrive_quantized(product, scales)
     array, ahead = sent or (weight.array, None)
@@ -351,12 +322,10 @@ def _emit_product(
     if weight.float32_source is not None and product._wants_wide_weight():
         product = dataclasses.replace(product, weight_dtype=array.dtype)
         array = weight.float32_source.array
-    left, right = (
-        array if v is weight else v.cast(choice.dtype) for v in case.operands[:2]
-    )
-    besides = scales, step, ahead
+    pair = [array if v is weight else v.cast(choice.dtype) for v in case.operands[:2]]
+    sizes = [v.array for v in case.operands[2:]]  # of the groups of a ragged product
     with _explaining_forward_mode():
-        result = _bound(product, left, right, case, besides)
+        result = quantized_product(product, (*pair, *sizes), scales, step, ahead)
     for policy in case.place.saving:
         result = policy.named(case.equation, result)
     return [computed(result)]
@@ -366,22 +335,6 @@ def _stored_for(product: AbstractProduct, weight: Value) -> QuantizedArray | Non
     """What a weight is stored in, if a product reads that as it is."""
     stored = weight.stored
     return stored if stored is not None and may_read(product, stored) else None
-
-
-def _bound(
-    product: AbstractProduct,
-    left: AnyArray,
-    right: AnyArray,
-    case: Case,
-    besides: tuple[AnyArray | None, AnyArray | None, PrequantizedWeight | None],
-) -> AnyArray:
-    if isinstance(product, ConvolutionProduct):
-        return linear_convolution(product, left, right, *besides)
-    if isinstance(product, RaggedProduct):
-        sizes, (scales, step, _) = case.operands[2].array, besides
-        return linear_ragged_product(product, left, right, sizes, scales, step)
-    assert isinstance(product, LinearProduct)
-    return linear_product(product, left, right, *besides)
 
 
 @contextlib.contextmanager

@@ -56,14 +56,7 @@ def reach_of_results(avals: Sequence[Aval]) -> tuple[Reach, ...]:
 class _ReachFlow(BackwardFlow[Reach]):
     """Where values go, from where the results of their users go."""
 
-    @property
-    def nothing(self) -> Reach:
-        """Nobody uses it."""
-        return UNUSED
-
-    def join(self, a: Reach, b: Reach) -> Reach:
-        """Where two users take it."""
-        return a | b
+    nothing = UNUSED
 
     def operands(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
         """A product, whatever program it holds, is an end of its own."""

@@ -5,18 +5,12 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence, Set
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    jaxpr_as_fun,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.typing import ArrayLike
 
 from .._dtypes import HALF
@@ -31,49 +25,54 @@ from .._program import (
     measured_bytes,
 )
 from .._typing import AnyArray
-from ._context import FULL, Facts, Place, Run, Value
+from ._context import FULL, Facts, Place, Run, Usage, Value
 from ._demand import Demand, Demands
 from ._notes import USED, IslandNote, noted_cast, noted_island
-from ._records import Usage
 
 Values = dict[Var, Value]
 Dtypes = Sequence[np.dtype]
-Emit = Callable[[Place, JaxprEqn, Values], None]
 
 
-def emit_island(
-    run: Run, place: Place, island: Island, values: Values, ahead: Demands, emit: Emit
-) -> None:
+class Site(NamedTuple):
+    """Where islands are emitted.
+
+    Attributes:
+        run: The run, which keeps islands.
+        place: Where the program stands.
+        ahead: The plan of the program.
+        values: Values by variable, to which results are added.
+        emit: Emits one equation, given values, and adds its results.
+    """
+
+    run: Run
+    place: Place
+    ahead: Demands
+    values: Values
+    emit: Callable[[Place, JaxprEqn, Values], None]
+
+
+def emit_island(site: Site, island: Island) -> None:
     """Emits an island, to be recomputed in the backward pass if that saves memory.
 
     What comes in float32 but was half precision goes in as it was, and what goes out
     only to be cast is cast inside: so nothing in float32 crosses the border that need
     not. Equal islands, those of equal layers, are emitted once.
-
-    Args:
-        run: The run, which keeps islands.
-        place: Where it stands.
-        island: The island.
-        values: Values by variable; the island's results are added.
-        ahead: The plan of the program.
-        emit: Emits one equation, given values, and adds its results.
     """
-    made = None
+    made, values, known = None, site.values, site.run.islands
     if any(map(may_keep, island.equations)):
         shared = tuple(i for i, v in enumerate(island.inputs) if values[v].is_shared)
-        key = _signature(run, place, island, values, ahead), shared
-        if key not in run.islands:
+        key = _signature(site, island), shared
+        if key not in known:
             # An island ends where mesh or device change, so one equation speaks for
             # all.
             with execution_context(island.equations[0]):
-                made = _recomputed(run, place, island, values, ahead, emit, shared)
-            run.islands[key] = made
-        made = run.islands[key]
+                known[key] = _recomputed(site, island, shared)
+        made = known[key]
     if made is not None:
-        return made.emit(run, island, values, ahead)
+        return made.emit(site, island)
     for equation in island.equations:
         if not all(v in values for v in equation.outvars):  # a copy, there already
-            emit(place, equation, values)
+            site.emit(site.place, equation, values)
 
 
 def _arrays(island: Island, values: Values) -> dict[Var, AnyArray]:
@@ -160,11 +159,12 @@ class _Recomputed:
     used: Usage
     note: IslandNote | None
 
-    def emit(self, run: Run, island: Island, values: Values, ahead: Demands) -> None:
+    def emit(self, site: Site, island: Island) -> None:
         """Emits an island like the one that it was made from, and adds its results.
 
         It may be of another program, whose plan says who reads them.
         """
+        run, values, ahead = site.run, site.values, site.ahead
         run.note(self.used)
         noting = noted_island(self.note) if self.note else contextlib.nullcontext()
         with noting, execution_context(island.equations[0]):
@@ -183,15 +183,10 @@ class _Recomputed:
 
 
 def _recomputed(
-    run: Run,
-    place: Place,
-    island: Island,
-    values: Values,
-    ahead: Demands,
-    emit: Emit,
-    places: tuple[int, ...],
+    site: Site, island: Island, places: tuple[int, ...]
 ) -> _Recomputed | None:
     """Makes a function of an island that recomputes it; None if it is not worth it."""
+    run, place, ahead, values, emit = site
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
     dtypes = {v: values[v].dtype for v in arrays}
@@ -271,10 +266,9 @@ def _note_of(
     return IslandNote(before, after)
 
 
-def _signature(
-    run: Run, place: Place, island: Island, values: Values, ahead: Demands
-) -> Hashable:
+def _signature(site: Site, island: Island) -> Hashable:
     """What islands have in common that are emitted alike."""
+    run, place, ahead, values, _ = site
     if run.uses.notes or place.settings.is_strict:  # each one is looked at
         return object()
     numbers = {v: i for i, v in enumerate(island.inputs)}

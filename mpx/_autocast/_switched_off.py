@@ -7,35 +7,26 @@ function is traced and emitted like others.
 """
 
 import contextlib
-from collections.abc import Callable
 
 from jaxtyping import PyTree
 
 from .._ambient_record import ambient, with_ambient
 from .._nnx_graph import has_nnx_objects
-from .._settings import Settings, Weights, region
+from .._settings import Settings, region
 from .._stored_weights import dequantize_weights
-from ._call import call_autocast
-from ._records import Programs
+from ._call import Invocation, call_autocast
 
 
 class _SwitchedOnInside(Exception):
     """A region of a function that is switched off says that it is not."""
 
 
-def call_switched_off(
-    settings: Settings,
-    weights: Weights,
-    programs: Programs,
-    func: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> PyTree:
-    """Calls a function as it is; see `call_autocast` for the arguments."""
+def call_switched_off(call: Invocation) -> PyTree:
+    """Calls a function as it is."""
     around = ambient()
     if around.source is not None:
         around.source.is_switched_off = True
-    func, args, kwargs = dequantize_weights((func, args, kwargs))
+    func, args, kwargs = dequantize_weights((call.func, call.args, call.kwargs))
     if around.is_tracing:  # an autocast function around it leaves this part alone
         with region(Settings.of(is_enabled=False)):
             return func(*args, **kwargs)
@@ -50,7 +41,7 @@ def call_switched_off(
                 "Flax NNX objects, which have been changed by now. Switch the region "
                 "and the function on and off together."
             ) from None
-    return call_autocast(settings, weights, programs, func, args, kwargs)
+    return call_autocast(call._replace(func=func, args=args, kwargs=kwargs))
 
 
 def is_switched_off() -> bool:

@@ -32,14 +32,10 @@ from .._settings import (
 )
 from .._typing import DTypeLike
 from .._wraps import wraps
-from ._call import call_autocast, call_recomputing
+from ._call import Invocation, call_autocast, call_recomputing
+from ._context import Programs
 from ._notes import expect_unused
-from ._records import Programs
-from ._switched_off import (
-    call_switched_off,
-    is_switched_off,
-    region_of_switched_off,
-)
+from ._switched_off import call_switched_off, is_switched_off, region_of_switched_off
 
 _CALL = "`mpx.autocast`"
 
@@ -346,11 +342,9 @@ def _wrapped(
         if cast is not None:
             _refuse_cast_inputs(cast)
         places = weights_in_call(func, weights, args, kwargs, _CALL)
-        if settings.residuals is None:
-            settings = dataclasses.replace(settings, residuals=_residuals(settings))
-        if not settings.is_enabled:
-            return call_switched_off(settings, places, programs, func, args, kwargs)
-        return call_autocast(settings, places, programs, func, args, kwargs)
+        settings = dataclasses.replace(settings, residuals=_residuals(settings))
+        call = Invocation(settings, places, programs, func, args, kwargs)
+        return call_autocast(call) if settings.is_enabled else call_switched_off(call)
 
     given = {"options": options, "weights": weights, "is_explicit": is_explicit}
     again = functools.partial(_wrapped, **given)
@@ -363,20 +357,20 @@ def _wrapped(
 def with_rule(func: Callable[..., PyTree], rule: Rule) -> Callable[..., PyTree]:
     """What autocast made, made again with a rule before all others."""
     expect_unused(rule)
-    mark: Mark = getattr(func, MARK)
-    rules = mark.settings.rules
+    rules = getattr(func, MARK).settings.rules
     first = Rules(rule, *rules.rules, looks_ahead=rules.looks_ahead)
-    explicit = mark.settings.explicit | {"rules"}
-    options = dataclasses.replace(mark.settings, rules=first, explicit=explicit)
-    return _wrapped(mark.func, options, mark.weights, mark.has_explicit_weights)
+    return _made_again(func, rules=first)
 
 
 def with_dtype(func: Callable[..., PyTree], dtype: np.dtype) -> Callable[..., PyTree]:
     """What autocast made, made again in another half precision datatype."""
+    return _made_again(func, dtype=dtype)
+
+
+def _made_again(func: Callable[..., PyTree], **options: Any) -> Callable[..., PyTree]:
     mark: Mark = getattr(func, MARK)
-    explicit = mark.settings.explicit | {"dtype"}
-    options = dataclasses.replace(mark.settings, dtype=dtype, explicit=explicit)
-    return _wrapped(mark.func, options, mark.weights, mark.has_explicit_weights)
+    changed = Settings.of(**options).within(mark.settings)
+    return _wrapped(mark.func, changed, mark.weights, mark.has_explicit_weights)
 
 
 def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -384,8 +378,7 @@ def recomputing(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        settings = resolved(Settings())
-        residuals = settings.residuals or _residuals(settings)
+        residuals = _residuals(resolved(Settings()))
         return call_recomputing(residuals, func, args, kwargs)
 
     return wrapper
@@ -397,14 +390,14 @@ def ambient_residuals() -> str:
     target = settings.target or target_from(None)
     if settings.residuals is None and target.platform == "tpu":
         return "fast"  # not counted since autocast's became "small" there
-    return settings.residuals or _residuals(settings)
+    return _residuals(settings)
 
 
 def _residuals(settings: Settings) -> str:
-    """The default of `residuals`."""
-    if settings.dtype == np.float32:
-        return "fast"  # there is no half precision value to compute it from
-    return "small"
+    """What holds, or else the default."""
+    # In float32 there is no half precision value to compute it from.
+    is_wide = settings.dtype == np.float32
+    return settings.residuals or ("fast" if is_wide else "small")
 
 
 def _refuse_cast_inputs(cast: Cast) -> NoReturn:

@@ -1,8 +1,7 @@
 """From a cause in a program to a culprit that a person can read."""
 
 import linecache
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
@@ -13,19 +12,19 @@ from .._inspect import (
     scope_path,
     user_frame,
 )
-from .._program import Location, ScopeEntry, properties, scopes
+from .._program import properties, scopes
 from ._badness import Range
-from ._descend import Found
-from ._level import Step
+from ._graph import Step
 from ._origin import gradient_of, input_of, parameters_of
 from ._phase import phase_of
 from ._replay import Replay
 from ._report import Culprit
+from ._search import Cause
 
 
 def culprit_of(
     replay: Replay,
-    found: Found,
+    cause: Cause,
     names: Sequence[str],
     weights: Sequence[str | None],
     above: float | None,
@@ -34,29 +33,26 @@ def culprit_of(
 
     Args:
         replay: The step.
-        found: The cause.
+        cause: The cause.
         names: For each input of the step its name.
         weights: The same, None for what is no weight.
         above: What counts as large, if that was asked for.
     """
-    cause = found.cause
-    step, place = cause.step, _place(found)
-    entries: tuple[ScopeEntry, ...] = place.scopes
-    frames = place.frames
+    step, entries, frames = cause.step, (), ()
     if step is not None:
-        entries = (*entries, *scopes(step.equation))
-        frames = place.frames_of(step.equation)
+        entries = (*step.place.scopes, *scopes(step.equation))
+        frames = step.place.frames_of(step.equation)
     note = innermost_note(entries)
     primitive = computed = step.primitive if step is not None else "input"
     if not cause.results:
         primitive = computed = "input" if step is None else "constant"
     elif note is not None and note.primitive:
         primitive = note.primitive
-    index = input_of(found) if not cause.results else None
-    parameters = parameters_of(found, weights)
-    when, gradient = phase_of(found), ""
+    index = input_of(cause) if not cause.results else None
+    parameters = parameters_of(cause, weights)
+    when, gradient = phase_of(cause), ""
     if when == "backward":
-        outputs = gradient_of(found)
+        outputs = gradient_of(cause)
         gradient = "wgrad" if outputs else "dgrad"
         parameters = tuple(replay.places[i] for i in outputs) or parameters
     if note is not None and note.weight and not gradient:
@@ -64,7 +60,7 @@ def culprit_of(
     kind = _kind(cause.made)
     if above is not None and kind in ("", "inf"):
         kind = "large"
-    maker = _maker(found)
+    maker = _maker(cause)
     frame = user_frame(frames)
     code = "" if frame is None else linecache.getline(frame.file, frame.line).strip()
     return Culprit(
@@ -78,11 +74,11 @@ def culprit_of(
         phase=when,
         gradient=gradient,
         parameters=parameters if index is None else (names[index],),
-        inside=tuple(f"{w.step.primitive}, {w.text}" for w in found.way if w.text),
-        devices=cause.devices if _is_on_devices(found) else (),
+        inside=tuple(_inside(cause)),
+        devices=cause.devices,
         operands=cause.ranges,
         results=cause.made,
-        reason=_reason(found, kind, above) + _of_zero(found, maker),
+        reason=_reason(cause, kind, above) + _of_zero(cause, maker),
         made_by="" if maker is None else maker.primitive,
         made_at=""
         if maker is None
@@ -90,33 +86,46 @@ def culprit_of(
     )
 
 
-def _maker(found: Found) -> Step | None:
+def _inside(cause: Cause) -> Iterator[str]:
+    """The loops and branches that it stands in, the outermost first."""
+    index = iter(cause.index)
+    for scope in cause.step.around if cause.results and cause.step else ():
+        at = next(index) if scope.length is not None else scope.branch
+        if scope.primitive == "scan":
+            yield f"scan, turn {at} of {scope.length}"
+        elif scope.primitive == "while":
+            yield f"while, turn {at}"
+        elif scope.primitive == "cond":
+            yield f"cond, branch {at + 1} of {len(scope.equation.params['branches'])}"
+
+
+def _maker(cause: Cause) -> Step | None:
     """The operation that made what an operation cannot take.
 
     Of a cast a number that does not fit, of a division or a logarithm a zero.
     """
-    level, step = found.cause.level, found.cause.step
-    if step is None or not found.cause.results:
+    graph, step = cause.graph, cause.step
+    if step is None or not cause.results:
         return None
     if step.primitive != _CAST:
-        return _zero_maker(found, step)
-    return level.maker(level.source(step.operands[0]))
+        return _zero_maker(cause, step)
+    return graph.makers.get(graph.source(step.operands[0]))
 
 
-def _zero_maker(found: Found, step: Step) -> Step | None:
+def _zero_maker(cause: Cause, step: Step) -> Step | None:
     """The operation that made a zero of numbers in half precision that are none.
 
     An underflow, or a difference that is rounded away.
     """
-    level, zeros = found.cause.level, found.cause.zeros
-    if not _divides(found) and step.primitive not in _LOGARITHMS:
+    graph, zeros = cause.graph, cause.zeros
+    if not _divides(step) and step.primitive not in _LOGARITHMS:
         return None
     value = step.operands[-1]
-    while zeros.get(value) and (maker := level.maker(value)) is not None:
+    while zeros.get(value) and (maker := graph.makers.get(value)) is not None:
         numbers = [v for v in maker.operands if v in zeros]
         before = [v for v in numbers if zeros[v]]
         if not before:
-            dtype = getattr(level.aval(value), "dtype", None)
+            dtype = getattr(graph.aval(value), "dtype", None)
             is_small = dtype is not None and dtype.itemsize < 4
             return maker if is_small and numbers else None
         value = before[0]
@@ -129,62 +138,50 @@ def _kind(made: Sequence[Range]) -> str:
     return " and ".join(["nan"] * has_nan + ["inf"] * has_inf)
 
 
-def _of_zero(found: Found, maker: Step | None) -> str:
-    step = found.cause.step
+def _of_zero(cause: Cause, maker: Step | None) -> str:
+    step = cause.step
     if maker is None or step is None or step.primitive == _CAST:
         return ""
-    dtype = found.cause.level.aval(maker.results[0]).dtype
+    dtype = cause.graph.aval(maker.results[0]).dtype
     what = "rounded to" if maker.primitive in ("add", "sub") else "underflowed to"
     return f", which {what} it in {dtype}"
 
 
-def _place(found: Found) -> Location:
-    step = found.cause.step
-    return step.place if step is not None else Location()
-
-
-def _is_on_devices(found: Found) -> bool:
-    return any(within.step.primitive == "shard_map" for within in found.way)
-
-
-def _reason(found: Found, kind: str, above: float | None) -> str:
-    cause = found.cause
-    if not cause.results:
-        what = "an input of the step" if cause.step is None else "a constant"
+def _reason(cause: Cause, kind: str, above: float | None) -> str:
+    step = cause.step
+    if step is None or not cause.results:
+        what = "an input of the step" if step is None else "a constant"
         is_finite = above is not None and not any(one.bad for one in cause.made)
         how = f"above {above:g}" if is_finite else "not finite"
         return f"it is {what} that is {how}"
     operands, made = cause.ranges, cause.made
     if above is not None and kind == "large":
         return f"a number above {above:g}"
-    result = cause.level.aval(cause.value)
+    result = cause.graph.aval(cause.value)
     if kind == "inf" and operands and not any(o.bad for o in operands):
         amax = max(o.amax for o in operands)
         largest = float(jnp.finfo(result.dtype).max)
-        is_cast = cause.step is not None and cause.step.primitive == _CAST
-        if is_cast:
+        if step.primitive == _CAST:
             return f"does not fit in {result.dtype}: {amax:.3g} > {largest:.5g}"
-        if _divides(found) and any(o.zeros for o in operands):
+        if _divides(step) and any(o.zeros for o in operands):
             return "a division by zero"
-        if cause.step is not None and cause.step.primitive in _LOGARITHMS:
+        if step.primitive in _LOGARITHMS:
             return "the logarithm of zero"
         return f"the result does not fit in {result.dtype} (largest {largest:.5g})"
-    if kind == "nan" and _divides(found):
+    if kind == "nan" and _divides(step):
         return "zero divided by zero" if any(o.zeros for o in operands) else ""
-    return _domain(found, operands, made)
+    return _domain(step, operands, made)
 
 
 _CAST = "convert_element_type"
 _LOGARITHMS = ("log", "log2", "log1p")
 
 
-def _divides(found: Found) -> bool:
-    step: Any = found.cause.step
+def _divides(step: Step) -> bool:
     return step.primitive in ("div", "rem", "rsqrt", "integer_pow", "pow")
 
 
-def _domain(found: Found, operands: Sequence[Range], made: Sequence[Range]) -> str:
-    step: Any = found.cause.step
+def _domain(step: Step, operands: Sequence[Range], made: Sequence[Range]) -> str:
     is_negative = bool(operands) and operands[0].least < 0
     if step.primitive in ("sqrt", "rsqrt", "pow", *_LOGARITHMS) and is_negative:
         return f"of a negative number, {operands[0].least:.3g}"

@@ -1,220 +1,341 @@
-"""Following what is bad through the operations of a level, from results back.
+"""The values of a program and of all programs in it, and where each comes from.
 
-Looking at every value of a program costs more than the program. So at first only a few
-are looked at, those that are stored anyway: what products make, and what goes in. That
-leaves a *region*: the operations between values that are good and the first that is
-bad. Only in there every value is looked at.
+Values are numbers. Programs that an equation only calls (under jit, in a checkpoint, in
+a rule of the user's) are opened into the *scope* that they stand in. A loop, a branch
+and `shard_map` have scopes of their own, whose inputs and outputs are joined to the
+operands and results of their equation. So where a value comes from is read off, from
+any depth.
+
+A value in a loop is another one in each turn. An *instance* is a value with an index:
+the turn in each loop around it, the outermost first. Turns of a scan have the place of
+what they take of arrays. Devices are not told apart, since they hand values around.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import jax.numpy as jnp
-import numpy as np
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from .._dtypes import full_precision_of
-from .._jax_compat import scan_counts
-from .._program import PrimitiveClass, properties
-from ._badness import is_number
-from ._level import Level, Step, is_apart, operands_of
+from .._program import (
+    Location,
+    SubJaxpr,
+    aval_of,
+    is_seen_into,
+    properties,
+    sub_jaxprs,
+)
+from .._typing import AnyArray, Atom, Aval
 
-Bits = Mapping[int, np.ndarray]
-"""For each value that is looked at whether it is bad, on each device."""
-
-# A level of fewer values is looked at as a whole.
-_FEW = 40
-
-
-def is_bad(bits: Bits, value: int) -> bool:
-    """Whether a value is known to be bad, on any device."""
-    found = bits.get(value)
-    return found is not None and bool(found.any())
+Index = tuple[int, ...]
+Instance = tuple[int, Index]
 
 
-def all_values(level: Level) -> list[int]:
-    """The values that hold numbers, each once."""
-    values = [*level.inputs, *level.constants]
-    values += [v for step in level.steps for v in step.results]
-    return _distinct(level, values)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scope:
+    """A program within the whole one whose operations run together.
 
-
-def stored_values(level: Level) -> list[int]:
-    """Those that are looked at first; all, if there are few."""
-    every = all_values(level)
-    if len(every) <= _FEW:
-        return every
-    values = [*level.inputs, *level.constants, *level.outputs]
-    # The product that gives a weight's gradient is followed by the gradient itself; to
-    # look at both holds more than the step does (a GPT of 4 layers: 142 MB, not 136).
-    lead_on = _values_before_products(level)
-    for step in level.steps:
-        if step.primitive == "scan":
-            # Not what it stacks: XLA would copy that for the loop of the backward
-            # pass (jaxlib 0.10.2, 2026-11: twice the memory of a step).
-            values += step.results[: scan_counts(step.equation.params)[1]]
-        elif is_composite(step):
-            values += step.results
-        elif _is_product(step):
-            values += [v for v in step.results if v in lead_on]
-    return _distinct(level, values)
-
-
-def _values_before_products(level: Level) -> set[int]:
-    """The values that a product or a loop is made of, at whatever distance."""
-    found: set[int] = set()
-    for step in reversed(level.steps):
-        if is_composite(step) or _is_product(step):
-            found.update(step.operands)
-        else:
-            for result in found.intersection(step.results):
-                found.update(operands_of(step, result))
-    return found
-
-
-def _is_product(step: Step) -> bool:
-    return properties(step.primitive).kind is PrimitiveClass.HALF
-
-
-def parts(level: Level, region: Iterable[int]) -> list[list[int]]:
-    """A region in parts, in order, each of which ends where its first loop does."""
-    found: list[list[int]] = [[]]
-    for number in sorted(region):
-        found[-1].append(number)
-        if level.steps[number].primitive in ("scan", "while"):
-            found.append([])
-    return [part for part in found if part]
-
-
-def values_around(level: Level, steps: Iterable[int]) -> list[int]:
-    """The operands and results of operations."""
-    values = []
-    for number in steps:
-        step = level.steps[number]
-        values += [*step.operands, *step.results]
-    return _distinct(level, values)
-
-
-def _distinct(level: Level, values: Iterable[int]) -> list[int]:
-    values = dict.fromkeys(level.source(v) for v in values)
-    return [v for v in values if is_number(level.aval(v))]
-
-
-def regions(level: Level, bits: Bits, ends: Iterable[int]) -> list[set[int]]:
-    """Where something bad began that reached some values, the first region first.
-
-    Args:
-        level: The level.
-        bits: What is known.
-        ends: The values, which are bad.
-
-    Returns:
-        Places of operations. Each region ends in a value that is bad, and what comes
-        into it is not.
+    Attributes:
+        outer: The scope that its equation stands in; None in the whole program.
+        equation: The equation that holds it.
+        sub: The program.
+        number: Its place in the order of the program, as that of a step.
+        length: How many turns there are; None if it is no loop, or not known.
+        branch: Which branch it is, from 0.
+        operands: The numbers of the equation's operands.
+        results: The numbers of its results.
+        inputs: The numbers of its inputs.
+        outputs: The numbers of its outputs.
     """
-    found, seen, todo = [], set(), list(ends)
-    while todo:
-        value = todo.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        region, before = _region(level, bits, value)
-        if before:
-            todo += before
-        elif region:
-            found.append(region)
-    return sorted(found, key=lambda region: _order(level, max(region)))
+
+    outer: "Scope | None"
+    equation: JaxprEqn
+    sub: SubJaxpr
+    number: int
+    length: int | None
+    branch: int
+    operands: Sequence[int]
+    results: Sequence[int]
+    inputs: Sequence[int]
+    outputs: list[int]
+
+    @property
+    def primitive(self) -> str:
+        """What holds it: `scan`, `while`, `cond`, `shard_map`."""
+        return self.equation.primitive.name
+
+    @property
+    def around(self) -> "list[Scope]":
+        """It and all that are around it, the outermost first."""
+        return [*(self.outer.around if self.outer is not None else []), self]
+
+    @property
+    def places(self) -> Sequence[int]:
+        """The places of a loop's turns, in the order in which they are taken."""
+        places = range(self.length or 0)
+        is_reversed = self.primitive == "scan" and self.equation.params["reverse"]
+        return places[::-1] if is_reversed else places
+
+    @property
+    def carried(self) -> dict[int, int]:
+        """For the inputs that come from the turn before, the output that they were."""
+        return {i: o for o, i in self.sub.carried}
+
+    def outside(self, position: int, index: Index) -> Iterator[Instance]:
+        """What arrives at an input."""
+        turn = self.places.index(index[-1]) if self.length is not None else 0
+        operand = self.sub.operands[position]
+        if turn and position in self.carried:
+            before = self.places[turn - 1]
+            yield self.outputs[self.carried[position]], (*index[:-1], before)
+        elif operand is not None:  # else nobody knows
+            outer = index if self.length is None else index[:-1]
+            yield self.operands[operand], outer
+
+    def inside(self, position: int, index: Index) -> Iterator[Instance]:
+        """What may be the result that an output becomes."""
+        places: Iterable[Index] = ((place,) for place in self.places)
+        if self.primitive == "scan" and position in self.carried.values():
+            places = [(place,) for place in self.places[-1:]]
+        elif self.length is None:
+            places = [()]
+        yield from ((self.outputs[position], (*index, *place)) for place in places)
 
 
-def _region(level: Level, bits: Bits, end: int) -> tuple[set[int], list[int]]:
-    """The operations from values that are looked at to one, and the bad ones of these.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """An operation.
 
-    Those that only move numbers are none of them.
+    Attributes:
+        equation: Its equation.
+        place: What is around it.
+        scope: The program that it stands in; None for the whole one.
+        number: Its place in the order of the program.
+        operands: The numbers of its operands.
+        results: The numbers of its results.
     """
-    region, before, seen, todo = set(), [], set(), [end]
-    while todo:
-        value = todo.pop()
-        number = level.makers.get(value)
-        if value in seen or number is None:
-            continue
-        seen.add(value)
-        region.add(number)
-        for operand in operands_of(level.steps[number], value):
-            operand = level.source(operand)
-            if operand not in bits:
-                todo.append(operand)
-            elif is_bad(bits, operand):
-                before.append(operand)
-    return region, before
+
+    equation: JaxprEqn
+    place: Location
+    scope: Scope | None
+    number: int
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+    @property
+    def primitive(self) -> str:
+        """The name of its primitive."""
+        return self.equation.primitive.name
+
+    @property
+    def around(self) -> list[Scope]:
+        """The scopes that it stands in, the outermost first."""
+        return [] if self.scope is None else self.scope.around
+
+    def operands_of(self, result: int) -> tuple[int, ...]:
+        """The operands that a result depends on."""
+        if self.primitive == "optimization_barrier":
+            return (self.operands[self.results.index(result)],)
+        return self.operands
+
+    def order(self, index: Index) -> tuple[int, ...]:
+        """By which operations in turns are in the order in which they run."""
+        rest, key = iter(index), []
+        for scope in self.around:
+            turn = [] if scope.length is None else [scope.places.index(next(rest))]
+            key += [scope.number, *turn]
+        return (*key, self.number)
 
 
-def roots(level: Level, bits: Bits, ends: Iterable[int]) -> list[int]:
-    """The operations whose results are bad though their operands are not.
-
-    As far as they reach some values, the first one first.
-    """
-    live = {value for value in ends if is_bad(bits, value)}
-    found = []
-    for number in range(len(level.steps) - 1, -1, -1):
-        step = level.steps[number]
-        bad = [v for v in step.results if v in live and is_bad(bits, v)]
-        reached = {level.source(v) for r in bad for v in operands_of(step, r)}
-        reached = {v for v in reached if is_bad(bits, v)}
-        live |= reached
-        if bad and not reached:
-            found.append(number)
-    return sorted(found, key=lambda number: _order(level, number))
-
-
-def is_certain(level: Level, bits: Bits, chosen: Sequence[int], known: Bits) -> bool:
-    """Whether one operation is the cause, with no run without its results.
-
-    Its results come to a value that was looked at before by operations that make NaN or
-    infinity of NaN or infinity.
-
-    Args:
-        level: The level.
-        bits: What is known of all values there.
-        chosen: The places of operations that may be the cause.
-        known: What was known before.
-    """
-    if len(chosen) != 1:
-        return False
-    live = {v for v in level.steps[chosen[0]].results if is_bad(bits, v)}
-    for step in level.steps[chosen[0] :]:
-        if any(is_bad(known, v) for v in live):
-            return True
-        if is_apart(step):
-            pairs = zip(step.operands, step.results, strict=True)
-            live |= {result for operand, result in pairs if operand in live}
-        elif live.intersection(step.operands) and _passes_on(step):
-            live.update(step.results)
-    return any(is_bad(known, v) for v in live)
-
-
-def _passes_on(step: Step) -> bool:
-    """Whether what is bad in an operand is bad in the result, infinity or NaN."""
+def is_same_numbers(step: Step) -> bool:
+    """Whether each result holds the numbers of one operand, and nothing else."""
     known = properties(step.primitive)
-    is_whole = known.moves and not known.reads_part and not known.is_barrier
-    is_cast = known.kind is PrimitiveClass.CONVERT
-    return known.passes_on_bad or is_whole or is_cast
+    is_one = len(step.operands) == 1 and len(step.results) == 1
+    is_barrier = step.primitive == "optimization_barrier"
+    return is_barrier or (known.moves and not known.reads_part and is_one)
 
 
-def _order(level: Level, number: int) -> tuple[bool, int]:
-    """What is bad in the forward pass comes before what is in the backward pass."""
-    return level.forward.isdisjoint(level.steps[number].results), number
+class Graph:
+    """A program with all programs in it.
 
+    It is opened in the order in which a probe sees it (`mpx._program.probed`), so that
+    the probe finds steps and constants by counting.
 
-def is_composite(step: Step) -> bool:
-    """Whether an operation holds programs that can be looked into."""
-    return step.primitive in ("scan", "while", "cond", "shard_map")
+    Attributes:
+        steps: Its operations.
+        constants: What the programs hold themselves, by number.
+        inputs: The numbers of the whole program's inputs.
+        outputs: The numbers of its outputs.
+        whiles: The scopes of `while` loops.
+        makers: For each value that an operation makes the operation.
+        users: For each value the operations that use it.
+        held: The values that are operands of what holds scopes.
+        enters: For the inputs of scopes the scope, and which input it is.
+        leaves: For the results of what holds scopes the scopes, and which output it is.
+        forward: The values that the loss, the first output, depends on. The function
+            computes these without a derivative, too; others are for the gradient alone.
+    """
 
+    def __init__(
+        self, closed: ClosedJaxpr, turns: Sequence[int | None] | None = None
+    ) -> None:
+        """Opens a program; `turns` as far as they are known."""
+        self.steps: list[Step] = []
+        self.constants: dict[int, AnyArray] = {}
+        self.whiles: list[Scope] = []
+        self.makers: dict[int, Step] = {}
+        self.users: dict[int, list[Step]] = {}
+        self.held: set[int] = set()
+        self.enters: dict[int, tuple[Scope, int]] = {}
+        self.leaves: dict[int, list[tuple[Scope, int]]] = {}
+        self._avals: list[Aval] = []
+        self._known = turns
+        self.inputs = [self._new(aval) for aval in closed.in_avals]
+        whole = (self.inputs, None, Location())
+        self.outputs = self._open(closed.jaxpr, closed.consts, *whole)
+        self.forward = self.reaching(self.outputs[:1])
 
-def bad_constants(level: Level) -> list[int]:
-    """The constants that are not finite."""
-    found = []
-    for number, array in level.constants.items():
-        aval = level.aval(number)
-        if is_number(aval) and jnp.size(array):
-            wide = np.asarray(array, full_precision_of(aval.dtype))
-            if not np.all(np.isfinite(wide)):
-                found.append(number)
-    return found
+    @property
+    def turns(self) -> list[int | None]:
+        """How many turns each `while` loop takes at most; None while not known."""
+        return [scope.length for scope in self.whiles]
+
+    def aval(self, value: int) -> Aval:
+        """The type of a value."""
+        return self._avals[value]
+
+    def outermost(self) -> list[int]:
+        """The values that are made in the whole program, and not in a scope in it."""
+        steps = [step for step in self.steps if step.scope is None]
+        made = [value for step in steps for value in step.results]
+        held = (v for v, ((s, _), *_) in self.leaves.items() if s.outer is None)
+        return [*made, *held]
+
+    def source(
+        self, value: int, passes: Callable[[Step], bool] = is_same_numbers
+    ) -> int:
+        """The first value before operations that hand on what they are given.
+
+        Args:
+            value: A value.
+            passes: Which operations do; by default those that give the same numbers.
+        """
+        while (step := self.makers.get(value)) is not None and passes(step):
+            value = step.operands_of(value)[0]
+        return value
+
+    def origins(self, value: int, index: Index) -> Iterator[Instance]:
+        """What an instance is made of: operands, or what it is on the other side."""
+        step = self.makers.get(value)
+        if step is not None:
+            yield from ((operand, index) for operand in step.operands_of(value))
+        if value in self.enters:
+            scope, position = self.enters[value]
+            yield from scope.outside(position, index)
+        for scope, position in self.leaves.get(value, ()):
+            yield from scope.inside(position, index)
+
+    def reaching(self, values: Iterable[int]) -> set[int]:
+        """All values that some values depend on, in whatever turn."""
+        found: set[int] = set()
+        todo = list(values)
+        while todo:
+            value = todo.pop()
+            if value in found:
+                continue
+            found.add(value)
+            if value in self.makers:
+                todo += self.makers[value].operands_of(value)
+            if value in self.enters:
+                scope, position = self.enters[value]
+                operand = scope.sub.operands[position]
+                todo += [] if operand is None else [scope.operands[operand]]
+                if position in scope.carried:
+                    todo.append(scope.outputs[scope.carried[position]])
+            for scope, position in self.leaves.get(value, ()):
+                todo.append(scope.outputs[position])
+                if scope.primitive == "cond":
+                    todo.append(scope.operands[0])
+                if scope.primitive == "while":  # its test may read all that it carries
+                    todo += [*scope.outputs, *scope.operands]
+        return found
+
+    def _new(self, aval: Aval) -> int:
+        self._avals.append(aval)
+        return len(self._avals) - 1
+
+    def _constant(self, array: AnyArray) -> int:
+        number = self._new(jax.typeof(array))
+        self.constants[number] = array
+        return number
+
+    def _open(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[AnyArray],
+        inputs: Sequence[int],
+        scope: Scope | None,
+        place: Location,
+    ) -> list[int]:
+        values = dict(zip(jaxpr.constvars, map(self._constant, consts), strict=True))
+        values.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Atom) -> int:
+            is_literal = isinstance(atom, Literal)
+            return self._constant(atom.val) if is_literal else values[atom]
+
+        for equation in jaxpr.eqns:
+            operands = tuple(read(atom) for atom in equation.invars)
+            name = equation.primitive.name
+            if not is_seen_into(equation):
+                results = tuple(self._new(aval_of(v)) for v in equation.outvars)
+                number = len(self.steps)
+                self._add(Step(equation, place, scope, number, operands, results))
+            elif name in ("scan", "while", "cond", "shard_map"):
+                results = self._hold(equation, operands, scope, place)
+            else:
+                (sub,) = sub_jaxprs(equation)
+                inner = place.enter(equation, sub)
+                results = self._open(sub.jaxpr, sub.consts, operands, scope, inner)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _add(self, step: Step) -> None:
+        self.steps.append(step)
+        self.makers.update(dict.fromkeys(step.results, step))
+        for value in dict.fromkeys(step.operands):
+            self.users.setdefault(value, []).append(step)
+
+    def _hold(
+        self,
+        equation: JaxprEqn,
+        operands: Sequence[int],
+        outer: Scope | None,
+        place: Location,
+    ) -> list[int]:
+        """Opens the programs of an equation as scopes, and joins them to it."""
+        results = [self._new(aval_of(v)) for v in equation.outvars]
+        self.held.update(operands)
+        is_while = equation.primitive.name == "while"
+        subs = sub_jaxprs(equation)[: 1 if is_while else None]  # not the test
+        for branch, sub in enumerate(subs):
+            inputs = [self._new(aval_of(v)) for v in sub.jaxpr.invars]
+            known = (len(self.steps), self._length(equation, sub), branch)
+            ends = (operands, results, inputs, [])
+            scope = Scope(outer, equation, sub, *known, *ends)
+            self.whiles += [scope] if is_while else []
+            inner = place.enter(equation, sub)
+            scope.outputs[:] = self._open(sub.jaxpr, sub.consts, inputs, scope, inner)
+            for position, value in enumerate(inputs):
+                self.enters[value] = scope, position
+            for position, result in enumerate(sub.results):
+                if result is not None:
+                    left = self.leaves.setdefault(results[result], [])
+                    left.append((scope, position))
+        return results
+
+    def _length(self, equation: JaxprEqn, sub: SubJaxpr) -> int | None:
+        name = equation.primitive.name
+        if name == "while" and self._known is not None:
+            return self._known[len(self.whiles)]
+        return sub.trips if name == "scan" else None

@@ -16,13 +16,12 @@ from .._autocast import taking_notes
 from .._errors import describe
 from .._grad import GradientResult
 from .._loss_scaling import AbstractLossScaling
-from .._program import Call, Location, divide
+from .._program import Call, divide
 from .._tree import path_text
 from .._typing import AnyArray
 from ._badness import badness_of
-from ._descend import Found, descended
-from ._level import Level
-from ._machine import AS_WRITTEN, Machine
+from ._record import AS_WRITTEN, Runs
+from ._search import Cause, Search
 
 LOSS = "the loss"
 
@@ -68,13 +67,12 @@ class Replay:
 
         return bits
 
-    def causes(self, concern: frozenset[int], above: float | None) -> list[Found]:
+    def causes(self, concern: frozenset[int], above: float | None) -> list[Cause]:
         """The operations that made these results bad, the first one first."""
-        # Of the results the loss is the first.
-        level = Level(self.jaxpr, self.jaxpr.consts, Location(), of_loss=(0,))
         # What is bad only because XLA leaves casts out is bad in no other program.
         for options in (AS_WRITTEN, {}):
-            found = descended(Machine(options), level, self.inputs, concern, above)
+            runs = Runs(self.jaxpr, self.inputs, above, options)
+            found = Search(runs, runs.graph(), concern).causes()
             if found:
                 return found
         return []

@@ -1,350 +1,326 @@
-"""Which operation of a level made what is bad in its results.
+"""Which operation made what is bad in the results of a step.
+
+Looking at every value of a program costs more than the program. So a first run looks at
+a few that are stored anyway, those that products make. That leaves a *region*: the
+operations between values that are good and the first that is bad. A second run looks at
+all of these.
 
 A value that is bad may be harmless: a mask of -inf is, of which softmax makes zeros. So
-nothing is judged by looking at values alone. A value is *cured*, finite numbers stand
-in its place, and what is bad in the results then shows whether it was the cause.
+nothing is judged by looking at values alone. A value is cured, and what is bad in the
+results then shows whether it was the cause.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
-from .._typing import AnyArray, Aval
-from ._badness import MEASURED, Range, badness_of, cured, measured, range_of
-from ._graph import (
-    Bits,
-    all_values,
-    bad_constants,
-    is_bad,
-    is_certain,
-    is_composite,
-    parts,
-    regions,
-    roots,
-    stored_values,
-    values_around,
-)
-from ._level import Level, Step, run_level
-from ._machine import Machine
+from .._dtypes import full_precision_of
+from .._program import PrimitiveClass, properties
+from ._badness import Range, is_number, range_of
+from ._graph import Graph, Index, Instance, Step, is_same_numbers
+from ._record import Runs, Seen, is_measured
 
+# A program of fewer operations is a region as a whole.
+_FEW = 40
 # How many operations are tried one by one, and how many causes are named.
 _TRIED = 16
 _NAMED = 4
 # How often harmless operations are cured to look behind them.
 _ROUNDS = 4
-# What stands in place of infinity: for a mask still as good as that, for the result of
-# an operation a number that does not overflow at the next product.
-_FAR, _NEAR = 1e4, 1.0
-
-Concern = frozenset[int]
-"""The outputs of a level that are bad and matter."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Where something bad began in a level.
+    """Where something bad began.
 
     Attributes:
-        level: The level.
-        step: The operation; None where it is an input or a constant.
+        graph: The program.
+        step: The operation; None of an input, of a constant the first that uses it.
+        index: Its turns.
         value: The number of its first bad result, or of the input or constant.
         results: Which of its results are bad; none of an input or constant.
-        operands: The operands, as they stay on the machine.
         ranges: The ranges of operands.
         made: The ranges of results; that of the input or constant.
-        devices: The devices on which it is bad, of those of the machine.
+        devices: The devices on which it is bad.
         zeros: For values around it how many zeros they held.
     """
 
-    level: Level
+    graph: Graph
     step: Step | None
     value: int
-    results: Concern
-    operands: Sequence[Any]
-    ranges: tuple[Range, ...]
     made: tuple[Range, ...]
-    devices: tuple[int, ...]
-    zeros: dict[int, float]
+    index: Index = ()
+    results: frozenset[int] = frozenset()
+    ranges: tuple[Range, ...] = ()
+    devices: tuple[int, ...] = ()
+    zeros: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """A level on a machine, with inputs; `above` is as in `badness_of`."""
+    """A search in a program for what made some of its results bad.
 
-    machine: Machine
-    level: Level
-    inputs: Sequence[AnyArray]
-    above: float | None
+    Attributes:
+        runs: The program.
+        graph: Its operations.
+        concern: The results; with a limit all that is bad matters.
+    """
 
-    def causes(self, concern: Concern) -> list[Cause]:
-        """The operations that made what is bad in the outputs, the first one first.
+    runs: Runs
+    graph: Graph
+    concern: frozenset[int]
 
-        Empty where a run of the level does not show it.
+    def causes(self) -> list[Cause]:
+        """The operations that did it, the first one first.
+
+        Empty where a run does not show it.
         """
-        level = self.level
-        ends = [level.source(level.outputs[i]) for i in sorted(concern)]
-        watch, sites = stored_values(level), bad_constants(level)
-        if self.above is not None:  # it need not reach a result
-            watch = all_values(level)
-            ends = list(dict.fromkeys([*ends, *watch]))
-        run = self._compiled(sites, watch)
-        bits = run(np.zeros(len(sites), bool)).bits
-        if not _any_bad(bits, ends):
-            return []
-        inputs = [v for v in level.inputs if is_bad(bits, v)]
-        if inputs:
-            run = self._compiled([*sites, *inputs], watch)
-        cures = np.ones(len(sites) + len(inputs), bool)
-        sources: list[Cause] = []
-        if self.above is not None:
+        graph, above = self.graph, self.runs.above
+        bad = zip(graph.inputs, self.runs.bad_inputs(), strict=True)
+        sites = [v for v in graph.constants if self._is_bad_constant(v)]
+        sites += [value for value, is_bad in bad if is_bad]
+        region = frozenset(graph.steps if len(graph.steps) <= _FEW else ())
+        run = self._recorded(sites, region)
+        before = run(())
+        if above is not None:
             # With a limit all that is bad is told, so nothing is cured.
-            cures = ~cures
-            held = [v for v in level.constants if is_bad(bits, v)]
-            sources = self._held([*held, *inputs])[:_NAMED]
-        elif cures.size:
-            before, bits = bits, run(cures).bits
-            mended = [v for v in ends if is_bad(before, v) and not is_bad(bits, v)]
-            if mended:
-                sources = self._sources(run, [*sites, *inputs], mended)
-            if not _any_bad(bits, ends):
-                return sources
-        operations = self._operations([*sites, *inputs], cures, bits, ends)
+            ends = [(v, ()) for v in graph.outermost()]
+            found = [
+                *self._held(sites),
+                *self._operations([], before, run, region, ends),
+            ]
+            return found[:_NAMED]
+        if not self._ends(before):
+            return []
+        seen, sources = run(sites), []
+        mended = self._ends(before) - self._ends(seen)
+        if mended:
+            others = {v: [one for one in sites if one != v] for v in sites[:_TRIED]}
+            found = [v for v in others if self._ends(run(others[v])) & mended]
+            sources = self._held((found or sites)[:_NAMED])
+        ends = [(graph.outputs[i], ()) for i in sorted(self._ends(seen))]
+        operations = self._operations(sites, seen, run, region, ends) if ends else []
         return [*sources, *operations][:_NAMED]
 
-    def _sources(
-        self,
-        run: "Callable[[np.ndarray], _Seen]",
-        sites: list[int],
-        ends: list[int],
-    ) -> list[Cause]:
-        """Which inputs and constants are the cause, all of whose cures is the cure."""
-        found = []
-        for i, site in enumerate(sites[:_TRIED]):
-            switches = np.ones(len(sites), bool)
-            switches[i] = False
-            if _any_bad(run(switches).bits, ends):
-                found.append(site)
-        return self._held((found or sites)[:_NAMED])
+    def _ends(self, seen: Seen) -> frozenset[int]:
+        """The results of concern that are bad."""
+        return self.concern & frozenset(np.flatnonzero(seen.ends).tolist())
 
-    def _held(self, named: list[int]) -> list[Cause]:
+    def _is_bad_constant(self, value: int) -> bool:
+        aval, above = self.graph.aval(value), self.runs.above
+        if not is_number(aval):
+            return False
+        wide = np.asarray(self.graph.constants[value], full_precision_of(aval.dtype))
+        limit = np.finfo(wide.dtype).max if above is None else above
+        return not np.all(np.abs(wide) <= limit)
+
+    def _held(self, values: Sequence[int]) -> list[Cause]:
         """Causes that no operation made: constants and inputs."""
-        causes, level = [], self.level
-        measure = [site for site in named if _is_measured(level.aval(site))]
-        sizes = self._compiled((), (), measure)(np.zeros(0, bool)).sizes
-        for site in named:
-            users = level.users.get(site, []) if site in level.constants else []
-            step = level.steps[users[0]] if users else None
-            held = _ranges(level, [site], sizes, ())
-            causes.append(Cause(level, step, site, frozenset(), (), (), held, (), {}))
+        graph = self.graph
+        measured = [v for v in values if is_measured(graph.aval(v))]
+        sizes = dict(zip(measured, self.runs.sizes(graph, measured), strict=True))
+        causes = []
+        for value in values:
+            users = graph.users.get(value, []) if value in graph.constants else []
+            held = [range_of(graph.aval(v), sizes[v]) for v in (value,) if v in sizes]
+            causes.append(Cause(graph, next(iter(users), None), value, tuple(held)))
         return causes
 
+    def _recorded(
+        self, sites: Iterable[int], region: Iterable[Step]
+    ) -> Callable[[Iterable[int]], Seen]:
+        """A run of the values that are cured in it: of `sites`, or made in a region."""
+        made = [v for step in region for v in step.results]
+        watched = self.graph.steps if self.runs.above is not None else self._stored
+        return self.runs.recorded(self.graph, [*sites, *made], watched, region)
+
+    @functools.cached_property
+    def _stored(self) -> list[Step]:
+        """The operations whose results are looked at first: products.
+
+        The product that gives a weight's gradient is followed by the gradient itself;
+        to look at both holds more than the step does (a GPT of 4 layers: 142 MB, not
+        136).
+        """
+        products = [step for step in self.graph.steps if _is_product(step)]
+        lead_on = self.graph.reaching(v for step in products for v in step.operands)
+        return [step for step in products if not lead_on.isdisjoint(step.results)]
+
     def _operations(
-        self, sites: list[int], cures: np.ndarray, bits: Bits, ends: list[int]
+        self,
+        cured: Sequence[int],
+        seen: Seen,
+        run: Callable[[Iterable[int]], Seen],
+        region: frozenset[Step],
+        ends: Sequence[Instance],
     ) -> list[Cause]:
-        """The operations that are the cause, with these values cured."""
-        level, first = self.level, []
+        """The operations that are the cause, with these values cured.
+
+        Args:
+            cured: Values.
+            seen: What a run shows.
+            run: That run, or a later one.
+            region: The operations that it looks into.
+            ends: What is bad in the end.
+        """
+        first: list[Cause] = []
         for _ in range(_ROUNDS):
-            chosen, seen = self._chosen(sites, cures, bits, ends)
-            if not chosen or seen is None:
+            wanted = self._region(seen, ends)
+            if not wanted:
                 return first
-            if self.above is not None or is_certain(level, seen.bits, chosen, bits):
-                chosen = chosen[:_NAMED]
-                return [self._cause(level.steps[n], seen) for n in chosen]
-            results = [v for n in chosen for v in level.steps[n].results]
-            results = [v for v in results if is_bad(seen.bits, v)]
-            judged, bits = self._judged(sites, cures, chosen, results, ends)
-            causes = [self._cause(level.steps[n], seen) for n in judged or chosen[:1]]
-            if judged or not _any_bad(bits, ends):
+            if not wanted <= region:
+                region = frozenset(wanted)
+                run = self._recorded(cured, region)
+            seen = run(cured)
+            roots = self._roots(seen, ends)
+            steps = list(roots)[:_TRIED]
+            if not steps:
+                return first
+            if self.runs.above is not None:
+                return [self._cause(step, roots[step], seen) for step in steps[:_NAMED]]
+            judged, healthy = self._judged(run, cured, steps)
+            causes = [
+                self._cause(step, roots[step], seen) for step in judged or steps[:1]
+            ]
+            left = self._ends(healthy)
+            if judged or not left:
                 return causes[:_NAMED]
             # They are harmless: what is bad is so without them.
             first = first or causes
-            sites = [*sites, *results]
-            cures = np.ones(len(sites), bool)
+            cured = [*cured, *(v for step in steps for v in step.results)]
+            seen, ends = healthy, [(self.graph.outputs[i], ()) for i in sorted(left)]
         return first
 
-    def _chosen(
-        self, sites: list[int], cures: np.ndarray, bits: Bits, ends: list[int]
-    ) -> "tuple[list[int], _Seen | None]":
-        """Operations that made something bad of what is not, and what a run shows."""
-        level = self.level
-        bad = [v for v in ends if is_bad(bits, v)]
-        found = set().union(*regions(level, bits, bad)[:_NAMED])
-        known: dict[int, np.ndarray] = {}
-        for part in parts(level, found):
-            seen = self._looked_into(sites, cures, part, known)
-            # What is bad comes out by what the operations make.
-            made = [v for number in part for v in level.steps[number].results]
-            chosen = roots(level, seen.bits, [level.source(v) for v in made])
-            if chosen:
-                return chosen[:_TRIED], seen
-            known.update(seen.bits)
-        return [], None
+    def _region(self, seen: Seen, ends: Iterable[Instance]) -> set[Step]:
+        """The operations where something bad began that reached the ends.
 
-    def _looked_into(
-        self,
-        sites: list[int],
-        cures: np.ndarray,
-        numbers: Sequence[int],
-        known: dict[int, np.ndarray],
-    ) -> "_Seen":
-        """A run that looks at all operands and results of some operations."""
-        steps = [self.level.steps[number] for number in numbers]
-        watch = [v for v in values_around(self.level, numbers) if v not in known]
-        plain = [s for s in steps if not is_composite(s)]
-        measure = [v for s in plain for v in (*s.operands, *s.results)]
-        measure = [v for v in measure if _is_measured(self.level.aval(v))]
-        keep = [v for s in steps if is_composite(s) for v in s.operands]
-        distinct = (list(dict.fromkeys(values)) for values in (measure, keep))
-        return self._compiled(sites, watch, *distinct)(cures)
+        From values that are known not to be bad to the first that is. Of several such
+        regions the first few.
+        """
+        found: list[set[tuple[Step, Index]]] = []
+        done: set[Instance] = set()
+        todo = list(ends)
+        while todo:
+            end = todo.pop()
+            if end in done:
+                continue
+            done.add(end)
+            region, before = self._between(seen, end)
+            todo += before
+            if region and not before:
+                found.append(region)
+        found.sort(key=lambda region: max(self._order(*one) for one in region))
+        return {step for region in found[:_NAMED] for step, _ in region}
+
+    def _between(
+        self, seen: Seen, end: Instance
+    ) -> tuple[set[tuple[Step, Index]], list[Instance]]:
+        """The operations from values that are known to one, and the bad ones of these.
+
+        Those that only move numbers are none of them.
+        """
+        region: set[tuple[Step, Index]] = set()
+        before: list[Instance] = []
+        done, todo = set(), [end]
+        while todo:
+            one = value, index = todo.pop()
+            if one in done:
+                continue
+            done.add(one)
+            step = self.graph.makers.get(value)
+            bad = None if step is None else seen.bad(step, index)
+            if bad is not None and value not in bad:
+                continue
+            if bad is not None and one != end:
+                before.append(one)
+                continue
+            if step is not None and not is_same_numbers(step):
+                region.add((step, index))
+            todo += self.graph.origins(value, index)
+        return region, before
+
+    def _roots(self, seen: Seen, ends: Iterable[Instance]) -> dict[Step, Index]:
+        """The operations whose results are bad though their operands are not.
+
+        As far as they reach the ends, the first one first, each in its first turn.
+        """
+        found: list[tuple[Step, Index]] = []
+        done, todo = set(), list(ends)
+        while todo:
+            one = value, index = todo.pop()
+            if one in done:
+                continue
+            done.add(one)
+            step = self.graph.makers.get(value)
+            bad = None if step is None else seen.bad(step, index)
+            origins = self.graph.origins(value, index)
+            if step is None or bad is None or not seen.is_of_region(step):
+                todo += origins if bad is None or value in bad else ()
+            elif value in bad:
+                reached = [origin for origin in origins if origin[0] in bad]
+                todo += reached
+                found += [] if reached else [(step, index)]
+        roots: dict[Step, Index] = {}
+        for step, index in sorted(found, key=lambda one: self._order(*one)):
+            roots.setdefault(step, index)
+        return roots
+
+    def _order(self, step: Step, index: Index) -> tuple[bool, tuple[int, ...]]:
+        """What is bad in the forward pass comes before what is in the backward pass."""
+        is_backward = self.graph.forward.isdisjoint(step.results)
+        return is_backward, step.order(index)
 
     def _judged(
         self,
-        sites: list[int],
-        cures: np.ndarray,
-        chosen: list[int],
-        results: list[int],
-        ends: list[int],
-    ) -> tuple[list[int], Bits]:
+        run: Callable[[Iterable[int]], Seen],
+        cured: Sequence[int],
+        steps: Sequence[Step],
+    ) -> tuple[list[Step], Seen]:
         """Those of several operations whose bad results reach something.
 
         Also what is bad when all of them are cured.
         """
-        watch = list(dict.fromkeys([*stored_values(self.level), *ends]))
-        run = self._compiled([*sites, *results], watch, near=results)
-        healthy = run(np.ones(len(sites) + len(results), bool)).bits
-        # Ends that are bad without them, too, tell nothing about them.
-        others = ends if not _any_bad(healthy, ends) else watch
-        others = [v for v in others if not is_bad(healthy, v) and v not in results]
+        every = {*cured, *(v for step in steps for v in step.results)}
+        healthy = run(every)
         found = []
-        for number in chosen:
-            own = self.level.steps[number].results
-            if any(v in own and v in ends for v in results):
-                found.append(number)  # it is itself what is bad in the end
-                continue
-            switches = np.array([v not in own for v in results])
-            bits = run(np.concatenate([cures, switches])).bits
-            if _any_bad(bits, others):
-                found.append(number)
+        for step in steps:
+            seen = run(every.difference(step.results))
+            is_cause = bool(self._ends(seen) - self._ends(healthy))
+            if self._ends(healthy):  # which are bad without them, too
+                stored = (s.number for s in self._stored if s is not step)
+                now, then = seen.records, healthy.records
+                is_cause |= any((now[n] > then[n])[..., 0].any() for n in stored)
+            found += [step] if is_cause else []
         return found, healthy
 
-    def _cause(self, step: Step, seen: "_Seen") -> Cause:
-        level, bits = self.level, seen.bits
-        bad = [k for k, v in enumerate(step.results) if is_bad(bits, v)]
-        on = np.any([bits[step.results[k]] != 0 for k in bad], axis=0)
-        devices = tuple(int(d) for d in np.flatnonzero(on))
+    def _cause(self, step: Step, index: Index, seen: Seen) -> Cause:
+        graph = self.graph
+        bad = [v for v in step.results if v in (seen.bad(step, index) or ())]
+        devices = seen.devices(step, index)
+        sizes: dict[int, np.ndarray] = {}
+        for other in graph.steps:
+            if other.scope is step.scope and seen.is_of_region(other):
+                sizes |= seen.sizes(other, index, devices[0])
+        sizes = {v: x for v, x in sizes.items() if is_measured(graph.aval(v))}
+        made, ranges = (
+            tuple(range_of(graph.aval(v), sizes[v]) for v in values if v in sizes)
+            for values in (step.results, step.operands)
+        )
+        on_devices = any(s.primitive == "shard_map" for s in step.around)
         return Cause(
-            level,
+            graph,
             step,
-            step.results[bad[0]],
-            frozenset(bad),
-            [seen.kept.get(v) for v in step.operands],
-            _ranges(level, step.operands, seen.sizes, devices),
-            _ranges(level, step.results, seen.sizes, devices),
-            devices,
-            {v: float(x[devices[0], -1]) for v, x in seen.sizes.items()},
+            bad[0],
+            made,
+            index,
+            frozenset(step.results.index(v) for v in bad),
+            ranges,
+            tuple(devices) if on_devices else (),
+            {v: float(size[-1]) for v, size in sizes.items()},
         )
 
-    def _compiled(
-        self,
-        sites: Sequence[int],
-        watch: Sequence[int],
-        measure: Sequence[int] = (),
-        keep: Sequence[int] = (),
-        near: Sequence[int] = (),
-    ) -> "Callable[[np.ndarray], _Seen]":
-        """A compiled run, of switches that say which of `sites` are cured.
 
-        Of those in `near` infinity becomes a small number. It says of values in `watch`
-        whether they are bad, measures those in `measure`, and keeps those in `keep`.
-        What none of them needs does not run.
-        """
-        level, above = self.level, self.above
-        place = {site: i for i, site in enumerate(sites)}
-        looks = {"bits": watch, "sizes": measure, "kept": keep}
-        wanted = {name: set(values) for name, values in looks.items()}
-
-        def program(switches: AnyArray, *inputs: AnyArray) -> PyTree:
-            bits: dict[int, AnyArray] = {}
-            sizes: dict[int, AnyArray] = {}
-            kept: dict[int, AnyArray] = {}
-
-            def change(number: int, x: AnyArray) -> AnyArray:
-                if number in place:
-                    large = _NEAR if number in near else _FAR
-                    x = cured(jnp.asarray(x), switches[place[number]], large)
-                if number in wanted["bits"]:
-                    # It is looked at before it is used: looked at in the end, all that
-                    # is looked at would be held until then.
-                    found = badness_of(jnp.asarray(x), above)
-                    x, bits[number] = jax.lax.optimization_barrier((x, found))
-                if number in wanted["sizes"]:
-                    sizes[number] = measured(jnp.asarray(x))
-                if number in wanted["kept"]:
-                    kept[number] = jnp.asarray(x)
-                return x
-
-            run_level(level, inputs, change)
-            small = (
-                _stacked([bits[n] for n in watch], ()),
-                _stacked([sizes[n] for n in measure], (MEASURED,)),
-            )
-            return small, [kept[n] for n in keep]
-
-        types = [level.aval(value) for value in level.inputs]
-        compiled = self.machine.compiled(program, types)
-
-        def run(switches: np.ndarray) -> _Seen:
-            (bits, sizes), kept = compiled(switches, self.inputs)
-            return _Seen(
-                dict(zip(watch, bits.T, strict=True)),
-                dict(zip(measure, np.moveaxis(sizes, 1, 0), strict=True)),
-                dict(zip(keep, kept, strict=True)),
-            )
-
-        return run
-
-
-@dataclasses.dataclass(frozen=True)
-class _Seen:
-    """What a run shows, by value: what is bad, what was measured, and arrays."""
-
-    bits: Bits
-    sizes: dict[int, np.ndarray]
-    kept: dict[int, AnyArray]
-
-
-def _any_bad(bits: Bits, values: Sequence[int]) -> bool:
-    return any(is_bad(bits, value) for value in values)
-
-
-def _is_measured(aval: Aval) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.number)
-
-
-def _ranges(
-    level: Level,
-    values: Sequence[int],
-    sizes: dict[int, np.ndarray],
-    devices: Sequence[int],
-) -> tuple[Range, ...]:
-    on = devices[0] if devices else 0
-    return tuple(range_of(level.aval(v), sizes[v][on]) for v in values if v in sizes)
-
-
-def _stacked(scalars: list[AnyArray], shape: tuple[int, ...]) -> AnyArray:
-    """Arrays of one shape in one; in parts, as XLA is slow where thousands meet."""
-    if not scalars:
-        return jnp.zeros((0, *shape), jnp.int32)
-    while len(scalars) > 1 or scalars[0].ndim == len(shape):
-        if scalars[0].ndim == len(shape):
-            scalars = [s[None] for s in scalars]
-        scalars = [
-            jnp.concatenate(scalars[i : i + 64]) for i in range(0, len(scalars), 64)
-        ]
-    return scalars[0]
+def _is_product(step: Step) -> bool:
+    return properties(step.primitive).kind is PrimitiveClass.HALF

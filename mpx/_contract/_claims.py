@@ -181,16 +181,6 @@ def check_donation(program: Program) -> Violation | None:
     )
 
 
-def scope_predicate(
-    value: str | Sequence[str] | Callable[[Operation], object],
-) -> Callable[[Operation], bool]:
-    """Whether an operation is left out of a claim, by its scopes or as asked."""
-    if callable(value):
-        return lambda operation: bool(value(operation))
-    scopes = (value,) if isinstance(value, str) else tuple(value)
-    return lambda operation: any(operation.is_within(scope) for scope in scopes)
-
-
 def _unless_empty(
     claim: str, found: str, wrong: Sequence[Operation]
 ) -> Violation | None:

@@ -189,9 +189,11 @@ def _share(share: object) -> float:
 
 
 def _except_in(value: object, name: str) -> Callable[[Operation], bool]:
-    if not callable(value):
-        value = _patterns(value, name)
-    return _claims.scope_predicate(value)
+    """Whether an operation is left out of a claim, by its scopes or as asked."""
+    if callable(value):
+        return lambda operation: bool(value(operation))
+    scopes = _patterns(value, name)
+    return lambda operation: any(operation.is_within(scope) for scope in scopes)
 
 
 def _patterns(value: object, name: str) -> tuple[str, ...]:

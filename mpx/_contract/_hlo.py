@@ -159,9 +159,7 @@ def arrays_of(text: str) -> tuple[ArrayType, ...]:
     ['bfloat16[8,4]', 'float8_e4m3fn[]', 'bool[3]']
     """
     return tuple(
-        ArrayType(_dtype(kind), tuple(int(x.lstrip("<=")) for x in sizes.split(",")))
-        if sizes
-        else ArrayType(_dtype(kind), ())
+        ArrayType(_dtype(kind), tuple(int(x) for x in re.findall(r"\d+", sizes)))
         for kind, sizes in _ARRAY.findall(text)
     )
 

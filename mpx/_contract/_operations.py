@@ -1,12 +1,11 @@
 """The operations of a program that contracts speak of: products, collectives, calls."""
 
 import dataclasses
-import fnmatch
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
 
+from .._rules import is_within
 from ._hlo import ArrayType, Instruction, Module
 
 _PRODUCTS = ("dot", "convolution", "ragged-dot", "scaled-dot")
@@ -85,27 +84,19 @@ class Operation:
 
         As in `mpx.Rule`: the path may begin at any scope, and `*` matches any text.
         """
-        path = _scopes(self.op_name)
-        wanted = scope.split("/")
-        return any(
-            all(map(fnmatch.fnmatchcase, path[i : i + len(wanted)], wanted))
-            for i in range(len(path) - len(wanted) + 1)
-        )
+        return is_within(_scopes(self.op_name), scope)
 
     def __str__(self) -> str:
-        given = " x ".join(map(str, self.operands))
+        given = " x ".join(map(str, self.operands)) + " -> " * bool(self.operands)
         results = ", ".join(map(str, self.results))
-        parts = [f"{self.kind}: {given} -> {results}" if given else ""]
-        parts = [parts[0] or f"{self.kind}: {results}"]
-        if self.times > 1:
-            parts.append(f"{self.times} times")
-        if self.flops:
-            parts.append(f"{self.flops:,} FLOPs")
-        if self.op_name:
-            parts.append(f"in `{self.op_name}`")
-        if self.source:
-            parts.append(f"at {self.source}")
-        return ", ".join(parts)
+        parts = [
+            f"{self.kind}: {given}{results}",
+            f"{self.times} times" * (self.times > 1),
+            f"{self.flops:,} FLOPs" * bool(self.flops),
+            f"in `{self.op_name}`" * bool(self.op_name),
+            f"at {self.source}" * bool(self.source),
+        ]
+        return ", ".join(filter(None, parts))
 
 
 def products(module: Module) -> list[Operation]:
@@ -167,11 +158,11 @@ def _run(
     names = {instruction.name: instruction for instruction in body}
     for instruction in body:
         yield instruction, names, times, prefix
-        keys = _BODIES.get(instruction.opcode, ())
         runs = _trips(module, instruction) if instruction.opcode == "while" else 1
-        for called in itertools.chain.from_iterable(map(instruction.called, keys)):
-            inner = _full_name(instruction, prefix)
-            yield from _run(module, called, times * runs, inner)
+        inner = _full_name(instruction, prefix)
+        for key in _BODIES.get(instruction.opcode, ()):
+            for called in instruction.called(key):
+                yield from _run(module, called, times * runs, inner)
 
 
 def _trips(module: Module, loop: Instruction) -> int:

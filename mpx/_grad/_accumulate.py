@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -186,7 +186,7 @@ def accumulated(
     )
     loss, grads = joined(losses, weights, total)
     amaxes = jax.tree.map(lambda x: largest_magnitude(x, (0,)), amaxes)
-    return loss, batch.traced[0].rebuild(stacked, state), grads, amaxes
+    return loss, batch.aux(stacked, state), grads, amaxes
 
 
 def zeros_like_weights(
@@ -219,7 +219,7 @@ class MicroBatches:
         tree: The form of arguments and keyword arguments.
         state: The leaves of the model state.
         state_tree: Its form.
-        traced: The form of aux, once a micro-batch was traced.
+        traced: What of aux is not stacked, once a micro-batch was traced.
     """
 
     how: Accumulation
@@ -229,7 +229,7 @@ class MicroBatches:
     tree: Any
     state: list[AnyArray]
     state_tree: Any
-    traced: "list[_Aux]"
+    traced: list[PyTree]
 
     @classmethod
     def read(
@@ -251,11 +251,6 @@ class MicroBatches:
         rows = zip(self.kinds, self.paths, self.leaves, strict=True)
         return [_micro_batches(self.how, steps, *row) for row in rows]
 
-    @property
-    def are_cut(self) -> list[bool]:
-        """Which leaves are cut."""
-        return [kind in (_BATCH, _KEY) for kind in self.kinds]
-
     def turn(self, one: One, carry: PyTree, xs: PyTree) -> PyTree:
         """Runs a micro-batch, and adds its gradients to the sums."""
         total, state = carry
@@ -268,45 +263,29 @@ class MicroBatches:
         loss, aux, grads, amaxes = one(args, kwargs)
         weight = _weight(self.how, args, kwargs)
         state = _new_state(self.how, aux, state)
-        # Set while the body of the scan is traced; what comes after it reads the form.
-        self.traced[:] = [_Aux.read(aux, state)]
+        # By identity: the new state is a part of aux, and its arrays are the same
+        # objects.
+        places = {id(x): _Place(i) for i, x in enumerate(state)}
+        stacked, rest = eqx.partition(
+            aux, lambda x: eqx.is_array(x) and id(x) not in places
+        )
+        # Set while the body of the scan is traced; what comes after it reads it.
+        self.traced[:] = [jax.tree.map(lambda x: places.get(id(x), x), rest)]
         total = jax.tree.map(
             lambda t, g: t + (weight.astype(g.dtype) * g).astype(t.dtype), total, grads
         )
-        return (total, state), (loss, weight, self.traced[0].stacked(aux), amaxes)
+        return (total, state), (loss, weight, stacked, amaxes)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Aux:
-    """The form of aux: which of its leaves are stacked, model state, or no arrays."""
-
-    tree: Any
-    slots: list[int | None]
-    fixed: Sequence[object]
-
-    @classmethod
-    def read(cls, aux: PyTree, state: list[AnyArray]) -> "_Aux":
-        leaves, tree = jax.tree.flatten(aux)
-        # By identity: the new state is a part of aux, and its arrays are the same
-        # objects.
-        places = {id(x): i for i, x in enumerate(state)}
-        fixed = [None if eqx.is_array(x) else x for x in leaves]
-        return cls(tree, [places.get(id(x)) for x in leaves], fixed)
-
-    def stacked(self, aux: PyTree) -> list[PyTree]:
-        """The leaves of one micro-batch's aux that are to be stacked."""
-        return [
-            x if eqx.is_array(x) and slot is None else None
-            for x, slot in zip(jax.tree.leaves(aux), self.slots, strict=True)
-        ]
-
-    def rebuild(self, stacked: list[PyTree], state: list[AnyArray]) -> PyTree:
+    def aux(self, stacked: PyTree, state: list[AnyArray]) -> PyTree:
         """Aux after the last micro-batch."""
-        leaves = [
-            state[slot] if slot is not None else fixed if x is None else x
-            for x, slot, fixed in zip(stacked, self.slots, self.fixed, strict=True)
-        ]
-        return jax.tree.unflatten(self.tree, leaves)
+        rest = jax.tree.map(
+            lambda x: state[x] if isinstance(x, _Place) else x, self.traced[0]
+        )
+        return eqx.combine(stacked, rest)
+
+
+class _Place(int):
+    """The place of an array among the leaves of the model state."""
 
 
 def _refuse_state(how: Accumulation, argnums: tuple[int, ...], count: int) -> None:

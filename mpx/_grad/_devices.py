@@ -13,10 +13,11 @@ the pieces of all others that it adds up (`all_to_all`), and gives what comes ou
 to all (`all_gather`), which together are the bytes of one ring all-reduce.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -72,15 +73,15 @@ def accumulated_on_devices(
     batch = MicroBatches.read(how, argnums, args, kwargs)
     axes, mesh = tuple(how.axes), mesh_of(batch.leaves)
     devices = _checked_devices(how, mesh, batch, problem)
-    given = _given(how, mesh, batch, _half_weights(problem, args, kwargs))
+    whole, cut = _laid_out(mesh, batch, _half_weights(problem, args, kwargs))
     # What explicit axes know of cannot be closed over.
     state, rest = eqx.partition(scaling, eqx.is_array)
     reduce_dtype = None if problem.wire is None else problem.wire.reduce_dtype
 
-    def on_a_device(state: PyTree, *arrays: Array) -> PyTree:
+    def on_a_device(state: PyTree, whole: PyTree, xs: PyTree) -> PyTree:
         run_one = functools.partial(one, eqx.combine(state, rest))
         zeros = zeros_like_weights(args, argnums, problem.grad_dtype)
-        run, xs, inside = _micro_batches_here(batch, given, arrays, run_one, zeros)
+        run, inside = _run_here(batch, whole, run_one, zeros)
         if how.in_order:
             total, besides = _in_a_tree(run, zeros, xs, how.steps // devices)
             add_up = functools.partial(_summed_in_order, axes)
@@ -98,71 +99,50 @@ def accumulated_on_devices(
     mapped = jax.shard_map(
         on_a_device,
         mesh=mesh,
-        in_specs=(P(), *(P(axes) if one.is_cut else P() for one in given)),
+        in_specs=(P(), P(), P(axes)),
         out_specs=(P(), P(), P(), P(axes), P()),
         axis_names=set(axes),
         # What is gathered from all devices is the same on each, which the types of
         # `all_gather` do not say.
         check_vma=False,
     )
-    arrays = [one.array for one in given]
-    total, losses, weights, stacked, amaxes = mapped(state, *arrays)
+    total, losses, weights, stacked, amaxes = mapped(state, whole, cut)
     if how.in_order:
         total, losses, weights = jax.lax.optimization_barrier((total, losses, weights))
     differentiated = eqx.filter(tuple(args[i] for i in argnums), is_trainable)
     total = _as_they_lie(mesh, total, differentiated)
     loss, grads = joined(losses, weights, total)
-    return loss, batch.traced[0].rebuild(stacked, []), grads, amaxes
+    return loss, batch.aux(stacked, []), grads, amaxes
 
 
-class _Given(NamedTuple):
-    """An array that the devices get.
+def _laid_out(
+    mesh: Any, batch: MicroBatches, halves: dict[KeyPath, np.dtype]
+) -> tuple[list[PyTree], list[PyTree]]:
+    """The arrays that each device gets whole, and those of which it gets its rows.
 
-    Attributes:
-        place: That of its leaf among the arguments.
-        is_cut: Whether each gets the rows of its own micro-batches, not the whole.
-        array: The array, along a first axis of all micro-batches if it is cut.
+    Weights are in what they are cast to. None stands for all other leaves.
     """
-
-    place: int
-    is_cut: bool
-    array: Array
-
-
-def _given(
-    how: Accumulation, mesh: Any, batch: MicroBatches, halves: dict[KeyPath, np.dtype]
-) -> list[_Given]:
-    """The arrays among the arguments, laid out, weights in what they are cast to."""
-    found = []
-    pieces = batch.cut(how.steps)
-    rows = zip(batch.leaves, pieces, batch.are_cut, batch.paths, strict=True)
-    for place, (leaf, piece, is_cut, path) in enumerate(rows):
-        if not is_cut and not isinstance(leaf, jax.Array | np.ndarray):
-            continue
-        array = piece if is_cut else leaf
-        if not is_cut and path in halves:
+    axes = tuple(batch.how.axes)
+    cut = [
+        None if rows is None else _along(mesh, axes, rows, is_cut=True)
+        for rows in batch.cut(batch.how.steps)
+    ]
+    whole: list[PyTree] = []
+    for path, leaf, rows in zip(batch.paths, batch.leaves, cut, strict=True):
+        is_whole = rows is None and isinstance(leaf, jax.Array | np.ndarray)
+        array = leaf if is_whole else None
+        if is_whole and path in halves:
             array = cast_where_it_lies(jnp.asarray(leaf), halves[path])
-        array = _along(mesh, tuple(how.axes), array, is_cut)
-        found.append(_Given(place, is_cut, array))
-    return found
+        whole.append(_along(mesh, axes, array, is_cut=False))
+    return whole, cut
 
 
-def _micro_batches_here(
-    batch: MicroBatches,
-    given: list[_Given],
-    arrays: Sequence[Array],
-    run_one: One,
-    zeros: PyTree,
-) -> tuple[Run, list[PyTree], MicroBatches]:
-    """What runs a micro-batch on a device, the rows that lie on it, and their form."""
+def _run_here(
+    batch: MicroBatches, whole: list[PyTree], run_one: One, zeros: PyTree
+) -> tuple[Run, MicroBatches]:
+    """What runs a micro-batch on a device, and the form of these there."""
     how = batch.how
-    whole: list[PyTree] = list(batch.leaves)
-    xs: list[PyTree] = [None] * len(batch.leaves)
-    for one, array in zip(given, arrays, strict=True):
-        (xs if one.is_cut else whole)[one.place] = array
-    inside = MicroBatches(
-        how, batch.paths, whole, batch.kinds, batch.tree, [], batch.state_tree, []
-    )
+    inside = dataclasses.replace(batch, traced=[])
 
     def run(xs: PyTree) -> tuple[PyTree, PyTree]:
         # In each turn: a copy of float32 that all turns share would be kept.
@@ -173,7 +153,7 @@ def _micro_batches_here(
             total, besides = jax.lax.optimization_barrier((total, besides))
         return total, besides
 
-    return run, xs, inside
+    return run, inside
 
 
 def _checked_devices(
@@ -249,11 +229,11 @@ def _half_weights(
     }
 
 
-def _as_declared(leaf: PyTree, declared: PyTree) -> PyTree:
+def _as_declared(array: PyTree, leaf: PyTree) -> PyTree:
     """A leaf as the function knows it: float32 again where it was cast to travel."""
-    if not isinstance(leaf, jax.Array) or leaf.dtype == declared.dtype:
-        return leaf
-    return jax.lax.convert_element_type(leaf, declared.dtype)
+    if array is None or array.dtype == leaf.dtype:
+        return leaf if array is None else array
+    return jax.lax.convert_element_type(array, leaf.dtype)
 
 
 def _along(

@@ -21,15 +21,11 @@ from .._ambient_record import (
     unkeyed,
     with_ambient,
 )
-from .._autocast import (
-    NO_MASTER,
-    call_with_masters,
-    noted_scaling,
-)
+from .._autocast import NO_MASTER, call_with_masters, noted_scaling
 from .._cast import cast_leaf
-from .._dtypes import is_half
+from .._dtypes import full_precision_of, is_half
 from .._errors import describe, warn_user
-from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices
+from .._jax_compat import is_on_a_mesh, manual_axes, spans_devices, varying_axes
 from .._loss_scaling import AbstractLossScaling
 from .._payloads import standing_for
 from .._policy import Wire
@@ -41,10 +37,9 @@ from .._recipe_state import (
     is_random,
     missing_from,
 )
-from .._tree import is_trainable
+from .._tree import is_float_leaf, is_trainable
 from .._typing import AnyArray, LeafPredicate, LossScalar
 from ._inputs import cast_inputs
-from ._shared import axes_of_half_sums, axes_of_results, spread, summed
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -142,9 +137,9 @@ def called(
         try:
             result = differentiate(problem)
         except AmbientRecipe as met:
-            if met.has_state and not scaling._tokens():
-                raise missing_from(scaling, problem.call, "DelayedScaling") from met
-            func = in_contexts(problem.func) if met.has_state else problem.func
+            if met.recipe and not scaling._tokens():
+                raise missing_from(scaling, problem.call, met.recipe) from met
+            func = in_contexts(problem.func) if met.recipe else problem.func
             half = None if problem.is_default else problem.compute
             problem = dataclasses.replace(problem, func=func, compute=half, half=half)
             result = differentiate(problem)
@@ -202,8 +197,8 @@ def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:
 
     By default sums over devices are float32. In the explicit style the weights are cast
     before the function runs, so that what it does with them would be summed in half
-    precision: the casts stand at each use then. Not in `shard_map`, where the sum is
-    the caller's own, or is float32 already (`_shared`).
+    precision: the casts stand at each use then. Not in `shard_map` without
+    `check_vma`, where the sum is the caller's own.
     """
     wire = problem.wire
     if wire is not None and wire.is_alone:
@@ -215,7 +210,8 @@ def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:
         wire = Wire(_FLOAT32)
     is_cast = problem.compute is not None and is_half(problem.compute)
     if is_cast and problem.accumulate_dtype is None:
-        if problem.wire is None and manual_axes():
+        axes = manual_axes()
+        if axes and not problem.wire and not varying_axes(jax.lax.axis_index(axes[0])):
             return problem
         problem = dataclasses.replace(problem, accumulate_dtype=_FLOAT32)
     return dataclasses.replace(problem, wire=wire)
@@ -228,7 +224,7 @@ def _differentiated(
     kwargs: PyTree,
     in_step: Callable[[], contextlib.AbstractContextManager[object]],
 ) -> Differentiated:
-    func, given = problem.func, args
+    func = problem.func
     if problem.casts_before is not None:
         args, kwargs, func = cast_inputs(
             func, args, kwargs, problem.casts_before, problem.keep
@@ -236,6 +232,11 @@ def _differentiated(
     weights = tuple(args[i] for i in problem.argnums)
     weights, fixed = eqx.partition(weights, is_trainable)
     outside = weights
+    if problem.accumulate_dtype is not None:
+        # A sum may be beyond the range of weights in half precision.
+        weights = jax.tree.map(
+            lambda w: cast_leaf(w, full_precision_of(w.dtype)), weights
+        )
 
     # JAX records the call stack at every operation of the user's function, which costs
     # time for each frame: between here and there are as few as possible.
@@ -249,7 +250,7 @@ def _differentiated(
             stored = standing_for(weights, outside)
         with casting, provide(tokens), in_step(), stored:
             if problem.accumulate_dtype is not None:
-                result = _call_with_masters(problem, full, kwargs)
+                result = _call_with_masters(problem, full, kwargs, args)
             else:
                 result = func(*full, **kwargs)
         loss, aux = _loss_and_aux(problem, result)
@@ -262,21 +263,6 @@ def _differentiated(
     tokens, provide = scaling._tokens(), scaling._provide
     # By the scales of recipes, too, whose derivative is the amaxes (`_recipe_state`).
     differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
-    if problem.casts_before is not None and manual_axes():
-        # Only under `shard_map`: elsewhere the compiler makes the sums
-        # (`_as_travelling`).
-        axes, results = axes_of_half_sums(scaled_loss, weights, tokens)
-        if axes:
-            masters = tuple(given[i] for i in problem.argnums)
-            masters = eqx.filter(masters, is_trainable)
-            spread_out = spread(masters, weights, axes)
-            found = _as_before(differentiate, (spread_out, tokens), results)
-            if found is None:
-                at_each_use = dataclasses.replace(problem, accumulate_dtype=_FLOAT32)
-                return _differentiated(at_each_use, scaling, given, kwargs, in_step)
-            (scaled, (loss, aux)), (grads, amaxes) = found
-            grads = summed(grads, weights, axes)
-            return Differentiated(scaled, loss, aux, grads, amaxes)
     (scaled, (loss, aux)), (grads, amaxes) = differentiate(weights, tokens)
     return Differentiated(scaled, loss, aux, grads, amaxes)
 
@@ -302,18 +288,6 @@ def _begin(loss: Array, cotangent: Array) -> tuple[Array]:
 _computed_first.defvjp(_keep_loss, _begin)
 
 
-def _as_before(
-    differentiate: Callable[..., PyTree], inputs: PyTree, axes: object
-) -> PyTree:
-    """Differentiates; None where results differ between devices on other axes."""
-    try:
-        found = differentiate(*inputs)
-    # Whatever JAX says of a loop that carries what now differs between devices.
-    except (TypeError, ValueError):
-        return None
-    return found if axes_of_results(found[0]) == axes else None
-
-
 def as_weights(
     problem: Problem, grads: tuple[PyTree, ...], args: PyTree
 ) -> tuple[PyTree, ...]:
@@ -334,11 +308,26 @@ def as_weights(
     )
 
 
-def _call_with_masters(problem: Problem, args: PyTree, kwargs: PyTree) -> PyTree:
+def _call_with_masters(
+    problem: Problem, args: PyTree, kwargs: PyTree, declared: PyTree
+) -> PyTree:
+    """Calls the function with inputs that are cast, weights at each of their uses.
+
+    Args:
+        problem: The problem.
+        args: The arguments, with weights in full precision.
+        kwargs: The keyword arguments.
+        declared: The arguments in the dtypes that the function is given.
+    """
+    given = jax.tree.map(
+        lambda x, like: cast_leaf(x, like.dtype) if is_float_leaf(like) else x,
+        tuple(args),
+        declared,
+    )
     if problem.compute is None or problem.accumulate_dtype is None:
-        return problem.func(*args, **kwargs)
+        return problem.func(*given, **kwargs)
     cast_args, cast_kwargs, func = cast_inputs(
-        problem.func, args, kwargs, problem.compute, problem.keep
+        problem.func, given, kwargs, problem.compute, problem.keep
     )
     masters = tuple(
         arg if i in problem.argnums else jax.tree.map(lambda _: NO_MASTER, arg)

@@ -112,7 +112,7 @@ class GradientResult(tuple):
 
     # A tuple would be made again of its items, which have no names.
     def __reduce__(self) -> tuple:
-        return _rebuild, (self._parts,)
+        return _unflatten, (tuple(self._parts), tuple(self._parts.values()))
 
 
 def _aside(is_aside: Any, before: Any, after: Any) -> Any:
@@ -134,7 +134,3 @@ def _unflatten(names: tuple[str, ...], children: Iterable[PyTree]) -> GradientRe
 
 
 jax.tree_util.register_pytree_with_keys(GradientResult, _flatten_with_keys, _unflatten)
-
-
-def _rebuild(parts: dict[str, PyTree]) -> GradientResult:
-    return GradientResult(**parts)

@@ -32,27 +32,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Var
 
 from .._jax_compat import open_jaxpr
-from .._program import Flops, aval_of, count, lengths, properties
+from .._program import Flops, aval_of, count, lengths, properties, summed_numbers
 from .._typing import Atom, Aval
 
 
 def bits_of(dtype: Any) -> int:
     """The size of one number of a dtype in memory."""
-    if not isinstance(dtype, np.dtype):  # a PRNG key
-        return 8 * dtype.itemsize
-    for info in (ml_dtypes.finfo, ml_dtypes.iinfo):
-        try:
-            return int(info(dtype).bits)
-        except ValueError:
-            continue
-    return 8 * dtype.itemsize
+    is_key_or_empty = not isinstance(dtype, np.dtype) or dtype == jax.dtypes.float0
+    return 8 * dtype.itemsize if is_key_or_empty else jax.dtypes.itemsize_bits(dtype)
 
 
 def bytes_of(aval: Aval) -> int:
@@ -168,24 +162,19 @@ def _fma(*avals: Aval) -> int:
     return 2 if all(_floats(aval) == 1 for aval in avals) else 8
 
 
-def _dot_general(equation: JaxprEqn) -> int:
+def _product(equation: JaxprEqn) -> int:
     lhs, rhs, result = _matrices(equation)
-    (contracting, _), _ = equation.params["dimension_numbers"]
-    if not _floats(result):
-        return 0
-    length = math.prod(lhs.shape[i] for i in contracting)
-    return _fma(lhs, rhs) * _size(result) * length
+    terms = summed_numbers(equation)
+    return _fma(lhs, rhs) * _size(result) * terms if _floats(result) else 0
 
 
 def _ragged_dot(equation: JaxprEqn) -> int:
-    lhs, rhs, result = _matrices(equation)
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
-    length = math.prod(lhs.shape[i] for i in contracting)
     # Where the sum is ragged, each group has a result of its own for a part of it.
     ragged = set(numbers.lhs_ragged_dimensions) & set(contracting)
     groups = aval_of(equation.invars[2]).shape[-1] if ragged else 1
-    return _fma(lhs, rhs) * _size(result) // groups * length
+    return _product(equation) // groups
 
 
 def _last_axis_product(equation: JaxprEqn) -> int:
@@ -313,7 +302,7 @@ _COUNTS: dict[Flops, Callable[[JaxprEqn], int | None]] = {
     Flops.SORT: _sort,
     Flops.WINDOW: _window,
     Flops.SELECT_AND_SCATTER: _select_and_scatter,
-    Flops.DOT_GENERAL: _dot_general,
+    Flops.DOT_GENERAL: _product,
     Flops.RAGGED_DOT: _ragged_dot,
     Flops.LAST_AXIS_PRODUCT: _last_axis_product,
     Flops.CONVOLUTION: _convolution,

@@ -34,7 +34,7 @@ from ._facts import (
     Fact,
     Facts,
     Origin,
-    OriginKind,
+    but_constants,
     is_float_cast,
     promotion,
 )
@@ -252,7 +252,7 @@ def _fused(visit: Visit[Fact]) -> FusedOperation | None:
 
 
 def _input_fact(path: str, is_weight: bool, aval: Aval) -> Fact:
-    origin = Origin(OriginKind.INPUT, f"`{path}`, which is {aval.dtype}")
+    origin = Origin(f"`{path}`, which is {aval.dtype}")
     return Fact((path,) if is_weight else None, origin)
 
 
@@ -363,7 +363,7 @@ def _reason(visit: Visit[Fact], flow: Facts) -> str:
     promoted = promotion(equation, facts)
     if promoted is not None:
         cause = promoted.cause
-        if cause.kind is OriginKind.PROMOTION:
+        if cause.is_promotion:
             return cause.text
         return f"{promoted.cast.source} promoted by {cause.text}"
     origins = _origins(equation, facts)
@@ -381,8 +381,7 @@ def _origins(equation: JaxprEqn, facts: Sequence[Fact]) -> list[Origin]:
         for fact, variable in zip(facts, equation.invars, strict=True)
         if jnp.issubdtype(getattr(aval_of(variable), "dtype", bool), jnp.inexact)
     ]
-    strong = [origin for origin in found if origin.kind is not OriginKind.CONSTANT]
-    return strong or found
+    return but_constants(found)
 
 
 def _product_in(equation: JaxprEqn) -> str:

@@ -8,7 +8,6 @@ matrix product in half-precision code which line made it float32.
 """
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,22 +30,13 @@ from ._report import HALF
 from ._source_text import line_text
 
 
-class OriginKind(enum.Enum):
-    """What gave a value its dtype."""
-
-    INPUT = "input"
-    CONSTANT = "constant"
-    CAST = "cast"
-    PROMOTION = "promotion"
-    OPERATION = "operation"
-
-
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """Why a value has the dtype that it has."""
 
-    kind: OriginKind
     text: str
+    is_constant: bool = False
+    is_promotion: bool = False
     span: Span | None = None
     """Of a cast: the expression that it is in."""
     source: str = ""
@@ -67,7 +57,7 @@ class Fact:
     origin: Origin
 
 
-CONSTANT = Fact((), Origin(OriginKind.CONSTANT, "a constant"))
+CONSTANT = Fact((), Origin("a constant", is_constant=True))
 
 
 class Facts(Flow[Fact]):
@@ -183,20 +173,19 @@ def _origin(
         frames = source_frames(equation)
         before, after = _dtypes(equation)
         return Origin(
-            OriginKind.CAST,
             f"cast to {after}{_at(frames)}",
-            source_span(equation),
-            str(before),
+            span=source_span(equation),
+            source=str(before),
             # Of the program that is walked, which holds it as long as facts are
             # compared.
-            id(equation),
+            equation=id(equation),
             is_fresh=True,
         )
     if promoted is not None:
-        if promoted.cause.kind is OriginKind.PROMOTION:
+        if promoted.cause.is_promotion:
             return promoted.cause
         text = f"promoted{_at(source_frames(equation))} by {promoted.cause.text}"
-        return Origin(OriginKind.PROMOTION, text)
+        return Origin(text, is_promotion=True)
     dtype = getattr(aval, "dtype", None)
     same = [
         fact.origin
@@ -205,15 +194,17 @@ def _origin(
     ]
     if not properties(equation.primitive.name).moves:
         same = [dataclasses.replace(origin, is_fresh=False) for origin in same]
-    strong = [origin for origin in same if origin.kind is not OriginKind.CONSTANT]
-    if strong:
-        # A promotion explains more than a weight that happens to be float32, too.
-        promotions = [o for o in strong if o.kind is OriginKind.PROMOTION]
-        return (promotions or strong)[0]
+    # A promotion explains more than a weight that happens to be float32, too.
+    promotions = [origin for origin in same if origin.is_promotion]
     if same:
-        return same[0]
+        return (promotions or but_constants(same))[0]
     name = equation.primitive.name
-    return Origin(OriginKind.OPERATION, f"made by {name}{_at(source_frames(equation))}")
+    return Origin(f"made by {name}{_at(source_frames(equation))}")
+
+
+def but_constants(origins: list[Origin]) -> list[Origin]:
+    """Those that are no constants, whose dtype follows; all if there is no other."""
+    return [origin for origin in origins if not origin.is_constant] or origins
 
 
 def _at(frames: Sequence[Frame]) -> str:

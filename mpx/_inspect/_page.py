@@ -12,12 +12,9 @@ from .._report_files import document
 from ._report import Content, Operation
 from ._table import headline, island_lines, notes
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(Operation))
-_SINGLE = (
-    "primitive", "scope", "function", "phase", "precision", "format", "rule",
-    "reason", "finding", "source",
-)  # fmt: skip
-_SEVERAL = ("inside", "inputs", "outputs", "parameters", "stack")
+_FIELDS = {field.name: field.type for field in dataclasses.fields(Operation)}
+_SINGLE = [name for name, kind in _FIELDS.items() if kind is str]
+_SEVERAL = [name for name, kind in _FIELDS.items() if kind == tuple[str, ...]]
 
 
 def page(report: Content) -> str:
@@ -52,7 +49,7 @@ def data_of(report: Content) -> dict[str, object]:
 
     rows = [compact(operation) for operation in report.operations]
     return {
-        "fields": _FIELDS,
+        "fields": list(_FIELDS),
         "single": _SINGLE,
         "several": _SEVERAL,
         "texts": list(texts),

@@ -22,45 +22,12 @@ _BAR = 24
 _TOGETHER = {QUANTIZES: "(quantization)", PART: "(between products)"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """Operations that differ in nothing but their place and their weights."""
+def together(operations: Iterable[Operation]) -> list[Operation]:
+    """Operations that differ in nothing but their place and their weights, as one.
 
-    operations: tuple[Operation, ...]
-
-    @property
-    def first(self) -> Operation:
-        """The first of them."""
-        return self.operations[0]
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of all of them."""
-        return sum(operation.flops or 0 for operation in self.operations)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(operation.bytes for operation in self.operations)
-
-    @property
-    def times(self) -> str:
-        """How often they run, together."""
-        count = sum(operation.executions for operation in self.operations)
-        return count_text(count) + " x ?" * self.first.unknown_loops
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The weights of all of them."""
-        paths = (path for o in self.operations for path in o.parameters)
-        return tuple(dict.fromkeys(paths))
-
-
-def lines_of(operations: Iterable[Operation]) -> list[Line]:
-    """Puts equal operations together, in the order in which the first of them comes.
-
-    The many small ones that quantize the operands of a product are one line, and so
-    are those between the products of attention.
+    FLOPs, bytes and runs are added up, and the order is that of the first ones. The
+    many small ones that quantize the operands of a product are one line, and so are
+    those between the products of attention.
     """
     groups: dict[Hashable, list[Operation]] = {}
     for operation in operations:
@@ -71,7 +38,19 @@ def lines_of(operations: Iterable[Operation]) -> list[Line]:
             operation = dataclasses.replace(operation, primitive=name, **nothing)
             key = (operation.where, operation.phase, operation.source)
         groups.setdefault(key, []).append(operation)
-    return [Line(tuple(group)) for group in groups.values()]
+    return [_sum(group) for group in groups.values()]
+
+
+def _sum(group: Sequence[Operation]) -> Operation:
+    first = group[0]
+    flops = None if first.flops is None else sum(o.flops or 0 for o in group)
+    return dataclasses.replace(
+        first,
+        flops=flops,
+        bytes=sum(o.bytes for o in group),
+        executions=sum(o.executions for o in group),
+        parameters=tuple(dict.fromkeys(path for o in group for path in o.parameters)),
+    )
 
 
 _HEADER: tuple[str, ...] = (
@@ -100,7 +79,7 @@ def text(report: Content, limit: int | None, width: int | None) -> str:
         last = max(width - sum(widths) - len(_GAP) * len(widths), _REASON)
     body: list[str] = []
     for row, line in zip(rows, [None, *shown], strict=True):
-        finding = line is not None and line.first.finding and last is not None
+        finding = line is not None and line.finding and last is not None
         cells = [
             cell.rjust(size) if name in _HEADER[:_NUMBERS] else cell.ljust(size)
             for name, cell, size in zip(names, row, widths, strict=False)
@@ -123,7 +102,7 @@ def rich_text(report: Content, limit: int | None, width: int | None) -> Any:
     return found
 
 
-def _row(line: Line, names: Sequence[str]) -> tuple[str, ...]:
+def _row(line: Operation, names: Sequence[str]) -> tuple[str, ...]:
     cells = dict(zip(_HEADER, _cells(line), strict=True))
     if names == _NARROW:
         cells["operation"] = cut(cells["operation"], 26)
@@ -171,17 +150,17 @@ def show(report: Content, limit: int | None, width: int | None) -> None:
 _DEFAULT = 100
 
 
-def _chosen(report: Content, limit: int | None) -> tuple[list[Line], str]:
+def _chosen(report: Content, limit: int | None) -> tuple[list[Operation], str]:
     """The lines to show, and what to say of those that are not.
 
     What looks like an accident comes first, however cheap, and then what costs most.
     Without a limit all are there, in the order of the program.
     """
-    lines = lines_of(report.operations)
+    lines = together(report.operations)
     if limit is None:
         return lines, ""
-    lines.sort(key=lambda line: (not line.first.finding, -line.flops, -line.bytes))
-    found = sum(bool(line.first.finding) for line in lines)
+    lines.sort(key=lambda o: (not o.finding, -(o.flops or 0), -o.bytes))
+    found = sum(bool(line.finding) for line in lines)
     if len(lines) <= limit:
         return lines, ""
     room = max(limit - found, limit // 2)
@@ -194,23 +173,21 @@ def _chosen(report: Content, limit: int | None) -> tuple[list[Line], str]:
     return kept, note
 
 
-def _cells(line: Line) -> tuple[str, ...]:
-    first = line.first
-    types = f"{_types(first.inputs)} -> {_types(first.outputs)}" * bool(first.outputs)
-    rule = "" if first.rule == "as written" else f"{first.rule}: "
-    finding = f"! {first.finding}: " if first.finding else ""
-    why = finding + rule + first.reason
+def _cells(line: Operation) -> tuple[str, ...]:
+    types = f"{_types(line.inputs)} -> {_types(line.outputs)}" * bool(line.outputs)
+    rule = "" if line.rule == "as written" else f"{line.rule}: "
+    finding = f"! {line.finding}: " if line.finding else ""
     return (
-        "?" if first.flops is None else flops_text(line.flops),
+        "?" if line.flops is None else flops_text(line.flops),
         bytes_text(line.bytes),
-        line.times,
-        first.primitive + _PHASES[first.phase],
-        first.format if first.is_emulated else short_type(first.precision),
+        count_text(line.executions) + " x ?" * line.unknown_loops,
+        line.primitive + _PHASES[line.phase],
+        line.format if line.is_emulated else short_type(line.precision),
         cut(types, 44),
-        cut(first.where, 36, end=False),
+        cut(line.where, 36, end=False),
         cut(_several(line.parameters), 32, end=False),
-        cut(first.source, 24, end=False),
-        cut(why, 160),
+        cut(line.source, 24, end=False),
+        cut(finding + rule + line.reason, 160),
     )
 
 

@@ -4,23 +4,14 @@ import math
 import re
 
 _STEPS = ("", "k", "M", "G", "T", "P", "E")
-_NAMES = (
-    (re.compile(r"bfloat(\d+)"), r"bf\1"),
-    (re.compile(r"float8_(\w+)"), r"f8_\1"),
-    (re.compile(r"float(\d+)"), r"f\1"),
-    (re.compile(r"uint(\d+)"), r"u\1"),
-    (re.compile(r"int(\d+)"), r"i\1"),
-    (re.compile(r"complex(\d+)"), r"c\1"),
-)
+_SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+# Formats of fewer than 8 bits have their names whole.
+_LONG = re.compile(rf"^({'|'.join(_SHORT)})(?=8_|\d+(\[|$))")
 
 
 def short_type(text: str) -> str:
     """`bfloat16[8,16]` as `bf16[8,16]`."""
-    name, bracket, shape = text.partition("[")
-    for pattern, replacement in _NAMES:
-        if pattern.fullmatch(name):
-            return pattern.sub(replacement, name) + bracket + shape
-    return text
+    return _LONG.sub(lambda found: _SHORT[found[1]], text, count=1)
 
 
 def flops_text(count: int, unit: str = "") -> str:

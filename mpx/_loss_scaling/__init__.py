@@ -32,5 +32,7 @@ from ._scaled import scaled as scaled
 from ._state_dict import (
     kinds as kinds,
     read_record as read_record,
-    write_record as write_record,
+    read_version as read_version,
+    refuse_other_keys as refuse_other_keys,
+    write_state as write_state,
 )

@@ -41,7 +41,7 @@ class AbstractLossScaling(eqx.Module):
 
     @property
     @abc.abstractmethod
-    def loss_scale(self) -> FloatScalar:
+    def loss_scale(self) -> AnyArray:
         """The scale that the next loss is multiplied by, float32."""
 
     def adjust(
@@ -132,10 +132,6 @@ class AbstractLossScaling(eqx.Module):
         scale = self.record.bad_scale
         return self._at_scale(scale) if float(scale) > 0 else self
 
-    def _scale_of_step(self) -> AnyArray:
-        """The loss scale, of a state of NumPy's arrays, too."""
-        return self.loss_scale
-
     def _at_scale(self, scale: FloatScalar) -> "AbstractLossScaling":
         """The state with another scale, within its bounds or not."""
         return self
@@ -161,8 +157,7 @@ class AbstractLossScaling(eqx.Module):
         NaN, infinities and zeros stay what they are; a product beyond the range of
         float32 is infinite.
         """
-        scale = Filled(self.loss_scale.astype)
-        return map_numbers(lambda leaf: _multiply(leaf, scale), tree, "scale")
+        return self._multiplied(tree, "scale", lambda scale: scale)
 
     def unscale(self, tree: PyTree) -> PyTree:
         r"""Divides every float or complex leaf by the scale, in float32 at least.
@@ -184,8 +179,27 @@ class AbstractLossScaling(eqx.Module):
 
         NaN, infinities and zeros stay what they are.
         """
-        inverse = Filled((1 / self.loss_scale).astype)
-        return map_numbers(lambda leaf: _multiply(leaf, inverse), tree, "unscale")
+        return self._multiplied(tree, "unscale", lambda scale: 1 / scale)
+
+    def _multiplied(
+        self, tree: PyTree, method: str, factor: Callable[[AnyArray], AnyArray]
+    ) -> PyTree:
+        """All numbers in full precision, times what a scale gives unless it is 1."""
+        filled = None if self._is_one else Filled(factor(self.loss_scale).astype)
+
+        def one(leaf: object) -> PyTree:
+            if isinstance(leaf, AbstractLossScaling):
+                raise TypeError(
+                    f"`{method}` of a loss scaling takes losses or gradients; got a "
+                    f"tree with a loss scaling in it, {type(leaf).__name__}. What "
+                    "`mpx.filter_grad` and its relatives return is unscaled already: "
+                    "use `result.value` and `result.grads` as they are."
+                )
+            return _to_full(leaf) if filled is None else _multiply(leaf, filled)
+
+        return jax.tree.map(
+            one, tree, is_leaf=lambda node: isinstance(node, AbstractLossScaling)
+        )
 
     @property
     def _is_stateful(self) -> bool:
@@ -279,8 +293,9 @@ class AbstractLossScaling(eqx.Module):
         if not self._is_stateful:
             return self
         finite, loss_finite = judged(self, grads_finite, loss_finite)
-        scale = self._scale_of_step()
-        record = advance_record(self.record, finite, places_finite, loss_finite, scale)
+        record = advance_record(
+            self.record, finite, places_finite, loss_finite, self.loss_scale
+        )
         return self._with_record(record)
 
     def _set_aside(self) -> Self:
@@ -304,7 +319,7 @@ class AbstractLossScaling(eqx.Module):
 
     def state_dict(self) -> dict[str, Any]:
         """All fields as numpy values by name, with the kind and a version number."""
-        return _state_dict.write(self)
+        return _state_dict.write_state(self)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
@@ -346,7 +361,7 @@ class AbstractLossScaling(eqx.Module):
 
     def _odd_scale(self) -> AnyArray | None:
         """A scale that is no float32, as a cast or a wrong restore leaves it."""
-        own = () if self._is_one else (self._scale_of_step(),)
+        own = () if self._is_one else (self.loss_scale,)
         scales = (*own, self.record.bad_scale)
         return next((x for x in scales if x.dtype != np.float32), None)
 
@@ -379,28 +394,7 @@ def judged(
     return finite, bool_scalar(loss_finite, f"`loss_finite` {call}")
 
 
-def map_numbers(func: Callable[[PyTree], PyTree], tree: PyTree, method: str) -> PyTree:
-    """Maps over a tree that must not hold a loss scaling, whose fields are no values.
-
-    The results of the gradient functions hold one; their gradients are unscaled.
-    """
-
-    def apply(leaf: object) -> PyTree:
-        if not isinstance(leaf, AbstractLossScaling):
-            return func(leaf)
-        raise TypeError(
-            f"`{method}` of a loss scaling takes losses or gradients; got a tree with "
-            f"a loss scaling in it, {type(leaf).__name__}. What `mpx.filter_grad` and "
-            "its relatives return is unscaled already: use `result.value` and "
-            "`result.grads` as they are."
-        )
-
-    return jax.tree.map(
-        apply, tree, is_leaf=lambda node: isinstance(node, AbstractLossScaling)
-    )
-
-
-def to_full(leaf: Any) -> Any:
+def _to_full(leaf: Any) -> Any:
     if not is_inexact_leaf(leaf):
         return leaf
     if leaf.dtype == np.float32:  # as gradients are
@@ -413,7 +407,7 @@ def _multiply(leaf: object, scale: Filled) -> PyTree:
         leaf = jnp.asarray(leaf)
     if not is_inexact_leaf(leaf):
         return leaf
-    wide = to_full(leaf)
+    wide = _to_full(leaf)
     if not isinstance(wide, jax.Array):
         wide = jnp.asarray(wide)
     if jnp.issubdtype(wide.dtype, jnp.complexfloating):

@@ -141,7 +141,7 @@ class DynamicLossScaling(AbstractLossScaling):
             self._validate()
 
     @property
-    def loss_scale(self) -> FloatScalar:
+    def loss_scale(self) -> AnyArray:
         """The scale that the next loss is multiplied by, float32."""
         return self.loss_scaling
 
@@ -179,9 +179,6 @@ class DynamicLossScaling(AbstractLossScaling):
 
     def _at_scale(self, scale: FloatScalar) -> Self:
         return replaced(self, loss_scaling=scale)
-
-    def _scale_of_step(self) -> AnyArray:
-        return self.loss_scaling
 
     def _lowered(self) -> FloatScalar:
         return jax.lax.max(self.loss_scaling * self.backoff, self.min_loss_scaling)

@@ -5,12 +5,12 @@ from typing import Self
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, PyTree
+from jaxtyping import Array, Float32
 
 from .._errors import describe
 from .._typing import AnyArray, FloatScalar, ScalarLike
 from ._arguments import scale_in_range, scale_value
-from ._base import AbstractLossScaling, map_numbers, to_full
+from ._base import AbstractLossScaling
 from ._record import StepRecord, replaced
 
 
@@ -38,11 +38,8 @@ class StaticLossScaling(AbstractLossScaling):
         self.record = StepRecord()
 
     @property
-    def loss_scale(self) -> FloatScalar:
+    def loss_scale(self) -> AnyArray:
         """The scale, float32."""
-        return self.loss_scaling
-
-    def _scale_of_step(self) -> AnyArray:
         return self.loss_scaling
 
     def _at_scale(self, scale: FloatScalar) -> Self:
@@ -84,17 +81,9 @@ class NoLossScaling(AbstractLossScaling):
         self.skip = skip
 
     @property
-    def loss_scale(self) -> FloatScalar:
+    def loss_scale(self) -> AnyArray:
         """One, float32."""
         return jnp.ones((), jnp.float32)
-
-    def scale(self, tree: PyTree) -> PyTree:
-        """Casts half-precision leaves to float32, as every `scale` does."""
-        return map_numbers(to_full, tree, "scale")
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Casts half-precision leaves to float32, as every `unscale` does."""
-        return map_numbers(to_full, tree, "unscale")
 
     @property
     def _is_stateful(self) -> bool:

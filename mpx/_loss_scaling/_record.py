@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from .._errors import describe
-from .._typing import BoolScalar, FloatScalar, ScalarLike
+from .._typing import AnyArray, BoolScalar
 
 # How many places of the last bad step are remembered. They are numbers, not names, so
 # that the state keeps its structure; `mpx.check` turns them into paths.
@@ -72,12 +72,12 @@ class StepRecord(eqx.Module):
         self.bad_scale = jnp.zeros((), jnp.float32)
 
 
-def advance_record(
+def _updated(
     record: StepRecord,
     finite: BoolScalar,
-    places_finite: Bool[Array, " n"] | None,
+    places_finite: Array | None,
     loss_finite: BoolScalar | None = None,
-    loss_scale: ScalarLike | None = None,
+    loss_scale: AnyArray | None = None,
 ) -> StepRecord:
     """The record after one more step.
 
@@ -93,18 +93,6 @@ def advance_record(
     Returns:
         The new record.
     """
-    return _updated(record, finite, places_finite, loss_finite, loss_scale)
-
-
-# Jitted, so that it is traced once and not in each step.
-@jax.jit
-def _updated(
-    record: StepRecord,
-    finite: BoolScalar,
-    places_finite: Array | None,
-    loss_finite: BoolScalar | None,
-    loss_scale: FloatScalar | None,
-) -> StepRecord:
     select, steps = jax.lax.select, counted(record.steps)
     row = record.skipped_in_a_row
     is_bad_loss = ~finite & ~loss_was_finite(places_finite, loss_finite)
@@ -126,6 +114,10 @@ def _updated(
         if loss_scale is None
         else select(finite, record.bad_scale, loss_scale),
     )
+
+
+# Jitted, so that it is traced once and not in each step.
+advance_record = jax.jit(_updated)
 
 
 def counted(counter: Int32[Array, ""]) -> Int32[Array, ""]:

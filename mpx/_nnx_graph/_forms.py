@@ -4,11 +4,12 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-# The groups of leaves; the last are no arrays and stay what they are.
-WEIGHT, FIXED, STATE, STATIC = "weight", "fixed", "state", "static"
+# The groups of leaves.
+GROUPS = WEIGHT, FIXED, STATE = "weight", "fixed", "state"
 
 
 def is_nnx_object(node: object) -> bool:
@@ -28,7 +29,7 @@ class Slot(NamedTuple):
     """A place in an object that holds a value.
 
     Attributes:
-        group: One of the four groups.
+        group: One of the three groups.
         name: The path from the arguments, such as `args[0].layers[0].kernel`.
         value: What it held before the call.
     """
@@ -37,19 +38,24 @@ class Slot(NamedTuple):
     name: str
     value: Any
 
+    @property
+    def is_array(self) -> bool:
+        """Whether it holds an array; anything else stays what it is."""
+        return isinstance(self.value, jax.Array | np.ndarray)
+
 
 class Taken(NamedTuple):
     """What is known about one object: how to make it again, and where its values go.
 
     Attributes:
         graphdef: NNX's description of what is no value.
-        forms: The structures of its three states: weights, fixed, state.
-        slots: For each of the three, its places, by their path in NNX's state.
+        form: The structure of its three states: weights, fixed, state.
+        slots: The places in these, by their path in NNX's state.
     """
 
-    graphdef: object
-    forms: list[Any]
-    slots: list[dict[str, Slot]]
+    graphdef: Any
+    form: Any
+    slots: dict[str, Slot]
 
 
 class Origin(NamedTuple):

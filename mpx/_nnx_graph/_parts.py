@@ -19,8 +19,8 @@ from ._checks import (
 )
 from ._forms import (
     FIXED,
+    GROUPS,
     STATE,
-    STATIC,
     WEIGHT,
     Changed,
     Origin,
@@ -124,37 +124,35 @@ class Parts:
                 self._checks.check(leaf, predicate, name)
                 leaves.append(self._take(context, leaf, predicate, name))
         self.args, self.kwargs = jax.tree.unflatten(tree, leaves)
-        self.fixed = NamedLeaves(-1, *self._group(1))
-        self.state = ModelState(-1, *self._group(2))
+        self.fixed = NamedLeaves(-1, *self._group(FIXED))
+        self.state = ModelState(-1, *self._group(STATE))
 
     def _take(
         self, context: Any, node: object, predicate: Callable[..., bool], name: str
     ) -> NamedLeaves:
         graphdef, *states = context.split(node, predicate, _is_fixed, ...)
-        slots: list[dict[str, Slot]] = []
-        for group, state in zip((WEIGHT, FIXED, STATE), states, strict=True):
-            found = {}
-            for path, value in jax.tree_util.tree_leaves_with_path(state):
-                kind = group if isinstance(value, jax.Array | np.ndarray) else STATIC
-                place = name + place_text(path)
-                found[jax.tree_util.keystr(path)] = Slot(kind, place, value)
-            slots.append(found)
-        forms = [jax.tree.structure(state) for state in states]
+        found, form = jax.tree_util.tree_flatten_with_path(tuple(states))
+        slots = {
+            jax.tree_util.keystr(path[1:]): Slot(
+                GROUPS[path[0].idx], name + place_text(path[1:]), value
+            )
+            for path, value in found
+        }
         self._originals.append(node)
-        self._objects.append(Taken(graphdef, forms, slots))
-        weights = list(slots[0].values())
+        self._objects.append(Taken(graphdef, form, slots))
+        weights = [slot for slot in slots.values() if slot.group == WEIGHT]
         names = [
             s.name.removeprefix(name).removeprefix(".") or "value" for s in weights
         ]
         return NamedLeaves(len(self._objects) - 1, names, [s.value for s in weights])
 
-    def _group(self, number: int) -> tuple[list[str], list[AnyArray]]:
-        """Names and values of all objects' places in the second or the third state."""
+    def _group(self, group: str) -> tuple[list[str], list[AnyArray]]:
+        """Names and values of the arrays of a group, of all objects."""
         slots = [
             slot
             for taken in self._objects
-            for slot in taken.slots[number].values()
-            if slot.group != STATIC
+            for slot in taken.slots.values()
+            if slot.group == group and slot.is_array
         ]
         return [slot.name for slot in slots], [slot.value for slot in slots]
 
@@ -230,41 +228,21 @@ class Parts:
 
         # The iterators are shared: each object takes its own values from them, in the
         # order in which `_group` put them there.
-        values = [_by_label(args, kwargs), iter(fixed.leaves), iter(state.leaves)]
+        shared = {FIXED: iter(fixed.leaves), STATE: iter(state.leaves)}
+        weights = _by_label(args, kwargs)
+        objects: list[object] = []
         given: list[dict[str, tuple[Slot, object]]] = []
         with nnx.merge_context(_CONTEXT, inner=True) as context:
-            objects = [
-                self._put_together(context, number, values, given)
-                for number in range(len(self._objects))
-            ]
+            for number, taken in enumerate(self._objects):
+                sources = {**shared, WEIGHT: iter(weights.get(number, ()))}
+                values = {
+                    path: (slot, _value_of(slot, sources[slot.group]))
+                    for path, slot in taken.slots.items()
+                }
+                states = jax.tree.unflatten(taken.form, [v for _, v in values.values()])
+                objects.append(context.merge(taken.graphdef, *states))
+                given.append(values)
         return _filled((tuple(args), kwargs), objects), objects, given
-
-    def _put_together(
-        self,
-        context: Any,
-        number: int,
-        values: list[Any],
-        given: list[dict[str, tuple[Slot, object]]],
-    ) -> object:
-        """Makes an object again; notes what it is given, by path, with the slots."""
-        taken = self._objects[number]
-        by_label, fixed, state = values
-        # Weights that are no arrays go in with the others, and stay what they are.
-        is_array = [s.group != STATIC for s in taken.slots[0].values()]
-        weights = itertools.compress(by_label.get(number, ()), is_array)
-        sources = (weights, fixed, state)
-        inner: dict[str, tuple[Slot, object]] = {}
-        states = []
-        for form, slots, source in zip(taken.forms, taken.slots, sources, strict=True):
-            leaves = [
-                slot.value if slot.group == STATIC else next(source)
-                for slot in slots.values()
-            ]
-            pairs = zip(slots.values(), leaves, strict=True)
-            inner.update(zip(slots, pairs, strict=True))
-            states.append(jax.tree.unflatten(form, leaves))
-        given.append(inner)
-        return context.merge(taken.graphdef, *states)
 
     def _read(
         self,
@@ -288,7 +266,7 @@ class Parts:
             if not isinstance(value, jax.Array | np.ndarray):
                 origins.append(Origin(None, False, value))
                 continue
-            if not self._can_undo or slot is None or slot.group == STATIC:
+            if not self._can_undo or slot is None or not slot.is_array:
                 slot = None
             else:
                 value = with_form_of(slot, value, self._call)
@@ -358,9 +336,19 @@ class Parts:
         def states(node: object) -> PyTree:
             if not isinstance(node, NamedLeaves):
                 return node
-            return jax.tree.unflatten(self._objects[node.label].forms[0], node.leaves)
+            form, *_ = self._objects[node.label].form.children()
+            return jax.tree.unflatten(form, node.leaves)
 
         return jax.tree.map(states, grads, is_leaf=_is_named)
+
+
+def _value_of(slot: Slot, values: Iterator[object]) -> object:
+    """What goes into a place: the next of the values that its group has."""
+    # Weights that are no arrays go in with the others, and stay what they are.
+    if slot.is_array or slot.group == WEIGHT:
+        value = next(values)
+        return value if slot.is_array else slot.value
+    return slot.value
 
 
 def _predicate(node: object, wanted: Any) -> Callable[..., bool]:

@@ -228,22 +228,23 @@ def _sliced_at(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part] |
 
 
 def _split(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
-    axis, sizes = equation.params["axis"], list(map(int, equation.params["sizes"]))
-    shape, found = list(_shape(equation)), []
-    for start, size in zip(itertools.accumulate([0, *sizes]), sizes, strict=False):
-        starts = [start if i == axis else 0 for i in range(len(shape))]
-        found.append(part.cut(starts, [*shape[:axis], size, *shape[axis + 1 :]]))
-    return found
+    sizes = map(int, equation.params["sizes"])
+    return _pieces(part, equation, list(sizes))
 
 
 def _unstacked(part: Part, equation: JaxprEqn, numbers: Numbers) -> list[Part]:
-    shape, axis = list(_shape(equation)), equation.params["axis"]
+    shape, axis = _shape(equation), equation.params["axis"]
     others = [i for i in range(len(shape)) if i != axis]
-    found = []
-    for start in range(shape[axis]):
+    rows = _pieces(part, equation, [1] * shape[axis])
+    return [row.along(others) for row in rows]
+
+
+def _pieces(part: Part, equation: JaxprEqn, sizes: list[int]) -> list[Part]:
+    """Pieces of these lengths, one after the other along the axis of an equation."""
+    shape, axis, found = list(_shape(equation)), equation.params["axis"], []
+    for start, size in zip(itertools.accumulate([0, *sizes]), sizes, strict=False):
         starts = [start if i == axis else 0 for i in range(len(shape))]
-        cut = part.cut(starts, [*shape[:axis], 1, *shape[axis + 1 :]])
-        found.append(cut.along(others))
+        found.append(part.cut(starts, [*shape[:axis], size, *shape[axis + 1 :]]))
     return found
 
 

@@ -10,10 +10,11 @@ Pallas, whose instructions work on references. An equation that holds one is a l
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -76,6 +77,11 @@ def aval_of(atom: Atom) -> Aval:
 def avals(atoms: Iterable[Atom]) -> list[Aval]:
     """The types of operands or results."""
     return [aval_of(atom) for atom in atoms]
+
+
+def is_inexact(aval: Aval) -> bool:
+    """Whether values of a type are floating or complex numbers."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def program_of(equation: JaxprEqn) -> Program:
@@ -319,6 +325,28 @@ def constants_as_inputs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Sequence[AnyA
 
     types = map(jax.typeof, closed.consts)
     return jax.make_jaxpr(program)(*types, *closed.in_avals), closed.consts
+
+
+def run_by(
+    bind: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+    closed: ClosedJaxpr,
+    arrays: Sequence[AnyArray],
+) -> Callable[[Atom], Any]:
+    """Runs a program, each of its equations by a function of that and of its operands.
+
+    Returns:
+        What gives the value of a variable or literal of the program.
+    """
+    values: dict[Atom, Any] = dict(zip(closed.jaxpr.invars, arrays, strict=True))
+    values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in closed.jaxpr.eqns:
+        results = bind(equation, list(map(read, equation.invars)))
+        values.update(zip(equation.outvars, results, strict=True))
+    return read
 
 
 def zero_results(jaxpr: Jaxpr) -> tuple[bool, ...]:

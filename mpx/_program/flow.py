@@ -10,7 +10,7 @@ walk the programs of an equation themselves, by `sub_jaxprs`.
 import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -70,15 +70,8 @@ class Location:
 
     def enter(self, equation: JaxprEqn, sub: SubJaxpr) -> "Location":
         """The location of the equations of a program inside of an equation here."""
-        name = " ".join(
-            text
-            for text in (
-                equation.primitive.name,
-                str(equation.params.get("name", "")),
-                sub.role,
-            )
-            if text
-        )
+        own = str(equation.params.get("name", ""))
+        name = " ".join(filter(None, (equation.primitive.name, own, sub.role)))
         return Location(
             (*self.scopes, *scopes(equation)),
             self.frames_of(equation),
@@ -249,17 +242,16 @@ def _input_fact(flow: Flow[F], operands: Sequence[F], index: int | None) -> F:
 class BackwardFlow(abc.ABC, Generic[F]):
     """Facts of values that come from their users: what they want, where they end.
 
-    `join` must reach an end when applied again.
+    They are flags, or sets: what two users say of a value is both.
     """
 
-    @property
-    @abc.abstractmethod
-    def nothing(self) -> F:
-        """The fact of a value that nobody uses."""
+    nothing: F
+    """The fact of a value that nobody uses."""
 
-    @abc.abstractmethod
     def join(self, a: F, b: F) -> F:
         """The fact of a value with two users."""
+        either: Any = a
+        return either | b
 
     @abc.abstractmethod
     def transfer(self, equation: JaxprEqn, results: Sequence[F]) -> Sequence[F]:

@@ -15,6 +15,7 @@ leads to them. Effects, which happen one after the other, are ends on one long w
 And an island runs on one mesh and kind of device: where those change, it ends, too.
 """
 
+import graphlib
 import heapq
 from collections.abc import (
     Callable,
@@ -226,9 +227,9 @@ def _in_order(
     for first, second in _effects(jaxpr):
         needs[unit_of[second]].add(unit_of[first])
     firsts = [positions[0] for positions in units]
-    live = _reachable(roots, needs)
-    order = _sorted(firsts, needs, live)
-    if len(order) < len(live):
+    try:
+        order = _sorted(firsts, {n: needs[n] for n in _reachable(roots, needs)})
+    except graphlib.CycleError:
         return None
     found: list[JaxprEqn | Island] = []
     for n in order:
@@ -267,29 +268,21 @@ def _inputs(equations: Sequence[JaxprEqn]) -> list[Var]:
     return [v for v in needed if v not in made]
 
 
-def _sorted(
-    firsts: Sequence[int], needs: Sequence[set[int]], live: Collection[int]
-) -> list[int]:
-    """Units that are live, each after those that it needs; not those of a circle.
+def _sorted(firsts: Sequence[int], needs: Mapping[int, set[int]]) -> list[int]:
+    """Units, each after those that it needs.
 
     Of what could come next, what stands first in the program: XLA's schedule begins
     from this order, and what is computed early is kept for long.
     """
-    unlocks: list[list[int]] = [[] for _ in needs]
-    missing = [len(needed) for needed in needs]
-    for n in live:
-        for other in needs[n]:
-            unlocks[other].append(n)
-    ready = [(firsts[n], n) for n in live if not missing[n]]
-    heapq.heapify(ready)
+    sorter = graphlib.TopologicalSorter(needs)
+    sorter.prepare()
+    ready: list[tuple[int, int]] = []
     order: list[int] = []
-    while ready:
-        _, n = heapq.heappop(ready)
-        order.append(n)
-        for other in unlocks[n]:
-            missing[other] -= 1
-            if not missing[other]:
-                heapq.heappush(ready, (firsts[other], other))
+    while sorter.is_active():
+        for n in sorter.get_ready():
+            heapq.heappush(ready, (firsts[n], n))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
     return order
 
 

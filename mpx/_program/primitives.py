@@ -113,7 +113,6 @@ class Properties:
         reads_part: It reads of its operand what it gives.
         writes_part: It writes of its operand what it changes.
         is_access: Reads and writes the references of a Pallas kernel.
-        passes_on_bad: An infinity or a NaN among its operands is one in its result.
     """
 
     kind: PrimitiveClass
@@ -139,7 +138,6 @@ class Properties:
     reads_part: bool = False
     writes_part: bool = False
     is_access: bool = False
-    passes_on_bad: bool = False
 
     @property
     def is_cheap(self) -> bool:
@@ -188,11 +186,11 @@ _group(
     "dot_general",
     _HALF,
     Flops.DOT_GENERAL,
-    "is_quantizable passes_on_bad",
+    "is_quantizable",
     saves=Saves.OTHERS,
 )
 _group("ragged_dot_general", _HALF, Flops.RAGGED_DOT, "is_quantizable")
-_group("conv_general_dilated", _HALF, Flops.CONVOLUTION, "is_quantizable passes_on_bad")
+_group("conv_general_dilated", _HALF, Flops.CONVOLUTION, "is_quantizable")
 _group("ragged_dot", _HALF, Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_fwd_wrapper", _HALF, Flops.ATTENTION_FORWARD)
 _group("bcoo_dot_general dot_product_attention", _HALF)
@@ -224,16 +222,16 @@ _group(
     Flops.ELEMENTWISE,
 )
 _group("ge gt le le_to lt lt_to", _FULL, Flops.ELEMENTWISE, "orders")
-_group("add add_any sub", _FULL, Flops.ELEMENTWISE, "adds passes_on_bad")
+_group("add add_any sub", _FULL, Flops.ELEMENTWISE, "adds")
 _group("div", _FULL, Flops.ELEMENTWISE, saves=Saves.OTHERS)
-_group("mul", _FULL, Flops.ELEMENTWISE, "passes_on_bad", saves=Saves.OTHERS)
+_group("mul", _FULL, Flops.ELEMENTWISE, saves=Saves.OTHERS)
 _group("abs", _FULL, Flops.ELEMENTWISE, "picks", saves=Saves.OPERAND)
-_group("neg", _FULL, Flops.ELEMENTWISE, "picks passes_on_bad")
+_group("neg", _FULL, Flops.ELEMENTWISE, "picks")
 _group("clamp max min", _FULL, Flops.ELEMENTWISE, saves=Saves.CHOICE)
 _group("select_n", _FULL, Flops.ELEMENTWISE, "joins picks", saves=Saves.PREDICATE)
 _group("concatenate pad stack", _FULL, Flops.ZERO, "joins picks")
 _group("tie", _FULL, Flops.ZERO)
-_group("reduce_sum", _FULL, Flops.REDUCTION, "passes_on_bad")
+_group("reduce_sum", _FULL, Flops.REDUCTION)
 _group("reduce_max reduce_min reduce_prod", _FULL, Flops.REDUCTION, saves=Saves.OPERAND)
 _group("argmax argmin", _FULL, Flops.REDUCTION)
 _group(

@@ -8,7 +8,8 @@ equation holds as results do:
 - of calls (`jit`, custom rules) as they are; of a checkpoint, too, which stays one;
 - of a scan stacked, along a new first axis, turn by turn;
 - of a conditional zeros, for the branches that are not taken;
-- of a `while` loop joined, turn by turn, beginning with zeros; or not at all;
+- of a `while` loop joined, turn by turn, beginning with zeros; or not at all; or as of
+  a scan, where the probe says how many turns it takes at most;
 - of `shard_map` stacked, along a new first axis, device by device.
 
 What a probe knows of values without running anything travels with them as a *tag*. In a
@@ -18,6 +19,7 @@ The program is to be run, not to be differentiated: rules of derivatives are lef
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -70,7 +72,7 @@ def probed(
     Returns:
         The results of the program, and the records.
     """
-    inputs = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
+    inputs = _tagged(arrays, tags)
     results, records = _run(closed, closed.consts, inputs, probe, Location())
     return [value.array for value in results], records
 
@@ -83,24 +85,22 @@ def _run(
     place: Location,
 ) -> _Results:
     jaxpr = open_jaxpr(program)
-    held = [Tagged(x, probe.constant(x)) for x in consts]
+    held = [Tagged(probe.held(x), probe.constant(x)) for x in consts]
     values = dict(zip(jaxpr.constvars, held, strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
     records: Records = {}
 
     def read(atom: Atom) -> Tagged:
         if isinstance(atom, Literal):
-            return Tagged(atom.val, probe.constant(atom.val))
+            return Tagged(probe.held(atom.val), probe.constant(atom.val))
         return values[atom]
 
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]
         with equation_context(equation):
-            run = _INSIDE.get(equation.primitive.name, _called)
-            subs = sub_jaxprs(equation)
-            # What holds programs in a way that is not known here is an operation: the
-            # probe does not see into it.
-            if subs and (run is not _called or _is_call(equation)):
+            if is_seen_into(equation):
+                run = _INSIDE.get(equation.primitive.name, _called)
+                subs = sub_jaxprs(equation)
                 results, found = run(_Held(equation, subs, operands, probe, place))
             else:
                 results, found = _operation(equation, operands, probe, place)
@@ -114,14 +114,19 @@ def _operation(
 ) -> _Results:
     arrays = probe.compute(equation, [v.array for v in operands])
     tags = probe.transfer(equation, place, operands)
-    results = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
+    results = _tagged(arrays, tags)
     return results, probe.observe(equation, place, operands, results)
 
 
-def _is_call(equation: JaxprEqn) -> bool:
-    """Whether an equation does nothing but run the one program that it holds."""
+def is_seen_into(equation: JaxprEqn) -> bool:
+    """Whether a probe sees the operations of the programs that an equation holds.
+
+    What holds programs in a way that is not known here is an operation.
+    """
     known = properties(equation.primitive.name)
-    return bool(known.program) and known.runs_once
+    is_call = bool(known.program) and known.runs_once
+    is_known = is_call or equation.primitive.name in _INSIDE
+    return is_known and bool(sub_jaxprs(equation))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +193,8 @@ class _Traced:
         self.keys: list[Hashable] = []
 
         def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[PyTree]]:
-            given = [Tagged(x, tag) for x, tag in zip(arrays, tags, strict=True)]
             with probe.inside():
+                given = _tagged(arrays, tags)
                 results, records = _run(sub.jaxpr, sub.consts, given, probe, place)
             # Set while `make_jaxpr` traces, below.
             self.tags = [v.tag for v in results]
@@ -206,8 +211,7 @@ class _Traced:
     def divided(self, results: Sequence[AnyArray]) -> tuple[list[AnyArray], Records]:
         """The results of the program, and the records, of all that it gives."""
         count = len(self.tags)
-        leaves, structure = jax.tree.flatten(list(self.records.values()))
-        del leaves
+        structure = jax.tree.structure(list(self.records.values()))
         found = jax.tree.unflatten(structure, results[count:])
         return list(results[:count]), dict(zip(self.keys, found, strict=True))
 
@@ -277,6 +281,7 @@ def _in_while(held: _Held) -> _Results:
     """A loop of unknown length: records are joined as it goes."""
     body_sub, test_sub = held.subs
     params, probe = held.equation.params, held.probe
+    turns = probe.turns(held.equation)
     n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
     for_test = [v.array for v in held.operands[:n_test]]
     inside = held.operands[n_test:]
@@ -286,31 +291,74 @@ def _in_while(held: _Held) -> _Results:
     tags += [probe.carried(held.equation, held.place, v.tag) for v in carry]
     made = held.traced(body_sub, list(zip(avals, tags, strict=True)))
     fixed = [v.array for v in inside[:n_body]]
-    zeros = {key: jax.tree.map(_zeros, x) for key, x in made.records.items()}
-    # Whether the probe joins turns at all, it is asked once, of zeros.
-    kept = {key: x for key, x in zeros.items() if probe.join(x, x) is not None}
     test = ClosedJaxpr(test_sub.jaxpr, list(test_sub.consts))
 
     def are_going_on(carry: Sequence[AnyArray]) -> AnyArray:
         return jaxpr_as_fun(test)(*for_test, *carry)[0]
 
-    def is_going_on(state: PyTree) -> AnyArray:
-        going = are_going_on(state[0])
+    def is_going_on(carry: Sequence[AnyArray]) -> AnyArray:
+        going = are_going_on(carry)
         return jnp.any(going) if going.ndim else going
 
-    def turn(state: PyTree) -> tuple[list[AnyArray], list[PyTree]]:
-        carry, before = state
+    def turn(carry: Sequence[AnyArray]) -> tuple[list[AnyArray], Records]:
         results, now = made([*fixed, *carry])
         if aval_of(test_sub.jaxpr.outvars[0]).shape:
             going, pairs = are_going_on(carry), zip(results, carry, strict=True)
             results = [where_leading(going, new, old) for new, old in pairs]
+        return results, now
+
+    begin = _begun(inside[n_body:], avals[n_body:])
+    if turns is None:
+        carry, records = _with_joined_turns(
+            probe, made.records, begin, is_going_on, turn
+        )
+    else:
+        carry, records = _with_stacked_turns(probe, turns, begin, is_going_on, turn)
+    return _tagged(carry, made.tags), records
+
+
+_Turn = Callable[[Sequence[AnyArray]], tuple[list[AnyArray], Records]]
+_Test = Callable[[Sequence[AnyArray]], AnyArray]
+
+
+def _with_joined_turns(
+    probe: Probe, shapes: Records, begin: list[AnyArray], test: _Test, turn: _Turn
+) -> tuple[list[AnyArray], Records]:
+    zeros = {key: jax.tree.map(_zeros, x) for key, x in shapes.items()}
+    # Whether the probe joins turns at all, it is asked once, of zeros.
+    kept = {key: x for key, x in zeros.items() if probe.join(x, x) is not None}
+
+    def body(state: PyTree) -> tuple[list[AnyArray], list[PyTree]]:
+        carry, before = state
+        results, now = turn(carry)
         keys = zip(kept, before, strict=True)
         return results, [probe.join(old, now[key]) for key, old in keys]
 
-    begin = _begun(inside[n_body:], avals[n_body:])
     state = (begin, list(kept.values()))
-    carry, found = jax.lax.while_loop(is_going_on, turn, state)
-    return _tagged(carry, made.tags), dict(zip(kept, found, strict=True))
+    carry, found = jax.lax.while_loop(lambda state: test(state[0]), body, state)
+    return carry, dict(zip(kept, found, strict=True))
+
+
+def _with_stacked_turns(
+    probe: Probe, turns: int, begin: list[AnyArray], test: _Test, turn: _Turn
+) -> tuple[list[AnyArray], Records]:
+    keys: list[Hashable] = []
+
+    def body(carry: list[AnyArray], _: None) -> tuple[list[AnyArray], list[PyTree]]:
+        going = test(carry)
+        results, now = turn(carry)
+        keys[:] = now
+        pairs = zip(results, carry, strict=True)
+        carry = [jax.lax.select(going, new, old) for new, old in pairs]
+        none = jax.tree.map(_zeros, list(now.values()))
+        return carry, jax.tree.map(
+            lambda x, zero: jax.lax.select(going, x, zero), list(now.values()), none
+        )
+
+    carry, found = jax.lax.scan(body, begin, None, turns)
+    for key in keys:
+        probe.stack(key, "turn")
+    return carry, dict(zip(keys, found, strict=True))
 
 
 def _zeros(x: AnyArray) -> AnyArray:
@@ -326,20 +374,28 @@ def _in_branches(held: _Held) -> _Results:
         made.append(held.traced(sub, inputs))
     begin()
     records = {key: x for one in made for key, x in one.records.items()}
+    # What the probe itself uses from outside is given to all branches.
+    constants = [x for one in made for x in one.closed.consts]
+    types = [*map(jax.typeof, constants), *(aval for aval, _ in inputs)]
+    first = itertools.accumulate((len(one.closed.consts) for one in made), initial=0)
 
-    def filled(one: _Traced) -> ClosedJaxpr:
+    def filled(one: _Traced, start: int) -> ClosedJaxpr:
         def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[PyTree]]:
-            results, own = one(arrays)
+            consts = arrays[start : start + len(one.closed.consts)]
+            closed = ClosedJaxpr(one.closed.jaxpr, list(consts))
+            given = arrays[len(constants) :]
+            results, own = one.divided(jaxpr_as_fun(closed)(*given))
             return results, [
                 own[k] if k in own else jax.tree.map(_zeros, x)
                 for k, x in records.items()
             ]
 
-        return jax.make_jaxpr(program)(*(aval for aval, _ in inputs))
+        return jax.make_jaxpr(program)(*types)
 
-    branches = tuple(map(filled, made))
+    branches = tuple(map(filled, made, first))
     changed = equation.replace(params={**equation.params, "branches": branches})
-    arrays = bind_equation(changed, *(v.array for v in held.operands))
+    index, *arrays = (v.array for v in held.operands)
+    arrays = bind_equation(changed, index, *constants, *arrays)
     count = len(equation.outvars)
     structure = jax.tree.structure(list(records.values()))
     found = jax.tree.unflatten(structure, arrays[count:])

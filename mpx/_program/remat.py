@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jaxtyping import PyTree
 
 from .._typing import AnyArray, Aval
-from .equations import aval_of, avals, constants_as_inputs, count, equations
+from .equations import aval_of, avals, constants_as_inputs, count, equations, is_inexact
 from .islands import is_cheap
 from .primitives import properties
 from .residuals import kept_bytes
@@ -163,8 +162,8 @@ def _from_inputs(
             return evaluate_with_totals(closed, xs, totals)
         return plain(*xs), []
 
-    are_inexact = tuple(map(_is_inexact, closed.in_avals))
-    exact = [None if _is_inexact(aval) else aval for aval in closed.out_avals]
+    are_inexact = tuple(map(is_inexact, closed.in_avals))
+    exact = [None if is_inexact(aval) else aval for aval in closed.out_avals]
 
     def inexact_of(arrays: Sequence[AnyArray]) -> list[AnyArray]:
         return [x for x, is_in in zip(arrays, are_inexact, strict=True) if is_in]
@@ -216,10 +215,6 @@ def _from_inputs(
         return results, of_all
 
     return function
-
-
-def _is_inexact(aval: Aval) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,33 +8,36 @@ number, and a function with a derivative rule of its own keeps what it likes.
 `measured_bytes` differentiates.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
-from jax.numpy import inexact, issubdtype
 from jaxtyping import PyTree
 
 from .._dtypes import HALF
-from .._typing import AnyArray, Atom, Aval
-from .equations import aval_of, avals, count
+from .._typing import AnyArray, Aval
+from .equations import aval_of, avals, count, is_inexact
 from .flow import Flow, propagate
 from .primitives import Saves, properties
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Node:
-    """A value: its bytes, and what it was made of."""
+    """A value: its bytes, and what it was made of.
 
-    __slots__ = ("bytes", "is_active", "is_free", "made_of")
+    Attributes:
+        bytes: How many it takes.
+        made_of: The values that it was computed from.
+        is_active: Whether it has a derivative.
+        is_free: Whether it is kept by others anyway.
+    """
 
-    def __init__(
-        self, size: int, made_of: "Iterable[_Node]" = (), is_active: bool = False
-    ) -> None:
-        self.bytes = size
-        self.made_of: tuple[_Node, ...] = tuple(made_of)
-        self.is_active = is_active  # whether it has a derivative
-        self.is_free = False  # whether it is kept by others anyway
+    bytes: int
+    made_of: "Sequence[_Node]" = ()
+    is_active: bool = False
+    is_free: bool = False
 
 
 def kept_bytes(
@@ -54,10 +57,9 @@ def kept_bytes(
         half precision, since the product that it goes into keeps it.
     """
     inputs = [
-        _Node(_bytes(aval_of(v)), is_active=_is_float(aval_of(v))) for v in jaxpr.invars
+        _Node(_bytes(aval), (), is_inexact(aval), is_free)
+        for aval, is_free in zip(avals(jaxpr.invars), are_free, strict=True)
     ]
-    for node, is_free in zip(inputs, are_free, strict=True):
-        node.is_free = is_free
     flow = _Keeping()
     constants = (None,) * len(jaxpr.constvars)
     results = propagate(jaxpr, constants, inputs, flow)
@@ -99,9 +101,10 @@ def measured_bytes(
     jaxpr, count = closed.jaxpr, len(jax.tree.leaves(jax.eval_shape(function, *types)))
     results = jaxpr.outvars[:count]
     elsewhere = {v for v, free in zip(jaxpr.invars, are_free, strict=True) if free}
-    elsewhere |= {v for v in results if not _is_literal(v) and aval_of(v).dtype in HALF}
+    variables = (v for v in results if not isinstance(v, Literal))
+    elsewhere |= {v for v in variables if aval_of(v).dtype in HALF}
     # A set: what several derivatives keep is there once.
-    kept = {v for v in jaxpr.outvars[count:] if not _is_literal(v)}
+    kept = {v for v in jaxpr.outvars[count:] if not isinstance(v, Literal)}
     return sum(_bytes(aval_of(v)) for v in kept - elsewhere)
 
 
@@ -135,10 +138,10 @@ class _Keeping(Flow[_Node | None]):
         if saves is Saves.SAME and not has_derivative:  # of a mask, say: never written
             return [made_of[0]]
         nodes = [
-            _Node(_bytes(aval_of(v)), made_of, has_derivative and _is_float(aval_of(v)))
-            for v in results
+            _Node(_bytes(aval), made_of, has_derivative and is_inexact(aval))
+            for aval in avals(results)
         ]
-        if has_derivative and _is_float(aval_of(results[0])):
+        if has_derivative and is_inexact(aval_of(results[0])):
             self.kept.update(dict.fromkeys(_kept(saves, equation, facts, nodes[0])))
         return nodes
 
@@ -154,37 +157,22 @@ def _kept(
     if saves is Saves.OPERAND:
         return [node for node in operands if node is not None]
     if saves is Saves.OTHERS:
-        kept = [
-            node
-            for i, node in enumerate(operands)
-            if node is not None
-            and any(
-                other is not None and other.is_active
-                for j, other in enumerate(operands)
-                if j != i
-            )
-        ]
-        is_quotient = equation.primitive.name == "div"
-        divisor = operands[-1] if is_quotient else None
+        divisor = operands[-1] if equation.primitive.name == "div" else None
         if divisor is not None and not divisor.is_active:
             return [divisor]  # the numerator is not needed
-        return kept
+        active = [node is not None and node.is_active for node in operands]
+        return [
+            node
+            for i, node in enumerate(operands)
+            if node is not None and any((*active[:i], *active[i + 1 :]))
+        ]
     if saves is Saves.CHOICE:
-        made_of = [o for o in operands if o is not None]
-        (aval,) = avals(equation.outvars)
+        made_of = [node for node in operands if node is not None]
         # A truth value takes a byte.
-        return [_Node(count(aval.shape), made_of)]
+        return [_Node(count(aval_of(equation.outvars[0]).shape), made_of)]
     if saves is Saves.PREDICATE and operands[0] is not None:
         return [operands[0]]
     return []
-
-
-def _is_literal(atom: Atom) -> bool:
-    return isinstance(atom, Literal)
-
-
-def _is_float(aval: Aval) -> bool:
-    return issubdtype(aval.dtype, inexact)
 
 
 def _bytes(aval: Aval) -> int:
@@ -195,6 +183,6 @@ def may_keep(equation: JaxprEqn) -> bool:
     """Whether autodiff may keep something for an equation."""
     known = properties(equation.primitive.name)
     if known.joins_regions:
-        return any(_is_float(aval) for aval in avals(equation.invars))
+        return any(is_inexact(aval) for aval in avals(equation.invars))
     keeps_nothing = known.saves in (Saves.NOTHING, Saves.SAME)
-    return not keeps_nothing and _is_float(aval_of(equation.outvars[0]))
+    return not keeps_nothing and is_inexact(aval_of(equation.outvars[0]))

@@ -11,23 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jax_compat import bind_equation, equation_context
 from .._typing import AnyArray
-from .equations import aval_of, count
+from .equations import aval_of, count, run_by
 
 # Of the softmax of attention the compiler makes one kernel, with its derivative. A row
 # of this many numbers is none.
 _WIDE = 4096
 
 
-def totals_of(closed: ClosedJaxpr) -> tuple[Var, ...]:
-    """The sums over wide rows in a program, but those in programs within it."""
-    return tuple(e.outvars[0] for e in closed.jaxpr.eqns if _is_total(e))
-
-
 def _is_total(equation: JaxprEqn) -> bool:
+    """Whether an equation is a sum over wide rows."""
     if equation.primitive.name != "reduce_sum":
         return False
     shape = aval_of(equation.invars[0]).shape
@@ -45,24 +41,18 @@ def evaluate_with_totals(
         given: These sums, if they are known. The derivative is that of the sum all the
             same.
     """
-    totals = totals_of(closed)
+    totals = [e.outvars[0] for e in closed.jaxpr.eqns if _is_total(e)]
     known = dict(zip(totals, given, strict=True)) if given else {}
-    values: dict[Var, Any] = dict(zip(closed.jaxpr.invars, xs, strict=True))
-    values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    for equation in closed.jaxpr.eqns:
-        operands = [
-            a.val if isinstance(a, Literal) else values[a] for a in equation.invars
-        ]
+
+    def bind(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         with equation_context(equation):
-            first = equation.outvars[0] if equation.outvars else None
-            if first in known:
-                results = [_sum_known_as(equation, operands[0], known[first])]
-            else:
-                results = bind_equation(equation, *operands)
-        values.update(zip(equation.outvars, results, strict=True))
-    outvars = closed.jaxpr.outvars
-    results = [a.val if isinstance(a, Literal) else values[a] for a in outvars]
-    return results, [values[total] for total in totals]
+            if equation.outvars and equation.outvars[0] in known:
+                total = known[equation.outvars[0]]
+                return [_sum_known_as(equation, operands[0], total)]
+            return bind_equation(equation, *operands)
+
+    read = run_by(bind, closed, xs)
+    return list(map(read, closed.jaxpr.outvars)), list(map(read, totals))
 
 
 def _sum_known_as(equation: JaxprEqn, x: AnyArray, known: AnyArray) -> AnyArray:

@@ -11,84 +11,73 @@ finite numbers saturate, while an infinity or a NaN shows in every product (see
 """
 
 from ._ahead import (
-    may_read as may_read,
-    may_travel as may_travel,
-    quantized_ahead as quantized_ahead,
-    stored_ahead as stored_ahead,
+    may_read,
+    may_travel,
+    quantized_ahead,
+    stored_ahead,
 )
-from ._amax import Join as Join
-from ._array import QuantizedArray as QuantizedArray
-from ._convolution import (
-    ConvolutionProduct as ConvolutionProduct,
-    linear_convolution as linear_convolution,
-)
+from ._amax import Join
+from ._array import QuantizedArray
+from ._casting import amax_of
+from ._convolution import ConvolutionProduct
 from ._delayed import (
-    DelayedScaling as DelayedScaling,
-    DelayedScalingState as DelayedScalingState,
+    DelayedScaling,
+    DelayedScalingState,
 )
-from ._explain import formats_of as formats_of, path_of as path_of
-from ._format import Format as Format
-from ._four_bits import encode as encode
-from ._hadamard import hadamard_transform as hadamard_transform, signs_of as signs_of
-from ._kernel import AbstractKernel as AbstractKernel
-from ._linear import LinearProduct as LinearProduct, linear_product as linear_product
+from ._explain import formats_of, path_of
+from ._format import Format
+from ._four_bits import encode
+from ._hadamard import hadamard_transform, signs_of
+from ._kernel import AbstractKernel
+from ._linear import LinearProduct
 from ._noise import (
-    hashed as hashed,
-    noise_of_hash as noise_of_hash,
-    uniform as uniform,
+    hashed,
+    mixed,
+    noise_of_hash,
+    places,
+    uniform,
 )
 from ._operands import (
-    has_blocks as has_blocks,
-    rounds_stochastically as rounds_stochastically,
+    has_blocks,
+    rounds_stochastically,
 )
 from ._product import (
-    AbstractProduct as AbstractProduct,
-    PrequantizedWeight as PrequantizedWeight,
+    AbstractProduct,
+    PrequantizedWeight,
+    quantized_product,
 )
-from ._products import Path as Path
-from ._quantize import (
-    quantize as quantize,
-    quantize_dequantize as quantize_dequantize,
-)
+from ._products import Path
+from ._quantize import quantize, quantize_dequantize
 from ._quantizers import (
-    AbstractQuantizer as AbstractQuantizer,
-    BlockQuantizer as BlockQuantizer,
-    MXFP8Quantizer as MXFP8Quantizer,
-    NVFP4Quantizer as NVFP4Quantizer,
-    TensorQuantizer as TensorQuantizer,
+    AbstractQuantizer,
+    BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    TensorQuantizer,
 )
-from ._ragged import (
-    RaggedProduct as RaggedProduct,
-    has_ragged_form as has_ragged_form,
-    linear_ragged_product as linear_ragged_product,
-)
+from ._ragged import RaggedProduct, has_ragged_form
 from ._recipes import (
-    AbstractRecipe as AbstractRecipe,
-    CustomRecipe as CustomRecipe,
-    Float8BlockScaling as Float8BlockScaling,
-    Float8CurrentScaling as Float8CurrentScaling,
-    MXFP8BlockScaling as MXFP8BlockScaling,
-    NVFP4BlockScaling as NVFP4BlockScaling,
-    Role as Role,
+    AbstractRecipe,
+    CustomRecipe,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Role,
 )
 from ._rounding import (
-    flushed as flushed,
-    largest_magnitude as largest_magnitude,
-    round_finite as round_finite,
-    up_or_down as up_or_down,
+    biased_exponent,
+    flushed,
+    largest_magnitude,
+    power_of_two,
+    round_finite,
+    up_or_down,
 )
 from ._scales import (
-    e8m0_code as e8m0_code,
-    e8m0_from_code as e8m0_from_code,
-    e8m0_scale as e8m0_scale,
-    nvfp4_scale as nvfp4_scale,
-    nvfp4_tensor_scale as nvfp4_tensor_scale,
+    e8m0_code,
+    e8m0_from_code,
+    e8m0_scale,
+    nvfp4_scale,
+    nvfp4_tensor_scale,
 )
-from ._slots import (
-    amax_of as amax_of,
-)
-from ._target import (
-    Target as Target,
-    target_from as target_from,
-    target_of as target_of,
-)
+from ._target import Target, target_from, target_of

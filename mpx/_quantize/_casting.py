@@ -23,15 +23,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
-from ._amax import Join
-from ._arithmetic import Arithmetic
+from ._arithmetic import EXACT, Arithmetic
 from ._array import QuantizedArray
 from ._blocks import Axes, split
 from ._format import Format
 from ._hadamard import BLOCK, rotation
 from ._noise import Key
-from ._quantizers import AbstractQuantizer, NVFP4Quantizer
-from ._rounding import flushed, largest_magnitude, round_finite, to_integers
+from ._quantizers import AbstractQuantizer, Asked, NVFP4Quantizer
+from ._rounding import flushed, round_finite, to_integers
 from ._target import Target
 
 _INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
@@ -44,38 +43,24 @@ def is_cast(quantizer: AbstractQuantizer, target: Target) -> bool:
     return target.rounds_to_fp8 and not quantizer.stochastic_rounding
 
 
-def amax_on(
-    target: Target,
-    x: Float32[Array, "..."],
-    axes: Axes | None = None,
-    *,
-    only_finite: bool = False,
-) -> Float32[Array, "..."]:
-    """The maximum of |x|; NaN where there is a NaN, 0 of nothing.
+def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
+    """The maximum of |x| in float32; NaN where there is a NaN, 0 of nothing.
 
     Args:
         target: The device.
-        x: The numbers.
+        x: The numbers; what is subnormal in float32 counts as zero.
         axes: Those to take the maximum over; all if left out.
-        only_finite: Leave out what is not finite, if the device does not cast.
     """
-    by_bits = functools.partial(largest_magnitude, axis=axes, only_finite=only_finite)
+    x, exact = x.astype(jnp.float32), functools.partial(EXACT.largest, axis=axes)
     if not target.rounds_to_fp8:
-        return by_bits(x)
-    largest = functools.partial(_largest, axis=axes)
-    return lax.platform_dependent(x, **{target.platform: largest}, default=by_bits)
+        return flushed(exact(x))
+    here = functools.partial(CAST.largest, axis=axes)
+    branches = {target.platform: here}
+    return flushed(lax.platform_dependent(x, **branches, default=exact))
 
 
 def quantize_by_cast(
-    quantizer: AbstractQuantizer,
-    target: Target,
-    x: Float32[Array, "..."],
-    dtype: np.dtype,
-    axes: Axes,
-    key: Key | None,
-    scale: Float32[Array, ""] | None,
-    join: Join,
-    by: Arithmetic,
+    quantizer: AbstractQuantizer, target: Target, x: Float32[Array, "..."], to: Asked
 ) -> QuantizedArray:
     """Quantizes an array on a device that casts; by arithmetic where it runs elsewhere.
 
@@ -83,23 +68,18 @@ def quantize_by_cast(
         quantizer: How, with which scales.
         target: The device.
         x: The numbers.
-        dtype: The dtype that `dequantize` is to give.
-        axes: Those that blocks lie along.
-        key: A key or noise, given exactly if the quantizer rounds stochastically.
-        scale: A scale from elsewhere; that of the amax if left out.
-        join: Makes the amax of the whole array from that of `x`.
-        by: `CAST`, or `CAST_OF_WEIGHT`.
+        to: What is asked of the quantizer, by `CAST` or `CAST_OF_WEIGHT`.
     """
 
     def here(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
-        return quantizer._quantize(x, dtype, axes, key, scale, join, by)
+        return quantizer._quantize(x, to._replace(key=key, scale=scale))
 
     def elsewhere(x: Array, key: Key | None, scale: Array | None) -> QuantizedArray:
-        x = flushed(x)
-        return quantizer._quantize(x, dtype, axes, key, scale, join)
+        exact = to._replace(key=key, scale=scale, by=EXACT)
+        return quantizer._quantize(flushed(x), exact)
 
     branches = {target.platform: here}
-    return lax.platform_dependent(x, key, scale, **branches, default=elsewhere)
+    return lax.platform_dependent(x, to.key, to.scale, **branches, default=elsewhere)
 
 
 def beside_amax(
@@ -131,75 +111,76 @@ def beside_amax(
     return lax.optimization_barrier(copy)
 
 
-def _largest(x: Array, axis: tuple[int, ...] | None = None) -> Array:
-    return jnp.max(jnp.abs(x), axis=axis, initial=0)
+class _Cast(Arithmetic):
+    """What a device does that casts right: no masks, and barriers where they pay."""
+
+    def largest(self, x: Array, axis: tuple[int, ...] | None = None) -> Array:
+        return jnp.max(jnp.abs(x), axis=axis, initial=0)
+
+    def largest_finite(self, x: Array) -> Array:
+        return self.largest(x)
+
+    def scaled(self, x: Array, scale: Array) -> Array:
+        # 0 * inf is NaN, which neither XLA nor LLVM simplify without flags for fast
+        # math.
+        return x * scale + x * 0.0
+
+    def to_format(self, x: Array, format: Format, key: Key | None) -> Array:
+        # A NaN stays one. A cast alone would make NaN of what is too large for E4M3.
+        return jnp.clip(x, -format.largest, format.largest).astype(format.dtype)
+
+    def to_four_bits(self, x: Array, axis: int, key: Key | None) -> Array:
+        # Where two codes lie in a byte already, nothing is computed: unlike in `pack`,
+        # whose slices XLA makes of one array after the other.
+        numbers = jnp.moveaxis(_to_e2m1(x, key), axis, -1)
+        pairs = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // 2, 2)
+        return jnp.moveaxis(lax.bitcast_convert_type(pairs, jnp.uint8), -1, axis)
+
+    def rotated(
+        self, x: Array, axis: int, signs: tuple[int, ...] | None, dtype: np.dtype
+    ) -> Array:
+        """By one sum, in bfloat16 if that is what it is of."""
+        blocks = split(x, (axis,), BLOCK)
+        inner = blocks.ndim + axis  # where a block's numbers lie
+        matrix = rotation(signs)
+        # [..., 16, 16, ...]: one axis is summed, the other one takes its place.
+        matrix = matrix.reshape((1,) * inner + matrix.shape + (1,) * (-1 - axis))
+        y = jnp.sum(jnp.expand_dims(blocks, inner + 1) * matrix, axis=inner)
+        y = y.reshape(x.shape)
+        if dtype == jnp.bfloat16:
+            y = y.astype(dtype)
+        return lax.optimization_barrier(y).astype(jnp.float32)
+
+    def written(self, x: Array) -> Array:
+        return lax.optimization_barrier(x)
 
 
-def _scaled(x: Array, scale: Array) -> Array:
-    # 0 * inf is NaN, which neither XLA nor LLVM simplify without flags for fast math.
-    return x * scale + x * 0.0
+class _CastOfWeight(_Cast):
+    """The same for weights, whose scaling reads them once.
 
-
-def _scaled_in_a_chain(x: Array, scale: Array) -> Array:
-    """The same, reading x once, by its bits.
-
-    Counted on from +infinity, all bits that are larger are those of numbers: a maximum
-    makes a NaN of it. Then the same from -infinity.
+    Where a weight is read twice, XLA writes a transposed float32 copy of it: 2.3 of 80
+    GB in a Llama of 542 M. Data it reads once all the same; but a kernel that computes
+    a norm takes no bits, and would write float32 (jax 0.10.2, compiled for sm_90,
+    November 2026).
     """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    bits = jnp.maximum(bits - _INFINITY, 1)  # +infinity is 0
-    bits = jnp.maximum(bits - _SIGN, 1)  # -infinity is
-    bits = bits + (_INFINITY + _SIGN)
-    return lax.bitcast_convert_type(bits, jnp.float32) * scale
+
+    def scaled(self, x: Array, scale: Array) -> Array:
+        """By the bits of x.
+
+        Counted on from +infinity, all bits that are larger are those of numbers: a
+        maximum makes a NaN of it. Then the same from -infinity.
+        """
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        bits = jnp.maximum(bits - _INFINITY, 1)  # +infinity is 0
+        bits = jnp.maximum(bits - _SIGN, 1)  # -infinity is
+        bits = bits + (_INFINITY + _SIGN)
+        return lax.bitcast_convert_type(bits, jnp.float32) * scale
 
 
-def _to_format(x: Array, format: Format, key: Key | None = None) -> Array:
-    # A NaN stays one. A cast alone would make NaN of what is too large for E4M3.
-    return jnp.clip(x, -format.largest, format.largest).astype(format.dtype)
+CAST, CAST_OF_WEIGHT = _Cast(), _CastOfWeight()
 
 
 def _to_e2m1(x: Array, key: Key | None) -> Array:
     # By arithmetic: XLA casts by way of float16, and rounds twice (jax 0.10.2, November
     # 2026). A NaN is in the scales: see `NVFP4Quantizer`.
     return round_finite(x, Format.E2M1, to_integers(key)).astype(jnp.float4_e2m1fn)
-
-
-def _to_four_bits(x: Array, axis: int, key: Key | None) -> Array:
-    # Where two codes lie in a byte already, nothing is computed: unlike in `pack`,
-    # whose slices XLA makes of one array after the other.
-    numbers = jnp.moveaxis(_to_e2m1(x, key), axis, -1)
-    pairs = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // 2, 2)
-    return jnp.moveaxis(lax.bitcast_convert_type(pairs, jnp.uint8), -1, axis)
-
-
-def _rotated(
-    x: Array, axis: int, signs: tuple[int, ...] | None, dtype: np.dtype
-) -> Array:
-    """The Hadamard transform by one sum, in bfloat16 if that is what it is of."""
-    blocks = split(x, (axis,), BLOCK)
-    inner = blocks.ndim + axis  # where a block's numbers lie
-    matrix = rotation(signs)
-    # [..., 16, 16, ...]: one axis is summed, the other one takes its place.
-    matrix = matrix.reshape((1,) * inner + matrix.shape + (1,) * (-1 - axis))
-    y = jnp.sum(jnp.expand_dims(blocks, inner + 1) * matrix, axis=inner)
-    y = y.reshape(x.shape)
-    if dtype == jnp.bfloat16:
-        y = y.astype(dtype)
-    return lax.optimization_barrier(y).astype(jnp.float32)
-
-
-CAST = Arithmetic(
-    largest=_largest,
-    largest_finite=_largest,
-    scaled=_scaled,
-    to_format=_to_format,
-    to_four_bits=_to_four_bits,
-    rotated=_rotated,
-    written=lax.optimization_barrier,
-)
-
-# For weights. Where one is read twice, XLA writes a transposed float32 copy of it: 2.3
-# of 80 GB in a Llama of 542 M. Data it reads once all the same; but a kernel that
-# computes a norm takes no bits, and would write float32 (jax 0.10.2, compiled for
-# sm_90, November 2026).
-CAST_OF_WEIGHT = CAST._replace(scaled=_scaled_in_a_chain)

@@ -1,4 +1,4 @@
-"""`linear_convolution`: a convolution, quantized in both directions.
+"""`ConvolutionProduct`: a convolution, quantized in both directions.
 
 With one scale for each array a convolution quantizes like a product: what is computed
 are convolutions of low-precision numbers, times two scales. The gradients are those of
@@ -20,9 +20,9 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax_compat import as_varying, varying_axes
-from ._dequantized_product import AbstractDequantizedProduct, Multiply
-from ._operands import Copies, has_blocks
-from ._product import PrequantizedWeight, quantized_product
+from ._dequantized_product import AbstractDequantizedProduct
+from ._operands import has_blocks
+from ._product import Extra, Residuals
 from ._recipes import Role
 
 
@@ -60,7 +60,12 @@ class ConvolutionProduct(AbstractDequantizedProduct):
                 "`mpx.DelayedScaling`, or leave the convolution in high precision."
             )
 
-    def _convolve(self, data: Array, weight: Array, precision: Any = None) -> Array:
+    def _axes(self, role: Role) -> tuple[int, int]:
+        return -1, -1  # without blocks they have no meaning
+
+    def _multiply(
+        self, extra: Extra, data: Array, weight: Array, precision: Any = None
+    ) -> Array:
         return lax.conv_general_dilated(
             data,
             weight,
@@ -74,51 +79,15 @@ class ConvolutionProduct(AbstractDequantizedProduct):
             precision,
         )
 
-    def _copies(self, role: Role) -> Copies:
-        return Copies(
-            self.recipe, role, self.dtype, self.target, self._join(), (-1, -1)
-        )
+    def _for_data(self, kept: Residuals, g: Array, w: Array, precision: Any) -> Array:
+        convolve = functools.partial(self._multiply, (), weight=w, precision=precision)
+        return jax.linear_transpose(convolve, _zeros(kept.like_data, g))(g)[0]
 
-    def _multiply(self, extra: tuple[Array, ...]) -> Multiply:
-        return self._convolve
-
-    def _for_data(self, extra: tuple[Array, ...], data: object) -> Multiply:
-        def multiply(g: Array, w: Array, precision: object) -> Array:
-            convolve = functools.partial(self._convolve, weight=w, precision=precision)
-            return jax.linear_transpose(convolve, _zeros(data, g))(g)[0]
-
-        return multiply
-
-    def _for_weight(self, extra: tuple[Array, ...], weight: object) -> Multiply:
-        def multiply(x: Array, g: Array, precision: object) -> Array:
-            if self.reduce_dtype is not None:  # as the sum over devices, which is here
-                x, g = x.astype(self.reduce_dtype), g.astype(self.reduce_dtype)
-            convolve = functools.partial(self._convolve, x, precision=precision)
-            return jax.linear_transpose(convolve, _zeros(weight, g))(g)[0]
-
-        return multiply
-
-
-def linear_convolution(
-    product: ConvolutionProduct,
-    data: Array,
-    weight: Array,
-    scales: Array | None = None,
-    step: Array | None = None,
-    ahead: PrequantizedWeight | None = None,
-) -> Array:
-    """The convolution of a layer; see `quantized_product`.
-
-    Args:
-        product: What convolution, and how.
-        data: The left operand of `jax.lax.conv_general_dilated`.
-        weight: The right operand.
-        scales: The scales of delayed scaling.
-        step: The number of the training step, for stochastic rounding.
-        ahead: The weight, if it was quantized before; see `quantized_product`.
-    """
-    call = "`linear_convolution(product, data, weight, scales)`"
-    return quantized_product(call, product, data, weight, scales, step, ahead=ahead)
+    def _for_weight(self, kept: Residuals, x: Array, g: Array, precision: Any) -> Array:
+        if self.reduce_dtype is not None:  # as the sum over devices, which is here
+            x, g = x.astype(self.reduce_dtype), g.astype(self.reduce_dtype)
+        convolve = functools.partial(self._multiply, (), x, precision=precision)
+        return jax.linear_transpose(convolve, _zeros(kept.like_weight, g))(g)[0]
 
 
 def _zeros(like: Any, g: Array) -> Array:

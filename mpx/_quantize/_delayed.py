@@ -7,7 +7,7 @@ way. So it has a state, which one pure function updates.
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import equinox as eqx
 import jax
@@ -45,6 +45,29 @@ class DelayedScalingState(eqx.Module):
 
     amax_history: Float32[Array, " length"]
     scale: FloatScalar
+
+
+class RecipeWithState(Protocol):
+    """What a recipe with `has_state` has; `DelayedScaling` says what each member does.
+
+    Attributes:
+        warm_start: Whether a scale of 0 stands for that of the array at hand.
+    """
+
+    @property
+    def warm_start(self) -> bool: ...
+
+    def init(self) -> DelayedScalingState:
+        """The state of a slot before the first step."""
+        ...
+
+    def update(
+        self, state: DelayedScalingState, amax: Array, role: Role
+    ) -> DelayedScalingState:
+        """The state after a step, from the amax that was seen in it."""
+        ...
+
+    def _scale(self, amax: Array, role: Role, otherwise: Array | float) -> Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,17 +133,17 @@ class DelayedScaling(AbstractRecipe):
                 "`reduce_amax` of `mpx.DelayedScaling` is True: the pieces of an array "
                 "on several devices have one scale; got False. Leave it out."
             )
-        for name, least in (("margin", None), ("amax_history_len", 1)):
+        for name in ("margin", "amax_history_len"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(
                     f"`{name}` of `mpx.DelayedScaling` is an integer; got {value!r}."
                 )
-            if least is not None and value < least:
-                raise ValueError(
-                    f"`{name}` of `mpx.DelayedScaling` is at least {least}; got "
-                    f"{value!r}."
-                )
+        if self.amax_history_len < 1:
+            raise ValueError(
+                "`amax_history_len` of `mpx.DelayedScaling` is at least 1; got "
+                f"{self.amax_history_len!r}."
+            )
         if not -64 <= self.margin <= 64:
             raise ValueError(
                 "`margin` of `mpx.DelayedScaling` is between -64 and 64; got "

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +18,8 @@ from jax import lax
 from jaxtyping import Array
 
 from .._typing import DTypeLike, Shape
-from ._product import AbstractProduct, Residuals, without_padding
+from ._product import AbstractProduct, Extra, Residuals, without_padding
 from ._products import Operand, numbers_and_scale, stored, times_scales
-
-Multiply = Callable[[Array, Array, lax.PrecisionLike], Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,55 +33,46 @@ class AbstractDequantizedProduct(AbstractProduct):
     plural: ClassVar[str]
 
     @abc.abstractmethod
-    def _multiply(self, extra: tuple[Array, ...]) -> Multiply:
-        """`(data, weight, precision) -> result`."""
+    def _multiply(
+        self, extra: Extra, data: Array, weight: Array, precision: Any = None
+    ) -> Array:
+        """The product."""
 
     @abc.abstractmethod
-    def _for_data(self, extra: tuple[Array, ...], data: object) -> Multiply:
-        """`(gradient, weight, precision) -> gradient of data`, of the form of data."""
+    def _for_data(self, kept: Residuals, g: Array, w: Array, precision: Any) -> Array:
+        """The gradient of the data, in its form."""
 
     @abc.abstractmethod
-    def _for_weight(self, extra: tuple[Array, ...], weight: object) -> Multiply:
-        """`(data, gradient, precision) -> gradient of weight`, of the weight's form."""
+    def _for_weight(self, kept: Residuals, x: Array, g: Array, precision: Any) -> Array:
+        """The gradient of the weight, in its form."""
 
-    def _plain(self, data: Array, weight: Array, extra: tuple[Array, ...]) -> Array:
-        return self._multiply(extra)(data, weight, None)
+    def _plain(self, data: Array, weight: Array, extra: Extra) -> Array:
+        return self._multiply(extra, data, weight)
 
     def _forward(
-        self,
-        x: Operand,
-        w: Operand,
-        extra: tuple[Array, ...],
-        shapes: tuple[Shape, Shape],
+        self, x: Operand, w: Operand, extra: Extra, shapes: tuple[Shape, Shape]
     ) -> Array:
         left, right = zip((x, w), shapes, strict=True)
-        return _multiplied(self, self._multiply(extra), left, right, self.dtype)
+        multiply = functools.partial(self._multiply, extra)
+        return _multiplied(self, multiply, left, right, self.dtype)
 
     def _backward(
         self, kept: Residuals, for_data: Operand, for_weight: Operand, shape: Shape
     ) -> tuple[Array, Array]:
         for_data, for_weight = stored(for_data, for_weight)
-        data, weight = kept.like_data, kept.like_weight
-        dx = _multiplied(
-            self,
-            self._for_data(kept.extra, data),
-            (for_data, shape),
-            (kept.weight, weight.shape),
-            self.dtype,
-        )
-        dw = _multiplied(
-            self,
-            self._for_weight(kept.extra, weight),
-            (kept.data, data.shape),
-            (for_weight, shape),
-            self.weight_gradient_dtype,
-        )
+        data = kept.data, kept.like_data.shape
+        weight = kept.weight, kept.like_weight.shape
+        to_data = functools.partial(self._for_data, kept)
+        to_weight = functools.partial(self._for_weight, kept)
+        dtypes = self.dtype, self.weight_gradient_dtype
+        dx = _multiplied(self, to_data, (for_data, shape), weight, dtypes[0])
+        dw = _multiplied(self, to_weight, data, (for_weight, shape), dtypes[1])
         return dx, dw
 
 
 def _multiplied(
     product: AbstractDequantizedProduct,
-    multiply: Multiply,
+    multiply: Callable[[Array, Array, lax.PrecisionLike], Array],
     left: tuple[Operand, Shape],
     right: tuple[Operand, Shape],
     dtype: np.dtype,

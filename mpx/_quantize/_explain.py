@@ -7,11 +7,10 @@ from jaxtyping import Array
 from ._amax import alone
 from ._contraction import contractions
 from ._dequantized_product import AbstractDequantizedProduct
-from ._format import Format
 from ._operands import Copies
 from ._product import AbstractProduct
 from ._products import Operand, Path, path_of_operands
-from ._quantizers import BlockQuantizer, MXFP8Quantizer
+from ._quantizers import BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from ._recipes import AbstractRecipe, Role
 from ._target import Target
 
@@ -70,7 +69,7 @@ def _format_name(quantizers: tuple[object, ...]) -> str:
 
 
 def _format_of(quantizer: object) -> str:
-    if getattr(quantizer, "format", None) is Format.E2M1:
+    if isinstance(quantizer, NVFP4Quantizer):
         return "NVFP4"
     return "MXFP8" if isinstance(quantizer, MXFP8Quantizer) else "FP8"
 

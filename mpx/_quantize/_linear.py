@@ -1,4 +1,4 @@
-"""`linear_product`: the matrix product of a linear layer, quantized in both directions.
+"""`LinearProduct`: the matrix product of a linear layer, quantized in both directions.
 
 On devices with units of low precision the three products are computed with the bits of
 their operands; see `_products`.
@@ -19,18 +19,10 @@ from ._contraction import (
     contractions,
     product_shape,
 )
-from ._operands import Copies, has_blocks
-from ._product import (
-    AbstractProduct,
-    PrequantizedWeight,
-    Residuals,
-    quantized_product,
-    without_padding,
-)
+from ._operands import has_blocks
+from ._product import AbstractProduct, Extra, Residuals, without_padding
 from ._products import Operand, apart, has_units, multiply, stored
 from ._recipes import Role
-
-_CALL = "`linear_product(product, left, right, scales)`"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,25 +37,23 @@ class LinearProduct(AbstractProduct):
     dimension_numbers: DimensionNumbers
     is_weight_first: bool
 
-    def _copies(self, role: Role) -> Copies:
-        axes = {
-            "left": (-1, -2),
-            "right": (-2, -1),
-            # dx first: of the left operand it contracts columns, of the right one rows.
-            "result": (-2, -1) if self.is_weight_first else (-1, -2),
-        }[self._place(role)]
-        return Copies(self.recipe, role, self.dtype, self.target, self._join(), axes)
-
-    def _place(self, role: Role) -> str:
+    def _axes(self, role: Role) -> tuple[int, int]:
         if role is Role.GRADIENT:
-            return "result"
-        return "left" if (role is Role.WEIGHT) == self.is_weight_first else "right"
+            # dx first: of the left operand it contracts columns, of the right one rows.
+            return (-2, -1) if self.is_weight_first else (-1, -2)
+        is_left = (role is Role.WEIGHT) == self.is_weight_first
+        return (-1, -2) if is_left else (-2, -1)
+
+    def _arranged(
+        self, left: Array, right: Array, *extra: Array
+    ) -> tuple[Array, Array, Extra]:
+        return *self._ordered(left, right), extra
 
     def _ordered(self, data: object, weight: object) -> tuple[Any, Any]:
         """Two things as (left, right), or (left, right) as (data, weight)."""
         return (weight, data) if self.is_weight_first else (data, weight)
 
-    def _plain(self, data: Array, weight: Array, extra: tuple[Array, ...]) -> Array:
+    def _plain(self, data: Array, weight: Array, extra: Extra) -> Array:
         left, right = self._ordered(data, weight)
         return jax.lax.dot_general(left, right, self.dimension_numbers)
 
@@ -90,20 +80,14 @@ class LinearProduct(AbstractProduct):
         self,
         x: Operand,
         w: Operand,
-        extra: tuple[Array, ...],
+        extra: Extra,
         shapes: tuple[Shape, Shape],
     ) -> Array:
         forward = self._contractions((x.ndim, w.ndim)).forward
         contracted, _ = self._ordered(*forward.dimension_numbers[0])
         x = apart(x, w, contracted, self.target)
-        y = multiply(
-            *self._ordered(x, w),
-            forward,
-            self.dtype,
-            self.target,
-            self.dtype,
-            is_backward=False,
-        )
+        product = functools.partial(multiply, target=self.target, half=self.dtype)
+        y = product(*self._ordered(x, w), forward, self.dtype, is_backward=False)
         # Square blocks pad what is not contracted, too.
         shape = product_shape(self.dimension_numbers, *self._ordered(*shapes))
         return without_padding(y, shape)
@@ -117,47 +101,14 @@ class LinearProduct(AbstractProduct):
         for_left, for_right = self._ordered(for_data, for_weight)
         if not has_units(for_left, right, numbers.for_left, self.target):
             for_left, for_right = stored(for_left, for_right)
-        dtypes = self._ordered(self.dtype, self.weight_gradient_dtype)
-        are_summed = self._ordered(False, self.reduce_dtype is not None)
         product = functools.partial(
             multiply, target=self.target, half=self.dtype, is_backward=True
         )
+        is_summed = self.reduce_dtype is not None
+        gives = (self.dtype, False), (self.weight_gradient_dtype, is_summed)
+        left_gives, right_gives = self._ordered(*gives)
         dx, dw = self._ordered(
-            product(
-                for_left,
-                right,
-                numbers.for_left,
-                dtypes[0],
-                is_summed=are_summed[0],
-            ),
-            product(
-                left,
-                for_right,
-                numbers.for_right,
-                dtypes[1],
-                is_summed=are_summed[1],
-            ),
+            product(for_left, right, numbers.for_left, *left_gives),
+            product(left, for_right, numbers.for_right, *right_gives),
         )
         return without_padding(dx, likes[0].shape), without_padding(dw, likes[1].shape)
-
-
-def linear_product(
-    product: LinearProduct,
-    left: Array,
-    right: Array,
-    scales: Array | None = None,
-    step: Array | None = None,
-    ahead: PrequantizedWeight | None = None,
-) -> Array:
-    """The product of a linear layer; see `quantized_product`.
-
-    Args:
-        product: What product, and how.
-        left: The left operand of `jax.lax.dot_general`, floating.
-        right: The right operand.
-        scales: The scales of delayed scaling.
-        step: The number of the training step, for stochastic rounding.
-        ahead: The weight, if it was quantized before; see `quantized_product`.
-    """
-    data, weight = product._ordered(left, right)
-    return quantized_product(_CALL, product, data, weight, scales, step, ahead=ahead)

@@ -23,7 +23,7 @@ from ._four_bits import pack, unpack
 from ._kernel import AbstractKernel
 from ._noise import noise_from
 from ._products import Operand
-from ._quantizers import AbstractQuantizer
+from ._quantizers import AbstractQuantizer, Asked
 from ._recipes import AbstractRecipe, Role
 from ._rounding import flushed
 from ._target import Target
@@ -156,13 +156,11 @@ class Copies:
         key = None
         if quantizer.stochastic_rounding:
             key = noise_from(flushed(x), salt, self.step)
-        if is_cast(quantizer, self.target):
-            by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST
-            return quantize_by_cast(
-                quantizer, self.target, x, self.half, axes, key, scale, self.join, by
-            )
-        x = flushed(x)
-        return quantizer._quantize(x, self.half, axes, key, scale, self.join)
+        to = Asked(self.half, axes, key, scale, self.join)
+        if not is_cast(quantizer, self.target):
+            return quantizer._quantize(flushed(x), to)
+        by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST
+        return quantize_by_cast(quantizer, self.target, x, to._replace(by=by))
 
 
 def _packed_along(square: QuantizedArray, axis: int) -> QuantizedArray:

@@ -20,7 +20,7 @@ in 17.3. XLA inlines the calls, and compiles what it compiles without them.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import equinox as eqx
@@ -42,6 +42,9 @@ from ._sharding import in_automatic_axes
 from ._slots import amax_and_scale, amax_cotangent, check_scales
 from ._target import Target
 
+# Operands without a derivative: the sizes of groups.
+Extra = tuple[Array, ...]
+
 
 class Residuals(eqx.Module):
     """What the backward pass needs of a product.
@@ -59,7 +62,7 @@ class Residuals(eqx.Module):
 
     data: Operand
     weight: Operand
-    extra: tuple[Array, ...]
+    extra: Extra
     scales: Array | None
     step: Array | None
     amaxes: tuple[Array | None, Array | None]
@@ -84,9 +87,28 @@ class PrequantizedWeight(NamedTuple):
         return self._replace(operand=dataclasses.replace(self.operand, payload=payload))
 
 
-# What a product gets besides operands: scales, the step's number, and its weight if
-# that was quantized before.
-Besides = tuple[Array | None, Array | None, PrequantizedWeight | None]
+class Besides(NamedTuple):
+    """What a product gets besides its operands.
+
+    Attributes:
+        scales: float32[3], the scales of input, weight and gradient, for
+            `DelayedScaling` and for no other recipe. Where one is 0, it is computed
+            from the array at hand if the recipe has a `warm_start`, and else 1.
+        step: The number of the training step, an integer, for stochastic rounding.
+        ahead: The weight, if it was quantized before. Of the weight nothing is read
+            then; its gradient is that of the weight.
+    """
+
+    scales: Array | None = None
+    step: Array | None = None
+    ahead: PrequantizedWeight | None = None
+
+    def varying_on(self, axes: frozenset[str]) -> "Besides":
+        """The same with a weight that varies on these axes of `shard_map`."""
+        if self.ahead is None:
+            return self
+        move = functools.partial(as_varying, axes=axes)
+        return self._replace(ahead=self.ahead.moved(move))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,11 +156,11 @@ class AbstractProduct(abc.ABC):
         return self.dtype if is_wide else np.dtype("float32")
 
     @abc.abstractmethod
-    def _copies(self, role: Role) -> Copies:
-        """How an array becomes the operands of its two products."""
+    def _axes(self, role: Role) -> tuple[int, int]:
+        """The axes of an array that its two products contract; see `Copies`."""
 
     @abc.abstractmethod
-    def _plain(self, data: Array, weight: Array, extra: tuple[Array, ...]) -> Array:
+    def _plain(self, data: Array, weight: Array, extra: Extra) -> Array:
         """The product without quantizing."""
 
     @abc.abstractmethod
@@ -146,7 +168,7 @@ class AbstractProduct(abc.ABC):
         self,
         x: Operand,
         w: Operand,
-        extra: tuple[Array, ...],
+        extra: Extra,
         shapes: tuple[Shape, Shape],
     ) -> Array:
         """The product of operands, which had these shapes before they were padded."""
@@ -173,7 +195,13 @@ class AbstractProduct(abc.ABC):
         """Whether the device computes with the bits of the operands."""
         return False
 
-    def _read(self, x: Array, extra: tuple[Array, ...]) -> Array:
+    def _arranged(
+        self, left: Array, right: Array, *extra: Array
+    ) -> tuple[Array, Array, Extra]:
+        """Data, weight and what has no derivative, from JAX's operands."""
+        return left, right, extra
+
+    def _read(self, x: Array, extra: Extra) -> Array:
         """Data or a gradient, with zeros for what the product leaves out."""
         return x
 
@@ -186,12 +214,11 @@ class AbstractProduct(abc.ABC):
         """
         return self, data, weight, None
 
-    def _copies_at(self, step: Array | None, role: Role) -> Copies:
-        """The same in a training step, by whose number noise is drawn."""
-        copies = self._copies(role)
-        if role is Role.WEIGHT:
-            return dataclasses.replace(copies, step=step, rounded_to=self.weight_dtype)
-        return dataclasses.replace(copies, step=step)
+    def _copies(self, role: Role, step: Array | None = None) -> Copies:
+        """How an array becomes the operands of its two products."""
+        rounded_to = self.weight_dtype if role is Role.WEIGHT else None
+        of = self.recipe, role, self.dtype, self.target, self._join(), self._axes(role)
+        return Copies(*of, step, rounded_to)
 
     def _join(self) -> Join:
         return joined_over(self.manual_axes, self.sums_over_devices)
@@ -213,30 +240,16 @@ class AbstractProduct(abc.ABC):
 
 
 def quantized_product(
-    call: str,
-    product: AbstractProduct,
-    data: Array,
-    weight: Array,
-    scales: Array | None = None,
-    step: Array | None = None,
-    extra: tuple[Array, ...] = (),
-    ahead: PrequantizedWeight | None = None,
+    product: AbstractProduct, operands: Sequence[Array], *besides: Any
 ) -> Array:
     """A product of data and a weight, quantized in both directions.
 
     Args:
-        call: The call, for errors.
         product: What product, and how.
-        data: The data, floating.
-        weight: The weight, best in float32 if that is what it is kept in: it is
-            quantized from what comes.
-        scales: float32[3], the scales of input, weight and gradient, for
-            `DelayedScaling` and for no other recipe. Where one is 0, it is computed
-            from the array at hand if the recipe has a `warm_start`, and else 1.
-        step: The number of the training step, an integer, for stochastic rounding.
-        extra: More operands, which have no derivative.
-        ahead: The weight, if it was quantized before. Of `weight` nothing is read then;
-            its gradient is that of the weight.
+        operands: Those of JAX's operation, floating but for sizes of groups. The weight
+            is best in float32 if that is what it is kept in: it is quantized from what
+            comes.
+        *besides: Scales, step and weight; see `Besides`.
 
     Returns:
         The product in `product.dtype`. Its gradients come in the dtypes of the
@@ -248,36 +261,24 @@ def quantized_product(
         TypeError: Scales are missing, or given to a recipe that has none.
         ValueError: `jax.vmap` goes over the operands while scales are given once.
     """
-    check_scales(call, product.recipe, scales)
+    given = Besides(*besides)
+    check_scales(product.recipe, given.scales)
+    data, weight, extra = product._arranged(*operands)
 
     def plain() -> Array:
-        whole = weight if ahead is None else ahead.operand.payload
+        whole = weight if given.ahead is None else given.ahead.operand.payload
         left, right = data.astype(product.dtype), whole.astype(product.dtype)
         return product._plain(left, right, extra)
 
-    def quantized(
-        besides: Besides,
-        data: Array,
-        weight: Array,
-        *extra: Array,
-    ) -> Array:
+    def quantized(besides: Besides, data: Array, weight: Array, *extra: Array) -> Array:
         everywhere = varying_axes(data) | varying_axes(weight)
         data, weight = as_varying(data, everywhere), as_varying(weight, everywhere)
-        besides = _as_varying(besides, everywhere)
         prepared, data, weight, shape = product._prepared(data, weight)
-        y = _product(prepared, data, weight, extra, *besides)
+        y = _product(prepared, data, weight, extra, besides.varying_on(everywhere))
         return y if shape is None else y.reshape(shape)
 
-    operands = (data, weight, *extra)
-    besides = scales, step, ahead
-    return in_automatic_axes(quantized, plain, product.out_sharding, besides, *operands)
-
-
-def _as_varying(besides: Besides, axes: frozenset[str]) -> Besides:
-    *others, ahead = besides
-    if ahead is not None:
-        ahead = ahead.moved(lambda payload: as_varying(payload, axes))
-    return others[0], others[1], ahead
+    arrays = (data, weight, *extra)
+    return in_automatic_axes(quantized, plain, product.out_sharding, given, *arrays)
 
 
 @functools.partial(jax.jit, static_argnames=("product", "is_differentiated"))
@@ -285,13 +286,12 @@ def quantized_forward(
     product: AbstractProduct,
     data: Array,
     weight: Array,
-    extra: tuple[Array, ...],
-    scales: Array | None,
-    step: Array | None,
-    ahead: PrequantizedWeight | None,
+    extra: Extra,
+    besides: Besides,
     *,
     is_differentiated: bool,
 ) -> tuple[Array, Residuals | None]:
+    scales, step, ahead = besides
     like_data = jax.ShapeDtypeStruct(data.shape, data.dtype)
     like_weight = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
     data = product._read(data, extra)
@@ -299,8 +299,8 @@ def quantized_forward(
     weight_amax, weight_scale = None, None
     if ahead is None:
         weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
-    of_data = product._copies_at(step, Role.INPUT)
-    of_weight = product._copies_at(step, Role.WEIGHT)
+    of_data = product._copies(Role.INPUT, step)
+    of_weight = product._copies(Role.WEIGHT, step)
     shapes = data.shape, weight.shape
     if not is_differentiated:
         x = of_data.first(data, data_scale)
@@ -329,18 +329,8 @@ def quantized_forward(
     return y, kept
 
 
-def _primal(
-    product: AbstractProduct,
-    data: Array,
-    weight: Array,
-    extra: tuple[Array, ...],
-    scales: Array | None,
-    step: Array | None,
-    ahead: PrequantizedWeight | None,
-) -> Array:
-    return quantized_forward(
-        product, data, weight, extra, scales, step, ahead, is_differentiated=False
-    )[0]
+def _primal(product: AbstractProduct, *given: Any) -> Array:
+    return quantized_forward(product, *given, is_differentiated=False)[0]
 
 
 _product = jax.custom_vjp(_primal, nondiff_argnums=(0,))
@@ -350,37 +340,36 @@ def _forward_rule(
     product: AbstractProduct,
     data: Array,
     weight: Array,
-    extra: tuple[Array, ...],
-    scales: Array | None,
-    step: Array | None,
-    ahead: PrequantizedWeight | None,
+    extra: Extra,
+    besides: Besides,
 ) -> tuple[Array, Residuals | None]:
-    data, weight, scales = differentiated_once((data, weight, scales))
+    data, weight, scales = differentiated_once((data, weight, besides.scales))
+    besides = besides._replace(scales=scales)
     return quantized_forward(
-        product, data, weight, extra, scales, step, ahead, is_differentiated=True
+        product, data, weight, extra, besides, is_differentiated=True
     )
 
 
 def _backward_rule(
     product: AbstractProduct, kept: Residuals, g: Array
-) -> tuple[Array, Array, None, Array | None, None, None]:
+) -> tuple[Array, Array, None, Besides]:
     return quantized_backward(product, kept, differentiated_once(g))
 
 
 @functools.partial(jax.jit, static_argnames="product")
 def quantized_backward(
     product: AbstractProduct, kept: Residuals, g: Array
-) -> tuple[Array, Array, None, Array | None, None, None]:
+) -> tuple[Array, Array, None, Besides]:
     g = product._read(g, kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
-    of_gradient = product._copies_at(kept.step, Role.GRADIENT)
+    of_gradient = product._copies(Role.GRADIENT, kept.step)
     for_data, second = of_gradient.begin(g, scale)
     for_data = beside_amax(product.target, for_data, amax)
     for_weight = second(for_data)
     dx, dw = product._backward(kept, for_data, for_weight, g.shape)
     amaxes = amax_cotangent(kept.amaxes, amax, kept.scales, product._summed_axes())
     dx, dw = dx.astype(kept.like_data.dtype), dw.astype(kept.like_weight.dtype)
-    return dx, dw, None, amaxes, None, None
+    return dx, dw, None, Besides(scales=amaxes)
 
 
 _product.defvjp(_forward_rule, _backward_rule)

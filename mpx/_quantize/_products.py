@@ -46,11 +46,11 @@ def multiply(
     right: Operand,
     contraction: Contraction,
     dtype: np.dtype,
+    is_summed: bool = False,
+    *,
     target: Target,
     half: np.dtype,
-    *,
     is_backward: bool,
-    is_summed: bool = False,
 ) -> Array:
     """The product of two operands, quantized or not.
 
@@ -59,12 +59,12 @@ def multiply(
         right: The right operand. Contracted axes may be padded, of either.
         contraction: What to contract.
         dtype: The dtype of the result.
+        is_summed: Whether devices sum it, so that nothing may stand between it and
+            what uses the sum.
         target: The device.
         half: The dtype for products of what is dequantized, where that is fast.
         is_backward: Whether the product is of a backward pass, for which sums are kept
             in full float32.
-        is_summed: Whether devices sum it, so that nothing may stand between it and
-            what uses the sum.
 
     Returns:
         The product, permuted.

@@ -20,7 +20,7 @@ from .._errors import describe
 from .._tree import Guard
 from ._array import QuantizedArray
 from ._blocks import Axes, resolve_axes
-from ._quantizers import AbstractQuantizer
+from ._quantizers import AbstractQuantizer, Asked
 from ._rounding import SMALLEST_FLOAT32, flushed
 from ._scales import LARGEST_SCALE
 
@@ -184,17 +184,11 @@ def _apply(
 ) -> QuantizedArray:
     key = key if quantizer.stochastic_rounding else None
     numbers = flushed(x.astype(jnp.float32))
-    return quantizer._quantize(numbers, x.dtype, axes, key, scale)
+    return quantizer._quantize(numbers, Asked(x.dtype, axes, key, scale))
 
 
-def _round_trip(
-    quantizer: AbstractQuantizer,
-    axes: Axes,
-    x: Array,
-    scale: Array | None,
-    key: Array | None,
-) -> Array:
-    return _apply(quantizer, axes, x, scale, key).dequantize()
+def _round_trip(quantizer: AbstractQuantizer, axes: Axes, *given: Any) -> Array:
+    return _apply(quantizer, axes, *given).dequantize()
 
 
 _straight_through = jax.custom_jvp(_round_trip, nondiff_argnums=(0, 1))

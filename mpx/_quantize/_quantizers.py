@@ -18,6 +18,7 @@ quantization. No array is read once more for that.
 
 import abc
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,16 +43,25 @@ from ._scales import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """What is asked of a quantizer: see `AbstractQuantizer._quantize`."""
+class Asked(NamedTuple):
+    """What is asked of a quantizer, besides its own options.
+
+    Attributes:
+        dtype: The dtype that `dequantize` is to give.
+        axes: As many axes as blocks have dimensions, negative, ascending.
+        key: A key or noise, given exactly if `stochastic_rounding`.
+        scale: A scale for the tensor, given only if there are no blocks.
+        join: Makes the amax of the whole array from that of `x`, which may be a piece
+            of it.
+        by: What to compute with.
+    """
 
     dtype: np.dtype
-    axes: Axes
-    key: Key | None
-    scale: Array | None
-    join: Join
-    by: Arithmetic
+    axes: Axes = ()
+    key: Key | None = None
+    scale: Array | None = None
+    join: Join = alone
+    by: Arithmetic = EXACT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +76,11 @@ class AbstractQuantizer(abc.ABC):
     stochastic_rounding: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
+    @abc.abstractmethod
+    def format(self) -> Format:
+        """The format of the numbers."""
+
+    @property
     def block(self) -> int:
         """The length of a block; 0 where one scale is for the whole array."""
         return 0
@@ -75,33 +90,18 @@ class AbstractQuantizer(abc.ABC):
         """How many axes a block lies along: 0, 1, or 2 for square blocks."""
         return 0
 
-    def _quantize(
-        self,
-        x: Float32[Array, "..."],
-        dtype: np.dtype,
-        axes: Axes,
-        key: Key | None,
-        scale: Array | None,
-        join: Join = alone,
-        by: Arithmetic = EXACT,
-    ) -> QuantizedArray:
-        """Quantizes an array.
-
-        Args:
-            x: The numbers; subnormal ones flushed if `by` is `EXACT`.
-            dtype: The dtype that `dequantize` is to give.
-            axes: As many axes as blocks have dimensions, negative, ascending.
-            key: A key or noise, given exactly if `stochastic_rounding`.
-            scale: A scale for the tensor, given only if there are no blocks.
-            join: Makes the amax of the whole array from that of `x`, which may be a
-                piece of it.
-            by: What to compute with.
-        """
-        return self._made(x, _Asked(dtype, axes, key, scale, join, by))
-
     @abc.abstractmethod
-    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
-        """What `_quantize` gives."""
+    def _quantize(self, x: Float32[Array, "..."], to: Asked) -> QuantizedArray:
+        """Quantizes numbers; subnormal ones are flushed before if `by` is `EXACT`."""
+
+    def _made(
+        self, payload: Array, inverse_scale: Array, to: Asked, **more: Any
+    ) -> QuantizedArray:
+        """The array of these numbers and scales."""
+        more |= dict(format=self.format, block=self.block)
+        return QuantizedArray(
+            payload, inverse_scale, dtype=to.dtype, axes=to.axes, **more
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class TensorQuantizer(AbstractQuantizer):
         [448.0, -128.0, 0.0]
     """
 
-    format: Format = Format.E4M3
+    format: Format = Format.E4M3  # pyright: ignore[reportIncompatibleMethodOverride]
     power_of_two_scales: bool = dataclasses.field(default=False, kw_only=True)
     amax_epsilon: float = dataclasses.field(default=0.0, kw_only=True)
 
@@ -146,20 +146,16 @@ class TensorQuantizer(AbstractQuantizer):
         check_epsilon(self)
 
     def _scale(self, amax: Float32[Array, ""]) -> Float32[Array, ""]:
-        return scale_from_amax(
-            jnp.maximum(amax, self.amax_epsilon),
-            self.format.largest,
-            power_of_two_scales=self.power_of_two_scales,
-        )
+        return _float32_scale(self, amax)
 
-    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
+    def _quantize(self, x: Float32[Array, "..."], to: Asked) -> QuantizedArray:
         by, scale = to.by, to.scale
         if scale is None:
             scale = self._scale(to.join(by.largest_finite(x)))
         # What is not finite shows in the numbers: nothing waits for an amax where a
         # scale is given.
         payload = by.to_format(by.scaled(x, scale), self.format, to.key)
-        return QuantizedArray(payload, 1 / scale, format=self.format, dtype=to.dtype)
+        return self._made(payload, 1 / scale, to)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +194,7 @@ class BlockQuantizer(AbstractQuantizer):
         (2, 4)
     """
 
-    format: Format = Format.E4M3
+    format: Format = Format.E4M3  # pyright: ignore[reportIncompatibleMethodOverride]
     block_dimensions: int = 1  # pyright: ignore[reportIncompatibleMethodOverride]
     power_of_two_scales: bool = dataclasses.field(default=True, kw_only=True)
     amax_epsilon: float = dataclasses.field(default=0.0, kw_only=True)
@@ -214,23 +210,12 @@ class BlockQuantizer(AbstractQuantizer):
         """The length of a block, 128."""
         return 128
 
-    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
+    def _quantize(self, x: Float32[Array, "..."], to: Asked) -> QuantizedArray:
         amax = block_maximum(x, to.axes, self.block, to.by.largest)
-        scales = scale_from_amax(
-            jnp.maximum(amax, self.amax_epsilon),
-            self.format.largest,
-            power_of_two_scales=self.power_of_two_scales,
-        )
+        scales = _float32_scale(self, amax)
         scaled = multiply_blocks(x, scales, to.axes, self.block)
         payload = to.by.to_format(scaled, self.format, to.key)
-        return QuantizedArray(
-            payload,
-            1 / scales,
-            format=self.format,
-            dtype=to.dtype,
-            axes=to.axes,
-            block=self.block,
-        )
+        return self._made(payload, 1 / scales, to)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +247,7 @@ class MXFP8Quantizer(AbstractQuantizer):
         (dtype(float8_e8m0fnu), (2, 2))
     """
 
-    format: Format = Format.E4M3
+    format: Format = Format.E4M3  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __post_init__(self) -> None:
         check_format(self)
@@ -278,19 +263,12 @@ class MXFP8Quantizer(AbstractQuantizer):
         """1: blocks lie along one axis."""
         return 1
 
-    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
+    def _quantize(self, x: Float32[Array, "..."], to: Asked) -> QuantizedArray:
         amax = block_maximum(x, to.axes, self.block, to.by.largest)
         code = to.by.written(e8m0_code(amax, self.format).astype(jnp.uint8))
         scaled = multiply_blocks(x, e8m0_scale(code), to.axes, self.block)
         payload = to.by.to_format(scaled, self.format, to.key)
-        return QuantizedArray(
-            payload,
-            e8m0_from_code(code),
-            format=self.format,
-            dtype=to.dtype,
-            axes=to.axes,
-            block=self.block,
-        )
+        return self._made(payload, e8m0_from_code(code), to)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,7 +339,7 @@ class NVFP4Quantizer(AbstractQuantizer):
         """The length of a block, 16."""
         return 16
 
-    def _made(self, x: Float32[Array, "..."], to: _Asked) -> QuantizedArray:
+    def _quantize(self, x: Float32[Array, "..."], to: Asked) -> QuantizedArray:
         by, axes = to.by, to.axes
         if self.hadamard:
             x = by.rotated(x, axes[-1], self.signs, to.dtype)
@@ -372,14 +350,21 @@ class NVFP4Quantizer(AbstractQuantizer):
         inverse_scale = by.written(inverse_scale.astype(jnp.float8_e4m3fn))
         scales = nvfp4_scale(inverse_scale.astype(jnp.float32), tensor_inverse_scale)
         scaled = multiply_blocks(x, scales, axes, self.block)
-        return QuantizedArray(
+        return self._made(
             by.to_four_bits(scaled, axes[-1], to.key),
             inverse_scale,
-            tensor_inverse_scale,
-            format=Format.E2M1,
-            dtype=to.dtype,
-            axes=axes,
-            block=self.block,
+            to,
+            tensor_inverse_scale=tensor_inverse_scale,
             rotated=self.hadamard,
             signs=self.signs,
         )
+
+
+def _float32_scale(
+    quantizer: TensorQuantizer | BlockQuantizer, amax: Float32[Array, "..."]
+) -> Float32[Array, "..."]:
+    return scale_from_amax(
+        jnp.maximum(amax, quantizer.amax_epsilon),
+        quantizer.format.largest,
+        power_of_two_scales=quantizer.power_of_two_scales,
+    )

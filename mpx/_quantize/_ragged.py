@@ -1,4 +1,4 @@
-r"""`linear_ragged_product`: the products of experts, quantized in both directions.
+r"""`RaggedProduct`: the products of experts, quantized in both directions.
 
 `jax.lax.ragged_dot`: rows of the data come in groups, one after the other, and each
 group has a matrix of its own.
@@ -18,13 +18,11 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._dequantized_product import AbstractDequantizedProduct, Multiply
-from ._operands import Copies
-from ._product import quantized_product
+from ._dequantized_product import AbstractDequantizedProduct
+from ._product import Extra, Residuals
 from ._recipes import Role
 
 
@@ -39,58 +37,45 @@ class RaggedProduct(AbstractDequantizedProduct):
     plural: ClassVar[str] = "ragged products"
     dimension_numbers: lax.RaggedDotDimensionNumbers
 
-    def _copies(self, role: Role) -> Copies:
-        axes = (-2, -1) if role is Role.WEIGHT else (-1, -2)
-        return Copies(self.recipe, role, self.dtype, self.target, self._join(), axes)
+    def _axes(self, role: Role) -> tuple[int, int]:
+        return (-2, -1) if role is Role.WEIGHT else (-1, -2)
 
-    def _read(self, x: Array, extra: tuple[Array, ...]) -> Array:
+    def _arranged(
+        self, left: Array, right: Array, *extra: Array
+    ) -> tuple[Array, Array, Extra]:
+        """Data [*batch, rows, contracted], weights [*batch, groups, contracted, ...].
+
+        And how many rows each group has: [*batch, groups], or [groups] for all of the
+        batch.
+        """
+        numbers, (sizes,) = self.dimension_numbers, extra
+        (contracted, summed), (left_batch, batch) = numbers.dot_dimension_numbers
+        rows = numbers.lhs_ragged_dimensions
+        groups = (*batch, *numbers.rhs_group_dimensions, *summed)
+        rest = (axis for axis in range(right.ndim) if axis not in groups)
+        data = left.transpose(*left_batch, *rows, *contracted)
+        # In fewer bits the sums of sizes would wrap around.
+        sizes = jnp.asarray(sizes, jnp.int32)
+        return data, right.transpose(*groups, *rest), (sizes,)
+
+    def _read(self, x: Array, extra: Extra) -> Array:
         (sizes,) = extra
         rows = lax.broadcasted_iota(sizes.dtype, x.shape, x.ndim - 2)
         count = jnp.sum(sizes, axis=-1)[..., None, None]
         return jnp.where(rows < count, x, jnp.zeros_like(x))
 
-    def _multiply(self, extra: tuple[Array, ...]) -> Multiply:
-        return lambda x, w, precision: _multiply(x, w, extra, -2, precision)
+    def _multiply(
+        self, extra: Extra, data: Array, weight: Array, precision: Any = None
+    ) -> Array:
+        return _times_matrices(data, weight, extra, -2, precision)
 
-    def _for_data(self, extra: tuple[Array, ...], data: object) -> Multiply:
-        return lambda g, w, precision: _multiply(g, w, extra, -1, precision)
+    def _for_data(self, kept: Residuals, g: Array, w: Array, precision: Any) -> Array:
+        return _times_matrices(g, w, kept.extra, -1, precision)
 
-    def _for_weight(self, extra: tuple[Array, ...], weight: object) -> Multiply:
-        return lambda x, g, precision: _sum_by_group(x, g, extra, precision)
-
-
-def linear_ragged_product(
-    product: RaggedProduct,
-    data: Array,
-    weight: Array,
-    group_sizes: Array | np.ndarray,
-    scales: Array | None = None,
-    step: Array | None = None,
-) -> Array:
-    """The ragged product of a layer of experts; see `quantized_product`.
-
-    Args:
-        product: What product, and how.
-        data: The left operand of `jax.lax.ragged_dot_general`.
-        weight: The right operand.
-        group_sizes: How many rows each group has: [*batch, groups], or [groups] for
-            all of the batch.
-        scales: The scales of delayed scaling.
-        step: The number of the training step, for stochastic rounding.
-
-    Returns:
-        Of shape [*batch, rows, columns]; zero in rows after the last group.
-    """
-    call = "`linear_ragged_product(product, data, weight, group_sizes, scales)`"
-    numbers = product.dimension_numbers
-    (left, right), (left_batch, right_batch) = numbers.dot_dimension_numbers
-    data = data.transpose(*left_batch, *numbers.lhs_ragged_dimensions, *left)
-    groups = (*right_batch, *numbers.rhs_group_dimensions, *right)
-    rest = (axis for axis in range(weight.ndim) if axis not in groups)
-    weight = weight.transpose(*groups, *rest)
-    # In fewer bits the sums of sizes would wrap around.
-    sizes = jnp.asarray(group_sizes, jnp.int32)
-    return quantized_product(call, product, data, weight, scales, step, (sizes,))
+    def _for_weight(self, kept: Residuals, x: Array, g: Array, precision: Any) -> Array:
+        rows = x.ndim - 2
+        y = _ragged(x, g, kept.extra, ((rows,), (rows,)), [], precision)
+        return jnp.moveaxis(y, 0, rows)  # a sum for each group
 
 
 def has_ragged_form(
@@ -105,47 +90,39 @@ def has_ragged_form(
     return is_sum_whole and ranks == (2, 3) and parts == (1, 1, 1)
 
 
-def _multiply(
-    left: Array, weight: Array, extra: tuple[Array, ...], axis: int, precision: object
+def _times_matrices(
+    left: Array, weight: Array, extra: Extra, axis: int, precision: Any
 ) -> Array:
-    """Rows times the matrix of their group, along one of its axes, in float32."""
-    batch = tuple(range(left.ndim - 2))
-    numbers = lax.RaggedDotDimensionNumbers(
-        (((left.ndim - 1,), (weight.ndim + axis,)), (batch, batch)),
-        lhs_ragged_dimensions=[left.ndim - 2],
-        rhs_group_dimensions=[len(batch)],
-    )
-    return _ragged(left, weight, extra, numbers, precision)
-
-
-def _sum_by_group(
-    left: Array, right: Array, extra: tuple[Array, ...], precision: object
-) -> Array:
-    """The sum over the rows of each group, in float32: [*batch, groups, ...]."""
-    batch = tuple(range(left.ndim - 2))
-    rows = left.ndim - 2
-    numbers = lax.RaggedDotDimensionNumbers(
-        (((rows,), (rows,)), (batch, batch)),
-        lhs_ragged_dimensions=[rows],
-        rhs_group_dimensions=[],
-    )
-    y = _ragged(left, right, extra, numbers, precision)
-    return jnp.moveaxis(y, 0, len(batch))
+    """Rows times the matrix of their group, along one of its axes."""
+    contracted = (left.ndim - 1,), (weight.ndim + axis,)
+    return _ragged(left, weight, extra, contracted, [left.ndim - 2], precision)
 
 
 def _ragged(
     left: Array,
     right: Array,
-    extra: tuple[Array, ...],
-    numbers: lax.RaggedDotDimensionNumbers,
+    extra: Extra,
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    groups: list[int],
     precision: Any,
 ) -> Array:
-    (sizes,) = extra
+    """A ragged product in float32, of the rows that are the left array's last but one.
+
+    Args:
+        left: The rows.
+        right: What they are multiplied by.
+        extra: How many rows each group has.
+        contracted: The axes that are summed.
+        groups: The axis of the right array that has one matrix for each group.
+        precision: As in JAX.
+    """
+    (sizes,), batch = extra, tuple(range(left.ndim - 2))
+    numbers = lax.RaggedDotDimensionNumbers(
+        (contracted, (batch, batch)),
+        lhs_ragged_dimensions=[left.ndim - 2],
+        rhs_group_dimensions=groups,
+    )
+    wide = jnp.dtype("float32")
     return lax.ragged_dot_general(
-        left,
-        right,
-        sizes,
-        numbers,
-        precision=precision,
-        preferred_element_type=jnp.dtype("float32"),
+        left, right, sizes, numbers, precision=precision, preferred_element_type=wide
     )

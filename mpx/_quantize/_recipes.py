@@ -62,7 +62,7 @@ class AbstractRecipe(abc.ABC):
         fp8_dpa: Whether products of data with data, which are those of attention, are
             quantized, too: in FP8 with current scaling, under every recipe.
         has_state: Whether a training step keeps scales for it. Such a recipe is, or has
-            the members of, `mpx.DelayedScaling`.
+            the members of, `mpx.DelayedScaling` (`RecipeWithState`).
     """
 
     has_state: ClassVar[bool] = False

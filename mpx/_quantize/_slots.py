@@ -5,45 +5,40 @@ gradient, which they are not: JAX carries cotangents from the backward pass to t
 caller, and nothing else.
 """
 
-from typing import Any
+from typing import cast
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._errors import describe
 from ._amax import Join, as_cotangent, refuse_batching
-from ._casting import amax_on
+from ._casting import amax_of
+from ._delayed import RecipeWithState
 from ._recipes import AbstractRecipe, Role
-from ._rounding import flushed
 from ._target import Target
 
 _ROLES = tuple(Role)
 
 
-def check_scales(call: str, recipe: AbstractRecipe, scales: object) -> None:
+def check_scales(recipe: AbstractRecipe, scales: object) -> None:
     """Raises `TypeError` unless scales are given where, and as, a recipe needs them."""
     if not recipe.has_state:
         if scales is None:
             return
         raise TypeError(
-            f"`scales` of {call} are for `mpx.DelayedScaling`; got {describe(scales)} "
-            f"for `mpx.{type(recipe).__name__}`. Leave them out."
+            "`scales` of a product are for `mpx.DelayedScaling`; got "
+            f"{describe(scales)} for `mpx.{type(recipe).__name__}`. Leave them out."
         )
     shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
     if shape != (3,) or dtype != jnp.float32:
         raise TypeError(
-            f"`scales` of {call} are float32[3] for `mpx.DelayedScaling`: of input, "
+            "`scales` of a product are float32[3] for `mpx.DelayedScaling`: of input, "
             f"weight and gradient; got {describe(scales)}."
         )
 
 
-def amax_of(target: Target, x: Array, axes: tuple[int, ...] | None = None) -> Array:
-    """The amax of an array on a device, or those of its parts."""
-    return flushed(amax_on(target, x.astype(jnp.float32), axes))
-
-
 def amax_and_scale(
-    recipe: Any,
+    recipe: AbstractRecipe,
     target: Target,
     join: Join,
     role: Role,
@@ -68,9 +63,9 @@ def amax_and_scale(
     given = scales[_ROLES.index(role)]
     # Without a warm start nothing may wait for the amax, so that XLA can quantize an
     # array in the operations that make it.
-    first = 1.0
-    if recipe.warm_start:
-        first = recipe._scale(amax, role, jnp.where(amax < jnp.inf, 1.0, jnp.nan))
+    first, stateful = 1.0, cast(RecipeWithState, recipe)
+    if stateful.warm_start:
+        first = stateful._scale(amax, role, jnp.where(amax < jnp.inf, 1.0, jnp.nan))
     return amax, jnp.where(given == 0, first, given)
 
 

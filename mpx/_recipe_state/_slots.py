@@ -22,11 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._ambient_record import ambient, with_ambient
-from .._quantize import (
-    AbstractRecipe,
-    Target,
-    amax_of,
-)
+from .._quantize import AbstractRecipe, Target, amax_of
 from .._typing import Length, Shape
 from ._copies import ROLES, shared, with_weight_amax
 
@@ -178,29 +174,26 @@ def first_step() -> contextlib.AbstractContextManager[object]:
     return with_ambient(is_first_step=True)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
-    """The slots of one weight, in one program."""
+    """The slots of one weight, in one program.
 
-    def __init__(
-        self,
-        parameter: str,
-        source: StateRequests | dict[str, Array] | None,
-        recipes: Mapping[str, AbstractRecipe] | None = None,
-        lengths: tuple[int, ...] = (),
-        quantized: tuple[str, ...] | None = None,
-        measured: Mapping[str, Length] | None = None,
-    ) -> None:
-        """Slots of a parameter from a collection, or the arrays of its uses.
+    Attributes:
+        parameter: The path of the weight.
+        source: What collects requests; or, by the name of each use of the weight, what
+            is left of its scales; None where there is no state.
+        recipes: The recipe that the scales of each use were made for.
+        lengths: The lengths of the scans that slice the weight, the outermost first.
+        quantized: The uses that the state says are quantized; None if it says nothing.
+        sizes: The uses of which the parameter's amax is taken elsewhere, with its size.
+    """
 
-        `measured` has the uses of which the parameter's amax is taken elsewhere, with
-        its size.
-        """
-        self.parameter = parameter
-        self._source = source
-        self._recipes = recipes or {}
-        self._lengths = lengths
-        self._quantized = quantized
-        self._measured = measured or {}
+    parameter: str
+    source: StateRequests | dict[str, Array] | None
+    recipes: Mapping[str, AbstractRecipe] = dataclasses.field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    quantized: tuple[str, ...] | None = None
+    sizes: Mapping[str, Length] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_parameter(
@@ -228,18 +221,18 @@ class Slots:
         71 GB in a Llama of 542 M in bfloat16, 1.6 in float32 (jax 0.10.2, compiled for
         an H100, November 2026).
         """
-        if not isinstance(self._source, dict):
+        if not isinstance(self.source, dict):
             return self
-        found = dict(self._source)
+        found = dict(self.source)
         sizes = {}
-        for use, scales in self._source.items():
+        for use, scales in self.source.items():
             rows = scales.shape[:-1]  # the turns of scans that slice the weight
             if weight.shape[: len(rows)] == rows:
                 axes = tuple(range(len(rows), weight.ndim))
                 amax = amax_of(target, jax.lax.stop_gradient(weight), axes)
                 found[use] = with_weight_amax(scales, amax)
                 sizes[use] = math.prod(weight.shape)
-        return Slots(self.parameter, found, self._recipes, (), self._quantized, sizes)
+        return dataclasses.replace(self, source=found, sizes=sizes)
 
     def moved(self, *, is_mixed: bool) -> "Slots":
         """Those of a weight that was moved, without amaxes that may be others' now.
@@ -249,124 +242,110 @@ class Slots:
         Args:
             is_mixed: Whether numbers of other arrays stand among those of the weight.
         """
-        if not self._measured or not isinstance(self._source, dict):
+        if not self.sizes or not isinstance(self.source, dict):
             return self
-        source = self._source
-        sizes = {u: n for u, n in self._measured.items() if source[u].ndim == 1}
-        kept = {} if is_mixed else sizes
-        return Slots(
-            self.parameter,
-            source,
-            self._recipes,
-            self._lengths,
-            self._quantized,
-            kept,
-        )
+        source = self.source
+        sizes = {u: n for u, n in self.sizes.items() if source[u].ndim == 1}
+        return dataclasses.replace(self, sizes={} if is_mixed else sizes)
 
     def is_measured(self, use: Use, shape: Shape) -> bool:
         """Whether a weight of this shape is all of a parameter that was measured."""
-        size = math.prod((*shape, *self._lengths))
-        return self._measured.get(self._name(use)) == size
+        size = math.prod((*shape, *self.lengths))
+        return self.sizes.get(self._name(use)) == size
 
     def is_quantized(self, use: Use) -> bool | None:
         """Whether the run that the state is of quantizes a use; None: unknown."""
-        if not self._quantized:
-            return None if self._quantized is None else False
+        if not self.quantized:
+            return None if self.quantized is None else False
         return True if self._known(use) else None
 
     def has_scales(self, use: Use, *, otherwise: bool) -> bool:
         """Whether the state has scales for a use; `otherwise` if unknown."""
-        if self._quantized is None or not isinstance(self._source, dict):
+        if self.quantized is None or not isinstance(self.source, dict):
             return otherwise
-        return any(name in self._source for name in self._known(use))
+        return any(name in self.source for name in self._known(use))
 
     def _known(self, use: Use) -> list[str]:
         """The names of a use in the state: its own, or those in other scopes."""
-        known, name = self._quantized or (), _named(str(use), self._lengths)
-        form = _named(use.form, self._lengths)
+        known, name = self.quantized or (), _named(str(use), self.lengths)
+        form = _named(use.form, self.lengths)
         others = [k for k in known if k == form or k.endswith(f" {form}")]
         return [name] if name in known else others
 
     def note_quantized(self, use: Use) -> None:
         """Says that a use is quantized, while requests are collected."""
-        if isinstance(self._source, StateRequests):
-            name = SlotName(self.parameter, _named(str(use), self._lengths))
-            self._source.quantized[name] = None
+        if isinstance(self.source, StateRequests):
+            name = SlotName(self.parameter, _named(str(use), self.lengths))
+            self.source.quantized[name] = None
 
     def _name(self, use: Use) -> str:
         """What a use is called in the state: as the state knows it, if that is sure."""
         known = self._known(use)
-        return known[0] if len(known) == 1 else _named(str(use), self._lengths)
+        return known[0] if len(known) == 1 else _named(str(use), self.lengths)
 
     def take(self, way: Use, recipe: AbstractRecipe) -> Array | None:
         """The scales for one use; None if there is no state."""
         use = self._name(way)
-        if isinstance(self._source, StateRequests):
+        if isinstance(self.source, StateRequests):
             name = SlotName(self.parameter, use)
-            request = Request(recipe, self._lengths)
-            if self._source.requests.setdefault(name, request) != request:
+            request = Request(recipe, self.lengths)
+            if self.source.requests.setdefault(name, request) != request:
                 raise ValueError(
                     f"`{self.parameter}` is used twice in {use!r} under two recipes "
                     "with a state. Put the uses into `jax.named_scope`s of their own, "
                     "or under one recipe."
                 )
             return jnp.ones(ROLES, jnp.float32)
-        if self._source is None:
+        if self.source is None:
             return jnp.ones(ROLES, jnp.float32) if ambient().is_first_step else None
-        rest = self._source.get(use)
+        rest = self.source.get(use)
         if rest is None:
-            known = ", ".join(map(repr, self._source)) or "none"
+            known = ", ".join(map(repr, self.source)) or "none"
             raise ValueError(
                 f"The state of the recipe has no scales for `{self.parameter}` used in "
                 f"{use!r}; it has them for {known}. Has the model changed? Make the "
                 "state anew: `mpx.init_scaling(func, model, ...)`."
             )
-        if self._recipes[use] != recipe:
+        if self.recipes[use] != recipe:
             raise ValueError(
                 f"The function asks for `{brief(recipe)}` for `{self.parameter}` used "
                 f"in {use!r}, and the state was made for "
-                f"`{brief(self._recipes[use])}`. Take its numbers over to the recipe "
+                f"`{brief(self.recipes[use])}`. Take its numbers over to the recipe "
                 "of today: `scaling = mpx.init_scaling(func, model, ...)"
                 ".with_state(scaling)`. (Functions are compared as objects: define "
                 "that of `amax_compute_algo` once.)"
             )
         # One copy for this use, one for those that follow: so each use gets its own,
         # and the maximum of what comes back goes on.
-        mine, self._source[use] = shared(rest, 2)
+        mine, self.source[use] = shared(rest, 2)
         return mine
 
     @property
     def form(self) -> Hashable:
         """All but the arrays: a key of caches."""
-        found = self._source.items() if isinstance(self._source, dict) else ()
-        uses = tuple((use, x.shape, self._recipes[use]) for use, x in found)
-        sizes = tuple(self._measured.items())
-        return self.parameter, uses, self._lengths, self._quantized, sizes
+        found = self.source.items() if isinstance(self.source, dict) else ()
+        uses = tuple((use, x.shape, self.recipes[use]) for use, x in found)
+        sizes = tuple(self.sizes.items())
+        return self.parameter, uses, self.lengths, self.quantized, sizes
 
     def as_operands(self, is_cut: bool) -> dict[str, Array]:
         """Copies of arrays for a program inside; for a scan of those that it cuts."""
-        if not isinstance(self._source, dict):
+        if not isinstance(self.source, dict):
             return {}
         taken = {}
-        for use, rest in self._source.items():
+        for use, rest in self.source.items():
             # With an axis more: one row of scales for each turn of the scan.
             if rest.ndim > 1 or not is_cut:
-                taken[use], self._source[use] = shared(rest, 2)
+                taken[use], self.source[use] = shared(rest, 2)
         return taken
 
     def inside(
         self, arrays: dict[str, Array], lengths: tuple[int, ...] = ()
     ) -> "Slots":
         """The slots in a program inside, of its arrays, sliced by scans of lengths."""
-        source = arrays if isinstance(self._source, dict) else self._source
-        lengths = *self._lengths, *lengths
-        return Slots(
-            self.parameter,
-            source,
-            self._recipes,
-            lengths,
-            self._quantized,
-            self._measured,
+        source = arrays if isinstance(self.source, dict) else self.source
+        return dataclasses.replace(
+            self, source=source, lengths=(*self.lengths, *lengths)
         )
 
 

@@ -81,7 +81,7 @@ def inference(
             raise missing_from(scaling, _CALL, met.recipe, met.where) from met
         except AmbientRecipe as met:
             if not scaling._tokens():
-                raise missing_from(scaling, _CALL, "DelayedScaling") from met
+                raise missing_from(scaling, _CALL, met.recipe) from met
             with scaling._provide_frozen():
                 return in_contexts(func)(*args, **kwargs)
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._errors import describe, listing
+from .._loss_scaling import read_version, refuse_other_keys
 from .._quantize import Format
 from ._delayed_scales import (
     LARGEST_SCALE,
@@ -66,22 +67,16 @@ def read(state: object, call: str) -> Saved:
             f"{call} needs the state of a `RecipeScaling`; got that of "
             f"{state.get('kind')!r}."
         )
-    version: Any = state.get("version")
-    is_int = isinstance(version, int | np.integer) and not isinstance(version, bool)
-    if not is_int or not 1 <= version <= VERSION:
-        raise ValueError(
-            f"{call} was given version {version!r}; this mpx reads up to {VERSION}. "
-            "Install a newer mpx."
-        )
-    _refuse_other_keys(state, ("kind", "version", "loss", "slots"), call, "the fields")
+    version = read_version(state.get("version"), 1, VERSION, call)
+    fields = "kind", "version", "loss", "slots"
+    refuse_other_keys(state, fields, call, "the fields that were written")
     for key in ("loss", "slots"):
         if not isinstance(state[key], Mapping):
             raise ValueError(
                 f"{call} needs a dictionary as {key!r}; got {describe(state[key])}."
             )
     slots = {
-        name: _slot(name, slot, int(version), call)
-        for name, slot in state["slots"].items()
+        name: _slot(name, slot, version, call) for name, slot in state["slots"].items()
     }
     return Saved(state["loss"], slots)
 
@@ -132,7 +127,7 @@ def _slot(name: str, slot: object, version: int, call: str) -> dict[str, np.ndar
         raise ValueError(
             f"{call} needs a dictionary for the slot {name!r}; got {describe(slot)}."
         )
-    _refuse_other_keys(slot, _FIELDS, call, f"the fields of the slot {name!r}")
+    refuse_other_keys(slot, _FIELDS, call, f"the fields of the slot {name!r}")
     found = {field: np.asarray(slot[field]) for field in _FIELDS}
     for field, array in found.items():
         if array.dtype != np.float32:
@@ -159,19 +154,6 @@ def _slot(name: str, slot: object, version: int, call: str) -> dict[str, np.ndar
             f"(a margin), as 'largest'; got {largest.tolist()} for the slot {name!r}."
         )
     return found
-
-
-def _refuse_other_keys(
-    given: Mapping[str, object], wanted: tuple[str, ...], call: str, what: str
-) -> None:
-    missing, unknown = set(wanted) - set(given), set(given) - set(wanted)
-    if missing or unknown:
-        raise ValueError(
-            f"{call} needs {what} as `state_dict()` wrote them; missing: "
-            f"{listing(sorted(missing)) or 'none'}; unknown: "
-            f"{listing(sorted(map(str, unknown))) or 'none'}. Was the file written "
-            "completely?"
-        )
 
 
 def _resized(history: Array, room: int) -> Array:

@@ -198,19 +198,15 @@ def _compared(
 
     inputs = first.traced.inputs, second.traced.inputs
     losses, found = jax.device_get(measure(*inputs))
-    nothing = itertools.repeat(None)
-    (values, grads), *others = found
-    value_floors, grad_floors = others[0] if floor else (nothing, nothing)
+    values, grads = zip(*found, strict=True)
     activations = [
         each
-        for (layer, anchor, place), pair, low in zip(
-            layers, values, value_floors, strict=floor
-        )
-        for each in _by_turn(layer, anchor, place, pair, low)
+        for (layer, anchor, _), *pairs in zip(layers, *values, strict=True)
+        for each in _by_turn(layer, anchor, pairs)
     ]
     gradients = [
-        _closeness(path or "gradient", "gradient", pair, low, ())
-        for path, pair, low in zip(first.leaves, grads, grad_floors, strict=floor)
+        _closeness(path or "gradient", "gradient", pairs, ())
+        for path, *pairs in zip(first.leaves, *grads, strict=True)
     ]
     return Comparison(
         reference,
@@ -226,17 +222,14 @@ def _sums_by_turn(found: Found, a: AnyArray, b: AnyArray) -> Sums:
     return sums(a, b, turns)
 
 
-def _by_turn(
-    layer: str, anchor: Anchor, found: Found, pair: Sums, floor: Sums | None
-) -> list[Closeness]:
+def _by_turn(layer: str, anchor: Anchor, pairs: Sequence[Sums]) -> list[Closeness]:
     """One for each turn of the loops around a layer."""
-    turns = itertools.product(*map(range, np.shape(pair.signal)))
+    turns = itertools.product(*map(range, np.shape(pairs[0].signal)))
     return [
         _closeness(
             layer + "".join(f"[{i}]" for i in turn),
             "activation",
-            pair,
-            floor,
+            pairs,
             turn,
             where=anchor.where,
             source=anchor.source,
@@ -246,17 +239,11 @@ def _by_turn(
 
 
 def _closeness(
-    name: str,
-    kind: str,
-    pair: Sums,
-    floor: Sums | None,
-    turn: tuple[int, ...],
-    **place: str,
+    name: str, kind: str, pairs: Sequence[Sums], turn: tuple[int, ...], **place: str
 ) -> Closeness:
-    here = Sums(*(np.asarray(x)[turn] for x in pair))
-    lowest = None
-    if floor is not None:
-        lowest = float(snr_of(Sums(*(np.asarray(x)[turn] for x in floor))))
+    """From the sums of the two functions, and those of the floor if there is one."""
+    here, *floors = (Sums(*(np.asarray(x)[turn] for x in pair)) for pair in pairs)
+    lowest = float(snr_of(floors[0])) if floors else None
     snr, cosine = float(snr_of(here)), float(cosine_of(here))
     return Closeness(name, kind, snr, cosine, lowest, **place)
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_half
 from .._jax_compat import bind_equation, manual_axes
 from .._policy import Wire
+from .._program import run_by
 from .._typing import AnyArray
 from ._weights import FLOAT32
 
@@ -93,13 +94,8 @@ def _with_wide_products(
         of_wide: The operands of its product are cast to the dtype, too.
     """
     closed = jax.make_jaxpr(function)(*operands)
-    values: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
-    values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    for equation in closed.jaxpr.eqns:
-        inputs = [
-            atom.val if isinstance(atom, Literal) else values[atom]
-            for atom in equation.invars
-        ]
+
+    def bind(equation: JaxprEqn, inputs: list[Any]) -> list[AnyArray]:
         params = dict(equation.params)
         if "preferred_element_type" in params:
             params["preferred_element_type"] = dtype
@@ -107,9 +103,9 @@ def _with_wide_products(
                 inputs = [x.astype(dtype) if is_half(x.dtype) else x for x in inputs]
         if equation.primitive.name == "convert_element_type":
             params["new_dtype"] = dtype
-        results = bind_equation(equation.replace(params=params), *inputs)
-        values.update(zip(equation.outvars, results, strict=True))
-    return values[closed.jaxpr.outvars[0]]
+        return bind_equation(equation.replace(params=params), *inputs)
+
+    return run_by(bind, closed, operands)(closed.jaxpr.outvars[0])
 
 
 def refuse_sums_of_others(wire: Wire | None) -> None:

@@ -61,13 +61,8 @@ def use_compute_precision(
     return [_cast(x, compute_dtype) for x in invars], params
 
 
-def _use_float32(
-    compute_dtype: object,
-    original_dtypes: Sequence[Any],
-    *invars: object,
-    **bind_params: object,
-) -> tuple[list[Any], dict[str, Any]]:
-    return use_compute_precision(jnp.float32, original_dtypes, *invars, **bind_params)
+def _use_float32(_: object, *args: Any, **params: object) -> Any:
+    return use_compute_precision(jnp.float32, *args, **params)
 
 
 def _cast(value: PyTree, dtype: DTypeLike) -> PyTree:
@@ -147,12 +142,9 @@ def amp(
     if not callable(sentinal):
         raise TypeError(f"{call} needs a function; got {describe(sentinal)}.")
 
-    return autocast(sentinal, _half(dtype), rules=_rules(amp_policy, dtype))
-
-
-def _half(dtype: Any) -> Any:
     # Policy functions get the dtype that was given; autocast itself wants one of two.
-    return dtype if is_half(dtype) else np.dtype(jnp.float16)
+    half = dtype if is_half(dtype) else np.dtype(jnp.float16)
+    return autocast(sentinal, half, rules=_rules(amp_policy, dtype))
 
 
 def _rules(policy: Mapping[Any, PolicyFunction], dtype: object) -> Rules:
@@ -179,9 +171,8 @@ def _rules(policy: Mapping[Any, PolicyFunction], dtype: object) -> Rules:
 
 
 def _holds_program(key: Any) -> bool:
-    name = key if isinstance(key, str) else key.name
-    is_program = properties(name).kind is PrimitiveClass.RECURSE
-    return is_program and not isinstance(key, str)
+    is_scope = isinstance(key, str)
+    return not is_scope and properties(key.name).kind is PrimitiveClass.RECURSE
 
 
 def _refuse_policy(policy: object, call: str) -> None:

@@ -68,43 +68,40 @@ class DynamicScalerState(_Fields):
         total_resets: object = _FRESH,
     ) -> "DynamicScalerState":
         """Makes the defaults and refuses values that no run can use."""
-        fields = {
-            "patience": (patience, 2000, jnp.int32),
-            "adjust_factor": (adjust_factor, 2.0, jnp.float32),
-            "scaler": (scaler, 2.0**15, jnp.float32),
-            "count": (count, 0, jnp.int32),
-            "total_resets": (total_resets, 0, jnp.int32),
-        }
-        values = {
-            name: jnp.array(default, dtype) if given is _FRESH else given
-            for name, (given, default, dtype) in fields.items()
-        }
-        for name, value in values.items():
-            _validate(name, value)
-        return super().__new__(cls, **values)
+        given = (patience, adjust_factor, scaler, count, total_resets)
+        return super().__new__(cls, *map(_field, cls._fields, given))
 
 
-_RULES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
-    "patience": (lambda x: x >= 0, "at least 0"),
-    "adjust_factor": (lambda x: (x > 1) & (x < np.inf), "larger than 1 and finite"),
-    "scaler": (lambda x: (x > 0) & (x < np.inf), "positive and finite"),
-    "count": (lambda x: x >= 0, "at least 0"),
-    "total_resets": (lambda x: x >= 0, "at least 0"),
+# Of each field the default, its dtype, and what it must be larger than; None: not
+# negative.
+_FIELDS: dict[str, tuple[float, Any, int | None]] = {
+    "patience": (2000, jnp.int32, None),
+    "adjust_factor": (2.0, jnp.float32, 1),
+    "scaler": (2.0**15, jnp.float32, 0),
+    "count": (0, jnp.int32, None),
+    "total_resets": (0, jnp.int32, None),
 }
 
 
-def _validate(name: str, value: object) -> None:
+def _field(name: str, value: object) -> object:
+    """A field as it was given, or its default."""
+    default, dtype, least = _FIELDS[name]
+    if value is _FRESH:
+        return jnp.array(default, dtype)
     # JAX puts placeholders into trees; only numbers are judged.
     kinds = int | float | np.ndarray | np.generic | jax.Array
     if not isinstance(value, kinds) or isinstance(value, Tracer):
-        return
-    is_valid, must = _RULES[name]
-    array = np.asarray(value)
-    if isinstance(value, bool) or not np.all(is_valid(array.astype(np.float64))):
+        return value
+    x = np.asarray(value).astype(np.float64)
+    is_valid = x >= 0 if least is None else (x > least) & (x < np.inf)
+    if isinstance(value, bool) or not np.all(is_valid):
+        above = f"larger than {least}" if least else "positive"
+        must = "at least 0" if least is None else f"{above} and finite"
         raise ValueError(
             f"`{name}` of `mpx.compat.jaxamp.DynamicScalerState` must be {must}; got "
             f"{value}."
         )
+    return value
 
 
 def default_unscale_fn(results: PyTree, state: DynamicScalerState) -> PyTree:
@@ -157,7 +154,12 @@ def dynamic_scale_tx(
     The scale stays positive and finite: it falls to the smallest normal number of its
     dtype, or 2^-126, and rises to the largest power of two, or 2^126.
     """
-    return _scaled_transform(transform, redo_on_nan, unscale_fn, scale_fn, lambda r: r)
+
+    def unscale(results: PyTree, state: DynamicScalerState) -> tuple[PyTree, PyTree]:
+        unscaled = unscale_fn(results, state)
+        return unscaled, unscaled
+
+    return _scaled_transform(transform, redo_on_nan, unscale, scale_fn)
 
 
 def dynamic_scale_grad(
@@ -194,16 +196,12 @@ def dynamic_scale_grad(
     """
     transform = eqx.filter_grad if filter else jax.grad
 
-    def unscale(results: PyTree, state: DynamicScalerState) -> PyTree:
-        if not has_aux:
-            return default_unscale_fn(results, state)
-        grads, aux = results
-        return default_unscale_fn(grads, state), aux
+    def unscale(results: PyTree, state: DynamicScalerState) -> tuple[PyTree, PyTree]:
+        grads, *aux = results if has_aux else (results,)
+        grads = default_unscale_fn(grads, state)
+        return (grads, *aux) if has_aux else grads, grads
 
-    judged = (lambda results: results[0]) if has_aux else (lambda results: results)
-    scaled = _scaled_transform(
-        transform, redo_on_nan, unscale, default_scale_fn, judged
-    )
+    scaled = _scaled_transform(transform, redo_on_nan, unscale, default_scale_fn)
     return scaled(fun, has_aux=has_aux, **kwargs)
 
 
@@ -224,31 +222,23 @@ def dynamic_scale_value_and_grad(
     """
     transform = eqx.filter_value_and_grad if filter else jax.value_and_grad
 
-    def unscale(results: PyTree, state: DynamicScalerState) -> PyTree:
-        if not has_aux:
-            return default_unscale_fn(results, state)
-        (value, aux), grads = results
-        value, grads = default_unscale_fn((value, grads), state)
-        return (value, aux), grads
+    def unscale(results: PyTree, state: DynamicScalerState) -> tuple[PyTree, PyTree]:
+        first, grads = results
+        value, *aux = first if has_aux else (first,)
+        value, grads = numbers = default_unscale_fn((value, grads), state)
+        return ((value, *aux) if has_aux else value, grads), numbers
 
-    def judged(results: PyTree) -> PyTree:
-        value, grads = results
-        return (value[0] if has_aux else value), grads
-
-    scaled = _scaled_transform(
-        transform, redo_on_nan, unscale, default_scale_fn, judged
-    )
+    scaled = _scaled_transform(transform, redo_on_nan, unscale, default_scale_fn)
     return scaled(fun, has_aux=has_aux, **kwargs)
 
 
 def _scaled_transform(
     transform: Callable[..., PyTree],
     redo_on_nan: int,
-    unscale: Callable[[PyTree, DynamicScalerState], PyTree],
+    unscale: Callable[[PyTree, DynamicScalerState], tuple[PyTree, PyTree]],
     scale: Callable[[PyTree, DynamicScalerState], PyTree],
-    judged: Callable[[PyTree], PyTree],
 ) -> Callable[..., PyTree]:
-    """`dynamic_scale_tx`, with the part of the results that must be finite."""
+    """`dynamic_scale_tx`; `unscale` also gives the part that must be finite."""
     if isinstance(redo_on_nan, bool) or not isinstance(redo_on_nan, int | np.integer):
         raise TypeError(
             "`redo_on_nan` of `mpx.compat.jaxamp` must be a whole number; got "
@@ -266,8 +256,8 @@ def _scaled_transform(
 
         def once(state: DynamicScalerState, f_args: PyTree, f_kwargs: PyTree) -> PyTree:
             results = transformed(*f_args, _dynamic_scaler_state=state, **f_kwargs)
-            results = unscale(results, state)
-            finite = all_finite(judged(results))
+            results, judged = unscale(results, state)
+            finite = all_finite(judged)
             return _adjusted(state, finite), results, finite
 
         @functools.wraps(fun, updated=())
@@ -325,13 +315,9 @@ def _read(state: object) -> DynamicScalerState:
         )
     is_float = eqx.is_inexact_array(state.scaler)
     dtype = state.scaler.dtype if is_float else jnp.float32
-    return DynamicScalerState(
-        jnp.asarray(state.patience).astype(jnp.int32),
-        jnp.asarray(state.adjust_factor).astype(dtype),
-        jnp.asarray(state.scaler).astype(dtype),
-        jnp.asarray(state.count).astype(jnp.int32),
-        jnp.asarray(state.total_resets).astype(jnp.int32),
-    )
+    dtypes = (jnp.int32, dtype, dtype, jnp.int32, jnp.int32)
+    pairs = zip(state, dtypes, strict=True)
+    return DynamicScalerState(*(jnp.asarray(x).astype(to) for x, to in pairs))
 
 
 def _adjusted(state: DynamicScalerState, finite: BoolLike) -> DynamicScalerState:

@@ -22,7 +22,7 @@ from .._loss_scaling import (
     StepRecord,
     kinds,
     read_record,
-    write_record,
+    write_state,
 )
 from .._quantize import QuantizedArray
 from .._scaling import RecipeScaling
@@ -67,7 +67,7 @@ def register_serialization() -> None:
             cls, _written_arrays, _restored_arrays, override=True
         )
     serialization.register_serialization_state(
-        StepRecord, write_record, _restored_record, override=True
+        StepRecord, write_state, _restored_record, override=True
     )
 
 

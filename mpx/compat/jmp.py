@@ -169,9 +169,24 @@ class NoOpLossScale:
         return self
 
 
+class _Scaling:
+    """Multiplies as JMP does: the result has the dtype that JAX promotes to."""
+
+    loss_scale: Any
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Every leaf times the scale."""
+        return jax.tree.map(lambda x: x * self.loss_scale, tree)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Every leaf times the inverse of the scale."""
+        inverse = 1 / self.loss_scale
+        return jax.tree.map(lambda x: x * inverse, tree)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_Scaling):
     """A fixed scale: `scale` multiplies by it, `unscale` by its inverse.
 
     Args:
@@ -187,14 +202,6 @@ class StaticLossScale:
         """Refuses a scale that no run can use."""
         _validate(self.loss_scale, "loss_scale", "StaticLossScale")
 
-    def scale(self, tree: PyTree) -> PyTree:
-        """Every leaf times the scale."""
-        return _times(tree, self.loss_scale)
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Every leaf times the inverse of the scale."""
-        return _times(tree, 1 / self.loss_scale)
-
     def adjust(self, grads_finite: BoolLike) -> "StaticLossScale":
         """Itself."""
         return self
@@ -202,7 +209,7 @@ class StaticLossScale:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_Scaling):
     """A scale that grows after `period` good steps and falls at a bad one.
 
     The fields are JMP's; `period` and `factor` are static, the others leaves.
@@ -237,14 +244,6 @@ class DynamicLossScale:
         _validate(self.min_loss_scale, "min_loss_scale", "DynamicLossScale", zero=True)
         for name in ("loss_scale", "min_loss_scale"):
             _warn_if_not_floating(getattr(self, name), name)
-
-    def scale(self, tree: PyTree) -> PyTree:
-        """Every leaf times the scale."""
-        return _times(tree, self.loss_scale)
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Every leaf times the inverse of the scale."""
-        return _times(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: BoolLike) -> "DynamicLossScale":
         """The next scale and counter; grows at the `period`-th good step in a row.
@@ -287,11 +286,6 @@ class DynamicLossScale:
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
-
-
-def _times(tree: PyTree, factor: object) -> PyTree:
-    # As JMP multiplies: the result has the dtype that JAX promotes to.
-    return jax.tree.map(lambda x: x * factor, tree)
 
 
 def _is_number(value: object) -> bool:

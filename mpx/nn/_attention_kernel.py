@@ -31,7 +31,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array, PyTree
 
 from .._dtypes import is_half
-from .._jax_compat import bind_equation
 from .._program import aval_of, sub_jaxprs
 from .._quantize import Target, target_from
 from .._typing import AnyArray, Atom, Program
@@ -203,18 +202,15 @@ class Kernel:
     ) -> Callable[[Array], PyTree]:
         """The kernel's pullback; what is not from the kernel is computed again."""
         jaxpr = self.program.jaxpr
-        values = dict(zip(jaxpr.constvars, self.program.consts, strict=True))
-        values.update(zip(jaxpr.invars, jax.tree.leaves(ready), strict=True))
-
-        def read(atom: Atom) -> AnyArray:
-            return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-        for equation in _without_kernel(jaxpr)[1]:
-            outputs = bind_equation(equation, *map(read, equation.invars))
-            values.update(zip(equation.outvars, outputs, strict=True))
-        values[jaxpr.outvars[0]] = out
-        values[jaxpr.outvars[1 + self.rows]] = rows
-        return jax.tree.unflatten(self.structure, map(read, jaxpr.outvars[1:]))
+        result, *residuals = jaxpr.outvars
+        known = jaxpr.replace(
+            eqns=_without_kernel(jaxpr)[1],
+            invars=[*jaxpr.invars, result, residuals[self.rows]],
+            outvars=residuals,
+        )
+        evaluate = core.jaxpr_as_fun(ClosedJaxpr(known, self.program.consts))
+        found = evaluate(*jax.tree.leaves(ready), out, rows)
+        return jax.tree.unflatten(self.structure, found)
 
 
 def differentiable(x: Operands) -> tuple[Array, ...]:

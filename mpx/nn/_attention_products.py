@@ -18,15 +18,17 @@ the full length or 1.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._quantize import Target
 from ._elementwise import drop
-from ._linear_part import active, from_residuals, widen
+from ._recomputed import linear, widen
+from ._softmax import tangent_of_softmax
 
 Implementation = Literal["xla", "cudnn"] | None
 
@@ -57,15 +59,9 @@ class AttentionOptions:
 
     def __str__(self) -> str:
         """All of it in one line, without a slash, which would part scopes."""
-        values = (self.scale, self.is_causal, self.window, self.rate)
         target = None if self.target is None else self.target.name
-        rest = (
-            self.implementation,
-            self.with_residual,
-            target,
-            self.without_kernel,
-        )
-        return ",".join(str(v).replace("/", "|") for v in (*values, *rest))
+        values = vars(self) | {"target": target}
+        return ",".join(str(v).replace("/", "|") for v in values.values())
 
 
 class Operands(NamedTuple):
@@ -90,6 +86,12 @@ class Operands(NamedTuple):
     keep: Any = None
     query_lengths: Any = None
     key_lengths: Any = None
+
+    def dropped(self, rate: float, key: PRNGKeyArray | None) -> Self:
+        """With what a key says of the probabilities to drop, if any are."""
+        if not rate or key is None:
+            return self
+        return self._replace(keep=jax.random.bernoulli(key, 1 - rate, self.shape))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -253,7 +255,9 @@ def _probabilities(
 
 def _probabilities_rule(scale: float, primals: PyTree, tangents: PyTree) -> PyTree:
     query, key, _, _, seen = primals
-    query_dot, key_dot, bias_dot, *_ = map(active, tangents)
+    query_dot, key_dot, bias_dot, *_ = (
+        None if isinstance(dot, SymbolicZero) else dot for dot in tangents
+    )
     p = _probabilities(scale, *primals)
     product = functools.partial(jnp.einsum, "btgnh,bsgh->bgnts")
     terms = [] if query_dot is None else [product(query_dot, key)]
@@ -262,19 +266,18 @@ def _probabilities_rule(scale: float, primals: PyTree, tangents: PyTree) -> PyTr
     if dot is None and bias_dot is None:
         return p, jnp.zeros_like(p)
 
-    def linear_part(residuals: PyTree, dots: PyTree) -> Array:
+    def evaluate(residuals: PyTree, dots: PyTree) -> Array:
         p, seen = residuals
         dot, bias_dot = dots
         p = widen(p)
-        total = 0 if dot is None else widen(dot) * scale
+        total = jnp.zeros_like(p) if dot is None else widen(dot) * scale
         if bias_dot is not None:
             total = total + bias_dot.astype(p.dtype)
         if seen is not None:
             total = jnp.where(seen, total, 0)
-        inner = jnp.sum(p * total, -1, keepdims=True)
-        return (p * (total - inner)).astype(query.dtype)
+        return tangent_of_softmax(p, total).astype(query.dtype)
 
-    return p, from_residuals(linear_part, (p, seen), (dot, bias_dot))
+    return p, linear(evaluate, (p, seen), (dot, bias_dot))
 
 
 _probabilities.defjvp(_probabilities_rule, symbolic_zeros=True)

@@ -4,7 +4,6 @@ import math
 import numbers
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray
@@ -13,7 +12,7 @@ from .._ambient import call_with_ambient
 from .._errors import describe
 from ._attention import attend
 from ._attention_products import AttentionOptions, Implementation, Operands
-from ._layers import check_rate
+from ._layers import broadcasts, check_rate
 
 _CALL = "`mpx.nn.dot_product_attention`"
 
@@ -130,9 +129,7 @@ def dot_product_attention(
         query_lengths=_lengths("query_seq_lengths", query_seq_lengths, first),
         key_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, first),
     )
-    if dropout_key is not None and dropout_rate:
-        keep = jax.random.bernoulli(dropout_key, 1 - dropout_rate, operands.shape)
-        operands = operands._replace(keep=keep)
+    operands = operands.dropped(dropout_rate, dropout_key)
     options = AttentionOptions(
         scale=_scale(scale, first.shape[-1]),
         is_causal=bool(is_causal),
@@ -191,8 +188,7 @@ def _four_axes(
     batch = query.shape[0] if query.ndim == 4 else 1
     full = (batch, query.shape[-2], query.shape[-3], key.shape[-3])
     shape = (1,) * (4 - x.ndim) + x.shape
-    pairs = zip(shape, full, strict=False)
-    if len(shape) != 4 or any(n not in (1, m) for n, m in pairs):
+    if not broadcasts(shape, full):
         raise ValueError(
             f"`{name}` of {_CALL} must have the shape (batch, heads, q_seq, kv_seq) = "
             f"{full}, each axis possibly 1, or fewer axes; got {describe(x)}."

@@ -209,6 +209,21 @@ def check_rate(layer: str, name: str, rate: float) -> None:
         )
 
 
+def check_key(layer: str, rate: float, key: PRNGKeyArray | None) -> None:
+    """Raises where something is to be dropped, and no key says what."""
+    if rate and key is None:
+        raise ValueError(
+            f"`mpx.nn.{layer}` needs a `key` for dropout at a call; got None. Give it "
+            "one, or `inference=True`."
+        )
+
+
+def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether each axis of a shape is that of another one, or 1."""
+    pairs = zip(shape, full, strict=False)
+    return len(shape) == len(full) and all(n in (1, m) for n, m in pairs)
+
+
 def check_last_axis(layer: str, x: Array, size: int) -> None:
     """Raises unless the last axis of an input has the size that a layer is for."""
     if x.ndim == 0 or x.shape[-1] != size:

@@ -1,26 +1,16 @@
-r"""Cross entropy.
+"""Cross entropy.
 
-With the probabilities $p$ of the logits $x$, $\log Z = \log \sum_j e^{x_j}$, and the
-target distribution $q$, the loss and its tangent are
-
-$$L = -\sum_i q_i (x_i - \log Z), \qquad
-\dot L = \sum_i \big(p_i \textstyle\sum_j q_j - q_i\big)\, \dot x_i
-- \sum_i \dot q_i (x_i - \log Z).$$
-
-Kept are the half-precision logits, the labels, and of each row its maximum and $\log Z$
-relative to that, in float32.
+Kept for the backward pass are the half-precision logits, the labels, and of each row
+its maximum and the sum of its exponentials relative to that, in float32.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, Float, Shaped
 
-from .._dtypes import full_precision_of
 from .._errors import describe
-from ._linear_part import active, from_residuals, widen
-from ._softmax import Where, log_probabilities, probabilities, row_statistics
+from ._recomputed import Keep, known, recomputed, widen
+from ._softmax import Where, log_probabilities
 
 _CALL = "`mpx.nn.cross_entropy(logits, labels)`"
 
@@ -74,13 +64,18 @@ def cross_entropy(
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     axis = axis + logits.ndim if axis < 0 else axis
     _check(logits, labels, axis, label_smoothing)
+    smoothing = float(label_smoothing)
     if where is not None:
         where = jnp.broadcast_to(where, logits.shape)
     if jnp.issubdtype(labels.dtype, jnp.integer):
         if labels.dtype.itemsize < 4:  # the number of classes need not fit
             labels = labels.astype(jnp.int32)
         labels = jnp.where(labels < 0, labels + logits.shape[axis], labels)
-    return _cross_entropy(axis, float(label_smoothing), logits, labels, where)
+
+    def evaluate(keep: Keep, logits: Array, labels: Array, where: Where) -> Array:
+        return _losses(keep, axis, smoothing, logits, labels, where)
+
+    return recomputed(evaluate, logits, labels, where)
 
 
 def _check(logits: Array, labels: Array, axis: int, label_smoothing: float) -> None:
@@ -112,85 +107,31 @@ def _check(logits: Array, labels: Array, axis: int, label_smoothing: float) -> N
         )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _cross_entropy(
-    axis: int, smoothing: float, logits: Array, labels: Array, where: Where
+def _losses(
+    keep: Keep,
+    axis: int,
+    smoothing: float,
+    logits: Array,
+    labels: Array,
+    where: Where,
 ) -> Array:
-    return _evaluate(axis, smoothing, logits, labels, where)[0]
-
-
-def _evaluate(
-    axis: int, smoothing: float, logits: Array, labels: Array, where: Where
-) -> tuple[Array, tuple[Array, Array]]:
-    """The losses, and the two numbers of each row that give its probabilities."""
     wide = widen(logits)
-    statistics = row_statistics(logits, axis, where)
+    (peak, log_total), log_p = log_probabilities(keep, wide, axis, where)
     if jnp.issubdtype(labels.dtype, jnp.integer):
-        chosen = jnp.take_along_axis(logits, jnp.expand_dims(labels, axis), axis)
-        loss = -jnp.squeeze(log_probabilities(chosen, statistics), axis)
+        places = jnp.expand_dims(labels, axis)
+        classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, axis)
+        # Looked up, with the gradient of a comparison: its own is a scatter.
+        chosen = known(
+            widen(jnp.take_along_axis(logits, places, axis)),
+            jnp.sum(jnp.where(classes == places, wide, 0), axis, keepdims=True),
+        )
+        loss = jnp.squeeze(log_total - (chosen - peak), axis)
     else:
-        y = labels.astype(wide.dtype)
-        terms = jnp.where(y == 0, 0, y * jax.nn.log_softmax(wide, axis, where))
+        y = labels.astype(log_p.dtype)
+        # Nothing times infinity: a class that is not expected may be impossible.
+        terms = y * jnp.where((y == 0) & jnp.isinf(log_p), 0, log_p)
         loss = -jnp.sum(terms, axis, where=where)
     if smoothing:
-        even = -jnp.mean(log_probabilities(logits, statistics), axis, where=where)
+        even = -jnp.mean(log_p, axis, where=where)
         loss = (1 - smoothing) * loss + smoothing * even
-    if where is not None:
-        loss = jnp.where(jnp.any(where, axis), loss, 0)
-    return loss, statistics
-
-
-def _cross_entropy_rule(
-    axis: int, smoothing: float, primals: PyTree, tangents: PyTree
-) -> PyTree:
-    logits, labels, where = primals
-    is_integer = jnp.issubdtype(labels.dtype, jnp.integer)
-    loss, statistics = _evaluate(axis, smoothing, logits, labels, where)
-
-    def linear_part(residuals: PyTree, dots: PyTree) -> Array:
-        logits, labels, statistics, where = residuals
-        q, weight = _target(axis, smoothing, logits, labels, where)
-        logits_dot, labels_dot = dots
-        dot = jnp.zeros_like(loss)
-        if logits_dot is not None:
-            p = probabilities(logits, statistics, where)
-            dot = dot + jnp.sum((p * weight - q) * widen(logits_dot), axis)
-        if labels_dot is not None:
-            log_p = log_probabilities(logits, statistics)
-            log_p = log_p if where is None else jnp.where(where, log_p, 0)
-            labels_dot = labels_dot.astype(log_p.dtype)
-            dot = dot - (1 - smoothing) * jnp.sum(log_p * labels_dot, axis)
-        if where is not None:
-            dot = jnp.where(jnp.any(where, axis), dot, 0)
-        return dot
-
-    dots = active(tangents[0]), None if is_integer else active(tangents[1])
-    residuals = logits, labels, statistics, where
-    return loss, from_residuals(linear_part, residuals, dots)
-
-
-_cross_entropy.defjvp(_cross_entropy_rule, symbolic_zeros=True)
-
-
-def _target(
-    axis: int, smoothing: float, logits: Array, labels: Array, where: Where
-) -> tuple[Array, Array | float]:
-    """The target distribution among the classes that take part, and its sum."""
-    dtype = full_precision_of(logits.dtype)
-    if jnp.issubdtype(labels.dtype, jnp.integer):
-        classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, axis)
-        y = (classes == jnp.expand_dims(labels, axis)).astype(dtype)
-        total: Array | float = 1.0
-    else:
-        y = labels.astype(dtype)
-        y = y if where is None else jnp.where(where, y, 0)
-        total = jnp.sum(y, axis, keepdims=True)
-    if not smoothing:
-        return y, total
-    if where is None:
-        even = jnp.full_like(y, 1 / logits.shape[axis])
-    else:
-        included = where.astype(dtype)
-        count = jnp.sum(included, axis, keepdims=True)
-        even = included / jnp.maximum(count, 1)
-    return (1 - smoothing) * y + smoothing * even, (1 - smoothing) * total + smoothing
+    return loss if where is None else jnp.where(jnp.any(where, axis), loss, 0)

@@ -13,7 +13,14 @@ from .._typing import DTypeLike
 from ._attention import attend
 from ._attention_products import AttentionOptions, Implementation, Operands
 from ._dot_product_attention import checked_implementation
-from ._layers import Linear, check_last_axis, check_rate, check_size
+from ._layers import (
+    Linear,
+    broadcasts,
+    check_key,
+    check_last_axis,
+    check_rate,
+    check_size,
+)
 from ._rotary import rotate
 
 MaskType = Literal["no_mask", "causal"]
@@ -157,11 +164,7 @@ class MultiheadAttention(eqx.Module):
             check_last_axis("MultiheadAttention", sequence, self.query.weight.shape[1])
         _check_sequences(x, seen)
         rate = 0.0 if inference else self.attention_dropout
-        if rate and key is None:
-            raise ValueError(
-                f"{_CALL} needs a `key` for dropout at a call; got None. Give it one, "
-                "or `inference=True`."
-            )
+        check_key("MultiheadAttention", rate, key)
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         batch = x.shape[:-2]
         x = x.reshape(-1, *x.shape[-2:])
@@ -175,10 +178,8 @@ class MultiheadAttention(eqx.Module):
         if self.use_rotary_positions:
             q, k = rotate(q, self.rotary_base), rotate(k, self.rotary_base)
         operands = Operands(q, k, v, bias=bias, mask=mask)
-        if rate and key is not None:
-            keep = jax.random.bernoulli(key, 1 - rate, operands.shape)
-            operands = operands._replace(keep=keep)
-        out = self.output(self._attend(operands, rate).reshape(*x.shape[:2], -1))
+        attended = self._attend(operands.dropped(rate, key), rate)
+        out = self.output(attended.reshape(*x.shape[:2], -1))
         return out.reshape(*batch, *out.shape[-2:])
 
     def _attend(self, x: Operands, rate: float) -> Array:
@@ -248,20 +249,19 @@ def _batched(
     """A mask of shape (batch or 1, heads or 1, q_seq, kv_seq), each inner axis or 1."""
     if mask is None:
         return None
-    ranks = {2: (), len(batch) + 2: batch, len(batch) + 3: (*batch, inner[0])}
-    lead = ranks.get(mask.ndim)
-    full = (*(lead or ()), *inner[1:])
-    pairs = zip(mask.shape, full, strict=False)
-    if lead is None or any(n not in (1, m) for n, m in pairs):
+    shapes = {
+        2: (1,) * (len(batch) + 1) + mask.shape,
+        len(batch) + 2: (*mask.shape[:-2], 1, *mask.shape[-2:]),
+        len(batch) + 3: mask.shape,
+    }
+    shape = shapes.get(mask.ndim)
+    if shape is None or not broadcasts(shape, (*batch, *inner)):
         raise ValueError(
             f"`{name}` of {_CALL} must have the shape {inner[1:]}, "
             f"{(*batch, *inner[1:])} or {(*batch, *inner)}, each axis possibly 1; got "
             f"{describe(mask)}. {_MEANING[name]}"
         )
-    if mask.ndim == 2:
-        mask = mask.reshape((1,) * (len(batch) + 1) + mask.shape)
-    elif mask.ndim == len(batch) + 2:
-        mask = mask[..., None, :, :]
+    mask = mask.reshape(shape)
     rows = mask.shape[:-3]
     if any(n != 1 for n in rows):
         mask = jnp.broadcast_to(mask, (*batch, *mask.shape[-3:]))

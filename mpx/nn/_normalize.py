@@ -1,26 +1,16 @@
-r"""Layer norm and RMS norm.
+"""Layer norm and RMS norm.
 
-With $\mu$ and $r = 1 / \sqrt{v + \epsilon}$ of each row, $\hat x = (x - \mu)\, r$ and
-$y = w \hat x + b$, the tangent of layer norm is
-
-$$\dot y = w\, r
-\big(\dot x - \overline{\dot x} - \hat x\, \overline{\hat x \dot x}\big)
-+ \dot w \hat x + \dot b,$$
-
-where the bar is the mean of a row; RMS norm has $\mu = 0$ and no $\overline{\dot x}$.
-Kept are the half-precision $x$, the weight, and $\mu$ and $r$ in float32: two numbers
-for each row. Gradients of weight and bias are summed in float32.
+Kept for the backward pass are the half-precision x, the weight, and mean and variance
+of each row in float32. Gradients of weight and bias are summed in float32.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from .._errors import describe
 from .._typing import AnyArray
-from ._linear_part import active, from_residuals, widen
+from ._recomputed import Keep, recomputed, widen
 
 _Optional = Float[Array, "..."] | None
 
@@ -133,7 +123,6 @@ def _like(parameter: Array, x: Array) -> Array:
     return parameter.astype(x.dtype).reshape((1,) * missing + parameter.shape)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _normalize(
     axis: int | tuple[int, ...],
     epsilon: float,
@@ -142,62 +131,16 @@ def _normalize(
     weight: AnyArray | None,
     bias: AnyArray | None,
 ) -> Array:
-    return _evaluate(axis, epsilon, is_centered, x, weight, bias)[0]
+    def evaluate(
+        keep: Keep, x: Array, weight: AnyArray | None, bias: AnyArray | None
+    ) -> Array:
+        centered = wide = widen(x)
+        if is_centered:
+            centered = wide - keep(jnp.mean(wide, axis, keepdims=True))
+        scatter = keep(jnp.mean(jnp.square(centered), axis, keepdims=True))
+        y = centered * jax.lax.rsqrt(scatter + epsilon)
+        y = y if weight is None else y * _like(weight, wide)
+        y = y if bias is None else y + _like(bias, wide)
+        return y.astype(x.dtype)
 
-
-def _evaluate(
-    axis: int | tuple[int, ...],
-    epsilon: float,
-    is_centered: bool,
-    x: Array,
-    weight: AnyArray | None,
-    bias: AnyArray | None,
-) -> tuple[Array, Array | None, Array]:
-    """The result, and mean and inverse deviation of each row."""
-    wide = widen(x)
-    mu = jnp.mean(wide, axis, keepdims=True) if is_centered else None
-    if mu is None:
-        scatter = jnp.mean(wide * wide, axis, keepdims=True)
-    else:
-        scatter = jnp.var(wide, axis, keepdims=True)
-    r = jax.lax.rsqrt(scatter + epsilon)
-    y = (wide if mu is None else wide - mu) * r
-    y = y if weight is None else y * _like(weight, wide)
-    y = y if bias is None else y + _like(bias, wide)
-    return y.astype(x.dtype), mu, r
-
-
-def _normalize_rule(
-    axis: int | tuple[int, ...],
-    epsilon: float,
-    is_centered: bool,
-    primals: PyTree,
-    tangents: PyTree,
-) -> PyTree:
-    x, weight, bias = primals
-    y, mu, r = _evaluate(axis, epsilon, is_centered, x, weight, bias)
-
-    def linear_part(residuals: PyTree, dots: PyTree) -> Array:
-        x, weight, mu, r = residuals
-        x_dot, weight_dot, bias_dot = dots
-        wide = widen(x)
-        unit = (wide if mu is None else wide - mu) * r
-        change = jnp.zeros_like(unit)
-        if x_dot is not None:
-            dot = widen(x_dot)
-            part = dot - unit * jnp.mean(unit * dot, axis, keepdims=True)
-            if mu is not None:
-                part = part - jnp.mean(dot, axis, keepdims=True)
-            part = part * r
-            change = part if weight is None else part * _like(weight, wide)
-        if weight_dot is not None:
-            change = change + unit * _like(weight_dot, wide)
-        if bias_dot is not None:
-            change = change + _like(bias_dot, wide)
-        return change.astype(x.dtype)
-
-    dots = tuple(map(active, tangents))
-    return y, from_residuals(linear_part, (x, weight, mu, r), dots)
-
-
-_normalize.defjvp(_normalize_rule, symbolic_zeros=True)
+    return recomputed(evaluate, x, weight, bias)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._linear_part import from_residuals, widen
+from ._recomputed import linear, widen
 
 
 def rotate(
@@ -25,10 +25,10 @@ def rotate(
     rates = base ** (-jnp.arange(half, dtype=dtype) / half)
     angles = jnp.arange(length, dtype=dtype)[:, None] * rates[None, :]
 
-    def linear_part(turns: tuple[Array, Array], x: Array) -> Array:
+    def evaluate(turns: tuple[Array, Array], x: Array) -> Array:
         cos, sin = (turn[None, :, None, :] for turn in turns)
         first, second = jnp.split(widen(x), 2, axis=-1)
         turned = first * cos - second * sin, second * cos + first * sin
         return jnp.concatenate(turned, -1).astype(x.dtype)
 
-    return from_residuals(linear_part, (jnp.cos(angles), jnp.sin(angles)), x)
+    return linear(evaluate, (jnp.cos(angles), jnp.sin(angles)), x)

@@ -1,15 +1,9 @@
-r"""Softmax and its relatives.
+"""Softmax and its relatives.
 
-With $Z = \sum_j e^{x_j}$ and $p_i = e^{x_i} / Z$, the tangents are
-
-$$\dot p_i = p_i \big(\dot x_i - \textstyle\sum_j p_j \dot x_j\big), \qquad
-\dot{(\log p_i)} = \dot x_i - \sum_j p_j \dot x_j, \qquad
-\dot{(\log Z)} = \sum_j p_j \dot x_j.$$
-
-Softmax keeps $p$ in half precision, its result. The other two keep the half-precision
-$x$ and, for each row, its maximum and $\log Z$ relative to that in float32, of which
-$p$ is made again in the backward pass: from a rounded $\log p$ it would be off by
-$|\log p|$ roundings.
+Softmax keeps the half-precision probabilities for the backward pass, its result. The
+other two keep the half-precision scores and, for each row, its maximum and the sum of
+its exponentials in float32: from a rounded logarithm the probabilities would be off by
+so many roundings as that is large.
 """
 
 import functools
@@ -21,7 +15,7 @@ from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._dtypes import is_half
 from .._typing import DTypeLike
-from ._linear_part import from_residuals, result_dtype, widen
+from ._recomputed import Keep, linear, recomputed, result_dtype, widen
 
 Axis = int | tuple[int, ...] | None
 Where = Bool[Array, "..."] | None
@@ -98,9 +92,15 @@ def log_softmax(
     """
     x = jnp.asarray(x)
     result = result_dtype(x, dtype, "`mpx.nn.log_softmax(x, dtype=...)`")
-    if is_half(x.dtype):
-        return _log_softmax(axis, result, x, where)
-    return jax.nn.log_softmax(x, axis, where).astype(result)
+    if not is_half(x.dtype):
+        return jax.nn.log_softmax(x, axis, where).astype(result)
+
+    def evaluate(keep: Keep, x: Array, where: Where) -> Array:
+        _, log_p = log_probabilities(keep, widen(x), axis, where)
+        log_p = log_p if where is None else jnp.where(where, log_p, -jnp.inf)
+        return log_p.astype(result)
+
+    return recomputed(evaluate, x, where)
 
 
 def logsumexp(
@@ -139,10 +139,42 @@ def logsumexp(
     """
     x = jnp.asarray(x)
     result = result_dtype(x, dtype, "`mpx.nn.logsumexp(x, dtype=...)`")
-    if is_half(x.dtype):
-        return _logsumexp(axis, keepdims, result, x, where)
-    sums = jax.nn.logsumexp(x, axis, keepdims=keepdims, where=where)
-    return sums.astype(result)
+    if not is_half(x.dtype):
+        sums = jax.nn.logsumexp(x, axis, keepdims=keepdims, where=where)
+        return sums.astype(result)
+
+    def evaluate(keep: Keep, x: Array, where: Where) -> Array:
+        (peak, log_total), _ = log_probabilities(keep, widen(x), axis, where)
+        sums = jnp.where(jnp.isinf(peak), peak, peak + log_total)
+        if where is not None:
+            sums = jnp.where(jnp.any(where, axis, keepdims=True), sums, -jnp.inf)
+        return (sums if keepdims else jnp.squeeze(sums, axis)).astype(result)
+
+    return recomputed(evaluate, x, where)
+
+
+def log_probabilities(
+    keep: Keep, x: Array, axis: Axis, where: Where
+) -> tuple[tuple[Array, Array], Array]:
+    """Two numbers of each row, and the logarithms of the probabilities.
+
+    The numbers are the maximum of a row, and the logarithm of its sum relative to
+    that. They stay apart: in their sum, log Z, float32 would lose log Z's last digits,
+    and so would every probability, by 2e-3 at 6e4.
+
+    A row of which nothing takes part is computed as a whole, so that its derivative is
+    finite.
+    """
+    seen = x
+    if where is not None:
+        takes_part = where | ~jnp.any(where, axis, keepdims=True)
+        seen = jnp.where(takes_part, x, -jnp.inf)
+    # It cancels wherever it is used, so it needs no derivative.
+    peak = jnp.max(seen, axis, initial=-jnp.inf, keepdims=True)
+    peak = keep(jax.lax.stop_gradient(peak))
+    total = keep(jnp.sum(jnp.exp(seen - peak), axis, keepdims=True))
+    log_total = jnp.log(total)
+    return (peak, log_total), x - peak - log_total
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -156,87 +188,17 @@ def _softmax_rule(
 ) -> PyTree:
     x, where = primals
     p = _softmax(axis, dtype, x, where)
-    kept = p if is_half(p.dtype) else p.astype(x.dtype)
+    rounded = p if is_half(p.dtype) else p.astype(x.dtype)
 
-    def linear_part(residuals: PyTree, dot: Array) -> Array:
+    def evaluate(residuals: PyTree, dot: Array) -> Array:
         p, where = residuals
-        p, dot = widen(p), widen(dot)
-        inner = jnp.sum(p * dot, axis, where=where, keepdims=True)
-        return (p * (dot - inner)).astype(dtype)
+        return tangent_of_softmax(widen(p), widen(dot), axis, where).astype(dtype)
 
-    return p, from_residuals(linear_part, (kept, where), tangents[0])
+    return p, linear(evaluate, (rounded, where), tangents[0])
 
 
-def row_statistics(x: Array, axis: Axis, where: Where) -> tuple[Array, Array]:
-    """The maximum of each row, and the logarithm of its sum relative to that."""
-    x = widen(x)
-    peak = jnp.max(x, axis, where=where, initial=-jnp.inf, keepdims=True)
-    # It cancels wherever it is used, so it needs no derivative.
-    peak = jax.lax.stop_gradient(peak)
-    total = jnp.sum(jnp.exp(x - peak), axis, where=where, keepdims=True)
-    return peak, jnp.log(total)
-
-
-def log_probabilities(x: Array, statistics: tuple[Array, Array]) -> Array:
-    """The logarithms of the probabilities, of scores and the numbers of their rows.
-
-    The two numbers stay apart: in their sum, log Z, float32 would lose log Z's last
-    digits, and so would every probability, by 2e-3 at 6e4.
-    """
-    peak, log_total = statistics
-    return widen(x) - peak - log_total
-
-
-def probabilities(x: Array, statistics: tuple[Array, Array], where: Where) -> Array:
-    """The probabilities, of scores and the two float32 numbers of their rows."""
-    p = jnp.exp(log_probabilities(x, statistics))
-    return p if where is None else jnp.where(where, p, 0)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _log_softmax(axis: Axis, dtype: np.dtype, x: Array, where: Where) -> Array:
-    return jax.nn.log_softmax(widen(x), axis, where).astype(dtype)
-
-
-@_log_softmax.defjvp
-def _log_softmax_rule(
-    axis: Axis, dtype: np.dtype, primals: PyTree, tangents: PyTree
-) -> PyTree:
-    x, where = primals
-
-    def linear_part(residuals: PyTree, dot: Array) -> Array:
-        x, statistics, where = residuals
-        dot = widen(dot)
-        p = probabilities(x, statistics, where)
-        dot = dot - jnp.sum(p * dot, axis, where=where, keepdims=True)
-        dot = dot if where is None else jnp.where(where, dot, 0)
-        return dot.astype(dtype)
-
-    residuals = x, row_statistics(x, axis, where), where
-    out = _log_softmax(axis, dtype, x, where)
-    return out, from_residuals(linear_part, residuals, tangents[0])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _logsumexp(
-    axis: Axis, keepdims: bool, dtype: np.dtype, x: Array, where: Where
+def tangent_of_softmax(
+    p: Array, dot: Array, axis: Axis = -1, where: Where = None
 ) -> Array:
-    sums = jax.nn.logsumexp(widen(x), axis, where=where, keepdims=keepdims)
-    return sums.astype(dtype)
-
-
-@_logsumexp.defjvp
-def _logsumexp_rule(
-    axis: Axis, keepdims: bool, dtype: np.dtype, primals: PyTree, tangents: PyTree
-) -> PyTree:
-    x, where = primals
-
-    def linear_part(residuals: PyTree, dot: Array) -> Array:
-        x, statistics, where = residuals
-        p = probabilities(x, statistics, where)
-        weighted = p * widen(dot)
-        return jnp.sum(weighted, axis, where=where, keepdims=keepdims).astype(dtype)
-
-    residuals = x, row_statistics(x, axis, where), where
-    out = _logsumexp(axis, keepdims, dtype, x, where)
-    return out, from_residuals(linear_part, residuals, tangents[0])
+    r"""$p (\dot x - \sum p \dot x)$, of probabilities and the tangent of scores."""
+    return p * (dot - jnp.sum(p * dot, axis, where=where, keepdims=True))

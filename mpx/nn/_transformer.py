@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from .._ambient import with_ambient_recipe
 from .._typing import DTypeLike
 from ._attention_products import Implementation
-from ._elementwise import activate, activate_gated, dropout
-from ._layers import LayerNorm, Linear, RMSNorm, check_rate, check_size
+from ._elementwise import activate, dropout
+from ._layers import LayerNorm, Linear, RMSNorm, check_key, check_rate, check_size
 from ._multihead import MaskType, MultiheadAttention
 
 _CALL = "`mpx.nn.TransformerLayer`"
@@ -156,11 +156,7 @@ class TransformerLayer(eqx.Module):
             The result in the shape and dtype of `x`.
         """
         rate = 0.0 if inference else self.hidden_dropout
-        if rate and key is None:
-            raise ValueError(
-                f"{_CALL} needs a `key` for dropout at a call; got None. Give it one, "
-                "or `inference=True`."
-            )
+        check_key("TransformerLayer", rate, key)
         keys = (None,) * 3 if key is None else tuple(jax.random.split(key, 3))
 
         def dropped(y: Array, key: PRNGKeyArray | None) -> Array:
@@ -175,6 +171,5 @@ class TransformerLayer(eqx.Module):
     def _activated(self, x: Array) -> Array:
         """What goes into the second product of the perceptron."""
         y = self.mlp_in(x)
-        if self.mlp_gate is None:
-            return activate(self.activation, y)
-        return activate_gated(self.activation, y, self.mlp_gate(x))
+        gate = () if self.mlp_gate is None else (self.mlp_gate(x),)
+        return activate(self.activation, y, *gate)

@@ -1,5 +1,6 @@
 """`update`: an optimizer's update in place, of good steps only."""
 
+import functools
 from typing import Any
 
 import jax
@@ -69,7 +70,7 @@ def update(
         new_optimizer.update(copies[1], grads, **extra_args)
 
     form = jax.tree.structure(_nnx.state(nodes))
-    before, after = _by_path(_nnx.state(nodes)), _by_path(_nnx.state(copies))
+    before, after = _by_name(_nnx.state(nodes)), _by_name(_nnx.state(copies))
     if before.keys() != after.keys():
         raise ValueError(
             f"{call} cannot undo an update that changes the form of the optimizer or "
@@ -82,6 +83,13 @@ def update(
     chosen = select_tree(good, changed, {name: before[name] for name in changed})
     leaves = {**before, **chosen}.values()
     _nnx.update(nodes, jax.tree.unflatten(form, leaves))
+
+
+def _by_name(state: object) -> dict[str, Any]:
+    """The same by names alone: NNX makes dictionaries of what else holds arrays."""
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {name(path): leaf for path, leaf in leaves}
 
 
 def _by_path(state: object) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 import mpx
-from mpx._program import Island, kept_bytes, measured_bytes, parts
+from mpx._program import Island, measured_bytes, parts
+from mpx._program.residuals import kept_bytes
 
 from .blocks import block, layer_norm, vit_parameters
 from .counting import count_products, equations, nested_equations, relative_error

@@ -192,7 +192,7 @@ def test_the_page_of_low_precision_shows_the_committed_bytes():
 def test_the_page_says_where_the_committed_bytes_are():
     """The parts, counted by hand from the kernels,  add up to the counts."""
     counts = eight_bits._counts(results.read("workloads"))["h100", "ffn silu"]
-    page = (processes.REPOSITORY / "docs/benchmarks.md").read_text()
+    page = (processes.REPOSITORY / "docs/benchmark-details.md").read_text()
     section = page.split("## Where the bytes of 8 bits are")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines()]
     numbers = [list(map(float, row[1:])) for row in rows if row[-1][-3:-2] == "."]

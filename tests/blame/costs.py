@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import mpx
-from mpx._blame import _machine, _replay
+from mpx._blame import _record, _replay
 
 LAYERS, BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 4, 8, 128, 256, 4, 512
 
@@ -103,7 +103,7 @@ def counted() -> Iterator[Cost]:
 
         return run
 
-    modules: tuple[Any, ...] = (_machine, _replay)
+    modules: tuple[Any, ...] = (_record, _replay)
     stand_in = type("jax", (), {**vars(jax), "jit": staticmethod(jit)})
     for module in modules:
         module.jax = stand_in

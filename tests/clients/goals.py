@@ -197,9 +197,9 @@ def _all_run(records: list[dict[str, Any]]) -> Goal:
         f"{r['program']} {p}" for r in records for p in r["precisions"] if p not in r
     ]
     return Goal(
-        f"every program runs in all its precisions: {count - len(red + faults)} of "
-        f"{count}"
-        + (f"; by a fault that is not mpx's, not {', '.join(faults)}" if faults else "")
+        f"no program fails in a precision through mpx: {count - len(red + faults)} of "
+        f"{count} pass"
+        + (f"; for reasons outside mpx not {', '.join(faults)}" if faults else "")
         + _but([*red, *missing]),
         not red and not missing,
     )

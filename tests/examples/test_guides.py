@@ -9,7 +9,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*_*.py"))
 GUIDES = [guide for guide in GUIDES if guide.name != "__init__.py"]
-SLOW = ("in_fp8", "with_grain", "with_monitor", "with_orbax")
+SLOW = (
+    "in_fp8",
+    "in_two_precisions",
+    "nnx_with_orbax",
+    "with_evaluation",
+    "with_grain",
+    "with_monitor",
+    "with_orbax",
+    "with_stored_weights",
+)
 
 
 def marked(guide: Path):
@@ -32,6 +41,6 @@ def test_a_guide_runs(guide: Path, capsys):
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 def test_a_guide_is_short_and_on_a_page(guide: Path):
     assert len(guide.read_text(encoding="utf-8").splitlines()) <= 60
-    pages = (ROOT / "docs" / "guides").glob("*.md")
+    pages = (ROOT / "docs").rglob("*.md")
     included = f'--8<-- "examples/guides/{guide.name}"'
     assert any(included in page.read_text(encoding="utf-8") for page in pages)

@@ -1,6 +1,6 @@
 """The long campaigns: `python -m tests.faults`, some minutes on two cores.
 
-Prints one line of figures for each, which docs/guides/devices.md has.
+Prints one line of figures for each, which tests/faults/NOTES.md has.
 """
 
 import argparse

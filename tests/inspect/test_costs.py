@@ -128,6 +128,7 @@ def test_kernels_count_what_their_author_says_or_what_they_do():
         (lambda x: x.astype(jnp.bfloat16), (f32(5),), 5 * 6),
         (lambda x: x[2:4], (f32(100),), 4 * (2 + 2)),
         (jax.random.key_data, (jax.eval_shape(lambda: jax.random.key(0)),), 8 + 8),
+        (jnp.conj, (jax.ShapeDtypeStruct((5,), jnp.complex64),), 8 * (5 + 5)),
         (lambda x: x.astype(jnp.int4), (jax.ShapeDtypeStruct((6,), jnp.int8),), 6 + 3),
         (
             lambda x, i: jax.lax.dynamic_update_slice(x, jnp.ones(2), (i,)),

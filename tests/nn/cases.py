@@ -52,7 +52,7 @@ FUNCTIONS = {
         FunctionCase("log_softmax", mpx.nn.log_softmax, jax.nn.log_softmax, 2),
         FunctionCase("logsumexp", mpx.nn.logsumexp, jax.nn.logsumexp, 2),
         FunctionCase("mean", mpx.nn.mean, jnp.mean, 0),
-        FunctionCase("variance", mpx.nn.variance, jnp.var, 1),
+        FunctionCase("variance", mpx.nn.variance, jnp.var, 0),
         FunctionCase("layer_norm", mpx.nn.layer_norm, layer_norm, 2, False),
         FunctionCase("rms_norm", mpx.nn.rms_norm, rms_norm, 1, False),
     )

@@ -193,10 +193,10 @@ def test_gated_perceptrons(name, dtype, getkey):
 
 
 def test_a_gate_keeps_its_half_inputs():
-    from mpx.nn._elementwise import activate_gated
+    from mpx.nn._elementwise import activate
 
     x = jnp.ones((4, 8), jnp.bfloat16)
-    kept = kept_arrays(lambda x, y: activate_gated(jax.nn.silu, x, y), x, x)
+    kept = kept_arrays(lambda x, y: activate(jax.nn.silu, x, y), x, x)
     assert kept == [("bfloat16", (4, 8))] * 2
 
 

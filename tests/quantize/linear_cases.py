@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpx
-from mpx._quantize import LinearProduct, Target, linear_product
+from mpx._quantize import LinearProduct, Target, quantized_product
 from tests.reference import low_precision as reference
 
 CPU = Target("cpu", "cpu")
@@ -262,6 +262,10 @@ def matrix_product(recipe, dtype="float32", target=CPU, **options) -> LinearProd
 
 def scales_of(recipe: Recipe) -> jax.Array | None:
     return None if recipe.scales is None else jnp.array(recipe.scales, jnp.float32)
+
+
+def linear_product(product, left, right, *besides):
+    return quantized_product(product, (left, right), *besides)
 
 
 @functools.partial(jax.jit, static_argnums=0)

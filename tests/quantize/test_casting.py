@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize._amax import alone
 from mpx._quantize._arithmetic import EXACT
-from mpx._quantize._casting import CAST, CAST_OF_WEIGHT, _to_e2m1, amax_on, is_cast
+from mpx._quantize._casting import CAST, CAST_OF_WEIGHT, _to_e2m1, amax_of, is_cast
 from mpx._quantize._four_bits import pack
+from mpx._quantize._quantizers import Asked
 from mpx._quantize._rounding import round_to_format
 from mpx._quantize._target import CPU, target_from
 from tests.helpers import slow_but
@@ -56,10 +56,14 @@ def test_codes_are_those_of_the_arithmetic(format):
     )
 
 
-# XLA:CPU cannot make a byte of two numbers of 4 bits: "Invalid bitcast i8 to i4".
-HERE = CAST._replace(
-    to_four_bits=lambda x, axis, key: pack(_to_e2m1(x, key).astype(jnp.float32), axis)
-)
+class Here(type(CAST)):
+    """XLA:CPU makes no byte of two numbers of 4 bits: "Invalid bitcast i8 to i4"."""
+
+    def to_four_bits(self, x, axis, key):
+        return pack(_to_e2m1(x, key).astype(jnp.float32), axis)
+
+
+HERE = Here()
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-90, 448.0])
@@ -81,7 +85,7 @@ def quantized(quantizer, x, by, dtype="float32"):
     key = jax.random.key(2) if quantizer.stochastic_rounding else None
     if by is CAST:
         by = HERE
-    return quantizer._quantize(x, np.dtype(dtype), axes, key, None, alone, by)
+    return quantizer._quantize(x, Asked(np.dtype(dtype), axes, key, by=by))
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -141,7 +145,7 @@ def test_a_scale_from_elsewhere_saturates_what_is_finite_and_shows_what_is_not(b
 
     def found(x):
         scale = jnp.float32(1)
-        return quantizer._quantize(jnp.asarray(x), like, (), None, scale, alone, by)
+        return quantizer._quantize(jnp.asarray(x), Asked(like, scale=scale, by=by))
 
     x = np.array([1.0, 600.0, -1e30], np.float32)
     assert found(x).dequantize().tolist() == [1, 448, -448]
@@ -178,8 +182,8 @@ def test_nothing_is_masked_where_the_device_casts(recipe):
 def test_only_the_device_that_is_named_casts():
     """A program for an H100 that runs here has the maxima of here, which keep NaN."""
     x = jnp.array([1.0, np.nan, np.inf], jnp.float32)
-    assert np.isnan(jax.jit(functools.partial(amax_on, H100))(x))
-    assert np.isnan(amax_on(CPU, x)) and amax_on(CPU, x, only_finite=True) == 1
+    assert np.isnan(jax.jit(functools.partial(amax_of, H100))(x))
+    assert np.isnan(amax_of(CPU, x)) and EXACT.largest_finite(x) == 1
     assert H100.rounds_to_fp8 and not CPU.rounds_to_fp8
     assert not target_from("sm_80").rounds_to_fp8
 

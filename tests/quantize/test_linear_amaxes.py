@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize import linear_product
 from tests.quantize.linear_cases import (
     LAYOUTS,
     RECIPES,
     data,
+    linear_product,
     product_of,
     result_and_gradients,
 )

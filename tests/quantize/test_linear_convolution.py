@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
-from mpx._quantize import ConvolutionProduct, linear_convolution, target_from
-from tests.quantize.linear_cases import CPU, tensor
+from mpx._quantize import ConvolutionProduct, target_from
+from tests.quantize.linear_cases import CPU, linear_product, tensor
 from tests.reference import low_precision as reference
 
 DATA, WEIGHT = (2, 7, 6, 4), (3, 2, 4, 6)  # NHWC, HWIO
@@ -38,13 +38,13 @@ def product_of(recipe=None, dtype="float32", **options) -> ConvolutionProduct:
 def arrays():
     keys = jax.random.split(jax.random.key(0), 3)
     x, w = jax.random.normal(keys[0], DATA), jax.random.normal(keys[1], WEIGHT)
-    shape = jax.eval_shape(lambda *a: linear_convolution(product_of(), *a), x, w).shape
+    shape = jax.eval_shape(lambda *a: linear_product(product_of(), *a), x, w).shape
     return x, w, jax.random.normal(keys[2], shape)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def result_and_gradients(product, x, w, g, scales=None):
-    f = functools.partial(linear_convolution, product)
+    f = functools.partial(linear_product, product)
     y, backward = jax.vjp(f, x, w, scales)
     return y, *backward(g.astype(y.dtype))
 
@@ -121,7 +121,7 @@ def test_dtypes_amaxes_and_bytes():
     np.testing.assert_array_equal(amaxes, largest)
 
     def backward(x, w, scales):
-        return jax.vjp(functools.partial(linear_convolution, product), x, w, scales)[1]
+        return jax.vjp(functools.partial(linear_product, product), x, w, scales)[1]
 
     kept = jax.eval_shape(backward, x, w, jnp.zeros(3))
     sizes = {leaf.dtype.name: leaf.size for leaf in jax.tree.leaves(kept)}
@@ -137,7 +137,7 @@ def test_in_pieces_on_devices(check_vma: bool):
     product = product_of(recipe, manual_axes=("data",), sums_over_devices=not check_vma)
 
     def loss(x, w, scales, g):
-        y = linear_convolution(product, x, w, scales)
+        y = linear_product(product, x, w, scales)
         return lax.psum((y * g).sum(), "data")
 
     run = jax.shard_map(
@@ -182,8 +182,8 @@ def test_blocks_are_refused():
 
 def test_scales_and_vmap():
     x, w, _ = arrays()
-    with pytest.raises(TypeError, match="linear_convolution.*got None"):
-        linear_convolution(product_of(mpx.DelayedScaling()), x, w)
-    f = functools.partial(linear_convolution, product_of(mpx.DelayedScaling()))
+    with pytest.raises(TypeError, match=r"float32\[3\].*got None"):
+        linear_product(product_of(mpx.DelayedScaling()), x, w)
+    f = functools.partial(linear_product, product_of(mpx.DelayedScaling()))
     with pytest.raises(ValueError, match="outside of vmap"):
         jax.vmap(f, (0, None, None))(x[None], w, jnp.ones(3))

@@ -11,8 +11,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
-from mpx._quantize import linear_product
-from tests.quantize.linear_cases import matrix_product, result_and_gradients
+from tests.quantize.linear_cases import (
+    linear_product,
+    matrix_product,
+    result_and_gradients,
+)
 
 # Every piece has another amax, and a whole number of blocks.
 X, W, G = (

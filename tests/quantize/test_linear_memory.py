@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from mpx._quantize import linear_product
-from tests.quantize.linear_cases import matrix_product
+from tests.quantize.linear_cases import linear_product, matrix_product
 
 ROWS, DEPTH, COLUMNS = 512, 256, 384
 HALF_BYTES = 2 * (ROWS * DEPTH + DEPTH * COLUMNS)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize import linear_product, target_from
+from mpx._quantize import target_from
 from mpx._quantize._amax import alone
 from mpx._quantize._block_units import _with_axis_last
 from mpx._quantize._contraction import contractions
@@ -28,6 +28,7 @@ from tests.quantize.linear_cases import (
     MATRICES,
     RECIPES,
     data,
+    linear_product,
     matrix_product,
     product_of,
     result_and_gradients,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import mpx
-from mpx._quantize import linear_product
 from tests.helpers import slow_but
 from tests.quantize.linear_cases import (
     LAYOUTS,
     RECIPES,
     data,
     expected,
+    linear_product,
     product_of,
     result_and_gradients,
     scales_of,

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
-from mpx._quantize import RaggedProduct, linear_ragged_product, target_from
+from mpx._quantize import RaggedProduct, quantized_product, target_from
 from tests.helpers import slow_but
 from tests.quantize.linear_cases import CPU, RECIPES, Recipe, scales_of
 
@@ -41,7 +41,7 @@ def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnums=0)
 def result_and_gradients(product, x, w, g, scales=None, sizes=SIZES):
     def f(x, w, scales):
-        return linear_ragged_product(product, x, w, jnp.asarray(sizes), scales)
+        return quantized_product(product, (x, w, jnp.asarray(sizes)), scales)
 
     y, backward = jax.vjp(f, x, w, scales)
     return y, *backward(g.astype(y.dtype))
@@ -113,8 +113,8 @@ def test_rows_in_no_group_count_for_nothing():
 def test_sizes_of_few_bits_do_not_wrap_around():
     data, sizes = jnp.ones((300, 4)), np.array([100, 150, 50])
     w = jnp.arange(3.0)[:, None, None] * jnp.ones((3, 4, 2))
-    run = jax.jit(linear_ragged_product, static_argnums=0)
-    rows = np.asarray(run(product_of(), data, w, sizes.astype("uint8")))
+    run = jax.jit(quantized_product, static_argnums=0)
+    rows = np.asarray(run(product_of(), (data, w, sizes.astype("uint8"))))
     expected = 4.0 * np.repeat(np.arange(3), sizes)
     np.testing.assert_allclose(rows[:, 0], expected, rtol=1e-6)
 
@@ -150,8 +150,8 @@ def test_dtypes_amaxes_and_bytes():
     np.testing.assert_array_equal(amaxes, largest)
 
     def backward(x, w, scales):
-        f = functools.partial(linear_ragged_product, product)
-        return jax.vjp(lambda x, w, s: f(x, w, jnp.asarray(SIZES), s), x, w, scales)[1]
+        sizes, f = jnp.asarray(SIZES), functools.partial(quantized_product, product)
+        return jax.vjp(lambda x, w, s: f((x, w, sizes), s), x, w, scales)[1]
 
     kept = jax.eval_shape(backward, x, w, jnp.zeros(3))
     sizes = {leaf.dtype.name: leaf.size for leaf in jax.tree.leaves(kept)}
@@ -172,7 +172,7 @@ def test_in_pieces_on_devices(check_vma: bool):
     product = product_of(recipe, manual_axes=("data",), sums_over_devices=not check_vma)
 
     def loss(x, w, scales, g, sizes):
-        y = linear_ragged_product(product, x, w, sizes[0], scales)
+        y = quantized_product(product, (x, w, sizes[0]), scales)
         return lax.psum((y * g).sum(), "data")
 
     run = jax.shard_map(
@@ -201,7 +201,6 @@ def test_the_path_of_another_device_runs_on_the_cpu(target: str):
 
 def test_scales():
     x, w, _ = arrays()
-    with pytest.raises(TypeError, match="linear_ragged_product.*got None"):
-        linear_ragged_product(
-            product_of(mpx.DelayedScaling()), x, w, jnp.asarray(SIZES)
-        )
+    with pytest.raises(TypeError, match=r"float32\[3\].*got None"):
+        operands = x, w, jnp.asarray(SIZES)
+        quantized_product(product_of(mpx.DelayedScaling()), operands)

@@ -11,12 +11,17 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
-from mpx._quantize import linear_product
+from mpx._quantize import quantized_product
 from tests.quantize import (
     test_linear_convolution as convolution,
     test_linear_ragged as ragged,
 )
-from tests.quantize.linear_cases import RECIPES, matrix_product, scales_of
+from tests.quantize.linear_cases import (
+    RECIPES,
+    linear_product,
+    matrix_product,
+    scales_of,
+)
 
 W, X = jnp.ones((32, 32)), jnp.ones((16, 32))
 
@@ -146,13 +151,13 @@ def test_of_every_recipe(recipe_name: str):
 
 def _convolved(w, x):
     product = convolution.product_of(mpx.Float8CurrentScaling())
-    return jnp.sum(convolution.linear_convolution(product, x, w) ** 2)
+    return jnp.sum(linear_product(product, x, w) ** 2)
 
 
 def _by_experts(w, x):
     product = ragged.product_of(mpx.Float8CurrentScaling())
     sizes = jnp.asarray(ragged.SIZES)
-    return jnp.sum(ragged.linear_ragged_product(product, x, w, sizes) ** 2)
+    return jnp.sum(quantized_product(product, (x, w, sizes)) ** 2)
 
 
 @pytest.mark.parametrize(

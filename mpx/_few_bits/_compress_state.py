@@ -1,0 +1,436 @@
+r"""Any Optax transformation, with a state in 8 and 16 bits (`compress_state`).
+
+What the inner transformation keeps between steps is stored in few bits, and given to
+it in float32. Which arrays may become negative, and to which updates only add, is
+proved from its program when the state is made (`_kinds`), and from then on stands in
+the state: a step reads it there.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree, UInt32
+
+from .._cast import cast_leaf
+from .._dtypes import is_half
+from .._errors import at_path, describe
+from .._optimizer import refuse_optimizer, was_skipped
+from .._tree import is_float_leaf, path_text
+from ._array import CompressedArray, compressed
+from ._bits import Noise
+from ._codes import Code, scales_of
+from ._kinds import Kind, kinds_of
+
+_CALL = "`mpx.compress_state(optimizer)`"
+Moments: TypeAlias = Literal["8bit", "16bit", "bfloat16"]
+Where: TypeAlias = Callable[[str, Any], bool]
+# As bitsandbytes has it: what is smaller is a bias, a norm, and no memory.
+_SMALLEST = 4096
+
+
+class CompressedState(NamedTuple):
+    """The state of `compress_state`.
+
+    Attributes:
+        inner_state: That of the inner optimizer, with a `CompressedArray` in the place
+            of each array that is stored in few bits. See `full_state`.
+        step: How many steps have drawn noise; None where nothing is rounded randomly.
+    """
+
+    inner_state: PyTree
+    step: UInt32[Array, ""] | None
+
+
+class CompressState(NamedTuple):
+    """An Optax transformation (a pair of `init` and `update`)."""
+
+    init: Callable[..., CompressedState]
+    update: Callable[..., tuple[PyTree, CompressedState]]
+
+
+def compress_state(
+    optimizer: Any,
+    moments: Moments = "8bit",
+    *,
+    where: Where | None = None,
+    extra_args: dict[str, PyTree] | None = None,
+) -> CompressState:
+    r"""Makes an Optax transformation store its state in 8 and 16 bits.
+
+    $$(u, o') = \operatorname{update}(\text{float32}(g), \operatorname{decode}(c), w),
+        \qquad c \leftarrow \operatorname{encode}(o')$$
+
+    Stored in few bits is each array of the state that is like a weight (its path ends
+    with that of a weight, and it has its shape) and has 4,096 numbers or more. In
+    blocks of up to 128 numbers along the last axis, with the largest magnitude $s$ of
+    each in float32, a number $x$ is the nearest integer to
+
+    $$\pm L \sqrt{|x| / s} \quad\text{(signed)}, \qquad
+        L \sqrt[4]{x / s} \quad\text{(never negative)}$$
+
+    with $L$ = 127 and 255 in 8 bits. What is never negative is proved from the program
+    of `optimizer.update`. So Adam keeps 2.06 bytes for each weight, not 8.
+
+    Args:
+        optimizer: An Optax transformation.
+        moments: `"8bit"`; `"16bit"`, the same with $L$ = 32,767 and 65,535;
+            `"bfloat16"`, rounded randomly.
+        where: Which arrays of the state are stored in few bits, from path and array;
+            by default those above.
+        extra_args: Examples of further arguments that `optimizer.update` needs, such
+            as `{"value": 0.0}`. They are traced, and their values are not used.
+
+    Returns:
+        A pair `(init, update)` to use as an Optax transformation. `init(params, state)`
+        starts from a state that was kept in full. The state has `inner_state`, with a
+        `mpx.CompressedArray` in the place of each array in few bits; `mpx.full_state`
+        gives the state of `optimizer`.
+
+    Raises:
+        TypeError: `optimizer` has no `init` and `update`; in `update`, a state that
+            `init` did not make.
+        ValueError: `moments` is none of the above; in `init`, `optimizer.update` cannot
+            be traced, `state` is that of another optimizer or model, or `where` chooses
+            what is no float32 array with an axis; in `update`, the state changed its
+            structure.
+
+    - **Sums.** Arrays to which updates only add (Adagrad, accumulated gradients) get 16
+      bits, and are rounded randomly: else what is added would soon be rounded away.
+    - **Copies** of weights (masters, slow weights) stay in float32, unless `where`
+      chooses them; then they are stored as sums are.
+    - A number that is not zero is stored as one that is not zero. Zeros stay zeros.
+    - A block in which there is NaN or an infinity becomes NaN, as a whole, and so does
+      one of numbers that are never negative with a negative number in it. Its scale is
+      NaN, which `mpx.guard` and `check_update` of `mpx.optimizer_step` see.
+    - Gradients, and the state's arrays like weights, are float32 for `optimizer`, also
+      where weights are half precision. Arrays in float64 are stored as they are.
+    - A skipped step leaves the state bit-identical, and draws no noise. So does a step
+      that changes nothing, inside of `optax.MultiSteps`.
+    - The noise is a hash of the number of the step, the path and the place in the
+      array: the same on any number of devices, and again after a restart.
+    - Codes are sharded as the weight, scales likewise, with `mpx.init_optimizer`. A
+      block across two shards has one scale, which is the same on both.
+    - Put it inside of `mpx.master_weights`, as near to the moments as it goes.
+    - Under `jax.jit` the update stands twice in the program, once for the scales alone.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx, optax
+        >>> weights = jnp.ones((64, 128))
+        >>> tx = mpx.compress_state(optax.sgd(1e-3, momentum=0.9))
+        >>> state = tx.init(weights)
+        >>> updates, state = tx.update(0.5 * weights, state, weights)
+        >>> moment = state.inner_state[0].trace
+        >>> moment.codes.dtype, str(moment.code)
+        (dtype('int8'), '8 bits, signed')
+        >>> mpx.full_state(state)[0].trace.dtype
+        dtype('float32')
+    """
+    refuse_optimizer(optimizer, _CALL)
+    if moments not in get_args(Moments):
+        raise ValueError(
+            f"`moments` of {_CALL} must be one of {', '.join(get_args(Moments))}; got "
+            f"{moments!r}."
+        )
+    extra = dict(extra_args or {})
+
+    def init(params: PyTree, state: PyTree | None = None) -> CompressedState:
+        inner = optimizer.init(params)
+        if state is not None:
+            inner = _started_from(state, inner)
+        inner = _widened_state(inner, params)
+        kinds, weights = _kinds(optimizer, params, inner, extra), _Weights(params)
+        leaves, form = jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_ours)
+        step, is_random, stored = jnp.zeros((), jnp.uint32), False, []
+        for (key_path, leaf), kind in zip(
+            leaves, form.flatten_up_to(kinds), strict=True
+        ):
+            path = path_text(key_path)
+            if _is_chosen(key_path, leaf, kind, weights, where):
+                code = _code(moments, kind)
+                is_random |= code.random
+                leaf = compressed(leaf, code, Noise(step, path))
+            stored.append(leaf)
+        count = step + jnp.uint32(1) if is_random else None
+        return CompressedState(jax.tree.unflatten(form, stored), count)
+
+    def update(
+        updates: PyTree,
+        state: CompressedState,
+        params: PyTree | None = None,
+        **extra_args: PyTree,
+    ) -> tuple[PyTree, CompressedState]:
+        state = _with_arrays(state)
+        updates = jax.tree.map(_widened, updates)
+        run = lambda inner: optimizer.update(updates, inner, params, **extra_args)  # noqa: E731
+        new, stored = _run(run, state)
+        step = state.step
+        if step is not None:
+            skipped = was_skipped(state.inner_state, stored)
+            after = step + jnp.uint32(1)
+            step = after if skipped is None else jnp.where(skipped, step, after)
+        return new, CompressedState(stored, step)
+
+    return CompressState(init, update)
+
+
+def full_state(state: PyTree) -> PyTree:
+    """The state of an optimizer as it is without `compress_state`, in float32.
+
+    For a checkpoint to go on from without it, or with other `moments`:
+    `compress_state(optimizer).init(params, full)`.
+
+    Args:
+        state: The state of an optimizer, with that of `compress_state` anywhere in it.
+
+    Returns:
+        The state with the inner optimizer's in its place, and arrays in float32.
+
+    Raises:
+        ValueError: Arrays of a `mpx.CompressedArray` are not of its code.
+
+    Examples:
+        >>> import jax.numpy as jnp, mpx, optax
+        >>> weights = jnp.ones((64, 128))
+        >>> state = mpx.compress_state(optax.sgd(0.1, momentum=0.9)).init(weights)
+        >>> mpx.full_state(state)[0].trace.shape
+        (64, 128)
+    """
+
+    def full(node: PyTree) -> PyTree:
+        if isinstance(node, CompressedState):
+            return full_state(node.inner_state)
+        return node.full() if isinstance(node, CompressedArray) else node
+
+    return jax.tree.map(full, state, is_leaf=_is_ours)
+
+
+def _is_ours(node: object) -> bool:
+    return isinstance(node, CompressedState | CompressedArray)
+
+
+def _widened(leaf: Any) -> Any:
+    is_narrow = is_float_leaf(leaf) and is_half(leaf.dtype)
+    return cast_leaf(leaf, np.dtype(np.float32)) if is_narrow else leaf
+
+
+def _decoded(state: PyTree) -> PyTree:
+    """What the inner optimizer gets; states of others inside stay as they are."""
+    return jax.tree.map(
+        lambda node: node.full() if isinstance(node, CompressedArray) else node,
+        state,
+        is_leaf=_is_ours,
+    )
+
+
+def _widened_state(state: PyTree, params: PyTree) -> PyTree:
+    """A state whose arrays like weights are float32, as the gradients will be."""
+    weights = _Weights(params)
+
+    def widen(path: KeyPath, leaf: Any) -> Any:
+        return _widened(leaf) if weights.has_like(path, leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(widen, state, is_leaf=_is_ours)
+
+
+class _Weights:
+    """The shapes of weights by their paths."""
+
+    def __init__(self, params: PyTree) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        self._shapes = {path: getattr(leaf, "shape", None) for path, leaf in leaves}
+        self._lengths = sorted({len(path) for path in self._shapes}, reverse=True)
+
+    def has_like(self, path: KeyPath, leaf: Any) -> bool:
+        """Whether an array of a state is like a weight.
+
+        Transformations keep trees like the weights: its path ends with that of a
+        weight, and it has its shape.
+        """
+        if not is_float_leaf(leaf):
+            return False
+        ends = (path[len(path) - n :] for n in self._lengths if n <= len(path))
+        return any(self._shapes.get(end) == leaf.shape for end in ends)
+
+
+def _kinds(
+    optimizer: Any, params: PyTree, state: PyTree, extra: dict[str, PyTree]
+) -> PyTree:
+    """What is proved of the arrays of a state, as a tree like it."""
+
+    def init(params: PyTree) -> PyTree:
+        return _widened_state(optimizer.init(params), params)
+
+    def update(params: PyTree, state: PyTree) -> PyTree:
+        grads = jax.tree.map(_widened, params)
+        return optimizer.update(grads, state, params, **extra)[1]
+
+    try:
+        return kinds_of(init, update, params, state)
+    except Exception as error:
+        raise ValueError(
+            f"{_CALL} traces `optimizer.update(grads, state, params)` to prove what is "
+            "never negative, and it raised; see the error above. If it needs more "
+            "arguments, give examples of them: `mpx.compress_state(optimizer, "
+            "extra_args={'value': 0.0})`. Put what computes with updates of "
+            "`mpx.master_weights` inside of that."
+        ) from error
+
+
+def _is_chosen(
+    path: KeyPath, leaf: Any, kind: Kind, weights: _Weights, where: Where | None
+) -> bool:
+    """Whether an array of a state is stored in few bits."""
+    if where is None:
+        is_large = weights.has_like(path, leaf) and leaf.size >= _SMALLEST
+        return is_large and leaf.dtype == np.float32 and not kind.is_copy
+    if isinstance(leaf, CompressedState) or not eqx.is_array(leaf):
+        return False
+    chosen = bool(where(path_text(path), leaf))
+    if chosen and not (is_float_leaf(leaf) and leaf.ndim and leaf.dtype == np.float32):
+        raise ValueError(
+            f"`where` of {_CALL} may choose arrays of float32 with one axis or more; "
+            f"got {describe(leaf)}{at_path(path_text(path))}."
+        )
+    return chosen
+
+
+def _code(moments: Moments, kind: Kind) -> Code:
+    if moments == "bfloat16":
+        # Not to the nearest: an average would stand still within 0.4 % of it.
+        return Code(16, random=True, blocks=False)
+    is_sum = kind.accumulates or kind.is_copy
+    return Code(16 if is_sum or moments == "16bit" else 8, kind.signed, is_sum)
+
+
+def _started_from(state: PyTree, inner: PyTree) -> PyTree:
+    """A state that was kept in full, for a new start in few bits."""
+    state = full_state(state)
+    given, wanted = (
+        [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree)]
+        for tree in (state, inner)
+    )
+    if jax.tree.structure(state) != jax.tree.structure(inner) or given != wanted:
+        raise ValueError(
+            f"`state` in `init(params, state)` of {_CALL} must be one of the same "
+            f"optimizer for the same weights; got\n  {jax.tree.structure(state)}\nof "
+            f"shapes {given}, and `optimizer.init(params)` makes\n  "
+            f"{jax.tree.structure(inner)}\nof shapes {wanted}."
+        )
+    return jax.tree.map(
+        lambda old, new: jnp.asarray(old, new.dtype) if is_float_leaf(new) else old,
+        state,
+        inner,
+    )
+
+
+def _with_arrays(state: Any) -> CompressedState:
+    """The state of a step; Flax NNX makes dictionaries of its arrays of few bits."""
+    if not isinstance(state, CompressedState):
+        raise TypeError(
+            f"`update` of {_CALL} needs the state that its `init` made; got "
+            f"{describe(state)}. A state kept in full starts one: "
+            "`optimizer.init(params, state)`."
+        )
+
+    def restore(node: Any) -> Any:
+        if not _is_dictionary(node):
+            return node
+        codes, scales = node["codes"], node["scales"]
+        bits = 8 * codes.dtype.itemsize
+        is_random = bits == 16 and state.step is not None
+        signed = jnp.issubdtype(codes.dtype, jnp.signedinteger) or scales is None
+        code = Code(bits, signed, is_random, scales is not None)
+        return CompressedArray(codes, scales, code)
+
+    inner = jax.tree.map(
+        restore, state.inner_state, is_leaf=lambda x: _is_ours(x) or _is_dictionary(x)
+    )
+    return state._replace(inner_state=inner)
+
+
+def _is_dictionary(node: object) -> bool:
+    return isinstance(node, Mapping) and node.keys() == {"codes", "scales"}
+
+
+def _run(
+    update: Callable[[PyTree], tuple[PyTree, PyTree]], state: CompressedState
+) -> tuple[PyTree, PyTree]:
+    """The updates and the new state of the inner optimizer, stored as the one before.
+
+    The scales of the new numbers must be known before any is stored. In a program that
+    is traced, the update is there twice: once for the scales alone, and again behind a
+    barrier, with all that it gives. So the new numbers are never written in full, and
+    each of the two is one kernel. What depends on gradients alone, as their norm, has
+    no barrier in front of it, and is computed once.
+    """
+    given = _decoded(state.inner_state)
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+        new, inner = update(given)
+        return new, _stored(state, inner, {})
+    again = eqx.filter_closure_convert(update, given)
+    _, inner = again(given)
+    scales = {
+        place: scales_of(jnp.asarray(new, jnp.float32), old.code)
+        for place, (_, old, new) in enumerate(_pairs(state.inner_state, inner))
+        if isinstance(old, CompressedArray) and old.code.blocks
+    }
+    old, scales = jax.lax.optimization_barrier((_scales(state.inner_state), scales))
+    behind = _with_scales(state.inner_state, old)
+    new, inner = again(_decoded(behind))
+    return new, _stored(state._replace(inner_state=behind), inner, scales)
+
+
+def _scales(state: PyTree) -> list[Array | None]:
+    nodes = jax.tree.leaves(state, is_leaf=_is_ours)
+    return [node.scales for node in nodes if isinstance(node, CompressedArray)]
+
+
+def _with_scales(state: PyTree, scales: Iterable[Array | None]) -> PyTree:
+    """A state whose arrays of few bits have these scales."""
+    rest = iter(scales)
+    return jax.tree.map(
+        lambda node: (
+            CompressedArray(node.codes, next(rest), node.code)
+            if isinstance(node, CompressedArray)
+            else node
+        ),
+        state,
+        is_leaf=_is_ours,
+    )
+
+
+def _pairs(before: PyTree, after: PyTree) -> list[tuple[KeyPath, Any, Any]]:
+    """The paths and nodes of the state before an update, with those after it."""
+    nodes, form = jax.tree_util.tree_flatten_with_path(before, is_leaf=_is_ours)
+    try:
+        new = form.flatten_up_to(after)
+    except ValueError as error:
+        raise ValueError(
+            f"{_CALL} needs an optimizer whose state keeps its structure; `update` "
+            f"returned another one than it got:\n  {error}"
+        ) from error
+    return [(path, old, one) for (path, old), one in zip(nodes, new, strict=True)]
+
+
+def _stored(
+    state: CompressedState, inner: PyTree, scales: dict[int, Array | None]
+) -> PyTree:
+    """The new state of the inner optimizer, stored as the one before."""
+    step = jnp.zeros((), jnp.uint32) if state.step is None else state.step
+    stored = []
+    for place, (path, old, new) in enumerate(_pairs(state.inner_state, inner)):
+        if isinstance(old, CompressedArray):
+            noise = Noise(step, path_text(path))
+            new = compressed(new, old.code, noise, old, scales.get(place))
+        elif is_float_leaf(old) and is_float_leaf(new) and old.dtype != new.dtype:
+            new = new.astype(old.dtype)
+        stored.append(new)
+    return jax.tree.unflatten(
+        jax.tree.structure(state.inner_state, is_leaf=_is_ours), stored
+    )

@@ -1,0 +1,217 @@
+r"""bfloat16 weights with 16, 8 or no bits beside them, which move as float32 ones.
+
+A bfloat16 is the upper half of a float32. So what a float32 master knows beyond its
+weight are 16 bits. With all of them the master is exact; with 8 of them, or none, what
+is left of it is rounded randomly, and its mean is exact.
+"""
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import KeyPath
+from jaxtyping import Array, Float32, PyTree, UInt32
+
+from .._cast import cast_leaf
+from .._dtypes import is_half
+from .._errors import at_path, describe
+from .._new_weight import CALL, NewWeight
+from .._optimizer import was_skipped
+from .._stored_weights import is_stored
+from .._tree import is_float_leaf, path_text, select_tree
+from ._bits import Noise, bits_of, joined, round_randomly, split
+
+Bits: TypeAlias = Literal[16, 8, 0]
+_DTYPES = {16: np.dtype(np.int16), 8: np.dtype(np.int8)}
+
+
+class SmallWeightsState(NamedTuple):
+    """The state of `master_weights` with `bits` below 32.
+
+    Attributes:
+        low_bits: What bfloat16 leaves out of each weight, as integers of 16 or 8 bits;
+            None where nothing is kept. For float32 weights see `full_weights`.
+        inner_state: The state of the inner optimizer.
+        step: How many steps have drawn noise; None with 16 bits, which draw none.
+    """
+
+    low_bits: PyTree
+    inner_state: PyTree
+    step: UInt32[Array, ""] | None
+
+
+class SmallWeights:
+    """The `init` and `update` of `master_weights` with `bits` below 32."""
+
+    def __init__(self, optimizer: Any, bits: Bits) -> None:
+        self._optimizer, self._bits = optimizer, bits
+
+    def init(self, params: PyTree, masters: PyTree | None = None) -> SmallWeightsState:
+        """The state to start from; `masters` are the weights in float32, if known."""
+        given = params if masters is None else masters
+        if _structure(params) != _structure(given):
+            raise ValueError(
+                f"`masters` in `init` of {CALL} are like `params`; got\n"
+                f"  params: {_structure(params)}\n  masters: {_structure(given)}"
+            )
+        low = _map(self._start, params, given)
+        step = None if self._bits == 16 else jnp.zeros((), jnp.uint32)
+        inner = self._optimizer.init(_map(_full, params, low))
+        return SmallWeightsState(low, inner, step)
+
+    def _start(self, path: KeyPath, weight: Any, master: Any) -> Array | None:
+        """What is kept beside a weight whose master is known."""
+        is_float16 = _is_half(weight) and weight.dtype != jnp.bfloat16
+        if is_float16 or is_stored(weight):
+            raise ValueError(
+                f"`bits={self._bits}` of {CALL} keeps what bfloat16 leaves out of "
+                f"float32; got the weight {describe(weight)}"
+                f"{at_path(path_text(path))}. Make it bfloat16, or keep whole masters "
+                "with `bits=32`."
+            )
+        if not _is_half(weight):
+            return None
+        if not is_float_leaf(master) or master.shape != weight.shape:
+            raise ValueError(
+                f"`masters` in `init` of {CALL} have the shapes of `params`; got "
+                f"{describe(master)} for {describe(weight)}{at_path(path_text(path))}."
+            )
+        return self._difference(weight, jnp.asarray(master, jnp.float32))
+
+    def update(
+        self,
+        updates: PyTree,
+        state: SmallWeightsState,
+        params: PyTree | None = None,
+        **extra_args: PyTree,
+    ) -> tuple[PyTree, SmallWeightsState]:
+        """The new weights, as updates, and the new state."""
+        self._refuse_state(state, params)
+        full = _map(_full, params, state.low_bits)
+        updates, inner = self._optimizer.update(
+            jax.tree.map(_widened, updates), state.inner_state, full, **extra_args
+        )
+        skipped = was_skipped(state.inner_state, inner)
+        step = state.step
+
+        def write(
+            path: KeyPath, weight: Any, master: Any, update: Any, low: Any
+        ) -> Any:
+            if not _is_half(weight) or update is None:
+                return _Written(update, low)
+            moved = (master + _widened(update)).astype(jnp.float32)
+            new, kept = self._split(moved, path, step)
+            if skipped is not None:
+                new, kept = select_tree(skipped, (weight, low), (new, kept))
+            return _Written(NewWeight(new, weight), kept)
+
+        written = _map(write, params, full, updates, state.low_bits)
+        if step is not None:
+            after = step + jnp.uint32(1)
+            step = after if skipped is None else jnp.where(skipped, step, after)
+        pick = lambda i: jax.tree.map(lambda x: x[i], written, is_leaf=_is_written)  # noqa: E731
+        return pick(0), SmallWeightsState(pick(1), inner, step)
+
+    def _split(
+        self, master: Float32[Array, "..."], path: KeyPath, step: Array | None
+    ) -> tuple[Array, Array | None]:
+        """The weight, and what is kept beside it."""
+        if step is not None:
+            noise = Noise(step, f"weight {path_text(path)}")
+            master = round_randomly(master, 16 - self._bits, noise)
+        weight, low = split(master)
+        if self._bits == 16:
+            return weight, low
+        return weight, (low >> np.int16(8)).astype(jnp.int8) if self._bits else None
+
+    def _difference(self, weight: Array, master: Float32[Array, "..."]) -> Array | None:
+        """What is kept beside a given weight; nothing where it is not the nearest."""
+        if not self._bits:
+            return None
+        shift = 16 - self._bits
+        # To the nearest; what is kept of 16 bits is exact.
+        rest = bits_of(master) + np.uint32((1 << shift) >> 1)
+        rest = rest - bits_of(jnp.asarray(weight, jnp.float32))
+        rest = lax.bitcast_convert_type(rest, jnp.int32) >> np.int32(shift)
+        half = 1 << (self._bits - 1)
+        is_near = (rest >= -half) & (rest <= half) & jnp.isfinite(master)
+        kept = jnp.where(is_near, jnp.minimum(rest, half - 1), 0)
+        return kept.astype(_DTYPES[self._bits])
+
+    def _refuse_state(self, state: Any, params: PyTree | None) -> None:
+        """Raises unless state and weights are of the form that `init` made and saw."""
+        if not isinstance(state, SmallWeightsState):
+            raise TypeError(
+                f"`update` of {CALL} with bits={self._bits} needs the state that its "
+                f"`init` made; got {describe(state)}. From another one it starts with "
+                "`init(params, mpx.full_weights(params, other_state))`."
+            )
+        if params is None:
+            raise ValueError(
+                f"`update` of {CALL} needs the weights: "
+                "`optimizer.update(grads, state, params)`."
+            )
+        made = jax.eval_shape(lambda p: _map(self._start, p, p), params)
+        wanted, found = (
+            {path_text(path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
+            for leaves in map(
+                jax.tree_util.tree_leaves_with_path, (made, state.low_bits)
+            )
+        )
+        if wanted != found:
+            path = min(p for p in wanted | found if wanted.get(p) != found.get(p))
+            raise ValueError(
+                f"`update` of {CALL} with bits={self._bits} needs the weights that "
+                f"`init` saw, and the state that it made; what is kept beside the "
+                f"weight{at_path(path)} is {found.get(path, 'missing')}, and not "
+                f"{wanted.get(path, 'missing')}. Make the state anew with "
+                "`init(params)`, or cast the model back."
+            )
+
+
+def _full(path: KeyPath, weight: Any, low: Array | None) -> Any:
+    return full_weight(weight, low)
+
+
+def full_weight(weight: Any, low: Array | None) -> Any:
+    """A weight in float32, with what is kept beside it; others as they are."""
+    if not _is_half(weight):
+        return weight
+    if low is None:
+        return jnp.asarray(weight, jnp.float32)
+    if low.dtype == np.int8:
+        low = low.astype(jnp.int16) << np.int16(8)
+    return joined(weight, low)
+
+
+class _Written(NamedTuple):
+    """What a step makes of a weight, and of what is kept beside it."""
+
+    update: Any
+    low: Any
+
+
+def _is_written(node: object) -> bool:
+    return isinstance(node, _Written)
+
+
+def _is_leaf(node: object) -> bool:
+    return node is None or is_stored(node)
+
+
+def _structure(tree: PyTree) -> Any:
+    return jax.tree.structure(tree, is_leaf=_is_leaf)
+
+
+def _map(function: Any, *trees: PyTree) -> PyTree:
+    return jax.tree_util.tree_map_with_path(function, *trees, is_leaf=_is_leaf)
+
+
+def _is_half(leaf: Any) -> bool:
+    return is_float_leaf(leaf) and is_half(leaf.dtype)
+
+
+def _widened(leaf: Any) -> Any:
+    return cast_leaf(leaf, np.dtype(np.float32)) if _is_half(leaf) else leaf
