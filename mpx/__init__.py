@@ -87,8 +87,8 @@ from ._master_weights import (
 from ._few_bits import compress_state as compress_state
 from ._few_bits import full_state as full_state
 from ._few_bits import CompressedArray as CompressedArray
-from ._few_bits import state_bytes as state_bytes
-from ._few_bits import StateBytes as StateBytes
+from ._state_bytes import state_bytes as state_bytes
+from ._state_bytes import StateBytes as StateBytes
 from ._check import check as check
 from ._guard import guard as guard
 from ._inspect import explain as explain

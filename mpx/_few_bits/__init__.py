@@ -6,7 +6,6 @@ of an array of a state from the program of its optimizer (`_kinds`, by the bound
 """
 
 from ._array import CompressedArray as CompressedArray
-from ._bytes import StateBytes as StateBytes, state_bytes as state_bytes
 from ._compress_state import (
     CompressedState as CompressedState,
     compress_state as compress_state,

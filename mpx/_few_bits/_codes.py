@@ -140,11 +140,10 @@ def encode(
     if scales is None:
         assert noise is not None
         return round_randomly(x, 16, noise).astype(jnp.bfloat16)
-    layout = layout_of(x.shape)
+    spread = layout_of(x.shape).spread(scales, x.shape)
     # XLA multiplies by inverses, and that of a scale above 2^126 is taken for zero.
-    factor = jnp.where(scales > 1, np.float32(0.25), np.float32(1))
-    divisor = layout.spread(scales * factor, x.shape)
-    part = jnp.abs(x) * layout.spread(factor, x.shape) / divisor
+    factor = jnp.where(spread > 1, np.float32(0.25), np.float32(1))
+    part = jnp.abs(x) * factor / (spread * factor)
     levels = np.float32(code.levels)
     steps = lax.round(_root(part, code) * levels, lax.RoundingMethod.TO_NEAREST_EVEN)
     if code.random:

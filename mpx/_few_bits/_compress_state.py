@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, UInt32
 
@@ -338,12 +337,9 @@ def _with_arrays(state: Any) -> CompressedState:
             f"{describe(state)}. A state kept in full starts one: "
             "`optimizer.init(params, state)`."
         )
-    is_dictionary = lambda node: (  # noqa: E731
-        isinstance(node, Mapping) and node.keys() == {"codes", "scales"}
-    )
 
     def restore(node: Any) -> Any:
-        if not is_dictionary(node):
+        if not _is_dictionary(node):
             return node
         codes, scales = node["codes"], node["scales"]
         bits = 8 * codes.dtype.itemsize
@@ -353,9 +349,13 @@ def _with_arrays(state: Any) -> CompressedState:
         return CompressedArray(codes, scales, code)
 
     inner = jax.tree.map(
-        restore, state.inner_state, is_leaf=lambda x: _is_ours(x) or is_dictionary(x)
+        restore, state.inner_state, is_leaf=lambda x: _is_ours(x) or _is_dictionary(x)
     )
     return state._replace(inner_state=inner)
+
+
+def _is_dictionary(node: object) -> bool:
+    return isinstance(node, Mapping) and node.keys() == {"codes", "scales"}
 
 
 def _run(
@@ -369,28 +369,12 @@ def _run(
     each of the two is one kernel. What depends on gradients alone, as their norm, has
     no barrier in front of it, and is computed once.
     """
-    arrays, rest = eqx.partition(state.inner_state, eqx.is_array)
-    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
-        new, inner = update(_decoded(state.inner_state))
+    given = _decoded(state.inner_state)
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+        new, inner = update(given)
         return new, _stored(state, inner, {})
-    given, others = eqx.partition(_decoded(state.inner_state), eqx.is_array)
-    static: list[PyTree] = []
-
-    def traced(given: PyTree) -> PyTree:
-        found = update(eqx.combine(given, others))
-        made, rest = eqx.partition(found, eqx.is_array)
-        static.append(rest)
-        return made
-
-    program, shapes = jax.make_jaxpr(traced, return_shape=True)(given)
-    form, call = jax.tree.structure(shapes), jaxpr_as_fun(program)
-
-    def again(inner: PyTree) -> PyTree:
-        given, _ = eqx.partition(_decoded(inner), eqx.is_array)
-        made = jax.tree.unflatten(form, call(*jax.tree.leaves(given)))
-        return eqx.combine(made, static[-1])
-
-    _, inner = again(state.inner_state)
+    again = eqx.filter_closure_convert(update, given)
+    _, inner = again(given)
     scales = {
         place: scales_of(jnp.asarray(new, jnp.float32), old.code)
         for place, (_, old, new) in enumerate(_pairs(state.inner_state, inner))
@@ -398,7 +382,7 @@ def _run(
     }
     old, scales = jax.lax.optimization_barrier((_scales(state.inner_state), scales))
     behind = _with_scales(state.inner_state, old)
-    new, inner = again(behind)
+    new, inner = again(_decoded(behind))
     return new, _stored(state._replace(inner_state=behind), inner, scales)
 
 

@@ -89,7 +89,9 @@ def forecast(
         raise TypeError(f"{_CALL} needs a loss or a step; got {describe(func)}.")
     names = (targets,) if isinstance(targets, str) else tuple(targets)
     own = {find_target(name).name: dict(v) for name, v in (constants or {}).items()}
-    found = [_replaced(find_target(name), own) for name in names]
+    found = [_replaced(find_target(name), own) for name in dict.fromkeys(names)]
+    if not found:
+        raise ValueError(f"`targets` of {_CALL} must have at least one; got none.")
     if unknown := own.keys() - {target.name for target in found}:
         raise ValueError(f"`constants` of {_CALL}: {min(unknown)!r} is no target here.")
     asked = [Precision(AS_WRITTEN, {})]

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -64,10 +64,18 @@ def read_precisions(given: object, options: Mapping[str, Any]) -> list[Precision
         options: Of `mpx.autocast`, for all of them.
     """
     if isinstance(given, Mapping):
-        return [Precision(str(k), {**options, **v}) for k, v in given.items()]
-    if isinstance(given, str | AbstractRecipe) or not isinstance(given, Sequence):
-        given = (given,)
-    return [_precision(one, options) for one in given]
+        found = [Precision(str(k), {**options, **v}) for k, v in given.items()]
+    else:
+        is_one = isinstance(given, str | AbstractRecipe | type)
+        several: Any = (given,) if is_one else given
+        found = [_precision(one, options) for one in several]
+    labels = [one.label for one in found]
+    if not labels or len(set(labels)) < len(labels):
+        raise ValueError(
+            f"`precisions` of {_CALL} must have at least one, each with a label of its "
+            f"own; got {labels}. Pass a dict from labels to options of `mpx.autocast`."
+        )
+    return found
 
 
 def _precision(one: object, options: Mapping[str, Any]) -> Precision:

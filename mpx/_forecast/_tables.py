@@ -50,6 +50,11 @@ def sentences(report: Content) -> list[str]:
                 f"{one.memory / base.memory:.2f} of its memory; "
                 f"{' and '.join(list(one.bound)[:2])} take most of it."
             )
+            few = _UNITS["FLOPs, 8 bits and fewer"]
+            if one.quantizing and not any(map(one.flops.get, few)):
+                text += (
+                    " Nothing is multiplied in 8 bits: the device has no units for it."
+                )
             if middle >= 1:
                 text += " It does not pay."
             elif one.pays_from and one.pays_from > 1:

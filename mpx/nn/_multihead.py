@@ -178,15 +178,18 @@ class MultiheadAttention(eqx.Module):
         if self.use_rotary_positions:
             q, k = rotate(q, self.rotary_base), rotate(k, self.rotary_base)
         operands = Operands(q, k, v, bias=bias, mask=mask)
+        attended = self._attend(operands.dropped(rate, key), rate)
+        out = self.output(attended.reshape(*x.shape[:2], -1))
+        return out.reshape(*batch, *out.shape[-2:])
+
+    def _attend(self, x: Operands, rate: float) -> Array:
         options = AttentionOptions(
-            scale=q.shape[-1] ** -0.5,
+            scale=x.query.shape[-1] ** -0.5,
             is_causal=self.self_attention_mask_type == "causal",
             rate=rate,
             implementation=self.implementation,
         )
-        (attended,) = attend(options, operands.dropped(rate, key))
-        out = self.output(attended.reshape(*x.shape[:2], -1))
-        return out.reshape(*batch, *out.shape[-2:])
+        return attend(options, x)[0]
 
 
 def _check_heads(hidden_size: int, heads: int, groups: int) -> None:

@@ -133,6 +133,19 @@ def test_the_largest_batch(on_cpu):
             "are of float32, .*; got str 'int8'",
             lambda: mpx.forecast(loss, ADAM, precisions="int8"),
         ),
+        (ValueError, "at least one; got none", lambda: mpx.forecast(loss, targets=())),
+        (
+            ValueError,
+            "a label of its own; got \\['delayed', 'delayed'\\]",
+            lambda: mpx.forecast(
+                loss, ADAM, precisions=("delayed", mpx.DelayedScaling())
+            ),
+        ),
+        (
+            ValueError,
+            "at least one, each",
+            lambda: mpx.forecast(loss, ADAM, precisions=()),
+        ),
         (
             ValueError,
             "'bandwith'",

@@ -8,9 +8,9 @@ import jax
 from jax.tree_util import GetAttrKey, KeyPath
 from jaxtyping import PyTree
 
-from .._errors import describe
-from .._tree import path_text
-from ._array import CompressedArray
+from ._errors import describe
+from ._few_bits import CompressedArray
+from ._tree import path_text
 
 
 @dataclasses.dataclass(frozen=True)
