@@ -167,6 +167,14 @@ def test_the_version_is_the_same_everywhere():
     assert mpx.__version__ == version
 
 
+def test_the_repository_has_one_address():
+    """A placeholder, until one edit fills it in all three (CONTRIBUTING.md)."""
+    files = ("README.md", "pyproject.toml", "mkdocs.yml")
+    address = re.compile(r"https://github\.com/[\w.-]+/[\w-]+")
+    found = [set(address.findall((ROOT / name).read_text("utf-8"))) for name in files]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 1
+
+
 def imports_of_others(file: Path) -> list[tuple[int, str, str]]:
     """What a file of mpx imports from modules beside or above it: line, module, name.
 
