@@ -204,9 +204,10 @@ def _layout(
         if axes:
             return weight, _like(weight, axes)
     # Codes and scales of `mpx.compress_state`, one key below.
+    is_below = bool(path) and getattr(path[-1], "name", "") in ("codes", "scales")
     for weight in weights:
         place = len(path) - 1 - len(weight.path)
-        if place < 0 or path[place:-1] != weight.path:
+        if not is_below or place < 0 or path[place:-1] != weight.path:
             continue
         if leaf.shape == weight.array.shape:
             return weight, weight.sharding
@@ -223,20 +224,6 @@ def _layout(
             "puts the whole of them on every device."
         )
     return None, otherwise
-
-
-def _coarser(weight: _Weight, shape: tuple[int, ...]) -> Sharding | None:
-    """The place of scales of blocks: whole along an axis that has too few of them."""
-    sharding = weight.sharding
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    sizes, axes = sharding.mesh.shape, []
-    for axis, names in enumerate(sharding.spec):
-        several = names if isinstance(names, tuple) else (names,)
-        parts = math.prod(sizes[name] for name in several if name is not None)
-        axes.append(axis if shape[axis] % parts == 0 else None)
-    axes += range(len(axes), len(shape))
-    return _like(weight, tuple(axes), always=True)
 
 
 def _coarser(weight: _Weight, shape: tuple[int, ...]) -> Sharding | None:
