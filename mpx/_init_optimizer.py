@@ -204,9 +204,10 @@ def _layout(
         if axes:
             return weight, _like(weight, axes)
     # Codes and scales of `mpx.compress_state`, one key below.
+    is_below = bool(path) and getattr(path[-1], "name", "") in ("codes", "scales")
     for weight in weights:
         place = len(path) - 1 - len(weight.path)
-        if place < 0 or path[place:-1] != weight.path:
+        if not is_below or place < 0 or path[place:-1] != weight.path:
             continue
         if leaf.shape == weight.array.shape:
             return weight, weight.sharding

@@ -148,6 +148,8 @@ def encode(
     steps = lax.round(_root(part, code) * levels, lax.RoundingMethod.TO_NEAREST_EVEN)
     if code.random:
         assert noise is not None
+        # The largest number may be computed again with another last bit.
+        part = jnp.where(part > np.float32(1 - 2**-20), np.float32(1), part)
         below = jnp.where(_power(steps, code) > part, steps - 1, steps)
         start, end = _power(below, code), _power(below + 1, code)
         is_up = noise.uniform(x.shape) < (part - start) / (end - start)
@@ -173,8 +175,7 @@ def decode(codes: Array, scales: Array | None, code: Code) -> Float32[Array, "..
 
 
 def _root(part: Array, code: Code) -> Array:
-    root = jnp.sqrt(part)
-    return root if code.signed else jnp.sqrt(root)
+    return jnp.sqrt(part) if code.signed else jnp.sqrt(jnp.sqrt(part))
 
 
 def _power(steps: Array, code: Code) -> Array:
