@@ -40,7 +40,8 @@ from ._dtypes import is_half
 from ._errors import at_path, describe
 from ._few_bits import SmallWeights, SmallWeightsState, full_weight
 from ._new_weight import CALL, NewWeight
-from ._optimizer import refuse_optimizer, was_skipped
+from ._optimizer import refuse_optimizer
+from ._skipped import was_skipped
 from ._stored_weights import Range, StoredWeight, is_stored
 from ._tree import is_float_leaf, path_text, select_tree
 from ._typing import AnyArray, BoolScalar

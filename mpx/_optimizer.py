@@ -6,7 +6,6 @@ traffic) and not by adding zero (which turns -0.0 into 0.0). Optax is never impo
 an optimizer is whatever has `init` and `update`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -248,28 +247,6 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
         )
 
     return SkipNonfinite(init, update)
-
-
-def was_skipped(before: PyTree, after: PyTree) -> BoolScalar | None:
-    """Whether a `skip_nonfinite` inside of a transformation has skipped a step.
-
-    Args:
-        before: The state before the step.
-        after: The state after it.
-
-    Returns:
-        A boolean; None if there is none inside.
-    """
-    records = [
-        [s.record.skipped for s in jax.tree.leaves(state, is_leaf=_skips) if _skips(s)]
-        for state in (before, after)
-    ]
-    flags = [old != new for old, new in zip(*records, strict=True)]
-    return functools.reduce(jnp.logical_and, flags) if flags else None
-
-
-def _skips(node: object) -> bool:
-    return isinstance(node, SkipNonfiniteState)
 
 
 def _update(

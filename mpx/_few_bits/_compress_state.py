@@ -20,7 +20,8 @@ from jaxtyping import Array, PyTree, UInt32
 from .._cast import cast_leaf
 from .._dtypes import is_half
 from .._errors import at_path, describe
-from .._optimizer import refuse_optimizer, was_skipped
+from .._optimizer import refuse_optimizer
+from .._skipped import was_skipped
 from .._tree import is_float_leaf, path_text
 from ._array import CompressedArray, compressed
 from ._bits import Noise

@@ -59,9 +59,8 @@ def kinds_of(
         state: A state.
     """
     count, weights = len(jax.tree.leaves(state)), len(jax.tree.leaves(params))
-    flow = Intervals()
     made = jax.make_jaxpr(init)(params)
-    starts = _results(made, [Bounds(is_copy=True)] * weights, flow)
+    starts = _results(made, [Bounds(is_copy=True)] * weights)
     program = jax.make_jaxpr(update)(params, state)
     if len(starts) != count or len(program.jaxpr.outvars) != count:
         return jax.tree.map(
@@ -72,7 +71,7 @@ def kinds_of(
         before = [
             bounds[0]._replace(origin=number) for number, bounds in enumerate(allowed)
         ]
-        after = _results(program, [_ANY] * weights + before, flow)
+        after = _results(program, [_ANY] * weights + before)
         broken = [
             number
             for number, (old, new) in enumerate(zip(before, after, strict=True))
@@ -88,7 +87,5 @@ def kinds_of(
             allowed[number].pop(0)
 
 
-def _results(
-    program: ClosedJaxpr, inputs: Sequence[Bounds], flow: Intervals
-) -> list[Bounds]:
-    return propagate(open_jaxpr(program), program.consts, inputs, flow)
+def _results(program: ClosedJaxpr, inputs: Sequence[Bounds]) -> list[Bounds]:
+    return propagate(open_jaxpr(program), program.consts, inputs, Intervals())

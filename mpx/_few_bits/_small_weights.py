@@ -18,7 +18,7 @@ from .._cast import cast_leaf
 from .._dtypes import is_half
 from .._errors import at_path, describe
 from .._new_weight import CALL, NewWeight
-from .._optimizer import was_skipped
+from .._skipped import was_skipped
 from .._stored_weights import is_stored
 from .._tree import is_float_leaf, path_text, select_tree
 from ._bits import Noise, bits_of, joined, round_randomly, split
