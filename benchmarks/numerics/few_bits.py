@@ -220,9 +220,8 @@ def tables(found: Results) -> Iterator[Table]:
         "optimizer | model | loss in float32 | gap of 8 bits | 95% interval",
         rows,
         [
-            "Lower is better. Adagrad's sums are in 16 bits, rounded randomly. Trainings "
-            "of the ViT differ from run to run by more than 0.05% wherever the interval "
-            "is wider than that: they do not tell more."
+            "Lower is better. Adagrad's sums are in 16 bits, rounded randomly. An "
+            "interval wider than 0.05%, as of most ViTs, tells no more."
         ],
     )
 
