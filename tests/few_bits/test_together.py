@@ -1,0 +1,239 @@
+"""A state in few bits in whole steps, with frameworks and transformations."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from optax import contrib
+
+import mpx
+
+from ..grad.cases import same_bits
+
+# Optax's Adam and others mix dtypes.
+pytestmark = pytest.mark.third_party
+
+RECIPES = {"bfloat16": None, "delayed": mpx.DelayedScaling(amax_history_len=4)}
+
+
+def in_few_bits(optimizer, bits=16, **options):
+    return mpx.master_weights(mpx.compress_state(optimizer, **options), bits=bits)
+
+
+def weights(dtype="float32"):
+    return {"w": (0.1 * jax.random.normal(jax.random.key(0), (64, 128))).astype(dtype)}
+
+
+def step(tx, model, state, seed=0):
+    key = jax.random.key(seed + 1)
+    grads = jax.tree.map(lambda w: jax.random.normal(key, w.shape), model)
+    return mpx.optimizer_update(model, tx, state, grads, True)
+
+
+# --- Whole steps ----------------------------------------------------------------------
+
+
+def trained(optimizer, recipe, bits, count=7):
+    """The losses of an Equinox model whose weights are bfloat16, and its last state."""
+    model = eqx.nn.MLP(64, 8, 256, 2, key=jax.random.key(0))
+    model = mpx.cast_to_bfloat16(model)
+    x = jax.random.normal(jax.random.key(1), (32, 64))
+    y = x[:, :8]
+    loss = mpx.autocast(
+        lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2), recipe=recipe
+    )
+    tx = in_few_bits(optimizer, bits) if bits < 32 else mpx.master_weights(optimizer)
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    scaling = mpx.init_scaling(loss, model, x, y)
+
+    @eqx.filter_jit
+    def step(model, state, scaling, x):
+        result = mpx.filter_value_and_grad(loss, scaling)(model, x, y)
+        return mpx.optimizer_step(model, tx, state, result), result.value
+
+    losses = []
+    for _ in range(count):
+        (model, state, scaling), value = step(model, state, scaling, x)
+        losses.append(float(value))
+    return losses, (model, state, scaling), lambda x: step(model, state, scaling, x)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_training_follows_float32_masters(recipe):
+    expected, *found = (
+        trained(optax.adam(3e-3), recipe, bits)[0] for bits in (32, 16, 8, 0)
+    )
+    for losses in found:
+        assert losses[-1] < 0.6 * losses[0]
+        np.testing.assert_allclose(losses, expected, rtol=0.03)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_record():
+    _, (model, state, scaling), again = trained(optax.adam(3e-3), None, 8, count=2)
+    x = jnp.full((32, 64), jnp.inf)
+    (after, state_after, scaling_after), _ = again(x)
+    assert same_bits((after, state_after), (model, state))
+    assert not scaling_after.finite and scaling.finite
+    mpx.guard((after, state_after))
+
+
+def test_guard_names_the_moment_that_is_no_number():
+    _, (_, state, _), _ = trained(optax.adam(3e-3), None, 16, count=1)
+    bad = jax.tree.map(
+        lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x, state
+    )
+    with pytest.raises(FloatingPointError, match=r"inner_state.*scales"):
+        mpx.guard(bad)
+
+
+def test_linen():
+    module, x = nn.Dense(512), jnp.ones((4, 64))
+    params = module.init(jax.random.key(0), x)
+    tx = mpx.compress_state(optax.lamb(1e-2))
+    state = tx.init(params)
+
+    def loss(params):
+        return jnp.mean((module.apply(params, x) - 1) ** 2)
+
+    update = jax.jit(
+        lambda p, s: mpx.optimizer_update(p, tx, s, jax.grad(loss)(p), True)
+    )
+    before = loss(params)
+    for _ in range(5):
+        params, state = update(params, state)
+    assert loss(params) < before
+    parts = {name: kind for name, kind, _ in mpx.state_bytes(params, state).parts}
+    assert parts["nu"] == "8 bits, not negative"
+
+
+# --- Around and inside of other transformations ---------------------------------------
+
+
+def hyperparameters(inner):
+    return optax.inject_hyperparams(
+        lambda learning_rate: mpx.compress_state(inner(learning_rate))
+    )(learning_rate=1e-3)
+
+
+TOGETHER = {
+    "hyperparameters outside": lambda: hyperparameters(optax.adam),
+    "MultiSteps outside": lambda: optax.MultiSteps(
+        mpx.compress_state(optax.adam(1e-3)), 2
+    ),
+    "MultiSteps inside": lambda: mpx.compress_state(
+        optax.MultiSteps(optax.adam(1e-3), 2)
+    ),
+    "chain": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), mpx.compress_state(optax.adamw(1e-3))
+    ),
+    "masked": lambda: optax.masked(mpx.compress_state(optax.adam(1e-3)), {"w": True}),
+    "partitioned": lambda: optax.multi_transform(
+        {"a": mpx.compress_state(optax.adam(1e-3)), "b": optax.sgd(1e-3)}, {"w": "a"}
+    ),
+    "schedule": lambda: mpx.compress_state(
+        optax.adamw(optax.linear_schedule(1e-3, 0, 10))
+    ),
+}
+
+
+@pytest.mark.parametrize("make", TOGETHER.values(), ids=TOGETHER)
+def test_transformations_of_optax_around_and_inside(make):
+    tx, model = make(), weights()
+    state = tx.init(model)
+    update = jax.jit(lambda m, s, i: step(tx, m, s))
+    for number in range(4):
+        model, state = update(model, state, number)
+    assert np.isfinite(model["w"]).all()
+    assert not np.array_equal(model["w"], weights()["w"])
+    parts = {name: kind for name, kind, _ in mpx.state_bytes(model, state).parts}
+    assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
+
+
+def test_values_that_an_update_needs():
+    chain = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
+    tx, model = mpx.compress_state(chain, extra_args={"value": 0.0}), weights()
+    state = tx.init(model)
+    grads = jax.tree.map(jnp.ones_like, model)
+    _, state = tx.update(grads, state, model, value=jnp.float32(1))
+    assert state.inner_state[1].best_value == 1
+
+
+# --- Transformations of JAX, dtypes, checkpoints --------------------------------------
+
+
+def test_a_scan_of_steps_is_the_steps():
+    tx, model = mpx.compress_state(optax.adagrad(1e-2)), weights()
+
+    def one(carry, _):
+        return step(tx, *carry), None
+
+    scanned, _ = jax.jit(lambda c: jax.lax.scan(one, c, jnp.arange(3)))(
+        (model, tx.init(model))
+    )
+    looped = model, tx.init(model)
+    for _ in range(3):
+        looped = jax.jit(lambda c: step(tx, *c))(looped)
+    np.testing.assert_allclose(scanned[0]["w"], looped[0]["w"], rtol=1e-5, atol=1e-7)
+
+
+def test_vmap_over_models():
+    tx, model = mpx.compress_state(optax.adam(1e-3)), weights()
+    both = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), model)
+    states = jax.vmap(tx.init)(both)
+    new, _ = jax.vmap(lambda m, s: step(tx, m, s))(both, states)
+    alone, _ = step(tx, model, tx.init(model))
+    np.testing.assert_allclose(new["w"][0], alone["w"], rtol=1e-6, atol=1e-8)
+
+
+def test_float64_stays_beside_float32():
+    with jax.enable_x64(True):
+        model = {
+            "wide": jnp.ones((64, 128), jnp.float64),
+            "w": jnp.ones((64, 128), "f4"),
+        }
+        tx = mpx.compress_state(optax.adam(1e-3))
+        model, state = step(tx, model, tx.init(model))
+        moments = state.inner_state[0].mu
+        assert moments["wide"].dtype == jnp.float64
+        assert moments["w"].codes.dtype == jnp.int8
+        assert model["wide"].dtype == jnp.float64 and model["w"].dtype == jnp.float32
+
+
+def test_float16_weights_have_moments_in_few_bits():
+    tx, model = mpx.compress_state(optax.adam(1e-3)), weights("float16")
+    model, state = step(tx, model, tx.init(model))
+    assert model["w"].dtype == jnp.float16
+    assert state.inner_state[0].mu["w"].codes.dtype == jnp.int8
+    with pytest.raises(ValueError, match="bfloat16"):
+        mpx.master_weights(optax.sgd(0.1), bits=16).init(model)
+
+
+def test_orbax_resumes_bit_for_bit(tmp_path):
+    tx, model = in_few_bits(optax.adagrad(1e-2), 8), weights("bfloat16")
+    state = step(tx, model, tx.init(model))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", state)
+        checkpointer.wait_until_finished()
+        shapes = jax.eval_shape(lambda: state)
+        restored = checkpointer.restore(tmp_path / "step", shapes)
+    assert same_bits(restored, state)
+    assert same_bits(step(tx, *restored, 1), step(tx, *state, 1))
+
+
+def test_a_float32_checkpoint_starts_a_state_in_few_bits_and_comes_back():
+    plain, model = optax.adam(1e-3), weights()
+    model, full = step(plain, model, plain.init(model))
+    tx = mpx.compress_state(plain)
+    state = tx.init(model, full)
+    back = mpx.full_state(state)
+    nu, expected = back[0].nu["w"], full[0].nu["w"]
+    assert jax.tree.structure(back) == jax.tree.structure(full)
+    # A code of 255 for the fourth root: 4 / 255 / 2 of a number near the largest.
+    np.testing.assert_allclose(
+        nu, expected, rtol=0.1, atol=float(expected.max()) * 1e-6
+    )
+    assert back[0].count == full[0].count == 1
