@@ -53,6 +53,7 @@ class Part:
         match: what the records of the part have in common.
         base: the arm of the base.
         rows: the others.
+        by: what tells records apart: arms, or dtypes of weights.
     """
 
     title: str
@@ -60,6 +61,7 @@ class Part:
     match: dict[str, Any]
     base: str
     rows: tuple[Row, ...]
+    by: str = "arm"
 
 
 PARTS = (
@@ -137,6 +139,19 @@ PARTS = (
             Row("NVFP4, `jax.nn`, gradients in bfloat16", "JAX NVFP4", "jax.nn NVFP4"),
         ),
     ),
+    Part(
+        "The Llama in a scan under `mpx.DelayedScaling()`, moments by "
+        "`mpx.compress_state`, against a naive cast with float32 weights",
+        "few-bits",
+        {"target": "h100", "whole": "Llama, scan"},
+        "float32",
+        (
+            Row("`master_weights(bits=16)`", "mpx 16 bits", "16 bits"),
+            Row("`master_weights(bits=8)`", "mpx 8 bits", "8 bits"),
+            Row("`master_weights(bits=0)`", "mpx 0 bits", "0 bits"),
+        ),
+        by="weights",
+    ),
 )
 
 _HEAD = (
@@ -151,7 +166,7 @@ def shares(part: Part, folder: Path) -> dict[str, dict[str, float]]:
     if found is None:
         return {}
     counts = {
-        r["arm"]: r["counts"]
+        r[part.by]: r["counts"]
         for r in found.records
         if part.match.items() <= r.items() and "counts" in r
     }
@@ -183,10 +198,12 @@ def table(folder: Path = results.COMMITTED) -> str:
 
 # The first page's: a row for each step, the same figures of others at its end.
 _LLAMA = "Llama, 542 M, float32 masters, H100; naive bfloat16"
+_SCAN = "the same in a scan, state in few bits, H100; naive bfloat16, float32 weights"
 _VIT = "ViT, width 256, 12 blocks, H100; float32"
 _MLP = "MLP, width 4096, {}; naive bfloat16"
 _SHORT: tuple[tuple[str, str, Part, str, tuple[str, ...]], ...] = (
     ("FP8, delayed", _LLAMA, PARTS[1], "mpx delayed", ("Flax", "Qwix")),
+    ("FP8, delayed", _SCAN, PARTS[4], "mpx 16 bits", ()),
     ("bfloat16", _LLAMA, PARTS[1], "mpx bfloat16", ()),
     ("bfloat16", _VIT, PARTS[0], "mpx", ("published MPX",)),
     ("FP8, delayed", _MLP.format("H100"), PARTS[2], "mpx delayed", ("Flax", "Qwix")),
