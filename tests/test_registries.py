@@ -30,7 +30,7 @@ class NewRecipe(mpx.AbstractRecipe):
 
 def test_every_recipe_quantizer_and_format_of_mpx_is_registered():
     def of(kind):
-        found = [vars(mpx)[name] for name in mpx.__all__]
+        found = [getattr(mpx, name) for name in mpx.__all__]
         classes = (x for x in found if isinstance(x, type) and issubclass(x, kind))
         return {x for x in classes if not x.__name__.startswith("Abstract")}
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 from jaxtyping import Array
 
-from .._typing import Shape
+from .._typing import AnyArray, Shape
 from ._contraction import (
     DimensionNumbers,
     LinearContractions,
@@ -45,7 +45,7 @@ class LinearProduct(AbstractProduct):
         return (-1, -2) if is_left else (-2, -1)
 
     def _arranged(
-        self, left: Array, right: Array, *extra: Array
+        self, left: Array, right: Array, *extra: AnyArray
     ) -> tuple[Array, Array, Extra]:
         return *self._ordered(left, right), extra
 

@@ -30,7 +30,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._jax_compat import as_varying, varying_axes
-from .._typing import Shape
+from .._typing import AnyArray, Shape
 from ._amax import Join, joined_over
 from ._array import QuantizedArray
 from ._casting import beside_amax
@@ -196,7 +196,7 @@ class AbstractProduct(abc.ABC):
         return False
 
     def _arranged(
-        self, left: Array, right: Array, *extra: Array
+        self, left: Array, right: Array, *extra: AnyArray
     ) -> tuple[Array, Array, Extra]:
         """Data, weight and what has no derivative, from JAX's operands."""
         return left, right, extra
@@ -240,7 +240,7 @@ class AbstractProduct(abc.ABC):
 
 
 def quantized_product(
-    product: AbstractProduct, operands: Sequence[Array], *besides: Any
+    product: AbstractProduct, operands: Sequence[AnyArray], *besides: Any
 ) -> Array:
     """A product of data and a weight, quantized in both directions.
 

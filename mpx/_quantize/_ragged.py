@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .._typing import AnyArray
 from ._dequantized_product import AbstractDequantizedProduct
 from ._product import Extra, Residuals
 from ._recipes import Role
@@ -41,7 +42,7 @@ class RaggedProduct(AbstractDequantizedProduct):
         return (-2, -1) if role is Role.WEIGHT else (-1, -2)
 
     def _arranged(
-        self, left: Array, right: Array, *extra: Array
+        self, left: Array, right: Array, *extra: AnyArray
     ) -> tuple[Array, Array, Extra]:
         """Data [*batch, rows, contracted], weights [*batch, groups, contracted, ...].
 

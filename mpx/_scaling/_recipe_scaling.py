@@ -54,7 +54,8 @@ class RecipeScaling(AbstractLossScaling):
 
     loss: AbstractLossScaling
     scales: tuple[DelayedScales, ...]
-    amaxes: tuple[Float32[Array, "slots 3"], ...]
+    # Of each recipe another number of slots.
+    amaxes: tuple[Float32[Array, "_ 3"], ...]
     calls: int = eqx.field(static=True)
     quantized: tuple[SlotName, ...] = eqx.field(static=True)
 

@@ -116,7 +116,7 @@ def test_committed_counts_are_of_todays_programs(name, every, choose):
 
 # Goals that were missed when the results were committed, which the page says.
 MISSED = {"sweep": 3, "autocast": 4, "cuda": 1, "residuals": 7, "attention": 2}
-MISSED |= {"workloads": 19, "whole-steps": 12}
+MISSED |= {"workloads": 19, "whole-steps": 12, "few-bits": 1}
 
 
 @pytest.mark.parametrize("name", parts.PARTS)

@@ -157,9 +157,9 @@ def test_flops_are_those_that_xla_counts():
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 def test_a_program_for_a_tpu():
     """Products, gathers, scatters and callbacks of a step sharded over four chips."""
-    from benchmarks.counts import targets
+    from mpx._forecast import _counter
 
-    chips = targets.compile_only_devices(targets.TARGETS["v5e"], 4)
+    chips = _counter.compile_only_devices(_counter.TARGETS["v5e"], 4)
     place = NamedSharding(Mesh(np.array(chips), ("d",)), P("d"))
 
     def loss(w, x):
