@@ -66,10 +66,8 @@ from ._recipes import (
     Role,
 )
 from ._rounding import (
-    biased_exponent,
     flushed,
     largest_magnitude,
-    power_of_two,
     round_finite,
     up_or_down,
 )

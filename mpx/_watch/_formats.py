@@ -19,8 +19,6 @@ from .._quantize import (
     AbstractRecipe,
     Format,
     Role,
-    biased_exponent,
-    power_of_two,
     quantize_dequantize,
 )
 from .._typing import DTypeLike
@@ -157,17 +155,35 @@ def _plain(name: str, bits: int, number: Callable[[Kind], Number]) -> AskedForma
 
 
 def round_to(size: Float[Array, "..."], number: Number) -> Float[Array, "..."]:
-    """The nearest numbers of a format to magnitudes, ties to even, in float32."""
+    r"""The nearest numbers of a format to magnitudes, ties to even, in float32.
+
+    With $d$ the distance of neighbours, the sum $x + 2^{23} d$ has digits down to $d$:
+    float32 rounds it as the format would, and the difference is exact.
+    Steps of $d$ for all formats would be one way less, and 10 % more traffic of a
+    monitored GPT (H100, jax 0.10.2, 2026-11).
+    """
+    bits = lax.bitcast_convert_type(size, jnp.uint32) >> 23
     lowest = max(127 + number.smallest_exponent, number.mantissa_bits + 1)
     # From this exponent on all are beyond the largest number.
     highest = math.frexp(number.largest)[1] + 127
-    exponent = jnp.clip(biased_exponent(size), lowest, highest)
-    # In steps of the distance of neighbours, which is a power of two: all is exact.
-    steps = size * power_of_two(254 - exponent + number.mantissa_bits)
-    steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
-    rounded = steps * power_of_two(exponent - number.mantissa_bits)
+    exponent = jnp.clip(bits.astype(jnp.int32), lowest, highest)
+    shift = 23 - number.mantissa_bits
+    if highest + shift < 255:
+        large = _power_of_two(exponent + shift)
+        rounded = (size + large) - large
+    else:  # of bfloat16 that would be infinite
+        distance_exponent = exponent - number.mantissa_bits
+        steps = size * _power_of_two(254 - distance_exponent)
+        steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
+        rounded = steps * _power_of_two(distance_exponent)
     beyond = number.largest if number.saturates else jnp.inf
     return jnp.where(rounded > number.largest, jnp.float32(beyond), rounded)
+
+
+def _power_of_two(biased_exponent: Array) -> Array:
+    return lax.bitcast_convert_type(
+        biased_exponent.astype(jnp.uint32) << 23, jnp.float32
+    )
 
 
 def _flag(flags: Array) -> Array:
