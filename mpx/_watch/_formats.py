@@ -160,7 +160,7 @@ def round_to(size: Float[Array, "..."], number: Number) -> Float[Array, "..."]:
     With $d$ the distance of neighbours, the sum $x + 2^{23} d$ has digits down to $d$:
     float32 rounds it as the format would, and the difference is exact.
     Steps of $d$ for all formats would be one way less, and 10 % more traffic of a
-    monitored GPT (H100, jax 0.10.2, 2026-11).
+    monitored GPT (`python -m benchmarks monitor`).
     """
     bits = lax.bitcast_convert_type(size, jnp.uint32) >> 23
     lowest = max(127 + number.smallest_exponent, number.mantissa_bits + 1)
