@@ -219,7 +219,7 @@ def test_each_figure_says_whether_it_was_measured():
     assert {cell[-1] for cell in figures} == {"c", "m"}
     # On the first page by column: the last one is measured, the others are counted.
     head, _, *rows = summary.gains().splitlines()
-    assert head.endswith("| loss of a small GPT to float32 |") and len(rows) == 6
+    assert head.endswith("| loss of a small GPT to float32 |") and len(rows) == 7
     below = documentation.README.read_text().partition("<!-- end -->")[2]
     assert "**counted in the program compiled for the device, not run" in below
     assert "The loss is measured" in below
