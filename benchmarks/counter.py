@@ -1,6 +1,7 @@
 """The package's counter, also where `mpx` is the published package of that name.
 
-The counter is a folder that imports nothing of mpx, so it is loaded by its path.
+The counter imports nothing of mpx but the file that reads a program's text, so both are
+loaded by their paths, under names of this package.
 """
 
 from __future__ import annotations
@@ -10,21 +11,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent.parent / "mpx" / "_forecast" / "_counter"
+_MPX = Path(__file__).resolve().parent.parent / "mpx"
 
 
-def _loaded() -> Any:
-    name = f"{__package__}._counter"
+def _loaded(file: str, name: str) -> Any:
+    path, name = _MPX / file, f"{__package__}.{name}"
     if name not in sys.modules:
+        folder = [str(path.parent)] if path.name == "__init__.py" else None
         spec = importlib.util.spec_from_file_location(
-            name, FOLDER / "__init__.py", submodule_search_locations=[str(FOLDER)]
+            name, path, submodule_search_locations=folder
         )
         if spec is None or spec.loader is None:
-            raise FileNotFoundError(f"benchmarks need the folder {FOLDER}")
+            raise FileNotFoundError(f"benchmarks need {path}")
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
 
 
-counter = _loaded()
+_loaded("_hlo_text.py", "_hlo_text")
+counter = _loaded("_counter/__init__.py", "_counter")
 TARGETS: dict[str, Any] = counter.TARGETS

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ._hlo import Instruction
+from .._hlo_text import Instruction
 from ._operations import (
     Operation,
     collectives,

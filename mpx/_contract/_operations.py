@@ -5,8 +5,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
+from .._hlo_text import ArrayType, Instruction
 from .._rules import is_within
-from ._hlo import ArrayType, Instruction, Module
+from ._hlo import Module
 
 _PRODUCTS = ("dot", "convolution", "ragged-dot", "scaled-dot")
 # JAX's own call for products with block scales, before the compiler has chosen one.

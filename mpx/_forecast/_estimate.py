@@ -9,9 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from .._inspect import function_path, line_text
-from .._program import Frame, is_array_or_type
-from ._counter import (
+from .._counter import (
     CUDA_OPTIONS,
     Kernel,
     Roof,
@@ -21,6 +19,8 @@ from ._counter import (
     memory,
     messages,
 )
+from .._inspect import function_path, line_text
+from .._program import Frame, is_array_or_type
 from ._model import (
     ATTENTION,
     OPTIMIZER,

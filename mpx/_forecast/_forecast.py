@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from .._counter import Roof, Target, find_target
 from .._errors import describe
 from .._wraps import name_of
-from ._counter import Roof, Target, find_target
 from ._estimate import batch_of, estimate, resized
 from ._largest import largest_batch as search, pays_from
 from ._report import Constant, Estimate

@@ -16,7 +16,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from ._counter import Kernel, Roof
+from .._counter import Kernel, Roof
 
 _MATMUL = "matmul, {} bits"
 ATTENTION, CONVOLUTION, COLLECTIVE = "attention", "convolution", "collective"

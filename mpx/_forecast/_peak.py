@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import re
 
-from ._counter import Instruction, bodies_of, bytes_of_shape
+from .._counter import Instruction, bodies_of, bytes_of_shape
 
 ACTIVATIONS, GRADIENTS, WORKING = "activations", "gradients", "working memory"
 _SAME = frozenset(

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ._counter import Roof
+from .._counter import Roof
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 import math
 
+from .._counter import Roof
 from .._program import aval_of
 from .._rules import Candidate, Precision, Rule, Rules
-from ._counter import Roof
 from ._report import Content
 
 

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from .._ambient_record import settings_of
 from .._autocast import autocast
+from .._counter import Target, compile_only_devices
 from .._errors import describe
 from .._grad import filter_value_and_grad
 from .._loss_scaling import NoLossScaling
@@ -28,7 +29,6 @@ from .._quantize import (
     NVFP4BlockScaling,
 )
 from .._scaling import init_scaling
-from ._counter import Target, compile_only_devices
 
 _CALL = "`mpx.forecast`"
 _RECIPES = {

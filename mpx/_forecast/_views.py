@@ -6,9 +6,9 @@ import json
 import os
 from typing import Any
 
+from .._counter import Roof
 from .._report_files import document, framed, save_as
 from .._rules import Rules
-from ._counter import Roof
 from ._picture import picture
 from ._report import Constant, Content, Estimate, KernelGroup
 from ._rules import where_it_pays

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
+from mpx import _hlo_text
 from mpx._contract import _hlo, _operations
 
 from .cases import BF16, F32, broken
@@ -70,7 +71,7 @@ def test_products_by_libraries_and_in_fusions(cuda):
     calls, gemm = found["__cublas$lt$matmul$f8"], found["__cublas$gemm"]
     assert calls.dtypes == ("float8_e4m3fn", "float8_e4m3fn")
     assert (calls.op_name, calls.source) == ("jit(step)/mlp/dot", "old.py:3")
-    assert gemm.results[0] == _hlo.ArrayType("bfloat16", (16, 8))
+    assert gemm.results[0] == _hlo_text.ArrayType("bfloat16", (16, 8))
     # The product itself lost its metadata; the fusion has them.
     fused = found["dot"]
     assert fused.op_name == "jit(step)/head/dot"
@@ -129,7 +130,7 @@ custom_call_target="__op$block_scaled_dot"
     ],
 )
 def test_types(text, arrays, bits):
-    found = _hlo.arrays_of(text)
+    found = _hlo_text.arrays_of(text)
     assert [str(array) for array in found] == arrays
     assert sum(array.bits for array in found) == bits
 
@@ -157,7 +158,7 @@ def test_flops_are_those_that_xla_counts():
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 def test_a_program_for_a_tpu():
     """Products, gathers, scatters and callbacks of a step sharded over four chips."""
-    from mpx._forecast import _counter
+    from mpx import _counter
 
     chips = _counter.compile_only_devices(_counter.TARGETS["v5e"], 4)
     place = NamedSharding(Mesh(np.array(chips), ("d",)), P("d"))

@@ -4,7 +4,7 @@
 
 import pytest
 
-from mpx._forecast._counter import (
+from mpx._counter import (
     TARGETS,
     find_target,
     frames_of,

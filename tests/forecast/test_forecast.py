@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpx
+from mpx._counter import TARGETS, why_missing
 from mpx._forecast import _steps
-from mpx._forecast._counter import TARGETS, why_missing
 
 pytestmark = pytest.mark.third_party
 

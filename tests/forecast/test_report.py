@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from mpx._counter import TARGETS
 from mpx._forecast import Constant, Estimate, Forecast, KernelGroup
-from mpx._forecast._counter import TARGETS
 from mpx._forecast._rules import gain
 
 HALF = Estimate(

@@ -21,13 +21,12 @@ import dataclasses
 import math
 import re
 
+from .._hlo_text import Instruction
 from ._hlo import (
     ARRAY,
-    Instruction,
     bits_of,
     bodies_of,
     bytes_of_shape,
-    called,
     is_on_chip,
     runs,
 )
@@ -112,9 +111,6 @@ def kernels_of(text: str) -> list[Kernel]:
 
 
 # Calls of libraries give the memory that they work in as a further result.
-_TARGET = re.compile(r'custom_call_target="([^"]+)"')
-_SOURCE = re.compile(r'op_name="([^"]+)"')
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARY = ("__cublas", "__cudnn")
 _SCORES = re.compile(r'intermediate_tensor_shape":.*?"dimensions": ?\[([\d", ]*)\]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -134,34 +130,32 @@ class _Program:
     def _kernel(
         self, instruction: Instruction, shapes: dict[str, str], times: int
     ) -> Kernel:
-        target = _TARGET.search(instruction.line)
         inside = [(instruction, shapes)]
         if instruction.opcode == "fusion":
-            (inner,) = called(instruction.line, "calls")
+            (inner,) = instruction.called("calls")
             names = {one.name: one.shape for one in self.bodies[inner]}
             inside = [(one, names) for one in self.bodies[inner]]
         found = [x for one in inside if (x := _product(*one)) is not None]
         further = [x for one in inside if (x := _further(*one)) is not None]
-        frame = _FRAME.search(instruction.line)
         return Kernel(
             instruction.name,
-            target[1] if target else instruction.opcode,
+            instruction.target or instruction.opcode,
             self._bytes(instruction, shapes),
             sum(operations for operations, _ in found),
             max((bits for _, bits in found or further), default=0),
             times,
-            source[1] if (source := _SOURCE.search(instruction.line)) else "",
+            instruction.op_name,
             instruction.opcode,
             sum(operations for operations, _ in further),
             _few_bytes(instruction.shape),
             bytes_of_shape(instruction.shape),
-            int(frame[1]) if frame else 0,
+            instruction.frame,
         )
 
     def _bytes(self, instruction: Instruction, shapes: dict[str, str]) -> int:
         operands = [shapes[one] for one in instruction.operands if one in shapes]
         if instruction.opcode == "fusion":
-            (inner,) = called(instruction.line, "calls")
+            (inner,) = instruction.called("calls")
             return _fusion_bytes(self.bodies[inner], instruction.shape, operands)
         result = _bytes_of(instruction.shape)
         if instruction.opcode in ("slice", "dynamic-slice", "gather"):
@@ -174,8 +168,7 @@ class _Program:
             places = list(ARRAY.finditer(instruction.shape))[:2]
             off_chip = sum(not is_on_chip(one) for one in places)
             return off_chip * bytes_of_shape(places[1][0])
-        target = _TARGET.search(instruction.line)
-        if target is not None and target[1].startswith(_LIBRARY):
+        if instruction.target.startswith(_LIBRARY):
             result = _result_bytes(instruction.shape)
         return result + sum(map(_bytes_of, operands))
 
@@ -247,13 +240,12 @@ def _product(
     instruction: Instruction, shapes: dict[str, str]
 ) -> tuple[int, int] | None:
     """Operations of a matrix product, and the bits of its widest operand."""
-    target = _TARGET.search(instruction.line)
-    is_call = target is not None and target[1].startswith(_LIBRARY)
+    is_call = instruction.target.startswith(_LIBRARY)
     if instruction.opcode != "dot" and not is_call:
         return None
     operands = [shapes[one] for one in instruction.operands[:2]]
     left = _dimensions(operands[0])
-    if target is not None and target[1] == _BLOCK_SCALED:
+    if instruction.target == _BLOCK_SCALED:
         contracted = left[-1]
     else:
         found = _CONTRACTED.search(instruction.line)
@@ -269,8 +261,7 @@ def _further(
     instruction: Instruction, shapes: dict[str, str]
 ) -> tuple[int, int] | None:
     """The same of attention in one kernel, and of a convolution."""
-    target = _TARGET.search(instruction.line)
-    call = target[1] if target else ""
+    call = instruction.target
     if call.startswith("__cudnn$fmha"):
         scores, operand = _SCORES.search(instruction.line), instruction.operands[0]
         if scores is None or operand not in shapes:

@@ -1,17 +1,20 @@
 """Compiling for a device that is not there, and counting in what comes out.
 
-Nothing here imports the rest of mpx, nor JAX before it is asked to compile: benchmarks
-load this folder by its path where `mpx` is another package of that name.
+Nothing here imports the rest of mpx but `_hlo_text.py`, nor JAX before it is asked to
+compile: benchmarks load this folder by its path where `mpx` is another package of that
+name.
 """
 
+from .._hlo_text import (
+    Instruction as Instruction,
+    computations as computations,
+    frames_of as frames_of,
+)
 from ._hlo import (
     ARRAY as ARRAY,
     ON_CHIP as ON_CHIP,
-    Instruction as Instruction,
     bodies_of as bodies_of,
     bytes_of_shape as bytes_of_shape,
-    computations as computations,
-    frames_of as frames_of,
     is_on_chip as is_on_chip,
     runs as runs,
 )

@@ -12,7 +12,8 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from ._hlo import ARRAY, TRIPS, Instruction, bodies_of, bytes_of_shape, called
+from .._hlo_text import Instruction
+from ._hlo import ARRAY, bodies_of, bytes_of_shape
 
 _KINDS = (
     "all-gather",
@@ -66,13 +67,13 @@ def _messages(
             if name.startswith("all-reduce-scatter"):  # as a TPU's compiler writes it
                 kind = "reduce-scatter"
             yield from _of(instruction, kind, shapes, times, devices)
-        trips = TRIPS.search(instruction.line)
-        inner = times * (int(trips[1]) if trips and kind == "while" else 1)
+        trips = instruction.trips if kind == "while" else None
+        inner = times * (1 if trips is None else trips)
         keys = ("body", "calls", "branch_computations", "called_computations")
         keys += ("true_computation", "false_computation")
         keys += ("to_apply",) if kind == "call" else ()
         for key in keys:
-            for one in called(instruction.line, key):
+            for one in instruction.called(key):
                 if one in bodies:
                     yield from _messages(bodies, one, inner, devices)
 
