@@ -55,7 +55,8 @@ def forecast(
             `tpu-v6e`, `tpu7x`.
         precisions: Of `float32`, `bfloat16`, `float16`, recipes, and `delayed`,
             `current`, `block`, `mxfp8`, `nvfp4` for those with their defaults; or a
-            dict from labels to options of `mpx.autocast`.
+            dict from labels to options of `mpx.autocast`. `float32` is the loss without
+            autocast; with weights in half precision it is called "as written".
         has_aux: Whether the loss returns a pair, of its value and more.
         largest_batch: Whether to search the largest batch that fits, to 5 %, with some
             four more programs for each precision. The batch is the first axis of the
@@ -103,10 +104,11 @@ def forecast(
     def report(*args: PyTree, **kwargs: PyTree) -> Forecast:
         step = Step(func, optimizer, has_aux, args, kwargs)
         step.check()
+        named = [step.named(one) for one in asked]
         made: list[Estimate] = []
         for target in found:
-            ours = [estimate(step, one, target, top) for one in asked]
-            made += _with_largest(step, asked, target, ours) if largest_batch else ours
+            ours = [estimate(step, one, target, top) for one in named]
+            made += _with_largest(step, named, target, ours) if largest_batch else ours
         return Forecast(
             name=name_of(func),
             estimates=tuple(made),

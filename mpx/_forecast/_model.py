@@ -48,7 +48,8 @@ def kind_of(kernel: Kernel, frames: Frames) -> str:
 
 
 def _updates(file: str) -> bool:
-    return "optax" in file or file.endswith(("_optimizer.py", "_master_weights.py"))
+    ours = "_optimizer.py", "_master_weights.py"
+    return "optax" in file or "/mpx/_few_bits/" in file or file.endswith(ours)
 
 
 def quantizing_bytes(kernel: Kernel, kind: str) -> int:

@@ -25,9 +25,11 @@ def where_it_pays(report: Content, precision: str, target: str) -> Rules:
         )
     one, roof = few[0], report.roofs[target]
     each = one.quantizing / max(one.quantized, 1)
+    bits = 4 if one.flops.get("4 bits") else 8
 
     def loses(candidate: Candidate) -> bool:
-        return gain(candidate.multiplications, _numbers(candidate), each, roof) < 0
+        numbers = _numbers(candidate)
+        return gain(candidate.multiplications, numbers, each, roof, bits) < 0
 
     return Rules(
         Rule(Precision.HALF, primitive="dot_general", when=loses),
@@ -40,18 +42,21 @@ def _numbers(candidate: Candidate) -> int:
     return sum(math.prod(aval_of(one).shape) for one in variables)
 
 
-def gain(multiplications: int, numbers: int, each: float, roof: Roof) -> float:
-    """Seconds that a matmul gains by 8 bits in forward and backward pass.
+def gain(
+    multiplications: int, numbers: int, each: float, roof: Roof, bits: int = 8
+) -> float:
+    """Seconds that a matmul gains by few bits in forward and backward pass.
 
     Args:
         multiplications: Of its forward pass.
         numbers: That are quantized for all three products.
         each: Bytes moved to quantize a number.
         roof: What the device reaches, in the middle of best and worst case.
+        bits: In how many bits it multiplies.
     """
     matmul, reads, start = (
         sum(pair) / 2 for pair in (roof.matmul, roof.reads, roof.start)
     )
-    faster = 1 / roof.peak(16) - 1 / roof.peak(8)
+    faster = 1 / roof.peak(16) - 1 / roof.peak(bits)
     quantizing = numbers * each / (roof.bandwidth * reads) + 3 * start
     return 6 * multiplications * faster / matmul - quantizing

@@ -150,6 +150,14 @@ class Step:
                 "`mpx.autocast` made. Pass the plain function."
             )
 
+    def named(self, precision: Precision) -> Precision:
+        """The precision by its right name: half-precision weights make no float32."""
+        weights = filter(_is_float, jax.tree.leaves(self.args[0]))
+        is_half = any(leaf.dtype.itemsize < 4 for leaf in weights)
+        if precision.label == "float32" and is_half:
+            return dataclasses.replace(precision, label=AS_WRITTEN)
+        return precision
+
     @property
     def devices(self) -> int:
         """How many devices the arguments are laid out over."""
@@ -168,8 +176,11 @@ class Step:
     def _lower_own(self, place: "_Placement") -> Lowered:
         args, kwargs = place(self.args), place(self.kwargs)
         func: Any = self.func
-        if type(func).__module__.startswith("equinox"):
-            func = func.__wrapped__  # its `lower` takes no shapes
+        is_equinox = type(func).__module__.startswith("equinox")
+        if is_equinox and hasattr(func, "lower"):
+            func = (
+                func.__wrapped__
+            )  # of `eqx.filter_jit`, whose `lower` takes no shapes
         if hasattr(func, "lower"):
             lowered = func.lower(*args, **kwargs)
             lowered = getattr(lowered, "lowered", lowered)  # Flax wraps it
@@ -229,9 +240,17 @@ def _lower(
     inputs = (*arrays[0], arrays[1])
     results = jax.eval_shape(flat, *inputs)
     made = [_kind(one) for one in results] if isinstance(results, tuple | list) else []
-    donated = tuple(i for i, one in enumerate(inputs[:-1]) if _kind(one) in made)
+    donated = []
+    for place, one in enumerate(inputs[:-1]):
+        if (kind := _kind(one)) in made:
+            made.remove(kind)  # a result has one argument's place
+            donated.append(place)
     flat.__name__ = getattr(func, "__name__", "step")
-    return jax.jit(flat, donate_argnums=donated).trace(*inputs).lower()
+    return jax.jit(flat, donate_argnums=tuple(donated)).trace(*inputs).lower()
+
+
+def _is_float(leaf: Any) -> bool:
+    return is_array_or_type(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def _kind(tree: PyTree) -> object:

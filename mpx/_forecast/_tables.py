@@ -99,8 +99,10 @@ def tables(report: Content) -> Iterator[Table]:
     """All that the report has."""
 
     def to_baseline(one: Estimate) -> str:
-        middle = ratio_of_times(one, baseline_of(report, one.target))[0]
-        return f"{middle:.2f}" if math.isfinite(middle) else ""
+        base = baseline_of(report, one.target)
+        if one.memory is None or base.memory is None:
+            return ""  # no program, no time
+        return f"{ratio_of_times(one, base)[0]:.2f}"
 
     modelled = {"to baseline": to_baseline, **_MODELLED}
     parts = list(dict.fromkeys(k for e in report.estimates for k in e.memory_by_part))

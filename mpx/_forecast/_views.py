@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import json
+import math
 import os
 from typing import Any
 
@@ -58,7 +59,10 @@ class Forecast(Content):
     def to_json(self) -> str:
         """The report as JSON, which `from_json` reads."""
         data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
-        return json.dumps(data, indent=1)
+        for one in data["estimates"]:
+            if one["memory"] is None:  # JSON has no infinity
+                one["roofline"], one["time"] = None, [None, None]
+        return json.dumps(data, indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> "Forecast":
@@ -76,6 +80,8 @@ class Forecast(Content):
             )
         for one in data["estimates"]:
             one["top"] = tuple(KernelGroup(**group) for group in one["top"])
+            if one["memory"] is None:
+                one["roofline"], one["time"] = math.inf, (math.inf, math.inf)
         for one in data["roofs"].values():
             one["peaks"] = {int(bits): peak for bits, peak in one["peaks"].items()}
         data["estimates"] = [_made(Estimate, one) for one in data["estimates"]]

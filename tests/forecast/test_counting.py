@@ -2,8 +2,11 @@
 
 # ruff: noqa: E501 (lines of HLO)
 
+from pathlib import Path
+
 import pytest
 
+import mpx
 from mpx._counter import (
     TARGETS,
     find_target,
@@ -76,6 +79,12 @@ def test_kernels_have_kinds(kernels):
         "gather": "collective",
         "new": "optimizer",
     }
+
+
+def test_a_state_in_few_bits_is_of_the_optimizer(kernels):
+    kernel, _ = kernels["new"]
+    file = Path(mpx.__file__).parent / "_few_bits" / "_codes.py"
+    assert kind_of(kernel, [(str(file), "encode", 1)]) == "optimizer"
 
 
 def test_operations_and_bytes(kernels):

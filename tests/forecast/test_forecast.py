@@ -68,6 +68,31 @@ def test_a_whole_step_is_donated(on_cpu):
     assert jitted.memory > plain.memory  # nothing is donated in it
 
 
+def test_a_gradient_of_equinox_is_forecast_with_its_backward_pass(on_cpu):
+    wrapped = eqx.filter_value_and_grad(loss)
+    ours, jax_own, alone = (
+        sum(mpx.forecast(f, **on_cpu)(W, X).estimates[0].flops.values())
+        for f in (wrapped, jax.value_and_grad(loss), loss)
+    )
+    assert ours == jax_own > 2 * alone
+
+
+def test_a_result_has_the_place_of_one_argument(on_cpu):
+    def average(weights, others):
+        return (jax.tree.map(lambda a, b: (a + b) / 2, weights, others),)
+
+    memory = mpx.forecast(average, **on_cpu)(W, W).estimates[0].memory
+    assert memory >= 2 * 4 * 2 * 64 * 256
+
+
+def test_half_precision_weights_are_not_called_float32(on_cpu):
+    half = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), W)
+    asked = ("float32", "bfloat16")
+    optimizer = mpx.master_weights(ADAM)
+    report = mpx.forecast(loss, optimizer, precisions=asked, **on_cpu)(half, X)
+    assert [one.precision for one in report.estimates] == ["as written", "bfloat16"]
+
+
 def test_equinox_and_nnx_and_has_aux(on_cpu):
     nnx = pytest.importorskip("flax.nnx")
     model = eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, 256, 1, key=jax.random.key(0))

@@ -9,6 +9,7 @@ import pytest
 from mpx._counter import TARGETS
 from mpx._forecast import Constant, Estimate, Forecast, KernelGroup
 from mpx._forecast._rules import gain
+from mpx._forecast._tables import tables
 
 HALF = Estimate(
     target="h100",
@@ -80,6 +81,11 @@ def test_it_says_what_does_not_pay_and_what_does_not_fit():
     assert "does not fit: it needs more than 85.0 GB" in found.sentences[0]
     assert "too much" in str(found)
     assert Forecast.from_json(found.to_json()) == found
+    assert "Infinity" not in found.to_json()
+    # Nothing can be said of times beside a baseline that does not fit.
+    unfit = dataclasses.replace(refused, precision="bfloat16")
+    (modelled,) = (t for t in tables(report(unfit, FEW)) if t.title == "Modelled: time")
+    assert "to baseline" not in modelled.heads
 
 
 def test_text_has_counted_and_modelled_apart():
@@ -128,6 +134,8 @@ def test_rules_where_it_pays():
     wide, narrow = 8192**3, 8192 * 64 * 64
     assert gain(wide, 3 * 8192**2, 3.0, roof) > 0
     assert gain(narrow, 8192 * 128 + 64 * 64, 3.0, roof) < 0
+    roof = TARGETS["b200"].roof
+    assert gain(wide, 3 * 8192**2, 3.0, roof, 4) > gain(wide, 3 * 8192**2, 3.0, roof, 8)
     rules = report(HALF, FEW).where_it_pays("delayed")
     assert len(rules.rules) == 1
     with pytest.raises(ValueError, match="8 bits or less; got 'bfloat16' on 'h100'"):
