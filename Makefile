@@ -7,7 +7,7 @@
 ifndef CHECKS_AT_ONCE
 .NOTPARALLEL:
 endif
-.PHONY: help train train-explicit train-gpt notebooks test bench sweep clients counts-cuda docs serve venv lint format types layers pytest \
+.PHONY: help train train-explicit train-gpt notebooks test bench sweep clients counts-cuda wheel docs serve venv lint format types layers pytest \
 	test-newest test-newest-part newest-part-venv newest-venv test-oldest-part oldest-venv lock clean
 
 # A target that fails half-way must not look finished.
@@ -105,6 +105,18 @@ $(CLIENTS): tests/clients/constraints.txt pyproject.toml
 	@echo 'Installing the packages of tests/clients into .venv-clients ...'
 	@.venv-clients/bin/python $(PIP) --no-deps -r tests/clients/constraints.txt
 	@touch $@
+
+# In environments of their own: one with what builds, one with the wheel and nothing else.
+wheel: ## Build the files of a release, check them, run the README with the wheel alone
+	@echo '== release (build, twine, the README by the wheel)'
+	@$(call make_venv,.venv-release)
+	@.venv-release/bin/python $(PIP) -c constraints.txt build twine hatchling
+	@rm -rf dist .venv-wheel
+	@.venv-release/bin/python -m build --no-isolation >/dev/null
+	@.venv-release/bin/python -m twine check --strict dist/*
+	@$(call make_venv,.venv-wheel)
+	@.venv-wheel/bin/python $(PIP) -c constraints.txt dist/*.whl optax
+	@.venv-wheel/bin/python tests/pages.py README.md
 
 # Commit what it writes: `make test` compares the programs' fingerprints with it.
 counts-cuda: $(ALL) ## Count the programs compiled for an H100 (5 GB, no GPU needed)
@@ -212,7 +224,7 @@ define make_venv
 endef
 
 # All but `clients`, which has versions of its own.
-EXTRAS := cuda12 cuda13 tpu examples test docs dev
+EXTRAS := cuda12 cuda13 tpu examples test docs dev release
 
 # uv is the one tool here that locks for every Python version and platform at once.
 lock: ## Write constraints.txt anew with the newest versions

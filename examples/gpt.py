@@ -328,7 +328,7 @@ def make_monitor(config: Config, precision: Precision) -> Any:
         )(nnx.merge(graph, weights, others), x)
         return result.value
 
-    def watch(model: GPT, scaling: Any, texts: Texts) -> mpx.Statistics:
+    def watch(model: GPT, scaling: Any, texts: Texts) -> mpx.reports.Statistics:
         graph, weights, others = nnx.split(model, nnx.Param, ...)
         return monitored(weights, others, graph, scaling, texts)[1]
 
@@ -434,7 +434,7 @@ def state_before(
     return nodes, scaling
 
 
-def blame(config: Config, data: TextData, bad: runs.BadStep) -> mpx.BlameReport:
+def blame(config: Config, data: TextData, bad: runs.BadStep) -> mpx.reports.BlameReport:
     """Makes a skipped step again and looks for what went bad in it."""
     nodes, scaling = state_before(config, data, bad)
     graph, weights, others = nnx.split(nodes["model"], nnx.Param, ...)

@@ -457,7 +457,7 @@ def blame(
     data: ImageData,
     bad: runs.BadStep,
     style: Style = Style(),  # noqa: B008
-) -> mpx.BlameReport:
+) -> mpx.reports.BlameReport:
     """Makes a skipped step again and looks for what went bad in it."""
     model, _, scaling = state_before(config, data, bad, style=style)
     loss, options = style.in_step(bad.precision)

@@ -31,21 +31,8 @@ from ._autocast import autocast as autocast
 from ._rules import Rules as Rules
 from ._rules import Rule as Rule
 from ._rules import Precision as Precision
-from ._rules import Candidate as Candidate
 from ._quantize import Format as Format
-from ._quantize import quantize as quantize
-from ._quantize import quantize_dequantize as quantize_dequantize
-from ._quantize import QuantizedArray as QuantizedArray
-from ._quantize import AbstractQuantizer as AbstractQuantizer
-from ._quantize import TensorQuantizer as TensorQuantizer
-from ._quantize import BlockQuantizer as BlockQuantizer
-from ._quantize import MXFP8Quantizer as MXFP8Quantizer
-from ._quantize import NVFP4Quantizer as NVFP4Quantizer
-from ._quantize import hadamard_transform as hadamard_transform
-from ._quantize import Role as Role
-from ._quantize import AbstractRecipe as AbstractRecipe
 from ._quantize import DelayedScaling as DelayedScaling
-from ._quantize import DelayedScalingState as DelayedScalingState
 from ._quantize import Float8CurrentScaling as Float8CurrentScaling
 from ._quantize import Float8BlockScaling as Float8BlockScaling
 from ._quantize import MXFP8BlockScaling as MXFP8BlockScaling
@@ -59,11 +46,9 @@ from ._loss_scaling import AbstractLossScaling as AbstractLossScaling
 from ._loss_scaling import DynamicLossScaling as DynamicLossScaling
 from ._loss_scaling import StaticLossScaling as StaticLossScaling
 from ._loss_scaling import NoLossScaling as NoLossScaling
-from ._loss_scaling import StepRecord as StepRecord
 from ._loss_scaling import scaled as scaled
 from ._scaling import init_scaling as init_scaling
 from ._scaling import inference as inference
-from ._scaling import RecipeScaling as RecipeScaling
 from ._tree import all_finite as all_finite
 from ._tree import select_tree as select_tree
 from ._grad import filter_grad as filter_grad
@@ -77,46 +62,28 @@ from ._init_optimizer import init_optimizer as init_optimizer
 from ._optimizer import optimizer_update as optimizer_update
 from ._optimizer import optimizer_step as optimizer_step
 from ._optimizer import skip_nonfinite as skip_nonfinite
-from ._stored_weights import quantize_weights as quantize_weights
-from ._stored_weights import dequantize_weights as dequantize_weights
-from ._stored_weights import StoredWeight as StoredWeight
 from ._master_weights import (
     full_weights as full_weights,
     master_weights as master_weights,
 )
 from ._few_bits import compress_state as compress_state
 from ._few_bits import full_state as full_state
-from ._few_bits import CompressedArray as CompressedArray
 from ._state_bytes import state_bytes as state_bytes
-from ._state_bytes import StateBytes as StateBytes
 from ._check import check as check
 from ._guard import guard as guard
 from ._inspect import explain as explain
-from ._inspect import Island as Island
-from ._inspect import Operation as Operation
-from ._inspect import Report as Report
-from ._inspect import Totals as Totals
 from ._blame import blame as blame
-from ._blame import BlameReport as BlameReport
-from ._blame import Culprit as Culprit
-from ._blame import Verdict as Verdict
 from ._watch import monitor as monitor
-from ._watch import heat_map as heat_map
-from ._watch import Statistics as Statistics
-from ._watch import TensorStatistics as TensorStatistics
-from ._watch import FormatStatistics as FormatStatistics
 from ._watch import compare as compare
-from ._watch import Comparison as Comparison
-from ._watch import Closeness as Closeness
 from ._contract import expect as expect
 from ._watch import expect_close as expect_close
-from ._contract import ContractError as ContractError
 
 if _TYPE_CHECKING:
     from ._forecast import forecast as forecast
     from . import compat as compat, contrib as contrib, nn as nn, nnx as nnx
+    from . import quantization as quantization, reports as reports
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Without the modules below: `from mpx import *` must not want Flax.
 __all__ = [
@@ -135,21 +102,8 @@ __all__ = [
     "Rules",
     "Rule",
     "Precision",
-    "Candidate",
     "Format",
-    "quantize",
-    "quantize_dequantize",
-    "QuantizedArray",
-    "AbstractQuantizer",
-    "TensorQuantizer",
-    "BlockQuantizer",
-    "MXFP8Quantizer",
-    "NVFP4Quantizer",
-    "hadamard_transform",
-    "Role",
-    "AbstractRecipe",
     "DelayedScaling",
-    "DelayedScalingState",
     "Float8CurrentScaling",
     "Float8BlockScaling",
     "MXFP8BlockScaling",
@@ -163,11 +117,9 @@ __all__ = [
     "DynamicLossScaling",
     "StaticLossScaling",
     "NoLossScaling",
-    "StepRecord",
     "scaled",
     "init_scaling",
     "inference",
-    "RecipeScaling",
     "all_finite",
     "select_tree",
     "filter_grad",
@@ -181,43 +133,24 @@ __all__ = [
     "optimizer_update",
     "optimizer_step",
     "skip_nonfinite",
-    "quantize_weights",
-    "dequantize_weights",
-    "StoredWeight",
     "full_weights",
     "master_weights",
     "compress_state",
     "full_state",
-    "CompressedArray",
     "state_bytes",
-    "StateBytes",
     "check",
     "guard",
     "explain",
-    "Island",
-    "Operation",
-    "Report",
-    "Totals",
     "blame",
-    "BlameReport",
-    "Culprit",
-    "Verdict",
     "monitor",
-    "heat_map",
-    "Statistics",
-    "TensorStatistics",
-    "FormatStatistics",
     "compare",
-    "Comparison",
-    "Closeness",
     "expect",
     "expect_close",
-    "ContractError",
     "forecast",
 ]
 
 # Imported when somebody asks for them: most programs need none, and `nnx` imports Flax.
-_MODULES = ("compat", "contrib", "nn", "nnx")
+_MODULES = ("compat", "contrib", "nn", "nnx", "quantization", "reports")
 _FUNCTIONS = {"forecast": "._forecast"}
 
 

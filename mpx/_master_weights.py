@@ -1,8 +1,8 @@
 r"""Master weights in the optimizer, for models whose own weights are half precision.
 
-The model holds $p$ (bfloat16, float16, or 8 bits, see `mpx.quantize_weights`), the
-optimizer's state holds the *masters* $m$ (float32) next to its moments, and after every
-step
+The model holds $p$ (bfloat16, float16, or 8 bits, see
+`mpx.quantization.quantize_weights`), the optimizer's state holds the *masters* $m$
+(float32) next to its moments, and after every step
 
 $$p = \operatorname{round}(m)$$
 
@@ -80,8 +80,8 @@ def master_weights(
 
     For models whose weights $p$ are bfloat16 or float16, which need no cast in the
     forward pass and half the bytes where they are gathered, or stored in 8 bits by
-    `mpx.quantize_weights`. In bfloat16 alone, a weight stands still as soon as its
-    updates are below $2^{-9}$ of it.
+    `mpx.quantization.quantize_weights`. In bfloat16 alone, a weight stands still as
+    soon as its updates are below $2^{-9}$ of it.
 
     Args:
         optimizer: An Optax transformation.
@@ -116,11 +116,11 @@ def master_weights(
       within the error of rounding is not seen.
     - A step that is skipped leaves masters and weights as they were. Put
       `mpx.skip_nonfinite` inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
-    - Weights in 8 bits with one scale (`mpx.TensorQuantizer`) are written with a scale
-      known before the step: the power of two that leaves room for 4 to 8 times the
-      largest master of two steps before. What is larger saturates, and its master keeps
-      it. An infinity or a NaN becomes NaN. A weight with another scale than the step
-      before wrote comes from outside, and its own scale is the measure.
+    - Weights in 8 bits with one scale (`mpx.quantization.TensorQuantizer`) are written
+      with a scale known before the step: the power of two that leaves room for 4 to 8
+      times the largest master of two steps before. What is larger saturates, and its
+      master keeps it. An infinity or a NaN becomes NaN. A weight with another scale
+      than the step before wrote comes from outside, and its own scale is the measure.
     - A master beyond the range of the weight's dtype gives an infinite weight;
       `check_update` of `mpx.optimizer_step` skips such a step.
 

@@ -206,7 +206,8 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
 
     Returns:
         A pair `(init, update)` to use as an Optax transformation; its state has
-        `record` (see `mpx.StepRecord`) and `inner_state`. `mpx.check` takes it, too.
+        `record` (see `mpx.reports.StepRecord`) and `inner_state`. `mpx.check` takes it,
+        too.
 
     Raises:
         TypeError: `optimizer` has no `init` and `update`.

@@ -58,7 +58,7 @@ from ._quantize import (
 from ._tree import Whole, is_float_leaf, is_whole, path_text
 from ._typing import LeafPredicate
 
-_CALL = "`mpx.quantize_weights(model, quantizer, ...)`"
+_CALL = "`mpx.quantization.quantize_weights(model, quantizer, ...)`"
 _FLOAT32 = np.dtype("float32")
 # A written weight has room for numbers so many times as large as the largest of its
 # master two steps before, and a little more, as scales are powers of two.
@@ -82,11 +82,11 @@ class Range(NamedTuple):
 
 
 class StoredWeight(Whole):
-    """A weight in 8 bits, an immutable PyTree: what `mpx.quantize_weights` makes.
+    """A weight in 8 bits, an immutable PyTree, made by `quantize_weights`.
 
     It goes through jit, donation, sharding and checkpoints as its arrays do. It has no
-    arithmetic: `mpx.autocast`, the gradient functions and `mpx.dequantize_weights` make
-    an array of it.
+    arithmetic: `mpx.autocast`, the gradient functions and
+    `mpx.quantization.dequantize_weights` make an array of it.
 
     Attributes:
         quantized: Payload and scales.
@@ -132,8 +132,9 @@ class StoredWeight(Whole):
         raise TypeError(
             f"A stored weight, {self.dtype}{list(self.shape)} in 8 bits, is no array "
             "to compute with. Call functions that `mpx.autocast` made, or give them "
-            "`mpx.dequantize_weights(model)`; to train, `mpx.filter_value_and_grad` "
-            "and an optimizer in `mpx.master_weights(optimizer)`."
+            "`mpx.quantization.dequantize_weights(model)`; to train, "
+            "`mpx.filter_value_and_grad` and an optimizer in "
+            "`mpx.master_weights(optimizer)`."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __getitem__ = _refused
@@ -227,7 +228,8 @@ def _refuse_derivative_rule(primals: PyTree, tangents: PyTree) -> PyTree:
     raise TypeError(
         "A stored weight has no derivative: numbers of 8 bits have no useful tangents. "
         "`mpx.filter_grad` and its relatives give that of the numbers it stands for; "
-        "so does `jax.grad` of a function of `mpx.dequantize_weights(model)`."
+        "so does `jax.grad` of a function of "
+        "`mpx.quantization.dequantize_weights(model)`."
     )
 
 
@@ -249,18 +251,19 @@ def quantize_weights(
 
     Args:
         model: Any PyTree.
-        quantizer: `mpx.TensorQuantizer` (the default, in E4M3), `mpx.BlockQuantizer` or
-            `mpx.MXFP8Quantizer`, without stochastic rounding.
+        quantizer: `mpx.quantization.TensorQuantizer` (the default, in E4M3),
+            `mpx.quantization.BlockQuantizer` or `mpx.quantization.MXFP8Quantizer`,
+            without stochastic rounding.
         where: `where(path, leaf)` is True for the float leaves to store, with a path
             such as `layers[0].weight`. By default all that have two axes or more, which
             are embeddings, too.
-        axis: The axis that blocks lie along, as in `mpx.quantize`.
+        axis: The axis that blocks lie along, as in `mpx.quantization.quantize`.
 
     Returns:
-        The model with an `mpx.StoredWeight` in the place of each such leaf. Functions
-        that `mpx.autocast` made take it, and so do the gradient functions, whose
-        gradients have arrays there. To update it, put the optimizer into
-        `mpx.master_weights`.
+        The model with an `mpx.quantization.StoredWeight` in the place of each such
+        leaf. Functions that `mpx.autocast` made take it, and so do the gradient
+        functions, whose gradients have arrays there. To update it, put the optimizer
+        into `mpx.master_weights`.
 
     Raises:
         TypeError: `quantizer` is none, `where` is not a function, or the model is a
@@ -275,10 +278,10 @@ def quantize_weights(
     Examples:
         >>> import jax.numpy as jnp, mpx
         >>> model = {"w": jnp.eye(64), "b": jnp.zeros(64)}
-        >>> stored = mpx.quantize_weights(model)
+        >>> stored = mpx.quantization.quantize_weights(model)
         >>> stored["w"].nbytes, stored["w"].quantized.payload.dtype
         (4100, dtype(float8_e4m3fn))
-        >>> mpx.dequantize_weights(stored)["w"].dtype
+        >>> mpx.quantization.dequantize_weights(stored)["w"].dtype
         dtype('float32')
     """
     quantizer = TensorQuantizer() if quantizer is None else quantizer
@@ -330,13 +333,14 @@ def dequantize_weights(model: PyTree) -> PyTree:
 
     Returns:
         The tree with an array, in the dtype that it had, in the place of each
-        `mpx.StoredWeight`; the same object if it has none. Flax NNX modules, which
-        change in place, stay as they are.
+        `mpx.quantization.StoredWeight`; the same object if it has none. Flax NNX
+        modules, which change in place, stay as they are.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
-        >>> stored = mpx.quantize_weights(jnp.array([[1.0, 0.3], [2.0, -4.0]]))
-        >>> mpx.dequantize_weights(stored).round(3).tolist()
+        >>> from mpx.quantization import dequantize_weights, quantize_weights
+        >>> stored = quantize_weights(jnp.array([[1.0, 0.3], [2.0, -4.0]]))
+        >>> dequantize_weights(stored).round(3).tolist()
         [[1.0, 0.286...], [2.0, -4.0]]
     """
     if not any(map(is_stored, jax.tree.leaves(model, is_leaf=_is_leaf))):
@@ -371,13 +375,13 @@ def _is_leaf(node: object) -> bool:
 def _check(quantizer: object, where: object) -> None:
     if not isinstance(quantizer, AbstractQuantizer):
         raise TypeError(
-            f"`quantizer` of {_CALL} is a quantizer such as `mpx.TensorQuantizer()`; "
-            f"got {describe(quantizer)}."
+            f"`quantizer` of {_CALL} is a quantizer such as "
+            f"`mpx.quantization.TensorQuantizer()`; got {describe(quantizer)}."
         )
     if isinstance(quantizer, NVFP4Quantizer) or quantizer.stochastic_rounding:
         raise ValueError(
             f"`quantizer` of {_CALL} has 8 bits and rounds to the nearest; got "
-            f"{quantizer}. Take `mpx.TensorQuantizer()`."
+            f"{quantizer}. Take `mpx.quantization.TensorQuantizer()`."
         )
     if where is not None and not callable(where):
         raise TypeError(

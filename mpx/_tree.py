@@ -126,12 +126,14 @@ class Guard:
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
         if is_array and leaf.dtype not in (np.bool_, jax.dtypes.float0):
             raise TypeError(
-                "The arrays of a `mpx.QuantizedArray` or a `mpx.StoredWeight`, numbers "
-                "of few bits and their scales, mean nothing alone, and `jax.tree.map` "
-                f"computed with each ({describe(leaf)} came of a boolean that is there "
-                "to notice). Compute with what they stand for: "
-                "`mpx.dequantize_weights(model)`, `quantized.dequantize()`, or for a "
-                "running average of weights `mpx.full_weights(model, opt_state)`."
+                "The arrays of a `mpx.quantization.QuantizedArray` or a "
+                "`mpx.quantization.StoredWeight`, numbers of few bits and their "
+                f"scales, mean nothing alone, and `jax.tree.map` computed with each "
+                f"({describe(leaf)} came of a boolean that is there to notice). "
+                "Compute with what they stand for: "
+                "`mpx.quantization.dequantize_weights(model)`, "
+                "`quantized.dequantize()`, or for a running average of weights "
+                "`mpx.full_weights(model, opt_state)`."
             )
         return cls(leaf)
 

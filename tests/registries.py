@@ -13,7 +13,7 @@ import jax
 import mpx
 
 # Each recipe as users make it, but for a history short enough to be filled in a test.
-RECIPES: dict[str, mpx.AbstractRecipe] = {
+RECIPES: dict[str, mpx.quantization.AbstractRecipe] = {
     "current": mpx.Float8CurrentScaling(),
     "delayed": mpx.DelayedScaling(amax_history_len=4),
     "block": mpx.Float8BlockScaling(),
@@ -21,22 +21,24 @@ RECIPES: dict[str, mpx.AbstractRecipe] = {
     "nvfp4": mpx.NVFP4BlockScaling(),
     "custom": mpx.CustomRecipe(
         lambda role, _: (
-            mpx.NVFP4Quantizer() if role is mpx.Role.INPUT else mpx.TensorQuantizer()
+            mpx.quantization.NVFP4Quantizer()
+            if role is mpx.quantization.Role.INPUT
+            else mpx.quantization.TensorQuantizer()
         )
     ),
 }
 # Those whose scales are known from the operands at hand.
 STATELESS = {name: recipe for name, recipe in RECIPES.items() if name != "delayed"}
 
-QUANTIZERS: dict[str, mpx.AbstractQuantizer] = {
-    "E4M3": mpx.TensorQuantizer(),
-    "E5M2": mpx.TensorQuantizer(mpx.Format.E5M2),
-    "power of two": mpx.TensorQuantizer(power_of_two_scales=True),
-    "blocks": mpx.BlockQuantizer(),
-    "square blocks": mpx.BlockQuantizer(block_dimensions=2),
-    "mxfp8": mpx.MXFP8Quantizer(),
-    "nvfp4": mpx.NVFP4Quantizer(),
-    "square nvfp4": mpx.NVFP4Quantizer(2),
+QUANTIZERS: dict[str, mpx.quantization.AbstractQuantizer] = {
+    "E4M3": mpx.quantization.TensorQuantizer(),
+    "E5M2": mpx.quantization.TensorQuantizer(mpx.Format.E5M2),
+    "power of two": mpx.quantization.TensorQuantizer(power_of_two_scales=True),
+    "blocks": mpx.quantization.BlockQuantizer(),
+    "square blocks": mpx.quantization.BlockQuantizer(block_dimensions=2),
+    "mxfp8": mpx.quantization.MXFP8Quantizer(),
+    "nvfp4": mpx.quantization.NVFP4Quantizer(),
+    "square nvfp4": mpx.quantization.NVFP4Quantizer(2),
 }
 
 FORMATS = {"E4M3": mpx.Format.E4M3, "E5M2": mpx.Format.E5M2, "E2M1": mpx.Format.E2M1}

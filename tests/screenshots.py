@@ -29,7 +29,7 @@ MODEL = ModelConfig(patch=4, width=384, hidden=1536, blocks=6, heads=6)
 CONFIG = dataclasses.replace(PRESETS["digits"], model=MODEL)
 
 
-def make_report() -> mpx.Report:
+def make_report() -> mpx.reports.Report:
     """The report of a step on images of 32 by 32 pixels."""
     batch = {
         "image": jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32),

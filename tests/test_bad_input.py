@@ -449,7 +449,7 @@ REPORTS = [
     *[
         Case(
             f"heat map of {name}",
-            lambda history=history: mpx.heat_map(history()),
+            lambda history=history: mpx.reports.heat_map(history()),
             TypeError,
             f"has the statistics of each step by its number; got .*{match}. .*watch",
         )

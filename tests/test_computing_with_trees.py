@@ -23,10 +23,10 @@ from .grad.cases import same_bits
 
 RECIPE = mpx.DelayedScaling(amax_history_len=2)
 QUANTIZERS = {
-    "tensor": mpx.TensorQuantizer(),
-    "block": mpx.BlockQuantizer(),
-    "mxfp8": mpx.MXFP8Quantizer(),
-    "nvfp4": mpx.NVFP4Quantizer(),
+    "tensor": mpx.quantization.TensorQuantizer(),
+    "block": mpx.quantization.BlockQuantizer(),
+    "mxfp8": mpx.quantization.MXFP8Quantizer(),
+    "nvfp4": mpx.quantization.NVFP4Quantizer(),
 }
 
 
@@ -37,12 +37,18 @@ def array(seed=0):
 @functools.cache
 def stored(seed=0):
     model = {"w": array(seed), "b": jnp.ones(3)}
-    return jax.jit(lambda m: mpx.quantize_weights(m, mpx.MXFP8Quantizer()))(model)
+    return jax.jit(
+        lambda m: mpx.quantization.quantize_weights(
+            m, mpx.quantization.MXFP8Quantizer()
+        )
+    )(model)
 
 
 @functools.cache
 def quantized(seed=0, name="tensor"):
-    return jax.jit(lambda x: mpx.quantize(x, QUANTIZERS[name]))(array(seed))
+    return jax.jit(lambda x: mpx.quantization.quantize(x, QUANTIZERS[name]))(
+        array(seed)
+    )
 
 
 @functools.cache
@@ -93,7 +99,10 @@ def test_what_jax_refuses_by_itself(compute):
 
 
 def test_an_average_of_the_numbers_is_right():
-    a, b = mpx.dequantize_weights(stored(0)), mpx.dequantize_weights(stored(1))
+    a, b = (
+        mpx.quantization.dequantize_weights(stored(0)),
+        mpx.quantization.dequantize_weights(stored(1)),
+    )
     mean = jax.tree.map(average, a, b)
     expected = 0.99 * a["w"] + 0.01 * b["w"]
     np.testing.assert_allclose(mean["w"], expected, rtol=1e-6)
@@ -193,22 +202,24 @@ def stacked_twice(tree):
 
 
 def test_zeros_are_zeros():
-    model = mpx.quantize_weights({"w": array()})
+    model = mpx.quantization.quantize_weights({"w": array()})
     zeros = jax.tree.map(jnp.zeros_like, model)
-    assert not mpx.dequantize_weights(zeros)["w"].any()
+    assert not mpx.quantization.dequantize_weights(zeros)["w"].any()
 
 
 def test_layers_are_stored_and_scanned():
     """Each layer with a scale of its own."""
     layers = jnp.stack([array(0), 3 * array(1)])
-    quantized = jax.jit(lambda w: mpx.quantize_weights({"w": w}))
+    quantized = jax.jit(lambda w: mpx.quantization.quantize_weights({"w": w}))
     several = jax.jit(jax.vmap(quantized))(layers)
 
     def body(x, layer):
-        return x @ mpx.dequantize_weights(layer)["w"], None
+        return x @ mpx.quantization.dequantize_weights(layer)["w"], None
 
     x, _ = jax.lax.scan(body, jnp.eye(128), several)
-    expected = [jax.jit(mpx.dequantize_weights)(quantized(w)) for w in layers]
+    expected = [
+        jax.jit(mpx.quantization.dequantize_weights)(quantized(w)) for w in layers
+    ]
     product = functools.reduce(jnp.matmul, [w["w"] for w in expected])
     np.testing.assert_allclose(x, product, rtol=1e-3, atol=1e-3)
 

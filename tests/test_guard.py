@@ -31,7 +31,7 @@ class Model(eqx.Module):
     half: jax.Array
     brain: jax.Array
     wave: jax.Array
-    stored: mpx.StoredWeight
+    stored: mpx.quantization.StoredWeight
     name: str = eqx.field(static=True, default="model")
 
     def __call__(self, x):
@@ -47,8 +47,9 @@ def good():
     """Weights, optimizer state and scaling after a few steps."""
     keys = jax.random.split(jax.random.key(0), 5)
     normal = jax.random.normal
-    stored = mpx.quantize_weights(
-        {"w": normal(keys[4], (32, 8))}, mpx.TensorQuantizer(mpx.Format.E4M3)
+    stored = mpx.quantization.quantize_weights(
+        {"w": normal(keys[4], (32, 8))},
+        mpx.quantization.TensorQuantizer(mpx.Format.E4M3),
     )["w"]
     model = Model(
         normal(keys[0], (16, 8)),

@@ -137,7 +137,11 @@ def test_state_in_pieces_of_weights_that_are_whole(under_jit):
 
 def test_stored_weights_have_masters_and_moments_in_pieces():
     w = weights(dtype=jnp.bfloat16)
-    stored = jax.jit(lambda w: mpx.quantize_weights(w, mpx.TensorQuantizer()))(w)
+    stored = jax.jit(
+        lambda w: mpx.quantization.quantize_weights(
+            w, mpx.quantization.TensorQuantizer()
+        )
+    )(w)
     layout = jax.tree.map(lambda x: x.sharding, w)
     state = mpx.init_optimizer(
         mpx.master_weights(optax.adam(0.1)), stored, w, shardings=layout

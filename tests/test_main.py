@@ -40,7 +40,7 @@ X = jax.ShapeDtypeStruct((2, 16), jnp.float32)
 def saved(tmp_path, *arguments):
     path = tmp_path / "report.json"
     main(["explain", *arguments, "--save", str(path)])
-    return mpx.Report.from_json(path.read_text())
+    return mpx.reports.Report.from_json(path.read_text())
 
 
 @pytest.fixture(autouse=True)

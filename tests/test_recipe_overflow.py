@@ -89,7 +89,7 @@ def assert_skipped(before, result) -> None:
     assert (int(result.scaling.skipped), int(result.scaling.bad_losses)) == counts
     fall = 1.0 if is_bad_loss else 0.5
     assert float(result.scaling.loss_scale) == float(before.loss_scale) * fall
-    if isinstance(before, mpx.RecipeScaling):
+    if isinstance(before, mpx.quantization.RecipeScaling):
         helpers.assert_same_bits(result.scaling.scales, before.scales)
         helpers.assert_same_bits(result.scaling.amaxes, before.amaxes)
 
@@ -106,7 +106,7 @@ def test_a_gradient_that_overflows_in_float16_is_seen(name: str, inputs):
         assert result.value == good.value  # the forward pass knows nothing of it
         if exponent < 20 and bool(result.finite):
             # Scales of delayed scaling are those of another loss scale.
-            if not isinstance(scaled, mpx.RecipeScaling):
+            if not isinstance(scaled, mpx.quantization.RecipeScaling):
                 assert distance(result.grads, good.grads) < 0.2
         else:
             assert_skipped(scaled, result)
@@ -129,7 +129,7 @@ def test_finite_gradients_are_good_however_large_and_at_any_scale(name, size, sc
 
     scaling = mpx.StaticLossScaling(scale)
     made = mpx.init_scaling(loss, w, x)
-    if isinstance(made, mpx.RecipeScaling):
+    if isinstance(made, mpx.quantization.RecipeScaling):
         scaling = made.with_loss(scaling)
     result = gradient(scaling, w, x)
     assert bool(result.finite)
@@ -166,7 +166,7 @@ def test_a_run_goes_on_as_if_the_bad_step_had_not_been(name: str, inputs):
     again = at_scale(bad, 8.0)
     one, other = step(before, params, x, y), step(again, params, x, y)
     helpers.assert_same_bits(one.grads, other.grads)
-    if isinstance(before, mpx.RecipeScaling):
+    if isinstance(before, mpx.quantization.RecipeScaling):
         helpers.assert_same_bits(one.scaling.scales, other.scaling.scales)
 
 
@@ -190,4 +190,4 @@ def test_attention_in_fp8_and_stored_weights(inputs):
     assert_skipped(before, step(before, params, x.at[3, 5].set(jnp.inf)))
     broken = {**params, "third": params["third"].at[3, 5].set(jnp.inf)}
     assert_skipped(before, step(before, broken, x))
-    assert_skipped(before, step(before, mpx.quantize_weights(broken), x))
+    assert_skipped(before, step(before, mpx.quantization.quantize_weights(broken), x))

@@ -74,7 +74,7 @@ def amaxes(inputs):
 
 def test_a_scaling_of_the_slots_of_a_function(inputs):
     scaling = mpx.init_scaling(loss, *inputs)
-    assert isinstance(scaling, mpx.RecipeScaling)
+    assert isinstance(scaling, mpx.quantization.RecipeScaling)
     assert isinstance(scaling.loss, mpx.NoLossScaling)
     scales = scaling.scales_by_weight()
     assert list(scales) == ["['first'] (16x32)", "['second'] (32x16)"]
@@ -102,7 +102,7 @@ def test_histories_of_forty_steps(inputs):
     params, x = inputs
     scaling = mpx.init_scaling(loss, *inputs)
     run, update = jitted_step(loss), jax.jit(RECIPE.update, static_argnums=2)
-    state = [[RECIPE.init() for _ in mpx.Role] for _ in params]
+    state = [[RECIPE.init() for _ in mpx.quantization.Role] for _ in params]
     for i in range(40):
         scale = {7: 0.0, 11: 1e-30, 20: 1e4}.get(i, 1.0 + i % 5)
         bad = i in (3, 25)
@@ -112,7 +112,7 @@ def test_histories_of_forty_steps(inputs):
             state = [
                 [
                     update(s, a, role)
-                    for s, a, role in zip(row, got, mpx.Role, strict=True)
+                    for s, a, role in zip(row, got, mpx.quantization.Role, strict=True)
                 ]
                 for row, got in zip(state, seen, strict=True)
             ]
@@ -547,7 +547,7 @@ def test_a_state_of_the_wrong_shape(inputs):
     with pytest.raises(ValueError, match=r"is of \(3,\); got scales of \(2, 3\)"):
         scaling.with_state(state)
     with pytest.raises(ValueError, match="init_scaling.*with_state"):
-        mpx.RecipeScaling.from_state_dict(scaling.state_dict())
+        mpx.quantization.RecipeScaling.from_state_dict(scaling.state_dict())
     with pytest.raises(ValueError, match="init_scaling.*with_state"):
         mpx.NoLossScaling.__base__.from_state_dict(scaling.state_dict())
 
@@ -676,7 +676,7 @@ def test_weights_are_quantized_once_for_all_micro_batches(inputs):
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(mpx.AbstractRecipe):
+class Own(mpx.quantization.AbstractRecipe):
     """Has a state as `mpx.DelayedScaling` has one, and does not inherit from it."""
 
     has_state = True

@@ -17,7 +17,7 @@ import mpx
 from .grad.cases import same_bits
 
 RECIPE = mpx.DelayedScaling(amax_history_len=4)
-ROLES = tuple(mpx.Role)
+ROLES = tuple(mpx.quantization.Role)
 W, X = jnp.ones((16, 16)), jnp.ones((16, 16))
 
 

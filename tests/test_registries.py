@@ -21,21 +21,26 @@ OF_EVERY_RECIPE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class NewRecipe(mpx.AbstractRecipe):
+class NewRecipe(mpx.quantization.AbstractRecipe):
     """A recipe as somebody would add it."""
 
     def _quantizer(self, role, for_wgrad):
-        return mpx.TensorQuantizer()
+        return mpx.quantization.TensorQuantizer()
 
 
 def test_every_recipe_quantizer_and_format_of_mpx_is_registered():
     def of(kind):
-        found = [getattr(mpx, name) for name in mpx.__all__]
+        faces = (mpx, mpx.quantization)
+        found = [getattr(face, name) for face in faces for name in face.__all__]
         classes = (x for x in found if isinstance(x, type) and issubclass(x, kind))
         return {x for x in classes if not x.__name__.startswith("Abstract")}
 
-    assert set(map(type, registries.RECIPES.values())) == of(mpx.AbstractRecipe)
-    assert set(map(type, registries.QUANTIZERS.values())) == of(mpx.AbstractQuantizer)
+    assert set(map(type, registries.RECIPES.values())) == of(
+        mpx.quantization.AbstractRecipe
+    )
+    assert set(map(type, registries.QUANTIZERS.values())) == of(
+        mpx.quantization.AbstractQuantizer
+    )
     assert set(registries.FORMATS.values()) == set(mpx.Format) - {mpx.Format.HYBRID}
 
 

@@ -74,8 +74,12 @@ def in_a_region(ws, x):
         return loss(ws, x)
 
 
-def _of_inputs(role: mpx.Role, for_wgrad: bool) -> mpx.AbstractQuantizer:
-    return mpx.MXFP8Quantizer(stochastic_rounding=role is mpx.Role.INPUT)
+def _of_inputs(
+    role: mpx.quantization.Role, for_wgrad: bool
+) -> mpx.quantization.AbstractQuantizer:
+    return mpx.quantization.MXFP8Quantizer(
+        stochastic_rounding=role is mpx.quantization.Role.INPUT
+    )
 
 
 class Program(NamedTuple):
@@ -169,8 +173,8 @@ def test_steps_round_a_gradient_differently_and_each_one_always_the_same(name):
 
 
 CHEAP = mpx.CustomRecipe(
-    lambda role, for_wgrad: mpx.TensorQuantizer(
-        stochastic_rounding=role is mpx.Role.GRADIENT
+    lambda role, for_wgrad: mpx.quantization.TensorQuantizer(
+        stochastic_rounding=role is mpx.quantization.Role.GRADIENT
     )
 )
 WITHIN = {

@@ -481,20 +481,25 @@ def test_flax_restores_the_state_of_a_recipe():
     assert _same_leaves(restored, scaling) and not _same_leaves(restored, start)
 
 
-@pytest.mark.parametrize("quantizer", [mpx.TensorQuantizer(), mpx.MXFP8Quantizer()])
+@pytest.mark.parametrize(
+    "quantizer", [mpx.quantization.TensorQuantizer(), mpx.quantization.MXFP8Quantizer()]
+)
 def test_flax_restores_stored_weights_and_their_masters(quantizer):
     mpx.compat.flax.register_serialization()
     tx = mpx.master_weights(optax.adam(1e-3))
 
     def made(scale):
         model = {"w": scale * jax.random.normal(jax.random.key(0), (32, 32))}
-        model = mpx.quantize_weights(model, quantizer)
+        model = mpx.quantization.quantize_weights(model, quantizer)
         return {"model": model, "opt_state": tx.init(model)}
 
     data = flax.serialization.to_bytes(made(3.0))
     assert _same_leaves(flax.serialization.from_bytes(made(1.0), data), made(3.0))
-    others = [mpx.TensorQuantizer(mpx.Format.E5M2), mpx.MXFP8Quantizer()]
-    other = others[quantizer != mpx.MXFP8Quantizer()]
-    other = mpx.quantize_weights({"w": jnp.ones((32, 32))}, other)
+    others = [
+        mpx.quantization.TensorQuantizer(mpx.Format.E5M2),
+        mpx.quantization.MXFP8Quantizer(),
+    ]
+    other = others[quantizer != mpx.quantization.MXFP8Quantizer()]
+    other = mpx.quantization.quantize_weights({"w": jnp.ones((32, 32))}, other)
     with pytest.raises(ValueError, match="stored in another way"):
         flax.serialization.from_bytes({**made(1.0), "model": other}, data)

@@ -361,7 +361,9 @@ def test_check_names_numbers_that_were_differentiated():
 
 
 def test_check_names_weights_in_eight_bits():
-    model = mpx.quantize_weights({"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))})
+    model = mpx.quantization.quantize_weights(
+        {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+    )
     model |= {"c": jnp.ones(2)}
 
     def fun(model):

@@ -32,8 +32,12 @@ def stored_of(shape, dtype="float32", seed=0, format=mpx.Format.E4M3):
     """
     w = np.random.default_rng(seed).normal(size=shape) / 12
     w = jnp.asarray(w, dtype)
-    (stored,) = mpx.quantize_weights([w], mpx.TensorQuantizer(format))
-    quantized = mpx.quantize(w, mpx.TensorQuantizer(format), scale=157.0)
+    (stored,) = mpx.quantization.quantize_weights(
+        [w], mpx.quantization.TensorQuantizer(format)
+    )
+    quantized = mpx.quantization.quantize(
+        w, mpx.quantization.TensorQuantizer(format), scale=157.0
+    )
     return dataclasses.replace(stored, quantized=quantized)
 
 
@@ -105,7 +109,7 @@ def step_of(name, recipe, dtype="float32"):
 
 
 def but_for_weights(role, for_wgrad):
-    if role is mpx.Role.WEIGHT:
+    if role is mpx.quantization.Role.WEIGHT:
         return None
     return CURRENT.quantizer(role, for_wgrad=for_wgrad)
 
@@ -121,7 +125,7 @@ def test_products_read_the_stored_numbers_as_they_are(name: str, recipe: str):
     other = "plain" if name == "cast" else name
     _, expected = step_of(other, mpx.CustomRecipe(but_for_weights))
     found = step(scaling, model, X)
-    plain = mpx.dequantize_weights(model)
+    plain = mpx.quantization.dequantize_weights(model)
     wanted = expected(mpx.NoLossScaling(), plain, X)
     np.testing.assert_allclose(found.value, wanted.value, rtol=2e-5)
     again = step(scaling, plain, X)
@@ -142,7 +146,9 @@ def test_gradients_of_micro_batches_are_of_the_stored_numbers(dtype: str):
     part = mpx.filter_grad(loss, mpx.NoLossScaling(), accumulate=2)(model, x)
     difference = (part.grads["w"] - whole).astype(jnp.float32)
     assert jnp.linalg.norm(difference) < 0.1 * jnp.linalg.norm(whole)
-    plain = step(mpx.NoLossScaling(), mpx.dequantize_weights(model), x).grads["w"]
+    plain = step(
+        mpx.NoLossScaling(), mpx.quantization.dequantize_weights(model), x
+    ).grads["w"]
     assert whole.dtype == plain.dtype
 
 
@@ -155,7 +161,7 @@ def test_a_frozen_base_is_read_as_it_is_stored():
     for recipe in (CURRENT, mpx.CustomRecipe(but_for_weights)):
         loss = mpx.autocast(func, "float32", recipe=recipe, weights=(0, 1), rules=EVERY)
         found.append(mpx.filter_grad(loss, mpx.NoLossScaling())(adapter, base, X).grads)
-        base = mpx.dequantize_weights(base)
+        base = mpx.quantization.dequantize_weights(base)
     np.testing.assert_allclose(found[0]["b"], found[1]["b"], rtol=0.05, atol=1e-3)
 
 
@@ -171,17 +177,19 @@ def test_explain_says_that_the_stored_numbers_are_read():
         assert not any(READ in reason for reason in reasons(stored, recipe))
     other = {"w": stored_of((SIZE, SIZE), format=mpx.Format.E5M2)}
     assert not any(READ in reason for reason in reasons(other, CURRENT))
-    plain = mpx.dequantize_weights(stored)
+    plain = mpx.quantization.dequantize_weights(stored)
     assert not any(READ in reason for reason in reasons(plain, CURRENT))
 
 
 @pytest.mark.parametrize(
     "recipe", [mpx.MXFP8BlockScaling(), mpx.CustomRecipe(but_for_weights)]
 )
-def test_other_recipes_quantize_what_is_dequantized(recipe: mpx.AbstractRecipe):
+def test_other_recipes_quantize_what_is_dequantized(
+    recipe: mpx.quantization.AbstractRecipe,
+):
     model = {"w": stored_of((SIZE, SIZE))}
     _, step = step_of("plain", recipe)
-    plain = mpx.dequantize_weights(model)
+    plain = mpx.quantization.dequantize_weights(model)
     found, expected = (step(mpx.NoLossScaling(), m, X) for m in (model, plain))
     assert_same_bits(found.grads, expected.grads)
 
@@ -192,7 +200,7 @@ def test_what_jax_traces_on_the_way_is_quantized_as_other_weights_are():
     hidden = jax.jit(loss)
     found, expected = (
         mpx.filter_grad(hidden, mpx.NoLossScaling())(m, X).grads
-        for m in (model, mpx.dequantize_weights(model))
+        for m in (model, mpx.quantization.dequantize_weights(model))
     )
     assert_same_bits(found, expected)
     # Where nothing differentiates, the weight itself goes through `jax.jit`.

@@ -18,10 +18,10 @@ from .helpers import slow_but, unchecked_annotations, unscaled
 pytestmark = unscaled
 
 QUANTIZERS = {
-    "tensor": mpx.TensorQuantizer(),
-    "E5M2": mpx.TensorQuantizer(mpx.Format.E5M2, power_of_two_scales=True),
-    "square": mpx.BlockQuantizer(block_dimensions=2),
-    "mxfp8": mpx.MXFP8Quantizer(),
+    "tensor": mpx.quantization.TensorQuantizer(),
+    "E5M2": mpx.quantization.TensorQuantizer(mpx.Format.E5M2, power_of_two_scales=True),
+    "square": mpx.quantization.BlockQuantizer(block_dimensions=2),
+    "mxfp8": mpx.quantization.MXFP8Quantizer(),
 }
 each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
 two_quantizers = pytest.mark.parametrize(
@@ -69,62 +69,70 @@ def params_of(model):
 @each_quantizer
 def test_matrices_are_stored_in_a_byte_for_each_number(name: str):
     quantizer, model = QUANTIZERS[name], model_of()
-    stored = mpx.quantize_weights(model, quantizer)
+    stored = mpx.quantization.quantize_weights(model, quantizer)
     assert stored["bias"] is model["bias"] and stored["steps"] == 3
     for key in ("up", "down"):
-        weight, expected = stored[key], mpx.quantize(model[key], quantizer)
-        assert isinstance(weight, mpx.StoredWeight)
+        weight, expected = stored[key], mpx.quantization.quantize(model[key], quantizer)
+        assert isinstance(weight, mpx.quantization.StoredWeight)
         assert weight.shape == (SIZE, SIZE) and weight.ndim == 2
         assert weight.dtype == jnp.float32
         assert weight.nbytes <= 1.04 * SIZE**2
         assert_same_bits(weight.quantized, expected)
-        assert_same_bits(mpx.dequantize_weights(stored)[key], expected.dequantize())
-    again = mpx.quantize_weights(stored, quantizer)
+        assert_same_bits(
+            mpx.quantization.dequantize_weights(stored)[key], expected.dequantize()
+        )
+    again = mpx.quantization.quantize_weights(stored, quantizer)
     assert_same_bits(again, stored)
     assert_same_bits(pickle.loads(pickle.dumps(stored["up"])), stored["up"])
 
 
 def test_which_weights_are_stored():
     model = model_of("bfloat16")
-    stored = mpx.quantize_weights(model, where=lambda path, leaf: "down" in path)
-    assert not isinstance(stored["up"], mpx.StoredWeight)
-    assert mpx.dequantize_weights(stored)["down"].dtype == jnp.bfloat16
+    stored = mpx.quantization.quantize_weights(
+        model, where=lambda path, leaf: "down" in path
+    )
+    assert not isinstance(stored["up"], mpx.quantization.StoredWeight)
+    assert mpx.quantization.dequantize_weights(stored)["down"].dtype == jnp.bfloat16
     untouched = model_of()
-    assert mpx.dequantize_weights(untouched) is untouched
-    shapes = eqx.filter_eval_shape(mpx.quantize_weights, model_of())
+    assert mpx.quantization.dequantize_weights(untouched) is untouched
+    shapes = eqx.filter_eval_shape(mpx.quantization.quantize_weights, model_of())
     assert shapes["up"].quantized.payload.dtype == jnp.float8_e4m3fn
 
 
 def test_what_cannot_be_stored():
     model = model_of()
     with pytest.raises(ValueError, match="8 bits and rounds to the nearest.*NVFP4"):
-        mpx.quantize_weights(model, mpx.NVFP4Quantizer())
+        mpx.quantization.quantize_weights(model, mpx.quantization.NVFP4Quantizer())
     with pytest.raises(ValueError, match="rounds to the nearest"):
-        mpx.quantize_weights(model, mpx.TensorQuantizer(stochastic_rounding=True))
+        mpx.quantization.quantize_weights(
+            model, mpx.quantization.TensorQuantizer(stochastic_rounding=True)
+        )
     with unchecked_annotations():
         with pytest.raises(TypeError, match="`quantizer`.*a quantizer such as"):
-            mpx.quantize_weights(model, "fp8")
+            mpx.quantization.quantize_weights(model, "fp8")
         with pytest.raises(TypeError, match="`where`.*is a function"):
-            mpx.quantize_weights(model, where="up")
+            mpx.quantization.quantize_weights(model, where="up")
     with pytest.raises(ValueError, match="no float array with two axes"):
-        mpx.quantize_weights({"bias": jnp.zeros(3)})
+        mpx.quantization.quantize_weights({"bias": jnp.zeros(3)})
     with pytest.raises(ValueError, match="no float array that `where` names"):
-        mpx.quantize_weights(model, where=lambda path, leaf: False)
+        mpx.quantization.quantize_weights(model, where=lambda path, leaf: False)
     with pytest.raises(ValueError, match=r"at `\['w'\]`.*32"):
-        mpx.quantize_weights({"w": jnp.zeros((3, 5))}, mpx.MXFP8Quantizer())
+        mpx.quantization.quantize_weights(
+            {"w": jnp.zeros((3, 5))}, mpx.quantization.MXFP8Quantizer()
+        )
 
 
 @pytest.mark.parametrize(
     "compute", [lambda w: X @ w, lambda w: w @ X.T, lambda w: w * 2, jnp.sum]
 )
 def test_a_stored_weight_says_that_it_is_no_array(compute):
-    stored = mpx.quantize_weights(model_of())
+    stored = mpx.quantization.quantize_weights(model_of())
     with pytest.raises(TypeError, match=r"float32\[128, 128\].*dequantize_weights"):
         compute(stored["up"])
 
 
 def test_casts_do_not_look_into_what_is_quantized():
-    stored = mpx.quantize_weights(model_of())
+    stored = mpx.quantization.quantize_weights(model_of())
     half = mpx.cast_tree(stored, "bfloat16", keep=lambda path, leaf: "up" in path)
     for cast in (half, mpx.cast_to_half_precision(stored)):
         assert_same_bits(cast["up"], stored["up"])
@@ -140,8 +148,8 @@ def test_casts_do_not_look_into_what_is_quantized():
 
 @two_quantizers
 def test_autocast_and_gradients_are_those_of_the_numbers_that_are_stored(name: str):
-    stored = mpx.quantize_weights(model_of(), QUANTIZERS[name])
-    plain = mpx.dequantize_weights(stored)
+    stored = mpx.quantization.quantize_weights(model_of(), QUANTIZERS[name])
+    plain = mpx.quantization.dequantize_weights(stored)
     found, expected = (
         values_and_gradients(m, mpx.NoLossScaling()) for m in (stored, plain)
     )
@@ -174,20 +182,20 @@ def _arrays(model):
 
 
 def test_derivatives_by_jax_alone_are_refused():
-    stored = mpx.quantize_weights(_arrays(model_of()))
+    stored = mpx.quantization.quantize_weights(_arrays(model_of()))
     func = mpx.autocast(loss)
     with pytest.raises(TypeError, match="no derivative.*mpx.filter_grad"):
         eqx.filter_grad(func)(stored, X)
     with pytest.raises(TypeError, match="requires real- or complex-valued inputs"):
         jax.grad(func)(stored, X)  # JAX's own words
-    grads = jax.jit(jax.grad(func))(mpx.dequantize_weights(stored), X)
+    grads = jax.jit(jax.grad(func))(mpx.quantization.dequantize_weights(stored), X)
     assert_same_bits(grads, gradient_of(func, stored).grads)
     assert jax.eval_shape(jax.grad(func, argnums=1), stored, X).shape == X.shape
 
 
 def test_reports_name_stored_weights_as_any_other():
     func = mpx.autocast(loss, recipe=mpx.Float8CurrentScaling())
-    stored = mpx.quantize_weights(model_of())
+    stored = mpx.quantization.quantize_weights(model_of())
 
     def parameters(model):
         report = mpx.explain(func)(model, X)
@@ -202,8 +210,8 @@ def test_a_recipe_quantizes_a_stored_weight_to_the_same_numbers(name: str):
     recipe = mpx.CustomRecipe(lambda role, for_wgrad: quantizer)
     every = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))
     func = jax.jit(mpx.autocast(forward, recipe=recipe, rules=every))
-    stored = mpx.quantize_weights(model, quantizer)
-    again = mpx.quantize(stored["up"].dequantize(), quantizer)
+    stored = mpx.quantization.quantize_weights(model, quantizer)
+    again = mpx.quantization.quantize(stored["up"].dequantize(), quantizer)
     assert_same_bits(again.payload, stored["up"].quantized.payload)
     np.testing.assert_allclose(
         *(q.inverse_scale for q in (again, stored["up"].quantized)), rtol=2e-7
@@ -217,7 +225,7 @@ def straight_through(quantizer):
 
     def func(model, x):
         quantized = {
-            key: mpx.quantize_dequantize(w, quantizer) if w.ndim > 1 else w
+            key: mpx.quantization.quantize_dequantize(w, quantizer) if w.ndim > 1 else w
             for key, w in model.items()
         }
         return loss(quantized, x)
@@ -230,8 +238,11 @@ def straight_through(quantizer):
 def test_masters_train_as_weights_that_are_quantized_in_the_loss(name: str):
     quantizer, model = QUANTIZERS[name], _arrays(model_of())
     if name == "tensor":  # as the optimizer's step makes them
-        quantizer = mpx.TensorQuantizer(power_of_two_scales=True)
-    stored, optimizer = mpx.quantize_weights(model, quantizer), optax.adamw(1e-2)
+        quantizer = mpx.quantization.TensorQuantizer(power_of_two_scales=True)
+    stored, optimizer = (
+        mpx.quantization.quantize_weights(model, quantizer),
+        optax.adamw(1e-2),
+    )
     tx, by_hand = mpx.master_weights(optimizer), straight_through(quantizer)
     state, scaling = tx.init(params_of(stored), model), mpx.NoLossScaling()
     start, state_by_hand = model, optimizer.init(model)
@@ -263,15 +274,15 @@ def test_masters_train_as_weights_that_are_quantized_in_the_loss(name: str):
         )
         way = np.linalg.norm(end - begin)
         assert np.linalg.norm(master - end) < 0.05 * way
-        has_one_scale = isinstance(quantizer, mpx.TensorQuantizer)
+        has_one_scale = isinstance(quantizer, mpx.quantization.TensorQuantizer)
         scale = 1 / stored[key].quantized.inverse_scale if has_one_scale else None
-        expected = mpx.quantize(state.masters[key], quantizer, scale=scale)
+        expected = mpx.quantization.quantize(state.masters[key], quantizer, scale=scale)
         assert_same_bits(stored[key].quantized.payload, expected.payload)
 
 
 @pytest.mark.third_party
 def test_updates_are_applied_by_optax_equinox_and_mpx_alike():
-    stored = mpx.quantize_weights(_arrays(model_of()))
+    stored = mpx.quantization.quantize_weights(_arrays(model_of()))
     tx = mpx.master_weights(optax.sgd(0.1))
     state = tx.init(stored)
     grads = gradient_of(loss, stored).grads
@@ -287,7 +298,7 @@ def test_updates_are_applied_by_optax_equinox_and_mpx_alike():
 @pytest.mark.third_party
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_steps_can_be_checked(is_bad: bool):
-    stored = mpx.quantize_weights(_arrays(model_of()))
+    stored = mpx.quantization.quantize_weights(_arrays(model_of()))
     rate = 1e38 if is_bad else 0.1
     tx = mpx.master_weights(optax.chain(optax.scale(1e3), optax.sgd(rate)))
     state, scaling = tx.init(stored), mpx.DynamicLossScaling()
@@ -302,12 +313,12 @@ def test_modules_of_nnx_are_refused_and_their_state_is_not():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="changes in place.*nnx.split"):
-        mpx.quantize_weights(model)
+        mpx.quantization.quantize_weights(model)
     graphdef, params = nnx.split(model, nnx.Param)
-    stored = mpx.quantize_weights(params)
+    stored = mpx.quantization.quantize_weights(params)
     func = mpx.autocast(lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x)))
     x = jnp.ones((2, 8))
-    plain = mpx.dequantize_weights(stored)
+    plain = mpx.quantization.dequantize_weights(stored)
     assert_same_bits(*(jax.jit(func)(weights, x) for weights in (stored, plain)))
     grads = jax.eval_shape(
         lambda s, *args: mpx.filter_grad(func, s)(*args), mpx.NoLossScaling(), stored, x
@@ -317,7 +328,7 @@ def test_modules_of_nnx_are_refused_and_their_state_is_not():
 
 @pytest.mark.third_party
 def test_small_steps_add_up_and_changes_from_outside_count():
-    stored = mpx.quantize_weights({"w": jnp.eye(4)})
+    stored = mpx.quantization.quantize_weights({"w": jnp.eye(4)})
     tx = mpx.master_weights(optax.sgd(1.0))
     state = tx.init(stored)
     small = {"w": jnp.full((4, 4), 1e-3).at[0].set(0.0)}
@@ -326,17 +337,22 @@ def test_small_steps_add_up_and_changes_from_outside_count():
         stored, state = update(stored, state, small)
     np.testing.assert_allclose(state.masters["w"][1, 1], 0.95, rtol=1e-5)
     np.testing.assert_allclose(stored["w"].dequantize()[1, 1], 0.95, rtol=2**-4)
-    other = mpx.quantize_weights({"w": 2 * jnp.eye(4)})
+    other = mpx.quantization.quantize_weights({"w": 2 * jnp.eye(4)})
     nothing = {"w": jnp.zeros((4, 4))}
     changed, state = update(other, state, nothing)
     np.testing.assert_array_equal(jnp.diag(state.masters["w"]), 2.0)
-    assert_same_bits(*(mpx.dequantize_weights(m) for m in (changed, other)))
+    assert_same_bits(
+        *(mpx.quantization.dequantize_weights(m) for m in (changed, other))
+    )
 
 
 @pytest.mark.third_party
 def test_masters_to_start_from():
     model = _arrays(model_of())
-    stored, tx = mpx.quantize_weights(model), mpx.master_weights(optax.sgd(0.1))
+    stored, tx = (
+        mpx.quantization.quantize_weights(model),
+        mpx.master_weights(optax.sgd(0.1)),
+    )
     state = tx.init(stored, model)
     assert_same_bits(
         (state.masters["up"], state.masters["down"]), (model["up"], model["down"])
@@ -351,20 +367,23 @@ def test_masters_to_start_from():
 @pytest.mark.third_party
 def test_blocks_lie_along_the_same_axis_after_an_update():
     model = {"w": jnp.arange(64.0 * 32).reshape(64, 32) / 100}
-    quantizer = mpx.MXFP8Quantizer()
-    stored = mpx.quantize_weights(model, quantizer, axis=0)
+    quantizer = mpx.quantization.MXFP8Quantizer()
+    stored = mpx.quantization.quantize_weights(model, quantizer, axis=0)
     tx = mpx.master_weights(optax.sgd(1.0))
     state = tx.init(stored, model)
     for _ in range(2):
         stored, state = mpx.optimizer_update(stored, tx, state, model, True)
-        wanted = mpx.quantize(state.masters["w"], quantizer, axis=0)
+        wanted = mpx.quantization.quantize(state.masters["w"], quantizer, axis=0)
         assert_same_bits(stored["w"].quantized.payload, wanted.payload)
         assert stored["w"].quantized.axes == wanted.axes
 
 
 @pytest.mark.third_party
 def test_another_optimizer_says_what_is_missing():
-    stored, optimizer = mpx.quantize_weights(_arrays(model_of())), optax.adam(0.1)
+    stored, optimizer = (
+        mpx.quantization.quantize_weights(_arrays(model_of())),
+        optax.adam(0.1),
+    )
     result = gradient_of(loss, stored)
     with pytest.raises(TypeError, match=r"mpx.master_weights\(optimizer\)"):
         mpx.optimizer_step(stored, optimizer, optimizer.init(stored), result)
@@ -372,7 +391,7 @@ def test_another_optimizer_says_what_is_missing():
 
 def test_what_is_gathered_are_the_stored_numbers():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    stored = mpx.quantize_weights(_arrays(model_of()))
+    stored = mpx.quantization.quantize_weights(_arrays(model_of()))
 
     def place(spec):
         return jax.tree.map(
@@ -398,8 +417,8 @@ def test_weights_that_are_all_subnormal_are_stored_as_zeros_with_a_warning(name,
     model = {"small": small, "w": model_of(dtype)["up"]}
     said = r"stores zeros for `\['small'\]`: all numbers there are below 2\^-126"
     with pytest.warns(UserWarning, match=said):
-        stored = mpx.quantize_weights(model, QUANTIZERS[name])
-    assert not mpx.dequantize_weights(stored)["small"].any()
+        stored = mpx.quantization.quantize_weights(model, QUANTIZERS[name])
+    assert not mpx.quantization.dequantize_weights(stored)["small"].any()
 
 
 def test_other_small_weights_are_stored_without_a_warning():
@@ -407,9 +426,11 @@ def test_other_small_weights_are_stored_without_a_warning():
     some = np.stack([tiny[0], np.full(SIZE, 1e-39, np.float32)])
     half = np.full((2, SIZE), 6e-8, np.float16)
     zeros = np.zeros((2, SIZE), np.float32)
-    stored = mpx.quantize_weights([jnp.asarray(x) for x in (some, half, zeros, tiny)])
-    _, half, *_ = mpx.dequantize_weights(stored)
+    stored = mpx.quantization.quantize_weights(
+        [jnp.asarray(x) for x in (some, half, zeros, tiny)]
+    )
+    _, half, *_ = mpx.quantization.dequantize_weights(stored)
     assert half.min() > 0
-    mpx.quantize_weights(half)
-    mpx.quantize_weights(tiny.astype(np.float64))
-    jax.jit(mpx.quantize_weights)(tiny / 10)  # where values are not known
+    mpx.quantization.quantize_weights(half)
+    mpx.quantization.quantize_weights(tiny.astype(np.float64))
+    jax.jit(mpx.quantization.quantize_weights)(tiny / 10)  # where values are not known

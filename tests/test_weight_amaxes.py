@@ -9,7 +9,7 @@ import mpx
 
 RECIPE = mpx.DelayedScaling(amax_history_len=2)
 KEYS = jax.random.split(jax.random.key(0), 3)
-WEIGHT = tuple(mpx.Role).index(mpx.Role.WEIGHT)
+WEIGHT = tuple(mpx.quantization.Role).index(mpx.quantization.Role.WEIGHT)
 X = jax.random.normal(KEYS[0], (8, 128))
 W = 3 * jax.random.normal(KEYS[1], (128, 128)).at[0, 0].set(7.0)
 HEAD = jax.random.normal(KEYS[2], (128, 4))

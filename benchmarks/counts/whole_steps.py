@@ -161,11 +161,11 @@ _NOTE = (
     "cuDNN's attention, `dots_with_no_batch_dims_saveable`. *LoRA*: the Llama with "
     "adapters of rank 16 at all its linear layers, its own weights frozen in bfloat16. "
     "*Masters*: bfloat16 weights, float32 masters in the optimizer's state. *FP8 "
-    "weights*: those of linear layers by `mpx.quantize_weights`. Adam. mpx "
-    'has `residual_stream="half"` and checks gradients; the others do not. *Calls* are '
-    "products of 8 or 4 bits, *default flags* those of a second program, in which "
-    "Triton may take products (counted for the H100; blank for the B200, or where "
-    "Triton's untuned tiling refuses a shape)."
+    "weights*: those of linear layers by `mpx.quantization.quantize_weights`. Adam. "
+    'mpx has `residual_stream="half"` and checks gradients; the others do not. '
+    "*Calls* are products of 8 or 4 bits, *default flags* those of a second program, "
+    "in which Triton may take products (counted for the H100; blank for the B200, or "
+    "where Triton's untuned tiling refuses a shape)."
 )
 
 

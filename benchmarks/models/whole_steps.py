@@ -193,9 +193,11 @@ def _stored(parts: _Parts) -> _Parts:
         return "block" in path and leaf.ndim > 1
 
     if jax.tree.leaves(parts.frozen):
-        frozen = mpx.quantize_weights(parts.frozen, where=is_linear)
+        frozen = mpx.quantization.quantize_weights(parts.frozen, where=is_linear)
         return parts._replace(frozen=frozen)
-    return parts._replace(trained=mpx.quantize_weights(parts.trained, where=is_linear))
+    return parts._replace(
+        trained=mpx.quantization.quantize_weights(parts.trained, where=is_linear)
+    )
 
 
 def _optimizer(kept: Kept) -> optax.GradientTransformation:

@@ -147,20 +147,22 @@ def technique_of(recipe: Any) -> Callable[..., dict[str, float]]:
 
     import mpx
 
-    weight = recipe.quantizer(mpx.Role.WEIGHT)
+    weight = recipe.quantizer(mpx.quantization.Role.WEIGHT)
     axes = ((-2, -1),) * 2 if weight.block_dimensions == 2 else (-2, -1)
-    gradient = recipe.quantizer(mpx.Role.GRADIENT)
+    gradient = recipe.quantizer(mpx.quantization.Role.GRADIENT)
     keys = jax.random.split(jax.random.key(0), DRAWS)
 
     @jax.jit
     def quantized(g: Any, key: Any) -> Any:
         key = key if gradient.stochastic_rounding else None
-        return mpx.quantize_dequantize(g, gradient, key=key)
+        return mpx.quantization.quantize_dequantize(g, gradient, key=key)
 
     def measured(w: Any, x: Any, g: Any) -> dict[str, float]:
-        forward, backward = (mpx.quantize_dequantize(w, weight, axis=a) for a in axes)
-        tokens = recipe.quantizer(mpx.Role.INPUT, for_wgrad=True)
-        kept = np.asarray(mpx.quantize_dequantize(x, tokens, axis=0))
+        forward, backward = (
+            mpx.quantization.quantize_dequantize(w, weight, axis=a) for a in axes
+        )
+        tokens = recipe.quantizer(mpx.quantization.Role.INPUT, for_wgrad=True)
+        kept = np.asarray(mpx.quantization.quantize_dequantize(x, tokens, axis=0))
         draws = [np.asarray(quantized(g[:64], key), np.float64) for key in keys]
         return {
             "zeros": float(np.mean(kept[beside_outliers(x)] == 0)),

@@ -8,9 +8,9 @@ import mpx
 
 keys = jax.random.split(jax.random.key(0), 2)
 weights = [jax.random.normal(key, (256, 256)) / 16 for key in keys]
-stored = mpx.quantize_weights(weights)
+stored = mpx.quantization.quantize_weights(weights)
 assert stored[0].nbytes < 0.26 * weights[0].nbytes
-assert isinstance(stored[0], mpx.StoredWeight)
+assert isinstance(stored[0], mpx.quantization.StoredWeight)
 
 optimizer = mpx.master_weights(optax.adam(1e-3))
 opt_state = optimizer.init(stored, weights)  # masters start from all digits

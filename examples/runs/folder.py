@@ -87,7 +87,7 @@ class RunFolder:
         self.checkpoints_path = self.path / "checkpoints"
         self.bad_steps_path = self.path / BAD_STEPS
         self.history: dict[Precision, list[Row]] = {}
-        self.statistics: dict[Precision, dict[int, mpx.Statistics]] = {}
+        self.statistics: dict[Precision, dict[int, mpx.reports.Statistics]] = {}
         self.results: dict[Precision, Result] = {}
         self.is_writer = jax.process_index() == 0  # of several, the first writes
         if config.resume:
@@ -145,7 +145,7 @@ class RunFolder:
             csv.writer(file).writerows((precision, *row) for row in rows)
 
     def add_statistics(
-        self, precision: Precision, position: int, seen: mpx.Statistics
+        self, precision: Precision, position: int, seen: mpx.reports.Statistics
     ) -> None:
         """Appends statistics, and writes what they advise, and a picture."""
         if not self.is_writer:
@@ -157,7 +157,7 @@ class RunFolder:
         with start.with_suffix(".csv").open("a", newline="") as file:
             csv.writer(file).writerows((position, *x) for x in seen.records().items())
         start.with_suffix(".txt").write_text(f"Before step {position + 1}\n{seen}\n")
-        mpx.heat_map(history).savefig(start.with_suffix(".png"))
+        mpx.reports.heat_map(history).savefig(start.with_suffix(".png"))
 
     def add_result(self, result: Result) -> None:
         """Records that a precision is done."""

@@ -96,7 +96,7 @@ class Recorder(contextlib.ExitStack):
         self.step_bytes: int | None = None
         self.pending: list[Metrics] = []
         self.batches: list[Any] = []  # of the pending steps
-        self.seen: dict[int, mpx.Statistics] = {}  # by the steps that were made
+        self.seen: dict[int, mpx.reports.Statistics] = {}  # by the steps that were made
         self.seconds_per_step: list[float] = []
         self.window = (0.0, 0)  # when it began, and at which position
         self.show: Show = lambda row, seconds: None
@@ -145,7 +145,7 @@ class Recorder(contextlib.ExitStack):
         period = self.config.monitor
         return period is not None and self.position % period == 0
 
-    def watch(self, seen: mpx.Statistics) -> None:
+    def watch(self, seen: mpx.reports.Statistics) -> None:
         """Takes the statistics of the step that comes next, and writes them."""
         self.seen[self.position] = seen
         if self.folder:

@@ -80,7 +80,7 @@ def blame(
             of a loop or a branch if they come out of it.
 
     Returns:
-        A function of the arguments of `func` that returns a `mpx.BlameReport`.
+        A function of the arguments of `func` that returns a `mpx.reports.BlameReport`.
 
     Raises:
         TypeError: Called on what JAX is tracing, or `above` is no number; and what

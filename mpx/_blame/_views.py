@@ -44,7 +44,7 @@ class BlameReport(Content):
             ValueError: It ends with something else.
         """
         writers = {".html": self.to_html, ".json": self.to_json, ".txt": self.__str__}
-        save_as(path, writers, "`mpx.BlameReport.save(path)`")
+        save_as(path, writers, "`mpx.reports.BlameReport.save(path)`")
 
     def __str__(self) -> str:
         """The report as text, in 100 columns."""

@@ -30,7 +30,7 @@ class Violation:
         claim: The argument of `mpx.expect` that made it.
         found: What was expected and what came.
         operations: What breaks it: operations of a program, as `mpx.expect` finds them,
-            or layers that are too far apart, each a `mpx.Closeness`.
+            or layers that are too far apart, each a `mpx.reports.Closeness`.
     """
 
     claim: str

@@ -114,7 +114,7 @@ def expect(
         >>> wide = jax.ShapeDtypeStruct((8, 8), jnp.float32)
         >>> try:
         ...     mpx.expect(jax.jit(jnp.matmul), wide, wide, products="bfloat16")
-        ... except mpx.ContractError as error:
+        ... except mpx.reports.ContractError as error:
         ...     print(error.violations[0].operations[0].dtypes)
         ('float32', 'float32')
     """

@@ -90,8 +90,8 @@ def compress_state(
     Returns:
         A pair `(init, update)` to use as an Optax transformation. `init(params, state)`
         starts from a state that was kept in full. The state has `inner_state`, with a
-        `mpx.CompressedArray` in the place of each array in few bits; `mpx.full_state`
-        gives the state of `optimizer`.
+        `mpx.quantization.CompressedArray` in the place of each array in few bits;
+        `mpx.full_state` gives the state of `optimizer`.
 
     Raises:
         TypeError: `optimizer` has no `init` and `update`; in `update`, a state that
@@ -193,7 +193,7 @@ def full_state(state: PyTree) -> PyTree:
         The state with the inner optimizer's in its place, and arrays in float32.
 
     Raises:
-        ValueError: Arrays of a `mpx.CompressedArray` are not of its code.
+        ValueError: Arrays of a `mpx.quantization.CompressedArray` are not of its code.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax

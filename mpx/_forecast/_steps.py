@@ -185,7 +185,7 @@ class Step:
             lowered = func.lower(*args, **kwargs)
             lowered = getattr(lowered, "lowered", lowered)  # Flax wraps it
         else:
-            lowered = _lower(func, args, kwargs, place)
+            lowered = _lower(func, args, kwargs)
         parts = {"weights": _size(args[0]), "optimizer": 0}
         parts["other arguments"] = _size((args[1:], kwargs))
         return Lowered(lowered, parts, _sizes(args[0]))
@@ -214,7 +214,7 @@ class Step:
         state, scaling = eqx.filter_eval_shape(first, model, tuple(batch))
         model, batch = place(model), place(tuple(batch))
         state, scaling = place.like(state, model), place(scaling)
-        lowered = _lower(step, (model, state, scaling, batch), {}, place)
+        lowered = _lower(step, (model, state, scaling, batch), {})
         parts = {"weights": _size(model), "optimizer": _size(state)}
         parts["other arguments"] = _size((scaling, batch))
         return Lowered(lowered, parts, _sizes(model))
@@ -227,9 +227,7 @@ def _for_target(target: Target) -> Any:
         yield
 
 
-def _lower(
-    func: Callable[..., PyTree], args: Any, kwargs: Any, place: "_Placement"
-) -> Any:
+def _lower(func: Callable[..., PyTree], args: Any, kwargs: Any) -> Any:
     """A function lowered with its arrays as inputs; what comes back is donated."""
     arrays, rest = eqx.partition((args, kwargs), is_array_or_type)
 
@@ -241,10 +239,10 @@ def _lower(
     results = jax.eval_shape(flat, *inputs)
     made = [_kind(one) for one in results] if isinstance(results, tuple | list) else []
     donated = []
-    for place, one in enumerate(inputs[:-1]):
+    for number, one in enumerate(inputs[:-1]):
         if (kind := _kind(one)) in made:
             made.remove(kind)  # a result has one argument's place
-            donated.append(place)
+            donated.append(number)
     flat.__name__ = getattr(func, "__name__", "step")
     return jax.jit(flat, donate_argnums=tuple(donated)).trace(*inputs).lower()
 

@@ -97,7 +97,7 @@ def explain(
         **options: As in `mpx.autocast`.
 
     Returns:
-        A function of the same arguments that returns a `mpx.Report`.
+        A function of the same arguments that returns a `mpx.reports.Report`.
 
     Raises:
         TypeError: `func` cannot be called, arguments of it were given, or the report

@@ -65,7 +65,7 @@ class Report(Content):
         show(self, limit, width)
 
     def to_json(self) -> str:
-        """The report as JSON, which `mpx.Report.from_json` reads."""
+        """The report as JSON, which `mpx.reports.Report.from_json` reads."""
         data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
         return json.dumps(data, indent=1)
 
@@ -88,8 +88,8 @@ class Report(Content):
         )
         if found != (_FORMAT, _VERSION):
             raise ValueError(
-                "`mpx.Report.from_json(text)` needs a report that this version of mpx "
-                f"wrote (format {_FORMAT!r}, version {_VERSION}); got {found}. "
+                "`mpx.reports.Report.from_json(text)` needs a report that this version "
+                f"of mpx wrote (format {_FORMAT!r}, version {_VERSION}); got {found}. "
                 "Make it anew with `mpx.explain`."
             )
         operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
@@ -116,7 +116,7 @@ class Report(Content):
             ".json": self.to_json,
             ".txt": lambda: self.table(limit=None, width=None),
         }
-        save_as(path, writers, "`mpx.Report.save(path)`")
+        save_as(path, writers, "`mpx.reports.Report.save(path)`")
 
     def __str__(self) -> str:
         """The totals and the most expensive operations."""

@@ -219,7 +219,7 @@ class AbstractLossScaling(eqx.Module):
 
         Returns:
             `loss` itself, unless there is a state of recipes: then the
-            `mpx.RecipeScaling` with `loss` in it.
+            `mpx.quantization.RecipeScaling` with `loss` in it.
 
         Raises:
             TypeError: `loss` is no loss scaling, or holds a state of recipes itself.
@@ -237,7 +237,7 @@ class AbstractLossScaling(eqx.Module):
             raise TypeError(
                 f"`with_loss(loss)` of `mpx.{type(self).__name__}` needs a loss "
                 f"scaling without a state of recipes; got {type(loss).__name__}. "
-                "Of a `mpx.RecipeScaling` take `.loss`."
+                "Of a `mpx.quantization.RecipeScaling` take `.loss`."
             )
         return self._with_loss(loss)
 

@@ -64,7 +64,7 @@ def read_record(state: object, call: str) -> StepRecord:
     state = _migrated(state, call)
     if state["kind"] != StepRecord.__name__:
         raise ValueError(
-            f"{call} needs the state of a `mpx.StepRecord`; got that of "
+            f"{call} needs the state of a `mpx.reports.StepRecord`; got that of "
             f"{state['kind']!r}."
         )
     record = _filled(StepRecord(), state, call)

@@ -23,15 +23,15 @@ class QuantizedArray(Whole):
     $$x \approx \mathrm{payload} \cdot \mathrm{inverse\_scale}
     \;(\cdot\;\mathrm{tensor\_inverse\_scale})$$
 
-    `mpx.quantize` makes them; the fields are for kernels and checkpoints. It goes
-    through jit, scan, `jax.eval_shape`, pickle and checkpoints. A vmap, a scan or a
-    stack of layers may put axes *in front*, of all arrays in it, and take them away
-    again: `jax.vmap(quantize)` gives one scale (per tensor) to each row. Axes elsewhere
-    (`in_axes=1`) have no meaning, and neither has arithmetic on its leaves, such as a
-    `jax.tree.map` of a running average: that is a `TypeError`.
+    `mpx.quantization.quantize` makes them; the fields are for kernels and checkpoints.
+    It goes through jit, scan, `jax.eval_shape`, pickle and checkpoints. A vmap, a scan
+    or a stack of layers may put axes *in front*, of all arrays in it, and take them
+    away again: `jax.vmap(quantize)` gives one scale (per tensor) to each row. Axes
+    elsewhere (`in_axes=1`) have no meaning, and neither has arithmetic on its leaves,
+    such as a `jax.tree.map` of a running average: that is a `TypeError`.
 
     To derivatives it is a constant: `dequantize` passes none back to payload or scales.
-    `mpx.quantize_dequantize` is what gradients go through.
+    `mpx.quantization.quantize_dequantize` is what gradients go through.
 
     Attributes:
         payload: The numbers, in the dtype of the format; in 4 bits uint8 that holds two
@@ -51,7 +51,7 @@ class QuantizedArray(Whole):
     Examples:
         >>> import jax.numpy as jnp, mpx
         >>> x = jnp.linspace(-1.0, 1.0, 32, dtype=jnp.bfloat16)
-        >>> q = mpx.quantize(x, mpx.NVFP4Quantizer())
+        >>> q = mpx.quantization.quantize(x, mpx.quantization.NVFP4Quantizer())
         >>> q.shape, q.payload.shape, q.inverse_scale.shape, q.nbytes
         ((32,), (16,), (2,), 22)
         >>> q.dequantize().dtype

@@ -51,7 +51,7 @@ def resolve_axes(
         raise ValueError(
             f"{caller} with blocks of {_size(block, dimensions)} needs an array of at "
             f"least {dimensions} axes; got shape {shape}. Reshape it, or take "
-            "`mpx.TensorQuantizer`."
+            "`mpx.quantization.TensorQuantizer`."
         )
     for one in given:
         if not -rank <= one < rank:
@@ -74,7 +74,7 @@ def resolve_axes(
                 f"{caller} needs axes that divide into blocks of "
                 f"{_size(block, dimensions)}; got shape {shape}, whose axis {one} has "
                 f"length {shape[one]}. Pad that axis with {missing} zeros (`jnp.pad`), "
-                "choose another `axis`, or take `mpx.TensorQuantizer`."
+                "choose another `axis`, or take `mpx.quantization.TensorQuantizer`."
             )
     return tuple(sorted(axes))
 

@@ -11,8 +11,8 @@ def check_format(quantizer: Any) -> None:
     name = f"`format` of `mpx.{type(quantizer).__name__}`"
     if single_format(quantizer.format, name).bits != 8:
         raise ValueError(
-            f"{name} has 8 bits; got {quantizer.format}. Take `mpx.NVFP4Quantizer` for "
-            "4 bits."
+            f"{name} has 8 bits; got {quantizer.format}. Take "
+            "`mpx.quantization.NVFP4Quantizer` for 4 bits."
         )
 
 

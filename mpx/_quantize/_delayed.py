@@ -92,12 +92,12 @@ class DelayedScaling(AbstractRecipe):
         amax_compute_algo: "max" of the history, "most_recent" for this step's amax, or
             a function from the history (float32, this step's amax first) to one amax.
         warm_start: Whether the first step computes its scales from the arrays. For
-            `mpx.quantize` leave `scale` out while it is 0.
+            `mpx.quantization.quantize` leave `scale` out while it is 0.
         backward_override: None; with a high-precision backward pass there would be no
             amaxes of gradients, and Transformer Engine allows no other value either.
         reduce_amax: True: an array that lies in pieces on several devices has one amax,
             and so one scale.
-        fp8_dpa: See `mpx.AbstractRecipe`.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -107,11 +107,12 @@ class DelayedScaling(AbstractRecipe):
 
     Examples:
         >>> import jax.numpy as jnp, mpx
+        >>> from mpx.quantization import Role, quantize
         >>> recipe = mpx.DelayedScaling(amax_history_len=16)
         >>> state = recipe.init()
         >>> x = jnp.array([7.0, -3.5])
-        >>> q = mpx.quantize(x, recipe.quantizer(mpx.Role.INPUT), scale=state.scale)
-        >>> state = recipe.update(state, jnp.abs(x).max(), mpx.Role.INPUT)
+        >>> q = quantize(x, recipe.quantizer(Role.INPUT), scale=state.scale)
+        >>> state = recipe.update(state, jnp.abs(x).max(), Role.INPUT)
         >>> float(state.scale)
         64.0
     """

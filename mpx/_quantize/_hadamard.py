@@ -62,14 +62,15 @@ def hadamard_transform(
 
     Examples:
         >>> import jax.numpy as jnp, mpx
+        >>> from mpx.quantization import hadamard_transform
         >>> outlier = jnp.zeros(16).at[3].set(8.0)
-        >>> y = mpx.hadamard_transform(outlier)
+        >>> y = hadamard_transform(outlier)
         >>> float(jnp.abs(y).max())
         2.0
-        >>> bool((mpx.hadamard_transform(y, inverse=True) == outlier).all())
+        >>> bool((hadamard_transform(y, inverse=True) == outlier).all())
         True
     """
-    call = "`mpx.hadamard_transform(x, axis=...)`"
+    call = "`mpx.quantization.hadamard_transform(x, axis=...)`"
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{call} needs a floating array; got {x.dtype}{[*x.shape]}.")

@@ -44,33 +44,35 @@ def quantize(
 
     Args:
         x: An array of float16, bfloat16, float32 or float64 (rounded to float32 first).
-        quantizer: `mpx.TensorQuantizer`, `mpx.BlockQuantizer`, `mpx.MXFP8Quantizer` or
-            `mpx.NVFP4Quantizer`.
+        quantizer: `mpx.quantization.TensorQuantizer`,
+            `mpx.quantization.BlockQuantizer`, `mpx.quantization.MXFP8Quantizer` or
+            `mpx.quantization.NVFP4Quantizer`.
         axis: The axis that blocks lie along: the one that the product will contract.
             For square blocks a pair, or one axis, which stands for itself and the last
             of the others. Without meaning where one scale is for the whole array.
         key: A PRNG key; needed for stochastic rounding, unused without.
-        scale: The float32 scale of a `mpx.TensorQuantizer`, one number between
-            $2^{-126}$ and $2^{126}$, in place of the one computed from `x`.
+        scale: The float32 scale of a `mpx.quantization.TensorQuantizer`, one number
+            between $2^{-126}$ and $2^{126}$, in place of the one computed from `x`.
 
     Returns:
         The `QuantizedArray`, whose `dequantize()` has the shape and dtype of `x`.
 
     Raises:
         TypeError: `x` is no floating array of 16 bits or more, or an argument is of the
-            wrong kind; or the result is differentiated. `mpx.quantize_dequantize` has a
-            derivative; `jax.lax.stop_gradient(x)` asks for none.
+            wrong kind; or the result is differentiated.
+            `mpx.quantization.quantize_dequantize` has a derivative;
+            `jax.lax.stop_gradient(x)` asks for none.
         ValueError: An axis does not divide into blocks; a key is missing; or a scale is
             given to a quantizer of blocks, or is none, unless it is traced.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
         >>> x = jnp.arange(256.0).reshape(4, 64)
-        >>> q = mpx.quantize(x, mpx.MXFP8Quantizer())
+        >>> q = mpx.quantization.quantize(x, mpx.quantization.MXFP8Quantizer())
         >>> q.shape, q.payload.dtype, q.nbytes
         ((4, 64), dtype(float8_e4m3fn), 264)
     """
-    call = "`mpx.quantize(x, quantizer, ...)`"
+    call = "`mpx.quantization.quantize(x, quantizer, ...)`"
     x, axes, scale = _checked(x, quantizer, axis, key, scale, call)
     quantized = _apply(quantizer, axes, _refuse_derivative(x), scale, key)
     return dataclasses.replace(quantized, guard=Guard(jnp.ones((), bool)))
@@ -94,29 +96,31 @@ def quantize_dequantize(
     that saturate pass their gradient too.
 
     Args:
-        x: As in `mpx.quantize`, as are all others.
+        x: As in `mpx.quantization.quantize`, as are all others.
         quantizer: How to quantize.
         axis: The axis that blocks lie along.
         key: A PRNG key for stochastic rounding.
-        scale: A scale in place of the computed one, for `mpx.TensorQuantizer`.
+        scale: A scale in place of the computed one, for
+            `mpx.quantization.TensorQuantizer`.
 
     Returns:
         An array in the shape and dtype of `x`.
 
     Raises:
-        TypeError: As `mpx.quantize`.
-        ValueError: As `mpx.quantize`.
+        TypeError: As `mpx.quantization.quantize`.
+        ValueError: As `mpx.quantization.quantize`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
+        >>> from mpx.quantization import TensorQuantizer, quantize_dequantize
         >>> x = jnp.array([1.0, 0.3, 0.0])
-        >>> mpx.quantize_dequantize(x, mpx.TensorQuantizer()).round(3).tolist()
+        >>> quantize_dequantize(x, TensorQuantizer()).round(3).tolist()
         [1.0, 0.286..., 0.0]
-        >>> f = lambda x: mpx.quantize_dequantize(x, mpx.TensorQuantizer()).sum()
+        >>> f = lambda x: quantize_dequantize(x, TensorQuantizer()).sum()
         >>> jax.grad(f)(x).tolist()
         [1.0, 1.0, 1.0]
     """
-    call = "`mpx.quantize_dequantize(x, quantizer, ...)`"
+    call = "`mpx.quantization.quantize_dequantize(x, quantizer, ...)`"
     x, axes, scale = _checked(x, quantizer, axis, key, scale, call)
     return _straight_through(quantizer, axes, x, scale, key)
 
@@ -131,8 +135,8 @@ def _checked(
         )
     if not isinstance(quantizer, AbstractQuantizer):
         raise TypeError(
-            f"{call} needs a quantizer such as `mpx.TensorQuantizer()`; got "
-            f"{quantizer!r}. A recipe gives one with `recipe.quantizer(role)`."
+            f"{call} needs a quantizer such as `mpx.quantization.TensorQuantizer()`; "
+            f"got {quantizer!r}. A recipe gives one with `recipe.quantizer(role)`."
         )
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.name not in _WIDE:
@@ -156,8 +160,9 @@ def _checked(
 def _scalar(scale: Any, quantizer: AbstractQuantizer, call: str) -> Array:
     if quantizer.block_dimensions:
         raise ValueError(
-            f"`scale` of {call} is for `mpx.TensorQuantizer`, which has one; got one "
-            f"for `{type(quantizer).__name__}`. Leave it out: blocks find their own."
+            f"`scale` of {call} is for `mpx.quantization.TensorQuantizer`, which has "
+            f"one; got one for `{type(quantizer).__name__}`. Leave it out: blocks find "
+            "their own."
         )
     if jnp.shape(scale):
         raise ValueError(
@@ -209,7 +214,7 @@ def _refuse_derivative(x: Array) -> Array:
 @_refuse_derivative.defjvp
 def _refuse_derivative_rule(primals: PyTree, tangents: PyTree) -> PyTree:
     raise TypeError(
-        "`mpx.quantize` has no derivative: numbers of 8 bits have no useful tangents. "
-        "Use `mpx.quantize_dequantize`, whose derivative is the identity's, or "
-        "quantize `jax.lax.stop_gradient(x)`."
+        "`mpx.quantization.quantize` has no derivative: numbers of 8 bits have no "
+        "useful tangents. Use `mpx.quantization.quantize_dequantize`, whose derivative "
+        "is the identity's, or quantize `jax.lax.stop_gradient(x)`."
     )

@@ -1,8 +1,8 @@
 """Quantizers: how an array gets its scales and its low-precision numbers.
 
 A quantizer is a frozen dataclass of options, without arrays: hashable, equal where the
-options are equal, a constant to `jax.jit`. `mpx.quantize` applies one to an array. They
-differ in what shares a scale, and in the dtype of the scales:
+options are equal, a constant to `jax.jit`. `mpx.quantization.quantize` applies one to
+an array. They differ in what shares a scale, and in the dtype of the scales:
 
     TensorQuantizer   the whole array     float32
     BlockQuantizer    1x128 or 128x128    float32, a power of two by default
@@ -114,14 +114,14 @@ class TensorQuantizer(AbstractQuantizer):
 
     The maximum is that of the finite numbers; $s = 1$ where it is zero, and $s$ stays
     within $2^{\pm 126}$. An infinity or a NaN becomes NaN, and its neighbours stay.
-    `mpx.quantize(..., scale=s)` takes a scale from elsewhere, as delayed scaling does;
-    finite numbers then saturate to MAX.
+    `mpx.quantization.quantize(..., scale=s)` takes a scale from elsewhere, as delayed
+    scaling does; finite numbers then saturate to MAX.
 
     Args:
         format: `Format.E4M3` or `Format.E5M2`.
         power_of_two_scales: Round the scale down to a power of two.
         amax_epsilon: $\epsilon$, the smallest amax.
-        stochastic_rounding: See `mpx.AbstractQuantizer`.
+        stochastic_rounding: See `mpx.quantization.AbstractQuantizer`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -131,7 +131,8 @@ class TensorQuantizer(AbstractQuantizer):
 
     Examples:
         >>> import jax.numpy as jnp, mpx
-        >>> q = mpx.quantize(jnp.array([1.0, -0.3, 0.0]), mpx.TensorQuantizer())
+        >>> from mpx.quantization import TensorQuantizer, quantize
+        >>> q = quantize(jnp.array([1.0, -0.3, 0.0]), TensorQuantizer())
         >>> q.payload.astype(jnp.float32).tolist()
         [448.0, -128.0, 0.0]
     """
@@ -176,7 +177,7 @@ class BlockQuantizer(AbstractQuantizer):
         block_dimensions: 1 for 1x128 (inputs, gradients), 2 for 128x128 (weights).
         power_of_two_scales: Round scales down to powers of two.
         amax_epsilon: $\epsilon$, the smallest amax.
-        stochastic_rounding: See `mpx.AbstractQuantizer`.
+        stochastic_rounding: See `mpx.quantization.AbstractQuantizer`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -189,8 +190,8 @@ class BlockQuantizer(AbstractQuantizer):
     Examples:
         >>> import jax.numpy as jnp, mpx
         >>> w = jnp.ones((256, 512))
-        >>> quantizer = mpx.BlockQuantizer(block_dimensions=2)
-        >>> mpx.quantize(w, quantizer).inverse_scale.shape
+        >>> quantizer = mpx.quantization.BlockQuantizer(block_dimensions=2)
+        >>> mpx.quantization.quantize(w, quantizer).inverse_scale.shape
         (2, 4)
     """
 
@@ -231,7 +232,7 @@ class MXFP8Quantizer(AbstractQuantizer):
 
     Args:
         format: `Format.E4M3` or `Format.E5M2`.
-        stochastic_rounding: See `mpx.AbstractQuantizer`.
+        stochastic_rounding: See `mpx.quantization.AbstractQuantizer`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -242,7 +243,8 @@ class MXFP8Quantizer(AbstractQuantizer):
 
     Examples:
         >>> import jax.numpy as jnp, mpx
-        >>> q = mpx.quantize(jnp.full((2, 64), 448.0), mpx.MXFP8Quantizer())
+        >>> from mpx.quantization import MXFP8Quantizer, quantize
+        >>> q = quantize(jnp.full((2, 64), 448.0), MXFP8Quantizer())
         >>> q.inverse_scale.dtype, q.inverse_scale.shape
         (dtype(float8_e8m0fnu), (2, 2))
     """
@@ -286,11 +288,12 @@ class NVFP4Quantizer(AbstractQuantizer):
 
     Args:
         block_dimensions: 1 for 1x16 (inputs, gradients), 2 for 16x16 (weights).
-        hadamard: Quantize `mpx.hadamard_transform(x, axis=...)` instead of `x`.
+        hadamard: Quantize `mpx.quantization.hadamard_transform(x, axis=...)` instead of
+            `x`.
         signs: The signs of that transform, 16 numbers 1 or -1; its own if left out.
             Where the two operands of a product have different ones, the transform is
             undone before they are multiplied.
-        stochastic_rounding: See `mpx.AbstractQuantizer`.
+        stochastic_rounding: See `mpx.quantization.AbstractQuantizer`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -302,8 +305,9 @@ class NVFP4Quantizer(AbstractQuantizer):
 
     Examples:
         >>> import jax.numpy as jnp, mpx
+        >>> from mpx.quantization import NVFP4Quantizer, quantize
         >>> x = jnp.arange(16.0)
-        >>> mpx.quantize(x, mpx.NVFP4Quantizer()).dequantize()[-4:].tolist()
+        >>> quantize(x, NVFP4Quantizer()).dequantize()[-4:].tolist()
         [10.0, 15.0, 15.0, 15.0]
     """
 
@@ -313,20 +317,22 @@ class NVFP4Quantizer(AbstractQuantizer):
 
     def __post_init__(self) -> None:
         if self.signs is not None:
-            signs = checked_signs(self.signs, "`mpx.NVFP4Quantizer`")
+            signs = checked_signs(self.signs, "`mpx.quantization.NVFP4Quantizer`")
             # A tuple, so that the options can be hashed and compared.
             object.__setattr__(self, "signs", tuple(int(sign) for sign in signs))
             if self.hadamard is False:
                 raise ValueError(
-                    "`signs` of `mpx.NVFP4Quantizer` are those of the Hadamard "
-                    "transform; got signs without one. Say `hadamard=True`, too."
+                    "`signs` of `mpx.quantization.NVFP4Quantizer` are those of the "
+                    "Hadamard transform; got signs without one. Say `hadamard=True`, "
+                    "too."
                 )
         check_dimensions(self)
         check_flags(self, "hadamard", "stochastic_rounding")
         if self.hadamard and self.block_dimensions == 2:
             raise ValueError(
-                "`mpx.NVFP4Quantizer` has the Hadamard transform along one axis; got "
-                "`hadamard=True` with `block_dimensions=2`. Take one of the two."
+                "`mpx.quantization.NVFP4Quantizer` has the Hadamard transform along "
+                "one axis; got `hadamard=True` with `block_dimensions=2`. Take one of "
+                "the two."
             )
 
     @property

@@ -35,7 +35,7 @@ class Role(enum.Enum):
 
     Examples:
         >>> import mpx
-        >>> [role.name for role in mpx.Role]
+        >>> [role.name for role in mpx.quantization.Role]
         ['INPUT', 'WEIGHT', 'GRADIENT']
     """
 
@@ -80,7 +80,7 @@ class AbstractRecipe(abc.ABC):
     def quantizer(
         self, role: Role, *, for_wgrad: bool = False
     ) -> AbstractQuantizer | None:
-        """The quantizer of a role, for `mpx.quantize`.
+        """The quantizer of a role, for `mpx.quantization.quantize`.
 
         Args:
             role: Input, weight or gradient.
@@ -97,12 +97,13 @@ class AbstractRecipe(abc.ABC):
         if not isinstance(role, Role):
             raise TypeError(
                 f"`role` of `{type(self).__name__}.quantizer(role)` is a role such as "
-                f"`mpx.Role.INPUT`; got {role!r}."
+                f"`mpx.quantization.Role.INPUT`; got {role!r}."
             )
         if role is Role.WEIGHT and for_wgrad:
             raise ValueError(
                 "The gradient of a weight is the product of input and gradient; "
-                "got `mpx.Role.WEIGHT` with `for_wgrad=True`. Leave `for_wgrad` out."
+                "got `mpx.quantization.Role.WEIGHT` with `for_wgrad=True`. Leave "
+                "`for_wgrad` out."
             )
         overridden = role is Role.GRADIENT or for_wgrad
         if overridden and self.backward_override is not None:
@@ -132,14 +133,14 @@ class Float8CurrentScaling(AbstractRecipe):
     q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
     x \approx q \cdot (1 / s)$$
 
-    See `mpx.TensorQuantizer` for zeros, infinities and NaN.
+    See `mpx.quantization.TensorQuantizer` for zeros, infinities and NaN.
 
     Args:
         fp8_format: `Format.HYBRID` (E4M3, for gradients E5M2) or `Format.E4M3`.
         use_power_2_scales: Round scales down to powers of two.
         amax_epsilon: $\epsilon$, the smallest amax.
-        backward_override: See `mpx.AbstractRecipe`.
-        fp8_dpa: See `mpx.AbstractRecipe`.
+        backward_override: See `mpx.quantization.AbstractRecipe`.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -149,7 +150,7 @@ class Float8CurrentScaling(AbstractRecipe):
 
     Examples:
         >>> import mpx
-        >>> mpx.Float8CurrentScaling().quantizer(mpx.Role.GRADIENT).format
+        >>> mpx.Float8CurrentScaling().quantizer(mpx.quantization.Role.GRADIENT).format
         <Format.E5M2>
     """
 
@@ -181,7 +182,8 @@ class Float8BlockScaling(AbstractRecipe):
     x \approx q \cdot (1 / s_b)$$
 
     Blocks lie along the axis that the product contracts, so that input and gradient are
-    quantized anew for dw. See `mpx.BlockQuantizer` for zeros, infinities and NaN.
+    quantized anew for dw. See `mpx.quantization.BlockQuantizer` for zeros, infinities
+    and NaN.
 
     Args:
         use_f32_scales: Leave the floor to a power of two out.
@@ -191,8 +193,8 @@ class Float8BlockScaling(AbstractRecipe):
         w_block_scaling_dim: The same for weights.
         grad_block_scaling_dim: The same for gradients. Two of them are multiplied in
             every product, and at most one of the two may be 2.
-        backward_override: See `mpx.AbstractRecipe`.
-        fp8_dpa: See `mpx.AbstractRecipe`.
+        backward_override: See `mpx.quantization.AbstractRecipe`.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -203,7 +205,8 @@ class Float8BlockScaling(AbstractRecipe):
 
     Examples:
         >>> import mpx
-        >>> mpx.Float8BlockScaling().quantizer(mpx.Role.WEIGHT).block_dimensions
+        >>> from mpx.quantization import Role
+        >>> mpx.Float8BlockScaling().quantizer(Role.WEIGHT).block_dimensions
         2
     """
 
@@ -256,15 +259,16 @@ class MXFP8BlockScaling(AbstractRecipe):
     x \approx q \cdot 2^{e_b}$$
 
     Blocks lie along the axis that the product contracts, so that all three roles are
-    quantized twice. See `mpx.MXFP8Quantizer` for zeros, infinities and NaN.
+    quantized twice. See `mpx.quantization.MXFP8Quantizer` for zeros, infinities and
+    NaN.
 
     Args:
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
         kernel: What quantizes on a device with units for blocks. None: the compiler,
             in four passes over an array. `mpx.contrib.PallasKernel()`: a kernel that
             reads it once. **No device has run that yet.**
-        backward_override: See `mpx.AbstractRecipe`.
-        fp8_dpa: See `mpx.AbstractRecipe`.
+        backward_override: See `mpx.quantization.AbstractRecipe`.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
     Raises:
         TypeError: `fp8_format` is not a format, or `kernel` is not a kernel.
@@ -275,7 +279,7 @@ class MXFP8BlockScaling(AbstractRecipe):
 
     Examples:
         >>> import mpx
-        >>> mpx.MXFP8BlockScaling().quantizer(mpx.Role.INPUT).format
+        >>> mpx.MXFP8BlockScaling().quantizer(mpx.quantization.Role.INPUT).format
         <Format.E4M3>
     """
 
@@ -302,7 +306,7 @@ class NVFP4BlockScaling(AbstractRecipe):
     and $x \approx q \cdot (b \cdot (1 / t))$. Gradients are rounded stochastically,
     both operands of dw are Hadamard-transformed along the tokens, and weights have
     square blocks, so that w and wᵀ are the same numbers. Each of the three can be
-    switched off. See `mpx.NVFP4Quantizer` for zeros, infinities and NaN.
+    switched off. See `mpx.quantization.NVFP4Quantizer` for zeros, infinities and NaN.
 
     Args:
         disable_rht: No random Hadamard transform.
@@ -312,8 +316,8 @@ class NVFP4BlockScaling(AbstractRecipe):
         kernel: What quantizes on a device with units for blocks. None: the compiler,
             in many passes over an array. `mpx.contrib.PallasKernel()`: two kernels that
             read it once each. **No device has run those yet.**
-        backward_override: See `mpx.AbstractRecipe`.
-        fp8_dpa: See `mpx.AbstractRecipe`.
+        backward_override: See `mpx.quantization.AbstractRecipe`.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
     Raises:
         TypeError: An option is of the wrong kind.
@@ -325,7 +329,7 @@ class NVFP4BlockScaling(AbstractRecipe):
     Examples:
         >>> import mpx
         >>> recipe = mpx.NVFP4BlockScaling()
-        >>> quantizer = recipe.quantizer(mpx.Role.GRADIENT, for_wgrad=True)
+        >>> quantizer = recipe.quantizer(mpx.quantization.Role.GRADIENT, for_wgrad=True)
         >>> quantizer.stochastic_rounding, quantizer.hadamard
         (True, True)
     """
@@ -372,8 +376,8 @@ class CustomRecipe(AbstractRecipe):
         qfactory: Called as `qfactory(role, for_wgrad)`; gives a quantizer, or None to
             leave the array in high precision. Recipes are compared and hashed by it:
             define it once, not anew for every step.
-        backward_override: See `mpx.AbstractRecipe`.
-        fp8_dpa: See `mpx.AbstractRecipe`.
+        backward_override: See `mpx.quantization.AbstractRecipe`.
+        fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
     Raises:
         TypeError: `qfactory` is not callable; or, when it is called, it gives neither
@@ -383,10 +387,10 @@ class CustomRecipe(AbstractRecipe):
     Examples:
         >>> import mpx
         >>> def qfactory(role, for_wgrad):
-        ...     if role is mpx.Role.GRADIENT:
-        ...         return mpx.MXFP8Quantizer(mpx.Format.E5M2)
-        ...     return mpx.NVFP4Quantizer()
-        >>> mpx.CustomRecipe(qfactory).quantizer(mpx.Role.INPUT).format
+        ...     if role is mpx.quantization.Role.GRADIENT:
+        ...         return mpx.quantization.MXFP8Quantizer(mpx.Format.E5M2)
+        ...     return mpx.quantization.NVFP4Quantizer()
+        >>> mpx.CustomRecipe(qfactory).quantizer(mpx.quantization.Role.INPUT).format
         <Format.E2M1>
     """
 
@@ -405,7 +409,8 @@ class CustomRecipe(AbstractRecipe):
         if found is not None and not isinstance(found, AbstractQuantizer):
             raise TypeError(
                 "`qfactory` of `mpx.CustomRecipe` gives a quantizer such as "
-                f"`mpx.TensorQuantizer()`, or None; got {found!r} for {role!r}."
+                f"`mpx.quantization.TensorQuantizer()`, or None; got {found!r} for "
+                f"{role!r}."
             )
         return found
 

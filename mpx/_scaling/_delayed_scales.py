@@ -26,8 +26,8 @@ class DelayedScales(eqx.Module):
     """The state of all slots that share a recipe.
 
     Attributes:
-        amax_history: Past amaxes, as in `mpx.DelayedScalingState`; rows are slots,
-            columns input, weight and gradient.
+        amax_history: Past amaxes, as in `mpx.quantization.DelayedScalingState`; rows
+            are slots, columns input, weight and gradient.
         scale: What to multiply by at the next step.
         recipe: The recipe, one with a state.
         slots: The name of each slot, and the lengths of the scans that cut it.

@@ -154,7 +154,7 @@ class RecipeScaling(AbstractLossScaling):
     def _validate(self) -> None:
         self.loss._validate()
         for state in self.scales:
-            state.validate("`mpx.RecipeScaling`")
+            state.validate("`mpx.quantization.RecipeScaling`")
 
     # --- Keeping it -------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class RecipeScaling(AbstractLossScaling):
                 `strict`), is of a later version, or holds dtypes, shapes or values that
                 no run can reach, such as a scale of NaN.
         """
-        call = "`with_state(state)` of `mpx.RecipeScaling`"
+        call = "`with_state(state)` of `mpx.quantization.RecipeScaling`"
         if isinstance(state, AbstractLossScaling):
             state = state.state_dict()
         saved = _saved.read(state, call)

@@ -66,8 +66,8 @@ def compare(
         floor: False leaves the floor out, which is a third of the cost.
 
     Returns:
-        A function of the arguments of both that returns a `mpx.Comparison`; print it.
-        It compiles one program for each shape of the arguments, and holds all
+        A function of the arguments of both that returns a `mpx.reports.Comparison`;
+        print it. It compiles one program for each shape of the arguments, and holds all
         activations that it compares.
 
     Raises:

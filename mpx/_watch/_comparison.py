@@ -137,7 +137,7 @@ def expect_close(
         >>> mpx.expect_close(found, gradient_snr=30.0, gradient_cosine=0.999)
         >>> try:
         ...     mpx.expect_close(found, gradient_snr=90.0)
-        ... except mpx.ContractError as error:
+        ... except mpx.reports.ContractError as error:
         ...     print(error.violations[0].claim)
         gradient_snr
     """

@@ -73,8 +73,9 @@ def monitor(
 
     Returns:
         A function of the same arguments that returns the result of `func` and
-        `mpx.Statistics`: print them, or log their `records()`. Its `trace(*args)` gives
-        the program, as that of a jitted function does: compiled, it says what it costs.
+        `mpx.reports.Statistics`: print them, or log their `records()`. Its
+        `trace(*args)` gives the program, as that of a jitted function does: compiled,
+        it says what it costs.
 
     Raises:
         TypeError: `func` cannot be called, a format is none, or the function is called

@@ -47,36 +47,37 @@ def heat_map(
         >>> history = {}
         >>> for step in range(3):
         ...     _, history[step] = mpx.monitor(jnp.dot, weights=1)(x * 2.0**step, w)
-        >>> figure = mpx.heat_map(history, kind="input")
+        >>> figure = mpx.reports.heat_map(history, kind="input")
     """
     values = list(history.values()) if isinstance(history, Mapping) else [history]
     others = [seen for seen in values if not isinstance(seen, Statistics)]
     if others or not isinstance(history, Mapping):
         raise TypeError(
-            "`history` of `mpx.heat_map` has the statistics of each step by its "
-            f"number; got {describe([*others, history][0])}. Keep what `mpx.monitor` "
-            "gives beside the result: `result, history[step] = watch(*args)`."
+            "`history` of `mpx.reports.heat_map` has the statistics of each step by "
+            f"its number; got {describe([*others, history][0])}. Keep what "
+            "`mpx.monitor` gives beside the result: `result, history[step] = "
+            "watch(*args)`."
         )
     is_format = measure in _OF_FORMAT
     if not is_format and measure not in _WHOLE:
         raise ValueError(
-            f"`measure` of `mpx.heat_map` is one of {listing((*_WHOLE, *_OF_FORMAT))}; "
-            f"got {describe(measure)}."
+            f"`measure` of `mpx.reports.heat_map` is one of "
+            f"{listing((*_WHOLE, *_OF_FORMAT))}; got {describe(measure)}."
         )
     steps = sorted(history)
     formats = {name for seen in history.values() for name in seen.bits}
     if is_format and format not in formats:
         raise ValueError(
-            f"`format` of `mpx.heat_map` is one that was counted: "
+            f"`format` of `mpx.reports.heat_map` is one that was counted: "
             f"{listing(sorted(formats)) or 'none'}; got {describe(format)}."
         )
     rows = [dict(_by_layer(history[s], kind)) for s in steps]
     layers = list(dict.fromkeys(layer for some in rows for layer in some))
     if not layers:
         raise ValueError(
-            "`mpx.heat_map` needs statistics of a step, with operands of the kind "
-            f"'input', 'weight' or 'gradient'; got {len(steps)} steps without one of "
-            f"the kind {kind!r}."
+            "`mpx.reports.heat_map` needs statistics of a step, with operands of the "
+            f"kind 'input', 'weight' or 'gradient'; got {len(steps)} steps without one "
+            f"of the kind {kind!r}."
         )
 
     def value(row: TensorStatistics) -> float:

@@ -37,8 +37,8 @@ def register_serialization() -> None:
     What is written of a scaling is `state_dict()`, with its kind and its version, so
     that an older state is migrated and an incomplete or damaged one raises the errors
     of `from_state_dict`. Of the target that Flax wants for restoring, only the class is
-    used, and of a `mpx.RecipeScaling` the slots, as by `with_state`; every field comes
-    from the state, bit for bit. Of stored weights the arrays are written.
+    used, and of a `mpx.quantization.RecipeScaling` the slots, as by `with_state`; every
+    field comes from the state, bit for bit. Of stored weights the arrays are written.
 
     A call that is repeated does no harm, and adds the subclasses of
     `mpx.AbstractLossScaling` that were defined since.
@@ -91,7 +91,7 @@ def _restored_arrays(target: PyTree, state: Any) -> PyTree:
         raise ValueError(
             f"`flax.serialization.from_state_dict(target, state)`: {describe(target)} "
             "is stored in another way than in the state. Make the target as the model "
-            "was made: `mpx.quantize_weights(model, quantizer)`."
+            "was made: `mpx.quantization.quantize_weights(model, quantizer)`."
         )
     return jax.tree.unflatten(tree, found)
 

@@ -157,7 +157,7 @@ def blame(
         above: Numbers of larger magnitude count as bad, too.
 
     Returns:
-        A function of the arguments of `func` that returns a `mpx.BlameReport`.
+        A function of the arguments of `func` that returns a `mpx.reports.BlameReport`.
 
     Raises:
         TypeError: As `value_and_grad` and `mpx.blame` do.

@@ -658,7 +658,7 @@ def test_explain_shows_islands_with_their_bytes():
     assert island.source
     assert "computed again" in report.table()
     assert "islands computed again" in report.to_html()
-    assert mpx.Report.from_json(report.to_json()) == report
+    assert mpx.reports.Report.from_json(report.to_json()) == report
     kept = mpx.explain(jax.grad(loss), residuals="fast")(weights(), X)
     assert kept.totals.residual_bytes is not None
     plain = mpx.autocast(between_products(normed), residuals="fast")

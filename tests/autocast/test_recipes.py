@@ -369,12 +369,18 @@ def test_convolutions():
 
 
 def tensor_quantizers(role, for_wgrad):
-    backward = role is mpx.Role.GRADIENT
-    return mpx.TensorQuantizer(mpx.Format.E5M2 if backward else mpx.Format.E4M3)
+    backward = role is mpx.quantization.Role.GRADIENT
+    return mpx.quantization.TensorQuantizer(
+        mpx.Format.E5M2 if backward else mpx.Format.E4M3
+    )
 
 
 def block_quantizers(role, for_wgrad):
-    return mpx.MXFP8Quantizer() if role is mpx.Role.GRADIENT else mpx.TensorQuantizer()
+    return (
+        mpx.quantization.MXFP8Quantizer()
+        if role is mpx.quantization.Role.GRADIENT
+        else mpx.quantization.TensorQuantizer()
+    )
 
 
 def convolution(kernel, x):

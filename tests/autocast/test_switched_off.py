@@ -153,7 +153,7 @@ def test_recipes_are_off_too():
 
 
 def test_weights_in_eight_bits():
-    model = mpx.quantize_weights({"w": jnp.eye(64)})
+    model = mpx.quantization.quantize_weights({"w": jnp.eye(64)})
     func = lambda model, x: jnp.mean(x @ model["w"])  # noqa: E731
     x = jnp.ones((2, 64))
     assert OFF(func)(model, x) == 1

@@ -75,8 +75,8 @@ def clean() -> None:
     table = Table()
     for name, step in clean_steps():
         verdict = step.blame().verdict
-        table.add(["clean"], verdict is mpx.Verdict.NOTHING)
-        if verdict is not mpx.Verdict.NOTHING:
+        table.add(["clean"], verdict is mpx.reports.Verdict.NOTHING)
+        if verdict is not mpx.reports.Verdict.NOTHING:
             print(name, verdict, flush=True)
     table.show()
 

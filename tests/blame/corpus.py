@@ -49,7 +49,7 @@ class Step:
     args: tuple[Any, ...]
     is_nnx: bool = False
 
-    def blame(self, **options: Any) -> mpx.BlameReport:
+    def blame(self, **options: Any) -> mpx.reports.BlameReport:
         blame = mpx.nnx.blame if self.is_nnx else mpx.blame
         return blame(self.func, self.scaling, **self.options, **options)(*self.args)
 
@@ -106,7 +106,7 @@ class Fault:
             loss, self.precision, ({"w": w, "head": head}, x, jnp.asarray(f))
         )
 
-    def mistakes(self, report: mpx.BlameReport) -> list[str]:
+    def mistakes(self, report: mpx.reports.BlameReport) -> list[str]:
         """What a report says wrong."""
         plant, container = PLANTS[self.plant], container_of(self)
         first = report.first
@@ -137,9 +137,11 @@ class Fault:
         return [name for name, is_right in said.items() if not is_right]
 
     @property
-    def verdict(self) -> mpx.Verdict:
+    def verdict(self) -> mpx.reports.Verdict:
         is_of_format = PLANTS[self.plant].kind in OF_FORMATS
-        return mpx.Verdict.PRECISION if is_of_format else mpx.Verdict.DATA
+        return (
+            mpx.reports.Verdict.PRECISION if is_of_format else mpx.reports.Verdict.DATA
+        )
 
 
 def container_of(fault: Fault) -> Container:
@@ -232,11 +234,11 @@ def large_scales() -> Iterator[tuple[str, Step]]:
 SCALED = ("unrolled", "scan", "scan, remat", "masked", "shard_map", *FRAMEWORKS)
 
 
-def verdict_steps(seed: int) -> Iterator[tuple[str, Step, mpx.Verdict]]:
+def verdict_steps(seed: int) -> Iterator[tuple[str, Step, mpx.reports.Verdict]]:
     """Sixty steps, twenty for each verdict."""
     for name, step in large_scales():
-        yield name, step, mpx.Verdict.SCALE
-    left = {mpx.Verdict.PRECISION: 20, mpx.Verdict.DATA: 20}
+        yield name, step, mpx.reports.Verdict.SCALE
+    left = {mpx.reports.Verdict.PRECISION: 20, mpx.reports.Verdict.DATA: 20}
     for fault in faults(300, seed):
         if left[fault.verdict]:
             left[fault.verdict] -= 1

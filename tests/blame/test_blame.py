@@ -25,7 +25,7 @@ def test_what_is_planted_is_named(fault):
 def test_without_a_fault_nothing_is_named():
     (fault,) = corpus.faults(1, seed=2)
     report = fault.step(with_fault=False).blame()
-    assert report.verdict is mpx.Verdict.NOTHING and report.first is None
+    assert report.verdict is mpx.reports.Verdict.NOTHING and report.first is None
     assert "nothing is bad" in str(report)
 
 
@@ -48,9 +48,9 @@ def test_a_mask_is_named_where_all_of_a_row_is_masked():
     w, x = jnp.eye(4), jnp.ones((3, 4))
     mask = jnp.where(jnp.tril(jnp.ones((3, 3), bool)), 0.0, -jnp.inf)
     step = mpx.blame(mpx.autocast(masked_loss), mpx.NoLossScaling())
-    assert step(w, x, mask).verdict is mpx.Verdict.NOTHING
+    assert step(w, x, mask).verdict is mpx.reports.Verdict.NOTHING
     report = step(w, x, jnp.full_like(mask, -jnp.inf))
-    assert report.verdict is mpx.Verdict.DATA
+    assert report.verdict is mpx.reports.Verdict.DATA
     assert report.first.primitive in ("input", "constant")
 
 
@@ -75,7 +75,7 @@ def test_a_scale_that_is_too_large_is_said_to_be():
     after = result.scaling
     assert int(after.record.last_bad) == 1
     report = mpx.blame(loss, after.of_bad_step())(w, x)
-    assert report.verdict is mpx.Verdict.SCALE
+    assert report.verdict is mpx.reports.Verdict.SCALE
     assert report.loss_scale == 2.0**30
     assert report.first.phase == "backward"
 
@@ -88,11 +88,11 @@ def test_a_rule_that_cures_it_is_tried_and_printed():
     made = mpx.autocast(loss, "float16")
     w, x = jnp.full((4, 4), 200.0), jnp.full((2, 4), 200.0)
     report = mpx.blame(made, mpx.StaticLossScaling(1.0))(w, x)
-    assert report.verdict is mpx.Verdict.PRECISION
+    assert report.verdict is mpx.reports.Verdict.PRECISION
     assert 'mpx.Rule(mpx.Precision.FULL, primitive="dot_general"' in str(report)
     cured = mpx.autocast(loss, "float16", rules=mpx.Rules(report.rule))
     again = mpx.blame(cured, mpx.StaticLossScaling(1.0))(w, x)
-    assert again.verdict is mpx.Verdict.NOTHING
+    assert again.verdict is mpx.reports.Verdict.NOTHING
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_weight_gradient_that_is_nan_where_an_expert_has_no_rows():
     }
     x = jax.random.normal(keys[2], (ROWS, WIDTH))
     blame = mpx.blame(loss, mpx.NoLossScaling(), policy="bfloat16")
-    assert blame(model, x, sizes_of([4, 4, 4])).verdict is mpx.Verdict.NOTHING
+    assert blame(model, x, sizes_of([4, 4, 4])).verdict is mpx.reports.Verdict.NOTHING
     first = blame(model, x, sizes_of([5, 0, 7])).first
     assert (first.primitive, first.kind) == ("div", "nan")
     assert first.reason == "zero divided by zero"
@@ -82,9 +82,9 @@ def test_rows_of_a_ragged_product_that_nobody_wrote(mask):
     step = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())
     report = step(w, x, sizes_of([4, 3, 2]))
     if mask is by_choice:
-        assert report.verdict is mpx.Verdict.NOTHING
+        assert report.verdict is mpx.reports.Verdict.NOTHING
         return
-    assert report.verdict is mpx.Verdict.DATA
+    assert report.verdict is mpx.reports.Verdict.DATA
     assert report.first.primitive == "constant"
     line = line_of(uninitialised, "return").rpartition(":")[2]
     assert report.first.line == f"tests/blame/test_cases.py:{line}"
@@ -100,7 +100,7 @@ def test_a_value_that_is_finite_and_too_large_is_named_on_request():
     w, x = jnp.ones((4, 4)), jnp.full((2, 4), 3.0)
     loss = mpx.autocast(loss)
     report = mpx.blame(loss, mpx.NoLossScaling(), above=1e4)(w, x)
-    assert report.verdict is mpx.Verdict.NOTHING
+    assert report.verdict is mpx.reports.Verdict.NOTHING
     assert report.first.primitive == "exp" and report.first.scope == "large"
     assert report.first.reason == "a number above 10000"
     nothing = mpx.blame(loss, mpx.NoLossScaling(), above=1e6)(w, x)

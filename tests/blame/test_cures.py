@@ -51,7 +51,7 @@ def by_line(w, x):
 def test_the_narrowest_rule_comes_with_its_share_and_cures(loss, place):
     func = mpx.autocast(loss, "float16")
     report = mpx.blame(func, ONE)(WEIGHTS, X)
-    assert report.verdict is mpx.Verdict.PRECISION
+    assert report.verdict is mpx.reports.Verdict.PRECISION
     is_cast = loss is by_reader
     product = "convert_element_type" if is_cast else "dot_general"
     assert report.first.primitive == product
@@ -61,7 +61,7 @@ def test_the_narrowest_rule_comes_with_its_share_and_cures(loss, place):
     for one in report.rule, rule:
         cured = mpx.autocast(loss, "float16", rules=mpx.Rules(one))
         again = mpx.blame(cured, ONE)(WEIGHTS, X)
-        assert again.verdict is mpx.Verdict.NOTHING
+        assert again.verdict is mpx.reports.Verdict.NOTHING
     explained = mpx.explain(cured)(WEIGHTS, X)
     own = sum(o.flops for o in explained.operations if o.rule == str(rule))
     share = float(re.search(r"for (\S+) % of the FLOPs", report.advice)[1])

@@ -25,11 +25,11 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "mxfp8": mpx.MXFP8BlockScaling,
     "nvfp4": mpx.NVFP4BlockScaling,
 }
-QUANTIZERS: dict[str, mpx.AbstractQuantizer] = {
-    "current": mpx.TensorQuantizer(),
-    "delayed": mpx.TensorQuantizer(),
-    "mxfp8": mpx.MXFP8Quantizer(),
-    "nvfp4": mpx.NVFP4Quantizer(),
+QUANTIZERS: dict[str, mpx.quantization.AbstractQuantizer] = {
+    "current": mpx.quantization.TensorQuantizer(),
+    "delayed": mpx.quantization.TensorQuantizer(),
+    "mxfp8": mpx.quantization.MXFP8Quantizer(),
+    "nvfp4": mpx.quantization.NVFP4Quantizer(),
 }
 """How each recipe quantizes data and weights in the forward pass."""
 STATEFUL = ("float16", "delayed")

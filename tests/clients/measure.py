@@ -339,7 +339,7 @@ def _rounded(built: Built) -> Built:
     return built._replace(params=params, batch=batch)
 
 
-def rounded_by(built: Built, quantizer: mpx.AbstractQuantizer) -> Built:
+def rounded_by(built: Built, quantizer: mpx.quantization.AbstractQuantizer) -> Built:
     """The program with weights and inputs rounded by hand as a recipe rounds them."""
 
     def rounded(x: Any) -> Any:
@@ -348,7 +348,7 @@ def rounded_by(built: Built, quantizer: mpx.AbstractQuantizer) -> Built:
         length = x.shape[-1]
         padding = -length % max(quantizer.block, 1)
         padded = jax.numpy.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
-        return mpx.quantize_dequantize(padded, quantizer)[..., :length]
+        return mpx.quantization.quantize_dequantize(padded, quantizer)[..., :length]
 
     params, batch = jax.tree.map(rounded, (built.params, built.batch))
     return built._replace(params=params, batch=batch)

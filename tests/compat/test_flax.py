@@ -118,7 +118,7 @@ def test_the_state_of_skip_nonfinite():
 def damaged(**changes):
     """The bytes of a training state whose loss scaling or record was changed."""
     state = serialization.to_state_dict(
-        {"scaling": mpx.DynamicLossScaling(), "record": mpx.StepRecord()}
+        {"scaling": mpx.DynamicLossScaling(), "record": mpx.reports.StepRecord()}
     )
     for name, (key, value) in changes.items():
         state[name][key] = value
@@ -139,19 +139,19 @@ def damaged(**changes):
         ({"record": ("steps", None)}, "missing: `steps`"),
         ({"record": ("skipped", np.int32(-1))}, "at least 0; got `skipped` -1"),
         ({"record": ("places", np.zeros(3, np.int32))}, r"int32\[8\] for `places`"),
-        ({"record": ("kind", "NoLossScaling")}, "a `mpx.StepRecord`; got"),
+        ({"record": ("kind", "NoLossScaling")}, "a `mpx.reports.StepRecord`; got"),
         ({"record": ("version", 4)}, "version 4"),
     ],
 )
 def test_a_wrong_state_raises_the_errors_of_the_library(changes, match):
-    target = {"scaling": mpx.DynamicLossScaling(), "record": mpx.StepRecord()}
+    target = {"scaling": mpx.DynamicLossScaling(), "record": mpx.reports.StepRecord()}
     serialization.from_bytes(target, damaged())
     with pytest.raises(ValueError, match=match):
         serialization.from_bytes(target, damaged(**changes))
 
 
 @pytest.mark.parametrize("value", [None, 3, "state", [1]])
-@pytest.mark.parametrize("kind", [mpx.DynamicLossScaling, mpx.StepRecord])
+@pytest.mark.parametrize("kind", [mpx.DynamicLossScaling, mpx.reports.StepRecord])
 def test_what_is_no_state_is_refused(kind, value):
     with unchecked_annotations(), pytest.raises(TypeError, match="needs.*got"):
         serialization.from_state_dict(kind(), value)
@@ -168,7 +168,7 @@ BEFORE_AND_AFTER = """
 import mpx, mpx.compat.flax
 from flax.serialization import from_bytes, is_serializable, to_bytes
 
-kinds = [mpx.DynamicLossScaling, mpx.NoLossScaling, mpx.StepRecord]
+kinds = [mpx.DynamicLossScaling, mpx.NoLossScaling, mpx.reports.StepRecord]
 assert not any(map(is_serializable, kinds))
 mpx.compat.flax.register_serialization()
 assert all(map(is_serializable, kinds))

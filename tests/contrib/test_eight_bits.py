@@ -53,7 +53,9 @@ def by_xla(x, format):
     """The same four arrays from the quantizer."""
     found = []
     for axis in (-1, -2):
-        q = mpx.quantize(x, mpx.MXFP8Quantizer(format), axis=axis)
+        q = mpx.quantization.quantize(
+            x, mpx.quantization.MXFP8Quantizer(format), axis=axis
+        )
         codes = jax.lax.bitcast_convert_type(q.inverse_scale, jnp.uint8)
         found += [q.payload, codes] if axis == -1 else [q.payload.mT, codes.mT]
     return tuple(found)

@@ -40,9 +40,9 @@ XLA = mpx.NVFP4BlockScaling()
 PLAIN = mpx.NVFP4BlockScaling(disable_rht=True)
 # Those of a linear layer y = x w.
 AXES = {
-    mpx.Role.INPUT: (-1, -2),
-    mpx.Role.WEIGHT: (-2, -1),
-    mpx.Role.GRADIENT: (-1, -2),
+    mpx.quantization.Role.INPUT: (-1, -2),
+    mpx.quantization.Role.WEIGHT: (-2, -1),
+    mpx.quantization.Role.GRADIENT: (-1, -2),
 }
 
 
@@ -54,7 +54,7 @@ def by_xla(x, role, recipe=XLA, step=3, rounded_to=None):
     )
     first, again = copies.begin(x)
     found = first, again(first)
-    if role is mpx.Role.WEIGHT and not recipe.disable_2d_quantization:
+    if role is mpx.quantization.Role.WEIGHT and not recipe.disable_2d_quantization:
         return tuple(_packed_along(first, axis) for axis in AXES[role])
     return found
 
@@ -62,7 +62,7 @@ def by_xla(x, role, recipe=XLA, step=3, rounded_to=None):
 @functools.partial(jax.jit, static_argnames=("role", "recipe", "rounded_to"))
 def interpreted(x, role, recipe=XLA, step=3, rounded_to=None):
     """Both copies, of the kernels."""
-    second = recipe.quantizer(role, for_wgrad=role is not mpx.Role.WEIGHT)
+    second = recipe.quantizer(role, for_wgrad=role is not mpx.quantization.Role.WEIGHT)
     return quantize_four_bits(
         x,
         (recipe.quantizer(role), second),
@@ -100,7 +100,7 @@ def integers(shape, dtype="bfloat16"):
     return jax.random.randint(jax.random.key(2), shape, -3, 4).astype(dtype)
 
 
-@pytest.mark.parametrize("role", mpx.Role)
+@pytest.mark.parametrize("role", mpx.quantization.Role)
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     slow_but(
@@ -120,7 +120,9 @@ def test_its_numbers_are_those_of_the_quantizers(role, shape, dtype):
     assert_same(found, by_xla(x, role, PLAIN))
 
 
-@pytest.mark.parametrize("role", [mpx.Role.INPUT, mpx.Role.GRADIENT])
+@pytest.mark.parametrize(
+    "role", [mpx.quantization.Role.INPUT, mpx.quantization.Role.GRADIENT]
+)
 @pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "float32"]))
 def test_the_transform_is_that_of_the_quantizer(role, dtype):
     x = integers((96, 64), dtype)
@@ -129,16 +131,19 @@ def test_the_transform_is_that_of_the_quantizer(role, dtype):
 
 def test_one_copy_of_rows_is_transformed_too():
     """As where a program has the contracted axis of its data first."""
-    x, one = integers((64, 96)), mpx.NVFP4Quantizer()
+    x, one = integers((64, 96)), mpx.quantization.NVFP4Quantizer()
     signs = (1, -1) * 8
-    other = mpx.NVFP4Quantizer(hadamard=True, signs=signs)
+    other = mpx.quantization.NVFP4Quantizer(hadamard=True, signs=signs)
 
     @jax.jit
     def both(x):
         found = quantize_four_bits(
             x, (one, other), HALF, (-2, -1), alone, interpret=True
         )
-        want = mpx.quantize(x, one, axis=-2), mpx.quantize(x, other, axis=-1)
+        want = (
+            mpx.quantization.quantize(x, one, axis=-2),
+            mpx.quantization.quantize(x, other, axis=-1),
+        )
         return found, tuple(dataclasses.replace(q, guard=None) for q in want)
 
     assert_same(*both(x))
@@ -147,12 +152,12 @@ def test_one_copy_of_rows_is_transformed_too():
 @pytest.mark.slow
 def test_sums_of_the_transform_differ_by_their_order_only():
     x = numbers((256, 64))
-    found, want = (f(x, mpx.Role.INPUT)[1] for f in (interpreted, by_xla))
+    found, want = (f(x, mpx.quantization.Role.INPUT)[1] for f in (interpreted, by_xla))
     a, b = (jnp.asarray(q.dequantize(rotated=True), jnp.float32) for q in (found, want))
     # The quantizer on the CPU does not round sums to bfloat16, so that few numbers
     # change sides.
     assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
-    exact = mpx.hadamard_transform(x.astype(jnp.float32), axis=-2)
+    exact = mpx.quantization.hadamard_transform(x.astype(jnp.float32), axis=-2)
     errors = [float(jnp.linalg.norm(one - exact)) for one in (a, b)]
     assert abs(errors[0] / errors[1] - 1) < 0.01
 
@@ -161,11 +166,11 @@ def test_sums_of_the_transform_differ_by_their_order_only():
 def test_weights_of_long_blocks(disabled):
     recipe = mpx.NVFP4BlockScaling(disable_2d_quantization=disabled)
     x = numbers((64, 96), "float32")
-    found = interpreted(x, mpx.Role.WEIGHT, recipe)
-    assert_same(found, by_xla(x, mpx.Role.WEIGHT, recipe))
+    found = interpreted(x, mpx.quantization.Role.WEIGHT, recipe)
+    assert_same(found, by_xla(x, mpx.quantization.Role.WEIGHT, recipe))
 
 
-@pytest.mark.parametrize("role", mpx.Role)
+@pytest.mark.parametrize("role", mpx.quantization.Role)
 def test_it_rounds_first_what_the_program_rounds(role):
     x = numbers((64, 96), "float32")
     found = interpreted(x, role, PLAIN, rounded_to=HALF)
@@ -176,7 +181,7 @@ def test_it_rounds_first_what_the_program_rounds(role):
     )
 
 
-@pytest.mark.parametrize("role", mpx.Role)
+@pytest.mark.parametrize("role", mpx.quantization.Role)
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 def test_what_is_not_finite_shows_everywhere(role, bad):
     x = numbers((64, 96)).at[5, 40].set(bad)
@@ -184,7 +189,7 @@ def test_what_is_not_finite_shows_everywhere(role, bad):
         assert jnp.isnan(copy.dequantize(rotated=True)).all()
 
 
-@pytest.mark.parametrize("role", mpx.Role)
+@pytest.mark.parametrize("role", mpx.quantization.Role)
 def test_zeros_are_zeros(role):
     for copy in interpreted(jnp.zeros((64, 96), HALF), role):
         assert (copy.dequantize() == 0).all()
@@ -195,11 +200,11 @@ def test_extreme_magnitudes():
     """Where scales of blocks are zero, subnormal, or the largest there is."""
     x = wild((64, 96))
     x = jnp.where(jnp.isfinite(x), x, 0)
-    for role in mpx.Role:
+    for role in mpx.quantization.Role:
         assert_same(interpreted(x, role, PLAIN), by_xla(x, role, PLAIN))
 
 
-@pytest.mark.parametrize("role", mpx.Role)
+@pytest.mark.parametrize("role", mpx.quantization.Role)
 def test_no_maximum_of_it_loses_a_nan(role):
     """On a GPU a maximum of floats does: Pallas lowers it to `maxnumf`."""
     found = dtypes_of_maxima(
@@ -208,7 +213,9 @@ def test_no_maximum_of_it_loses_a_nan(role):
     assert set(found) == {np.dtype("int32")}
 
 
-@pytest.mark.parametrize("role", slow_but([mpx.Role.GRADIENT], list(mpx.Role)))
+@pytest.mark.parametrize(
+    "role", slow_but([mpx.quantization.Role.GRADIENT], list(mpx.quantization.Role))
+)
 def test_vmap(role):
     """Each array with its own scale and its own noise."""
     x = integers((3, 64, 96))
@@ -217,7 +224,9 @@ def test_vmap(role):
     assert_same(found, jax.tree.map(lambda *xs: jnp.stack(xs), *each))
 
 
-@pytest.mark.parametrize("role", slow_but([mpx.Role.GRADIENT], list(mpx.Role)))
+@pytest.mark.parametrize(
+    "role", slow_but([mpx.quantization.Role.GRADIENT], list(mpx.quantization.Role))
+)
 @pytest.mark.parametrize(
     "spec",
     slow_but([P(None, "a", "b")], [P(None, "a", "b"), P("b", "a"), P()]),
@@ -238,13 +247,13 @@ def test_a_block_on_two_devices_is_brought_together():
     x = integers((2, 256, 128))
     sharding = NamedSharding(two_axes(), P(None, None, ("a", "b")))
     found = jax.jit(interpreted, static_argnums=1)(
-        jax.device_put(x, sharding), mpx.Role.GRADIENT
+        jax.device_put(x, sharding), mpx.quantization.Role.GRADIENT
     )
-    assert_same(found, interpreted(x, mpx.Role.GRADIENT))
+    assert_same(found, interpreted(x, mpx.quantization.Role.GRADIENT))
 
 
 def test_in_shard_map():
-    x, role = integers((256, 128)), mpx.Role.INPUT
+    x, role = integers((256, 128)), mpx.quantization.Role.INPUT
     join = joined_over(("a", "b"), all_vary=True)
 
     def dequantized(x, interpret=True, join=join):

@@ -161,7 +161,7 @@ def gathered(precision):
 
 @pytest.mark.slow
 def test_weights_are_gathered_in_half_precision():
-    """XLA:CPU does it for float16; on accelerators, see `benchmarks.gpt_gathers`."""
+    """XLA:CPU does it for float16; on accelerators, see benchmarks/NOTES.md."""
     full, half = gathered("float32"), gathered("float16")
     places = 4 * MODEL.context * MODEL.width  # are multiplied by nothing
     assert set(full) == {"f32"} and half["f32"] == places

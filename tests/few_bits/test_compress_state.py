@@ -238,7 +238,9 @@ def test_small_integer_and_wide_arrays_stay():
     model = {"w": jnp.ones((32, 128)), "b": jnp.ones(128), "s": jnp.ones(())}
     state = mpx.compress_state(optax.adam(1e-3)).init(model)
     moment = state.inner_state[0].mu
-    assert isinstance(moment["w"], mpx.CompressedArray) and moment["w"].shape == (
+    assert isinstance(moment["w"], mpx.quantization.CompressedArray) and moment[
+        "w"
+    ].shape == (
         32,
         128,
     )
@@ -250,8 +252,8 @@ def test_small_integer_and_wide_arrays_stay():
         optax.adam(1e-3), where=lambda path, leaf: path.endswith("nu['b']")
     )
     moments = only.init(model).inner_state[0]
-    assert isinstance(moments.nu["b"], mpx.CompressedArray)
-    assert not isinstance(moments.nu["w"], mpx.CompressedArray)
+    assert isinstance(moments.nu["b"], mpx.quantization.CompressedArray)
+    assert not isinstance(moments.nu["w"], mpx.quantization.CompressedArray)
     assert mpx.compress_state(optax.adam(1e-3)).init({}).step is None
 
 

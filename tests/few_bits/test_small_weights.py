@@ -142,7 +142,7 @@ def wrong(case):
         case "float16":
             tx.init({"w": jnp.ones((2, 2), jnp.float16)})
         case "stored":
-            tx.init(mpx.quantize_weights({"w": jnp.ones((32, 32))}))
+            tx.init(mpx.quantization.quantize_weights({"w": jnp.ones((32, 32))}))
         case "masters":
             tx.init(model, {"w": model["w"][:2], "norm": model["norm"]})
         case "no weights":

@@ -59,7 +59,7 @@ def test_a_quantizer_gives_the_codes_and_scales_of_a_cpu(name, dtype):
     x[0], x[1, :8], x[2] = 0.0, 1e-30, -0.0
 
     def quantized(x):
-        return mpx.quantize(x.astype(dtype), QUANTIZERS[name])
+        return mpx.quantization.quantize(x.astype(dtype), QUANTIZERS[name])
 
     for here, there in zip(*on_both(quantized, x), strict=True):
         assert here.tobytes() == there.tobytes()
@@ -175,11 +175,13 @@ def test_autocast_is_as_exact_as_a_naive_cast(dtype):
 
 
 def test_stochastic_rounding_draws_the_same_codes_as_on_a_cpu():
-    quantizer = mpx.NVFP4Quantizer(stochastic_rounding=True)
+    quantizer = mpx.quantization.NVFP4Quantizer(stochastic_rounding=True)
     x = normal((64, 128), spread=6.0)
 
     def quantized(x, key):
-        found = mpx.quantize(x, quantizer, key=jax.random.wrap_key_data(key))
+        found = mpx.quantization.quantize(
+            x, quantizer, key=jax.random.wrap_key_data(key)
+        )
         return found.dequantize()
 
     keys = [jax.random.key_data(jax.random.key(seed)) for seed in (0, 1)]

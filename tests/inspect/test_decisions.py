@@ -154,7 +154,7 @@ def test_rules_of_the_users_are_named():
     assert of_product(report) == [("float32", str(keep), "a rule of the user's")]
     assert report.unused_rules == (str(nothing),)
     assert f"the rule `{nothing}` held for nothing" in str(report)
-    assert mpx.Report.from_json(report.to_json()) == report
+    assert mpx.reports.Report.from_json(report.to_json()) == report
 
 
 def test_regions_say_that_they_are_switched_off():

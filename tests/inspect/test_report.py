@@ -38,7 +38,7 @@ def report():
 
 def test_json_round_trip(report):
     text = report.to_json()
-    again = mpx.Report.from_json(text)
+    again = mpx.reports.Report.from_json(text)
     assert again == report
     assert again.to_json() == text
     data = json.loads(text)
@@ -51,7 +51,7 @@ def test_what_is_no_report_is_refused(text):
     with pytest.raises(
         ValueError, match=r"needs a report that this version of mpx wrote"
     ):
-        mpx.Report.from_json(text)
+        mpx.reports.Report.from_json(text)
 
 
 @pytest.mark.parametrize("suffix", ["html", "json", "txt"])

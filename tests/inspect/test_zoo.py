@@ -53,7 +53,7 @@ def test_a_program_is_explained(program):
         for explained in (derivative, mpx.autocast(func)):
             report = mpx.explain(explained)(*args)
             assert report.operations
-            assert mpx.Report.from_json(report.to_json()) == report
+            assert mpx.reports.Report.from_json(report.to_json()) == report
             assert report.to_html()
             assert len(report.table(limit=5).splitlines()) > 8
             for operation in report.operations:

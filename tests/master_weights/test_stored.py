@@ -24,7 +24,9 @@ GRADIENT = jnp.linspace(-1, 1, 64).reshape(8, 8)
 
 def stored_and_optimizer(optimizer, weights=None, format="E4M3"):
     weights = jnp.linspace(-0.5, 0.7, 64).reshape(8, 8) if weights is None else weights
-    model = mpx.quantize_weights({"w": weights}, mpx.TensorQuantizer(FORMATS[format]))
+    model = mpx.quantization.quantize_weights(
+        {"w": weights}, mpx.quantization.TensorQuantizer(FORMATS[format])
+    )
     tx = mpx.master_weights(optimizer)
     return model, tx, tx.init(model, {"w": weights})
 
@@ -35,7 +37,7 @@ def update(model, tx, state, gradient=GRADIENT, finite=True):
 
 
 def numbers(model):
-    return np.asarray(mpx.dequantize_weights(model)["w"])
+    return np.asarray(mpx.quantization.dequantize_weights(model)["w"])
 
 
 def largest(model):
@@ -53,7 +55,9 @@ def test_a_step_writes_its_masters_rounded_with_a_scale_known_before(format: str
         assert len(scales) == 1  # whatever the gradients are
         for after, new in found:
             scale = 1 / after["w"].quantized.inverse_scale
-            expected = mpx.quantize(new.masters["w"], model["w"].quantizer, scale=scale)
+            expected = mpx.quantization.quantize(
+                new.masters["w"], model["w"].quantizer, scale=scale
+            )
             assert_same_bits(after["w"].quantized.payload, expected.payload)
             assert_same_bits(new.ranges["w"].amax, jnp.max(jnp.abs(before)))
         model, state = found[0]
@@ -137,8 +141,8 @@ def test_a_weight_from_outside_is_taken_as_it_is():
     for _ in range(3):
         model, state = update(model, tx, state)
     masters = state.masters["w"]
-    clipped = mpx.quantize_weights({"w": jnp.clip(masters, -0.3, 0.3)})
-    grown = mpx.quantize_weights({"w": masters * 1000})
+    clipped = mpx.quantization.quantize_weights({"w": jnp.clip(masters, -0.3, 0.3)})
+    grown = mpx.quantization.quantize_weights({"w": masters * 1000})
     payload = model["w"].quantized.payload.at[0, 0].set(2.0)
     changed = eqx.tree_at(lambda m: m["w"].quantized.payload, model, payload)
     for other in (clipped, grown, changed):
@@ -179,7 +183,7 @@ FUNC = mpx.autocast(
 
 def begun(model, is_stored):
     tx = mpx.master_weights(optax.adam(2e-3))
-    weights = mpx.quantize_weights(model) if is_stored else model
+    weights = mpx.quantization.quantize_weights(model) if is_stored else model
     return weights, tx.init(weights, model), mpx.init_scaling(FUNC, weights, rows(0))
 
 

@@ -269,7 +269,7 @@ def test_contexts_with_a_state_in_a_transformed_function(x):
 
     layers = [linear(seed) for seed in range(3)]
     scaling = mpx.init_scaling(loss, layers, x)
-    assert isinstance(scaling, mpx.RecipeScaling)
+    assert isinstance(scaling, mpx.quantization.RecipeScaling)
     assert {s.recipe for s in scaling.scales} == {first, second}
     result = jax.jit(lambda s, *a: mpx.filter_grad(loss, s)(*a))(scaling, layers, x)
     assert float(result.finite)

@@ -57,30 +57,37 @@ def _nvfp4(shape):
 _E4M3, _E5M2 = reference.E4M3, reference.E5M2
 _FORMAT = mpx.Format
 # A new quantizer, or option, is covered by one line here.
-QUANTIZERS: dict[str, tuple[mpx.AbstractQuantizer, Callable[[Any], Expected]]] = {
-    "tensor e4m3": (mpx.TensorQuantizer(), _float32(_E4M3, False)),
-    "tensor e5m2": (mpx.TensorQuantizer(_FORMAT.E5M2), _float32(_E5M2, False)),
+QUANTIZERS: dict[
+    str, tuple[mpx.quantization.AbstractQuantizer, Callable[[Any], Expected]]
+] = {
+    "tensor e4m3": (mpx.quantization.TensorQuantizer(), _float32(_E4M3, False)),
+    "tensor e5m2": (
+        mpx.quantization.TensorQuantizer(_FORMAT.E5M2),
+        _float32(_E5M2, False),
+    ),
     "tensor power of two": (
-        mpx.TensorQuantizer(power_of_two_scales=True),
+        mpx.quantization.TensorQuantizer(power_of_two_scales=True),
         _float32(_E4M3, True),
     ),
     "tensor epsilon": (
-        mpx.TensorQuantizer(amax_epsilon=1e3),
+        mpx.quantization.TensorQuantizer(amax_epsilon=1e3),
         _float32(_E4M3, False, 1e3),
     ),
-    "1x128": (mpx.BlockQuantizer(), _float32(_E4M3, True, shape=(1, 128))),
+    "1x128": (mpx.quantization.BlockQuantizer(), _float32(_E4M3, True, shape=(1, 128))),
     "1x128 e5m2 float32": (
-        mpx.BlockQuantizer(_FORMAT.E5M2, power_of_two_scales=False, amax_epsilon=1e-3),
+        mpx.quantization.BlockQuantizer(
+            _FORMAT.E5M2, power_of_two_scales=False, amax_epsilon=1e-3
+        ),
         _float32(_E5M2, False, 1e-3, shape=(1, 128)),
     ),
     "128x128": (
-        mpx.BlockQuantizer(block_dimensions=2),
+        mpx.quantization.BlockQuantizer(block_dimensions=2),
         _float32(_E4M3, True, shape=(128, 128)),
     ),
-    "mxfp8 e4m3": (mpx.MXFP8Quantizer(), _mx(_E4M3)),
-    "mxfp8 e5m2": (mpx.MXFP8Quantizer(_FORMAT.E5M2), _mx(_E5M2)),
-    "nvfp4 1x16": (mpx.NVFP4Quantizer(), _nvfp4((1, 16))),
-    "nvfp4 16x16": (mpx.NVFP4Quantizer(2), _nvfp4((16, 16))),
+    "mxfp8 e4m3": (mpx.quantization.MXFP8Quantizer(), _mx(_E4M3)),
+    "mxfp8 e5m2": (mpx.quantization.MXFP8Quantizer(_FORMAT.E5M2), _mx(_E5M2)),
+    "nvfp4 1x16": (mpx.quantization.NVFP4Quantizer(), _nvfp4((1, 16))),
+    "nvfp4 16x16": (mpx.quantization.NVFP4Quantizer(2), _nvfp4((16, 16))),
 }
 
 # One of each kind, for what the options make no difference to.
@@ -128,7 +135,7 @@ DATA: dict[str, Callable[[], np.ndarray]] = {
 }
 
 
-def codes_of(q: mpx.QuantizedArray) -> np.ndarray:
+def codes_of(q: mpx.quantization.QuantizedArray) -> np.ndarray:
     """The codes of a matrix of 8 or 4 bits, with -1 for NaN."""
     payload = np.asarray(q.payload)
     if q.format is mpx.Format.E2M1:
@@ -137,7 +144,7 @@ def codes_of(q: mpx.QuantizedArray) -> np.ndarray:
     return reference.without_nan(payload.view(np.uint8), bits)
 
 
-def scales_of(q: mpx.QuantizedArray) -> np.ndarray:
+def scales_of(q: mpx.quantization.QuantizedArray) -> np.ndarray:
     """Inverse scales as the oracles have them: codes, or float32."""
     scales = np.asarray(q.inverse_scale)
     if scales.dtype == jnp.float32:

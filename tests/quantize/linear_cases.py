@@ -145,7 +145,9 @@ def mx(bits) -> Rounder:
 def nvfp4(shape: tuple[int, int], rotate: bool) -> Rounder:
     def rounder(x: np.ndarray, for_wgrad: bool) -> np.ndarray:
         flat = _flat(x, 16, shape[0] > 1)
-        rotation = np.asarray(mpx.hadamard_transform(jnp.eye(16)), np.float64)
+        rotation = np.asarray(
+            mpx.quantization.hadamard_transform(jnp.eye(16)), np.float64
+        )
         if rotate and for_wgrad:
             flat = (flat.reshape(-1, 16).astype(np.float64) @ rotation).astype("f4")
             flat = flat.reshape(-1, x.shape[2] + -x.shape[2] % 16)
@@ -171,7 +173,7 @@ class Recipe:
     `backward` are those of x and w in the backward pass, where they are others.
     """
 
-    recipe: mpx.AbstractRecipe
+    recipe: mpx.quantization.AbstractRecipe
     rounders: tuple[Rounder, Rounder, Rounder]
     backward: str | None = None
     scales: tuple[float, float, float] | None = None
@@ -182,11 +184,17 @@ _CURRENT = (tensor(_E4M3), tensor(_E4M3), tensor(_E5M2))
 _SCALES = (64.0, 300.0, 0.5)
 
 
-def _mixed(role: mpx.Role, for_wgrad: bool) -> mpx.AbstractQuantizer | None:
+def _mixed(
+    role: mpx.quantization.Role, for_wgrad: bool
+) -> mpx.quantization.AbstractQuantizer | None:
     """Quantizers that have nothing in common, and one that is missing."""
-    if role is mpx.Role.INPUT:
-        return mpx.NVFP4Quantizer()
-    return None if role is mpx.Role.WEIGHT else mpx.MXFP8Quantizer(mpx.Format.E5M2)
+    if role is mpx.quantization.Role.INPUT:
+        return mpx.quantization.NVFP4Quantizer()
+    return (
+        None
+        if role is mpx.quantization.Role.WEIGHT
+        else mpx.quantization.MXFP8Quantizer(mpx.Format.E5M2)
+    )
 
 
 RECIPES = {

@@ -16,20 +16,20 @@ from tests.quantize.cases import DATA, KINDS, QUANTIZERS, SHAPE
 each_quantizer = pytest.mark.parametrize("name", KINDS)
 
 
-def stack(name: str) -> tuple[mpx.AbstractQuantizer, jax.Array]:
+def stack(name: str) -> tuple[mpx.quantization.AbstractQuantizer, jax.Array]:
     x = DATA["normal"]().reshape(2, SHAPE[0] // 2, SHAPE[1])
     x = x * np.array([1, 64], np.float32)[:, None, None]
     return QUANTIZERS[name][0], jnp.asarray(x)
 
 
 @functools.cache
-def stacked(name: str) -> mpx.QuantizedArray:
+def stacked(name: str) -> mpx.quantization.QuantizedArray:
     quantizer, x = stack(name)
-    return jax.jit(jax.vmap(lambda x: mpx.quantize(x, quantizer)))(x)
+    return jax.jit(jax.vmap(lambda x: mpx.quantization.quantize(x, quantizer)))(x)
 
 
 @jax.jit
-def dequantized(q: mpx.QuantizedArray) -> jax.Array:
+def dequantized(q: mpx.quantization.QuantizedArray) -> jax.Array:
     return q.dequantize()
 
 
@@ -42,7 +42,7 @@ def test_rows_of_a_vmap_are_quantized_on_their_own(name: str):
 
     @jax.jit
     def one(x):
-        row = mpx.quantize(x, quantizer)
+        row = mpx.quantization.quantize(x, quantizer)
         return row, row.dequantize()
 
     for index in range(2):
@@ -67,9 +67,9 @@ def test_a_scan_takes_and_gives_quantized_arrays(name: str):
 @each_quantizer
 def test_shapes_are_known_without_numbers(name: str):
     quantizer, x = stack(name)
-    q = jax.jit(lambda x: mpx.quantize(x, quantizer))(x)
-    abstract = jax.eval_shape(lambda x: mpx.quantize(x, quantizer), x)
-    assert isinstance(abstract, mpx.QuantizedArray)
+    q = jax.jit(lambda x: mpx.quantization.quantize(x, quantizer))(x)
+    abstract = jax.eval_shape(lambda x: mpx.quantization.quantize(x, quantizer), x)
+    assert isinstance(abstract, mpx.quantization.QuantizedArray)
     assert jax.tree.structure(abstract) == jax.tree.structure(q)
     assert [(a.shape, a.dtype) for a in jax.tree.leaves(abstract)] == [
         (a.shape, a.dtype) for a in jax.tree.leaves(q)
@@ -93,17 +93,19 @@ def test_bytes_are_those_of_the_formats():
     x = jnp.ones((256, 512), jnp.bfloat16)
     count = x.size
     bits = {
-        mpx.TensorQuantizer(): 8 + 32 / count,
-        mpx.BlockQuantizer(): 8 + 32 / 128,
-        mpx.BlockQuantizer(block_dimensions=2): 8 + 32 / 128**2,
-        mpx.MXFP8Quantizer(): 8 + 8 / 32,
-        mpx.NVFP4Quantizer(): 4 + 8 / 16 + 32 / count,
-        mpx.NVFP4Quantizer(2): 4 + 8 / 256 + 32 / count,
+        mpx.quantization.TensorQuantizer(): 8 + 32 / count,
+        mpx.quantization.BlockQuantizer(): 8 + 32 / 128,
+        mpx.quantization.BlockQuantizer(block_dimensions=2): 8 + 32 / 128**2,
+        mpx.quantization.MXFP8Quantizer(): 8 + 8 / 32,
+        mpx.quantization.NVFP4Quantizer(): 4 + 8 / 16 + 32 / count,
+        mpx.quantization.NVFP4Quantizer(2): 4 + 8 / 256 + 32 / count,
     }
     for quantizer, expected in bits.items():
-        q = jax.eval_shape(lambda x, by=quantizer: mpx.quantize(x, by), x)
+        q = jax.eval_shape(lambda x, by=quantizer: mpx.quantization.quantize(x, by), x)
         assert q.nbytes == count * expected / 8
-    nvfp4 = jax.jit(lambda x: mpx.quantize(x, mpx.NVFP4Quantizer()))(x)
+    nvfp4 = jax.jit(
+        lambda x: mpx.quantization.quantize(x, mpx.quantization.NVFP4Quantizer())
+    )(x)
     guard = 1  # one boolean
     assert nvfp4.nbytes + guard == sum(x.nbytes for x in jax.tree.leaves(nvfp4))
     assert (nvfp4.payload.dtype, nvfp4.payload.shape) == (jnp.uint8, (256, 256))
@@ -111,7 +113,10 @@ def test_bytes_are_those_of_the_formats():
 
 
 def test_it_is_immutable():
-    q = jax.eval_shape(lambda x: mpx.quantize(x, mpx.NVFP4Quantizer()), jnp.ones(16))
+    q = jax.eval_shape(
+        lambda x: mpx.quantization.quantize(x, mpx.quantization.NVFP4Quantizer()),
+        jnp.ones(16),
+    )
     with pytest.raises(AttributeError, match="assign to field"):
         q.payload = q.payload  # pyright: ignore
 
@@ -125,9 +130,9 @@ def test_a_jitted_function_is_compiled_once_for_equal_metadata():
         return q.dequantize()
 
     x = DATA["normal"]()[:12].reshape(3, 4, -1)
-    quantize = jax.jit(mpx.quantize, static_argnums=1)
+    quantize = jax.jit(mpx.quantization.quantize, static_argnums=1)
     for one in x:
-        f(quantize(one, mpx.MXFP8Quantizer()))
+        f(quantize(one, mpx.quantization.MXFP8Quantizer()))
     assert len(traced) == 1
-    f(quantize(one, mpx.NVFP4Quantizer()))
+    f(quantize(one, mpx.quantization.NVFP4Quantizer()))
     assert len(traced) == 2

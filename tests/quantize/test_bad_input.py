@@ -12,8 +12,10 @@ X = jax.ShapeDtypeStruct((4, 100), jnp.float32)
 
 
 def quantize(x=X, quantizer=None, **options):
-    quantizer = mpx.MXFP8Quantizer() if quantizer is None else quantizer
-    return lambda: jax.eval_shape(lambda x: mpx.quantize(x, quantizer, **options), x)
+    quantizer = mpx.quantization.MXFP8Quantizer() if quantizer is None else quantizer
+    return lambda: jax.eval_shape(
+        lambda x: mpx.quantization.quantize(x, quantizer, **options), x
+    )
 
 
 CASES = [
@@ -26,10 +28,10 @@ CASES = [
     ),
     Case(
         "one of two axes no multiple of the block",
-        quantize(quantizer=mpx.NVFP4Quantizer(2)),
+        quantize(quantizer=mpx.quantization.NVFP4Quantizer(2)),
         ValueError,
         r"blocks of 16x16; got shape \(4, 100\), whose axis -2 has length 4. Pad that "
-        "axis with 12 zeros.*choose another `axis`.*`mpx.TensorQuantizer`",
+        "axis with 12 zeros.*choose another `axis`.*`mpx.quantization.TensorQuantizer`",
     ),
     Case("no such axis", quantize(axis=2), ValueError, r"got 2 for shape \(4, 100\)"),
     Case("axis of text", quantize(axis="rows"), TypeError, "integer or a pair"),
@@ -37,13 +39,16 @@ CASES = [
     Case("two axes for 1x32", quantize(axis=(0, 1)), ValueError, "1 different axes"),
     Case(
         "one axis twice",
-        quantize(quantizer=mpx.BlockQuantizer(block_dimensions=2), axis=(0, -2, 1)),
+        quantize(
+            quantizer=mpx.quantization.BlockQuantizer(block_dimensions=2),
+            axis=(0, -2, 1),
+        ),
         ValueError,
         r"whose axis -2 has length 4",
     ),
     Case(
         "square blocks of a vector",
-        quantize(jnp.ones(16), mpx.NVFP4Quantizer(2)),
+        quantize(jnp.ones(16), mpx.quantization.NVFP4Quantizer(2)),
         ValueError,
         r"16x16 needs an array of at least 2 axes; got shape \(16,\)",
     ),
@@ -56,15 +61,15 @@ CASES = [
     ),
     Case(
         "a Python number",
-        lambda: mpx.quantize(1.0, mpx.TensorQuantizer()),  # pyright: ignore
+        lambda: mpx.quantization.quantize(1.0, mpx.quantization.TensorQuantizer()),  # pyright: ignore
         TypeError,
         "got float 1.0",
     ),
     Case(
         "quantized already",
-        lambda: mpx.quantize(
-            mpx.quantize(jnp.ones(32), mpx.MXFP8Quantizer()),  # pyright: ignore
-            mpx.MXFP8Quantizer(),
+        lambda: mpx.quantization.quantize(
+            mpx.quantization.quantize(jnp.ones(32), mpx.quantization.MXFP8Quantizer()),  # pyright: ignore
+            mpx.quantization.MXFP8Quantizer(),
         ),
         TypeError,
         "quantized already; `x.dequantize",
@@ -73,25 +78,25 @@ CASES = [
         "a format for a quantizer",
         quantize(quantizer=mpx.Format.E4M3),
         TypeError,
-        "needs a quantizer such as `mpx.TensorQuantizer",
+        "needs a quantizer such as `mpx.quantization.TensorQuantizer",
     ),
     Case(
         "no key",
-        quantize(quantizer=mpx.MXFP8Quantizer(stochastic_rounding=True)),
+        quantize(quantizer=mpx.quantization.MXFP8Quantizer(stochastic_rounding=True)),
         ValueError,
         "needs a `key` for stochastic rounding",
     ),
     Case("a scale for blocks", quantize(scale=1.0), ValueError, "Leave it out: blocks"),
     Case(
         "scales",
-        quantize(quantizer=mpx.TensorQuantizer(), scale=jnp.ones(4)),
+        quantize(quantizer=mpx.quantization.TensorQuantizer(), scale=jnp.ones(4)),
         ValueError,
         r"one number; got float32\[4\]. Use `jax.vmap`",
     ),
     *(
         Case(
             f"scale {scale}",
-            quantize(quantizer=mpx.TensorQuantizer(), scale=scale),
+            quantize(quantizer=mpx.quantization.TensorQuantizer(), scale=scale),
             ValueError,
             "positive and finite, between.*; got .*Leave it out",
         )
@@ -102,85 +107,88 @@ CASES = [
     ),
     Case(
         "hybrid",
-        lambda: mpx.TensorQuantizer(mpx.Format.HYBRID),
+        lambda: mpx.quantization.TensorQuantizer(mpx.Format.HYBRID),
         ValueError,
         "needs one format.*`Format.HYBRID.forward`",
     ),
     Case(
         "format as text",
-        lambda: mpx.MXFP8Quantizer("E4M3"),  # pyright: ignore
+        lambda: mpx.quantization.MXFP8Quantizer("E4M3"),  # pyright: ignore
         TypeError,
         "needs a format such as `mpx.Format.E4M3`; got 'E4M3'",
     ),
     Case(
         "4 bits",
-        lambda: mpx.BlockQuantizer(mpx.Format.E2M1),
+        lambda: mpx.quantization.BlockQuantizer(mpx.Format.E2M1),
         ValueError,
-        "has 8 bits.*`mpx.NVFP4Quantizer`",
+        "has 8 bits.*`mpx.quantization.NVFP4Quantizer`",
     ),
     Case(
         "dimensions",
-        lambda: mpx.BlockQuantizer(block_dimensions=3),
+        lambda: mpx.quantization.BlockQuantizer(block_dimensions=3),
         ValueError,
-        "`block_dimensions` of `mpx.BlockQuantizer` is 1 or 2; got 3",
+        "`block_dimensions` of `mpx.quantization.BlockQuantizer` is 1 or 2; got 3",
     ),
     Case(
         "rotated squares",
-        lambda: mpx.NVFP4Quantizer(2, hadamard=True),
+        lambda: mpx.quantization.NVFP4Quantizer(2, hadamard=True),
         ValueError,
         "along one axis",
     ),
     Case(
         "flag",
-        lambda: mpx.TensorQuantizer(power_of_two_scales=1),  # pyright: ignore
+        lambda: mpx.quantization.TensorQuantizer(power_of_two_scales=1),  # pyright: ignore
         TypeError,
-        "`power_of_two_scales` of `mpx.TensorQuantizer` is True or False; got 1",
+        "`power_of_two_scales` of `mpx.quantization.TensorQuantizer` is True or False; "
+        "got 1",
     ),
     Case(
         "epsilon",
-        lambda: mpx.TensorQuantizer(amax_epsilon=-1.0),
+        lambda: mpx.quantization.TensorQuantizer(amax_epsilon=-1.0),
         ValueError,
         "finite and not negative; got -1.0",
     ),
     Case(
         "epsilon of text",
-        lambda: mpx.BlockQuantizer(amax_epsilon="small"),  # pyright: ignore
+        lambda: mpx.quantization.BlockQuantizer(amax_epsilon="small"),  # pyright: ignore
         TypeError,
-        "`amax_epsilon` of `mpx.BlockQuantizer` is a number; got 'small'",
+        "`amax_epsilon` of `mpx.quantization.BlockQuantizer` is a number; got 'small'",
     ),
     Case(
         "rotating integers",
-        lambda: mpx.hadamard_transform(jnp.ones(16, int)),
+        lambda: mpx.quantization.hadamard_transform(jnp.ones(16, int)),
         TypeError,
         "needs a floating array; got int32",
     ),
     Case(
         "rotating 20 numbers",
-        lambda: mpx.hadamard_transform(jnp.ones(20)),
+        lambda: mpx.quantization.hadamard_transform(jnp.ones(20)),
         ValueError,
         "blocks of 1x16",
     ),
     Case(
         "4 signs",
-        lambda: mpx.hadamard_transform(jnp.ones(16), signs=jnp.ones(4)),
+        lambda: mpx.quantization.hadamard_transform(jnp.ones(16), signs=jnp.ones(4)),
         TypeError,
         r"`signs`.*16 numbers; got float32\[4\]",
     ),
     Case(
         "signs that are none",
-        lambda: mpx.hadamard_transform(jnp.ones(16), signs=2 * jnp.ones(16)),
+        lambda: mpx.quantization.hadamard_transform(
+            jnp.ones(16), signs=2 * jnp.ones(16)
+        ),
         ValueError,
-        r"`signs` of `mpx.hadamard_transform.* are 1 or -1, .*; got \[2.0",
+        r"`signs` of `mpx.quantization.hadamard_transform.* are 1 or -1, .*; got \[2.0",
     ),
     Case(
         "signs of a quantizer that are none",
-        lambda: mpx.NVFP4Quantizer(hadamard=True, signs=(1,) * 15 + (0,)),
+        lambda: mpx.quantization.NVFP4Quantizer(hadamard=True, signs=(1,) * 15 + (0,)),
         ValueError,
-        r"`signs` of `mpx.NVFP4Quantizer` are 1 or -1, .*0\]",
+        r"`signs` of `mpx.quantization.NVFP4Quantizer` are 1 or -1, .*0\]",
     ),
     Case(
         "signs of no transform",
-        lambda: mpx.NVFP4Quantizer(signs=(1,) * 16),
+        lambda: mpx.quantization.NVFP4Quantizer(signs=(1,) * 16),
         ValueError,
         "those of the Hadamard transform; .*Say `hadamard=True`",
     ),
@@ -198,8 +206,10 @@ def test_a_scale_and_signs_that_are_traced_are_believed():
 
     @jax.jit
     def f(x, scale, signs):
-        x = mpx.hadamard_transform(x, signs=signs)
-        return mpx.quantize(x, mpx.TensorQuantizer(), scale=scale).dequantize()
+        x = mpx.quantization.hadamard_transform(x, signs=signs)
+        return mpx.quantization.quantize(
+            x, mpx.quantization.TensorQuantizer(), scale=scale
+        ).dequantize()
 
     found = f(jnp.ones(16), jnp.zeros(()), 2 * jnp.ones(16))
     assert not jnp.isfinite(found).any()

@@ -20,12 +20,14 @@ from tests.helpers import slow_but
 FORMATS = [mpx.Format.E4M3, mpx.Format.E5M2]
 H100 = target_from("sm_90")
 QUANTIZERS = {
-    "tensor": mpx.TensorQuantizer(),
-    "blocks of 128": mpx.BlockQuantizer(),
-    "mxfp8": mpx.MXFP8Quantizer(),
-    "nvfp4": mpx.NVFP4Quantizer(),
-    "nvfp4 in squares": mpx.NVFP4Quantizer(block_dimensions=2),
-    "nvfp4 to random neighbours": mpx.NVFP4Quantizer(stochastic_rounding=True),
+    "tensor": mpx.quantization.TensorQuantizer(),
+    "blocks of 128": mpx.quantization.BlockQuantizer(),
+    "mxfp8": mpx.quantization.MXFP8Quantizer(),
+    "nvfp4": mpx.quantization.NVFP4Quantizer(),
+    "nvfp4 in squares": mpx.quantization.NVFP4Quantizer(block_dimensions=2),
+    "nvfp4 to random neighbours": mpx.quantization.NVFP4Quantizer(
+        stochastic_rounding=True
+    ),
 }
 
 
@@ -112,7 +114,9 @@ def test_a_transform_is_the_same_but_for_the_order_of_its_sums(axis):
     x = np.random.default_rng(3).standard_normal((16, 32, 48)).astype("bfloat16")
     x = jnp.asarray(x, jnp.float32)
     for signs in (None, (1, -1) * 8):
-        exact = np.asarray(mpx.hadamard_transform(x, axis=axis, signs=signs))
+        exact = np.asarray(
+            mpx.quantization.hadamard_transform(x, axis=axis, signs=signs)
+        )
         found = {
             dtype: np.asarray(CAST.rotated(x, axis, signs, np.dtype(dtype)))
             for dtype in ("float32", "float16", "bfloat16")
@@ -141,7 +145,7 @@ def test_an_infinity_makes_nan_of_all_that_shares_its_scale(name):
 @pytest.mark.parametrize("by", [CAST, CAST_OF_WEIGHT])
 def test_a_scale_from_elsewhere_saturates_what_is_finite_and_shows_what_is_not(by):
     """Delayed scaling: the scale is of steps before, the amax of this one."""
-    quantizer, like = mpx.TensorQuantizer(), np.dtype("float32")
+    quantizer, like = mpx.quantization.TensorQuantizer(), np.dtype("float32")
 
     def found(x):
         scale = jnp.float32(1)
@@ -201,5 +205,5 @@ def test_only_the_device_that_is_named_casts():
 def test_a_device_casts_what_it_is_known_to_round(target, casts):
     device = target_from(target)
     assert {name for name in QUANTIZERS if is_cast(QUANTIZERS[name], device)} == casts
-    random = mpx.MXFP8Quantizer(stochastic_rounding=True)
+    random = mpx.quantization.MXFP8Quantizer(stochastic_rounding=True)
     assert not is_cast(random, device)

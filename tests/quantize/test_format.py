@@ -51,7 +51,7 @@ def test_every_code_of_8_bits_dequantizes_and_comes_back(
     bits = reference.FORMATS[format.name]
     codes = np.arange(256, dtype=np.uint8)
     wrap = jax.jit if jitted else lambda f: f
-    q = mpx.QuantizedArray(
+    q = mpx.quantization.QuantizedArray(
         jnp.asarray(codes.view(format.dtype)),
         jnp.float32(1),
         format=format,
@@ -59,8 +59,8 @@ def test_every_code_of_8_bits_dequantizes_and_comes_back(
     )
     values = np.asarray(wrap(lambda q: q.dequantize())(q))
     np.testing.assert_array_equal(values, reference.decode(codes, bits))
-    quantizer = mpx.TensorQuantizer(format)
-    back = wrap(lambda x: mpx.quantize(x, quantizer, scale=1.0))(values)
+    quantizer = mpx.quantization.TensorQuantizer(format)
+    back = wrap(lambda x: mpx.quantization.quantize(x, quantizer, scale=1.0))(values)
     expected = reference.encode(reference.decode(codes, bits), bits)
     expected[np.isinf(values)] = -1
     found = np.asarray(back.payload).view(np.uint8)

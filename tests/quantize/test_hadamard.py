@@ -13,8 +13,10 @@ from tests.quantize.cases import DATA
 from tests.quantize.linear_cases import matrix_product, result_and_gradients
 from tests.reference import low_precision as reference
 
-rotated = jax.jit(mpx.hadamard_transform, static_argnames=("axis", "inverse"))
-quantize = jax.jit(mpx.quantize, static_argnums=1)
+rotated = jax.jit(
+    mpx.quantization.hadamard_transform, static_argnames=("axis", "inverse")
+)
+quantize = jax.jit(mpx.quantization.quantize, static_argnums=1)
 
 
 def matrix(signs=None) -> np.ndarray:
@@ -22,7 +24,7 @@ def matrix(signs=None) -> np.ndarray:
 
 
 @jax.jit
-def both_dequantized(q: mpx.QuantizedArray) -> tuple[jax.Array, jax.Array]:
+def both_dequantized(q: mpx.quantization.QuantizedArray) -> tuple[jax.Array, jax.Array]:
     return q.dequantize(rotated=True), q.dequantize()
 
 
@@ -51,7 +53,7 @@ def test_blocks_along_an_axis_are_multiplied(axis: int, inverse: bool):
     h = h.T if inverse else h
     blocks = np.moveaxis(x, axis, -1).astype(np.float64)
     exact = (blocks.reshape(*blocks.shape[:-1], -1, 16) @ h).reshape(blocks.shape)
-    f = lambda x: mpx.hadamard_transform(x, axis=axis, inverse=inverse)  # noqa: E731
+    f = lambda x: mpx.quantization.hadamard_transform(x, axis=axis, inverse=inverse)  # noqa: E731
     found = jax.jit(f)(jnp.asarray(x))
     np.testing.assert_allclose(found, np.moveaxis(exact, -1, axis), atol=2e-6)
     if axis == -1:
@@ -78,21 +80,27 @@ def test_products_stay():
 def test_its_derivative_is_itself():
     x = jnp.asarray(DATA["normal"]()[:2])
     g = jnp.asarray(DATA["normal"]()[2:4])
-    pull = jax.jit(lambda x, g: jax.vjp(mpx.hadamard_transform, x)[1](g)[0])
-    inverse = jax.jit(lambda g: mpx.hadamard_transform(g, inverse=True))(g)
+    pull = jax.jit(
+        lambda x, g: jax.vjp(mpx.quantization.hadamard_transform, x)[1](g)[0]
+    )
+    inverse = jax.jit(lambda g: mpx.quantization.hadamard_transform(g, inverse=True))(g)
     np.testing.assert_allclose(pull(x, g), inverse, atol=1e-6)
 
 
 def test_the_quantizer_rotates_and_dequantize_undoes_it():
     x = jnp.asarray(DATA["normal"]())
-    rotating = mpx.NVFP4Quantizer(hadamard=True)
+    rotating = mpx.quantization.NVFP4Quantizer(hadamard=True)
 
     @jax.jit
     def both_ways(x):
-        q = mpx.quantize(x, rotating, axis=0)
-        rotated = mpx.hadamard_transform(x, axis=0)
-        plain = mpx.quantize(rotated, mpx.NVFP4Quantizer(), axis=0)
-        undone = mpx.hadamard_transform(plain.dequantize(), axis=0, inverse=True)
+        q = mpx.quantization.quantize(x, rotating, axis=0)
+        rotated = mpx.quantization.hadamard_transform(x, axis=0)
+        plain = mpx.quantization.quantize(
+            rotated, mpx.quantization.NVFP4Quantizer(), axis=0
+        )
+        undone = mpx.quantization.hadamard_transform(
+            plain.dequantize(), axis=0, inverse=True
+        )
         first = q.payload, q.dequantize(rotated=True), q.dequantize()
         return first, (plain.payload, plain.dequantize(), undone)
 
@@ -109,7 +117,7 @@ def test_less_vanishes_beside_an_outlier():
     x[:, ~beside] = 100
     kept = {}
     for hadamard in (False, True):
-        q = quantize(x, mpx.NVFP4Quantizer(hadamard=hadamard))
+        q = quantize(x, mpx.quantization.NVFP4Quantizer(hadamard=hadamard))
         _, values = both_dequantized(q)
         small, found = x[:, beside], np.asarray(values)[:, beside]
         kept[hadamard] = (small * found).sum() / (small * small).sum()
@@ -122,14 +130,14 @@ SIGNS = tuple(int(sign) for sign in np.where(np.arange(16) % 3, 1, -1))
 
 def test_the_quantizer_takes_signs():
     x = DATA["normal"]()
-    own = mpx.NVFP4Quantizer(hadamard=True, signs=SIGNS)
+    own = mpx.quantization.NVFP4Quantizer(hadamard=True, signs=SIGNS)
     with helpers.unchecked_annotations():
         array: Any = np.asarray(SIGNS)
-        assert own == mpx.NVFP4Quantizer(hadamard=True, signs=array)
-    assert hash(own) != hash(mpx.NVFP4Quantizer(hadamard=True))
+        assert own == mpx.quantization.NVFP4Quantizer(hadamard=True, signs=array)
+    assert hash(own) != hash(mpx.quantization.NVFP4Quantizer(hadamard=True))
     q = quantize(x, own)
     signs = np.asarray(SIGNS, np.int32)
-    plain = quantize(rotated(x, signs=signs), mpx.NVFP4Quantizer())
+    plain = quantize(rotated(x, signs=signs), mpx.quantization.NVFP4Quantizer())
     helpers.assert_same_bits(q.payload, plain.payload)
     (found, undone), (_, expected) = both_dequantized(q), both_dequantized(plain)
     helpers.assert_same_bits(found, expected)
@@ -148,9 +156,9 @@ def test_the_quantizer_takes_signs():
     ],
 )
 def test_a_product_stays_whatever_signs_its_operands_have(of_input, of_gradient):
-    def qfactory(role: mpx.Role, for_wgrad: bool):
-        signs = of_gradient if role is mpx.Role.GRADIENT else of_input
-        return mpx.NVFP4Quantizer(
+    def qfactory(role: mpx.quantization.Role, for_wgrad: bool):
+        signs = of_gradient if role is mpx.quantization.Role.GRADIENT else of_input
+        return mpx.quantization.NVFP4Quantizer(
             hadamard=for_wgrad, signs=signs if for_wgrad else None
         )
 

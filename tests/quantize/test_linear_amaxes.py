@@ -52,10 +52,10 @@ def test_amaxes_go_into_the_state_as_they_come():
     weight, x, g = data(LAYOUT)
     recipe = mpx.DelayedScaling(margin=1)
     amaxes = amaxes_of(weight, x, g)
-    states = [recipe.init() for _ in mpx.Role]
+    states = [recipe.init() for _ in mpx.quantization.Role]
     states = [
         recipe.update(state, jnp.asarray(amax), role)
-        for state, amax, role in zip(states, amaxes, mpx.Role, strict=True)
+        for state, amax, role in zip(states, amaxes, mpx.quantization.Role, strict=True)
     ]
     largest = [448.0, 448.0, 57344.0]
     for state, amax, top in zip(states, amaxes, largest, strict=True):

@@ -31,7 +31,7 @@ RECIPES = {
 }
 
 
-def scales_of(recipe: mpx.AbstractRecipe) -> jax.Array | None:
+def scales_of(recipe: mpx.quantization.AbstractRecipe) -> jax.Array | None:
     return jnp.zeros(3) if isinstance(recipe, mpx.DelayedScaling) else None
 
 
@@ -91,7 +91,7 @@ def test_shard_map(recipe_name: str, check_vma: bool):
     "recipe",
     [*RECIPES.values(), pytest.param(mpx.NVFP4BlockScaling(), marks=pytest.mark.slow)],
 )
-def test_jit_over_a_mesh(recipe: mpx.AbstractRecipe):
+def test_jit_over_a_mesh(recipe: mpx.quantization.AbstractRecipe):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     put = jax.device_put
     rows, whole = (NamedSharding(mesh, spec) for spec in (P("data"), P()))

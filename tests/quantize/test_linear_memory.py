@@ -11,7 +11,7 @@ ROWS, DEPTH, COLUMNS = 512, 256, 384
 HALF_BYTES = 2 * (ROWS * DEPTH + DEPTH * COLUMNS)
 
 
-def kept_bytes(recipe: mpx.AbstractRecipe) -> int:
+def kept_bytes(recipe: mpx.quantization.AbstractRecipe) -> int:
     product = matrix_product(recipe, "bfloat16")
     is_delayed = isinstance(recipe, mpx.DelayedScaling)
     scales = jax.ShapeDtypeStruct((3,), jnp.float32) if is_delayed else None

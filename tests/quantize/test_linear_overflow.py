@@ -128,11 +128,13 @@ def test_of_experts_too(recipe_name: str):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def quantized(recipe: mpx.AbstractRecipe, x, w):
+def quantized(recipe: mpx.quantization.AbstractRecipe, x, w):
     like = np.dtype("float32"), CPU, alone
     scale = jnp.ones(()) if isinstance(recipe, mpx.DelayedScaling) else None
-    left = Copies(recipe, mpx.Role.INPUT, *like, (-1, -2)).first(x, scale)
-    right = Copies(recipe, mpx.Role.WEIGHT, *like, (-2, -1)).first(w, scale)
+    left = Copies(recipe, mpx.quantization.Role.INPUT, *like, (-1, -2)).first(x, scale)
+    right = Copies(recipe, mpx.quantization.Role.WEIGHT, *like, (-2, -1)).first(
+        w, scale
+    )
     return left, right
 
 
@@ -149,7 +151,7 @@ def fp8_products(left, right):
     ]
 
 
-def operands_of(recipe: mpx.AbstractRecipe, which: int, value: float):
+def operands_of(recipe: mpx.quantization.AbstractRecipe, which: int, value: float):
     """Quantized operands of a product of matrices, one number of which is another."""
     ones = np.ones((64, 96), np.float32), np.ones((96, 48), np.float32)
     x, w = with_one(ones, which, value)
@@ -244,11 +246,11 @@ def test_an_array_is_read_for_its_amax_and_for_nothing_more(recipe_name: str):
 # Bytes that a compiled quantization moved for each number of bfloat16 before there was
 # anything to show, by XLA on the CPU. One more pass over the array is 2.
 TRAFFIC = {
-    "current": (mpx.TensorQuantizer(), 23.01),
-    "delayed": (mpx.TensorQuantizer(), 3.0),
-    "blocks": (mpx.BlockQuantizer(), 13.5),
-    "mxfp8": (mpx.MXFP8Quantizer(), 5.41),
-    "nvfp4": (mpx.NVFP4Quantizer(), 6.57),
+    "current": (mpx.quantization.TensorQuantizer(), 23.01),
+    "delayed": (mpx.quantization.TensorQuantizer(), 3.0),
+    "blocks": (mpx.quantization.BlockQuantizer(), 13.5),
+    "mxfp8": (mpx.quantization.MXFP8Quantizer(), 5.41),
+    "nvfp4": (mpx.quantization.NVFP4Quantizer(), 6.57),
 }
 
 
@@ -259,7 +261,7 @@ def test_showing_it_costs_no_pass_over_memory(name: str):
 
     def quantize(x, scale):
         given = {"scale": scale} if name == "delayed" else {}
-        return mpx.quantize(x, quantizer, **given)
+        return mpx.quantization.quantize(x, quantizer, **given)
 
     with jax.default_device(jax.devices("cpu")[0]):
         compiled = jax.jit(quantize).lower(x, jnp.ones(())).compile()

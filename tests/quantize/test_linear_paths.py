@@ -162,8 +162,10 @@ def test_fp8_of_tpus_has_no_preset():
 
 
 def test_e5m2_by_e5m2_is_left_out():
-    def wide(role: mpx.Role, for_wgrad: bool) -> mpx.AbstractQuantizer:
-        return mpx.TensorQuantizer(mpx.Format.E5M2)
+    def wide(
+        role: mpx.quantization.Role, for_wgrad: bool
+    ) -> mpx.quantization.AbstractQuantizer:
+        return mpx.quantization.TensorQuantizer(mpx.Format.E5M2)
 
     for line in lowered(mpx.CustomRecipe(wide), "sm_90"):
         assert not re.findall(F8, line)
@@ -177,7 +179,7 @@ def test_e5m2_by_e5m2_is_left_out():
         mpx.NVFP4BlockScaling(),
     ],
 )
-def test_block_scaled_units(recipe: mpx.AbstractRecipe):
+def test_block_scaled_units(recipe: mpx.quantization.AbstractRecipe):
     lines = lowered(recipe, "sm_100")
     assert len(lines) == 3 and all("block_scaled_dot" in line for line in lines)
 
@@ -236,12 +238,14 @@ def test_a_program_for_another_device_runs_on_the_cpu(recipe_name: str, target: 
     )
 
 
-def operands(recipe: mpx.AbstractRecipe, shape=(64, 96)):
+def operands(recipe: mpx.quantization.AbstractRecipe, shape=(64, 96)):
     @jax.jit
     def quantized(left, right):
         like = np.dtype("float32"), CPU, alone
-        data = Copies(recipe, mpx.Role.INPUT, *like, (-1, -2)).first(left)
-        weight = Copies(recipe, mpx.Role.WEIGHT, *like, (-2, -1)).first(right)
+        data = Copies(recipe, mpx.quantization.Role.INPUT, *like, (-1, -2)).first(left)
+        weight = Copies(recipe, mpx.quantization.Role.WEIGHT, *like, (-2, -1)).first(
+            right
+        )
         return data, weight
 
     normal = np.random.default_rng(0).standard_normal

@@ -60,7 +60,9 @@ def expected(recipe: Recipe, x, w, g) -> tuple[np.ndarray, ...]:
     def columns(rounder, x: np.ndarray) -> np.ndarray:
         found = rounder(x.T[None], True)[0]
         if found.shape[1] > ROWS:  # transformed, which is undone here
-            rotation = np.asarray(mpx.hadamard_transform(jnp.eye(16)), np.float64)
+            rotation = np.asarray(
+                mpx.quantization.hadamard_transform(jnp.eye(16)), np.float64
+            )
             found = (found.reshape(-1, 16) @ rotation.T).reshape(found.shape)
         return found.T[:ROWS]
 

@@ -25,7 +25,7 @@ def jitted(name: str):
 
     @jax.jit
     def run(x):
-        q = mpx.quantize(x, quantizer)
+        q = mpx.quantization.quantize(x, quantizer)
         return q, q.dequantize()
 
     return run
@@ -55,7 +55,7 @@ def test_the_bits_are_those_of_eager_operations(name: str):
     quantizer, _ = QUANTIZERS[name]
     x = jnp.asarray(DATA["outliers"]())
     q, values = jitted(name)(x)
-    eager = mpx.quantize(x, quantizer)
+    eager = mpx.quantization.quantize(x, quantizer)
     helpers.assert_same_bits(eager, q)
     helpers.assert_same_bits(eager.dequantize(), values)
 
@@ -89,7 +89,7 @@ def test_the_same_bits_come_out_however_it_is_compiled(name: str, dtype: str):
     quantizer, _ = QUANTIZERS[name]
 
     def run(x):
-        return mpx.quantize(x, quantizer)
+        return mpx.quantization.quantize(x, quantizer)
 
     shape = jax.ShapeDtypeStruct(SHAPE, dtype)
     lowered = jax.jit(run).lower(shape)
@@ -112,7 +112,7 @@ def test_axis_is_where_the_blocks_lie(name: str):
 
     @jax.jit
     def run(x):
-        q = mpx.quantize(x.T, quantizer, axis=0)
+        q = mpx.quantization.quantize(x.T, quantizer, axis=0)
         return q, q.dequantize()
 
     q, transposed = run(x)
@@ -173,7 +173,9 @@ def test_what_is_not_finite_is_nan_and_so_is_its_block(name: str, value: float):
     x = np.ones(SHAPE, np.float32)
     x[0, 3] = value
     bad = ~np.isfinite(x)
-    if isinstance(quantizer, mpx.NVFP4Quantizer):  # by the scale of the tensor
+    if isinstance(
+        quantizer, mpx.quantization.NVFP4Quantizer
+    ):  # by the scale of the tensor
         bad[...] = True
     elif quantizer.block:
         square = quantizer.block_dimensions == 2
@@ -187,10 +189,10 @@ def test_what_is_not_finite_is_nan_and_so_is_its_block(name: str, value: float):
 def test_with_a_scale_that_is_given_only_what_is_not_finite_is_nan(format, value):
     largest = format.largest
     x = jnp.array([value, 3e38, -3e38, 1.0, 0.0], jnp.float32)
-    quantizer = mpx.TensorQuantizer(format)
+    quantizer = mpx.quantization.TensorQuantizer(format)
     # 3e38 times 8 is infinite in float32, and still a finite number that saturates.
     for transform in (lambda f: f, jax.jit):
-        q = transform(lambda x: mpx.quantize(x, quantizer, scale=8.0))(x)
+        q = transform(lambda x: mpx.quantization.quantize(x, quantizer, scale=8.0))(x)
         found = q.payload.astype(jnp.float32)
         np.testing.assert_array_equal(found, [np.nan, largest, -largest, 8, 0])
         assert np.isnan(q.dequantize()[0]) and q.dequantize()[1] == largest / 8
@@ -198,7 +200,7 @@ def test_with_a_scale_that_is_given_only_what_is_not_finite_is_nan(format, value
 
 def test_a_scale_from_elsewhere_is_used():
     x = jnp.array([1.0, 500.0, 2.0**-12], jnp.float32)
-    q = mpx.quantize(x, mpx.TensorQuantizer(), scale=2.0)
+    q = mpx.quantization.quantize(x, mpx.quantization.TensorQuantizer(), scale=2.0)
     assert q.payload.astype(jnp.float32).tolist() == [2.0, 448.0, 0.0]
     assert q.dequantize().tolist() == [1.0, 224.0, 0.0]
 
@@ -207,7 +209,7 @@ def test_a_scale_from_elsewhere_is_used():
 def test_one_scale_takes_any_shape(shape: tuple[int, ...]):
     @jax.jit
     def run(x):
-        q = mpx.quantize(x, mpx.TensorQuantizer())
+        q = mpx.quantization.quantize(x, mpx.quantization.TensorQuantizer())
         return q, q.dequantize()
 
     q, values = run(np.ones(shape, jnp.bfloat16))

@@ -14,44 +14,51 @@ from tests.helpers import Case, unchecked_annotations
 from tests.reference import low_precision as reference
 
 E4M3, E5M2 = mpx.Format.E4M3, mpx.Format.E5M2
-INPUT, WEIGHT, GRADIENT = mpx.Role
+INPUT, WEIGHT, GRADIENT = mpx.quantization.Role
 ROLES = [(INPUT, False), (WEIGHT, False), (GRADIENT, False), (INPUT, True)]
 ROLES += [(GRADIENT, True)]
 
 
-def factory(role: mpx.Role, for_wgrad: bool) -> mpx.AbstractQuantizer | None:
-    return None if for_wgrad else mpx.TensorQuantizer()
+def factory(
+    role: mpx.quantization.Role, for_wgrad: bool
+) -> mpx.quantization.AbstractQuantizer | None:
+    return None if for_wgrad else mpx.quantization.TensorQuantizer()
 
 
-STOCHASTIC = mpx.NVFP4Quantizer(stochastic_rounding=True)
-ROTATED = mpx.NVFP4Quantizer(hadamard=True)
+STOCHASTIC = mpx.quantization.NVFP4Quantizer(stochastic_rounding=True)
+ROTATED = mpx.quantization.NVFP4Quantizer(hadamard=True)
 # Each recipe with the quantizers of (x, w, g, x for dw, g for dw).
 RECIPES = {
     mpx.DelayedScaling(): [
-        mpx.TensorQuantizer(format) for format in (E4M3, E4M3, E5M2, E4M3, E5M2)
+        mpx.quantization.TensorQuantizer(format)
+        for format in (E4M3, E4M3, E5M2, E4M3, E5M2)
     ],
     mpx.Float8CurrentScaling(): [
-        mpx.TensorQuantizer(format) for format in (E4M3, E4M3, E5M2, E4M3, E5M2)
+        mpx.quantization.TensorQuantizer(format)
+        for format in (E4M3, E4M3, E5M2, E4M3, E5M2)
     ],
     mpx.Float8CurrentScaling(E4M3, use_power_2_scales=True, amax_epsilon=1e-9): [
-        mpx.TensorQuantizer(power_of_two_scales=True, amax_epsilon=1e-9)
+        mpx.quantization.TensorQuantizer(power_of_two_scales=True, amax_epsilon=1e-9)
     ]
     * 5,
     mpx.Float8BlockScaling(): [
-        mpx.BlockQuantizer(block_dimensions=dimensions)
+        mpx.quantization.BlockQuantizer(block_dimensions=dimensions)
         for dimensions in (1, 2, 1, 1, 1)
     ],
     mpx.Float8BlockScaling(True, w_block_scaling_dim=1, grad_block_scaling_dim=2): [
-        mpx.BlockQuantizer(block_dimensions=dimensions, power_of_two_scales=False)
+        mpx.quantization.BlockQuantizer(
+            block_dimensions=dimensions, power_of_two_scales=False
+        )
         for dimensions in (1, 1, 2, 1, 2)
     ],
-    mpx.MXFP8BlockScaling(): [mpx.MXFP8Quantizer()] * 5,
+    mpx.MXFP8BlockScaling(): [mpx.quantization.MXFP8Quantizer()] * 5,
     mpx.MXFP8BlockScaling(mpx.Format.HYBRID): [
-        mpx.MXFP8Quantizer(format) for format in (E4M3, E4M3, E5M2, E4M3, E5M2)
+        mpx.quantization.MXFP8Quantizer(format)
+        for format in (E4M3, E4M3, E5M2, E4M3, E5M2)
     ],
     mpx.NVFP4BlockScaling(): [
-        mpx.NVFP4Quantizer(),
-        mpx.NVFP4Quantizer(2),
+        mpx.quantization.NVFP4Quantizer(),
+        mpx.quantization.NVFP4Quantizer(2),
         STOCHASTIC,
         ROTATED,
         dataclasses.replace(ROTATED, stochastic_rounding=True),
@@ -60,13 +67,13 @@ RECIPES = {
         disable_rht=True,
         disable_stochastic_rounding=True,
         disable_2d_quantization=True,
-    ): [mpx.NVFP4Quantizer()] * 5,
-    mpx.CustomRecipe(factory): [mpx.TensorQuantizer()] * 3 + [None] * 2,
+    ): [mpx.quantization.NVFP4Quantizer()] * 5,
+    mpx.CustomRecipe(factory): [mpx.quantization.TensorQuantizer()] * 3 + [None] * 2,
 }
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-def test_each_role_has_its_quantizer(recipe: mpx.AbstractRecipe):
+def test_each_role_has_its_quantizer(recipe: mpx.quantization.AbstractRecipe):
     found = [recipe.quantizer(role, for_wgrad=wgrad) for role, wgrad in ROLES]
     assert found == RECIPES[recipe]
     assert pickle.loads(pickle.dumps(recipe)) == recipe
@@ -138,7 +145,9 @@ def test_forty_steps_of_delayed_scaling(algorithm, role, length: int, margin: in
             history, scale = reference.delayed_update(
                 history, scale, amax, largest, margin, theirs
             )
-        expected = mpx.DelayedScalingState(jnp.asarray(history), jnp.asarray(scale))
+        expected = mpx.quantization.DelayedScalingState(
+            jnp.asarray(history), jnp.asarray(scale)
+        )
         now = jax.tree.map(lambda a: a[step], found)  # noqa: B023
         np.testing.assert_array_equal(now.scale, scale)
         np.testing.assert_array_equal(now.amax_history, history)
@@ -260,11 +269,11 @@ CASES = [
         "role as text",
         lambda: mpx.MXFP8BlockScaling().quantizer("input"),  # pyright: ignore
         TypeError,
-        "a role such as `mpx.Role.INPUT`; got 'input'",
+        "a role such as `mpx.quantization.Role.INPUT`; got 'input'",
     ),
     Case(
         "no factory",
-        lambda: mpx.CustomRecipe(mpx.MXFP8Quantizer()),  # pyright: ignore
+        lambda: mpx.CustomRecipe(mpx.quantization.MXFP8Quantizer()),  # pyright: ignore
         TypeError,
         "a function from role to quantizer; got MXFP8Quantizer",
     ),

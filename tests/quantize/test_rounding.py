@@ -62,9 +62,11 @@ def test_every_number_of_half_precision_as_payload(format: mpx.Format, dtype: st
     bits = reference.FORMATS[format.name]
     expected = reference.encode(reference.flush(x), bits)
     expected[np.isinf(x.astype(np.float32))] = -1  # NaN: only finite numbers saturate
-    quantizer = mpx.TensorQuantizer(format)
+    quantizer = mpx.quantization.TensorQuantizer(format)
     for transform in (lambda f: f, jax.jit):
-        q = transform(lambda x: mpx.quantize(x, quantizer, scale=1.0))(jnp.asarray(x))
+        q = transform(lambda x: mpx.quantization.quantize(x, quantizer, scale=1.0))(
+            jnp.asarray(x)
+        )
         found = reference.without_nan(np.asarray(q.payload).view(np.uint8), bits)
         np.testing.assert_array_equal(found, expected)
 
@@ -80,7 +82,7 @@ def test_the_cast_of_numpy_agrees_where_it_saturates_itself():
 def test_narrow_numbers_survive_jit():
     """A pair of casts may be dropped under jit; what was rounded stays rounded."""
     x = jnp.linspace(-3, 3, 1000, dtype=jnp.float32)
-    quantizer = mpx.TensorQuantizer()
-    jitted = jax.jit(lambda x: mpx.quantize_dequantize(x, quantizer))(x)
-    helpers.assert_same_bits(mpx.quantize_dequantize(x, quantizer), jitted)
+    quantizer = mpx.quantization.TensorQuantizer()
+    jitted = jax.jit(lambda x: mpx.quantization.quantize_dequantize(x, quantizer))(x)
+    helpers.assert_same_bits(mpx.quantization.quantize_dequantize(x, quantizer), jitted)
     assert len(np.unique(jitted)) < 256

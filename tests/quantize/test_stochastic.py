@@ -61,14 +61,16 @@ def test_what_is_too_large_saturates_and_nan_stays(format: mpx.Format):
 def test_small_numbers_do_not_vanish_on_average():
     """Half of the smallest number and less: to the nearest they would all be zero."""
     x = jnp.full(100_000, 0.1 * mpx.Format.E5M2.smallest)
-    nearest = mpx.TensorQuantizer(mpx.Format.E5M2)
+    nearest = mpx.quantization.TensorQuantizer(mpx.Format.E5M2)
     random = dataclasses.replace(nearest, stochastic_rounding=True)
     key = jax.random.key(0)
 
     @jax.jit
     def means(x, key):
-        zero = mpx.quantize_dequantize(x, nearest, scale=1.0).sum()
-        found = mpx.quantize_dequantize(x, random, scale=1.0, key=key).mean()
+        zero = mpx.quantization.quantize_dequantize(x, nearest, scale=1.0).sum()
+        found = mpx.quantization.quantize_dequantize(
+            x, random, scale=1.0, key=key
+        ).mean()
         return zero, found / x[0]
 
     zero, mean = means(x, key)
@@ -84,13 +86,13 @@ def test_every_quantizer_rounds_stochastically(name: str):
 
     @jax.jit
     def run(x, key):
-        q = mpx.quantize(x, quantizer, key=key)
-        return q, q.dequantize(), mpx.quantize(x, nearest)
+        q = mpx.quantization.quantize(x, quantizer, key=key)
+        return q, q.dequantize(), mpx.quantization.quantize(x, nearest)
 
     first, values, expected = run(x, jax.random.key(0))
     helpers.assert_same_bits(first, run(x, jax.random.key(0))[0])
     if name in ("tensor e4m3", "nvfp4 1x16"):
-        eager = mpx.quantize(x, quantizer, key=jax.random.key(0))
+        eager = mpx.quantization.quantize(x, quantizer, key=jax.random.key(0))
         helpers.assert_same_bits(first, eager)
     other, *_ = run(x, jax.random.key(1))
     assert (codes_of(first) != codes_of(other)).mean() > 0.1

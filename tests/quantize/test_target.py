@@ -75,8 +75,12 @@ CURRENT, MXFP8 = mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()
 NVFP4, BLOCKS = mpx.NVFP4BlockScaling(), mpx.Float8BlockScaling()
 
 
-def _weights_only(role: mpx.Role, for_wgrad: bool):
-    return mpx.TensorQuantizer() if role is mpx.Role.WEIGHT else None
+def _weights_only(role: mpx.quantization.Role, for_wgrad: bool):
+    return (
+        mpx.quantization.TensorQuantizer()
+        if role is mpx.quantization.Role.WEIGHT
+        else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,9 @@ def _weights_only(role: mpx.Role, for_wgrad: bool):
         (mpx.CustomRecipe(_weights_only), "sm_90", "dequantized", "not quantized"),
     ],
 )
-def test_paths(recipe: mpx.AbstractRecipe, target: str, path: str, why: str):
+def test_paths(
+    recipe: mpx.quantization.AbstractRecipe, target: str, path: str, why: str
+):
     product = matrix_product(recipe, "bfloat16", target_from(target))
     found, reason = path_of(product)
     assert found == path and why in reason

@@ -207,24 +207,26 @@ def test_the_worst_come_first(compared):
 
 def test_a_claim_that_does_not_hold_names_the_layers(compared):
     with pytest.raises(
-        mpx.ContractError, match=r"`activation_snr`: at least 70.0 dB"
+        mpx.reports.ContractError, match=r"`activation_snr`: at least 70.0 dB"
     ) as e:
         mpx.expect_close(compared, activation_snr=70.0, gradient_cosine=0.9)
     (violation,) = e.value.violations
     assert "test_compare.py" in str(violation.operations[0])
     snr = [x.snr for x in violation.operations]
     assert snr == sorted(snr) and all(x < 70 for x in snr)
-    with pytest.raises(mpx.ContractError, match=r"`gradient_cosine`.*\n.*query_proj"):
+    with pytest.raises(
+        mpx.reports.ContractError, match=r"`gradient_cosine`.*\n.*query_proj"
+    ):
         mpx.expect_close(compared, gradient_cosine=0.99999999)
 
 
 def test_what_is_left_out_breaks_no_claim(compared):
-    with pytest.raises(mpx.ContractError, match=r"head\.bias"):
+    with pytest.raises(mpx.reports.ContractError, match=r"head\.bias"):
         mpx.expect_close(compared, gradient_snr=500.0)
-    with pytest.raises(mpx.ContractError) as e:
+    with pytest.raises(mpx.reports.ContractError) as e:
         mpx.expect_close(compared, gradient_snr=500.0, except_in="head")
     assert "head" not in str(e.value)
-    with pytest.raises(mpx.ContractError, match="no gradient in both programs"):
+    with pytest.raises(mpx.reports.ContractError, match="no gradient in both programs"):
         mpx.expect_close(compared, gradient_snr=1.0, except_in=["head", "attention"])
 
 
@@ -292,7 +294,7 @@ def test_what_is_infinite_in_one_of_them_only_is_broken():
     broken = mpx.compare(loss, overflows, floor=False)(w, x)
     (gradient,) = broken.gradients
     assert gradient.snr == -math.inf and math.isnan(gradient.cosine)
-    with pytest.raises(mpx.ContractError, match="broken dB"):
+    with pytest.raises(mpx.reports.ContractError, match="broken dB"):
         mpx.expect_close(broken, gradient_snr=-1000.0)
 
 

@@ -71,7 +71,9 @@ def test_rounding_is_that_of_a_cast(name):
 @pytest.mark.parametrize("size", [1e30, 1e-30, 1.0])
 def test_rms_and_noise_hold_numbers_whose_squares_float32_does_not(size, kind):
     x = np.asarray(jax.random.normal(jax.random.key(0), (64, 32))) * np.float32(size)
-    found = statistics_of(x, ("float16", "bfloat16", mpx.TensorQuantizer()), kind)
+    found = statistics_of(
+        x, ("float16", "bfloat16", mpx.quantization.TensorQuantizer()), kind
+    )
     wide = x.astype(np.float64)
     assert found.rms == pytest.approx(np.sqrt(np.mean(wide**2)), rel=1e-4)
     noise = np.sum((wide - wide.astype("bfloat16").astype(np.float64)) ** 2)
@@ -133,7 +135,9 @@ def test_what_is_counted_is_what_the_words_say():
 def test_the_signal_to_noise_of_gradients_of_all_sizes(size):
     """Of FP8 with a scale, 31 dB, and of bfloat16, 55 dB."""
     x = jax.random.normal(jax.random.key(0), (64, 64)) * size
-    found = statistics_of(x, (mpx.TensorQuantizer(), "bfloat16"), Kind.GRADIENT)
+    found = statistics_of(
+        x, (mpx.quantization.TensorQuantizer(), "bfloat16"), Kind.GRADIENT
+    )
     assert 29 < found.formats["TensorQuantizer"].snr < 33
     assert 53 < found.formats["bfloat16"].snr < 57
     assert found.amax == float(jnp.abs(x).max())
@@ -163,11 +167,11 @@ def test_a_recipe_is_asked_with_the_scales_that_it_finds(recipe, kind):
     x = jax.random.normal(jax.random.key(0), (7, 3, 200)) * 1e-6
     (found,) = statistics_of(x, recipe, kind).formats.values()
     assert least < found.snr < most and found.above == 0
-    quantizer = recipe.quantizer(mpx.Role(kind.value))
+    quantizer = recipe.quantizer(mpx.quantization.Role(kind.value))
     if quantizer.block_dimensions < 2:
         quantizer = dataclasses.replace(quantizer, stochastic_rounding=False)
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, 56)))
-        y = mpx.quantize_dequantize(padded, quantizer)[..., :200]
+        y = mpx.quantization.quantize_dequantize(padded, quantizer)[..., :200]
         noise = jnp.sum(((x - y) * 1e6) ** 2)
         snr = 10 * jnp.log10(jnp.sum((x * 1e6) ** 2) / noise)
         assert found.snr == pytest.approx(float(snr), abs=0.01)
@@ -522,7 +526,7 @@ def test_turns_over_stacked_weights_are_rows_of_a_picture_and_others_are_not():
 
     _, seen = monitor(layers, "float16")(w, x)
     for kind, wanted in (("input", [0.0, 0.0, 1.0]), ("weight", [0.0, 1.0, 2.0])):
-        axes = mpx.heat_map({0: seen}, kind=kind).axes[0]
+        axes = mpx.reports.heat_map({0: seen}, kind=kind).axes[0]
         (image,) = axes.get_images()
         assert image.get_array()[:, 0].tolist() == wanted
         names = [text.get_text() for text in axes.get_yticklabels()]
@@ -532,13 +536,13 @@ def test_turns_over_stacked_weights_are_rows_of_a_picture_and_others_are_not():
         return jax.lax.scan(lambda h, _: (h @ w, None), x, length=5)[0]
 
     _, seen = monitor(over_time, "float16")(w[0], x)
-    (image,) = mpx.heat_map({0: seen}, kind="input").axes[0].get_images()
+    (image,) = mpx.reports.heat_map({0: seen}, kind="input").axes[0].get_images()
     assert image.get_array().shape == (1, 1)
 
 
 @pytest.mark.parametrize("measure", ["zeros", "flushed"])
 def test_the_colours_of_shares_begin_at_zero(seen, measure):
-    figure = mpx.heat_map({0: seen}, measure, "float16", kind="input")
+    figure = mpx.reports.heat_map({0: seen}, measure, "float16", kind="input")
     low, high = figure.axes[0].get_images()[0].get_clim()
     assert low == 0 and 0 < high <= 1
 
@@ -549,14 +553,16 @@ def test_a_run_is_a_picture_of_layers_by_steps(tmp_path):
     watch = monitor(jax.grad(functools.partial(loss_in, "scan")), "float16")
     history = {step: watch(w, x * 2.0**step)[1] for step in (0, 10, 20)}
     for measure, format in (("amax", None), ("snr", "float16")):
-        figure = mpx.heat_map(history, measure, format, kind="input")
+        figure = mpx.reports.heat_map(history, measure, format, kind="input")
         axes = figure.axes[0]
         (image,) = axes.get_images()
         assert image.get_array().shape == (LAYERS + 1, 3)
         labels = [text.get_text() for text in axes.get_xticklabels()]
         assert labels == ["0", "10", "20"]
         figure.savefig(tmp_path / "picture.png")
-    amaxes = mpx.heat_map(history, kind="input").axes[0].get_images()[0].get_array()
+    amaxes = (
+        mpx.reports.heat_map(history, kind="input").axes[0].get_images()[0].get_array()
+    )
     first = np.log2(float(jnp.abs(x).max()))
     np.testing.assert_allclose(amaxes[0, 0], first, rtol=1e-6)
 
@@ -571,4 +577,4 @@ def test_a_run_is_a_picture_of_layers_by_steps(tmp_path):
 )
 def test_a_picture_of_nothing_says_what_there_is(seen, options, said):
     with pytest.raises(ValueError, match=said):
-        mpx.heat_map({0: seen}, **options)
+        mpx.reports.heat_map({0: seen}, **options)

@@ -1,0 +1,47 @@
+"""Building blocks of low precision: formats, quantizers, and what recipes are made of.
+
+A training step needs none of these: it passes a recipe to `mpx.autocast`. They are for
+recipes of one's own, and for arrays that are quantized outside of a matrix product.
+"""
+
+from ._few_bits import CompressedArray as CompressedArray
+from ._quantize import (
+    AbstractQuantizer as AbstractQuantizer,
+    AbstractRecipe as AbstractRecipe,
+    BlockQuantizer as BlockQuantizer,
+    DelayedScalingState as DelayedScalingState,
+    MXFP8Quantizer as MXFP8Quantizer,
+    NVFP4Quantizer as NVFP4Quantizer,
+    QuantizedArray as QuantizedArray,
+    Role as Role,
+    TensorQuantizer as TensorQuantizer,
+    hadamard_transform as hadamard_transform,
+    quantize as quantize,
+    quantize_dequantize as quantize_dequantize,
+)
+from ._scaling import RecipeScaling as RecipeScaling
+from ._stored_weights import (
+    StoredWeight as StoredWeight,
+    dequantize_weights as dequantize_weights,
+    quantize_weights as quantize_weights,
+)
+
+__all__ = [
+    "quantize",
+    "quantize_dequantize",
+    "QuantizedArray",
+    "StoredWeight",
+    "AbstractQuantizer",
+    "TensorQuantizer",
+    "BlockQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "hadamard_transform",
+    "Role",
+    "AbstractRecipe",
+    "DelayedScalingState",
+    "RecipeScaling",
+    "quantize_weights",
+    "dequantize_weights",
+    "CompressedArray",
+]
