@@ -112,10 +112,10 @@ def dtype_of_gradient(dtype: np.dtype, asked: np.dtype | None) -> np.dtype:
 
 
 def half_precision_datatype() -> np.dtype:
-    """The dtype that "half precision" means here and now.
+    """Returns the dtype that "half precision" currently means.
 
-    The value of the innermost `half_precision` of this thread, else the default of the
-    process (float16 unless `set_half_precision_datatype` changed it).
+    This is the value of the innermost `half_precision` of this thread, or else the
+    process's default: float16 unless `set_half_precision_datatype` changed it.
 
     Returns:
         `jnp.dtype("float16")` or `jnp.dtype("bfloat16")`.
@@ -131,16 +131,16 @@ def half_precision_datatype() -> np.dtype:
 def set_half_precision_datatype(datatype: DTypeLike) -> None:
     """Sets the process's default half precision datatype.
 
-    It holds for every thread that is not inside a `half_precision` of its own, and for
-    calls of functions that were compiled before: they are traced anew. This is the only
-    global setting of mpx; it is here because the MPX paper has it.
+    It applies to every thread outside its own `half_precision`. Functions that were
+    compiled before are traced again. This is the only global setting of mpx; it exists
+    because the MPX paper has it.
 
     Args:
         datatype: "float16", "bfloat16" or the dtype.
 
     Raises:
         ValueError: It is anything else.
-        RuntimeError: JAX is older than 0.10.1, which cannot.
+        RuntimeError: JAX is older than 0.10.1, which does not support it.
 
     Examples:
         >>> import mpx
@@ -158,7 +158,7 @@ def half_precision(dtype: DTypeLike) -> Iterator[None]:
     """Sets the half precision datatype for one thread and the body of a `with`.
 
     Nests; the inner one wins. Other threads never see it. It acts where code is
-    *traced*: inside a jitted function it holds for the operations traced in its body,
+    *traced*: inside a jitted function it applies to the operations traced in its body;
     around a call of a jitted function it selects another compiled version.
 
     Args:

@@ -47,32 +47,33 @@ def optimizer_update(
     grads_finite: BoolLike,
     **extra_args: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    r"""Applies one step of an Optax optimizer if the gradients are finite.
+    r"""Applies one step of an Optax optimizer, or skips it if gradients are non-finite.
 
     $$(w, o) \leftarrow \begin{cases} (w + u, o') & \text{finite} \\ (w, o) &
         \text{else} \end{cases} \qquad (u, o') = \operatorname{update}(g, o, w)$$
 
     Args:
-        model: Any PyTree; leaves without a gradient stay as they are.
+        model: Any PyTree; leaves without a gradient are unchanged.
         optimizer: An Optax transformation.
-        optimizer_state: Its state, which comes from
+        optimizer_state: Its state, from
             `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`.
-        grads: Unscaled gradients, like the model, with None where there is none.
-        grads_finite: One boolean, an array or Python's.
+        grads: Unscaled gradients, a tree like the model, with None for leaves without
+            one.
+        grads_finite: Whether to apply the step, one boolean, an array or Python's.
         **extra_args: Passed on to `optimizer.update`: `value`, `grad` and `value_fn`
             for L-BFGS.
 
     Returns:
-        `(model, optimizer_state)`, with the dtypes they came with. Safe to donate both.
+        `(model, optimizer_state)`, with unchanged dtypes. Both may be donated.
 
     Raises:
-        TypeError: `grads_finite` is no boolean, or `optimizer` has no `init` and
+        TypeError: `grads_finite` is not a boolean, or `optimizer` has no `init` and
             `update`.
-        ValueError: There are no gradients, they do not fit the model, are of a leaf
-            that is no array of floating numbers, or the optimizer changed the form of
-            its state.
+        ValueError: There are no gradients, they do not match the model, belong to a
+            leaf that is not a floating-point array, or the optimizer changed the
+            structure, shapes or dtypes of its state.
 
-    A skipped step leaves model and state as they were, bit for bit.
+    A skipped step leaves model and state unchanged, bit for bit.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
@@ -104,40 +105,39 @@ def optimizer_step(
     max_skipped_in_a_row: int | None = None,
     **extra_args: PyTree,
 ) -> tuple[PyTree, PyTree, AbstractLossScaling | None]:
-    """Does all that the end of a training step has to do, as one decision.
+    """Applies or skips a training step, and returns model, optimizer state, scaling.
 
-    Takes the result of a gradient function, updates or skips as `optimizer_update`
-    does, and returns the loss scaling with it.
+    It takes the result of a gradient function and updates or skips as
+    `optimizer_update` does. The loss scaling follows the same decision.
 
     Args:
-        model: Any PyTree; leaves without a gradient stay as they are.
+        model: Any PyTree; leaves without a gradient are unchanged.
         optimizer: An Optax transformation.
         optimizer_state: Its state, as in `optimizer_update`.
-        result: What `mpx.filter_grad` or the like returned, as it is or with other
+        result: The result of `mpx.filter_grad` or the like, unchanged or with other
             gradients: `result._replace(grads=clipped)`.
-        check_gradients: Look at `result.grads` once more, for gradients that were
-            changed (summed over devices, clipped) since.
-        check_update: The step is also bad if the updates, the new weights, a state of
-            the optimizer that was finite, or the gradients' norm overflow. Finite
-            gradients of 3e19 have an infinite norm, and clipping by it turns them into
-            zero in silence.
-        max_skipped_in_a_row: After more skipped steps in a row than this the run is
-            *halted*: nothing changes any more, and `mpx.check(scaling)` raises on the
-            host. None for no limit; no effect where steps are not counted.
+        check_gradients: Checks `result.grads` again, for gradients that were changed
+            since (summed over devices, clipped).
+        check_update: Also skips the step if the updates, the new weights, a previously
+            finite optimizer state, or the gradients' norm overflow. Finite gradients of
+            3e19 have an infinite norm, and clipping by it silently sets them to zero.
+        max_skipped_in_a_row: *Halts* the run after more skipped steps in a row than
+            this: nothing changes any more, and `mpx.check(scaling)` raises on the host.
+            None for no limit; no effect if steps are not counted.
         **extra_args: Passed on to `optimizer.update`, as in `optimizer_update`.
 
     Returns:
-        `(model, optimizer_state, scaling)`, with the dtypes they came with; `scaling`
-        is for the next step, and None where the gradient function was given None.
+        `(model, optimizer_state, scaling)`, with unchanged dtypes; `scaling` is for the
+        next step, and None if the gradient function got None.
 
     Raises:
-        TypeError: `result` is no `mpx.GradientResult`.
-        ValueError: `max_skipped_in_a_row` is no whole number.
+        TypeError: `result` is not a `mpx.GradientResult`.
+        ValueError: `max_skipped_in_a_row` is not a whole number.
 
     It also raises what `optimizer_update` raises.
 
-    A step that these checks find bad is treated like any other bad step: skipped,
-    counted once, and the scale adjusted as if it had never been good.
+    A step that these checks reject is treated like any other skipped step: it is
+    counted once, and the scale adjusted as if the gradients had been non-finite.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
@@ -196,26 +196,26 @@ class SkipNonfinite(NamedTuple):
 
 
 def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
-    r"""Makes an Optax transformation skip steps whose gradients are not finite.
+    r"""Wraps an Optax transformation to skip steps with non-finite gradients.
 
-    For people who keep their training loop and only want this. Unlike
-    `optax.apply_if_finite` it never gives in and applies a NaN.
+    For existing training loops that need only this. Unlike `optax.apply_if_finite` it
+    never applies a NaN after a number of errors.
 
     Args:
         optimizer: An Optax transformation.
 
     Returns:
         A pair `(init, update)` to use as an Optax transformation; its state has
-        `record` (see `mpx.reports.StepRecord`) and `inner_state`. `mpx.check` takes it,
-        too.
+        `record` (see `mpx.reports.StepRecord`) and `inner_state`. `mpx.check` accepts
+        it, too.
 
     Raises:
         TypeError: `optimizer` has no `init` and `update`.
 
-    On a bad step the updates are -0.0, which changes no weight ($w + (-0.0) = w$ bit
-    for bit, also for $w = -0.0$; but XLA's additions make subnormal numbers zero, which
-    `mpx.optimizer_update` does not), and the inner state stays. It stands inside of
-    `mpx.master_weights`, whose updates are no numbers.
+    On a skipped step the inner state is unchanged and the updates are -0.0, which
+    changes no weight: $w + (-0.0) = w$ bit for bit, also for $w = -0.0$. XLA's
+    additions flush subnormal numbers to zero, which `mpx.optimizer_update` does not.
+    Put it inside `mpx.master_weights`, whose updates are not plain numbers.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax

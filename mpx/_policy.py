@@ -52,14 +52,14 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Policy:
-    """The dtypes of parameters, of computation and of outputs, and of what travels.
+    """The dtypes of parameters, computation, outputs, gradients and communication.
 
     Policies are immutable and hashable; equal dtypes make equal policies, however they
-    were spelled. `str(policy)` is a text that `get_policy` reads back.
+    are spelled. `get_policy` reads `str(policy)` back.
 
     The last three are read by the gradient functions (`mpx.filter_grad(..., policy=)`),
-    for the explicit style, for functions that `mpx.autocast` made, and for recipes. On
-    one device nothing travels, and nothing changes but for `grad_dtype`.
+    in the explicit style, for autocast functions and for recipes. On one device there
+    is no communication, so only `grad_dtype` matters.
 
     Args:
         param_dtype: The dtype of parameters, a floating dtype or its name.
@@ -67,20 +67,20 @@ class Policy:
         output_dtype: The dtype of outputs.
         grad_dtype: The dtype in which gradients are returned, and summed over
             micro-batches: float32 (the default; float64 for float64 weights), float64
-            or bfloat16. What overflows it becomes infinite after the step was found
-            finite, so it has the range of float32.
+            or bfloat16. It must have the range of float32, because gradients that
+            overflow it would become infinite after the step was found finite.
         reduce_dtype: The dtype in which gradients are summed over devices. By default
-            float32 wherever the program shows that there are several: its arrays lie on
-            a mesh, one is set (`jax.set_mesh`), or `jax.shard_map` is in force. Not
-            for convolutions, which float32 results make slow.
-        gather_dtype: The dtype in which divided weights travel to where they are used.
-            By default the one that is computed in, and 8 bits under current and
-            delayed scaling. float32 lets them travel as they are; it can be no smaller
-            than the compute dtype.
+            float32 wherever the program shows that there are several: its arrays are on
+            a mesh, one is set (`jax.set_mesh`), or `jax.shard_map` is active.
+            Convolutions are excluded, because float32 results make them slow.
+        gather_dtype: The dtype in which sharded weights are communicated to where they
+            are used. By default the compute dtype, and 8 bits under current and delayed
+            scaling. float32 communicates them unchanged; it cannot be narrower than the
+            compute dtype.
 
     Raises:
-        ValueError: A dtype does not exist, is float64 and not enabled in JAX, or is
-            none that gradients and weights can have on their way.
+        ValueError: A dtype does not exist, is float64 and not enabled in JAX, or is not
+            allowed for gradients or communicated weights.
         TypeError: A dtype is not floating.
 
     Examples:
@@ -170,13 +170,13 @@ class Policy:
         return cast_leaves(x, np.dtype(self.output_dtype), None)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """A copy with another dtype for outputs.
+        """Returns a copy with another dtype for outputs.
 
         Args:
             output_dtype: The dtype of outputs, a floating dtype or its name.
 
         Returns:
-            The new policy; this one stays as it is.
+            The new policy; this one is unchanged.
 
         Raises:
             ValueError: The dtype does not exist, or is float64 and not enabled in JAX.
@@ -212,8 +212,8 @@ def _refuse_small(name: str, dtype: np.dtype, compute: np.dtype) -> None:
 def get_policy(text: str) -> Policy:
     """Reads a policy from text, in JMP's grammar.
 
-    Either one dtype for everything ("float16", "half", "full"), or a list of
-    `key=dtype` with the keys `params` (`p`), `compute` (`c`) and `output` (`o`), and
+    The text is either one dtype for everything ("float16", "half", "full"), or a list
+    of `key=dtype` with the keys `params` (`p`), `compute` (`c`) and `output` (`o`), and
     with `grad`, `reduce` and `gather`, for several devices:
 
     - what is not given: parameters are float32, computation follows the parameters,
@@ -227,12 +227,12 @@ def get_policy(text: str) -> Policy:
         text: The policy as text, such as "params=float32,compute=half".
 
     Returns:
-        The policy, whose `str` is the text in full.
+        The policy; its `str` is the complete text.
 
     Raises:
         ValueError: A key is unknown or repeated, a dtype does not exist, or is float64
             and not enabled in JAX.
-        TypeError: `text` is not text, or a dtype is not floating.
+        TypeError: `text` is not a string, or a dtype is not floating.
 
     Examples:
         >>> import mpx

@@ -29,7 +29,7 @@ _RULE = "`mpx.Rule`"
 
 
 class Precision(enum.Enum):
-    """In which precision an operation is computed."""
+    """The precision in which an operation is computed."""
 
     HALF = "half"
     """Its float32 operands are float16 or bfloat16 when it runs."""
@@ -45,7 +45,7 @@ class Precision(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
-    """An operation of the program that a rule is asked about.
+    """An operation of the program, as a rule's function gets it.
 
     Attributes:
         primitive: The primitive's name: `dot_general`, `exp`, ...
@@ -69,7 +69,7 @@ class Candidate:
 
     @property
     def multiplications(self) -> int:
-        """How many pairs of numbers a matrix product multiplies; 0 of anything else."""
+        """The number of multiplications of a matmul; 0 for any other operation."""
         own = getattr(self.equation.params.get("operation"), "multiplications", None)
         if own is not None:  # an operation of mpx's own says it
             return own([aval_of(v) for v in self.equation.invars])
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def line(self) -> str:
-        """The line of the user's code that it comes from; "" if it is not known."""
+        """The line of the user's code that it comes from; "" if unknown."""
         return line_of(self.equation)
 
 
@@ -97,25 +97,24 @@ Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What is to be done with some operations.
+    """A precision for the operations that match its conditions.
 
     Attributes:
-        precision: The precision they are computed in, `Precision.LOW` for matrix
-            products of whatever operands by the recipe that holds there; or a recipe,
-            for products of data with a weight; or a function that is given the
-            operation and its operands in their present dtypes, and returns operands and
-            parameters to bind the primitive to.
-        primitive: The name of a primitive, or several; `*` and `?` stand for any text
-            and any letter, here and below.
+        precision: The precision they are computed in; `Precision.LOW` quantizes matmuls
+            of any operands by the active recipe. Or a recipe, for weight matmuls. Or a
+            function that gets the operation and its operands in their present dtypes,
+            and returns operands and parameters to bind the primitive to.
+        primitive: The name of a primitive, or several; `*` and `?` match any text and
+            any letter, here and below.
         scope: Named scopes, joined by `/`: `attention`, `layer*/softmax`. It may begin
-            at any scope, and holds for everything inside of the last one.
-        parameter: The path of a parameter that must be among the operands, whole,
-            moved or sliced: `layers[0].weight`, `*bias`.
-        when: A function of the operation that says whether the rule holds.
+            at any scope, and matches everything inside the last one.
+        parameter: The path of a parameter that must be an operand, possibly moved or
+            sliced: `layers[0].weight`, `*bias`.
+        when: A function of the operation that returns whether the rule applies.
 
     Raises:
-        TypeError: `precision` is none of these, `when` is no function, or another
-            condition is no text.
+        TypeError: `precision` is not one of these, `when` is not a function, or another
+            condition is not a string.
         ValueError: The rule has no condition, or an empty one.
 
     Examples:
@@ -285,13 +284,14 @@ def is_within(scopes: Sequence[str], pattern: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Rules:
-    """Rules in their order; the first that holds decides.
+    """An ordered list of rules; the first that matches an operation decides.
 
     Attributes:
         rules: The rules.
-        looks_ahead: Whether autocast asks in which precision the users of a value read
-            it. If not, each operation is decided alone: what moves numbers moves them
-            as they come, and what picks them does not round them first.
+        looks_ahead: Whether autocast takes into account in which precision a value is
+            used later. If False, each operation is decided alone: data movement keeps
+            the dtype of its input, and operations that select values do not round them
+            first.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -309,7 +309,8 @@ class Rules:
         """Puts rules in an order.
 
         Raises:
-            TypeError: One of them is no `mpx.Rule`, or `looks_ahead` is no truth value.
+            TypeError: One of them is not a `mpx.Rule`, or `looks_ahead` is not a
+                boolean.
         """
         for rule in rules:
             if not isinstance(rule, Rule):
@@ -322,16 +323,16 @@ class Rules:
 
     @classmethod
     def like_pytorch(cls, *rules: Rule) -> "Rules":
-        """The operation lists of PyTorch's autocast, behind rules of one's own.
+        """Returns rules with the operation lists of PyTorch's autocast, after your own.
 
         PyTorch decides for each operation alone and has shorter lists: powers,
         exponentials, logarithms, sums, products, norms, softmax and losses run in
-        float32, matrix products and convolutions in half, everything else in the widest
-        dtype of its operands. The lists are those of "CUDA Ops that can autocast" in
-        PyTorch's documentation of `torch.amp`, read for JAX's primitives.
+        float32, matmuls and convolutions in half precision, everything else in the
+        widest dtype of its operands. The lists are those of "CUDA Ops that can
+        autocast" in PyTorch's documentation of `torch.amp`, read for JAX's primitives.
 
         Args:
-            *rules: Rules that come before.
+            *rules: Rules that take precedence over these lists.
 
         Returns:
             The rules.

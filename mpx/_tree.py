@@ -213,13 +213,13 @@ def _is_finite(leaf: object) -> BoolScalar:
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    r"""Whether no number in a tree is NaN or infinite.
+    r"""Returns whether all numbers in a tree are finite (not NaN or infinite).
 
     $$\bigwedge_{x \in \text{leaves}} \bigwedge_i \operatorname{isfinite}(x_i)$$
 
     Args:
-        tree: Any PyTree. Real and complex arrays of every width and Python's floats
-            and complex numbers are looked at, all other leaves are finite by nature.
+        tree: Any PyTree. Real and complex arrays of every width and Python's floats and
+            complex numbers are checked; all other leaves count as finite.
 
     Returns:
         A boolean scalar array.
@@ -264,21 +264,20 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
     Args:
         pred: A boolean scalar, an array or Python's.
-        a: The tree for True. Leaves that are no arrays (functions, strings, Python
-            numbers) come from it.
-        b: The tree for False, of the same structure, shapes and dtypes. Its leaves
-            that are no arrays must be equal to those of `a`.
+        a: The tree for True. Non-array leaves (functions, strings, Python numbers) are
+            taken from it.
+        b: The tree for False, of the same structure, shapes and dtypes. Its non-array
+            leaves must be equal to those of `a`.
 
     Returns:
-        A tree of the same structure and shapes, of JAX arrays. Dtypes stay, but
-        numpy's 64-bit arrays become 32-bit where JAX has 64 bits switched off.
+        A tree of the same structure and shapes, of JAX arrays. Dtypes are kept, except
+        that numpy's 64-bit arrays become 32-bit if 64 bits are disabled in JAX.
 
     Raises:
-        TypeError: `pred` is no boolean scalar.
-        ValueError: The trees differ in structure, shape, dtype or in a leaf that is no
-            array.
+        TypeError: `pred` is not a boolean scalar.
+        ValueError: The trees differ in structure, shape, dtype or in a non-array leaf.
 
-    The chosen tree comes back bit for bit, with NaN, -0.0 and PRNG keys as they are.
+    The chosen tree is returned bit for bit, with NaN, -0.0 and PRNG keys unchanged.
 
     Examples:
         >>> import jax.numpy as jnp, mpx

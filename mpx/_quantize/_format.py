@@ -80,27 +80,27 @@ class Format(enum.Enum):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which JAX keeps one number, such as `float8_e4m3fn`."""
+        """The dtype in which JAX stores a number, such as `float8_e4m3fn`."""
         return jnp.dtype(self._facts.name)
 
     @property
     def bits(self) -> int:
-        """How many bits one number takes."""
+        """The number of bits of a number."""
         return 1 + self._facts.exponent_bits + self._facts.mantissa_bits
 
     @property
     def largest(self) -> float:
-        """The largest finite number; what is larger saturates to it."""
+        """The largest finite number; larger values saturate to it."""
         return self._facts.largest
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest number with all bits of mantissa."""
+        """The smallest number with the full mantissa."""
         return 2.0**self._facts.smallest_exponent
 
     @property
     def smallest(self) -> float:
-        """The smallest positive number, a subnormal one."""
+        """The smallest positive number, a subnormal."""
         return 2.0 ** (self._facts.smallest_exponent - self._facts.mantissa_bits)
 
     @property

@@ -127,7 +127,7 @@ class AbstractRecipe(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScaling(AbstractRecipe):
-    r"""FP8 with one scale for each array, from the array itself.
+    r"""FP8 with one scale per array, from the array itself.
 
     $$s = \frac{\mathrm{MAX}}{\max(\max|x|, \epsilon)} \qquad
     q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
@@ -137,7 +137,7 @@ class Float8CurrentScaling(AbstractRecipe):
 
     Args:
         fp8_format: `Format.HYBRID` (E4M3, for gradients E5M2) or `Format.E4M3`.
-        use_power_2_scales: Round scales down to powers of two.
+        use_power_2_scales: Rounds scales down to powers of two.
         amax_epsilon: $\epsilon$, the smallest amax.
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
@@ -181,18 +181,18 @@ class Float8BlockScaling(AbstractRecipe):
     q = \mathrm{sat}(\mathrm{round}(x \cdot s_b)) \qquad
     x \approx q \cdot (1 / s_b)$$
 
-    Blocks lie along the axis that the product contracts, so that input and gradient are
-    quantized anew for dw. See `mpx.quantization.BlockQuantizer` for zeros, infinities
+    Blocks are along the axis that the matmul contracts, so input and gradient are
+    quantized again for dw. See `mpx.quantization.BlockQuantizer` for zeros, infinities
     and NaN.
 
     Args:
-        use_f32_scales: Leave the floor to a power of two out.
+        use_f32_scales: Omits the floor to a power of two.
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
         amax_epsilon: $\epsilon$, the smallest amax.
         x_block_scaling_dim: 1 or 2, for 1x128 or 128x128 blocks of inputs.
         w_block_scaling_dim: The same for weights.
-        grad_block_scaling_dim: The same for gradients. Two of them are multiplied in
-            every product, and at most one of the two may be 2.
+        grad_block_scaling_dim: The same for gradients. Every matmul multiplies two of
+            the three roles, and at most one of the two may be 2.
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
@@ -252,21 +252,22 @@ class Float8BlockScaling(AbstractRecipe):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(AbstractRecipe):
-    r"""MXFP8: blocks of 1x32 numbers, a power of two in 8 bits for each.
+    r"""MXFP8: blocks of 1x32 numbers, each with a power of two in 8 bits as its scale.
 
     $$e_b = \left\lceil \log_2 (\max\nolimits_b|x| / \mathrm{MAX}) \right\rceil \qquad
     q = \mathrm{sat}(\mathrm{round}(x \cdot 2^{-e_b})) \qquad
     x \approx q \cdot 2^{e_b}$$
 
-    Blocks lie along the axis that the product contracts, so that all three roles are
+    Blocks are along the axis that the matmul contracts, so all three roles are
     quantized twice. See `mpx.quantization.MXFP8Quantizer` for zeros, infinities and
     NaN.
 
     Args:
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
-        kernel: What quantizes on a device with units for blocks. None: the compiler,
-            in four passes over an array. `mpx.contrib.PallasKernel()`: a kernel that
-            reads it once. **No device has run that yet.**
+        kernel: The implementation that quantizes on a device with hardware for blocks.
+            None: the compiler's, in four passes over an array.
+            `mpx.contrib.PallasKernel()`: a kernel that reads it once. **No device has
+            run it yet.**
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
@@ -297,7 +298,7 @@ class MXFP8BlockScaling(AbstractRecipe):
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling(AbstractRecipe):
-    r"""NVFP4: 4 bits, blocks of 1x16 (weights 16x16), an E4M3 scale for each.
+    r"""NVFP4: 4 bits, blocks of 1x16 (weights 16x16), each with an E4M3 scale.
 
     $$t = \frac{448 \cdot 6}{\max|x|} \qquad
     b = \mathrm{E4M3}\!\left(\max\nolimits_b|x| \cdot \frac{t}{6}\right) \qquad
@@ -305,17 +306,18 @@ class NVFP4BlockScaling(AbstractRecipe):
 
     and $x \approx q \cdot (b \cdot (1 / t))$. Gradients are rounded stochastically,
     both operands of dw are Hadamard-transformed along the tokens, and weights have
-    square blocks, so that w and wᵀ are the same numbers. Each of the three can be
-    switched off. See `mpx.quantization.NVFP4Quantizer` for zeros, infinities and NaN.
+    square blocks, so that w and wᵀ have the same values. Each of the three can be
+    disabled. See `mpx.quantization.NVFP4Quantizer` for zeros, infinities and NaN.
 
     Args:
-        disable_rht: No random Hadamard transform.
-        disable_stochastic_rounding: Gradients are rounded to the nearest.
-        disable_2d_quantization: Weights have 1x16 blocks, too.
+        disable_rht: Omits the random Hadamard transform.
+        disable_stochastic_rounding: Rounds gradients to nearest.
+        disable_2d_quantization: Uses 1x16 blocks for weights, too.
         fp4_format: `Format.E2M1`.
-        kernel: What quantizes on a device with units for blocks. None: the compiler,
-            in many passes over an array. `mpx.contrib.PallasKernel()`: two kernels that
-            read it once each. **No device has run those yet.**
+        kernel: The implementation that quantizes on a device with hardware for blocks.
+            None: the compiler's, in many passes over an array.
+            `mpx.contrib.PallasKernel()`: two kernels that read it once each. **No
+            device has run them yet.**
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
@@ -367,21 +369,21 @@ class NVFP4BlockScaling(AbstractRecipe):
 
 @dataclasses.dataclass(frozen=True)
 class CustomRecipe(AbstractRecipe):
-    r"""A recipe of your own: a function from role to quantizer.
+    r"""A custom recipe: a function from role to quantizer.
 
     $$s,\;q,\;x \approx \ldots \quad\text{are those of}\quad
     \mathrm{qfactory}(\mathrm{role}, \mathrm{for\_wgrad})$$
 
     Args:
-        qfactory: Called as `qfactory(role, for_wgrad)`; gives a quantizer, or None to
+        qfactory: Called as `qfactory(role, for_wgrad)`; returns a quantizer, or None to
             leave the array in high precision. Recipes are compared and hashed by it:
-            define it once, not anew for every step.
+            define it once, not again for every step.
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
     Raises:
-        TypeError: `qfactory` is not callable; or, when it is called, it gives neither
-            a quantizer nor None.
+        TypeError: `qfactory` is not callable; or, when called, it returns neither a
+            quantizer nor None.
         ValueError: `backward_override` has a value that is not listed.
 
     Examples:
