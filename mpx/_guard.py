@@ -31,43 +31,43 @@ _SHOWN = 8
 
 
 def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
-    """Gives a state back if it may be saved, and raises if it is poisoned.
+    """Returns a state if it may be saved, and raises if it is poisoned.
 
-    It stands around what a checkpoint is given, `save(step, mpx.guard(state))`:
-    weights, optimizer state and scaling, as one tree or one by one. Refused are
+    Put it around the argument of a checkpoint, `save(step, mpx.guard(state))`: weights,
+    optimizer state and scaling, as one tree or separately. It refuses
 
     - NaN and infinities in any array of real or complex numbers, also of 8 bits and
       fewer, of records or of objects, and in Python's floats and decimals;
     - a loss scaling, or the state of a recipe, that no run can reach: a scale of 0, a
       negative amax, more steps skipped than made, a scale with which the newest amax
-      would not fit into the format;
-    - a run that has halted (`max_skipped_in_a_row` of `mpx.optimizer_step`): it would
-      change nothing after a restart. `scaling.resumed()` lifts it.
+      would overflow the format;
+    - a halted run (`max_skipped_in_a_row` of `mpx.optimizer_step`): it would change
+      nothing after a restart. `scaling.resumed()` clears this.
 
-    All arrays that lie on the same devices are looked at by one compiled program, which
-    reads each once and gives one boolean for each; nothing is gathered. Run it when
-    saving, outside of jit: it waits for the step that makes the state.
+    All arrays on the same devices are checked by one compiled program, which reads each
+    once and returns one boolean for each; nothing is gathered. Run it when saving,
+    outside jit: it waits for the step that makes the state.
 
     Args:
         state: Any PyTree.
-        allow: Paths of leaves that hold infinities or NaN on purpose, such as
-            `"*.best_value"` of `optax.contrib.reduce_on_plateau`, or a mask of -inf. In
-            them `*` and `?` match any text and any character. An empty text allows
-            nothing; a state that is one array is allowed by `"*"`.
+        allow: Paths of leaves that contain infinities or NaN on purpose, such as
+            `"*.best_value"` of `optax.contrib.reduce_on_plateau`, or a mask of -inf.
+            `*` and `?` match any text and any character. The default allows nothing, as
+            does an empty string; `"*"` allows a state that is one array.
 
     Returns:
         The same object.
 
     Raises:
         FloatingPointError: The state must not be saved. The message names the leaves,
-            and how many of their numbers are NaN and infinite.
-        ValueError: Called inside of jit, where values are not known.
-        TypeError: `allow` is no text and no list of texts; or the state is None or has
-            leaves, none of which is an array or a number, as a function or an Optax
-            transformation has.
+            and how many of their values are NaN and infinite.
+        ValueError: Called inside jit, where values are unknown.
+        TypeError: `allow` is neither a string nor a list of strings; or the state is
+            None or has leaves, none of which is an array or a number, such as a
+            function or an Optax transformation.
 
-    Empty arrays, integers, keys and all that is no number are fine, and empty trees,
-    such as the state of `optax.sgd`.
+    Empty arrays, integers, keys and non-numeric leaves pass, as do empty trees, such as
+    the state of `optax.sgd`.
 
     Examples:
         >>> import jax.numpy as jnp, mpx

@@ -49,14 +49,14 @@ class Candidate:
 
     Attributes:
         primitive: The primitive's name: `dot_general`, `exp`, ...
-        kind: Its class, what autocast does by default.
-        dtype: The half precision dtype that holds here.
+        kind: Its class, which sets what autocast does by default.
+        dtype: The half-precision dtype in use here.
         scopes: The named scopes around it, the outermost first.
         equation: The equation as it was written: operands and results with their
             declared dtypes (`equation.invars[i].aval`), and parameters.
-        in_dtypes: The dtypes that its operands come in.
-        parameters: For each operand the path of the parameter that it is, moved or
-            sliced perhaps, and None for operands that are no parameters.
+        in_dtypes: The present dtypes of its operands.
+        parameters: For each operand the path of its parameter, possibly moved or
+            sliced, and None for operands that are not parameters.
     """
 
     primitive: str

@@ -84,15 +84,16 @@ class Range(NamedTuple):
 class StoredWeight(Whole):
     """A weight in 8 bits, an immutable PyTree, made by `quantize_weights`.
 
-    It goes through jit, donation, sharding and checkpoints as its arrays do. It has no
+    It supports jit, donation, sharding and checkpoints like its arrays. It has no
     arithmetic: `mpx.autocast`, the gradient functions and
-    `mpx.quantization.dequantize_weights` make an array of it.
+    `mpx.quantization.dequantize_weights` convert it to an array.
 
     Attributes:
         quantized: Payload and scales.
-        quantizer: How they were made, and will be after the next step (with one scale
-            for all: by the format, and a scale that is known before).
-        axis: The axis that blocks lie along.
+        quantizer: The quantizer that made them, used again after the next step (with
+            one scale for all, only its format is used, with a scale known before the
+            step).
+        axis: The axis that blocks are along.
     """
 
     quantized: QuantizedArray
@@ -111,7 +112,7 @@ class StoredWeight(Whole):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that the weight had, and that its gradient has."""
+        """The dtype of the weight before quantization, and of its gradient."""
         return self.quantized.dtype
 
     @property
@@ -120,7 +121,7 @@ class StoredWeight(Whole):
         return self.quantized.nbytes
 
     def dequantize(self) -> Array:
-        """The weight as an array of `dtype`; not to be differentiated."""
+        """Returns the weight as an array of `dtype`; do not differentiate it."""
         payload = _refuse_derivative(self.quantized.payload)
         return dataclasses.replace(self.quantized, payload=payload).dequantize()
 
@@ -245,7 +246,7 @@ def quantize_weights(
     where: LeafPredicate | None = None,
     axis: int = -1,
 ) -> PyTree:
-    r"""Stores weights of a model in 8 bits.
+    r"""Quantizes weights of a model to 8 bits, to store them so.
 
     $$p = \operatorname{quantize}(w)$$
 
@@ -254,26 +255,25 @@ def quantize_weights(
         quantizer: `mpx.quantization.TensorQuantizer` (the default, in E4M3),
             `mpx.quantization.BlockQuantizer` or `mpx.quantization.MXFP8Quantizer`,
             without stochastic rounding.
-        where: `where(path, leaf)` is True for the float leaves to store, with a path
-            such as `layers[0].weight`. By default all that have two axes or more, which
-            are embeddings, too.
-        axis: The axis that blocks lie along, as in `mpx.quantization.quantize`.
+        where: Stores the float leaves for which `where(path, leaf)` is True, with a
+            path such as `layers[0].weight`. By default all with two axes or more,
+            embeddings included.
+        axis: The axis that blocks are along, as in `mpx.quantization.quantize`.
 
     Returns:
-        The model with an `mpx.quantization.StoredWeight` in the place of each such
-        leaf. Functions that `mpx.autocast` made take it, and so do the gradient
-        functions, whose gradients have arrays there. To update it, put the optimizer
-        into `mpx.master_weights`.
+        The model with a `mpx.quantization.StoredWeight` in place of each such leaf.
+        Autocast functions and the gradient functions accept it; its gradients are
+        arrays. To update it, wrap the optimizer in `mpx.master_weights`.
 
     Raises:
-        TypeError: `quantizer` is none, `where` is not a function, or the model is a
-            Flax NNX module, whose state (`nnx.split`) can be stored.
-        ValueError: The quantizer has not 8 bits or rounds at random; an axis does not
-            divide into its blocks; or there is nothing to store.
+        TypeError: `quantizer` is not a quantizer, `where` is not a function, or the
+            model is a Flax NNX module (pass its state from `nnx.split` instead).
+        ValueError: The quantizer does not have 8 bits or rounds stochastically; an axis
+            is not divisible into its blocks; or there is nothing to store.
 
     An infinity or a NaN becomes NaN, with its block if it has one. Numbers below
-    2^-126, which are subnormal in float32, become 0; a warning names weights that hold
-    no larger ones. Weights that are stored already stay as they are.
+    2^-126, which are subnormal in float32, become 0; a warning names weights without
+    larger ones. Stored weights are unchanged.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -326,15 +326,15 @@ def quantize_weights(
 
 
 def dequantize_weights(model: PyTree) -> PyTree:
-    """Makes arrays of weights that are stored in 8 bits.
+    """Converts weights that are stored in 8 bits back to arrays.
 
     Args:
         model: Any PyTree.
 
     Returns:
-        The tree with an array, in the dtype that it had, in the place of each
+        The tree with an array of the original dtype in place of each
         `mpx.quantization.StoredWeight`; the same object if it has none. Flax NNX
-        modules, which change in place, stay as they are.
+        modules, which change in place, are unchanged.
 
     Examples:
         >>> import jax.numpy as jnp, mpx

@@ -48,43 +48,44 @@ def blame(
     accumulate_dtype: DTypeLike | None = None,
     above: float | None = None,
 ) -> Callable[..., BlameReport]:
-    """Makes a function that runs a step again and says what made it bad.
+    """Returns a function that replays a skipped step to find its cause.
 
-    A skipped step leaves weights and optimizer as they were, so it can be replayed
-    with the same batch. The report names the first value that is NaN or infinite and
-    reached the loss or a gradient: its operation, scope, weight and line, whether it is
-    of the forward or the backward pass, the turn of a loop, and the ranges of its
-    operands. What is bad and reaches nothing, such as a mask of -inf, is not named.
+    A skipped step leaves weights and optimizer unchanged, so it can be replayed with
+    the same batch. The report names the first NaN or infinite value that reached the
+    loss or a gradient: its operation, scope, weight and line, forward or backward pass,
+    the loop iteration, and the ranges of its operands. Non-finite values that do not
+    reach them, such as a mask of -inf, are not named.
 
-    Its verdict comes from running the step in other ways: `scale` if it is finite at a
+    Its verdict comes from running variants of the step: `scale` if it is finite at a
     loss scale of 1, `precision` if it is finite in float32 (then rules of
-    `mpx.autocast` are tried), and `data or mathematics` if it is bad in float32, too
-    (then the rows of the batch that do it are looked for).
+    `mpx.autocast` are tried), and `data or mathematics` if it is non-finite in float32,
+    too (then the rows of the batch that cause it are searched).
 
-    Give it what the gradient function was given. It is for the host, and compiles
-    several programs; nothing of it is in the training step.
+    Pass it what was passed to the gradient function. It runs on the host and compiles
+    several programs; it adds nothing to the training step.
 
     Args:
         func: The loss function, as in `mpx.filter_value_and_grad`.
-        scaling: The loss scaling that the step *had*: after a bad step that is
+        scaling: The loss scaling that the step *had*: after a skipped step that is
             `scaling.of_bad_step()`.
         has_aux: As in `mpx.filter_grad`, like the options below.
-        use_mixed_precision: False: in full precision.
-        argnums: What was differentiated, as in `mpx.grad`; None for the arrays of the
-            first argument, as in `mpx.filter_grad`.
+        use_mixed_precision: False runs in full precision.
+        argnums: The differentiated arguments, as in `mpx.grad`; None for the arrays of
+            the first argument, as in `mpx.filter_grad`.
         policy: The policy.
-        keep: Which leaves are not cast.
+        keep: Selects leaves that are not cast.
         accumulate: Micro-batches.
-        accumulate_dtype: What gradients of a weight's uses are summed in.
-        above: Numbers of larger magnitude count as bad, too, wherever they are; inside
-            of a loop or a branch if they come out of it.
+        accumulate_dtype: The dtype in which the gradients of a weight's uses are
+            summed.
+        above: Values of larger magnitude also count as bad, anywhere; inside a loop or
+            a branch only if they are among its results.
 
     Returns:
         A function of the arguments of `func` that returns a `mpx.reports.BlameReport`.
 
     Raises:
-        TypeError: Called on what JAX is tracing, or `above` is no number; and what
-            `mpx.filter_value_and_grad` raises.
+        TypeError: Called on arrays that JAX is tracing, or `above` is not a number;
+            also what `mpx.filter_value_and_grad` raises.
         ValueError: `above` is not positive.
 
     Examples:

@@ -8,7 +8,7 @@ from ._badness import Range
 
 
 class Verdict(enum.Enum):
-    """Why a step went bad."""
+    """The cause of a skipped step."""
 
     NOTHING = "nothing is bad"
     """The replay is finite."""
@@ -37,7 +37,7 @@ class AtLine:
 
 @dataclasses.dataclass(frozen=True)
 class Culprit:
-    """A value that went bad and reached the result, and the operation that made it."""
+    """A value that went bad and reached the result, with its operation."""
 
     primitive: str
     """The operation as it was written: `dot_general`, or `input` or `constant`."""

@@ -72,27 +72,27 @@ def explain(
     weights: int | str | tuple[int | str, ...] | None = None,
     **options: Any,
 ) -> Callable[..., Report]:
-    """Makes a function that reports every operation of `func` instead of running it.
+    """Wraps a function to report every operation with its precision instead of running.
 
-    Any JAX function will do: with jit, scans, gradients, a whole training step. It is
-    traced with the arguments that you give, arrays or `jax.ShapeDtypeStruct`s, and
+    Any JAX function works: with jit, scans, gradients, a whole training step. It is
+    traced with the arguments that you pass, arrays or `jax.ShapeDtypeStruct`s, and
     never runs.
 
-    Weights are the arrays of `func` where it is a callable PyTree such as an Equinox
-    module, and else of the first argument, or of the one that `weights` says;
-    operations that use one name its path.
+    Weights are the arrays of `func` if it is a callable PyTree such as an Equinox
+    module, otherwise those of the first argument, or of the arguments in `weights`.
+    Operations that use a weight name its path.
 
-    Of functions that `mpx.autocast` made, wherever they are called inside of `func`,
-    the report says what autocast decided and why. Of everything else it says where the
-    dtypes come from. Recipes with a state, `mpx.DelayedScaling`, need none here: they
-    are shown with the scales of a first step, which are 1.
+    For autocast functions, wherever they are called inside `func`, the report lists
+    what autocast decided and why. For everything else it lists where the dtypes come
+    from. Recipes with a state, `mpx.DelayedScaling`, need none here: they are shown
+    with the scales of a first step, which are 1.
 
     Args:
         func: The function.
-        dtype: With a dtype, or options, `mpx.autocast(func, dtype, **options)` is
-            explained; without, `func` as it is.
-        *args: None. Arguments of `func` are given to what comes back.
-        weights: The position of the argument that holds the weights, or its name, or
+        dtype: With a dtype, or options, explains `mpx.autocast(func, dtype,
+            **options)`; by default, `func` unchanged.
+        *args: Not used; pass the arguments of `func` to the returned function.
+        weights: The position or name of the argument that contains the weights, or
             several of them.
         **options: As in `mpx.autocast`.
 
@@ -100,8 +100,8 @@ def explain(
         A function of the same arguments that returns a `mpx.reports.Report`.
 
     Raises:
-        TypeError: `func` cannot be called, arguments of it were given, or the report
-            was asked for inside of a function that JAX is tracing.
+        TypeError: `func` is not callable, arguments of it were passed here, or the
+            report is requested inside a function that JAX is tracing.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx

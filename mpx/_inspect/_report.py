@@ -16,7 +16,7 @@ PART = "part"
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a program, as `mpx.explain` found it.
+    """One operation of a program, as `mpx.explain` reports it.
 
     FLOPs and bytes are those of all its executions together.
     """
@@ -75,26 +75,26 @@ class Operation:
 
     @property
     def is_low(self) -> bool:
-        """Whether it is a product that a recipe quantizes."""
+        """Whether it is a matmul that a recipe quantizes."""
         return self.rule.split(" ")[0] == LOW
 
     @property
     def is_emulated(self) -> bool:
-        """Whether it is a quantized product that a wider dtype computes."""
+        """Whether it is a quantized matmul that is computed in a wider dtype."""
         return self.format != self.precision and not is_low(self.precision)
 
     @property
     def times(self) -> str:
-        """How often it runs, in words: `7`, or `7 x ?` inside of a `while` loop."""
+        """The number of its executions: `7`, or `7 x ?` inside a `while` loop."""
         return str(self.executions) + " x ?" * self.unknown_loops
 
 
 @dataclasses.dataclass(frozen=True)
 class Island:
-    """A part of a program that the backward pass computes again: softmax, a norm, ...
+    """A region that the backward pass recomputes: softmax, a norm, ...
 
-    Its bytes are those of all its executions together, without what is kept anyway:
-    weights, and what goes in half precision into a matrix product.
+    Its bytes are those of all its executions together, without what is saved anyway:
+    weights, and half-precision operands of matmuls.
     """
 
     where: str

@@ -34,13 +34,13 @@ AmaxAlgorithm: TypeAlias = str | Callable[[Array], Array]
 class DelayedScalingState(eqx.Module):
     """The state of delayed scaling for one array: past amaxes and the scale.
 
-    An immutable PyTree of two arrays. `mpx.DelayedScaling.init` makes it, and
-    `mpx.DelayedScaling.update` makes the next one.
+    An immutable PyTree of two arrays. `mpx.DelayedScaling.init` returns the first one,
+    `mpx.DelayedScaling.update` the next one.
 
     Attributes:
-        amax_history: float32; where the next amax goes first, then from the oldest to
-            the newest.
-        scale: float32, what to multiply by at the next step.
+        amax_history: float32; first the slot of the next amax, then amaxes from the
+            oldest to the newest.
+        scale: float32, the scale of the next step.
     """
 
     amax_history: Float32[Array, " length"]

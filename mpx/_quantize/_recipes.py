@@ -31,7 +31,7 @@ _OVERRIDES = (None, "high_precision", "dequantized")
 
 
 class Role(enum.Enum):
-    """What an array is in a linear layer.
+    """The role of an array in a linear layer.
 
     Examples:
         >>> import mpx
@@ -52,17 +52,18 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRecipe(abc.ABC):
-    """What every recipe has.
+    """The interface of every recipe.
 
     Attributes:
-        backward_override: How the backward pass computes. None: with quantized
-            operands. "high_precision": with x and w as they were and g unquantized.
-            "dequantized": with x and w as the forward pass quantized them and g
-            unquantized. With either of the last two a gradient gets no quantizer.
-        fp8_dpa: Whether products of data with data, which are those of attention, are
+        backward_override: The operands of the backward pass. None: quantized.
+            "high_precision": unquantized x, w and g. "dequantized": x and w as the
+            forward pass quantized them, and unquantized g. With either of the last two
+            a gradient has no quantizer.
+        fp8_dpa: Whether activation matmuls, which are those of attention, are
             quantized, too: in FP8 with current scaling, under every recipe.
-        has_state: Whether a training step keeps scales for it. Such a recipe is, or has
-            the members of, `mpx.DelayedScaling` (`RecipeWithState`).
+        has_state: Whether the recipe has scales that are kept between training steps.
+            Such a recipe is, or has the members of, `mpx.DelayedScaling`
+            (`RecipeWithState`).
     """
 
     has_state: ClassVar[bool] = False
@@ -80,19 +81,20 @@ class AbstractRecipe(abc.ABC):
     def quantizer(
         self, role: Role, *, for_wgrad: bool = False
     ) -> AbstractQuantizer | None:
-        """The quantizer of a role, for `mpx.quantization.quantize`.
+        """Returns the quantizer of a role, for `mpx.quantization.quantize`.
 
         Args:
             role: Input, weight or gradient.
             for_wgrad: Whether the copy is an operand of dw = xᵀ g, which contracts
-                tokens. Only NVFP4 makes a difference.
+                tokens. Only NVFP4 distinguishes it.
 
         Returns:
-            A quantizer, or None where the array stays in high precision.
+            A quantizer, or None if the array stays in high precision.
 
         Raises:
-            TypeError: `role` is no role.
-            ValueError: A weight is asked for as an operand of its own gradient.
+            TypeError: `role` is not a role.
+            ValueError: The role is a weight with `for_wgrad=True`: it is not an operand
+                of its own gradient.
         """
         if not isinstance(role, Role):
             raise TypeError(

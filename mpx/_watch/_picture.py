@@ -22,23 +22,23 @@ def heat_map(
     *,
     kind: str = "gradient",
 ) -> Any:
-    """A picture of a run: one row for each layer, one column for each step looked at.
+    """Draws a picture of a run: a row for each layer, a column for each monitored step.
 
     Layers that a scan runs, one in each turn, have a row each: `blocks turn 3`.
 
     Args:
-        history: What `mpx.monitor` gave, by the number of the step.
+        history: The statistics from `mpx.monitor`, by the number of the step.
         measure: "amax" or "rms", as a power of two; "zeros"; or, in a format, "snr",
             "flushed", "above", "below".
-        format: The format that the measure is of, by its name: "float16".
-        kind: Of which operands: "input", "weight" or "gradient".
+        format: The format of the measure, by its name: "float16".
+        kind: The operands: "input", "weight" or "gradient".
 
     Returns:
-        A `matplotlib` figure, to be saved with `figure.savefig("amax.png")`.
+        A `matplotlib` figure; save it with `figure.savefig("amax.png")`.
 
     Raises:
-        TypeError: `history` is no mapping, or has something else than statistics.
-        ValueError: There is nothing to show, or no such measure, kind or format.
+        TypeError: `history` is not a mapping, or contains anything but statistics.
+        ValueError: There is nothing to show, or the measure, kind or format is unknown.
         ModuleNotFoundError: matplotlib is not installed.
 
     Examples:

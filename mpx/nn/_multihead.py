@@ -28,19 +28,19 @@ _CALL = "`mpx.nn.MultiheadAttention`"
 
 
 class MultiheadAttention(eqx.Module):
-    r"""Multi-head attention, of a sequence with itself or with another one.
+    r"""Multi-head attention of a sequence to itself or to another one.
 
     $$\text{head}_i = \operatorname{softmax}\!\Big(
     \frac{(x W^Q_i)(y W^K_{g(i)})^\top}{\sqrt{d}}\Big)\, y W^V_{g(i)}, \qquad
     \text{out} = [\text{head}_1, \dots, \text{head}_n]\, W^O$$
 
-    with $y = x$ unless another sequence is given, and $g(i)$ the group of head $i$:
+    with $y = x$ unless another sequence is passed, and $g(i)$ the group of head $i$:
     consecutive heads share keys and values.
 
-    Between queries and result stands `mpx.nn.dot_product_attention`: one kernel of
-    cuDNN where there is one, else two products in the input's dtype and a softmax in
-    float32. Kept for the backward pass: inputs, queries, keys, values, and the result
-    of the kernel or the probabilities, all in half precision.
+    It uses `mpx.nn.dot_product_attention`: one cuDNN kernel if available, otherwise two
+    matmuls in the input's dtype and a softmax in float32. Saved for backward: inputs,
+    queries, keys, values, and the result of the kernel or the probabilities, all in
+    half precision.
 
     Attributes:
         query: The projection $W^Q$, an `mpx.nn.Linear`.
@@ -54,21 +54,21 @@ class MultiheadAttention(eqx.Module):
         num_gqa_groups: The number of heads of keys and values (grouped query
             attention); `num_attention_heads` if None.
         attention_dropout: The probability that an attention probability becomes 0.
-        self_attention_mask_type: "causal" lets no position see a later one; "no_mask".
+        self_attention_mask_type: "causal" masks later positions; "no_mask" does not.
         use_bias: Whether the projections have a bias.
-        use_rotary_positions: Whether queries and keys are turned by their positions.
+        use_rotary_positions: Whether queries and keys are rotated by their positions.
         rotary_base: The base of the angles.
-        implementation: None takes cuDNN's kernel where it can be used, which is never
-            while something is dropped; "xla" the products; "cudnn" the kernel or an
-            error. See `mpx.nn.dot_product_attention`.
+        implementation: "xla" uses matmuls, "cudnn" the kernel or raises. None, the
+            default, uses cuDNN's kernel where possible, which excludes calls with
+            dropout. See `mpx.nn.dot_product_attention`.
         dtype: The dtype of the parameters.
         key: A PRNG key for the parameters.
 
     Raises:
         ValueError: The heads do not divide the hidden size, or the groups the heads;
             rotary positions with an odd head size; a dropout rate outside of [0, 1);
-            dropout with `implementation="cudnn"`. At a call: a shape that does not fit,
-            or dropout without a key.
+            dropout with `implementation="cudnn"`. At a call: a shape that does not
+            match, or dropout without a key.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx.nn
