@@ -34,13 +34,13 @@ class Precision(enum.Enum):
     HALF = "half"
     """Its float32 operands are float16 or bfloat16 when it runs."""
     LOW = "low"
-    """Quantized by the recipe that holds there; for matrix products."""
+    """Quantized by the active recipe; for matmuls."""
     FULL = "full"
     """Computed in float32."""
     FOLLOW = "follow"
     """In float32 if one of its operands was computed in float32, else in half."""
     DECLARED = "declared"
-    """Left as it was written."""
+    """Unchanged, as written."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -306,7 +306,7 @@ class Rules:
     looks_ahead: bool
 
     def __init__(self, *rules: Rule, looks_ahead: bool = True) -> None:
-        """Puts rules in an order.
+        """Creates an ordered list of rules.
 
         Raises:
             TypeError: One of them is not a `mpx.Rule`, or `looks_ahead` is not a

@@ -34,14 +34,15 @@ __all__ = ["register_serialization"]
 def register_serialization() -> None:
     """Registers loss scalings, records of steps and stored weights of mpx with Flax.
 
-    What is written of a scaling is `state_dict()`, with its kind and its version, so
-    that an older state is migrated and an incomplete or damaged one raises the errors
-    of `from_state_dict`. Of the target that Flax wants for restoring, only the class is
-    used, and of a `mpx.quantization.RecipeScaling` the slots, as by `with_state`; every
-    field comes from the state, bit for bit. Of stored weights the arrays are written.
+    A scaling is written as its `state_dict()`, with kind and version. So an older state
+    is migrated, and an incomplete or damaged one raises the errors of
+    `from_state_dict`. Of the target that Flax needs for restoring, only the class is
+    used, and for a `mpx.quantization.RecipeScaling` the slots, as in `with_state`;
+    every field comes from the state, bit for bit. Stored weights are written as their
+    arrays.
 
-    A call that is repeated does no harm, and adds the subclasses of
-    `mpx.AbstractLossScaling` that were defined since.
+    Repeated calls are allowed, and add the subclasses of `mpx.AbstractLossScaling` that
+    were defined since.
 
     Raises:
         ModuleNotFoundError: Flax is not installed.

@@ -63,9 +63,9 @@ _NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "full", "float64": "f
 class Policy(_policy.Policy):
     """Dtypes of parameters, computation and outputs; `str` gives JMP's short form.
 
-    The fields hold JAX's scalar types, as JMP's do: `policy.compute_dtype(1)` is a
-    number, and `policy.compute_dtype in {jnp.float16, jnp.bfloat16}` is answered
-    right. Everything else is as in `mpx.Policy`.
+    The fields are JAX's scalar types, as in JMP: `policy.compute_dtype(1)` is a number,
+    and `policy.compute_dtype in {jnp.float16, jnp.bfloat16}` works. Everything else is
+    as in `mpx.Policy`.
     """
 
     def __post_init__(self, *reserved: None) -> None:
@@ -95,7 +95,7 @@ def get_policy(policy_name: str) -> Policy:
     Raises:
         ValueError: A key is unknown or repeated, a dtype does not exist, is not
             floating, or is float64 and not enabled in JAX.
-        TypeError: `policy_name` is not text.
+        TypeError: `policy_name` is not a string.
     """
     with half_precision(half_dtype()):
         try:
@@ -108,7 +108,7 @@ def get_policy(policy_name: str) -> Policy:
 
 
 def half_dtype() -> Any:
-    """The half precision dtype of the default device: bfloat16 on TPU, else float16."""
+    """Returns the half-precision dtype: bfloat16 on a default TPU, else float16."""
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
@@ -134,7 +134,7 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
         The chosen tree.
 
     Raises:
-        TypeError: `pred` is no boolean scalar.
+        TypeError: `pred` is not a boolean scalar.
         ValueError: The trees do not match; the message has the path.
     """
     a, b = jax.tree.map(_number_as_array, (a, b))
@@ -153,19 +153,19 @@ class NoOpLossScale:
 
     @property
     def loss_scale(self) -> int:
-        """One."""
+        """The scale, 1."""
         return 1
 
     def scale(self, tree: PyTree) -> PyTree:
-        """The tree."""
+        """Returns the tree unchanged."""
         return tree
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """The tree."""
+        """Returns the tree unchanged."""
         return tree
 
     def adjust(self, grads_finite: BoolLike) -> "NoOpLossScale":
-        """Itself."""
+        """Returns itself."""
         return self
 
 
@@ -175,11 +175,11 @@ class _Scaling:
     loss_scale: Any
 
     def scale(self, tree: PyTree) -> PyTree:
-        """Every leaf times the scale."""
+        """Returns every leaf times the scale."""
         return jax.tree.map(lambda x: x * self.loss_scale, tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """Every leaf times the inverse of the scale."""
+        """Returns every leaf times the inverse of the scale."""
         inverse = 1 / self.loss_scale
         return jax.tree.map(lambda x: x * inverse, tree)
 
@@ -190,7 +190,7 @@ class StaticLossScale(_Scaling):
     """A fixed scale: `scale` multiplies by it, `unscale` by its inverse.
 
     Args:
-        loss_scale: The scale, kept as it is given.
+        loss_scale: The scale, stored unchanged.
 
     Raises:
         ValueError: The scale is not positive and finite.
@@ -203,28 +203,28 @@ class StaticLossScale(_Scaling):
         _validate(self.loss_scale, "loss_scale", "StaticLossScale")
 
     def adjust(self, grads_finite: BoolLike) -> "StaticLossScale":
-        """Itself."""
+        """Returns itself."""
         return self
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Scaling):
-    """A scale that grows after `period` good steps and falls at a bad one.
+    """A scale that grows after `period` good steps and falls at a non-finite one.
 
     The fields are JMP's; `period` and `factor` are static, the others leaves.
 
     Args:
-        loss_scale: The scale to start with; its dtype stays.
-        counter: Good steps already made.
+        loss_scale: The initial scale; its dtype is kept.
+        counter: Good steps already counted.
         period: Good steps until the scale grows.
-        factor: What the scale is multiplied by when it grows, divided by when it falls.
-        min_loss_scale: The floor. Zero, or what is smaller than the smallest normal
-            number of the scale's dtype, means that number.
+        factor: The factor by which the scale grows, and the divisor by which it falls.
+        min_loss_scale: The floor. Zero, or less than the smallest normal number of the
+            scale's dtype, means that number.
 
     Raises:
         ValueError: `loss_scale` is not positive and finite, or `min_loss_scale` is
-            negative or not finite.
+            negative or non-finite.
 
     Warns:
         UserWarning: A scale is an integer. `adjust` then raises, as in JMP.
@@ -246,18 +246,18 @@ class DynamicLossScale(_Scaling):
             _warn_if_not_floating(getattr(self, name), name)
 
     def adjust(self, grads_finite: BoolLike) -> "DynamicLossScale":
-        """The next scale and counter; grows at the `period`-th good step in a row.
+        """Returns the next state; grows at the `period`-th good step in a row.
 
         Args:
-            grads_finite: Whether the step was good, one boolean.
+            grads_finite: Whether the step was finite, one boolean.
 
         Returns:
-            The new state; this one stays as it is.
+            The new state; this one is unchanged.
 
         Raises:
             TypeError: `grads_finite` is not one boolean, or the scale is an integer.
 
-        Growth past the largest number of the scale's dtype, or past 2^126, is left out.
+        The scale does not grow past the largest number of its dtype, or past 2^126.
         """
         finite = bool_scalar(
             grads_finite, "`grads_finite` of `DynamicLossScale.adjust`"
