@@ -168,10 +168,10 @@ def trace(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
 _HALF_ONLY = ("Q must be fp16/bf16", "cuDNN is not detected")
 _HALF_ONLY_TOLD = (
     "`mpx.autocast` traces a function in its own dtypes, before it casts; "
-    '`jax.nn.dot_product_attention(..., implementation="cudnn")` in it says: {error} '
-    "Write `mpx.nn.dot_product_attention(...)` with the same arguments: it is cast "
-    "with the rest, and takes cuDNN's kernel where the device has it. Or cast query, "
-    "key and value before the call."
+    '`jax.nn.dot_product_attention(..., implementation="cudnn")` in it raises: '
+    "{error} Use `mpx.nn.dot_product_attention(...)` with the same arguments: it "
+    "is cast with the rest, and uses cuDNN's kernel if the device has it. Or cast "
+    "query, key and value before the call."
 )
 
 

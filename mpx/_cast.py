@@ -68,9 +68,9 @@ def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> Py
 
     if not callable(keep):
         raise TypeError(
-            "`keep` of `mpx.cast_tree` and its relatives must be a function "
-            f"`keep(path, leaf) -> bool`; got {describe(keep)}. For one leaf: "
-            "`keep=lambda path, leaf: path == 'layers[0].weight'`."
+            "`keep` of `mpx.cast_tree` and the like must be a function `keep(path, "
+            f"leaf) -> bool`; got {describe(keep)}. For one leaf: `keep=lambda path, "
+            "leaf: path == 'layers[0].weight'`."
         )
 
     def cast(path: KeyPath, leaf: object) -> PyTree:

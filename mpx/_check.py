@@ -60,19 +60,19 @@ def check(
         )
     if isinstance(record.steps, Tracer):
         raise ValueError(
-            "`mpx.check(scaling)` reads values and cannot run inside of jit. Return "
+            "`mpx.check(scaling)` reads values and cannot run inside jit. Return "
             "`scaling` from the jitted step and check it outside."
         )
     if np.ndim(record.steps):
         raise ValueError(
-            "`mpx.check(scaling)` looks at one state; got several, stacked as "
-            f"{describe(record.steps)}. Check each: `jax.tree.map(lambda x: x[i], "
-            "scaling)`."
+            "`scaling` of `mpx.check(scaling)` must be one state; got several, "
+            f"stacked as {describe(record.steps)}. Check each: `jax.tree.map(lambda "
+            "x: x[i], scaling)`."
         )
     in_a_row = int(record.skipped_in_a_row)
     if bool(record.halted):
         reason = (
-            "the limit given to `mpx.optimizer_step` was exceeded and it halted, until "
+            "the limit of `mpx.optimizer_step` was exceeded and it halted, until "
             "`scaling.resumed()`"
         )
     elif max_skipped_in_a_row is not None and in_a_row > max_skipped_in_a_row:
@@ -88,14 +88,14 @@ def _message(scaling: object, record: StepRecord, model: PyTree, reason: str) ->
     scale = getattr(scaling, "loss_scale", None)
     at_scale = "" if scale is None else f", loss scale {float(scale):g}"
     return (
-        f"Training has to stop at step {int(record.steps)}{at_scale}: {reason}. "
+        f"Training must stop at step {int(record.steps)}{at_scale}: {reason}. "
         f"Skipped in a row: {int(record.skipped_in_a_row)}, in all: "
-        f"{int(record.skipped)}, of which {int(record.bad_losses)} had a loss that was "
-        "not finite before it was scaled; last finite step: "
-        f"{int(record.last_finite) or 'none'}. Not finite in the last bad "
-        f"step: {_places(record, model)}. Look there for a division by zero, a "
-        "logarithm of zero, a sum or square in half precision "
-        "(`mpx.force_full_precision`), a learning rate that is too large, or bad data."
+        f"{int(record.skipped)}, of which {int(record.bad_losses)} had a loss that "
+        "was non-finite before it was scaled; last finite step: "
+        f"{int(record.last_finite) or 'none'}. Non-finite in the last skipped step: "
+        f"{_places(record, model)}. Look there for a division by zero, a logarithm "
+        "of zero, a sum or square in half precision (`mpx.force_full_precision`), a "
+        "learning rate that is too large, or bad data."
     )
 
 
@@ -114,7 +114,7 @@ def _places(record: StepRecord, model: PyTree) -> str:
             return "the optimizer's state, the new weights or the gradients' norm"
         if model is None:
             return f"gradient leaf {place - 1} (pass `model` to see its name)"
-        return f"gradient leaf {place - 1} (`model` is not what was differentiated)"
+        return f"gradient leaf {place - 1} (`model` is not the differentiated tree)"
 
     return listing([name(place) for place in found])
 

@@ -67,22 +67,20 @@ def float_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
         found = jnp.dtype(name)
     except TypeError:
         raise ValueError(
-            f"{caller} needs a dtype; there is none called {dtype!r}. Those that "
-            "exist: "
+            f"{caller} needs a dtype; got {dtype!r}. Use one of "
             f"{', '.join(float_dtype_names())} (short: {', '.join(_SHORT_NAMES)}, "
             "half)."
         ) from None
     if not jnp.issubdtype(found, jnp.floating) or found.name in _NOT_A_TARGET:
         raise TypeError(
-            f"{caller} casts floating values and needs one of "
+            f"{caller} needs a floating dtype, one of "
             f"{', '.join(float_dtype_names())}; got {found.name}. Cast other leaves "
-            "yourself with `jax.tree.map`."
+            "with `jax.tree.map`."
         )
     if found == np.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"{caller} was given float64, but JAX would silently make it float32. "
-            "Switch "
-            'it on first: `jax.config.update("jax_enable_x64", True)`.'
+            f"{caller} got float64, but JAX would silently make it float32. Enable "
+            'it first: `jax.config.update("jax_enable_x64", True)`.'
         )
     return found
 
@@ -184,8 +182,7 @@ def _half_name(dtype: DTypeLike, caller: str) -> str:
         found = None
     if found is None or not is_half(found):
         raise ValueError(
-            f"{caller} takes float16 or bfloat16; got {dtype!r}. For full precision "
-            "call "
-            "the function without mpx, or with `use_mixed_precision=False`."
+            f"{caller} needs float16 or bfloat16; got {dtype!r}. For full precision "
+            "call the function without mpx, or set `use_mixed_precision=False`."
         )
     return found.name

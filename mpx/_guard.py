@@ -88,7 +88,7 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
     if state is None or (found and not any(_is_value(leaf) for _, leaf in found)):
         raise TypeError(
             f"{_CALL} needs a tree of arrays; got {describe(state)}, which has none. "
-            "Guard what is saved: `mpx.guard((model, opt_state, scaling))`."
+            "Pass what is saved: `mpx.guard((model, opt_state, scaling))`."
         )
     leaves = [
         (path, leaf[...] if isinstance(leaf, jax.Ref) else leaf)
@@ -97,19 +97,19 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
     ]
     if any(isinstance(leaf, Tracer) for _, leaf in leaves):
         raise ValueError(
-            f"{_CALL} reads values and cannot run inside of jit. Return the state from "
-            "the jitted step and guard it where it is saved."
+            f"{_CALL} reads values and cannot run inside jit. Return the state from "
+            "the jitted step and guard it when saving."
         )
     bad = [leaves[i] for i in _not_finite([leaf for _, leaf in leaves])]
     shown = [f"`{path or 'state'}` ({_count_text(x)})" for path, x in bad[:_SHOWN]]
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    reasons = [f"Not finite: {', '.join(shown)}{more}"] if bad else []
+    reasons = [f"Non-finite: {', '.join(shown)}{more}"] if bad else []
     # Reading what is NaN as a history would say the same again.
     reasons = reasons or _unreachable(state)
     if reasons:
         raise FloatingPointError(
-            f"{_CALL}: not to be saved. {'. '.join(reasons)}. Keep the last good "
-            "checkpoint and go back to it. Leaves that hold infinities on purpose: "
+            f"{_CALL}: must not be saved. {'. '.join(reasons)}. Keep the last good "
+            "checkpoint and return to it. To allow infinities on purpose: "
             '`mpx.guard(state, allow="PATH")`.'
         )
     return state
@@ -125,8 +125,8 @@ def _patterns(allow: object) -> tuple[str, ...]:
     is_several = isinstance(patterns, list | tuple | set | frozenset)
     if not is_several or not all(isinstance(x, str) for x in patterns):
         raise TypeError(
-            "`allow` of `mpx.guard` is the path of a leaf, or a list of them, with `*` "
-            f"for any text; got {describe(allow)}."
+            "`allow` of `mpx.guard` must be the path of a leaf, or a list of them, "
+            f"with `*` for any text; got {describe(allow)}."
         )
     # An array that is the whole state has an empty path; "" is not to allow it.
     return tuple(filter(None, patterns))
@@ -221,8 +221,8 @@ def _counts(leaf: Any) -> tuple[int, int]:
 
 
 _HALTED = [
-    "The run has halted, and changes nothing any more: weights are those of the last "
-    "good step. When the cause is mended, `scaling.resumed()` goes on"
+    "The run has halted, and changes nothing any more: weights are those of the "
+    "last good step. Once the cause is fixed, `scaling.resumed()` continues"
 ]
 
 

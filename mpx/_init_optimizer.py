@@ -136,7 +136,8 @@ def _weights(params: PyTree, shardings: PyTree | None) -> list[_Weight]:
             each = jax.tree.broadcast(shardings, plain)
         except ValueError as error:
             raise ValueError(
-                f"`shardings` of {_CALL} is like `params`, or a prefix of it; got\n"
+                f"`shardings` of {_CALL} must be a tree like `params`, or a prefix "
+                "of it; got\n"
                 f"  shardings: {jax.tree.structure(shardings)}\n"
                 f"  params: {jax.tree.structure(params)}"
             ) from error
@@ -218,10 +219,10 @@ def _layout(
     if otherwise is None:
         of = f", of the weight {describe(own[0].array)}" if own else ""
         raise ValueError(
-            f"{_CALL} lays out the state of an optimizer as the weights are, and finds "
-            f"none that {describe(leaf)}{at_path(path_text(path))} fits{of}. Say where "
-            "such arrays shall lie: `otherwise=NamedSharding(mesh, PartitionSpec())` "
-            "puts the whole of them on every device."
+            f"{_CALL} shards the state of an optimizer as the weights, and found no "
+            f"weight that matches {describe(leaf)}{at_path(path_text(path))}{of}. "
+            "Set the sharding of such arrays: `otherwise=NamedSharding(mesh, "
+            "PartitionSpec())` replicates them."
         )
     return None, otherwise
 

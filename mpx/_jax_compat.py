@@ -267,7 +267,7 @@ def set_for_all_threads(context: Any, value: object) -> None:
     if not hasattr(context, "set_global"):  # before jax 0.10.1
         raise RuntimeError(
             "`mpx.set_half_precision_datatype` needs jax 0.10.1 or later; this is "
-            f"jax {jax.__version__}. Say it where it holds: `with "
+            f"jax {jax.__version__}. Set it for a block instead: `with "
             "mpx.half_precision(...):`."
         )
     context.set_global(value)

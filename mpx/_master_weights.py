@@ -249,9 +249,9 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
             return full_weight(leaf, None)
         if master is None or master.shape != leaf.shape:
             raise ValueError(
-                "`mpx.full_weights(model, opt_state)` needs the state of an optimizer "
-                f"with {CALL} that is of this model; got {describe(leaf)}"
-                f"{at_path(path_text(path))}, and for it "
+                "`mpx.full_weights(model, opt_state)` needs this model's state of "
+                f"an optimizer with {CALL}; got "
+                f"{describe(leaf)}{at_path(path_text(path))} with "
                 f"{'no master' if master is None else describe(master)}."
             )
         return master if master.dtype == np.float32 else full_weight(leaf, master)
@@ -349,8 +349,10 @@ def _refuse_masters(params: PyTree, masters: PyTree) -> None:
     structures = [jax.tree.structure(tree, _is_leaf) for tree in (params, masters)]
     if structures[0] != structures[1]:
         raise ValueError(
-            f"`masters` in `init` of {CALL} are like `params`; got\n"
-            f"  params: {structures[0]}\n  masters: {structures[1]}"
+            f"`masters` in `init` of {CALL} must have the structure of `params`; "
+            "got\n"
+            f"  params: {structures[0]}\n"
+            f"  masters: {structures[1]}"
         )
     leaves = jax.tree.leaves(masters, is_leaf=_is_leaf)
     for (path, weight), given in zip(
@@ -359,8 +361,9 @@ def _refuse_masters(params: PyTree, masters: PyTree) -> None:
         is_float = is_stored(given) or is_float_leaf(given)
         if _has_master(weight) and not (is_float and given.shape == weight.shape):
             raise ValueError(
-                f"`masters` in `init` of {CALL} have the shapes of `params`; got "
-                f"{describe(given)} for {describe(weight)}{at_path(path_text(path))}."
+                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
+                f"got {describe(given)} for "
+                f"{describe(weight)}{at_path(path_text(path))}."
             )
 
 
@@ -374,9 +377,11 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
     structures = [jax.tree.structure(tree, _is_leaf) for tree in (masters, params)]
     if structures[0] != structures[1]:
         raise ValueError(
-            f"`update` of {CALL} needs weights of the structure that `init` saw; got\n"
-            f"  masters: {structures[0]}\n  weights: {structures[1]}\nMake the state "
-            "with `init(params)` of this model."
+            f"`update` of {CALL} needs weights of the structure passed to `init`; "
+            "got\n"
+            f"  masters: {structures[0]}\n"
+            f"  weights: {structures[1]}\n"
+            "Make a state with `init(params)` of this model."
         )
     pairs = zip(
         jax.tree_util.tree_leaves_with_path(params, _is_leaf),
@@ -392,8 +397,8 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
         if not fits and weight is not None:
             kept = "no master" if master is None else f"the master {describe(master)}"
             raise ValueError(
-                f"`update` of {CALL} needs weights of the shapes and dtypes that "
-                f"`init` saw; got {describe(weight)} for {kept}"
-                f"{at_path(path_text(path))}. Make the state anew with `init(params)`, "
-                "or cast the model back."
+                f"`update` of {CALL} needs weights of the shapes and dtypes passed "
+                f"to `init`; got {describe(weight)} for "
+                f"{kept}{at_path(path_text(path))}. Make a new state with "
+                "`init(params)`, or cast the model back."
             )

@@ -151,8 +151,8 @@ def optimizer_step(
     call = "`mpx.optimizer_step`"
     if not isinstance(result, GradientResult):
         raise TypeError(
-            f"`result` of {call} must be what `mpx.filter_grad` or the like "
-            f"returned, as a whole; got {describe(result)}. With the parts in hand use "
+            f"`result` of {call} must be the whole result of `mpx.filter_grad` or "
+            f"the like; got {describe(result)}. For its parts use "
             "`mpx.optimizer_update(model, optimizer, opt_state, grads, finite)`."
         )
     refuse_limit(max_skipped_in_a_row, call)
@@ -262,7 +262,7 @@ def _update(
     refuse_optimizer(optimizer, call)
     if not any(eqx.is_array_like(g) for g in jax.tree.leaves(grads)):
         raise ValueError(
-            f"{call} was given no gradients: the tree has no array. Was the model "
+            f"{call} needs gradients; got a tree without arrays. Was the model "
             "passed as the first argument of the loss?"
         )
     params = _with_gradients(model, grads, call)
@@ -273,8 +273,8 @@ def _update(
             _refuse_other_state(optimizer, state, params, call)
             raise
         raise TypeError(
-            f"{call}: updates of `mpx.master_weights` say what weights become, and are "
-            "no numbers for the transformation around it. Put that inside: "
+            f"{call}: updates of `mpx.master_weights` contain the new weights, and "
+            "cannot be used by a transformation around it. Put that inside: "
             "`mpx.master_weights(optax.MultiSteps(...))`, "
             "`mpx.master_weights(optax.chain(...))`."
         ) from error
@@ -300,12 +300,12 @@ def _refuse_other_state(
     others = [f"{p} {given[p]} for {wanted[p]}" for p in both if given[p] != wanted[p]]
     if missing or unknown or others:
         raise ValueError(
-            f"{call} got an optimizer state of another model or optimizer; missing: "
+            f"{call} needs the state of this model and optimizer; missing: "
             f"{listing(sorted(missing)) or 'none'}; unknown: "
             f"{listing(sorted(unknown)) or 'none'}; of another shape: "
             f"{listing(sorted(others)) or 'none'}. Make it for this model, "
             "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))`, and restore "
-            "what was saved with that as the template."
+            "a saved one with that as the template."
         )
 
 
@@ -321,9 +321,9 @@ def _with_dtypes_of(before: PyTree, after: PyTree, call: str) -> PyTree:
     def cast(path: KeyPath, old: PyTree, new: PyTree) -> PyTree:
         if isinstance(new, jax.Array) and _is_of_the_host(old):
             raise TypeError(
-                f"{call} needs JAX arrays in the optimizer's state; got {describe(old)}"
-                f"{at_path(path_text(path))}. Make them: `opt_state = "
-                "jax.tree.map(jnp.asarray, opt_state)`."
+                f"{call} needs JAX arrays in the optimizer's state; got "
+                f"{describe(old)}{at_path(path_text(path))}. Convert them: "
+                "`opt_state = jax.tree.map(jnp.asarray, opt_state)`."
             )
         if getattr(old, "dtype", None) == getattr(new, "dtype", None):
             return new
@@ -357,10 +357,11 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
         for what, leaf in (("gradient", grad), ("weight", weight)):
             if not _is_trained(leaf) and not is_stored(leaf):
                 raise ValueError(
-                    f"{call} updates arrays of floating numbers; got the {what} "
-                    f"{describe(leaf)}{at_path(path_text(path))}. Make an array of a "
-                    "Python number, `jnp.asarray(number)`, and leave what is not "
-                    "trained without a gradient: `mpx.filter_grad` gives None for it."
+                    f"{call} needs floating-point arrays; got the {what} "
+                    f"{describe(leaf)}{at_path(path_text(path))}. Convert Python "
+                    "numbers, `jnp.asarray(number)`, and pass None as the gradient "
+                    "of leaves that are not trained, as `mpx.filter_grad` returns "
+                    "it."
                 )
         if grad.shape != weight.shape:
             raise ValueError(
@@ -375,10 +376,11 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
         if call in str(error):
             raise
         raise ValueError(
-            f"{call} needs gradients of the model's structure, with None for what has "
-            f"no gradient; got\n  gradients: {jax.tree.structure(grads)}\n"
-            f"  model: {jax.tree.structure(model)}\nDifferentiate with respect to the "
-            "model that is updated."
+            f"{call} needs gradients of the model's structure, with None for leaves "
+            "without a gradient; got\n"
+            f"  gradients: {jax.tree.structure(grads)}\n"
+            f"  model: {jax.tree.structure(model)}\n"
+            "Differentiate with respect to the updated model."
         ) from None
 
 

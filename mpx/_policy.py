@@ -199,13 +199,12 @@ def _refuse_small(name: str, dtype: np.dtype, compute: np.dtype) -> None:
     if name == "grad_dtype" and finfo.maxexp < jnp.finfo(jnp.float32).maxexp:
         raise ValueError(
             "`grad_dtype` of `mpx.Policy` must have the range of float32, because "
-            f"gradients come unscaled; got {dtype.name}. Take float32 or bfloat16."
+            f"gradients are unscaled; got {dtype.name}. Use float32 or bfloat16."
         )
     if name != "grad_dtype" and dtype not in (compute, np.dtype(np.float32)):
         raise ValueError(
-            f"`{name}` of `mpx.Policy` must be the dtype that is computed in, "
-            f"{compute.name}, or float32; got {dtype.name}. Gradients are not summed "
-            "in 8 bits."
+            f"`{name}` of `mpx.Policy` must be the compute dtype, {compute.name}, or "
+            f"float32; got {dtype.name}. Gradients are not summed in 8 bits."
         )
 
 
@@ -242,9 +241,8 @@ def get_policy(text: str) -> Policy:
     call = "`mpx.get_policy(text)`"
     if not isinstance(text, str):
         raise TypeError(
-            f"{call} needs text such as 'params=float32,compute=float16'; got "
-            f"{text!r}. "
-            "Build a `mpx.Policy` from dtypes."
+            f"{call} needs a string such as 'params=float32,compute=float16'; got "
+            f"{text!r}. For dtypes use `mpx.Policy`."
         )
     if "=" not in text:
         dtype = float_dtype(text.strip(), call)
@@ -256,7 +254,7 @@ def get_policy(text: str) -> Policy:
         if field is None or field in given:
             problem = "unknown" if field is None else "repeated"
             raise ValueError(
-                f"{call} takes the keys params, compute and output (p, c, o), grad, "
+                f"{call} allows the keys params, compute and output (p, c, o), grad, "
                 f"reduce and gather, each once; got the {problem} key {key!r} in "
                 f"{text!r}."
             )

@@ -290,8 +290,7 @@ class Rules:
         rules: The rules.
         looks_ahead: Whether autocast takes into account in which precision a value is
             used later. If False, each operation is decided alone: data movement keeps
-            the dtype of its input, and operations that select values do not round them
-            first.
+            its input's dtype, and operations that select values do not round first.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -309,8 +308,7 @@ class Rules:
         """Creates an ordered list of rules.
 
         Raises:
-            TypeError: One of them is not a `mpx.Rule`, or `looks_ahead` is not a
-                boolean.
+            TypeError: A rule is not a `mpx.Rule`, or `looks_ahead` is not a boolean.
         """
         for rule in rules:
             if not isinstance(rule, Rule):
@@ -323,7 +321,7 @@ class Rules:
 
     @classmethod
     def like_pytorch(cls, *rules: Rule) -> "Rules":
-        """Returns rules with the operation lists of PyTorch's autocast, after your own.
+        """Returns the operation lists of PyTorch's autocast, after your own rules.
 
         PyTorch decides for each operation alone and has shorter lists: powers,
         exponentials, logarithms, sums, products, norms, softmax and losses run in

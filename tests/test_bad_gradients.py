@@ -125,7 +125,7 @@ GRADIENTS = [
             ("int", lambda w: 3, "got int 3"),
             ("text", lambda w: "loss", "got str 'loss'"),
             ("dict", lambda w: {"loss": jnp.sum(w)}, "an instance of builtins.dict"),
-            ("tuple", lambda w: (jnp.sum(w), w), "say `has_aux=True`"),
+            ("tuple", lambda w: (jnp.sum(w), w), "set `has_aux=True`"),
             ("list", lambda w: [jnp.sum(w)], "a list of"),
         ]
         for case in _of_all(
@@ -247,9 +247,9 @@ GRADIENTS = [
         for value, error, match in [
             (0, ValueError, "at least 1; got 0"),
             (-2, ValueError, "at least 1; got -2"),
-            (2.0, TypeError, "`accumulate` takes a whole number.*float 2.0"),
-            (True, TypeError, "`accumulate` takes a whole number"),
-            (None, TypeError, "`accumulate` takes a whole number"),
+            (2.0, TypeError, "`accumulate` must be a whole number.*float 2.0"),
+            (True, TypeError, "`accumulate` must be a whole number"),
+            (None, TypeError, "`accumulate` must be a whole number"),
         ]
     ],
     Case(

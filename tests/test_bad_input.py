@@ -129,9 +129,9 @@ POLICIES = [
     )
     for name, dtype, rule in (
         ("grad_dtype", "f16", "have the range of float32"),
-        ("reduce_dtype", "bf16", "be the dtype that is computed in"),
-        ("reduce_dtype", "float8_e4m3fn", "be the dtype that is computed in"),
-        ("gather_dtype", "bf16", "be the dtype that is computed in"),
+        ("reduce_dtype", "bf16", "be the compute dtype"),
+        ("reduce_dtype", "float8_e4m3fn", "be the compute dtype"),
+        ("gather_dtype", "bf16", "be the compute dtype"),
     )
 ]
 
@@ -262,7 +262,7 @@ OPTIMIZERS = [
             f"no gradients {value}",
             lambda value=value: _update(model=value, grads=value),
             ValueError,
-            "`mpx.optimizer_update` was given no gradients",
+            "`mpx.optimizer_update` needs gradients",
         )
         for value in ({}, None, {"w": None})
     ],
@@ -318,7 +318,7 @@ OPTIMIZERS = [
         "check in jit",
         lambda: jax.jit(mpx.check)(mpx.NoLossScaling()),
         ValueError,
-        "inside of jit",
+        "inside jit",
     ),
 ]
 
@@ -410,7 +410,7 @@ STATES = [
         "stacked scalings",
         lambda: _grads(scaling=_stacked()),
         ValueError,
-        r"is one state; got several, stacked as int32\[3\]. .*jax.vmap\(step\)",
+        r"must be one state; got several, stacked as int32\[3\]. .*jax.vmap\(step\)",
     ),
     *[
         Case(
@@ -438,7 +438,7 @@ REPORTS = [
             f"blame of {name}",
             lambda func=func, args=args: mpx.blame(func, mpx.NoLossScaling())(*args),
             TypeError,
-            f"`mpx.blame` takes a loss function, not .*returns an instance of .*{kind}."
+            f"`mpx.blame` needs a loss function, not .*returns an instance of .*{kind}."
             r" .*`mpx.blame\(loss, scaling.of_bad_step\(\)\)\(model, batch\)`",
         )
         for name, func, args, kind in (
@@ -465,7 +465,7 @@ REPORTS = [
             f"explain with {len(args)} arguments",
             lambda args=args: mpx.explain(_loss, *args),
             TypeError,
-            r"`mpx.explain` was given float32\[2\] beside the function. "
+            r"`mpx.explain` got float32\[2\] besides the function. "
             r".*`mpx.explain\(func\)\(\*args\)`",
         )
         for args in ((W,), (W, W), (None, W))

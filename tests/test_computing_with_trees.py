@@ -233,7 +233,7 @@ def test_layers_are_stored_and_scanned():
 def test_computing_with_a_loss_scaling_is_refused(make):
     """At its next use, with the counters that it should have had."""
     mean = jax.tree.map(average, make(), make())
-    match = "somebody has computed with.*float32 and not int32"
+    match = "must be an unchanged loss scaling with int32 counters; got float32"
     with pytest.raises(TypeError, match=match):
         mean.adjust(True)
     grad = mpx.filter_grad(lambda w: jnp.sum(w), mean, policy="bfloat16")

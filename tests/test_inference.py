@@ -184,7 +184,9 @@ def test_a_state_of_another_model_is_refused(data):
     scaling = mpx.init_scaling(mpx.autocast(loss, recipe=recipe), mlp(), x, labels)
     other = mpx.autocast(lambda w, x: jnp.tanh(x @ w["a"]) @ w["b"], recipe=recipe)
     weights = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 4))}
-    with pytest.raises(ValueError, match=r"state of another model.*layers\[0\].*'a'"):
+    with pytest.raises(
+        ValueError, match=r"must be the state of this model.*layers\[0\].*'a'"
+    ):
         mpx.inference(other, scaling)(weights, x)
 
 

@@ -404,7 +404,7 @@ def test_no_state_is_an_error_that_names_the_ways_out(inputs):
     with pytest.raises(ValueError, match="which has none"):
         step(loss, mpx.NoLossScaling(), *inputs)
     scaling = mpx.init_scaling(loss, *inputs)
-    with pytest.raises(TypeError, match="amaxes of the recipe would be lost"):
+    with pytest.raises(TypeError, match="recipe's amaxes would be lost"):
         mpx.calculate_scaled_grad(loss, scaling)(*inputs)
 
 
@@ -558,7 +558,7 @@ def test_a_state_goes_with_batches_of_one_row_and_more(inputs):
     scaling, of_one = (mpx.init_scaling(loss, params, b) for b in (x, x[:1]))
     assert jax.tree.structure(scaling) == jax.tree.structure(of_one)
     after = step(loss, scaling, params, x).scaling
-    with pytest.warns(UserWarning, match="data has one row here"):
+    with pytest.warns(UserWarning, match="data has at most one row here"):
         again = step(loss, after, params, x[:1])
     assert again.finite and np.isfinite(again.value)
     old, new = after.scales_by_weight(), again.scaling.scales_by_weight()

@@ -233,7 +233,7 @@ def _with(**values):
         (lambda state: {}, r"the keys none"),
         (_without("backoff"), r"missing: `backoff`; unknown: none"),
         (_without("record.steps"), r"missing: `record.steps`"),
-        (_without("kind"), r"misses the key `kind`.*`backoff`"),
+        (_without("kind"), r"needs the key `kind`.*`backoff`"),
         (_without("version"), r"cannot read a state with the keys.*`kind`"),
         (_with(scale=1), r"missing: none; unknown: `scale`"),
         (lambda s: {"a": 1, "b": 2}, r"the keys `a`, `b`"),
@@ -395,7 +395,7 @@ def test_a_bad_step_leaves_its_number_and_its_scale():
     assert float(scaling.of_bad_step().loss_scale) == 8.0
     good = scaling.adjust(True)
     assert int(good.record.last_bad) == 3 and float(good.record.bad_scale) == 8.0
-    with pytest.raises(ValueError, match="`of_bad_step.*cannot run inside of jit"):
+    with pytest.raises(ValueError, match="`of_bad_step.*cannot run inside jit"):
         jax.jit(lambda s: s.of_bad_step())(scaling)
 
 

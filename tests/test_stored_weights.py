@@ -358,7 +358,9 @@ def test_masters_to_start_from():
         (state.masters["up"], state.masters["down"]), (model["up"], model["down"])
     )
     assert state.masters["bias"] is None
-    with pytest.raises(ValueError, match="`masters`.*are like `params`"):
+    with pytest.raises(
+        ValueError, match="`masters`.*must have the structure of `params`"
+    ):
         tx.init(stored, {"up": model["up"]})
     with pytest.raises(ValueError, match=r"float32\[3\].*up"):
         tx.init(stored, {**model, "up": jnp.zeros(3)})

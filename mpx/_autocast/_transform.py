@@ -194,8 +194,8 @@ def _refuse_other_things(func: object) -> None:
     name = _dtype_name(func)
     if name is not None:
         raise TypeError(
-            f"{_CALL} needs a function first; got the dtype {name}. As a decorator it "
-            f"takes keywords only: `@mpx.autocast(dtype=jnp.{name})`."
+            f"{_CALL} needs a function first; got the dtype {name}. As a decorator, "
+            f"pass keywords only: `@mpx.autocast(dtype=jnp.{name})`."
         )
     _refuse_recipe(func, "a function")
 
@@ -204,8 +204,8 @@ def _refuse_recipe(value: object, option: str) -> None:
     """Raises where a recipe, or the class of one, stands where an option belongs."""
     if isinstance(value, AbstractRecipe) or is_recipe_class(value):
         raise TypeError(
-            f"{_CALL} takes a recipe by its name; got {describe(value)} where "
-            f"{option} belongs. Write `mpx.autocast(func, recipe={as_written(value)})`."
+            f"`{option}` of {_CALL} must not be a recipe; got {describe(value)}. "
+            f"Pass it by name: `mpx.autocast(func, recipe={as_written(value)})`."
         )
 
 
@@ -227,8 +227,8 @@ def _checked_rules(rules: object) -> Rules:
     if isinstance(rules, Rules):
         return rules
     raise TypeError(
-        f"`rules` of {_CALL} must be `mpx.Rules`; got {describe(rules)}. Put "
-        "rules together: `mpx.Rules(mpx.Rule(...), ...)`."
+        f"`rules` of {_CALL} must be `mpx.Rules`; got {describe(rules)}. Combine "
+        "rules: `mpx.Rules(mpx.Rule(...), ...)`."
     )
 
 
@@ -258,9 +258,9 @@ def _computing_dtype(dtype: DTypeLike) -> np.dtype:
     found = float_dtype(dtype, _CALL)
     if not is_half(found) and found != np.float32:
         raise ValueError(
-            f"{_CALL} computes in float16 or bfloat16, or with recipes in float32; got "
-            f"{found.name}. For full precision call the function without it, or with "
-            "`enabled=False`."
+            f"`dtype` of {_CALL} must be float16 or bfloat16, or with recipes "
+            f"float32; got {found.name}. For full precision call the function "
+            "without it, or set `enabled=False`."
         )
     return found
 
@@ -285,9 +285,9 @@ class _Deferred(contextlib.ContextDecorator):
             raise TypeError(f"{_CALL} needs a function; got {describe(func)}.")
         if self._ambient:
             raise TypeError(
-                f"`ambient=True` of {_CALL} is for `with mpx.autocast(..., "
-                "ambient=True):` around calls; a function was given. Leave one of them "
-                "out."
+                f"`ambient=True` of {_CALL} is only for `with mpx.autocast(..., "
+                "ambient=True):` around calls; got a function. Pass only one of "
+                "them."
             )
         weights, is_explicit = self._weights, self._weights is not None
         if weights is None:
@@ -298,9 +298,9 @@ class _Deferred(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         if self._weights is not None:
             raise TypeError(
-                f"`weights` of {_CALL} says which argument of a function holds its "
-                "parameters, and cannot be said in a region or around calls. Say it to "
-                "the transform: `mpx.autocast(func, weights=...)`."
+                f"`weights` of {_CALL} selects the argument with the parameters, and "
+                "cannot be set in a region or around calls. Pass it to the "
+                "transform: `mpx.autocast(func, weights=...)`."
             )
         context = with_settings(self._settings) if self._ambient else self._region()
         context.__enter__()
@@ -314,18 +314,18 @@ class _Deferred(contextlib.ContextDecorator):
         whole = self._settings.not_of_regions
         if whole:
             raise TypeError(
-                f"`{whole[0].removeprefix('is_')}` of {_CALL} cannot be said in a "
-                "region. Say it to the transform; `mpx.Rule(scope=...)` is for one "
-                "part of a program."
+                f"`{whole[0].removeprefix('is_')}` of {_CALL} cannot be set in a "
+                "region. Pass it to the transform; use `mpx.Rule(scope=...)` for "
+                "one part of a program."
             )
         if is_switched_off():
             return region_of_switched_off(self._settings)
         if not ambient().is_tracing:
             raise ValueError(
-                "`with mpx.autocast(...)` is a region of a function that is being "
-                "transformed by `mpx.autocast`; nothing is here, and it would do "
-                "nothing. Transform the function around it, `mpx.autocast(func)`, or, "
-                "around calls of such functions, say `ambient=True`."
+                "`with mpx.autocast(...)` must be inside a function that "
+                "`mpx.autocast` is transforming; here none is, and it would do "
+                "nothing. Transform the function around it, `mpx.autocast(func)`, "
+                "or set `ambient=True` around calls of such functions."
             )
         return region(self._settings)
 
@@ -405,9 +405,9 @@ def _refuse_cast_inputs(cast: Cast) -> NoReturn:
     """Says that a gradient function has cast what autocast is about to cast."""
     call, dtype, _ = cast
     raise ValueError(
-        f"A function made by `mpx.autocast` needs inputs as they are; {call} has cast "
-        f"them to {dtype.name}, because it could not see that the function, hidden in "
-        f"a lambda perhaps, casts on its own. Give the autocast function itself to "
-        f"{call}, put `mpx.autocast` around the outermost function, or switch the cast "
-        'of inputs off: `policy="full"`.'
+        f"An autocast function needs uncast inputs; {call} has cast them to "
+        f"{dtype.name}, because it did not detect the autocast function, perhaps "
+        f"inside a lambda. Pass the autocast function itself to {call}, put "
+        "`mpx.autocast` around the outermost function, or disable the cast of "
+        'inputs: `policy="full"`.'
     )

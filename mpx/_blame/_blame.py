@@ -130,8 +130,8 @@ def _refuse_step(
     if result is None or shape == () or (shape is not None and not is_pair):
         return  # a loss that is wrong in another way
     raise TypeError(
-        f"{CALL} takes a loss function, not a training step or a gradient function; "
-        f"`{name_of(func)}` returns {describe(result)}. Give it the loss and its "
+        f"{CALL} needs a loss function, not a training step or a gradient function; "
+        f"`{name_of(func)}` returns {describe(result)}. Pass the loss and its "
         "arguments: `mpx.blame(loss, scaling.of_bad_step())(model, batch)`."
     )
 
@@ -144,7 +144,7 @@ def blamed(step: StepOf, above: float | None) -> BlameReport:
     bad = replay.bad_places()
     if above is not None and not bad:
         culprits = _culprits(step, replay, above)
-        advice = f"The step is finite. What is above {above:g} begins here."
+        advice = f"The step is finite. Values above {above:g} begin here."
         none = f"{_NOTHING} Nothing is above {above:g}."
         return dataclasses.replace(
             nothing, culprits=culprits, advice=advice if culprits else none
@@ -190,20 +190,20 @@ def _of_precision(step: StepOf, found: BlameReport) -> BlameReport:
 
 
 _NOTHING = (
-    "The loss and all gradients are finite. Was the step given other weights, another "
-    "batch or another loss scale?"
+    "The loss and all gradients are finite. Did the step have other weights, "
+    "another batch or another loss scale?"
 )
 _NOT_FOUND = (
-    "The step is bad as one program, and not where it is looked into: XLA rounds "
-    "otherwise there. No operation can be named."
+    "The step is non-finite as one program, but not operation by operation: XLA "
+    "rounds differently there. No operation can be named."
 )
 _SCALE = (
-    "At a loss scale of 1 the step is finite: the scale was too large, and has fallen "
-    "since. Dynamic loss scaling tries a larger scale every `period` steps (2000), so "
-    "a skipped step now and then is normal. Nothing to do."
+    "At a loss scale of 1 the step is finite: the scale was too large, and has "
+    "fallen since. Dynamic loss scaling tries a larger scale every `period` steps "
+    "(2000), so occasional skipped steps are normal. No action is needed."
 )
-_DATA = "Bad in float32, too: no precision cures it."
-_DATA_ROWS = "Bad in float32, too, with each of these rows of the batch alone."
+_DATA = "Non-finite in float32, too: no precision fixes it."
+_DATA_ROWS = "Non-finite in float32, too, with each of these batch rows alone."
 
 
 def _culprits(step: StepOf, replay: Replay, above: float | None) -> tuple[Culprit, ...]:

@@ -114,7 +114,7 @@ def refuse_tracers(trees: Sequence[PyTree], call: str) -> None:
     for leaf in jax.tree.leaves(trees):
         if isinstance(leaf, Tracer | jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{call} runs a step again and needs its arrays; got {describe(leaf)}. "
-                "Call it outside of `jax.jit` and the like, with the model, the batch "
-                "and the scaling that the step had."
+                f"{call} replays a step and needs its arrays; got {describe(leaf)}. "
+                "Call it outside `jax.jit` and the like, with the step's model, "
+                "batch and scaling."
             )

@@ -147,8 +147,8 @@ def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
         half = _dtype(step.options.policy)
         if _is_good(step.cast_by(autocast(step.func, half))):
             return (
-                f"`mpx.autocast(loss, jnp.{half.name})` computes it without "
-                "that: it chooses float32 where half precision is not enough. By hand: "
+                f"`mpx.autocast(loss, jnp.{half.name})` computes it without that: it "
+                "uses float32 where half precision is not enough. Manually: "
                 f"`mpx.force_full_precision` around the operation{where}."
             )
     if half == np.float16:

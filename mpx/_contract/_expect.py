@@ -39,7 +39,7 @@ class ContractError(AssertionError):
     def __init__(self, violations: Sequence[Violation], count: int) -> None:
         self.violations = tuple(violations)
         lines = [f"{number}. {each}" for number, each in enumerate(violations, 1)]
-        head = f"{len(violations)} of {count} expectations do not hold:"
+        head = f"{len(violations)} of {count} claims are not met:"
         super().__init__("\n".join([head, *lines]))
 
 
@@ -157,7 +157,7 @@ def _raise_unless_all_hold(
 ) -> None:
     if not claims:
         raise ValueError(
-            "`mpx.expect` was given nothing to expect. Claim something, for example "
+            "`mpx.expect` needs at least one claim; got none. Pass one, for example "
             '`products="bfloat16"` or `host_callbacks=False`.'
         )
     found = as_program(program, args)
@@ -202,8 +202,8 @@ def _patterns(value: object, name: str) -> tuple[str, ...]:
     is_fine = isinstance(patterns, list | tuple | set | frozenset)
     if not is_fine or not all(isinstance(x, str) and x for x in patterns):
         raise TypeError(
-            f"`{name}` of `mpx.expect` must be text, or a list or tuple of texts; got "
-            f"{describe(value)}."
+            f"`{name}` of `mpx.expect` must be a string, or a list or tuple of "
+            f"strings; got {describe(value)}."
         )
     return tuple(patterns)
 
@@ -230,7 +230,7 @@ def _allowed(collectives: object) -> dict[str, frozenset[str]]:
     unknown = [kind for kind in collectives if kind not in COLLECTIVES]
     if unknown:
         raise ValueError(
-            f"`collectives` of `mpx.expect` knows {listing(COLLECTIVES)}; got "
+            f"`collectives` of `mpx.expect` must be of {listing(COLLECTIVES)}; got "
             f"{listing(unknown)}."
         )
     return {kind: _names(x, "collectives") for kind, x in collectives.items()}

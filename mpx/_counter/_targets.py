@@ -182,7 +182,7 @@ def compile_only_devices(target: Target, count: int = 1) -> list[Any]:
     devices = list(description.devices)
     if len(devices) < count:
         raise ValueError(
-            f"{target.title} is compiled for a topology of {len(devices)} devices; got "
-            f"arguments on {count}. Use fewer."
+            f"{target.title} is compiled for a topology of {len(devices)} devices; "
+            f"got arguments on {count}. Use at most {len(devices)}."
         )
     return devices[:count]

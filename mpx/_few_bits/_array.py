@@ -62,8 +62,9 @@ class CompressedArray(Whole):
             raise ValueError(
                 f"A `CompressedArray` in {code} has {code.dtype} and a float32 scale "
                 f"for each block; got {describe(codes)} and {describe(scales)}. Its "
-                "arrays mean nothing alone: restore them as they were saved, with "
-                "`optimizer.init(params)` as the template, and compute with `full()`."
+                "arrays are meaningless alone: restore them unchanged, with "
+                "`optimizer.init(params)` as the template, and compute with "
+                "`full()`."
             )
         return decode(codes, scales, code)
 

@@ -278,11 +278,11 @@ def _kinds(
         return kinds_of(init, update, params, state)
     except Exception as error:
         raise ValueError(
-            f"{_CALL} traces `optimizer.update(grads, state, params)` to prove what is "
-            "never negative, and it raised; see the error above. If it needs more "
-            "arguments, give examples of them: `mpx.compress_state(optimizer, "
-            "extra_args={'value': 0.0})`. Put what computes with updates of "
-            "`mpx.master_weights` inside of that."
+            f"{_CALL} traces `optimizer.update(grads, state, params)` to prove which "
+            "arrays are never negative, and it raised; see the error above. If it "
+            "needs more arguments, pass examples of them: "
+            "`mpx.compress_state(optimizer, extra_args={'value': 0.0})`. Put "
+            "transformations of the updates inside `mpx.master_weights`."
         ) from error
 
 
@@ -298,7 +298,7 @@ def _is_chosen(
     chosen = bool(where(path_text(path), leaf))
     if chosen and not (is_float_leaf(leaf) and leaf.ndim and leaf.dtype == np.float32):
         raise ValueError(
-            f"`where` of {_CALL} may choose arrays of float32 with one axis or more; "
+            f"`where` of {_CALL} must select float32 arrays with at least one axis; "
             f"got {describe(leaf)}{at_path(path_text(path))}."
         )
     return chosen
@@ -321,10 +321,12 @@ def _started_from(state: PyTree, inner: PyTree) -> PyTree:
     )
     if jax.tree.structure(state) != jax.tree.structure(inner) or given != wanted:
         raise ValueError(
-            f"`state` in `init(params, state)` of {_CALL} must be one of the same "
-            f"optimizer for the same weights; got\n  {jax.tree.structure(state)}\nof "
-            f"shapes {given}, and `optimizer.init(params)` makes\n  "
-            f"{jax.tree.structure(inner)}\nof shapes {wanted}."
+            f"`state` in `init(params, state)` of {_CALL} must be that of the same "
+            "optimizer for the same weights; got\n"
+            f"  {jax.tree.structure(state)}\n"
+            f"of shapes {given}, and `optimizer.init(params)` returns\n"
+            f"  {jax.tree.structure(inner)}\n"
+            f"of shapes {wanted}."
         )
     return jax.tree.map(
         lambda old, new: jnp.asarray(old, new.dtype) if is_float_leaf(new) else old,
@@ -337,8 +339,8 @@ def _with_arrays(state: Any) -> CompressedState:
     """The state of a step; Flax NNX makes dictionaries of its arrays of few bits."""
     if not isinstance(state, CompressedState):
         raise TypeError(
-            f"`update` of {_CALL} needs the state that its `init` made; got "
-            f"{describe(state)}. A state kept in full starts one: "
+            f"`update` of {_CALL} needs the state from its `init`; got "
+            f"{describe(state)}. To start from an uncompressed state: "
             "`optimizer.init(params, state)`."
         )
 
@@ -417,7 +419,8 @@ def _pairs(before: PyTree, after: PyTree) -> list[tuple[KeyPath, Any, Any]]:
     except ValueError as error:
         raise ValueError(
             f"{_CALL} needs an optimizer whose state keeps its structure; `update` "
-            f"returned another one than it got:\n  {error}"
+            "changed it:\n"
+            f"  {error}"
         ) from error
     return [(path, old, one) for (path, old), one in zip(nodes, new, strict=True)]
 

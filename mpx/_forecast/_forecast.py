@@ -20,9 +20,9 @@ _CALL = "`mpx.forecast`"
 _NOTES = (
     "Counted numbers are read from the program that the target's compiler made; "
     "modelled ones follow from them and the constants. No device ran.",
-    "Memory is what the program needs. On a GPU JAX takes 75 % of the device's unless "
-    "XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
-    "Without a GPU XLA tunes nothing: for GPUs matmuls go to cuBLAS "
+    "Memory is that of the program. On a GPU JAX reserves 75% of the device's "
+    "unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
+    "Without a GPU XLA does not autotune: for GPUs, matmuls use cuBLAS "
     "(xla_gpu_enable_triton_gemm=false).",
 )
 
@@ -94,7 +94,9 @@ def forecast(
     if not found:
         raise ValueError(f"`targets` of {_CALL} must have at least one; got none.")
     if unknown := own.keys() - {target.name for target in found}:
-        raise ValueError(f"`constants` of {_CALL}: {min(unknown)!r} is no target here.")
+        raise ValueError(
+            f"`constants` of {_CALL} must be of `targets`; got {min(unknown)!r}."
+        )
     asked = [Precision(AS_WRITTEN, {})]
     if optimizer is not None:
         asked = read_precisions(precisions, options)
@@ -128,7 +130,7 @@ def _replaced(target: Target, own: Mapping[str, Mapping[str, Any]]) -> Target:
     names = {field.name for field in dataclasses.fields(Roof)}
     if wrong := given.keys() - names:
         raise ValueError(
-            f"`constants` of {_CALL} are of {', '.join(sorted(names))}; got "
+            f"`constants` of {_CALL} must be of {', '.join(sorted(names))}; got "
             f"{min(wrong)!r}."
         )
     return dataclasses.replace(target, roof=dataclasses.replace(target.roof, **given))
@@ -149,7 +151,7 @@ def _with_largest(
     batch = batch_of(step.args)
     if not batch:
         raise ValueError(
-            f"`largest_batch` of {_CALL} needs an array behind the model, whose first "
+            f"`largest_batch` of {_CALL} needs an array after the model, whose first "
             "axis is the batch; got none."
         )
     found, points = [], [{batch: one} for one in ours]

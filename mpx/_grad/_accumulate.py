@@ -98,7 +98,7 @@ class Accumulation:
         is_int = isinstance(self.steps, int | np.integer)
         if not is_int or isinstance(self.steps, bool):
             raise TypeError(
-                "`accumulate` takes a whole number of micro-batches or "
+                "`accumulate` must be a whole number of micro-batches or "
                 f"`mpx.Accumulation(steps)`; got {describe(self.steps)}."
             )
         if self.steps < 1:
@@ -121,13 +121,13 @@ class Accumulation:
             )
         if position is not None and position < 0:
             raise ValueError(
-                "`state_argnum` of `mpx.Accumulation` is counted from 0, the first "
+                "`state_argnum` of `mpx.Accumulation` must be at least 0, the first "
                 f"argument; got {position}."
             )
         if (self.state_argnum is None) != (self.new_state is None):
             raise ValueError(
                 "`mpx.Accumulation` needs `state_argnum` and `new_state` together: "
-                "which argument is the state, and where in aux the new one is."
+                "the argument with the state, and the new state in aux."
             )
         self._check_order()
 
@@ -145,14 +145,14 @@ class Accumulation:
             return
         if not axes:
             raise ValueError(
-                "`in_order=True` of `mpx.Accumulation` is about the order of sums over "
-                "devices; name the axes of the mesh that share the micro-batches: "
-                '`axes="data"`.'
+                "`in_order=True` of `mpx.Accumulation` needs `axes`, for the order "
+                "of sums over devices. Pass the mesh axes that share the "
+                'micro-batches: `axes="data"`.'
             )
         if self.steps & (self.steps - 1):
             raise ValueError(
-                "`in_order=True` of `mpx.Accumulation` sums in a binary tree; `steps` "
-                f"must be a power of two, got {self.steps}."
+                "`in_order=True` of `mpx.Accumulation` sums in a binary tree; "
+                f"`steps` must be a power of two; got {self.steps}."
             )
 
 
@@ -334,9 +334,8 @@ def _micro_batches(
     size = leaf.shape[0]
     if size == 0 or size % steps:
         raise ValueError(
-            f"`accumulate={steps}` must divide the first axis of every array but "
-            f"those of the first argument; got {describe(leaf)} at "
-            f"`{input_path(path)}`. "
+            f"`accumulate={steps}` must divide the first axis of every array, except "
+            f"in the first argument; got {describe(leaf)} at `{input_path(path)}`. "
             "Change the batch size, or name arrays without a batch axis: "
             "`mpx.Accumulation(steps, whole=lambda path, leaf: ...)`."
         )
@@ -370,9 +369,9 @@ def _new_state(how: Accumulation, aux: PyTree, old: list[AnyArray]) -> list[AnyA
     before, after = ([describe(x) for x in leaves] for leaves in (old, new))
     if before != after:
         raise ValueError(
-            "With `accumulate` the model state must come back in aux, once and with "
-            f"the shapes and dtypes it went in with; went in: {before}; came back: "
-            f"{after}. State that is no Equinox `State` is cast like other inputs: "
-            "name its leaves in `keep=`."
+            "With `accumulate` the model state must be returned in aux, once and "
+            f"with its shapes and dtypes; got in: {before}; out: {after}. Only "
+            "Equinox's `State` is never cast: name the leaves of other state in "
+            "`keep=`."
         )
     return new

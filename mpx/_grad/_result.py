@@ -78,7 +78,8 @@ class GradientResult(tuple):
         unknown = changes.keys() - self._parts.keys()
         if unknown:
             raise ValueError(
-                f"`_replace` knows {', '.join(self._fields)}; got {sorted(unknown)}."
+                f"`_replace` needs fields of {', '.join(self._fields)}; got "
+                f"{sorted(unknown)}."
             )
         parts = {**self._parts, **changes}
         if "finite" in changes:

@@ -237,7 +237,7 @@ def calculate_scaled_grad(
         used = used_scaling(scaling, use_mixed_precision)
         if used._tokens():
             raise TypeError(
-                f"{call} returns no scaling, and the amaxes of the recipe would be "
+                f"{call} does not return a scaling, so the recipe's amaxes would be "
                 "lost. Use `mpx.filter_value_and_grad(func, scaling)`."
             )
         with reading(payloads):

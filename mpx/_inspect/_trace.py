@@ -120,8 +120,7 @@ def _refuse_tracers(leaves: list[object], asked: str) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tracer):
             raise TypeError(
-                f"{asked} looks at a program from outside, so it needs "
-                f"arrays or `jax.ShapeDtypeStruct`s; got {describe(leaf)} that JAX is "
-                "tracing. Call it outside of `jax.jit`, `jax.grad` and the like; they "
-                "may stand inside of `fn`."
+                f"{asked} needs arrays or `jax.ShapeDtypeStruct`s; got "
+                f"{describe(leaf)} that JAX is tracing. Call it outside `jax.jit`, "
+                "`jax.grad` and the like; use them inside `fn` instead."
             )

@@ -88,9 +88,9 @@ class Report(Content):
         )
         if found != (_FORMAT, _VERSION):
             raise ValueError(
-                "`mpx.reports.Report.from_json(text)` needs a report that this version "
-                f"of mpx wrote (format {_FORMAT!r}, version {_VERSION}); got {found}. "
-                "Make it anew with `mpx.explain`."
+                "`mpx.reports.Report.from_json(text)` needs a report that this "
+                f"version of mpx wrote (format {_FORMAT!r}, version {_VERSION}); got "
+                f"{found}. Make a new one with `mpx.explain`."
             )
         operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
         totals = _from_dict(Totals, data["totals"])

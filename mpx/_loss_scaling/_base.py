@@ -126,8 +126,9 @@ class AbstractLossScaling(eqx.Module):
         """
         if isinstance(self.record.bad_scale, Tracer):
             raise ValueError(
-                "`of_bad_step()` of a loss scaling reads values and cannot run inside "
-                "of jit. Return the scaling from the jitted step and ask outside."
+                "`of_bad_step()` of a loss scaling reads values and cannot run "
+                "inside jit. Return the scaling from the jitted step and call it "
+                "outside."
             )
         scale = self.record.bad_scale
         return self._at_scale(scale) if float(scale) > 0 else self
@@ -190,10 +191,10 @@ class AbstractLossScaling(eqx.Module):
         def one(leaf: object) -> PyTree:
             if isinstance(leaf, AbstractLossScaling):
                 raise TypeError(
-                    f"`{method}` of a loss scaling takes losses or gradients; got a "
-                    f"tree with a loss scaling in it, {type(leaf).__name__}. What "
-                    "`mpx.filter_grad` and its relatives return is unscaled already: "
-                    "use `result.value` and `result.grads` as they are."
+                    f"`{method}` of a loss scaling needs losses or gradients; got a "
+                    f"tree with a loss scaling in it, {type(leaf).__name__}. The "
+                    "results of `mpx.filter_grad` and the like are already "
+                    "unscaled: use `result.value` and `result.grads` unchanged."
                 )
             return _to_full(leaf) if filled is None else _multiply(leaf, filled)
 
@@ -237,8 +238,8 @@ class AbstractLossScaling(eqx.Module):
         if not isinstance(loss, AbstractLossScaling) or loss._tokens():
             raise TypeError(
                 f"`with_loss(loss)` of `mpx.{type(self).__name__}` needs a loss "
-                f"scaling without a state of recipes; got {type(loss).__name__}. "
-                "Of a `mpx.quantization.RecipeScaling` take `.loss`."
+                f"scaling without a state of recipes; got {type(loss).__name__}. For "
+                "a `mpx.quantization.RecipeScaling` pass its `.loss`."
             )
         return self._with_loss(loss)
 
@@ -314,7 +315,7 @@ class AbstractLossScaling(eqx.Module):
         """The state for one more try of the same step at a smaller scale."""
         raise ValueError(
             f"`retries` needs a scale that can fall; got {type(self).__name__}. Use "
-            "`mpx.DynamicLossScaling`, or leave `retries` out."
+            "`mpx.DynamicLossScaling`, or omit `retries`."
         )
 
     def state_dict(self) -> dict[str, Any]:

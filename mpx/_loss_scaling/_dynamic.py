@@ -192,8 +192,9 @@ class DynamicLossScaling(AbstractLossScaling):
         why = super()._why_stuck()
         if why is None and int(self.floored) > 0:
             why = (
-                f"{int(self.floored)} bad steps came at the floor of the loss scale, "
-                f"{float(self.min_loss_scaling):g}: a smaller scale is not the cure"
+                f"{int(self.floored)} steps were non-finite at the floor of the loss "
+                f"scale, {float(self.min_loss_scaling):g}: a smaller scale does not "
+                "help"
             )
         return why
 
@@ -205,9 +206,9 @@ class DynamicLossScaling(AbstractLossScaling):
         )
         if not np.all((low > 0) & (low <= scale) & (scale <= cap) & (cap < np.inf)):
             raise ValueError(
-                "`mpx.DynamicLossScaling` needs `min_loss_scaling <= loss_scaling <= "
-                f"max_loss_scaling`; got {low}, {scale}, {cap}. A cap above 32768 is "
-                "for losses in float32: `max_loss_scaling=2.0**24`."
+                "`mpx.DynamicLossScaling` needs `min_loss_scaling <= loss_scaling "
+                f"<= max_loss_scaling`; got {low}, {scale}, {cap}. Set a cap above "
+                "32768 only for float32 losses: `max_loss_scaling=2.0**24`."
             )
         for name, valid in (
             ("factor", above_one),

@@ -163,9 +163,9 @@ def refuse_arithmetic(record: StepRecord, call: str) -> None:
     """
     if record.finite.dtype != bool or record.steps.dtype != np.int32:
         raise TypeError(
-            f"{call} is a loss scaling that somebody has computed with: its "
-            f"counters are {record.steps.dtype} and not int32. Leave it out of "
-            "`jax.tree.map`: averages are of weights, not of a training state."
+            f"{call} must be an unchanged loss scaling with int32 counters; got "
+            f"{record.steps.dtype}. Exclude it from `jax.tree.map`: average weights, "
+            "not a training state."
         )
 
 
@@ -178,7 +178,7 @@ def validate_record(record: StepRecord, owner: type) -> None:
     for small, large in (*order, ("bad_losses", "skipped")):
         if not np.all((read[small] >= 0) & (read[small] <= read[large])):
             raise ValueError(
-                f"`{small}` of `mpx.{owner.__name__}` must lie between 0 and "
+                f"`{small}` of `mpx.{owner.__name__}` must be between 0 and "
                 f"`{large}`, {read[large]}; got {read[small]}."
             )
 

@@ -50,8 +50,8 @@ def scaled(
         result = func(*args, **kwargs)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
-                "With `has_aux=True` the function given to `mpx.scaled` must return "
-                f"`(value, aux)`; got {describe(result)}."
+                "With `has_aux=True` the function passed to `mpx.scaled` must "
+                f"return `(value, aux)`; got {describe(result)}."
             )
         return scaling.scale(result[0]), result[1]
 

@@ -450,6 +450,6 @@ def test_a_rule_for_what_only_moves_data_holds_for_nothing(primitive):
     rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, primitive=primitive))
     args = jnp.ones((4, 4)), jnp.arange(2)
     report = mpx.explain(mpx.autocast(func, rules=rules))(*args)
-    assert f"`full for primitive {primitive}` held for nothing" in str(report)
+    assert f"`full for primitive {primitive}` matched nothing" in str(report)
     with pytest.raises(ValueError, match="hold for no operation"):
         mpx.autocast(func, rules=rules, strict=True)(*args)

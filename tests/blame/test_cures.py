@@ -129,7 +129,7 @@ def test_rows_that_were_not_tried_are_counted():
     assert 16 < len(report.rows) < 256
     last = max(report.rows)
     assert last + 2 + report.untried_rows in (512, 513, 514)
-    text = f"; {report.untried_rows} more may: they were not tried"
+    text = f"; {report.untried_rows} more were not tried"
     assert text in " ".join(str(report).split()) and text in report.to_html()
 
 

@@ -153,7 +153,7 @@ def test_rules_of_the_users_are_named():
     report = mpx.explain(loss, rules=rules)(W, X)
     assert of_product(report) == [("float32", str(keep), "a rule of the user's")]
     assert report.unused_rules == (str(nothing),)
-    assert f"the rule `{nothing}` held for nothing" in str(report)
+    assert f"the rule `{nothing}` matched nothing" in str(report)
     assert mpx.reports.Report.from_json(report.to_json()) == report
 
 
@@ -165,7 +165,7 @@ def test_regions_say_that_they_are_switched_off():
 
     report = mpx.explain(mpx.autocast(f))(W, X)
     assert [(p, reason) for p, _, reason in of_product(report)] == [
-        ("float32", "a region that is switched off"),
+        ("float32", "a region with `enabled=False`"),
         ("bfloat16", "a matrix product or convolution"),
     ]
     wheres = [o.where for o in report.operations if o.primitive == "dot_general"]
@@ -219,4 +219,4 @@ def test_a_product_that_is_quantized_without_units_is_a_finding(target, is_found
     report = mpx.explain(low)(W, X)
     assert [o.primitive for o in report.findings] == ["dot_general"] * is_found
     for finding in report.findings:
-        assert finding.finding == "quantized, and computed without units for it"
+        assert finding.finding == "quantized, but computed without hardware for it"

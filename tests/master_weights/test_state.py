@@ -247,7 +247,7 @@ def wrong(case):
     [
         ("optimizer", TypeError, r"`mpx.master_weights\(optimizer\)` needs an Optax"),
         ("no weights", ValueError, r"needs the weights: `optimizer.update\(grads, s"),
-        ("structure", ValueError, r"weights of the structure that `init` saw"),
+        ("structure", ValueError, r"weights of the structure passed to `init`"),
         ("shape", ValueError, r"got bfloat16\[7\] for the master float32\[8\]"),
         ("cast model", ValueError, r"got float32\[8\] for the master float32\[8\]"),
         ("half model", ValueError, r"got float16\[2\] for no master at `\['w'\]`"),
@@ -255,7 +255,7 @@ def wrong(case):
         (
             "outside",
             TypeError,
-            r"put what changes updates .* inside: `mpx.master_weights",
+            r"put transformations of updates .* inside: `mpx.master_weights",
         ),
         ("gradients", ValueError, r"float32 copies: `mpx.master_weights\(optimizer\)`"),
     ],
@@ -314,7 +314,7 @@ def test_noise_that_is_added_to_updates_is_refused():
         return optax.apply_updates(weights, jax.tree.map(operator.add, noise, updates))
 
     for step_of in (step, jax.jit(step)):
-        with pytest.raises(ValueError, match="added to that weight alone"):
+        with pytest.raises(ValueError, match="added to that weight"):
             step_of(weights, tx.init(weights), jnp.zeros(4, jnp.bfloat16))
 
 

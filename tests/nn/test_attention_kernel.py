@@ -485,6 +485,6 @@ def test_jax_call_of_the_kernel_names_ours():
         return jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
 
     x = jnp.ones((1, 4, 2, 8))
-    match = r"implementation=.cudnn.*Write `mpx.nn.dot_product_attention"
+    match = r"implementation=.cudnn.*Use `mpx.nn.dot_product_attention"
     with pytest.raises((NotImplementedError, RuntimeError), match=match):
         mpx.autocast(func)(x)

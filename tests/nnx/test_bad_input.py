@@ -135,7 +135,7 @@ CASES = [
         "aux without has_aux",
         lambda: gradient(loss_fn)(tied(), *batch(0)),
         TypeError,
-        "For `\\(loss, aux\\)` say `has_aux=True`",
+        "For `\\(loss, aux\\)` set `has_aux=True`",
     ),
     Case(
         "has_aux without aux",
@@ -183,7 +183,7 @@ CASES = [
         "a parameter changed while accumulating",
         lambda: gradient(write(jnp.ones(3)), accumulate=2)(Holding(jnp.ones(3)), x()),
         ValueError,
-        r"`accumulate`.*gave a value to `args\[0\].held`.*Leave `accumulate` out",
+        r"`accumulate`.*set `args\[0\].held`.*Omit `accumulate`",
     ),
     *[
         Case(
