@@ -213,10 +213,10 @@ class Rule:
     def _refused(self, candidate: Candidate, got: str) -> TypeError:
         """The error for what the user's function made of an operation."""
         return TypeError(
-            f"The function `{_name(self.precision)}` that is `precision` of `mpx.Rule` "
-            "must return the operands and the parameters of the operation "
-            f"{candidate.primitive}; got {got}. To leave it as it is: "
-            "`return operands, candidate.equation.params`."
+            f"The function `{_name(self.precision)}`, the `precision` of a "
+            "`mpx.Rule`, must return operands and parameters of the operation "
+            f"{candidate.primitive}; got {got}. To keep it unchanged: `return "
+            "operands, candidate.equation.params`."
         )
 
     @contextlib.contextmanager
@@ -225,13 +225,13 @@ class Rule:
         try:
             yield
         except Exception as error:
-            refused = f"what JAX refuses: {type(error).__name__}: {error}"
+            refused = f"what JAX rejects: {type(error).__name__}: {error}"
             raise self._refused(candidate, refused.rstrip(". ")) from error
 
     def _check_shape(self, candidate: Candidate, got: Any, wanted: Any) -> None:
         """Raises if a result has not the shape that the program goes on with."""
         if got.shape != wanted.shape:
-            shapes = f"a result of shape {got.shape} in place of {wanted.shape}"
+            shapes = f"a result of shape {got.shape} instead of {wanted.shape}"
             raise self._refused(candidate, shapes)
 
     def _holds_for_primitive(self, name: str) -> bool:
@@ -313,7 +313,7 @@ class Rules:
         for rule in rules:
             if not isinstance(rule, Rule):
                 raise TypeError(
-                    f"`mpx.Rules(*rules)` takes `mpx.Rule`s; got {describe(rule)}."
+                    f"`mpx.Rules(*rules)` needs `mpx.Rule`s; got {describe(rule)}."
                 )
         object.__setattr__(self, "rules", rules)
         is_ahead = read_switch("looks_ahead", looks_ahead, "`mpx.Rules`")
@@ -433,12 +433,12 @@ def _check_text(name: str, value: object, several: bool = False) -> None:
     texts = value if several and isinstance(value, tuple) else (value,)
     for text in texts:
         if not isinstance(text, str):
-            kind = "a text, or a tuple of texts" if several else "a text"
+            kind = "a string, or a tuple of strings" if several else "a text"
             raise TypeError(f"`{name}` of {_RULE} must be {kind}; got {_shown(value)}.")
     if not texts or "" in texts:
         raise ValueError(
-            f"`{name}` of {_RULE} must not be empty; got {value!r}, which holds for "
-            "nothing. Leave it out, or write `*` for all."
+            f"`{name}` of {_RULE} must not be empty; got {value!r}, which matches "
+            "nothing. Omit it, or use `*` for all."
         )
 
 

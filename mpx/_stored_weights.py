@@ -131,11 +131,10 @@ class StoredWeight(Whole):
 
     def _refused(self, *_: object) -> NoReturn:
         raise TypeError(
-            f"A stored weight, {self.dtype}{list(self.shape)} in 8 bits, is no array "
-            "to compute with. Call functions that `mpx.autocast` made, or give them "
-            "`mpx.quantization.dequantize_weights(model)`; to train, "
-            "`mpx.filter_value_and_grad` and an optimizer in "
-            "`mpx.master_weights(optimizer)`."
+            f"A stored weight, {self.dtype}{list(self.shape)} in 8 bits, does not "
+            "support arithmetic. Use it in autocast functions, or convert it: "
+            "`mpx.quantization.dequantize_weights(model)`; to train, use "
+            "`mpx.filter_value_and_grad` and `mpx.master_weights(optimizer)`."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __getitem__ = _refused
@@ -227,9 +226,9 @@ def _refuse_derivative(payload: Array) -> Array:
 @_refuse_derivative.defjvp
 def _refuse_derivative_rule(primals: PyTree, tangents: PyTree) -> PyTree:
     raise TypeError(
-        "A stored weight has no derivative: numbers of 8 bits have no useful tangents. "
-        "`mpx.filter_grad` and its relatives give that of the numbers it stands for; "
-        "so does `jax.grad` of a function of "
+        "A stored weight has no derivative: numbers of 8 bits have no useful "
+        "tangents. Use `mpx.filter_grad` or the like, which differentiate with "
+        "respect to the dequantized weight, or `jax.grad` of a function of "
         "`mpx.quantization.dequantize_weights(model)`."
     )
 
@@ -294,8 +293,8 @@ def quantize_weights(
         found |= is_stored(leaf)
         if is_nnx_module(leaf):
             raise TypeError(
-                f"{_CALL} was given {describe(leaf)}, a Flax NNX object, which changes "
-                "in place. Split it, and store its parameters: `graphdef, params, rest "
+                f"{_CALL} got {describe(leaf)}, a Flax NNX object, which changes in "
+                "place. Split it, and store its parameters: `graphdef, params, rest "
                 "= nnx.split(model, nnx.Param, ...)`."
             )
         if not is_float_leaf(leaf):
@@ -319,8 +318,8 @@ def quantize_weights(
     if lost:
         warn_user(
             f"{_CALL} stores zeros for {listing(lost)}: all numbers there are below "
-            "2^-126, subnormal in float32, for which there is no scale. Leave them out "
-            "by `where=`, or multiply them by a constant first."
+            "2^-126, subnormal in float32, for which there is no scale. Exclude "
+            "them by `where=`, or multiply them by a constant first."
         )
     return stored
 
@@ -375,16 +374,16 @@ def _is_leaf(node: object) -> bool:
 def _check(quantizer: object, where: object) -> None:
     if not isinstance(quantizer, AbstractQuantizer):
         raise TypeError(
-            f"`quantizer` of {_CALL} is a quantizer such as "
+            f"`quantizer` of {_CALL} must be a quantizer such as "
             f"`mpx.quantization.TensorQuantizer()`; got {describe(quantizer)}."
         )
     if isinstance(quantizer, NVFP4Quantizer) or quantizer.stochastic_rounding:
         raise ValueError(
-            f"`quantizer` of {_CALL} has 8 bits and rounds to the nearest; got "
-            f"{quantizer}. Take `mpx.quantization.TensorQuantizer()`."
+            f"`quantizer` of {_CALL} must have 8 bits and round to nearest; got "
+            f"{quantizer}. Use `mpx.quantization.TensorQuantizer()`."
         )
     if where is not None and not callable(where):
         raise TypeError(
-            f"`where` of {_CALL} is a function `where(path, leaf) -> bool`; got "
+            f"`where` of {_CALL} must be a function `where(path, leaf) -> bool`; got "
             f"{describe(where)}."
         )

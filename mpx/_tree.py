@@ -127,11 +127,10 @@ class Guard:
         if is_array and leaf.dtype not in (np.bool_, jax.dtypes.float0):
             raise TypeError(
                 "The arrays of a `mpx.quantization.QuantizedArray` or a "
-                "`mpx.quantization.StoredWeight`, numbers of few bits and their "
-                f"scales, mean nothing alone, and `jax.tree.map` computed with each "
-                f"({describe(leaf)} came of a boolean that is there to notice). "
-                "Compute with what they stand for: "
-                "`mpx.quantization.dequantize_weights(model)`, "
+                "`mpx.quantization.StoredWeight`, low-precision numbers and their "
+                "scales, are meaningless alone, but `jax.tree.map` computed with "
+                f"each (its boolean guard became {describe(leaf)}). Compute with the "
+                "dequantized values: `mpx.quantization.dequantize_weights(model)`, "
                 "`quantized.dequantize()`, or for a running average of weights "
                 "`mpx.full_weights(model, opt_state)`."
             )
@@ -289,8 +288,10 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
     structure_a, structure_b = jax.tree.structure(a), jax.tree.structure(b)
     if structure_a != structure_b:
         raise ValueError(
-            f"{call} needs two trees of one structure; got\n  a: {structure_a}\n"
-            f"  b: {structure_b}\nBuild both from the same model or optimizer state."
+            f"{call} needs two trees of the same structure; got\n"
+            f"  a: {structure_a}\n"
+            f"  b: {structure_b}\n"
+            "Build both from the same model or optimizer state."
         )
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     for number, (leaf_a, leaf_b) in enumerate(pairs):
@@ -314,7 +315,7 @@ def _why_no_choice(a: Any, b: Any) -> tuple[str, str] | None:
     elif not is_array_a and not is_array_b:
         if a is b or (type(a) is type(b) and a == b):
             return None
-        rule = "cannot choose between leaves that are no arrays"
+        rule = "cannot choose between non-array leaves"
         return rule, "Make them equal, or arrays."
     return "needs equal shapes and dtypes", "Cast one of them first."
 

@@ -188,7 +188,7 @@ TREES = [
         "structure",
         lambda: mpx.select_tree(True, {"a": W}, {"b": W}),
         ValueError,
-        "(?s)two trees of one structure.*'a'.*'b'",
+        "(?s)two trees of the same structure.*'a'.*'b'",
     ),
     Case(
         "shape",
@@ -364,7 +364,7 @@ STATES = [
             f"state of {name}",
             lambda state=state: _state(state()),
             ValueError,
-            "`mpx.optimizer_update` got an optimizer state of another model or "
+            "`mpx.optimizer_update` needs the state of this model and "
             f"optimizer; {match}.*Make it for this model",
         )
         for name, state, match in (
@@ -451,7 +451,7 @@ REPORTS = [
             f"heat map of {name}",
             lambda history=history: mpx.reports.heat_map(history()),
             TypeError,
-            f"has the statistics of each step by its number; got .*{match}. .*watch",
+            f"must map step numbers to statistics; got .*{match}. .*watch",
         )
         for name, history, match in (
             ("a number", lambda: 3, "int 3"),

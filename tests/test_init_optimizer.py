@@ -205,7 +205,5 @@ def test_bad_arguments():
     ):
         mpx.init_optimizer(3, weights())
     one = NamedSharding(mesh_of(), P())
-    with pytest.raises(
-        ValueError, match=r"`shardings` of .* must be a tree like `params`, or a"
-    ):
+    with pytest.raises(ValueError, match=r"must be a tree like `params`, or a"):
         mpx.init_optimizer(optax.adam(0.1), weights(), shardings={"other": one})

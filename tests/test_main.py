@@ -104,7 +104,7 @@ def test_literals_and_keywords(tmp_path):
         (["blame", HERE, "--save", "x.md"], "'x.md' must end with .html, .json"),
         (["blame", HERE, "--save", "nowhere/x.txt"], "no such folder: 'nowhere'"),
         (["blame", "replay"], "a function must be module:function; got 'replay'"),
-        (["blame", "jax.numpy:pi"], "'jax.numpy:pi' is no function"),
+        (["blame", "jax.numpy:pi"], "'jax.numpy:pi' is not a function"),
         (["blame", "jax.numpy:sqrt", "4"], "must return the report of `mpx.blame"),
         ([], "COMMAND"),
     ],

@@ -188,9 +188,7 @@ class TestTheStateIsThatOfTheFunction:
         with pytest.raises(ValueError, match=r"margin=1.*made for.*with_state"):
             mpx.inference(with_recipe(CHANGED["margin"]), scaling)(W, X)
         current = with_recipe(mpx.Float8CurrentScaling())
-        with pytest.raises(
-            ValueError, match="was given a state of .*is called as it is"
-        ):
+        with pytest.raises(ValueError, match="must have the state of .*directly"):
             mpx.inference(current, scaling)(W, X)
         # In full precision it is the function.
         with mpx.autocast(enabled=False, ambient=True):

@@ -329,7 +329,7 @@ def test_truncated_files_are_refused(part):
 
 @pytest.mark.parametrize("state", [None, [], 3, "state"])
 def test_what_is_no_mapping_is_refused(state):
-    match = r"needs what `state_dict\(\)` returned"
+    match = r"needs the dictionary from `state_dict\(\)`"
     with unchecked_annotations(), pytest.raises(TypeError, match=match):
         mpx.DynamicLossScaling.from_state_dict(state)
 
@@ -501,5 +501,5 @@ def test_flax_restores_stored_weights_and_their_masters(quantizer):
     ]
     other = others[quantizer != mpx.quantization.MXFP8Quantizer()]
     other = mpx.quantization.quantize_weights({"w": jnp.ones((32, 32))}, other)
-    with pytest.raises(ValueError, match="stored in another way"):
+    with pytest.raises(ValueError, match="must be stored as in the state"):
         flax.serialization.from_bytes({**made(1.0), "model": other}, data)

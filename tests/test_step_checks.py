@@ -459,7 +459,7 @@ def test_wrong_arguments_are_named():
     state = optimizer.init(w)
     result = mpx.filter_grad(total, mpx.DynamicLossScaling())(w)
     with unchecked():
-        with pytest.raises(TypeError, match="as a whole"):
+        with pytest.raises(TypeError, match="whole result"):
             mpx.optimizer_step(w, optimizer, state, tuple(result))
         with pytest.raises(TypeError, match="Optax transformation"):
             mpx.optimizer_step(w, 0.1, state, result)

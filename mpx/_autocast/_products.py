@@ -55,7 +55,7 @@ from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import noted, refuse_slow
 from ._reach import DERIVATIVE, UNUSED, Reach
 
-_VECTOR, _FINAL = "a product with a vector", "the final projection"
+_VECTOR, _FINAL = "a matmul with a vector", "the output layer (LM head)"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an
 # adapter of low rank, the router of experts), the product moves as many bytes as it
 # takes to quantize its operand, and the units wait.

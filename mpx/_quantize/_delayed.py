@@ -132,34 +132,36 @@ class DelayedScaling(AbstractRecipe):
         check_flags(self, "warm_start", "reduce_amax")
         if not self.reduce_amax:
             raise ValueError(
-                "`reduce_amax` of `mpx.DelayedScaling` is True: the pieces of an array "
-                "on several devices have one scale; got False. Leave it out."
+                "`reduce_amax` of `mpx.DelayedScaling` must be True, because a "
+                "sharded array has one scale; got False. Omit it."
             )
         for name in ("margin", "amax_history_len"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(
-                    f"`{name}` of `mpx.DelayedScaling` is an integer; got {value!r}."
+                    f"`{name}` of `mpx.DelayedScaling` must be an integer; got "
+                    f"{value!r}."
                 )
         if self.amax_history_len < 1:
             raise ValueError(
-                "`amax_history_len` of `mpx.DelayedScaling` is at least 1; got "
+                "`amax_history_len` of `mpx.DelayedScaling` must be at least 1; got "
                 f"{self.amax_history_len!r}."
             )
         if not -64 <= self.margin <= 64:
             raise ValueError(
-                "`margin` of `mpx.DelayedScaling` is between -64 and 64; got "
+                "`margin` of `mpx.DelayedScaling` must be between -64 and 64; got "
                 f"{self.margin!r}."
             )
         algorithm = self.amax_compute_algo
         if algorithm not in ("max", "most_recent") and not callable(algorithm):
             raise ValueError(
-                "`amax_compute_algo` of `mpx.DelayedScaling` is 'max', 'most_recent' "
-                f"or a function from the history to an amax; got {algorithm!r}."
+                "`amax_compute_algo` of `mpx.DelayedScaling` must be 'max', "
+                "'most_recent' or a function from the history to an amax; got "
+                f"{algorithm!r}."
             )
         if self.backward_override is not None:
             raise ValueError(
-                "`backward_override` of `mpx.DelayedScaling` is None; got "
+                "`backward_override` of `mpx.DelayedScaling` must be None; got "
                 f"{self.backward_override!r}. Use `mpx.Float8CurrentScaling`."
             )
 
@@ -232,14 +234,14 @@ class DelayedScaling(AbstractRecipe):
         if isinstance(self.amax_compute_algo, str):
             return history[0]
         chosen = self.amax_compute_algo(history)
-        return _one_number(chosen, "What `amax_compute_algo` gives")
+        return _one_number(chosen, "The result of `amax_compute_algo`")
 
 
 def _one_number(value: Array, name: str) -> Array:
     value = jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
     if value.shape:
         raise ValueError(
-            f"{name} is one number; got shape {value.shape}. Use `jax.vmap` for "
-            "stacked states, `jnp.max` to join amaxes."
+            f"{name} must be a scalar; got shape {value.shape}. Use `jax.vmap` for "
+            "stacked states, `jnp.max` to combine amaxes."
         )
     return value

@@ -107,7 +107,7 @@ class Format(enum.Enum):
     def _facts(self) -> _Facts:
         if self is Format.HYBRID:
             raise ValueError(
-                "`mpx.Format.HYBRID` is two formats and has no facts of its own; ask "
+                "`mpx.Format.HYBRID` is two formats and has no such property; use "
                 "`Format.HYBRID.forward` (E4M3) or `Format.HYBRID.backward` (E5M2)."
             )
         return self.value[0]
@@ -136,7 +136,7 @@ def single_format(format: Format, caller: str) -> Format:
         )
     if format is Format.HYBRID:
         raise ValueError(
-            f"{caller} needs one format; got `mpx.Format.HYBRID`, which is two. Take "
+            f"{caller} needs one format; got `mpx.Format.HYBRID`, which is two. Use "
             "`Format.HYBRID.forward` (E4M3) or `Format.HYBRID.backward` (E5M2)."
         )
     return format

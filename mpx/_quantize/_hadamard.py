@@ -96,11 +96,11 @@ def checked_signs(signs: object, call: str) -> Any:
         signs = np.asarray(signs)
         shape, is_number = signs.shape, signs.dtype.kind in "iuf"
     if shape != (BLOCK,) or not is_number:
-        raise TypeError(f"`signs` of {call} are 16 numbers; got {describe(signs)}.")
+        raise TypeError(f"`signs` of {call} must be 16 numbers; got {describe(signs)}.")
     if not isinstance(signs, Tracer) and not (np.abs(signs) == 1).all():
         raise ValueError(
-            f"`signs` of {call} are 1 or -1, or the transform would not keep products; "
-            f"got {signs.tolist()}."
+            f"`signs` of {call} must be 1 or -1, or the transform would not preserve "
+            f"matmuls; got {signs.tolist()}."
         )
     return signs
 

@@ -130,13 +130,13 @@ def _checked(
 ) -> tuple[Array, Axes, Array | None]:
     if isinstance(x, QuantizedArray):
         raise TypeError(
-            f"{call} needs an array; got a `QuantizedArray`. It is quantized already; "
-            "`x.dequantize()` gives the array."
+            f"{call} needs an array; got a `QuantizedArray`. It is already "
+            "quantized; `x.dequantize()` returns the array."
         )
     if not isinstance(quantizer, AbstractQuantizer):
         raise TypeError(
             f"{call} needs a quantizer such as `mpx.quantization.TensorQuantizer()`; "
-            f"got {quantizer!r}. A recipe gives one with `recipe.quantizer(role)`."
+            f"got {quantizer!r}. From a recipe, use `recipe.quantizer(role)`."
         )
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.name not in _WIDE:
@@ -160,22 +160,22 @@ def _checked(
 def _scalar(scale: Any, quantizer: AbstractQuantizer, call: str) -> Array:
     if quantizer.block_dimensions:
         raise ValueError(
-            f"`scale` of {call} is for `mpx.quantization.TensorQuantizer`, which has "
-            f"one; got one for `{type(quantizer).__name__}`. Leave it out: blocks find "
-            "their own."
+            f"`scale` of {call} is only for `mpx.quantization.TensorQuantizer`; got "
+            f"one for `{type(quantizer).__name__}`. Omit it: each block computes its "
+            "own."
         )
     if jnp.shape(scale):
         raise ValueError(
-            f"`scale` of {call} is one number; got {describe(scale)}. Use `jax.vmap` "
-            "for one scale to each row."
+            f"`scale` of {call} must be a scalar; got {describe(scale)}. Use "
+            "`jax.vmap` for one scale per row."
         )
     if not isinstance(scale, Tracer):
         with np.errstate(over="ignore"):
             value = np.float32(scale)
         if not SMALLEST_FLOAT32 <= value <= LARGEST_SCALE:
             raise ValueError(
-                f"`scale` of {call} is positive and finite, between 2^-126 and 2^126; "
-                f"got {scale}. Leave it out, and it is computed from `x`."
+                f"`scale` of {call} must be positive and finite, between 2^-126 and "
+                f"2^126; got {scale}. Omit it to compute it from `x`."
             )
     return jnp.asarray(scale, jnp.float32)
 

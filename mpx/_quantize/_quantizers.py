@@ -324,16 +324,16 @@ class NVFP4Quantizer(AbstractQuantizer):
             if self.hadamard is False:
                 raise ValueError(
                     "`signs` of `mpx.quantization.NVFP4Quantizer` are those of the "
-                    "Hadamard transform; got signs without one. Say `hadamard=True`, "
+                    "Hadamard transform; got signs without it. Set `hadamard=True`, "
                     "too."
                 )
         check_dimensions(self)
         check_flags(self, "hadamard", "stochastic_rounding")
         if self.hadamard and self.block_dimensions == 2:
             raise ValueError(
-                "`mpx.quantization.NVFP4Quantizer` has the Hadamard transform along "
-                "one axis; got `hadamard=True` with `block_dimensions=2`. Take one of "
-                "the two."
+                "`mpx.quantization.NVFP4Quantizer` supports the Hadamard transform "
+                "along one axis only; got `hadamard=True` with "
+                "`block_dimensions=2`. Set only one of them."
             )
 
     @property

@@ -74,7 +74,7 @@ class AbstractRecipe(abc.ABC):
         check_flags(self, "fp8_dpa")
         if self.backward_override not in _OVERRIDES:
             raise ValueError(
-                f"`backward_override` of `mpx.{type(self).__name__}` is None, "
+                f"`backward_override` of `mpx.{type(self).__name__}` must be None, "
                 f"'high_precision' or 'dequantized'; got {self.backward_override!r}."
             )
 
@@ -98,14 +98,14 @@ class AbstractRecipe(abc.ABC):
         """
         if not isinstance(role, Role):
             raise TypeError(
-                f"`role` of `{type(self).__name__}.quantizer(role)` is a role such as "
-                f"`mpx.quantization.Role.INPUT`; got {role!r}."
+                f"`role` of `{type(self).__name__}.quantizer(role)` must be a role "
+                f"such as `mpx.quantization.Role.INPUT`; got {role!r}."
             )
         if role is Role.WEIGHT and for_wgrad:
             raise ValueError(
-                "The gradient of a weight is the product of input and gradient; "
-                "got `mpx.quantization.Role.WEIGHT` with `for_wgrad=True`. Leave "
-                "`for_wgrad` out."
+                "`for_wgrad=True` is for inputs and gradients, the operands of a "
+                "weight's gradient; got `mpx.quantization.Role.WEIGHT`. Omit "
+                "`for_wgrad`."
             )
         overridden = role is Role.GRADIENT or for_wgrad
         if overridden and self.backward_override is not None:
@@ -229,14 +229,14 @@ class Float8BlockScaling(AbstractRecipe):
             dimensions = getattr(self, f"{role}_block_scaling_dim")
             if dimensions not in (1, 2):
                 raise ValueError(
-                    f"`{role}_block_scaling_dim` of `mpx.Float8BlockScaling` is 1 or "
-                    f"2; got {dimensions!r}."
+                    f"`{role}_block_scaling_dim` of `mpx.Float8BlockScaling` must be "
+                    f"1 or 2; got {dimensions!r}."
                 )
             square += dimensions == 2
         if square > 1:
             raise ValueError(
-                "`mpx.Float8BlockScaling` multiplies square blocks with 1x128 blocks "
-                f"only; got {self!r}. Leave at most one `..._block_scaling_dim` at 2."
+                "`mpx.Float8BlockScaling` multiplies square blocks only with 1x128 "
+                f"blocks; got {self!r}. Set at most one `..._block_scaling_dim` to 2."
             )
 
     def _quantizer(self, role: Role, for_wgrad: bool) -> BlockQuantizer:
@@ -355,8 +355,8 @@ class NVFP4BlockScaling(AbstractRecipe):
         _check_kernel(self)
         if self.fp4_format is not Format.E2M1:
             raise ValueError(
-                "`fp4_format` of `mpx.NVFP4BlockScaling` is `mpx.Format.E2M1`; got "
-                f"{self.fp4_format!r}."
+                "`fp4_format` of `mpx.NVFP4BlockScaling` must be `mpx.Format.E2M1`; "
+                f"got {self.fp4_format!r}."
             )
 
     def _quantizer(self, role: Role, for_wgrad: bool) -> NVFP4Quantizer:
@@ -404,7 +404,7 @@ class CustomRecipe(AbstractRecipe):
         super().__post_init__()
         if not callable(self.qfactory):
             raise TypeError(
-                "`qfactory` of `mpx.CustomRecipe` is a function from role to "
+                "`qfactory` of `mpx.CustomRecipe` must be a function from role to "
                 f"quantizer; got {self.qfactory!r}."
             )
 
@@ -412,7 +412,7 @@ class CustomRecipe(AbstractRecipe):
         found = self.qfactory(role, for_wgrad)
         if found is not None and not isinstance(found, AbstractQuantizer):
             raise TypeError(
-                "`qfactory` of `mpx.CustomRecipe` gives a quantizer such as "
+                "`qfactory` of `mpx.CustomRecipe` must return a quantizer such as "
                 f"`mpx.quantization.TensorQuantizer()`, or None; got {found!r} for "
                 f"{role!r}."
             )
@@ -429,18 +429,18 @@ def check_fp8_format(recipe: AbstractRecipe) -> None:
     format = getattr(recipe, "fp8_format", None)
     name = f"`fp8_format` of `mpx.{type(recipe).__name__}`"
     if not isinstance(format, Format):
-        raise TypeError(f"{name} is a `mpx.Format`; got {format!r}.")
+        raise TypeError(f"{name} must be a `mpx.Format`; got {format!r}.")
     if format not in (Format.E4M3, Format.HYBRID):
         why = "2 bits of mantissa are too few for weights" if format.bits == 8 else ""
         raise ValueError(
-            f"{name} is `mpx.Format.E4M3` or `mpx.Format.HYBRID`; got {format!r}"
-            + (f": {why}." if why else ". For 4 bits take `mpx.NVFP4BlockScaling`.")
+            f"{name} must be `mpx.Format.E4M3` or `mpx.Format.HYBRID`; got {format!r}"
+            + (f": {why}." if why else ". For 4 bits use `mpx.NVFP4BlockScaling`.")
         )
 
 
 def _check_kernel(recipe: MXFP8BlockScaling | NVFP4BlockScaling) -> None:
     if not isinstance(recipe.kernel, AbstractKernel | None):
         raise TypeError(
-            f"`kernel` of `mpx.{type(recipe).__name__}` must be None or a kernel; got "
-            f"{recipe.kernel!r}. Pass `mpx.contrib.PallasKernel()`, or leave it out."
+            f"`kernel` of `mpx.{type(recipe).__name__}` must be None or a kernel; "
+            f"got {recipe.kernel!r}. Pass `mpx.contrib.PallasKernel()`, or omit it."
         )

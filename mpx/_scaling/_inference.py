@@ -67,7 +67,7 @@ def inference(
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
             "`mpx.inference(func, scaling)` needs the loss scaling of a run; got "
-            f"{describe(scaling)}. Without one, call the function as it is."
+            f"{describe(scaling)}. Without one, call the function directly."
         )
 
     @wraps(func)

@@ -102,14 +102,14 @@ def _compute_dtype(policy: object, is_autocast: bool) -> np.dtype:
     policy = get_policy(policy) if isinstance(policy, str) else policy
     if not isinstance(policy, Policy):
         raise TypeError(
-            f"{call} must be the `mpx.Policy` that the gradient function is given, or "
-            f"its text; got {describe(policy)}. A keyword of this name for the "
-            "function itself is bound before: `functools.partial(func, policy=...)`."
+            f"{call} must be the `mpx.Policy` passed to the gradient function, or "
+            f"its text; got {describe(policy)}. Bind a keyword of this name of the "
+            "function itself first: `functools.partial(func, policy=...)`."
         )
     if is_autocast:
         raise ValueError(
-            f"{call} says how inputs are cast, but the function was made by "
-            "`mpx.autocast`, which casts inside of the function. Leave it out."
+            f"{call} sets how inputs are cast, but this is an autocast function, "
+            "which casts inside. Omit it."
         )
     return np.dtype(policy.compute_dtype)
 
@@ -122,17 +122,17 @@ def _refuse_repetition(jaxpr: ClosedJaxpr, calls: int) -> None:
     loops = _loops_around_calls(jaxpr.jaxpr, {})
     for loop in filter(None, loops):
         raise ValueError(
-            "A function that `mpx.autocast` made with `mpx.DelayedScaling` is "
-            f"called in the {loop}, which would add up the amaxes of all "
-            "turns where their maximum is needed. Put `mpx.autocast` around the "
-            "function that holds the loop."
+            "An autocast function with `mpx.DelayedScaling` is called in the "
+            f"{loop}, which would sum the amaxes of all iterations instead of taking "
+            "their maximum. Put `mpx.autocast` around the function that contains "
+            "the loop."
         )
     if len(loops) > calls:
         raise ValueError(
-            "A function that `mpx.autocast` made with `mpx.DelayedScaling` is called "
-            f"{len(loops)} times and traced {calls} times, because `jax.jit` around "
-            "it keeps what it has traced; the amaxes of such calls would be added up. "
-            "Put `mpx.autocast` or `jax.jit` around the function that makes the calls."
+            f"An autocast function with `mpx.DelayedScaling` is called {len(loops)} "
+            f"times but traced {calls} times, because `jax.jit` around it caches the "
+            "trace; the amaxes of such calls would be summed. Put `mpx.autocast` or "
+            "`jax.jit` around the function that makes the calls."
         )
 
 

@@ -209,8 +209,8 @@ class RecipeScaling(AbstractLossScaling):
     @classmethod
     def _template(cls) -> Self:
         raise ValueError(
-            "The state of recipes belongs to a program. Make it for yours, and read "
-            "the dictionary into it: `mpx.init_scaling(func, ...).with_state(state)`."
+            "The state of recipes is specific to a program. Make one for yours, and "
+            "load the dictionary: `mpx.init_scaling(func, ...).with_state(state)`."
         )
 
     # As of any module: by its fields, since a template is that of a program.
@@ -245,10 +245,10 @@ class RecipeScaling(AbstractLossScaling):
         self._refuse_another_recipe(provision)
         if provision.used and any(state.is_new for state in self.scales):
             warn_user(
-                "`mpx.inference(func, scaling)` was given a state that has not seen a "
-                "step: its scales are 1, in which small numbers are lost. Was only the "
-                "model restored? Restore the scaling with it, or take one with a first "
-                "step: `mpx.DelayedScaling(warm_start=True)`."
+                "`mpx.inference(func, scaling)` got a state before its first step: "
+                "its scales are 1, which loses small values. Was only the model "
+                "restored? Restore the scaling with it, or use a warm start: "
+                "`mpx.DelayedScaling(warm_start=True)`."
             )
 
     @property
@@ -263,18 +263,19 @@ class RecipeScaling(AbstractLossScaling):
         if unused:
             used = [f"`{brief(recipe)}`" for recipe in provision.used]
             raise ValueError(
-                f"The state of this step was made for {', '.join(unused)}, and the "
-                f"function quantizes {'by ' + ', '.join(used) if used else 'nothing'}. "
-                "Give the gradient function what `mpx.init_scaling` was given, a "
-                "function that `mpx.autocast(..., recipe=...)` made, or make the state "
-                "anew: `scaling = mpx.init_scaling(func, model, ...)`."
+                f"The state of this step was made for {', '.join(unused)}, but the "
+                "function quantizes "
+                f"{'by ' + ', '.join(used) if used else 'nothing'}. Pass the same "
+                "autocast function to the gradient function as to "
+                "`mpx.init_scaling`, or make a new state: `scaling = "
+                "mpx.init_scaling(func, model, ...)`."
             )
         if provision.taken > self.calls:
             raise ValueError(
-                f"`mpx.init_scaling` saw {self.calls} calls of functions that "
-                f"`mpx.autocast` made, and here are {provision.taken}: the amaxes of "
-                "the others would be added up. Make the state with the function of "
-                "today: `mpx.init_scaling(func, model, ...).with_state(scaling)`."
+                f"`mpx.init_scaling` found {self.calls} autocast calls, this step "
+                f"makes {provision.taken}; the extra amaxes would be summed. Make "
+                "the state from this function: `mpx.init_scaling(func, model, "
+                "...).with_state(scaling)`."
             )
 
     def _refuse_another_recipe(self, provision: ProvidedState) -> None:
@@ -287,9 +288,9 @@ class RecipeScaling(AbstractLossScaling):
             for recipes in (made_for, provision.used)
         )
         raise ValueError(
-            f"`mpx.inference(func, scaling)` was given a state of {one}, and `func` "
-            f"quantizes by {other}. Give it the function of the run; one whose recipe "
-            "has no state is called as it is."
+            "`scaling` of `mpx.inference(func, scaling)` must have the state of "
+            f"`func`'s recipe, {other}; got that of {one}. Pass the function of the "
+            "run, or call a function whose recipe has no state directly."
         )
 
     def _observe(self, amaxes: Mapping[SlotName, Array]) -> Self:

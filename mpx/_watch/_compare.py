@@ -92,7 +92,8 @@ def compare(
         if not callable(value):
             raise TypeError(
                 f"`{name}` of {CALL} must be a loss function; got {describe(value)}. "
-                "Give the arguments to what it returns: `mpx.compare(a, b)(*args)`."
+                "Pass the arguments to the returned function: `mpx.compare(a, "
+                "b)(*args)`."
             )
 
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:

@@ -70,7 +70,7 @@ class Comparison:
         ]
         if self.floor is not None:
             floor = decibels(self.floor)
-            lines.append(f"floor {floor} dB: the reference, its sums the other way")
+            lines.append(f"floor {floor} dB: the reference with sums in reverse order")
         for kind, some in (
             ("activation", self.activations),
             ("gradient", self.gradients),
@@ -144,7 +144,7 @@ def expect_close(
     call = "`mpx.expect_close`"
     if not isinstance(comparison, Comparison):
         raise TypeError(
-            f"{call} needs what `mpx.compare(reference, func)(*args)` gives; got "
+            f"{call} needs the result of `mpx.compare(reference, func)(*args)`; got "
             f"{describe(comparison)}."
         )
     claims = {
@@ -161,7 +161,7 @@ def expect_close(
     limits = {name: limit for name, limit in claims.items() if limit is not None}
     if not limits:
         raise ValueError(
-            f"{call} was given nothing to expect. Claim something, for example "
+            f"{call} needs at least one claim; got none. Pass one, for example "
             "`gradient_snr=30.0`."
         )
     prefixes = (except_in,) if isinstance(except_in, str) else tuple(except_in)
@@ -186,7 +186,7 @@ def _violation(claim: str, limit: float, some: Iterable[Closeness]) -> Violation
     kind, measure, unit = _MEASURES[claim]
     looked_at = [x for x in some if x.kind == kind]
     if not looked_at:
-        return Violation(claim, f"there is no {kind} in both programs to speak of.")
+        return Violation(claim, f"both programs have no {kind} in common.")
 
     def is_below(each: Closeness) -> bool:
         found = measure(each)

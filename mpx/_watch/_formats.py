@@ -95,7 +95,7 @@ def asked_formats(formats: object) -> tuple[AskedFormat, ...]:
     found = tuple(map(_asked, formats if is_several else (formats,)))
     names = [each.name for each in found]
     if len(set(names)) < len(names):
-        raise ValueError(f"{CALL} names one twice; got {', '.join(names)}.")
+        raise ValueError(f"{CALL} must be different; got {', '.join(names)}.")
     return found
 
 
@@ -115,9 +115,9 @@ def _asked(asked: Any) -> AskedFormat:
     single = [f for f in Format if f is not Format.HYBRID and f.dtype.name == name]
     if not single:
         raise TypeError(
-            f"{CALL} are dtypes ('float16', 'bfloat16' and those of `mpx.Format`), "
-            "formats such as `mpx.Format.E4M3`, quantizers and recipes; got "
-            f"{describe(asked)}."
+            f"{CALL} must be dtypes ('float16', 'bfloat16' and those of "
+            "`mpx.Format`), formats such as `mpx.Format.E4M3`, quantizers and "
+            f"recipes; got {describe(asked)}."
         )
     return _of_format(single[0])
 

@@ -107,7 +107,7 @@ def monitor(
         )
     if isinstance(sample, bool) or not isinstance(sample, int) or sample < 1:
         raise ValueError(
-            "`sample` of `mpx.monitor` is a whole number, at least 1; got "
+            "`sample` of `mpx.monitor` must be a whole number, at least 1; got "
             f"{describe(sample)}."
         )
     asked = asked_formats(formats)
@@ -185,8 +185,9 @@ class _Program:
                 records[tag.key] = _of_weight(array, row, self._formats)
         if not records:
             raise ValueError(
-                f"{CALL} finds no matrix product or convolution in "
-                f"`{getattr(self._traced, 'name', 'func')}`: there is nothing to count."
+                f"{CALL} found no matmul or convolution in "
+                f"`{getattr(self._traced, 'name', 'func')}`: there is nothing to "
+                "count."
             )
         # Set while JAX traces: what the numbers that the program gives are of.
         self._rows = {key: probe.rows[key] for key in probe.rows if key in records}

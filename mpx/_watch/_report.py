@@ -90,9 +90,7 @@ class Statistics:
             lower = {x: rows for x, rows in whole.items() if _present(rows) > bits}
             bear = [x for x, rows in lower.items() if not _why_not(rows, name)]
             if bear:
-                lines.append(
-                    f"{name}: {len(bear)} of {len(whole)} layers would bear it"
-                )
+                lines.append(f"{name}: {len(bear)} of {len(whole)} layers tolerate it")
             lines += [
                 f"{name} is too little for {_readable(layer)}: {_why_not(rows, name)}"
                 for layer, rows in lower.items()

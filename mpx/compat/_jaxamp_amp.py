@@ -189,7 +189,7 @@ def _refuse_policy(policy: object, call: str) -> None:
             )
         if _holds_program(key) and function is not use_original_precision:
             raise ValueError(
-                f"`amp_policy` of {call} cannot cast what `{key}` is given: it holds a "
-                "program in dtypes of its own, into which `amp` goes. Leave it out, or "
-                "keep it as it is by `use_original_precision`."
+                f"`amp_policy` of {call} must not cast the operands of `{key}`: it "
+                "contains a program with fixed dtypes, which `amp` transforms. Omit "
+                "it, or use `use_original_precision`."
             )

@@ -311,9 +311,9 @@ def _read(state: object) -> DynamicScalerState:
         )
     if is_frozen(state.count):
         raise ValueError(
-            "`dynamic_scaler_state` comes from outside of the function that JAX is "
-            "tracing (jit, scan, ...); it would be frozen at its present value for "
-            "ever. Pass it to that function as an argument and return the new one."
+            "`dynamic_scaler_state` comes from outside the function that JAX is "
+            "tracing (jit, scan, ...); it would be a constant. Pass it to that "
+            "function as an argument and return the new one."
         )
     is_float = eqx.is_inexact_array(state.scaler)
     dtype = state.scaler.dtype if is_float else jnp.float32

@@ -90,9 +90,10 @@ def _restored_arrays(target: PyTree, state: Any) -> PyTree:
     ]
     if len(state) != len(leaves) or types[0] != types[1]:
         raise ValueError(
-            f"`flax.serialization.from_state_dict(target, state)`: {describe(target)} "
-            "is stored in another way than in the state. Make the target as the model "
-            "was made: `mpx.quantization.quantize_weights(model, quantizer)`."
+            "`flax.serialization.from_state_dict(target, state)`: "
+            f"{describe(target)} must be stored as in the state. Make the target as "
+            "the model was made: `mpx.quantization.quantize_weights(model, "
+            "quantizer)`."
         )
     return jax.tree.unflatten(tree, found)
 

@@ -87,9 +87,8 @@ def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
         # Under autocast it is asked again, in the precision that is chosen.
         if not ambient().is_tracing:
             raise ValueError(
-                f'{_CALL} was told `implementation="cudnn"`, and cannot use cuDNN\'s '
-                f"kernel: {kernel}. Leave it out to use the kernel only where it can "
-                "be used."
+                f'{_CALL} got `implementation="cudnn"`, but the kernel cannot be '
+                f"used: {kernel}. Omit it to use the kernel only where possible."
             )
     if isinstance(kernel, str):
         return _forward(options, kernel)(x)
@@ -109,8 +108,8 @@ def _explaining_forward_mode() -> Iterator[None]:
             raise
         raise TypeError(
             f"{_CALL} has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`) where "
-            "cuDNN's kernel may be used, which has none. Say "
-            '`implementation="xla"`, or use `jax.grad` and its relatives.'
+            "cuDNN's kernel may be used, which has none. Pass "
+            '`implementation="xla"`, or use `jax.grad` and the like.'
         ) from error
 
 
@@ -128,10 +127,10 @@ def _operation(options: AttentionOptions, names: tuple[str, ...]) -> FusedOperat
         kernel = find_kernel(towards(target), operands(arrays))
         known = kernel_target(towards(target).target)
         if isinstance(kernel, str):
-            return f"two products: {kernel}"
+            return f"two matmuls: {kernel}"
         if known is None and options.implementation is None:
-            return "one kernel of cuDNN on CUDA, two products elsewhere"
-        return f"one kernel of cuDNN on {'CUDA' if known is None else known.name}"
+            return "one cuDNN kernel on CUDA, two matmuls elsewhere"
+        return f"one cuDNN kernel on {'CUDA' if known is None else known.name}"
 
     def multiplications(avals: list[Any]) -> int:
         batch, heads, length, keys = Operands(*avals).shape
@@ -333,7 +332,7 @@ def explicit_shardings(
 def no_kernel_on(x: Operands) -> str | None:
     """Why operands on explicit axes cannot go through the kernel, if so."""
     if any(_axes(array)[i] for array in (x.query, x.key, x.value) for i in (1, 3)):
-        return "a sequence or head is split over devices"
+        return "a sequence or head is sharded over devices"
     if x.bias is not None:
         # XLA stops the process at the sum of a bias' gradient (jax 0.10.2, Nov. 2026).
         return "a bias on explicit mesh axes"

@@ -254,9 +254,9 @@ def _refused(options: AttentionOptions, x: Operands) -> str | None:
     if options.without_kernel:
         return options.without_kernel
     if x.keep is not None:
-        return "dropout of the kernel is no function of a key"
+        return "dropout of the kernel is not a function of a key"
     if not is_half(x.query.dtype):
-        return f"the kernel takes float16 and bfloat16, not {x.query.dtype}"
+        return f"the kernel needs float16 or bfloat16, not {x.query.dtype}"
     if 0 in (*x.shape, x.query.shape[-1]):
         return "an operand is empty"
     target = kernel_target(options.target)

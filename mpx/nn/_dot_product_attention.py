@@ -120,7 +120,7 @@ def dot_product_attention(
     check_rate("dot_product_attention", "dropout_rate", dropout_rate)
     if dropout_rate and dropout_key is None:
         raise ValueError(
-            f"{_CALL} needs a `dropout_key` for dropout; got None. Give it one, or "
+            f"{_CALL} needs a `dropout_key` for dropout; got None. Pass one, or "
             "`dropout_rate=0.0`."
         )
     arrays = _checked(query, key, value)
@@ -153,8 +153,8 @@ def checked_implementation(layer: str, implementation: object) -> Implementation
     """Raises unless it is one of those that there are."""
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(
-            f"`implementation` of `mpx.nn.{layer}` must be None, 'xla' or 'cudnn'; got "
-            f"{implementation!r}. None takes cuDNN's kernel where it can be used."
+            f"`implementation` of `mpx.nn.{layer}` must be None, 'xla' or 'cudnn'; "
+            f"got {implementation!r}. None uses cuDNN's kernel where possible."
         )
     return implementation
 
@@ -174,8 +174,8 @@ def _checked(*arrays: Any) -> tuple[Array, Array, Array]:
     if not fits or query.shape[-2] % key.shape[-2]:
         raise ValueError(
             f"{_CALL} needs a `query` of (batch, q_seq, heads, size), `key` and "
-            "`value` of (batch, kv_seq, groups, size), where groups divide heads; the "
-            f"batch may be missing from all. Got {found}."
+            "`value` of (batch, kv_seq, groups, size), where groups divide heads; "
+            f"the batch may be missing from all; got {found}."
         )
     return query, key, value
 
@@ -200,7 +200,7 @@ def _four_axes(
     if is_bool != (name == "mask"):
         raise TypeError(
             f"`{name}` of {_CALL} must be {'bool' if name == 'mask' else 'a float'}; "
-            f"got {describe(x)}. A mask says what is seen, a bias is added to scores."
+            f"got {describe(x)}. A mask selects keys, a bias is added to scores."
         )
     return x.reshape(shape)
 
@@ -223,8 +223,8 @@ def _scale(scale: object, size: int) -> float:
         return 1 / math.sqrt(max(size, 1))
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(
-            f"`scale` of {_CALL} must be a number of Python's, which is part of the "
-            f"kernel; got {describe(scale)}. Multiply the query by an array."
+            f"`scale` of {_CALL} must be a Python number, which is part of the "
+            f"kernel; got {describe(scale)}. Multiply the query by the array instead."
         )
     return float(scale)
 
@@ -235,7 +235,7 @@ def _window(window: Any) -> tuple[int, int] | None:
     pair = (window, window) if isinstance(window, int) else tuple(window)
     if len(pair) != 2 or not all(isinstance(n, int) and n >= 0 for n in pair):
         raise ValueError(
-            f"`local_window_size` of {_CALL} must be how many keys are seen before and "
+            f"`local_window_size` of {_CALL} must be the numbers of keys before and "
             f"after, two numbers from 0 on, or one for both; got {window!r}."
         )
     return pair

@@ -204,8 +204,8 @@ def check_rate(layer: str, name: str, rate: float) -> None:
     """Raises unless a rate of dropout lies in [0, 1)."""
     if not 0 <= rate < 1:
         raise ValueError(
-            f"`{name}` of `mpx.nn.{layer}` must lie between 0 and 1, without 1; got "
-            f"{rate}. 0 switches dropout off."
+            f"`{name}` of `mpx.nn.{layer}` must be at least 0 and below 1; got "
+            f"{rate}. 0 disables dropout."
         )
 
 
@@ -213,7 +213,7 @@ def check_key(layer: str, rate: float, key: PRNGKeyArray | None) -> None:
     """Raises where something is to be dropped, and no key says what."""
     if rate and key is None:
         raise ValueError(
-            f"`mpx.nn.{layer}` needs a `key` for dropout at a call; got None. Give it "
+            f"`mpx.nn.{layer}` needs a `key` for dropout at a call; got None. Pass "
             "one, or `inference=True`."
         )
 

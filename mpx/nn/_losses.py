@@ -81,8 +81,8 @@ def cross_entropy(
 def _check(logits: Array, labels: Array, axis: int, label_smoothing: float) -> None:
     if not 0 <= label_smoothing <= 1:
         raise ValueError(
-            "`label_smoothing` of `mpx.nn.cross_entropy` must lie between 0 and 1; got "
-            f"{label_smoothing}. 0 switches it off."
+            "`label_smoothing` of `mpx.nn.cross_entropy` must be between 0 and 1; "
+            f"got {label_smoothing}. 0 disables it."
         )
     if not 0 <= axis < logits.ndim:
         raise ValueError(
@@ -91,9 +91,12 @@ def _check(logits: Array, labels: Array, axis: int, label_smoothing: float) -> N
         )
     rows = logits.shape[:axis] + logits.shape[axis + 1 :]
     if jnp.issubdtype(labels.dtype, jnp.integer):
-        expected, remedy = rows, "Or give distributions, floating, of the logits' shape"
+        expected, remedy = (
+            rows,
+            ("Or pass distributions, floating, of the logits' shape"),
+        )
     elif jnp.issubdtype(labels.dtype, jnp.floating):
-        expected, remedy = logits.shape, "Or give the integers of the classes"
+        expected, remedy = logits.shape, "Or pass the integers of the classes"
     else:
         raise TypeError(
             f"`labels` of {_CALL} must be integers or distributions; got "

@@ -113,8 +113,8 @@ class MultiheadAttention(eqx.Module):
         size = hidden_size // num_attention_heads
         if use_rotary_positions and size % 2:
             raise ValueError(
-                f"`use_rotary_positions` of {_CALL} turns pairs of channels and needs "
-                f"an even size of each head; got {hidden_size} / {num_attention_heads} "
+                f"`use_rotary_positions` of {_CALL} rotates pairs of channels and "
+                f"needs an even head size; got {hidden_size} / {num_attention_heads} "
                 f"= {size}. Change the number of heads."
             )
         keys = jax.random.split(key, 4)
@@ -217,14 +217,14 @@ def _check_options(mask_type: str, implementation: str | None, rate: float) -> N
     if mask_type not in ("no_mask", "causal"):
         raise ValueError(
             f"`self_attention_mask_type` of {_CALL} must be 'no_mask' or 'causal'; "
-            f"got {mask_type!r}. Give other masks at the call."
+            f"got {mask_type!r}. Pass other masks at the call."
         )
     checked_implementation("MultiheadAttention", implementation)
     if implementation == "cudnn" and rate:
         raise ValueError(
-            f"`implementation='cudnn'` of {_CALL} has no dropout that a key decides; "
-            f"got attention_dropout={rate}. Leave it out: None takes the kernel where "
-            "nothing is dropped, as in inference."
+            f"`implementation='cudnn'` of {_CALL} does not support dropout by a key; "
+            f"got attention_dropout={rate}. Omit it: None uses the kernel without "
+            "dropout, as in inference."
         )
 
 
@@ -238,7 +238,7 @@ def _check_sequences(x: Array, seen: Array) -> None:
 
 
 _MEANING = {
-    "mask": "True stands where a position may be looked at.",
+    "mask": "True allows attention to a position.",
     "bias": "It is added to the scores.",
 }
 

@@ -112,8 +112,8 @@ def _check_parameters(function: str, x: Array, **parameters: AnyArray | None) ->
         if tail is None or any(n not in (1, m) for n, m in pairs):
             raise ValueError(
                 f"`{name}` of `mpx.nn.{function}(x, weight, bias)` must broadcast to "
-                f"the shape of `x`, {x.shape}; got {describe(parameter)}. Give it the "
-                "shape of the axes that are normalized."
+                f"the shape of `x`, {x.shape}; got {describe(parameter)}. Use the "
+                "shape of the normalized axes."
             )
 
 

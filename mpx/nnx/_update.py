@@ -73,10 +73,11 @@ def update(
     before, after = _by_name(_nnx.state(nodes)), _by_name(_nnx.state(copies))
     if before.keys() != after.keys():
         raise ValueError(
-            f"{call} cannot undo an update that changes the form of the optimizer or "
-            f"the model; came: {listing(after.keys() - before.keys()) or 'none'}; "
-            f"went: {listing(before.keys() - after.keys()) or 'none'}. Make all "
-            "Variables before the first step."
+            f"{call} cannot undo an update that adds or removes Variables of the "
+            "optimizer or the model; added: "
+            f"{listing(after.keys() - before.keys()) or 'none'}; removed: "
+            f"{listing(before.keys() - after.keys()) or 'none'}. Make all Variables "
+            "before the first step."
         )
     # By identity: of what the optimizer did not write nothing is to be chosen.
     changed = {name: new for name, new in after.items() if new is not before[name]}
@@ -108,8 +109,8 @@ def _refuse_gradients(optimizer: Any, model: PyTree, grads: PyTree, call: str) -
         raise ValueError(
             f"{call} needs a gradient for each Variable that the optimizer updates "
             f"({len(weights)}, by its `wrt`); missing: {listing(missing) or 'none'}; "
-            f"unknown: {listing(unknown) or 'none'}. Give `argnums` of "
-            "`mpx.nnx.value_and_grad` the filter of the optimizer: "
+            f"unknown: {listing(unknown) or 'none'}. Set `argnums` of "
+            "`mpx.nnx.value_and_grad` to the filter of the optimizer: "
             "`nnx.DiffState(0, filter)`."
         )
     for name, weight in weights.items():

@@ -511,7 +511,7 @@ def test_explain_says_the_same_of_a_rule_and_of_its_gradient(getkey):
 
     cast = mpx.autocast(loss)
     (of_loss,) = forward_products(cast)
-    assert of_loss == ("bfloat16", "a matrix product or convolution")
+    assert of_loss == ("bfloat16", "a matmul or convolution")
     assert of_loss in forward_products(jax.grad(cast))
 
 

@@ -159,9 +159,7 @@ def test_what_is_no_state_is_refused(kind, value):
 
 def test_the_class_of_the_target_is_asked_for():
     data = serialization.to_bytes(mpx.NoLossScaling())
-    with pytest.raises(
-        ValueError, match="needs the state of .*; got that of 'NoLossScaling'"
-    ):
+    with pytest.raises(ValueError, match="got that of 'NoLossScaling'"):
         serialization.from_bytes(mpx.DynamicLossScaling(), data)
 
 

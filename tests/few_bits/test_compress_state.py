@@ -282,7 +282,7 @@ def wrong(case):
         ("moments", ValueError, "must be one of 8bit, 16bit, bfloat16; got '4bit'"),
         ("state", TypeError, "needs the state from its `init`"),
         ("arguments", ValueError, r"extra_args=\{'value': 0.0\}"),
-        ("codes", ValueError, "mean nothing alone"),
+        ("codes", ValueError, "are meaningless alone"),
     ],
 )
 def test_errors(case, error, match):

@@ -276,7 +276,7 @@ def _loss_with_state(w, x, state):
         ({"state_argnum": "x", "new_state": abs}, TypeError, "position of an argument"),
         ({"state_argnum": True, "new_state": abs}, TypeError, "got bool True"),
         ({"state_argnum": 1.0, "new_state": abs}, TypeError, "got float 1.0"),
-        ({"state_argnum": -1, "new_state": abs}, ValueError, "counted from 0.*got -1"),
+        ({"state_argnum": -1, "new_state": abs}, ValueError, "at least 0.*got -1"),
     ],
 )
 def test_a_wrong_field_is_named(fields, error, match):

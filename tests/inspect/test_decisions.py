@@ -29,7 +29,7 @@ def of_product(report, phase="forward"):
     return decisions(report, "dot_general", phase)
 
 
-PRODUCT = ("bfloat16", "half", "a matrix product or convolution")
+PRODUCT = ("bfloat16", "half", "a matmul or convolution")
 
 
 def test_rule_and_reason():
@@ -47,7 +47,7 @@ def test_rule_and_reason():
 
 def test_casts_say_what_they_are_for():
     report = mpx.explain(mpx.autocast(jnp.matmul))(X, W)
-    for_product = ("cast", "for dot_general: a matrix product or convolution")
+    for_product = ("cast", "for dot_general: a matmul or convolution")
     casts = [(o.rule, o.reason) for o in report.operations if o.is_cast]
     result = ("convert", "a result keeps its declared dtype")
     assert casts == [for_product, for_product, result]
@@ -59,7 +59,7 @@ def test_casts_say_what_they_are_for():
         (jnp.exp, "a result keeps its declared dtype"),
         (
             lambda x: jax.lax.scan(lambda c, _: (jnp.cumsum(c), None), x, length=3)[0],
-            "what a loop carries keeps its declared dtype",
+            "a loop's carry keeps its declared dtype",
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_regions_say_that_they_are_switched_off():
     report = mpx.explain(mpx.autocast(f))(W, X)
     assert [(p, reason) for p, _, reason in of_product(report)] == [
         ("float32", "a region with `enabled=False`"),
-        ("bfloat16", "a matrix product or convolution"),
+        ("bfloat16", "a matmul or convolution"),
     ]
     wheres = [o.where for o in report.operations if o.primitive == "dot_general"]
     assert wheres[0] == "inner"

@@ -257,7 +257,11 @@ def wrong(case):
             TypeError,
             r"put transformations of updates .* inside: `mpx.master_weights",
         ),
-        ("gradients", ValueError, r"float32 copies: `mpx.master_weights\(optimizer\)`"),
+        (
+            "gradients",
+            ValueError,
+            r"float32 masters: `mpx.master_weights\(optimizer\)`",
+        ),
     ],
 )
 def test_errors(case, error, match):
