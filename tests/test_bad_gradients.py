@@ -229,7 +229,10 @@ GRADIENTS = [
     Case("keep", lambda: _grads(keep="w"), TypeError, "`keep` of .* function"),
     Case("policy", lambda: _grads(policy=3), TypeError, "`policy` of .*got int 3"),
     Case(
-        "policy text", lambda: _grads(policy="c=fp16"), ValueError, "none called 'fp16'"
+        "policy text",
+        lambda: _grads(policy="c=fp16"),
+        ValueError,
+        "needs a dtype; got 'fp16'",
     ),
     Case(
         "accumulate_dtype",

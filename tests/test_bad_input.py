@@ -57,10 +57,10 @@ CASTS = [
         "Policy": lambda d: mpx.Policy("float32", d, "float32"),
     }.items()
     for dtype, error, match in [
-        ("float17", ValueError, "none called 'float17'.*float32.*float8_e5m2"),
-        ("", ValueError, "none called ''"),
-        (3, ValueError, "none called 3"),
-        (object(), ValueError, "none called <object"),
+        ("float17", ValueError, "needs a dtype; got 'float17'.*float32.*float8_e5m2"),
+        ("", ValueError, "needs a dtype; got ''"),
+        (3, ValueError, "needs a dtype; got 3"),
+        (object(), ValueError, "needs a dtype; got <object"),
         ("int8", TypeError, "got int8"),
         (bool, TypeError, "got bool"),
         (jnp.int32, TypeError, "got int32"),
@@ -75,7 +75,7 @@ CASTS = [
         "cast_tree None",
         lambda: mpx.cast_tree({}, None),
         ValueError,
-        "none called None",
+        "needs a dtype; got None",
     ),
     Case(
         "keep is no function",
@@ -106,19 +106,19 @@ CASTS = [
 POLICIES = [
     Case(f"get_policy {text!r}", lambda text=text: mpx.get_policy(text), error, match)
     for text, error, match in [
-        ("", ValueError, "none called ''"),
-        ("fp16", ValueError, "none called 'fp16'"),
-        ("c=", ValueError, "for 'c'.*none called ''"),
+        ("", ValueError, "needs a dtype; got ''"),
+        ("fp16", ValueError, "needs a dtype; got 'fp16'"),
+        ("c=", ValueError, "for 'c'.*needs a dtype; got ''"),
         ("x=f16", ValueError, "unknown key 'x'"),
         ("c=f16,c=f32", ValueError, "repeated key 'c'"),
         ("c=f16,compute=f32", ValueError, "repeated key 'compute'"),
         ("c=f16,", ValueError, "unknown key ''"),
-        ("c=f16;o=f32", ValueError, "none called 'f16;o=f32'"),
+        ("c=f16;o=f32", ValueError, "needs a dtype; got 'f16;o=f32'"),
         ("C=f16", ValueError, "unknown key 'C'"),
         ("c=int8", TypeError, "for 'c'.*got int8"),
         ("c=f64", ValueError, "jax_enable_x64"),
-        (None, TypeError, "needs text.*got None"),
-        (jnp.float16, TypeError, "needs text"),
+        (None, TypeError, "needs a string.*got None"),
+        (jnp.float16, TypeError, "needs a string"),
     ]
 ] + [
     Case(

@@ -41,7 +41,7 @@ class Reason(enum.Enum):
     """Why an operation is computed in the precision it is computed in."""
 
     PRODUCT = "a matmul or convolution"
-    BETWEEN = "float32 between products"
+    BETWEEN = "float32 between matmuls"
     STREAM = "adds to a residual stream that is half precision"
     ROUNDED = "only selects values, and all their uses are half precision"
     MOVES = "only moves data"

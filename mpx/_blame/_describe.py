@@ -94,7 +94,7 @@ def _inside(cause: Cause) -> Iterator[str]:
         if scope.primitive == "scan":
             yield f"scan, iteration {at} of {scope.length}"
         elif scope.primitive == "while":
-            yield f"while, turn {at}"
+            yield f"while, iteration {at}"
         elif scope.primitive == "cond":
             yield f"cond, branch {at + 1} of {len(scope.equation.params['branches'])}"
 

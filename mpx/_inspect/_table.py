@@ -19,7 +19,7 @@ from ._units import bytes_text, count_text, flops_text, share_text, short_type
 _BAR = 24
 
 # What operations are called that are one line together, by their rule.
-_TOGETHER = {QUANTIZES: "(quantization)", PART: "(between products)"}
+_TOGETHER = {QUANTIZES: "(quantization)", PART: "(between matmuls)"}
 
 
 def together(operations: Iterable[Operation]) -> list[Operation]:

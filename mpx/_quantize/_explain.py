@@ -76,7 +76,7 @@ def _format_of(quantizer: object) -> str:
 
 def _reason(path: Path, product: AbstractProduct, target: Target) -> str:
     if path is Path.EMULATED:
-        return "float32 products on a CPU"
+        return "float32 matmuls on a CPU"
     if path is Path.FP8_UNITS:
         return f"{'cuBLASLt' if target.platform == 'cuda' else 'XLA'} on {target.name}"
     if path is Path.BLOCK_UNITS:

@@ -24,7 +24,7 @@ def heat_map(
 ) -> Any:
     """Draws a picture of a run: a row for each layer, a column for each monitored step.
 
-    Layers that a scan runs, one in each turn, have a row each: `blocks turn 3`.
+    Layers that a scan runs, one per iteration, have a row each: `blocks iteration 3`.
 
     Args:
         history: The statistics from `mpx.monitor`, by the number of the step.

@@ -177,7 +177,7 @@ def test_objects_of_nnx_change_as_ever():
         with mpx.autocast(enabled=True):
             return model(x)
 
-    with pytest.raises(ValueError, match="switched off.*NNX objects"):
+    with pytest.raises(ValueError, match="enabled=False.*NNX objects"):
         OFF(func)(model, X)
 
 

@@ -101,7 +101,7 @@ def test_the_verdict_comes_first_and_then_what_is_bad():
     assert lines[2].startswith("  mpx.Rule(")
     bad, first = (
         next(i for i, line in enumerate(lines) if line.startswith(start))
-        for start in ("not finite, loss scale 1: the loss", "First bad value: ")
+        for start in ("non-finite, loss scale 1: the loss", "First bad value: ")
     )
     assert 2 < bad < first
     assert max(map(len, lines)) <= 100

@@ -287,7 +287,12 @@ STEP, X = jax.jit(jnp.matmul), shaped(2, 2)
             r"needs a jitted function with its",
         ),
         ([len, X], {"products": BF16}, TypeError, r"Jit the function first"),
-        ([STEP, X, X], {"products": "float17"}, ValueError, r"none called 'float17'"),
+        (
+            [STEP, X, X],
+            {"products": "float17"},
+            ValueError,
+            r"needs a dtype; got 'float17'",
+        ),
         ([STEP, X, X], {"memory_at_most": 1.5}, TypeError, r"an int; got float 1.5"),
         ([STEP, X, X], {"products_share": 2}, ValueError, r"at most 1; got int 2"),
         ([STEP, X, X], {"product_calls": 3}, TypeError, r"`product_calls` of .* texts"),

@@ -155,7 +155,7 @@ def test_the_largest_batch(on_cpu):
         (ValueError, "got 'a100'", lambda: mpx.forecast(loss, targets="a100")),
         (
             ValueError,
-            "are of float32, .*; got str 'int8'",
+            "must be of float32, .*; got str 'int8'",
             lambda: mpx.forecast(loss, ADAM, precisions="int8"),
         ),
         (ValueError, "at least one; got none", lambda: mpx.forecast(loss, targets=())),

@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused(options, error, match):
     ("how", "policy", "match"),
     [
         (mpx.Accumulation(8, axes="rows"), HALF, "names `rows`, and the mesh has"),
-        (mpx.Accumulation(6, axes="data"), HALF, "4 devices share 6 micro-batches"),
+        (mpx.Accumulation(6, axes="data"), HALF, "divisible by the 4 devices; got 6"),
         (
             mpx.Accumulation(8, axes="data", in_order=True),
             f"{HALF},reduce=bfloat16",

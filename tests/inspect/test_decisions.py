@@ -37,7 +37,7 @@ def test_rule_and_reason():
     assert of_product(report) == [PRODUCT]
     ((precision, rule, reason),) = decisions(report, "exp")
     assert (precision, rule) == ("float32", "full")
-    assert "float32" in reason and "between products" in reason
+    assert "float32" in reason and "between matmuls" in reason
     assert {o.where for o in report.operations if o.primitive == "dot_general"} == {
         "mlp"
     }

@@ -530,7 +530,7 @@ def test_turns_over_stacked_weights_are_rows_of_a_picture_and_others_are_not():
         (image,) = axes.get_images()
         assert image.get_array()[:, 0].tolist() == wanted
         names = [text.get_text() for text in axes.get_yticklabels()]
-        assert names == [f"{seen.rows[0].layer} turn {i}" for i in range(3)]
+        assert names == [f"{seen.rows[0].layer} iteration {i}" for i in range(3)]
 
     def over_time(w, x):
         return jax.lax.scan(lambda h, _: (h @ w, None), x, length=5)[0]
