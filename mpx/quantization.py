@@ -1,7 +1,7 @@
-"""Building blocks of low precision: formats, quantizers, and what recipes are made of.
+"""Building blocks of low precision: formats, quantizers, and parts of recipes.
 
 A training step needs none of these: it passes a recipe to `mpx.autocast`. They are for
-recipes of one's own, and for arrays that are quantized outside of a matrix product.
+custom recipes, and for arrays that are quantized outside a matmul.
 """
 
 from ._few_bits import CompressedArray as CompressedArray

@@ -1,4 +1,4 @@
-"""Types of what mpx reports, for annotations, tests and tools.
+"""Types of mpx's reports, for annotations, tests and tools.
 
 `mpx.explain`, `mpx.blame`, `mpx.monitor`, `mpx.compare` and `mpx.expect` return or
 raise them; a program that only prints a report needs none of these names.

@@ -95,13 +95,13 @@ GRADIENTS = [
         "frozen in jit",
         _frozen(jax.jit),
         ValueError,
-        "frozen",
+        "would be a constant",
     ),
     *_of_all(
         "frozen in scan",
         _frozen(lambda g: lambda w: jax.lax.scan(lambda c, x: (c, g(x)), 0, w[None])),
         ValueError,
-        "frozen",
+        "would be a constant",
     ),
     *_of_all(
         "no arguments",
@@ -280,7 +280,7 @@ GRADIENTS = [
         "replace of an unknown part",
         lambda: _grads()(_w())._replace(gradients=1),
         ValueError,
-        "knows value, scaling, finite, grads; got .*gradients",
+        "needs fields of value, scaling, finite, grads; got .*gradients",
     ),
 ]
 

@@ -8,7 +8,7 @@ from ._format import single_format
 
 def check_format(quantizer: Any) -> None:
     """Raises unless the field `format` is one format of 8 bits."""
-    name = f"`format` of `mpx.{type(quantizer).__name__}`"
+    name = f"`format` of `{_public_name(quantizer)}`"
     if single_format(quantizer.format, name).bits != 8:
         raise ValueError(
             f"{name} must have 8 bits; got {quantizer.format}. Use "
@@ -20,7 +20,7 @@ def check_dimensions(quantizer: Any) -> None:
     """Raises `ValueError` unless the field `block_dimensions` is 1 or 2."""
     if quantizer.block_dimensions not in (1, 2):
         raise ValueError(
-            f"`block_dimensions` of `mpx.{type(quantizer).__name__}` must be 1 or 2; "
+            f"`block_dimensions` of `{_public_name(quantizer)}` must be 1 or 2; "
             f"got {quantizer.block_dimensions!r}."
         )
 
@@ -31,7 +31,7 @@ def check_flags(options: object, *names: str) -> None:
         value = getattr(options, name)
         if not isinstance(value, bool):
             raise TypeError(
-                f"`{name}` of `mpx.{type(options).__name__}` must be True or False; "
+                f"`{name}` of `{_public_name(options)}` must be True or False; "
                 f"got {value!r}."
             )
 
@@ -39,8 +39,14 @@ def check_flags(options: object, *names: str) -> None:
 def check_epsilon(options: Any) -> None:
     """Raises unless the field `amax_epsilon` is a finite number, 0 or more."""
     value = options.amax_epsilon
-    name = f"`amax_epsilon` of `mpx.{type(options).__name__}`"
+    name = f"`amax_epsilon` of `{_public_name(options)}`"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number; got {value!r}.")
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be finite and not negative; got {value!r}.")
+
+
+def _public_name(options: object) -> str:
+    """The name of its class, recipe or quantizer, as a user writes it."""
+    name = type(options).__name__
+    return f"mpx.quantization.{name}" if name.endswith("Quantizer") else f"mpx.{name}"

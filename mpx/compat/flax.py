@@ -1,14 +1,14 @@
-"""`flax.serialization` for training states that hold a loss scaling.
+"""`flax.serialization` for training states that contain a loss scaling.
 
-Flax turns a training state into nested dictionaries, class by class, and knows only the
-classes that were registered with it. `register_serialization()` registers those of mpx,
-after which `to_state_dict`, `from_state_dict`, `to_bytes` and `from_bytes` take any
-state with a loss scaling in it: dictionaries, named tuples, `flax.struct` dataclasses,
-the state of `mpx.skip_nonfinite`.
+Flax converts a training state to nested dictionaries, class by class, and supports only
+registered classes. `register_serialization()` registers those of mpx. Then
+`to_state_dict`, `from_state_dict`, `to_bytes` and `from_bytes` accept any state with a
+loss scaling in it: dictionaries, named tuples, `flax.struct` dataclasses, the state of
+`mpx.skip_nonfinite`.
 
 Call it once, at the start of each program that saves or restores. Nothing happens when
 this module is imported, and Flax is imported by the call. Without it `to_bytes` raises,
-but `from_bytes` hands back the dictionary in the place of the loss scaling.
+but `from_bytes` returns a dictionary instead of the loss scaling.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 Everything that `jmp` 0.0.4 exports is here with the same fields, argument order, text
 grammar and numerics; its development head differs from that release in comments only.
-What is different here, each a defect of the original:
+Differences, each a fixed defect of the original:
 
 - `DynamicLossScale.min_loss_scale` survives jit, scan and checkpoints: it is a leaf
   (JMP drops it, and falls back to 1).
@@ -10,17 +10,17 @@ What is different here, each a defect of the original:
   dtype, and stays finite; a float32 one stops at 2^126. Nor does it become zero: a
   `min_loss_scale` of zero means the dtype's smallest normal number. Its counter stays
   an integer, also where `period` is a float.
-- `StaticLossScale` has its scale as a leaf, so that checkpoints hold it.
-- A scale of zero, NaN or infinity, or below zero, is refused when it is made.
-- `select_tree` and the casts leave leaves alone that are neither arrays nor numbers.
-  `select_tree` and `adjust` take a Python bool; what is no boolean scalar is a
+- `StaticLossScale` has its scale as a leaf, so checkpoints contain it.
+- A scale of zero, NaN or infinity, or below zero, raises when it is made.
+- `select_tree` and the casts do not change leaves that are neither arrays nor numbers.
+  `select_tree` and `adjust` accept a Python bool; anything but a boolean scalar is a
   `TypeError`, not an `AssertionError`, and trees that do not match are a `ValueError`
   with the path of the leaf.
-- The casts take numpy scalars and `jax.ShapeDtypeStruct`, and leave formats of 8 bits
-  alone. A cast to such a format saturates.
+- The casts accept numpy scalars and `jax.ShapeDtypeStruct`, and do not change 8-bit
+  formats. A cast to such a format saturates.
 - `get_policy` also reads blanks and the names of all floating dtypes. A repeated key is
-  a `ValueError`, and so is float64 while JAX has it switched off (JMP takes the last
-  key, and casts to float32). `Policy` takes names of dtypes, too, and no integer dtype.
+  a `ValueError`, and so is float64 if it is disabled in JAX (JMP takes the last key,
+  and casts to float32). `Policy` also accepts names of dtypes, but no integer dtype.
 """
 
 import dataclasses

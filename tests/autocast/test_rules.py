@@ -230,7 +230,7 @@ def test_what_a_rewrite_makes_and_jax_refuses_names_the_function(primitive, rewr
         return jnp.sum(mpx.nn.dot_product_attention(q @ w, q, q))
 
     made = mpx.autocast(attend, rules=Rules(Rule(rewrite, primitive=primitive)))
-    said = f"function `junk_rule` the `precision` of a `mpx.Rule`.* {primitive}; got "
+    said = f"function `junk_rule`, the `precision` of a `mpx.Rule`.* {primitive}; got "
     with pytest.raises(TypeError, match=said):
         made(jnp.ones((4, 4)), jnp.ones((2, 8, 2, 4)))
 

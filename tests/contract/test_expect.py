@@ -295,7 +295,12 @@ STEP, X = jax.jit(jnp.matmul), shaped(2, 2)
         ),
         ([STEP, X, X], {"memory_at_most": 1.5}, TypeError, r"an int; got float 1.5"),
         ([STEP, X, X], {"products_share": 2}, ValueError, r"at most 1; got int 2"),
-        ([STEP, X, X], {"product_calls": 3}, TypeError, r"`product_calls` of .* texts"),
+        (
+            [STEP, X, X],
+            {"product_calls": 3},
+            TypeError,
+            r"`product_calls` of .* strings",
+        ),
         ([STEP, X, X], {"collectives": BF16}, TypeError, r"must map operations to"),
         (
             [STEP, X, X],

@@ -251,7 +251,7 @@ def wrong(case):
         ("shape", ValueError, r"got bfloat16\[7\] for the master float32\[8\]"),
         ("cast model", ValueError, r"got float32\[8\] for the master float32\[8\]"),
         ("half model", ValueError, r"got float16\[2\] for no master at `\['w'\]`"),
-        ("other weight", ValueError, r"alone, bfloat16\[8\]; got float32\[8\]"),
+        ("other weight", ValueError, r"that weight, bfloat16\[8\]; got float32\[8\]"),
         (
             "outside",
             TypeError,

@@ -375,8 +375,11 @@ BAD = {
         lambda: attention(implementation="cudnn", attention_dropout=0.1),
         "does not support dropout by a key",
     ),
-    "rate": (lambda: attention(attention_dropout=1.0), "between 0 and 1"),
-    "rate of layer": (lambda: transformer(hidden_dropout=-0.1), "between 0 and 1"),
+    "rate": (lambda: attention(attention_dropout=1.0), "at least 0 and below 1"),
+    "rate of layer": (
+        lambda: transformer(hidden_dropout=-0.1),
+        "at least 0 and below 1",
+    ),
     "norm type": (lambda: transformer(layernorm_type="x"), "'layernorm' or"),
     "rank": (lambda: attention()(jnp.ones(8)), "sequences of shape"),
     "sequences": (lambda: attention()(jnp.asarray(X), jnp.ones((3, 8))), "equal"),
