@@ -77,7 +77,7 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
         ...     mpx.guard({"w": jnp.array([1.0, jnp.nan])})
         ... except FloatingPointError as error:
         ...     print(str(error)[:60])
-        `mpx.guard(state)`: not to be saved. Not finite: `['w']` (1
+        `mpx.guard(state)`: must not be saved. Non-finite: `['w']` (
     """
     patterns = _patterns(allow)
 
