@@ -105,8 +105,8 @@ class Guard:
     it finds. Numbers of 8 bits and their scale, each on its own, would become garbage,
     of the same dtypes. A boolean does not stay one, and the tree is refused as it is
     put together again. What moves arrays as they are (selects, shards, stacks, copies,
-    saves), or makes zeros like them, keeps it; so does a plain sum of two trees, which
-    cannot be told from it.
+    saves), or makes zeros like them, keeps it. So do a plain sum of two trees and a
+    result that is cast back to each leaf's dtype, which are not detected.
 
     Args:
         leaf: The boolean.
@@ -126,14 +126,13 @@ class Guard:
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
         if is_array and leaf.dtype not in (np.bool_, jax.dtypes.float0):
             raise TypeError(
-                "The arrays of a `mpx.quantization.QuantizedArray` or a "
-                "`mpx.quantization.StoredWeight`, numbers of few bits and their "
-                f"scales, mean nothing alone, and `jax.tree.map` computed with each "
-                f"({describe(leaf)} came of a boolean that is there to notice). "
-                "Compute with what they stand for: "
+                "The arrays of a quantized array, a stored weight or a compressed "
+                "optimizer state are codes and scales that mean nothing alone, and "
+                "`jax.tree.map` computed with each of them (a boolean that is there "
+                f"to detect it became {describe(leaf)}). Compute with the values: "
                 "`mpx.quantization.dequantize_weights(model)`, "
-                "`quantized.dequantize()`, or for a running average of weights "
-                "`mpx.full_weights(model, opt_state)`."
+                "`quantized.dequantize()`, `mpx.full_state(opt_state)`, or for a "
+                "running average of weights `mpx.full_weights(model, opt_state)`."
             )
         return cls(leaf)
 

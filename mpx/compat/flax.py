@@ -17,6 +17,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import describe
+from .._few_bits import CompressedArray
 from .._loss_scaling import (
     AbstractLossScaling,
     StepRecord,
@@ -27,18 +28,20 @@ from .._loss_scaling import (
 from .._quantize import QuantizedArray
 from .._scaling import RecipeScaling
 from .._stored_weights import StoredWeight
+from .._tree import Guard
 
 __all__ = ["register_serialization"]
 
 
 def register_serialization() -> None:
-    """Registers loss scalings, records of steps and stored weights of mpx with Flax.
+    """Registers mpx's loss scalings, step records and compressed arrays with Flax.
 
     What is written of a scaling is `state_dict()`, with its kind and its version, so
     that an older state is migrated and an incomplete or damaged one raises the errors
     of `from_state_dict`. Of the target that Flax wants for restoring, only the class is
     used, and of a `mpx.quantization.RecipeScaling` the slots, as by `with_state`; every
-    field comes from the state, bit for bit. Of stored weights the arrays are written.
+    field comes from the state, bit for bit. Of stored weights and of optimizer states
+    in few bits the arrays are written.
 
     A call that is repeated does no harm, and adds the subclasses of
     `mpx.AbstractLossScaling` that were defined since.
@@ -62,7 +65,7 @@ def register_serialization() -> None:
         serialization.register_serialization_state(
             cls, cls.state_dict, _restored, override=True
         )
-    for cls in (StoredWeight, QuantizedArray):
+    for cls in (StoredWeight, QuantizedArray, CompressedArray, Guard):
         serialization.register_serialization_state(
             cls, _written_arrays, _restored_arrays, override=True
         )
@@ -90,8 +93,9 @@ def _restored_arrays(target: PyTree, state: Any) -> PyTree:
     if len(state) != len(leaves) or types[0] != types[1]:
         raise ValueError(
             f"`flax.serialization.from_state_dict(target, state)`: {describe(target)} "
-            "is stored in another way than in the state. Make the target as the model "
-            "was made: `mpx.quantization.quantize_weights(model, quantizer)`."
+            "is stored in another way than in the state. Make the target as the saved "
+            "one was made, by `mpx.quantization.quantize_weights(model, quantizer)` or "
+            "`mpx.compress_state(optimizer).init(params)`."
         )
     return jax.tree.unflatten(tree, found)
 
