@@ -114,6 +114,7 @@ def _forecast(options: argparse.Namespace) -> None:
         _read_optimizer(options.optimizer, module),
         targets=options.target or ("h100",),
         precisions=options.precision or ("float32", "bfloat16", "delayed"),
+        has_aux=options.has_aux,
         largest_batch=options.largest_batch,
         top=options.top,
     )(*positional, **keywords)
@@ -226,6 +227,9 @@ def _add_forecast_options(command: argparse.ArgumentParser) -> None:
     ):
         again = f"{words}; may be repeated"
         command.add_argument(f"--{name}", action="append", default=[], help=again)
+    command.add_argument(
+        "--has-aux", action="store_true", help="the loss returns a pair, (loss, aux)"
+    )
     command.add_argument(
         "--largest-batch", action="store_true", help="search for the largest that fits"
     )

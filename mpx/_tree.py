@@ -105,8 +105,8 @@ class Guard:
     it finds. Numbers of 8 bits and their scale, each on its own, would become garbage,
     of the same dtypes. A boolean does not stay one, and the tree is refused as it is
     put together again. What moves arrays as they are (selects, shards, stacks, copies,
-    saves), or makes zeros like them, keeps it; so does a plain sum of two trees, which
-    cannot be told from it.
+    saves), or makes zeros like them, keeps it. So do a plain sum of two trees and a
+    result that is cast back to each leaf's dtype, which are not detected.
 
     Args:
         leaf: The boolean.
@@ -126,13 +126,13 @@ class Guard:
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
         if is_array and leaf.dtype not in (np.bool_, jax.dtypes.float0):
             raise TypeError(
-                "The arrays of a `mpx.quantization.QuantizedArray` or a "
-                "`mpx.quantization.StoredWeight`, low-precision numbers and their "
-                "scales, are meaningless alone, but `jax.tree.map` computed with "
-                f"each (its boolean guard became {describe(leaf)}). Compute with the "
-                "dequantized values: `mpx.quantization.dequantize_weights(model)`, "
-                "`quantized.dequantize()`, or for a running average of weights "
-                "`mpx.full_weights(model, opt_state)`."
+                "The arrays of a quantized array, a stored weight or a compressed "
+                "optimizer state are codes and scales, which are meaningless alone, "
+                "but `jax.tree.map` computed with each (a boolean that detects it "
+                f"became {describe(leaf)}). Compute with the values: "
+                "`mpx.quantization.dequantize_weights(model)`, "
+                "`quantized.dequantize()`, `mpx.full_state(opt_state)`, or for a "
+                "running average of weights `mpx.full_weights(model, opt_state)`."
             )
         return cls(leaf)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -138,14 +139,16 @@ def slow_but(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
 
     Args:
         quick: What `make test` runs: one of each kind.
-        cases: All; `.ci/run` runs the others, too. A tuple is several arguments.
+        cases: All. A tuple is several arguments. Of the others `.ci/run` runs every
+            second one, and `make test ARGS=--exhaustive` all.
     """
     quick, cases = list(quick), list(cases)
     assert all(case in cases for case in quick), "there is no such case"
+    marks = itertools.cycle((pytest.mark.slow, pytest.mark.exhaustive))
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
-            marks=() if case in quick else pytest.mark.slow,
+            marks=() if case in quick else next(marks),
         )
         for case in cases
     ]

@@ -52,6 +52,13 @@ def quantized(seed=0, name="tensor"):
 
 
 @functools.cache
+def compressed(seed=0):
+    tx = mpx.compress_state(optax.adam(1e-3))
+    state = tx.init(array())
+    return jax.jit(tx.update)(array(seed), state, array())[1]
+
+
+@functools.cache
 def with_recipe():
     func = mpx.autocast(lambda w, x: jnp.mean(x @ w), recipe=RECIPE)
     return mpx.init_scaling(func, jnp.ones((16, 16)), jnp.ones((16, 16)))
@@ -74,7 +81,7 @@ ARITHMETIC = {
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
-@pytest.mark.parametrize("make", [stored, quantized], ids=["stored", "quantized"])
+@pytest.mark.parametrize("make", [stored, quantized, compressed])
 @pytest.mark.third_party  # standard promotion, as users have it
 def test_computing_with_parts_of_a_number_is_refused(make, name):
     with pytest.raises(

@@ -209,6 +209,9 @@ def test_forecast_asks_for_the_compiler_and_prints_the_report(monkeypatch, capsy
     printed = capsys.readouterr().out
     assert "mean_square: forecast" in printed
     assert "v5e, bfloat16" in printed
+    words[1] = "tests.test_main:mean_square_and_sum"
+    main([*words, "--has-aux"])
+    assert "mean_square_and_sum: forecast" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*words, "--optimizer", "no_such_one"])
     assert "no optimizer 'no_such_one'" in capsys.readouterr().err
@@ -219,3 +222,7 @@ def test_forecast_asks_for_the_compiler_and_prints_the_report(monkeypatch, capsy
 
 def mean_square(w, x):
     return jnp.mean((x @ w) ** 2)
+
+
+def mean_square_and_sum(w, x):
+    return mean_square(w, x), jnp.sum(x)

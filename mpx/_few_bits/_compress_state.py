@@ -22,7 +22,7 @@ from .._dtypes import is_half
 from .._errors import at_path, describe
 from .._optimizer import refuse_optimizer
 from .._skipped import was_skipped
-from .._tree import is_float_leaf, path_text
+from .._tree import Guard, is_float_leaf, path_text
 from ._array import CompressedArray, compressed
 from ._bits import Noise
 from ._codes import Code, scales_of
@@ -42,10 +42,12 @@ class CompressedState(NamedTuple):
         inner_state: That of the inner optimizer, with a `CompressedArray` in the place
             of each array that is stored in few bits. See `full_state`.
         step: How many steps have drawn noise; None where nothing is rounded randomly.
+        guard: Detects arithmetic on the state, which would be done on codes.
     """
 
     inner_state: PyTree
     step: UInt32[Array, ""] | None
+    guard: Guard | None = None
 
 
 class CompressState(NamedTuple):
@@ -159,7 +161,8 @@ def compress_state(
                 leaf = compressed(leaf, code, Noise(step, path))
             stored.append(leaf)
         count = step + jnp.uint32(1) if is_random else None
-        return CompressedState(jax.tree.unflatten(form, stored), count)
+        guard = Guard(jnp.ones((), bool))
+        return CompressedState(jax.tree.unflatten(form, stored), count, guard)
 
     def update(
         updates: PyTree,
@@ -176,7 +179,7 @@ def compress_state(
             skipped = was_skipped(state.inner_state, stored)
             after = step + jnp.uint32(1)
             step = after if skipped is None else jnp.where(skipped, step, after)
-        return new, CompressedState(stored, step)
+        return new, CompressedState(stored, step, state.guard)
 
     return CompressState(init, update)
 

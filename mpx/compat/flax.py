@@ -17,6 +17,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import describe
+from .._few_bits import CompressedArray
 from .._loss_scaling import (
     AbstractLossScaling,
     StepRecord,
@@ -27,19 +28,20 @@ from .._loss_scaling import (
 from .._quantize import QuantizedArray
 from .._scaling import RecipeScaling
 from .._stored_weights import StoredWeight
+from .._tree import Guard
 
 __all__ = ["register_serialization"]
 
 
 def register_serialization() -> None:
-    """Registers loss scalings, records of steps and stored weights of mpx with Flax.
+    """Registers mpx's loss scalings, step records and compressed arrays with Flax.
 
     A scaling is written as its `state_dict()`, with kind and version. So an older state
     is migrated, and an incomplete or damaged one raises the errors of
     `from_state_dict`. Of the target that Flax needs for restoring, only the class is
     used, and for a `mpx.quantization.RecipeScaling` the slots, as in `with_state`;
-    every field comes from the state, bit for bit. Stored weights are written as their
-    arrays.
+    every field comes from the state, bit for bit. Stored weights and compressed
+    optimizer states are written as their arrays.
 
     Repeated calls are allowed, and add the subclasses of `mpx.AbstractLossScaling` that
     were defined since.
@@ -63,7 +65,7 @@ def register_serialization() -> None:
         serialization.register_serialization_state(
             cls, cls.state_dict, _restored, override=True
         )
-    for cls in (StoredWeight, QuantizedArray):
+    for cls in (StoredWeight, QuantizedArray, CompressedArray, Guard):
         serialization.register_serialization_state(
             cls, _written_arrays, _restored_arrays, override=True
         )
@@ -90,10 +92,10 @@ def _restored_arrays(target: PyTree, state: Any) -> PyTree:
     ]
     if len(state) != len(leaves) or types[0] != types[1]:
         raise ValueError(
-            "`flax.serialization.from_state_dict(target, state)`: "
-            f"{describe(target)} must be stored as in the state. Make the target as "
-            "the model was made: `mpx.quantization.quantize_weights(model, "
-            "quantizer)`."
+            f"`flax.serialization.from_state_dict(target, state)`: {describe(target)} "
+            "must be stored as in the state. Make the target like the saved one, by "
+            "`mpx.quantization.quantize_weights(model, quantizer)` or "
+            "`mpx.compress_state(optimizer).init(params)`."
         )
     return jax.tree.unflatten(tree, found)
 

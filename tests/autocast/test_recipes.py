@@ -11,7 +11,7 @@ import pytest
 import mpx
 from mpx import Precision, Rule, Rules
 from tests.autocast.counting import relative_error
-from tests.helpers import unchecked_annotations
+from tests.helpers import slow_but, unchecked_annotations
 from tests.registries import STATELESS
 
 WIDTH, HEADS, CLASSES = 32, 2, 10
@@ -20,10 +20,7 @@ CURRENT, MXFP8 = mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()
 
 def some_of(*quick):
     """All stateless recipes, of which those that are not named are slow."""
-    return [
-        name if name in quick else pytest.param(name, marks=pytest.mark.slow)
-        for name in STATELESS
-    ]
+    return slow_but(quick, STATELESS)
 
 
 class Block(eqx.Module):

@@ -269,10 +269,12 @@ def wrong(case):
         case "arguments":
             plateau = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
             mpx.compress_state(plateau).init(model)
+        case "arithmetic":
+            jax.tree.map(lambda x: x / 2, tx.init(model))
         case "codes":
             state = tx.init(model)
-            half = jax.tree.map(lambda x: x / 2, state)
-            tx.update(model, half, model)
+            inner = jax.tree.map(lambda x: x / 2, state.inner_state)
+            tx.update(model, state._replace(inner_state=inner), model)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +284,7 @@ def wrong(case):
         ("moments", ValueError, "must be one of 8bit, 16bit, bfloat16; got '4bit'"),
         ("state", TypeError, "needs the state from its `init`"),
         ("arguments", ValueError, r"extra_args=\{'value': 0.0\}"),
+        ("arithmetic", TypeError, r"mpx.full_state\(opt_state\)"),
         ("codes", ValueError, "are meaningless alone"),
     ],
 )
