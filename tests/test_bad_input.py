@@ -392,7 +392,7 @@ STATES = [
             lambda count=count: _state({"count": count}, COUNTED),
             TypeError,
             r"`mpx.optimizer_update` needs JAX arrays in the optimizer's state; got "
-            r"int.* at `\['count'\]`. Make them: .*jnp.asarray",
+            r"int.* at `\['count'\]`. Convert them: .*jnp.asarray",
         )
         for count in (3, np.int64(3))
     ],

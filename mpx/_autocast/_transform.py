@@ -204,8 +204,8 @@ def _refuse_recipe(value: object, option: str) -> None:
     """Raises where a recipe, or the class of one, stands where an option belongs."""
     if isinstance(value, AbstractRecipe) or is_recipe_class(value):
         raise TypeError(
-            f"`{option}` of {_CALL} must not be a recipe; got {describe(value)}. "
-            f"Pass it by name: `mpx.autocast(func, recipe={as_written(value)})`."
+            f"{_CALL} needs {option} here; got {describe(value)}. Pass a recipe by "
+            f"name: `mpx.autocast(func, recipe={as_written(value)})`."
         )
 
 

@@ -37,7 +37,7 @@ def inputs(getkey):
         (
             lambda: mpx.autocast(product, mpx.DelayedScaling()),
             TypeError,
-            r"where a dtype belongs.*func, recipe=mpx.DelayedScaling\(\)\)`",
+            r"needs a dtype here.*func, recipe=mpx.DelayedScaling\(\)\)`",
         ),
         (
             lambda: mpx.autocast(product, mpx.DelayedScaling(margin=1)),
@@ -52,7 +52,7 @@ def inputs(getkey):
         (
             lambda: mpx.autocast(mpx.DelayedScaling()),
             TypeError,
-            "where a function belon",
+            "needs a function here",
         ),
         (
             lambda: mpx.autocast(product, recipe=mpx.DelayedScaling),
