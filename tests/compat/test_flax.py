@@ -148,7 +148,7 @@ def damaged(**changes):
         ({"scaling": ("period", None)}, "missing: `period`; unknown: none"),
         ({"scaling": ("extra", 1)}, "missing: none; unknown: `extra`"),
         ({"scaling": ("version", 99)}, "version 99"),
-        ({"scaling": ("kind", "NoLossScaling")}, "the state of 'NoLossScaling'"),
+        ({"scaling": ("kind", "NoLossScaling")}, "that of 'NoLossScaling'"),
         ({"scaling": ("loss_scaling", np.float32(-1))}, "`min_loss_scaling <= "),
         ({"scaling": ("period", np.float32(2))}, "int32 for `period`; got float32"),
         ({"record": ("steps", None)}, "missing: `steps`"),
