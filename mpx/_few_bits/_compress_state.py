@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree, UInt32
 from .._cast import cast_leaf
 from .._dtypes import is_half
 from .._errors import at_path, describe
-from .._optimizer import refuse_optimizer
+from .._optimizer import Transformation, refuse_optimizer
 from .._skipped import was_skipped
 from .._tree import is_float_leaf, path_text
 from ._array import CompressedArray, compressed
@@ -48,20 +48,13 @@ class CompressedState(NamedTuple):
     step: UInt32[Array, ""] | None
 
 
-class CompressState(NamedTuple):
-    """An Optax transformation (a pair of `init` and `update`)."""
-
-    init: Callable[..., CompressedState]
-    update: Callable[..., tuple[PyTree, CompressedState]]
-
-
 def compress_state(
     optimizer: Any,
     moments: Moments = "8bit",
     *,
     where: Where | None = None,
     extra_args: dict[str, PyTree] | None = None,
-) -> CompressState:
+) -> Transformation:
     r"""Makes an Optax transformation store its state in 8 and 16 bits.
 
     $$(u, o') = \operatorname{update}(\text{float32}(g), \operatorname{decode}(c), w),
@@ -177,7 +170,7 @@ def compress_state(
             step = after if skipped is None else jnp.where(skipped, step, after)
         return new, CompressedState(stored, step)
 
-    return CompressState(init, update)
+    return Transformation(init, update)
 
 
 def full_state(state: PyTree) -> PyTree:
