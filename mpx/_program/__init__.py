@@ -30,7 +30,6 @@ from .flow import (
     BackwardFlow,
     Flow,
     Location,
-    NoFlow,
     Visit,
     backward,
     propagate,
