@@ -4,8 +4,10 @@ Every message says what must hold (with the public function and the argument in
 backticks), what came, and what to do. The blocks here only describe what came.
 """
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -36,6 +38,38 @@ def listing(names: Any) -> str:
     names = [f"`{name}`" for name in names]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
+
+
+def read_texts(
+    value: object, must: str, *, may_be_empty: bool = False
+) -> tuple[str, ...]:
+    """Reads an option that is a text, or several of them; `must` begins the error."""
+    texts = (value,) if isinstance(value, str) else value
+    is_several = isinstance(texts, list | tuple | set | frozenset)
+    if not is_several or not all(
+        isinstance(x, str) and (x or may_be_empty) for x in texts
+    ):
+        raise TypeError(f"{must}; got {describe(value)}.")
+    return tuple(texts)
+
+
+@contextlib.contextmanager
+def explaining(
+    kinds: tuple[type[Exception], ...], words: tuple[str, ...], message: str
+) -> Iterator[None]:
+    """Says another message in the place of JAX's, which is `{error}` in it.
+
+    Args:
+        kinds: Which errors.
+        words: One of these is in the message of JAX.
+        message: What to say.
+    """
+    try:
+        yield
+    except kinds as error:
+        if not any(text in str(error) for text in words):
+            raise
+        raise type(error)(message.format(error=error)) from error
 
 
 # Whose frames stand between a call of mpx and the user's line.

@@ -19,10 +19,9 @@ be summed. On explicit axes the kernel has no types, and is called with the axes
 automatic.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from .._ambient_record import ambient
+from .._errors import explaining
 from .._fused_operation import FusedOperation, fused_operation
 from .._jax_compat import as_varying, varying_axes
 from .._quantize import Target
@@ -53,6 +53,13 @@ from ._attention_products import (
 )
 
 _CALL = "`mpx.nn.dot_product_attention`"
+_FORWARD_MODE = (
+    (TypeError,),
+    ("forward-mode",),
+    f"{_CALL} has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`) where cuDNN's "
+    'kernel may be used, which has none. Say `implementation="xla"`, or use `jax.grad` '
+    "and its relatives.",
+)
 
 
 def attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
@@ -94,24 +101,10 @@ def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
     if isinstance(kernel, str):
         return _forward(options, kernel)(x)
     with (
-        _explaining_forward_mode(),
+        explaining(*_FORWARD_MODE),
         fused_operation(_operation(options, x.names), is_call=True),
     ):
         return _with_kernel(options, kernel)(x)
-
-
-@contextlib.contextmanager
-def _explaining_forward_mode() -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            f"{_CALL} has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`) where "
-            "cuDNN's kernel may be used, which has none. Say "
-            '`implementation="xla"`, or use `jax.grad` and its relatives.'
-        ) from error
 
 
 def _operation(options: AttentionOptions, names: tuple[str, ...]) -> FusedOperation:
