@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._dtypes import is_half
-from ._errors import explaining
+from ._jax_compat import explaining
 from ._policy import Wire
 from ._quantize import QuantizedArray
 from ._settings import MARK, Settings, region

@@ -4,10 +4,8 @@ Every message says what must hold (with the public function and the argument in
 backticks), what came, and what to do. The blocks here only describe what came.
 """
 
-import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -51,25 +49,6 @@ def read_texts(
     ):
         raise TypeError(f"{must}; got {describe(value)}.")
     return tuple(texts)
-
-
-@contextlib.contextmanager
-def explaining(
-    kinds: tuple[type[Exception], ...], words: tuple[str, ...], message: str
-) -> Iterator[None]:
-    """Says another message in the place of JAX's, which is `{error}` in it.
-
-    Args:
-        kinds: Which errors.
-        words: One of these is in the message of JAX.
-        message: What to say.
-    """
-    try:
-        yield
-    except kinds as error:
-        if not any(text in str(error) for text in words):
-            raise
-        raise type(error)(message.format(error=error)) from error
 
 
 # Whose frames stand between a call of mpx and the user's line.

@@ -20,8 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._ambient_record import ambient
-from .._errors import explaining
-from .._jax_compat import is_transposed, manual_axes
+from .._jax_compat import explaining, is_transposed, manual_axes
 from .._program import aval_of, avals, count, properties, summed_numbers
 from .._quantize import (
     AbstractProduct,

@@ -24,6 +24,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
@@ -31,9 +32,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from .._ambient_record import ambient
-from .._errors import explaining
 from .._fused_operation import FusedOperation, fused_operation
-from .._jax_compat import as_varying, varying_axes
+from .._jax_compat import as_varying, explaining, varying_axes
 from .._quantize import Target
 from .._typing import AnyArray
 from ._attention_kernel import (
@@ -208,16 +208,13 @@ def _differentiated(
     def rule(primals: PyTree, tangents: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten(primals)
         dots = jax.tree.leaves(tangents)
-        active = [i for i, dot in enumerate(dots) if not _is_zero(dot)]
+        active = [not _is_zero(dot) for dot in dots]
+        inputs, rest = eqx.partition(leaves, active)
 
-        def of_active(*new: PyTree) -> PyTree:
-            full = list(leaves)
-            for i, leaf in zip(active, new, strict=True):
-                full[i] = leaf
-            return reference(*jax.tree.unflatten(tree, full))
+        def of_active(new: PyTree) -> PyTree:
+            return reference(*jax.tree.unflatten(tree, eqx.combine(new, rest)))
 
-        inputs, given = ([xs[i] for i in active] for xs in (leaves, dots))
-        return jax.jvp(of_active, inputs, given)
+        return jax.jvp(of_active, (inputs,), (eqx.filter(dots, active),))
 
     differentiated.defjvp(rule, symbolic_zeros=True)
     return differentiated
