@@ -109,7 +109,7 @@ def retried(
         The scaling of the last try, and its outcome.
     """
 
-    def is_bad(outcome: Outcome) -> Array:
+    def is_bad(outcome: Any) -> Array:
         # The first flag is that of the loss.
         return ~jnp.all(outcome.flags) & outcome.flags[0]
 
