@@ -25,7 +25,6 @@ from .._quantize import (
     quantize_dequantize,
 )
 from .._typing import DTypeLike
-from ._trace import Kind
 
 CALL = "`formats` of `mpx.monitor`"
 
@@ -57,14 +56,7 @@ class AskedFormat:
 
     name: str
     bits: int
-    kept: Callable[[Array, Kind, int], RoundingLoss]
-
-
-_ROLES = {
-    Kind.INPUT: Role.INPUT,
-    Kind.WEIGHT: Role.WEIGHT,
-    Kind.GRADIENT: Role.GRADIENT,
-}
+    kept: Callable[[Array, Role, int], RoundingLoss]
 
 
 def asked_formats(formats: object) -> tuple[AskedFormat, ...]:
@@ -79,7 +71,7 @@ def asked_formats(formats: object) -> tuple[AskedFormat, ...]:
 
 def _asked(asked: Any) -> AskedFormat:
     if isinstance(asked, AbstractRecipe):
-        return _of_recipe(asked)
+        return _of_quantizer(type(asked).__name__, asked.quantizer)
     if isinstance(asked, AbstractQuantizer):
         return _of_quantizer(type(asked).__name__, lambda _: asked)
     if isinstance(asked, Format):
@@ -101,16 +93,16 @@ def _asked(asked: Any) -> AskedFormat:
 
 
 def _of_format(format: Format) -> AskedFormat:
-    def dtype(kind: Kind) -> np.dtype:
-        return (format.backward if kind is Kind.GRADIENT else format.forward).dtype
+    def dtype(kind: Role) -> np.dtype:
+        return (format.backward if kind is Role.GRADIENT else format.forward).dtype
 
     return _plain(format.name, dtype)
 
 
-def _plain(name: str, dtype: Callable[[Kind], np.dtype]) -> AskedFormat:
+def _plain(name: str, dtype: Callable[[Role], np.dtype]) -> AskedFormat:
     """Numbers as they are, cast without a scale."""
 
-    def kept(x: Array, kind: Kind, axis: int) -> RoundingLoss:
+    def kept(x: Array, kind: Role, axis: int) -> RoundingLoss:
         info = jnp.finfo(dtype(kind))
         size = jnp.abs(x)
         rounded = round_to(size, dtype(kind))
@@ -122,7 +114,7 @@ def _plain(name: str, dtype: Callable[[Kind], np.dtype]) -> AskedFormat:
             jnp.abs(size - rounded),
         )
 
-    return AskedFormat(name, jnp.finfo(dtype(Kind.INPUT)).bits, kept)
+    return AskedFormat(name, jnp.finfo(dtype(Role.INPUT)).bits, kept)
 
 
 def round_to(size: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
@@ -159,19 +151,12 @@ def _flag(flags: Array) -> Array:
     return flags.astype(jnp.float32)
 
 
-def _of_recipe(recipe: AbstractRecipe) -> AskedFormat:
-    def quantizer(kind: Kind) -> AbstractQuantizer | None:
-        return recipe.quantizer(_ROLES[kind])
-
-    return _of_quantizer(type(recipe).__name__, quantizer)
-
-
 def _of_quantizer(
-    name: str, quantizer: Callable[[Kind], AbstractQuantizer | None]
+    name: str, quantizer: Callable[[Role], AbstractQuantizer | None]
 ) -> AskedFormat:
     """Numbers with the scales that a quantizer finds for them."""
 
-    def kept(x: Array, kind: Kind, axis: int) -> RoundingLoss:
+    def kept(x: Array, kind: Role, axis: int) -> RoundingLoss:
         found = quantizer(kind)
         zero = jnp.zeros_like(x)
         if found is None:  # stays as it is
@@ -193,7 +178,7 @@ def _of_quantizer(
             lost,
         )
 
-    bits = getattr(quantizer(Kind.INPUT), "format", Format.E4M3).forward.bits
+    bits = getattr(quantizer(Role.INPUT), "format", Format.E4M3).forward.bits
     return AskedFormat(name, bits, kept)
 
 
