@@ -80,7 +80,7 @@ def rewrite_scan(case: Case) -> list[Value]:
 
     def body(carry: PyTree, xs: PyTree) -> tuple[list[AnyArray], list[AnyArray]]:
         xs, for_fixed, for_stacked = xs
-        slots = shared.unpacked(for_fixed).slots
+        slots = shared.unpacked(for_fixed)[0]
         consts = make_values(
             [v.as_operand for v in fixed],
             [v.facts for v in fixed],

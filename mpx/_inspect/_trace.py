@@ -27,11 +27,9 @@ class Traced:
     """For each input, where it is: `layers[0].weight`, `args[1]['image']`."""
     is_weight: tuple[bool, ...]
     """For each input, whether it is a weight."""
-    flat: Callable[..., list[AnyArray]]
-    """The function of the inputs that was traced, giving the arrays of its result."""
     inputs: tuple[AnyArray, ...]
     call: Call
-    """What was traced; it knows the rest of the result."""
+    """What was traced: the inputs to the arrays of the result; it knows the rest."""
 
 
 def _is_input(leaf: object) -> bool:
@@ -73,7 +71,6 @@ def trace(
         jaxpr,
         tuple(name for name, _ in named),
         tuple(is_weight for _, is_weight in named),
-        flat,
         tuple(call.arrays),
         call,
     )
@@ -93,7 +90,7 @@ def trace_gradient(traced: Traced) -> ClosedJaxpr:
         weights, rest = eqx.partition(list(arrays), chosen)
 
         def loss(weights: PyTree) -> list[AnyArray]:
-            results = map(jnp.asarray, traced.flat(*eqx.combine(weights, rest)))
+            results = map(jnp.asarray, traced.call(*eqx.combine(weights, rest)))
             return [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         values, pull_back = jax.vjp(loss, weights)
