@@ -270,7 +270,8 @@ def _sorted(firsts: Sequence[int], needs: Mapping[int, set[int]]) -> list[int]:
 
 def reachable(roots: Iterable[T], needs: Callable[[T], Iterable[T]]) -> set[T]:
     """Some things, what they need, and what that needs."""
-    found, waiting = set(roots), list(roots)
+    found = set(roots)
+    waiting = list(found)
     while waiting:
         new = set(needs(waiting.pop())) - found
         found |= new
