@@ -5,7 +5,6 @@ the same (a step without a check, a layer that writes statistics, a file that wa
 wrong) is found when it is about to replace the last good checkpoint.
 """
 
-import fnmatch
 import functools
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -19,9 +18,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
-from ._errors import describe
+from ._errors import describe, read_texts
 from ._jax_compat import stack
 from ._loss_scaling import AbstractLossScaling, StepRecord, validate_record
+from ._rules import matches
 from ._tree import finite_by_leaf, leaves_with_paths, path_text
 
 State = TypeVar("State")
@@ -79,10 +79,15 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
         ...     print(str(error)[:60])
         `mpx.guard(state)`: must not be saved. Non-finite: `['w']` (
     """
-    patterns = _patterns(allow)
+    must = (
+        "`allow` of `mpx.guard` must be the path of a leaf, or a list of them, with "
+        "`*` for any text"
+    )
+    allowed = read_texts(allow, must, may_be_empty=True)
 
     def is_allowed(path: str) -> bool:
-        return any(fnmatch.fnmatchcase(path, _literal(p)) for p in patterns)
+        # An array that is the whole state has an empty path; "" is not to allow it.
+        return any(matches(path, pattern) for pattern in allowed if pattern)
 
     found = list(leaves_with_paths(state))
     if state is None or (found and not any(_is_value(leaf) for _, leaf in found)):
@@ -118,23 +123,6 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
 def _is_value(leaf: object) -> bool:
     arrays = jax.Array | jax.Ref | np.ndarray | np.generic
     return isinstance(leaf, arrays | Number)
-
-
-def _patterns(allow: object) -> tuple[str, ...]:
-    patterns = (allow,) if isinstance(allow, str) else allow
-    is_several = isinstance(patterns, list | tuple | set | frozenset)
-    if not is_several or not all(isinstance(x, str) for x in patterns):
-        raise TypeError(
-            "`allow` of `mpx.guard` must be the path of a leaf, or a list of them, "
-            f"with `*` for any text; got {describe(allow)}."
-        )
-    # An array that is the whole state has an empty path; "" is not to allow it.
-    return tuple(filter(None, patterns))
-
-
-def _literal(pattern: str) -> str:
-    """A pattern in which brackets are those of a path: `['w']`, `layers[0]`."""
-    return pattern.replace("[", "[[]")
 
 
 # --- Not finite -----------------------------------------------------------------------

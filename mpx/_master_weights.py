@@ -40,7 +40,7 @@ from ._dtypes import is_half
 from ._errors import at_path, describe
 from ._few_bits import SmallWeights, SmallWeightsState, full_weight
 from ._new_weight import CALL, NewWeight
-from ._optimizer import refuse_optimizer
+from ._optimizer import Transformation, refuse_optimizer
 from ._skipped import was_skipped
 from ._stored_weights import Range, StoredWeight, is_stored
 from ._tree import is_float_leaf, path_text, select_tree
@@ -63,16 +63,9 @@ class MasterWeightsState(NamedTuple):
     ranges: PyTree
 
 
-class MasterWeights(NamedTuple):
-    """An Optax transformation (a pair of `init` and `update`)."""
-
-    init: Callable[..., MasterWeightsState | SmallWeightsState]
-    update: Callable[..., tuple[PyTree, MasterWeightsState | SmallWeightsState]]
-
-
 def master_weights(
     optimizer: Any, *, bits: Literal[32, 16, 8, 0] = 32
-) -> MasterWeights:
+) -> Transformation:
     r"""Wraps an Optax transformation to keep float32 masters of narrower weights.
 
     $$m \leftarrow m + u, \quad p \leftarrow \operatorname{round}(m) \qquad
@@ -160,7 +153,7 @@ def master_weights(
         raise ValueError(f"`bits` of {CALL} must be 32, 16, 8 or 0; got {bits!r}.")
     if bits != 32:
         small = SmallWeights(optimizer, bits)
-        return MasterWeights(small.init, small.update)
+        return Transformation(small.init, small.update)
 
     def init(params: PyTree, masters: PyTree | None = None) -> MasterWeightsState:
         given = params if masters is None else masters
@@ -195,7 +188,7 @@ def master_weights(
         new = _map(_update, written, updates, params)
         return new, MasterWeightsState(moved, inner, ranges)
 
-    return MasterWeights(init, update)
+    return Transformation(init, update)
 
 
 def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:

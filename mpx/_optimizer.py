@@ -188,14 +188,14 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: PyTree
 
 
-class SkipNonfinite(NamedTuple):
+class Transformation(NamedTuple):
     """An Optax transformation (a pair of `init` and `update`)."""
 
-    init: Callable[..., SkipNonfiniteState]
-    update: Callable[..., tuple[PyTree, SkipNonfiniteState]]
+    init: Callable[..., PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
 
 
-def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
+def skip_nonfinite(optimizer: Any) -> Transformation:
     r"""Wraps an Optax transformation to skip steps with non-finite gradients.
 
     For existing training loops that need only this. Unlike `optax.apply_if_finite` it
@@ -247,7 +247,7 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
             select_tree(finite, inner, state.inner_state),
         )
 
-    return SkipNonfinite(init, update)
+    return Transformation(init, update)
 
 
 def _update(

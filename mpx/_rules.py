@@ -193,7 +193,7 @@ class Rule:
             return False
         paths = (path for path in parameters if path is not None)
         path = self.parameter
-        return path is None or any(_matches(found, path) for found in paths)
+        return path is None or any(matches(found, path) for found in paths)
 
     def _rewritten(
         self, candidate: Candidate, operands: list[Any]
@@ -238,7 +238,7 @@ class Rule:
         """Whether the condition on the primitive holds."""
         named = self.primitive
         patterns = (named,) if isinstance(named, str) else named
-        return patterns is None or any(_matches(name, one) for one in patterns)
+        return patterns is None or any(matches(name, one) for one in patterns)
 
     @property
     def _is_for_products(self) -> bool:
@@ -262,13 +262,13 @@ def _name(func: object) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-def _matches(text: str, pattern: str) -> bool:
+def matches(text: str, pattern: str) -> bool:
+    """Whether a name or a path matches a pattern; brackets are those of paths."""
     return _pattern(pattern).match(text) is not None
 
 
 @functools.lru_cache(maxsize=256)
 def _pattern(pattern: str) -> re.Pattern[str]:
-    # Brackets are part of paths, not of the pattern.
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
 
 
@@ -277,7 +277,7 @@ def is_within(scopes: Sequence[str], pattern: str) -> bool:
     count = pattern.count("/") + 1
     parts = "/".join(scopes).split("/")  # a scope's own name may hold a slash
     return any(
-        _matches("/".join(parts[i : i + count]), pattern)
+        matches("/".join(parts[i : i + count]), pattern)
         for i in range(len(parts) - count + 1)
     )
 

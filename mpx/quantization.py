@@ -25,23 +25,3 @@ from ._stored_weights import (
     dequantize_weights as dequantize_weights,
     quantize_weights as quantize_weights,
 )
-
-__all__ = [
-    "quantize",
-    "quantize_dequantize",
-    "QuantizedArray",
-    "StoredWeight",
-    "AbstractQuantizer",
-    "TensorQuantizer",
-    "BlockQuantizer",
-    "MXFP8Quantizer",
-    "NVFP4Quantizer",
-    "hadamard_transform",
-    "Role",
-    "AbstractRecipe",
-    "DelayedScalingState",
-    "RecipeScaling",
-    "quantize_weights",
-    "dequantize_weights",
-    "CompressedArray",
-]

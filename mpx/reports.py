@@ -23,23 +23,3 @@ from ._watch import (
     TensorStatistics as TensorStatistics,
     heat_map as heat_map,
 )
-
-__all__ = [
-    "Island",
-    "Operation",
-    "Report",
-    "Totals",
-    "BlameReport",
-    "Culprit",
-    "Verdict",
-    "heat_map",
-    "Statistics",
-    "TensorStatistics",
-    "FormatStatistics",
-    "Comparison",
-    "Closeness",
-    "ContractError",
-    "Candidate",
-    "StepRecord",
-    "StateBytes",
-]

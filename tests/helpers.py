@@ -20,6 +20,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mpx._program import Flow
+
 HALF = ("float16", "bfloat16")
 # For tests of float16 with a scale of 1, where no gradient is near 6e-8.
 unscaled = pytest.mark.filterwarnings("ignore:.* computes in float16 with `mpx.NoLoss")
@@ -195,3 +197,16 @@ def in_two_processes(
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors[-3000:]
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+class NoFlow(Flow):
+    """The flow without facts."""
+
+    def constant(self, value):
+        return None
+
+    def transfer(self, equation, facts):
+        return [None] * len(equation.outvars)
+
+    def join(self, a, b):
+        return None

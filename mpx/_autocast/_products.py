@@ -14,15 +14,13 @@ To evaluate, the state of a run says which uses of which weights are quantized, 
 the function returns.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
 from .._ambient_record import ambient
-from .._jax_compat import is_transposed, manual_axes
+from .._jax_compat import explaining, is_transposed, manual_axes
 from .._program import aval_of, avals, count, properties, summed_numbers
 from .._quantize import (
     AbstractProduct,
@@ -61,6 +59,14 @@ _VECTOR, _FINAL = "a matmul with a vector", "the output layer (LM head)"
 # takes to quantize its operand, and the units wait.
 _NARROW, _MUCH = 128, 16
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
+_FORWARD_MODE = (
+    (TypeError,),
+    ("forward-mode",),
+    "A recipe has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`, `jax.hessian`): "
+    "its backward pass is not the derivative of its forward pass. Use `jax.grad` and "
+    "the like, or compute the tangents without it: "
+    "`mpx.autocast(func, recipe=None)`.",
+)
 
 
 def choose_recipe(case: Case, choice: Choice, is_asked_for: bool) -> Choice:
@@ -324,7 +330,7 @@ def _emit_product(case: Case, choice: Choice, product: AbstractProduct) -> list[
         array = weight.float32_source.array
     pair = [array if v is weight else v.cast(choice.dtype) for v in case.operands[:2]]
     sizes = [v.array for v in case.operands[2:]]  # of the groups of a ragged product
-    with _explaining_forward_mode():
+    with explaining(*_FORWARD_MODE):
         result = quantized_product(product, (*pair, *sizes), scales, step, ahead)
     for policy in case.place.saving:
         result = policy.named(case.equation, result)
@@ -335,21 +341,6 @@ def _stored_for(product: AbstractProduct, weight: Value) -> QuantizedArray | Non
     """What a weight is stored in, if a product reads that as it is."""
     stored = weight.stored
     return stored if stored is not None and may_read(product, stored) else None
-
-
-@contextlib.contextmanager
-def _explaining_forward_mode() -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            "A recipe has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`, "
-            "`jax.hessian`): its backward pass is not the derivative of its forward "
-            "pass. Use `jax.grad` and the like, or compute the tangents without it: "
-            "`mpx.autocast(func, recipe=None)`."
-        ) from error
 
 
 def _use(case: Case, weight: Value) -> Use:

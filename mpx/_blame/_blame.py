@@ -11,11 +11,10 @@ from jaxtyping import PyTree
 
 from .._errors import describe
 from .._grad import Accumulation, Options, gradient_function, positions_in_call
-from .._inspect import share_text
+from .._inspect import input_name, share_text
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Policy
 from .._stored_weights import dequantize_weights
-from .._tree import path_text
 from .._typing import DTypeLike, LeafPredicate
 from .._wraps import name_of, wraps
 from ._describe import culprit_of
@@ -239,28 +238,18 @@ def _names(step: StepOf, replay: Replay) -> list[tuple[str, bool]]:
     argnums = step.argnums
     positions = argnums if isinstance(argnums, tuple) else (argnums or 0,)
     inside = positions_in_call(positions, len(step.args), CALL)
-    return [_name(path, inside) for path in replay.paths]
-
-
-def _name(path: KeyPath, weights: tuple[int, ...]) -> tuple[str, bool]:
-    """What an input of the replay is called, and whether it is a weight."""
-    root, *rest = path
-    if root.idx == 2:
-        return "kwargs" + jax.tree_util.keystr(tuple(rest)), False
-    position = rest[0].idx - 1
-    if position < 0:
-        return "scaling" + jax.tree_util.keystr(tuple(rest[1:])), False
-    below = tuple(rest[1:])
-    whole = f"args[{position}]{jax.tree_util.keystr(below)}"
-    if position not in weights:
-        return whole, False
-    return (path_text(below) if len(weights) == 1 else "") or whole, True
+    return [
+        input_name(path, inside)
+        if path[0].idx
+        else (f"scaling{jax.tree_util.keystr(path[1:])}", False)
+        for path in replay.paths
+    ]
 
 
 def _is_data(path: KeyPath, count: int) -> bool:
     """Whether an input of the replay is of the user's arguments."""
     root, first, *_ = path
-    return root.idx == 2 or 0 < first.idx <= count
+    return root.idx == 2 or (root.idx == 1 and first.idx < count)
 
 
 def _rows(step: StepOf, replay: Replay) -> tuple[tuple[int, ...], int]:

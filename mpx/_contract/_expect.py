@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._dtypes import float_dtype
-from .._errors import describe, listing
+from .._errors import describe, listing, read_texts
 from .._typing import DTypeLike
 from . import _claims
 from ._claims import Violation
@@ -198,14 +198,8 @@ def _except_in(value: object, name: str) -> Callable[[Operation], bool]:
 
 
 def _patterns(value: object, name: str) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else value
-    is_fine = isinstance(patterns, list | tuple | set | frozenset)
-    if not is_fine or not all(isinstance(x, str) and x for x in patterns):
-        raise TypeError(
-            f"`{name}` of `mpx.expect` must be a string, or a list or tuple of "
-            f"strings; got {describe(value)}."
-        )
-    return tuple(patterns)
+    must = f"`{name}` of `mpx.expect` must be a string, or a list or tuple of strings"
+    return read_texts(value, must)
 
 
 def _names(dtypes: object, name: str) -> frozenset[str]:

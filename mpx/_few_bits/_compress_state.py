@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree, UInt32
 from .._cast import cast_leaf
 from .._dtypes import is_half
 from .._errors import at_path, describe
-from .._optimizer import refuse_optimizer
+from .._optimizer import Transformation, refuse_optimizer
 from .._skipped import was_skipped
 from .._tree import Guard, is_float_leaf, path_text
 from ._array import CompressedArray, compressed
@@ -50,20 +50,13 @@ class CompressedState(NamedTuple):
     guard: Guard | None = None
 
 
-class CompressState(NamedTuple):
-    """An Optax transformation (a pair of `init` and `update`)."""
-
-    init: Callable[..., CompressedState]
-    update: Callable[..., tuple[PyTree, CompressedState]]
-
-
 def compress_state(
     optimizer: Any,
     moments: Moments = "8bit",
     *,
     where: Where | None = None,
     extra_args: dict[str, PyTree] | None = None,
-) -> CompressState:
+) -> Transformation:
     r"""Wraps an Optax transformation to store its state in 8 and 16 bits.
 
     $$(u, o') = \operatorname{update}(\text{float32}(g), \operatorname{decode}(c), w),
@@ -181,7 +174,7 @@ def compress_state(
             step = after if skipped is None else jnp.where(skipped, step, after)
         return new, CompressedState(stored, step, state.guard)
 
-    return CompressState(init, update)
+    return Transformation(init, update)
 
 
 def full_state(state: PyTree) -> PyTree:

@@ -23,6 +23,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
@@ -315,14 +316,9 @@ def _summed_in_order(axes: tuple[str, ...], x: Array) -> Array:
 
 def _largest_of_all(axes: tuple[str, ...], amaxes: PyTree) -> PyTree:
     """The amaxes of all devices, by one collective."""
-    leaves, tree = jax.tree.flatten(amaxes)
-    if not leaves:
+    if not jax.tree.leaves(amaxes):
         return amaxes
+    flat, restored = ravel_pytree(amaxes)
     # Of the bits, as in `largest_magnitude`: a maximum of floats may lose a NaN.
-    flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
     bits = jax.lax.pmax(jax.lax.bitcast_convert_type(flat, jnp.int32), axes)
-    found = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    sizes = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = jnp.split(found, sizes)
-    new = [x.reshape(leaf.shape) for x, leaf in zip(parts, leaves, strict=True)]
-    return jax.tree.unflatten(tree, new)
+    return restored(jax.lax.bitcast_convert_type(bits, jnp.float32))

@@ -228,10 +228,7 @@ def calculate_scaled_grad(
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        payloads: Payloads = {}  # of stored weights among the arguments
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
-        if any(map(_is_stored, leaves)):
-            (args, kwargs), payloads = dequantized((args, kwargs))
+        (args, kwargs), payloads = _without_stored((args, kwargs))
         problem = build(len(args))
         check_call(problem, scaling, args, kwargs, options)
         used = used_scaling(scaling, use_mixed_precision)
@@ -253,6 +250,12 @@ def calculate_scaled_grad(
 
 # As nearly every step has it: read once.
 _ONE_BATCH = Accumulation(1)
+
+
+def _without_stored(given: PyTree) -> tuple[PyTree, Payloads]:
+    """Arguments with arrays for weights in 8 bits, and what those arrays stand for."""
+    leaves = jax.tree.leaves(given, is_leaf=_is_stored)
+    return dequantized(given) if any(map(_is_stored, leaves)) else (given, {})
 
 
 def _is_stored(node: object) -> bool:
@@ -280,10 +283,7 @@ def gradient_function(
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> GradientResult:
-        payloads: Payloads = {}  # of stored weights among the arguments
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
-        if any(map(_is_stored, leaves)):
-            (args, kwargs), payloads = dequantized((args, kwargs))
+        (args, kwargs), payloads = _without_stored((args, kwargs))
         problem = build(len(args))
         if argnums is not None:
             args = _inputs.as_floating(args, problem.argnums, call)

@@ -15,6 +15,7 @@ from .._inspect import Traced, trace
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy
 from .._program import Records, probed
+from .._quantize import Role
 from .._scaling import init_scaling
 from .._tree import leaves_with_paths
 from .._typing import AnyArray, LeafPredicate
@@ -23,7 +24,6 @@ from ._anchors import Anchor, Collect, Found, anchors_of, common_layers
 from ._closeness import Closeness, Sums, cosine_of, snr_of, sums
 from ._comparison import Comparison
 from ._table import numbered
-from ._trace import Kind
 
 CALL = "`mpx.compare(reference, func)`"
 
@@ -146,7 +146,7 @@ class _Side:
         self.traced: Traced = trace(func, args, {}, lambda f: f, (0,), CALL)
         probe = Collect()
         self.tags = [
-            probe.new(Kind.WEIGHT if name else Kind.INPUT, name)
+            probe.new(Role.WEIGHT if name else Role.INPUT, name)
             for name in map(_weight_name, self.traced.paths)
         ]
         self.anchors = anchors_of(self.traced.jaxpr, self.tags)

@@ -22,14 +22,14 @@ from .._program import (
     is_multiplication,
     probed,
 )
-from .._quantize import Format
+from .._quantize import Format, Role
 from .._settings import read_weights, unwrapped, weights_in_call, weights_of
 from .._typing import AnyArray, Aval
 from ._formats import Asked, AskedFormat, asked_formats
 from ._report import Statistics
 from ._statistics import counts, joined, sampled, tensor_statistics
 from ._table import numbered
-from ._trace import Kind, Source, SourceProbe, is_product, phase_of, where
+from ._trace import Source, SourceProbe, is_product, phase_of, where
 
 CALL = "`mpx.monitor(func)(*args)`"
 
@@ -173,9 +173,9 @@ class _Program:
         probe = _Counts(self._formats, self._sample)
         named = zip(self._traced.paths, self._traced.is_weight, strict=True)
         tags = [
-            probe.new(Kind.WEIGHT, path, is_argument=True)
+            probe.new(Role.WEIGHT, path, is_argument=True)
             if is_weight
-            else probe.new(Kind.INPUT)
+            else probe.new(Role.INPUT)
             for path, is_weight in named
         ]
         results, records = probed(self._traced.jaxpr, probe, arrays, tags)
@@ -225,7 +225,7 @@ class _Row:
         is_whole_weight: Whether it is an argument, to be counted outside of loops.
     """
 
-    kind: Kind
+    kind: Role
     dtype: str
     axis: int
     turns: int = 0
@@ -248,10 +248,10 @@ class _Counts(SourceProbe):
 
     def carried(self, equation: JaxprEqn, place: Location, tag: Source) -> Source:
         """What a loop carries is computed anew in each turn; a weight it may be."""
-        if tag.kind is Kind.WEIGHT:
+        if tag.kind is Role.WEIGHT:
             return tag
         is_backward = phase_of(equation, place) == "backward"
-        return self.new(Kind.GRADIENT if is_backward else Kind.INPUT)
+        return self.new(Role.GRADIENT if is_backward else Role.INPUT)
 
     def cut(self, tag: Source) -> Source:
         """A layer of a stacked weight."""
@@ -327,12 +327,12 @@ class _Counts(SourceProbe):
         if not jnp.issubdtype(dtype, jnp.floating) or not jnp.size(array):
             return {}
         self._counted |= {key}
-        is_weight = tag.is_argument and tag.kind is Kind.WEIGHT and key == tag.key
+        is_weight = tag.is_argument and tag.kind is Role.WEIGHT and key == tag.key
         row = _Row(tag.kind, str(dtype), axis, tag.turns, is_weight)
         self.rows.setdefault(key, row)
         if is_weight:
             return {}
-        if tag.kind is not Kind.WEIGHT:
+        if tag.kind is not Role.WEIGHT:
             array = sampled(array, self._sample)
         return {key: counts(array, tag.kind, axis, self._formats)}
 
@@ -348,7 +348,7 @@ def _contracted(equation: JaxprEqn, number: int) -> int:
 
 def _of_weight(array: AnyArray, row: _Row, formats: Sequence[AskedFormat]) -> AnyArray:
     """The counts of an argument, layer by layer where a loop cuts it."""
-    count = lambda x: counts(x, Kind.WEIGHT, row.axis, formats)  # noqa: E731
+    count = lambda x: counts(x, Role.WEIGHT, row.axis, formats)  # noqa: E731
     for _ in range(row.turns):
         count = jax.vmap(count)
     return count(array)

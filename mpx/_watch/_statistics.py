@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._quantize import Role
 from .._typing import AnyArray
 from ._formats import AskedFormat
-from ._trace import Kind
 
 # A vector of counts: of all numbers first, then of each format. float32 holds squares
 # of 1e-19 to 1e19 only. So those of large and of small numbers are summed apart, each
@@ -25,7 +25,7 @@ _SHRUNK, _GROWN = 2.0**-50, 2.0**50
 
 
 def counts(
-    x: Array, kind: Kind, axis: int, formats: Sequence[AskedFormat]
+    x: Array, kind: Role, axis: int, formats: Sequence[AskedFormat]
 ) -> Float[Array, " n"]:
     """The counts of an array, to be joined with those of others by `joined`."""
     x = jnp.asarray(x).astype(jnp.float32)
@@ -142,7 +142,7 @@ class TensorStatistics:
 def tensor_statistics(
     found: np.ndarray,
     layer: str,
-    kind: Kind,
+    kind: Role,
     dtype: str,
     formats: Sequence[AskedFormat],
 ) -> TensorStatistics | None:
@@ -164,7 +164,7 @@ def _read(
     values: np.ndarray,
     *,
     layer: str,
-    kind: Kind,
+    kind: Role,
     dtype: str,
     formats: Sequence[AskedFormat],
 ) -> TensorStatistics:

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from .._errors import describe
-from .._grad import is_frozen
+from .._grad import is_frozen, tried_again
 from .._loss_scaling import StaticLossScaling
 from .._tree import all_finite
 from .._typing import BoolLike
@@ -260,46 +260,24 @@ def _scaled_transform(
             results = transformed(*f_args, _dynamic_scaler_state=state, **f_kwargs)
             results, judged = unscale(results, state)
             finite = all_finite(judged)
-            return _adjusted(state, finite), results, finite
+            return _adjusted(state, finite), (results, finite)
 
         @functools.wraps(fun, updated=())
         def wrapper(
             *f_args: PyTree, dynamic_scaler_state: object, **f_kwargs: PyTree
         ) -> PyTree:
             state = _read(dynamic_scaler_state)
-            state, results, finite = once(state, f_args, f_kwargs)
+            again = functools.partial(once, f_args=f_args, f_kwargs=f_kwargs)
+            state, found = again(state)
             if redo_on_nan > 0:
-                again = functools.partial(once, f_args=f_args, f_kwargs=f_kwargs)
-                state, results = _redone(again, state, results, finite, redo_on_nan)
-            return state, results
+                state, found = tried_again(
+                    again, lambda found: ~found[1], state, found, redo_on_nan
+                )
+            return state, found[0]
 
         return wrapper
 
     return scaled_transform
-
-
-def _redone(
-    again: Callable[..., PyTree],
-    state: object,
-    results: PyTree,
-    finite: BoolLike,
-    times: int,
-) -> PyTree:
-    """Tries again while the results are not finite; leaves that are no arrays stay."""
-    arrays, static = eqx.partition(results, eqx.is_array)
-
-    def is_bad(carry: PyTree) -> Array:
-        _, _, finite, count = carry
-        return ~finite & (count < times)
-
-    def body(carry: PyTree) -> PyTree:
-        state, _, _, count = carry
-        state, results, finite = again(state)
-        return state, eqx.filter(results, eqx.is_array), finite, count + 1
-
-    start = (state, arrays, finite, jnp.zeros((), jnp.int32))
-    state, arrays, _, _ = jax.lax.while_loop(is_bad, body, start)
-    return state, eqx.combine(arrays, static)
 
 
 def _read(state: object) -> DynamicScalerState:

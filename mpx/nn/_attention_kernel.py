@@ -31,7 +31,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array, PyTree
 
 from .._dtypes import is_half
-from .._program import aval_of, sub_jaxprs
+from .._program import aval_of, divide, is_inexact, sub_jaxprs
 from .._quantize import Target, target_from
 from .._typing import AnyArray, Atom, Program
 from ._attention_products import (
@@ -295,16 +295,12 @@ def _result_and_pullback(
 
     Jitted, so that JAX keeps what it traced for equal arguments.
     """
-    leaves, tree = jax.tree.flatten(x)
-    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    floats, form = divide(x, lambda leaf: is_inexact(jax.typeof(leaf)))
 
-    def of_floats(*floats: object) -> PyTree:
-        given = iter(floats)
-        pairs = zip(leaves, is_float, strict=True)
-        full = [next(given) if f else x for x, f in pairs]
-        return call(options, native, "cudnn", jax.tree.unflatten(tree, full))
+    def of_floats(*floats: AnyArray) -> PyTree:
+        return call(options, native, "cudnn", form.filled(floats))
 
-    return jax.vjp(of_floats, *(x for x, f in zip(leaves, is_float, strict=True) if f))
+    return jax.vjp(of_floats, *floats)
 
 
 def _place_of_rows(jaxpr: Program, shape: tuple[int, ...]) -> int:

@@ -45,8 +45,8 @@ from examples.runs import (
     read_bad_steps,
 )
 from examples.runs.checkpoint import Checkpoints
-from mpx._program import NoFlow, walk
-from tests.helpers import slow_but
+from mpx._program import walk
+from tests.helpers import NoFlow, slow_but
 
 # Flax and Optax need JAX's own promotion.
 pytestmark = pytest.mark.third_party
