@@ -12,6 +12,7 @@ import mpx
 from .registries import RECIPES
 
 ROWS, CLASSES = 64, 10
+RECIPE = mpx.DelayedScaling(warm_start=True)
 
 
 def mlp():
@@ -186,6 +187,61 @@ def test_a_state_of_another_model_is_refused(data):
     weights = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 4))}
     with pytest.raises(ValueError, match=r"state of this model.*layers\[0\].*'a'"):
         mpx.inference(other, scaling)(weights, x)
+
+
+@pytest.mark.parametrize(("width", "depth"), [(64, 3), (32, 2), (32, 4)])
+@pytest.mark.parametrize("recipe", [RECIPE, mpx.Float8CurrentScaling()])
+def test_a_state_of_a_model_of_another_size_is_refused(data, recipe, width, depth):
+    x, labels = data
+    train = mpx.autocast(loss, recipe=recipe)
+    other = eqx.nn.MLP(16, CLASSES, width, depth, key=jax.random.key(0))
+    state = mpx.init_scaling(train, other, x, labels)
+    refused = pytest.raises(ValueError, match="state of this model; got .* made for")
+    with refused:
+        mpx.inference(train, state)(mlp(), x, labels)
+    if recipe is RECIPE:
+        with refused:
+            mpx.filter_value_and_grad(train, state)(mlp(), x, labels)
+
+
+def test_a_state_of_a_scan_of_another_length_is_refused():
+    def loss(weights, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)
+        return jnp.mean(x)
+
+    func, x = mpx.autocast(loss, recipe=RECIPE), jnp.ones((4, 16))
+    state = mpx.init_scaling(func, jnp.ones((3, 16, 16)), x)
+    for call in (mpx.inference, mpx.value_and_grad):
+        with pytest.raises(ValueError, match=r"the shape \(3, 16, 16\), which is \(2,"):
+            call(func, state)(jnp.ones((2, 16, 16)), x)
+
+
+def test_a_state_with_scales_for_more_weights_is_refused_in_training():
+    """An evaluation may have no use for some of the weights."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    func, x = mpx.autocast(loss, recipe=RECIPE), jnp.ones((4, 16))
+    state = mpx.init_scaling(func, [jnp.ones((16, 16))] * 4, x)
+    with pytest.raises(ValueError, match=r"scales for `\[2\]`, which the function has"):
+        mpx.value_and_grad(func, state)([jnp.ones((16, 16))] * 2, x)
+    mpx.inference(func, state)([jnp.ones((16, 16))] * 2, x)
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, mpx.Float8CurrentScaling()])
+def test_a_function_without_the_recipe_is_refused(data, recipe):
+    """It would be evaluated in float32, or in half precision."""
+    x, labels = data
+    state = mpx.init_scaling(mpx.autocast(loss, recipe=recipe), mlp(), x, labels)
+    with pytest.raises(ValueError, match="this one is not an autocast function"):
+        mpx.inference(loss, state)(mlp(), x, labels)
+    with pytest.raises(ValueError, match="this one has no recipe"):
+        mpx.inference(mpx.autocast(loss), state)(mlp(), x, labels)
+    off = mpx.autocast(loss, recipe=recipe, enabled=False)
+    mpx.inference(off, state)(mlp(), x, labels)
 
 
 def test_a_state_that_has_seen_no_step_is_a_warning(data):

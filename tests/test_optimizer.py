@@ -300,7 +300,7 @@ def test_what_no_optimizer_can_update_is_named(name, optimizer):
     weight, grad, what = NUMBERS[name]
     model, grads = {"w": jnp.ones(2), "a": weight}, {"w": jnp.ones(2), "a": grad}
     state = optimizer.init({"w": jnp.ones(2), "a": jnp.ones(())})
-    match = rf"floating numbers; got {what} at `\['a'\]`.*jnp.asarray"
+    match = rf"floating-point arrays; got {what} at `\['a'\]`.*jnp.asarray"
     with pytest.raises(ValueError, match=match):
         mpx.optimizer_update(model, optimizer, state, grads, True)
     # Without a gradient they stay as they are.

@@ -71,9 +71,10 @@ def weight_of_recipe(
         value = declared(jax.lax.optimization_barrier(array), name)
     value.stored = stored
     if run.uses.slots:
-        value.slots = Slots.of_parameter(owner + name, source)
         # Under `shard_map` it is a piece of the weight.
-        if not manual_axes() and stored is None:
+        shape = None if manual_axes() else array.shape
+        value.slots = Slots.of_parameter(owner + name, source, shape)
+        if shape is not None and stored is None:
             value.slots = value.slots.measured(array, target)
         run.parameters.add(owner + name)
     return value
@@ -125,7 +126,8 @@ def call_with_recipe(
             "epoch, or a single example."
         )
     # A state is of this program, also where one row has no use for it.
-    note_used(run.used.recipes | run.used.one_row)
+    used = run.used.recipes | run.used.one_row
+    note_used(used, run.parameters, has_recipe=recipe is not None)
     return (marked(results) if isinstance(source, StateRequests) else results), run
 
 

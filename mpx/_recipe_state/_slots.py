@@ -70,6 +70,7 @@ class StateRequests:
     Attributes:
         requests: The slots.
         quantized: What any recipe quantizes: which weights, in which uses.
+        shapes: The shapes of the weights, by path.
         calls: How many calls of autocast functions there were.
         is_switched_off: Whether a call was of a function that is switched off.
     """
@@ -78,6 +79,7 @@ class StateRequests:
         """Starts with none."""
         self.requests: dict[SlotName, Request] = {}
         self.quantized: dict[SlotName, None] = {}
+        self.shapes: dict[str, Shape] = {}
         self.calls = 0
         self.is_switched_off = False
 
@@ -93,12 +95,14 @@ class State(NamedTuple):
     Attributes:
         scales: The scales of each slot.
         recipes: The recipe that its state was made for.
+        shapes: The shapes of the weights that it was made for, by path.
         quantized: The uses of weights that a recipe quantizes, and no others; None in
             a training step, which finds them out.
     """
 
     scales: Mapping[SlotName, Array]
     recipes: Mapping[SlotName, AbstractRecipe]
+    shapes: Mapping[str, Shape]
     quantized: Sequence[SlotName] | None = None
 
 
@@ -108,6 +112,8 @@ class ProvidedState:
     Attributes:
         taken: How many calls there were.
         used: The recipes that quantized a product in them.
+        parameters: The paths of the weights of these functions.
+        has_recipe: Whether a call was of a function with a recipe.
         is_switched_off: Whether a call was of a function that is switched off.
     """
 
@@ -118,6 +124,8 @@ class ProvidedState:
         self._state = state._replace(scales={})
         self.taken = 0
         self.used: set[AbstractRecipe] = set()
+        self.parameters: set[str] = set()
+        self.has_recipe = False
         self.is_switched_off = False
 
     def take(self) -> State:
@@ -159,11 +167,21 @@ def is_collecting_requests() -> bool:
     return isinstance(ambient().source, StateRequests)
 
 
-def note_used(recipes: Iterable[AbstractRecipe]) -> None:
-    """An autocast function that was called has quantized by these recipes."""
+def note_used(
+    recipes: Iterable[AbstractRecipe], parameters: Iterable[str], *, has_recipe: bool
+) -> None:
+    """An autocast function that was called has quantized by these recipes.
+
+    Args:
+        recipes: The recipes.
+        parameters: The paths of the weights of the function.
+        has_recipe: Whether the function has a recipe.
+    """
     source = ambient().source
     if isinstance(source, ProvidedState):
         source.used.update(recipes)
+        source.parameters.update(parameters)
+        source.has_recipe |= has_recipe
 
 
 def first_step() -> contextlib.AbstractContextManager[object]:
@@ -197,11 +215,30 @@ class Slots:
 
     @classmethod
     def of_parameter(
-        cls, parameter: str, source: StateRequests | State | None
+        cls,
+        parameter: str,
+        source: StateRequests | State | None,
+        shape: Shape | None,
     ) -> "Slots":
-        """The slots of a parameter of the function."""
+        """The slots of a parameter of the function.
+
+        Args:
+            parameter: Its path.
+            source: Where they come from.
+            shape: That of the parameter; None if only a piece of it is here.
+        """
         if not isinstance(source, State):
+            if source is not None and shape is not None:
+                source.shapes[parameter] = shape
             return cls(parameter, source)
+        known = source.shapes.get(parameter)
+        if None not in (known, shape) and known != shape:
+            name = f"`{parameter}`" if parameter else "the weight"
+            raise ValueError(
+                f"`scaling` must be the state of this model; got one that was made for "
+                f"{name} with the shape {known}, which is {shape} here. Make a state "
+                "for this model: `mpx.init_scaling(func, model, ...)`."
+            )
         mine = [name for name in source.scales if name.parameter == parameter]
         recorded = source.quantized
         return cls(

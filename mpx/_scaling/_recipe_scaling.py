@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from .._errors import warn_user
+from .._errors import listing, warn_user
 from .._loss_scaling import AbstractLossScaling, StepRecord
 from .._quantize import AbstractRecipe
 from .._recipe_state import (
@@ -28,7 +28,7 @@ from .._recipe_state import (
     brief,
     providing_state,
 )
-from .._typing import AnyArray, BoolLike, FloatScalar
+from .._typing import AnyArray, BoolLike, FloatScalar, Shape
 from . import _saved
 from ._delayed_scales import DelayedScales
 
@@ -50,6 +50,8 @@ class RecipeScaling(AbstractLossScaling):
         calls: The number of calls of autocast functions in one step.
         quantized: The uses of weights that recipes quantize. `mpx.inference` with this
             state quantizes the same ones.
+        shapes: The shapes of the model's weights by path: a state of another model is
+            refused.
     """
 
     loss: AbstractLossScaling
@@ -58,6 +60,7 @@ class RecipeScaling(AbstractLossScaling):
     amaxes: tuple[Float32[Array, "_ 3"], ...]
     calls: int = eqx.field(static=True)
     quantized: tuple[SlotName, ...] = eqx.field(static=True)
+    shapes: tuple[tuple[str, Shape], ...] = eqx.field(static=True)
 
     @classmethod
     def _new(cls, loss: AbstractLossScaling, found: StateRequests) -> Self:
@@ -70,7 +73,8 @@ class RecipeScaling(AbstractLossScaling):
             for recipe, found in by_recipe.items()
             if recipe.has_state
         )
-        fields = loss, scales, _nothing(scales), found.calls, tuple(found.quantized)
+        uses, shapes = tuple(found.quantized), tuple(found.shapes.items())
+        fields = loss, scales, _nothing(scales), found.calls, uses, shapes
         # For a checker the record is a field, too.
         return cls(*fields)  # pyright: ignore[reportCallIssue]
 
@@ -233,13 +237,15 @@ class RecipeScaling(AbstractLossScaling):
         if not tokens:
             yield
             return
-        with providing_state(State(tokens, self._recipes()), self.calls) as provision:
+        state = State(tokens, self._recipes(), dict(self.shapes))
+        with providing_state(state, self.calls) as provision:
             yield
         self._refuse_another_function(provision)
 
     @contextlib.contextmanager
     def _provide_frozen(self) -> Iterator[None]:
-        state = State(self._tokens(), self._recipes(), self.quantized)
+        shapes = dict(self.shapes)
+        state = State(self._tokens(), self._recipes(), shapes, self.quantized)
         with providing_state(state, self.calls) as provision:
             yield
         self._refuse_another_recipe(provision)
@@ -277,9 +283,24 @@ class RecipeScaling(AbstractLossScaling):
                 "the state from this function: `mpx.init_scaling(func, model, "
                 "...).with_state(scaling)`."
             )
+        weights = {name.parameter for name in self._tokens()}
+        missing = weights - provision.parameters
+        if missing and provision.taken == self.calls:
+            raise ValueError(
+                "`scaling` must be the state of this model; got one with scales for "
+                f"{listing(sorted(missing))}, which the function has not. Make a state "
+                "for this model: `mpx.init_scaling(func, model, ...)`."
+            )
 
     def _refuse_another_recipe(self, provision: ProvidedState) -> None:
         """Raises where a function was called that quantizes by other recipes."""
+        if not (provision.used or provision.has_recipe or provision.is_switched_off):
+            what = "has no recipe" if provision.taken else "is not an autocast function"
+            raise ValueError(
+                "`func` of `mpx.inference(func, scaling)` must compute as the training "
+                f"did, by a recipe; this one {what}. Pass `mpx.autocast(func, "
+                "recipe=...)`, or call `func` directly."
+            )
         made_for = self._made_for
         if not made_for or not provision.used or provision.used & made_for:
             return

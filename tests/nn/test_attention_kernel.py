@@ -159,7 +159,7 @@ def test_what_jax_refuses_is_done_by_products(monkeypatch):
     monkeypatch.setattr(_attention_kernel, "call", refuse)
     arrays = arrays_of()
     np.testing.assert_array_equal(attend(**arrays), products(**arrays))
-    with pytest.raises(ValueError, match="kernel: The head dim must be <= 128. Leave"):
+    with pytest.raises(ValueError, match="used: The head dim must be <= 128. Omit"):
         kernel(**arrays)
 
 
