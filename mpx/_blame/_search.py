@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from .._dtypes import full_precision_of
-from .._program import PrimitiveClass, properties
+from .._program import PrimitiveClass, properties, reachable
 from ._badness import Range, is_number, range_of
 from ._graph import Graph, Index, Instance, Step, is_same_numbers
 from ._record import Runs, Seen, is_measured
@@ -200,17 +200,14 @@ class Search:
         regions the first few.
         """
         found: list[set[tuple[Step, Index]]] = []
-        done: set[Instance] = set()
-        todo = list(ends)
-        while todo:
-            end = todo.pop()
-            if end in done:
-                continue
-            done.add(end)
+
+        def bad_before(end: Instance) -> list[Instance]:
             region, before = self._between(seen, end)
-            todo += before
             if region and not before:
                 found.append(region)
+            return before
+
+        reachable(ends, bad_before)
         found.sort(key=lambda region: max(self._order(*one) for one in region))
         return {step for region in found[:_NAMED] for step, _ in region}
 
@@ -223,22 +220,21 @@ class Search:
         """
         region: set[tuple[Step, Index]] = set()
         before: list[Instance] = []
-        done, todo = set(), [end]
-        while todo:
-            one = value, index = todo.pop()
-            if one in done:
-                continue
-            done.add(one)
+
+        def unknown_before(one: Instance) -> Iterable[Instance]:
+            value, index = one
             step = self.graph.makers.get(value)
             bad = None if step is None else seen.bad(step, index)
             if bad is not None and value not in bad:
-                continue
+                return ()
             if bad is not None and one != end:
                 before.append(one)
-                continue
+                return ()
             if step is not None and not is_same_numbers(step):
                 region.add((step, index))
-            todo += self.graph.origins(value, index)
+            return self.graph.origins(value, index)
+
+        reachable([end], unknown_before)
         return region, before
 
     def _roots(self, seen: Seen, ends: Iterable[Instance]) -> dict[Step, Index]:
@@ -247,21 +243,22 @@ class Search:
         As far as they reach the ends, the first one first, each in its first turn.
         """
         found: list[tuple[Step, Index]] = []
-        done, todo = set(), list(ends)
-        while todo:
-            one = value, index = todo.pop()
-            if one in done:
-                continue
-            done.add(one)
+
+        def bad_origins(one: Instance) -> Iterable[Instance]:
+            value, index = one
             step = self.graph.makers.get(value)
             bad = None if step is None else seen.bad(step, index)
             origins = self.graph.origins(value, index)
+            if bad is not None and value not in bad:
+                return ()
             if step is None or bad is None or not seen.is_of_region(step):
-                todo += origins if bad is None or value in bad else ()
-            elif value in bad:
-                reached = [origin for origin in origins if origin[0] in bad]
-                todo += reached
-                found += [] if reached else [(step, index)]
+                return origins
+            reached = [origin for origin in origins if origin[0] in bad]
+            if not reached:
+                found.append((step, index))
+            return reached
+
+        reachable(ends, bad_origins)
         roots: dict[Step, Index] = {}
         for step, index in sorted(found, key=lambda one: self._order(*one)):
             roots.setdefault(step, index)
