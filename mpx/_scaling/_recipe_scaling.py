@@ -283,7 +283,7 @@ class RecipeScaling(AbstractLossScaling):
                 "the state from this function: `mpx.init_scaling(func, model, "
                 "...).with_state(scaling)`."
             )
-        weights = {name.parameter for name in self._tokens()}
+        weights = {name.parameter for name in self._recipes()}
         missing = weights - provision.parameters
         if missing and provision.taken == self.calls:
             raise ValueError(
