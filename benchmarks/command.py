@@ -16,7 +16,7 @@ from .numerics import recipes
 from .results import COMMITTED
 
 Name = Literal[(*parts.PARTS, "docs")]
-ALL = ("sweep", "scaling", "autocast", "host", "folds", "recipes", "errors")
+ALL = ("sweep", "host", "folds", "recipes", "errors")
 SCRATCH = Path("runs/bench")
 
 
@@ -25,14 +25,10 @@ class Options:
     """Measures mpx beside float32, the published MPX and JMP.
 
     Without names everything is measured: `sweep` (memory and traffic over the batch
-    size), `scaling` (traffic added by dynamic loss scaling), `autocast` (memory and
-    traffic where autocast casts), `host` (CPU time to trace and lower), `folds`
-    (accuracy over five folds), `recipes` (the loss of a GPT in low precision) and
-    `errors` (of single products in low precision). `cuda` is sweep, autocast and
-    scaling compiled for an H100; `recipe-counts` says on which units the products of
-    low precision run on an H100, a B200 and a TPU7x, and what they keep; `residuals`
-    what steps need that recompute islands, on an H100 and a TPU v5e; `attention` what
-    steps need whose attention is one kernel, on an H100; `workloads` what steps in 8
+    size), `host` (CPU time to trace and lower), `folds` (accuracy over five folds),
+    `recipes` (the loss of a GPT in low precision) and `errors` (of single products in
+    low precision). `residuals` says what steps need that recompute islands, on an H100
+    and a TPU v5e; `workloads` what steps in 8
     bits cost beside the peers' on an H100 and a B200, and those in half precision
     beside a naive cast; `whole-steps` the same of large models with remat, scans and
     master weights; `wire` what steps on four devices send, in every layout, on
@@ -49,9 +45,9 @@ class Options:
     out: Path = SCRATCH
     """Where results and pictures go; `benchmarks/results` is what is committed."""
     target: Literal["v5e", "v5p", "v6e", "tpu7x"] = "v5e"
-    """TPU that sweep and scaling are compiled for."""
+    """TPU that sweep is compiled for."""
     blocks: int = 2
-    """Transformer blocks in sweep and scaling; 12 takes minutes for each program."""
+    """Transformer blocks in sweep; 12 takes minutes for each program."""
     fresh: bool = False
     """Compile also what has been compiled before by the same compiler."""
     rounds: int = 15

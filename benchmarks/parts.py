@@ -5,9 +5,8 @@ module has besides
 
 * `CASES`, dataclasses with a `target`, or `cases(target, blocks)`, their fields;
 * `build(fields, devices)`, the step, and `count(compiled, fields)`, its record;
-* if need be `VARIABLES` of the worker's environment, `SAYS_TARGET` where a step names
-  its target itself, `compile_with(lower)` for what else is asked of the compiler, and
-  `more_records()`.
+* if need be `VARIABLES` of the worker's environment, `compile_with(lower)` for what
+  else is asked of the compiler, and `more_records()`.
 
 What is *measured* has a function here, and in its module a `measure(request)` that
 runs in a worker.
@@ -29,18 +28,13 @@ from rich.console import Console
 from . import processes, published, results
 from .counter import TARGETS
 from .counts import (
-    activations,
-    attention,
-    autocast,
     compiling,
     eight_bits,
     few_bits as few_bits_counts,
     half,
     monitor,
     products,
-    recipes as recipe_counts,
     residuals,
-    scaling,
     sweep,
     whole_steps,
     wire,
@@ -52,12 +46,7 @@ from .time import autocast as autocast_host, compiling as compile_time, host
 
 COUNTED: dict[str, tuple[Any, ...]] = {
     "sweep": (sweep,),
-    "scaling": (scaling,),
-    "autocast": (autocast,),
-    "cuda": (sweep, autocast, scaling),
-    "recipe-counts": (recipe_counts, activations),
     "residuals": (residuals,),
-    "attention": (attention,),
     "workloads": (eight_bits, half, products),
     "whole-steps": (whole_steps,),
     "wire": (wire,),
@@ -131,8 +120,6 @@ class Session:
             target: that those are compiled for which say none.
             blocks: of the Vision Transformers.
         """
-        if name == "cuda":
-            target, blocks = "h100", 4
         parts = COUNTED[name]
         named = [case.target for part in parts for case in getattr(part, "CASES", ())]
         targets = [TARGETS[one] for one in dict.fromkeys(named or [target])]

@@ -92,8 +92,8 @@ _USUAL = {"cpu": "cpu", "cuda": "h100", "tpu": "v5e"}
 
 def _compiling_for(request: dict[str, Any], target: str) -> Any:
     """Tells our autocast which device is compiled for; it is not the one here."""
-    if request["arms"] != "ours" or hasattr(_part(request), "SAYS_TARGET"):
-        return contextlib.nullcontext()  # no autocast, or it has been told
+    if request["arms"] != "ours":
+        return contextlib.nullcontext()  # no autocast
     import mpx
 
     return mpx.autocast(target=target, ambient=True)
@@ -178,7 +178,6 @@ TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]] | str] = {
     "errors": "numerics.errors",
     "published": "published",
     "few bits": "numerics.few_bits",
-    "kept": "counts.recipes",
 }
 
 

@@ -14,8 +14,6 @@ from .. import processes, results
 from ..counter import TARGETS
 from ..peers.environment import Peers
 
-Record = dict[str, Any]
-
 
 @dataclasses.dataclass
 class Compiler:
@@ -132,11 +130,3 @@ def cases_of(
         for problem, batches in problems.items()
         for batch, arm in itertools.product(batches, arms)
     ]
-
-
-def find(records: Sequence[Record], **fields: Any) -> Record | None:
-    """The record with these fields, or None."""
-    for record in records:
-        if all(record.get(name) == value for name, value in fields.items()):
-            return record
-    return None

@@ -24,9 +24,7 @@ from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
 from . import compiling, program
 
-OUR_ARMS = ("float32", "mpx float16", "mpx bfloat16")
-PEER_ARMS = ("MPX float16",)
-ARMS = (*OUR_ARMS, *PEER_ARMS)
+ARMS = ("float32", "mpx float16", "mpx bfloat16", "MPX float16")
 # Images per step and device; four devices get four times as many, as data-parallel
 # training is meant. Below these sizes a TPU keeps whole activations on the chip.
 BATCHES: dict[str, tuple[int, ...]] = {
@@ -54,20 +52,8 @@ def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases(target: str, blocks: int) -> list[dict[str, Any]]:
-    """All sizes; of a GPU those of reference, and 12 blocks of the desktop ViT.
-
-    GPU compilers take seconds where TPU's take minutes.
-    """
-    if TARGETS[target].platform == "cuda":
-        sizes = [(4, ("desktop", "base")), (12, ("desktop",))]
-        return [
-            case
-            for arms in (OUR_ARMS, PEER_ARMS)
-            for blocks, names in sizes
-            for case in compiling.cases_of(
-                {name: (REFERENCE[name],) for name in names}, arms, blocks
-            )
-        ]
+    """All sizes."""
+    del target
     return [
         case
         for problem, devices in itertools.product(BATCHES, DEVICES)

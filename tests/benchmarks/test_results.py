@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 from benchmarks import command, documentation, parts, results, summary
-from benchmarks.counts import compiling, scaling as scaling_traffic, sweep
+from benchmarks.counts import compiling, sweep
 from benchmarks.numerics import folds
 from benchmarks.tables import Table
 from benchmarks.time import (
@@ -89,52 +89,6 @@ def test_what_does_not_fit_is_said():
     assert table.rows[-1][-2:] == ["does not fit", ""]
 
 
-def found_scaling(ours, peer):
-    found = results.Results("scaling", "test", "compiled for X")
-    for arm, traffic in (
-        ("mpx float16 unscaled", 1_000_000),
-        ("mpx float16", ours),
-        ("MPX float16 unscaled", 1_000_000),
-        ("MPX float16", peer),
-    ):
-        found.records.append(
-            {
-                "problem": "base",
-                "batch": 8,
-                "blocks": 2,
-                "target": "v5e",
-                "arm": arm,
-                "counts": {"traffic": traffic},
-            }
-        )
-    return found
-
-
-@pytest.mark.parametrize(("ours", "met"), [(1_090_000, True), (1_200_000, False)])
-def test_scaling_goal_compares_bytes_with_the_published_mpx(ours, met):
-    found = found_scaling(ours, 1_100_000)
-    assert [goal.met for goal in scaling_traffic.goals(found)] == [met]
-    (table,) = scaling_traffic.tables(found)
-    assert [row[1] for row in table.rows] == ["mpx", "MPX"]
-    assert table.rows[1][4] == "+10.0%"
-    assert table.rows[1][5:] == ["", "", ""]
-
-
-@pytest.mark.parametrize(("ours", "met"), [(1_100_900, True), (1_101_100, False)])
-def test_scaling_goal_allows_for_the_compilers_schedule(ours, met):
-    found = found_scaling(ours, 1_100_000)
-    assert [goal.met for goal in scaling_traffic.goals(found)] == [met]
-
-
-def test_scaling_compares_off_chip_traffic_where_it_is_known():
-    found = found_scaling(1_100_000, 1_100_000)
-    for record, off_chip in zip(found.records, (500, 600, 500, 550), strict=True):
-        record["counts"]["off_chip"] = off_chip
-    assert [goal.met for goal in scaling_traffic.goals(found)] == [True, False]
-    (table,) = scaling_traffic.tables(found)
-    assert [row[-1] for row in table.rows] == ["+20.0%", "+10.0%"]
-
-
 @pytest.mark.parametrize(("seconds", "met"), [(1.4, True), (1.6, False)])
 def test_host_cost_of_autocast_compares_the_fastest_rounds(seconds, met):
     found = results.Results("host", "test", "measured on X")
@@ -175,8 +129,7 @@ def test_host_cost_compares_the_fastest_rounds(trace, met):
 def test_cases_are_the_product():
     cases = compiling.cases_of({"desktop": (1, 2), "base": (3,)}, ("a", "b"), 2, 4)
     assert len(cases) == 3 * 2
-    assert compiling.find(cases, problem="base", arm="b", devices=4)["batch"] == 3
-    assert compiling.find(cases, problem="base", arm="c") is None
+    assert {case["batch"] for case in cases if case["problem"] == "base"} == {3}
 
 
 def test_markdown():
@@ -272,6 +225,6 @@ def test_compile_time_without_results():
 
 
 def test_the_recorded_command_says_nothing_of_the_machine(monkeypatch):
-    words = ["cuda", "--cuda-libraries", "a/folder/of/mine", "--out", "results"]
+    words = ["wire", "--cuda-libraries", "a/folder/of/mine", "--out", "results"]
     monkeypatch.setattr("sys.argv", ["benchmarks", *words])
-    assert command.Options().command == "python -m benchmarks cuda --out results"
+    assert command.Options().command == "python -m benchmarks wire --out results"

@@ -115,7 +115,7 @@ def test_a_failing_worker_says_why():
 
 @needs_peers
 def test_the_peers_worker_has_the_published_mpx():
-    arms = ("float32", "MPX float16", "MPX float16 unscaled", "JMP float16")
+    arms = ("float32", "MPX float16", "MPX bfloat16", "JMP float16")
     cases = [{**TINY, "arm": arm} for arm in arms]
     request = {"task": "lower", "platform": "tpu", "cases": cases}
     versions, *answers = ask("peers", request)
