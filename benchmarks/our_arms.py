@@ -12,7 +12,7 @@ import optax
 import mpx
 from mpx.contrib import PallasKernel
 
-from .steps import CHECKED, FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction
+from .steps import FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction
 
 RECIPES = {
     "delayed": mpx.DelayedScaling(),
@@ -99,7 +99,6 @@ ARMS = {
     for arm in (
         FLOAT32,
         NAIVE,
-        CHECKED,
         _mpx_arm("mpx float16", "float16"),
         _mpx_arm("mpx bfloat16", "bfloat16"),
         *(
@@ -114,9 +113,8 @@ ARMS = {
             rules=mpx.Rules(mpx.Rule(mpx.Precision.HALF, primitive=("add", "mul"))),
         ),
         *(
-            autocast_arm(f"{name}{suffix}", recipe=recipe, residual_stream=stream)
-            for name, recipe in (RECIPES | BY_KERNEL).items()
-            for stream, suffix in (("full", ""), ("half", ", half stream"))
+            autocast_arm(name, recipe=recipe, residual_stream="full")
+            for name, recipe in RECIPES.items()
         ),
     )
 }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -72,7 +71,6 @@ class Compiler:
                 request,
                 self.peers,
                 libraries=self.libraries,
-                variables=getattr(part, "VARIABLES", None),
             )
             versions = next(answers)["versions"]
             found.versions[side] = versions
@@ -115,18 +113,3 @@ def make_progress(console: Any) -> Progress:
 
 def _arm(case: dict[str, Any]) -> str:
     return case.get("arm", "")
-
-
-def cases_of(
-    problems: Mapping[str, Sequence[int]],
-    arms: Sequence[str],
-    blocks: int,
-    devices: int = 1,
-) -> list[dict[str, Any]]:
-    """The product of problems with their batches and arms."""
-    names = ("problem", "arm", "batch", "blocks", "devices")
-    return [
-        dict(zip(names, (problem, arm, batch, blocks, devices), strict=True))
-        for problem, batches in problems.items()
-        for batch, arm in itertools.product(batches, arms)
-    ]
