@@ -120,6 +120,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run also what is marked `slow`, as `.ci/run` does",
     )
     parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run all: what is marked `slow` and what is marked `exhaustive`",
+    )
+    parser.addoption(
         "--any-device",
         action="store_true",
         help="run what is marked `gpu` on whatever device JAX has",
@@ -157,8 +162,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test that takes long, or whose device or compiler is not here."""
-    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+    everything = item.config.getoption("--exhaustive")
+    slow = everything or item.config.getoption("--slow")
+    if item.get_closest_marker("slow") and not slow:
         pytest.skip("slow: `.ci/run` runs it, and `make test ARGS=--slow`")
+    if item.get_closest_marker("exhaustive") and not everything:
+        pytest.skip("exhaustive: `make test ARGS=--exhaustive` runs it")
     needs_gpu = item.get_closest_marker("gpu") and not item.config.getoption(
         "--any-device"
     )

@@ -1,14 +1,14 @@
 """mpx: mixed and low precision training for JAX.
 
-Any JAX function, any model: one line transforms the loss, and a training step that
-serves every precision has these two:
+Any JAX function, any model: one line transforms the loss, and a training step for every
+precision has these two:
 
     loss = mpx.autocast(loss)
 
     result = mpx.filter_value_and_grad(loss, scaling)(model, batch)
     model, opt_state, scaling = mpx.optimizer_step(model, optimizer, opt_state, result)
 
-The names below stand in the order of the documentation.
+The names below are in the order of the documentation.
 """
 
 import importlib as _importlib

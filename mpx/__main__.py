@@ -34,7 +34,7 @@ Arguments of the function are written as
   name=...                            a keyword argument
 """
 _FORECAST = """\
-Say what a training step would need and gain on a device that is not here:
+Estimate what a training step needs and gains on a device that is not here:
 
   python -m mpx forecast train:loss ":make_model()" f32[256,32,32,3] i32[256] \\
       --optimizer adamw --target h100 --precision bfloat16 --precision delayed
@@ -43,21 +43,21 @@ The function is a loss, or without --optimizer a whole step. Arguments are writt
 for `explain`. The target's compiler must be installed: "jax[cuda12]" or libtpu.
 """
 _BLAME = """\
-Print what made a step bad:
+Print what made a step non-finite:
 
   python -m mpx blame train:replay 812 runs/gpt --save step_812.html
 
-The function restores the step, and returns what `mpx.blame` says of it:
+The function restores the step, and returns the report of `mpx.blame`:
 
   def replay(step, folder):
       model, scaling, batch = ...
       return mpx.blame(loss, scaling)(model, batch)
 
-It is called with the arguments: literals of Python, other text as it is.
+It is called with the arguments: Python literals, other text unchanged.
 """
 _DOCTOR = """\
-Say which versions and devices are here, which precision is fast on them, and what is
-in the way, such as the published MPX or JAX without its plugin.
+List versions and devices, the precision that is fast on them, and problems such as the
+published MPX or JAX without its plugin.
 """
 
 _ARRAY = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d, ]*)\]")
@@ -114,6 +114,7 @@ def _forecast(options: argparse.Namespace) -> None:
         _read_optimizer(options.optimizer, module),
         targets=options.target or ("h100",),
         precisions=options.precision or ("float32", "bfloat16", "delayed"),
+        has_aux=options.has_aux,
         largest_batch=options.largest_batch,
         top=options.top,
     )(*positional, **keywords)
@@ -128,14 +129,14 @@ def _read_optimizer(text: str | None, module: str) -> object:
     import optax
 
     if not hasattr(optax, text):
-        raise ValueError(f"Optax has no optimizer {text!r}; or give module:name")
+        raise ValueError(f"Optax has no optimizer {text!r}; pass module:name for yours")
     return getattr(optax, text)(1e-3)
 
 
 def _blame(options: argparse.Namespace) -> None:
     func = _read_object(options.function, "")
     if not callable(func):
-        raise _RefusedError(f"{options.function!r} is no function")
+        raise _RefusedError(f"{options.function!r} is not a function")
     report = func(*map(_read_literal, options.arguments))
     if not isinstance(report, BlameReport):
         raise _RefusedError(
@@ -173,11 +174,11 @@ def _parser() -> argparse.ArgumentParser:
         "explain", help=help_of_explain, description=_EXPLAIN, formatter_class=raw
     )
     explain.set_defaults(run=_explain, refused=ValueError)
-    help_of_blame = "print what made a step bad, which your function restores"
+    help_of_blame = "print what made a step non-finite; your function restores it"
     blame = commands.add_parser(
         "blame", help=help_of_blame, description=_BLAME, formatter_class=raw
     )
-    help_of_forecast = "what a step would need and gain on a device that is not here"
+    help_of_forecast = "estimate a step's needs and gains on a device that is not here"
     forecast = commands.add_parser(
         "forecast", help=help_of_forecast, description=_FORECAST, formatter_class=raw
     )
@@ -193,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
             default=[],
             metavar="PATH",
             type=_report_path,
-            help="write the report, too: .html, .json or .txt; may be given again",
+            help="also write the report: .html, .json or .txt; may be repeated",
         )
     explain.add_argument(
         "--dtype", help="explain mpx.autocast(function, DTYPE): bfloat16 or float16"
@@ -218,16 +219,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_forecast_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--optimizer", help="a name of Optax's, or module:name; none for a whole step"
+        "--optimizer", help="a name of Optax, or module:name; omit it for a whole step"
     )
     for name, words in (
         ("target", "h100, b200, tpu-v5e, ... (default: h100)"),
         ("precision", "bfloat16, delayed, ... (default: float32, bfloat16, delayed)"),
     ):
-        again = f"{words}; may be given again"
+        again = f"{words}; may be repeated"
         command.add_argument(f"--{name}", action="append", default=[], help=again)
     command.add_argument(
-        "--largest-batch", action="store_true", help="search the largest that fits"
+        "--has-aux", action="store_true", help="the loss returns a pair, (loss, aux)"
+    )
+    command.add_argument(
+        "--largest-batch", action="store_true", help="search for the largest that fits"
     )
     command.add_argument(
         "--top", type=int, default=10, help="kernels to list (default: 10)"
@@ -239,10 +243,10 @@ def _report_path(text: str) -> str:
     path = Path(text)
     if path.suffix not in (".html", ".json", ".txt", ".svg"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} ends with none of .html, .json, .txt (.svg of a forecast)"
+            f"{text!r} must end with .html, .json or .txt (or .svg for a forecast)"
         )
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+        raise argparse.ArgumentTypeError(f"no such folder: {str(path.parent)!r}")
     return text
 
 
@@ -271,7 +275,7 @@ def _read_argument(text: str, module: str) -> object:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         raise _RefusedError(
-            f"an argument is an array such as f32[8,16], an object such as "
+            f"an argument must be an array such as f32[8,16], an object such as "
             f"module:name or :make_model(), or a literal; got {text!r}"
         ) from None
 
@@ -287,14 +291,14 @@ def _read_dtype(name: str) -> Any:
         return jnp.dtype(name)
     except TypeError:
         raise _RefusedError(
-            f"no dtype is called {name!r}; those of JAX will do, and f32, bf16, i8, ..."
+            f"{name!r} is not a dtype; use one of JAX's, or f32, bf16, i8, ..."
         ) from None
 
 
 def _read_object(text: str, module: str) -> Any:
     parts = _OBJECT.fullmatch(text)
     if parts is None:
-        raise _RefusedError(f"a function is given as module:function; got {text!r}")
+        raise _RefusedError(f"a function must be module:function; got {text!r}")
     name = parts["module"] or module
     try:
         found: Any = importlib.import_module(name)

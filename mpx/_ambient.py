@@ -139,14 +139,14 @@ def _ask_for_help(settings: Settings, layer: str) -> None:
     if not recipe and (cast is None or not cast.is_default):
         return
     raise AmbientRecipe(
-        f"`mpx.{recipe}` has a state for each weight of a model, and `mpx.nn."
-        f"{layer}` in `with mpx.autocast(recipe=..., ambient=True)` knows only its own."
-        " With `loss(model, ...)` the function that calls it, write\n"
+        f"`mpx.{recipe}` has a state for each weight of a model, but "
+        f"`mpx.nn.{layer}` in `with mpx.autocast(recipe=..., ambient=True)` has only "
+        "its own. If `loss(model, ...)` calls it, write\n"
         "    scaling = mpx.init_scaling(loss, model, ...)\n"
         "    result = mpx.filter_value_and_grad(loss, scaling)(model, ...)\n"
-        "in the place of `jax.value_and_grad(loss)(model, ...)`, and to evaluate\n"
+        "instead of `jax.value_and_grad(loss)(model, ...)`, and to evaluate\n"
         "    mpx.inference(loss, scaling)(model, ...)\n"
-        "each in the same contexts as now; the new state is `result.scaling`. Or take "
-        "a recipe without a state: `mpx.Float8CurrentScaling()`.",
+        "each in the same contexts as now; the new state is `result.scaling`. Or "
+        "use a recipe without a state: `mpx.Float8CurrentScaling()`.",
         recipe,
     )

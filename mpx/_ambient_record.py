@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._dtypes import is_half
+from ._jax_compat import explaining
 from ._policy import Wire
 from ._quantize import QuantizedArray
 from ._settings import MARK, Settings, region
@@ -158,32 +159,23 @@ def trace(func: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`jax.make_jaxpr` of what will be rewritten, so that regions may stand in it."""
 
     def make(*args: PyTree) -> PyTree:
-        with with_ambient(is_tracing=True), _explaining_half_only():
+        with with_ambient(is_tracing=True), explaining(*_HALF_ONLY):
             return jax.make_jaxpr(func)(*args)
 
     return make
 
 
-# What JAX says of its kernel of attention: of operands, and where there is no cuDNN.
-_HALF_ONLY = ("Q must be fp16/bf16", "cuDNN is not detected")
-_HALF_ONLY_TOLD = (
+# What JAX says of its kernel of attention, which is half only: of operands, and where
+# there is no cuDNN.
+_HALF_ONLY = (
+    (NotImplementedError, RuntimeError),
+    ("Q must be fp16/bf16", "cuDNN is not detected"),
     "`mpx.autocast` traces a function in its own dtypes, before it casts; "
-    '`jax.nn.dot_product_attention(..., implementation="cudnn")` in it says: {error} '
-    "Write `mpx.nn.dot_product_attention(...)` with the same arguments: it is cast "
-    "with the rest, and takes cuDNN's kernel where the device has it. Or cast query, "
-    "key and value before the call."
+    '`jax.nn.dot_product_attention(..., implementation="cudnn")` in it raises: '
+    "{error} Use `mpx.nn.dot_product_attention(...)` with the same arguments: it "
+    "is cast with the rest, and uses cuDNN's kernel if the device has it. Or cast "
+    "query, key and value before the call.",
 )
-
-
-@contextlib.contextmanager
-def _explaining_half_only() -> Iterator[None]:
-    """Says what to write instead of JAX's kernel of attention, which is half only."""
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        if not any(text in str(error) for text in _HALF_ONLY):
-            raise
-        raise type(error)(_HALF_ONLY_TOLD.format(error=error)) from error
 
 
 @contextlib.contextmanager

@@ -32,13 +32,13 @@ from ._typing import DTypeLike, LeafPredicate
 def cast_tree(
     tree: PyTree, dtype: DTypeLike, *, keep: LeafPredicate | None = None
 ) -> PyTree:
-    """Casts the float leaves of a tree.
+    """Casts the float leaves of a tree to a dtype.
 
     Args:
         tree: Any PyTree; numpy arrays stay numpy arrays.
         dtype: A floating dtype or its name ("float16", "bf16", "half", ...).
-        keep: `keep(path, leaf)` is True for leaves that are not to be cast; the path
-            is text such as `layers[0].weight`.
+        keep: Leaves for which `keep(path, leaf)` is True are not cast; the path is a
+            string such as `layers[0].weight`. By default all are cast.
 
     Returns:
         The tree with the same structure. A leaf that has the dtype already, or is not
@@ -46,7 +46,7 @@ def cast_tree(
 
     Raises:
         ValueError: The dtype does not exist, or is float64 and not enabled in JAX.
-        TypeError: The dtype is not floating, or means nothing without a scale
+        TypeError: The dtype is not floating, or is meaningless without a scale
             (float8_e8m0fnu, formats of 4 and 6 bits); or `keep` is not a function.
 
     At the edges: zeros keep their sign (formats named `fnuz` have no -0), NaN stays
@@ -68,9 +68,9 @@ def cast_leaves(tree: PyTree, dtype: np.dtype, keep: LeafPredicate | None) -> Py
 
     if not callable(keep):
         raise TypeError(
-            "`keep` of `mpx.cast_tree` and its relatives must be a function "
-            f"`keep(path, leaf) -> bool`; got {describe(keep)}. For one leaf: "
-            "`keep=lambda path, leaf: path == 'layers[0].weight'`."
+            "`keep` of `mpx.cast_tree` and the like must be a function `keep(path, "
+            f"leaf) -> bool`; got {describe(keep)}. For one leaf: `keep=lambda path, "
+            "leaf: path == 'layers[0].weight'`."
         )
 
     def cast(path: KeyPath, leaf: object) -> PyTree:
@@ -119,7 +119,7 @@ def cast_to_full_precision(x: PyTree, *, keep: LeafPredicate | None = None) -> P
 def cast_to_float16(x: PyTree, *, keep: LeafPredicate | None = None) -> PyTree:
     """Casts float leaves to float16; from 65520 on they are infinite; see `cast_tree`.
 
-    65504 is the largest finite value, and what lies below 65520 is rounded to it.
+    65504 is the largest finite value; larger values below 65520 are rounded to it.
     """
     return cast_leaves(x, np.dtype(np.float16), keep)
 

@@ -14,35 +14,35 @@ from ._tree import is_inexact_leaf, is_trainable, path_text
 def check(
     scaling: object, model: PyTree = None, *, max_skipped_in_a_row: int | None = 1000
 ) -> None:
-    """Raises if training cannot go on; call it now and then, outside of jit.
+    """Raises if training cannot continue; call it now and then, outside jit.
 
     It stops a run that
 
     - `mpx.optimizer_step` has halted (its `max_skipped_in_a_row` was exceeded);
     - has skipped more than `max_skipped_in_a_row` steps in a row;
-    - has a bad last step although the dynamic scale was at its floor, so that no
+    - skipped its last step although the dynamic scale was at its floor, so that no
       smaller scale is left to try;
-    - has a state with which no step can be good, such as a scale that is NaN.
+    - has a state with which no step can be finite, such as a scale that is NaN.
 
-    Steps whose loss was not finite before it was scaled say nothing about the scale: a
-    bad batch now and then, however long the run, is no reason to stop.
+    Steps whose loss was non-finite before it was scaled are not caused by the scale: an
+    occasional bad batch does not stop a run of any length.
 
-    Reading the state waits for the step that makes it: every hundred steps will do.
+    Reading the state waits for the step that makes it; checking every hundred steps is
+    enough.
 
     Args:
-        scaling: The loss scaling, or the state of `skip_nonfinite`. None is never a
-            reason to stop.
-        model: The model or the gradients, to name the leaves that were not finite; a
-            tuple of them where a tuple of arguments was differentiated.
-        max_skipped_in_a_row: The largest number of skipped steps in a row that is
-            still fine; None for no limit.
+        scaling: The loss scaling, or the state of `skip_nonfinite`. None never stops.
+        model: The model or the gradients, to name the non-finite leaves; a tuple of
+            them if a tuple of arguments was differentiated.
+        max_skipped_in_a_row: The largest allowed number of skipped steps in a row; None
+            for no limit.
 
     Raises:
-        FloatingPointError: Training cannot go on. The message has the step, the scale,
-            the counters and up to eight places that were not finite in the last bad
-            step.
-        ValueError: Called inside of jit, where values are not known; or with several
-            states at once; or `max_skipped_in_a_row` is no whole number.
+        FloatingPointError: Training cannot continue. The message has the step, the
+            scale, the counters and up to eight leaves that were non-finite in the last
+            skipped step.
+        ValueError: Called inside jit, where values are unknown; or with several states
+            at once; or `max_skipped_in_a_row` is not a whole number.
         TypeError: `scaling` has no such state.
 
     Examples:
@@ -60,19 +60,19 @@ def check(
         )
     if isinstance(record.steps, Tracer):
         raise ValueError(
-            "`mpx.check(scaling)` reads values and cannot run inside of jit. Return "
+            "`mpx.check(scaling)` reads values and cannot run inside jit. Return "
             "`scaling` from the jitted step and check it outside."
         )
     if np.ndim(record.steps):
         raise ValueError(
-            "`mpx.check(scaling)` looks at one state; got several, stacked as "
-            f"{describe(record.steps)}. Check each: `jax.tree.map(lambda x: x[i], "
-            "scaling)`."
+            "`scaling` of `mpx.check(scaling)` must be one state; got several, "
+            f"stacked as {describe(record.steps)}. Check each: `jax.tree.map(lambda "
+            "x: x[i], scaling)`."
         )
     in_a_row = int(record.skipped_in_a_row)
     if bool(record.halted):
         reason = (
-            "the limit given to `mpx.optimizer_step` was exceeded and it halted, until "
+            "the limit of `mpx.optimizer_step` was exceeded and it halted, until "
             "`scaling.resumed()`"
         )
     elif max_skipped_in_a_row is not None and in_a_row > max_skipped_in_a_row:
@@ -88,14 +88,14 @@ def _message(scaling: object, record: StepRecord, model: PyTree, reason: str) ->
     scale = getattr(scaling, "loss_scale", None)
     at_scale = "" if scale is None else f", loss scale {float(scale):g}"
     return (
-        f"Training has to stop at step {int(record.steps)}{at_scale}: {reason}. "
+        f"Training must stop at step {int(record.steps)}{at_scale}: {reason}. "
         f"Skipped in a row: {int(record.skipped_in_a_row)}, in all: "
-        f"{int(record.skipped)}, of which {int(record.bad_losses)} had a loss that was "
-        "not finite before it was scaled; last finite step: "
-        f"{int(record.last_finite) or 'none'}. Not finite in the last bad "
-        f"step: {_places(record, model)}. Look there for a division by zero, a "
-        "logarithm of zero, a sum or square in half precision "
-        "(`mpx.force_full_precision`), a learning rate that is too large, or bad data."
+        f"{int(record.skipped)}, of which {int(record.bad_losses)} had a loss that "
+        "was non-finite before it was scaled; last finite step: "
+        f"{int(record.last_finite) or 'none'}. Non-finite in the last skipped step: "
+        f"{_places(record, model)}. Look there for a division by zero, a logarithm "
+        "of zero, a sum or square in half precision (`mpx.force_full_precision`), a "
+        "learning rate that is too large, or bad data."
     )
 
 
@@ -114,7 +114,7 @@ def _places(record: StepRecord, model: PyTree) -> str:
             return "the optimizer's state, the new weights or the gradients' norm"
         if model is None:
             return f"gradient leaf {place - 1} (pass `model` to see its name)"
-        return f"gradient leaf {place - 1} (`model` is not what was differentiated)"
+        return f"gradient leaf {place - 1} (`model` is not the differentiated tree)"
 
     return listing([name(place) for place in found])
 

@@ -100,8 +100,9 @@ def find_problems(devices: Sequence[Any]) -> list[str]:
     found: list[str] = []
     if published := _version(_PUBLISHED):
         found.append(
-            f"{_PUBLISHED} {published} is installed: it is imported as `mpx`, too,\n"
-            "  and its files overwrite those of mpx-jax. Uninstall both, then install\n"
+            f"{_PUBLISHED} {published} is installed: it is also imported as `mpx`,\n"
+            "  and its files overwrite those of mpx-jax. Uninstall both, then "
+            "install\n"
             "  mpx-jax: it runs programs written for the other."
         )
     on_cpu = {device.platform for device in devices} == {"cpu"}
@@ -114,7 +115,7 @@ def find_problems(devices: Sequence[Any]) -> list[str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if on_cpu and version >= _SUMS_IN_BFLOAT16 and _FLAG not in flags:
         found.append(
-            f"On a CPU, XLA of JAX {jax.__version__} sums some products in bfloat16:\n"
+            f"On a CPU, XLA of JAX {jax.__version__} sums some matmuls in bfloat16:\n"
             f"  `export XLA_FLAGS=--{_FLAG}` (docs/numerics.md, On a CPU)."
         )
     return found

@@ -67,22 +67,20 @@ def float_dtype(dtype: DTypeLike, caller: str) -> np.dtype:
         found = jnp.dtype(name)
     except TypeError:
         raise ValueError(
-            f"{caller} needs a dtype; there is none called {dtype!r}. Those that "
-            "exist: "
+            f"{caller} needs a dtype; got {dtype!r}. Use one of "
             f"{', '.join(float_dtype_names())} (short: {', '.join(_SHORT_NAMES)}, "
             "half)."
         ) from None
     if not jnp.issubdtype(found, jnp.floating) or found.name in _NOT_A_TARGET:
         raise TypeError(
-            f"{caller} casts floating values and needs one of "
+            f"{caller} needs a floating dtype, one of "
             f"{', '.join(float_dtype_names())}; got {found.name}. Cast other leaves "
-            "yourself with `jax.tree.map`."
+            "with `jax.tree.map`."
         )
     if found == np.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"{caller} was given float64, but JAX would silently make it float32. "
-            "Switch "
-            'it on first: `jax.config.update("jax_enable_x64", True)`.'
+            f"{caller} got float64, but JAX would silently make it float32. Enable "
+            'it first: `jax.config.update("jax_enable_x64", True)`.'
         )
     return found
 
@@ -112,10 +110,10 @@ def dtype_of_gradient(dtype: np.dtype, asked: np.dtype | None) -> np.dtype:
 
 
 def half_precision_datatype() -> np.dtype:
-    """The dtype that "half precision" means here and now.
+    """Returns the dtype that "half precision" currently means.
 
-    The value of the innermost `half_precision` of this thread, else the default of the
-    process (float16 unless `set_half_precision_datatype` changed it).
+    This is the value of the innermost `half_precision` of this thread, or else the
+    process's default: float16 unless `set_half_precision_datatype` changed it.
 
     Returns:
         `jnp.dtype("float16")` or `jnp.dtype("bfloat16")`.
@@ -131,16 +129,16 @@ def half_precision_datatype() -> np.dtype:
 def set_half_precision_datatype(datatype: DTypeLike) -> None:
     """Sets the process's default half precision datatype.
 
-    It holds for every thread that is not inside a `half_precision` of its own, and for
-    calls of functions that were compiled before: they are traced anew. This is the only
-    global setting of mpx; it is here because the MPX paper has it.
+    It applies to every thread outside its own `half_precision`. Functions that were
+    compiled before are traced again. This is the only global setting of mpx; it exists
+    because the MPX paper has it.
 
     Args:
         datatype: "float16", "bfloat16" or the dtype.
 
     Raises:
         ValueError: It is anything else.
-        RuntimeError: JAX is older than 0.10.1, which cannot.
+        RuntimeError: JAX is older than 0.10.1, which does not support it.
 
     Examples:
         >>> import mpx
@@ -158,7 +156,7 @@ def half_precision(dtype: DTypeLike) -> Iterator[None]:
     """Sets the half precision datatype for one thread and the body of a `with`.
 
     Nests; the inner one wins. Other threads never see it. It acts where code is
-    *traced*: inside a jitted function it holds for the operations traced in its body,
+    *traced*: inside a jitted function it applies to the operations traced in its body;
     around a call of a jitted function it selects another compiled version.
 
     Args:
@@ -184,8 +182,7 @@ def _half_name(dtype: DTypeLike, caller: str) -> str:
         found = None
     if found is None or not is_half(found):
         raise ValueError(
-            f"{caller} takes float16 or bfloat16; got {dtype!r}. For full precision "
-            "call "
-            "the function without mpx, or with `use_mixed_precision=False`."
+            f"{caller} needs float16 or bfloat16; got {dtype!r}. For full precision "
+            "call the function without mpx, or set `use_mixed_precision=False`."
         )
     return found.name

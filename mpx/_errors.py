@@ -38,6 +38,19 @@ def listing(names: Any) -> str:
     return ", ".join(names[:8]) + more
 
 
+def read_texts(
+    value: object, must: str, *, may_be_empty: bool = False
+) -> tuple[str, ...]:
+    """Reads an option that is a text, or several of them; `must` begins the error."""
+    texts = (value,) if isinstance(value, str) else value
+    is_several = isinstance(texts, list | tuple | set | frozenset)
+    if not is_several or not all(
+        isinstance(x, str) and (x or may_be_empty) for x in texts
+    ):
+        raise TypeError(f"{must}; got {describe(value)}.")
+    return tuple(texts)
+
+
 # Whose frames stand between a call of mpx and the user's line.
 _NOT_THE_USER = {"mpx", "jax", "jaxlib", "equinox", "flax", "jaxtyping", "beartype"}
 _NOT_THE_USER |= {"contextlib", "functools"}

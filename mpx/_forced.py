@@ -32,24 +32,25 @@ _PURE = ("jax", "optax", "equinox")
 def force_full_precision(
     func: Callable[..., PyTree] | None = None, return_dtype: DTypeLike | None = None
 ) -> Callable[..., PyTree]:
-    """Makes a function compute in float32 whatever precision its inputs have.
+    """Wraps a function to compute in float32, whatever the precision of its inputs.
 
-    The same as `cast_function(func, float32, return_dtype)`, except that results go to
-    `half_precision_datatype()`, asked for at each call, where `return_dtype` is None.
+    Same as `cast_function(func, float32, return_dtype)`, except that if `return_dtype`
+    is None, results are cast to `half_precision_datatype()`, read at each call.
 
     Use it as a function or as a decorator, with or without arguments.
 
-    Kept for the backward pass: the half-precision values that go in, and sums, such as
-    the mean of each row; what is computed between them in float32 is computed again.
-    Where that would not pay or would repeat a matrix product, it is what JAX keeps, as
-    it always is with `cast_function`; and on TPUs, which recompute on their own. `with
-    mpx.autocast(residuals="small" or "fast", ambient=True)` around calls says
-    otherwise.
+    Only the half-precision inputs and sums, such as the mean of each row, are saved for
+    the backward pass; float32 values between them are recomputed. JAX's own residuals
+    are saved instead where recomputing would not pay or would repeat a matmul, on TPUs,
+    which recompute on their own, and always with `cast_function`. `with
+    mpx.autocast(residuals="small" or "fast", ambient=True)` around calls overrides
+    this.
 
     Args:
         func: A function or a callable PyTree; None to get a decorator. Under a
-            transform of JAX it is traced once for all calls that are alike, as under
-            `jax.jit`; if it can not be, as a module of Flax or Haiku, it runs as it is.
+            transform of JAX it is traced once for all equal calls, as under `jax.jit`;
+            a function that cannot be traced so, such as a module of Flax or Haiku, runs
+            unchanged.
         return_dtype: The floating dtype of the result, or its name;
             `half_precision_datatype()` if None.
 
@@ -57,7 +58,7 @@ def force_full_precision(
         A function of the same arguments, or the decorator that makes it.
 
     Raises:
-        TypeError: `func` cannot be called, or `return_dtype` is not floating.
+        TypeError: `func` is not callable, or `return_dtype` is not floating.
         ValueError: `return_dtype` does not exist, or is float64 and not enabled in JAX.
 
     Examples:

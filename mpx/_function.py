@@ -23,7 +23,7 @@ def cast_function(
     dtype: DTypeLike,
     return_dtype: DTypeLike | None = None,
 ) -> Callable[..., PyTree]:
-    """Makes a function that computes in `dtype` and returns `return_dtype`.
+    """Wraps a function to compute in `dtype` and return `return_dtype`.
 
     1. cast every float leaf of the arguments to `dtype` (see `cast_tree`), and of
        `func` itself where it is a callable PyTree such as an Equinox layer;
@@ -31,7 +31,8 @@ def cast_function(
     3. cast every float leaf of the result, whatever its tree, to `return_dtype`
        (`dtype` if None).
 
-    Equinox's `State` goes in and comes out as it is: statistics stay in full precision.
+    Equinox's `State` is passed and returned unchanged: statistics stay in full
+    precision.
 
     The function keeps its name and docstring. Constants inside `func` keep their dtype
     and may promote: a float32 array in a closure makes the result of a half-precision
@@ -46,10 +47,10 @@ def cast_function(
         A function of the same arguments.
 
     Raises:
-        TypeError: `func` cannot be called, or a dtype is not floating.
+        TypeError: `func` is not callable, or a dtype is not floating.
         ValueError: A dtype does not exist, or is float64 and not enabled in JAX.
 
-    Both errors come at once rather than at the first call.
+    Both errors are raised immediately, not at the first call.
 
     Examples:
         >>> import jax.numpy as jnp, mpx

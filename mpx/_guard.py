@@ -5,7 +5,6 @@ the same (a step without a check, a layer that writes statistics, a file that wa
 wrong) is found when it is about to replace the last good checkpoint.
 """
 
-import fnmatch
 import functools
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -19,9 +18,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
-from ._errors import describe
+from ._errors import describe, read_texts
 from ._jax_compat import stack
 from ._loss_scaling import AbstractLossScaling, StepRecord, validate_record
+from ._rules import matches
 from ._tree import finite_by_leaf, leaves_with_paths, path_text
 
 State = TypeVar("State")
@@ -31,43 +31,43 @@ _SHOWN = 8
 
 
 def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
-    """Gives a state back if it may be saved, and raises if it is poisoned.
+    """Returns a state if it may be saved, and raises if it is poisoned.
 
-    It stands around what a checkpoint is given, `save(step, mpx.guard(state))`:
-    weights, optimizer state and scaling, as one tree or one by one. Refused are
+    Put it around the argument of a checkpoint, `save(step, mpx.guard(state))`: weights,
+    optimizer state and scaling, as one tree or separately. It refuses
 
     - NaN and infinities in any array of real or complex numbers, also of 8 bits and
       fewer, of records or of objects, and in Python's floats and decimals;
     - a loss scaling, or the state of a recipe, that no run can reach: a scale of 0, a
       negative amax, more steps skipped than made, a scale with which the newest amax
-      would not fit into the format;
-    - a run that has halted (`max_skipped_in_a_row` of `mpx.optimizer_step`): it would
-      change nothing after a restart. `scaling.resumed()` lifts it.
+      would overflow the format;
+    - a halted run (`max_skipped_in_a_row` of `mpx.optimizer_step`): it would change
+      nothing after a restart. `scaling.resumed()` clears this.
 
-    All arrays that lie on the same devices are looked at by one compiled program, which
-    reads each once and gives one boolean for each; nothing is gathered. Run it when
-    saving, outside of jit: it waits for the step that makes the state.
+    All arrays on the same devices are checked by one compiled program, which reads each
+    once and returns one boolean for each; nothing is gathered. Run it when saving,
+    outside jit: it waits for the step that makes the state.
 
     Args:
         state: Any PyTree.
-        allow: Paths of leaves that hold infinities or NaN on purpose, such as
-            `"*.best_value"` of `optax.contrib.reduce_on_plateau`, or a mask of -inf. In
-            them `*` and `?` match any text and any character. An empty text allows
-            nothing; a state that is one array is allowed by `"*"`.
+        allow: Paths of leaves that contain infinities or NaN on purpose, such as
+            `"*.best_value"` of `optax.contrib.reduce_on_plateau`, or a mask of -inf.
+            `*` and `?` match any text and any character. The default allows nothing, as
+            does an empty string; `"*"` allows a state that is one array.
 
     Returns:
         The same object.
 
     Raises:
         FloatingPointError: The state must not be saved. The message names the leaves,
-            and how many of their numbers are NaN and infinite.
-        ValueError: Called inside of jit, where values are not known.
-        TypeError: `allow` is no text and no list of texts; or the state is None or has
-            leaves, none of which is an array or a number, as a function or an Optax
-            transformation has.
+            and how many of their values are NaN and infinite.
+        ValueError: Called inside jit, where values are unknown.
+        TypeError: `allow` is neither a string nor a list of strings; or the state is
+            None or has leaves, none of which is an array or a number, such as a
+            function or an Optax transformation.
 
-    Empty arrays, integers, keys and all that is no number are fine, and empty trees,
-    such as the state of `optax.sgd`.
+    Empty arrays, integers, keys and non-numeric leaves pass, as do empty trees, such as
+    the state of `optax.sgd`.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -77,18 +77,23 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
         ...     mpx.guard({"w": jnp.array([1.0, jnp.nan])})
         ... except FloatingPointError as error:
         ...     print(str(error)[:60])
-        `mpx.guard(state)`: not to be saved. Not finite: `['w']` (1
+        `mpx.guard(state)`: must not be saved. Non-finite: `['w']` (
     """
-    patterns = _patterns(allow)
+    must = (
+        "`allow` of `mpx.guard` must be the path of a leaf, or a list of them, with "
+        "`*` for any text"
+    )
+    allowed = read_texts(allow, must, may_be_empty=True)
 
     def is_allowed(path: str) -> bool:
-        return any(fnmatch.fnmatchcase(path, _literal(p)) for p in patterns)
+        # An array that is the whole state has an empty path; "" is not to allow it.
+        return any(matches(path, pattern) for pattern in allowed if pattern)
 
     found = list(leaves_with_paths(state))
     if state is None or (found and not any(_is_value(leaf) for _, leaf in found)):
         raise TypeError(
             f"{_CALL} needs a tree of arrays; got {describe(state)}, which has none. "
-            "Guard what is saved: `mpx.guard((model, opt_state, scaling))`."
+            "Pass what is saved: `mpx.guard((model, opt_state, scaling))`."
         )
     leaves = [
         (path, leaf[...] if isinstance(leaf, jax.Ref) else leaf)
@@ -97,19 +102,19 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
     ]
     if any(isinstance(leaf, Tracer) for _, leaf in leaves):
         raise ValueError(
-            f"{_CALL} reads values and cannot run inside of jit. Return the state from "
-            "the jitted step and guard it where it is saved."
+            f"{_CALL} reads values and cannot run inside jit. Return the state from "
+            "the jitted step and guard it when saving."
         )
     bad = [leaves[i] for i in _not_finite([leaf for _, leaf in leaves])]
     shown = [f"`{path or 'state'}` ({_count_text(x)})" for path, x in bad[:_SHOWN]]
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    reasons = [f"Not finite: {', '.join(shown)}{more}"] if bad else []
+    reasons = [f"Non-finite: {', '.join(shown)}{more}"] if bad else []
     # Reading what is NaN as a history would say the same again.
     reasons = reasons or _unreachable(state)
     if reasons:
         raise FloatingPointError(
-            f"{_CALL}: not to be saved. {'. '.join(reasons)}. Keep the last good "
-            "checkpoint and go back to it. Leaves that hold infinities on purpose: "
+            f"{_CALL}: must not be saved. {'. '.join(reasons)}. Keep the last good "
+            "checkpoint and return to it. To allow infinities on purpose: "
             '`mpx.guard(state, allow="PATH")`.'
         )
     return state
@@ -118,23 +123,6 @@ def guard(state: State, *, allow: str | Sequence[str] = ()) -> State:
 def _is_value(leaf: object) -> bool:
     arrays = jax.Array | jax.Ref | np.ndarray | np.generic
     return isinstance(leaf, arrays | Number)
-
-
-def _patterns(allow: object) -> tuple[str, ...]:
-    patterns = (allow,) if isinstance(allow, str) else allow
-    is_several = isinstance(patterns, list | tuple | set | frozenset)
-    if not is_several or not all(isinstance(x, str) for x in patterns):
-        raise TypeError(
-            "`allow` of `mpx.guard` is the path of a leaf, or a list of them, with `*` "
-            f"for any text; got {describe(allow)}."
-        )
-    # An array that is the whole state has an empty path; "" is not to allow it.
-    return tuple(filter(None, patterns))
-
-
-def _literal(pattern: str) -> str:
-    """A pattern in which brackets are those of a path: `['w']`, `layers[0]`."""
-    return pattern.replace("[", "[[]")
 
 
 # --- Not finite -----------------------------------------------------------------------
@@ -221,8 +209,8 @@ def _counts(leaf: Any) -> tuple[int, int]:
 
 
 _HALTED = [
-    "The run has halted, and changes nothing any more: weights are those of the last "
-    "good step. When the cause is mended, `scaling.resumed()` goes on"
+    "The run has halted, and changes nothing any more: weights are those of the "
+    "last good step. Once the cause is fixed, `scaling.resumed()` continues"
 ]
 
 

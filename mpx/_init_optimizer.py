@@ -55,37 +55,37 @@ def init_optimizer(
     shardings: PyTree | None = None,
     otherwise: Sharding | None = None,
 ) -> PyTree:
-    """Makes the state of an Optax optimizer, laid out over devices as the weights are.
+    """Creates the state of an Optax optimizer, sharded as the weights are.
 
-    The numbers are those of `optimizer.init(params)`. Every array that is made for a
-    weight (a moment, a float32 master) lies as the weight does, and all others (counts,
-    keys) lie whole on every device. No device ever holds the whole of what is divided.
+    The values are those of `optimizer.init(params)`. Every array that belongs to a
+    weight (a moment, a float32 master) is sharded as the weight, and all others
+    (counts, keys) are replicated. No device ever stores the whole of a sharded array.
 
     Args:
-        optimizer: An Optax transformation, or `mpx.master_weights`,
+        optimizer: An Optax transformation, also `mpx.master_weights` or
             `mpx.skip_nonfinite`.
-        params: What `optimizer.init` takes: arrays that lie on devices, or, under
+        params: The argument of `optimizer.init`: arrays on devices, or, under
             `jax.jit`, traced ones.
-        *args: More for `optimizer.init`: the masters of `mpx.master_weights`.
-        shardings: Where the state of each weight shall lie, if not where the weight
-            does: a tree of `jax.sharding.NamedSharding` like `params`, or a prefix of
-            one. So weights lie whole on every device, and masters and moments in
-            pieces.
-        otherwise: Where arrays shall lie that belong to no weight; None: an error if
-            they have more than 16 numbers.
+        *args: Further arguments of `optimizer.init`: the masters of
+            `mpx.master_weights`.
+        shardings: The sharding of each weight's state, by default that of the weight: a
+            tree of `jax.sharding.NamedSharding` like `params`, or a prefix of one. It
+            allows replicated weights with sharded masters and moments.
+        otherwise: The sharding of arrays that belong to no weight. By default such
+            arrays of more than 16 numbers are an error.
 
     Returns:
         The state.
 
     Raises:
         TypeError: `optimizer` has no `init` and `update`.
-        ValueError: An array of the state fits no weight, or `shardings` is not like
+        ValueError: An array of the state matches no weight, or `shardings` is not like
             `params`.
 
-    Shapes that fit a weight of (n, m): itself; (k, n, m), of which k is not divided;
-    (n,) and (m,), divided as that axis is. Of weights on one device the state is
+    Shapes that match a weight of (n, m): (n, m) itself; (k, n, m), of which k is not
+    sharded; (n,) and (m,), sharded as that axis. For weights on one device the state is
     `optimizer.init(params)`. Under `jax.jit`, over a mesh of automatic axes, the
-    compiler is led from the weight to its state, which costs one reading of the
+    compiler infers the state's sharding from the weight, which costs one reading of the
     weights.
 
     Examples:
@@ -136,7 +136,8 @@ def _weights(params: PyTree, shardings: PyTree | None) -> list[_Weight]:
             each = jax.tree.broadcast(shardings, plain)
         except ValueError as error:
             raise ValueError(
-                f"`shardings` of {_CALL} is like `params`, or a prefix of it; got\n"
+                f"`shardings` of {_CALL} must be a tree like `params`, or a prefix "
+                "of it; got\n"
                 f"  shardings: {jax.tree.structure(shardings)}\n"
                 f"  params: {jax.tree.structure(params)}"
             ) from error
@@ -218,10 +219,10 @@ def _layout(
     if otherwise is None:
         of = f", of the weight {describe(own[0].array)}" if own else ""
         raise ValueError(
-            f"{_CALL} lays out the state of an optimizer as the weights are, and finds "
-            f"none that {describe(leaf)}{at_path(path_text(path))} fits{of}. Say where "
-            "such arrays shall lie: `otherwise=NamedSharding(mesh, PartitionSpec())` "
-            "puts the whole of them on every device."
+            f"{_CALL} shards the state of an optimizer as the weights, and found no "
+            f"weight that matches {describe(leaf)}{at_path(path_text(path))}{of}. "
+            "Set the sharding of such arrays: `otherwise=NamedSharding(mesh, "
+            "PartitionSpec())` replicates them."
         )
     return None, otherwise
 

@@ -267,7 +267,28 @@ def set_for_all_threads(context: Any, value: object) -> None:
     if not hasattr(context, "set_global"):  # before jax 0.10.1
         raise RuntimeError(
             "`mpx.set_half_precision_datatype` needs jax 0.10.1 or later; this is "
-            f"jax {jax.__version__}. Say it where it holds: `with "
+            f"jax {jax.__version__}. Set it for a block instead: `with "
             "mpx.half_precision(...):`."
         )
     context.set_global(value)
+
+
+@contextlib.contextmanager
+def explaining(
+    kinds: tuple[type[Exception], ...], words: tuple[str, ...], message: str
+) -> Iterator[None]:
+    """Says another message in the place of JAX's, which is `{error}` in it.
+
+    Where a version of JAX has other words, its own error comes as it is.
+
+    Args:
+        kinds: Which errors.
+        words: One of these is in the message of JAX.
+        message: What to say.
+    """
+    try:
+        yield
+    except kinds as error:
+        if not any(text in str(error) for text in words):
+            raise
+        raise type(error)(message.format(error=error)) from error

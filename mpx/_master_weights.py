@@ -40,7 +40,7 @@ from ._dtypes import is_half
 from ._errors import at_path, describe
 from ._few_bits import SmallWeights, SmallWeightsState, full_weight
 from ._new_weight import CALL, NewWeight
-from ._optimizer import refuse_optimizer
+from ._optimizer import Transformation, refuse_optimizer
 from ._skipped import was_skipped
 from ._stored_weights import Range, StoredWeight, is_stored
 from ._tree import is_float_leaf, path_text, select_tree
@@ -63,64 +63,58 @@ class MasterWeightsState(NamedTuple):
     ranges: PyTree
 
 
-class MasterWeights(NamedTuple):
-    """An Optax transformation (a pair of `init` and `update`)."""
-
-    init: Callable[..., MasterWeightsState | SmallWeightsState]
-    update: Callable[..., tuple[PyTree, MasterWeightsState | SmallWeightsState]]
-
-
 def master_weights(
     optimizer: Any, *, bits: Literal[32, 16, 8, 0] = 32
-) -> MasterWeights:
-    r"""Makes an Optax transformation keep float32 copies of narrower weights.
+) -> Transformation:
+    r"""Wraps an Optax transformation to keep float32 masters of narrower weights.
 
     $$m \leftarrow m + u, \quad p \leftarrow \operatorname{round}(m) \qquad
         (u, o') = \operatorname{update}(\text{float32}(g), o, m)$$
 
-    For models whose weights $p$ are bfloat16 or float16, which need no cast in the
-    forward pass and half the bytes where they are gathered, or stored in 8 bits by
-    `mpx.quantization.quantize_weights`. In bfloat16 alone, a weight stands still as
-    soon as its updates are below $2^{-9}$ of it.
+    For models whose weights $p$ are bfloat16 or float16: they need no cast in the
+    forward pass, and half the bytes where they are gathered. Also for weights stored in
+    8 bits by `mpx.quantization.quantize_weights`. Without masters, a bfloat16 weight
+    stops changing once its updates are below $2^{-9}$ of it.
 
     Args:
         optimizer: An Optax transformation.
-        bits: How many bits are kept beside each weight. 32: a float32 copy. For
-            bfloat16 weights alone also 16: the bits that bfloat16 leaves out, which
-            with the weight are the float32 master, exactly; 8: the upper ones of them,
-            rounded randomly; 0: nothing, the weight itself is rounded randomly. See
-            below.
+        bits: The number of bits stored beside each weight. 32 (the default): a float32
+            copy. For bfloat16 weights only, 16: the bits that bfloat16 omits, which
+            with the weight are exactly the float32 master; 8: the upper ones of them,
+            rounded stochastically; 0: nothing, the weight itself is rounded
+            stochastically. See below.
 
     Returns:
         A pair `(init, update)` to use as an Optax transformation, the outermost one or
         the last of a chain, also in `optax.multi_transform` and `optax.masked`.
-        `init(params, masters)` starts from weights that are known in full precision;
-        without, masters are the numbers of `params`. The state has `masters` (float32,
-        like the weights) and `inner_state`. Apply the updates with
-        `optax.apply_updates`, `eqx.apply_updates`, `mpx.optimizer_update` or
-        `mpx.optimizer_step`: the weights are then the rounded masters, bit for bit.
+        `init(params, masters)` starts from full-precision weights; without `masters`,
+        masters have the values of `params`. The state has `masters` (float32, like the
+        weights) and `inner_state`. Apply the updates with `optax.apply_updates`,
+        `eqx.apply_updates`, `mpx.optimizer_update` or `mpx.optimizer_step`: the weights
+        are then the rounded masters, bit for bit.
 
     Raises:
-        TypeError: `optimizer` has no `init` and `update`; in `update`, a state with
+        TypeError: `optimizer` has no `init` and `update`; in `update`, the state has
             other `bits`.
-        ValueError: `bits` is not 32, 16, 8 or 0. In `update`: without `params`, or the
-            weights are not of the structure, shapes and dtypes that `init` saw. In
-            `init`: `masters` are not; or weights in float16 or 8 bits, and `bits` is
-            not 32.
+        ValueError: `bits` is not 32, 16, 8 or 0. In `update`: `params` is missing, or
+            the weights do not have the structure, shapes and dtypes that `init` got. In
+            `init`: `masters` do not; or weights are float16 or 8 bits and `bits` is not
+            32.
 
     - Weights of other dtypes (float32, float64, complex) have no copy: their master is
       None, and their updates are those of `optimizer`. Leaves that are None stay None.
-    - Extra arguments go on to `optimizer.update` as they are.
-    - A weight that is not its rounded master was changed from outside (loaded,
-      clipped): its master starts anew from it, element by element. In 8 bits a change
-      within the error of rounding is not seen.
-    - A step that is skipped leaves masters and weights as they were. Put
-      `mpx.skip_nonfinite` inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
+    - Extra arguments are passed unchanged to `optimizer.update`.
+    - A weight that differs from its rounded master was changed from outside (loaded,
+      clipped): its master restarts from it, element by element. In 8 bits a change
+      within the rounding error is not detected.
+    - A skipped step leaves masters and weights unchanged. Put `mpx.skip_nonfinite`
+      inside: `mpx.master_weights(mpx.skip_nonfinite(optimizer))`.
     - Weights in 8 bits with one scale (`mpx.quantization.TensorQuantizer`) are written
       with a scale known before the step: the power of two that leaves room for 4 to 8
-      times the largest master of two steps before. What is larger saturates, and its
-      master keeps it. An infinity or a NaN becomes NaN. A weight with another scale
-      than the step before wrote comes from outside, and its own scale is the measure.
+      times the largest master of two steps before. Larger values saturate, and their
+      masters keep them. An infinity or a NaN becomes NaN. A weight with another scale
+      than the previous step wrote counts as changed from outside, and its own scale is
+      used.
     - A master beyond the range of the weight's dtype gives an infinite weight;
       `check_update` of `mpx.optimizer_step` skips such a step.
 
@@ -129,17 +123,17 @@ def master_weights(
     $$\operatorname{bits}(m) = 2^{16} \operatorname{bits}(p) + r, \qquad
         -2^{15} \le r < 2^{15}$$
 
-    - `bits=16` keeps $r$: 4 bytes a weight in place of 6. Weights and their movement
+    - `bits=16` stores $r$: 4 bytes a weight instead of 6. Weights and their movement
       are those of float32 masters, except that $p$ rounds ties away from zero.
-    - `bits=8` keeps $r$ in steps of 256, `bits=0` nothing. $m$ is rounded to one of
-      its two neighbours, up with the probability of its distance from the lower one: so
-      its mean is exact. The noise is a hash of the number of the step, the path of the
-      weight and the place in it: the same on any number of devices, and the same again
-      after a restart. Inside of `shard_map` the place is that in the shard.
-    - A weight changed from outside is taken as it is; what was kept beside it stays,
-      which is less than half of the distance to its neighbour. Zeros stay zeros.
-    - Infinities and NaN stay what they are. Numbers that round to no finite bfloat16
-      give an infinite weight; with `bits=0`, the largest finite one.
+    - `bits=8` stores $r$ in steps of 256, `bits=0` nothing. $m$ is rounded to one of
+      its two neighbours, up with the probability of its distance from the lower one, so
+      its mean is exact. The noise is a hash of the step's number, the weight's path and
+      the index in it: the same on any number of devices, and after a restart. Inside
+      `shard_map` the index is that in the shard.
+    - A weight changed from outside is used unchanged. The bits stored beside it stay;
+      they are less than half of the distance to its neighbour. Zeros stay zeros.
+    - Infinities and NaN are unchanged. Numbers too large for a finite bfloat16 give an
+      infinite weight; with `bits=0`, the largest finite one.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
@@ -159,7 +153,7 @@ def master_weights(
         raise ValueError(f"`bits` of {CALL} must be 32, 16, 8 or 0; got {bits!r}.")
     if bits != 32:
         small = SmallWeights(optimizer, bits)
-        return MasterWeights(small.init, small.update)
+        return Transformation(small.init, small.update)
 
     def init(params: PyTree, masters: PyTree | None = None) -> MasterWeightsState:
         given = params if masters is None else masters
@@ -194,24 +188,24 @@ def master_weights(
         new = _map(_update, written, updates, params)
         return new, MasterWeightsState(moved, inner, ranges)
 
-    return MasterWeights(init, update)
+    return Transformation(init, update)
 
 
 def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
-    """A model with the masters in the place of the weights that have one.
+    """Returns a model with weights replaced by their float32 masters.
 
-    For what needs all digits: a running average, a checkpoint to go on from in another
-    precision. `masters` itself has None for float32 biases and norms, which frameworks
-    take for a layer without them.
+    Use it where full precision is needed: for a running average, or a checkpoint to
+    continue from in another precision. `masters` itself has None for float32 biases and
+    norms, which frameworks treat as a layer without them.
 
     Args:
-        model: The model, or its parameters, as the optimizer's `init` got them; leaves
-            that are no weights stay as they are.
-        opt_state: The optimizer's state, with that of `master_weights` anywhere in it:
-            in a chain, a `MultiSteps`, several in `optax.multi_transform`.
+        model: The model, or its parameters, as passed to the optimizer's `init`; leaves
+            that are not weights are unchanged.
+        opt_state: The optimizer's state, which contains that of `master_weights`
+            anywhere: in a chain, a `MultiSteps`, several in `optax.multi_transform`.
 
     Returns:
-        The model, weights in float32 where there is a master.
+        The model, with float32 weights where there is a master.
 
     Raises:
         ValueError: A weight in half precision or in 8 bits has no master, or one of
@@ -248,9 +242,9 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
             return full_weight(leaf, None)
         if master is None or master.shape != leaf.shape:
             raise ValueError(
-                "`mpx.full_weights(model, opt_state)` needs the state of an optimizer "
-                f"with {CALL} that is of this model; got {describe(leaf)}"
-                f"{at_path(path_text(path))}, and for it "
+                "`mpx.full_weights(model, opt_state)` needs this model's state of "
+                f"an optimizer with {CALL}; got "
+                f"{describe(leaf)}{at_path(path_text(path))} with "
                 f"{'no master' if master is None else describe(master)}."
             )
         return master if master.dtype == np.float32 else full_weight(leaf, master)
@@ -348,8 +342,10 @@ def _refuse_masters(params: PyTree, masters: PyTree) -> None:
     structures = [jax.tree.structure(tree, _is_leaf) for tree in (params, masters)]
     if structures[0] != structures[1]:
         raise ValueError(
-            f"`masters` in `init` of {CALL} are like `params`; got\n"
-            f"  params: {structures[0]}\n  masters: {structures[1]}"
+            f"`masters` in `init` of {CALL} must have the structure of `params`; "
+            "got\n"
+            f"  params: {structures[0]}\n"
+            f"  masters: {structures[1]}"
         )
     leaves = jax.tree.leaves(masters, is_leaf=_is_leaf)
     for (path, weight), given in zip(
@@ -358,8 +354,9 @@ def _refuse_masters(params: PyTree, masters: PyTree) -> None:
         is_float = is_stored(given) or is_float_leaf(given)
         if _has_master(weight) and not (is_float and given.shape == weight.shape):
             raise ValueError(
-                f"`masters` in `init` of {CALL} have the shapes of `params`; got "
-                f"{describe(given)} for {describe(weight)}{at_path(path_text(path))}."
+                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
+                f"got {describe(given)} for "
+                f"{describe(weight)}{at_path(path_text(path))}."
             )
 
 
@@ -373,9 +370,11 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
     structures = [jax.tree.structure(tree, _is_leaf) for tree in (masters, params)]
     if structures[0] != structures[1]:
         raise ValueError(
-            f"`update` of {CALL} needs weights of the structure that `init` saw; got\n"
-            f"  masters: {structures[0]}\n  weights: {structures[1]}\nMake the state "
-            "with `init(params)` of this model."
+            f"`update` of {CALL} needs weights of the structure passed to `init`; "
+            "got\n"
+            f"  masters: {structures[0]}\n"
+            f"  weights: {structures[1]}\n"
+            "Make a state with `init(params)` of this model."
         )
     pairs = zip(
         jax.tree_util.tree_leaves_with_path(params, _is_leaf),
@@ -391,8 +390,8 @@ def _refuse_weights(masters: PyTree, params: PyTree | None) -> None:
         if not fits and weight is not None:
             kept = "no master" if master is None else f"the master {describe(master)}"
             raise ValueError(
-                f"`update` of {CALL} needs weights of the shapes and dtypes that "
-                f"`init` saw; got {describe(weight)} for {kept}"
-                f"{at_path(path_text(path))}. Make the state anew with `init(params)`, "
-                "or cast the model back."
+                f"`update` of {CALL} needs weights of the shapes and dtypes passed "
+                f"to `init`; got {describe(weight)} for "
+                f"{kept}{at_path(path_text(path))}. Make a new state with "
+                "`init(params)`, or cast the model back."
             )

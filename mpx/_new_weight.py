@@ -15,8 +15,9 @@ from ._errors import describe
 
 CALL = "`mpx.master_weights(optimizer)`"
 _INSIDE = (
-    "put what changes updates (`optax.add_decayed_weights`, `clip`, `MultiSteps`, "
-    "`mpx.skip_nonfinite`, noise) inside: `mpx.master_weights(optax.chain(...))`"
+    "put transformations of updates (`optax.add_decayed_weights`, `clip`, "
+    "`MultiSteps`, `mpx.skip_nonfinite`, noise) inside: "
+    "`mpx.master_weights(optax.chain(...))`"
 )
 
 
@@ -62,15 +63,16 @@ class NewWeight:
         if weight is self._weight or _are_equal(weight, self._weight):
             return self.value
         raise ValueError(
-            f"An update of {CALL} says what a weight becomes, and is added to that "
-            f"weight alone, {describe(self._weight)}; got {describe(weight)}. Apply it "
-            f"before the weights are cast or changed, and {_INSIDE}."
+            f"An update of {CALL} contains the new value of a weight, and must be "
+            f"added to that weight, {describe(self._weight)}; got "
+            f"{describe(weight)}. Apply it before the weights are cast or changed, "
+            f"and {_INSIDE}."
         )
 
     def _refused(self, *_: object) -> NoReturn:
         raise TypeError(
-            f"An update of {CALL} is no number to compute with: it says what the "
-            f"weight becomes. So {_INSIDE}."
+            f"An update of {CALL} does not support arithmetic: it contains the new "
+            f"value of the weight. So {_INSIDE}."
         )
 
     __mul__ = __rmul__ = __sub__ = __rsub__ = __neg__ = __truediv__ = _refused

@@ -47,32 +47,33 @@ def optimizer_update(
     grads_finite: BoolLike,
     **extra_args: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    r"""Applies one step of an Optax optimizer if the gradients are finite.
+    r"""Applies one step of an Optax optimizer, or skips it if gradients are non-finite.
 
     $$(w, o) \leftarrow \begin{cases} (w + u, o') & \text{finite} \\ (w, o) &
         \text{else} \end{cases} \qquad (u, o') = \operatorname{update}(g, o, w)$$
 
     Args:
-        model: Any PyTree; leaves without a gradient stay as they are.
+        model: Any PyTree; leaves without a gradient are unchanged.
         optimizer: An Optax transformation.
-        optimizer_state: Its state, which comes from
+        optimizer_state: Its state, from
             `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`.
-        grads: Unscaled gradients, like the model, with None where there is none.
-        grads_finite: One boolean, an array or Python's.
+        grads: Unscaled gradients, a tree like the model, with None for leaves without
+            one.
+        grads_finite: Whether to apply the step, one boolean, an array or Python's.
         **extra_args: Passed on to `optimizer.update`: `value`, `grad` and `value_fn`
             for L-BFGS.
 
     Returns:
-        `(model, optimizer_state)`, with the dtypes they came with. Safe to donate both.
+        `(model, optimizer_state)`, with unchanged dtypes. Both may be donated.
 
     Raises:
-        TypeError: `grads_finite` is no boolean, or `optimizer` has no `init` and
+        TypeError: `grads_finite` is not a boolean, or `optimizer` has no `init` and
             `update`.
-        ValueError: There are no gradients, they do not fit the model, are of a leaf
-            that is no array of floating numbers, or the optimizer changed the form of
-            its state.
+        ValueError: There are no gradients, they do not match the model, belong to a
+            leaf that is not a floating-point array, or the optimizer changed the
+            structure, shapes or dtypes of its state.
 
-    A skipped step leaves model and state as they were, bit for bit.
+    A skipped step leaves model and state unchanged, bit for bit.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
@@ -104,40 +105,39 @@ def optimizer_step(
     max_skipped_in_a_row: int | None = None,
     **extra_args: PyTree,
 ) -> tuple[PyTree, PyTree, AbstractLossScaling | None]:
-    """Does all that the end of a training step has to do, as one decision.
+    """Applies or skips a training step, and returns model, optimizer state, scaling.
 
-    Takes the result of a gradient function, updates or skips as `optimizer_update`
-    does, and returns the loss scaling with it.
+    It takes the result of a gradient function and updates or skips as
+    `optimizer_update` does. The loss scaling follows the same decision.
 
     Args:
-        model: Any PyTree; leaves without a gradient stay as they are.
+        model: Any PyTree; leaves without a gradient are unchanged.
         optimizer: An Optax transformation.
         optimizer_state: Its state, as in `optimizer_update`.
-        result: What `mpx.filter_grad` or the like returned, as it is or with other
+        result: The result of `mpx.filter_grad` or the like, unchanged or with other
             gradients: `result._replace(grads=clipped)`.
-        check_gradients: Look at `result.grads` once more, for gradients that were
-            changed (summed over devices, clipped) since.
-        check_update: The step is also bad if the updates, the new weights, a state of
-            the optimizer that was finite, or the gradients' norm overflow. Finite
-            gradients of 3e19 have an infinite norm, and clipping by it turns them into
-            zero in silence.
-        max_skipped_in_a_row: After more skipped steps in a row than this the run is
-            *halted*: nothing changes any more, and `mpx.check(scaling)` raises on the
-            host. None for no limit; no effect where steps are not counted.
+        check_gradients: Checks `result.grads` again, for gradients that were changed
+            since (summed over devices, clipped).
+        check_update: Also skips the step if the updates, the new weights, a previously
+            finite optimizer state, or the gradients' norm overflow. Finite gradients of
+            3e19 have an infinite norm, and clipping by it silently sets them to zero.
+        max_skipped_in_a_row: *Halts* the run after more skipped steps in a row than
+            this: nothing changes any more, and `mpx.check(scaling)` raises on the host.
+            None for no limit; no effect if steps are not counted.
         **extra_args: Passed on to `optimizer.update`, as in `optimizer_update`.
 
     Returns:
-        `(model, optimizer_state, scaling)`, with the dtypes they came with; `scaling`
-        is for the next step, and None where the gradient function was given None.
+        `(model, optimizer_state, scaling)`, with unchanged dtypes; `scaling` is for the
+        next step, and None if the gradient function got None.
 
     Raises:
-        TypeError: `result` is no `mpx.GradientResult`.
-        ValueError: `max_skipped_in_a_row` is no whole number.
+        TypeError: `result` is not a `mpx.GradientResult`.
+        ValueError: `max_skipped_in_a_row` is not a whole number.
 
     It also raises what `optimizer_update` raises.
 
-    A step that these checks find bad is treated like any other bad step: skipped,
-    counted once, and the scale adjusted as if it had never been good.
+    A step that these checks reject is treated like any other skipped step: it is
+    counted once, and the scale adjusted as if the gradients had been non-finite.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
@@ -151,8 +151,8 @@ def optimizer_step(
     call = "`mpx.optimizer_step`"
     if not isinstance(result, GradientResult):
         raise TypeError(
-            f"`result` of {call} must be what `mpx.filter_grad` or the like "
-            f"returned, as a whole; got {describe(result)}. With the parts in hand use "
+            f"`result` of {call} must be the whole result of `mpx.filter_grad` or "
+            f"the like; got {describe(result)}. For its parts use "
             "`mpx.optimizer_update(model, optimizer, opt_state, grads, finite)`."
         )
     refuse_limit(max_skipped_in_a_row, call)
@@ -188,34 +188,34 @@ class SkipNonfiniteState(NamedTuple):
     inner_state: PyTree
 
 
-class SkipNonfinite(NamedTuple):
+class Transformation(NamedTuple):
     """An Optax transformation (a pair of `init` and `update`)."""
 
-    init: Callable[..., SkipNonfiniteState]
-    update: Callable[..., tuple[PyTree, SkipNonfiniteState]]
+    init: Callable[..., PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
 
 
-def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
-    r"""Makes an Optax transformation skip steps whose gradients are not finite.
+def skip_nonfinite(optimizer: Any) -> Transformation:
+    r"""Wraps an Optax transformation to skip steps with non-finite gradients.
 
-    For people who keep their training loop and only want this. Unlike
-    `optax.apply_if_finite` it never gives in and applies a NaN.
+    For existing training loops that need only this. Unlike `optax.apply_if_finite` it
+    never applies a NaN after a number of errors.
 
     Args:
         optimizer: An Optax transformation.
 
     Returns:
         A pair `(init, update)` to use as an Optax transformation; its state has
-        `record` (see `mpx.reports.StepRecord`) and `inner_state`. `mpx.check` takes it,
-        too.
+        `record` (see `mpx.reports.StepRecord`) and `inner_state`. `mpx.check` accepts
+        it, too.
 
     Raises:
         TypeError: `optimizer` has no `init` and `update`.
 
-    On a bad step the updates are -0.0, which changes no weight ($w + (-0.0) = w$ bit
-    for bit, also for $w = -0.0$; but XLA's additions make subnormal numbers zero, which
-    `mpx.optimizer_update` does not), and the inner state stays. It stands inside of
-    `mpx.master_weights`, whose updates are no numbers.
+    On a skipped step the inner state is unchanged and the updates are -0.0, which
+    changes no weight: $w + (-0.0) = w$ bit for bit, also for $w = -0.0$. XLA's
+    additions flush subnormal numbers to zero, which `mpx.optimizer_update` does not.
+    Put it inside `mpx.master_weights`, whose updates are not plain numbers.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
@@ -247,7 +247,7 @@ def skip_nonfinite(optimizer: Any) -> SkipNonfinite:
             select_tree(finite, inner, state.inner_state),
         )
 
-    return SkipNonfinite(init, update)
+    return Transformation(init, update)
 
 
 def _update(
@@ -262,7 +262,7 @@ def _update(
     refuse_optimizer(optimizer, call)
     if not any(eqx.is_array_like(g) for g in jax.tree.leaves(grads)):
         raise ValueError(
-            f"{call} was given no gradients: the tree has no array. Was the model "
+            f"{call} needs gradients; got a tree without arrays. Was the model "
             "passed as the first argument of the loss?"
         )
     params = _with_gradients(model, grads, call)
@@ -273,8 +273,8 @@ def _update(
             _refuse_other_state(optimizer, state, params, call)
             raise
         raise TypeError(
-            f"{call}: updates of `mpx.master_weights` say what weights become, and are "
-            "no numbers for the transformation around it. Put that inside: "
+            f"{call}: updates of `mpx.master_weights` contain the new weights, and "
+            "cannot be used by a transformation around it. Put that inside: "
             "`mpx.master_weights(optax.MultiSteps(...))`, "
             "`mpx.master_weights(optax.chain(...))`."
         ) from error
@@ -300,12 +300,12 @@ def _refuse_other_state(
     others = [f"{p} {given[p]} for {wanted[p]}" for p in both if given[p] != wanted[p]]
     if missing or unknown or others:
         raise ValueError(
-            f"{call} got an optimizer state of another model or optimizer; missing: "
+            f"{call} needs the state of this model and optimizer; missing: "
             f"{listing(sorted(missing)) or 'none'}; unknown: "
             f"{listing(sorted(unknown)) or 'none'}; of another shape: "
             f"{listing(sorted(others)) or 'none'}. Make it for this model, "
             "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))`, and restore "
-            "what was saved with that as the template."
+            "a saved one with that as the template."
         )
 
 
@@ -321,9 +321,9 @@ def _with_dtypes_of(before: PyTree, after: PyTree, call: str) -> PyTree:
     def cast(path: KeyPath, old: PyTree, new: PyTree) -> PyTree:
         if isinstance(new, jax.Array) and _is_of_the_host(old):
             raise TypeError(
-                f"{call} needs JAX arrays in the optimizer's state; got {describe(old)}"
-                f"{at_path(path_text(path))}. Make them: `opt_state = "
-                "jax.tree.map(jnp.asarray, opt_state)`."
+                f"{call} needs JAX arrays in the optimizer's state; got "
+                f"{describe(old)}{at_path(path_text(path))}. Convert them: "
+                "`opt_state = jax.tree.map(jnp.asarray, opt_state)`."
             )
         if getattr(old, "dtype", None) == getattr(new, "dtype", None):
             return new
@@ -357,10 +357,11 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
         for what, leaf in (("gradient", grad), ("weight", weight)):
             if not _is_trained(leaf) and not is_stored(leaf):
                 raise ValueError(
-                    f"{call} updates arrays of floating numbers; got the {what} "
-                    f"{describe(leaf)}{at_path(path_text(path))}. Make an array of a "
-                    "Python number, `jnp.asarray(number)`, and leave what is not "
-                    "trained without a gradient: `mpx.filter_grad` gives None for it."
+                    f"{call} needs floating-point arrays; got the {what} "
+                    f"{describe(leaf)}{at_path(path_text(path))}. Convert Python "
+                    "numbers, `jnp.asarray(number)`, and pass None as the gradient "
+                    "of leaves that are not trained, as `mpx.filter_grad` returns "
+                    "it."
                 )
         if grad.shape != weight.shape:
             raise ValueError(
@@ -375,10 +376,11 @@ def _with_gradients(model: PyTree, grads: PyTree, call: str) -> PyTree:
         if call in str(error):
             raise
         raise ValueError(
-            f"{call} needs gradients of the model's structure, with None for what has "
-            f"no gradient; got\n  gradients: {jax.tree.structure(grads)}\n"
-            f"  model: {jax.tree.structure(model)}\nDifferentiate with respect to the "
-            "model that is updated."
+            f"{call} needs gradients of the model's structure, with None for leaves "
+            "without a gradient; got\n"
+            f"  gradients: {jax.tree.structure(grads)}\n"
+            f"  model: {jax.tree.structure(model)}\n"
+            "Differentiate with respect to the updated model."
         ) from None
 
 

@@ -52,14 +52,14 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Policy:
-    """The dtypes of parameters, of computation and of outputs, and of what travels.
+    """The dtypes of parameters, computation, outputs, gradients and communication.
 
     Policies are immutable and hashable; equal dtypes make equal policies, however they
-    were spelled. `str(policy)` is a text that `get_policy` reads back.
+    are spelled. `get_policy` reads `str(policy)` back.
 
     The last three are read by the gradient functions (`mpx.filter_grad(..., policy=)`),
-    for the explicit style, for functions that `mpx.autocast` made, and for recipes. On
-    one device nothing travels, and nothing changes but for `grad_dtype`.
+    in the explicit style, for autocast functions and for recipes. On one device there
+    is no communication, so only `grad_dtype` matters.
 
     Args:
         param_dtype: The dtype of parameters, a floating dtype or its name.
@@ -67,20 +67,20 @@ class Policy:
         output_dtype: The dtype of outputs.
         grad_dtype: The dtype in which gradients are returned, and summed over
             micro-batches: float32 (the default; float64 for float64 weights), float64
-            or bfloat16. What overflows it becomes infinite after the step was found
-            finite, so it has the range of float32.
+            or bfloat16. It must have the range of float32, because gradients that
+            overflow it would become infinite after the step was found finite.
         reduce_dtype: The dtype in which gradients are summed over devices. By default
-            float32 wherever the program shows that there are several: its arrays lie on
-            a mesh, one is set (`jax.set_mesh`), or `jax.shard_map` is in force. Not
-            for convolutions, which float32 results make slow.
-        gather_dtype: The dtype in which divided weights travel to where they are used.
-            By default the one that is computed in, and 8 bits under current and
-            delayed scaling. float32 lets them travel as they are; it can be no smaller
-            than the compute dtype.
+            float32 wherever the program shows that there are several: its arrays are on
+            a mesh, one is set (`jax.set_mesh`), or `jax.shard_map` is active.
+            Convolutions are excluded, because float32 results make them slow.
+        gather_dtype: The dtype in which sharded weights are communicated to where they
+            are used. By default the compute dtype, and 8 bits under current and delayed
+            scaling. float32 communicates them unchanged; it cannot be narrower than the
+            compute dtype.
 
     Raises:
-        ValueError: A dtype does not exist, is float64 and not enabled in JAX, or is
-            none that gradients and weights can have on their way.
+        ValueError: A dtype does not exist, is float64 and not enabled in JAX, or is not
+            allowed for gradients or communicated weights.
         TypeError: A dtype is not floating.
 
     Examples:
@@ -170,13 +170,13 @@ class Policy:
         return cast_leaves(x, np.dtype(self.output_dtype), None)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
-        """A copy with another dtype for outputs.
+        """Returns a copy with another dtype for outputs.
 
         Args:
             output_dtype: The dtype of outputs, a floating dtype or its name.
 
         Returns:
-            The new policy; this one stays as it is.
+            The new policy; this one is unchanged.
 
         Raises:
             ValueError: The dtype does not exist, or is float64 and not enabled in JAX.
@@ -199,21 +199,20 @@ def _refuse_small(name: str, dtype: np.dtype, compute: np.dtype) -> None:
     if name == "grad_dtype" and finfo.maxexp < jnp.finfo(jnp.float32).maxexp:
         raise ValueError(
             "`grad_dtype` of `mpx.Policy` must have the range of float32, because "
-            f"gradients come unscaled; got {dtype.name}. Take float32 or bfloat16."
+            f"gradients are unscaled; got {dtype.name}. Use float32 or bfloat16."
         )
     if name != "grad_dtype" and dtype not in (compute, np.dtype(np.float32)):
         raise ValueError(
-            f"`{name}` of `mpx.Policy` must be the dtype that is computed in, "
-            f"{compute.name}, or float32; got {dtype.name}. Gradients are not summed "
-            "in 8 bits."
+            f"`{name}` of `mpx.Policy` must be the compute dtype, {compute.name}, or "
+            f"float32; got {dtype.name}. Gradients are not summed in 8 bits."
         )
 
 
 def get_policy(text: str) -> Policy:
     """Reads a policy from text, in JMP's grammar.
 
-    Either one dtype for everything ("float16", "half", "full"), or a list of
-    `key=dtype` with the keys `params` (`p`), `compute` (`c`) and `output` (`o`), and
+    The text is either one dtype for everything ("float16", "half", "full"), or a list
+    of `key=dtype` with the keys `params` (`p`), `compute` (`c`) and `output` (`o`), and
     with `grad`, `reduce` and `gather`, for several devices:
 
     - what is not given: parameters are float32, computation follows the parameters,
@@ -227,12 +226,12 @@ def get_policy(text: str) -> Policy:
         text: The policy as text, such as "params=float32,compute=half".
 
     Returns:
-        The policy, whose `str` is the text in full.
+        The policy; its `str` is the complete text.
 
     Raises:
         ValueError: A key is unknown or repeated, a dtype does not exist, or is float64
             and not enabled in JAX.
-        TypeError: `text` is not text, or a dtype is not floating.
+        TypeError: `text` is not a string, or a dtype is not floating.
 
     Examples:
         >>> import mpx
@@ -242,9 +241,8 @@ def get_policy(text: str) -> Policy:
     call = "`mpx.get_policy(text)`"
     if not isinstance(text, str):
         raise TypeError(
-            f"{call} needs text such as 'params=float32,compute=float16'; got "
-            f"{text!r}. "
-            "Build a `mpx.Policy` from dtypes."
+            f"{call} needs a string such as 'params=float32,compute=float16'; got "
+            f"{text!r}. For dtypes use `mpx.Policy`."
         )
     if "=" not in text:
         dtype = float_dtype(text.strip(), call)
@@ -256,7 +254,7 @@ def get_policy(text: str) -> Policy:
         if field is None or field in given:
             problem = "unknown" if field is None else "repeated"
             raise ValueError(
-                f"{call} takes the keys params, compute and output (p, c, o), grad, "
+                f"{call} allows the keys params, compute and output (p, c, o), grad, "
                 f"reduce and gather, each once; got the {problem} key {key!r} in "
                 f"{text!r}."
             )

@@ -29,34 +29,34 @@ _RULE = "`mpx.Rule`"
 
 
 class Precision(enum.Enum):
-    """In which precision an operation is computed."""
+    """The precision in which an operation is computed."""
 
     HALF = "half"
     """Its float32 operands are float16 or bfloat16 when it runs."""
     LOW = "low"
-    """Quantized by the recipe that holds there; for matrix products."""
+    """Quantized by the active recipe; for matmuls."""
     FULL = "full"
     """Computed in float32."""
     FOLLOW = "follow"
     """In float32 if one of its operands was computed in float32, else in half."""
     DECLARED = "declared"
-    """Left as it was written."""
+    """Unchanged, as written."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
-    """An operation of the program that a rule is asked about.
+    """An operation of the program, as a rule's function gets it.
 
     Attributes:
         primitive: The primitive's name: `dot_general`, `exp`, ...
-        kind: Its class, what autocast does by default.
-        dtype: The half precision dtype that holds here.
+        kind: Its class, which sets what autocast does by default.
+        dtype: The half-precision dtype in use here.
         scopes: The named scopes around it, the outermost first.
         equation: The equation as it was written: operands and results with their
             declared dtypes (`equation.invars[i].aval`), and parameters.
-        in_dtypes: The dtypes that its operands come in.
-        parameters: For each operand the path of the parameter that it is, moved or
-            sliced perhaps, and None for operands that are no parameters.
+        in_dtypes: The present dtypes of its operands.
+        parameters: For each operand the path of its parameter, possibly moved or
+            sliced, and None for operands that are not parameters.
     """
 
     primitive: str
@@ -69,7 +69,7 @@ class Candidate:
 
     @property
     def multiplications(self) -> int:
-        """How many pairs of numbers a matrix product multiplies; 0 of anything else."""
+        """The number of multiplications of a matmul; 0 for any other operation."""
         own = getattr(self.equation.params.get("operation"), "multiplications", None)
         if own is not None:  # an operation of mpx's own says it
             return own([aval_of(v) for v in self.equation.invars])
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def line(self) -> str:
-        """The line of the user's code that it comes from; "" if it is not known."""
+        """The line of the user's code that it comes from; "" if unknown."""
         return line_of(self.equation)
 
 
@@ -97,25 +97,24 @@ Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What is to be done with some operations.
+    """A precision for the operations that match its conditions.
 
     Attributes:
-        precision: The precision they are computed in, `Precision.LOW` for matrix
-            products of whatever operands by the recipe that holds there; or a recipe,
-            for products of data with a weight; or a function that is given the
-            operation and its operands in their present dtypes, and returns operands and
-            parameters to bind the primitive to.
-        primitive: The name of a primitive, or several; `*` and `?` stand for any text
-            and any letter, here and below.
+        precision: The precision they are computed in; `Precision.LOW` quantizes matmuls
+            of any operands by the active recipe. Or a recipe, for weight matmuls. Or a
+            function that gets the operation and its operands in their present dtypes,
+            and returns operands and parameters to bind the primitive to.
+        primitive: The name of a primitive, or several; `*` and `?` match any text and
+            any letter, here and below.
         scope: Named scopes, joined by `/`: `attention`, `layer*/softmax`. It may begin
-            at any scope, and holds for everything inside of the last one.
-        parameter: The path of a parameter that must be among the operands, whole,
-            moved or sliced: `layers[0].weight`, `*bias`.
-        when: A function of the operation that says whether the rule holds.
+            at any scope, and matches everything inside the last one.
+        parameter: The path of a parameter that must be an operand, possibly moved or
+            sliced: `layers[0].weight`, `*bias`.
+        when: A function of the operation that returns whether the rule applies.
 
     Raises:
-        TypeError: `precision` is none of these, `when` is no function, or another
-            condition is no text.
+        TypeError: `precision` is not one of these, `when` is not a function, or another
+            condition is not a string.
         ValueError: The rule has no condition, or an empty one.
 
     Examples:
@@ -194,7 +193,7 @@ class Rule:
             return False
         paths = (path for path in parameters if path is not None)
         path = self.parameter
-        return path is None or any(_matches(found, path) for found in paths)
+        return path is None or any(matches(found, path) for found in paths)
 
     def _rewritten(
         self, candidate: Candidate, operands: list[Any]
@@ -214,10 +213,10 @@ class Rule:
     def _refused(self, candidate: Candidate, got: str) -> TypeError:
         """The error for what the user's function made of an operation."""
         return TypeError(
-            f"The function `{_name(self.precision)}` that is `precision` of `mpx.Rule` "
-            "must return the operands and the parameters of the operation "
-            f"{candidate.primitive}; got {got}. To leave it as it is: "
-            "`return operands, candidate.equation.params`."
+            f"The function `{_name(self.precision)}`, the `precision` of a "
+            "`mpx.Rule`, must return operands and parameters of the operation "
+            f"{candidate.primitive}; got {got}. To keep it unchanged: `return "
+            "operands, candidate.equation.params`."
         )
 
     @contextlib.contextmanager
@@ -226,20 +225,20 @@ class Rule:
         try:
             yield
         except Exception as error:
-            refused = f"what JAX refuses: {type(error).__name__}: {error}"
+            refused = f"what JAX rejects: {type(error).__name__}: {error}"
             raise self._refused(candidate, refused.rstrip(". ")) from error
 
     def _check_shape(self, candidate: Candidate, got: Any, wanted: Any) -> None:
         """Raises if a result has not the shape that the program goes on with."""
         if got.shape != wanted.shape:
-            shapes = f"a result of shape {got.shape} in place of {wanted.shape}"
+            shapes = f"a result of shape {got.shape} instead of {wanted.shape}"
             raise self._refused(candidate, shapes)
 
     def _holds_for_primitive(self, name: str) -> bool:
         """Whether the condition on the primitive holds."""
         named = self.primitive
         patterns = (named,) if isinstance(named, str) else named
-        return patterns is None or any(_matches(name, one) for one in patterns)
+        return patterns is None or any(matches(name, one) for one in patterns)
 
     @property
     def _is_for_products(self) -> bool:
@@ -263,13 +262,13 @@ def _name(func: object) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-def _matches(text: str, pattern: str) -> bool:
+def matches(text: str, pattern: str) -> bool:
+    """Whether a name or a path matches a pattern; brackets are those of paths."""
     return _pattern(pattern).match(text) is not None
 
 
 @functools.lru_cache(maxsize=256)
 def _pattern(pattern: str) -> re.Pattern[str]:
-    # Brackets are part of paths, not of the pattern.
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
 
 
@@ -278,20 +277,20 @@ def is_within(scopes: Sequence[str], pattern: str) -> bool:
     count = pattern.count("/") + 1
     parts = "/".join(scopes).split("/")  # a scope's own name may hold a slash
     return any(
-        _matches("/".join(parts[i : i + count]), pattern)
+        matches("/".join(parts[i : i + count]), pattern)
         for i in range(len(parts) - count + 1)
     )
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Rules:
-    """Rules in their order; the first that holds decides.
+    """An ordered list of rules; the first that matches an operation decides.
 
     Attributes:
         rules: The rules.
-        looks_ahead: Whether autocast asks in which precision the users of a value read
-            it. If not, each operation is decided alone: what moves numbers moves them
-            as they come, and what picks them does not round them first.
+        looks_ahead: Whether autocast takes into account in which precision a value is
+            used later. If False, each operation is decided alone: data movement keeps
+            its input's dtype, and operations that select values do not round first.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -306,15 +305,15 @@ class Rules:
     looks_ahead: bool
 
     def __init__(self, *rules: Rule, looks_ahead: bool = True) -> None:
-        """Puts rules in an order.
+        """Creates an ordered list of rules.
 
         Raises:
-            TypeError: One of them is no `mpx.Rule`, or `looks_ahead` is no truth value.
+            TypeError: A rule is not a `mpx.Rule`, or `looks_ahead` is not a boolean.
         """
         for rule in rules:
             if not isinstance(rule, Rule):
                 raise TypeError(
-                    f"`mpx.Rules(*rules)` takes `mpx.Rule`s; got {describe(rule)}."
+                    f"`mpx.Rules(*rules)` needs `mpx.Rule`s; got {describe(rule)}."
                 )
         object.__setattr__(self, "rules", rules)
         is_ahead = read_switch("looks_ahead", looks_ahead, "`mpx.Rules`")
@@ -322,16 +321,16 @@ class Rules:
 
     @classmethod
     def like_pytorch(cls, *rules: Rule) -> "Rules":
-        """The operation lists of PyTorch's autocast, behind rules of one's own.
+        """Returns the operation lists of PyTorch's autocast, after your own rules.
 
         PyTorch decides for each operation alone and has shorter lists: powers,
         exponentials, logarithms, sums, products, norms, softmax and losses run in
-        float32, matrix products and convolutions in half, everything else in the widest
-        dtype of its operands. The lists are those of "CUDA Ops that can autocast" in
-        PyTorch's documentation of `torch.amp`, read for JAX's primitives.
+        float32, matmuls and convolutions in half precision, everything else in the
+        widest dtype of its operands. The lists are those of "CUDA Ops that can
+        autocast" in PyTorch's documentation of `torch.amp`, read for JAX's primitives.
 
         Args:
-            *rules: Rules that come before.
+            *rules: Rules that take precedence over these lists.
 
         Returns:
             The rules.
@@ -434,12 +433,12 @@ def _check_text(name: str, value: object, several: bool = False) -> None:
     texts = value if several and isinstance(value, tuple) else (value,)
     for text in texts:
         if not isinstance(text, str):
-            kind = "a text, or a tuple of texts" if several else "a text"
+            kind = "a string, or a tuple of strings" if several else "a text"
             raise TypeError(f"`{name}` of {_RULE} must be {kind}; got {_shown(value)}.")
     if not texts or "" in texts:
         raise ValueError(
-            f"`{name}` of {_RULE} must not be empty; got {value!r}, which holds for "
-            "nothing. Leave it out, or write `*` for all."
+            f"`{name}` of {_RULE} must not be empty; got {value!r}, which matches "
+            "nothing. Omit it, or use `*` for all."
         )
 
 

@@ -196,13 +196,13 @@ def read_weights(weights: Any, call: str) -> Weights | None:
     for place in places:
         if not isinstance(place, int | str) or isinstance(place, bool):
             raise TypeError(
-                f"`weights` of {call} must be the position of the argument that holds "
-                f"the parameters, its name, or a tuple of such; got {describe(place)}."
+                f"`weights` of {call} must be the position or name of the argument "
+                f"with the parameters, or a tuple of these; got {describe(place)}."
             )
         if isinstance(place, int) and place < 0:
             raise ValueError(
-                f"`weights` of {call} are positions counted from 0, the first "
-                f"argument, or names; got {place}."
+                f"`weights` of {call} must be positions from 0, the first argument, "
+                f"or names; got {place}."
             )
     return places
 
@@ -256,8 +256,8 @@ def _found_by_signature(
         # The first argument is the default, also of functions that have none.
         if not is_known and not (isinstance(here, int) and here < max(len(args), 1)):
             raise ValueError(
-                f"`weights={place!r}` of {call} must say an argument of the function; "
-                f"it was called with {len(args)} by position and "
+                f"`weights={place!r}` of {call} must be an argument of the function; "
+                f"got a call with {len(args)} by position and "
                 f"{listing(kwargs) or 'none'} by name."
             )
         found.append(here)

@@ -15,12 +15,12 @@ from ._tree import path_text
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-    """The bytes that weights and the state of their optimizer have.
+    """The bytes of weights and of their optimizer's state.
 
     Attributes:
-        weights: How many numbers the weights are.
+        weights: The number of values of the weights.
         parts: For each part its name (`weights`, or the field of the optimizer's state,
-            such as `mu`), how its numbers are stored, and its bytes.
+            such as `mu`), the dtype or code in which it is stored, and its bytes.
     """
 
     weights: int
@@ -33,7 +33,7 @@ class StateBytes:
 
     @property
     def per_weight(self) -> float:
-        """The bytes of all parts for each number of the weights."""
+        """The bytes of all parts per value of the weights."""
         return self.total / self.weights
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class StateBytes:
 
 
 def state_bytes(model: PyTree, opt_state: PyTree) -> StateBytes:
-    """Counts what weights and the state of their optimizer keep, by part.
+    """Counts the bytes of weights and of their optimizer's state, by part.
 
     Args:
         model: The weights: arrays, or their shapes from `jax.eval_shape`.
@@ -67,7 +67,7 @@ def state_bytes(model: PyTree, opt_state: PyTree) -> StateBytes:
         ValueError: `model` has no array.
 
     Scalars, counts and keys are parts, too. An array on several devices is counted
-    once, however it is sharded. Leaves that are no arrays are left out.
+    once, however it is sharded. Non-array leaves are omitted.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax

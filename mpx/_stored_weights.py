@@ -84,15 +84,16 @@ class Range(NamedTuple):
 class StoredWeight(Whole):
     """A weight in 8 bits, an immutable PyTree, made by `quantize_weights`.
 
-    It goes through jit, donation, sharding and checkpoints as its arrays do. It has no
+    It supports jit, donation, sharding and checkpoints like its arrays. It has no
     arithmetic: `mpx.autocast`, the gradient functions and
-    `mpx.quantization.dequantize_weights` make an array of it.
+    `mpx.quantization.dequantize_weights` convert it to an array.
 
     Attributes:
         quantized: Payload and scales.
-        quantizer: How they were made, and will be after the next step (with one scale
-            for all: by the format, and a scale that is known before).
-        axis: The axis that blocks lie along.
+        quantizer: The quantizer that made them, used again after the next step (with
+            one scale for all, only its format is used, with a scale known before the
+            step).
+        axis: The axis that blocks are along.
     """
 
     quantized: QuantizedArray
@@ -111,7 +112,7 @@ class StoredWeight(Whole):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that the weight had, and that its gradient has."""
+        """The dtype of the weight before quantization, and of its gradient."""
         return self.quantized.dtype
 
     @property
@@ -120,7 +121,7 @@ class StoredWeight(Whole):
         return self.quantized.nbytes
 
     def dequantize(self) -> Array:
-        """The weight as an array of `dtype`; not to be differentiated."""
+        """Returns the weight as an array of `dtype`; do not differentiate it."""
         payload = _refuse_derivative(self.quantized.payload)
         return dataclasses.replace(self.quantized, payload=payload).dequantize()
 
@@ -130,11 +131,10 @@ class StoredWeight(Whole):
 
     def _refused(self, *_: object) -> NoReturn:
         raise TypeError(
-            f"A stored weight, {self.dtype}{list(self.shape)} in 8 bits, is no array "
-            "to compute with. Call functions that `mpx.autocast` made, or give them "
-            "`mpx.quantization.dequantize_weights(model)`; to train, "
-            "`mpx.filter_value_and_grad` and an optimizer in "
-            "`mpx.master_weights(optimizer)`."
+            f"A stored weight, {self.dtype}{list(self.shape)} in 8 bits, does not "
+            "support arithmetic. Use it in autocast functions, or convert it: "
+            "`mpx.quantization.dequantize_weights(model)`; to train, use "
+            "`mpx.filter_value_and_grad` and `mpx.master_weights(optimizer)`."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __getitem__ = _refused
@@ -226,9 +226,9 @@ def _refuse_derivative(payload: Array) -> Array:
 @_refuse_derivative.defjvp
 def _refuse_derivative_rule(primals: PyTree, tangents: PyTree) -> PyTree:
     raise TypeError(
-        "A stored weight has no derivative: numbers of 8 bits have no useful tangents. "
-        "`mpx.filter_grad` and its relatives give that of the numbers it stands for; "
-        "so does `jax.grad` of a function of "
+        "A stored weight has no derivative: numbers of 8 bits have no useful "
+        "tangents. Use `mpx.filter_grad` or the like, which differentiate with "
+        "respect to the dequantized weight, or `jax.grad` of a function of "
         "`mpx.quantization.dequantize_weights(model)`."
     )
 
@@ -245,7 +245,7 @@ def quantize_weights(
     where: LeafPredicate | None = None,
     axis: int = -1,
 ) -> PyTree:
-    r"""Stores weights of a model in 8 bits.
+    r"""Quantizes weights of a model to 8 bits, to store them so.
 
     $$p = \operatorname{quantize}(w)$$
 
@@ -254,26 +254,25 @@ def quantize_weights(
         quantizer: `mpx.quantization.TensorQuantizer` (the default, in E4M3),
             `mpx.quantization.BlockQuantizer` or `mpx.quantization.MXFP8Quantizer`,
             without stochastic rounding.
-        where: `where(path, leaf)` is True for the float leaves to store, with a path
-            such as `layers[0].weight`. By default all that have two axes or more, which
-            are embeddings, too.
-        axis: The axis that blocks lie along, as in `mpx.quantization.quantize`.
+        where: Stores the float leaves for which `where(path, leaf)` is True, with a
+            path such as `layers[0].weight`. By default all with two axes or more,
+            embeddings included.
+        axis: The axis that blocks are along, as in `mpx.quantization.quantize`.
 
     Returns:
-        The model with an `mpx.quantization.StoredWeight` in the place of each such
-        leaf. Functions that `mpx.autocast` made take it, and so do the gradient
-        functions, whose gradients have arrays there. To update it, put the optimizer
-        into `mpx.master_weights`.
+        The model with a `mpx.quantization.StoredWeight` in place of each such leaf.
+        Autocast functions and the gradient functions accept it; its gradients are
+        arrays. To update it, wrap the optimizer in `mpx.master_weights`.
 
     Raises:
-        TypeError: `quantizer` is none, `where` is not a function, or the model is a
-            Flax NNX module, whose state (`nnx.split`) can be stored.
-        ValueError: The quantizer has not 8 bits or rounds at random; an axis does not
-            divide into its blocks; or there is nothing to store.
+        TypeError: `quantizer` is not a quantizer, `where` is not a function, or the
+            model is a Flax NNX module (pass its state from `nnx.split` instead).
+        ValueError: The quantizer does not have 8 bits or rounds stochastically; an axis
+            is not divisible into its blocks; or there is nothing to store.
 
     An infinity or a NaN becomes NaN, with its block if it has one. Numbers below
-    2^-126, which are subnormal in float32, become 0; a warning names weights that hold
-    no larger ones. Weights that are stored already stay as they are.
+    2^-126, which are subnormal in float32, become 0; a warning names weights without
+    larger ones. Stored weights are unchanged.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -294,8 +293,8 @@ def quantize_weights(
         found |= is_stored(leaf)
         if is_nnx_module(leaf):
             raise TypeError(
-                f"{_CALL} was given {describe(leaf)}, a Flax NNX object, which changes "
-                "in place. Split it, and store its parameters: `graphdef, params, rest "
+                f"{_CALL} got {describe(leaf)}, a Flax NNX object, which changes in "
+                "place. Split it, and store its parameters: `graphdef, params, rest "
                 "= nnx.split(model, nnx.Param, ...)`."
             )
         if not is_float_leaf(leaf):
@@ -319,22 +318,22 @@ def quantize_weights(
     if lost:
         warn_user(
             f"{_CALL} stores zeros for {listing(lost)}: all numbers there are below "
-            "2^-126, subnormal in float32, for which there is no scale. Leave them out "
-            "by `where=`, or multiply them by a constant first."
+            "2^-126, subnormal in float32, for which there is no scale. Exclude "
+            "them by `where=`, or multiply them by a constant first."
         )
     return stored
 
 
 def dequantize_weights(model: PyTree) -> PyTree:
-    """Makes arrays of weights that are stored in 8 bits.
+    """Converts weights that are stored in 8 bits back to arrays.
 
     Args:
         model: Any PyTree.
 
     Returns:
-        The tree with an array, in the dtype that it had, in the place of each
+        The tree with an array of the original dtype in place of each
         `mpx.quantization.StoredWeight`; the same object if it has none. Flax NNX
-        modules, which change in place, stay as they are.
+        modules, which change in place, are unchanged.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -375,16 +374,16 @@ def _is_leaf(node: object) -> bool:
 def _check(quantizer: object, where: object) -> None:
     if not isinstance(quantizer, AbstractQuantizer):
         raise TypeError(
-            f"`quantizer` of {_CALL} is a quantizer such as "
+            f"`quantizer` of {_CALL} must be a quantizer such as "
             f"`mpx.quantization.TensorQuantizer()`; got {describe(quantizer)}."
         )
     if isinstance(quantizer, NVFP4Quantizer) or quantizer.stochastic_rounding:
         raise ValueError(
-            f"`quantizer` of {_CALL} has 8 bits and rounds to the nearest; got "
-            f"{quantizer}. Take `mpx.quantization.TensorQuantizer()`."
+            f"`quantizer` of {_CALL} must have 8 bits and round to nearest; got "
+            f"{quantizer}. Use `mpx.quantization.TensorQuantizer()`."
         )
     if where is not None and not callable(where):
         raise TypeError(
-            f"`where` of {_CALL} is a function `where(path, leaf) -> bool`; got "
+            f"`where` of {_CALL} must be a function `where(path, leaf) -> bool`; got "
             f"{describe(where)}."
         )

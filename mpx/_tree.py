@@ -105,8 +105,8 @@ class Guard:
     it finds. Numbers of 8 bits and their scale, each on its own, would become garbage,
     of the same dtypes. A boolean does not stay one, and the tree is refused as it is
     put together again. What moves arrays as they are (selects, shards, stacks, copies,
-    saves), or makes zeros like them, keeps it; so does a plain sum of two trees, which
-    cannot be told from it.
+    saves), or makes zeros like them, keeps it. So do a plain sum of two trees and a
+    result that is cast back to each leaf's dtype, which are not detected.
 
     Args:
         leaf: The boolean.
@@ -126,14 +126,13 @@ class Guard:
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
         if is_array and leaf.dtype not in (np.bool_, jax.dtypes.float0):
             raise TypeError(
-                "The arrays of a `mpx.quantization.QuantizedArray` or a "
-                "`mpx.quantization.StoredWeight`, numbers of few bits and their "
-                f"scales, mean nothing alone, and `jax.tree.map` computed with each "
-                f"({describe(leaf)} came of a boolean that is there to notice). "
-                "Compute with what they stand for: "
+                "The arrays of a quantized array, a stored weight or a compressed "
+                "optimizer state are codes and scales, which are meaningless alone, "
+                "but `jax.tree.map` computed with each (a boolean that detects it "
+                f"became {describe(leaf)}). Compute with the values: "
                 "`mpx.quantization.dequantize_weights(model)`, "
-                "`quantized.dequantize()`, or for a running average of weights "
-                "`mpx.full_weights(model, opt_state)`."
+                "`quantized.dequantize()`, `mpx.full_state(opt_state)`, or for a "
+                "running average of weights `mpx.full_weights(model, opt_state)`."
             )
         return cls(leaf)
 
@@ -213,13 +212,13 @@ def _is_finite(leaf: object) -> BoolScalar:
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    r"""Whether no number in a tree is NaN or infinite.
+    r"""Returns whether all numbers in a tree are finite (not NaN or infinite).
 
     $$\bigwedge_{x \in \text{leaves}} \bigwedge_i \operatorname{isfinite}(x_i)$$
 
     Args:
-        tree: Any PyTree. Real and complex arrays of every width and Python's floats
-            and complex numbers are looked at, all other leaves are finite by nature.
+        tree: Any PyTree. Real and complex arrays of every width and Python's floats and
+            complex numbers are checked; all other leaves count as finite.
 
     Returns:
         A boolean scalar array.
@@ -264,21 +263,20 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
     Args:
         pred: A boolean scalar, an array or Python's.
-        a: The tree for True. Leaves that are no arrays (functions, strings, Python
-            numbers) come from it.
-        b: The tree for False, of the same structure, shapes and dtypes. Its leaves
-            that are no arrays must be equal to those of `a`.
+        a: The tree for True. Non-array leaves (functions, strings, Python numbers) are
+            taken from it.
+        b: The tree for False, of the same structure, shapes and dtypes. Its non-array
+            leaves must be equal to those of `a`.
 
     Returns:
-        A tree of the same structure and shapes, of JAX arrays. Dtypes stay, but
-        numpy's 64-bit arrays become 32-bit where JAX has 64 bits switched off.
+        A tree of the same structure and shapes, of JAX arrays. Dtypes are kept, except
+        that numpy's 64-bit arrays become 32-bit if 64 bits are disabled in JAX.
 
     Raises:
-        TypeError: `pred` is no boolean scalar.
-        ValueError: The trees differ in structure, shape, dtype or in a leaf that is no
-            array.
+        TypeError: `pred` is not a boolean scalar.
+        ValueError: The trees differ in structure, shape, dtype or in a non-array leaf.
 
-    The chosen tree comes back bit for bit, with NaN, -0.0 and PRNG keys as they are.
+    The chosen tree is returned bit for bit, with NaN, -0.0 and PRNG keys unchanged.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -290,8 +288,10 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
     structure_a, structure_b = jax.tree.structure(a), jax.tree.structure(b)
     if structure_a != structure_b:
         raise ValueError(
-            f"{call} needs two trees of one structure; got\n  a: {structure_a}\n"
-            f"  b: {structure_b}\nBuild both from the same model or optimizer state."
+            f"{call} needs two trees of the same structure; got\n"
+            f"  a: {structure_a}\n"
+            f"  b: {structure_b}\n"
+            "Build both from the same model or optimizer state."
         )
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     for number, (leaf_a, leaf_b) in enumerate(pairs):
@@ -315,7 +315,7 @@ def _why_no_choice(a: Any, b: Any) -> tuple[str, str] | None:
     elif not is_array_a and not is_array_b:
         if a is b or (type(a) is type(b) and a == b):
             return None
-        rule = "cannot choose between leaves that are no arrays"
+        rule = "cannot choose between non-array leaves"
         return rule, "Make them equal, or arrays."
     return "needs equal shapes and dtypes", "Cast one of them first."
 

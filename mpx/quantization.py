@@ -1,7 +1,7 @@
-"""Building blocks of low precision: formats, quantizers, and what recipes are made of.
+"""Building blocks of low precision: formats, quantizers, and parts of recipes.
 
 A training step needs none of these: it passes a recipe to `mpx.autocast`. They are for
-recipes of one's own, and for arrays that are quantized outside of a matrix product.
+custom recipes, and for arrays that are quantized outside a matmul.
 """
 
 from ._few_bits import CompressedArray as CompressedArray
@@ -25,23 +25,3 @@ from ._stored_weights import (
     dequantize_weights as dequantize_weights,
     quantize_weights as quantize_weights,
 )
-
-__all__ = [
-    "quantize",
-    "quantize_dequantize",
-    "QuantizedArray",
-    "StoredWeight",
-    "AbstractQuantizer",
-    "TensorQuantizer",
-    "BlockQuantizer",
-    "MXFP8Quantizer",
-    "NVFP4Quantizer",
-    "hadamard_transform",
-    "Role",
-    "AbstractRecipe",
-    "DelayedScalingState",
-    "RecipeScaling",
-    "quantize_weights",
-    "dequantize_weights",
-    "CompressedArray",
-]

@@ -1,4 +1,4 @@
-"""Types of what mpx reports, for annotations, tests and tools.
+"""Types of mpx's reports, for annotations, tests and tools.
 
 `mpx.explain`, `mpx.blame`, `mpx.monitor`, `mpx.compare` and `mpx.expect` return or
 raise them; a program that only prints a report needs none of these names.
@@ -23,23 +23,3 @@ from ._watch import (
     TensorStatistics as TensorStatistics,
     heat_map as heat_map,
 )
-
-__all__ = [
-    "Island",
-    "Operation",
-    "Report",
-    "Totals",
-    "BlameReport",
-    "Culprit",
-    "Verdict",
-    "heat_map",
-    "Statistics",
-    "TensorStatistics",
-    "FormatStatistics",
-    "Comparison",
-    "Closeness",
-    "ContractError",
-    "Candidate",
-    "StepRecord",
-    "StateBytes",
-]

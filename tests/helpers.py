@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import jaxtyping
 import ml_dtypes
 import numpy as np
 import pytest
+
+from mpx._program import Flow
 
 HALF = ("float16", "bfloat16")
 # For tests of float16 with a scale of 1, where no gradient is near 6e-8.
@@ -138,14 +141,16 @@ def slow_but(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
 
     Args:
         quick: What `make test` runs: one of each kind.
-        cases: All; `.ci/run` runs the others, too. A tuple is several arguments.
+        cases: All. A tuple is several arguments. Of the others `.ci/run` runs every
+            second one, and `make test ARGS=--exhaustive` all.
     """
     quick, cases = list(quick), list(cases)
     assert all(case in cases for case in quick), "there is no such case"
+    marks = itertools.cycle((pytest.mark.slow, pytest.mark.exhaustive))
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
-            marks=() if case in quick else pytest.mark.slow,
+            marks=() if case in quick else next(marks),
         )
         for case in cases
     ]
@@ -192,3 +197,16 @@ def in_two_processes(
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors[-3000:]
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+class NoFlow(Flow):
+    """The flow without facts."""
+
+    def constant(self, value):
+        return None
+
+    def transfer(self, equation, facts):
+        return [None] * len(equation.outvars)
+
+    def join(self, a, b):
+        return None

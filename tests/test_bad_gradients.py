@@ -95,13 +95,13 @@ GRADIENTS = [
         "frozen in jit",
         _frozen(jax.jit),
         ValueError,
-        "frozen",
+        "would be a constant",
     ),
     *_of_all(
         "frozen in scan",
         _frozen(lambda g: lambda w: jax.lax.scan(lambda c, x: (c, g(x)), 0, w[None])),
         ValueError,
-        "frozen",
+        "would be a constant",
     ),
     *_of_all(
         "no arguments",
@@ -125,7 +125,7 @@ GRADIENTS = [
             ("int", lambda w: 3, "got int 3"),
             ("text", lambda w: "loss", "got str 'loss'"),
             ("dict", lambda w: {"loss": jnp.sum(w)}, "an instance of builtins.dict"),
-            ("tuple", lambda w: (jnp.sum(w), w), "say `has_aux=True`"),
+            ("tuple", lambda w: (jnp.sum(w), w), "set `has_aux=True`"),
             ("list", lambda w: [jnp.sum(w)], "a list of"),
         ]
         for case in _of_all(
@@ -229,7 +229,10 @@ GRADIENTS = [
     Case("keep", lambda: _grads(keep="w"), TypeError, "`keep` of .* function"),
     Case("policy", lambda: _grads(policy=3), TypeError, "`policy` of .*got int 3"),
     Case(
-        "policy text", lambda: _grads(policy="c=fp16"), ValueError, "none called 'fp16'"
+        "policy text",
+        lambda: _grads(policy="c=fp16"),
+        ValueError,
+        "needs a dtype; got 'fp16'",
     ),
     Case(
         "accumulate_dtype",
@@ -247,9 +250,9 @@ GRADIENTS = [
         for value, error, match in [
             (0, ValueError, "at least 1; got 0"),
             (-2, ValueError, "at least 1; got -2"),
-            (2.0, TypeError, "`accumulate` takes a whole number.*float 2.0"),
-            (True, TypeError, "`accumulate` takes a whole number"),
-            (None, TypeError, "`accumulate` takes a whole number"),
+            (2.0, TypeError, "`accumulate` must be a whole number.*float 2.0"),
+            (True, TypeError, "`accumulate` must be a whole number"),
+            (None, TypeError, "`accumulate` must be a whole number"),
         ]
     ],
     Case(
@@ -277,7 +280,7 @@ GRADIENTS = [
         "replace of an unknown part",
         lambda: _grads()(_w())._replace(gradients=1),
         ValueError,
-        "knows value, scaling, finite, grads; got .*gradients",
+        "needs fields of value, scaling, finite, grads; got .*gradients",
     ),
 ]
 

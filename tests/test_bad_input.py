@@ -57,10 +57,10 @@ CASTS = [
         "Policy": lambda d: mpx.Policy("float32", d, "float32"),
     }.items()
     for dtype, error, match in [
-        ("float17", ValueError, "none called 'float17'.*float32.*float8_e5m2"),
-        ("", ValueError, "none called ''"),
-        (3, ValueError, "none called 3"),
-        (object(), ValueError, "none called <object"),
+        ("float17", ValueError, "needs a dtype; got 'float17'.*float32.*float8_e5m2"),
+        ("", ValueError, "needs a dtype; got ''"),
+        (3, ValueError, "needs a dtype; got 3"),
+        (object(), ValueError, "needs a dtype; got <object"),
         ("int8", TypeError, "got int8"),
         (bool, TypeError, "got bool"),
         (jnp.int32, TypeError, "got int32"),
@@ -75,7 +75,7 @@ CASTS = [
         "cast_tree None",
         lambda: mpx.cast_tree({}, None),
         ValueError,
-        "none called None",
+        "needs a dtype; got None",
     ),
     Case(
         "keep is no function",
@@ -106,19 +106,19 @@ CASTS = [
 POLICIES = [
     Case(f"get_policy {text!r}", lambda text=text: mpx.get_policy(text), error, match)
     for text, error, match in [
-        ("", ValueError, "none called ''"),
-        ("fp16", ValueError, "none called 'fp16'"),
-        ("c=", ValueError, "for 'c'.*none called ''"),
+        ("", ValueError, "needs a dtype; got ''"),
+        ("fp16", ValueError, "needs a dtype; got 'fp16'"),
+        ("c=", ValueError, "for 'c'.*needs a dtype; got ''"),
         ("x=f16", ValueError, "unknown key 'x'"),
         ("c=f16,c=f32", ValueError, "repeated key 'c'"),
         ("c=f16,compute=f32", ValueError, "repeated key 'compute'"),
         ("c=f16,", ValueError, "unknown key ''"),
-        ("c=f16;o=f32", ValueError, "none called 'f16;o=f32'"),
+        ("c=f16;o=f32", ValueError, "needs a dtype; got 'f16;o=f32'"),
         ("C=f16", ValueError, "unknown key 'C'"),
         ("c=int8", TypeError, "for 'c'.*got int8"),
         ("c=f64", ValueError, "jax_enable_x64"),
-        (None, TypeError, "needs text.*got None"),
-        (jnp.float16, TypeError, "needs text"),
+        (None, TypeError, "needs a string.*got None"),
+        (jnp.float16, TypeError, "needs a string"),
     ]
 ] + [
     Case(
@@ -129,9 +129,9 @@ POLICIES = [
     )
     for name, dtype, rule in (
         ("grad_dtype", "f16", "have the range of float32"),
-        ("reduce_dtype", "bf16", "be the dtype that is computed in"),
-        ("reduce_dtype", "float8_e4m3fn", "be the dtype that is computed in"),
-        ("gather_dtype", "bf16", "be the dtype that is computed in"),
+        ("reduce_dtype", "bf16", "be the compute dtype"),
+        ("reduce_dtype", "float8_e4m3fn", "be the compute dtype"),
+        ("gather_dtype", "bf16", "be the compute dtype"),
     )
 ]
 
@@ -188,7 +188,7 @@ TREES = [
         "structure",
         lambda: mpx.select_tree(True, {"a": W}, {"b": W}),
         ValueError,
-        "(?s)two trees of one structure.*'a'.*'b'",
+        "(?s)two trees of the same structure.*'a'.*'b'",
     ),
     Case(
         "shape",
@@ -262,7 +262,7 @@ OPTIMIZERS = [
             f"no gradients {value}",
             lambda value=value: _update(model=value, grads=value),
             ValueError,
-            "`mpx.optimizer_update` was given no gradients",
+            "`mpx.optimizer_update` needs gradients",
         )
         for value in ({}, None, {"w": None})
     ],
@@ -318,7 +318,7 @@ OPTIMIZERS = [
         "check in jit",
         lambda: jax.jit(mpx.check)(mpx.NoLossScaling()),
         ValueError,
-        "inside of jit",
+        "inside jit",
     ),
 ]
 
@@ -364,7 +364,7 @@ STATES = [
             f"state of {name}",
             lambda state=state: _state(state()),
             ValueError,
-            "`mpx.optimizer_update` got an optimizer state of another model or "
+            "`mpx.optimizer_update` needs the state of this model and "
             f"optimizer; {match}.*Make it for this model",
         )
         for name, state, match in (
@@ -392,7 +392,7 @@ STATES = [
             lambda count=count: _state({"count": count}, COUNTED),
             TypeError,
             r"`mpx.optimizer_update` needs JAX arrays in the optimizer's state; got "
-            r"int.* at `\['count'\]`. Make them: .*jnp.asarray",
+            r"int.* at `\['count'\]`. Convert them: .*jnp.asarray",
         )
         for count in (3, np.int64(3))
     ],
@@ -410,7 +410,7 @@ STATES = [
         "stacked scalings",
         lambda: _grads(scaling=_stacked()),
         ValueError,
-        r"is one state; got several, stacked as int32\[3\]. .*jax.vmap\(step\)",
+        r"must be one state; got several, stacked as int32\[3\]. .*jax.vmap\(step\)",
     ),
     *[
         Case(
@@ -438,7 +438,7 @@ REPORTS = [
             f"blame of {name}",
             lambda func=func, args=args: mpx.blame(func, mpx.NoLossScaling())(*args),
             TypeError,
-            f"`mpx.blame` takes a loss function, not .*returns an instance of .*{kind}."
+            f"`mpx.blame` needs a loss function, not .*returns an instance of .*{kind}."
             r" .*`mpx.blame\(loss, scaling.of_bad_step\(\)\)\(model, batch\)`",
         )
         for name, func, args, kind in (
@@ -451,7 +451,7 @@ REPORTS = [
             f"heat map of {name}",
             lambda history=history: mpx.reports.heat_map(history()),
             TypeError,
-            f"has the statistics of each step by its number; got .*{match}. .*watch",
+            f"must map step numbers to statistics; got .*{match}. .*watch",
         )
         for name, history, match in (
             ("a number", lambda: 3, "int 3"),
@@ -465,7 +465,7 @@ REPORTS = [
             f"explain with {len(args)} arguments",
             lambda args=args: mpx.explain(_loss, *args),
             TypeError,
-            r"`mpx.explain` was given float32\[2\] beside the function. "
+            r"`mpx.explain` got float32\[2\] besides the function. "
             r".*`mpx.explain\(func\)\(\*args\)`",
         )
         for args in ((W,), (W, W), (None, W))

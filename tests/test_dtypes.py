@@ -48,9 +48,9 @@ def test_setter_takes_names_and_dtypes(given, expected):
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "fp16", None, 3, jnp.float32])
 def test_only_half_precision(dtype):
-    with pytest.raises(ValueError, match="takes float16 or bfloat16"):
+    with pytest.raises(ValueError, match="needs float16 or bfloat16"):
         mpx.set_half_precision_datatype(dtype)
-    with pytest.raises(ValueError, match="takes float16 or bfloat16"):
+    with pytest.raises(ValueError, match="needs float16 or bfloat16"):
         with mpx.half_precision(dtype):
             pass
     assert mpx.half_precision_datatype() == np.float16

@@ -13,19 +13,14 @@ import pytest
 
 import mpx
 
+from .helpers import slow_but
 from .registries import RECIPES
 
 WIDTH, WORDS, LENGTH, ROWS = 32, 16, 4, 4
 BATCH = 32
 
 QUICK = ("delayed", "mxfp8")
-every_recipe = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in RECIPES
-    ],
-)
+every_recipe = pytest.mark.parametrize("name", slow_but(QUICK, RECIPES))
 
 
 def normal(seed, *shape):

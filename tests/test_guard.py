@@ -310,12 +310,12 @@ def test_one_program_looks_at_all_arrays_and_gathers_none(good):
 
 
 def test_it_is_not_for_the_inside_of_jit():
-    with pytest.raises(ValueError, match="cannot run inside of jit"):
+    with pytest.raises(ValueError, match="cannot run inside jit"):
         jax.jit(mpx.guard)({"w": jnp.ones(2)})
 
 
 def test_a_path_that_is_no_text_is_refused():
-    said = "`allow` of `mpx.guard` is the path.*int 3"
+    said = "`allow` of `mpx.guard` must be the path.*int 3"
     with unchecked_annotations(), pytest.raises(TypeError, match=said):
         mpx.guard({}, allow=3)
 
@@ -325,7 +325,7 @@ def test_a_path_that_is_no_text_is_refused():
     [
         (loss, "got an instance of builtins.function, which has none"),
         (None, "got None, which has none"),
-        (optax.adam(1e-3), "got .*ExtraArgs, which has none. Guard"),
+        (optax.adam(1e-3), "got .*ExtraArgs, which has none. Pass"),
         ({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}, "got an instance of .*dict"),
     ],
     ids=["function", "None", "optimizer", "shapes"],

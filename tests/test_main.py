@@ -96,15 +96,15 @@ def test_literals_and_keywords(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["explain", "loss"], "a function is given as module:function; got 'loss'"),
+        (["explain", "loss"], "a function must be module:function; got 'loss'"),
         (["explain", "nowhere:loss"], "'nowhere:loss' cannot be read: No module"),
         (["explain", "jax.numpy:nothing"], "cannot be read: .*nothing"),
-        (["explain", HERE, "g32[2]"], "no dtype is called 'g32'"),
-        (["explain", HERE, "f32[2,x]"], "an argument is an array such as f32"),
-        (["blame", HERE, "--save", "x.md"], "'x.md' ends with none of .html, .json"),
-        (["blame", HERE, "--save", "nowhere/x.txt"], "there is no folder 'nowhere'"),
-        (["blame", "replay"], "a function is given as module:function; got 'replay'"),
-        (["blame", "jax.numpy:pi"], "'jax.numpy:pi' is no function"),
+        (["explain", HERE, "g32[2]"], "'g32' is not a dtype"),
+        (["explain", HERE, "f32[2,x]"], "an argument must be an array such as f32"),
+        (["blame", HERE, "--save", "x.md"], "'x.md' must end with .html, .json"),
+        (["blame", HERE, "--save", "nowhere/x.txt"], "no such folder: 'nowhere'"),
+        (["blame", "replay"], "a function must be module:function; got 'replay'"),
+        (["blame", "jax.numpy:pi"], "'jax.numpy:pi' is not a function"),
         (["blame", "jax.numpy:sqrt", "4"], "must return the report of `mpx.blame"),
         ([], "COMMAND"),
     ],
@@ -209,6 +209,9 @@ def test_forecast_asks_for_the_compiler_and_prints_the_report(monkeypatch, capsy
     printed = capsys.readouterr().out
     assert "mean_square: forecast" in printed
     assert "v5e, bfloat16" in printed
+    words[1] = "tests.test_main:mean_square_and_sum"
+    main([*words, "--has-aux"])
+    assert "mean_square_and_sum: forecast" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*words, "--optimizer", "no_such_one"])
     assert "no optimizer 'no_such_one'" in capsys.readouterr().err
@@ -219,3 +222,7 @@ def test_forecast_asks_for_the_compiler_and_prints_the_report(monkeypatch, capsy
 
 def mean_square(w, x):
     return jnp.mean((x @ w) ** 2)
+
+
+def mean_square_and_sum(w, x):
+    return mean_square(w, x), jnp.sum(x)

@@ -38,7 +38,9 @@ def test_a_loss_scaling_without_scales_is_named(call, make, scaling, is_ambient)
         layer = mpx.nn.Linear(N, N, key=jax.random.key(0))
         func, args = ambient_loss, (layer, W)
     name = type(scaling).__name__
-    with pytest.raises(ValueError, match=f"`scaling` of `{call}` must hold") as caught:
+    with pytest.raises(
+        ValueError, match=f"`scaling` of `{call}` must contain"
+    ) as caught:
         make(func, scaling)(*args)
     text = str(caught.value)
     assert f"got `mpx.{name}`, which has none." in text

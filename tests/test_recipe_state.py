@@ -152,7 +152,7 @@ class TestTheStateIsThatOfTheFunction:
             mpx.autocast(deep, recipe=RECIPE, rules=rules),
         ):
             state = mpx.init_scaling(mpx.autocast(deep, recipe=RECIPE), W, X)
-            match = r"asks for `mpx.DelayedScaling\(margin=1"
+            match = r"uses `mpx.DelayedScaling\(margin=1"
             with pytest.raises(ValueError, match=match):
                 trace(func, state)
 
@@ -179,7 +179,9 @@ class TestTheStateIsThatOfTheFunction:
         func = with_recipe(RECIPE)
         twice = lambda w, x: func(w, x) + func(w, 2 * x)  # noqa: E731
         scaling = mpx.init_scaling(func, W, X)
-        with pytest.raises(ValueError, match="saw 1 calls .* here are 2"):
+        with pytest.raises(
+            ValueError, match="found 1 autocast calls, this step makes 2"
+        ):
             trace(twice, scaling, policy="full")
         assert mpx.inference(twice, after(scaling, 2.0))(W, X).shape == ()
 
@@ -188,9 +190,7 @@ class TestTheStateIsThatOfTheFunction:
         with pytest.raises(ValueError, match=r"margin=1.*made for.*with_state"):
             mpx.inference(with_recipe(CHANGED["margin"]), scaling)(W, X)
         current = with_recipe(mpx.Float8CurrentScaling())
-        with pytest.raises(
-            ValueError, match="was given a state of .*is called as it is"
-        ):
+        with pytest.raises(ValueError, match="must have the state of .*directly"):
             mpx.inference(current, scaling)(W, X)
         # In full precision it is the function.
         with mpx.autocast(enabled=False, ambient=True):

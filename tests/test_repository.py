@@ -275,7 +275,7 @@ DIFFERENCES = "_jax_compat.py"
 
 def workarounds() -> list[list[str]]:
     """The rows of the list: what, where, with which version, try without it when."""
-    text = (ROOT / "docs/internals.md").read_text()
+    text = (ROOT / "docs/contributing/internals.md").read_text()
     table = text.partition("## Workarounds")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
@@ -303,7 +303,9 @@ def test_what_was_measured_with_a_version_is_in_the_list():
         if MEASURED_WITH.search(text):
             found.add(file.relative_to(ROOT / "mpx").as_posix())
     assert len(found) > 15, "the search itself is broken"
-    assert found <= listed | {DIFFERENCES}, "tell docs/internals.md of these"
+    assert found <= listed | {DIFFERENCES}, (
+        "tell docs/contributing/internals.md of these"
+    )
 
 
 def test_no_page_and_no_result_names_a_folder_of_the_machine_that_made_it():

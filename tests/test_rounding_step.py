@@ -136,13 +136,7 @@ def step_of(name: str):
 QUICK = ("plain", "scanned", "a rule")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in PROGRAMS
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, PROGRAMS))
 def test_steps_round_a_gradient_differently_and_each_one_always_the_same(name):
     """And nothing is compiled again for it."""
     func, options = PROGRAMS[name]

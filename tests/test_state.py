@@ -233,7 +233,7 @@ def _with(**values):
         (lambda state: {}, r"the keys none"),
         (_without("backoff"), r"missing: `backoff`; unknown: none"),
         (_without("record.steps"), r"missing: `record.steps`"),
-        (_without("kind"), r"misses the key `kind`.*`backoff`"),
+        (_without("kind"), r"needs the key `kind`.*`backoff`"),
         (_without("version"), r"cannot read a state with the keys.*`kind`"),
         (_with(scale=1), r"missing: none; unknown: `scale`"),
         (lambda s: {"a": 1, "b": 2}, r"the keys `a`, `b`"),
@@ -241,8 +241,8 @@ def _with(**values):
         (_with(version=-1), r"version -1"),
         (_with(version="one"), r"version one"),
         (_with(version=None), r"version None"),
-        (_with(kind="StaticLossScaling"), r"state of 'StaticLossScaling'"),
-        (_with(kind="Other"), r"state of 'Other'"),
+        (_with(kind="StaticLossScaling"), r"that of 'StaticLossScaling'"),
+        (_with(kind="Other"), r"that of 'Other'"),
         (_with(period=np.float32(3)), r"needs int32 for `period`; got float32"),
         (_with(period=3), r"needs int32 for `period`"),
         (_with(loss_scaling=np.float16(8)), r"`loss_scaling`; got float16"),
@@ -329,7 +329,7 @@ def test_truncated_files_are_refused(part):
 
 @pytest.mark.parametrize("state", [None, [], 3, "state"])
 def test_what_is_no_mapping_is_refused(state):
-    match = r"needs what `state_dict\(\)` returned"
+    match = r"needs the dictionary from `state_dict\(\)`"
     with unchecked_annotations(), pytest.raises(TypeError, match=match):
         mpx.DynamicLossScaling.from_state_dict(state)
 
@@ -395,7 +395,7 @@ def test_a_bad_step_leaves_its_number_and_its_scale():
     assert float(scaling.of_bad_step().loss_scale) == 8.0
     good = scaling.adjust(True)
     assert int(good.record.last_bad) == 3 and float(good.record.bad_scale) == 8.0
-    with pytest.raises(ValueError, match="`of_bad_step.*cannot run inside of jit"):
+    with pytest.raises(ValueError, match="`of_bad_step.*cannot run inside jit"):
         jax.jit(lambda s: s.of_bad_step())(scaling)
 
 
@@ -501,5 +501,5 @@ def test_flax_restores_stored_weights_and_their_masters(quantizer):
     ]
     other = others[quantizer != mpx.quantization.MXFP8Quantizer()]
     other = mpx.quantization.quantize_weights({"w": jnp.ones((32, 32))}, other)
-    with pytest.raises(ValueError, match="stored in another way"):
+    with pytest.raises(ValueError, match="must be stored as in the state"):
         flax.serialization.from_bytes({**made(1.0), "model": other}, data)

@@ -18,7 +18,7 @@ pytestmark = unscaled
 SIZE, LAYERS = 128, 3
 X = jax.random.normal(jax.random.key(2), (16, SIZE))
 EVERY = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))
-READ = "the stored numbers of the weight are read as they are"
+READ = "the stored weight is read without quantizing it again"
 
 
 def assert_same_bits(a, b):

@@ -449,7 +449,7 @@ def test_several_recipes_by_contexts_around_layers(name, context):
     assert falls(run.losses) and near(run, in_bfloat16_by_contexts(name))
 
 
-@pytest.mark.filterwarnings("ignore:.*has not seen a step")
+@pytest.mark.filterwarnings("ignore:.*before its first step")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow
 def test_several_recipes_for_transformer_layers(name):

@@ -301,9 +301,9 @@ def _refuse_active_constants(equation: JaxprEqn, active: Sequence[int]) -> None:
     if all(i >= equation.params["num_consts"] for i in active):
         return
     raise ValueError(
-        f"`mpx.autocast` met the function {_named(equation)}, whose derivative rule "
-        "is its own, and which closes over an array that is differentiated. The rule "
-        "gives no derivative by that array. Make it an argument of the function."
+        f"`mpx.autocast` found the function {_named(equation)}, which has a custom "
+        "derivative rule and closes over a differentiated array. The rule has no "
+        "derivative with respect to that array. Make it an argument of the function."
     )
 
 
@@ -335,9 +335,9 @@ def _refuse_leaks(run: Run, equation: JaxprEqn, closed: ClosedJaxpr) -> None:
 def _leak(equation: JaxprEqn) -> jax.errors.UnexpectedTracerError:
     return jax.errors.UnexpectedTracerError(
         f"{_LEAK}{_named(equation)} closes over an array of the function around it. "
-        "`mpx.autocast` runs the rule when the function around it has been traced, as "
-        "`jax.checkpoint` and `jax.grad` of a jitted function do, and then the array "
-        "is no more. Make it an argument of the function with the rule."
+        "`mpx.autocast` runs the rule after the function around it was traced, as "
+        "`jax.checkpoint` and `jax.grad` of a jitted function do, and then the "
+        "array no longer exists. Make it an argument of the function with the rule."
     )
 
 

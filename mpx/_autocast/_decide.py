@@ -40,19 +40,19 @@ from ._demand import (
 class Reason(enum.Enum):
     """Why an operation is computed in the precision it is computed in."""
 
-    PRODUCT = "a matrix product or convolution"
-    BETWEEN = "float32 between products"
+    PRODUCT = "a matmul or convolution"
+    BETWEEN = "float32 between matmuls"
     STREAM = "adds to a residual stream that is half precision"
-    ROUNDED = "only picks numbers, and all that uses them is half precision"
+    ROUNDED = "only selects values, and all their uses are half precision"
     MOVES = "only moves data"
-    CONVERTED = "a cast that the program asks for"
-    PRECISION = "the program asks for a precision of the product"
+    CONVERTED = "a cast in the program"
+    PRECISION = "the program sets the precision of the matmul"
     OPAQUE = "runs as it was written"
-    UNKNOWN = "holds a program that mpx does not enter; it runs as it was written"
+    UNKNOWN = "contains a program that mpx does not enter; it runs as written"
     UNTOUCHED = "no float16, bfloat16 or float32 among its operands and results"
-    REGION = "a region that is switched off"
+    REGION = "a region with `enabled=False`"
     RULE = "a rule of the user's"
-    RECIPE = "a product of data with a weight"
+    RECIPE = "a weight matmul"
 
 
 class Choice(NamedTuple):

@@ -67,7 +67,7 @@ def _rewrite(case: Case, operation: FusedOperation) -> list[Value]:
     if recipe is not None and (is_asked_for or choice.reason is Reason.PRODUCT):
         if operation.may_decompose and (is_asked_for or recipe.fp8_dpa):
             return _decomposed(case, recipe, operation)
-        why = "products of data with data" if operation.may_decompose else "one kernel"
+        why = "activation matmuls" if operation.may_decompose else "one kernel"
         choice = choice._replace(detail=f"not quantized: {why}")
     return _emit(whole, rest, operation, choice)
 

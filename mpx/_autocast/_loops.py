@@ -15,7 +15,7 @@ each. One cast in front of the loop, instead of one in every turn, halves both:
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def rewrite_scan(case: Case) -> list[Value]:
 
     def body(carry: PyTree, xs: PyTree) -> tuple[list[AnyArray], list[AnyArray]]:
         xs, for_fixed, for_stacked = xs
-        slots = shared.unpacked(for_fixed).slots
+        slots = shared.unpacked(for_fixed)[0]
         consts = make_values(
             [v.as_operand for v in fixed],
             [v.facts for v in fixed],
@@ -315,51 +315,42 @@ def _streams_of(
         for i, variable in carried
         if is_castable(aval_of(variable))
         and aval_of(variable).dtype == FULL
-        and _streams_into(run, settings, jaxpr, jaxpr.outvars[i]).get(variable, False)
+        and (variable, True) in _streams_into(run, settings, jaxpr, jaxpr.outvars[i])
     ]
 
 
 def _streams_into(
     run: Run, settings: Settings, jaxpr: Jaxpr, atom: Atom
-) -> dict[Var, bool]:
+) -> set[tuple[Var, bool]]:
     """The inputs that a value holds but for what was added; whether anything was."""
     are_declared = (False,) * len(jaxpr.invars)
     wanted = (Demand.HALF,) * len(jaxpr.outvars)
     ahead = demands_of(run, settings, jaxpr, are_declared, wanted)
     makers = makers_of(jaxpr)
 
-    def inputs(atom: Atom, has_sum: bool) -> dict[Var, bool]:
+    def inputs(atom: Atom, has_sum: bool) -> set[tuple[Var, bool]]:
         if isinstance(atom, Literal):
-            return {}
+            return set()
         maker = makers.equations.get(atom)
         if maker is None:
-            return {atom: has_sum}
+            return {(atom, has_sum)}
         if atom in ahead.residuals:
-            return _united(inputs(a, True) for a in maker.invars)
+            return {one for a in maker.invars for one in inputs(a, True)}
         if properties(maker.primitive.name).moves:
             return inputs(maker.invars[0], has_sum)
-        here, found = settings.at(scope_names(maker)), []
+        here, found = settings.at(scope_names(maker)), set[tuple[Var, bool]]()
         for sub in sub_jaxprs(maker):
             number = maker.outvars.index(atom)
             if sub.trips != 1 or number not in sub.results:
                 continue
             result = sub.jaxpr.outvars[sub.results.index(number)]
-            inside = _streams_into(run, here, sub.jaxpr, result)
-            for i, v in zip(sub.operands, sub.jaxpr.invars, strict=True):
-                if i is not None and v in inside:
-                    found.append(inputs(maker.invars[i], has_sum or inside[v]))
-        return _united(found)
+            operands = dict(zip(sub.jaxpr.invars, sub.operands, strict=True))
+            for v, has_inner in _streams_into(run, here, sub.jaxpr, result):
+                if (i := operands.get(v)) is not None:
+                    found |= inputs(maker.invars[i], has_sum or has_inner)
+        return found
 
     return inputs(atom, False)
-
-
-def _united(found: Iterable[dict[Var, bool]]) -> dict[Var, bool]:
-    """All of them; something was added if it was on any way."""
-    united: dict[Var, bool] = {}
-    for one in found:
-        for variable, has_sum in one.items():
-            united[variable] = united.get(variable, False) or has_sum
-    return united
 
 
 REWRITES: dict[str, Rewrite] = {

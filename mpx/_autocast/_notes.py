@@ -24,8 +24,8 @@ from .._rules import Rule, Rules
 from ._decide import Case, Choice, Reason
 
 RESULT = "a result keeps its declared dtype"
-CARRY = "what a loop carries keeps its declared dtype"
-USED = "what uses it takes half precision"
+CARRY = "a loop's carry keeps its declared dtype"
+USED = "its uses read half precision"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,10 +163,9 @@ def refuse_unknown(case: Case, choice: Choice) -> None:
     """Raises for a primitive that mpx does not know."""
     if choice.reason is Reason.UNKNOWN:
         raise NotImplementedError(
-            f"{_CALL} met the primitive `{case.name}`{case.where}, which it "
-            "does not know. Say what to do with it in `rules=`: "
-            f'`mpx.Rule(mpx.Precision.DECLARED, primitive="{case.name}")` leaves it as '
-            "it was written."
+            f"{_CALL} found the unknown primitive `{case.name}`{case.where}. Pass a "
+            "rule for it in `rules=`: `mpx.Rule(mpx.Precision.DECLARED, "
+            f'primitive="{case.name}")` leaves it as written.'
         )
 
 
@@ -175,10 +174,10 @@ def refuse_slow(case: Case, product: AbstractProduct) -> None:
     path, why = path_of(product)
     if Path(path) not in (Path.FP8_UNITS, Path.BLOCK_UNITS):
         raise ValueError(
-            f"{_CALL}: the product{case.where} is not computed on the "
-            f"device's units of low precision, but {path}: {why}. Choose another "
-            "recipe, leave the product in half precision "
-            "(`mpx.Rule(mpx.Precision.HALF, ...)`), or leave `strict` out."
+            f"{_CALL}: the matmul{case.where} is not computed on the device's "
+            f"low-precision units, but {path}: {why}. Use another recipe, keep the "
+            "matmul in half precision (`mpx.Rule(mpx.Precision.HALF, ...)`), or "
+            "omit `strict`."
         )
 
 
@@ -204,10 +203,10 @@ def warn_of_unused(rules: Rules, used: Set[Rule]) -> None:
     _known.update(rules.rules)
     if unused:
         warn_user(
-            "`mpx.autocast(..., rules=...)` has rules that hold for no operation: "
-            f"{listing(unused)}. Is a name misspelled, or does an earlier rule decide? "
-            "`mpx.explain(func)(*args)` shows the names of scopes and parameters. "
-            "Nothing is wrong if the rule is for another function."
+            "`mpx.autocast(..., rules=...)` has rules that match no operation: "
+            f"{listing(unused)}. Is a name misspelled, or does an earlier rule "
+            "decide? `mpx.explain(func)(*args)` shows the names of scopes and "
+            "parameters. Nothing is wrong if the rule is for another function."
         )
 
 
@@ -221,6 +220,7 @@ def refuse_unused(rules: Rules, used: Set[Rule]) -> None:
     unused = [str(rule) for rule in rules.rules if rule not in used]
     if unused:
         raise ValueError(
-            f"{_CALL} has rules that hold for no operation: {listing(unused)}. Look at "
-            "`mpx.explain(func)(*args)` for names of primitives, scopes and parameters."
+            f"{_CALL} has rules that match no operation: {listing(unused)}. See "
+            "`mpx.explain(func)(*args)` for names of primitives, scopes and "
+            "parameters."
         )

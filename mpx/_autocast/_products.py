@@ -14,15 +14,13 @@ To evaluate, the state of a run says which uses of which weights are quantized, 
 the function returns.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
 from .._ambient_record import ambient
-from .._jax_compat import is_transposed, manual_axes
+from .._jax_compat import explaining, is_transposed, manual_axes
 from .._program import aval_of, avals, count, properties, summed_numbers
 from .._quantize import (
     AbstractProduct,
@@ -55,12 +53,20 @@ from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import noted, refuse_slow
 from ._reach import DERIVATIVE, UNUSED, Reach
 
-_VECTOR, _FINAL = "a product with a vector", "the final projection"
+_VECTOR, _FINAL = "a matmul with a vector", "the output layer (LM head)"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an
 # adapter of low rank, the router of experts), the product moves as many bytes as it
 # takes to quantize its operand, and the units wait.
 _NARROW, _MUCH = 128, 16
 _CONVOLUTION, _RAGGED = "conv_general_dilated", "ragged_dot_general"
+_FORWARD_MODE = (
+    (TypeError,),
+    ("forward-mode",),
+    "A recipe has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`, `jax.hessian`): "
+    "its backward pass is not the derivative of its forward pass. Use `jax.grad` and "
+    "the like, or compute the tangents without it: "
+    "`mpx.autocast(func, recipe=None)`.",
+)
 
 
 def choose_recipe(case: Case, choice: Choice, is_asked_for: bool) -> Choice:
@@ -107,9 +113,9 @@ def _refuse_gradient(case: Case) -> None:
     ends = [end & ~DERIVATIVE for end in case.place.reach]
     if is_transposed(case.equation) and ends == [Reach.RESULT]:
         raise ValueError(
-            f"A recipe met the gradient of a weight{case.where}, which comes out of "
-            "the function: its products are of data with data, and would not be "
-            "quantized. Differentiate what `mpx.autocast` made, not the other way "
+            f"A recipe found the gradient of a weight{case.where} among the "
+            "function's results: its matmuls are activation matmuls, and would not "
+            "be quantized. Differentiate the autocast function, not the other way "
             "round: `mpx.filter_grad(mpx.autocast(loss, recipe=...), scaling)`."
         )
 
@@ -117,11 +123,11 @@ def _refuse_gradient(case: Case) -> None:
 def _why_unsupported(case: Case) -> str | None:
     """Why a product cannot be quantized."""
     if not properties(case.name).is_quantizable:
-        return "only matrix products and convolutions are"
+        return "only matmuls and convolutions are"
     if not is_product_of_castable(case.equation):
-        return "one of its arrays is of another dtype than autocast casts"
+        return "one of its arrays has a dtype that autocast does not cast"
     if case.place.has_own_rule:
-        return "a function with a derivative rule of its own"
+        return "a function with a custom derivative rule"
     if case.name == _CONVOLUTION:
         recipe = case.settings.recipe
         if recipe is not None and has_blocks(recipe):
@@ -162,13 +168,13 @@ def _why_unsupported_ragged(case: Case) -> str | None:
     ranks = (aval_of(v).ndim for v in case.equation.invars[:2])
     numbers = params["ragged_dot_dimension_numbers"]
     if params["group_offset"] is not None or not has_ragged_form(numbers, *ranks):
-        return "a ragged product of another form than rows in groups"
-    return _why_unsupported_order(case, "ragged product")
+        return "a ragged matmul of another form than rows in groups"
+    return _why_unsupported_order(case, "ragged matmul")
 
 
 def _why_unsupported_order(case: Case, what: str) -> str | None:
     if case.operands[0].facts.is_weight or not case.operands[1].facts.is_weight:
-        return f"a {what} of other things than data with a weight"
+        return f"a {what} of operands other than data and a weight"
     return None
 
 
@@ -176,20 +182,20 @@ def _why_left_alone(case: Case) -> str | None:
     """Why a recipe leaves a product alone."""
     weights = [v.facts.is_weight for v in case.operands[:2]]
     if not any(weights):
-        return None if _is_attention(case) else "a product of data with data"
+        return None if _is_attention(case) else "an activation matmul"
     data = case.operands[weights.index(True) ^ 1]
     # Constants of the program have an empty path, and are no weights.
     if all(weights) or data.facts.is_fixed or data.facts.parameter is not None:
-        return "a product of weights alone"
+        return "a matmul of weights only"
     weight = case.operands[weights.index(True)]
     if case.name == "dot_general" and _is_narrow(case, weight):
-        return "its weight is too narrow to pay"
+        return "its weight is too small to pay"
     recipe, in_while = case.settings.recipe, case.place.is_in_while
     if recipe and recipe.has_state and weight.slots is None and not in_while:
-        return "its weight comes out of a program within the program"
+        return "its weight is computed in a nested program"
     recorded = _by_state(case)
     if recorded is not None:
-        return None if recorded else "the run that the state is of does not, either"
+        return None if recorded else "neither does the run of the state"
     return _final(case)
 
 
@@ -293,7 +299,7 @@ def emit_quantized(case: Case, choice: Choice) -> list[Value]:
         formats = formats_of(product.recipe)
         detail = f"{type(product.recipe).__name__}, {path} ({why})"
         if _stored_for(product, _weight_of(case.operands)) is not None:
-            detail += "; the stored numbers of the weight are read as they are"
+            detail += "; the stored weight is read without quantizing it again"
         choice = choice._replace(detail=detail)
         weight = _weight_of(case.operands).facts.parameter or ""
     with noted(case.name, choice, weight, path, formats):
@@ -324,7 +330,7 @@ def _emit_product(case: Case, choice: Choice, product: AbstractProduct) -> list[
         array = weight.float32_source.array
     pair = [array if v is weight else v.cast(choice.dtype) for v in case.operands[:2]]
     sizes = [v.array for v in case.operands[2:]]  # of the groups of a ragged product
-    with _explaining_forward_mode():
+    with explaining(*_FORWARD_MODE):
         result = quantized_product(product, (*pair, *sizes), scales, step, ahead)
     for policy in case.place.saving:
         result = policy.named(case.equation, result)
@@ -335,21 +341,6 @@ def _stored_for(product: AbstractProduct, weight: Value) -> QuantizedArray | Non
     """What a weight is stored in, if a product reads that as it is."""
     stored = weight.stored
     return stored if stored is not None and may_read(product, stored) else None
-
-
-@contextlib.contextmanager
-def _explaining_forward_mode() -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            "A recipe has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`, "
-            "`jax.hessian`): its backward pass is not the derivative of its forward "
-            "pass. Use `jax.grad` and its relatives, or take the tangents without it: "
-            "`mpx.autocast(func, recipe=None)`."
-        ) from error
 
 
 def _use(case: Case, weight: Value) -> Use:

@@ -39,8 +39,8 @@ def refuse_low(rules: Rules) -> None:
     """Raises for rules that ask for low precision where no recipe holds."""
     if any(rule.precision is Precision.LOW for rule in rules.rules):
         raise ValueError(
-            "`mpx.Precision.LOW` quantizes by the recipe that holds, and there is "
-            "none. Say one: `mpx.autocast(func, rules=..., recipe=...)`."
+            "`mpx.Precision.LOW` needs an active recipe; none is set. Pass one: "
+            "`mpx.autocast(func, rules=..., recipe=...)`."
         )
 
 
@@ -120,9 +120,9 @@ def call_with_recipe(
     if recipe is not None and recipe not in run.used.recipes and not is_frozen:
         warn_user(
             f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
-            "nothing: data has one row here, or none, and its products with weights "
-            "are computed in half precision. Nothing is wrong if this is the last "
-            "batch of an epoch, or a single example."
+            "nothing: data has at most one row here, so its weight matmuls are "
+            "computed in half precision. This is fine for the last batch of an "
+            "epoch, or a single example."
         )
     # A state is of this program, also where one row has no use for it.
     note_used(run.used.recipes | run.used.one_row)
@@ -133,23 +133,23 @@ def _refuse_state_of_another_model(state: State, run: Run) -> None:
     known = sorted({name.parameter for name in state.quantized or ()})
     if run.uses.slots and run.parameters.isdisjoint(known):
         raise ValueError(
-            "`mpx.inference(func, scaling)` got the state of another model, or of "
-            f"another argument: it is of the weights {listing(known)}, and `func` has "
-            f"{listing(sorted(run.parameters)) or 'none'}."
+            "`scaling` of `mpx.inference(func, scaling)` must be the state of this "
+            f"model and argument; got one of the weights {listing(known)}, and "
+            f"`func` has {listing(sorted(run.parameters)) or 'none'}."
         )
 
 
 def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
-    places = f"argument {listing(list(map(str, weights)))} (`weights=` says which)"
+    places = f"argument {listing(list(map(str, weights)))} (set by `weights=`)"
     return (
-        f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` found no product of "
-        f"data with a weight to quantize. Weights are the arrays of "
+        f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` found no weight "
+        "matmul to quantize. Weights are the arrays of "
         f"{places if weights else 'the function itself'}; arrays that a function "
-        "closes over are constants. A weight that is divided by something of the data "
-        "is data: divide the product by it. Products with a single vector are left "
-        "alone: put `jax.vmap` inside of `mpx.autocast`. So is what stands in a "
-        "function with a derivative rule of its own, and what is float64. "
-        "`mpx.explain` of the function without the recipe shows its products."
+        "closes over are constants. A weight divided by a value computed from data "
+        "counts as data: divide the matmul's result instead. Matmuls with a single "
+        "vector are not quantized: put `jax.vmap` inside `mpx.autocast`. Neither "
+        "are float64 and functions with a custom derivative rule. `mpx.explain` of "
+        "the function without the recipe shows its matmuls."
     )
 
 

@@ -46,7 +46,7 @@ class Saving:
 
     @property
     def _name(self) -> str:
-        return f"a quantized product that the policy {self.depth} saves"
+        return f"a quantized matmul that the policy {self.depth} saves"
 
     def named(self, equation: JaxprEqn, result: AnyArray) -> AnyArray:
         """The result of a quantized product, to be saved if the policy says so.

@@ -36,10 +36,10 @@ def call_switched_off(call: Invocation) -> PyTree:
     except _SwitchedOnInside:
         if has_nnx_objects((func, args, kwargs)):
             raise ValueError(
-                "`with mpx.autocast(enabled=True)` stands in a function that "
-                "`mpx.autocast(..., enabled=False)` switched off and that was given "
-                "Flax NNX objects, which have been changed by now. Switch the region "
-                "and the function on and off together."
+                "`with mpx.autocast(enabled=True)` is not possible inside a "
+                "function with `mpx.autocast(..., enabled=False)` that got Flax NNX "
+                "objects, which are already changed. Use the same `enabled` for the "
+                "region and the function."
             ) from None
     return call_autocast(call._replace(func=func, args=args, kwargs=kwargs))
 

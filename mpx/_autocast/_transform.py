@@ -66,77 +66,78 @@ def autocast(
 ) -> Any:
     """Runs a function in mixed precision, chosen operation by operation.
 
-    Matrix products and convolutions read and give half precision; everything between
-    them computes in float32; what moves data keeps the precision it has. It holds
-    everywhere in the program: inside of jit, scan, while, cond, remat, shard_map, vmap
-    and functions with derivative rules of their own.
+    Matmuls and convolutions read and return half precision, everything between them
+    computes in float32, and data movement keeps the precision of its input. This
+    applies everywhere in the program: inside jit, scan, while, cond, remat, shard_map,
+    vmap and functions with custom derivative rules.
 
     Inputs, weights and results keep their dtypes. Weights are cast where they are used,
-    so that gradients come out, and are summed, in float32. float64, complex numbers
-    and formats of 8 bits are never touched. A half precision of the program's own is
-    respected.
+    so gradients are summed and returned in float32. float64, complex numbers and 8-bit
+    formats are never changed. Half precision that the program itself chose is kept.
 
-    Without a function it is a decorator, `@mpx.autocast(dtype=...)`, or a region:
+    Without a function it returns a decorator, `@mpx.autocast(dtype=...)`, or a region:
 
         with mpx.autocast(enabled=False):
             y = jnp.linalg.norm(x @ w)
 
-    which holds for what is traced in its body, inside of a function that is being
+    A region applies to what is traced in its body, inside a function that is being
     transformed; the innermost region wins. `with mpx.autocast(..., ambient=True)` is
-    for code around calls: the settings hold for functions called inside that
-    `mpx.autocast` made and that were not told themselves. Where several transforms
-    stand one inside the other, the inner one wins.
+    for code around calls: its settings apply to autocast functions called inside, for
+    each option that they do not set themselves. Of nested transforms the inner one
+    wins.
 
     Args:
         func: The function, or a callable PyTree such as an Equinox module, of any
             PyTrees.
-        dtype: float16 or bfloat16, the default. float16 overflows at 65504 and wants
-            dynamic loss scaling. float32 is for recipes: products of weights in 8 bits,
-            and everything else in full precision.
-        rules: What is to be done with single operations; see `mpx.Rules`. Not for
-            regions.
-        residual_stream: "full", the default, keeps the sum that residual blocks add to
-            in float32; "half" saves memory and loses digits.
-        residuals: "small" computes softmax, norms, gelu and the like again in the
-            backward pass, from the half precision values that went in, instead of
-            keeping float32 ones; values are the same, and gradients but for the order
-            in which those of several uses are summed. The default; "fast" keeps what
-            JAX keeps.
-        recipe: How products of data with a weight are quantized to 8 bits or fewer in
-            forward and backward pass: `mpx.Float8CurrentScaling()`,
-            `mpx.DelayedScaling()`, ... Attention's products of data with data and the
-            final projection stay in half precision; rules change that.
-            None, said in a region or under an ambient recipe, quantizes nothing.
-        target: The device that is compiled for, if it is not the one at hand:
-            "sm_90", "sm_100", "tpu7x", "cpu". It decides which units a recipe runs on.
-        weights: The position of the argument that holds the parameters, or its name,
-            or several, whether they are passed by position or by name. The arrays of
-            `func` itself are always parameters; if it has
-            any, no argument holds more, and else the first one does. Rules ask for
-            them, and recipes quantize them.
-        strict: True makes an error of what is otherwise only reported: a primitive that
-            holds a program which autocast does not enter, a rule that holds for no
-            operation, a recipe that the device has no units for.
-        enabled: False leaves the program as it is, in the precision it was written in:
-            a switch, `enabled=config.mixed`. Gradient functions cast nothing for such a
-            function either, and autocast functions and regions inside of it that say
+        dtype: float16, or bfloat16 (the default). float16 overflows above 65504 and
+            needs dynamic loss scaling. float32 is for recipes: weight matmuls in 8
+            bits, and everything else in full precision.
+        rules: Overrides the precision of single operations; see `mpx.Rules`. Regions do
+            not take it.
+        residual_stream: "full" (the default) keeps the sum that residual blocks add to
+            in float32; "half" saves memory and loses precision.
+        residuals: "small" (the default) recomputes softmax, norms, gelu and the like in
+            the backward pass from their half-precision inputs instead of saving float32
+            residuals. Values are the same; gradients differ only by the order in which
+            those of several uses are summed. "fast" saves what JAX saves.
+        recipe: Quantizes weight matmuls to 8 bits or fewer in the forward and backward
+            pass: `mpx.Float8CurrentScaling()`, `mpx.DelayedScaling()`, ... By default
+            nothing is quantized. Attention's activation matmuls and the output layer
+            (LM head) stay in half precision unless rules change that. An explicit None,
+            in a region or under an ambient recipe, switches the recipe off.
+        target: The device that is compiled for, by default the one of this process:
+            "sm_90", "sm_100", "tpu7x", "cpu". It decides which hardware units a recipe
+            runs on.
+        weights: The position or name of the argument that contains the parameters, or
+            several of them, passed by position or by name. Recipes quantize parameters,
+            and rules select by them. The arrays of `func` itself are always parameters.
+            By default no argument contains more if `func` has any, otherwise the first
+            one does.
+        strict: True raises an error for what is otherwise only reported: a primitive
+            containing a program that autocast does not enter, a rule that matches no
+            operation, a recipe that the device has no hardware units for.
+        enabled: False leaves the program in the precision it was written in, as a
+            switch: `enabled=config.mixed`. Gradient functions cast nothing for such a
+            function either. Autocast functions and regions inside that set
             `enabled=True` are not switched off.
-        ambient: Whether the settings are for functions called in the body of `with`.
+        ambient: Whether the settings apply to functions called in the body of `with`,
+            False by default.
 
     Returns:
         A function of the same arguments that returns what `func` returns, in the same
-        dtypes. It traces `func` at each call: arrays in its arguments are traced, as
-        under `jax.jit`; wrap it in `jax.jit` to do so once. Without `func`, a decorator
-        that is a context manager, too.
+        dtypes. It traces `func` at each call, with arrays in its arguments traced as
+        under `jax.jit`; wrap it in `jax.jit` to trace once. Without `func`, a decorator
+        that is also a context manager.
 
     Raises:
-        TypeError: `func` cannot be called, is a dtype, or an option is of a wrong kind.
-        ValueError: `dtype`, `residual_stream` or `residuals` is none of those above; a
-            region is entered where nothing is being transformed; under `strict`, what
-            it says; the inputs of a call were cast by `mpx.filter_grad` or the like;
-            a recipe finds nothing to quantize, meets a derivative, or has a state and
-            is called without one.
-        NotImplementedError: Under `strict`, a primitive that mpx does not know.
+        TypeError: `func` is not callable or is a dtype, or an option is of the wrong
+            kind.
+        ValueError: `dtype`, `residual_stream` or `residuals` is not one of the values
+            above; a region is entered where nothing is being transformed; under
+            `strict`, any of its cases; the inputs of a call were cast by
+            `mpx.filter_grad` or the like; a recipe finds nothing to quantize, is
+            applied to a derivative, or has a state and is called without one.
+        NotImplementedError: Under `strict`, a primitive is unknown to mpx.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -193,8 +194,8 @@ def _refuse_other_things(func: object) -> None:
     name = _dtype_name(func)
     if name is not None:
         raise TypeError(
-            f"{_CALL} needs a function first; got the dtype {name}. As a decorator it "
-            f"takes keywords only: `@mpx.autocast(dtype=jnp.{name})`."
+            f"{_CALL} needs a function first; got the dtype {name}. As a decorator, "
+            f"pass keywords only: `@mpx.autocast(dtype=jnp.{name})`."
         )
     _refuse_recipe(func, "a function")
 
@@ -203,8 +204,8 @@ def _refuse_recipe(value: object, option: str) -> None:
     """Raises where a recipe, or the class of one, stands where an option belongs."""
     if isinstance(value, AbstractRecipe) or is_recipe_class(value):
         raise TypeError(
-            f"{_CALL} takes a recipe by its name; got {describe(value)} where "
-            f"{option} belongs. Write `mpx.autocast(func, recipe={as_written(value)})`."
+            f"{_CALL} needs {option} here; got {describe(value)}. Pass a recipe by "
+            f"name: `mpx.autocast(func, recipe={as_written(value)})`."
         )
 
 
@@ -226,8 +227,8 @@ def _checked_rules(rules: object) -> Rules:
     if isinstance(rules, Rules):
         return rules
     raise TypeError(
-        f"`rules` of {_CALL} must be `mpx.Rules`; got {describe(rules)}. Put "
-        "rules together: `mpx.Rules(mpx.Rule(...), ...)`."
+        f"`rules` of {_CALL} must be `mpx.Rules`; got {describe(rules)}. Combine "
+        "rules: `mpx.Rules(mpx.Rule(...), ...)`."
     )
 
 
@@ -257,9 +258,9 @@ def _computing_dtype(dtype: DTypeLike) -> np.dtype:
     found = float_dtype(dtype, _CALL)
     if not is_half(found) and found != np.float32:
         raise ValueError(
-            f"{_CALL} computes in float16 or bfloat16, or with recipes in float32; got "
-            f"{found.name}. For full precision call the function without it, or with "
-            "`enabled=False`."
+            f"`dtype` of {_CALL} must be float16 or bfloat16, or with recipes "
+            f"float32; got {found.name}. For full precision call the function "
+            "without it, or set `enabled=False`."
         )
     return found
 
@@ -284,9 +285,9 @@ class _Deferred(contextlib.ContextDecorator):
             raise TypeError(f"{_CALL} needs a function; got {describe(func)}.")
         if self._ambient:
             raise TypeError(
-                f"`ambient=True` of {_CALL} is for `with mpx.autocast(..., "
-                "ambient=True):` around calls; a function was given. Leave one of them "
-                "out."
+                f"`ambient=True` of {_CALL} is only for `with mpx.autocast(..., "
+                "ambient=True):` around calls; got a function. Pass only one of "
+                "them."
             )
         weights, is_explicit = self._weights, self._weights is not None
         if weights is None:
@@ -297,9 +298,9 @@ class _Deferred(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         if self._weights is not None:
             raise TypeError(
-                f"`weights` of {_CALL} says which argument of a function holds its "
-                "parameters, and cannot be said in a region or around calls. Say it to "
-                "the transform: `mpx.autocast(func, weights=...)`."
+                f"`weights` of {_CALL} selects the argument with the parameters, and "
+                "cannot be set in a region or around calls. Pass it to the "
+                "transform: `mpx.autocast(func, weights=...)`."
             )
         context = with_settings(self._settings) if self._ambient else self._region()
         context.__enter__()
@@ -313,18 +314,18 @@ class _Deferred(contextlib.ContextDecorator):
         whole = self._settings.not_of_regions
         if whole:
             raise TypeError(
-                f"`{whole[0].removeprefix('is_')}` of {_CALL} cannot be said in a "
-                "region. Say it to the transform; `mpx.Rule(scope=...)` is for one "
-                "part of a program."
+                f"`{whole[0].removeprefix('is_')}` of {_CALL} cannot be set in a "
+                "region. Pass it to the transform; use `mpx.Rule(scope=...)` for "
+                "one part of a program."
             )
         if is_switched_off():
             return region_of_switched_off(self._settings)
         if not ambient().is_tracing:
             raise ValueError(
-                "`with mpx.autocast(...)` is a region of a function that is being "
-                "transformed by `mpx.autocast`; nothing is here, and it would do "
-                "nothing. Transform the function around it, `mpx.autocast(func)`, or, "
-                "around calls of such functions, say `ambient=True`."
+                "`with mpx.autocast(...)` must be inside a function that "
+                "`mpx.autocast` is transforming; here none is, and it would do "
+                "nothing. Transform the function around it, `mpx.autocast(func)`, "
+                "or set `ambient=True` around calls of such functions."
             )
         return region(self._settings)
 
@@ -404,9 +405,9 @@ def _refuse_cast_inputs(cast: Cast) -> NoReturn:
     """Says that a gradient function has cast what autocast is about to cast."""
     call, dtype, _ = cast
     raise ValueError(
-        f"A function made by `mpx.autocast` needs inputs as they are; {call} has cast "
-        f"them to {dtype.name}, because it could not see that the function, hidden in "
-        f"a lambda perhaps, casts on its own. Give the autocast function itself to "
-        f"{call}, put `mpx.autocast` around the outermost function, or switch the cast "
-        'of inputs off: `policy="full"`.'
+        f"An autocast function needs uncast inputs; {call} has cast them to "
+        f"{dtype.name}, because it did not detect the autocast function, perhaps "
+        f"inside a lambda. Pass the autocast function itself to {call}, put "
+        "`mpx.autocast` around the outermost function, or disable the cast of "
+        'inputs: `policy="full"`.'
     )

@@ -74,11 +74,11 @@ class Range:
     type: str
     """Its type: `float16[8,16]`."""
     least: float
-    """The smallest of its finite numbers."""
+    """The smallest finite value."""
     largest: float
-    """The largest of its finite numbers."""
+    """The largest finite value."""
     amax: float
-    """The largest magnitude of its finite numbers."""
+    """The largest finite magnitude."""
     nans: float
     """The share of NaN, 0 to 1."""
     infinities: float

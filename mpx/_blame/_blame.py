@@ -11,11 +11,10 @@ from jaxtyping import PyTree
 
 from .._errors import describe
 from .._grad import Accumulation, Options, gradient_function, positions_in_call
-from .._inspect import share_text
+from .._inspect import input_name, share_text
 from .._loss_scaling import AbstractLossScaling
 from .._policy import Policy
 from .._stored_weights import dequantize_weights
-from .._tree import path_text
 from .._typing import DTypeLike, LeafPredicate
 from .._wraps import name_of, wraps
 from ._describe import culprit_of
@@ -48,43 +47,44 @@ def blame(
     accumulate_dtype: DTypeLike | None = None,
     above: float | None = None,
 ) -> Callable[..., BlameReport]:
-    """Makes a function that runs a step again and says what made it bad.
+    """Returns a function that replays a skipped step to find its cause.
 
-    A skipped step leaves weights and optimizer as they were, so it can be replayed
-    with the same batch. The report names the first value that is NaN or infinite and
-    reached the loss or a gradient: its operation, scope, weight and line, whether it is
-    of the forward or the backward pass, the turn of a loop, and the ranges of its
-    operands. What is bad and reaches nothing, such as a mask of -inf, is not named.
+    A skipped step leaves weights and optimizer unchanged, so it can be replayed with
+    the same batch. The report names the first NaN or infinite value that reached the
+    loss or a gradient: its operation, scope, weight and line, forward or backward pass,
+    the loop iteration, and the ranges of its operands. Non-finite values that do not
+    reach them, such as a mask of -inf, are not named.
 
-    Its verdict comes from running the step in other ways: `scale` if it is finite at a
+    Its verdict comes from running variants of the step: `scale` if it is finite at a
     loss scale of 1, `precision` if it is finite in float32 (then rules of
-    `mpx.autocast` are tried), and `data or mathematics` if it is bad in float32, too
-    (then the rows of the batch that do it are looked for).
+    `mpx.autocast` are tried), and `data or mathematics` if it is non-finite in float32,
+    too (then the rows of the batch that cause it are searched).
 
-    Give it what the gradient function was given. It is for the host, and compiles
-    several programs; nothing of it is in the training step.
+    Pass it what was passed to the gradient function. It runs on the host and compiles
+    several programs; it adds nothing to the training step.
 
     Args:
         func: The loss function, as in `mpx.filter_value_and_grad`.
-        scaling: The loss scaling that the step *had*: after a bad step that is
+        scaling: The loss scaling that the step *had*: after a skipped step that is
             `scaling.of_bad_step()`.
         has_aux: As in `mpx.filter_grad`, like the options below.
-        use_mixed_precision: False: in full precision.
-        argnums: What was differentiated, as in `mpx.grad`; None for the arrays of the
-            first argument, as in `mpx.filter_grad`.
+        use_mixed_precision: False runs in full precision.
+        argnums: The differentiated arguments, as in `mpx.grad`; None for the arrays of
+            the first argument, as in `mpx.filter_grad`.
         policy: The policy.
-        keep: Which leaves are not cast.
+        keep: Selects leaves that are not cast.
         accumulate: Micro-batches.
-        accumulate_dtype: What gradients of a weight's uses are summed in.
-        above: Numbers of larger magnitude count as bad, too, wherever they are; inside
-            of a loop or a branch if they come out of it.
+        accumulate_dtype: The dtype in which the gradients of a weight's uses are
+            summed.
+        above: Values of larger magnitude also count as bad, anywhere; inside a loop or
+            a branch only if they are among its results.
 
     Returns:
         A function of the arguments of `func` that returns a `mpx.reports.BlameReport`.
 
     Raises:
-        TypeError: Called on what JAX is tracing, or `above` is no number; and what
-            `mpx.filter_value_and_grad` raises.
+        TypeError: Called on arrays that JAX is tracing, or `above` is not a number;
+            also what `mpx.filter_value_and_grad` raises.
         ValueError: `above` is not positive.
 
     Examples:
@@ -129,8 +129,8 @@ def _refuse_step(
     if result is None or shape == () or (shape is not None and not is_pair):
         return  # a loss that is wrong in another way
     raise TypeError(
-        f"{CALL} takes a loss function, not a training step or a gradient function; "
-        f"`{name_of(func)}` returns {describe(result)}. Give it the loss and its "
+        f"{CALL} needs a loss function, not a training step or a gradient function; "
+        f"`{name_of(func)}` returns {describe(result)}. Pass the loss and its "
         "arguments: `mpx.blame(loss, scaling.of_bad_step())(model, batch)`."
     )
 
@@ -143,7 +143,7 @@ def blamed(step: StepOf, above: float | None) -> BlameReport:
     bad = replay.bad_places()
     if above is not None and not bad:
         culprits = _culprits(step, replay, above)
-        advice = f"The step is finite. What is above {above:g} begins here."
+        advice = f"The step is finite. Values above {above:g} begin here."
         none = f"{_NOTHING} Nothing is above {above:g}."
         return dataclasses.replace(
             nothing, culprits=culprits, advice=advice if culprits else none
@@ -189,20 +189,20 @@ def _of_precision(step: StepOf, found: BlameReport) -> BlameReport:
 
 
 _NOTHING = (
-    "The loss and all gradients are finite. Was the step given other weights, another "
-    "batch or another loss scale?"
+    "The loss and all gradients are finite. Did the step have other weights, "
+    "another batch or another loss scale?"
 )
 _NOT_FOUND = (
-    "The step is bad as one program, and not where it is looked into: XLA rounds "
-    "otherwise there. No operation can be named."
+    "The step is non-finite as one program, but not operation by operation: XLA "
+    "rounds differently there. No operation can be named."
 )
 _SCALE = (
-    "At a loss scale of 1 the step is finite: the scale was too large, and has fallen "
-    "since. Dynamic loss scaling tries a larger scale every `period` steps (2000), so "
-    "a skipped step now and then is normal. Nothing to do."
+    "At a loss scale of 1 the step is finite: the scale was too large, and has "
+    "fallen since. Dynamic loss scaling tries a larger scale every `period` steps "
+    "(2000), so occasional skipped steps are normal. No action is needed."
 )
-_DATA = "Bad in float32, too: no precision cures it."
-_DATA_ROWS = "Bad in float32, too, with each of these rows of the batch alone."
+_DATA = "Non-finite in float32, too: no precision fixes it."
+_DATA_ROWS = "Non-finite in float32, too, with each of these batch rows alone."
 
 
 def _culprits(step: StepOf, replay: Replay, above: float | None) -> tuple[Culprit, ...]:
@@ -238,28 +238,18 @@ def _names(step: StepOf, replay: Replay) -> list[tuple[str, bool]]:
     argnums = step.argnums
     positions = argnums if isinstance(argnums, tuple) else (argnums or 0,)
     inside = positions_in_call(positions, len(step.args), CALL)
-    return [_name(path, inside) for path in replay.paths]
-
-
-def _name(path: KeyPath, weights: tuple[int, ...]) -> tuple[str, bool]:
-    """What an input of the replay is called, and whether it is a weight."""
-    root, *rest = path
-    if root.idx == 2:
-        return "kwargs" + jax.tree_util.keystr(tuple(rest)), False
-    position = rest[0].idx - 1
-    if position < 0:
-        return "scaling" + jax.tree_util.keystr(tuple(rest[1:])), False
-    below = tuple(rest[1:])
-    whole = f"args[{position}]{jax.tree_util.keystr(below)}"
-    if position not in weights:
-        return whole, False
-    return (path_text(below) if len(weights) == 1 else "") or whole, True
+    return [
+        input_name(path, inside)
+        if path[0].idx
+        else (f"scaling{jax.tree_util.keystr(path[1:])}", False)
+        for path in replay.paths
+    ]
 
 
 def _is_data(path: KeyPath, count: int) -> bool:
     """Whether an input of the replay is of the user's arguments."""
     root, first, *_ = path
-    return root.idx == 2 or 0 < first.idx <= count
+    return root.idx == 2 or (root.idx == 1 and first.idx < count)
 
 
 def _rows(step: StepOf, replay: Replay) -> tuple[tuple[int, ...], int]:

@@ -92,9 +92,9 @@ def _inside(cause: Cause) -> Iterator[str]:
     for scope in cause.step.around if cause.results and cause.step else ():
         at = next(index) if scope.length is not None else scope.branch
         if scope.primitive == "scan":
-            yield f"scan, turn {at} of {scope.length}"
+            yield f"scan, iteration {at} of {scope.length}"
         elif scope.primitive == "while":
-            yield f"while, turn {at}"
+            yield f"while, iteration {at}"
         elif scope.primitive == "cond":
             yield f"cond, branch {at + 1} of {len(scope.equation.params['branches'])}"
 
@@ -187,5 +187,5 @@ def _domain(step: Step, operands: Sequence[Range], made: Sequence[Range]) -> str
         return f"of a negative number, {operands[0].least:.3g}"
     is_product = properties(step.primitive).is_quantizable
     if is_product and made and not any(o.bad for o in operands):
-        return "the product overflows, or its sum does"
+        return "the matmul or its sum overflows"
     return ""

@@ -23,6 +23,7 @@ from .._program import (
     aval_of,
     is_seen_into,
     properties,
+    reachable,
     sub_jaxprs,
 )
 from .._typing import AnyArray, Atom, Aval
@@ -237,28 +238,25 @@ class Graph:
 
     def reaching(self, values: Iterable[int]) -> set[int]:
         """All values that some values depend on, in whatever turn."""
-        found: set[int] = set()
-        todo = list(values)
-        while todo:
-            value = todo.pop()
-            if value in found:
-                continue
-            found.add(value)
-            if value in self.makers:
-                todo += self.makers[value].operands_of(value)
-            if value in self.enters:
-                scope, position = self.enters[value]
-                operand = scope.sub.operands[position]
-                todo += [] if operand is None else [scope.operands[operand]]
-                if position in scope.carried:
-                    todo.append(scope.outputs[scope.carried[position]])
-            for scope, position in self.leaves.get(value, ()):
-                todo.append(scope.outputs[position])
-                if scope.primitive == "cond":
-                    todo.append(scope.operands[0])
-                if scope.primitive == "while":  # its test may read all that it carries
-                    todo += [*scope.outputs, *scope.operands]
-        return found
+        return reachable(values, self._needs)
+
+    def _needs(self, value: int) -> Iterator[int]:
+        """What a value depends on directly, in whatever turn."""
+        if value in self.makers:
+            yield from self.makers[value].operands_of(value)
+        if value in self.enters:
+            scope, position = self.enters[value]
+            operand = scope.sub.operands[position]
+            if operand is not None:
+                yield scope.operands[operand]
+            if position in scope.carried:
+                yield scope.outputs[scope.carried[position]]
+        for scope, position in self.leaves.get(value, ()):
+            yield scope.outputs[position]
+            if scope.primitive == "cond":
+                yield scope.operands[0]
+            if scope.primitive == "while":  # its test may read all that it carries
+                yield from (*scope.outputs, *scope.operands)
 
     def _new(self, aval: Aval) -> int:
         self._avals.append(aval)

@@ -16,7 +16,7 @@ from .._autocast import taking_notes
 from .._errors import describe
 from .._grad import GradientResult
 from .._loss_scaling import AbstractLossScaling
-from .._program import Call, divide
+from .._program import Call
 from .._tree import path_text
 from .._typing import AnyArray
 from ._badness import badness_of
@@ -35,7 +35,7 @@ class Replay:
     Attributes:
         jaxpr: The program.
         inputs: The arrays that it is given.
-        paths: For each of them its path in `((scaling, *args), kwargs)`.
+        paths: For each of them its path in `(scaling, args, kwargs)`.
         places: For each result its name: the loss, then the paths of gradients.
     """
 
@@ -51,11 +51,6 @@ class Replay:
     def bits(self, inputs: Sequence[AnyArray]) -> np.ndarray:
         """For each result whether it is bad, with these inputs."""
         return np.asarray(self._compiled(*inputs))
-
-    def bits_with(self, args: PyTree, kwargs: PyTree) -> np.ndarray:
-        """The same, of other arguments with the same types."""
-        arrays, _ = divide((None, args, kwargs))
-        return self.bits(arrays)
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., AnyArray]:
@@ -94,12 +89,11 @@ def replayed(
         kwargs: Those by name.
     """
 
-    def called(_: object, given: PyTree, kwargs: PyTree) -> PyTree:
-        scaling, *args = given
+    def called(scaling: PyTree, args: PyTree, kwargs: PyTree) -> PyTree:
         result = make(scaling)(*args, **kwargs)
         return {"loss": result.value, "of": result.grads}
 
-    call = Call(None, (scaling, *args), kwargs, call=called)
+    call = Call(scaling, args, kwargs, call=called)
     with taking_notes():
         jaxpr = jax.make_jaxpr(call)(*call.arrays)
     results = call.result_of(range(len(jaxpr.jaxpr.outvars)))
@@ -114,7 +108,7 @@ def refuse_tracers(trees: Sequence[PyTree], call: str) -> None:
     for leaf in jax.tree.leaves(trees):
         if isinstance(leaf, Tracer | jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{call} runs a step again and needs its arrays; got {describe(leaf)}. "
-                "Call it outside of `jax.jit` and the like, with the model, the batch "
-                "and the scaling that the step had."
+                f"{call} replays a step and needs its arrays; got {describe(leaf)}. "
+                "Call it outside `jax.jit` and the like, with the step's model, "
+                "batch and scaling."
             )

@@ -8,7 +8,7 @@ from ._badness import Range
 
 
 class Verdict(enum.Enum):
-    """Why a step went bad."""
+    """The cause of a skipped step."""
 
     NOTHING = "nothing is bad"
     """The replay is finite."""
@@ -17,7 +17,7 @@ class Verdict(enum.Enum):
     PRECISION = "precision"
     """In float32 the step is finite."""
     DATA = "data or mathematics"
-    """In float32 the step is bad, too."""
+    """In float32 the step is non-finite, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,14 @@ class AtLine:
 
 @dataclasses.dataclass(frozen=True)
 class Culprit:
-    """A value that went bad and reached the result, and the operation that made it."""
+    """A value that went bad and reached the result, with its operation."""
 
     primitive: str
     """The operation as it was written: `dot_general`, or `input` or `constant`."""
     computed: str
-    """The operation whose result is bad: a cast for it, perhaps; else the same."""
+    """The operation whose result is bad: the same, or a cast inserted for it."""
     kind: str
-    """`nan`, `inf` or `nan and inf`; `large` where that was asked for."""
+    """`nan`, `inf` or `nan and inf`; `large` if `above` is set."""
     scope: str
     """The named scopes around it, as a path."""
     function: str
@@ -54,25 +54,24 @@ class Culprit:
     code: str
     """The text of that line, if it can be read."""
     phase: str
-    """`forward` if the loss depends on it, so that the function has it without a
-    derivative, too; `recompute` where a checkpoint repeats such an operation; else
-    `backward`."""
+    """`forward` if the loss depends on it, so that it also exists without a derivative;
+    `recompute` if a checkpoint repeats such an operation; else `backward`."""
     gradient: str
-    """In the backward pass `wgrad` for the gradient of a weight, else `dgrad`."""
+    """In the backward pass, `wgrad` for the gradient of a weight, else `dgrad`."""
     parameters: tuple[str, ...]
-    """The weights among its operands, or whose gradient it is."""
+    """The weights among its operands, or those whose gradient it is."""
     inside: tuple[str, ...]
-    """What it stands in, the outermost first: `scan, turn 3 of 12`."""
+    """The loops and calls around it, outermost first: `scan, iteration 3 of 12`."""
     devices: tuple[int, ...]
     """The devices of a `shard_map` on which it is bad; empty outside of one."""
     operands: tuple[Range, ...]
-    """What numbers its operands held."""
+    """The ranges of its operands."""
     results: tuple[Range, ...]
-    """What numbers it made."""
+    """The ranges of its results."""
     reason: str
-    """What happened, in words."""
+    """The cause as text."""
     made_by: str
-    """Of a value that does not fit in a format the operation that made it, else ""."""
+    """For a value that overflows a format, the operation that made it, else ""."""
     made_at: str
     """The line of that operation."""
 
@@ -89,19 +88,19 @@ class Content:
     name: str
     """The name of the function."""
     verdict: Verdict
-    """Why the step went bad."""
+    """The cause of the skipped step."""
     places: tuple[str, ...]
-    """What is bad of the step's results: `the loss`, paths of gradients."""
+    """The non-finite results of the step: `the loss`, paths of gradients."""
     culprits: tuple[Culprit, ...]
-    """Where it began: the first one first, others that are independent of it."""
+    """The first bad values: the earliest first, then others independent of it."""
     loss_scale: float
     """The loss scale of the replay."""
     rule: Rule | None
-    """The rule of the fewest FLOPs that cures it, where the verdict is `precision` and
-    one was found."""
+    """The rule of the fewest FLOPs that fixes it, if the verdict is `precision` and one
+    was found."""
     rows: tuple[int, ...]
-    """The rows of the batch that do it, each alone, where the verdict is `data`."""
+    """The rows of the batch that cause it, each alone, if the verdict is `data`."""
     advice: str
-    """What to do, in words."""
+    """The advice as text."""
     untried_rows: int = 0
-    """How many more rows may do it: they were not tried, as 200 runs were used up."""
+    """The number of rows not tried, because 200 runs were used up."""

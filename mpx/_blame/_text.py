@@ -40,7 +40,7 @@ def rows_text(report: Content) -> str:
     shown = ", ".join(map(str, report.rows[:_ROWS]))
     more = len(report.rows) - _ROWS
     text = shown + (f" and {more} more, {len(report.rows)} in all" if more > 0 else "")
-    untried = f"; {report.untried_rows} more may: they were not tried"
+    untried = f"; {report.untried_rows} more were not tried"
     return text + (untried if report.untried_rows else "")
 
 
@@ -54,7 +54,7 @@ def head(report: Content, *, all_places: bool = False) -> str:
     shown = report.places if all_places else report.places[:4]
     more = len(report.places) - len(shown)
     rest = f" and {more} more" if more else ""
-    return f"not finite, {scale}: {', '.join(shown)}{rest}"
+    return f"non-finite, {scale}: {', '.join(shown)}{rest}"
 
 
 def titles(report: Content) -> list[str]:
@@ -120,8 +120,8 @@ def _field(name: str, text: str) -> list[str]:
 def _range(one: Range) -> str:
     text = f"{short_type(one.type)}  "
     if one.bad == 1:
-        return text + "all of it is not finite"
+        return text + "all of it is non-finite"
     text += f"{one.least:.4g} to {one.largest:.4g}, amax {one.amax:.4g}"
     if one.zeros:
         text += f", {share_text(one.zeros)} zeros"
-    return text + (f", {share_text(one.bad)} not finite" if one.bad else "")
+    return text + (f", {share_text(one.bad)} non-finite" if one.bad else "")

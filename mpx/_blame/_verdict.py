@@ -15,6 +15,7 @@ from .._grad import Options, gradient_function
 from .._inspect import Operation, explain
 from .._loss_scaling import AbstractLossScaling, StaticLossScaling
 from .._policy import Policy, get_policy
+from .._program import divide
 from .._rules import Rule
 from .._settings import unwrapped
 from ._cures import candidate_rules, narrowest_first
@@ -96,7 +97,8 @@ def is_finite_at_one(step: StepOf, replay: Replay) -> bool:
     """Whether the step is good at a loss scale of 1."""
     one = step.scaling._at_scale(jnp.ones((), jnp.float32))
     if float(one.loss_scale) == 1:  # the same program, with another number
-        return not replay.bits_with((one, *step.args), step.kwargs).any()
+        arrays, _ = divide((one, step.args, step.kwargs))
+        return not replay.bits(arrays).any()
     one = step.scaling.with_loss(StaticLossScaling(1.0))
     return not dataclasses.replace(step, scaling=one).replay().bad_places()
 
@@ -147,8 +149,8 @@ def precision_advice(step: StepOf, culprits: Sequence[Culprit]) -> str:
         half = _dtype(step.options.policy)
         if _is_good(step.cast_by(autocast(step.func, half))):
             return (
-                f"`mpx.autocast(loss, jnp.{half.name})` computes it without "
-                "that: it chooses float32 where half precision is not enough. By hand: "
+                f"`mpx.autocast(loss, jnp.{half.name})` computes it without that: it "
+                "uses float32 where half precision is not enough. Manually: "
                 f"`mpx.force_full_precision` around the operation{where}."
             )
     if half == np.float16:

@@ -14,15 +14,15 @@ from ._text import rule_text, text_of
 
 @dataclasses.dataclass(frozen=True)
 class BlameReport(Content):
-    """What `mpx.blame` found; print it, or `save` it as a page."""
+    """The result of `mpx.blame`; print it, or `save` it as a page."""
 
     @property
     def first(self) -> Culprit | None:
-        """The first value that went bad; None if nothing is bad, or none was found."""
+        """The first value that went bad; None if there is none, or none was found."""
         return self.culprits[0] if self.culprits else None
 
     def to_json(self) -> str:
-        """The report as JSON, for other programs; numbers that are not finite: null."""
+        """Returns the report as JSON, with null for non-finite numbers."""
         data = {"format": "mpx blame", "version": 1} | dataclasses.asdict(self)
         data |= {
             "verdict": self.verdict.value,
@@ -31,7 +31,7 @@ class BlameReport(Content):
         return json.dumps(_plain(data), indent=1)
 
     def to_html(self) -> str:
-        """The report as one page of HTML that needs no network."""
+        """Returns the report as one page of HTML that needs no network."""
         return page(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -41,7 +41,7 @@ class BlameReport(Content):
             path: Ends with `.html`, `.json` or `.txt`.
 
         Raises:
-            ValueError: It ends with something else.
+            ValueError: It has another ending.
         """
         writers = {".html": self.to_html, ".json": self.to_json, ".txt": self.__str__}
         save_as(path, writers, "`mpx.reports.BlameReport.save(path)`")

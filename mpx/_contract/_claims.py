@@ -56,7 +56,7 @@ def check_memory(claim: str, program: Program, limit: int) -> Violation | None:
         leaves.sort(key=lambda x: sum(a.bits for a in x.results), reverse=True)
         return Violation(claim, f"{found} The largest:", tuple(leaves[:5]))
     largest = tuple(largest_results(program.compiled_module, 5))
-    return Violation(claim, f"{found} The largest arrays that are made:", largest)
+    return Violation(claim, f"{found} The largest arrays:", largest)
 
 
 def check_products(
@@ -68,7 +68,7 @@ def check_products(
     """The share of the FLOPs whose operands have one of the dtypes."""
     every = [x for x in products(program.lowered_module) if not except_in(x)]
     if not every:
-        return Violation("products", "there is no product in the program to speak of.")
+        return Violation("products", "the program contains no matmul.")
     wrong = [x for x in every if not dtypes.issuperset(x.dtypes)]
     total = sum(x.flops for x in every)
     bad = sum(x.flops for x in wrong)
@@ -91,12 +91,12 @@ def check_product_calls(
     """The compiler computes each product by a call of one of these."""
     every = [x for x in compiled_products(program.compiled_module) if not except_in(x)]
     if not every:
-        found = "there is no product in the compiled program to speak of."
+        found = "the compiled program contains no matmul."
         return Violation("product_calls", found)
     wrong = [x for x in every if not _matches(x.kind, patterns)]
     return _unless_empty(
         "product_calls",
-        f"every product a call of {_either(patterns)} expected; {len(wrong)} of "
+        f"every matmul as a call of {_either(patterns)} expected; {len(wrong)} of "
         f"{len(every)} are not:",
         wrong,
     )
@@ -132,8 +132,8 @@ def check_required_calls(program: Program, patterns: Sequence[str]) -> Violation
         return None
     return Violation(
         "required_calls",
-        f"a call of each of {_listed(patterns)} expected; none of {_listed(missing)} "
-        f"is there. The calls of the program: {_listed({x.kind for x in calls})}.",
+        f"a call of each of {_listed(patterns)} expected; {_listed(missing)} "
+        f"missing. The calls of the program: {_listed({x.kind for x in calls})}.",
     )
 
 
@@ -158,11 +158,11 @@ def check_donation(program: Program) -> Violation | None:
     leaves = jax.tree.leaves(program.arguments)
     donated = [i for i, leaf in enumerate(leaves) if leaf.donated]
     if not donated:
-        found = "no argument is donated. Say `donate_argnums=` to `jax.jit`."
+        found = "no argument is donated. Pass `donate_argnums=` to `jax.jit`."
         return Violation("donated_are_aliased", found)
     module = program.compiled_module
     parameters, aliased = module.parameters, module.aliased
-    expected = f"{len(donated)} donated arrays in the place of results expected"
+    expected = f"{len(donated)} donated arrays aliased to results expected"
     if len(parameters) != len(leaves):  # JAX drops arguments that are not used
         if len(aliased) >= len(donated):
             return None
@@ -175,7 +175,7 @@ def check_donation(program: Program) -> Violation | None:
     wrong = [_argument(parameters[i]) for i in donated if i not in aliased]
     return _unless_empty(
         "donated_are_aliased",
-        f"{expected}; {len(wrong)} hold none (a result needs the shape, the dtype and "
+        f"{expected}; {len(wrong)} are not (a result needs the shape, the dtype and "
         "the sharding of the argument):",
         wrong,
     )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._dtypes import float_dtype
-from .._errors import describe, listing
+from .._errors import describe, listing, read_texts
 from .._typing import DTypeLike
 from . import _claims
 from ._claims import Violation
@@ -26,20 +26,20 @@ from ._program import Program, as_program
 
 
 class ContractError(AssertionError):
-    """What `mpx.expect` expects does not hold.
+    """Raised when a claim of `mpx.expect` or `mpx.expect_close` is not met.
 
     An `AssertionError`, so that test runners report a failure and not an error, but
-    raised by name: `python -O` does not switch it off.
+    raised explicitly: `python -O` does not disable it.
 
     Attributes:
-        violations: One for each claim that does not hold, with `claim` (the argument's
+        violations: One for each claim that is not met, with `claim` (the argument's
             name), `found` (the number and the limit) and `operations`.
     """
 
     def __init__(self, violations: Sequence[Violation], count: int) -> None:
         self.violations = tuple(violations)
         lines = [f"{number}. {each}" for number, each in enumerate(violations, 1)]
-        head = f"{len(violations)} of {count} expectations do not hold:"
+        head = f"{len(violations)} of {count} claims are not met:"
         super().__init__("\n".join([head, *lines]))
 
 
@@ -60,52 +60,53 @@ def expect(
     host_callbacks: bool = True,
     donated_are_aliased: bool = False,
 ) -> None:
-    """Raises unless all that is claimed holds of a compiled step.
+    """Raises an error unless a compiled step meets every given claim.
 
-    The step is traced, lowered and, for all claims but `products`, compiled; it does
-    not run, so abstract arguments (`jax.ShapeDtypeStruct`) will do.
+    The step is traced, lowered and, for all claims except `products`, compiled. It does
+    not run, so abstract arguments (`jax.ShapeDtypeStruct`) are enough.
 
     Args:
-        program: A jitted function (also of Equinox or Flax NNX), or what its `lower`
-            or the `compile` of that gives.
+        program: A jitted function (also of Equinox or Flax NNX), or the result of its
+            `lower` or of `lower(...).compile()`.
         *args: The arguments of a jitted function. With keyword arguments, pass
             `step.lower(*args, **kwargs)`.
         temporaries_at_most: Bytes of temporary buffers.
         arguments_at_most: Bytes of all arguments.
         memory_at_most: Bytes of arguments, results and temporaries, less what results
-            share with donated arguments: what the step holds at its worst moment.
-        products: The dtypes that both operands of a matrix product or convolution may
-            have. Integer products do not count.
-        products_share: The share of the FLOPs, loops by their trips, of which that has
-            to hold.
-        products_except: What is left out of `products` and `product_calls`: named
-            scopes, `"head"` or `"decoder/head"`, or a function of the operation
-            (with `kind`, `dtypes`, `op_name`, `source`, `flops`).
-        product_calls: Targets of custom calls, by which the compiler has to compute
-            every product: `"__cublas$lt$matmul$f8"`. In these and the next patterns
+            share with donated arguments: the step's peak memory.
+        products: The dtypes that both operands of a matmul or convolution may have.
+            Integer matmuls are ignored.
+        products_share: The share of the FLOPs that `products` applies to, with loops
+            counted by their iterations; all by default.
+        products_except: Operations that `products` and `product_calls` ignore: named
+            scopes, `"head"` or `"decoder/head"`, or a function of the operation (with
+            `kind`, `dtypes`, `op_name`, `source`, `flops`).
+        product_calls: Targets of the custom calls by which the compiler must compute
+            every matmul: `"__cublas$lt$matmul$f8"`. In these and the following patterns
             `*` and `?` match any text and any character.
         collectives: For an operation (`"all-gather"`, `"all-reduce"`, ...) the dtypes
-            that it may carry; `()` forbids it. Others are free, and so are scalars.
-        collectives_except: What is left out of `collectives`: named scopes, or a
+            that it may communicate; `()` forbids it. Other operations and scalars are
+            unrestricted.
+        collectives_except: Operations that `collectives` ignores: named scopes, or a
             function of the operation on one array (with `kind`, `dtypes`, `bytes`,
             `op_name`, `source`), `lambda x: x.bytes <= 4096`.
-        required_calls: Targets of custom calls that have to be there.
-        forbidden_calls: Targets of custom calls that must not be there.
+        required_calls: Targets of custom calls that must be present.
+        forbidden_calls: Targets of custom calls that must not be present.
         host_callbacks: False forbids calls of the host's Python: `jax.debug.print`,
             `jax.pure_callback`, `jax.experimental.io_callback`.
-        donated_are_aliased: True expects donated arguments, and a result in the buffer
+        donated_are_aliased: True requires donated arguments, and a result in the buffer
             of each of them.
 
     Raises:
-        ContractError: A claim does not hold. The message has each offending operation
-            with its dtypes, shapes, scopes and source line, as far as the compiler
-            kept them, and the number that was expected beside the one found.
-        TypeError: `program` is nothing to compile, or a claim is of the wrong kind.
-        ValueError: Nothing is claimed, or what cannot be: `products` of a program that
-            was compiled already.
+        ContractError: A claim is not met. The message lists each offending operation
+            with its dtypes, shapes, scopes and source line, as far as the compiler kept
+            them, and the expected number beside the one found.
+        TypeError: `program` cannot be compiled, or a claim is of the wrong kind.
+        ValueError: There is no claim, or one that cannot be checked: `products` of a
+            program that is already compiled.
 
-    A program without any product breaks `products` and `product_calls`, and one without
-    donation breaks `donated_are_aliased`.
+    A program without any matmul fails `products` and `product_calls`, and one without
+    donation fails `donated_are_aliased`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -156,7 +157,7 @@ def _raise_unless_all_hold(
 ) -> None:
     if not claims:
         raise ValueError(
-            "`mpx.expect` was given nothing to expect. Claim something, for example "
+            "`mpx.expect` needs at least one claim; got none. Pass one, for example "
             '`products="bfloat16"` or `host_callbacks=False`.'
         )
     found = as_program(program, args)
@@ -197,14 +198,8 @@ def _except_in(value: object, name: str) -> Callable[[Operation], bool]:
 
 
 def _patterns(value: object, name: str) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else value
-    is_fine = isinstance(patterns, list | tuple | set | frozenset)
-    if not is_fine or not all(isinstance(x, str) and x for x in patterns):
-        raise TypeError(
-            f"`{name}` of `mpx.expect` must be text, or a list or tuple of texts; got "
-            f"{describe(value)}."
-        )
-    return tuple(patterns)
+    must = f"`{name}` of `mpx.expect` must be a string, or a list or tuple of strings"
+    return read_texts(value, must)
 
 
 def _names(dtypes: object, name: str) -> frozenset[str]:
@@ -229,7 +224,7 @@ def _allowed(collectives: object) -> dict[str, frozenset[str]]:
     unknown = [kind for kind in collectives if kind not in COLLECTIVES]
     if unknown:
         raise ValueError(
-            f"`collectives` of `mpx.expect` knows {listing(COLLECTIVES)}; got "
+            f"`collectives` of `mpx.expect` must be of {listing(COLLECTIVES)}; got "
             f"{listing(unknown)}."
         )
     return {kind: _names(x, "collectives") for kind, x in collectives.items()}

@@ -39,10 +39,10 @@ class Program:
         """The program as JAX handed it to the compiler."""
         if self._lowered is None:
             raise ValueError(
-                "`products` of `mpx.expect` reads the program before it is compiled, "
-                "because compilers change dtypes of products (the CPU's computes half "
-                "precision in float32); got a compiled one. Pass the jitted function "
-                "with its arguments, or `jitted.lower(...)`."
+                "`products` of `mpx.expect` reads the program before it is "
+                "compiled, because compilers change dtypes of matmuls (the CPU's "
+                "computes half precision in float32); got a compiled one. Pass the "
+                "jitted function with its arguments, or `jitted.lower(...)`."
             )
         return parse(self._lowered.as_text(dialect="hlo", debug_info=True))
 
@@ -58,7 +58,7 @@ class Program:
         if sizes is None:
             raise ValueError(
                 "`mpx.expect` needs the memory analysis of the executable to check "
-                "bytes; this backend gives none. Leave claims about memory out here."
+                "bytes; this backend has none. Omit claims about memory here."
             )
         arguments, temporaries = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
         results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
@@ -90,9 +90,9 @@ def as_program(program: Any, args: tuple[PyTree, ...]) -> Program:
     if isinstance(stage, jax.stages.Compiled):
         return Program(None, stage)
     raise TypeError(
-        "`mpx.expect(program, *args)` needs a jitted function with its arguments, or "
-        f"what `jitted.lower(...)` or its `.compile()` gives; got {describe(program)}. "
-        "Jit the function first: `jax.jit(function)`."
+        "`mpx.expect(program, *args)` needs a jitted function with its arguments, "
+        "or the result of `jitted.lower(...)` or its `.compile()`; got "
+        f"{describe(program)}. Jit the function first: `jax.jit(function)`."
     )
 
 

@@ -48,7 +48,8 @@ def bits_of(kind: str) -> int:
     found = _NUMBERS.fullmatch(kind)
     if found is None and kind not in _OTHERS:
         raise ValueError(
-            f"`bits_of(kind)` does not know the HLO type {kind!r}. Add it to `_OTHERS`."
+            f"`kind` of `bits_of(kind)` must be a known HLO type; got {kind!r}. Add "
+            "it to `_OTHERS`."
         )
     return int(found[1]) if found else _OTHERS[kind]
 

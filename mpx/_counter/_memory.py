@@ -19,6 +19,6 @@ def _sizes(compiled: Any) -> Any:
     if sizes is None:
         raise RuntimeError(
             "`memory(compiled)` needs an executable with a memory analysis; this "
-            "backend gives none. Compile for one of `TARGETS`."
+            "backend has none. Compile for one of `TARGETS`."
         )
     return sizes

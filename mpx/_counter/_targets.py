@@ -26,7 +26,7 @@ Range = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Roof:
-    """What a device reaches at most, and what share of it programs reach.
+    """The peak rates of a device, and the shares of them that programs reach.
 
     A pair is the best and the worst case.
 
@@ -38,7 +38,7 @@ class Roof:
         matmul: The share of the peak that large matmuls reach.
         attention: The share of the peak that attention in one kernel reaches.
         reads: The share of the bandwidth that kernels reach.
-        start: Seconds that each kernel takes to start.
+        start: The start-up time of each kernel, in seconds.
     """
 
     bandwidth: float
@@ -51,7 +51,7 @@ class Roof:
     start: Range = (0.0, 0.0)
 
     def peak(self, bits: int) -> float:
-        """Operations a second, of the units that take operands of so many bits."""
+        """Returns the peak operations per second for operands of so many bits."""
         wider = [size for size in self.peaks if size >= bits]
         return self.peaks[min(wider) if wider else max(self.peaks)]
 
@@ -182,7 +182,7 @@ def compile_only_devices(target: Target, count: int = 1) -> list[Any]:
     devices = list(description.devices)
     if len(devices) < count:
         raise ValueError(
-            f"{target.title} is compiled for a topology of {len(devices)} devices; got "
-            f"arguments on {count}. Use fewer."
+            f"{target.title} is compiled for a topology of {len(devices)} devices; "
+            f"got arguments on {count}. Use at most {len(devices)}."
         )
     return devices[:count]

@@ -19,12 +19,12 @@ class CompressedArray(Whole):
     Attributes:
         codes: Integers of 8 or 16 bits, or bfloat16, of the shape of the array.
         scales: For each block of up to 128 numbers its largest magnitude, in float32.
-            A block that held NaN or an infinity has NaN. None for bfloat16.
-        code: How numbers are stored.
+            NaN for a block that contained NaN or an infinity. None for bfloat16.
+        code: The encoding of the numbers.
 
-    It has the `shape` of the array, and is read as float32: `full()`. Arithmetic on
-    its arrays, as by `jax.tree.map` over a state, has no meaning; they are moved,
-    stacked, saved and selected as they are.
+    It has the `shape` of the array, and is read as float32: `full()`. Arithmetic on its
+    arrays, as by `jax.tree.map` over a state, is meaningless; moving, stacking, saving
+    and selecting them works.
     """
 
     codes: Array
@@ -43,15 +43,15 @@ class CompressedArray(Whole):
 
     @property
     def nbytes(self) -> int:
-        """What is stored, in bytes."""
+        """The bytes of codes and scales together."""
         arrays = [x for x in (self.codes, self.scales) if x is not None]
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
     def full(self) -> Float32[Array, "..."]:
-        """The numbers, in float32.
+        """Returns the array in float32.
 
         Raises:
-            ValueError: The arrays are not of this code.
+            ValueError: The arrays do not match this code.
         """
         codes, scales, code = self.codes, self.scales, self.code
         is_whole = getattr(codes, "dtype", None) == code.dtype
@@ -62,8 +62,9 @@ class CompressedArray(Whole):
             raise ValueError(
                 f"A `CompressedArray` in {code} has {code.dtype} and a float32 scale "
                 f"for each block; got {describe(codes)} and {describe(scales)}. Its "
-                "arrays mean nothing alone: restore them as they were saved, with "
-                "`optimizer.init(params)` as the template, and compute with `full()`."
+                "arrays are meaningless alone: restore them unchanged, with "
+                "`optimizer.init(params)` as the template, and compute with "
+                "`full()`."
             )
         return decode(codes, scales, code)
 

@@ -20,9 +20,9 @@ from jaxtyping import Array, PyTree, UInt32
 from .._cast import cast_leaf
 from .._dtypes import is_half
 from .._errors import at_path, describe
-from .._optimizer import refuse_optimizer
+from .._optimizer import Transformation, refuse_optimizer
 from .._skipped import was_skipped
-from .._tree import is_float_leaf, path_text
+from .._tree import Guard, is_float_leaf, path_text
 from ._array import CompressedArray, compressed
 from ._bits import Noise
 from ._codes import Code, scales_of
@@ -42,17 +42,12 @@ class CompressedState(NamedTuple):
         inner_state: That of the inner optimizer, with a `CompressedArray` in the place
             of each array that is stored in few bits. See `full_state`.
         step: How many steps have drawn noise; None where nothing is rounded randomly.
+        guard: Detects arithmetic on the state, which would be done on codes.
     """
 
     inner_state: PyTree
     step: UInt32[Array, ""] | None
-
-
-class CompressState(NamedTuple):
-    """An Optax transformation (a pair of `init` and `update`)."""
-
-    init: Callable[..., CompressedState]
-    update: Callable[..., tuple[PyTree, CompressedState]]
+    guard: Guard | None = None
 
 
 def compress_state(
@@ -61,64 +56,65 @@ def compress_state(
     *,
     where: Where | None = None,
     extra_args: dict[str, PyTree] | None = None,
-) -> CompressState:
-    r"""Makes an Optax transformation store its state in 8 and 16 bits.
+) -> Transformation:
+    r"""Wraps an Optax transformation to store its state in 8 and 16 bits.
 
     $$(u, o') = \operatorname{update}(\text{float32}(g), \operatorname{decode}(c), w),
         \qquad c \leftarrow \operatorname{encode}(o')$$
 
-    Stored in few bits is each array of the state that is like a weight (its path ends
-    with that of a weight, and it has its shape) and has 4,096 numbers or more. In
-    blocks of up to 128 numbers along the last axis, with the largest magnitude $s$ of
-    each in float32, a number $x$ is the nearest integer to
+    An array of the state is compressed if it is like a weight (its path ends with that
+    of a weight, and it has its shape) and has 4,096 numbers or more. It is divided into
+    blocks of up to 128 numbers along the last axis, each with its largest magnitude $s$
+    in float32. A number $x$ is stored as the nearest integer to
 
     $$\pm L \sqrt{|x| / s} \quad\text{(signed)}, \qquad
         L \sqrt[4]{x / s} \quad\text{(never negative)}$$
 
-    with $L$ = 127 and 255 in 8 bits. What is never negative is proved from the program
-    of `optimizer.update`. So Adam keeps 2.06 bytes for each weight, not 8.
+    with $L$ = 127 and 255 in 8 bits. Which arrays are never negative is proved from the
+    program of `optimizer.update`. Adam then stores 2.06 bytes per weight instead of 8.
 
     Args:
         optimizer: An Optax transformation.
-        moments: `"8bit"`; `"16bit"`, the same with $L$ = 32,767 and 65,535;
-            `"bfloat16"`, rounded randomly.
-        where: Which arrays of the state are stored in few bits, from path and array;
-            by default those above.
-        extra_args: Examples of further arguments that `optimizer.update` needs, such
-            as `{"value": 0.0}`. They are traced, and their values are not used.
+        moments: The format: `"8bit"` (the default); `"16bit"`, the same with $L$ =
+            32,767 and 65,535; `"bfloat16"`, rounded stochastically.
+        where: A function of path and array that selects the arrays to compress; by
+            default those above.
+        extra_args: Examples of further arguments that `optimizer.update` needs, such as
+            `{"value": 0.0}`. They are only traced; their values are not used.
 
     Returns:
         A pair `(init, update)` to use as an Optax transformation. `init(params, state)`
-        starts from a state that was kept in full. The state has `inner_state`, with a
-        `mpx.quantization.CompressedArray` in the place of each array in few bits;
-        `mpx.full_state` gives the state of `optimizer`.
+        starts from an uncompressed state. The state has `inner_state`, with a
+        `mpx.quantization.CompressedArray` for each compressed array; `mpx.full_state`
+        returns the state of `optimizer`.
 
     Raises:
         TypeError: `optimizer` has no `init` and `update`; in `update`, a state that
             `init` did not make.
-        ValueError: `moments` is none of the above; in `init`, `optimizer.update` cannot
-            be traced, `state` is that of another optimizer or model, or `where` chooses
-            what is no float32 array with an axis; in `update`, the state changed its
-            structure.
+        ValueError: `moments` is not one of the above; in `init`, `optimizer.update`
+            cannot be traced, `state` is that of another optimizer or model, or `where`
+            selects anything but float32 arrays with an axis; in `update`, the state
+            changed its structure.
 
-    - **Sums.** Arrays to which updates only add (Adagrad, accumulated gradients) get 16
-      bits, and are rounded randomly: else what is added would soon be rounded away.
+    - **Sums.** Arrays to which updates only add (Adagrad, accumulated gradients) are
+      stored in 16 bits and rounded stochastically; otherwise small additions would be
+      rounded away.
     - **Copies** of weights (masters, slow weights) stay in float32, unless `where`
-      chooses them; then they are stored as sums are.
-    - A number that is not zero is stored as one that is not zero. Zeros stay zeros.
-    - A block in which there is NaN or an infinity becomes NaN, as a whole, and so does
-      one of numbers that are never negative with a negative number in it. Its scale is
-      NaN, which `mpx.guard` and `check_update` of `mpx.optimizer_step` see.
-    - Gradients, and the state's arrays like weights, are float32 for `optimizer`, also
-      where weights are half precision. Arrays in float64 are stored as they are.
+      selects them; then they are stored as sums are.
+    - Nonzero numbers are stored as nonzero numbers. Zeros stay zeros.
+    - A block with a NaN or an infinity becomes NaN as a whole, as does a block of
+      never-negative numbers with a negative number in it. Its scale is NaN, which
+      `mpx.guard` and `check_update` of `mpx.optimizer_step` detect.
+    - `optimizer` gets gradients, and the state's arrays like weights, in float32, even
+      if weights are half precision. Arrays in float64 are stored unchanged.
     - A skipped step leaves the state bit-identical, and draws no noise. So does a step
-      that changes nothing, inside of `optax.MultiSteps`.
-    - The noise is a hash of the number of the step, the path and the place in the
-      array: the same on any number of devices, and again after a restart.
-    - Codes are sharded as the weight, scales likewise, with `mpx.init_optimizer`. A
-      block across two shards has one scale, which is the same on both.
-    - Put it inside of `mpx.master_weights`, as near to the moments as it goes.
-    - Under `jax.jit` the update stands twice in the program, once for the scales alone.
+      without an update inside `optax.MultiSteps`.
+    - The noise is a hash of the step's number, the path and the index in the array: the
+      same on any number of devices, and after a restart.
+    - With `mpx.init_optimizer` codes and scales are sharded as the weight. A block
+      across two shards has one scale, which is the same on both.
+    - Put it inside `mpx.master_weights`, as close to the moments as possible.
+    - Under `jax.jit` the program contains the update twice, once only for the scales.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
@@ -158,7 +154,8 @@ def compress_state(
                 leaf = compressed(leaf, code, Noise(step, path))
             stored.append(leaf)
         count = step + jnp.uint32(1) if is_random else None
-        return CompressedState(jax.tree.unflatten(form, stored), count)
+        guard = Guard(jnp.ones((), bool))
+        return CompressedState(jax.tree.unflatten(form, stored), count, guard)
 
     def update(
         updates: PyTree,
@@ -175,25 +172,27 @@ def compress_state(
             skipped = was_skipped(state.inner_state, stored)
             after = step + jnp.uint32(1)
             step = after if skipped is None else jnp.where(skipped, step, after)
-        return new, CompressedState(stored, step)
+        return new, CompressedState(stored, step, state.guard)
 
-    return CompressState(init, update)
+    return Transformation(init, update)
 
 
 def full_state(state: PyTree) -> PyTree:
-    """The state of an optimizer as it is without `compress_state`, in float32.
+    """Returns the uncompressed float32 state of an optimizer with `compress_state`.
 
-    For a checkpoint to go on from without it, or with other `moments`:
-    `compress_state(optimizer).init(params, full)`.
+    Use it for a checkpoint to continue from without compression, or with other
+    `moments`: `compress_state(optimizer).init(params, full)`.
 
     Args:
-        state: The state of an optimizer, with that of `compress_state` anywhere in it.
+        state: The state of an optimizer, which contains that of `compress_state`
+            anywhere.
 
     Returns:
-        The state with the inner optimizer's in its place, and arrays in float32.
+        The state with that of the inner optimizer in its place, and arrays in float32.
 
     Raises:
-        ValueError: Arrays of a `mpx.quantization.CompressedArray` are not of its code.
+        ValueError: Arrays of a `mpx.quantization.CompressedArray` do not match its
+            code.
 
     Examples:
         >>> import jax.numpy as jnp, mpx, optax
@@ -275,11 +274,11 @@ def _kinds(
         return kinds_of(init, update, params, state)
     except Exception as error:
         raise ValueError(
-            f"{_CALL} traces `optimizer.update(grads, state, params)` to prove what is "
-            "never negative, and it raised; see the error above. If it needs more "
-            "arguments, give examples of them: `mpx.compress_state(optimizer, "
-            "extra_args={'value': 0.0})`. Put what computes with updates of "
-            "`mpx.master_weights` inside of that."
+            f"{_CALL} traces `optimizer.update(grads, state, params)` to prove which "
+            "arrays are never negative, and it raised; see the error above. If it "
+            "needs more arguments, pass examples of them: "
+            "`mpx.compress_state(optimizer, extra_args={'value': 0.0})`. Put "
+            "transformations of the updates inside `mpx.master_weights`."
         ) from error
 
 
@@ -295,7 +294,7 @@ def _is_chosen(
     chosen = bool(where(path_text(path), leaf))
     if chosen and not (is_float_leaf(leaf) and leaf.ndim and leaf.dtype == np.float32):
         raise ValueError(
-            f"`where` of {_CALL} may choose arrays of float32 with one axis or more; "
+            f"`where` of {_CALL} must select float32 arrays with at least one axis; "
             f"got {describe(leaf)}{at_path(path_text(path))}."
         )
     return chosen
@@ -318,10 +317,12 @@ def _started_from(state: PyTree, inner: PyTree) -> PyTree:
     )
     if jax.tree.structure(state) != jax.tree.structure(inner) or given != wanted:
         raise ValueError(
-            f"`state` in `init(params, state)` of {_CALL} must be one of the same "
-            f"optimizer for the same weights; got\n  {jax.tree.structure(state)}\nof "
-            f"shapes {given}, and `optimizer.init(params)` makes\n  "
-            f"{jax.tree.structure(inner)}\nof shapes {wanted}."
+            f"`state` in `init(params, state)` of {_CALL} must be that of the same "
+            "optimizer for the same weights; got\n"
+            f"  {jax.tree.structure(state)}\n"
+            f"of shapes {given}, and `optimizer.init(params)` returns\n"
+            f"  {jax.tree.structure(inner)}\n"
+            f"of shapes {wanted}."
         )
     return jax.tree.map(
         lambda old, new: jnp.asarray(old, new.dtype) if is_float_leaf(new) else old,
@@ -334,8 +335,8 @@ def _with_arrays(state: Any) -> CompressedState:
     """The state of a step; Flax NNX makes dictionaries of its arrays of few bits."""
     if not isinstance(state, CompressedState):
         raise TypeError(
-            f"`update` of {_CALL} needs the state that its `init` made; got "
-            f"{describe(state)}. A state kept in full starts one: "
+            f"`update` of {_CALL} needs the state from its `init`; got "
+            f"{describe(state)}. To start from an uncompressed state: "
             "`optimizer.init(params, state)`."
         )
 
@@ -414,7 +415,8 @@ def _pairs(before: PyTree, after: PyTree) -> list[tuple[KeyPath, Any, Any]]:
     except ValueError as error:
         raise ValueError(
             f"{_CALL} needs an optimizer whose state keeps its structure; `update` "
-            f"returned another one than it got:\n  {error}"
+            "changed it:\n"
+            f"  {error}"
         ) from error
     return [(path, old, one) for (path, old), one in zip(nodes, new, strict=True)]
 

@@ -53,8 +53,10 @@ class SmallWeights:
         given = params if masters is None else masters
         if _structure(params) != _structure(given):
             raise ValueError(
-                f"`masters` in `init` of {CALL} are like `params`; got\n"
-                f"  params: {_structure(params)}\n  masters: {_structure(given)}"
+                f"`masters` in `init` of {CALL} must have the structure of `params`; "
+                "got\n"
+                f"  params: {_structure(params)}\n"
+                f"  masters: {_structure(given)}"
             )
         low = _map(self._start, params, given)
         step = None if self._bits == 16 else jnp.zeros((), jnp.uint32)
@@ -66,17 +68,17 @@ class SmallWeights:
         is_float16 = _is_half(weight) and weight.dtype != jnp.bfloat16
         if is_float16 or is_stored(weight):
             raise ValueError(
-                f"`bits={self._bits}` of {CALL} keeps what bfloat16 leaves out of "
-                f"float32; got the weight {describe(weight)}"
-                f"{at_path(path_text(path))}. Make it bfloat16, or keep whole masters "
-                "with `bits=32`."
+                f"`bits={self._bits}` of {CALL} needs bfloat16 for weights below "
+                f"float32; got {describe(weight)}{at_path(path_text(path))}. Make it "
+                "bfloat16, or use float32 masters, `bits=32`."
             )
         if not _is_half(weight):
             return None
         if not is_float_leaf(master) or master.shape != weight.shape:
             raise ValueError(
-                f"`masters` in `init` of {CALL} have the shapes of `params`; got "
-                f"{describe(master)} for {describe(weight)}{at_path(path_text(path))}."
+                f"`masters` in `init` of {CALL} must have the shapes of `params`; "
+                f"got {describe(master)} for "
+                f"{describe(weight)}{at_path(path_text(path))}."
             )
         return self._difference(weight, jnp.asarray(master, jnp.float32))
 
@@ -144,8 +146,8 @@ class SmallWeights:
         """Raises unless state and weights are of the form that `init` made and saw."""
         if not isinstance(state, SmallWeightsState):
             raise TypeError(
-                f"`update` of {CALL} with bits={self._bits} needs the state that its "
-                f"`init` made; got {describe(state)}. From another one it starts with "
+                f"`update` of {CALL} with bits={self._bits} needs the state from its "
+                f"`init`; got {describe(state)}. To start from another one: "
                 "`init(params, mpx.full_weights(params, other_state))`."
             )
         if params is None:
@@ -163,10 +165,10 @@ class SmallWeights:
         if wanted != found:
             path = min(p for p in wanted | found if wanted.get(p) != found.get(p))
             raise ValueError(
-                f"`update` of {CALL} with bits={self._bits} needs the weights that "
-                f"`init` saw, and the state that it made; what is kept beside the "
-                f"weight{at_path(path)} is {found.get(path, 'missing')}, and not "
-                f"{wanted.get(path, 'missing')}. Make the state anew with "
+                f"`update` of {CALL} with bits={self._bits} needs the weights passed "
+                "to `init` and the state from it; the state of the "
+                f"weight{at_path(path)} must be {wanted.get(path, 'missing')}; got "
+                f"{found.get(path, 'missing')}. Make a new state with "
                 "`init(params)`, or cast the model back."
             )
 

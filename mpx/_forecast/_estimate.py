@@ -45,7 +45,7 @@ def estimate(step: Step, precision: Precision, target: Target, top: int) -> Esti
     try:
         lowered = step.lower(precision, target)
     except Exception as error:
-        error.add_note(f"Raised while the step was traced and lowered. {where}.")
+        error.add_note(f"Raised while tracing and lowering the step. {where}.")
         raise
     try:
         options = CUDA_OPTIONS if target.platform == "cuda" else None

@@ -20,9 +20,9 @@ _CALL = "`mpx.forecast`"
 _NOTES = (
     "Counted numbers are read from the program that the target's compiler made; "
     "modelled ones follow from them and the constants. No device ran.",
-    "Memory is what the program needs. On a GPU JAX takes 75 % of the device's unless "
-    "XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
-    "Without a GPU XLA tunes nothing: for GPUs matmuls go to cuBLAS "
+    "Memory is that of the program. On a GPU JAX reserves 75% of the device's "
+    "unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
+    "Without a GPU XLA does not autotune: for GPUs, matmuls use cuBLAS "
     "(xla_gpu_enable_triton_gemm=false).",
 )
 
@@ -39,44 +39,44 @@ def forecast(
     constants: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> Callable[..., Forecast]:
-    """Makes a function that says what a training step needs on a device.
+    """Returns a function that estimates memory and time of a training step on a device.
 
-    Of a loss and an optimizer the step is made as `mpx.filter_value_and_grad` and
-    `mpx.optimizer_step` make it, in each precision. Without an optimizer `func` is a
-    whole step, in the precision that it is written in; arguments that come back in its
-    result are donated. Nothing runs and nothing is allocated: the compiler of the
-    target compiles the step, and what it needs is read from the program.
+    From a loss and an optimizer it builds the step of `mpx.filter_value_and_grad` and
+    `mpx.optimizer_step` in each precision. Without an optimizer `func` is a whole step,
+    in the precision that it is written in; arguments that are returned in its result
+    are donated. Nothing runs and nothing is allocated: the target's compiler compiles
+    the step, and its needs are read from the program.
 
     Args:
-        func: A loss, `loss(model, *batch)`, or a step. A loss is one that
-            `mpx.autocast` has not made.
+        func: A loss, `loss(model, *batch)`, or a step. A loss must not be an autocast
+            function.
         optimizer: An Optax transformation, or an `nnx.Optimizer`.
-        targets: Of `h100`, `h200`, `b200`, `b300`, `l40s`, `tpu-v5e`, `tpu-v5p`,
-            `tpu-v6e`, `tpu7x`.
-        precisions: Of `float32`, `bfloat16`, `float16`, recipes, and `delayed`,
-            `current`, `block`, `mxfp8`, `nvfp4` for those with their defaults; or a
+        targets: One or several of `h100`, `h200`, `b200`, `b300`, `l40s`, `tpu-v5e`,
+            `tpu-v5p`, `tpu-v6e`, `tpu7x`.
+        precisions: Any of `float32`, `bfloat16`, `float16`, recipes, and `delayed`,
+            `current`, `block`, `mxfp8`, `nvfp4` for recipes with their defaults; or a
             dict from labels to options of `mpx.autocast`. `float32` is the loss without
-            autocast; with weights in half precision it is called "as written".
-        has_aux: Whether the loss returns a pair, of its value and more.
-        largest_batch: Whether to search the largest batch that fits, to 5 %, with some
-            four more programs for each precision. The batch is the first axis of the
-            first array behind the model, and of all others of its length.
-        top: How many groups of kernels to list.
+            autocast; with half-precision weights it is labelled "as written".
+        has_aux: Whether the loss returns `(loss, aux)`.
+        largest_batch: Whether to search for the largest batch that fits, to 5%, which
+            compiles about four more programs per precision. The batch is the first axis
+            of the first array after the model, and of all others of its length.
+        top: The number of kernel groups to list.
         constants: Fields of `Roof` to replace, by target: `{"h100": {"reads":
             (0.9, 0.8)}}`.
-        **options: Of `mpx.autocast`, for all precisions but float32.
+        **options: Options of `mpx.autocast`, for all precisions except float32.
 
     Returns:
         A function of the arguments of `func`, arrays or `jax.ShapeDtypeStruct`s, that
-        returns a `Forecast`. With arrays laid out over a mesh (a
-        `jax.sharding.AbstractMesh` will do) the step is compiled for as many devices.
+        returns a `Forecast`. With arrays sharded over a mesh (a
+        `jax.sharding.AbstractMesh` is enough) the step is compiled for as many devices.
 
     Raises:
-        TypeError: `func` cannot be called, or `optimizer` is none.
-        ValueError: A target, a precision or a constant is unknown; the loss is one that
-            `mpx.autocast` made.
-        RuntimeError: The target's compiler is not installed, with the line that
-            installs it, or it refuses the step.
+        TypeError: `func` is not callable, or `optimizer` is not an optimizer.
+        ValueError: A target, a precision or a constant is unknown; the loss is an
+            autocast function.
+        RuntimeError: The target's compiler is not installed (the message has the
+            install command), or it refuses the step.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx, optax
@@ -94,7 +94,9 @@ def forecast(
     if not found:
         raise ValueError(f"`targets` of {_CALL} must have at least one; got none.")
     if unknown := own.keys() - {target.name for target in found}:
-        raise ValueError(f"`constants` of {_CALL}: {min(unknown)!r} is no target here.")
+        raise ValueError(
+            f"`constants` of {_CALL} must be of `targets`; got {min(unknown)!r}."
+        )
     asked = [Precision(AS_WRITTEN, {})]
     if optimizer is not None:
         asked = read_precisions(precisions, options)
@@ -128,7 +130,7 @@ def _replaced(target: Target, own: Mapping[str, Mapping[str, Any]]) -> Target:
     names = {field.name for field in dataclasses.fields(Roof)}
     if wrong := given.keys() - names:
         raise ValueError(
-            f"`constants` of {_CALL} are of {', '.join(sorted(names))}; got "
+            f"`constants` of {_CALL} must be of {', '.join(sorted(names))}; got "
             f"{min(wrong)!r}."
         )
     return dataclasses.replace(target, roof=dataclasses.replace(target.roof, **given))
@@ -149,7 +151,7 @@ def _with_largest(
     batch = batch_of(step.args)
     if not batch:
         raise ValueError(
-            f"`largest_batch` of {_CALL} needs an array behind the model, whose first "
+            f"`largest_batch` of {_CALL} needs an array after the model, whose first "
             "axis is the batch; got none."
         )
     found, points = [], [{batch: one} for one in ours]

@@ -20,7 +20,7 @@ def picture(report: Content) -> str:
     tones = dict(zip(parts, _TONES, strict=False))
     most = max((one.memory or 0 for one in fits), default=0) or 1
     longest = max((one.time[1] for one in fits), default=0.0) or 1.0
-    rows, y = [_text(0, 14, "Memory at the worst moment (counted)", "head")], 24
+    rows, y = [_text(0, 14, "Peak memory (counted)", "head")], 24
     for one in fits:
         rows.append(_text(0, y + 14, f"{one.target}, {one.precision}"))
         x = float(_LEFT)

@@ -7,9 +7,9 @@ from .._counter import Roof
 
 @dataclasses.dataclass(frozen=True)
 class KernelGroup:
-    """Kernels that come from one line of code and do the same work.
+    """A group of kernels that come from one line of code and do the same work.
 
-    Bytes, operations and seconds are those of all their runs together.
+    Bytes, operations and seconds are totals over all their runs.
     """
 
     kind: str
@@ -21,7 +21,7 @@ class KernelGroup:
     seconds: float
     """Roofline time (modelled)."""
     times: int
-    """How often such a kernel runs."""
+    """The number of runs of such kernels."""
     scope: str
     """The named scopes, or else the functions, around it."""
     source: str
@@ -30,7 +30,7 @@ class KernelGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A step in one precision on one target.
+    """An estimate of a step in one precision on one target.
 
     *Counted* fields are read from the program that the target's compiler made.
     *Modelled* ones follow from them and the constants of the report.
@@ -39,27 +39,27 @@ class Estimate:
     target: str
     """The name of the target."""
     precision: str
-    """The precision, as it was asked for."""
+    """The precision, as requested."""
     memory: int | None
-    """Counted: bytes on a device at the worst moment; None where the compiler refused
-    the program because it does not fit."""
+    """Counted: peak bytes on a device; None if the compiler refused the program because
+    it does not fit."""
     memory_by_part: dict[str, int]
     """Counted: weights, optimizer, other arguments and results; and temporaries, split
     into activations, gradients and working memory by when each array is alive."""
     traffic: int
     """Counted: bytes that the kernels read and write."""
     quantizing: int
-    """Counted: those of them that only quantizing moves."""
+    """Counted: those of them that only quantizing reads and writes."""
     quantized: int
-    """Counted: how many numbers are written in 8 bits or less."""
+    """Counted: the number of values written in 8 bits or less."""
     flops: dict[str, int]
     """Counted: operations by unit: `8 bits`, `16 bits`, `attention`."""
     sent: dict[str, int]
     """Counted: bytes that a device sends, by dtype."""
     kernels: int
-    """Counted: how many kernels run."""
+    """Counted: the number of kernels that run."""
     roofline: float
-    """Modelled: seconds at the peaks of the data sheet; nothing is faster."""
+    """Modelled: roofline time in seconds, at the peaks of the data sheet."""
     time: tuple[float, float]
     """Modelled: seconds in the best and in the worst case."""
     bound: dict[str, float]
@@ -70,26 +70,26 @@ class Estimate:
     top: tuple[KernelGroup, ...] = ()
     """The kernels that move most bytes."""
     batch: int = 0
-    """The batch that it was compiled for; 0 where arguments have none."""
+    """The batch that it was compiled for; 0 if arguments have none."""
     largest_batch: int | None = None
-    """Counted: the largest batch that fits; None where it was not asked for."""
+    """Counted: the largest batch that fits; None if not requested."""
     pays_from: int | None = None
-    """Modelled: the smallest batch at which it is faster than the baseline; None where
-    it was not asked for, or it never is."""
+    """Modelled: the smallest batch at which it is faster than the baseline; None if not
+    requested, or it never is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A number that was not counted."""
+    """A constant of the model: a number that is not counted."""
 
     target: str
-    """The target that it holds for."""
+    """The target that it applies to."""
     name: str
-    """What it is."""
+    """The name of the constant."""
     value: str
-    """It, with its unit."""
+    """The value with its unit."""
     source: str
-    """Where it is from."""
+    """The source of the value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +99,14 @@ class Content:
     name: str
     """The name of the function."""
     estimates: tuple[Estimate, ...]
-    """One for each target and precision, in the order they were asked for."""
+    """One for each target and precision, in the requested order."""
     constants: tuple[Constant, ...]
-    """What the modelled numbers rest on."""
+    """The constants of the modelled numbers."""
     versions: dict[str, str]
     """The packages that the counted numbers depend on."""
     titles: dict[str, str]
-    """What the targets are called in words."""
+    """The titles of the targets."""
     roofs: dict[str, Roof]
-    """What each target reaches."""
+    """The peak rates of each target."""
     notes: tuple[str, ...] = ()
-    """What a reader must know."""
+    """Notes that a reader must know."""

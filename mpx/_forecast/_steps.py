@@ -72,8 +72,9 @@ def read_precisions(given: object, options: Mapping[str, Any]) -> list[Precision
     labels = [one.label for one in found]
     if not labels or len(set(labels)) < len(labels):
         raise ValueError(
-            f"`precisions` of {_CALL} must have at least one, each with a label of its "
-            f"own; got {labels}. Pass a dict from labels to options of `mpx.autocast`."
+            f"`precisions` of {_CALL} must have at least one, each with a different "
+            f"label; got {labels}. Pass a dict from labels to options of "
+            "`mpx.autocast`."
         )
     return found
 
@@ -91,8 +92,9 @@ def _precision(one: object, options: Mapping[str, Any]) -> Precision:
     if name in _DTYPES:
         return Precision(name, {"dtype": name, **options})
     raise ValueError(
-        f"`precisions` of {_CALL} are of {', '.join((*_DTYPES, *_RECIPES))}, a recipe, "
-        f"or a dict from labels to options of `mpx.autocast`; got {describe(one)}."
+        f"`precisions` of {_CALL} must be of {', '.join((*_DTYPES, *_RECIPES))}, a "
+        "recipe, or a dict from labels to options of `mpx.autocast`; got "
+        f"{describe(one)}."
     )
 
 
@@ -138,16 +140,16 @@ class Step:
         """
         if not self.args:
             raise TypeError(
-                f"{_CALL} needs the arguments of the function: "
-                "`mpx.forecast(loss, optimizer)(model, *batch)`; shapes will do."
+                f"{_CALL} needs the arguments of the function: `mpx.forecast(loss, "
+                "optimizer)(model, *batch)`; shapes are enough."
             )
         if self.optimizer is None:
             return
         refuse_optimizer(self.optimizer, _CALL)
         if settings_of(self.func) is not None:
             raise ValueError(
-                f"{_CALL} computes the loss in each of `precisions`; got one that "
-                "`mpx.autocast` made. Pass the plain function."
+                f"{_CALL} computes the loss in each of `precisions`; got an autocast "
+                "function. Pass the plain function."
             )
 
     def named(self, precision: Precision) -> Precision:

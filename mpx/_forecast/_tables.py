@@ -52,9 +52,7 @@ def sentences(report: Content) -> list[str]:
             )
             few = _UNITS["FLOPs, 8 bits and fewer"]
             if one.quantizing and not any(map(one.flops.get, few)):
-                text += (
-                    " Nothing is multiplied in 8 bits: the device has no units for it."
-                )
+                text += " No matmul is in 8 bits: the device has no hardware for it."
             if middle >= 1:
                 text += " It does not pay."
             elif one.pays_from and one.pays_from > 1:
@@ -111,8 +109,8 @@ def tables(report: Content) -> Iterator[Table]:
     shares = {kind: _share(kind) for kind in kinds}
     yield _of_estimates("Counted", report, _COUNTED)
     yield _of_estimates("Modelled: time", report, modelled)
-    yield _of_estimates("Counted: memory at the worst moment", report, memory)
-    yield _of_estimates("Modelled: what takes the time", report, shares)
+    yield _of_estimates("Counted: peak memory", report, memory)
+    yield _of_estimates("Modelled: shares of the time", report, shares)
     heads = ("", "bytes", "FLOPs", "runs", "roofline", "line", "scope")
     for one in report.estimates:
         rows = [
@@ -125,7 +123,7 @@ def tables(report: Content) -> Iterator[Table]:
             for group in one.top
         ]
         if rows:
-            yield Table(f"What moves most: {_name(one)}", heads, rows, 2)
+            yield Table(f"Most memory traffic: {_name(one)}", heads, rows, 2)
     rows = [(f"{c.target}, {c.name}", c.value, c.source) for c in report.constants]
     yield Table("Constants of the model", ("", "value", "source"), rows, 2)
 

@@ -20,10 +20,10 @@ _FORMAT, _VERSION = "mpx forecast", 1
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Forecast(Content):
-    """What `mpx.forecast` returns: what a step needs on each target in each precision.
+    """The result of `mpx.forecast`: an estimate for each target and precision.
 
-    It prints as sentences and tables, and a notebook shows the page. Tables say which
-    numbers are counted and which are modelled, and so do the fields of `estimates`.
+    It prints as sentences and tables, and a notebook shows the page. Tables mark which
+    numbers are counted and which are modelled, as do the fields of `estimates`.
     """
 
     def __str__(self) -> str:
@@ -34,19 +34,19 @@ class Forecast(Content):
 
     @property
     def sentences(self) -> list[str]:
-        """One sentence for each precision but the baseline, on each target."""
+        """Returns one sentence per target and precision, except the baseline."""
         return sentences(self)
 
     def where_it_pays(self, precision: str, target: str = "") -> Rules:
-        """Rules that leave in half precision the matmuls that lose by quantizing.
+        """Returns rules that keep matmuls in half precision if quantizing is slower.
 
         A matmul stays in half precision if quantizing its operands takes longer than 8
-        bits gain in the three products of forward and backward pass. Quantizing is
-        taken to move as many bytes for each number as it does in this step.
+        bits save in the three matmuls of forward and backward pass. Quantizing is
+        assumed to move as many bytes per number as in this step.
 
         Args:
-            precision: Of the report, with a recipe.
-            target: Of the report; the first by default.
+            precision: A precision of the report, with a recipe.
+            target: A target of the report; the first by default.
 
         Returns:
             Rules for `rules=` of `mpx.autocast`.
@@ -57,7 +57,7 @@ class Forecast(Content):
         return where_it_pays(self, precision, target)
 
     def to_json(self) -> str:
-        """The report as JSON, which `from_json` reads."""
+        """Returns the report as JSON, which `from_json` reads."""
         data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
         for one in data["estimates"]:
             if one["memory"] is None:  # JSON has no infinity
@@ -66,10 +66,10 @@ class Forecast(Content):
 
     @classmethod
     def from_json(cls, text: str) -> "Forecast":
-        """Reads what `to_json` wrote.
+        """Returns the report from the JSON that `to_json` wrote.
 
         Raises:
-            ValueError: The text is no forecast, or one of another version of mpx.
+            ValueError: The text is not a forecast, or one of another version of mpx.
         """
         data: dict[str, Any] = json.loads(text)
         found = (data.pop("format", None), data.pop("version", None))
@@ -90,7 +90,7 @@ class Forecast(Content):
         return _made(cls, data)
 
     def to_html(self) -> str:
-        """The report as one page of HTML that needs no network."""
+        """Returns the report as one page of HTML that needs no network."""
         says = [*self.sentences, *self.notes, versions_text(self)]
         return document(
             "mpx._forecast",
@@ -101,7 +101,7 @@ class Forecast(Content):
         )
 
     def to_svg(self) -> str:
-        """The picture: memory by part, and the range of the time."""
+        """Returns the picture as SVG: memory by part, and the range of the time."""
         return picture(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -111,7 +111,7 @@ class Forecast(Content):
             path: Ends with `.html`, `.json`, `.txt` or `.svg`.
 
         Raises:
-            ValueError: It ends with something else.
+            ValueError: It has another ending.
         """
         writers = {".html": self.to_html, ".json": self.to_json, ".svg": self.to_svg}
         writers[".txt"] = self.__str__

@@ -18,6 +18,7 @@ what is refused), `_accumulate` (micro-batches), `_result` (what comes back).
 """
 
 from ._accumulate import Accumulation as Accumulation
+from ._attempt import tried_again as tried_again
 from ._inputs import is_frozen as is_frozen
 from ._options import (
     Options as Options,

@@ -31,13 +31,13 @@ _WHOLE, _BATCH, _KEY, _STATE = "whole", "batch", "key", "state"
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    r"""How a batch is cut into micro-batches, and how their results are joined.
+    r"""Settings for splitting a batch into micro-batches and averaging their results.
 
     $$\ell = \frac{\sum_i w_i \ell_i}{\sum_i w_i}, \qquad
       g = \frac{\sum_i w_i g_i}{\sum_i w_i}$$
 
-    in float32, with one loss scale for the whole window. One micro-batch that is not
-    finite makes the step a bad one. What happens to the arguments:
+    in float32, with one loss scale for all of them. One non-finite micro-batch makes
+    the step non-finite. The arguments are split so:
 
     | leaf | micro-batch $i$ of $n$ gets |
     |---|---|
@@ -47,41 +47,42 @@ class Accumulation:
     | Equinox `State`, the argument `state_argnum` | what the micro-batch before left |
     | a scalar, a leaf that is no array, `whole` | all of it |
 
-    Rows are taken in strides so that a batch that is sharded over devices stays where
-    it is. With `axes` they are not: micro-batch $i$ gets the rows from $iB/n$ on, each
-    device runs those that lie on it, and gradients are summed over devices once. Arrays
-    in aux come back stacked along a new first axis, except the model
-    state, which is the last one; leaves of aux that are no arrays come back once.
+    Rows are taken in strides, so a batch that is sharded over devices is not moved.
+    With `axes` they are not: micro-batch $i$ gets the rows from $iB/n$ on, each device
+    runs its own rows, and gradients are summed over devices once. Arrays in aux are
+    stacked along a new first axis, except the model state, of which the last one is
+    returned. Non-array leaves of aux are returned once.
 
     Args:
         steps: The number of micro-batches; must divide the batch.
         whole: `whole(path, leaf)` is True for arrays without a batch axis; paths are
             like `args[1]['mask']`.
-        weight: Called as the loss function is, returns the weight $w_i$ of a
-            micro-batch, such as its number of tokens; one by default.
+        weight: A function of the loss function's arguments that returns the weight
+            $w_i$ of a micro-batch, such as its number of tokens; one by default.
         state_argnum: The position of an argument that is model state. Equinox's `State`
-            is found without.
-        new_state: A function that takes the new state out of aux; needed where
-            `state_argnum` is given, and only there.
-        axes: Axes of the mesh, or one of them, whose devices share the micro-batches:
-            each runs `steps / devices` of them on its own, with whole weights and, of
-            recipes, with amaxes of its own rows, and the gradients are summed once, in
-            the policy's `reduce_dtype`. So `steps` counts those of all devices.
-        in_order: True sums in float32 and in one order, that of a binary tree over the
-            micro-batches: with the same `steps`, gradients are the same bit for bit on
-            any number of devices and processes. `steps` is a power of two. Needs
+            is found without it.
+        new_state: A function that extracts the new state from aux; required with
+            `state_argnum`, and only then.
+        axes: One or several axes of the mesh whose devices share the micro-batches.
+            Each device runs `steps / devices` of them, with replicated weights and,
+            under recipes, amaxes of its own rows. Gradients are summed once, in the
+            policy's `reduce_dtype`. `steps` counts the micro-batches of all devices.
+        in_order: True sums in float32 and in a fixed order, a binary tree over the
+            micro-batches: with the same `steps`, gradients are bit-identical on any
+            number of devices and processes. `steps` must be a power of two. Requires
             `axes`.
 
     Raises:
         TypeError: `steps` or `state_argnum` is not a whole number, or another field is
             not a function.
         ValueError: `steps` is below 1, `state_argnum` is negative, or only one of it
-            and `new_state` was given; `in_order` without `axes`, or for a number that
-            is no power of two. At the call: there is no such argument, or it is
-            differentiated; there is no mesh with these axes, its devices do not divide
-            the micro-batches, or there is model state, which devices cannot share.
+            and `new_state` is set; `in_order` without `axes`, or with `steps` that is
+            not a power of two. At the call: the argument `state_argnum` does not exist,
+            or is differentiated; there is no mesh with these axes, its devices do not
+            divide the micro-batches, or there is model state, which devices cannot
+            share.
 
-    Weights that sum to zero make the step a bad one.
+    Weights that sum to zero make the step non-finite.
     """
 
     steps: int
@@ -97,7 +98,7 @@ class Accumulation:
         is_int = isinstance(self.steps, int | np.integer)
         if not is_int or isinstance(self.steps, bool):
             raise TypeError(
-                "`accumulate` takes a whole number of micro-batches or "
+                "`accumulate` must be a whole number of micro-batches or "
                 f"`mpx.Accumulation(steps)`; got {describe(self.steps)}."
             )
         if self.steps < 1:
@@ -120,13 +121,13 @@ class Accumulation:
             )
         if position is not None and position < 0:
             raise ValueError(
-                "`state_argnum` of `mpx.Accumulation` is counted from 0, the first "
+                "`state_argnum` of `mpx.Accumulation` must be at least 0, the first "
                 f"argument; got {position}."
             )
         if (self.state_argnum is None) != (self.new_state is None):
             raise ValueError(
                 "`mpx.Accumulation` needs `state_argnum` and `new_state` together: "
-                "which argument is the state, and where in aux the new one is."
+                "the argument with the state, and the new state in aux."
             )
         self._check_order()
 
@@ -144,14 +145,14 @@ class Accumulation:
             return
         if not axes:
             raise ValueError(
-                "`in_order=True` of `mpx.Accumulation` is about the order of sums over "
-                "devices; name the axes of the mesh that share the micro-batches: "
-                '`axes="data"`.'
+                "`in_order=True` of `mpx.Accumulation` needs `axes`, for the order "
+                "of sums over devices. Pass the mesh axes that share the "
+                'micro-batches: `axes="data"`.'
             )
         if self.steps & (self.steps - 1):
             raise ValueError(
-                "`in_order=True` of `mpx.Accumulation` sums in a binary tree; `steps` "
-                f"must be a power of two, got {self.steps}."
+                "`in_order=True` of `mpx.Accumulation` sums in a binary tree; "
+                f"`steps` must be a power of two; got {self.steps}."
             )
 
 
@@ -333,9 +334,8 @@ def _micro_batches(
     size = leaf.shape[0]
     if size == 0 or size % steps:
         raise ValueError(
-            f"`accumulate={steps}` must divide the first axis of every array but "
-            f"those of the first argument; got {describe(leaf)} at "
-            f"`{input_path(path)}`. "
+            f"`accumulate={steps}` must divide the first axis of every array, except "
+            f"in the first argument; got {describe(leaf)} at `{input_path(path)}`. "
             "Change the batch size, or name arrays without a batch axis: "
             "`mpx.Accumulation(steps, whole=lambda path, leaf: ...)`."
         )
@@ -369,9 +369,9 @@ def _new_state(how: Accumulation, aux: PyTree, old: list[AnyArray]) -> list[AnyA
     before, after = ([describe(x) for x in leaves] for leaves in (old, new))
     if before != after:
         raise ValueError(
-            "With `accumulate` the model state must come back in aux, once and with "
-            f"the shapes and dtypes it went in with; went in: {before}; came back: "
-            f"{after}. State that is no Equinox `State` is cast like other inputs: "
-            "name its leaves in `keep=`."
+            "With `accumulate` the model state must be returned in aux, once and "
+            f"with its shapes and dtypes; got in: {before}; out: {after}. Only "
+            "Equinox's `State` is never cast: name the leaves of other state in "
+            "`keep=`."
         )
     return new

@@ -10,7 +10,7 @@ gradient is read for the check, before the optimizer reads it again.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -108,22 +108,48 @@ def retried(
     Returns:
         The scaling of the last try, and its outcome.
     """
-    # A loop carries arrays only; the rest of aux is the same at every scale.
-    arrays, static = eqx.partition(outcome, eqx.is_array)
 
-    def is_bad(state: PyTree) -> Array:
-        _, arrays, tries = state
+    def is_bad(outcome: Any) -> Array:
         # The first flag is that of the loss.
-        return ~jnp.all(arrays.flags) & arrays.flags[0] & (tries < retries)
+        return ~jnp.all(outcome.flags) & outcome.flags[0]
 
-    def again(state: PyTree) -> PyTree:
-        scaling, _, tries = state
+    def again(scaling: AbstractLossScaling) -> PyTree:
         lower = scaling._backed_off()
-        return lower, eqx.filter(attempt(lower), eqx.is_array), tries + 1
+        return lower, attempt(lower)
 
-    start = (scaling, arrays, jnp.zeros((), jnp.int32))
-    scaling, arrays, _ = jax.lax.while_loop(is_bad, again, start)
-    return scaling, eqx.combine(arrays, static)
+    return tried_again(again, is_bad, scaling, outcome, retries)
+
+
+def tried_again(
+    again: Callable[[Any], PyTree],
+    is_bad: Callable[[Any], Array],
+    state: PyTree,
+    result: PyTree,
+    times: int,
+) -> PyTree:
+    """A state and a result, tried again while the result is bad.
+
+    Args:
+        again: `again(state)` gives the next of both.
+        is_bad: Whether a result is.
+        state: That of the first try.
+        result: That of the first try.
+        times: How many more there may be.
+    """
+    # A loop carries arrays only; the rest of aux is the same at every scale.
+    arrays, static = eqx.partition(result, eqx.is_array)
+
+    def goes_on(carry: PyTree) -> Array:
+        _, arrays, tries = carry
+        return is_bad(arrays) & (tries < times)
+
+    def body(carry: PyTree) -> PyTree:
+        state, result = again(carry[0])
+        return state, eqx.filter(result, eqx.is_array), carry[2] + 1
+
+    start = (state, arrays, jnp.zeros((), jnp.int32))
+    state, arrays, _ = jax.lax.while_loop(goes_on, body, start)
+    return state, eqx.combine(arrays, static)
 
 
 def _known_after(

@@ -23,6 +23,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
@@ -169,30 +170,30 @@ def _checked_devices(
     if mesh is None or missing:
         there = f"the mesh has {listing(names)}" if names else "there is no mesh"
         raise ValueError(
-            f"{call} names {listing(missing)}, and {there}. Lay the arrays out on a "
+            f"{call} names {listing(missing)}, and {there}. Shard the arrays over a "
             "mesh with these axes, or set one: `with jax.set_mesh(mesh): ...`."
         )
     devices = math.prod(mesh.shape[axis] for axis in how.axes)
     if how.steps % devices:
         raise ValueError(
-            f"{call}: {devices} devices share {how.steps} micro-batches; their number "
-            f"must divide it. Say a multiple of {devices} as `steps`."
+            f"`steps` of {call} must be divisible by the {devices} devices; got "
+            f"{how.steps}. Use a multiple of {devices}."
         )
     if how.in_order and devices & (devices - 1):
         raise ValueError(
-            "`in_order=True` of `mpx.Accumulation` sums in a binary tree; the devices "
-            f"must be a power of two, got {devices}."
+            "`in_order=True` of `mpx.Accumulation` sums in a binary tree; the "
+            f"number of devices must be a power of two; got {devices}."
         )
     if batch.state:
         raise ValueError(
-            f"{call}: the function has model state, which the devices would each "
-            "change on their own. Leave `axes` out, or the state."
+            f"{call}: the function must have no model state, which each device would "
+            "change separately. Omit `axes` or the state."
         )
     wire = problem.wire
     if how.in_order and wire is not None and is_half(wire.reduce_dtype):
         raise ValueError(
-            "`in_order=True` of `mpx.Accumulation` sums in float32; got a policy with "
-            f"`reduce_dtype={wire.reduce_dtype.name}`. Leave one of them out."
+            "`in_order=True` of `mpx.Accumulation` sums in float32; got a policy "
+            f"with `reduce_dtype={wire.reduce_dtype.name}`. Omit one of them."
         )
     return devices
 
@@ -315,14 +316,9 @@ def _summed_in_order(axes: tuple[str, ...], x: Array) -> Array:
 
 def _largest_of_all(axes: tuple[str, ...], amaxes: PyTree) -> PyTree:
     """The amaxes of all devices, by one collective."""
-    leaves, tree = jax.tree.flatten(amaxes)
-    if not leaves:
+    if not jax.tree.leaves(amaxes):
         return amaxes
+    flat, restored = ravel_pytree(amaxes)
     # Of the bits, as in `largest_magnitude`: a maximum of floats may lose a NaN.
-    flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
     bits = jax.lax.pmax(jax.lax.bitcast_convert_type(flat, jnp.int32), axes)
-    found = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    sizes = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = jnp.split(found, sizes)
-    new = [x.reshape(leaf.shape) for x, leaf in zip(parts, leaves, strict=True)]
-    return jax.tree.unflatten(tree, new)
+    return restored(jax.lax.bitcast_convert_type(bits, jnp.float32))

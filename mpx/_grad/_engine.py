@@ -157,10 +157,10 @@ def _warn_of_float16(call: str) -> None:
     """Warns of float16 without loss scaling."""
     warn_user(
         f"{call} computes in float16 with `mpx.NoLossScaling`: gradients below 6e-8 "
-        "become zero without a word. Use `mpx.DynamicLossScaling()`; "
-        "`mpx.init_scaling(func, *args)` gives what a function needs. Or compute in "
-        'bfloat16: `mpx.autocast(func)`, or `policy="bfloat16"` in the explicit style. '
-        "If a scale of 1 is what you want, say `mpx.StaticLossScaling(1.0)`."
+        "silently become zero. Use `mpx.DynamicLossScaling()`; "
+        "`mpx.init_scaling(func, *args)` returns what a function needs. Or compute "
+        'in bfloat16: `mpx.autocast(func)`, or `policy="bfloat16"` in the explicit '
+        "style. For a scale of 1 pass `mpx.StaticLossScaling(1.0)`."
     )
 
 
@@ -343,9 +343,9 @@ def _loss_and_aux(problem: Problem, result: PyTree) -> tuple[Array, PyTree]:
         return _loss(problem, result), None
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
-            f"With `has_aux=True` the function given to {problem.call} must return "
-            f"`(loss, aux)`; got {_describe_result(result)}. Return both, or leave "
-            "`has_aux` out."
+            f"With `has_aux=True` the function passed to {problem.call} must return "
+            f"`(loss, aux)`; got {_describe_result(result)}. Return both, or omit "
+            "`has_aux`."
         )
     return _loss(problem, result[0]), result[1]
 
@@ -364,7 +364,7 @@ def _loss(problem: Problem, value: object) -> Array:
 
 def _no_loss(problem: Problem, value: Any, is_array: bool) -> Exception:
     """The error of a function that returns something else than a loss."""
-    call = f"The function given to {problem.call}"
+    call = f"The function passed to {problem.call}"
     if is_array and jnp.issubdtype(value.dtype, jnp.floating):
         return ValueError(
             f"{call} must return a scalar loss; got {describe(value)}. Reduce it, in "
@@ -372,11 +372,11 @@ def _no_loss(problem: Problem, value: Any, is_array: bool) -> Exception:
         )
     remedy = "Return a real number"
     if isinstance(value, tuple):
-        remedy = "For `(loss, aux)` say `has_aux=True`"
+        remedy = "For `(loss, aux)` set `has_aux=True`"
     elif value is None:
         remedy = "Is a `return` missing?"
     elif is_array and jnp.issubdtype(value.dtype, jnp.complexfloating):
-        remedy = "Take its real part or its absolute value"
+        remedy = "Return its real part or its absolute value"
     return TypeError(
         f"{call} must return a floating scalar; got {_describe_result(value)}. "
         f"{remedy.removesuffix('.')}{'' if remedy.endswith('?') else '.'}"

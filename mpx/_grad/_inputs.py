@@ -90,9 +90,9 @@ def _refuse_other_form(scaling: AbstractLossScaling, call: str) -> None:
     """Raises for several states at once, and for a scale in another dtype."""
     if jnp.ndim(scaling.record.steps):
         raise ValueError(
-            f"`scaling` of {call} is one state; got several, stacked as "
-            f"{describe(scaling.record.steps)}. Map over them: `jax.vmap(step)(models, "
-            "opt_states, scalings, batches)`."
+            f"`scaling` of {call} must be one state; got several, stacked as "
+            f"{describe(scaling.record.steps)}. Map over them: "
+            "`jax.vmap(step)(models, opt_states, scalings, batches)`."
         )
     odd = scaling._odd_scale()
     if odd is not None:
@@ -113,10 +113,10 @@ def refuse_frozen_scaling(scaling: AbstractLossScaling | None, call: str) -> Non
     refuse_arithmetic(scaling.record, f"`scaling` of {call}")
     if is_frozen(scaling.record.steps):
         raise ValueError(
-            f"{call} was given a `scaling` from outside of the function that JAX is "
-            "tracing (jit, scan, ...); it would be frozen at its present value for "
-            "ever. Pass `scaling` to that function as an argument and return the new "
-            "one: `def step(model, opt_state, scaling, batch): ...`."
+            f"{call} got a `scaling` from outside the function that JAX is tracing "
+            "(jit, scan, ...); it would be a constant. Pass `scaling` to that "
+            "function as an argument and return the new one: `def step(model, "
+            "opt_state, scaling, batch): ...`."
         )
 
 
@@ -135,11 +135,11 @@ def refuse_nnx(trees: PyTree, call: str) -> None:
     for leaf in jax.tree.leaves(trees, is_leaf=is_nnx_module):
         if is_nnx_module(leaf):
             raise TypeError(
-                f"{call} was given {describe(leaf)}, a Flax NNX object. NNX changes "
-                "its objects in place (batch statistics, random streams), which every "
-                "plain JAX transform drops in silence. Use `mpx.nnx.value_and_grad` "
-                "and `mpx.nnx.update`, or split the object: `graphdef, params, rest = "
-                "nnx.split(model, nnx.Param, ...)`, differentiate with respect to "
+                f"{call} got {describe(leaf)}, a Flax NNX object. NNX changes its "
+                "objects in place (batch statistics, random streams), which every "
+                "plain JAX transform silently drops. Use `mpx.nnx.value_and_grad` "
+                "and `mpx.nnx.update`, or split the object: `graphdef, params, rest "
+                "= nnx.split(model, nnx.Param, ...)`, differentiate with respect to "
                 "`params`, and return `rest` as aux."
             )
 
@@ -153,10 +153,10 @@ def refuse_half_masters(args: PyTree, argnums: tuple[int, ...], call: str) -> No
             raise ValueError(
                 f"{call} needs weights in full precision; got {describe(leaf)} at "
                 f"`args[{i}]{jax.tree_util.keystr(path)}`. Keep float32 weights (mpx "
-                "casts them for the computation), with `mpx.cast_to_float32(model)`. "
-                "If float16 weights are what you want, say so with "
-                "`policy=mpx.get_policy('float16')`, and let the optimizer keep the "
-                "float32 copies: `mpx.master_weights(optimizer)`."
+                "casts them for the computation), with "
+                "`mpx.cast_to_float32(model)`. For float16 weights pass "
+                "`policy=mpx.get_policy('float16')`, and let the optimizer keep "
+                "float32 masters: `mpx.master_weights(optimizer)`."
             )
 
 
@@ -180,11 +180,10 @@ def as_floating(
         array = jnp.asarray(leaf) if isinstance(leaf, kinds) else None
         if array is None or not is_inexact_leaf(array):
             raise TypeError(
-                f"{call} differentiates floating numbers; got {describe(leaf)} "
-                "in a "
-                f"differentiated argument{at_path(jax.tree_util.keystr(path))}. "
-                "Leave it "
-                "out of `argnums`, or use `mpx.filter_grad`, which filters such leaves."
+                f"{call} differentiates floating numbers; got {describe(leaf)} in a "
+                f"differentiated argument{at_path(jax.tree_util.keystr(path))}. Omit "
+                "it from `argnums`, or use `mpx.filter_grad`, which filters such "
+                "leaves."
             )
         return array
 

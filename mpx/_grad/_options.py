@@ -129,10 +129,10 @@ def _refuse_other_weights(
     if mark.weights and not set(mark.weights) & set(argnums):
         one = argnums[0] if len(argnums) == 1 else argnums
         raise ValueError(
-            f"{call} differentiates argument {one}, and the recipe of the function "
-            "takes argument 0 for its weights, as nobody said which they are. Say it: "
-            f"`mpx.autocast(func, recipe=..., weights={one})`; or `weights=0`, if the "
-            "gradient by data is wanted."
+            f"{call} differentiates argument {one}, but the weights of the "
+            "function's recipe are argument 0 by default. Set them: "
+            f"`mpx.autocast(func, recipe=..., weights={one})`; or `weights=0` for a "
+            "gradient with respect to data."
         )
 
 
@@ -147,18 +147,18 @@ def _refuse_casts(
     if policy is not None and (policy._wire or policy._grad_dtype is not None):
         if settings.is_enabled and policy.compute_dtype != settings.dtype:
             raise ValueError(
-                f"`policy` of {call} computes in {np.dtype(policy.compute_dtype).name},"
-                f" and the function, which `mpx.autocast` made, in "
-                f"{settings.dtype.name}. Say the same dtype in both."
+                f"`policy` of {call} computes in "
+                f"{np.dtype(policy.compute_dtype).name}, but the autocast function "
+                f"in {settings.dtype.name}. Use the same dtype in both."
             )
         policy = None
     for name, value in (("policy", policy), ("keep", options.keep)):
         if value is not None:
             raise ValueError(
-                f"`{name}` of {call} says how inputs are cast, but the function was "
-                "made by `mpx.autocast`, which casts inside of the function. Leave "
-                f"`{name}` out; what runs where is said to `mpx.autocast`. (A policy "
-                "with `grad_dtype`, `reduce_dtype` or `gather_dtype` is taken.)"
+                f"`{name}` of {call} sets how inputs are cast, but this is an "
+                f"autocast function, which casts inside. Omit `{name}`, and pass "
+                "options to `mpx.autocast`. (A policy with `grad_dtype`, "
+                "`reduce_dtype` or `gather_dtype` is allowed.)"
             )
 
 

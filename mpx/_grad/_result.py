@@ -11,7 +11,7 @@ from .._typing import BoolLike
 
 
 class GradientResult(tuple):
-    """The result of a gradient function; unpacks like the tuple the paper prints.
+    """The result of a gradient function; unpacks like the tuple of the paper.
 
     | function | unpacks to |
     |---|---|
@@ -20,14 +20,14 @@ class GradientResult(tuple):
     | `filter_value_and_grad`, `value_and_grad` | `value, scaling, finite, grads` |
     | the same with `has_aux=True` | `(value, aux), scaling, finite, grads` |
 
-    It also carries what `mpx.optimizer_step` needs to judge the step once more: the
-    state from before, and which leaves were finite. It is a PyTree.
+    It also contains what `mpx.optimizer_step` needs to check the step again: the
+    previous state, and which leaves were finite. It is a PyTree.
 
     Attributes:
-        value: The unscaled loss, float32 at least; only where it was asked for.
-        aux: What the function returned beside the loss; only where it was asked for.
+        value: The unscaled loss, float32 at least; only from functions that return it.
+        aux: The second result of the loss function; only with `has_aux=True`.
         scaling: The loss scaling for the next step.
-        finite: Whether this step is good, a boolean scalar array.
+        finite: Whether loss and gradients are finite, a boolean scalar array.
         grads: The unscaled gradients, float32 at least; meaningless where `finite` is
             False.
     """
@@ -78,7 +78,8 @@ class GradientResult(tuple):
         unknown = changes.keys() - self._parts.keys()
         if unknown:
             raise ValueError(
-                f"`_replace` knows {', '.join(self._fields)}; got {sorted(unknown)}."
+                f"`_replace` needs fields of {', '.join(self._fields)}; got "
+                f"{sorted(unknown)}."
             )
         parts = {**self._parts, **changes}
         if "finite" in changes:

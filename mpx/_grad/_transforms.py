@@ -42,31 +42,34 @@ def filter_grad(
     accumulate_dtype: DTypeLike | None = None,
     retries: int = 0,
 ) -> Callable[..., GradientResult]:
-    r"""The gradient of a loss in mixed precision, in the place of `eqx.filter_grad`.
+    r"""Differentiates a loss in mixed precision; replaces `eqx.filter_grad`.
 
     $$g = \frac{1}{s} \nabla_w \left[ s \cdot \operatorname{f32}\big(
         f(\operatorname{half}(w), \operatorname{half}(x)) \big) \right]$$
 
-    with respect to the floating arrays in the first argument but those of 8 bits and
-    fewer. Float leaves of all arguments are cast to half precision inside of the
-    differentiated function. Not so for a function that `mpx.autocast` made, which casts
-    on its own: there $\operatorname{half}$ is the identity.
+    with respect to the floating arrays in the first argument, except those of 8 bits
+    and fewer. Float leaves of all arguments are cast to half precision inside the
+    differentiated function. For an autocast function, which casts on its own,
+    $\operatorname{half}$ is the identity.
 
     Args:
         func: `func(model, *args, **kwargs)` returns a scalar loss, or `(loss, aux)`.
-        scaling: The loss scaling; inside of a jitted function, an argument of it.
-        has_aux: `func` returns `(loss, aux)`; aux comes back as it was returned.
-        use_mixed_precision: False casts and scales nothing: the full precision control
-            with the same control flow. `scaling` (or None) keeps its scale and counts.
-        policy: A policy or its text; its compute dtype takes the place of
+        scaling: The loss scaling. In a jitted function it must be one of its arguments.
+        has_aux: `func` returns `(loss, aux)`; aux is returned unchanged. False by
+            default.
+        use_mixed_precision: False casts and scales nothing: a full-precision control
+            run with the same control flow. `scaling` (or None) keeps its scale and
+            counts.
+        policy: A policy or its text; its compute dtype replaces
             `half_precision_datatype()`.
-        keep: `keep(path, leaf)` is True for leaves that are not cast (masks, time
+        keep: Leaves for which `keep(path, leaf)` is True are not cast (masks, time
             stamps); paths are like `args[1]['mask']`. Model state is never cast:
             Equinox `State`, Flax's `batch_stats`, Haiku's moving averages.
         accumulate: A number of micro-batches, or `mpx.Accumulation`.
-        accumulate_dtype: float32 sums the gradients of a weight that is used many times
-            in float32 instead of half precision; costs some tracing time.
-        retries: How often a bad step is tried again, each time at a smaller scale.
+        accumulate_dtype: float32 sums the gradients of a weight that is used several
+            times in float32 instead of half precision, at some tracing time.
+        retries: Repeats a non-finite step up to this number of times, each time at a
+            smaller scale.
 
     Returns:
         A function of the same arguments that returns `(scaling, finite, grads)` or
@@ -76,10 +79,10 @@ def filter_grad(
         float32 (float64 for float64 weights), None for what is not differentiated.
 
     Raises:
-        TypeError: `scaling` is no loss scaling, the loss is not a floating number, or
+        TypeError: `scaling` is not a loss scaling, the loss is not floating-point, or
             an input is a Flax NNX object.
-        ValueError: The loss is no scalar, the scaling is frozen into a compiled
-            function, weights are float16 without a policy that says so, or missing.
+        ValueError: The loss is not a scalar, the scaling is a constant of a compiled
+            function, or weights are missing, or float16 without a policy that sets it.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -107,7 +110,9 @@ def filter_value_and_grad(
     accumulate_dtype: DTypeLike | None = None,
     retries: int = 0,
 ) -> Callable[..., GradientResult]:
-    """The loss and its gradient, in the place of `eqx.filter_value_and_grad`.
+    """Returns loss and gradient of a loss function in mixed precision.
+
+    Replaces `eqx.filter_value_and_grad`.
 
     Arguments, equation and errors are those of `filter_grad`.
 
@@ -140,11 +145,11 @@ def grad(
     accumulate_dtype: DTypeLike | None = None,
     retries: int = 0,
 ) -> Callable[..., GradientResult]:
-    """The gradient of a plain function in mixed precision, in the place of `jax.grad`.
+    """Differentiates a plain function in mixed precision; replaces `jax.grad`.
 
-    As `filter_grad`, but differentiates what `argnums` says, an int or a tuple of them,
-    all of whose leaves must be real or complex floating numbers, or it raises
-    `TypeError`, as JAX does.
+    As `filter_grad`, except that it differentiates the arguments `argnums`, an int or a
+    tuple of them. All their leaves must be real or complex floating numbers; otherwise
+    it raises `TypeError`, as JAX does.
 
     Returns:
         A function that returns `(scaling, finite, grads[, aux])`; for a tuple of
@@ -175,10 +180,10 @@ def value_and_grad(
     accumulate_dtype: DTypeLike | None = None,
     retries: int = 0,
 ) -> Callable[..., GradientResult]:
-    """The value and the gradient of a plain function; see `grad`.
+    """Returns value and gradient of a plain function in mixed precision; see `grad`.
 
     Returns:
-        A function that returns what that of `filter_value_and_grad` returns.
+        A function with the results of `filter_value_and_grad`.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -199,7 +204,7 @@ def calculate_scaled_grad(
     has_aux: bool = False,
     use_mixed_precision: bool = True,
 ) -> Callable[..., PyTree]:
-    """The scaled loss and its scaled gradient, for training loops of one's own.
+    """Returns the scaled loss and its scaled gradient, for custom training loops.
 
     Nothing is unscaled, checked or adjusted: sum such gradients over micro-batches,
     then `scaling.unscale`, `mpx.all_finite` and `scaling.adjust`, each once. Arguments
@@ -223,16 +228,13 @@ def calculate_scaled_grad(
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        payloads: Payloads = {}  # of stored weights among the arguments
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
-        if any(map(_is_stored, leaves)):
-            (args, kwargs), payloads = dequantized((args, kwargs))
+        (args, kwargs), payloads = _without_stored((args, kwargs))
         problem = build(len(args))
         check_call(problem, scaling, args, kwargs, options)
         used = used_scaling(scaling, use_mixed_precision)
         if used._tokens():
             raise TypeError(
-                f"{call} returns no scaling, and the amaxes of the recipe would be "
+                f"{call} does not return a scaling, so the recipe's amaxes would be "
                 "lost. Use `mpx.filter_value_and_grad(func, scaling)`."
             )
         with reading(payloads):
@@ -248,6 +250,12 @@ def calculate_scaled_grad(
 
 # As nearly every step has it: read once.
 _ONE_BATCH = Accumulation(1)
+
+
+def _without_stored(given: PyTree) -> tuple[PyTree, Payloads]:
+    """Arguments with arrays for weights in 8 bits, and what those arrays stand for."""
+    leaves = jax.tree.leaves(given, is_leaf=_is_stored)
+    return dequantized(given) if any(map(_is_stored, leaves)) else (given, {})
 
 
 def _is_stored(node: object) -> bool:
@@ -275,10 +283,7 @@ def gradient_function(
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> GradientResult:
-        payloads: Payloads = {}  # of stored weights among the arguments
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_stored)
-        if any(map(_is_stored, leaves)):
-            (args, kwargs), payloads = dequantized((args, kwargs))
+        (args, kwargs), payloads = _without_stored((args, kwargs))
         problem = build(len(args))
         if argnums is not None:
             args = _inputs.as_floating(args, problem.argnums, call)

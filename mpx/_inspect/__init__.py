@@ -14,7 +14,11 @@ from ._source_text import (
     scope_path as scope_path,
     user_frame as user_frame,
 )
-from ._trace import Traced as Traced, trace as trace
+from ._trace import (
+    Traced as Traced,
+    input_name as input_name,
+    trace as trace,
+)
 from ._units import (
     bytes_text as bytes_text,
     flops_text as flops_text,

@@ -72,27 +72,27 @@ def explain(
     weights: int | str | tuple[int | str, ...] | None = None,
     **options: Any,
 ) -> Callable[..., Report]:
-    """Makes a function that reports every operation of `func` instead of running it.
+    """Wraps a function to report every operation with its precision instead of running.
 
-    Any JAX function will do: with jit, scans, gradients, a whole training step. It is
-    traced with the arguments that you give, arrays or `jax.ShapeDtypeStruct`s, and
+    Any JAX function works: with jit, scans, gradients, a whole training step. It is
+    traced with the arguments that you pass, arrays or `jax.ShapeDtypeStruct`s, and
     never runs.
 
-    Weights are the arrays of `func` where it is a callable PyTree such as an Equinox
-    module, and else of the first argument, or of the one that `weights` says;
-    operations that use one name its path.
+    Weights are the arrays of `func` if it is a callable PyTree such as an Equinox
+    module, otherwise those of the first argument, or of the arguments in `weights`.
+    Operations that use a weight name its path.
 
-    Of functions that `mpx.autocast` made, wherever they are called inside of `func`,
-    the report says what autocast decided and why. Of everything else it says where the
-    dtypes come from. Recipes with a state, `mpx.DelayedScaling`, need none here: they
-    are shown with the scales of a first step, which are 1.
+    For autocast functions, wherever they are called inside `func`, the report lists
+    what autocast decided and why. For everything else it lists where the dtypes come
+    from. Recipes with a state, `mpx.DelayedScaling`, need none here: they are shown
+    with the scales of a first step, which are 1.
 
     Args:
         func: The function.
-        dtype: With a dtype, or options, `mpx.autocast(func, dtype, **options)` is
-            explained; without, `func` as it is.
-        *args: None. Arguments of `func` are given to what comes back.
-        weights: The position of the argument that holds the weights, or its name, or
+        dtype: With a dtype, or options, explains `mpx.autocast(func, dtype,
+            **options)`; by default, `func` unchanged.
+        *args: Not used; pass the arguments of `func` to the returned function.
+        weights: The position or name of the argument that contains the weights, or
             several of them.
         **options: As in `mpx.autocast`.
 
@@ -100,8 +100,8 @@ def explain(
         A function of the same arguments that returns a `mpx.reports.Report`.
 
     Raises:
-        TypeError: `func` cannot be called, arguments of it were given, or the report
-            was asked for inside of a function that JAX is tracing.
+        TypeError: `func` is not callable, arguments of it were passed here, or the
+            report is requested inside a function that JAX is tracing.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -117,14 +117,14 @@ def explain(
     """
     if not callable(func):
         raise TypeError(
-            "`mpx.explain(func)` needs a function or a callable PyTree as `func`; got "
-            f"{describe(func)}. Give the arguments to what it returns: "
+            "`mpx.explain(func)` needs a function or a callable PyTree as `func`; "
+            f"got {describe(func)}. Pass the arguments to the returned function: "
             "`mpx.explain(func)(*args)`."
         )
     if args or (dtype is not None and not isinstance(dtype, str | np.dtype | type)):
         raise TypeError(
-            f"{_CALL} was given {describe(args[0] if args else dtype)} beside the "
-            "function. Give the arguments to what it returns: "
+            f"{_CALL} got {describe(args[0] if args else dtype)} besides the "
+            "function. Pass the arguments to the returned function: "
             "`mpx.explain(func)(*args)`."
         )
     said = read_weights(weights, _CALL)
@@ -167,7 +167,7 @@ def _residuals(traced: Traced) -> tuple[int | None, str]:
     what = "the weights" if any(traced.is_weight) else "the arguments"
     return (
         residual_bytes(gradient) or 0,
-        f"what a gradient of {what} would keep for its backward pass",
+        f"saved by a gradient of {what} for its backward pass",
     )
 
 
@@ -273,14 +273,14 @@ def _operation(
     if note is not None and not note.is_switched_off and is_product(equation):
         finding = _wide_product(equation)
     if ends_loop:
-        finding = "decides by half precision products when a loop ends"
+        finding = "ends a loop by half-precision matmuls"
     if (is_mixed or note is not None) and hides_a_program(equation):
-        finding = "holds a program that cannot be looked into"
+        finding = "contains a program that cannot be inspected"
     is_forward = phase(entries) == "forward"
     if is_forward and (short := rounding.get(id(equation))):
         finding = f"may round integers: {short} holds those up to {LARGEST[short]}"
     if note is not None and note.without_units and is_forward and is_product(equation):
-        finding = "quantized, and computed without units for it"
+        finding = "quantized, but computed without hardware for it"
     count = flops(equation)
     paths = [p for fact in visit.operands for p in fact.parameters or ()]
     if note is not None and note.weight:
@@ -358,8 +358,8 @@ def _reason(visit: Visit[Fact], flow: Facts) -> str:
     equation, facts = visit.equation, visit.operands
     if is_float_cast(equation):
         if id(equation) in flow.promotions:
-            return "nobody wrote this cast: the other operand is wider"
-        return "the program asks for it"
+            return "an implicit cast: the other operand is wider"
+        return "set by the program"
     promoted = promotion(equation, facts)
     if promoted is not None:
         cause = promoted.cause
@@ -386,7 +386,7 @@ def _origins(equation: JaxprEqn, facts: Sequence[Fact]) -> list[Origin]:
 
 def _product_in(equation: JaxprEqn) -> str:
     dtypes = dict.fromkeys(str(a.dtype) for a in avals(equation.invars[:2]))
-    return f"matrix product in {' by '.join(dtypes)}"
+    return f"matmul in {' by '.join(dtypes)}"
 
 
 def _wide_product(equation: JaxprEqn) -> str:

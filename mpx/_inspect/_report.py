@@ -16,13 +16,13 @@ PART = "part"
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a program, as `mpx.explain` found it.
+    """One operation of a program, as `mpx.explain` reports it.
 
     FLOPs and bytes are those of all its executions together.
     """
 
     number: int
-    """Its place in the program, from 0."""
+    """Its position in the program, from 0."""
     primitive: str
     """The name of the JAX primitive, such as `dot_general`."""
     scope: str
@@ -30,43 +30,42 @@ class Operation:
     function: str
     """The functions of the user's code around it, as a path: `loss/Block/Attention`."""
     phase: str
-    """`forward`, `backward`, or `recompute` for what a checkpoint computes again."""
+    """`forward`, `backward`, or `recompute` if a checkpoint recomputes it."""
     inside: tuple[str, ...]
-    """The equations that hold it: `jit step`, `scan body`, `cond branch 1 of 2`."""
+    """The equations around it: `jit step`, `scan body`, `cond branch 1 of 2`."""
     inputs: tuple[str, ...]
     """Type of each operand: `bfloat16[8,16]`."""
     outputs: tuple[str, ...]
     """Type of each result."""
     precision: str
-    """The dtype it is computed in; `mixed` for a product of two dtypes."""
+    """The dtype it is computed in; `mixed` for a matmul of two dtypes."""
     format: str
-    """`FP8`, `MXFP8` or `NVFP4` of a product that a recipe quantizes, whatever it is
-    computed in here; of all else its precision."""
+    """`FP8`, `MXFP8` or `NVFP4` for a matmul that a recipe quantizes, whatever it is
+    computed in here; otherwise its precision."""
     rule: str
-    """What decided its precision: `as written`, or the rule of autocast."""
+    """The rule that decided its precision: `as written`, or one of autocast."""
     reason: str
-    """Why the precision is what it is."""
+    """The reason for its precision."""
     finding: str
-    """What looks like an accident in a program of mixed precision; mostly empty:
-    a promotion that nobody wrote, a matrix product in full precision, a critical
-    operation in half precision."""
+    """A probable mistake in a mixed-precision program; mostly empty: an implicit
+    promotion, a matmul in full precision, a critical operation in half precision."""
     executions: int
-    """How often it runs: lengths of scans and numbers of devices multiplied."""
+    """The number of its runs: lengths of scans times numbers of devices."""
     unknown_loops: int
-    """How many `while` loops around it have a count that only a run can tell; each is
-    counted as one iteration."""
+    """The number of `while` loops around it with a count that is unknown before a run;
+    each is counted as one iteration."""
     flops: int | None
     """FLOPs of all executions; None where mpx cannot count them."""
     bytes: int
     """Bytes read and written in all executions if nothing were fused."""
     is_cast: bool
-    """Whether it does nothing but change a floating dtype."""
+    """Whether it only changes a floating dtype."""
     parameters: tuple[str, ...]
     """The paths of the weights among its operands: `blocks[3].fc1.weight`."""
     source: str
     """The line of the user's code: `model.py:41`."""
     stack: tuple[str, ...]
-    """The calls that led to it, the outermost first: `model.py:41 Block.__call__`."""
+    """The calls around it, outermost first: `model.py:41 Block.__call__`."""
 
     @property
     def where(self) -> str:
@@ -75,26 +74,26 @@ class Operation:
 
     @property
     def is_low(self) -> bool:
-        """Whether it is a product that a recipe quantizes."""
+        """Whether it is a matmul that a recipe quantizes."""
         return self.rule.split(" ")[0] == LOW
 
     @property
     def is_emulated(self) -> bool:
-        """Whether it is a quantized product that a wider dtype computes."""
+        """Whether it is a quantized matmul that is computed in a wider dtype."""
         return self.format != self.precision and not is_low(self.precision)
 
     @property
     def times(self) -> str:
-        """How often it runs, in words: `7`, or `7 x ?` inside of a `while` loop."""
+        """The number of its executions: `7`, or `7 x ?` inside a `while` loop."""
         return str(self.executions) + " x ?" * self.unknown_loops
 
 
 @dataclasses.dataclass(frozen=True)
 class Island:
-    """A part of a program that the backward pass computes again: softmax, a norm, ...
+    """A region that the backward pass recomputes: softmax, a norm, ...
 
-    Its bytes are those of all its executions together, without what is kept anyway:
-    weights, and what goes in half precision into a matrix product.
+    Its bytes are those of all its executions together, without what is saved anyway:
+    weights, and half-precision operands of matmuls.
     """
 
     where: str
@@ -102,9 +101,9 @@ class Island:
     primitives: tuple[str, ...]
     """The operations of its forward pass, each once."""
     bytes_before: int
-    """What autodiff would keep of it for the backward pass."""
+    """The bytes that autodiff would save of it for backward."""
     bytes_after: int
-    """What is kept of it."""
+    """The bytes that are saved of it."""
     source: str
     """The line of the user's code that its first operation comes from."""
 
@@ -118,15 +117,15 @@ class Totals:
     """
 
     operations: int
-    """How many operations the program has."""
+    """The number of operations of the program."""
     executed: int
-    """How many run, scans multiplied."""
+    """The number of operations that run, times lengths of scans."""
     flops: int
     """FLOPs of the whole program."""
     flops_by_precision: dict[str, int]
     """FLOPs by the dtype that is computed in, the largest first."""
     flops_by_format: dict[str, int]
-    """The same by format: quantized products count under theirs, emulated ones too."""
+    """The same by format: quantized matmuls count under theirs, emulated ones too."""
     half_flops_share: float
     """The share of FLOPs in float16 and bfloat16, 0 to 1."""
     low_flops_share: float
@@ -134,19 +133,19 @@ class Totals:
     bytes: int
     """Bytes read and written if nothing were fused."""
     casts: int
-    """How many times an array is cast from one floating dtype to another."""
+    """The number of casts from one floating dtype to another."""
     cast_bytes: int
     """Bytes that casts read and write if nothing were fused."""
     findings: int
-    """How many operations are worth a look: `Operation.finding` says why."""
+    """The number of operations with a finding: `Operation.finding` has it."""
     residual_bytes: int | None
-    """Bytes computed in the forward pass and kept for the backward pass."""
+    """Bytes computed in the forward pass and saved for backward."""
     residuals: str
     """How the residual bytes were counted, or why they could not be."""
     in_branches: int
-    """How many operations are in a branch that may not be taken."""
+    """The number of operations in a branch that may not be taken."""
     in_unknown_loops: int
-    """How many operations are in loops whose count is not known."""
+    """The number of operations in loops of unknown count."""
     not_counted: tuple[str, ...]
     """The primitives whose FLOPs mpx cannot count."""
 
@@ -213,6 +212,6 @@ class Content:
     totals: Totals
     """Sums over the operations."""
     unused_rules: tuple[str, ...] = ()
-    """The rules of `mpx.autocast` that held for no operation."""
+    """The rules of `mpx.autocast` that matched no operation."""
     islands: tuple[Island, ...] = ()
-    """What `mpx.autocast` has recomputed: `residuals="small"`."""
+    """The recomputed regions of `mpx.autocast`: `residuals="small"`."""

@@ -19,7 +19,7 @@ from ._units import bytes_text, count_text, flops_text, share_text, short_type
 _BAR = 24
 
 # What operations are called that are one line together, by their rule.
-_TOGETHER = {QUANTIZES: "(quantization)", PART: "(between products)"}
+_TOGETHER = {QUANTIZES: "(quantization)", PART: "(between matmuls)"}
 
 
 def together(operations: Iterable[Operation]) -> list[Operation]:
@@ -166,9 +166,10 @@ def _chosen(report: Content, limit: int | None) -> tuple[list[Operation], str]:
     room = max(limit - found, limit // 2)
     kept = [*lines[: limit - room], *lines[found : found + room]]
     note = (
-        f"{len(kept)} of {len(lines)} different operations: findings first, then those "
-        "of most FLOPs. All of them, with every column: `report.table(limit=None, "
-        'width=None)`, or `report.save("report.html")` for a page to look at.'
+        f"{len(kept)} of {len(lines)} different operations: findings first, then "
+        "those of most FLOPs. All of them, with every column: "
+        '`report.table(limit=None, width=None)`, or `report.save("report.html")` '
+        "for a page."
     )
     return kept, note
 
@@ -281,7 +282,7 @@ def island_lines(islands: Sequence[Island]) -> list[str]:
         return []
     before = bytes_text(sum(island.bytes_before for island in islands))
     after = bytes_text(sum(island.bytes_after for island in islands))
-    found = [f"computed again: {after} kept instead of {before}"]
+    found = [f"recomputed: {after} saved instead of {before}"]
     groups = collections.Counter(islands)
     kinds = sorted(groups, key=lambda island: -island.bytes_before * groups[island])
     for island in kinds[:_ISLANDS]:
@@ -298,17 +299,17 @@ def island_lines(islands: Sequence[Island]) -> list[str]:
 def notes(report: Content) -> list[str]:
     """What a reader of the totals has to know."""
     totals = report.totals
-    found = [f"the rule `{rule}` held for nothing" for rule in report.unused_rules]
+    found = [f"the rule `{rule}` matched nothing" for rule in report.unused_rules]
     if emulated := how_emulated(report):
         gpu = "H100" if "FP8" in emulated else "B200"
         found.append(
-            f"{', '.join(emulated)}: emulated on the device that is compiled for; to "
-            f'see another one, `mpx.autocast(..., target="{gpu}")`'
+            f"{', '.join(emulated)}: emulated on this target; for another one, "
+            f'`mpx.autocast(..., target="{gpu}")`'
         )
     if totals.in_unknown_loops:
         found.append(
-            f"{totals.in_unknown_loops} operations are in `while` loops, whose number "
-            "of iterations only a run can tell: one is counted ('x ?')"
+            f"{totals.in_unknown_loops} operations are in `while` loops of unknown "
+            "length: one iteration is counted ('x ?')"
         )
     if totals.in_branches:
         found.append(
@@ -317,7 +318,7 @@ def notes(report: Content) -> list[str]:
         )
     if totals.not_counted:
         found.append(
-            "FLOPs of these are not known and not counted: "
+            "FLOPs of these are unknown and not counted: "
             + ", ".join(totals.not_counted)
         )
     return found

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +27,9 @@ class Traced:
     """For each input, where it is: `layers[0].weight`, `args[1]['image']`."""
     is_weight: tuple[bool, ...]
     """For each input, whether it is a weight."""
-    flat: Callable[..., list[AnyArray]]
-    """The function of the inputs that was traced, giving the arrays of its result."""
     inputs: tuple[AnyArray, ...]
     call: Call
-    """What was traced; it knows the rest of the result."""
+    """What was traced: the inputs to the arrays of the result; it knows the rest."""
 
 
 def _is_input(leaf: object) -> bool:
@@ -62,7 +61,7 @@ def trace(
 
     call = Call(func if has_own else None, args, kwargs, _is_input, called)
     _refuse_tracers(jax.tree.leaves((func if has_own else None, args, kwargs)), asked)
-    named = [_name(path, () if has_own else weights) for path in call.paths]
+    named = [input_name(path, () if has_own else weights) for path in call.paths]
 
     def flat(*arrays: AnyArray) -> list[AnyArray]:
         return call(*arrays)
@@ -72,7 +71,6 @@ def trace(
         jaxpr,
         tuple(name for name, _ in named),
         tuple(is_weight for _, is_weight in named),
-        flat,
         tuple(call.arrays),
         call,
     )
@@ -89,23 +87,20 @@ def trace_gradient(traced: Traced) -> ClosedJaxpr:
         chosen = is_float
 
     def gradient(*arrays: AnyArray) -> PyTree:
-        def loss(*weights: AnyArray) -> list[AnyArray]:
-            remaining = iter(weights)
-            full = [
-                next(remaining) if c else x for c, x in zip(chosen, arrays, strict=True)
-            ]
-            results = [jnp.asarray(x) for x in traced.flat(*full)]
+        weights, rest = eqx.partition(list(arrays), chosen)
+
+        def loss(weights: PyTree) -> list[AnyArray]:
+            results = map(jnp.asarray, traced.call(*eqx.combine(weights, rest)))
             return [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-        weights = [x for x, c in zip(arrays, chosen, strict=True) if c]
-        values, pull_back = jax.vjp(loss, *weights)
+        values, pull_back = jax.vjp(loss, weights)
         return values, pull_back([jnp.ones_like(x) for x in values])
 
     return jax.make_jaxpr(gradient)(*traced.inputs)
 
 
-def _name(path: KeyPath, weights: tuple[int | str, ...]) -> tuple[str, bool]:
-    """Where an input is, and whether it is a weight."""
+def input_name(path: KeyPath, weights: tuple[int | str, ...]) -> tuple[str, bool]:
+    """Where an input of a `Call` is, and whether it is a weight."""
     root, rest = path[0].idx, path[1:]
     if root == 0:
         return path_text(rest), True
@@ -120,8 +115,7 @@ def _refuse_tracers(leaves: list[object], asked: str) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tracer):
             raise TypeError(
-                f"{asked} looks at a program from outside, so it needs "
-                f"arrays or `jax.ShapeDtypeStruct`s; got {describe(leaf)} that JAX is "
-                "tracing. Call it outside of `jax.jit`, `jax.grad` and the like; they "
-                "may stand inside of `fn`."
+                f"{asked} needs arrays or `jax.ShapeDtypeStruct`s; got "
+                f"{describe(leaf)} that JAX is tracing. Call it outside `jax.jit`, "
+                "`jax.grad` and the like; use them inside `fn` instead."
             )

@@ -17,11 +17,11 @@ _VERSION = 3
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report(Content):
-    """What `mpx.explain` returns: every operation of a program, and totals.
+    """The result of `mpx.explain`: every operation of a program, and totals.
 
-    It prints as a sentence, the totals, and a table that is 100 columns wide: findings
-    first, then the operations that cost most, equal ones in one line. `save` writes
-    all of it; a notebook shows the page.
+    It prints as a sentence, the totals, and a table 100 columns wide: findings first,
+    then the most expensive operations, equal ones in one line. `save` writes all of it;
+    a notebook shows the page.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -35,23 +35,23 @@ class Report(Content):
 
     @property
     def findings(self) -> tuple[Operation, ...]:
-        """The operations that are worth a look, those of most FLOPs first."""
+        """The operations that deserve attention, those of most FLOPs first."""
         found = [operation for operation in self.operations if operation.finding]
         return tuple(sorted(found, key=lambda o: -(o.flops or 0)))
 
     def table(self, limit: int | None = 30, width: int | None = 100) -> str:
-        """The report as text.
+        """Returns the report as text.
 
         Args:
-            limit: How many lines of operations to show, findings first and then those
-                of most FLOPs; None for all, in the order of the program.
-            width: How wide the lines may be. Under 180 the columns of bytes, runs,
-                types, places and weights are left out. None for all columns, as wide
-                as they are.
+            limit: The number of operation lines, findings first and then those of most
+                FLOPs; None for all, in program order.
+            width: The maximal width of lines. Below 180 the columns of bytes, runs,
+                types, places and weights are omitted. None for all columns at full
+                width.
 
         Returns:
             A sentence, the totals and the operations, one line each, equal ones
-            together; the reason of a finding stands below its line.
+            together; the reason of a finding is below its line.
         """
         return text(self, limit, width)
 
@@ -60,18 +60,18 @@ class Report(Content):
 
         Args:
             limit: As in `table`.
-            width: As in `table`; None for that of the terminal.
+            width: As in `table`; None for the terminal's width.
         """
         show(self, limit, width)
 
     def to_json(self) -> str:
-        """The report as JSON, which `mpx.reports.Report.from_json` reads."""
+        """Returns the report as JSON, which `mpx.reports.Report.from_json` reads."""
         data = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(self)
         return json.dumps(data, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """Reads what `to_json` wrote.
+        """Returns the report from the JSON that `to_json` wrote.
 
         Args:
             text: The JSON.
@@ -80,7 +80,7 @@ class Report(Content):
             An equal report.
 
         Raises:
-            ValueError: The text is no report, or one of another version of mpx.
+            ValueError: The text is not a report, or one of another version of mpx.
         """
         data = json.loads(text)
         found = (
@@ -88,9 +88,9 @@ class Report(Content):
         )
         if found != (_FORMAT, _VERSION):
             raise ValueError(
-                "`mpx.reports.Report.from_json(text)` needs a report that this version "
-                f"of mpx wrote (format {_FORMAT!r}, version {_VERSION}); got {found}. "
-                "Make it anew with `mpx.explain`."
+                "`mpx.reports.Report.from_json(text)` needs a report that this "
+                f"version of mpx wrote (format {_FORMAT!r}, version {_VERSION}); got "
+                f"{found}. Make a new one with `mpx.explain`."
             )
         operations = tuple(_from_dict(Operation, entry) for entry in data["operations"])
         totals = _from_dict(Totals, data["totals"])
@@ -99,7 +99,7 @@ class Report(Content):
         return cls(data["name"], operations, totals, unused_rules, islands)
 
     def to_html(self) -> str:
-        """The report as one page of HTML that needs no network."""
+        """Returns the report as one page of HTML that needs no network."""
         return page(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -109,7 +109,7 @@ class Report(Content):
             path: Ends with `.html`, `.json` or `.txt`.
 
         Raises:
-            ValueError: It ends with something else.
+            ValueError: It has another ending.
         """
         writers = {
             ".html": self.to_html,

@@ -31,10 +31,9 @@ from ._record import (
 class AbstractLossScaling(eqx.Module):
     """The interface of every loss scaling.
 
-    A subclass says what `loss_scale` is and, if it changes, how `adjust` changes it;
-    `record` holds the counters. Instances are immutable PyTrees of arrays: they go
-    through jit, scan, vmap, shard_map, checkpoints, pickle and deepcopy with every
-    field.
+    A subclass defines `loss_scale` and, if it changes, how `adjust` changes it;
+    `record` contains the counters. Instances are immutable PyTrees of arrays: jit,
+    scan, vmap, shard_map, checkpoints, pickle and deepcopy keep every field.
     """
 
     record: eqx.AbstractVar[StepRecord]
@@ -51,25 +50,26 @@ class AbstractLossScaling(eqx.Module):
         places_finite: Bool[Array, " n"] | None = None,
         loss_finite: BoolLike | None = None,
     ) -> Self:
-        """The state after one step: the scale adjusted, the counters advanced.
+        """Returns the state after one step: the scale adjusted, the counters advanced.
 
-        Here only the counters: a scale that changes has a method of its own.
+        Here only the counters change: a changing scale overrides this method.
         `mpx.NoLossScaling(skip=False)` counts nothing and returns itself.
 
-        A loss that was not finite before it was scaled (bad data, a division by zero)
-        says nothing about the scale: such a step is counted, also in `bad_losses`, and
-        leaves the scale as it was.
+        A loss that was non-finite before it was scaled (bad data, a division by zero)
+        is not caused by the scale: such a step is counted, also in `bad_losses`, and
+        leaves the scale unchanged.
 
         Args:
-            grads_finite: Whether the step was good, one boolean.
+            grads_finite: Whether the step was finite, one boolean.
             places_finite: One boolean for the loss, then one for each leaf of the
-                gradients, then perhaps one for all else; after a bad step `mpx.check`
-                names the leaves by them.
+                gradients, then optionally one for all else. After a skipped step
+                `mpx.check` names the leaves by them.
             loss_finite: Whether the loss was finite before it was scaled, one boolean;
-                None for the first one of `places_finite`, or True if that is None, too.
+                by default the first one of `places_finite`, or True if that is None,
+                too.
 
         Returns:
-            The new state; this one stays as it is.
+            The new state; this one is unchanged.
 
         Raises:
             TypeError: `grads_finite` or `loss_finite` is not one boolean.
@@ -78,22 +78,22 @@ class AbstractLossScaling(eqx.Module):
 
     @property
     def steps(self) -> AnyArray:
-        """How many steps were counted."""
+        """The number of counted steps."""
         return self.record.steps
 
     @property
     def skipped(self) -> AnyArray:
-        """How many steps were skipped in all."""
+        """The total number of skipped steps."""
         return self.record.skipped
 
     @property
     def bad_losses(self) -> AnyArray:
-        """How many of them had a loss that was not finite before it was scaled."""
+        """The number of skipped steps with a loss non-finite before scaling."""
         return self.record.bad_losses
 
     @property
     def skipped_in_a_row(self) -> AnyArray:
-        """How many of the latest steps were skipped without a good one between."""
+        """The number of skipped steps since the last good one."""
         return self.record.skipped_in_a_row
 
     @property
@@ -107,16 +107,16 @@ class AbstractLossScaling(eqx.Module):
         return self.record.finite
 
     def of_bad_step(self) -> "AbstractLossScaling":
-        """The state that the last bad step had, to replay it: `mpx.blame`.
+        """Returns the state that the last skipped step had, to replay it: `mpx.blame`.
 
-        It has the loss scale of that step. Scales of recipes are those of now, which a
-        bad step leaves as they were: replay before the next good step.
+        It has the loss scale of that step. Scales of recipes are the present ones,
+        which a skipped step leaves unchanged: replay before the next good step.
 
         Returns:
-            A loss scaling; this one where no step was bad, or its scale is not known.
+            A loss scaling; this one if no step was skipped, or its scale is unknown.
 
         Raises:
-            ValueError: Called inside of jit, where values are not known.
+            ValueError: Called inside jit, where values are unknown.
 
         Examples:
             >>> import mpx
@@ -126,8 +126,9 @@ class AbstractLossScaling(eqx.Module):
         """
         if isinstance(self.record.bad_scale, Tracer):
             raise ValueError(
-                "`of_bad_step()` of a loss scaling reads values and cannot run inside "
-                "of jit. Return the scaling from the jitted step and ask outside."
+                "`of_bad_step()` of a loss scaling reads values and cannot run "
+                "inside jit. Return the scaling from the jitted step and call it "
+                "outside."
             )
         scale = self.record.bad_scale
         return self._at_scale(scale) if float(scale) > 0 else self
@@ -141,21 +142,21 @@ class AbstractLossScaling(eqx.Module):
 
         $$y = x \cdot s$$
 
-        in float32 at least, so that the product cannot overflow float16.
+        in float32 at least, so that $y$ cannot overflow float16.
 
         Args:
             tree: Any PyTree.
 
         Returns:
             The tree with the same structure. Half-precision leaves and Python's floats
-            come back as float32, wider and complex dtypes stay. Formats of 8 bits (the
-            state of FP8 recipes) and all other leaves stay as they are.
+            are returned as float32, wider and complex dtypes stay. 8-bit formats (the
+            state of FP8 recipes) and all other leaves are unchanged.
 
         Raises:
-            TypeError: The tree holds a loss scaling.
+            TypeError: The tree contains a loss scaling.
 
-        NaN, infinities and zeros stay what they are; a product beyond the range of
-        float32 is infinite.
+        NaN, infinities and zeros are unchanged; a result beyond the range of float32
+        is infinite.
         """
         return self._multiplied(tree, "scale", lambda scale: scale)
 
@@ -171,13 +172,13 @@ class AbstractLossScaling(eqx.Module):
             tree: Any PyTree, such as gradients of the scaled loss.
 
         Returns:
-            The tree with the same structure and the dtypes that `scale` gives.
+            The tree with the same structure and the dtypes that `scale` returns.
 
         Raises:
-            TypeError: The tree holds a loss scaling, such as the result of
+            TypeError: The tree contains a loss scaling, such as the result of
                 `mpx.filter_grad`, whose gradients are unscaled already.
 
-        NaN, infinities and zeros stay what they are.
+        NaN, infinities and zeros are unchanged.
         """
         return self._multiplied(tree, "unscale", lambda scale: 1 / scale)
 
@@ -190,10 +191,10 @@ class AbstractLossScaling(eqx.Module):
         def one(leaf: object) -> PyTree:
             if isinstance(leaf, AbstractLossScaling):
                 raise TypeError(
-                    f"`{method}` of a loss scaling takes losses or gradients; got a "
-                    f"tree with a loss scaling in it, {type(leaf).__name__}. What "
-                    "`mpx.filter_grad` and its relatives return is unscaled already: "
-                    "use `result.value` and `result.grads` as they are."
+                    f"`{method}` of a loss scaling needs losses or gradients; got a "
+                    f"tree with a loss scaling in it, {type(leaf).__name__}. The "
+                    "results of `mpx.filter_grad` and the like are already "
+                    "unscaled: use `result.value` and `result.grads` unchanged."
                 )
             return _to_full(leaf) if filled is None else _multiply(leaf, filled)
 
@@ -212,17 +213,18 @@ class AbstractLossScaling(eqx.Module):
         return False
 
     def with_loss(self, loss: "AbstractLossScaling") -> "AbstractLossScaling":
-        """This state with another loss scaling; what recipes have learned stays.
+        """Returns this state with another loss scaling; the state of recipes is kept.
 
         Args:
             loss: The loss scaling, which brings its own counters.
 
         Returns:
-            `loss` itself, unless there is a state of recipes: then the
+            `loss` itself, or, if there is a state of recipes, the
             `mpx.quantization.RecipeScaling` with `loss` in it.
 
         Raises:
-            TypeError: `loss` is no loss scaling, or holds a state of recipes itself.
+            TypeError: `loss` is not a loss scaling, or contains a state of recipes
+                itself.
 
         Examples:
             >>> import jax, jax.numpy as jnp, mpx
@@ -236,8 +238,8 @@ class AbstractLossScaling(eqx.Module):
         if not isinstance(loss, AbstractLossScaling) or loss._tokens():
             raise TypeError(
                 f"`with_loss(loss)` of `mpx.{type(self).__name__}` needs a loss "
-                f"scaling without a state of recipes; got {type(loss).__name__}. "
-                "Of a `mpx.quantization.RecipeScaling` take `.loss`."
+                f"scaling without a state of recipes; got {type(loss).__name__}. For "
+                "a `mpx.quantization.RecipeScaling` pass its `.loss`."
             )
         return self._with_loss(loss)
 
@@ -246,12 +248,11 @@ class AbstractLossScaling(eqx.Module):
         return loss
 
     def resumed(self) -> Self:
-        """The state of a run that has halted, with which steps are applied again.
+        """Returns the state of a halted run such that steps are applied again.
 
         `mpx.optimizer_step` halts after `max_skipped_in_a_row` skipped steps, and then
-        changes nothing any more, after a restart neither. Call it when the cause is
-        mended. The counts stay, but for steps that were skipped in a row, which begin
-        at 0; so does all else.
+        changes nothing, not even after a restart. Call this once the cause is fixed.
+        The count of steps skipped in a row restarts at 0; everything else is unchanged.
         """
         record = self.record
         none = jnp.zeros_like(record.skipped_in_a_row)
@@ -259,7 +260,7 @@ class AbstractLossScaling(eqx.Module):
         return self._with_record(replaced(record, halted=going, skipped_in_a_row=none))
 
     def amaxes_by_weight(self) -> dict[str, Array]:
-        """The newest amaxes that recipes have of each weight; here there are none."""
+        """Returns the newest amaxes of recipes by weight; here there are none."""
         return {}
 
     # What a step does for recipes. Here there are none, and nothing is done; so a step
@@ -314,11 +315,11 @@ class AbstractLossScaling(eqx.Module):
         """The state for one more try of the same step at a smaller scale."""
         raise ValueError(
             f"`retries` needs a scale that can fall; got {type(self).__name__}. Use "
-            "`mpx.DynamicLossScaling`, or leave `retries` out."
+            "`mpx.DynamicLossScaling`, or omit `retries`."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields as numpy values by name, with the kind and a version number."""
+        """Returns all fields as numpy values by name, with kind and version number."""
         return _state_dict.write_state(self)
 
     @classmethod
@@ -329,16 +330,17 @@ class AbstractLossScaling(eqx.Module):
         version) and every version of mpx.
 
         Args:
-            state: What `state_dict()` returned; values may be any array that numpy
-                reads, with leading axes where several states are stacked.
+            state: The dictionary from `state_dict()`; values may be any array that
+                numpy reads, with leading axes where several states are stacked.
 
         Returns:
             A loss scaling of this class, or of the subclass that the state names.
 
         Raises:
-            TypeError: `state` is no mapping.
+            TypeError: `state` is not a mapping.
             ValueError: The state is empty, incomplete, unknown, of another kind or a
-                later version, or holds dtypes, shapes or values that no run can reach.
+                later version, or contains dtypes, shapes or values that no run can
+                reach.
         """
         return _state_dict.read(cls, state)
 

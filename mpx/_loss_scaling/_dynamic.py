@@ -30,50 +30,51 @@ LARGEST_FLOAT16_SCALE = 2.0**15
 
 
 class DynamicLossScaling(AbstractLossScaling):
-    r"""A scale that grows after many good steps and falls at bad ones.
+    r"""A scale that grows after many good steps and falls at non-finite ones.
 
     After a good step, with a counter $c$ of good steps in the current window:
 
     $$c \leftarrow c + 1; \quad \text{if } c = \text{period}: \;
       s \leftarrow \min(s \cdot \text{factor}, s_{max}),\; c \leftarrow 0$$
 
-    After a bad one: $s \leftarrow \max(s \cdot \text{backoff}, s_{min})$, $c \leftarrow
-    0$; but if its loss was not finite before it was scaled, the step is counted and
-    nothing else changes, for no smaller scale would help. Growth comes at the
-    `period`-th good step, as in PyTorch, Keras, MPX and JMP.
+    After a non-finite one: $s \leftarrow \max(s \cdot \text{backoff}, s_{min})$, $c
+    \leftarrow 0$. If its loss was non-finite before it was scaled, the step is counted
+    and nothing else changes, because no smaller scale would help. The scale grows at
+    the `period`-th good step, as in PyTorch, Keras, MPX and JMP.
 
-    With `hysteresis` $h > 1$ the scale falls only at the $h$-th bad step in a row, and
-    at each one after it. The next good step refills the tolerance and counts for
-    growth only if there was nothing to refill.
+    With `hysteresis` $h > 1$ the scale falls only at the $h$-th skipped step in a row,
+    and at each one after it. The next good step resets this tolerance; it counts for
+    growth only if there was nothing to reset.
 
-    Keep scale, factor and backoff powers of two: only then are scaling and unscaling
-    exact. All fields are arrays, so none is lost in a checkpoint, and none retraces.
+    Use powers of two for scale, factor and backoff: only then are scaling and unscaling
+    exact. All fields are arrays: checkpoints save all of them, and changing one does
+    not retrace.
 
     Args:
-        loss_scaling: The scale to start with. `mpx.FLOAT16_MAX` is understood as
-            32768: a start above the default cap starts at the cap.
-        min_loss_scaling: The floor, which may lie below 1.
-        factor: What the scale is multiplied by when it grows, larger than 1.
+        loss_scaling: The initial scale, at most the default cap: `mpx.FLOAT16_MAX`
+            means 32768.
+        min_loss_scaling: The floor, which may be below 1.
+        factor: The factor by which the scale grows, larger than 1.
         period: Good steps until the scale grows.
-        counter: Good steps already made, for programs that pass it; 0 if None.
-        backoff: What the scale is multiplied by when it falls, between 0 and 1;
-            `1 / factor` if None.
+        counter: Good steps already counted, for programs that pass it; 0 if None.
+        backoff: The factor by which the scale falls, between 0 and 1; `1 / factor` if
+            None.
         max_loss_scaling: The cap, a power of two. By default 32768, or the largest
-            power of two not above `loss_scaling` if that is more (at most 2^126). Give
-            more than 32768 where the loss is float32: then the scale never is a
-            float16 number.
-        hysteresis: Bad steps in a row until the scale falls.
+            power of two not above `loss_scaling` if that is more (at most 2^126). Set
+            more than 32768 only for a float32 loss, where the scale is never cast to
+            float16.
+        hysteresis: Skipped steps in a row until the scale falls.
 
     Raises:
-        ValueError: There is a factor of 1 or less, a backoff outside (0, 1), a period
-            or hysteresis below 1, a negative counter, a scale that is zero, negative,
-            NaN, infinite, a bool or no scalar, a cap that is no power of two, or not
+        ValueError: A factor of 1 or less, a backoff outside (0, 1), a period or
+            hysteresis below 1, a negative counter, a scale that is zero, negative, NaN,
+            infinite, a bool or not a scalar, a cap that is not a power of two, or not
             `min_loss_scaling <= loss_scaling <= max_loss_scaling`. The message names
             argument and value.
 
-    At the edges: growth stops at the cap, also where the product would overflow. A bad
-    step at the floor leaves the scale there and is counted in `floored`, and
-    `mpx.check` raises. Arguments that are traced are not checked.
+    At the edges: growth stops at the cap, also where the scaled value would overflow. A
+    non-finite step at the floor leaves the scale there and is counted in `floored`, and
+    `mpx.check` raises. Traced arguments are not checked.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 
@@ -152,7 +153,7 @@ class DynamicLossScaling(AbstractLossScaling):
         places_finite: Bool[Array, " n"] | None = None,
         loss_finite: BoolLike | None = None,
     ) -> Self:
-        """The state after one step; see the class for the equations.
+        """Returns the state after one step; see the class for the equations.
 
         Arguments and errors are those of `AbstractLossScaling.adjust`.
         """
@@ -160,16 +161,16 @@ class DynamicLossScaling(AbstractLossScaling):
         return _adjusted(self, finite, places_finite, loss_finite)
 
     def with_loss_scale(self, loss_scale: ScalarLike) -> Self:
-        """A copy that uses another scale from the next step on.
+        """Returns a copy that uses another scale from the next step on.
 
         Args:
             loss_scale: The scale, a positive number.
 
         Returns:
-            The new state, whose window of good steps starts anew.
+            The new state, whose window of good steps starts again.
 
         Raises:
-            ValueError: The scale does not lie between the floor and the cap.
+            ValueError: The scale is not between the floor and the cap.
         """
         value = scale_value(loss_scale, "loss_scale", type(self))
         new = replaced(self, loss_scaling=value, counter=jnp.zeros((), jnp.int32))
@@ -191,8 +192,9 @@ class DynamicLossScaling(AbstractLossScaling):
         why = super()._why_stuck()
         if why is None and int(self.floored) > 0:
             why = (
-                f"{int(self.floored)} bad steps came at the floor of the loss scale, "
-                f"{float(self.min_loss_scaling):g}: a smaller scale is not the cure"
+                f"{int(self.floored)} steps were non-finite at the floor of the loss "
+                f"scale, {float(self.min_loss_scaling):g}: a smaller scale does not "
+                "help"
             )
         return why
 
@@ -204,9 +206,9 @@ class DynamicLossScaling(AbstractLossScaling):
         )
         if not np.all((low > 0) & (low <= scale) & (scale <= cap) & (cap < np.inf)):
             raise ValueError(
-                "`mpx.DynamicLossScaling` needs `min_loss_scaling <= loss_scaling <= "
-                f"max_loss_scaling`; got {low}, {scale}, {cap}. A cap above 32768 is "
-                "for losses in float32: `max_loss_scaling=2.0**24`."
+                "`mpx.DynamicLossScaling` needs `min_loss_scaling <= loss_scaling "
+                f"<= max_loss_scaling`; got {low}, {scale}, {cap}. Set a cap above "
+                "32768 only for float32 losses: `max_loss_scaling=2.0**24`."
             )
         for name, valid in (
             ("factor", above_one),

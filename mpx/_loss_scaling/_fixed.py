@@ -15,11 +15,11 @@ from ._record import StepRecord, replaced
 
 
 class StaticLossScaling(AbstractLossScaling):
-    """A scale that never changes; steps that are not finite are still skipped.
+    """A scale that never changes; non-finite steps are still skipped.
 
     Args:
-        loss_scaling: A positive number, kept as float32. Best a power of two: others
-            round each gradient once more.
+        loss_scaling: A positive number, stored as float32. Prefer a power of two:
+            others round each gradient once more.
 
     Raises:
         ValueError: It is not one finite positive number between 2^-126 and 2^126.
@@ -51,15 +51,15 @@ class StaticLossScaling(AbstractLossScaling):
 
 
 class NoLossScaling(AbstractLossScaling):
-    """The state of a training step that needs no scale: bfloat16, float32.
+    """The loss scaling of a step that needs no scale: bfloat16, float32.
 
     Args:
-        skip: Whether steps that are not finite are skipped and counted. With False
-            nothing is checked, the compiled step holds no trace of it, and the state
-            never changes.
+        skip: Whether non-finite steps are skipped and counted. With False nothing is
+            checked, the compiled step contains no trace of it, and the state never
+            changes.
 
     Raises:
-        TypeError: `skip` is not True or False; an array will not do, because it must
+        TypeError: `skip` is not True or False; an array is not allowed, because it must
             be known when the step is traced.
 
     Examples:

@@ -24,25 +24,26 @@ Module = TypeVar("Module", bound=eqx.Module)
 class StepRecord(eqx.Module):
     """Counters of a training run, exact and part of the state.
 
-    They stop at 2^31 - 1, where int32 ends, and stay there.
+    They saturate at 2^31 - 1, the largest int32.
 
     Attributes:
-        steps: Steps seen.
-        skipped: Steps skipped, in all.
-        bad_losses: Those of them whose loss was not finite before it was scaled, which
-            says nothing about the scale.
+        steps: The number of steps.
+        skipped: The total number of skipped steps.
+        bad_losses: Those of them whose loss was non-finite before it was scaled, which
+            is not caused by the scale.
         skipped_in_a_row: Steps skipped since the last good one.
-        last_finite: The number of the last good step, counted from 1; 0 if there was
+        last_finite: The number of the last good step, counted from 1; 0 if there is
             none.
         finite: Whether the last step was good; True before the first.
-        halted: Whether a limit was exceeded, from when on `mpx.optimizer_step` changes
+        halted: Whether a limit was exceeded, after which `mpx.optimizer_step` changes
             nothing.
-        places: The first eight places that were not finite in the last bad step. 0 is
-            the loss, then come the gradient's leaves from 1 on, then the optimizer's
-            state; -1 is none.
-        places_seen: How many places were looked at in that step; 0 if nobody said.
-        last_bad: The number of the last bad step, counted from 1; 0 if there was none.
-        bad_scale: The loss scale that it had; 0 if there was none, or nobody said.
+        places: The first eight non-finite places of the last skipped step: 0 is the
+            loss, the next ones the gradient's leaves, then the optimizer's state; -1 is
+            unused.
+        places_seen: The number of places checked in that step; 0 if unknown.
+        last_bad: The number of the last skipped step, counted from 1; 0 if there is
+            none.
+        bad_scale: Its loss scale; 0 if there is none, or it is unknown.
     """
 
     steps: Int32[Array, ""]
@@ -162,9 +163,9 @@ def refuse_arithmetic(record: StepRecord, call: str) -> None:
     """
     if record.finite.dtype != bool or record.steps.dtype != np.int32:
         raise TypeError(
-            f"{call} is a loss scaling that somebody has computed with: its "
-            f"counters are {record.steps.dtype} and not int32. Leave it out of "
-            "`jax.tree.map`: averages are of weights, not of a training state."
+            f"{call} must be an unchanged loss scaling with int32 counters; got "
+            f"{record.steps.dtype}. Exclude it from `jax.tree.map`: average weights, "
+            "not a training state."
         )
 
 
@@ -177,7 +178,7 @@ def validate_record(record: StepRecord, owner: type) -> None:
     for small, large in (*order, ("bad_losses", "skipped")):
         if not np.all((read[small] >= 0) & (read[small] <= read[large])):
             raise ValueError(
-                f"`{small}` of `mpx.{owner.__name__}` must lie between 0 and "
+                f"`{small}` of `mpx.{owner.__name__}` must be between 0 and "
                 f"`{large}`, {read[large]}; got {read[small]}."
             )
 

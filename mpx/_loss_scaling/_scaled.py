@@ -12,7 +12,7 @@ from ._base import AbstractLossScaling
 def scaled(
     func: Callable[..., PyTree], scaling: AbstractLossScaling, has_aux: bool = False
 ) -> Callable[..., PyTree]:
-    """Makes a function whose result is multiplied by the scale.
+    """Wraps a function to multiply its result by the loss scale.
 
     Args:
         func: A function that returns a value or a PyTree of values.
@@ -20,11 +20,11 @@ def scaled(
         has_aux: `func` returns `(value, aux)`, of which only `value` is scaled.
 
     Returns:
-        The function; half-precision values come back as float32, see
+        The function; half-precision values are returned as float32, see
         `AbstractLossScaling.scale`.
 
     Raises:
-        TypeError: `scaling` is no loss scaling or `func` cannot be called; or, at the
+        TypeError: `scaling` is not a loss scaling or `func` is not callable; or, at the
             call, `has_aux` is True and `func` did not return a pair.
 
     Examples:
@@ -50,8 +50,8 @@ def scaled(
         result = func(*args, **kwargs)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
-                "With `has_aux=True` the function given to `mpx.scaled` must return "
-                f"`(value, aux)`; got {describe(result)}."
+                "With `has_aux=True` the function passed to `mpx.scaled` must "
+                f"return `(value, aux)`; got {describe(result)}."
             )
         return scaling.scale(result[0]), result[1]
 

@@ -48,8 +48,8 @@ def read(cls: Any, state: Mapping[str, object]) -> Any:
     kind = kinds(cls).get(str(state["kind"]))
     if kind is None:
         raise ValueError(
-            f"{call} was given the state of {state['kind']!r}; this class reads "
-            f"{listing(sorted(kinds(cls)))}."
+            f"{call} needs the state of {listing(sorted(kinds(cls)))}; got that of "
+            f"{state['kind']!r}."
         )
     if state["version"] == 0:
         fields = {k: np.asarray(v) for k, v in state.items() if k in _PUBLISHED}
@@ -92,8 +92,8 @@ def read_version(version: object, oldest: int, newest: int, call: str) -> int:
     is_int = found.shape == () and np.issubdtype(found.dtype, np.integer)
     if not is_int or not oldest <= found <= newest:
         raise ValueError(
-            f"{call} was given version {version}; this mpx writes version {newest} and "
-            "reads what is older. Install a newer mpx."
+            f"{call} needs version {newest} or older; got version {version}. Install "
+            "a newer mpx."
         )
     return int(found)
 
@@ -133,7 +133,7 @@ def _value(
     if array.dtype != like.dtype:
         raise ValueError(
             f"{call} needs {like.dtype} for `{name}`; got {array.dtype}. Save the "
-            "dictionary as it is, without changing dtypes."
+            "dictionary unchanged, with its dtypes."
         )
     if array.shape != stack + like.shape:
         expected = jax.ShapeDtypeStruct(stack + like.shape, like.dtype)
@@ -159,19 +159,21 @@ def kinds(cls: Any) -> dict[str, Any]:
 def _migrated(state: object, call: str) -> dict[str, Any]:
     """A state as this version writes it, or that of the published MPX."""
     if not isinstance(state, Mapping):
-        raise TypeError(f"{call} needs what `state_dict()` returned; got {state!r}.")
+        raise TypeError(
+            f"{call} needs the dictionary from `state_dict()`; got {state!r}."
+        )
     version = read_version(state.get("version", 0), 0, VERSION, call)
     if version == 0:
         if set(state) != _PUBLISHED:
             raise ValueError(
                 f"{call} cannot read a state with the keys "
-                f"{listing(sorted(state)) or 'none'}; it needs what `state_dict()` "
-                "returned (with `kind` and `version`), or the fields of the published "
-                f"MPX: {listing(sorted(_PUBLISHED))}."
+                f"{listing(sorted(state)) or 'none'}; it needs the dictionary from "
+                "`state_dict()` (with `kind` and `version`), or the fields of the "
+                f"published MPX: {listing(sorted(_PUBLISHED))}."
             )
         return {"kind": _PUBLISHED_KIND, "version": 0, **state}
     if "kind" not in state:
-        raise ValueError(f"{call} misses the key `kind`; got {listing(sorted(state))}.")
+        raise ValueError(f"{call} needs the key `kind`; got {listing(sorted(state))}.")
     prefix = "" if state["kind"] == StepRecord.__name__ else _PREFIX
     shape = np.shape(state.get(f"{prefix}steps", 0))  # several may be stacked
     new = [fields for since, fields in _NEW.items() if since > version]

@@ -13,15 +13,15 @@ from ._forms import Changed, Slot, key_text
 
 # Where only values of the state may change, and another place did.
 NEW_FORM = (
-    "With `accumulate` the function given to {call} may change values of the state of "
-    "NNX modules only (batch statistics, random streams, caches); it gave a value to "
-    "`{place}`, which is new or a parameter. Leave `accumulate` out, or take sown "
-    "values out inside of the function with `nnx.pop`."
+    "With `accumulate` the function passed to {call} may only change values of "
+    "the state of NNX modules (batch statistics, random streams, caches); it set "
+    "`{place}`, which is new or a parameter. Omit `accumulate`, or remove sown "
+    "values inside the function with `nnx.pop`."
 )
 _OUTSIDE = (
-    "{call} was given an NNX object from outside of the function that JAX is tracing, "
-    "with `{place}`; what changes in it could not come out. Pass it to that function "
-    "as an argument, and transform with `nnx.jit`."
+    "{call} got an NNX object from outside the function that JAX is tracing, with "
+    "`{place}`; changes to it would be lost. Pass it to that function as an "
+    "argument, and transform with `nnx.jit`."
 )
 
 
@@ -58,9 +58,9 @@ class Checks:
             )
             if before != is_weight:
                 raise ValueError(
-                    f"{self.call} was given one Variable twice, at `{other}` and at "
-                    f"`{place}`, to be differentiated in one of these places and not "
-                    "in the other. Pass the object once, or say `argnums` for both."
+                    f"{self.call} got one Variable twice, at `{other}` and at "
+                    f"`{place}`, to be differentiated in only one of these places. "
+                    "Pass the object once, or set `argnums` for both."
                 )
 
     def _refuse_kind(self, variable: Any, place: str) -> None:
@@ -69,10 +69,9 @@ class Checks:
         if variable.ref or variable.hijax:
             kind = "a reference" if variable.ref else "a hijax type"
             raise TypeError(
-                f"{self.call} takes NNX Variables that hold arrays; got one that is "
-                f"{kind}{at_path(place)}, whose changes it could not carry out of the "
-                "transform. Make the model without: `nnx.with_vars(model, ref=False, "
-                "hijax=False)`."
+                f"{self.call} needs NNX Variables that contain arrays; got one that "
+                f"is {kind}{at_path(place)}, whose changes would be lost. Make the "
+                "model without it: `nnx.with_vars(model, ref=False, hijax=False)`."
             )
         try:
             # Changes nothing, but NNX says whether it may be done here.
@@ -101,9 +100,9 @@ def with_form_of(slot: Slot, value: Any, call: str) -> Any:
         value = value.astype(old.dtype)
     if value.shape != old.shape or value.dtype != old.dtype:
         raise ValueError(
-            f"The function given to {call} changed the form of what an NNX object "
-            f"holds, from {describe(old)} to {describe(value)}{at_path(slot.name)}; a "
-            "step that is skipped could not be undone. Keep shape and dtype."
+            f"The function passed to {call} must keep shape and dtype of arrays in "
+            "NNX objects, or a skipped step could not be undone; got "
+            f"{describe(value)} for {describe(old)}{at_path(slot.name)}."
         )
     return jnp.asarray(value)
 
@@ -118,7 +117,7 @@ def refuse_method(func: object, call: str) -> None:
             raise TypeError(
                 f"{call} needs a function that takes the module as an argument; got "
                 f"{describe(node)} or a method of it, whose parameters would not be "
-                "differentiated and whose changes would be lost. Write `def "
+                "differentiated and whose changes would be lost. Pass `def "
                 "loss_fn(model, batch): ...`."
             )
 
@@ -135,7 +134,7 @@ def refuse_weights(arg: object, position: int, call: str) -> None:
                 continue
             place = f"args[{position}]{jax.tree_util.keystr(path)}.{name}"
             raise TypeError(
-                f"{call} differentiates Variables that hold floating JAX arrays of 16 "
-                f"bits and more; got {describe(value)}{at_path(place)}. Choose others: "
-                f"`argnums=nnx.DiffState({position}, filter)`."
+                f"{call} differentiates Variables with floating JAX arrays of 16 "
+                f"bits and more; got {describe(value)}{at_path(place)}. Select "
+                f"others: `argnums=nnx.DiffState({position}, filter)`."
             )

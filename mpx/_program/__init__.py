@@ -30,7 +30,6 @@ from .flow import (
     BackwardFlow,
     Flow,
     Location,
-    NoFlow,
     Visit,
     backward,
     propagate,
@@ -38,7 +37,7 @@ from .flow import (
     walk,
     walk_inside,
 )
-from .islands import Island, parts
+from .islands import Island, parts, reachable
 from .primitives import PRIMITIVES, Flops, PrimitiveClass, properties
 from .probe import is_seen_into, probed
 from .probes import Probe, Records, Tagged

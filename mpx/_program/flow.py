@@ -41,20 +41,6 @@ class Flow(abc.ABC, Generic[F]):
         """Sees the facts of what a program inside of an equation gave."""
 
 
-class NoFlow(Flow[None]):
-    """The flow without facts."""
-
-    def constant(self, value: object) -> None:
-        """Nothing."""
-
-    def transfer(self, equation: JaxprEqn, facts: Sequence[None]) -> Sequence[None]:
-        """Nothing, for each result."""
-        return [None] * len(equation.outvars)
-
-    def join(self, a: None, b: None) -> None:
-        """Nothing."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Location:
     """Where in a program with programs inside an equation stands."""

@@ -17,16 +17,16 @@ And an island runs on one mesh and kind of device: where those change, it ends, 
 
 import graphlib
 import heapq
+import itertools
 from collections.abc import (
     Callable,
     Collection,
     Hashable,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -35,6 +35,8 @@ from .._jax_compat import execution_key, open_jaxpr
 from .._typing import Program
 from .equations import is_multiplication, program_of, sub_jaxprs
 from .primitives import PrimitiveClass, properties
+
+T = TypeVar("T")
 
 
 class Island(NamedTuple):
@@ -116,45 +118,14 @@ def _variables(equation: JaxprEqn) -> list[Var]:
     return [a for a in equation.invars if not isinstance(a, Literal)]
 
 
-class _Islands:
-    """Positions of equations in islands that turn out to be one: union-find."""
-
-    def __init__(self) -> None:
-        self._roots: list[int] = []
-        self._positions: list[int] = []
-
-    def new(self, position: int) -> int:
-        """The number of an island of one equation."""
-        self._positions.append(position)
-        self._roots.append(len(self._roots))
-        return self._roots[-1]
-
-    def join(self, number: int, other: int) -> None:
-        """Makes the island that has one number a part of another, new one."""
-        self._roots[self._root(number)] = other
-
-    def together(self) -> list[list[int]]:
-        """The positions of each island."""
-        found: dict[int, list[int]] = {}
-        for number, position in enumerate(self._positions):
-            found.setdefault(self._root(number), []).append(position)
-        return list(found.values())
-
-    def _root(self, number: int) -> int:
-        while self._roots[number] != number:  # on ways that are shortened
-            self._roots[number] = self._roots[self._roots[number]]
-            number = self._roots[number]
-        return number
-
-
 def _groups(
     jaxpr: Program, fixed: set[Var], may_join: Callable[[JaxprEqn], bool]
 ) -> tuple[list[int | list[int]], set[int]]:
     """Positions of equations: alone, or together. And those that islands may copy."""
     level: dict[Var, int] = {}
     home: dict[Var, Hashable] = {}  # where a variable is computed
-    island: dict[Var, int] = {}  # the number of the island that a variable is made in
-    islands = _Islands()
+    island: dict[Var, int] = {}  # of what is made in one, the position where
+    islands: dict[int, list[int]] = {}  # for each position all in its island
     alone: list[int] = []
     copied: set[int] = set()
     effects = 0  # the level of the last one
@@ -177,13 +148,13 @@ def _groups(
                 # needs it, it is no input that would be kept.
                 copied.add(position)
         if joins and not is_fixed:
-            number = islands.new(position)
+            islands[position] = [position]
             for v in inputs:
                 # One of a lower level has a barrier on some way to here. Joined with
                 # it, the island would need what comes out of itself.
                 if v in island and level[v] == here:
-                    islands.join(island[v], number)
-            island.update((v, number) for v in equation.outvars)
+                    _merge(islands, island[v], position)
+            island.update((v, position) for v in equation.outvars)
         else:
             if equation.effects:
                 # Prints and callbacks happen in their order: each is a barrier behind
@@ -196,7 +167,16 @@ def _groups(
             alone.append(position)
         level.update((v, here) for v in equation.outvars)
         home.update((v, where) for v in equation.outvars)
-    return [*alone, *islands.together()], copied
+    together = {id(whole): whole for whole in islands.values()}
+    return [*alone, *map(sorted, together.values())], copied
+
+
+def _merge(islands: dict[int, list[int]], one: int, other: int) -> None:
+    """Makes the islands of two positions one: few change the list that they are in."""
+    small, large = sorted((islands[one], islands[other]), key=len)
+    if small is not large:
+        large += small
+        islands.update(dict.fromkeys(small, large))
 
 
 def _in_order(
@@ -224,11 +204,15 @@ def _in_order(
         inputs = _inputs([jaxpr.eqns[i] for i in positions])
         used.update(inputs)
         needs[n].update(unit_of[maker[v]] for v in inputs if v in maker)
-    for first, second in _effects(jaxpr):
+    # What has effects stays in its order.
+    effects = (i for i, equation in enumerate(jaxpr.eqns) if equation.effects)
+    for first, second in itertools.pairwise(effects):
         needs[unit_of[second]].add(unit_of[first])
     firsts = [positions[0] for positions in units]
     try:
-        order = _sorted(firsts, {n: needs[n] for n in _reachable(roots, needs)})
+        # Copies that only islands use are made inside of them.
+        needed = reachable(roots, needs.__getitem__)
+        order = _sorted(firsts, {n: needs[n] for n in needed})
     except graphlib.CycleError:
         return None
     found: list[JaxprEqn | Island] = []
@@ -251,14 +235,12 @@ def _with_copies(
     copied: Collection[int],
 ) -> list[int]:
     """An island's equations, and copies of what weights and constants become."""
-    found, waiting = set(positions), list(positions)
-    while waiting:
-        for v in _variables(jaxpr.eqns[waiting.pop()]):
-            position = maker.get(v, -1)
-            if position in copied and position not in found:
-                found.add(position)
-                waiting.append(position)
-    return sorted(found)
+
+    def made_by_copies(position: int) -> list[int]:
+        makers = (maker.get(v, -1) for v in _variables(jaxpr.eqns[position]))
+        return [position for position in makers if position in copied]
+
+    return sorted(reachable(positions, made_by_copies))
 
 
 def _inputs(equations: Sequence[JaxprEqn]) -> list[Var]:
@@ -286,21 +268,12 @@ def _sorted(firsts: Sequence[int], needs: Mapping[int, set[int]]) -> list[int]:
     return order
 
 
-def _reachable(roots: Iterable[int], needs: Sequence[set[int]]) -> set[int]:
-    """What is needed; copies that only islands use are made inside of them."""
-    found, waiting = set(roots), list(roots)
+def reachable(roots: Iterable[T], needs: Callable[[T], Iterable[T]]) -> set[T]:
+    """Some things, what they need, and what that needs."""
+    found = set(roots)
+    waiting = list(found)
     while waiting:
-        new = needs[waiting.pop()] - found
+        new = set(needs(waiting.pop())) - found
         found |= new
         waiting += new
     return found
-
-
-def _effects(jaxpr: Program) -> Iterator[tuple[int, int]]:
-    """Pairs of equations with effects, which stay in their order."""
-    before = None
-    for position, equation in enumerate(jaxpr.eqns):
-        if equation.effects:
-            if before is not None:
-                yield before, position
-            before = position

@@ -175,7 +175,7 @@ def _group(
     record = Properties(kind=kind, flops=flops, saves=saves, program=program, **true)
     for name in names.split():
         if name in PRIMITIVES:
-            raise ValueError(f"the primitive {name} stands in two groups")
+            raise ValueError(f"the primitive {name} is in two groups")
         PRIMITIVES[name] = record
 
 

@@ -20,6 +20,7 @@ from .._dtypes import HALF
 from .._typing import AnyArray, Aval
 from .equations import aval_of, avals, count, is_inexact
 from .flow import Flow, propagate
+from .islands import reachable
 from .primitives import Saves, properties
 
 
@@ -71,12 +72,7 @@ def kept_bytes(
     for node, v, dtype in zip(inputs, jaxpr.invars, stored, strict=False):
         if dtype is not None:  # autodiff would keep it as it is
             node.bytes = count(aval_of(v).shape) * dtype.itemsize
-    needed, waiting = set(kept), list(kept)
-    while waiting:
-        for node in waiting.pop().made_of:
-            if node not in needed:
-                needed.add(node)
-                waiting.append(node)
+    needed = reachable(kept, lambda node: node.made_of)
     return (
         bytes_kept,
         sum(node.bytes for node in inputs if node in needed and not node.is_free),

@@ -68,6 +68,7 @@ from ._recipes import (
 from ._rounding import (
     flushed,
     largest_magnitude,
+    power_of_two,
     round_finite,
     up_or_down,
 )

@@ -72,12 +72,11 @@ def _refuse_batching_rule(
 ) -> tuple[Array, bool]:
     if in_batched[0] and not in_batched[1]:
         raise ValueError(
-            "Delayed scaling inside of `jax.vmap` would add up the amaxes of "
-            f"{axis_size} examples where their maximum is needed. Put `mpx.autocast` "
-            "outside of vmap: `mpx.autocast(jax.vmap(f))`, not "
-            "`jax.vmap(mpx.autocast(f))`. Where each is a model of its own, as over "
-            "seeds, each has a state of its own, made in a vmap that returns it: "
-            "`states = jax.vmap(init)(seeds)`, with `mpx.init_scaling` in `init`, then "
-            "`jax.vmap(step)(*states)`."
+            f"Delayed scaling inside `jax.vmap` would sum the amaxes of {axis_size} "
+            "examples instead of taking their maximum. Put `mpx.autocast` outside "
+            "vmap: `mpx.autocast(jax.vmap(f))`, not `jax.vmap(mpx.autocast(f))`. "
+            "For separate models, as over seeds, make a state for each in a vmap "
+            "that returns it: `states = jax.vmap(init)(seeds)`, with "
+            "`mpx.init_scaling` in `init`, then `jax.vmap(step)(*states)`."
         )
     return refuse_batching(amax, scales), in_batched[0]

@@ -23,30 +23,30 @@ class QuantizedArray(Whole):
     $$x \approx \mathrm{payload} \cdot \mathrm{inverse\_scale}
     \;(\cdot\;\mathrm{tensor\_inverse\_scale})$$
 
-    `mpx.quantization.quantize` makes them; the fields are for kernels and checkpoints.
-    It goes through jit, scan, `jax.eval_shape`, pickle and checkpoints. A vmap, a scan
-    or a stack of layers may put axes *in front*, of all arrays in it, and take them
-    away again: `jax.vmap(quantize)` gives one scale (per tensor) to each row. Axes
-    elsewhere (`in_axes=1`) have no meaning, and neither has arithmetic on its leaves,
-    such as a `jax.tree.map` of a running average: that is a `TypeError`.
+    `mpx.quantization.quantize` returns it; the fields are for kernels and checkpoints.
+    It can be passed through jit, scan, `jax.eval_shape`, pickle and checkpoints. A
+    vmap, a scan or a stack of layers may add *leading* axes to all its arrays, and
+    remove them again: `jax.vmap(quantize)` gives one scale (per tensor) to each row.
+    Axes elsewhere (`in_axes=1`) are meaningless, and so is arithmetic on its leaves,
+    such as a `jax.tree.map` of a running average: both raise `TypeError`.
 
-    To derivatives it is a constant: `dequantize` passes none back to payload or scales.
-    `mpx.quantization.quantize_dequantize` is what gradients go through.
+    It has no derivative: `dequantize` passes no gradient to payload or scales. Use
+    `mpx.quantization.quantize_dequantize` to differentiate.
 
     Attributes:
-        payload: The numbers, in the dtype of the format; in 4 bits uint8 that holds two
-            each along the last of `axes`, the first of them in the low half.
-        inverse_scale: What to multiply by. One float32 for the tensor; or one for each
-            block, the axes in `axes` being shorter by the length of a block: float32,
-            `float8_e8m0fnu` (MXFP8) or `float8_e4m3fn` (NVFP4).
-        tensor_inverse_scale: A float32 that multiplies too (NVFP4), else None.
+        payload: The numbers, in the dtype of the format. In 4 bits it is uint8 with two
+            numbers each along the last of `axes`, the first in the low half.
+        inverse_scale: The factor of the payload. One float32 for the tensor; or one for
+            each block, the axes in `axes` being shorter by the length of a block:
+            float32, `float8_e8m0fnu` (MXFP8) or `float8_e4m3fn` (NVFP4).
+        tensor_inverse_scale: A second factor in float32 (NVFP4), else None.
         format: The format of the payload.
-        dtype: The dtype of what was quantized, and of `dequantize()`.
-        axes: The axes that blocks lie along, negative; empty for one scale.
+        dtype: The dtype of the quantized array, and of `dequantize()`.
+        axes: The axes that blocks are along, negative; empty for one scale.
         block: The length of a block, 0 for one scale.
-        guard: Notices arithmetic; None if nobody should.
+        guard: Detects arithmetic on the leaves; None disables this.
         rotated: Whether the payload is of the Hadamard transform of the array.
-        signs: The signs of that transform; None for its own.
+        signs: The signs of that transform; None for the default ones.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -71,7 +71,7 @@ class QuantizedArray(Whole):
 
     @property
     def shape(self) -> Shape:
-        """The shape of what was quantized."""
+        """The shape of the quantized array."""
         shape = [*self.payload.shape]
         if self.format is Format.E2M1:
             shape[self.axes[-1]] *= 2
@@ -98,17 +98,18 @@ class QuantizedArray(Whole):
         )
 
     def dequantize(self, *, rotated: bool = False) -> Array:
-        r"""The array that the payload and its scales stand for.
+        r"""Returns the array that payload and scales represent.
 
-        The product is formed in float32 and rounded to `dtype` once.
+        It multiplies in float32 and rounds to `dtype` once.
 
         Args:
-            rotated: Leave a Hadamard transform in place: the numbers that a product
-                of two such arrays sees. Without it, the transform is undone.
+            rotated: True keeps a Hadamard transform, which gives the numbers that a
+                matmul of two such arrays multiplies. By default the transform is
+                undone.
 
         Returns:
             An array in `shape` and `dtype`. A block whose scale is NaN is NaN, and a
-            product beyond the range of the dtype is infinite.
+            value beyond the range of the dtype is infinite.
         """
         numbers = self._numbers()
         # Axes that a vmap put in front are in the scale of the tensor, too.

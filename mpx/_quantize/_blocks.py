@@ -45,12 +45,14 @@ def resolve_axes(
         isinstance(one, int) and not isinstance(one, bool) for one in given
     )
     if wrong_kind:
-        raise TypeError(f"`axis` of {caller} is an integer or a pair; got {axis!r}.")
+        raise TypeError(
+            f"`axis` of {caller} must be an integer or a pair; got {axis!r}."
+        )
     rank = len(shape)
     if rank < dimensions:
         raise ValueError(
-            f"{caller} with blocks of {_size(block, dimensions)} needs an array of at "
-            f"least {dimensions} axes; got shape {shape}. Reshape it, or take "
+            f"{caller} with blocks of {_size(block, dimensions)} needs an array of "
+            f"at least {dimensions} axes; got shape {shape}. Reshape it, or use "
             "`mpx.quantization.TensorQuantizer`."
         )
     for one in given:
@@ -64,17 +66,18 @@ def resolve_axes(
         axes |= {max({-1, -2} - axes)}
     if len(axes) != dimensions:
         raise ValueError(
-            f"`axis` of {caller} with blocks of {_size(block, dimensions)} names "
-            f"{dimensions} different axes at most; got {axis!r}."
+            f"`axis` of {caller} with blocks of {_size(block, dimensions)} must name "
+            f"at most {dimensions} different axes; got {axis!r}."
         )
     for one in sorted(axes):
         if shape[one] % block:
             missing = -shape[one] % block
             raise ValueError(
-                f"{caller} needs axes that divide into blocks of "
-                f"{_size(block, dimensions)}; got shape {shape}, whose axis {one} has "
-                f"length {shape[one]}. Pad that axis with {missing} zeros (`jnp.pad`), "
-                "choose another `axis`, or take `mpx.quantization.TensorQuantizer`."
+                f"{caller} needs axes divisible into blocks of "
+                f"{_size(block, dimensions)}; got shape {shape}, whose axis {one} "
+                f"has length {shape[one]}. Pad that axis with {missing} zeros "
+                "(`jnp.pad`), choose another `axis`, or use "
+                "`mpx.quantization.TensorQuantizer`."
             )
     return tuple(sorted(axes))
 

@@ -55,9 +55,9 @@ class ConvolutionProduct(AbstractDequantizedProduct):
     def __post_init__(self) -> None:
         if has_blocks(self.recipe):
             raise ValueError(
-                "A convolution is quantized with one scale for each array; got "
-                f"{self.recipe!r}, which has blocks. Use `mpx.Float8CurrentScaling` or "
-                "`mpx.DelayedScaling`, or leave the convolution in high precision."
+                "A convolution needs a recipe with one scale per array; got "
+                f"{self.recipe!r}, which has blocks. Use `mpx.Float8CurrentScaling` "
+                "or `mpx.DelayedScaling`, or keep the convolution in high precision."
             )
 
     def _axes(self, role: Role) -> tuple[int, int]:

@@ -34,13 +34,13 @@ AmaxAlgorithm: TypeAlias = str | Callable[[Array], Array]
 class DelayedScalingState(eqx.Module):
     """The state of delayed scaling for one array: past amaxes and the scale.
 
-    An immutable PyTree of two arrays. `mpx.DelayedScaling.init` makes it, and
-    `mpx.DelayedScaling.update` makes the next one.
+    An immutable PyTree of two arrays. `mpx.DelayedScaling.init` returns the first one,
+    `mpx.DelayedScaling.update` the next one.
 
     Attributes:
-        amax_history: float32; where the next amax goes first, then from the oldest to
-            the newest.
-        scale: float32, what to multiply by at the next step.
+        amax_history: float32; first the slot of the next amax, then amaxes from the
+            oldest to the newest.
+        scale: float32, the scale of the next step.
     """
 
     amax_history: Float32[Array, " length"]
@@ -72,30 +72,31 @@ class RecipeWithState(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(AbstractRecipe):
-    r"""FP8 with one scale for each array, from the amaxes of earlier steps.
+    r"""FP8 with one scale per array, from the amaxes of earlier steps.
 
     $$q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
     x \approx q \cdot (1 / s) \qquad
     s' = \frac{\mathrm{MAX}}{a} \cdot 2^{-\mathrm{margin}}$$
 
     where $s$ is the scale of the state, $s'$ that of the next one, and $a$ the largest
-    of the history's amaxes, this step's among them. `update` has every detail.
+    amax of the history, this step's included. `update` has every detail.
 
     The scale starts at 1, which flushes small gradients to zero (in E5M2 those below
-    $2^{-17}$) in the first step. With `warm_start=True` it starts at 0, which stands
-    for: computed from the array at hand, as current scaling does.
+    $2^{-17}$) in the first step. With `warm_start=True` it starts at 0, which means:
+    computed from the array itself, as in current scaling.
 
     Args:
-        margin: How many powers of two to stay below MAX, for arrays that grow.
+        margin: Keeps scaled values this many powers of two below MAX, for arrays that
+            grow.
         fp8_format: `Format.HYBRID` (E4M3, for gradients E5M2) or `Format.E4M3`.
-        amax_history_len: How many amaxes the history has room for.
+        amax_history_len: The length of the amax history.
         amax_compute_algo: "max" of the history, "most_recent" for this step's amax, or
             a function from the history (float32, this step's amax first) to one amax.
-        warm_start: Whether the first step computes its scales from the arrays. For
-            `mpx.quantization.quantize` leave `scale` out while it is 0.
-        backward_override: None; with a high-precision backward pass there would be no
-            amaxes of gradients, and Transformer Engine allows no other value either.
-        reduce_amax: True: an array that lies in pieces on several devices has one amax,
+        warm_start: Whether the first step computes its scales from the arrays. With
+            `mpx.quantization.quantize` omit `scale` while it is 0.
+        backward_override: Must be None: a high-precision backward pass would have no
+            amaxes of gradients. Transformer Engine allows no other value either.
+        reduce_amax: Must be True: an array sharded over several devices has one amax,
             and so one scale.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
@@ -131,34 +132,36 @@ class DelayedScaling(AbstractRecipe):
         check_flags(self, "warm_start", "reduce_amax")
         if not self.reduce_amax:
             raise ValueError(
-                "`reduce_amax` of `mpx.DelayedScaling` is True: the pieces of an array "
-                "on several devices have one scale; got False. Leave it out."
+                "`reduce_amax` of `mpx.DelayedScaling` must be True, because a "
+                "sharded array has one scale; got False. Omit it."
             )
         for name in ("margin", "amax_history_len"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(
-                    f"`{name}` of `mpx.DelayedScaling` is an integer; got {value!r}."
+                    f"`{name}` of `mpx.DelayedScaling` must be an integer; got "
+                    f"{value!r}."
                 )
         if self.amax_history_len < 1:
             raise ValueError(
-                "`amax_history_len` of `mpx.DelayedScaling` is at least 1; got "
+                "`amax_history_len` of `mpx.DelayedScaling` must be at least 1; got "
                 f"{self.amax_history_len!r}."
             )
         if not -64 <= self.margin <= 64:
             raise ValueError(
-                "`margin` of `mpx.DelayedScaling` is between -64 and 64; got "
+                "`margin` of `mpx.DelayedScaling` must be between -64 and 64; got "
                 f"{self.margin!r}."
             )
         algorithm = self.amax_compute_algo
         if algorithm not in ("max", "most_recent") and not callable(algorithm):
             raise ValueError(
-                "`amax_compute_algo` of `mpx.DelayedScaling` is 'max', 'most_recent' "
-                f"or a function from the history to an amax; got {algorithm!r}."
+                "`amax_compute_algo` of `mpx.DelayedScaling` must be 'max', "
+                "'most_recent' or a function from the history to an amax; got "
+                f"{algorithm!r}."
             )
         if self.backward_override is not None:
             raise ValueError(
-                "`backward_override` of `mpx.DelayedScaling` is None; got "
+                "`backward_override` of `mpx.DelayedScaling` must be None; got "
                 f"{self.backward_override!r}. Use `mpx.Float8CurrentScaling`."
             )
 
@@ -169,7 +172,7 @@ class DelayedScaling(AbstractRecipe):
         return Float8CurrentScaling(self.fp8_format)
 
     def init(self) -> DelayedScalingState:
-        """The state before the first step: zeros for amaxes, and a scale of 1 or 0."""
+        """Returns the first step's state: amaxes of zero, and a scale of 1 or 0."""
         history = jnp.zeros(self.amax_history_len, jnp.float32)
         scale = 0.0 if self.warm_start else 1.0
         return DelayedScalingState(history, jnp.full((), scale, jnp.float32))
@@ -177,7 +180,7 @@ class DelayedScaling(AbstractRecipe):
     def update(
         self, state: DelayedScalingState, amax: Array, role: Role
     ) -> DelayedScalingState:
-        r"""The state after a step, from the amax that was seen in it.
+        r"""Returns the state after a step, from the amax measured in it.
 
         In this order:
 
@@ -185,25 +188,25 @@ class DelayedScaling(AbstractRecipe):
         s' = \frac{\mathrm{MAX} / a}{2^{\mathrm{margin}}}, \qquad
         h \leftarrow \mathrm{roll}(h, -1), \qquad h_0 \leftarrow 0$$
 
-        Where $a$ is zero (or subnormal) or not finite, the scale stays what it was.
-        Scales are between $2^{-126}$ and $2^{126}$. An amax that is infinite or NaN is
-        that of a bad step, which leaves the state as it was: in the history it would
-        hold back the scale until it has left it.
+        Where $a$ is zero (or subnormal) or non-finite, the scale is unchanged. Scales
+        are between $2^{-126}$ and $2^{126}$. An infinite or NaN amax comes from a step
+        that is skipped, and leaves the state unchanged: in the history it would block
+        the scale until it has left the history.
 
         Pure, to be jitted with the rest of the step; `jax.vmap` updates stacked states.
 
         Args:
             state: The state that the step was computed with.
-            amax: The largest magnitude seen, one number; kept as float32.
-            role: What the array is, for the largest number of its format.
+            amax: The largest magnitude in the array, a scalar; stored as float32.
+            role: The role of the array, which gives the largest number of its format.
 
         Returns:
             The next state.
 
         Raises:
-            TypeError: `role` is no role.
-            ValueError: `amax` is not one number, or the function of
-                `amax_compute_algo` did not give one.
+            TypeError: `role` is not a role.
+            ValueError: `amax` is not a scalar, or the function of `amax_compute_algo`
+                did not return one.
         """
         amax = _one_number(amax, "`amax` of `mpx.DelayedScaling.update`")
         history = state.amax_history.at[0].set(amax)
@@ -231,14 +234,14 @@ class DelayedScaling(AbstractRecipe):
         if isinstance(self.amax_compute_algo, str):
             return history[0]
         chosen = self.amax_compute_algo(history)
-        return _one_number(chosen, "What `amax_compute_algo` gives")
+        return _one_number(chosen, "The result of `amax_compute_algo`")
 
 
 def _one_number(value: Array, name: str) -> Array:
     value = jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
     if value.shape:
         raise ValueError(
-            f"{name} is one number; got shape {value.shape}. Use `jax.vmap` for "
-            "stacked states, `jnp.max` to join amaxes."
+            f"{name} must be a scalar; got shape {value.shape}. Use `jax.vmap` for "
+            "stacked states, `jnp.max` to combine amaxes."
         )
     return value

@@ -32,7 +32,7 @@ def path_of(product: AbstractProduct) -> tuple[str, str]:
     if isinstance(product, AbstractDequantizedProduct):
         if target.platform == "cpu":
             return Path.EMULATED.value, f"float32 {product.plural} on a CPU"
-        return Path.HALF.value, f"{product.plural} have no form in FP8"
+        return Path.HALF.value, f"{product.plural} have no FP8 form"
 
     def operands(left: Array, right: Array) -> tuple[Operand, Operand]:
         like = product.dtype, target, alone
@@ -76,20 +76,20 @@ def _format_of(quantizer: object) -> str:
 
 def _reason(path: Path, product: AbstractProduct, target: Target) -> str:
     if path is Path.EMULATED:
-        return "float32 products on a CPU"
+        return "float32 matmuls on a CPU"
     if path is Path.FP8_UNITS:
         return f"{'cuBLASLt' if target.platform == 'cuda' else 'XLA'} on {target.name}"
     if path is Path.BLOCK_UNITS:
         return f"cuDNN on {target.name}, from cuDNN 9.10 on"
     quantizers = [product.recipe.quantizer(r) for r in (Role.INPUT, Role.WEIGHT)]
     if any(isinstance(one, BlockQuantizer) for one in quantizers):
-        return "blocks of 128 have no fast form in XLA"
+        return "XLA has no fast matmul for blocks of 128"
     if None in quantizers:
         return "one operand is not quantized"
     if any(one is not None and one.block_dimensions for one in quantizers):
         if target.has_block_units:
-            return "the operands have blocks that do not go together"
-        return f"{target.name} has no units for blocks with scales"
+            return "the operands have incompatible blocks"
+        return f"{target.name} has no hardware for scaled blocks"
     if target.has_fp8_units:
-        return f"{target.name} has no product of these formats"
-    return f"{target.name} has no FP8 units that XLA uses"
+        return f"{target.name} has no matmul of these formats"
+    return f"{target.name} has no FP8 hardware that XLA uses"

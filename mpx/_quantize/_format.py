@@ -13,31 +13,12 @@ Source: OCP 8-bit Floating Point Specification 1.0, section 5; OCP Microscaling 
 (MX) Specification 1.0, section 5.3.3 (E2M1).
 """
 
-import dataclasses
 import enum
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-
-@dataclasses.dataclass(frozen=True)
-class _Facts:
-    """How the bits of a format are shared out; its largest number is 1.75 or 1.5."""
-
-    name: str
-    exponent_bits: int
-    mantissa_bits: int
-    largest: float
-
-    @property
-    def smallest_exponent(self) -> int:
-        """The exponent of the smallest normal number, 1 minus the bias."""
-        return 2 - 2 ** (self.exponent_bits - 1)
-
-
-_E4M3 = _Facts("float8_e4m3fn", 4, 3, 448.0)
-_E5M2 = _Facts("float8_e5m2", 5, 2, 57344.0)
-_E2M1 = _Facts("float4_e2m1fn", 2, 1, 6.0)
+_E4M3, _E5M2, _E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 
 
 class Format(enum.Enum):
@@ -80,37 +61,38 @@ class Format(enum.Enum):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype in which JAX keeps one number, such as `float8_e4m3fn`."""
-        return jnp.dtype(self._facts.name)
+        """The dtype in which JAX stores a number, such as `float8_e4m3fn`."""
+        return self._info.dtype
 
     @property
     def bits(self) -> int:
-        """How many bits one number takes."""
-        return 1 + self._facts.exponent_bits + self._facts.mantissa_bits
+        """The number of bits of a number."""
+        return self._info.bits
 
     @property
     def largest(self) -> float:
-        """The largest finite number; what is larger saturates to it."""
-        return self._facts.largest
+        """The largest finite number; larger values saturate to it."""
+        return float(self._info.max)
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest number with all bits of mantissa."""
-        return 2.0**self._facts.smallest_exponent
+        """The smallest number with the full mantissa."""
+        return float(self._info.smallest_normal)
 
     @property
     def smallest(self) -> float:
-        """The smallest positive number, a subnormal one."""
-        return 2.0 ** (self._facts.smallest_exponent - self._facts.mantissa_bits)
+        """The smallest positive number, a subnormal."""
+        return float(self._info.smallest_subnormal)
 
     @property
-    def _facts(self) -> _Facts:
+    def _info(self) -> np.finfo:
+        """How its bits are shared out."""
         if self is Format.HYBRID:
             raise ValueError(
-                "`mpx.Format.HYBRID` is two formats and has no facts of its own; ask "
+                "`mpx.Format.HYBRID` is two formats and has no such property; use "
                 "`Format.HYBRID.forward` (E4M3) or `Format.HYBRID.backward` (E5M2)."
             )
-        return self.value[0]
+        return ml_dtypes.finfo(self.value[0])
 
     def __repr__(self) -> str:
         return f"<Format.{self.name}>"
@@ -136,7 +118,7 @@ def single_format(format: Format, caller: str) -> Format:
         )
     if format is Format.HYBRID:
         raise ValueError(
-            f"{caller} needs one format; got `mpx.Format.HYBRID`, which is two. Take "
+            f"{caller} needs one format; got `mpx.Format.HYBRID`, which is two. Use "
             "`Format.HYBRID.forward` (E4M3) or `Format.HYBRID.backward` (E5M2)."
         )
     return format

@@ -36,26 +36,26 @@ def hadamard_transform(
     $$y = x\,H, \qquad H = \tfrac{1}{4}\,\mathrm{diag}(s)\,H_{16}, \qquad H H^T = I$$
 
     where $H_{16}$ is Sylvester's Hadamard matrix, whose entries are 1 and -1. The
-    inverse is $x = y\,H^T$. Products stay: $(a H)(b H)^T = a b^T$.
+    inverse is $x = y\,H^T$. It preserves matmuls: $(a H)(b H)^T = a b^T$.
 
     Computed in float32 by additions in a fixed order, so that every device gives the
     same bits; differentiable.
 
     Args:
         x: A floating array `[..., n, ...]`, n a multiple of 16.
-        axis: The axis of length n that blocks lie along: the contracted one.
-        signs: 16 numbers 1 or -1. Left out, a fixed choice, the same for every call.
-        inverse: Multiply by the transpose instead.
+        axis: The axis of length n that blocks are along: the contracted one.
+        signs: 16 numbers 1 or -1; by default a fixed choice, the same for every call.
+        inverse: Multiplies by the transpose instead.
 
     Returns:
-        The transformed array, in the shape and dtype of `x`. A block that holds an
-        infinity or a NaN has no finite number afterwards; a sum beyond the range of
-        the dtype is infinite.
+        The transformed array, in the shape and dtype of `x`. A block that contains an
+        infinity or a NaN has no finite number afterwards; a sum beyond the range of the
+        dtype is infinite.
 
     Raises:
-        TypeError: `x` or `signs` is not what is asked for above.
-        ValueError: The axis does not exist or is no multiple of 16; or a sign is
-            neither 1 nor -1, unless signs are traced.
+        TypeError: `x` or `signs` is not of the kind above.
+        ValueError: The axis does not exist or its length is not a multiple of 16; or a
+            sign is neither 1 nor -1 and not traced.
 
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149),
     section 4.2; the signs are mpx's own.
@@ -96,11 +96,11 @@ def checked_signs(signs: object, call: str) -> Any:
         signs = np.asarray(signs)
         shape, is_number = signs.shape, signs.dtype.kind in "iuf"
     if shape != (BLOCK,) or not is_number:
-        raise TypeError(f"`signs` of {call} are 16 numbers; got {describe(signs)}.")
+        raise TypeError(f"`signs` of {call} must be 16 numbers; got {describe(signs)}.")
     if not isinstance(signs, Tracer) and not (np.abs(signs) == 1).all():
         raise ValueError(
-            f"`signs` of {call} are 1 or -1, or the transform would not keep products; "
-            f"got {signs.tolist()}."
+            f"`signs` of {call} must be 1 or -1, or the transform would not preserve "
+            f"matmuls; got {signs.tolist()}."
         )
     return signs
 

@@ -35,35 +35,35 @@ def quantize(
     key: Array | None = None,
     scale: Array | float | None = None,
 ) -> QuantizedArray:
-    r"""Quantizes an array: scales, low-precision numbers, and nothing else.
+    r"""Quantizes an array to low-precision numbers and their scales.
 
-    The quantizer's docstring has the equations. Finite numbers are rounded to the
-    nearest, ties to even, and saturate; they are scaled in float32. An infinity or a
-    NaN becomes NaN, with its block if it has one. What is subnormal in float32 is taken
-    for zero, on every device. The same bits come out eagerly and under `jax.jit`.
+    The quantizer's docstring has the equations. Finite numbers are scaled in float32,
+    rounded to nearest, ties to even, and saturate. An infinity or a NaN becomes NaN,
+    with its block if it has one. Numbers subnormal in float32 count as zero, on every
+    device. Eager and jitted calls return the same bits.
 
     Args:
         x: An array of float16, bfloat16, float32 or float64 (rounded to float32 first).
         quantizer: `mpx.quantization.TensorQuantizer`,
             `mpx.quantization.BlockQuantizer`, `mpx.quantization.MXFP8Quantizer` or
             `mpx.quantization.NVFP4Quantizer`.
-        axis: The axis that blocks lie along: the one that the product will contract.
-            For square blocks a pair, or one axis, which stands for itself and the last
-            of the others. Without meaning where one scale is for the whole array.
-        key: A PRNG key; needed for stochastic rounding, unused without.
+        axis: The axis that blocks are along: the one that the matmul will contract. For
+            square blocks a pair, or one axis, which means itself and the last of the
+            others. Ignored with one scale for the whole array.
+        key: A PRNG key; required for stochastic rounding, unused otherwise.
         scale: The float32 scale of a `mpx.quantization.TensorQuantizer`, one number
-            between $2^{-126}$ and $2^{126}$, in place of the one computed from `x`.
+            between $2^{-126}$ and $2^{126}$; by default it is computed from `x`.
 
     Returns:
         The `QuantizedArray`, whose `dequantize()` has the shape and dtype of `x`.
 
     Raises:
-        TypeError: `x` is no floating array of 16 bits or more, or an argument is of the
-            wrong kind; or the result is differentiated.
+        TypeError: `x` is not a floating array of 16 bits or more, or an argument is of
+            the wrong kind; or the result is differentiated.
             `mpx.quantization.quantize_dequantize` has a derivative;
-            `jax.lax.stop_gradient(x)` asks for none.
-        ValueError: An axis does not divide into blocks; a key is missing; or a scale is
-            given to a quantizer of blocks, or is none, unless it is traced.
+            `jax.lax.stop_gradient(x)` removes it.
+        ValueError: An axis is not divisible into blocks; a key is missing; or a scale
+            is passed to a quantizer of blocks, or is invalid and not traced.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -86,21 +86,21 @@ def quantize_dequantize(
     key: Array | None = None,
     scale: Array | float | None = None,
 ) -> Array:
-    r"""What is left of an array after quantization, with a straight-through derivative.
+    r"""Quantizes and dequantizes an array, with a straight-through derivative.
 
     $$y = \mathrm{dequantize}(\mathrm{quantize}(x)), \qquad
     \frac{\partial y}{\partial x} := I, \qquad
     \frac{\partial y}{\partial\,\mathrm{scale}} := 0$$
 
-    Forward and reverse mode work, and any order: the second derivative is zero. Numbers
-    that saturate pass their gradient too.
+    Forward and reverse mode work in any order: the second derivative is zero. Saturated
+    numbers pass their gradient, too.
 
     Args:
-        x: As in `mpx.quantization.quantize`, as are all others.
-        quantizer: How to quantize.
-        axis: The axis that blocks lie along.
+        x: As in `mpx.quantization.quantize`, like all arguments.
+        quantizer: The quantizer.
+        axis: The axis that blocks are along.
         key: A PRNG key for stochastic rounding.
-        scale: A scale in place of the computed one, for
+        scale: A scale to use instead of the computed one, for
             `mpx.quantization.TensorQuantizer`.
 
     Returns:
@@ -130,13 +130,13 @@ def _checked(
 ) -> tuple[Array, Axes, Array | None]:
     if isinstance(x, QuantizedArray):
         raise TypeError(
-            f"{call} needs an array; got a `QuantizedArray`. It is quantized already; "
-            "`x.dequantize()` gives the array."
+            f"{call} needs an array; got a `QuantizedArray`. It is already "
+            "quantized; `x.dequantize()` returns the array."
         )
     if not isinstance(quantizer, AbstractQuantizer):
         raise TypeError(
             f"{call} needs a quantizer such as `mpx.quantization.TensorQuantizer()`; "
-            f"got {quantizer!r}. A recipe gives one with `recipe.quantizer(role)`."
+            f"got {quantizer!r}. From a recipe, use `recipe.quantizer(role)`."
         )
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.name not in _WIDE:
@@ -160,22 +160,22 @@ def _checked(
 def _scalar(scale: Any, quantizer: AbstractQuantizer, call: str) -> Array:
     if quantizer.block_dimensions:
         raise ValueError(
-            f"`scale` of {call} is for `mpx.quantization.TensorQuantizer`, which has "
-            f"one; got one for `{type(quantizer).__name__}`. Leave it out: blocks find "
-            "their own."
+            f"`scale` of {call} is only for `mpx.quantization.TensorQuantizer`; got "
+            f"one for `{type(quantizer).__name__}`. Omit it: each block computes its "
+            "own."
         )
     if jnp.shape(scale):
         raise ValueError(
-            f"`scale` of {call} is one number; got {describe(scale)}. Use `jax.vmap` "
-            "for one scale to each row."
+            f"`scale` of {call} must be a scalar; got {describe(scale)}. Use "
+            "`jax.vmap` for one scale per row."
         )
     if not isinstance(scale, Tracer):
         with np.errstate(over="ignore"):
             value = np.float32(scale)
         if not SMALLEST_FLOAT32 <= value <= LARGEST_SCALE:
             raise ValueError(
-                f"`scale` of {call} is positive and finite, between 2^-126 and 2^126; "
-                f"got {scale}. Leave it out, and it is computed from `x`."
+                f"`scale` of {call} must be positive and finite, between 2^-126 and "
+                f"2^126; got {scale}. Omit it to compute it from `x`."
             )
     return jnp.asarray(scale, jnp.float32)
 

@@ -66,11 +66,11 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AbstractQuantizer(abc.ABC):
-    """What every quantizer has: options, and the blocks that share a scale.
+    """The interface of every quantizer: options, and the blocks that share a scale.
 
     Attributes:
-        stochastic_rounding: Round to a random neighbour, the nearer one with the higher
-            probability, so that the mean is the number itself; needs a `key`.
+        stochastic_rounding: Rounds to a random neighbour, the nearer one with the
+            higher probability, so that the mean is the number itself; requires a `key`.
     """
 
     stochastic_rounding: bool = dataclasses.field(default=False, kw_only=True)
@@ -87,7 +87,7 @@ class AbstractQuantizer(abc.ABC):
 
     @property
     def block_dimensions(self) -> int:
-        """How many axes a block lies along: 0, 1, or 2 for square blocks."""
+        """The number of axes that a block is along: 0, 1, or 2 for square blocks."""
         return 0
 
     @abc.abstractmethod
@@ -113,19 +113,20 @@ class TensorQuantizer(AbstractQuantizer):
     x \approx q \cdot (1 / s)$$
 
     The maximum is that of the finite numbers; $s = 1$ where it is zero, and $s$ stays
-    within $2^{\pm 126}$. An infinity or a NaN becomes NaN, and its neighbours stay.
-    `mpx.quantization.quantize(..., scale=s)` takes a scale from elsewhere, as delayed
+    within $2^{\pm 126}$. An infinity or a NaN becomes NaN without affecting its
+    neighbours. `mpx.quantization.quantize(..., scale=s)` uses a given scale, as delayed
     scaling does; finite numbers then saturate to MAX.
 
     Args:
         format: `Format.E4M3` or `Format.E5M2`.
-        power_of_two_scales: Round the scale down to a power of two.
+        power_of_two_scales: Rounds the scale down to a power of two.
         amax_epsilon: $\epsilon$, the smallest amax.
         stochastic_rounding: See `mpx.quantization.AbstractQuantizer`.
 
     Raises:
         TypeError: An option is of the wrong kind.
-        ValueError: The format has not 8 bits or is a pair; or epsilon is negative.
+        ValueError: The format does not have 8 bits or is a pair; or epsilon is
+            negative.
 
     Source: NVIDIA, Transformer Engine's documentation, FP8 current scaling.
 
@@ -168,20 +169,20 @@ class BlockQuantizer(AbstractQuantizer):
     q = \mathrm{sat}(\mathrm{round}(x \cdot s_b)) \qquad
     x \approx q \cdot (1 / s_b)$$
 
-    The floor is left out with `power_of_two_scales=False`. $s_b = 1$ where the amax of
-    a block is zero, and it stays within $2^{\pm 126}$. A block that holds an infinity
-    or a NaN has the scale NaN and is NaN.
+    `power_of_two_scales=False` omits the floor. $s_b = 1$ where the amax of a block is
+    zero, and it stays within $2^{\pm 126}$. A block that contains an infinity or a NaN
+    has the scale NaN and is NaN.
 
     Args:
         format: `Format.E4M3` or `Format.E5M2`.
         block_dimensions: 1 for 1x128 (inputs, gradients), 2 for 128x128 (weights).
-        power_of_two_scales: Round scales down to powers of two.
+        power_of_two_scales: Rounds scales down to powers of two.
         amax_epsilon: $\epsilon$, the smallest amax.
         stochastic_rounding: See `mpx.quantization.AbstractQuantizer`.
 
     Raises:
         TypeError: An option is of the wrong kind.
-        ValueError: The format has not 8 bits or is a pair; `block_dimensions` is
+        ValueError: The format does not have 8 bits or is a pair; `block_dimensions` is
             neither 1 nor 2; or epsilon is negative.
 
     Source: NVIDIA, Transformer Engine's documentation, FP8 block scaling; DeepSeek-V3
@@ -221,14 +222,14 @@ class BlockQuantizer(AbstractQuantizer):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8Quantizer(AbstractQuantizer):
-    r"""One power of two, kept in 8 bits (E8M0), for each block of 1x32 numbers.
+    r"""One power of two, stored in 8 bits (E8M0), for each block of 1x32 numbers.
 
     $$e_b = \left\lceil \log_2 (\max\nolimits_b|x| / \mathrm{MAX}) \right\rceil \qquad
     q = \mathrm{sat}(\mathrm{round}(x \cdot 2^{-e_b})) \qquad
     x \approx q \cdot 2^{e_b}$$
 
-    with $-126 \le e_b \le 126$, so that no finite number saturates. A block that holds
-    an infinity or a NaN has the scale NaN and is NaN.
+    with $-126 \le e_b \le 126$, so no finite number saturates. A block that contains an
+    infinity or a NaN has the scale NaN and is NaN.
 
     Args:
         format: `Format.E4M3` or `Format.E5M2`.
@@ -236,7 +237,7 @@ class MXFP8Quantizer(AbstractQuantizer):
 
     Raises:
         TypeError: An option is of the wrong kind.
-        ValueError: The format has not 8 bits or is a pair.
+        ValueError: The format does not have 8 bits or is a pair.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 6.3, with
     the scale rounded up as in Transformer Engine, where the specification rounds down.
@@ -275,30 +276,30 @@ class MXFP8Quantizer(AbstractQuantizer):
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4Quantizer(AbstractQuantizer):
-    r"""E2M1 in blocks of 1x16 or 16x16, an E4M3 scale each, one float32 for the tensor.
+    r"""E2M1 in blocks of 1x16 or 16x16 with E4M3 scales, and a float32 tensor scale.
 
     $$t = \frac{448 \cdot 6}{\max|x|} \qquad
     b = \mathrm{E4M3}\!\left(\max\nolimits_b|x| \cdot \frac{t}{6}\right) \qquad
     q = \mathrm{E2M1}\!\left(x \cdot \frac{1}{b \cdot (1 / t)}\right)$$
 
     and $x \approx q \cdot (b \cdot (1 / t))$; $t = 1$ where the amax of the tensor is
-    zero, and at most $2^{100}$. Of an array that holds an infinity or a NaN all scales
-    are NaN, since E2M1 has none, and so is all of it. Blocks whose scale rounds to zero
-    are zero.
+    zero, and at most $2^{100}$. If an array contains an infinity or a NaN, all its
+    scales and so all its values are NaN, since E2M1 has none. Blocks whose scale rounds
+    to zero are zero.
 
     Args:
         block_dimensions: 1 for 1x16 (inputs, gradients), 2 for 16x16 (weights).
-        hadamard: Quantize `mpx.quantization.hadamard_transform(x, axis=...)` instead of
-            `x`.
-        signs: The signs of that transform, 16 numbers 1 or -1; its own if left out.
-            Where the two operands of a product have different ones, the transform is
-            undone before they are multiplied.
+        hadamard: Quantizes `mpx.quantization.hadamard_transform(x, axis=...)` instead
+            of `x`.
+        signs: The signs of that transform, 16 numbers 1 or -1; by default its own. If
+            the two operands of a matmul have different signs, the transform is undone
+            before they are multiplied.
         stochastic_rounding: See `mpx.quantization.AbstractQuantizer`.
 
     Raises:
         TypeError: An option is of the wrong kind.
-        ValueError: `block_dimensions` is neither 1 nor 2; the transform is asked for
-            in square blocks; or signs are given without it, or are others.
+        ValueError: `block_dimensions` is neither 1 nor 2; `hadamard` is set for square
+            blocks; or signs are set without it, or are not 16 numbers 1 or -1.
 
     Source: NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149),
     section 2 and appendix C.
@@ -323,16 +324,16 @@ class NVFP4Quantizer(AbstractQuantizer):
             if self.hadamard is False:
                 raise ValueError(
                     "`signs` of `mpx.quantization.NVFP4Quantizer` are those of the "
-                    "Hadamard transform; got signs without one. Say `hadamard=True`, "
+                    "Hadamard transform; got signs without it. Set `hadamard=True`, "
                     "too."
                 )
         check_dimensions(self)
         check_flags(self, "hadamard", "stochastic_rounding")
         if self.hadamard and self.block_dimensions == 2:
             raise ValueError(
-                "`mpx.quantization.NVFP4Quantizer` has the Hadamard transform along "
-                "one axis; got `hadamard=True` with `block_dimensions=2`. Take one of "
-                "the two."
+                "`mpx.quantization.NVFP4Quantizer` supports the Hadamard transform "
+                "along one axis only; got `hadamard=True` with "
+                "`block_dimensions=2`. Set only one of them."
             )
 
     @property

@@ -35,7 +35,7 @@ class RaggedProduct(AbstractDequantizedProduct):
         dimension_numbers: Those of `jax.lax.ragged_dot_general`, see `has_ragged_form`.
     """
 
-    plural: ClassVar[str] = "ragged products"
+    plural: ClassVar[str] = "ragged matmuls"
     dimension_numbers: lax.RaggedDotDimensionNumbers
 
     def _axes(self, role: Role) -> tuple[int, int]:

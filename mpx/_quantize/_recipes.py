@@ -31,7 +31,7 @@ _OVERRIDES = (None, "high_precision", "dequantized")
 
 
 class Role(enum.Enum):
-    """What an array is in a linear layer.
+    """The role of an array in a linear layer.
 
     Examples:
         >>> import mpx
@@ -52,17 +52,18 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRecipe(abc.ABC):
-    """What every recipe has.
+    """The interface of every recipe.
 
     Attributes:
-        backward_override: How the backward pass computes. None: with quantized
-            operands. "high_precision": with x and w as they were and g unquantized.
-            "dequantized": with x and w as the forward pass quantized them and g
-            unquantized. With either of the last two a gradient gets no quantizer.
-        fp8_dpa: Whether products of data with data, which are those of attention, are
+        backward_override: The operands of the backward pass. None: quantized.
+            "high_precision": unquantized x, w and g. "dequantized": x and w as the
+            forward pass quantized them, and unquantized g. With either of the last two
+            a gradient has no quantizer.
+        fp8_dpa: Whether activation matmuls, which are those of attention, are
             quantized, too: in FP8 with current scaling, under every recipe.
-        has_state: Whether a training step keeps scales for it. Such a recipe is, or has
-            the members of, `mpx.DelayedScaling` (`RecipeWithState`).
+        has_state: Whether the recipe has scales that are kept between training steps.
+            Such a recipe is, or has the members of, `mpx.DelayedScaling`
+            (`RecipeWithState`).
     """
 
     has_state: ClassVar[bool] = False
@@ -73,37 +74,38 @@ class AbstractRecipe(abc.ABC):
         check_flags(self, "fp8_dpa")
         if self.backward_override not in _OVERRIDES:
             raise ValueError(
-                f"`backward_override` of `mpx.{type(self).__name__}` is None, "
+                f"`backward_override` of `mpx.{type(self).__name__}` must be None, "
                 f"'high_precision' or 'dequantized'; got {self.backward_override!r}."
             )
 
     def quantizer(
         self, role: Role, *, for_wgrad: bool = False
     ) -> AbstractQuantizer | None:
-        """The quantizer of a role, for `mpx.quantization.quantize`.
+        """Returns the quantizer of a role, for `mpx.quantization.quantize`.
 
         Args:
             role: Input, weight or gradient.
             for_wgrad: Whether the copy is an operand of dw = xᵀ g, which contracts
-                tokens. Only NVFP4 makes a difference.
+                tokens. Only NVFP4 distinguishes it.
 
         Returns:
-            A quantizer, or None where the array stays in high precision.
+            A quantizer, or None if the array stays in high precision.
 
         Raises:
-            TypeError: `role` is no role.
-            ValueError: A weight is asked for as an operand of its own gradient.
+            TypeError: `role` is not a role.
+            ValueError: The role is a weight with `for_wgrad=True`: it is not an operand
+                of its own gradient.
         """
         if not isinstance(role, Role):
             raise TypeError(
-                f"`role` of `{type(self).__name__}.quantizer(role)` is a role such as "
-                f"`mpx.quantization.Role.INPUT`; got {role!r}."
+                f"`role` of `{type(self).__name__}.quantizer(role)` must be a role "
+                f"such as `mpx.quantization.Role.INPUT`; got {role!r}."
             )
         if role is Role.WEIGHT and for_wgrad:
             raise ValueError(
-                "The gradient of a weight is the product of input and gradient; "
-                "got `mpx.quantization.Role.WEIGHT` with `for_wgrad=True`. Leave "
-                "`for_wgrad` out."
+                "`for_wgrad=True` is for inputs and gradients, the operands of a "
+                "weight's gradient; got `mpx.quantization.Role.WEIGHT`. Omit "
+                "`for_wgrad`."
             )
         overridden = role is Role.GRADIENT or for_wgrad
         if overridden and self.backward_override is not None:
@@ -127,7 +129,7 @@ class AbstractRecipe(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScaling(AbstractRecipe):
-    r"""FP8 with one scale for each array, from the array itself.
+    r"""FP8 with one scale per array, from the array itself.
 
     $$s = \frac{\mathrm{MAX}}{\max(\max|x|, \epsilon)} \qquad
     q = \mathrm{sat}(\mathrm{round}(x \cdot s)) \qquad
@@ -137,7 +139,7 @@ class Float8CurrentScaling(AbstractRecipe):
 
     Args:
         fp8_format: `Format.HYBRID` (E4M3, for gradients E5M2) or `Format.E4M3`.
-        use_power_2_scales: Round scales down to powers of two.
+        use_power_2_scales: Rounds scales down to powers of two.
         amax_epsilon: $\epsilon$, the smallest amax.
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
@@ -181,18 +183,18 @@ class Float8BlockScaling(AbstractRecipe):
     q = \mathrm{sat}(\mathrm{round}(x \cdot s_b)) \qquad
     x \approx q \cdot (1 / s_b)$$
 
-    Blocks lie along the axis that the product contracts, so that input and gradient are
-    quantized anew for dw. See `mpx.quantization.BlockQuantizer` for zeros, infinities
+    Blocks are along the axis that the matmul contracts, so input and gradient are
+    quantized again for dw. See `mpx.quantization.BlockQuantizer` for zeros, infinities
     and NaN.
 
     Args:
-        use_f32_scales: Leave the floor to a power of two out.
+        use_f32_scales: Omits the floor to a power of two.
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
         amax_epsilon: $\epsilon$, the smallest amax.
         x_block_scaling_dim: 1 or 2, for 1x128 or 128x128 blocks of inputs.
         w_block_scaling_dim: The same for weights.
-        grad_block_scaling_dim: The same for gradients. Two of them are multiplied in
-            every product, and at most one of the two may be 2.
+        grad_block_scaling_dim: The same for gradients. Every matmul multiplies two of
+            the three roles, and at most one of the two may be 2.
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
@@ -227,14 +229,14 @@ class Float8BlockScaling(AbstractRecipe):
             dimensions = getattr(self, f"{role}_block_scaling_dim")
             if dimensions not in (1, 2):
                 raise ValueError(
-                    f"`{role}_block_scaling_dim` of `mpx.Float8BlockScaling` is 1 or "
-                    f"2; got {dimensions!r}."
+                    f"`{role}_block_scaling_dim` of `mpx.Float8BlockScaling` must be "
+                    f"1 or 2; got {dimensions!r}."
                 )
             square += dimensions == 2
         if square > 1:
             raise ValueError(
-                "`mpx.Float8BlockScaling` multiplies square blocks with 1x128 blocks "
-                f"only; got {self!r}. Leave at most one `..._block_scaling_dim` at 2."
+                "`mpx.Float8BlockScaling` multiplies square blocks only with 1x128 "
+                f"blocks; got {self!r}. Set at most one `..._block_scaling_dim` to 2."
             )
 
     def _quantizer(self, role: Role, for_wgrad: bool) -> BlockQuantizer:
@@ -252,21 +254,22 @@ class Float8BlockScaling(AbstractRecipe):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(AbstractRecipe):
-    r"""MXFP8: blocks of 1x32 numbers, a power of two in 8 bits for each.
+    r"""MXFP8: blocks of 1x32 numbers, each with a power of two in 8 bits as its scale.
 
     $$e_b = \left\lceil \log_2 (\max\nolimits_b|x| / \mathrm{MAX}) \right\rceil \qquad
     q = \mathrm{sat}(\mathrm{round}(x \cdot 2^{-e_b})) \qquad
     x \approx q \cdot 2^{e_b}$$
 
-    Blocks lie along the axis that the product contracts, so that all three roles are
+    Blocks are along the axis that the matmul contracts, so all three roles are
     quantized twice. See `mpx.quantization.MXFP8Quantizer` for zeros, infinities and
     NaN.
 
     Args:
         fp8_format: `Format.E4M3` or `Format.HYBRID`.
-        kernel: What quantizes on a device with units for blocks. None: the compiler,
-            in four passes over an array. `mpx.contrib.PallasKernel()`: a kernel that
-            reads it once. **No device has run that yet.**
+        kernel: The implementation that quantizes on a device with hardware for blocks.
+            None: the compiler's, in four passes over an array.
+            `mpx.contrib.PallasKernel()`: a kernel that reads it once. **No device has
+            run it yet.**
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
@@ -297,7 +300,7 @@ class MXFP8BlockScaling(AbstractRecipe):
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling(AbstractRecipe):
-    r"""NVFP4: 4 bits, blocks of 1x16 (weights 16x16), an E4M3 scale for each.
+    r"""NVFP4: 4 bits, blocks of 1x16 (weights 16x16), each with an E4M3 scale.
 
     $$t = \frac{448 \cdot 6}{\max|x|} \qquad
     b = \mathrm{E4M3}\!\left(\max\nolimits_b|x| \cdot \frac{t}{6}\right) \qquad
@@ -305,17 +308,18 @@ class NVFP4BlockScaling(AbstractRecipe):
 
     and $x \approx q \cdot (b \cdot (1 / t))$. Gradients are rounded stochastically,
     both operands of dw are Hadamard-transformed along the tokens, and weights have
-    square blocks, so that w and wᵀ are the same numbers. Each of the three can be
-    switched off. See `mpx.quantization.NVFP4Quantizer` for zeros, infinities and NaN.
+    square blocks, so that w and wᵀ have the same values. Each of the three can be
+    disabled. See `mpx.quantization.NVFP4Quantizer` for zeros, infinities and NaN.
 
     Args:
-        disable_rht: No random Hadamard transform.
-        disable_stochastic_rounding: Gradients are rounded to the nearest.
-        disable_2d_quantization: Weights have 1x16 blocks, too.
+        disable_rht: Omits the random Hadamard transform.
+        disable_stochastic_rounding: Rounds gradients to nearest.
+        disable_2d_quantization: Uses 1x16 blocks for weights, too.
         fp4_format: `Format.E2M1`.
-        kernel: What quantizes on a device with units for blocks. None: the compiler,
-            in many passes over an array. `mpx.contrib.PallasKernel()`: two kernels that
-            read it once each. **No device has run those yet.**
+        kernel: The implementation that quantizes on a device with hardware for blocks.
+            None: the compiler's, in many passes over an array.
+            `mpx.contrib.PallasKernel()`: two kernels that read it once each. **No
+            device has run them yet.**
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
@@ -351,8 +355,8 @@ class NVFP4BlockScaling(AbstractRecipe):
         _check_kernel(self)
         if self.fp4_format is not Format.E2M1:
             raise ValueError(
-                "`fp4_format` of `mpx.NVFP4BlockScaling` is `mpx.Format.E2M1`; got "
-                f"{self.fp4_format!r}."
+                "`fp4_format` of `mpx.NVFP4BlockScaling` must be `mpx.Format.E2M1`; "
+                f"got {self.fp4_format!r}."
             )
 
     def _quantizer(self, role: Role, for_wgrad: bool) -> NVFP4Quantizer:
@@ -367,21 +371,21 @@ class NVFP4BlockScaling(AbstractRecipe):
 
 @dataclasses.dataclass(frozen=True)
 class CustomRecipe(AbstractRecipe):
-    r"""A recipe of your own: a function from role to quantizer.
+    r"""A custom recipe: a function from role to quantizer.
 
     $$s,\;q,\;x \approx \ldots \quad\text{are those of}\quad
     \mathrm{qfactory}(\mathrm{role}, \mathrm{for\_wgrad})$$
 
     Args:
-        qfactory: Called as `qfactory(role, for_wgrad)`; gives a quantizer, or None to
+        qfactory: Called as `qfactory(role, for_wgrad)`; returns a quantizer, or None to
             leave the array in high precision. Recipes are compared and hashed by it:
-            define it once, not anew for every step.
+            define it once, not again for every step.
         backward_override: See `mpx.quantization.AbstractRecipe`.
         fp8_dpa: See `mpx.quantization.AbstractRecipe`.
 
     Raises:
-        TypeError: `qfactory` is not callable; or, when it is called, it gives neither
-            a quantizer nor None.
+        TypeError: `qfactory` is not callable; or, when called, it returns neither a
+            quantizer nor None.
         ValueError: `backward_override` has a value that is not listed.
 
     Examples:
@@ -400,7 +404,7 @@ class CustomRecipe(AbstractRecipe):
         super().__post_init__()
         if not callable(self.qfactory):
             raise TypeError(
-                "`qfactory` of `mpx.CustomRecipe` is a function from role to "
+                "`qfactory` of `mpx.CustomRecipe` must be a function from role to "
                 f"quantizer; got {self.qfactory!r}."
             )
 
@@ -408,7 +412,7 @@ class CustomRecipe(AbstractRecipe):
         found = self.qfactory(role, for_wgrad)
         if found is not None and not isinstance(found, AbstractQuantizer):
             raise TypeError(
-                "`qfactory` of `mpx.CustomRecipe` gives a quantizer such as "
+                "`qfactory` of `mpx.CustomRecipe` must return a quantizer such as "
                 f"`mpx.quantization.TensorQuantizer()`, or None; got {found!r} for "
                 f"{role!r}."
             )
@@ -425,18 +429,18 @@ def check_fp8_format(recipe: AbstractRecipe) -> None:
     format = getattr(recipe, "fp8_format", None)
     name = f"`fp8_format` of `mpx.{type(recipe).__name__}`"
     if not isinstance(format, Format):
-        raise TypeError(f"{name} is a `mpx.Format`; got {format!r}.")
+        raise TypeError(f"{name} must be a `mpx.Format`; got {format!r}.")
     if format not in (Format.E4M3, Format.HYBRID):
         why = "2 bits of mantissa are too few for weights" if format.bits == 8 else ""
         raise ValueError(
-            f"{name} is `mpx.Format.E4M3` or `mpx.Format.HYBRID`; got {format!r}"
-            + (f": {why}." if why else ". For 4 bits take `mpx.NVFP4BlockScaling`.")
+            f"{name} must be `mpx.Format.E4M3` or `mpx.Format.HYBRID`; got {format!r}"
+            + (f": {why}." if why else ". For 4 bits use `mpx.NVFP4BlockScaling`.")
         )
 
 
 def _check_kernel(recipe: MXFP8BlockScaling | NVFP4BlockScaling) -> None:
     if not isinstance(recipe.kernel, AbstractKernel | None):
         raise TypeError(
-            f"`kernel` of `mpx.{type(recipe).__name__}` must be None or a kernel; got "
-            f"{recipe.kernel!r}. Pass `mpx.contrib.PallasKernel()`, or leave it out."
+            f"`kernel` of `mpx.{type(recipe).__name__}` must be None or a kernel; "
+            f"got {recipe.kernel!r}. Pass `mpx.contrib.PallasKernel()`, or omit it."
         )

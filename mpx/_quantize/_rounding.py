@@ -122,10 +122,10 @@ def round_finite(
         format: Any format but `HYBRID`.
         to_integers: Rounds numbers that are not negative to integers.
     """
-    facts = format._facts
+    info = format._info
     magnitude = jnp.minimum(jnp.abs(x), format.largest)
     # The distance of neighbours is constant below the smallest normal number.
-    exponent = jnp.maximum(biased_exponent(magnitude), 127 + facts.smallest_exponent)
-    distance = power_of_two(exponent - facts.mantissa_bits)
-    steps = magnitude * power_of_two(254 - exponent + facts.mantissa_bits)
+    exponent = jnp.maximum(biased_exponent(magnitude), 127 + info.minexp)
+    distance = power_of_two(exponent - info.nmant)
+    steps = magnitude * power_of_two(254 - exponent + info.nmant)
     return jnp.copysign(to_integers(steps) * distance, x)

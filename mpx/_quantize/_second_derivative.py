@@ -21,10 +21,10 @@ def differentiated_once(arrays: object) -> PyTree:
 def _refuse(primals: PyTree, tangents: PyTree) -> NoReturn:
     # JAX does not ask for it where all tangents are zero.
     raise TypeError(
-        "A product under a recipe has no second derivative (`jax.hessian`, a gradient "
-        "penalty, a gradient step inside of a loss): its first one is computed from "
-        "quantized numbers. Put `mpx.autocast(..., recipe=...)` around the function "
-        "that takes the inner derivative, so that each product in it is quantized by "
-        "itself; or take the inner derivative without the recipe: "
-        "`mpx.autocast(func, recipe=None)`."
+        "A matmul under a recipe has no second derivative (`jax.hessian`, a "
+        "gradient penalty, a gradient step inside a loss): its first one is "
+        "computed from quantized values. Put `mpx.autocast(..., recipe=...)` around "
+        "the function that computes the inner derivative, so that each matmul in it "
+        "is quantized separately; or compute the inner derivative without the "
+        "recipe: `mpx.autocast(func, recipe=None)`."
     )

@@ -26,14 +26,14 @@ def check_scales(recipe: AbstractRecipe, scales: object) -> None:
         if scales is None:
             return
         raise TypeError(
-            "`scales` of a product are for `mpx.DelayedScaling`; got "
-            f"{describe(scales)} for `mpx.{type(recipe).__name__}`. Leave them out."
+            "`scales` of a matmul are only for `mpx.DelayedScaling`; got "
+            f"{describe(scales)} for `mpx.{type(recipe).__name__}`. Omit them."
         )
     shape, dtype = getattr(scales, "shape", None), getattr(scales, "dtype", None)
     if shape != (3,) or dtype != jnp.float32:
         raise TypeError(
-            "`scales` of a product are float32[3] for `mpx.DelayedScaling`: of input, "
-            f"weight and gradient; got {describe(scales)}."
+            "`scales` of a matmul must be float32[3] for `mpx.DelayedScaling`: of "
+            f"input, weight and gradient; got {describe(scales)}."
         )
 
 

@@ -14,10 +14,11 @@ class MissingScales(ValueError):
     def __init__(self, recipe: str, where: str) -> None:
         """The message for a call outside of any training step."""
         super().__init__(
-            f"`{recipe}`{where} has a state, which only a training step has. Train "
-            "with `mpx.filter_grad(func, scaling)` or its relatives and `scaling = "
+            f"`{recipe}`{where} needs a state, which only a training step has. Train "
+            "with `mpx.filter_grad(func, scaling)` or the like and `scaling = "
             "mpx.init_scaling(func, model, ...)`; to evaluate, `mpx.inference(func, "
-            "scaling)`; or use a recipe without a state, `mpx.Float8CurrentScaling()`."
+            "scaling)`; or use a recipe without a state, "
+            "`mpx.Float8CurrentScaling()`."
         )
         self.recipe, self.where = recipe, where
 
@@ -39,9 +40,10 @@ def missing_from(
         "    scaling = mpx.init_scaling(func, model, ...).with_loss(scaling)\n"
     )
     return ValueError(
-        f"`scaling` of {call} must hold the scales of `{recipe}`{where}; got "
-        f"`mpx.{given}`, which has none. Make it with the function and its arguments:\n"
+        f"`scaling` of {call} must contain the scales of `{recipe}`{where}; got "
+        f"`mpx.{given}`, which has none. Make it from the function and its "
+        "arguments:\n"
         "    scaling = mpx.init_scaling(func, model, ...)\n"
-        f"{kept * (not scaling._is_one)}"
-        "Or use a recipe without a state: `mpx.Float8CurrentScaling()`."
+        f"{kept * (not scaling._is_one)}Or use a recipe without a state: "
+        "`mpx.Float8CurrentScaling()`."
     )

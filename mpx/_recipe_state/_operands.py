@@ -2,27 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 from jaxtyping import Array
 
 from .._quantize import QuantizedArray
 from ._slots import Slots
-
-
-class Unpacked(NamedTuple):
-    """What a program has got besides its operands.
-
-    Attributes:
-        slots: Those of each operand.
-        stored: What each operand is stored as.
-        step: The number of the training step.
-    """
-
-    slots: list[Slots | None]
-    stored: list[QuantizedArray | None]
-    step: Array | None
 
 
 class StateOperands:
@@ -65,8 +50,10 @@ class StateOperands:
         if any(self._stored):
             self.form += (jax.tree.structure(self._stored),)
 
-    def unpacked(self, arrays: Sequence[Array]) -> Unpacked:
-        """What the program has got, from the arrays of it."""
+    def unpacked(
+        self, arrays: Sequence[Array]
+    ) -> tuple[list[Slots | None], list[QuantizedArray | None], Array | None]:
+        """The slots of each operand, what each is stored as, and the step's number."""
         packed, given, step = jax.tree.unflatten(self._tree, arrays)
         slots = [
             None if s is None else s.inside(own, self._lengths)
@@ -77,4 +64,4 @@ class StateOperands:
                 None if x is None else dataclasses.replace(x, payload=payload)
                 for x, payload in zip(self._stored, given, strict=True)
             ]
-        return Unpacked(slots, given, step)
+        return slots, given, step

@@ -292,7 +292,7 @@ class Slots:
             if self.source.requests.setdefault(name, request) != request:
                 raise ValueError(
                     f"`{self.parameter}` is used twice in {use!r} under two recipes "
-                    "with a state. Put the uses into `jax.named_scope`s of their own, "
+                    "with a state. Put the uses into different `jax.named_scope`s, "
                     "or under one recipe."
                 )
             return jnp.ones(ROLES, jnp.float32)
@@ -302,18 +302,18 @@ class Slots:
         if rest is None:
             known = ", ".join(map(repr, self.source)) or "none"
             raise ValueError(
-                f"The state of the recipe has no scales for `{self.parameter}` used in "
-                f"{use!r}; it has them for {known}. Has the model changed? Make the "
-                "state anew: `mpx.init_scaling(func, model, ...)`."
+                f"The recipe's state needs scales for `{self.parameter}` used in "
+                f"{use!r}; got scales for {known}. If the model has changed, make a "
+                "new state: `mpx.init_scaling(func, model, ...)`."
             )
         if self.recipes[use] != recipe:
             raise ValueError(
-                f"The function asks for `{brief(recipe)}` for `{self.parameter}` used "
-                f"in {use!r}, and the state was made for "
-                f"`{brief(self.recipes[use])}`. Take its numbers over to the recipe "
-                "of today: `scaling = mpx.init_scaling(func, model, ...)"
-                ".with_state(scaling)`. (Functions are compared as objects: define "
-                "that of `amax_compute_algo` once.)"
+                f"The function uses `{brief(recipe)}` for `{self.parameter}` in "
+                f"{use!r}, but the state was made for `{brief(self.recipes[use])}`. "
+                "Convert the state to the new recipe: `scaling = "
+                "mpx.init_scaling(func, model, ...).with_state(scaling)`. "
+                "(Functions are compared by identity: define that of "
+                "`amax_compute_algo` once.)"
             )
         # One copy for this use, one for those that follow: so each use gets its own,
         # and the maximum of what comes back goes on.

@@ -115,8 +115,8 @@ class DelayedScales(eqx.Module):
             refuse_unreachable(str(name), scale, histories[name], owner)
             if not self.recipe.warm_start and np.any(np.asarray(scale) == 0):
                 raise ValueError(
-                    f"{owner}: a scale of the slot {str(name)!r} is 0, which stands "
-                    "for the first step of a recipe with `warm_start=True`."
+                    f"{owner}: a scale of the slot {str(name)!r} is 0, which is only "
+                    "valid before the first step of a recipe with `warm_start=True`."
                 )
             self._refuse_overflow(str(name), np.asarray(scale), histories[name], owner)
 
@@ -135,9 +135,9 @@ class DelayedScales(eqx.Module):
         most = np.stack([np.asarray(x) for x in most], axis=-1)
         if np.any(scale > most * (1 + 1e-6)):
             raise ValueError(
-                f"{owner}: with the scales of the slot {name!r}, {scale.tolist()}, its "
-                f"newest amaxes, {np.asarray(newest).tolist()}, would not fit into the "
-                f"format: scales of at most {most.tolist()} come of them."
+                f"{owner}: with the scales of the slot {name!r}, {scale.tolist()}, "
+                f"its newest amaxes, {np.asarray(newest).tolist()}, would overflow "
+                f"the format: they allow scales of at most {most.tolist()}."
             )
 
 

@@ -16,36 +16,36 @@ _CALL = "`mpx.inference`"
 def inference(
     func: Callable[..., PyTree], scaling: AbstractLossScaling
 ) -> Callable[..., PyTree]:
-    """A function that computes as a training run does, to evaluate or to serve.
+    """Wraps a function to compute as a training run does, to evaluate or to serve.
 
-    What a recipe quantizes hangs on the whole function: its last products stay in half
-    precision, and a function of the first layers ends with others. Here the same uses
-    of the same weights are quantized as in the function that `mpx.init_scaling` was
-    given, and with `mpx.DelayedScaling` by the scales of the run; nothing is learned.
-    So logits, predictions or the features of a layer are those of the training's
-    forward pass, and one line evaluates in every precision: without a recipe the
-    function is called as it is.
+    Which matmuls a recipe quantizes depends on the function: its last ones stay in half
+    precision, and a function of only the first layers ends with others. Here the same
+    uses of the same weights are quantized as in the function passed to
+    `mpx.init_scaling`, with `mpx.DelayedScaling` by the scales of the run; the state is
+    not updated. So logits, predictions or features equal those of the training's
+    forward pass. The same line evaluates in every precision: without a recipe the
+    function is called unchanged.
 
-    A weight is known by its path, and its uses by named scopes and shape, or by shape
-    where the scopes are others.
+    A weight is identified by its path, and its uses by named scopes and shape, or by
+    shape alone where the scopes differ.
 
     Args:
-        func: A function of the same weights that `mpx.autocast` made with the same
-            recipe, or one that calls it. It may return something else.
+        func: An autocast function of the same weights with the same recipe, or a
+            function that calls one. Its result may differ from that of the training.
         scaling: The scaling of the run, from `mpx.init_scaling`.
 
     Returns:
-        A function of the same arguments and results. Differentiated, it gives gradients
-        with these scales; the amaxes are lost.
+        A function of the same arguments and results. Its derivative uses these scales
+        and discards the amaxes.
 
     Raises:
-        TypeError: `func` cannot be called, or `scaling` is no loss scaling.
-        ValueError: When called: `func` quantizes by other recipes than that of the
-            state, or by one with a state and `scaling` holds none, or has none of the
-            weights that the state is of.
+        TypeError: `func` is not callable, or `scaling` is not a loss scaling.
+        ValueError: When called: `func` uses other recipes than the state, or a recipe
+            with a state and `scaling` contains none, or `func` has none of the state's
+            weights.
 
     Warns:
-        UserWarning: The state has scales and has not seen a step: they are 1.
+        UserWarning: The state has scales and no step was made: they are 1.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -67,7 +67,7 @@ def inference(
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
             "`mpx.inference(func, scaling)` needs the loss scaling of a run; got "
-            f"{describe(scaling)}. Without one, call the function as it is."
+            f"{describe(scaling)}. Without one, call the function directly."
         )
 
     @wraps(func)

@@ -25,39 +25,38 @@ def init_scaling(
     policy: Policy | str | None = None,
     **kwargs: PyTree,
 ) -> AbstractLossScaling:
-    r"""The state that a training step of a function needs, to begin training with.
+    r"""Creates the initial loss-scaling state for a function.
 
-    Gradients below $2^{-24}$ are zero in float16, so where anything is computed in
-    float16 the scaling is `DynamicLossScaling()`. bfloat16 has the range of float32 and
-    gets `NoLossScaling()`, as does float32. A recipe with a state,
-    `mpx.DelayedScaling`, needs scales for each product: with one in the function, the
-    loss scaling comes inside of a `RecipeScaling`.
+    Gradients below $2^{-24}$ are zero in float16, so if anything is computed in float16
+    the scaling is `DynamicLossScaling()`. bfloat16 has the range of float32 and gets
+    `NoLossScaling()`, as does float32. A recipe with a state, `mpx.DelayedScaling`,
+    needs scales for each matmul: if the function uses one, the loss scaling is returned
+    inside a `RecipeScaling`.
 
-    The precision is the one that the gradient functions will compute in:
+    The precision is the one that the gradient functions compute in:
 
-    - A function that `mpx.autocast` made has said it. Switched off, `enabled=False`, it
-      is float32.
-    - Any other function is one of the explicit style. The gradient functions cast its
-      inputs to `mpx.half_precision_datatype()`, float16 unless set, or to what `policy`
-      says.
-    - Whatever the function itself computes in float16, or a region of it, or a function
-      inside that `mpx.autocast` made, counts, too.
+    - An autocast function sets it. Disabled, `enabled=False`, it is float32.
+    - Any other function is in the explicit style. The gradient functions cast its
+      inputs to the compute dtype of `policy`, or else to
+      `mpx.half_precision_datatype()`, float16 by default.
+    - Anything that the function, a region in it, or an autocast function inside
+      computes in float16 counts, too.
 
-    The function is traced, with the arguments as they are; nothing is computed.
+    The function is traced with the unchanged arguments; nothing is computed.
 
     Args:
         func: The function that will be differentiated.
-        *args: Its arguments; `jax.ShapeDtypeStruct` will do for arrays.
-        policy: The policy that the gradient function will be given, if any. (A keyword
-            of this name for `func` itself is bound before: `functools.partial`.)
+        *args: Its arguments; `jax.ShapeDtypeStruct` is enough for arrays.
+        policy: The policy that will be passed to the gradient function, if any. (Bind a
+            keyword of this name of `func` itself first: `functools.partial`.)
         **kwargs: Its keyword arguments.
 
     Returns:
         A new loss scaling; a `RecipeScaling` if there is a recipe with a state.
 
     Raises:
-        TypeError: `func` cannot be called, or `policy` is none.
-        ValueError: `policy` is given for a function that `mpx.autocast` made.
+        TypeError: `func` is not callable, or `policy` is invalid.
+        ValueError: `policy` is passed for an autocast function.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -103,14 +102,14 @@ def _compute_dtype(policy: object, is_autocast: bool) -> np.dtype:
     policy = get_policy(policy) if isinstance(policy, str) else policy
     if not isinstance(policy, Policy):
         raise TypeError(
-            f"{call} must be the `mpx.Policy` that the gradient function is given, or "
-            f"its text; got {describe(policy)}. A keyword of this name for the "
-            "function itself is bound before: `functools.partial(func, policy=...)`."
+            f"{call} must be the `mpx.Policy` passed to the gradient function, or "
+            f"its text; got {describe(policy)}. Bind a keyword of this name of the "
+            "function itself first: `functools.partial(func, policy=...)`."
         )
     if is_autocast:
         raise ValueError(
-            f"{call} says how inputs are cast, but the function was made by "
-            "`mpx.autocast`, which casts inside of the function. Leave it out."
+            f"{call} sets how inputs are cast, but this is an autocast function, "
+            "which casts inside. Omit it."
         )
     return np.dtype(policy.compute_dtype)
 
@@ -123,17 +122,17 @@ def _refuse_repetition(jaxpr: ClosedJaxpr, calls: int) -> None:
     loops = _loops_around_calls(jaxpr.jaxpr, {})
     for loop in filter(None, loops):
         raise ValueError(
-            "A function that `mpx.autocast` made with `mpx.DelayedScaling` is "
-            f"called in the {loop}, which would add up the amaxes of all "
-            "turns where their maximum is needed. Put `mpx.autocast` around the "
-            "function that holds the loop."
+            "An autocast function with `mpx.DelayedScaling` is called in the "
+            f"{loop}, which would sum the amaxes of all iterations instead of taking "
+            "their maximum. Put `mpx.autocast` around the function that contains "
+            "the loop."
         )
     if len(loops) > calls:
         raise ValueError(
-            "A function that `mpx.autocast` made with `mpx.DelayedScaling` is called "
-            f"{len(loops)} times and traced {calls} times, because `jax.jit` around "
-            "it keeps what it has traced; the amaxes of such calls would be added up. "
-            "Put `mpx.autocast` or `jax.jit` around the function that makes the calls."
+            f"An autocast function with `mpx.DelayedScaling` is called {len(loops)} "
+            f"times but traced {calls} times, because `jax.jit` around it caches the "
+            "trace; the amaxes of such calls would be summed. Put `mpx.autocast` or "
+            "`jax.jit` around the function that makes the calls."
         )
 
 

@@ -34,22 +34,22 @@ from ._delayed_scales import DelayedScales
 
 
 class RecipeScaling(AbstractLossScaling):
-    r"""A loss scaling, and the scales and amaxes of the recipes of a function.
+    r"""A loss scaling with the scales and amaxes of a function's recipes.
 
-    `mpx.init_scaling` makes it for a function that `mpx.autocast` made with
-    `mpx.DelayedScaling`; a training step treats it like any other scaling. What is
-    written there about `loss_scale`, `skipped` and the other counters holds for `loss`
-    in it. The scales are those of the next step: they change with each good step, and
-    a step that is skipped leaves them and the histories as they were.
+    `mpx.init_scaling` returns it for an autocast function with `mpx.DelayedScaling`; a
+    training step treats it like any other scaling. `loss_scale`, `skipped` and the
+    other counters are those of `loss`. The scales are those of the next step: they
+    change with each good step, and a skipped step leaves them and the histories
+    unchanged.
 
     Attributes:
         loss: The loss scaling: `NoLossScaling()` unless anything runs in float16.
-        scales: The state of recipes, one for each recipe.
-        amaxes: The amaxes of the latest step, before `adjust` has taken them in; zeros
-            after.
-        calls: How many calls of autocast functions there are in one step.
-        quantized: Which uses of which weights recipes quantize. What is computed with
-            the state (`mpx.inference`) quantizes the same ones.
+        scales: The states of recipes, one for each recipe.
+        amaxes: The amaxes of the latest step until `adjust` adds them to the histories;
+            zeros after.
+        calls: The number of calls of autocast functions in one step.
+        quantized: The uses of weights that recipes quantize. `mpx.inference` with this
+            state quantizes the same ones.
     """
 
     loss: AbstractLossScaling
@@ -91,7 +91,7 @@ class RecipeScaling(AbstractLossScaling):
         places_finite: Bool[Array, " n"] | None = None,
         loss_finite: BoolLike | None = None,
     ) -> Self:
-        """The state after one step; `amaxes` go into the histories of a good one.
+        """Returns the state after one step; a good one adds `amaxes` to the histories.
 
         See `AbstractLossScaling.adjust`.
         """
@@ -110,14 +110,14 @@ class RecipeScaling(AbstractLossScaling):
         )
 
     def scales_by_weight(self) -> dict[str, Float32[Array, "... 3"]]:
-        """The scales of input, weight and gradient by the name of their slot."""
+        """Returns the scales of input, weight and gradient by slot name."""
         return {str(name): x for name, x in self._tokens().items()}
 
     def amaxes_by_weight(self) -> dict[str, Float32[Array, "... 3"]]:
-        """The newest amaxes of input, weight and gradient by the name of their slot.
+        """Returns the newest amaxes of input, weight and gradient by slot name.
 
-        Those of the last good step; zeros before the first, and of a recipe whose
-        history has room for one amax only.
+        They are those of the last good step; zeros before the first, and for a recipe
+        whose history has length 1.
         """
         return {
             str(name): history[..., -1]
@@ -159,37 +159,37 @@ class RecipeScaling(AbstractLossScaling):
     # --- Keeping it -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scaling's fields, and scale and history of each slot by its name.
+        """Returns the loss scaling's fields, and each slot's scale and history by name.
 
-        Recipes are not in it: they belong to the program. `with_state` reads it.
+        It does not contain recipes: they are part of the program. `with_state` reads
+        it.
         """
         return _saved.write(self.loss, self.scales)
 
     def with_state(
         self, state: "Mapping[str, Any] | RecipeScaling", *, strict: bool = True
     ) -> Self:
-        """This scaling with the state of another run, also of another recipe.
+        """Returns this scaling with the state of another run, also of another recipe.
 
-        `mpx.init_scaling(func, model, ...)` makes a state for the program of today;
-        what an earlier run learned goes into it slot by slot. A history that is longer
-        than there is room for loses its oldest amaxes, a shorter one begins with zeros.
-        Scales that were found for another format or margin are converted, exactly; one
-        that no amax has made yet becomes the recipe's first one. Continued with the
-        same recipe, a run goes on bit for bit.
+        `mpx.init_scaling(func, model, ...)` makes a state for the present program; this
+        copies the state of an earlier run into it, slot by slot. A longer history loses
+        its oldest amaxes, a shorter one begins with zeros. Scales for another format or
+        margin are converted exactly; a scale that no amax has set yet becomes the
+        recipe's first one. With the same recipe, a run continues bit for bit.
 
         Args:
-            state: A `RecipeScaling`, or what its `state_dict()` returned.
-            strict: False for a model that has changed: slots that are new begin anew,
-                and those that are gone are left out.
+            state: A `RecipeScaling`, or the dictionary from its `state_dict()`.
+            strict: False allows a changed model: new slots keep their initial state,
+                and removed ones are ignored.
 
         Returns:
             The scaling.
 
         Raises:
-            TypeError: `state` is neither.
-            ValueError: It is incomplete, has not the slots of this scaling (if
-                `strict`), is of a later version, or holds dtypes, shapes or values that
-                no run can reach, such as a scale of NaN.
+            TypeError: `state` is neither of these.
+            ValueError: It is incomplete, has other slots than this scaling (if
+                `strict`), is of a later version, or contains dtypes, shapes or values
+                that no run can reach, such as a scale of NaN.
         """
         call = "`with_state(state)` of `mpx.quantization.RecipeScaling`"
         if isinstance(state, AbstractLossScaling):
@@ -209,8 +209,8 @@ class RecipeScaling(AbstractLossScaling):
     @classmethod
     def _template(cls) -> Self:
         raise ValueError(
-            "The state of recipes belongs to a program. Make it for yours, and read "
-            "the dictionary into it: `mpx.init_scaling(func, ...).with_state(state)`."
+            "The state of recipes is specific to a program. Make one for yours, and "
+            "load the dictionary: `mpx.init_scaling(func, ...).with_state(state)`."
         )
 
     # As of any module: by its fields, since a template is that of a program.
@@ -245,10 +245,10 @@ class RecipeScaling(AbstractLossScaling):
         self._refuse_another_recipe(provision)
         if provision.used and any(state.is_new for state in self.scales):
             warn_user(
-                "`mpx.inference(func, scaling)` was given a state that has not seen a "
-                "step: its scales are 1, in which small numbers are lost. Was only the "
-                "model restored? Restore the scaling with it, or take one with a first "
-                "step: `mpx.DelayedScaling(warm_start=True)`."
+                "`mpx.inference(func, scaling)` got a state before its first step: "
+                "its scales are 1, which loses small values. Was only the model "
+                "restored? Restore the scaling with it, or use a warm start: "
+                "`mpx.DelayedScaling(warm_start=True)`."
             )
 
     @property
@@ -263,18 +263,19 @@ class RecipeScaling(AbstractLossScaling):
         if unused:
             used = [f"`{brief(recipe)}`" for recipe in provision.used]
             raise ValueError(
-                f"The state of this step was made for {', '.join(unused)}, and the "
-                f"function quantizes {'by ' + ', '.join(used) if used else 'nothing'}. "
-                "Give the gradient function what `mpx.init_scaling` was given, a "
-                "function that `mpx.autocast(..., recipe=...)` made, or make the state "
-                "anew: `scaling = mpx.init_scaling(func, model, ...)`."
+                f"The state of this step was made for {', '.join(unused)}, but the "
+                "function quantizes "
+                f"{'by ' + ', '.join(used) if used else 'nothing'}. Pass the same "
+                "autocast function to the gradient function as to "
+                "`mpx.init_scaling`, or make a new state: `scaling = "
+                "mpx.init_scaling(func, model, ...)`."
             )
         if provision.taken > self.calls:
             raise ValueError(
-                f"`mpx.init_scaling` saw {self.calls} calls of functions that "
-                f"`mpx.autocast` made, and here are {provision.taken}: the amaxes of "
-                "the others would be added up. Make the state with the function of "
-                "today: `mpx.init_scaling(func, model, ...).with_state(scaling)`."
+                f"`mpx.init_scaling` found {self.calls} autocast calls, this step "
+                f"makes {provision.taken}; the extra amaxes would be summed. Make "
+                "the state from this function: `mpx.init_scaling(func, model, "
+                "...).with_state(scaling)`."
             )
 
     def _refuse_another_recipe(self, provision: ProvidedState) -> None:
@@ -287,9 +288,9 @@ class RecipeScaling(AbstractLossScaling):
             for recipes in (made_for, provision.used)
         )
         raise ValueError(
-            f"`mpx.inference(func, scaling)` was given a state of {one}, and `func` "
-            f"quantizes by {other}. Give it the function of the run; one whose recipe "
-            "has no state is called as it is."
+            "`scaling` of `mpx.inference(func, scaling)` must have the state of "
+            f"`func`'s recipe, {other}; got that of {one}. Pass the function of the "
+            "run, or call a function whose recipe has no state directly."
         )
 
     def _observe(self, amaxes: Mapping[SlotName, Array]) -> Self:

@@ -85,10 +85,10 @@ def refuse_other_slots(given: set[str], wanted: set[str], call: str) -> None:
     """Raises unless a state has the slots of this program."""
     if given != wanted:
         raise ValueError(
-            f"{call} needs exactly the slots of this program; new in it: "
-            f"{listing(sorted(wanted - given)) or 'none'}; gone: "
+            f"{call} needs exactly the slots of this program; missing: "
+            f"{listing(sorted(wanted - given)) or 'none'}; unknown: "
             f"{listing(sorted(given - wanted)) or 'none'}. If the model has changed, "
-            "take over the others: `with_state(state, strict=False)`."
+            "load only the others: `with_state(state, strict=False)`."
         )
 
 
@@ -133,8 +133,7 @@ def _slot(name: str, slot: object, version: int, call: str) -> dict[str, np.ndar
         if array.dtype != np.float32:
             raise ValueError(
                 f"{call} needs float32 for {field!r} of the slot {name!r}; got "
-                f"{describe(array)}. Save the dictionary as it is, without changing "
-                "dtypes."
+                f"{describe(array)}. Save the dictionary unchanged, with its dtypes."
             )
     history, scale, largest = found.values()
     ends_in_roles = scale.shape[-1:] == largest.shape == (len(ROLES),)

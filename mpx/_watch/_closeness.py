@@ -59,20 +59,20 @@ def sums(a: AnyArray, b: AnyArray, axes: int = 0) -> Sums:
 
 @dataclasses.dataclass(frozen=True)
 class Closeness:
-    """How close an activation or a gradient is to that of the reference.
+    """The closeness of an activation or a gradient to that of the reference.
 
     Attributes:
-        name: The layer, `blocks[0].fc1`, or the path of the gradient; with the turn of
-            a loop, `blocks[3]`.
+        name: The layer, `blocks[0].fc1`, or the path of the gradient; with the
+            iteration of a loop, `blocks[3]`.
         kind: `activation` or `gradient`.
         snr: Signal to noise in dB, 10 log10 of the sum of squares of the reference over
-            that of the difference. Infinite if they are equal, minus infinity if there
-            are numbers that are finite in one of them only, or zeros in the reference.
-        cosine: Of the angle between the two; NaN where one of them is zero.
-        floor: The signal to noise that the reference has to itself when its sums are
-            taken the other way round; None if that was not asked for.
-        where: Of an activation the scopes, or else the functions around it.
-        source: Of an activation the line of the user's code.
+            that of the difference. Infinite if they are equal, minus infinity if values
+            are finite in only one of them, or the reference is zero.
+        cosine: The cosine of the angle between the two; NaN if one of them is zero.
+        floor: The signal to noise of the reference against itself with its sums in
+            reverse order; None if not requested.
+        where: For an activation, the scopes, or else the functions around it.
+        source: For an activation, the line of the user's code.
     """
 
     name: str
@@ -85,10 +85,10 @@ class Closeness:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the reference is nothing but rounding there, by its floor.
+        """Whether the reference itself is only rounding noise here, by its floor.
 
-        So are gradients that are zero in exact arithmetic, such as that of the bias of
-        the keys of softmax attention.
+        This includes gradients that are zero in exact arithmetic, such as that of the
+        key bias of softmax attention.
         """
         return self.floor is not None and self.floor < NOISE
 

@@ -15,6 +15,7 @@ from .._inspect import Traced, trace
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy
 from .._program import Records, probed
+from .._quantize import Role
 from .._scaling import init_scaling
 from .._tree import leaves_with_paths
 from .._typing import AnyArray, LeafPredicate
@@ -23,7 +24,6 @@ from ._anchors import Anchor, Collect, Found, anchors_of, common_layers
 from ._closeness import Closeness, Sums, cosine_of, snr_of, sums
 from ._comparison import Comparison
 from ._table import numbered
-from ._trace import Kind
 
 CALL = "`mpx.compare(reference, func)`"
 
@@ -38,41 +38,42 @@ def compare(
     keep: LeafPredicate | None = None,
     floor: bool = True,
 ) -> Callable[..., Comparison]:
-    r"""Makes a function that compares two precisions of a loss on the same arguments.
+    r"""Returns a function that compares two precisions of a loss on the same arguments.
 
-    Both are run and differentiated once, with the same weights, data and keys. For each
-    layer that both programs have the comparison says how far its activations are from
-    those of the reference, and for each leaf how far the gradient is:
+    Both are run and differentiated once, with the same weights, data and keys. The
+    comparison measures how far activations are from those of the reference, for each
+    layer that both programs have, and how far the gradient is, for each leaf:
 
     $$\mathrm{SNR} = 10 \log_{10} \frac{\sum a^2}{\sum (a - b)^2} \qquad
     \cos = \frac{\sum a b}{\sqrt{\sum a^2 \sum b^2}}$$
 
     An operation is the same in both programs if it comes from the same scope and line,
-    is of the same primitive and shape, and comes equally often; a layer's activation is
-    the last of them. In a loop over layers each turn is one.
+    has the same primitive and shape, and occurs equally often; a layer's activation is
+    the last of them. In a loop over layers each iteration is a layer.
 
-    The *floor* is what no precision can be better than: the reference beside itself,
-    with every sum of its products and reductions taken the other way round.
+    The *floor* is the noise that no precision can be better than: the reference against
+    itself, with every sum of its matmuls and reductions in reverse order.
 
     Args:
-        reference: The loss as it should be, such as the function without
+        reference: The loss to compare with, such as the function without
             `mpx.autocast`: `reference(model, *args)`.
         func: The loss in another precision, of the same arguments.
-        scaling: The loss scaling of `func`, from the run; without one that of a first
+        scaling: The loss scaling of `func`, from the run; by default that of a first
             step, from `mpx.init_scaling`. The reference needs none.
         has_aux: Both return `(loss, aux)`.
-        policy: For a `func` of the explicit style, as in `mpx.filter_value_and_grad`.
+        policy: The policy of a `func` in the explicit style, as in
+            `mpx.filter_value_and_grad`.
         keep: Likewise.
-        floor: False leaves the floor out, which is a third of the cost.
+        floor: False omits the floor, which is a third of the cost.
 
     Returns:
         A function of the arguments of both that returns a `mpx.reports.Comparison`;
-        print it. It compiles one program for each shape of the arguments, and holds all
-        activations that it compares.
+        print it. It compiles one program for each shape of the arguments, and stores
+        all activations that it compares.
 
     Raises:
-        TypeError: A function cannot be called, or it is called inside of a function
-            that JAX is tracing, or with what is no array; and what
+        TypeError: A function is not callable, or it is called inside a function that
+            JAX is tracing, or with non-array arguments; also what
             `mpx.filter_value_and_grad` raises.
 
     Examples:
@@ -91,7 +92,8 @@ def compare(
         if not callable(value):
             raise TypeError(
                 f"`{name}` of {CALL} must be a loss function; got {describe(value)}. "
-                "Give the arguments to what it returns: `mpx.compare(a, b)(*args)`."
+                "Pass the arguments to the returned function: `mpx.compare(a, "
+                "b)(*args)`."
             )
 
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
@@ -144,7 +146,7 @@ class _Side:
         self.traced: Traced = trace(func, args, {}, lambda f: f, (0,), CALL)
         probe = Collect()
         self.tags = [
-            probe.new(Kind.WEIGHT if name else Kind.INPUT, name)
+            probe.new(Role.WEIGHT if name else Role.INPUT, name)
             for name in map(_weight_name, self.traced.paths)
         ]
         self.anchors = anchors_of(self.traced.jaxpr, self.tags)

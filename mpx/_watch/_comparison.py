@@ -12,14 +12,14 @@ from ._table import table
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two precisions of a loss on the same data: what `mpx.compare` gives.
+    """Two precisions of a loss on the same data, as `mpx.compare` returns it.
 
     Attributes:
-        reference: The name of the function that is compared with.
-        name: The name of the function that was compared.
+        reference: The name of the reference function.
+        name: The name of the other function.
         losses: The two losses.
-        activations: One for each layer that both programs have, and each turn of a loop
-            over layers, in the order of the program.
+        activations: One for each layer that both programs have, and each iteration of a
+            loop over layers, in program order.
         gradients: One for each leaf of the gradient.
     """
 
@@ -34,27 +34,27 @@ class Comparison:
 
     @property
     def floor(self) -> float | None:
-        """What no precision can be better than, in dB; None if it was not asked for.
+        """The noise floor of any precision, in dB; None if not requested.
 
-        The smallest signal to noise that the reference has to itself when its sums are
-        taken the other way round, of what is not noise.
+        The lowest signal to noise of the reference against itself with its sums in
+        reverse order, over all that is not noise.
         """
         floors = (x.floor for x in self if not x.is_noise)
         return min((x for x in floors if x is not None), default=None)
 
     def worst(self, count: int = 5) -> tuple[Closeness, ...]:
-        """The layers and gradients with the lowest signal to noise, the lowest first.
+        """Returns layers and gradients of lowest signal to noise, lowest first.
 
-        What is noise in the reference, too, is left out.
+        Noise in the reference itself is omitted.
 
         Args:
-            count: How many.
+            count: The number of layers and gradients.
         """
         some = (x for x in self if not x.is_noise)
         return tuple(sorted(some, key=lambda x: x.snr)[:count])
 
     def records(self) -> dict[str, float]:
-        """Names and numbers, for any logger: `gradient/blocks[0].fc1.weight/snr`."""
+        """Returns numbers by name for a logger: `gradient/blocks[0].fc1.weight/snr`."""
         found = {"loss/reference": self.losses[0], "loss/compared": self.losses[1]}
         for each in self:
             found[f"{each.kind}/{each.name}/snr"] = each.snr
@@ -62,7 +62,7 @@ class Comparison:
         return found
 
     def text(self, width: int = 100) -> str:
-        """The table, at most `width` columns wide."""
+        """Returns the table, at most `width` columns wide."""
         a, b = self.losses
         lines = [
             f"{self.name} against {self.reference}"[:width],
@@ -70,7 +70,7 @@ class Comparison:
         ]
         if self.floor is not None:
             floor = decibels(self.floor)
-            lines.append(f"floor {floor} dB: the reference, its sums the other way")
+            lines.append(f"floor {floor} dB: the reference with sums in reverse order")
         for kind, some in (
             ("activation", self.activations),
             ("gradient", self.gradients),
@@ -104,30 +104,30 @@ def expect_close(
     gradient_cosine: float | None = None,
     except_in: str | Sequence[str] = (),
 ) -> None:
-    """Raises unless two precisions of a loss are as close as is claimed.
+    """Raises an error unless two precisions of a loss are as close as claimed.
 
-    For tests: a change that costs a layer its digits fails there, and not in a run.
-    What bfloat16 gives is 30 to 50 dB, float16 some 18 dB more, FP8 15 to 25 dB; what
-    is right for a model is what it has today, less a few dB.
+    Use it in tests: a change that loses precision in a layer fails there, and not in a
+    run. bfloat16 gives 30 to 50 dB, float16 about 18 dB more, FP8 15 to 25 dB. Set
+    limits a few dB below what the model has today.
 
     Args:
-        comparison: What `mpx.compare(...)(...)` gave.
+        comparison: The result of `mpx.compare(...)(...)`.
         activation_snr: The least signal to noise of an activation, in dB.
         gradient_snr: The least signal to noise of a leaf of the gradient, in dB.
         gradient_cosine: The least cosine of a leaf of the gradient.
-        except_in: Names of layers and gradients, or their beginnings, that are left
-            out: `"head"`, `"blocks[0].norm"`.
+        except_in: Ignores layers and gradients with these names or prefixes: `"head"`,
+            `"blocks[0].norm"`.
 
     Raises:
-        ContractError: A claim does not hold. The message names the layers, the worst
+        ContractError: A claim is not met. The message names the layers, the worst
             first, with their numbers and lines.
-        TypeError: `comparison` is none, or a limit is no number.
-        ValueError: Nothing is claimed.
+        TypeError: `comparison` is not a `mpx.reports.Comparison`, or a limit is not a
+            number.
+        ValueError: There is no claim.
 
-    A layer with numbers that are finite in one precision only breaks every claim on it.
-    What is noise in the reference itself (`Closeness.is_noise`) is not looked at, and a
-    leaf whose gradient is zero in the reference has no cosine, and breaks no claim on
-    that.
+    A layer with values that are finite in only one precision fails every claim on it.
+    Noise in the reference itself (`Closeness.is_noise`) is ignored. A leaf whose
+    gradient is zero in the reference has no cosine, and fails no claim on it.
 
     Examples:
         >>> import jax.numpy as jnp, mpx
@@ -144,7 +144,7 @@ def expect_close(
     call = "`mpx.expect_close`"
     if not isinstance(comparison, Comparison):
         raise TypeError(
-            f"{call} needs what `mpx.compare(reference, func)(*args)` gives; got "
+            f"{call} needs the result of `mpx.compare(reference, func)(*args)`; got "
             f"{describe(comparison)}."
         )
     claims = {
@@ -161,7 +161,7 @@ def expect_close(
     limits = {name: limit for name, limit in claims.items() if limit is not None}
     if not limits:
         raise ValueError(
-            f"{call} was given nothing to expect. Claim something, for example "
+            f"{call} needs at least one claim; got none. Pass one, for example "
             "`gradient_snr=30.0`."
         )
     prefixes = (except_in,) if isinstance(except_in, str) else tuple(except_in)
@@ -186,7 +186,7 @@ def _violation(claim: str, limit: float, some: Iterable[Closeness]) -> Violation
     kind, measure, unit = _MEASURES[claim]
     looked_at = [x for x in some if x.kind == kind]
     if not looked_at:
-        return Violation(claim, f"there is no {kind} in both programs to speak of.")
+        return Violation(claim, f"both programs have no {kind} in common.")
 
     def is_below(each: Closeness) -> bool:
         found = measure(each)

@@ -10,48 +10,25 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._dtypes import is_half
 from .._errors import describe
 from .._quantize import (
     AbstractQuantizer,
     AbstractRecipe,
     Format,
     Role,
+    power_of_two,
     quantize_dequantize,
 )
 from .._typing import DTypeLike
-from ._trace import Kind
 
 CALL = "`formats` of `mpx.monitor`"
 
 Asked = DTypeLike | Format | AbstractQuantizer | AbstractRecipe
-
-
-@dataclasses.dataclass(frozen=True)
-class Number:
-    """How the bits of a number are shared out.
-
-    Attributes:
-        smallest_exponent: Of the smallest normal number.
-        mantissa_bits: Without the hidden one.
-        largest: The largest finite number.
-        saturates: Whether what is larger becomes that number, and not infinite.
-    """
-
-    smallest_exponent: int
-    mantissa_bits: int
-    largest: float
-    saturates: bool
-
-
-# IEEE 754-2019, table 3.5; bfloat16 is the upper half of float32. Subnormal numbers of
-# bfloat16 are those of float32, which devices flush.
-_HALF = {
-    "float16": Number(-14, 10, 65504.0, False),
-    "bfloat16": Number(-126, 7, 3.3895313892515355e38, False),
-}
 
 
 class RoundingLoss(NamedTuple):
@@ -79,14 +56,7 @@ class AskedFormat:
 
     name: str
     bits: int
-    kept: Callable[[Array, Kind, int], RoundingLoss]
-
-
-_ROLES = {
-    Kind.INPUT: Role.INPUT,
-    Kind.WEIGHT: Role.WEIGHT,
-    Kind.GRADIENT: Role.GRADIENT,
-}
+    kept: Callable[[Array, Role, int], RoundingLoss]
 
 
 def asked_formats(formats: object) -> tuple[AskedFormat, ...]:
@@ -95,114 +65,98 @@ def asked_formats(formats: object) -> tuple[AskedFormat, ...]:
     found = tuple(map(_asked, formats if is_several else (formats,)))
     names = [each.name for each in found]
     if len(set(names)) < len(names):
-        raise ValueError(f"{CALL} names one twice; got {', '.join(names)}.")
+        raise ValueError(f"{CALL} must be different; got {', '.join(names)}.")
     return found
 
 
 def _asked(asked: Any) -> AskedFormat:
     if isinstance(asked, AbstractRecipe):
-        return _of_recipe(asked)
+        return _of_quantizer(type(asked).__name__, asked.quantizer)
     if isinstance(asked, AbstractQuantizer):
         return _of_quantizer(type(asked).__name__, lambda _: asked)
     if isinstance(asked, Format):
         return _of_format(asked)
     try:
-        name = jnp.dtype(asked).name
+        dtype = jnp.dtype(asked)
     except TypeError:
-        name = None
-    if name in _HALF:
-        return _plain(name, 16, lambda _: _HALF[name])
-    single = [f for f in Format if f is not Format.HYBRID and f.dtype.name == name]
+        dtype = np.dtype(object)
+    if is_half(dtype):
+        return _plain(dtype.name, lambda _: dtype)
+    single = [f for f in Format if f is not Format.HYBRID and f.dtype == dtype]
     if not single:
         raise TypeError(
-            f"{CALL} are dtypes ('float16', 'bfloat16' and those of `mpx.Format`), "
-            "formats such as `mpx.Format.E4M3`, quantizers and recipes; got "
-            f"{describe(asked)}."
+            f"{CALL} must be dtypes ('float16', 'bfloat16' and those of "
+            "`mpx.Format`), formats such as `mpx.Format.E4M3`, quantizers and "
+            f"recipes; got {describe(asked)}."
         )
     return _of_format(single[0])
 
 
 def _of_format(format: Format) -> AskedFormat:
-    def number(kind: Kind) -> Number:
-        single = format.backward if kind is Kind.GRADIENT else format.forward
-        return _number(single)
+    def dtype(kind: Role) -> np.dtype:
+        return (format.backward if kind is Role.GRADIENT else format.forward).dtype
 
-    return _plain(format.name, format.forward.bits, number)
-
-
-def _number(format: Format) -> Number:
-    _, exponent = math.frexp(format.smallest_normal)
-    _, digits = math.frexp(format.smallest_normal / format.smallest)
-    return Number(exponent - 1, digits - 1, format.largest, True)
+    return _plain(format.name, dtype)
 
 
-def _plain(name: str, bits: int, number: Callable[[Kind], Number]) -> AskedFormat:
+def _plain(name: str, dtype: Callable[[Role], np.dtype]) -> AskedFormat:
     """Numbers as they are, cast without a scale."""
 
-    def kept(x: Array, kind: Kind, axis: int) -> RoundingLoss:
-        facts = number(kind)
+    def kept(x: Array, kind: Role, axis: int) -> RoundingLoss:
+        info = jnp.finfo(dtype(kind))
         size = jnp.abs(x)
-        rounded = round_to(size, facts)
-        is_below = (size > 0) & (size < 2.0**facts.smallest_exponent)
+        rounded = round_to(size, dtype(kind))
+        is_below = (size > 0) & (size < float(info.smallest_normal))
         return RoundingLoss(
-            _flag(size > facts.largest),
+            _flag(size > float(info.max)),
             _flag(is_below),
             _flag((size > 0) & (rounded == 0)),
             jnp.abs(size - rounded),
         )
 
-    return AskedFormat(name, bits, kept)
+    return AskedFormat(name, jnp.finfo(dtype(Role.INPUT)).bits, kept)
 
 
-def round_to(size: Float[Array, "..."], number: Number) -> Float[Array, "..."]:
-    r"""The nearest numbers of a format to magnitudes, ties to even, in float32.
+def round_to(size: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
+    r"""The nearest numbers of a dtype to magnitudes, ties to even, in float32.
 
     With $d$ the distance of neighbours, the sum $x + 2^{23} d$ has digits down to $d$:
     float32 rounds it as the format would, and the difference is exact.
     Steps of $d$ for all formats would be one way less, and 10 % more traffic of a
-    monitored GPT (`python -m benchmarks monitor`).
+    monitored GPT (`python -m benchmarks monitor`). What is too large for a dtype of 16
+    bits is infinite, and of fewer the largest number. Subnormal numbers of bfloat16 are
+    those of float32, which devices flush.
     """
+    info = jnp.finfo(dtype)
+    largest = float(info.max)
     bits = lax.bitcast_convert_type(size, jnp.uint32) >> 23
-    lowest = max(127 + number.smallest_exponent, number.mantissa_bits + 1)
+    lowest = max(127 + info.minexp, info.nmant + 1)
     # From this exponent on all are beyond the largest number.
-    highest = math.frexp(number.largest)[1] + 127
+    highest = math.frexp(largest)[1] + 127
     exponent = jnp.clip(bits.astype(jnp.int32), lowest, highest)
-    shift = 23 - number.mantissa_bits
+    shift = 23 - info.nmant
     if highest + shift < 255:
-        large = _power_of_two(exponent + shift)
+        large = power_of_two(exponent + shift)
         rounded = (size + large) - large
     else:  # of bfloat16 that would be infinite
-        distance_exponent = exponent - number.mantissa_bits
-        steps = size * _power_of_two(254 - distance_exponent)
+        distance_exponent = exponent - info.nmant
+        steps = size * power_of_two(254 - distance_exponent)
         steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
-        rounded = steps * _power_of_two(distance_exponent)
-    beyond = number.largest if number.saturates else jnp.inf
-    return jnp.where(rounded > number.largest, jnp.float32(beyond), rounded)
-
-
-def _power_of_two(biased_exponent: Array) -> Array:
-    return lax.bitcast_convert_type(
-        biased_exponent.astype(jnp.uint32) << 23, jnp.float32
-    )
+        rounded = steps * power_of_two(distance_exponent)
+    beyond = jnp.inf if is_half(dtype) else largest
+    return jnp.where(rounded > largest, jnp.float32(beyond), rounded)
 
 
 def _flag(flags: Array) -> Array:
     return flags.astype(jnp.float32)
 
 
-def _of_recipe(recipe: AbstractRecipe) -> AskedFormat:
-    def quantizer(kind: Kind) -> AbstractQuantizer | None:
-        return recipe.quantizer(_ROLES[kind])
-
-    return _of_quantizer(type(recipe).__name__, quantizer)
-
-
 def _of_quantizer(
-    name: str, quantizer: Callable[[Kind], AbstractQuantizer | None]
+    name: str, quantizer: Callable[[Role], AbstractQuantizer | None]
 ) -> AskedFormat:
     """Numbers with the scales that a quantizer finds for them."""
 
-    def kept(x: Array, kind: Kind, axis: int) -> RoundingLoss:
+    def kept(x: Array, kind: Role, axis: int) -> RoundingLoss:
         found = quantizer(kind)
         zero = jnp.zeros_like(x)
         if found is None:  # stays as it is
@@ -224,7 +178,7 @@ def _of_quantizer(
             lost,
         )
 
-    bits = getattr(quantizer(Kind.INPUT), "format", Format.E4M3).forward.bits
+    bits = getattr(quantizer(Role.INPUT), "format", Format.E4M3).forward.bits
     return AskedFormat(name, bits, kept)
 
 
@@ -245,4 +199,4 @@ def _in_blocks(
 
 
 def _mantissa_bits(quantizer: AbstractQuantizer) -> int:
-    return _number(getattr(quantizer, "format", Format.E4M3).forward).mantissa_bits
+    return jnp.finfo(getattr(quantizer, "format", Format.E4M3).forward.dtype).nmant

@@ -22,14 +22,14 @@ from .._program import (
     is_multiplication,
     probed,
 )
-from .._quantize import Format
+from .._quantize import Format, Role
 from .._settings import read_weights, unwrapped, weights_in_call, weights_of
 from .._typing import AnyArray, Aval
 from ._formats import Asked, AskedFormat, asked_formats
 from ._report import Statistics
 from ._statistics import counts, joined, sampled, tensor_statistics
 from ._table import numbered
-from ._trace import Kind, Source, SourceProbe, is_product, phase_of, where
+from ._trace import Source, SourceProbe, is_product, phase_of, where
 
 CALL = "`mpx.monitor(func)(*args)`"
 
@@ -41,51 +41,53 @@ def monitor(
     weights: int | str | tuple[int | str, ...] | None = None,
     sample: int = 4,
 ) -> "Callable[..., tuple[PyTree, Statistics]]":
-    r"""Makes a function that does what `func` does, and says how large its numbers are.
+    r"""Wraps a function to also return statistics of its matmul operands.
 
-    Give it the training step, and call it every so many steps in its place: it returns
-    what the step returns, and the statistics of every operand of a matrix product or
-    convolution, of the forward and of the backward pass: inputs, weights, gradients of
-    outputs. Also a gradient function, or a loss, will do. It is another compiled
-    program; the step itself stays as it is.
+    Pass it the training step, and occasionally call the returned function instead of
+    the step. It returns the step's result and statistics of every operand of a matmul
+    or convolution, in the forward and backward pass: inputs, weights, gradients of
+    outputs. A gradient function or a loss works, too. It is a separate compiled
+    program; the step itself is unchanged.
 
-    For each operand there are the largest magnitude, the share of zeros, and for each
-    format asked for
+    The statistics of an operand are the largest magnitude, the share of zeros, and for
+    each requested format
 
     $$\mathrm{SNR} = 10 \log_{10} \frac{\sum x^2}{\sum (x - q(x))^2}$$
 
-    and the shares of numbers beyond its range, in its subnormal range, and flushed to
-    zero. An operand of several products is looked at once. One that a recipe quantizes
-    is looked at as it was before.
+    and the shares of values beyond its range, in its subnormal range, and flushed to
+    zero. An operand of several matmuls is counted once. An operand that a recipe
+    quantizes is counted as it is before quantization.
 
     Args:
-        func: The function, jitted or not. It is traced and compiled for each form of
-            its arguments. What it donates is not donated here.
-        formats: One or several: a dtype ("float16", "bfloat16", "float8_e4m3fn", ...)
-            or a `mpx.Format`, for numbers as they are; a quantizer or a recipe, for
-            numbers with the scales that it finds, which reads the operands once more.
-            By default float16 and `mpx.Format.HYBRID`: E4M3, and E5M2 for gradients, as
-            recipes have them.
-        weights: The position of the argument that holds the weights, or its name, or
+        func: The function, jitted or not. It is traced and compiled for each structure,
+            shapes and dtypes of its arguments. Its donations are ignored.
+        formats: One or several formats to count in. A dtype ("float16", "bfloat16",
+            "float8_e4m3fn", ...) or a `mpx.Format` counts unscaled values. A quantizer
+            or a recipe counts values with the scales that it computes, which reads the
+            operands once more. By default float16 and `mpx.Format.HYBRID`: E4M3, and
+            E5M2 for gradients, as in recipes.
+        weights: The position or name of the argument that contains the weights, or
             several of them; by default the first, or the arrays of `func` itself.
-        sample: Of inputs and gradients one row in so many is counted, weights whole; 1
-            counts all. Rows are those of the last axis but one, such as tokens.
+        sample: Counts every `sample`-th row of inputs and gradients; 1 counts all.
+            Weights are always counted in full. Rows are along the second-to-last axis,
+            such as tokens.
 
     Returns:
         A function of the same arguments that returns the result of `func` and
         `mpx.reports.Statistics`: print them, or log their `records()`. Its
-        `trace(*args)` gives the program, as that of a jitted function does: compiled,
-        it says what it costs.
+        `trace(*args)` returns the program, like that of a jitted function: compile it
+        to see its cost.
 
     Raises:
-        TypeError: `func` cannot be called, a format is none, or the function is called
-            inside of one that JAX is tracing.
-        ValueError: A format is named twice, there is no product in the function, or
-            `sample` is less than 1.
+        TypeError: `func` is not callable, a format is invalid, or the function is
+            called inside one that JAX is tracing.
+        ValueError: A format is named twice, the function contains no matmul or
+            convolution, or `sample` is less than 1.
 
-    The result is that of `func` up to the order of sums, as another program gives it.
-    In a loop each turn is counted; `TensorStatistics.turns` has them apart. In a
-    `while` loop they are counted together. Linear solves are not looked into.
+    The result equals that of `func` up to the order of sums, because it is another
+    program. In a loop each iteration is counted; `TensorStatistics.turns` lists them
+    separately. In a `while` loop they are counted together. Linear solves are not
+    inspected.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -105,7 +107,7 @@ def monitor(
         )
     if isinstance(sample, bool) or not isinstance(sample, int) or sample < 1:
         raise ValueError(
-            "`sample` of `mpx.monitor` is a whole number, at least 1; got "
+            "`sample` of `mpx.monitor` must be a whole number, at least 1; got "
             f"{describe(sample)}."
         )
     asked = asked_formats(formats)
@@ -171,9 +173,9 @@ class _Program:
         probe = _Counts(self._formats, self._sample)
         named = zip(self._traced.paths, self._traced.is_weight, strict=True)
         tags = [
-            probe.new(Kind.WEIGHT, path, is_argument=True)
+            probe.new(Role.WEIGHT, path, is_argument=True)
             if is_weight
-            else probe.new(Kind.INPUT)
+            else probe.new(Role.INPUT)
             for path, is_weight in named
         ]
         results, records = probed(self._traced.jaxpr, probe, arrays, tags)
@@ -183,8 +185,9 @@ class _Program:
                 records[tag.key] = _of_weight(array, row, self._formats)
         if not records:
             raise ValueError(
-                f"{CALL} finds no matrix product or convolution in "
-                f"`{getattr(self._traced, 'name', 'func')}`: there is nothing to count."
+                f"{CALL} found no matmul or convolution in "
+                f"`{getattr(self._traced, 'name', 'func')}`: there is nothing to "
+                "count."
             )
         # Set while JAX traces: what the numbers that the program gives are of.
         self._rows = {key: probe.rows[key] for key in probe.rows if key in records}
@@ -222,7 +225,7 @@ class _Row:
         is_whole_weight: Whether it is an argument, to be counted outside of loops.
     """
 
-    kind: Kind
+    kind: Role
     dtype: str
     axis: int
     turns: int = 0
@@ -245,10 +248,10 @@ class _Counts(SourceProbe):
 
     def carried(self, equation: JaxprEqn, place: Location, tag: Source) -> Source:
         """What a loop carries is computed anew in each turn; a weight it may be."""
-        if tag.kind is Kind.WEIGHT:
+        if tag.kind is Role.WEIGHT:
             return tag
         is_backward = phase_of(equation, place) == "backward"
-        return self.new(Kind.GRADIENT if is_backward else Kind.INPUT)
+        return self.new(Role.GRADIENT if is_backward else Role.INPUT)
 
     def cut(self, tag: Source) -> Source:
         """A layer of a stacked weight."""
@@ -324,12 +327,12 @@ class _Counts(SourceProbe):
         if not jnp.issubdtype(dtype, jnp.floating) or not jnp.size(array):
             return {}
         self._counted |= {key}
-        is_weight = tag.is_argument and tag.kind is Kind.WEIGHT and key == tag.key
+        is_weight = tag.is_argument and tag.kind is Role.WEIGHT and key == tag.key
         row = _Row(tag.kind, str(dtype), axis, tag.turns, is_weight)
         self.rows.setdefault(key, row)
         if is_weight:
             return {}
-        if tag.kind is not Kind.WEIGHT:
+        if tag.kind is not Role.WEIGHT:
             array = sampled(array, self._sample)
         return {key: counts(array, tag.kind, axis, self._formats)}
 
@@ -345,7 +348,7 @@ def _contracted(equation: JaxprEqn, number: int) -> int:
 
 def _of_weight(array: AnyArray, row: _Row, formats: Sequence[AskedFormat]) -> AnyArray:
     """The counts of an argument, layer by layer where a loop cuts it."""
-    count = lambda x: counts(x, Kind.WEIGHT, row.axis, formats)  # noqa: E731
+    count = lambda x: counts(x, Role.WEIGHT, row.axis, formats)  # noqa: E731
     for _ in range(row.turns):
         count = jax.vmap(count)
     return count(array)

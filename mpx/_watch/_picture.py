@@ -22,23 +22,23 @@ def heat_map(
     *,
     kind: str = "gradient",
 ) -> Any:
-    """A picture of a run: one row for each layer, one column for each step looked at.
+    """Draws a picture of a run: a row for each layer, a column for each monitored step.
 
-    Layers that a scan runs, one in each turn, have a row each: `blocks turn 3`.
+    Layers that a scan runs, one per iteration, have a row each: `blocks iteration 3`.
 
     Args:
-        history: What `mpx.monitor` gave, by the number of the step.
+        history: The statistics from `mpx.monitor`, by the number of the step.
         measure: "amax" or "rms", as a power of two; "zeros"; or, in a format, "snr",
             "flushed", "above", "below".
-        format: The format that the measure is of, by its name: "float16".
-        kind: Of which operands: "input", "weight" or "gradient".
+        format: The format of the measure, by its name: "float16".
+        kind: The operands: "input", "weight" or "gradient".
 
     Returns:
-        A `matplotlib` figure, to be saved with `figure.savefig("amax.png")`.
+        A `matplotlib` figure; save it with `figure.savefig("amax.png")`.
 
     Raises:
-        TypeError: `history` is no mapping, or has something else than statistics.
-        ValueError: There is nothing to show, or no such measure, kind or format.
+        TypeError: `history` is not a mapping, or contains anything but statistics.
+        ValueError: There is nothing to show, or the measure, kind or format is unknown.
         ModuleNotFoundError: matplotlib is not installed.
 
     Examples:
@@ -53,22 +53,21 @@ def heat_map(
     others = [seen for seen in values if not isinstance(seen, Statistics)]
     if others or not isinstance(history, Mapping):
         raise TypeError(
-            "`history` of `mpx.reports.heat_map` has the statistics of each step by "
-            f"its number; got {describe([*others, history][0])}. Keep what "
-            "`mpx.monitor` gives beside the result: `result, history[step] = "
-            "watch(*args)`."
+            "`history` of `mpx.reports.heat_map` must map step numbers to "
+            f"statistics; got {describe([*others, history][0])}. Keep the second "
+            "result of `mpx.monitor`: `result, history[step] = watch(*args)`."
         )
     is_format = measure in _OF_FORMAT
     if not is_format and measure not in _WHOLE:
         raise ValueError(
-            f"`measure` of `mpx.reports.heat_map` is one of "
+            "`measure` of `mpx.reports.heat_map` must be one of "
             f"{listing((*_WHOLE, *_OF_FORMAT))}; got {describe(measure)}."
         )
     steps = sorted(history)
     formats = {name for seen in history.values() for name in seen.bits}
     if is_format and format not in formats:
         raise ValueError(
-            f"`format` of `mpx.reports.heat_map` is one that was counted: "
+            "`format` of `mpx.reports.heat_map` must be a counted one, "
             f"{listing(sorted(formats)) or 'none'}; got {describe(format)}."
         )
     rows = [dict(_by_layer(history[s], kind)) for s in steps]
@@ -107,7 +106,7 @@ def _by_layer(seen: Statistics, kind: str) -> Iterator[tuple[str, TensorStatisti
             continue
         if row.turns and len(row.turns) == stacked.get(row.layer.partition(" #")[0]):
             for number, turn in enumerate(row.turns):
-                yield f"{row.layer} turn {number}", turn
+                yield f"{row.layer} iteration {number}", turn
         else:
             yield row.layer, row
 

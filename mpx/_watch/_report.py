@@ -29,14 +29,14 @@ _BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """How large the numbers of a step are: what `mpx.monitor` gives.
+    """Statistics of the matmul operands of a step, as `mpx.monitor` returns them.
 
     Attributes:
-        rows: One for each operand of products, in the order of the program.
-        bits: The formats that were asked for, and how many bits each has.
-        recipe_amaxes: Where the result of the step holds the state of a recipe, its
-            newest amaxes by slot: input, weight and gradient. Nothing is computed for
-            them.
+        rows: One for each operand of a matmul or convolution, in program order.
+        bits: The requested formats, with the number of bits of each.
+        recipe_amaxes: The newest amaxes of a recipe by slot: input, weight and
+            gradient, if the step's result contains the recipe's state. Nothing is
+            computed for them.
     """
 
     rows: tuple[TensorStatistics, ...]
@@ -47,7 +47,7 @@ class Statistics:
     def of(
         cls, rows: Sequence[TensorStatistics], bits: Mapping[str, int], result: PyTree
     ) -> Self:
-        """From rows, and the result of the step."""
+        """Creates statistics from rows and the result of the step."""
         return cls(tuple(rows), bits, recipe_amaxes(result))
 
     def __getitem__(self, name: str) -> TensorStatistics:
@@ -55,7 +55,7 @@ class Statistics:
         return next(row for row in self.rows if row.name == name)
 
     def records(self) -> dict[str, float]:
-        """Names and numbers, for any logger: `fc1.weight/input/float16/flushed`."""
+        """Returns numbers by name for a logger: `fc1.weight/input/float16/flushed`."""
         found = {name: x for row in self.rows for name, x in row.records()}
         for slot, amaxes in self.recipe_amaxes.items():
             for kind, amax in zip(("input", "weight", "gradient"), amaxes, strict=True):
@@ -63,19 +63,19 @@ class Statistics:
         return found
 
     def text(self, width: int = 100) -> str:
-        """The table and the advice, at most `width` columns wide."""
+        """Returns the table and the advice, at most `width` columns wide."""
         return "\n".join([*self._table(width), "", *_wrapped(self.advice(), width)])
 
     def __str__(self) -> str:
         return self.text()
 
     def advice(self) -> tuple[str, ...]:
-        """Which layers would bear a lower precision, and which need a higher one.
+        """Returns which layers tolerate a lower precision, and which need a higher one.
 
-        A layer bears a format if each of its operands keeps 18 dB, with at most 1 % of
-        its numbers flushed to zero and none beyond the range. It needs a higher
-        precision where its operands are broken, are within a factor of 4 of the largest
-        number of their dtype, or a tenth of them is subnormal in it.
+        A layer tolerates a format if each of its operands keeps 18 dB, with at most 1%
+        of its values flushed to zero and none beyond the range. It needs a higher
+        precision if its operands are NaN or infinite, are within a factor of 4 of the
+        largest number of their dtype, or a tenth of them is subnormal in it.
         """
         by_layer: dict[str, list[TensorStatistics]] = {}
         for row in self.rows:
@@ -90,9 +90,7 @@ class Statistics:
             lower = {x: rows for x, rows in whole.items() if _present(rows) > bits}
             bear = [x for x, rows in lower.items() if not _why_not(rows, name)]
             if bear:
-                lines.append(
-                    f"{name}: {len(bear)} of {len(whole)} layers would bear it"
-                )
+                lines.append(f"{name}: {len(bear)} of {len(whole)} layers tolerate it")
             lines += [
                 f"{name} is too little for {_readable(layer)}: {_why_not(rows, name)}"
                 for layer, rows in lower.items()

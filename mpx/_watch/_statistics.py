@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._quantize import Role
 from .._typing import AnyArray
 from ._formats import AskedFormat
-from ._trace import Kind
 
 # A vector of counts: of all numbers first, then of each format. float32 holds squares
 # of 1e-19 to 1e19 only. So those of large and of small numbers are summed apart, each
@@ -25,7 +25,7 @@ _SHRUNK, _GROWN = 2.0**-50, 2.0**50
 
 
 def counts(
-    x: Array, kind: Kind, axis: int, formats: Sequence[AskedFormat]
+    x: Array, kind: Role, axis: int, formats: Sequence[AskedFormat]
 ) -> Float[Array, " n"]:
     """The counts of an array, to be joined with those of others by `joined`."""
     x = jnp.asarray(x).astype(jnp.float32)
@@ -80,14 +80,15 @@ def joined(a: AnyArray, b: AnyArray) -> AnyArray:
 
 @dataclasses.dataclass(frozen=True)
 class FormatStatistics:
-    """What a format leaves of an array. Shares are of its numbers that are not zero.
+    """The loss of an array in a format. Shares are of its nonzero values.
 
     Attributes:
         above: The share beyond the largest number of the format.
-        below: The share that is subnormal in the format and loses digits; for a
-            quantizer, that is off by more than half a step of normal numbers.
+        below: The share that is subnormal in the format and loses precision; for a
+            quantizer, the share with an error of more than half a step of normal
+            numbers.
         flushed: The share that becomes zero.
-        snr: Signal to noise of quantizing it, in dB; infinite where nothing is lost.
+        snr: Signal to noise of quantizing it, in dB; infinite if nothing is lost.
     """
 
     above: float
@@ -98,19 +99,19 @@ class FormatStatistics:
 
 @dataclasses.dataclass(frozen=True)
 class TensorStatistics:
-    """How large the numbers of one operand of products are.
+    """Statistics of one operand of matmuls or convolutions.
 
     Attributes:
-        layer: The weight of the product that it is an operand of, or the scopes.
+        layer: The weight of its matmul, or else the scopes.
         kind: `input`, `weight` or `gradient` (of the output).
-        dtype: Its dtype, as the product gets it, or as it is before a recipe.
-        size: How many numbers it has, all turns of loops together.
-        amax: The largest magnitude among those that are finite.
+        dtype: Its dtype in the matmul, or before quantization by a recipe.
+        size: The number of its values, all iterations of loops together.
+        amax: The largest finite magnitude.
         rms: The root of the mean of their squares.
         zeros: The share of zeros.
-        broken: How many numbers are NaN or infinite.
-        formats: By name what each format asked for leaves of it.
-        turns: The same for each turn of the loop around it, where there is one.
+        broken: The number of NaN and infinite values.
+        formats: The loss in each requested format, by name.
+        turns: The same for each iteration of the loop around it, if there is one.
     """
 
     layer: str
@@ -130,7 +131,7 @@ class TensorStatistics:
         return f"{self.layer}/{self.kind}"
 
     def records(self) -> Iterator[tuple[str, float]]:
-        """Names and numbers."""
+        """Returns numbers by name."""
         for field in ("amax", "rms", "zeros"):
             yield f"{self.name}/{field}", float(getattr(self, field))
         for format, found in self.formats.items():
@@ -141,7 +142,7 @@ class TensorStatistics:
 def tensor_statistics(
     found: np.ndarray,
     layer: str,
-    kind: Kind,
+    kind: Role,
     dtype: str,
     formats: Sequence[AskedFormat],
 ) -> TensorStatistics | None:
@@ -163,7 +164,7 @@ def _read(
     values: np.ndarray,
     *,
     layer: str,
-    kind: Kind,
+    kind: Role,
     dtype: str,
     formats: Sequence[AskedFormat],
 ) -> TensorStatistics:

@@ -5,7 +5,6 @@ have one source are one array to whom asks how large its numbers are.
 """
 
 import dataclasses
-import enum
 import itertools
 from collections.abc import Hashable, Sequence
 
@@ -23,21 +22,9 @@ from .._program import (
     properties,
     scopes,
 )
+from .._quantize import Role
 from .._rules import Precision
 from .._typing import AnyArray
-
-_BFLOAT16 = jnp.dtype(jnp.bfloat16)
-
-
-class Kind(enum.Enum):
-    """What a value is in a training step."""
-
-    INPUT = "input"
-    """Made in the forward pass, of data."""
-    WEIGHT = "weight"
-    """An argument that is trained, moved and cast but not computed with."""
-    GRADIENT = "gradient"
-    """Made in the backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +33,9 @@ class Source:
 
     Attributes:
         key: Tells sources apart.
-        kind: What it is.
+        kind: What it is: an input is made in the forward pass, of data, and a gradient
+            in the backward pass. A weight is an argument that is trained, moved and
+            cast but not computed with.
         path: Of a weight its path; of several in one array that of the first.
         is_constant: Whether it stands in the program.
         is_argument: Whether it is an argument of the program.
@@ -58,7 +47,7 @@ class Source:
     """
 
     key: Hashable
-    kind: Kind
+    kind: Role
     path: str = ""
     is_argument: bool = False
     is_constant: bool = False
@@ -75,13 +64,13 @@ class SourceProbe(Probe):
     def __init__(self) -> None:
         self._numbers = itertools.count()
 
-    def new(self, kind: Kind, path: str = "", is_argument: bool = False) -> Source:
+    def new(self, kind: Role, path: str = "", is_argument: bool = False) -> Source:
         """A source of its own."""
         return Source(next(self._numbers), kind, path, is_argument)
 
     def constant(self, array: object) -> Source:
         """The source of a literal, or of an array that the program holds."""
-        return Source(next(self._numbers), Kind.INPUT, is_constant=True)
+        return Source(next(self._numbers), Role.INPUT, is_constant=True)
 
     def transfer(
         self, equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
@@ -96,9 +85,9 @@ class SourceProbe(Probe):
             return [followed] * results
         joined = _joined(equation, operands)
         if joined:
-            return [self.new(Kind.WEIGHT, joined)] * results
+            return [self.new(Role.WEIGHT, joined)] * results
         phase = phase_of(equation, place)
-        kind = Kind.GRADIENT if phase == "backward" else Kind.INPUT
+        kind = Role.GRADIENT if phase == "backward" else Role.INPUT
         is_again, is_made = phase == "recompute", is_product(equation)
         return [
             Source(next(self._numbers), kind, is_again=is_again, is_made=is_made)

@@ -113,9 +113,9 @@ def refuse_sums_of_others(wire: Wire | None) -> None:
     if wire is None or not wire.is_explicit or wire.reduce_dtype == FLOAT32:
         return
     raise ValueError(
-        f"`reduce_dtype={wire.reduce_dtype.name}` of `mpx.Policy` cannot hold for a "
-        "function with `jax.shard_map(..., check_vma=False)`, whose gradients JAX sums "
-        "over devices in float32. Leave `check_vma` out, or say "
+        f"`reduce_dtype={wire.reduce_dtype.name}` of `mpx.Policy` is not possible "
+        "for a function with `jax.shard_map(..., check_vma=False)`, whose gradients "
+        "JAX sums over devices in float32. Omit `check_vma`, or set "
         '`reduce_dtype="float32"`.'
     )
 

@@ -1,1 +1,1 @@
-"""Adapters: names and signatures of other packages, and what frameworks must know."""
+"""Adapters: names and signatures of other packages, and Flax serialization."""

@@ -38,7 +38,7 @@ def use_original_precision(
     *invars: object,
     **bind_params: object,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A policy function: computes in the dtypes that the program was written in."""
+    """Casts operands to the dtypes of the original program, as a policy function."""
     cast = [_cast(x, dtype) for x, dtype in zip(invars, original_dtypes, strict=True)]
     return cast, bind_params
 
@@ -49,11 +49,11 @@ def use_compute_precision(
     *invars: object,
     **bind_params: object,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A policy function: computes in `compute_dtype`.
+    """Casts operands to `compute_dtype`, as a policy function.
 
-    It casts float operands and parameters, and sets `preferred_element_type` where all
-    operands are floats. Integers, keys and complex numbers stay; jaxamp makes real
-    numbers of complex ones.
+    It casts float operands and parameters, and sets `preferred_element_type` if all
+    operands are floats. Integers, keys and complex numbers are unchanged; jaxamp makes
+    complex numbers real.
     """
     params = {name: _cast(value, compute_dtype) for name, value in bind_params.items()}
     if "preferred_element_type" in params and all(map(is_float_leaf, invars)):
@@ -83,10 +83,10 @@ default_amp_policy: dict[Any, PolicyFunction] = {
 
 
 def amp_stop(f: Callable[..., PyTree] | None = None) -> Any:
-    """A region in which the default policy casts nothing, or a function in one.
+    """Switches the default policy's casts off, for a region or a function.
 
     Args:
-        f: The function; None gives a context manager.
+        f: The function; None returns a context manager.
 
     Returns:
         The function, or the context manager.
@@ -109,24 +109,24 @@ def amp(
     compute_dtype: Any = jnp.float16,
     amp_policy: Mapping[Any, PolicyFunction] = default_amp_policy,
 ) -> Callable[..., PyTree]:
-    """Runs a function in mixed precision, operation by operation, by a policy.
+    """Wraps a function to run in mixed precision, operation by operation, by a policy.
 
     Args:
-        sentinal: The function, of any PyTrees; None gives a decorator. (The name is
+        sentinal: The function, of any PyTrees; None returns a decorator. (The name is
             jaxamp's.)
-        compute_dtype: The floating dtype that policy functions are given.
+        compute_dtype: The floating dtype that is passed to policy functions.
         amp_policy: Policy functions by primitive or by name of a scope. Each is called
             as `f(compute_dtype, original_dtypes, *invars, **bind_params)` and returns
             the operands and the parameters to use.
 
     Returns:
-        A function of the same arguments, whose results have the dtypes that they have
-        without it.
+        A function of the same arguments, whose results keep their dtypes.
 
     Raises:
-        TypeError: The function cannot be called, `compute_dtype` is not floating, or
-            the policy is no mapping of primitives and strings to functions.
-        ValueError: The policy casts what goes into a program within the program.
+        TypeError: The function is not callable, `compute_dtype` is not floating, or the
+            policy is not a mapping from primitives and strings to functions.
+        ValueError: The policy casts the operands of an equation that contains a
+            program.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx.compat.jaxamp as jaxamp
@@ -189,7 +189,7 @@ def _refuse_policy(policy: object, call: str) -> None:
             )
         if _holds_program(key) and function is not use_original_precision:
             raise ValueError(
-                f"`amp_policy` of {call} cannot cast what `{key}` is given: it holds a "
-                "program in dtypes of its own, into which `amp` goes. Leave it out, or "
-                "keep it as it is by `use_original_precision`."
+                f"`amp_policy` of {call} must not cast the operands of `{key}`: it "
+                "contains a program with fixed dtypes, which `amp` transforms. Omit "
+                "it, or use `use_original_precision`."
             )

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from .._errors import describe
-from .._grad import is_frozen
+from .._grad import is_frozen, tried_again
 from .._loss_scaling import StaticLossScaling
 from .._tree import all_finite
 from .._typing import BoolLike
@@ -38,15 +38,15 @@ class DynamicScalerState(_Fields):
 
     Attributes:
         patience: Good steps to wait before the scale grows.
-        adjust_factor: What the scale is multiplied by when it grows, and divided by
-            when it falls.
-        scaler: The scale. Its dtype stays.
+        adjust_factor: The factor by which the scale grows, and the divisor by which it
+            falls.
+        scaler: The scale. Its dtype is kept.
         count: Good steps since the scale last changed.
-        total_resets: How often it fell.
+        total_resets: The number of times it fell.
 
     Raises:
-        ValueError: A field cannot be what it stands for: a scale that is not positive
-            and finite, a factor of at most 1, a negative count.
+        ValueError: A field is invalid: a scale that is not positive and finite, a
+            factor of at most 1, a negative count.
 
     Defaults are arrays made for each state, so that a state can be donated; in jaxamp
     all default states share their buffers.
@@ -132,24 +132,24 @@ def dynamic_scale_tx(
     unscale_fn: Callable[[Any, DynamicScalerState], Any] = default_unscale_fn,
     scale_fn: Callable[[Any, DynamicScalerState], Any] = default_scale_fn,
 ) -> Callable[..., PyTree]:
-    """Puts dynamic loss scaling around any transform that differentiates.
+    """Adds dynamic loss scaling to any transform that differentiates.
 
     Args:
         transform: A transform such as `jax.grad`, called with a function of keyword
             arguments, too.
-        redo_on_nan: How often a step that is not finite is tried again, each time with
-            a smaller scale.
-        unscale_fn: Takes the scale out of what the transformed function returns.
-        scale_fn: Puts the scale into what the function returns.
+        redo_on_nan: The number of times that a non-finite step is repeated, each time
+            with a smaller scale.
+        unscale_fn: Unscales the result of the transformed function.
+        scale_fn: Scales the result of the function.
 
     Returns:
-        `transform` for functions whose result is scaled. What it returns takes the
-        keyword `dynamic_scaler_state` and returns `(next_state, results)`.
+        `transform` for functions whose result is scaled. The functions that it returns
+        take the keyword `dynamic_scaler_state` and return `(next_state, results)`.
 
     Raises:
-        TypeError: At the call, `dynamic_scaler_state` is no `DynamicScalerState`.
-        ValueError: At the call, the state comes from outside of the function that JAX
-            is tracing, where it would be frozen.
+        TypeError: At the call, `dynamic_scaler_state` is not a `DynamicScalerState`.
+        ValueError: At the call, the state comes from outside the function that JAX is
+            tracing, so it would be a constant.
 
     The scale stays positive and finite: it falls to the smallest normal number of its
     dtype, or 2^-126, and rises to the largest power of two, or 2^126.
@@ -170,20 +170,20 @@ def dynamic_scale_grad(
     filter: bool = True,
     **kwargs: PyTree,
 ) -> Callable[..., PyTree]:
-    """`jax.grad` with dynamic loss scaling.
+    """Differentiates as `jax.grad` does, with dynamic loss scaling.
 
     Args:
         fun: The function, which returns a scalar, or `(scalar, aux)` with `has_aux`.
         has_aux: As in `jax.grad`.
-        redo_on_nan: How often a step that is not finite is tried again.
-        filter: Differentiate by `equinox.filter_grad`; by `jax.grad` if False.
-        **kwargs: For that transform.
+        redo_on_nan: The number of times that a non-finite step is repeated.
+        filter: Differentiates with `equinox.filter_grad`; with `jax.grad` if False.
+        **kwargs: Passed on to that transform.
 
     Returns:
         A function with the further keyword `dynamic_scaler_state`, that returns
         `(next_state, grads)`, or `(next_state, (grads, aux))` with `has_aux`.
 
-    A NaN in aux is no overflow, as it is in jaxamp.
+    A NaN in aux does not count as overflow; in jaxamp it does.
 
     Examples:
         >>> import jax.numpy as jnp, mpx.compat.jaxamp as jaxamp
@@ -213,7 +213,9 @@ def dynamic_scale_value_and_grad(
     filter: bool = True,
     **kwargs: PyTree,
 ) -> Callable[..., PyTree]:
-    """`jax.value_and_grad` with dynamic loss scaling; see `dynamic_scale_grad`.
+    """Differentiates as `jax.value_and_grad`, with dynamic loss scaling.
+
+    See `dynamic_scale_grad`.
 
     Returns:
         A function that returns `(next_state, (value, grads))`, or
@@ -258,46 +260,24 @@ def _scaled_transform(
             results = transformed(*f_args, _dynamic_scaler_state=state, **f_kwargs)
             results, judged = unscale(results, state)
             finite = all_finite(judged)
-            return _adjusted(state, finite), results, finite
+            return _adjusted(state, finite), (results, finite)
 
         @functools.wraps(fun, updated=())
         def wrapper(
             *f_args: PyTree, dynamic_scaler_state: object, **f_kwargs: PyTree
         ) -> PyTree:
             state = _read(dynamic_scaler_state)
-            state, results, finite = once(state, f_args, f_kwargs)
+            again = functools.partial(once, f_args=f_args, f_kwargs=f_kwargs)
+            state, found = again(state)
             if redo_on_nan > 0:
-                again = functools.partial(once, f_args=f_args, f_kwargs=f_kwargs)
-                state, results = _redone(again, state, results, finite, redo_on_nan)
-            return state, results
+                state, found = tried_again(
+                    again, lambda found: ~found[1], state, found, redo_on_nan
+                )
+            return state, found[0]
 
         return wrapper
 
     return scaled_transform
-
-
-def _redone(
-    again: Callable[..., PyTree],
-    state: object,
-    results: PyTree,
-    finite: BoolLike,
-    times: int,
-) -> PyTree:
-    """Tries again while the results are not finite; leaves that are no arrays stay."""
-    arrays, static = eqx.partition(results, eqx.is_array)
-
-    def is_bad(carry: PyTree) -> Array:
-        _, _, finite, count = carry
-        return ~finite & (count < times)
-
-    def body(carry: PyTree) -> PyTree:
-        state, _, _, count = carry
-        state, results, finite = again(state)
-        return state, eqx.filter(results, eqx.is_array), finite, count + 1
-
-    start = (state, arrays, finite, jnp.zeros((), jnp.int32))
-    state, arrays, _, _ = jax.lax.while_loop(is_bad, body, start)
-    return state, eqx.combine(arrays, static)
 
 
 def _read(state: object) -> DynamicScalerState:
@@ -309,9 +289,9 @@ def _read(state: object) -> DynamicScalerState:
         )
     if is_frozen(state.count):
         raise ValueError(
-            "`dynamic_scaler_state` comes from outside of the function that JAX is "
-            "tracing (jit, scan, ...); it would be frozen at its present value for "
-            "ever. Pass it to that function as an argument and return the new one."
+            "`dynamic_scaler_state` comes from outside the function that JAX is "
+            "tracing (jit, scan, ...); it would be a constant. Pass it to that "
+            "function as an argument and return the new one."
         )
     is_float = eqx.is_inexact_array(state.scaler)
     dtype = state.scaler.dtype if is_float else jnp.float32

@@ -1,14 +1,14 @@
-"""`flax.serialization` for training states that hold a loss scaling.
+"""`flax.serialization` for training states that contain a loss scaling.
 
-Flax turns a training state into nested dictionaries, class by class, and knows only the
-classes that were registered with it. `register_serialization()` registers those of mpx,
-after which `to_state_dict`, `from_state_dict`, `to_bytes` and `from_bytes` take any
-state with a loss scaling in it: dictionaries, named tuples, `flax.struct` dataclasses,
-the state of `mpx.skip_nonfinite`.
+Flax converts a training state to nested dictionaries, class by class, and supports only
+registered classes. `register_serialization()` registers those of mpx. Then
+`to_state_dict`, `from_state_dict`, `to_bytes` and `from_bytes` accept any state with a
+loss scaling in it: dictionaries, named tuples, `flax.struct` dataclasses, the state of
+`mpx.skip_nonfinite`.
 
 Call it once, at the start of each program that saves or restores. Nothing happens when
 this module is imported, and Flax is imported by the call. Without it `to_bytes` raises,
-but `from_bytes` hands back the dictionary in the place of the loss scaling.
+but `from_bytes` returns a dictionary instead of the loss scaling.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import describe
+from .._few_bits import CompressedArray
 from .._loss_scaling import (
     AbstractLossScaling,
     StepRecord,
@@ -27,21 +28,23 @@ from .._loss_scaling import (
 from .._quantize import QuantizedArray
 from .._scaling import RecipeScaling
 from .._stored_weights import StoredWeight
+from .._tree import Guard
 
 __all__ = ["register_serialization"]
 
 
 def register_serialization() -> None:
-    """Registers loss scalings, records of steps and stored weights of mpx with Flax.
+    """Registers mpx's loss scalings, step records and compressed arrays with Flax.
 
-    What is written of a scaling is `state_dict()`, with its kind and its version, so
-    that an older state is migrated and an incomplete or damaged one raises the errors
-    of `from_state_dict`. Of the target that Flax wants for restoring, only the class is
-    used, and of a `mpx.quantization.RecipeScaling` the slots, as by `with_state`; every
-    field comes from the state, bit for bit. Of stored weights the arrays are written.
+    A scaling is written as its `state_dict()`, with kind and version. So an older state
+    is migrated, and an incomplete or damaged one raises the errors of
+    `from_state_dict`. Of the target that Flax needs for restoring, only the class is
+    used, and for a `mpx.quantization.RecipeScaling` the slots, as in `with_state`;
+    every field comes from the state, bit for bit. Stored weights and compressed
+    optimizer states are written as their arrays.
 
-    A call that is repeated does no harm, and adds the subclasses of
-    `mpx.AbstractLossScaling` that were defined since.
+    Repeated calls are allowed, and add the subclasses of `mpx.AbstractLossScaling` that
+    were defined since.
 
     Raises:
         ModuleNotFoundError: Flax is not installed.
@@ -62,7 +65,7 @@ def register_serialization() -> None:
         serialization.register_serialization_state(
             cls, cls.state_dict, _restored, override=True
         )
-    for cls in (StoredWeight, QuantizedArray):
+    for cls in (StoredWeight, QuantizedArray, CompressedArray, Guard):
         serialization.register_serialization_state(
             cls, _written_arrays, _restored_arrays, override=True
         )
@@ -90,8 +93,9 @@ def _restored_arrays(target: PyTree, state: Any) -> PyTree:
     if len(state) != len(leaves) or types[0] != types[1]:
         raise ValueError(
             f"`flax.serialization.from_state_dict(target, state)`: {describe(target)} "
-            "is stored in another way than in the state. Make the target as the model "
-            "was made: `mpx.quantization.quantize_weights(model, quantizer)`."
+            "must be stored as in the state. Make the target like the saved one, by "
+            "`mpx.quantization.quantize_weights(model, quantizer)` or "
+            "`mpx.compress_state(optimizer).init(params)`."
         )
     return jax.tree.unflatten(tree, found)
 

@@ -1,15 +1,16 @@
 """jaxamp's names and signatures on top of mpx: `import mpx.compat.jaxamp as jaxamp`.
 
-Everything that `jaxamp` 0.0.4 exports is here. What is different here, each a defect of
-the original:
+Everything that `jaxamp` 0.0.4 exports is here. Differences, each a fixed defect of the
+original:
 
-- `amp` works on the present JAX, and goes into jit, scan, while, cond, remat, shard_map
-  and functions with derivative rules of their own. The original casts nothing in them.
+- `amp` works on the present JAX, and transforms the bodies of jit, scan, while, cond,
+  remat, shard_map and functions with custom derivative rules. The original casts
+  nothing in them.
 - The loss is multiplied by the scale in float32 at least, not in its own dtype.
-- The scale stays positive and finite. A NaN in aux is no overflow. Complex numbers are
-  not made real. Each default state has buffers of its own.
-- A state that comes from outside of the function that JAX traces, where it would be
-  frozen, is an error.
+- The scale stays positive and finite. A NaN in aux does not count as overflow. Complex
+  numbers are not made real. Each default state has its own buffers.
+- A state from outside the function that JAX traces, which would be a constant, is an
+  error.
 """
 
 from ._jaxamp_amp import (

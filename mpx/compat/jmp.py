@@ -2,7 +2,7 @@
 
 Everything that `jmp` 0.0.4 exports is here with the same fields, argument order, text
 grammar and numerics; its development head differs from that release in comments only.
-What is different here, each a defect of the original:
+Differences, each a fixed defect of the original:
 
 - `DynamicLossScale.min_loss_scale` survives jit, scan and checkpoints: it is a leaf
   (JMP drops it, and falls back to 1).
@@ -10,17 +10,17 @@ What is different here, each a defect of the original:
   dtype, and stays finite; a float32 one stops at 2^126. Nor does it become zero: a
   `min_loss_scale` of zero means the dtype's smallest normal number. Its counter stays
   an integer, also where `period` is a float.
-- `StaticLossScale` has its scale as a leaf, so that checkpoints hold it.
-- A scale of zero, NaN or infinity, or below zero, is refused when it is made.
-- `select_tree` and the casts leave leaves alone that are neither arrays nor numbers.
-  `select_tree` and `adjust` take a Python bool; what is no boolean scalar is a
+- `StaticLossScale` has its scale as a leaf, so checkpoints contain it.
+- A scale of zero, NaN or infinity, or below zero, raises when it is made.
+- `select_tree` and the casts do not change leaves that are neither arrays nor numbers.
+  `select_tree` and `adjust` accept a Python bool; anything but a boolean scalar is a
   `TypeError`, not an `AssertionError`, and trees that do not match are a `ValueError`
   with the path of the leaf.
-- The casts take numpy scalars and `jax.ShapeDtypeStruct`, and leave formats of 8 bits
-  alone. A cast to such a format saturates.
+- The casts accept numpy scalars and `jax.ShapeDtypeStruct`, and do not change 8-bit
+  formats. A cast to such a format saturates.
 - `get_policy` also reads blanks and the names of all floating dtypes. A repeated key is
-  a `ValueError`, and so is float64 while JAX has it switched off (JMP takes the last
-  key, and casts to float32). `Policy` takes names of dtypes, too, and no integer dtype.
+  a `ValueError`, and so is float64 if it is disabled in JAX (JMP takes the last key,
+  and casts to float32). `Policy` also accepts names of dtypes, but no integer dtype.
 """
 
 import dataclasses
@@ -63,9 +63,9 @@ _NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "full", "float64": "f
 class Policy(_policy.Policy):
     """Dtypes of parameters, computation and outputs; `str` gives JMP's short form.
 
-    The fields hold JAX's scalar types, as JMP's do: `policy.compute_dtype(1)` is a
-    number, and `policy.compute_dtype in {jnp.float16, jnp.bfloat16}` is answered
-    right. Everything else is as in `mpx.Policy`.
+    The fields are JAX's scalar types, as in JMP: `policy.compute_dtype(1)` is a number,
+    and `policy.compute_dtype in {jnp.float16, jnp.bfloat16}` works. Everything else is
+    as in `mpx.Policy`.
     """
 
     def __post_init__(self, *reserved: None) -> None:
@@ -95,7 +95,7 @@ def get_policy(policy_name: str) -> Policy:
     Raises:
         ValueError: A key is unknown or repeated, a dtype does not exist, is not
             floating, or is float64 and not enabled in JAX.
-        TypeError: `policy_name` is not text.
+        TypeError: `policy_name` is not a string.
     """
     with half_precision(half_dtype()):
         try:
@@ -108,7 +108,7 @@ def get_policy(policy_name: str) -> Policy:
 
 
 def half_dtype() -> Any:
-    """The half precision dtype of the default device: bfloat16 on TPU, else float16."""
+    """Returns the half-precision dtype: bfloat16 on a default TPU, else float16."""
     return jnp.bfloat16 if jax.local_devices()[0].platform == "tpu" else jnp.float16
 
 
@@ -134,7 +134,7 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
         The chosen tree.
 
     Raises:
-        TypeError: `pred` is no boolean scalar.
+        TypeError: `pred` is not a boolean scalar.
         ValueError: The trees do not match; the message has the path.
     """
     a, b = jax.tree.map(_number_as_array, (a, b))
@@ -153,19 +153,19 @@ class NoOpLossScale:
 
     @property
     def loss_scale(self) -> int:
-        """One."""
+        """The scale, 1."""
         return 1
 
     def scale(self, tree: PyTree) -> PyTree:
-        """The tree."""
+        """Returns the tree unchanged."""
         return tree
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """The tree."""
+        """Returns the tree unchanged."""
         return tree
 
     def adjust(self, grads_finite: BoolLike) -> "NoOpLossScale":
-        """Itself."""
+        """Returns itself."""
         return self
 
 
@@ -175,11 +175,11 @@ class _Scaling:
     loss_scale: Any
 
     def scale(self, tree: PyTree) -> PyTree:
-        """Every leaf times the scale."""
+        """Returns every leaf times the scale."""
         return jax.tree.map(lambda x: x * self.loss_scale, tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """Every leaf times the inverse of the scale."""
+        """Returns every leaf times the inverse of the scale."""
         inverse = 1 / self.loss_scale
         return jax.tree.map(lambda x: x * inverse, tree)
 
@@ -190,7 +190,7 @@ class StaticLossScale(_Scaling):
     """A fixed scale: `scale` multiplies by it, `unscale` by its inverse.
 
     Args:
-        loss_scale: The scale, kept as it is given.
+        loss_scale: The scale, stored unchanged.
 
     Raises:
         ValueError: The scale is not positive and finite.
@@ -203,28 +203,28 @@ class StaticLossScale(_Scaling):
         _validate(self.loss_scale, "loss_scale", "StaticLossScale")
 
     def adjust(self, grads_finite: BoolLike) -> "StaticLossScale":
-        """Itself."""
+        """Returns itself."""
         return self
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Scaling):
-    """A scale that grows after `period` good steps and falls at a bad one.
+    """A scale that grows after `period` good steps and falls at a non-finite one.
 
     The fields are JMP's; `period` and `factor` are static, the others leaves.
 
     Args:
-        loss_scale: The scale to start with; its dtype stays.
-        counter: Good steps already made.
+        loss_scale: The initial scale; its dtype is kept.
+        counter: Good steps already counted.
         period: Good steps until the scale grows.
-        factor: What the scale is multiplied by when it grows, divided by when it falls.
-        min_loss_scale: The floor. Zero, or what is smaller than the smallest normal
-            number of the scale's dtype, means that number.
+        factor: The factor by which the scale grows, and the divisor by which it falls.
+        min_loss_scale: The floor. Zero, or less than the smallest normal number of the
+            scale's dtype, means that number.
 
     Raises:
         ValueError: `loss_scale` is not positive and finite, or `min_loss_scale` is
-            negative or not finite.
+            negative or non-finite.
 
     Warns:
         UserWarning: A scale is an integer. `adjust` then raises, as in JMP.
@@ -246,18 +246,18 @@ class DynamicLossScale(_Scaling):
             _warn_if_not_floating(getattr(self, name), name)
 
     def adjust(self, grads_finite: BoolLike) -> "DynamicLossScale":
-        """The next scale and counter; grows at the `period`-th good step in a row.
+        """Returns the next state; grows at the `period`-th good step in a row.
 
         Args:
-            grads_finite: Whether the step was good, one boolean.
+            grads_finite: Whether the step was finite, one boolean.
 
         Returns:
-            The new state; this one stays as it is.
+            The new state; this one is unchanged.
 
         Raises:
             TypeError: `grads_finite` is not one boolean, or the scale is an integer.
 
-        Growth past the largest number of the scale's dtype, or past 2^126, is left out.
+        The scale does not grow past the largest number of its dtype, or past 2^126.
         """
         finite = bool_scalar(
             grads_finite, "`grads_finite` of `DynamicLossScale.adjust`"

@@ -1,4 +1,4 @@
-"""What works beside the library: nothing of mpx imports it.
+"""Additions outside the library's core: nothing of mpx imports them.
 
 `PallasKernel` quantizes for MXFP8 and NVFP4. No device has run it yet.
 """

@@ -1,10 +1,10 @@
 """Functions and layers that are ready for mixed precision.
 
-Half precision goes in and comes out, and is what the backward pass keeps; the
-arithmetic in between is full precision. Nobody has to write `force_full_precision`, and
-no float32 copy of an activation waits for the backward pass.
+Inputs, results and saved residuals are half precision; the arithmetic between them is
+full precision. `force_full_precision` is not needed, and no float32 copy of an
+activation is saved for backward.
 
-The module is imported when it is asked for: `import mpx.nn`.
+Import the module explicitly: `import mpx.nn`.
 """
 
 from ._dot_product_attention import dot_product_attention as dot_product_attention

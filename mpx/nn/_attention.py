@@ -19,12 +19,12 @@ be summed. On explicit axes the kernel has no types, and is called with the axes
 automatic.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
@@ -33,7 +33,7 @@ from jaxtyping import Array, PyTree
 
 from .._ambient_record import ambient
 from .._fused_operation import FusedOperation, fused_operation
-from .._jax_compat import as_varying, varying_axes
+from .._jax_compat import as_varying, explaining, varying_axes
 from .._quantize import Target
 from .._typing import AnyArray
 from ._attention_kernel import (
@@ -53,6 +53,13 @@ from ._attention_products import (
 )
 
 _CALL = "`mpx.nn.dot_product_attention`"
+_FORWARD_MODE = (
+    (TypeError,),
+    ("forward-mode",),
+    f"{_CALL} has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`) where cuDNN's "
+    'kernel may be used, which has none. Pass `implementation="xla"`, or use '
+    "`jax.grad` and the like.",
+)
 
 
 def attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
@@ -87,31 +94,16 @@ def _attend(options: AttentionOptions, x: Operands) -> tuple[Array, ...]:
         # Under autocast it is asked again, in the precision that is chosen.
         if not ambient().is_tracing:
             raise ValueError(
-                f'{_CALL} was told `implementation="cudnn"`, and cannot use cuDNN\'s '
-                f"kernel: {kernel}. Leave it out to use the kernel only where it can "
-                "be used."
+                f'{_CALL} got `implementation="cudnn"`, but the kernel cannot be '
+                f"used: {kernel}. Omit it to use the kernel only where possible."
             )
     if isinstance(kernel, str):
         return _forward(options, kernel)(x)
     with (
-        _explaining_forward_mode(),
+        explaining(*_FORWARD_MODE),
         fused_operation(_operation(options, x.names), is_call=True),
     ):
         return _with_kernel(options, kernel)(x)
-
-
-@contextlib.contextmanager
-def _explaining_forward_mode() -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(
-            f"{_CALL} has no forward-mode derivative (`jax.jvp`, `jax.jacfwd`) where "
-            "cuDNN's kernel may be used, which has none. Say "
-            '`implementation="xla"`, or use `jax.grad` and its relatives.'
-        ) from error
 
 
 def _operation(options: AttentionOptions, names: tuple[str, ...]) -> FusedOperation:
@@ -128,10 +120,10 @@ def _operation(options: AttentionOptions, names: tuple[str, ...]) -> FusedOperat
         kernel = find_kernel(towards(target), operands(arrays))
         known = kernel_target(towards(target).target)
         if isinstance(kernel, str):
-            return f"two products: {kernel}"
+            return f"two matmuls: {kernel}"
         if known is None and options.implementation is None:
-            return "one kernel of cuDNN on CUDA, two products elsewhere"
-        return f"one kernel of cuDNN on {'CUDA' if known is None else known.name}"
+            return "one cuDNN kernel on CUDA, two matmuls elsewhere"
+        return f"one cuDNN kernel on {'CUDA' if known is None else known.name}"
 
     def multiplications(avals: list[Any]) -> int:
         batch, heads, length, keys = Operands(*avals).shape
@@ -215,16 +207,13 @@ def _differentiated(
     def rule(primals: PyTree, tangents: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten(primals)
         dots = jax.tree.leaves(tangents)
-        active = [i for i, dot in enumerate(dots) if not _is_zero(dot)]
+        active = [not _is_zero(dot) for dot in dots]
+        inputs, rest = eqx.partition(leaves, active)
 
-        def of_active(*new: PyTree) -> PyTree:
-            full = list(leaves)
-            for i, leaf in zip(active, new, strict=True):
-                full[i] = leaf
-            return reference(*jax.tree.unflatten(tree, full))
+        def of_active(new: PyTree) -> PyTree:
+            return reference(*jax.tree.unflatten(tree, eqx.combine(new, rest)))
 
-        inputs, given = ([xs[i] for i in active] for xs in (leaves, dots))
-        return jax.jvp(of_active, inputs, given)
+        return jax.jvp(of_active, (inputs,), (eqx.filter(dots, active),))
 
     differentiated.defjvp(rule, symbolic_zeros=True)
     return differentiated
@@ -333,7 +322,7 @@ def explicit_shardings(
 def no_kernel_on(x: Operands) -> str | None:
     """Why operands on explicit axes cannot go through the kernel, if so."""
     if any(_axes(array)[i] for array in (x.query, x.key, x.value) for i in (1, 3)):
-        return "a sequence or head is split over devices"
+        return "a sequence or head is sharded over devices"
     if x.bias is not None:
         # XLA stops the process at the sum of a bias' gradient (jax 0.10.2, Nov. 2026).
         return "a bias on explicit mesh axes"

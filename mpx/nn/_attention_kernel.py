@@ -31,7 +31,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array, PyTree
 
 from .._dtypes import is_half
-from .._program import aval_of, sub_jaxprs
+from .._program import aval_of, divide, is_inexact, sub_jaxprs
 from .._quantize import Target, target_from
 from .._typing import AnyArray, Atom, Program
 from ._attention_products import (
@@ -254,9 +254,9 @@ def _refused(options: AttentionOptions, x: Operands) -> str | None:
     if options.without_kernel:
         return options.without_kernel
     if x.keep is not None:
-        return "dropout of the kernel is no function of a key"
+        return "dropout of the kernel is not a function of a key"
     if not is_half(x.query.dtype):
-        return f"the kernel takes float16 and bfloat16, not {x.query.dtype}"
+        return f"the kernel needs float16 or bfloat16, not {x.query.dtype}"
     if 0 in (*x.shape, x.query.shape[-1]):
         return "an operand is empty"
     target = kernel_target(options.target)
@@ -295,16 +295,12 @@ def _result_and_pullback(
 
     Jitted, so that JAX keeps what it traced for equal arguments.
     """
-    leaves, tree = jax.tree.flatten(x)
-    is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
+    floats, form = divide(x, lambda leaf: is_inexact(jax.typeof(leaf)))
 
-    def of_floats(*floats: object) -> PyTree:
-        given = iter(floats)
-        pairs = zip(leaves, is_float, strict=True)
-        full = [next(given) if f else x for x, f in pairs]
-        return call(options, native, "cudnn", jax.tree.unflatten(tree, full))
+    def of_floats(*floats: AnyArray) -> PyTree:
+        return call(options, native, "cudnn", form.filled(floats))
 
-    return jax.vjp(of_floats, *(x for x, f in zip(leaves, is_float, strict=True) if f))
+    return jax.vjp(of_floats, *floats)
 
 
 def _place_of_rows(jaxpr: Program, shape: tuple[int, ...]) -> int:

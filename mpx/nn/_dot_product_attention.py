@@ -39,48 +39,49 @@ def dot_product_attention(
         Float[Array, "*batch q_seq heads size"], Float32[Array, "*batch q_seq heads"]
     ]
 ):
-    r"""Attention, in one kernel of cuDNN where the device and the sizes allow it.
+    r"""Computes attention, in one cuDNN kernel if device and sizes allow it.
 
     $$O = \operatorname{dropout}\!\big(\operatorname{softmax}(s\, Q K^\top +
     \text{bias})\big)\, V$$
 
-    with the scores that are masked left out. The arguments are those of
-    `jax.nn.dot_product_attention`, and dropout. Consecutive heads share keys and
-    values if there are fewer of these (grouped queries); heads must be a multiple of
-    them. `batch` is one axis or none.
+    without the masked scores. The arguments are those of
+    `jax.nn.dot_product_attention`, and dropout. Consecutive heads share keys and values
+    if there are fewer of these (grouped queries); the number of heads must be a
+    multiple of theirs. `batch` is one axis or none.
 
-    The kernel takes float16 and bfloat16, on NVIDIA GPUs from compute capability 8.0
-    on, and the sizes that JAX takes: a head size up to 128 (256 from 9.0 on) and a
-    multiple of 8, even lengths with a bias or a mask. It is chosen when the program is
-    lowered, so programs that are compiled ahead of time have it, too. Everywhere else
-    attention is two products with a softmax between them. Under `mpx.autocast` query,
-    key and value of a float32 model are cast first; `mpx.explain` says which way was
-    taken, and why.
+    The kernel accepts float16 and bfloat16, on NVIDIA GPUs from compute capability 8.0
+    on, and the sizes that JAX accepts: a head size up to 128 (256 from 9.0 on) and a
+    multiple of 8, even lengths with a bias or a mask. It is chosen at lowering, so
+    programs that are compiled ahead of time use it, too. Everywhere else attention is
+    two matmuls with a softmax between them. Under `mpx.autocast` query, key and value
+    of a float32 model are cast first; `mpx.explain` reports which implementation was
+    chosen, and why.
 
-    Scores are summed, scaled and exponentiated in float32. Kept for the backward pass:
-    with the kernel query, key, value, the result and one float32 for each row; with
-    products the probabilities in half precision, and the mask of dropout.
+    Scores are summed, scaled and exponentiated in float32. Saved for backward: with the
+    kernel query, key, value, the result and one float32 for each row; with matmuls the
+    probabilities in half precision, and the dropout mask.
 
     Args:
         query: float16, bfloat16, float32 or float64.
-        key: In the dtype of `query`.
-        value: As `key`.
-        bias: What is added to the scaled scores; of four axes (batch, heads, q_seq,
-            kv_seq), each possibly 1, or fewer: the first ones may be missing. The
-            kernel rounds it to the dtype of the query.
-        mask: True where a key is seen, of a shape as for `bias`.
-        scale: What the scores are multiplied with; $1 / \sqrt{\text{size}}$ if None.
-        is_causal: Whether no query sees a later key; the first key is as early as the
-            first query.
-        query_seq_lengths: How many queries there are in each row of the batch. What
-            comes behind is 0 in the result.
-        key_value_seq_lengths: How many keys and values; the rest is not seen.
-        local_window_size: How many keys before and after its own place a query sees;
-            one number for both.
-        implementation: None chooses. "cudnn" is the kernel or an error, "xla" the
-            products.
-        return_residual: Whether the logarithms of the rows' sums are returned, too. No
-            gradient goes through them.
+        key: The keys, in the dtype of `query`.
+        value: The values, as `key`.
+        bias: Is added to the scaled scores. Of four axes (batch, heads, q_seq, kv_seq),
+            each possibly 1, or fewer: leading ones may be missing. The kernel rounds it
+            to the dtype of the query.
+        mask: True for keys to attend to, of a shape as for `bias`.
+        scale: The factor of the scores; $1 / \sqrt{\text{size}}$ if None.
+        is_causal: Whether queries attend to no later key; the first key has the
+            position of the first query.
+        query_seq_lengths: The number of queries in each row of the batch. The result is
+            0 after them.
+        key_value_seq_lengths: The number of keys and values in each row; the rest is
+            masked.
+        local_window_size: The number of keys before and after its own position that a
+            query attends to; one number for both.
+        implementation: "cudnn" uses the kernel or raises, "xla" the matmuls. None, the
+            default, chooses.
+        return_residual: Whether to return the logarithms of the rows' sums, too. They
+            have no gradient.
         dropout_rate: The probability that a probability becomes 0; the others are
             divided by `1 - dropout_rate`.
         dropout_key: A PRNG key for that.
@@ -91,22 +92,24 @@ def dot_product_attention(
         dtype of `key`.
 
     Raises:
-        TypeError: Query, key and value differ in dtype, or one is no float; `scale` is
-            traced.
-        ValueError: A shape does not fit; dropout without a key, or a rate outside of
-            [0, 1); `implementation` is none of those above, or "cudnn" cannot be had.
+        TypeError: Query, key and value differ in dtype, or one is not floating; `scale`
+            is traced.
+        ValueError: A shape does not match; dropout without a key, or a rate outside of
+            [0, 1); `implementation` is not one of those above, or "cudnn" is
+            unavailable.
 
-    At the edges: a query that sees no key attends evenly to all that its place lets it
-    see (`is_causal`, `local_window_size`), and its scores have no gradient. A row of
-    biases that are all `-inf` gives no NaN. Scores of float16 do not overflow. `inf`
-    and NaN in query, key and value give NaN.
+    At the edges: a query whose keys are all masked attends evenly to all that its
+    position allows (`is_causal`, `local_window_size`), and its scores have no gradient.
+    A row of biases that are all `-inf` gives no NaN. Scores of float16 do not overflow.
+    `inf` and NaN in query, key and value give NaN.
 
-    Dropout is that of a JAX key, and takes products. cuDNN has one in its kernel, too,
-    but XLA gives it a seed that is part of the program and an offset that grows with
-    each run, so its mask is no function of a key.
+    Dropout depends on a JAX key and uses matmuls. cuDNN's kernel also has dropout, but
+    XLA passes it a seed that is part of the program and an offset that grows with each
+    run, so its mask is not a function of a key.
 
-    Derivatives: where the kernel may be used, `jax.jvp` raises, as of every
-    `jax.custom_vjp`; `implementation="xla"` has it. Gradients of gradients are right.
+    Derivatives: where the kernel may be used, `jax.jvp` raises, as for every
+    `jax.custom_vjp`; `implementation="xla"` supports it. Gradients of gradients are
+    correct.
 
     Examples:
         >>> import jax.numpy as jnp, mpx.nn
@@ -117,7 +120,7 @@ def dot_product_attention(
     check_rate("dot_product_attention", "dropout_rate", dropout_rate)
     if dropout_rate and dropout_key is None:
         raise ValueError(
-            f"{_CALL} needs a `dropout_key` for dropout; got None. Give it one, or "
+            f"{_CALL} needs a `dropout_key` for dropout; got None. Pass one, or "
             "`dropout_rate=0.0`."
         )
     arrays = _checked(query, key, value)
@@ -150,8 +153,8 @@ def checked_implementation(layer: str, implementation: object) -> Implementation
     """Raises unless it is one of those that there are."""
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(
-            f"`implementation` of `mpx.nn.{layer}` must be None, 'xla' or 'cudnn'; got "
-            f"{implementation!r}. None takes cuDNN's kernel where it can be used."
+            f"`implementation` of `mpx.nn.{layer}` must be None, 'xla' or 'cudnn'; "
+            f"got {implementation!r}. None uses cuDNN's kernel where possible."
         )
     return implementation
 
@@ -171,8 +174,8 @@ def _checked(*arrays: Any) -> tuple[Array, Array, Array]:
     if not fits or query.shape[-2] % key.shape[-2]:
         raise ValueError(
             f"{_CALL} needs a `query` of (batch, q_seq, heads, size), `key` and "
-            "`value` of (batch, kv_seq, groups, size), where groups divide heads; the "
-            f"batch may be missing from all. Got {found}."
+            "`value` of (batch, kv_seq, groups, size), where groups divide heads; "
+            f"the batch may be missing from all; got {found}."
         )
     return query, key, value
 
@@ -197,7 +200,7 @@ def _four_axes(
     if is_bool != (name == "mask"):
         raise TypeError(
             f"`{name}` of {_CALL} must be {'bool' if name == 'mask' else 'a float'}; "
-            f"got {describe(x)}. A mask says what is seen, a bias is added to scores."
+            f"got {describe(x)}. A mask selects keys, a bias is added to scores."
         )
     return x.reshape(shape)
 
@@ -220,8 +223,8 @@ def _scale(scale: object, size: int) -> float:
         return 1 / math.sqrt(max(size, 1))
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(
-            f"`scale` of {_CALL} must be a number of Python's, which is part of the "
-            f"kernel; got {describe(scale)}. Multiply the query by an array."
+            f"`scale` of {_CALL} must be a Python number, which is part of the "
+            f"kernel; got {describe(scale)}. Multiply the query by the array instead."
         )
     return float(scale)
 
@@ -232,7 +235,7 @@ def _window(window: Any) -> tuple[int, int] | None:
     pair = (window, window) if isinstance(window, int) else tuple(window)
     if len(pair) != 2 or not all(isinstance(n, int) and n >= 0 for n in pair):
         raise ValueError(
-            f"`local_window_size` of {_CALL} must be how many keys are seen before and "
+            f"`local_window_size` of {_CALL} must be the numbers of keys before and "
             f"after, two numbers from 0 on, or one for both; got {window!r}."
         )
     return pair

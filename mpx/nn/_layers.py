@@ -26,14 +26,14 @@ class Linear(eqx.Module):
 
     $$y = x\, W^\top + b$$
 
-    The product is one of the input's dtype, which hardware adds up in float32; weights
-    of another dtype are cast to it. The gradient of $b$ is summed in float32. Kept for
-    the backward pass: $x$ and $W$ in the dtype of $x$.
+    The matmul is in the input's dtype, which hardware accumulates in float32; weights
+    of another dtype are cast to it. The gradient of $b$ is summed in float32. Saved for
+    backward: $x$ and $W$ in the dtype of $x$.
 
     Attributes:
-        weight: $W$, of shape (out_features, in_features), at first uniform between
+        weight: $W$, of shape (out_features, in_features), initially uniform between
             $\pm 1/\sqrt{\text{in}}$.
-        bias: $b$, of shape (out_features,), at first the same; or None.
+        bias: $b$, of shape (out_features,), initially the same; or None.
 
     Args:
         in_features: The size of the last axis of the input.
@@ -43,7 +43,7 @@ class Linear(eqx.Module):
         key: A PRNG key for the parameters.
 
     Raises:
-        ValueError: A size is not positive; at a call: the input does not fit.
+        ValueError: A size is not positive; at a call: the input does not match.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx.nn
@@ -91,20 +91,20 @@ class LayerNorm(eqx.Module):
     """Layer normalization; see `mpx.nn.layer_norm`.
 
     Attributes:
-        weight: At first 1, or None.
-        bias: At first 0, or None.
-        epsilon: What is added to the variance.
+        weight: Initially 1, or None.
+        bias: Initially 0, or None.
+        epsilon: Is added to the variance.
 
     Args:
         shape: The size of the last axis, or the sizes of the last axes, which make a
             row.
-        epsilon: What is added to the variance.
+        epsilon: Is added to the variance.
         use_weight: Whether there is a weight.
         use_bias: Whether there is a bias.
         dtype: The dtype of the parameters.
 
     Raises:
-        ValueError: A size is not positive; at a call: the input does not fit.
+        ValueError: A size is not positive; at a call: the input does not match.
 
     Examples:
         >>> import jax.numpy as jnp, mpx.nn
@@ -143,20 +143,20 @@ class RMSNorm(eqx.Module):
     """Root mean square normalization; see `mpx.nn.rms_norm`.
 
     Attributes:
-        weight: At first 1, or None.
-        bias: At first 0, or None.
-        epsilon: What is added to the mean square.
+        weight: Initially 1, or None.
+        bias: Initially 0, or None.
+        epsilon: Is added to the mean square.
 
     Args:
         shape: The size of the last axis, or the sizes of the last axes, which make a
             row.
-        epsilon: What is added to the mean square.
+        epsilon: Is added to the mean square.
         use_weight: Whether there is a weight.
         use_bias: Whether there is a bias.
         dtype: The dtype of the parameters.
 
     Raises:
-        ValueError: A size is not positive; at a call: the input does not fit.
+        ValueError: A size is not positive; at a call: the input does not match.
 
     Examples:
         >>> import jax.numpy as jnp, mpx.nn
@@ -204,8 +204,8 @@ def check_rate(layer: str, name: str, rate: float) -> None:
     """Raises unless a rate of dropout lies in [0, 1)."""
     if not 0 <= rate < 1:
         raise ValueError(
-            f"`{name}` of `mpx.nn.{layer}` must lie between 0 and 1, without 1; got "
-            f"{rate}. 0 switches dropout off."
+            f"`{name}` of `mpx.nn.{layer}` must be at least 0 and below 1; got "
+            f"{rate}. 0 disables dropout."
         )
 
 
@@ -213,7 +213,7 @@ def check_key(layer: str, rate: float, key: PRNGKeyArray | None) -> None:
     """Raises where something is to be dropped, and no key says what."""
     if rate and key is None:
         raise ValueError(
-            f"`mpx.nn.{layer}` needs a `key` for dropout at a call; got None. Give it "
+            f"`mpx.nn.{layer}` needs a `key` for dropout at a call; got None. Pass "
             "one, or `inference=True`."
         )
 

@@ -23,34 +23,34 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     where: Where = None,
 ) -> Float[Array, "..."]:
-    r"""Cross entropy of the softmax of logits with labels, computed in float32.
+    r"""Computes the cross entropy of logits with labels in float32.
 
     $$L = -\sum_i q_i \log p_i, \qquad
     q_i = (1 - s)\, y_i + \frac{s}{K}, \qquad p = \operatorname{softmax}(x)$$
 
-    where $y$ is 1 at an integer label and 0 elsewhere, or the distribution given.
+    where $y$ is 1 at an integer label and 0 elsewhere, or the given distribution.
 
     Args:
         logits: $x$, in any floating dtype.
         labels: Integers from 0 to $K - 1$, in the shape of the logits without `axis`;
-            or the distribution $y$, floating, in the shape of the logits. Other
-            integers give NaN, but negative ones count from the end as in numpy.
+            or the distribution $y$, floating, in the shape of the logits. Negative
+            integers count from the end as in numpy; others out of range give NaN.
         axis: The axis of the classes.
         label_smoothing: $s$, from 0 to 1.
-        where: Which classes take part; broadcasts to the logits. $K$ counts them, and
-            the loss of a row without any is 0.
+        where: The classes to include, all by default; broadcasts to the logits. $K$
+            counts them, and the loss of a row without any is 0.
 
     Returns:
         The losses, in the shape of the logits without `axis`; float32, or float64 for
-        float64 logits. Leave rows out with `mpx.nn.mean(losses, where=rows)`.
+        float64 logits. Exclude rows with `mpx.nn.mean(losses, where=rows)`.
 
     Raises:
-        ValueError: The shape of the labels does not fit, or `label_smoothing` does not
-            lie between 0 and 1.
+        ValueError: The shape of the labels does not match, or `label_smoothing` is not
+            between 0 and 1.
         TypeError: The labels are neither integers nor floating.
 
-    Kept for the backward pass: the half-precision logits, which are there anyway, the
-    labels, and two float32 for each row.
+    Saved for backward: the half-precision logits, which exist anyway, the labels, and
+    two float32 for each row.
 
     At the edges: a class with $y_i = 0$ may have the logit `-inf`; a row of `-inf`
     gives NaN.
@@ -81,8 +81,8 @@ def cross_entropy(
 def _check(logits: Array, labels: Array, axis: int, label_smoothing: float) -> None:
     if not 0 <= label_smoothing <= 1:
         raise ValueError(
-            "`label_smoothing` of `mpx.nn.cross_entropy` must lie between 0 and 1; got "
-            f"{label_smoothing}. 0 switches it off."
+            "`label_smoothing` of `mpx.nn.cross_entropy` must be between 0 and 1; "
+            f"got {label_smoothing}. 0 disables it."
         )
     if not 0 <= axis < logits.ndim:
         raise ValueError(
@@ -91,9 +91,12 @@ def _check(logits: Array, labels: Array, axis: int, label_smoothing: float) -> N
         )
     rows = logits.shape[:axis] + logits.shape[axis + 1 :]
     if jnp.issubdtype(labels.dtype, jnp.integer):
-        expected, remedy = rows, "Or give distributions, floating, of the logits' shape"
+        expected, remedy = (
+            rows,
+            ("Or pass distributions, floating, of the logits' shape"),
+        )
     elif jnp.issubdtype(labels.dtype, jnp.floating):
-        expected, remedy = logits.shape, "Or give the integers of the classes"
+        expected, remedy = logits.shape, "Or pass the integers of the classes"
     else:
         raise TypeError(
             f"`labels` of {_CALL} must be integers or distributions; got "

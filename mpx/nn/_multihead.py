@@ -28,19 +28,19 @@ _CALL = "`mpx.nn.MultiheadAttention`"
 
 
 class MultiheadAttention(eqx.Module):
-    r"""Multi-head attention, of a sequence with itself or with another one.
+    r"""Multi-head attention of a sequence to itself or to another one.
 
     $$\text{head}_i = \operatorname{softmax}\!\Big(
     \frac{(x W^Q_i)(y W^K_{g(i)})^\top}{\sqrt{d}}\Big)\, y W^V_{g(i)}, \qquad
     \text{out} = [\text{head}_1, \dots, \text{head}_n]\, W^O$$
 
-    with $y = x$ unless another sequence is given, and $g(i)$ the group of head $i$:
+    with $y = x$ unless another sequence is passed, and $g(i)$ the group of head $i$:
     consecutive heads share keys and values.
 
-    Between queries and result stands `mpx.nn.dot_product_attention`: one kernel of
-    cuDNN where there is one, else two products in the input's dtype and a softmax in
-    float32. Kept for the backward pass: inputs, queries, keys, values, and the result
-    of the kernel or the probabilities, all in half precision.
+    It uses `mpx.nn.dot_product_attention`: one cuDNN kernel if available, otherwise two
+    matmuls in the input's dtype and a softmax in float32. Saved for backward: inputs,
+    queries, keys, values, and the result of the kernel or the probabilities, all in
+    half precision.
 
     Attributes:
         query: The projection $W^Q$, an `mpx.nn.Linear`.
@@ -54,21 +54,21 @@ class MultiheadAttention(eqx.Module):
         num_gqa_groups: The number of heads of keys and values (grouped query
             attention); `num_attention_heads` if None.
         attention_dropout: The probability that an attention probability becomes 0.
-        self_attention_mask_type: "causal" lets no position see a later one; "no_mask".
+        self_attention_mask_type: "causal" masks later positions; "no_mask" does not.
         use_bias: Whether the projections have a bias.
-        use_rotary_positions: Whether queries and keys are turned by their positions.
+        use_rotary_positions: Whether queries and keys are rotated by their positions.
         rotary_base: The base of the angles.
-        implementation: None takes cuDNN's kernel where it can be used, which is never
-            while something is dropped; "xla" the products; "cudnn" the kernel or an
-            error. See `mpx.nn.dot_product_attention`.
+        implementation: "xla" uses matmuls, "cudnn" the kernel or raises. None, the
+            default, uses cuDNN's kernel where possible, which excludes calls with
+            dropout. See `mpx.nn.dot_product_attention`.
         dtype: The dtype of the parameters.
         key: A PRNG key for the parameters.
 
     Raises:
         ValueError: The heads do not divide the hidden size, or the groups the heads;
             rotary positions with an odd head size; a dropout rate outside of [0, 1);
-            dropout with `implementation="cudnn"`. At a call: a shape that does not fit,
-            or dropout without a key.
+            dropout with `implementation="cudnn"`. At a call: a shape that does not
+            match, or dropout without a key.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx.nn
@@ -113,8 +113,8 @@ class MultiheadAttention(eqx.Module):
         size = hidden_size // num_attention_heads
         if use_rotary_positions and size % 2:
             raise ValueError(
-                f"`use_rotary_positions` of {_CALL} turns pairs of channels and needs "
-                f"an even size of each head; got {hidden_size} / {num_attention_heads} "
+                f"`use_rotary_positions` of {_CALL} rotates pairs of channels and "
+                f"needs an even head size; got {hidden_size} / {num_attention_heads} "
                 f"= {size}. Change the number of heads."
             )
         keys = jax.random.split(key, 4)
@@ -217,14 +217,14 @@ def _check_options(mask_type: str, implementation: str | None, rate: float) -> N
     if mask_type not in ("no_mask", "causal"):
         raise ValueError(
             f"`self_attention_mask_type` of {_CALL} must be 'no_mask' or 'causal'; "
-            f"got {mask_type!r}. Give other masks at the call."
+            f"got {mask_type!r}. Pass other masks at the call."
         )
     checked_implementation("MultiheadAttention", implementation)
     if implementation == "cudnn" and rate:
         raise ValueError(
-            f"`implementation='cudnn'` of {_CALL} has no dropout that a key decides; "
-            f"got attention_dropout={rate}. Leave it out: None takes the kernel where "
-            "nothing is dropped, as in inference."
+            f"`implementation='cudnn'` of {_CALL} does not support dropout by a key; "
+            f"got attention_dropout={rate}. Omit it: None uses the kernel without "
+            "dropout, as in inference."
         )
 
 
@@ -238,7 +238,7 @@ def _check_sequences(x: Array, seen: Array) -> None:
 
 
 _MEANING = {
-    "mask": "True stands where a position may be looked at.",
+    "mask": "True allows attention to a position.",
     "bias": "It is added to the scores.",
 }
 

@@ -23,14 +23,14 @@ def layer_norm(
     axis: int | tuple[int, ...] = -1,
     epsilon: float = 1e-5,
 ) -> Float[Array, "..."]:
-    r"""Layer normalization, computed in float32.
+    r"""Applies layer normalization, computed in float32.
 
     $$y = w\, \frac{x - \mu}{\sqrt{v + \epsilon}} + b$$
 
     with the mean $\mu$ and the variance $v$ (in two passes) of each row.
 
     Args:
-        x: What is normalized.
+        x: The array to normalize.
         weight: $w$, of any floating dtype, in the shape of the normalized axes (or any
             that broadcasts to `x` from the right); None for 1.
         bias: $b$, likewise; None for 0.
@@ -43,8 +43,8 @@ def layer_norm(
     Raises:
         ValueError: Weight or bias does not broadcast to the shape of `x`.
 
-    Kept for the backward pass: the half-precision `x` and the weight, and two float32
-    for each row. Gradients of weight and bias are summed in float32.
+    Saved for backward: the half-precision `x` and the weight, and two float32 for each
+    row. Gradients of weight and bias are summed in float32.
 
     At the edges: a row of equal numbers gives the bias, and the gradient of `x` is
     finite there; a row with `inf` or NaN is NaN.
@@ -69,12 +69,12 @@ def rms_norm(
     axis: int | tuple[int, ...] = -1,
     epsilon: float = 1e-5,
 ) -> Float[Array, "..."]:
-    r"""Root mean square normalization, computed in float32.
+    r"""Applies root mean square normalization, computed in float32.
 
     $$y = w\, \frac{x}{\sqrt{\tfrac1n \sum_i x_i^2 + \epsilon}} + b$$
 
     Args:
-        x: What is normalized.
+        x: The array to normalize.
         weight: $w$, of any floating dtype, in the shape of the normalized axes (or any
             that broadcasts to `x` from the right); None for 1.
         bias: $b$, likewise; None for 0.
@@ -87,8 +87,8 @@ def rms_norm(
     Raises:
         ValueError: Weight or bias does not broadcast to the shape of `x`.
 
-    Kept for the backward pass: the half-precision `x` and the weight, and one float32
-    for each row. Gradients of weight and bias are summed in float32.
+    Saved for backward: the half-precision `x` and the weight, and one float32 for each
+    row. Gradients of weight and bias are summed in float32.
 
     At the edges: a row of zeros gives the bias; a row with `inf` or NaN has NaN.
 
@@ -112,8 +112,8 @@ def _check_parameters(function: str, x: Array, **parameters: AnyArray | None) ->
         if tail is None or any(n not in (1, m) for n, m in pairs):
             raise ValueError(
                 f"`{name}` of `mpx.nn.{function}(x, weight, bias)` must broadcast to "
-                f"the shape of `x`, {x.shape}; got {describe(parameter)}. Give it the "
-                "shape of the axes that are normalized."
+                f"the shape of `x`, {x.shape}; got {describe(parameter)}. Use the "
+                "shape of the normalized axes."
             )
 
 

@@ -28,25 +28,25 @@ def softmax(
     *,
     dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "..."]:
-    r"""Softmax, computed in float32.
+    r"""Computes softmax in float32.
 
     $$p_i = e^{x_i - m} / \sum_j e^{x_j - m}, \qquad m = \max_j x_j$$
 
     Args:
-        x: The scores. float32 and float64 are given to `jax.nn.softmax`, unless the
-            result is to be half precision.
+        x: The scores. float32 and float64 are passed to `jax.nn.softmax`, unless the
+            result is half precision.
         axis: The axis or axes that are summed over; None for all.
-        where: Which elements take part; the others get 0.
+        where: The elements to include, all by default; the others get 0.
         dtype: The dtype of the result; that of `x` if None. Half-precision
-            probabilities of float32 scores keep half precision, too.
+            probabilities of float32 scores are also saved in half precision.
 
     Returns:
         The probabilities, in the shape of `x`.
 
-    Kept for the backward pass: the probabilities in half precision, and `where`.
+    Saved for backward: the probabilities in half precision, and `where`.
 
-    At the edges, as `jax.nn.softmax`: a row of which all is the same, the smallest
-    number of a dtype too, is uniform; a row of `-inf`, or with an `inf`, is NaN.
+    At the edges, as `jax.nn.softmax`: a row of equal numbers, even the lowest of a
+    dtype, is uniform; a row of `-inf`, or with an `inf`, is NaN.
 
     Examples:
         >>> import jax.numpy as jnp, mpx.nn
@@ -67,20 +67,20 @@ def log_softmax(
     *,
     dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "..."]:
-    r"""The logarithm of softmax, computed in float32.
+    r"""Computes the logarithm of softmax in float32.
 
     $$\log p_i = x_i - m - \log \sum_j e^{x_j - m}, \qquad m = \max_j x_j$$
 
     Args:
-        x: The scores. float32 and float64 are given to `jax.nn.log_softmax`.
+        x: The scores. float32 and float64 are passed to `jax.nn.log_softmax`.
         axis: The axis or axes that are summed over; None for all.
-        where: Which elements take part; the others get `-inf`.
+        where: The elements to include, all by default; the others get `-inf`.
         dtype: The dtype of the result; that of `x` if None.
 
     Returns:
         The logarithms of the probabilities, in the shape of `x`.
 
-    Kept for the backward pass: the half-precision `x`, which is there anyway, and two
+    Saved for backward: the half-precision `x`, which exists anyway, and two
     float32 for each row.
 
     At the edges, as `jax.nn.log_softmax`: a row of `-inf`, or with an `inf`, is NaN.
@@ -111,22 +111,22 @@ def logsumexp(
     keepdims: bool = False,
     dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "..."]:
-    r"""The logarithm of the sum of exponentials, computed in float32.
+    r"""Computes the logarithm of the sum of exponentials in float32.
 
     $$m + \log \sum_j e^{x_j - m}, \qquad m = \max_j x_j$$
 
     Args:
-        x: The scores. float32 and float64 are given to `jax.nn.logsumexp`.
+        x: The scores. float32 and float64 are passed to `jax.nn.logsumexp`.
         axis: The axis or axes that are summed over; None for all.
-        where: Which elements take part.
-        keepdims: Whether the axes stay, with size 1.
+        where: The elements to include, all by default.
+        keepdims: Whether the axes are kept, with size 1.
         dtype: The dtype of the result; that of `x` if None. In float16 a number near
-            1e4 is rounded to a multiple of 8: ask for float32 where it is a loss.
+            1e4 is rounded to a multiple of 8: use float32 for a loss.
 
     Returns:
         The sums, without the axes.
 
-    Kept for the backward pass: the half-precision `x`, which is there anyway, and two
+    Saved for backward: the half-precision `x`, which exists anyway, and two
     float32 for each row.
 
     At the edges, as `jax.nn.logsumexp`: the sum over nothing, or over `-inf`, is

@@ -16,25 +16,25 @@ def mean(
     keepdims: bool = False,
     where: Where = None,
 ) -> Shaped[Array, "..."]:
-    r"""The mean, summed in float32.
+    r"""Computes the mean, summed in float32.
 
     $$\mu = \frac{1}{n} \sum_i x_i$$
 
     Args:
         x: The numbers.
         axis: The axis or axes that are averaged over; None for all.
-        dtype: The dtype of the result; that of `x` if None. Ask for float32 where it
-            is a loss.
+        dtype: The dtype of the result; that of `x` if None. Use float32 for a loss.
         keepdims: Whether the axes stay, with size 1.
-        where: Which elements take part: `mean(losses, where=labels >= 0)`.
+        where: The elements to include, all by default:
+            `mean(losses, where=labels >= 0)`.
 
     Returns:
         The means, without the axes.
 
-    Kept for the backward pass: `where`, and nothing else.
+    Saved for backward: only `where`.
 
-    At the edges, as `jnp.mean`: the mean of nothing is NaN. A mean that lies in the
-    range of float16 is finite, though the sum may not lie in it.
+    At the edges, as `jnp.mean`: the mean of nothing is NaN. A mean within the range of
+    float16 is finite, even if the sum is not within it.
 
     Examples:
         >>> import jax.numpy as jnp, mpx.nn
@@ -59,7 +59,7 @@ def variance(
     keepdims: bool = False,
     where: Where = None,
 ) -> Shaped[Array, "..."]:
-    r"""The variance, computed in float32, in two passes.
+    r"""Computes the variance in float32, in two passes.
 
     $$v = \frac{1}{n - c} \sum_i (x_i - \mu)^2$$
 
@@ -67,15 +67,14 @@ def variance(
         x: The numbers.
         axis: The axis or axes that are averaged over; None for all.
         dtype: The dtype of the result; that of `x` if None.
-        correction: What is taken from the number of elements, $c$.
+        correction: $c$, subtracted from the number of elements.
         keepdims: Whether the axes stay, with size 1.
-        where: Which elements take part.
+        where: The elements to include, all by default.
 
     Returns:
         The variances, without the axes.
 
-    Kept for the backward pass: the half-precision `x`, which is there anyway, and
-    `where`.
+    Saved for backward: the half-precision `x`, which exists anyway, and `where`.
 
     At the edges, as `jnp.var`: the variance of nothing is NaN, that of equal numbers 0
     with a gradient of 0; beyond 65504 it is `inf` in float16.

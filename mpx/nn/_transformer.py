@@ -19,42 +19,43 @@ _CALL = "`mpx.nn.TransformerLayer`"
 
 
 class TransformerLayer(eqx.Module):
-    r"""A transformer layer, with the norms in front of what they feed (pre-norm).
+    r"""A transformer layer with the norms before attention and perceptron (pre-norm).
 
     $$h = x + \operatorname{Attention}(\operatorname{Norm}(x)), \qquad
     \text{out} = h + W_2\, \phi(W_1 \operatorname{Norm}(h) + b_1) + b_2$$
 
-    With `gated_mlp` what goes into $W_2$ is $\phi(W_1 n + b_1) \odot (V n + c)$, where
+    With `gated_mlp` the operand of $W_2$ is $\phi(W_1 n + b_1) \odot (V n + c)$, where
     $n$ is the norm of $h$: SwiGLU with `activation=jax.nn.silu`, GeGLU with
     `jax.nn.gelu`, ReGLU with `jax.nn.relu`.
 
-    The arguments are named as those of Transformer Engine's layer for JAX where both
-    have them. Dropout is off unless asked for, and the activation is GELU.
+    Arguments that Transformer Engine's layer for JAX also has are named as there. By
+    default there is no dropout, and the activation is GELU.
 
     Attributes:
-        attention_norm: The norm in front of attention.
+        attention_norm: The norm before attention.
         attention: An `mpx.nn.MultiheadAttention`.
-        mlp_norm: The norm in front of the perceptron.
+        mlp_norm: The norm before the perceptron.
         mlp_in: $W_1$ and $b_1$.
         mlp_gate: $V$ and $c$ of a gated perceptron, or None.
         mlp_out: $W_2$ and $b_2$.
 
     Args:
         hidden_size: The size of the last axis of input and result.
-        mlp_hidden_size: The size between the two products of the perceptron.
+        mlp_hidden_size: The size between the two matmuls of the perceptron.
         num_attention_heads: The number of heads.
         num_gqa_groups: The number of heads of keys and values;
             `num_attention_heads` if None.
         attention_dropout: The probability that an attention probability becomes 0.
-        hidden_dropout: The same for what attention and perceptron add to the stream.
+        hidden_dropout: The same for the results of attention and perceptron, before
+            they are added to the residual stream.
         layernorm_type: "layernorm" or "rmsnorm".
-        layernorm_epsilon: What the norms add to the variance.
-        activation: $\phi$, a function of one array, element by element. It is computed
-            in float32, and again in the backward pass.
+        layernorm_epsilon: Is added to the variance by the norms.
+        activation: $\phi$, an elementwise function of one array. It is computed in
+            float32, and recomputed in the backward pass.
         gated_mlp: Whether the perceptron is gated.
         self_attention_mask_type: "causal" or "no_mask".
         use_bias: Whether the linear layers have a bias.
-        use_rotary_positions: Whether queries and keys are turned by their positions.
+        use_rotary_positions: Whether queries and keys are rotated by their positions.
         implementation: See `mpx.nn.MultiheadAttention`.
         dtype: The dtype of the parameters.
         key: A PRNG key for the parameters.

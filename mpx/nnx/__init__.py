@@ -1,7 +1,7 @@
 """Flax NNX: gradients and updates of modules that are changed in place.
 
 An NNX module keeps its parameters, batch statistics and random streams in itself, and a
-forward pass changes them in place. `value_and_grad` and `update` stand in for
+forward pass changes them in place. `value_and_grad` and `update` replace
 `nnx.value_and_grad` and `optimizer.update` in a training step:
 
     @nnx.jit
@@ -10,26 +10,25 @@ forward pass changes them in place. `value_and_grad` and `update` stand in for
         mpx.nnx.update(optimizer, model, result.grads, result.finite)
         return result.scaling, result.value
 
-**Good steps** leave everything as the two of NNX do: parameters, batch statistics,
+**Good steps** change the same things as the two of NNX: parameters, batch statistics,
 random streams, caches, sown values, attributes, `optimizer.step`.
 
-**Skipped steps**, those whose loss or gradients are not finite, leave all arrays as
-they were, bit for bit, as if the batch had never come: parameters and the optimizer
-with its step, and what the forward pass changed too. Statistics of a batch that
-overflowed must not be kept; a random stream that stays draws the same masks for the
-next batch, which is another one. What JAX cannot choose by a traced value stays
-changed: attributes that are no arrays, and places that held none before, such as sown
+**Skipped steps**, those whose loss or gradients are non-finite, leave all arrays
+unchanged, bit for bit: parameters, the optimizer with its step, and everything that the
+forward pass changed. So statistics of a batch that overflowed are dropped, and an
+unchanged random stream draws the same masks for the next batch. What JAX cannot select
+by a traced value stays changed: non-array attributes, and new arrays such as sown
 values. With `mpx.NoLossScaling(skip=False)` no step is skipped.
 
 **With autocast**, `value_and_grad(mpx.autocast(loss_fn), scaling)`, no input is cast;
-`mpx.autocast` alone, around any function of NNX objects or a module, keeps what changes
-in them, too.
+`mpx.autocast` alone, around any function of NNX objects or a module, also keeps changes
+to them.
 
-**What is cast** to half precision in the explicit style, inside of the differentiated
+**What is cast** to half precision in the explicit style, inside the differentiated
 function: the differentiated Variables, all other `nnx.Param`, arrays that are plain
 attributes, and float leaves of the other arguments. Every other Variable (`BatchStat`,
-`Cache`, your own) keeps its dtype, and what the forward pass writes into a Variable
-takes the dtype that the Variable had.
+`Cache`, your own) keeps its dtype, and values that the forward pass writes into a
+Variable are cast to the Variable's dtype.
 
 This module needs Flax and imports it; `import mpx` does neither.
 """

@@ -38,7 +38,7 @@ def grad(
     accumulate_dtype: DTypeLike | None = None,
     retries: int = 0,
 ) -> Callable[..., GradientResult]:
-    """The gradient alone, in the place of `nnx.grad`; see `value_and_grad`.
+    """Returns only the gradient; replaces `nnx.grad`. See `value_and_grad`.
 
     Returns:
         A function that returns `(scaling, finite, grads)`, or with `has_aux`
@@ -72,28 +72,30 @@ def value_and_grad(
     accumulate_dtype: DTypeLike | None = None,
     retries: int = 0,
 ) -> Callable[..., GradientResult]:
-    """The loss and its gradient, in the place of `nnx.value_and_grad`.
+    """Returns loss and gradient of an NNX model; replaces `nnx.value_and_grad`.
 
-    What the function changes in NNX objects stays changed on good steps, and does not
-    on those to be skipped; the page of this module has the rule. The equation is that
-    of `mpx.filter_grad`.
+    Changes that the function makes to NNX objects are kept on good steps and undone on
+    skipped ones; the page of this module has the rule. The equation is that of
+    `mpx.filter_grad`.
 
     Args:
         func: `func(model, *args, **kwargs)` returns a scalar loss, or `(loss, aux)`.
-            NNX objects may stand anywhere in its arguments and in aux.
-        scaling: The loss scaling; inside of a jitted function, an argument of it.
-        argnums: What to differentiate, as in NNX: positions, or `nnx.DiffState` with
-            a position and a filter. A position means its `nnx.Param`.
+            NNX objects may be anywhere in its arguments and in aux.
+        scaling: The loss scaling. In a jitted function it must be one of its arguments.
+        argnums: The arguments to differentiate, as in NNX: positions, or
+            `nnx.DiffState` with a position and a filter. A position selects its
+            `nnx.Param`.
         has_aux: `func` returns `(loss, aux)`.
         use_mixed_precision: False casts and scales nothing, see `mpx.filter_grad`.
-        policy: A policy or its text; its compute dtype takes the place of
+        policy: A policy or its text; its compute dtype replaces
             `mpx.half_precision_datatype()`.
-        keep: `keep(path, leaf)` is True for leaves that are not cast; paths are like
+        keep: Leaves for which `keep(path, leaf)` is True are not cast; paths are like
             `args[0].layers[0].kernel`.
-        accumulate: A number of micro-batches, or `mpx.Accumulation`. What NNX objects
-            hold is not cut; their state goes from one micro-batch to the next.
+        accumulate: A number of micro-batches, or `mpx.Accumulation`. Arrays in NNX
+            objects are not split; their state is passed from one micro-batch to the
+            next.
         accumulate_dtype: As in `mpx.filter_grad`.
-        retries: As in `mpx.filter_grad`. Every try starts from the same state.
+        retries: As in `mpx.filter_grad`. Every attempt starts from the same state.
 
     Returns:
         A function of the same arguments that returns `(value, scaling, finite, grads)`,
@@ -102,13 +104,13 @@ def value_and_grad(
         sequence of `argnums`), unscaled, in the Variables' dtypes, float32 at least.
 
     Raises:
-        TypeError: `scaling` is no loss scaling, `argnums` is not as NNX has it, the
+        TypeError: `scaling` is not a loss scaling, `argnums` is not of NNX's form, the
             function is a bound method, the loss or a differentiated Variable is not
             floating.
-        ValueError: The loss is no scalar, the scaling is frozen into a compiled
-            function, weights are float16 without a policy that says so, or missing; one
-            Variable is differentiated in one place and not in another; the function
-            changed the shape or dtype of what a module holds.
+        ValueError: The loss is not a scalar, the scaling is a constant of a compiled
+            function, or weights are missing, or float16 without a policy that sets it;
+            one Variable is differentiated in one place and not in another; the function
+            changed the shape or dtype of an array in a module.
 
     Examples:
         >>> import jax.numpy as jnp, mpx.nnx
@@ -140,21 +142,22 @@ def blame(
     accumulate_dtype: DTypeLike | None = None,
     above: float | None = None,
 ) -> Callable[..., BlameReport]:
-    """Replays a step and says what made it bad, in the place of `mpx.blame`.
+    """Replays a skipped step to find its cause; replaces `mpx.blame`.
 
-    Arguments are those of `value_and_grad`; the objects stay as they are.
+    Arguments are those of `value_and_grad`; the objects are unchanged.
 
     Args:
         func: The loss function.
         scaling: The loss scaling that the step had: `scaling.of_bad_step()`.
         argnums: As in `value_and_grad`, like the options below.
         has_aux: `func` returns `(loss, aux)`.
-        use_mixed_precision: False: in full precision.
+        use_mixed_precision: False runs in full precision.
         policy: The policy.
-        keep: Which leaves are not cast.
+        keep: Selects leaves that are not cast.
         accumulate: Micro-batches.
-        accumulate_dtype: What gradients of a weight's uses are summed in.
-        above: Numbers of larger magnitude count as bad, too.
+        accumulate_dtype: The dtype in which the gradients of a weight's uses are
+            summed.
+        above: Values of larger magnitude also count as bad.
 
     Returns:
         A function of the arguments of `func` that returns a `mpx.reports.BlameReport`.

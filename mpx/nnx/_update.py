@@ -19,25 +19,25 @@ def update(
     finite: BoolLike,
     **extra_args: PyTree,
 ) -> None:
-    r"""Updates model and optimizer in place if the step is good.
+    r"""Updates model and optimizer in place if the step is finite, else skips it.
 
-    On a good step it does what `optimizer.update(model, grads)` does, bit for bit. On a
-    bad one the parameters, the optimizer's state and `optimizer.step` stay as they
-    were, bit for bit.
+    A good step equals `optimizer.update(model, grads)`, bit for bit. A skipped one
+    leaves the parameters, the optimizer's state and `optimizer.step` unchanged, bit for
+    bit.
 
     Args:
         optimizer: An `nnx.Optimizer`, or a subclass with an `update` of its own.
-        model: What the optimizer was made for.
+        model: The model that the optimizer was made for.
         grads: The gradients, from `mpx.nnx.value_and_grad`.
-        finite: Whether the step is good, one boolean, an array or Python's:
+        finite: Whether to apply the step, one boolean, an array or Python's:
             `result.finite`.
         **extra_args: Passed on to `optimizer.update`: `value`, `grad` and `value_fn`
             for L-BFGS.
 
     Raises:
-        TypeError: `optimizer` is no `nnx.Optimizer`, or `finite` no boolean.
-        ValueError: The gradients do not fit what the optimizer updates, or the
-            optimizer changed the form of its state.
+        TypeError: `optimizer` is not an `nnx.Optimizer`, or `finite` is not a boolean.
+        ValueError: The gradients do not match the arrays that the optimizer updates, or
+            the optimizer changed the structure, shapes or dtypes of its state.
 
     Examples:
         >>> import jax.numpy as jnp, mpx.nnx, optax
@@ -73,10 +73,11 @@ def update(
     before, after = _by_name(_nnx.state(nodes)), _by_name(_nnx.state(copies))
     if before.keys() != after.keys():
         raise ValueError(
-            f"{call} cannot undo an update that changes the form of the optimizer or "
-            f"the model; came: {listing(after.keys() - before.keys()) or 'none'}; "
-            f"went: {listing(before.keys() - after.keys()) or 'none'}. Make all "
-            "Variables before the first step."
+            f"{call} cannot undo an update that adds or removes Variables of the "
+            "optimizer or the model; added: "
+            f"{listing(after.keys() - before.keys()) or 'none'}; removed: "
+            f"{listing(before.keys() - after.keys()) or 'none'}. Make all Variables "
+            "before the first step."
         )
     # By identity: of what the optimizer did not write nothing is to be chosen.
     changed = {name: new for name, new in after.items() if new is not before[name]}
@@ -108,8 +109,8 @@ def _refuse_gradients(optimizer: Any, model: PyTree, grads: PyTree, call: str) -
         raise ValueError(
             f"{call} needs a gradient for each Variable that the optimizer updates "
             f"({len(weights)}, by its `wrt`); missing: {listing(missing) or 'none'}; "
-            f"unknown: {listing(unknown) or 'none'}. Give `argnums` of "
-            "`mpx.nnx.value_and_grad` the filter of the optimizer: "
+            f"unknown: {listing(unknown) or 'none'}. Set `argnums` of "
+            "`mpx.nnx.value_and_grad` to the filter of the optimizer: "
             "`nnx.DiffState(0, filter)`."
         )
     for name, weight in weights.items():

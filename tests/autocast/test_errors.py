@@ -29,11 +29,15 @@ def inputs(getkey):
         (lambda: mpx.autocast(3), TypeError, "needs a function; got int 3"),
         (lambda: mpx.autocast(product, jnp.int8), TypeError, "got int8"),
         (lambda: mpx.autocast(product, "float8_e4m3fn"), ValueError, "float8_e4m3fn"),
-        (lambda: mpx.autocast(product, "half precision"), ValueError, "none called"),
+        (
+            lambda: mpx.autocast(product, "half precision"),
+            ValueError,
+            "needs a dtype; got",
+        ),
         (
             lambda: mpx.autocast(product, mpx.DelayedScaling()),
             TypeError,
-            r"where a dtype belongs.*func, recipe=mpx.DelayedScaling\(\)\)`",
+            r"needs a dtype here.*func, recipe=mpx.DelayedScaling\(\)\)`",
         ),
         (
             lambda: mpx.autocast(product, mpx.DelayedScaling(margin=1)),
@@ -48,7 +52,7 @@ def inputs(getkey):
         (
             lambda: mpx.autocast(mpx.DelayedScaling()),
             TypeError,
-            "where a function belon",
+            "needs a function here",
         ),
         (
             lambda: mpx.autocast(product, recipe=mpx.DelayedScaling),

@@ -189,7 +189,7 @@ def test_what_takes_many_kernels_waits_for_the_gradients():
         return jax.lax.associative_scan(combine, (decay, (1 - decay) * x))[1]
 
     (found,) = remats(jax.grad(mpx.autocast(between_products(scanned))), weights(), X)
-    # Factors and the gradient, but not the product from which it is computed again.
+    # Factors and the gradient, but not the product from which it is recomputed.
     *_, product, gradient = zip(found.invars, found.params["prevent_cse"], strict=True)
     assert product[0].aval.dtype == gradient[0].aval.dtype == jnp.bfloat16
     assert (product[1], gradient[1]) == (False, True)
@@ -593,7 +593,7 @@ def test_a_policy_of_names_keeps_what_it_names():
 
 @pytest.mark.parametrize("said", ["in_shardings", "out_shardings", "donate_argnums"])
 def test_a_jit_that_says_where_its_arrays_lie_is_called_once(said):
-    """Or that it overwrites one, which is not there when all is computed again."""
+    """Or that it overwrites one, which is not there when all is recomputed."""
     mesh = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2])
     place = jax.NamedSharding(mesh, P("i"))
     placed = jax.jit(rms, **{said: 0 if said == "donate_argnums" else place})
@@ -656,8 +656,8 @@ def test_explain_shows_islands_with_their_bytes():
     assert island.bytes_after <= 2 * SIZE + 4 * 4 * ROWS
     assert "normed" in island.where or "layer_norm" in island.where
     assert island.source
-    assert "computed again" in report.table()
-    assert "islands computed again" in report.to_html()
+    assert "recomputed" in report.table()
+    assert "islands recomputed" in report.to_html()
     assert mpx.reports.Report.from_json(report.to_json()) == report
     kept = mpx.explain(jax.grad(loss), residuals="fast")(weights(), X)
     assert kept.totals.residual_bytes is not None

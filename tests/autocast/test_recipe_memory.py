@@ -77,7 +77,7 @@ def test_in_bfloat16_they_keep_operands_of_two_bytes():
     assert bytes_of_step(None) == BLOCKS * HALF_BYTES + loss
 
 
-@pytest.mark.filterwarnings("ignore:.*has not seen a step")
+@pytest.mark.filterwarnings("ignore:.*before its first step")
 @pytest.mark.parametrize(("recipe", "limit"), LIMITS, ids=NAMES)
 def test_under_a_recipe_they_keep_quantized_operands(recipe, limit):
     share = bytes_of_vjp(recipe) / HALF_BYTES

@@ -119,16 +119,16 @@ def test_the_inner_transform_wins(inputs):
 
 
 def test_where_nothing_is_transformed_a_region_raises(inputs):
-    with pytest.raises(ValueError, match="nothing is here.*ambient=True"):
+    with pytest.raises(ValueError, match="here none is.*ambient=True"):
         off(*inputs)
-    with pytest.raises(ValueError, match="nothing is here"):
+    with pytest.raises(ValueError, match="here none is"):
         jax.jit(off)(*inputs)
 
 
 def test_a_function_jitted_inside_is_not_used_outside(inputs):
     compiled = jax.jit(off)
     mpx.autocast(compiled)(*inputs)
-    with pytest.raises(ValueError, match="nothing is here"):
+    with pytest.raises(ValueError, match="here none is"):
         compiled(*inputs)
 
 
@@ -137,7 +137,7 @@ def test_rules_cannot_be_said_in_a_region(inputs):
         with mpx.autocast(rules=mpx.Rules()):
             return x @ w
 
-    with pytest.raises(TypeError, match="`rules` of `mpx.autocast` cannot be said"):
+    with pytest.raises(TypeError, match="`rules` of `mpx.autocast` cannot be set"):
         mpx.autocast(func)(*inputs)
 
 
@@ -181,7 +181,7 @@ def test_ambient_settings_are_of_one_thread(inputs):
 
 
 def test_ambient_is_not_for_a_function():
-    with pytest.raises(TypeError, match="a function was given"):
+    with pytest.raises(TypeError, match="got a function"):
         mpx.autocast(jnp.dot, ambient=True)
 
 

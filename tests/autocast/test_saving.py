@@ -122,7 +122,7 @@ def test_gradients_are_those_without_a_policy(recipe, way):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["delayed, H100", "MXFP8, B200"])
 def test_gradients_are_those_without_a_policy_in_every_way(recipe):
     wanted = gradient(loss_of(block), *RECIPES[recipe])

@@ -64,7 +64,7 @@ def test_a_switch_changes_the_precision_and_nothing_else():
 
 def test_hidden_in_a_lambda_it_is_not_cast_in_silence():
     hidden = lambda w, x: OFF(loss)(w, x)  # noqa: E731
-    with pytest.raises(ValueError, match='needs inputs as they are.*policy="full"'):
+    with pytest.raises(ValueError, match='needs uncast inputs.*policy="full"'):
         mpx.filter_grad(hidden, mpx.DynamicLossScaling())(W, X)
 
 
@@ -177,7 +177,7 @@ def test_objects_of_nnx_change_as_ever():
         with mpx.autocast(enabled=True):
             return model(x)
 
-    with pytest.raises(ValueError, match="switched off.*NNX objects"):
+    with pytest.raises(ValueError, match="enabled=False.*NNX objects"):
         OFF(func)(model, X)
 
 

@@ -78,7 +78,7 @@ def test_explain_says_that_an_adapter_is_too_narrow():
     func = mpx.autocast(loss, recipe=mpx.Float8CurrentScaling(), weights=(0, 1))
     found = products(func, adapters, base, normal(8, ROWS, SIZE))
     assert sum(is_low for is_low, _ in found) == 2
-    assert sum("too narrow to pay" in reason for _, reason in found) == 4
+    assert sum("too small to pay" in reason for _, reason in found) == 4
 
 
 def test_a_rule_quantizes_a_narrow_weight():

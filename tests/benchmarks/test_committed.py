@@ -20,14 +20,14 @@ FEW = {
 }
 OTHERS = {
     "sweep sweep": (3, lambda c: c["devices"] == 1),
-    "residuals residuals": (4, lambda c: True),
+    "residuals residuals": (8, lambda c: True),
     "residuals default": (
         1,
         lambda c: c["arm"] == residuals.DEFAULT and "gpt scan" in c["model"],
     ),
     "workloads half": (1, lambda c: c["arm"] == half.DEFAULT),
     "workloads products": (3, lambda c: c["outputs"] == 512),
-    "whole-steps whole_steps": (3, lambda c: True),
+    "whole-steps whole_steps": (9, lambda c: True),
     "monitor monitor": (1, lambda c: c["model"] == "base"),
 }
 CASES = [(name, 1, choose) for name, choose in FEW.items()]

@@ -39,7 +39,7 @@ def test_bytes_of_shape(text, size):
 
 
 def test_unknown_type_is_an_error():
-    with pytest.raises(ValueError, match=r"does not know the HLO type 'q7'"):
+    with pytest.raises(ValueError, match=r"must be a known HLO type; got 'q7'"):
         counter.bytes_of_shape("q7[3]")
 
 

@@ -180,12 +180,12 @@ def on_devices(step, wrap):
 
 
 def _turn(place):
-    return (f"scan, turn {place[-1]} of {LAYERS}",)
+    return (f"scan, iteration {place[-1]} of {LAYERS}",)
 
 
 def _turns(place):
     i, j = place
-    return f"scan, turn {i} of {LAYERS}", f"scan, turn {j} of {INNER}"
+    return f"scan, iteration {i} of {LAYERS}", f"scan, iteration {j} of {INNER}"
 
 
 _FORWARD = ("forward",)
@@ -199,7 +199,7 @@ CONTAINERS = {
     "remat": Container(lambda step: unrolled(jax.checkpoint(step))),
     "cond": Container(conditional, inside=lambda _: ("cond, branch 2 of 2",)),
     "while": Container(
-        looped, inside=lambda p: (f"while, turn {p[0]}",), directions=_FORWARD
+        looped, inside=lambda p: (f"while, iteration {p[0]}",), directions=_FORWARD
     ),
     "jit": Container(jitted),
     "custom_jvp": Container(with_jvp, directions=_FORWARD),

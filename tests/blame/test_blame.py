@@ -217,9 +217,9 @@ def test_a_good_step_has_a_page_too():
 
 def test_it_wants_arrays():
     step = mpx.blame(jnp.sum, mpx.NoLossScaling())
-    with pytest.raises(TypeError, match=r"`mpx.blame` runs a step again.*float32\[3\]"):
+    with pytest.raises(TypeError, match=r"`mpx.blame` replays a step.*float32\[3\]"):
         step(jax.ShapeDtypeStruct((3,), jnp.float32))
-    with pytest.raises(TypeError, match="Call it outside of `jax.jit`"):
+    with pytest.raises(TypeError, match="Call it outside `jax.jit`"):
         jax.jit(lambda w: step(w) and w)(jnp.ones(3))
 
 

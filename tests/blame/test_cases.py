@@ -150,7 +150,7 @@ def test_micro_batches_are_a_loop():
     step = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling(), accumulate=4)
     report = step(w, x)
     assert report.first.primitive == "log" and report.rows == (5,)
-    assert report.first.inside == ("scan, turn 1 of 4",)  # of every four rows
+    assert report.first.inside == ("scan, iteration 1 of 4",)  # of every four rows
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -167,7 +167,7 @@ def test_a_turn_is_named_by_its_place_in_what_is_scanned(reverse):
     w, x = jnp.full(4, 0.25), jnp.ones((5, 4))  # below zero in the fourth turn
     report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(w, x)
     assert report.first.primitive == "log"
-    assert report.first.inside == (f"scan, turn {1 if reverse else 3} of 5",)
+    assert report.first.inside == (f"scan, iteration {1 if reverse else 3} of 5",)
 
 
 def test_a_while_loop_that_ends_for_each_example_apart_is_gone_into():
@@ -185,7 +185,7 @@ def test_a_while_loop_that_ends_for_each_example_apart_is_gone_into():
     args = jnp.ones(2), jnp.eye(4), jnp.full((3, 4), 0.1)
     blame = mpx.blame(loss, mpx.NoLossScaling(), use_mixed_precision=False, above=500.0)
     first = blame(*args).first
-    assert (first.primitive, first.inside) == ("mul", ("while, turn 3",))
+    assert (first.primitive, first.inside) == ("mul", ("while, iteration 3",))
 
 
 def by_experts(x, w):

@@ -101,7 +101,7 @@ def test_the_verdict_comes_first_and_then_what_is_bad():
     assert lines[2].startswith("  mpx.Rule(")
     bad, first = (
         next(i for i, line in enumerate(lines) if line.startswith(start))
-        for start in ("not finite, loss scale 1: the loss", "First bad value: ")
+        for start in ("non-finite, loss scale 1: the loss", "First bad value: ")
     )
     assert 2 < bad < first
     assert max(map(len, lines)) <= 100
@@ -129,7 +129,7 @@ def test_rows_that_were_not_tried_are_counted():
     assert 16 < len(report.rows) < 256
     last = max(report.rows)
     assert last + 2 + report.untried_rows in (512, 513, 514)
-    text = f"; {report.untried_rows} more may: they were not tried"
+    text = f"; {report.untried_rows} more were not tried"
     assert text in " ".join(str(report).split()) and text in report.to_html()
 
 

@@ -81,6 +81,21 @@ def test_round_trip_of_a_training_state(container, kind):
     assert_same_bits(restored, state)
 
 
+@pytest.mark.parametrize("moments", ["8bit", "16bit", "bfloat16"])
+def test_a_state_in_few_bits_comes_back_bit_for_bit(moments):
+    params = {"w": jnp.ones((128, 128), jnp.bfloat16), "b": jnp.ones(3)}
+    optimizer = mpx.compress_state(optax.adam(1e-3), moments)
+    grads = jax.tree.map(lambda x: 0.3 * x, params)
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    fresh = optimizer.init(params)
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    assert_same_bits(restored, state)
+    other = {"8bit": "bfloat16"}.get(moments, "8bit")
+    other = mpx.compress_state(optax.adam(1e-3), other).init(params)
+    with pytest.raises(ValueError, match=r"compress_state\(optimizer\).init"):
+        serialization.from_bytes(other, serialization.to_bytes(state))
+
+
 def test_a_restored_run_continues_bit_for_bit():
     def step(state, x):
         def loss(params):
@@ -133,7 +148,7 @@ def damaged(**changes):
         ({"scaling": ("period", None)}, "missing: `period`; unknown: none"),
         ({"scaling": ("extra", 1)}, "missing: none; unknown: `extra`"),
         ({"scaling": ("version", 99)}, "version 99"),
-        ({"scaling": ("kind", "NoLossScaling")}, "the state of 'NoLossScaling'"),
+        ({"scaling": ("kind", "NoLossScaling")}, "that of 'NoLossScaling'"),
         ({"scaling": ("loss_scaling", np.float32(-1))}, "`min_loss_scaling <= "),
         ({"scaling": ("period", np.float32(2))}, "int32 for `period`; got float32"),
         ({"record": ("steps", None)}, "missing: `steps`"),
@@ -159,7 +174,7 @@ def test_what_is_no_state_is_refused(kind, value):
 
 def test_the_class_of_the_target_is_asked_for():
     data = serialization.to_bytes(mpx.NoLossScaling())
-    with pytest.raises(ValueError, match="state of 'NoLossScaling'; this class reads"):
+    with pytest.raises(ValueError, match="got that of 'NoLossScaling'"):
         serialization.from_bytes(mpx.DynamicLossScaling(), data)
 
 

@@ -202,7 +202,7 @@ def test_a_primitive_that_holds_a_program_can_be_left_as_it_is(xw):
 
 def test_a_policy_cannot_cast_what_a_program_is_given(xw):
     (jit_p,) = {e.primitive for e in jax.make_jaxpr(jax.jit(jnp.dot))(*xw).eqns}
-    with pytest.raises(ValueError, match="holds a program in dtypes of its own"):
+    with pytest.raises(ValueError, match="contains a program with fixed dtypes"):
         ours.amp(jnp.sin, amp_policy={jit_p: ours.use_compute_precision})
 
 

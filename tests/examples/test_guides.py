@@ -1,6 +1,8 @@
 """The guides: programs of at most 60 lines that run, each on a page."""
 
+import doctest
 import importlib.util
+import re
 import runpy
 from pathlib import Path
 
@@ -35,7 +37,25 @@ def marked(guide: Path):
 @pytest.mark.parametrize("guide", [*map(marked, GUIDES)], ids=lambda guide: guide.stem)
 def test_a_guide_runs(guide: Path, capsys):
     runpy.run_path(str(guide), run_name="__main__")
-    assert "loss" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "loss" in printed
+    check = doctest.OutputChecker().check_output
+    for output in shown(guide):
+        assert check(output, printed, doctest.ELLIPSIS), printed
+
+
+def shown(guide: Path) -> list[str]:
+    """What pages show of what it prints: the block of text after the program."""
+    after = re.compile(
+        rf'^--8<-- "examples/guides/{guide.name}"\n```\n\n```text\n(.*?)^```$',
+        re.MULTILINE | re.DOTALL,
+    )
+    pages = (ROOT / "docs").rglob("*.md")
+    return [text for page in pages for text in after.findall(page.read_text("utf-8"))]
+
+
+def test_the_search_for_shown_output_finds_it():
+    assert len(shown(ROOT / "examples/guides/with_monitor.py")) == 1
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)

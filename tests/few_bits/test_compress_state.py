@@ -246,7 +246,7 @@ def test_small_integer_and_wide_arrays_stay():
     )
     assert moment["b"].dtype == jnp.float32 and moment["s"].shape == ()
     tx = mpx.compress_state(optax.adam(1e-3), where=lambda path, leaf: "nu" in path)
-    with pytest.raises(ValueError, match=r"one axis or more; got float32\[\]"):
+    with pytest.raises(ValueError, match=r"at least one axis; got float32\[\]"):
         tx.init(model)
     only = mpx.compress_state(
         optax.adam(1e-3), where=lambda path, leaf: path.endswith("nu['b']")
@@ -269,10 +269,12 @@ def wrong(case):
         case "arguments":
             plateau = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
             mpx.compress_state(plateau).init(model)
+        case "arithmetic":
+            jax.tree.map(lambda x: x / 2, tx.init(model))
         case "codes":
             state = tx.init(model)
-            half = jax.tree.map(lambda x: x / 2, state)
-            tx.update(model, half, model)
+            inner = jax.tree.map(lambda x: x / 2, state.inner_state)
+            tx.update(model, state._replace(inner_state=inner), model)
 
 
 @pytest.mark.parametrize(
@@ -280,9 +282,10 @@ def wrong(case):
     [
         ("optimizer", TypeError, r"`mpx.compress_state\(optimizer\)` needs an Optax"),
         ("moments", ValueError, "must be one of 8bit, 16bit, bfloat16; got '4bit'"),
-        ("state", TypeError, "needs the state that its `init` made"),
+        ("state", TypeError, "needs the state from its `init`"),
         ("arguments", ValueError, r"extra_args=\{'value': 0.0\}"),
-        ("codes", ValueError, "mean nothing alone"),
+        ("arithmetic", TypeError, r"mpx.full_state\(opt_state\)"),
+        ("codes", ValueError, "are meaningless alone"),
     ],
 )
 def test_errors(case, error, match):

@@ -160,13 +160,13 @@ def wrong(case):
     ("case", "error", "match"),
     [
         ("bits", ValueError, "must be 32, 16, 8 or 0; got 12"),
-        ("float16", ValueError, r"got the weight float16\[2,2\] at `\['w'\]`"),
-        ("stored", ValueError, "keep whole masters with `bits=32`"),
+        ("float16", ValueError, r"got float16\[2,2\] at `\['w'\]`"),
+        ("stored", ValueError, "use float32 masters, `bits=32`"),
         ("masters", ValueError, "have the shapes of `params`"),
         ("no weights", ValueError, "needs the weights"),
-        ("other bits", ValueError, "what is kept beside the weight"),
+        ("other bits", ValueError, "the state of the weight"),
         ("other state", TypeError, "mpx.full_weights"),
-        ("cast", ValueError, "what is kept beside the weight"),
+        ("cast", ValueError, "the state of the weight"),
     ],
 )
 def test_errors(case, error, match):

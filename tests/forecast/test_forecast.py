@@ -144,7 +144,7 @@ def test_the_largest_batch(on_cpu):
     report = mpx.forecast(loss, ADAM, constants=limits, **asked)(W, X)
     assert {one.largest_batch for one in report.estimates} == {0}
     assert "does not fit: it needs" in report.sentences[0]
-    with pytest.raises(ValueError, match="needs an array behind the model"):
+    with pytest.raises(ValueError, match="needs an array after the model"):
         mpx.forecast(lambda w: loss(w, w["b"]), ADAM, **asked)(W)
 
 
@@ -155,13 +155,13 @@ def test_the_largest_batch(on_cpu):
         (ValueError, "got 'a100'", lambda: mpx.forecast(loss, targets="a100")),
         (
             ValueError,
-            "are of float32, .*; got str 'int8'",
+            "must be of float32, .*; got str 'int8'",
             lambda: mpx.forecast(loss, ADAM, precisions="int8"),
         ),
         (ValueError, "at least one; got none", lambda: mpx.forecast(loss, targets=())),
         (
             ValueError,
-            "a label of its own; got \\['delayed', 'delayed'\\]",
+            "a different label; got \\['delayed', 'delayed'\\]",
             lambda: mpx.forecast(
                 loss, ADAM, precisions=("delayed", mpx.DelayedScaling())
             ),
@@ -178,7 +178,7 @@ def test_the_largest_batch(on_cpu):
         ),
         (
             ValueError,
-            "'b200' is no target here",
+            "must be of `targets`; got 'b200'",
             lambda: mpx.forecast(loss, constants={"b200": {}}),
         ),
         (

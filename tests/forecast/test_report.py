@@ -68,7 +68,7 @@ def test_it_says_what_does_not_pay_and_what_does_not_fit():
     slow = dataclasses.replace(FEW, time=(0.04, 0.06))
     assert report(HALF, slow).sentences[0].endswith("It does not pay.")
     emulated = dataclasses.replace(FEW, flops={"16 bits": 10**13})
-    assert "Nothing is multiplied in 8 bits" in report(HALF, emulated).sentences[0]
+    assert "No matmul is in 8 bits" in report(HALF, emulated).sentences[0]
     large = dataclasses.replace(FEW, memory=90_000_000_000)
     assert (
         "does not fit: it needs 90.0 GB of 85.0 GB" in report(HALF, large).sentences[0]

@@ -162,7 +162,7 @@ def test_state_must_come_back():
         return total(model.weight * x.sum()), ()
 
     model, state = eqx.nn.make_with_state(Counter)()
-    with pytest.raises(ValueError, match="model state must come back in aux"):
+    with pytest.raises(ValueError, match="model state must be returned in aux"):
         accumulate(fun, None, 2, has_aux=True)(model, state, jnp.arange(4.0))
 
 
@@ -276,7 +276,7 @@ def _loss_with_state(w, x, state):
         ({"state_argnum": "x", "new_state": abs}, TypeError, "position of an argument"),
         ({"state_argnum": True, "new_state": abs}, TypeError, "got bool True"),
         ({"state_argnum": 1.0, "new_state": abs}, TypeError, "got float 1.0"),
-        ({"state_argnum": -1, "new_state": abs}, ValueError, "counted from 0.*got -1"),
+        ({"state_argnum": -1, "new_state": abs}, ValueError, "at least 0.*got -1"),
     ],
 )
 def test_a_wrong_field_is_named(fields, error, match):
@@ -304,7 +304,7 @@ def test_a_state_that_was_cast_is_told_to_be_kept():
     args = jnp.ones(()), jnp.ones(4), jnp.ones(())
     step = mpx.filter_grad(_loss_with_state, mpx.DynamicLossScaling(), **options)
     with pytest.raises(
-        ValueError, match=r"float32.*float16.*name its leaves in `keep="
+        ValueError, match=r"float32.*float16.*name the leaves of other state in `keep="
     ):
         step(*args)
     keep = lambda path, leaf: path == "args[2]"  # noqa: E731

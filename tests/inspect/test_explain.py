@@ -114,7 +114,7 @@ def test_a_while_loop_says_that_its_count_is_unknown():
     assert product.times == "3 x ?"
     assert product.flops == 3 * 64
     assert report.totals.in_unknown_loops == report.totals.operations
-    assert "only a run can tell" in str(report)
+    assert "unknown length" in str(report)
 
 
 def test_custom_rules_and_their_backward_pass():
@@ -338,7 +338,7 @@ def test_leaves_that_are_no_arrays():
 def test_an_unknown_primitive_is_said_to_be_so():
     report = mpx.explain(jnp.linalg.eigh)(W)
     assert "eigh" in report.totals.not_counted
-    assert "not known and not counted: eigh" in str(report)
+    assert "unknown and not counted: eigh" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_an_unknown_primitive_is_said_to_be_so():
         (lambda: mpx.explain(3), r"`mpx.explain\(func\)` needs a function.*int 3"),
         (
             lambda: jax.jit(lambda x: mpx.explain(jnp.sin)(x) and x)(jnp.ones(2)),
-            r"looks at a program from outside.*float32\[2\]",
+            r"needs arrays or.*float32\[2\]",
         ),
     ],
 )

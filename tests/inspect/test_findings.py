@@ -45,7 +45,7 @@ def test_a_float32_scale_makes_the_product_float32():
     leak = line_of(Layer, "# the leak")
     product, mul = report.findings
     assert product.primitive == "dot_general"
-    assert product.finding == "matrix product in float32 by bfloat16"
+    assert product.finding == "matmul in float32 by bfloat16"
     assert product.source == line_of(Layer, "# pays for it")
     assert f"promoted at {leak} by `scale`, which is float32" in product.reason
     assert product.parameters == ("weight",)
@@ -139,7 +139,7 @@ def test_why_a_product_is_float32():
     w = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     (product,) = mpx.explain(f)(w, HALF, y).findings
     cast = line_of(f, "x.astype")
-    assert product.finding == "matrix product in float32"
+    assert product.finding == "matmul in float32"
     assert product.reason == f"cast to float32 at {cast}; `args[0]`, which is float32"
 
 
@@ -153,6 +153,6 @@ def test_float64_under_autocast_is_a_finding_and_no_recipe():
         for data, dtypes in ((x, "bfloat16 by float64"), (np.ones(x.shape), "float64")):
             report = mpx.explain(mpx.autocast(loss))(w, data)
             (product,) = report.findings
-            assert product.finding == f"matrix product in {dtypes}"
+            assert product.finding == f"matmul in {dtypes}"
             assert report.totals.low_flops_share == 0
         assert not mpx.explain(loss)(w, w).findings

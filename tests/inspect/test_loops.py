@@ -9,8 +9,8 @@ from jax import export, lax
 
 import mpx
 
-LOOP = "decides by half precision products when a loop ends"
-HIDDEN = "holds a program that cannot be looked into"
+LOOP = "ends a loop by half-precision matmuls"
+HIDDEN = "contains a program that cannot be inspected"
 MATRIX = jnp.asarray(3 * np.eye(16) + np.sin(np.arange(256)).reshape(16, 16) / 8, "f4")
 RIGHT = jnp.asarray(np.cos(np.arange(16)), "f4")
 

@@ -53,7 +53,7 @@ def test_micro_batches_do_not_add_up():
 
 def test_it_is_said_how_they_were_counted():
     assert mpx.explain(sine)(W, X).totals.residuals == (
-        "what a gradient of the weights would keep for its backward pass"
+        "saved by a gradient of the weights for its backward pass"
     )
     assert mpx.explain(jax.grad(sine))(W, X).totals.residuals == (
         "made in the forward pass and read in the backward pass"

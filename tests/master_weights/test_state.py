@@ -247,17 +247,21 @@ def wrong(case):
     [
         ("optimizer", TypeError, r"`mpx.master_weights\(optimizer\)` needs an Optax"),
         ("no weights", ValueError, r"needs the weights: `optimizer.update\(grads, s"),
-        ("structure", ValueError, r"weights of the structure that `init` saw"),
+        ("structure", ValueError, r"weights of the structure passed to `init`"),
         ("shape", ValueError, r"got bfloat16\[7\] for the master float32\[8\]"),
         ("cast model", ValueError, r"got float32\[8\] for the master float32\[8\]"),
         ("half model", ValueError, r"got float16\[2\] for no master at `\['w'\]`"),
-        ("other weight", ValueError, r"alone, bfloat16\[8\]; got float32\[8\]"),
+        ("other weight", ValueError, r"that weight, bfloat16\[8\]; got float32\[8\]"),
         (
             "outside",
             TypeError,
-            r"put what changes updates .* inside: `mpx.master_weights",
+            r"put transformations of updates .* inside: `mpx.master_weights",
         ),
-        ("gradients", ValueError, r"float32 copies: `mpx.master_weights\(optimizer\)`"),
+        (
+            "gradients",
+            ValueError,
+            r"float32 masters: `mpx.master_weights\(optimizer\)`",
+        ),
     ],
 )
 def test_errors(case, error, match):
@@ -314,7 +318,7 @@ def test_noise_that_is_added_to_updates_is_refused():
         return optax.apply_updates(weights, jax.tree.map(operator.add, noise, updates))
 
     for step_of in (step, jax.jit(step)):
-        with pytest.raises(ValueError, match="added to that weight alone"):
+        with pytest.raises(ValueError, match="added to that weight"):
             step_of(weights, tx.init(weights), jnp.zeros(4, jnp.bfloat16))
 
 

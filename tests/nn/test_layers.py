@@ -367,16 +367,19 @@ BAD = {
     "no heads": (lambda: attention(num_attention_heads=0), "must be a positive"),
     "odd rotary": (
         lambda: attention(num_attention_heads=8, use_rotary_positions=True),
-        "an even size of each head",
+        "an even head size",
     ),
     "mask type": (lambda: attention(self_attention_mask_type="x"), "'causal'"),
     "implementation": (lambda: attention(implementation="x"), "None, 'xla' or"),
     "the kernel and dropout": (
         lambda: attention(implementation="cudnn", attention_dropout=0.1),
-        "has no dropout that a key decides",
+        "does not support dropout by a key",
     ),
-    "rate": (lambda: attention(attention_dropout=1.0), "between 0 and 1"),
-    "rate of layer": (lambda: transformer(hidden_dropout=-0.1), "between 0 and 1"),
+    "rate": (lambda: attention(attention_dropout=1.0), "at least 0 and below 1"),
+    "rate of layer": (
+        lambda: transformer(hidden_dropout=-0.1),
+        "at least 0 and below 1",
+    ),
     "norm type": (lambda: transformer(layernorm_type="x"), "'layernorm' or"),
     "rank": (lambda: attention()(jnp.ones(8)), "sequences of shape"),
     "sequences": (lambda: attention()(jnp.asarray(X), jnp.ones((3, 8))), "equal"),

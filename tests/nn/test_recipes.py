@@ -299,7 +299,7 @@ def test_transforms(name, x):
 
 
 def test_a_row_alone_is_refused(x):
-    with ambient(), pytest.raises(ValueError, match="found no product.*jax.vmap"):
+    with ambient(), pytest.raises(ValueError, match="found no weight matmul.*jax.vmap"):
         jax.vmap(linear())(x[0])
 
 

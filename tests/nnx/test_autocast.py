@@ -193,9 +193,7 @@ def test_a_model_from_outside_may_be_read_but_not_changed():
 
     got = jax.jit(lambda x: mpx.autocast(evaluate)(model, x))(x)
     assert_equal(got, model(x), 0.05)
-    with pytest.raises(
-        ValueError, match=r"outside of the function.*args\[0\]\..*nnx.jit"
-    ):
+    with pytest.raises(ValueError, match=r"outside the function.*args\[0\]\..*nnx.jit"):
         jax.jit(lambda x: mpx.autocast(evaluate)(changing, x))(x)
     assert int(changing.calls[...]) == 0 and changing(x).shape == (8, 1)
 

@@ -135,7 +135,7 @@ CASES = [
         "aux without has_aux",
         lambda: gradient(loss_fn)(tied(), *batch(0)),
         TypeError,
-        "For `\\(loss, aux\\)` say `has_aux=True`",
+        "For `\\(loss, aux\\)` set `has_aux=True`",
     ),
     Case(
         "has_aux without aux",
@@ -157,7 +157,7 @@ CASES = [
             )
         )(mpx.NoLossScaling()),
         ValueError,
-        "frozen",
+        "would be a constant",
     ),
     Case(
         "one model twice",
@@ -169,7 +169,7 @@ CASES = [
         "another shape",
         lambda: gradient(write(jnp.ones(4)))(Holding(jnp.ones(3), nnx.BatchStat), x()),
         ValueError,
-        r"from float32\[3\] to float32\[4\] at `args\[0\].held`",
+        r"got float32\[4\] for float32\[3\] at `args\[0\].held`",
     ),
     Case(
         "another dtype",
@@ -177,13 +177,13 @@ CASES = [
             Holding(jnp.ones(3), nnx.BatchStat), x()
         ),
         ValueError,
-        r"from float32\[3\] to int32\[3\]",
+        r"got int32\[3\] for float32\[3\]",
     ),
     Case(
         "a parameter changed while accumulating",
         lambda: gradient(write(jnp.ones(3)), accumulate=2)(Holding(jnp.ones(3)), x()),
         ValueError,
-        r"`accumulate`.*gave a value to `args\[0\].held`.*Leave `accumulate` out",
+        r"`accumulate`.*set `args\[0\].held`.*Omit `accumulate`",
     ),
     *[
         Case(
@@ -248,7 +248,7 @@ def test_an_optimizer_that_changes_its_form_is_refused():
 
     model, _ = make("tied")
     optimizer = Growing(model, optax.sgd(0.1), wrt=nnx.Param)
-    with pytest.raises(ValueError, match="changes the form of the optimizer"):
+    with pytest.raises(ValueError, match="adds or removes Variables of the optimizer"):
         update(optimizer=optimizer, model=model)
 
 
@@ -274,6 +274,6 @@ def test_a_model_from_outside_of_the_traced_function_is_refused():
     def step(scaling, x):
         return gradient(scaling=scaling)(model, x).value
 
-    with pytest.raises(ValueError, match=r"outside of the function.*args\[0\].calls"):
+    with pytest.raises(ValueError, match=r"outside the function.*args\[0\].calls"):
         nnx.jit(step)(mpx.NoLossScaling(), x())
     assert int(model.calls[...]) == 0

@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec
 from mpx._program import (
     BackwardFlow,
     Flow,
-    NoFlow,
     backward,
     source_span,
     sub_jaxprs,
     walk,
 )
+from tests.helpers import NoFlow
 
 SQUARE = jax.ShapeDtypeStruct((3, 3), jnp.float32)
 

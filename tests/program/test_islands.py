@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpx
-from mpx._program import Island, islands, parts
+from mpx._program import Island, islands, parts, reachable
 
 
 def loss(w, x):
@@ -28,3 +28,14 @@ def test_a_program_without_an_order_of_islands_stays_as_it_is_written(monkeypatc
     assert parts(jaxpr, (), lambda e: True) == list(jaxpr.eqns)
     again = jax.grad(mpx.autocast(lambda w, x: loss(w, x)))(w, x)
     np.testing.assert_allclose(again, wanted, rtol=2**-7)
+
+
+def test_needs_are_followed_from_an_iterator_once_each_and_through_cycles():
+    needs, asked = {1: [2, 3], 2: [4], 3: [4], 4: [1], 5: [1]}, []
+
+    def needs_of(thing):
+        asked.append(thing)
+        return needs[thing]
+
+    assert reachable(iter([1]), needs_of) == {1, 2, 3, 4}
+    assert sorted(asked) == [1, 2, 3, 4]

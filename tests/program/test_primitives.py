@@ -85,7 +85,7 @@ def test_somebody_has_looked_at_every_primitive():
 
 def test_a_primitive_stands_in_one_group():
     before = dict(PRIMITIVES)
-    with pytest.raises(ValueError, match="exp stands in two groups"):
+    with pytest.raises(ValueError, match="exp is in two groups"):
         primitives._group("exp", PrimitiveClass.FULL)
     assert before == PRIMITIVES
 

@@ -72,7 +72,7 @@ CASES = [
             mpx.quantization.MXFP8Quantizer(),
         ),
         TypeError,
-        "quantized already; `x.dequantize",
+        "already quantized; `x.dequantize",
     ),
     Case(
         "a format for a quantizer",
@@ -86,19 +86,19 @@ CASES = [
         ValueError,
         "needs a `key` for stochastic rounding",
     ),
-    Case("a scale for blocks", quantize(scale=1.0), ValueError, "Leave it out: blocks"),
+    Case("a scale for blocks", quantize(scale=1.0), ValueError, "Omit it: each block"),
     Case(
         "scales",
         quantize(quantizer=mpx.quantization.TensorQuantizer(), scale=jnp.ones(4)),
         ValueError,
-        r"one number; got float32\[4\]. Use `jax.vmap`",
+        r"a scalar; got float32\[4\]. Use `jax.vmap`",
     ),
     *(
         Case(
             f"scale {scale}",
             quantize(quantizer=mpx.quantization.TensorQuantizer(), scale=scale),
             ValueError,
-            "positive and finite, between.*; got .*Leave it out",
+            "positive and finite, between.*; got .*Omit it",
         )
         for scale in (
             *(0, -1.0, float("nan"), float("inf"), 1e300, 1e-40),
@@ -121,13 +121,13 @@ CASES = [
         "4 bits",
         lambda: mpx.quantization.BlockQuantizer(mpx.Format.E2M1),
         ValueError,
-        "has 8 bits.*`mpx.quantization.NVFP4Quantizer`",
+        "must have 8 bits.*`mpx.quantization.NVFP4Quantizer`",
     ),
     Case(
         "dimensions",
         lambda: mpx.quantization.BlockQuantizer(block_dimensions=3),
         ValueError,
-        "`block_dimensions` of `mpx.quantization.BlockQuantizer` is 1 or 2; got 3",
+        "`block_dimensions` of `mpx.quantization.BlockQuantizer` must be 1 or 2; got 3",
     ),
     Case(
         "rotated squares",
@@ -139,8 +139,8 @@ CASES = [
         "flag",
         lambda: mpx.quantization.TensorQuantizer(power_of_two_scales=1),  # pyright: ignore
         TypeError,
-        "`power_of_two_scales` of `mpx.quantization.TensorQuantizer` is True or False; "
-        "got 1",
+        "`power_of_two_scales` of `mpx.quantization.TensorQuantizer` must be True or "
+        "False; got 1",
     ),
     Case(
         "epsilon",
@@ -152,7 +152,7 @@ CASES = [
         "epsilon of text",
         lambda: mpx.quantization.BlockQuantizer(amax_epsilon="small"),  # pyright: ignore
         TypeError,
-        "`amax_epsilon` of `mpx.quantization.BlockQuantizer` is a number; got 'small'",
+        "`amax_epsilon` of .*BlockQuantizer` must be a number; got 'small'",
     ),
     Case(
         "rotating integers",
@@ -178,19 +178,19 @@ CASES = [
             jnp.ones(16), signs=2 * jnp.ones(16)
         ),
         ValueError,
-        r"`signs` of `mpx.quantization.hadamard_transform.* are 1 or -1, .*; got \[2.0",
+        r"`signs` of `mpx.quantization.hadamard_.* must be 1 or -1, .*; got \[2.0",
     ),
     Case(
         "signs of a quantizer that are none",
         lambda: mpx.quantization.NVFP4Quantizer(hadamard=True, signs=(1,) * 15 + (0,)),
         ValueError,
-        r"`signs` of `mpx.quantization.NVFP4Quantizer` are 1 or -1, .*0\]",
+        r"`signs` of `mpx.quantization.NVFP4Quantizer` must be 1 or -1, .*0\]",
     ),
     Case(
         "signs of no transform",
         lambda: mpx.quantization.NVFP4Quantizer(signs=(1,) * 16),
         ValueError,
-        "those of the Hadamard transform; .*Say `hadamard=True`",
+        "those of the Hadamard transform; .*Set `hadamard=True`",
     ),
 ]
 

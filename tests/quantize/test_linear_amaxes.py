@@ -132,7 +132,7 @@ def test_vmap_inside_is_refused_and_outside_is_not_needed():
 
     with pytest.raises(ValueError, match=r"3 examples.*mpx.autocast\(jax.vmap\(f\)\)"):
         jax.eval_shape(jax.grad(mapped), x, weight, ONES)
-    with pytest.raises(ValueError, match="outside of vmap"):
+    with pytest.raises(ValueError, match="outside vmap"):
         jax.eval_shape(mapped, x, weight, ONES)
     # One slot for each element is what an ensemble has.
     x, weight = np.asarray(x), np.asarray(weight)

@@ -185,5 +185,5 @@ def test_scales_and_vmap():
     with pytest.raises(TypeError, match=r"float32\[3\].*got None"):
         linear_product(product_of(mpx.DelayedScaling()), x, w)
     f = functools.partial(linear_product, product_of(mpx.DelayedScaling()))
-    with pytest.raises(ValueError, match="outside of vmap"):
+    with pytest.raises(ValueError, match="outside vmap"):
         jax.vmap(f, (0, None, None))(x[None], w, jnp.ones(3))

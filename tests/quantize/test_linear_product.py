@@ -166,7 +166,7 @@ def test_scales_are_for_delayed_scaling_only():
         linear_product(delayed, left, right)
     with pytest.raises(TypeError, match=r"float32\[3\].*got float32\[2\]"):
         linear_product(delayed, left, right, jnp.ones(2))
-    with pytest.raises(TypeError, match="Float8CurrentScaling.*Leave them out"):
+    with pytest.raises(TypeError, match="Float8CurrentScaling.*Omit them"):
         linear_product(current, left, right, jnp.ones(3))
 
 

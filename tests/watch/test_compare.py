@@ -226,14 +226,14 @@ def test_what_is_left_out_breaks_no_claim(compared):
     with pytest.raises(mpx.reports.ContractError) as e:
         mpx.expect_close(compared, gradient_snr=500.0, except_in="head")
     assert "head" not in str(e.value)
-    with pytest.raises(mpx.reports.ContractError, match="no gradient in both programs"):
+    with pytest.raises(mpx.reports.ContractError, match="no gradient in common"):
         mpx.expect_close(compared, gradient_snr=1.0, except_in=["head", "attention"])
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
-        (lambda c: mpx.expect_close(c), ValueError, "given nothing to expect"),
+        (lambda c: mpx.expect_close(c), ValueError, "needs at least one claim"),
         (lambda c: mpx.expect_close(3, gradient_snr=1.0), TypeError, "got int 3"),
         (
             lambda c: mpx.expect_close(c, gradient_snr="x"),
@@ -244,7 +244,7 @@ def test_what_is_left_out_breaks_no_claim(compared):
         (
             lambda c: jax.jit(mpx.compare(jnp.sum, jnp.sum))(jnp.ones(2)),
             TypeError,
-            r"`mpx.compare\(reference, func\)` looks at a program from outside",
+            r"`mpx.compare\(reference, func\)` needs arrays or",
         ),
     ],
 )
