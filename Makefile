@@ -120,7 +120,7 @@ wheel: ## Build the files of a release, check them, run the README with the whee
 
 # Commit what it writes: `make test` compares the programs' fingerprints with it.
 counts-cuda: $(ALL) ## Count the programs compiled for an H100 (5 GB, no GPU needed)
-	@$(BIN)/python -m benchmarks cuda recipe-counts residuals attention workloads whole-steps wire monitor docs --out benchmarks/results $(ARGS)
+	@$(BIN)/python -m benchmarks residuals workloads whole-steps few-bits wire monitor docs --out benchmarks/results $(ARGS)
 
 docs: $(ALL) ## Build the documentation, strictly, into site/
 	@echo '== documentation (mkdocs --strict)'

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import re
+from typing import NamedTuple
 
 from .documentation import PLACE
 from .peers.environment import REPOSITORY
@@ -23,6 +24,7 @@ from .tables import Table
 
 PAGE = REPOSITORY / "docs" / "guides" / "devices.md"
 FULL = 4  # bytes of a float32
+TOKENS = 8192  # of a sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +54,8 @@ class Model:
         return self.blocks * self.block + self.ends
 
 
-@dataclasses.dataclass(frozen=True)
-class Precision:
-    """How many bytes a number has, and where.
-
-    Attributes:
-        name: for people.
-        gather: weights of the blocks that travel.
-        ends: weights of the embedding and the last layer that travel.
-        reduce: gradients that are summed over devices.
-        activation: activations, kept and summed.
-    """
+class Precision(NamedTuple):
+    """Bytes of a number: of gathered weights, summed gradients, activations."""
 
     name: str
     gather: int
@@ -71,20 +64,15 @@ class Precision:
     activation: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Mesh:
+class Mesh(NamedTuple):
     """So many devices, each group of `tensor` with one sequence of a batch."""
 
     data: int
     fsdp: int
     tensor: int
 
-    @property
-    def devices(self) -> int:
-        return math.prod(dataclasses.astuple(self))
-
     def __str__(self) -> str:
-        sizes = dataclasses.asdict(self).items()
+        sizes = self._asdict().items()
         return " ".join(f"{name}={size}" for name, size in sizes if size > 1)
 
 
@@ -94,94 +82,67 @@ PRECISIONS = (
     Precision("bfloat16, reduced so", gather=2, ends=2, reduce=2, activation=2),
     Precision("FP8", gather=1, ends=2, reduce=4, activation=2),
 )
-MESHES = (
-    Mesh(1, 8, 1),
-    Mesh(1, 64, 1),
-    Mesh(1, 512, 1),
-    Mesh(1, 512, 8),
-    Mesh(4, 512, 8),
+MESHES = tuple(
+    Mesh(*sizes)
+    for sizes in ((1, 8, 1), (1, 64, 1), (1, 512, 1), (1, 512, 8), (4, 512, 8))
 )
-TOKENS = 8192  # of a sequence
-
-
-@dataclasses.dataclass(frozen=True)
-class Bytes:
-    """Of one device: what lies on it, and what it receives in a step."""
-
-    state: float
-    gathered: float
-    kept: float
-    gathers: float
-    reductions: float
-    activations: float
-
-    @property
-    def memory(self) -> float:
-        return self.state + self.gathered + self.kept
-
-    @property
-    def wire(self) -> float:
-        return self.gathers + self.reductions + self.activations
 
 
 def bytes_of(
     mesh: Mesh, precision: Precision, model: Model = Model(), tokens: int = TOKENS
-) -> Bytes:
-    """The bytes of one device.
+) -> dict[str, float]:
+    """What lies on one device, and what it receives in a step.
 
     >>> found = bytes_of(Mesh(1, 8, 1), PRECISIONS[0])
-    >>> round(found.state / 1e9)  # 16 bytes for each of 70.6e9 weights, over 8 devices
+    >>> round(found["state"] / 1e9)  # 16 bytes for each of 70.6e9 weights, 8 devices
     141
     """
-    others = {
-        axis: (size - 1) / size for axis, size in dataclasses.asdict(mesh).items()
-    }
+    others = {axis: (size - 1) / size for axis, size in mesh._asdict().items()}
     here = model.weights / (mesh.fsdp * mesh.tensor)
-    travelling = (
-        model.blocks * model.block * precision.gather + model.ends * precision.ends
-    ) / mesh.tensor
+    blocks = model.blocks * model.block * precision.gather
+    travelling = (blocks + model.ends * precision.ends) / mesh.tensor
     stream = tokens * model.width * precision.activation
     logits = tokens * model.words * FULL / mesh.tensor
-    sums = model.blocks * 2 * 3
-    return Bytes(
-        # Masters, two moments and gradients, all float32.
-        state=4 * FULL * here,
-        # The block that computes and the one that comes next.
-        gathered=2 * model.block * precision.gather / mesh.tensor,
-        # Remat keeps what goes into each block; sequence parallelism divides it.
-        kept=model.blocks * stream / mesh.tensor + logits,
-        gathers=2 * travelling * others["fsdp"],
-        reductions=precision.reduce
-        * (model.weights / mesh.tensor * others["fsdp"] + 2 * here * others["data"]),
-        activations=sums * 2 * stream * others["tensor"],
-    )
+    summed = model.weights / mesh.tensor * others["fsdp"] + 2 * here * others["data"]
+    # Masters, two moments and gradients, all float32.
+    state = 4 * FULL * here
+    # The block that computes and the one that comes next; what goes into each block,
+    # which remat keeps and sequence parallelism divides.
+    gathered = 2 * model.block * precision.gather / mesh.tensor
+    kept = model.blocks * stream / mesh.tensor + logits
+    received = {
+        "gathers": 2 * travelling * others["fsdp"],
+        "reductions": precision.reduce * summed,
+        "activations": model.blocks * 2 * 3 * 2 * stream * others["tensor"],
+    }
+    memory = state + gathered + kept
+    whole = {"state": state, "memory": memory, **received}
+    return whole | {"wire": sum(received.values())}
 
 
-def tables() -> Sequence[Table]:
+def table() -> Table:
     """A row for each mesh and precision."""
     rows = []
     for mesh in MESHES:
         for index, precision in enumerate(PRECISIONS):
             found = bytes_of(mesh, precision)
-            first = f"{mesh.devices:,}: {mesh}" if index == 0 else ""
-            parts = (found.state, found.memory, found.gathers, found.reductions)
-            numbers = [f"{part / 1e9:,.1f}" for part in (*parts, found.activations)]
-            rows.append([first, precision.name, *numbers, f"{found.wire / 1e9:,.1f}"])
-    heads = ["devices", "policy", "state", "memory", "gathers", "reductions"]
+            first = "" if index else f"{math.prod(mesh):,}: {mesh}"
+            cells = [f"{one / 1e9:,.1f}" for one in found.values()]
+            rows.append([first, precision.name, *cells])
     title = "A 70B model: GB on each device, and GB that it receives in a step"
-    return [Table(title, [*heads, "activations", "wire"], rows)]
+    return Table(title, ["devices", "policy", *bytes_of(mesh, precision)], rows)
 
 
 def render(text: str) -> str:
     """The page with the table as it is computed."""
-    table = "\n\n".join(table.markdown() for table in tables())
 
-    return PLACE.sub(
-        lambda place: (
-            f"{place[1]}\n{table}\n\n{place[3]}" if place[2] == "at-scale" else place[0]
-        ),
-        text,
-    )
+    def fill(place: re.Match[str]) -> str:
+        is_here = place[2] == "at-scale"
+        return (
+            f"{place[1]}\n{table().markdown()}\n\n{place[3]}" if is_here else place[0]
+        )
+
+    return PLACE.sub(fill, text)
 
 
 if __name__ == "__main__":

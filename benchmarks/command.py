@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks [names] [options]`, but for two."""
+"""The command line: `python -m benchmarks [names] [options]`, but for `device`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .numerics import recipes
 from .results import COMMITTED
 
 Name = Literal[(*parts.PARTS, "docs")]
-ALL = ("sweep", "scaling", "autocast", "host", "folds", "recipes", "errors")
+ALL = ("sweep", "host", "recipes", "errors")
 SCRATCH = Path("runs/bench")
 
 
@@ -25,43 +25,29 @@ class Options:
     """Measures mpx beside float32, the published MPX and JMP.
 
     Without names everything is measured: `sweep` (memory and traffic over the batch
-    size), `scaling` (traffic added by dynamic loss scaling), `autocast` (memory and
-    traffic where autocast casts), `host` (CPU time to trace and lower), `folds`
-    (accuracy over five folds), `recipes` (the loss of a GPT in low precision) and
-    `errors` (of single products in low precision). `cuda` is sweep, autocast and
-    scaling compiled for an H100; `recipe-counts` says on which units the products of
-    low precision run on an H100, a B200 and a TPU7x, and what they keep; `residuals`
-    what steps need that recompute islands, on an H100 and a TPU v5e; `attention` what
-    steps need whose attention is one kernel, on an H100; `workloads` what steps in 8
-    bits cost beside the peers' on an H100 and a B200, and those in half precision
-    beside a naive cast; `whole-steps` the same of large models with remat, scans and
-    master weights; `wire` what steps on four devices send, in every layout, on
-    H100s and TPUs v5e; `monitor` what watching a step costs; `compile-time` how long
-    steps that recompute take to compile.
-    `docs` only writes the tables of the committed results into the pages.
-    `device` measures what only a GPU can tell, and has options of its own:
-    `python -m benchmarks device --help`. `published` puts what `mpx.forecast` says
-    beside speed-ups that others have measured.
+    size), `host` (CPU time to trace and lower), `recipes` (the loss of a GPT in each
+    precision) and `errors` (of single products in low precision). Compiled for GPUs
+    that need not be here are `whole-steps` (large models with remat, scans and master
+    weights, beside the peers), `workloads` (models of other kinds in half precision,
+    and single layers by size), `residuals` (steps that recompute islands), `few-bits`
+    (a state in few bits), `wire` (what steps on four devices send, also on TPUs),
+    `monitor` (what watching a step costs), `compile-time`, and `published` (what
+    `mpx.forecast` says beside speed-ups that others have measured).
+    `few-bits-trainings` are the losses of twelve optimizers. `docs` only writes the
+    tables of the committed results into the pages. `device` measures what only a GPU
+    can tell, and has options of its own: `python -m benchmarks device --help`.
     """
 
     names: tyro.conf.Positional[tuple[Name, ...]] = ALL
     """What to measure."""
     out: Path = SCRATCH
     """Where results and pictures go; `benchmarks/results` is what is committed."""
-    target: Literal["v5e", "v5p", "v6e", "tpu7x"] = "v5e"
-    """TPU that sweep and scaling are compiled for."""
-    blocks: int = 2
-    """Transformer blocks in sweep and scaling; 12 takes minutes for each program."""
     fresh: bool = False
     """Compile also what has been compiled before by the same compiler."""
     rounds: int = 15
     """Samples of every arm in host."""
-    seeds: int = 4
-    """Seeds of every fold; each trains three models."""
-    fold_steps: int | None = None
-    """Steps of every model in folds; the preset's by default."""
     recipe_seeds: int = recipes.SEEDS
-    """Seeds of recipes; each trains seven models."""
+    """Seeds of recipes; each trains eight models."""
     recipe_steps: int = recipes.STEPS
     """Steps of every model in recipes."""
     cuda_libraries: Path = Path(".venv-cuda")
@@ -101,21 +87,9 @@ def main() -> int:
 def run_one(name: str, options: Options, session: parts.Session) -> None:
     """Runs one benchmark."""
     if name in parts.COUNTED:
-        session.count(name, options.target, options.blocks)
-    elif name == "host":
-        session.host(options.rounds)
-    elif name == "folds":
-        session.folds(range(options.seeds), options.fold_steps)
-    elif name == "recipes":
-        session.recipes(options.recipe_seeds, options.recipe_steps)
-    elif name == "errors":
-        session.errors()
-    elif name == "few-bits-trainings":
-        session.few_bits()
-    elif name == "compile-time":
-        session.compile_time()
-    elif name == "published":
-        session.published()
+        session.count(name)
+    elif name in parts.MEASURED:
+        session.measure(name, options)
     elif name == "docs":
         for path in documentation.write():
             session.console.print(f"Written {path}")

@@ -2,7 +2,7 @@
 
 The pages are written by hand but for their marked places: what stands between
 `<!-- table NAME -->` and `<!-- end -->` comes from `benchmarks/results/NAME.json`, and
-`gains` and `summary` from several of them. A test checks that it still does.
+`gains` from several of them. A test checks that it still does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import parts, results, summary, what_is_kept
-from .counts import eight_bits, half, products
+from .counts import half, products
 from .device import tables as device_tables
 from .peers.environment import REPOSITORY
 
@@ -22,7 +22,7 @@ README = REPOSITORY / "README.md"
 PAGES = (PAGE, DETAILS, README, REPOSITORY / "docs" / "choose.md")
 # The modules that make the tables of a place.
 MAKERS: dict[str, tuple[Any, ...]] = parts.PARTS | {
-    "workloads": (eight_bits, half),
+    "workloads": (half,),
     "sizes": (products,),
     "device": (device_tables,),
 }
@@ -41,8 +41,8 @@ def render(text: str, folder: Path = results.COMMITTED) -> str:
 
 
 def _tables(name: str, folder: Path) -> str:
-    if name in ("summary", "gains"):
-        return (summary.table if name == "summary" else summary.gains)(folder)
+    if name == "gains":
+        return summary.table(folder)
     texts: list[str] = []
     for found in results.read_all(_SOURCES.get(name, name), folder):
         made = parts.tables(found, MAKERS[name])

@@ -12,7 +12,7 @@ import optax
 import mpx
 from mpx.contrib import PallasKernel
 
-from .steps import CHECKED, FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction
+from .steps import FIRST_SCALE, FLOAT32, NAIVE, Arm, Loss, StepFunction
 
 RECIPES = {
     "delayed": mpx.DelayedScaling(),
@@ -38,10 +38,6 @@ def _dynamic(loss: Loss, model: Any, batch: Any) -> mpx.DynamicLossScaling:
 
 def _skipping(loss: Loss, model: Any, batch: Any) -> mpx.NoLossScaling:
     return mpx.NoLossScaling()
-
-
-def _nothing(loss: Loss, model: Any, batch: Any) -> mpx.NoLossScaling:
-    return mpx.NoLossScaling(skip=False)
 
 
 @contextlib.contextmanager
@@ -73,14 +69,13 @@ def _steps_of(differentiate: Callable[[Loss, Any], Any]) -> Any:
     return make_step
 
 
-def _mpx_arm(name: str, dtype: str, first_scaling: Any = None) -> Arm:
+def _mpx_arm(name: str, dtype: str) -> Arm:
     policy = mpx.get_policy(f"params=float32,compute={dtype},output=float32")
 
     def differentiate(loss: Loss, scaling: Any) -> Any:
         return mpx.filter_value_and_grad(loss, scaling, policy=policy, keep=_is_norm)
 
-    first_scaling = first_scaling or _FIRST[dtype]
-    return Arm(name, first_scaling, _steps_of(differentiate))
+    return Arm(name, _FIRST[dtype], _steps_of(differentiate))
 
 
 def autocast_arm(name: str, dtype: str = "bfloat16", **options: Any) -> Arm:
@@ -104,12 +99,8 @@ ARMS = {
     for arm in (
         FLOAT32,
         NAIVE,
-        CHECKED,
         _mpx_arm("mpx float16", "float16"),
         _mpx_arm("mpx bfloat16", "bfloat16"),
-        # Without loss scaling, check and skip: what dynamic loss scaling adds is the
-        # difference to this.
-        _mpx_arm("mpx float16 unscaled", "float16", _nothing),
         *(
             autocast_arm(f"autocast {dtype}{suffix}", dtype, residual_stream=stream)
             for dtype in ("float16", "bfloat16")
@@ -122,9 +113,8 @@ ARMS = {
             rules=mpx.Rules(mpx.Rule(mpx.Precision.HALF, primitive=("add", "mul"))),
         ),
         *(
-            autocast_arm(f"{name}{suffix}", recipe=recipe, residual_stream=stream)
-            for name, recipe in (RECIPES | BY_KERNEL).items()
-            for stream, suffix in (("full", ""), ("half", ", half stream"))
+            autocast_arm(name, recipe=recipe, residual_stream="full")
+            for name, recipe in RECIPES.items()
         ),
     )
 }

@@ -3,14 +3,15 @@
 A benchmark is modules, each with its tables and its goals. Of what is *counted*, a
 module has besides
 
-* `CASES`, dataclasses with a `target`, or `cases(target, blocks)`, their fields;
+* `CASES`, dataclasses with a `target`;
 * `build(fields, devices)`, the step, and `count(compiled, fields)`, its record;
-* if need be `VARIABLES` of the worker's environment, `SAYS_TARGET` where a step names
-  its target itself, `compile_with(lower)` for what else is asked of the compiler, and
+* if need be `compile_twice(lowered, fields)`, which says more than a count, and
   `more_records()`.
 
-What is *measured* has a function here, and in its module a `measure(request)` that
-runs in a worker.
+Of what is *measured*, a module has `requests(options, found)` for workers, and a
+`measure(request)` that runs in one and yields `{"run": record}`. If it `TRAINS`,
+compiled programs are kept on disk; if `FOR_CUDA`, it compiles for GPUs, which
+`COMPILED_FOR` names where nothing is measured at all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import importlib.util
 import itertools
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +30,39 @@ from rich.console import Console
 from . import processes, published, results
 from .counter import TARGETS
 from .counts import (
-    activations,
-    attention,
-    autocast,
     compiling,
-    eight_bits,
     few_bits as few_bits_counts,
     half,
     monitor,
     products,
-    recipes as recipe_counts,
     residuals,
-    scaling,
     sweep,
     whole_steps,
     wire,
 )
-from .numerics import errors, few_bits, folds, recipes
+from .numerics import errors, few_bits, recipes
 from .peers import environment as peers
 from .tables import Goal, Table
-from .time import autocast as autocast_host, compiling as compile_time, host
+from .time import compiling as compile_time, host
 
 COUNTED: dict[str, tuple[Any, ...]] = {
     "sweep": (sweep,),
-    "scaling": (scaling,),
-    "autocast": (autocast,),
-    "cuda": (sweep, autocast, scaling),
-    "recipe-counts": (recipe_counts, activations),
     "residuals": (residuals,),
-    "attention": (attention,),
-    "workloads": (eight_bits, half, products),
+    "workloads": (half, products),
     "whole-steps": (whole_steps,),
     "wire": (wire,),
     "few-bits": (few_bits_counts,),
     "monitor": (monitor,),
 }
-PARTS: dict[str, tuple[Any, ...]] = COUNTED | {
-    "host": (host, autocast_host),
-    "compile-time": (compile_time,),
-    "folds": (folds,),
-    "recipes": (recipes,),
-    "errors": (errors,),
-    "published": (published,),
-    "few-bits-trainings": (few_bits,),
+MEASURED: dict[str, Any] = {
+    "host": host,
+    "compile-time": compile_time,
+    "recipes": recipes,
+    "errors": errors,
+    "published": published,
+    "few-bits-trainings": few_bits,
 }
+PARTS = COUNTED | {name: (part,) for name, part in MEASURED.items()}
 PICTURES = ("sweep", "recipes")
 
 
@@ -84,13 +74,6 @@ def tables(found: results.Results, parts: Sequence[Any]) -> list[Table]:
 def goals(found: results.Results, name: str) -> list[Goal]:
     """What a benchmark must show, and whether it does."""
     return [goal for part in PARTS[name] for goal in part.goals(found)]
-
-
-def cases_of(part: Any, target: str, blocks: int) -> list[dict[str, Any]]:
-    """The fields of what a module compiles for a target."""
-    if hasattr(part, "cases"):
-        return part.cases(target, blocks)
-    return [dataclasses.asdict(case) for case in part.CASES if case.target == target]
 
 
 @dataclasses.dataclass
@@ -123,19 +106,11 @@ class Session:
             self._peers = peers.prepare(self.console.print)
         return self._peers
 
-    def count(self, name: str, target: str, blocks: int) -> None:
-        """Compiles the programs of a benchmark, and counts.
-
-        Args:
-            name: of `COUNTED`.
-            target: that those are compiled for which say none.
-            blocks: of the Vision Transformers.
-        """
-        if name == "cuda":
-            target, blocks = "h100", 4
+    def count(self, name: str) -> None:
+        """Compiles the programs of a benchmark of `COUNTED`, and counts."""
         parts = COUNTED[name]
-        named = [case.target for part in parts for case in getattr(part, "CASES", ())]
-        targets = [TARGETS[one] for one in dict.fromkeys(named or [target])]
+        named = dict.fromkeys(case.target for part in parts for case in part.CASES)
+        targets = [TARGETS[one] for one in named]
         titles = ", ".join(target.title for target in targets)
         found = self._results(name, f"compiled for {titles}")
         platforms = {target.platform for target in targets}
@@ -154,7 +129,8 @@ class Session:
         with compiling.make_progress(self.console) as progress:
             for one, part in itertools.product(targets, parts):
                 compiler.libraries = cuda if one.platform == "cuda" else None
-                cases = cases_of(part, one.name, blocks)
+                here = [case for case in part.CASES if case.target == one.name]
+                cases = [dataclasses.asdict(case) for case in here]
                 compiler.count(found, part, one.name, cases, progress)
         self.console.print(
             f"{compiler.compiled} programs compiled, {compiler.reused} unchanged since "
@@ -166,70 +142,30 @@ class Session:
                     found.records += part.more_records()
         self._show(found)
 
-    def compile_time(self) -> None:
-        """CPU seconds that the compiler takes, for an H100."""
-        libraries = peers.prepare_cuda(self.cuda, self.console.print)
-        request = {"task": "compile time", "rounds": compile_time.ROUNDS}
-        found = self._results("compile-time")
-        answers = self._answers(found, "ours", request, libraries=libraries)
-        found.records = compile_time.records(answers)
+    def measure(self, name: str, options: Any) -> None:
+        """Runs what is measured; writes each record as soon as it is known.
+
+        Args:
+            name: of `MEASURED`.
+            options: of the command line.
+        """
+        part, worker = MEASURED[name], {}
+        gpus = getattr(part, "COMPILED_FOR", "")
+        found = self._results(name, gpus and f"compiled for {gpus}")
+        if getattr(part, "FOR_CUDA", False):
+            worker["libraries"] = peers.prepare_cuda(self.cuda, self.console.print)
+        if getattr(part, "TRAINS", False):
+            worker |= self._training()
+        for request in part.requests(options, found):
+            side = request.setdefault("side", "ours")
+            needed = self.peers if side == "peers" else None
+            answers = processes.ask(side, {"task": name, **request}, needed, **worker)
+            found.versions[side] = next(answers)["versions"]
+            with self.console.status(f"{name}, {side}"):
+                for answer in answers:
+                    found.records.append(answer["run"])
+                    found.write(self.out)
         self._show(found)
-
-    def host(self, rounds: int) -> None:
-        """CPU seconds to trace and to lower."""
-        found = self._results("host")
-        for recipe, (side, arms) in itertools.product(host.RECIPES, host.ARMS.items()):
-            cases = [host.case(arm, recipe) for arm in arms]
-            request = {"task": "host", "rounds": rounds, "cases": cases}
-            answers = self._answers(found, side, request, peers=self.peers)
-            found.records += host.records(side, recipe, answers)
-        blocks = autocast_host.BLOCKS
-        request = {"task": "autocast host", "rounds": rounds, "blocks": blocks}
-        answers = self._answers(found, "ours", request, peers=self.peers)
-        found.records += autocast_host.records(answers)
-        self._show(found)
-
-    def folds(self, seeds: Sequence[int], steps: int | None) -> None:
-        """Accuracy over five folds."""
-        request = {
-            "task": "folds",
-            "folds": folds.FOLDS,
-            "seeds": list(seeds),
-            "precisions": folds.PRECISIONS,
-            "steps": steps,
-        }
-        total = len(folds.FOLDS) * len(folds.PRECISIONS) * len(seeds)
-        self._runs(self._results("folds"), request, total, **self._training())
-
-    def recipes(self, seeds: int, steps: int) -> None:
-        """The loss of a GPT under every recipe; goes on where it was interrupted."""
-        new = self._results("recipes")
-        found = results.read("recipes", self.out) or new
-        found.command, found.device = new.command, new.device
-        found.records = [r for r in found.records if r["steps"] == steps]
-        runs = recipes.missing(found, seeds, steps)
-        request = {"task": "recipes", "runs": runs, "steps": steps}
-        self._runs(found, request, len(runs), **self._training())
-
-    def errors(self) -> None:
-        """Relative errors of products of outlier-heavy data."""
-        request = {"task": "errors", "seeds": errors.SEEDS}
-        runs = len(errors.DATA) * len(errors.ARMS) + len(errors.WITH_TECHNIQUES)
-        self._runs(self._results("errors"), request, errors.SEEDS * runs)
-
-    def published(self) -> None:
-        """What is forecast, beside speed-ups that others have measured."""
-        libraries = peers.prepare_cuda(self.cuda, self.console.print)
-        found = self._results("published", "compiled for NVIDIA H100, H200, B200, B300")
-        request = {"task": "published"}
-        self._runs(found, request, len(published.STEPS), libraries=libraries)
-
-    def few_bits(self) -> None:
-        """The losses of trainings with moments in 8 bits."""
-        runs = few_bits.runs()
-        request = {"task": "few bits", "runs": runs, "steps": few_bits.STEPS}
-        found = self._results("few-bits-trainings")
-        self._runs(found, request, 2 * len(runs), compile_only=False)
 
     def summarize(self) -> int:
         """Prints which goals are met; returns the exit status."""
@@ -253,38 +189,6 @@ class Session:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         return {"compile_only": False, "variables": variables}
-
-    def _answers(
-        self,
-        found: results.Results,
-        side: processes.Side,
-        request: dict[str, Any],
-        peers: peers.Peers | None = None,
-        **options: Any,
-    ) -> Iterator[dict[str, Any]]:
-        """What a worker answers, after its versions."""
-        answers = processes.ask(side, request, peers, **options)
-        found.versions[side] = next(answers)["versions"]
-        with self.console.status(f"{found.name}: {request['task']}, {side}"):
-            yield from answers
-
-    def _runs(
-        self,
-        found: results.Results,
-        request: dict[str, Any],
-        total: int,
-        **options: Any,
-    ) -> None:
-        """Adds a record for each run of a worker, and writes what is there at once."""
-        answers = processes.ask("ours", request, None, **options)
-        found.versions["ours"] = next(answers)["versions"]
-        with compiling.make_progress(self.console) as progress:
-            task = progress.add_task(f"{found.name}: runs", total=total)
-            for answer in answers:
-                found.records.append(answer["run"])
-                found.write(self.out)
-                progress.advance(task)
-        self._show(found)
 
     def _show(self, found: results.Results) -> None:
         for table in tables(found, PARTS[found.name]):

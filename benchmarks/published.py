@@ -58,6 +58,15 @@ _TOKENS, _WIDTH, _HIDDEN = 15_872, 4096, 16_384
 _GEMMS = ((_WIDTH, 3 * _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, _HIDDEN), (_HIDDEN, _WIDTH))
 
 
+FOR_CUDA, COMPILED_FOR = True, "NVIDIA H100, H200, B200, B300"
+
+
+def requests(options: Any, found: Results) -> list[dict[str, Any]]:
+    """One, for all."""
+    del options, found
+    return [{}]
+
+
 def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Forecasts each step, in a worker."""
     for program, target, precision in STEPS:

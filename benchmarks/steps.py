@@ -1,12 +1,8 @@
 """One identical training step in different precisions and libraries.
 
-Every arm is the same ViT, the same mean cross entropy in float32, the same optimizer,
-and donated buffers. What differs is only what its library tells its users to write.
-`float32` is plain Equinox and uses no mpx at all.
-
-There are two recipes. `adam` is the bare step: Adam, no dropout. `job` is the step of
-the main job (`examples.vit`, preset `cifar100`): clipping, AdamW with a schedule and
-decay of matrices only, dropout.
+Every arm is the same ViT, the same mean cross entropy in float32, Adam, and donated
+buffers. What differs is only what its library tells its users to write. `float32` is
+plain Equinox and uses no mpx at all.
 
 The arms of the published packages live in `peers.arms`, because the published MPX is
 imported as `mpx` too.
@@ -18,7 +14,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -27,11 +23,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from examples.presets import CIFAR100, CIFAR100_MODEL
-
-from .models.problems import PROBLEMS, Problem, make_model
-
-Recipe = Literal["adam", "job"]
+from .models import transformers, vit
+from .models.problems import PROBLEMS, Problem
 
 LEARNING_RATE = 1e-3
 FIRST_SCALE = 2.0**15
@@ -58,39 +51,20 @@ class Arm:
     make_step: Callable[[Loss, optax.GradientTransformation], StepFunction]
     uses_mpx: bool = True
 
+    def full(self) -> transformers.Full:
+        """What its models put around a function that computes in full precision."""
+        if not self.uses_mpx:
+            return transformers.as_it_is
+        import mpx  # ours, or the published one
+
+        return mpx.force_full_precision
+
 
 def mean_loss(model: Any, batch: tuple[Any, Any]) -> jax.Array:
-    """Mean cross entropy in float32, without dropout."""
+    """Mean cross entropy in float32."""
     images, labels = batch
-    return _cross_entropy(jax.vmap(model)(images), labels)
-
-
-def mean_loss_with_dropout(model: Any, batch: tuple[Any, Any]) -> jax.Array:
-    """Mean cross entropy in float32, with a key for every image."""
-    images, labels = batch
-    keys = jax.random.split(jax.random.key(0), len(labels))
-    return _cross_entropy(jax.vmap(model)(images, keys), labels)
-
-
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    logits = logits.astype(jnp.float32)
+    logits = jax.vmap(model)(images).astype(jnp.float32)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
-
-
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Adam, or what the main job trains CIFAR-100 with."""
-    if recipe == "adam":
-        return optax.adam(LEARNING_RATE)
-    job = CIFAR100
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, job["learning_rate"], job["warmup_steps"], job["steps"]
-    )
-    adamw = optax.adamw(
-        schedule,
-        weight_decay=job["weight_decay"],
-        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
-    )
-    return optax.chain(optax.clip_by_global_norm(job["clip"]), adamw)
 
 
 def _float32_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
@@ -113,38 +87,6 @@ def _naive_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunc
     return _float32_step(_cast(loss), optimizer)
 
 
-def _checked_naive_step(
-    loss: Loss, optimizer: optax.GradientTransformation
-) -> StepFunction:
-    cast_loss = _cast(loss)
-
-    def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
-        value, grads = eqx.filter_value_and_grad(cast_loss)(model, batch)
-        model, opt_state, _ = checked_update(optimizer, model, opt_state, grads)
-        return model, opt_state, scaling, value
-
-    return step
-
-
-def checked_update(
-    optimizer: optax.GradientTransformation, model: Any, opt_state: Any, grads: Any
-) -> tuple[Any, Any, jax.Array]:
-    """Model and optimizer state after a step, or as they were.
-
-    They stay as they were if a gradient is not finite; the third result says whether
-    all are finite.
-    """
-    leaves = jax.tree.leaves(grads)
-    finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]).all()
-    params, rest = eqx.partition(model, eqx.is_inexact_array)
-    updates, new_state = optimizer.update(grads, opt_state, params)
-    new = eqx.apply_updates(params, updates), new_state
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), new, (params, opt_state)
-    )
-    return eqx.combine(params, rest), opt_state, finite
-
-
 def to_bfloat16(leaf: Any) -> Any:
     """A leaf in bfloat16, if it is an array of floating point numbers."""
     return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
@@ -157,10 +99,6 @@ def no_scaling(loss: Loss, model: Any, batch: Any) -> None:
 FLOAT32 = Arm("float32", no_scaling, _float32_step, uses_mpx=False)
 # What one writes without a library: all weights and inputs cast, whatever they are for.
 NAIVE = Arm("naive bfloat16", no_scaling, _naive_step, uses_mpx=False)
-# The same with what mpx does besides: gradients are checked, and the step skipped.
-CHECKED = Arm(
-    "naive bfloat16, checked", no_scaling, _checked_naive_step, uses_mpx=False
-)
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -185,7 +123,7 @@ class Case:
         batch: images per step, over all devices.
         blocks: transformer blocks.
         devices: how many devices share the batch (data-parallel).
-        recipe: `"adam"` or `"job"`, see above.
+        target: what it is compiled for.
     """
 
     problem: str
@@ -193,7 +131,7 @@ class Case:
     batch: int
     blocks: int
     devices: int = 1
-    recipe: Recipe = "adam"
+    target: str = "v5e"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,13 +171,16 @@ def build(
     arm: Arm, case: Case, devices: list[Any] | None = None, seed: int | None = None
 ) -> ArrayStep:
     """The step of a case; see `built`."""
+    problem, optimizer = PROBLEMS[case.problem], optax.adam(LEARNING_RATE)
 
     def initial(key: Any) -> tuple[Any, Any]:
-        batch = random_images(PROBLEMS[case.problem], case.batch, key)
-        return _initial_state(arm, case, batch, key), batch
+        batch = random_images(problem, case.batch, key)
+        model = vit.VisionTransformer(problem, case.blocks, key, arm.full())
+        params = eqx.filter(model, eqx.is_inexact_array)
+        scaling = arm.first_scaling(mean_loss, model, batch)
+        return (model, optimizer.init(params), scaling), batch
 
-    step = arm.make_step(_loss(case), make_optimizer(case.recipe))
-    return built(initial, step, devices, seed)
+    return built(initial, arm.make_step(mean_loss, optimizer), devices, seed)
 
 
 def built(
@@ -268,19 +209,6 @@ def random_images(problem: Problem, batch: int, key: Any) -> tuple[Any, Any]:
     """Random images and labels."""
     images = jax.random.normal(key, (batch, *problem.image_shape))
     return images, jax.random.randint(key, (batch,), 0, problem.classes)
-
-
-def _initial_state(arm: Arm, case: Case, batch: Any, key: Any) -> tuple[Any, Any, Any]:
-    dropout = CIFAR100_MODEL["dropout"] if case.recipe == "job" else 0.0
-    config = PROBLEMS[case.problem].config(case.blocks, dropout)
-    model = make_model(PROBLEMS[case.problem], config, key, with_mpx=arm.uses_mpx)
-    params = eqx.filter(model, eqx.is_inexact_array)
-    scaling = arm.first_scaling(_loss(case), model, batch)
-    return model, make_optimizer(case.recipe).init(params), scaling
-
-
-def _loss(case: Case) -> Loss:
-    return mean_loss if case.recipe == "adam" else mean_loss_with_dropout
 
 
 def arrays_only(

@@ -92,16 +92,16 @@ _USUAL = {"cpu": "cpu", "cuda": "h100", "tpu": "v5e"}
 
 def _compiling_for(request: dict[str, Any], target: str) -> Any:
     """Tells our autocast which device is compiled for; it is not the one here."""
-    if request["arms"] != "ours" or hasattr(_part(request), "SAYS_TARGET"):
-        return contextlib.nullcontext()  # no autocast, or it has been told
+    if request["arms"] != "ours":
+        return contextlib.nullcontext()  # no autocast
     import mpx
 
     return mpx.autocast(target=target, ambient=True)
 
 
-def _plainly(lower: Any) -> Any:
-    """What compiles a lowered case, and what it says of that beside."""
-    return lambda lowered, fields: (lowered.compile(), {})
+def _compiled(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What was compiled, and what there is to say beside."""
+    return lowered.compile(), {}
 
 
 def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -109,16 +109,18 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import jax
 
     from benchmarks import results
-    from benchmarks.counter import TARGETS
+    from benchmarks.counter import TARGETS, counter
     from benchmarks.fingerprint import fingerprint
 
     part, target = _part(request), TARGETS[request["target"]]
     compiler = results.compiler(versions(), target.platform)
     known = {tuple(pair) for pair in request.get("known", ())}
-    lower = _lowering(request)
-    compile = getattr(part, "compile_with", _plainly)(lower)
+    compile = getattr(part, "compile_twice", _compiled)
     for fields in request["cases"]:
-        lowered = lower(fields)
+        devices = counter.compile_only_devices(target, fields.get("devices", 1))
+        with _compiling_for(request, target.name):
+            step = part.build(fields, devices)
+            lowered = step.jitted().trace(step.state, step.batch).lower()
         program = fingerprint(lowered)
         answer: dict[str, Any] = {"case": fields, "program": program}
         if (program, compiler) not in known:
@@ -131,21 +133,6 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             else:
                 answer["counts"] = {**part.count(compiled, fields), **more}
         yield answer
-
-
-def _lowering(request: dict[str, Any]) -> Callable[..., Any]:
-    """What lowers a case for the target of a request."""
-    from benchmarks.counter import TARGETS, counter
-
-    build, target = _part(request).build, TARGETS[request["target"]]
-
-    def lower(fields: dict[str, Any]) -> Any:
-        devices = counter.compile_only_devices(target, fields.get("devices", 1))
-        with _compiling_for(request, target.name):
-            step = build(fields, devices)
-            return step.jitted().trace(step.state, step.batch).lower()
-
-    return lower
 
 
 def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -170,15 +157,12 @@ TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]] | str] = {
     "lower": _lower,
     "versions": lambda request: iter(()),
     "host": "time.host",
-    "autocast host": "time.autocast",
-    "compile time": "time.compiling",
+    "compile-time": "time.compiling",
     "device": "device.measure",
-    "folds": "numerics.folds",
     "recipes": "numerics.recipes",
     "errors": "numerics.errors",
     "published": "published",
-    "few bits": "numerics.few_bits",
-    "kept": "counts.recipes",
+    "few-bits-trainings": "numerics.few_bits",
 }
 
 

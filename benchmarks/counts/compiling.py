@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,8 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from .. import processes, results
 from ..counter import TARGETS
 from ..peers.environment import Peers
-
-Record = dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -74,7 +71,6 @@ class Compiler:
                 request,
                 self.peers,
                 libraries=self.libraries,
-                variables=getattr(part, "VARIABLES", None),
             )
             versions = next(answers)["versions"]
             found.versions[side] = versions
@@ -117,26 +113,3 @@ def make_progress(console: Any) -> Progress:
 
 def _arm(case: dict[str, Any]) -> str:
     return case.get("arm", "")
-
-
-def cases_of(
-    problems: Mapping[str, Sequence[int]],
-    arms: Sequence[str],
-    blocks: int,
-    devices: int = 1,
-) -> list[dict[str, Any]]:
-    """The product of problems with their batches and arms."""
-    names = ("problem", "arm", "batch", "blocks", "devices")
-    return [
-        dict(zip(names, (problem, arm, batch, blocks, devices), strict=True))
-        for problem, batches in problems.items()
-        for batch, arm in itertools.product(batches, arms)
-    ]
-
-
-def find(records: Sequence[Record], **fields: Any) -> Record | None:
-    """The record with these fields, or None."""
-    for record in records:
-        if all(record.get(name) == value for name, value in fields.items()):
-            return record
-    return None

@@ -6,7 +6,6 @@ Whole steps of large models, and the optimizer's part alone: Adam for one matrix
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..models.whole_steps import FEW, NAIVE, Case, Kept
 from ..results import Results
 from ..steps import LEARNING_RATE, ArrayStep, built
 from ..tables import Goal, Table, ratio
-from . import cost
+from .cost import count as count
 
 DELAYED, PART = "delayed", "optimizer"
 _SHAPE = (4096, 16384)
@@ -66,22 +65,6 @@ def _part(case: Case, devices: list[Any] | None) -> ArrayStep:
         return (*updated, batch[1])
 
     return built(initial, step, devices)
-
-
-def compile_with(lower: Any) -> Any:
-    """What compiles a lowered case, and how long that takes."""
-    return _timed
-
-
-def _timed(lowered: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    start = time.process_time()
-    compiled = lowered.compile()
-    return compiled, {"seconds": round(time.process_time() - start, 1)}
-
-
-def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Bytes and kernels of a step."""
-    return cost.counts_and_units(compiled, fields["target"])[0]
 
 
 def _found(found: Results) -> dict[tuple[str, str], dict[str, Any]]:

@@ -17,7 +17,7 @@ from ..models import plain
 from ..results import Results
 from ..steps import known_arms
 from ..tables import Goal, Table, megabytes
-from . import program
+from .program import count as count
 
 TARGET = "h100"
 ARM = "autocast bfloat16"
@@ -76,11 +76,6 @@ def build(fields: dict[str, Any], devices: Any = None) -> Any:
     step = plain.build(known_arms()[ARM], known, devices)
     sample = SAMPLES[case.watched]
     return step if sample is None else _Monitored(step, sample)
-
-
-def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of a step."""
-    return dataclasses.asdict(program.count(compiled))
 
 
 # --- What is shown --------------------------------------------------------------------

@@ -9,7 +9,6 @@ recomputing must add none.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -44,14 +43,11 @@ LIMITS: dict[Setup, tuple[float, float]] = {
     ("h100", "gpt", 4, 16): (1.85, 1.75),
     ("h100", "gpt scan", 4, 16): (1.85, 1.75),
 }
-# Regions of other kinds: odd numbers of tokens, gates, statistics of a batch. Only of
-# autocast; what it reached when it was last changed, rounded down, is to stay.
+# Odd numbers of tokens. Only of autocast; what it reached when it was last changed,
+# rounded down, is to stay.
 REGIONS: dict[Setup, tuple[float, float]] = {
     ("h100", "desktop, token", 4, 256): (1.90, 1.60),
     ("h100", "base, token", 4, 64): (1.75, 1.60),
-    ("h100", "llama", 2, 16): (1.62, 1.77),
-    ("h100", "state space", 2, 16): (1.74, 1.64),
-    ("h100", "resnet", 2, 128): (1.38, 1.52),
 }
 LIMITS |= REGIONS
 SETUPS = (*LIMITS, ("v5e", "desktop", 2, 256))
@@ -73,7 +69,7 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep
 def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Bytes, and the matrix products."""
     products = products_of(compiled.as_text())
-    return {**dataclasses.asdict(program.count(compiled)), "products": products}
+    return {**program.count(compiled, fields), "products": products}
 
 
 _PRODUCTS = frozenset({"convolution", "dot", "ragged-dot"})

@@ -11,7 +11,6 @@ Bytes moved stand in for step time, which `time` measures where a GPU is.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +21,9 @@ from ..counter import TARGETS
 from ..models.problems import PROBLEMS
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
-from . import compiling, program
+from .program import count as count
 
-OUR_ARMS = ("float32", "mpx float16", "mpx bfloat16")
-PEER_ARMS = ("MPX float16",)
-ARMS = (*OUR_ARMS, *PEER_ARMS)
+ARMS = ("float32", "mpx float16", "mpx bfloat16", "MPX float16")
 # Images per step and device; four devices get four times as many, as data-parallel
 # training is meant. Below these sizes a TPU keeps whole activations on the chip.
 BATCHES: dict[str, tuple[int, ...]] = {
@@ -34,6 +31,7 @@ BATCHES: dict[str, tuple[int, ...]] = {
     "base": (8, 16, 32, 64),
 }
 DEVICES = (1, 4)
+BLOCKS = 2  # 12 take minutes for each program
 WHAT = ("memory", "traffic")
 # Per device; activations dominate there, and "never worse than MPX" is judged there.
 REFERENCE = {"desktop": 256, "base": 64}
@@ -48,38 +46,16 @@ def build(fields: dict[str, Any], devices: list[Any] | None = None) -> steps.Arr
     return steps.build(steps.known_arms()[case.arm], case, devices)
 
 
-def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of a step."""
-    return dataclasses.asdict(program.count(compiled))
-
-
-def cases(target: str, blocks: int) -> list[dict[str, Any]]:
-    """All sizes; of a GPU those of reference, and 12 blocks of the desktop ViT.
-
-    GPU compilers take seconds where TPU's take minutes.
-    """
-    if TARGETS[target].platform == "cuda":
-        sizes = [(4, ("desktop", "base")), (12, ("desktop",))]
-        return [
-            case
-            for arms in (OUR_ARMS, PEER_ARMS)
-            for blocks, names in sizes
-            for case in compiling.cases_of(
-                {name: (REFERENCE[name],) for name in names}, arms, blocks
-            )
-        ]
-    return [
-        case
-        for problem, devices in itertools.product(BATCHES, DEVICES)
-        for case in compiling.cases_of(
-            {problem: total_batches(problem, devices)}, ARMS, blocks, devices
-        )
-    ]
-
-
 def total_batches(problem: str, devices: int) -> tuple[int, ...]:
     """Images per step over all devices."""
     return tuple(devices * batch for batch in BATCHES[problem])
+
+
+CASES = [
+    steps.Case(problem, arm, batch, BLOCKS, devices)
+    for problem, devices in itertools.product(BATCHES, DEVICES)
+    for batch, arm in itertools.product(total_batches(problem, devices), ARMS)
+]
 
 
 def _setups(found: Results) -> dict[Setup, dict[str, dict[int, dict[str, Any]]]]:

@@ -14,39 +14,40 @@ from typing import Any
 from .. import processes
 from ..counter import TARGETS
 from ..models import whole_steps as models
-from ..models.whole_steps import FLAX, NAIVE, QWIX, STORED, WHOLE, Case, Kept
+from ..models.whole_steps import FLAX, NAIVE, PEERS, QWIX, STORED, Case, Kept
 from ..processes import side_of
 from ..results import Results
 from ..steps import ArrayStep
 from ..tables import Goal, Table, ratio
-from . import cost
-from .eight_bits import traffic_and_roof
+from .cost import compile_twice as compile_twice, count as count
 
 AUTOCAST, DELAYED, CURRENT = "bfloat16", "delayed", "current"
 BLOCKS = ("mxfp8", "nvfp4", "mxfp8 by Pallas", "nvfp4 by Pallas")
-PEERS = (FLAX, QWIX)
+BY_HAND, BY_JAX = "FP8 by hand", ("jax.nn MXFP8", "jax.nn NVFP4")
 _EVERY = (AUTOCAST, DELAYED, CURRENT)
 ARMS = {"h100": _EVERY, "b200": (*_EVERY, *BLOCKS)}
 _BOTH: tuple[Kept, ...] = ("float32", "masters")
+_WAYS = ("scan", "slices", "no remat")
 STEPS: tuple[tuple[str, str, Kept], ...] = (
     *(
         ("h100", whole, weights)
-        for whole in WHOLE
-        if not whole.startswith(("tiny", "LoRA"))
+        for whole in ("Llama", *(f"Llama, {way}" for way in _WAYS), "ffn", "GPT")
         for weights in _BOTH
     ),
     ("h100", "LoRA", "frozen"),
     ("b200", "Llama", "masters"),
+    ("b200", "ffn", "float32"),
 )
-_WITH_STORED = (("h100", "Llama", "masters"), ("h100", "LoRA", "frozen"))
+_MORE: dict[tuple[str, str, Kept], tuple[str, ...]] = {
+    ("h100", "Llama", "masters"): (STORED,),
+    ("h100", "LoRA", "frozen"): (STORED,),
+    ("h100", "ffn", "float32"): (BY_HAND,),
+    ("b200", "ffn", "float32"): (BY_HAND, *BY_JAX),
+}
 CASES = [
     Case(*step, arm)
     for step in STEPS
-    for arm in (
-        *(NAIVE, *ARMS[step[0]]),
-        *((STORED,) if step in _WITH_STORED else ()),
-        *PEERS,
-    )
+    for arm in (NAIVE, *ARMS[step[0]], *_MORE.get(step, ()), FLAX, QWIX)
 ]
 
 
@@ -61,16 +62,6 @@ PORTABLE = [
 def build(fields: dict[str, Any], devices: list[Any] | None = None) -> ArrayStep:
     """The step of a case."""
     return models.build(Case(**fields), devices)
-
-
-def compile_with(lower: Any) -> Any:
-    """What compiles a lowered case; see `worker`."""
-    return cost.compile_twice
-
-
-def count(compiled: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Bytes and kernels of a step."""
-    return cost.counts_and_units(compiled, fields["target"])[0]
 
 
 def more_records() -> list[dict[str, Any]]:
@@ -91,33 +82,33 @@ def name_of(whole: str, weights: Kept) -> str:
 Row = tuple[str, str, Kept]
 
 
-def _counts(found: Results) -> dict[Row, dict[str, dict[str, Any]]]:
+def counts_of(found: Results) -> dict[Row, dict[str, dict[str, Any]]]:
     """Counts of each arm, of each step."""
     return found.counts_by("target", "whole", "weights")
 
 
 def tables(found: Results) -> Iterator[Table]:
     """A table of all steps, and one of the arms side by side."""
-    counts = _counts(found)
+    counts = counts_of(found)
     if counts:
         yield _side_by_side(counts)
         yield _every_arm(counts)
 
 
 def _side_by_side(counts: dict[Row, dict[str, dict[str, Any]]]) -> Table:
-    arms = (AUTOCAST, DELAYED, CURRENT, STORED, *BLOCKS, *PEERS)
+    ours = (AUTOCAST, DELAYED, CURRENT, STORED, *BLOCKS)
     rows = []
     for (target, whole, weights), found in counts.items():
         naive = found[NAIVE]
         row = [f"{target.upper()}, {name_of(whole, weights)}"]
-        for arm in arms:
+        for arm in (*ours, FLAX, QWIX):
             time = found[arm]["roof"] / naive["roof"] if arm in found else 0.0
             cell = ratio(time) if time else ""
             row.append(f"**{cell}**" if time > 1.005 else cell)
         rows.append(row)
     return Table(
         title="Roofline time of whole steps, ratio to naive bfloat16",
-        columns=["step", *(f"mpx {arm}" for arm in arms[:-2]), *PEERS],
+        columns=["step", *(f"mpx {arm}" for arm in ours), FLAX, QWIX],
         rows=rows,
         notes=[
             "Lower is better; **bold** where the step is slower than naive bfloat16. "
@@ -131,13 +122,17 @@ def _every_arm(counts: dict[Row, dict[str, dict[str, Any]]]) -> Table:
     rows = []
     for (target, whole, weights), found in counts.items():
         for arm, one in found.items():
-            default, memory = one["default_calls"], one["memory"]
+            default, naive = one["default_calls"], found[NAIVE]
             rows.append(
                 [
                     f"{target.upper()}, {name_of(whole, weights)}",
                     arm if arm in (NAIVE, *PEERS) else f"**mpx {arm}**",
-                    *traffic_and_roof(found[NAIVE], one),
-                    *(f"{memory / 1e9:.2f}", ratio(memory / found[NAIVE]["memory"])),
+                    f"{one['traffic'] / 1e9:.2f}",
+                    ratio(one["traffic"] / naive["traffic"]),
+                    f"{1e3 * one['roof']:.2f}",
+                    ratio(naive["roof"] / one["roof"]),
+                    f"{one['memory'] / 1e9:.2f}",
+                    ratio(one["memory"] / naive["memory"]),
                     *(str(one["kernels"]), str(one["calls"])),
                     "" if default is None else str(default),
                 ]
@@ -155,7 +150,9 @@ _NOTE = (
     "*Llama*: 542 M weights, 8 layers of 2048, hidden 5632, vocabulary 32,000, 8 texts "
     "of 1,024 tokens, cuDNN's attention, each layer in `jax.checkpoint`; in a loop in "
     "Python, in a *scan* over stacked weights, over *slices* of them, or with *no "
-    "remat*. *ffn*: two blocks of norm, 4096 to 16384, silu and back, 8192 rows. "
+    "remat*. *ffn*: two blocks of norm, 4096 to 16384, silu and back, 8192 rows; *by "
+    "hand* is 40 lines (`benchmarks/peers/eight_bits.py`), and of `jax.nn` NVFP4 "
+    "gradients are in bfloat16. "
     "*GPT*: 419 M weights, 12 layers of 1536 in a scan, gelu, layer norms with bias, "
     "one matrix for query, key and value, tied embedding, 8 texts of 1,024 tokens, "
     "cuDNN's attention, `dots_with_no_batch_dims_saveable`. *LoRA*: the Llama with "
@@ -216,7 +213,7 @@ LIMITS = (
 
 def goals(found: Results) -> Iterator[Goal]:
     """The limits; no peer ahead of our best; products in 8 bits by default, too."""
-    counts = _counts(found)
+    counts = counts_of(found)
     for limit in LIMITS:
         arms = counts.get(limit.row, {})
         if limit.arm in arms:

@@ -34,7 +34,8 @@ CAPABILITIES = {"delayed": 8.9, "current": 8.9, "mxfp8": 10.0, "nvfp4": 10.0}
 CAPABILITIES |= {"Flax fp8": 8.9, "Qwix fp8": 8.9, "FP8 by hand": 8.9}
 CAPABILITIES |= {"jax.nn MXFP8": 10.0, "jax.nn NVFP4": 10.0}
 CAPABILITIES |= {"mxfp8 by Pallas": 10.0, "nvfp4 by Pallas": 10.0}
-HALF_STREAM = ", half stream"
+# Packages that an arm needs, which may lack.
+PACKAGES = {"Flax fp8": ("flax",), "Qwix fp8": ("flax", "qwix")}
 
 
 # What XLA says where a program does not fit.
@@ -108,31 +109,27 @@ class Worker:
             gc.collect()
 
     def _check(self, case: Case) -> None:
-        needed = CAPABILITIES.get(case.arm.removesuffix(HALF_STREAM), 0.0)
+        needed = CAPABILITIES.get(case.arm, 0.0)
         capability = str(getattr(self.device, "compute_capability", "0"))
         if not self.emulate and needed > float(capability):
             raise SkippedError(
                 f"the device has no units for it: compute capability {capability}, "
                 f"needed {needed}"
             )
-        from ..peers import layers as flax_layers
-
-        for package in flax_layers.ARMS.get(case.arm, ()):
+        for package in PACKAGES.get(case.arm, ()):
             if importlib.util.find_spec(package) is None:
                 raise SkippedError(f"{package} is not installed")
 
     def _build(self, case: Case, arm: str) -> ArrayStep:
         if case.model == "layers":
-            from ..models import layers as linear_layers
-            from ..peers import layers as flax_layers
+            from ..models import layers
 
-            module = flax_layers if arm in flax_layers.ARMS else linear_layers
-            return module.build(arm, case.batch, case.features, seed=0)
-        if case.is_wide:
-            from ..models import eight_bits
+            return layers.build(arm, case.batch, case.features, seed=0)
+        if case.part == "workloads":
+            from ..models import whole_steps
 
-            wide = eight_bits.Case("", case.model, arm)
-            return eight_bits.build(wide, seed=0)
+            one = whole_steps.Case("", case.model, "float32", arm)
+            return whole_steps.build(one, seed=0)
         from ..models import plain as residual_models
 
         fields = ("", case.model, case.blocks, case.batch, arm)

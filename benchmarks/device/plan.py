@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..models.various import SETUPS
 from ..processes import Side
 
-PARTS = ("tests", "steps", "workloads", "largest", "sweep", "products")
+PARTS = ("tests", "steps", "workloads", "largest", "products")
 
 # Seconds that a part may take, so that the later ones have their turn.
 SECONDS = {
@@ -17,7 +16,6 @@ SECONDS = {
     "steps": 420,
     "workloads": 420,
     "largest": 180,
-    "sweep": 180,
     "products": 180,
 }
 
@@ -30,8 +28,6 @@ LAYER_ARMS = (
     "float32",
     "mxfp8",
     "nvfp4",
-    "Flax fp8",
-    "Qwix fp8",
     "autocast float16",
 )
 FIRST_ARMS = (
@@ -49,30 +45,25 @@ LARGEST_ARMS = (
     "autocast bfloat16",
     "naive bfloat16",
 )
-SWEEP_ARMS = ("mpx float16", "autocast bfloat16, half stream")
 # The one that the paper is about.
 PAPER_ARM = "MPX float16"
-# The wide steps of `eight_bits`, and those of `various`; the first arm is the base.
+# The whole steps, in few bits and in half precision; the first arm is the base.
 WIDE_ARMS = (
-    "naive bfloat16, checked",
-    "delayed, half stream",
-    "current, half stream",
+    "naive bfloat16",
+    "delayed",
+    "current",
     "Flax fp8",
     "FP8 by hand",
-    "autocast bfloat16, half stream",
-    "mxfp8, half stream",
-    "mxfp8 by Pallas, half stream",
-    "nvfp4, half stream",
-    "nvfp4 by Pallas, half stream",
+    "bfloat16",
+    "mxfp8",
+    "mxfp8 by Pallas",
+    "nvfp4",
+    "nvfp4 by Pallas",
     "Qwix fp8",
     "jax.nn MXFP8",
     "jax.nn NVFP4",
 )
-VARIOUS_ARMS = (
-    "naive bfloat16, checked",
-    "autocast bfloat16, half stream",
-    "autocast bfloat16",
-)
+VARIOUS_ARMS = ("naive bfloat16", "bfloat16", "autocast bfloat16")
 PRODUCT_ARMS = ("current", "delayed", "mxfp8", "nvfp4")
 
 
@@ -82,12 +73,11 @@ class Case:
 
     Attributes:
         part: One of `PARTS`, or "about" for what the device itself can do.
-        model: A name of `plain.VITS` or `GPTS`; of `various.VARIOUS` or
-            `eight_bits.WORKLOADS`; "layers" for a stack of linear layers.
+        model: A name of `plain.VITS` or `GPTS`; of `whole_steps.WHOLE` in workloads;
+            "layers" for a stack of linear layers.
         batch: Images, texts, or rows of the input of a stack.
         arm: A name of `our_arms.ARMS` or `peers.arms.ARMS`; for layers, of
-            `models.layers.ARMS` or `peers.layers.ARMS`; for a wide step, of
-            `peers.eight_bits` too.
+            `models.layers.ARMS`; in workloads, one that `whole_steps.Case` has.
         base: The arm that it alternates with, and is compared with.
         blocks: Of a transformer.
         features: Of a stack: of its input, and of what each layer gives.
@@ -116,11 +106,6 @@ class Case:
         return self.part, self.model, self.batch, self.blocks, self.features
 
     @property
-    def is_wide(self) -> bool:
-        """Whether it is a step of `eight_bits`, which has a batch of its own."""
-        return self.part == "workloads" and not self.batch
-
-    @property
     def is_alone(self) -> bool:
         """Whether it must have a process of its own, whose memory it fills."""
         return self.part == "largest"
@@ -136,11 +121,10 @@ class Sizes:
     Attributes:
         vits: Model, blocks and batch of the Vision Transformers.
         gpt: The same of the GPT.
-        wide: Names of `eight_bits.WORKLOADS`.
-        various: Model, blocks and batch of models of other kinds.
+        wide: Names of `whole_steps.WHOLE` whose layers are wide.
+        various: Names of models of other kinds.
         tokens: Rows of the input of the block.
         block: Features of its two layers.
-        shares: The batches of the sweep, in those of `vits`.
         products: Rows, inputs and outputs of single products.
         recipes: Of single products.
         seconds: For the samples of a pair of arms.
@@ -154,10 +138,9 @@ class Sizes:
     vits: Sequence[tuple[str, int, int]]
     gpt: tuple[str, int, int]
     wide: Sequence[str]
-    various: Sequence[tuple[str, int, int]]
+    various: Sequence[str]
     tokens: int
     block: tuple[int, int, int]
-    shares: Sequence[float]
     products: Sequence[tuple[int, int, int]]
     recipes: Sequence[str]
     seconds: float
@@ -171,11 +154,10 @@ class Sizes:
 FULL = Sizes(
     vits=(("paper desktop", 12, 256), ("paper base", 12, 64)),
     gpt=("gpt", 4, 16),
-    wide=("ffn silu", "big", "experts", "big, cuDNN"),
-    various=SETUPS,
+    wide=("ffn", "Llama, scan", "GPT"),
+    various=("LSTM", "state space", "experts", "ResNet"),
     tokens=16384,
     block=(4096, 16384, 4096),
-    shares=(0.25, 0.5, 2, 4),
     products=(
         *((n, n, n) for n in (4096, 1024, 2048, 8192, 512)),
         # Few tokens; then the layers of ViT-Base and of the desktop ViT.
@@ -196,10 +178,9 @@ TINY = Sizes(
     vits=(("paper tiny", 1, 4),),
     gpt=("tiny gpt", 1, 4),
     wide=("tiny ffn",),
-    various=(("tiny gpt", 1, 4),),
+    various=("tiny scan",),
     tokens=32,
     block=(16, 32, 16),
-    shares=(2,),
     products=((32, 32, 32),),
     recipes=("current", "delayed"),
     seconds=0.01,
@@ -218,7 +199,6 @@ def cases(part: str, sizes: Sizes) -> list[Case]:
         "steps": _steps,
         "workloads": _workloads,
         "largest": _largest,
-        "sweep": _sweep,
         "products": _products,
     }[part](sizes)
 
@@ -245,15 +225,11 @@ def _steps(sizes: Sizes) -> list[Case]:
 
 def _workloads(sizes: Sizes) -> list[Case]:
     """Eight bits where products are wide; half precision in models of other kinds."""
-    made = [
-        Case("workloads", model, arm=arm, base=WIDE_ARMS[0])
-        for model in sizes.wide
-        for arm in WIDE_ARMS
-    ]
-    return made + [
-        Case("workloads", model, batch, arm, VARIOUS_ARMS[0], blocks)
-        for model, blocks, batch in sizes.various
-        for arm in VARIOUS_ARMS
+    return [
+        Case("workloads", model, arm=arm, base=arms[0])
+        for models, arms in ((sizes.wide, WIDE_ARMS), (sizes.various, VARIOUS_ARMS))
+        for model in models
+        for arm in arms
     ]
 
 
@@ -265,17 +241,6 @@ def _largest(sizes: Sizes) -> list[Case]:
             *((arm, "ours") for arm in LARGEST_ARMS),
             (PAPER_ARM, "peers"),
         )
-    ]
-
-
-def _sweep(sizes: Sizes) -> list[Case]:
-    """Around the batch of the steps, which has been measured."""
-    return [
-        _transformer("sweep", model, blocks, int(share * batch), arm, side)
-        for arms, side in ((SWEEP_ARMS, "ours"), ((PAPER_ARM,), "peers"))
-        for model, blocks, batch in sizes.vits
-        for share in sizes.shares
-        for arm in arms
     ]
 
 

@@ -6,12 +6,11 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..models.eight_bits import WORKLOADS
 from ..models.plain import title
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
 from .about import float32_products
-from .plan import FIRST_ARMS, LAYER_ARMS, PAPER_ARM, PRODUCT_ARMS, SWEEP_ARMS, Case
+from .plan import FIRST_ARMS, LAYER_ARMS, PRODUCT_ARMS, Case
 
 Record = dict[str, Any]
 
@@ -52,7 +51,7 @@ def in_short(record: Record) -> str:
 
 def tables(found: Results) -> list[Table]:
     """One for the device, one for the tests, one for every setup."""
-    makers = (_about, _tests, _layers, _steps, _largest, _sweep, _products)
+    makers = (_about, _tests, _layers, _steps, _largest, _products)
     return [table for make in makers for table in make(found)]
 
 
@@ -212,7 +211,7 @@ def _layers(found: Results) -> Iterator[Table]:
 
 
 def _steps(found: Results) -> Iterator[Table]:
-    """A table for each model: transformers, wide steps in 8 bits, other kinds."""
+    """A table for each model: transformers, and whole steps."""
     transformers = [r for r in _of(found, "steps") if r["model"] != "layers"]
     for records in (transformers, _of(found, "workloads")):
         arms = list(dict.fromkeys(record["arm"] for record in records))
@@ -229,7 +228,7 @@ def _steps(found: Results) -> Iterator[Table]:
             ]
             base = every[0]["base"]
             sizes = f": {blocks} blocks, batch {batch}" if batch else ""
-            name = WORKLOADS[model].title if model in WORKLOADS else title(model)
+            name = title(model) if batch else model
             yield Table(
                 f"Training step of the {name}{sizes}, Adam, {found.device}",
                 f"arm | ms | {base} / arm | memory, MB | {base} / arm",
@@ -257,40 +256,6 @@ def _largest(found: Results) -> Iterator[Table]:
             rows,
             [note, *_notes(every)],
         )
-
-
-def _sweep(found: Results) -> Iterator[Table]:
-    """Over the batch size, with the batch that the steps had."""
-    arms, swept = (*SWEEP_ARMS, PAPER_ARM), _of(found, "sweep")
-    for model, blocks in dict.fromkeys((r["model"], r["blocks"]) for r in swept):
-        every = [
-            record
-            for record in (*swept, *_of(found, "steps"))
-            if (record["model"], record.get("blocks")) == (model, blocks)
-            and record["arm"] in arms
-        ]
-        rows = []
-        for batch in sorted({record["batch"] for record in every}):
-            here = {r["arm"]: r for r in every if r["batch"] == batch}
-            row = [str(batch), "", ""]
-            if timed := _timed(here.values()):
-                row[1] = _milliseconds(timed[0]["base_seconds"])
-                row[2] = _megabytes(timed[0]["base_memory"])
-            for arm in arms:
-                row += _both(here.get(arm))
-            rows.append(row)
-        base = FIRST_ARMS[0]
-        columns = ["batch", f"{base}, ms", "memory, MB"]
-        columns += [f"{arm}: {what}" for arm in arms for what in ("time", "memory")]
-        notes = [f"Ratios are {base} to the arm; higher is better.", *_notes(every)]
-        heading = f"Over the batch size: {title(model)}, {blocks} blocks, "
-        yield Table(heading + found.device, columns, rows, list(dict.fromkeys(notes)))
-
-
-def _both(record: Record | None) -> list[str]:
-    if record is None or "seconds" not in record:
-        return ["", ""]
-    return [_faster(record), _over(record["base_memory"], record["memory"])]
 
 
 def _products(found: Results) -> Iterator[Table]:

@@ -1,8 +1,9 @@
 """Whole models as people train them: blocks in a loop or a scan, recomputed or kept.
 
 A Llama, a GPT, MLP blocks, and a Llama that is fine-tuned by adapters. They are
-functions of their layers (`weights`), as the other models are. Norms and rotary
-positions are computed in float32, as Llama's own code has them.
+functions of their layers (`weights`), so that mpx, casts by hand and the peers run the
+same lines. Norms and rotary positions are computed in float32, as Llama's own code has
+them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array
 
 from .weights import Block, Layers, Loop, Weights
-from .wide import Sizes, attend, cross_entropy, embed, head
 
 Policy = Callable[..., Any]
 Model = Callable[[Layers, Any], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a model.
+
+    Attributes:
+        width: Of the residual stream.
+        hidden: Of the MLP.
+        classes: Of the head, and of the embedding if there is one.
+        layers: How many blocks.
+        heads: Of attention.
+        kernel: Attention is cuDNN's kernel, not products and a softmax.
+    """
+
+    width: int
+    hidden: int
+    classes: int
+    layers: int
+    heads: int = 0
+    kernel: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,21 +86,50 @@ def llama(sizes: Sizes, order: Order) -> Model:
 
     def loss(layers: Layers, tokens: Array) -> Array:
         x = embed(layers, tokens, sizes)
-        x = rms_norm(layers, "norm", order.run(layers, sizes.layers, block, x))
-        return cross_entropy(x @ head(layers, x, sizes), tokens[:, 1:])
+        x = order.run(layers, sizes.layers, block, x)
+        return next_token_loss(layers, x, tokens, sizes)
 
     return loss
 
 
-def _llama_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
-    """Attention with rotary positions, and a gated MLP."""
+def embed(layers: Layers, tokens: Array, sizes: Sizes) -> Array:
+    """Vectors of all tokens but the last."""
+    return layers.weight("embed", sizes.classes, sizes.width)[tokens[:, :-1]]
+
+
+def head(layers: Layers, x: Array, classes: int) -> Array:
+    """Logits, by a weight that no arm quantizes."""
+    return x @ layers.weight("head", x.shape[-1], classes).astype(x.dtype)
+
+
+def next_token_loss(layers: Layers, x: Array, tokens: Array, sizes: Sizes) -> Array:
+    """Of all tokens but the first."""
+    logits = head(layers, rms_norm(layers, "norm", x), sizes.classes)
+    return cross_entropy(logits, tokens[:, 1:])
+
+
+def cross_entropy(logits: Array, labels: Array) -> Array:
+    """Mean cross entropy, in float32."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    )
+    return jnp.mean(losses)
+
+
+def attention(layers: Layers, x: Array, sizes: Sizes) -> Array:
+    """Causal, behind a norm, with rotary positions."""
     normed = rms_norm(layers, "attention_norm", x)
     query, key, value = (
         _heads(layers.dense(name, normed, sizes.width), sizes)
         for name in ("query", "key", "value")
     )
-    mixed = attend(layers, rotary(query), rotary(key), value, sizes)
-    x = x + layers.dense("out", mixed, sizes.width)
+    mixed = _attend(layers, rotary(query), rotary(key), value, sizes)
+    return layers.dense("out", mixed, sizes.width)
+
+
+def _llama_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
+    """Attention with rotary positions, and a gated MLP."""
+    x = x + attention(layers, x, sizes)
     normed = rms_norm(layers, "mlp_norm", x)
     gate = layers.dense("gate", normed, sizes.hidden)
     up = layers.dense("up", normed, sizes.hidden)
@@ -87,6 +138,21 @@ def _llama_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
 
 def _heads(x: Array, sizes: Sizes) -> Array:
     return x.reshape(*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
+
+
+def _attend(
+    layers: Layers, query: Array, key: Array, value: Array, sizes: Sizes
+) -> Array:
+    """Causal attention of [batch, length, heads, size], its heads joined."""
+    batch, length, _, size = query.shape
+    if sizes.kernel:
+        return layers.attend(query, key, value).reshape(batch, length, -1)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / size**0.5
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    full = jnp.where(mask, logits.astype(jnp.float32), -jnp.inf)
+    weights = jax.nn.softmax(full).astype(value.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    return mixed.reshape(batch, length, -1)
 
 
 def rms_norm(layers: Layers, name: str, x: Array) -> Array:
@@ -129,7 +195,7 @@ def _gpt_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
     normed = layer_norm(layers, "attention_norm", x)
     joined = jnp.split(layers.dense("qkv", normed, 3 * sizes.width), 3, axis=-1)
     query, key, value = (_heads(one, sizes) for one in joined)
-    mixed = attend(layers, query, key, value, sizes)
+    mixed = _attend(layers, query, key, value, sizes)
     x = x + layers.dense("out", mixed, sizes.width)
     hidden = layers.dense("up", layer_norm(layers, "mlp_norm", x), sizes.hidden)
     return x + layers.dense("down", jax.nn.gelu(hidden), sizes.width)
@@ -153,7 +219,7 @@ def mlp(sizes: Sizes, order: Order) -> Model:
     def loss(layers: Layers, batch: tuple[Array, Array]) -> Array:
         x, labels = batch
         x = order.run(layers, sizes.layers, block, x)
-        return cross_entropy(x @ head(layers, x, sizes), labels)
+        return cross_entropy(head(layers, x, sizes.classes), labels)
 
     return loss
 

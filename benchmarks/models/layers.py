@@ -76,7 +76,6 @@ def build(
     features: Sequence[int],
     devices: list[Any] | None = None,
     seed: int | None = None,
-    target: str | None = None,
 ) -> ArrayStep:
     """Forward and backward of the stack, as a step without an optimizer.
 
@@ -86,13 +85,12 @@ def build(
         features: Of the input, and of what each layer gives.
         devices: See `steps.built`.
         seed: See `steps.built`.
-        target: That of `mpx.autocast`; the device at hand by default.
     """
-    return built(*_arm(arm, tokens, features, target), devices, seed)
+    return built(*_arm(arm, tokens, features), devices, seed)
 
 
 def _arm(
-    arm: str, tokens: int, features: Sequence[int], target: str | None
+    arm: str, tokens: int, features: Sequence[int]
 ) -> tuple[Callable[[Any], tuple[tuple, Any]], Callable[..., tuple]]:
     """What makes state and data of a key; and the step."""
     dtype = jnp.float32 if arm == "float32" else jnp.bfloat16
@@ -119,7 +117,7 @@ def _arm(
         rule = mpx.Rule(mpx.Precision.LOW, primitive="dot_general")
         options = {"recipe": RECIPES[arm], "rules": mpx.Rules(rule)}
     half = jnp.float16 if dtype == jnp.float16 else jnp.bfloat16
-    loss = mpx.autocast(_loss, half, target=target, **options)
+    loss = mpx.autocast(_loss, half, **options)
 
     def initial(key: Any) -> tuple[tuple, Any]:
         weights, data = random(key)

@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from ..steps import LEARNING_RATE, Arm, ArrayStep, Loss, built, random_images
-from . import others as other_models, transformers
+from . import transformers
 from .problems import PROBLEMS
-from .various import VARIOUS
-from .weights import Weights, random_weights
 
 # Which ViTs there are: the problem, the dropout, and whether a token of its own is what
 # is classified. The MPX paper's have one, and it says nothing of dropout. With that
@@ -34,19 +32,6 @@ GPTS = {
     "gpt scan": GPT,
     "tiny gpt": {"width": 16, "hidden": 32, "heads": 2, "context": 8},
 }
-LLAMA = {"width": 768, "hidden": 2048, "heads": 12, "context": 512}
-STATE_SPACE = {"width": 512, "hidden": 1024, "context": 512}
-# Their names in words, how they are made, and how large they are.
-TEXTS = {
-    "llama": ("Llama", other_models.llama, LLAMA),
-    "state space 1024": (
-        "gated state space model",
-        other_models.state_space,
-        {**STATE_SPACE, "context": 1024},
-    ),
-    "state space": ("gated state space model", other_models.state_space, STATE_SPACE),
-}
-RESNET = {"channels": 64, "classes": 100}
 
 
 def title(model: str) -> str:
@@ -55,13 +40,6 @@ def title(model: str) -> str:
     >>> title("paper desktop")
     'desktop ViT (width 256, hidden 800) on CIFAR-100, 65 tokens'
     """
-    if model in VARIOUS:
-        return VARIOUS[model].title
-    if model in TEXTS:
-        name, _, sizes = TEXTS[model]
-        return f"{name} (width {sizes['width']}, context {sizes['context']})"
-    if model == "resnet":
-        return f"ResNet ({RESNET['channels']} channels) on CIFAR-100"
     if model in GPTS:
         sizes = GPTS[model]
         scanned = ", scanned" if model == "gpt scan" else ""
@@ -79,7 +57,7 @@ class Case:
 
     Attributes:
         target: A name of `targets.TARGETS`.
-        model: A name of `VITS`, `GPTS`, `TEXTS` or `VARIOUS`, or "resnet".
+        model: A name of `VITS` or `GPTS`.
         blocks: How many blocks it has.
         batch: Images or texts per step.
         arm: The name of an arm.
@@ -100,7 +78,7 @@ def build(
 
     def initial(key: Any) -> tuple[tuple[Any, Any, Any], Any]:
         batch = _random_batch(case, key)
-        model = _model(arm, case, batch, key)
+        model = _model(arm, case, key)
         params = eqx.filter(model, eqx.is_inexact_array)
         first_scaling = arm.first_scaling(loss, model, batch)
         return (model, optimizer.init(params), first_scaling), batch
@@ -111,62 +89,29 @@ def build(
 def _random_batch(case: Case, key: Any) -> Any:
     if case.model in VITS:
         return random_images(VITS[case.model][0], case.batch, key)
-    if case.model in VARIOUS:
-        return VARIOUS[case.model].random_batch(case.batch, key)
-    if case.model == "resnet":
-        return random_images(PROBLEMS["desktop"], case.batch, key)
-    sizes = GPTS[case.model] if case.model in GPTS else TEXTS[case.model][2]
-    shape = (case.batch, sizes["context"] + 1)
+    shape = (case.batch, GPTS[case.model]["context"] + 1)
     return jax.random.randint(key, shape, 0, transformers.BYTES)
 
 
-def _model(arm: Arm, case: Case, batch: Any, key: Any) -> Any:
-    if case.model in VARIOUS:
-        return random_weights(_various_loss(case), batch, key)
-    if case.model in VITS:
-        return _vit(arm, case, key)
-    if case.model in GPTS:
-        return _gpt(arm, case, key)
-    if case.model == "resnet":
-        return other_models.ResNet(**RESNET, blocks=case.blocks, key=key)
-    _, make, sizes = TEXTS[case.model]
-    return make(sizes, case.blocks, key)
+def _model(arm: Arm, case: Case, key: Any) -> Any:
+    return (_vit if case.model in VITS else _gpt)(arm, case, key)
 
 
 def _loss(case: Case) -> Loss:
-    if case.model in VARIOUS:
-        various = _various_loss(case)
-        return lambda weights, batch: various(Weights(weights), batch)
-    if case.model == "resnet":
-        return _resnet_loss
     return _vit_loss if case.model in VITS else _gpt_loss
-
-
-def _various_loss(case: Case) -> Any:
-    """Of layers and a batch."""
-    loss = VARIOUS[case.model].loss
-    return lambda layers, batch: loss(layers, batch, case.blocks)
-
-
-def _full(arm: Arm) -> transformers.Full:
-    if not arm.uses_mpx:
-        return transformers.as_it_is
-    import mpx
-
-    return mpx.force_full_precision
 
 
 def _vit(arm: Arm, case: Case, key: Any) -> transformers.ViT:
     problem, dropout, class_token = VITS[case.model]
     return transformers.ViT(
-        problem, case.blocks, dropout, key, _full(arm), class_token=class_token
+        problem, case.blocks, dropout, key, arm.full(), class_token=class_token
     )
 
 
 def _gpt(arm: Arm, case: Case, key: Any) -> transformers.GPT:
     sizes, is_scan = GPTS[case.model], case.model == "gpt scan"
     return transformers.GPT(
-        **sizes, blocks=case.blocks, key=key, scan=is_scan, full=_full(arm)
+        **sizes, blocks=case.blocks, key=key, scan=is_scan, full=arm.full()
     )
 
 
@@ -174,11 +119,6 @@ def _vit_loss(model: Any, batch: Any) -> jax.Array:
     images, labels = batch
     keys = jax.random.split(jax.random.key(0), len(labels))
     return _cross_entropy(jax.vmap(model)(images, keys), labels)
-
-
-def _resnet_loss(model: Any, batch: Any) -> jax.Array:
-    images, labels = batch
-    return _cross_entropy(model(images), labels)
 
 
 def _gpt_loss(model: Any, texts: Any) -> jax.Array:

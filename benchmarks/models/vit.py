@@ -1,11 +1,10 @@
 """The Vision Transformer that is measured: that of the MPX paper, in Equinox.
 
-The model of `examples.vit_explicit`, in one file that needs no other: it is loaded with
-our `mpx`, with the published MPX (whose package has the same name) and with none at
-all. Dtypes follow the weights and the image. Only what float16 cannot hold, softmax,
-the statistics of layer norm and the mean over tokens, is computed in float32 by
-`mpx.force_full_precision`, the one name of mpx here, and handed back in the dtype it
-came in.
+The model of `examples.vit_explicit` without dropout. Dtypes follow the weights and the
+image. Only what float16 cannot hold, softmax, the statistics of layer norm and the mean
+over tokens, is computed by `full`: in float32, and handed back in the dtype it came in,
+by the `mpx.force_full_precision` of ours or of the published MPX; as it is in the
+float32 step, which must not pay for mpx when it is traced.
 """
 
 import math
@@ -15,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-import mpx
-
-from .problems import ModelConfig
+from .problems import Problem
+from .transformers import Full, as_it_is
 
 Tokens = Float[Array, "tokens width"]
 
@@ -30,42 +28,39 @@ class MultiHeadAttentionBlock(eqx.Module):
     dense_vs: eqx.nn.Linear
     dense_o: eqx.nn.Linear
     layer_norm: eqx.nn.LayerNorm
-    dropout: eqx.nn.Dropout
     num_heads: int = eqx.field(static=True)
+    full: Full = eqx.field(static=True)
 
-    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
-        width = config.width
+    def __init__(self, sizes: Problem, full: Full, key: PRNGKeyArray):
+        width = sizes.width
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         self.dense_qs = eqx.nn.Linear(width, width, key=q_key)
         self.dense_ks = eqx.nn.Linear(width, width, key=k_key)
         self.dense_vs = eqx.nn.Linear(width, width, key=v_key)
         self.dense_o = eqx.nn.Linear(width, width, key=o_key)
         self.layer_norm = eqx.nn.LayerNorm(width)
-        self.dropout = eqx.nn.Dropout(config.dropout)
-        self.num_heads = config.heads
+        self.num_heads = sizes.heads
+        self.full = full
 
-    @staticmethod
     def attention(
+        self,
         q: Float[Array, "tokens size"],
         k: Float[Array, "tokens size"],
         v: Float[Array, "tokens size"],
     ) -> Float[Array, "tokens size"]:
         """One head: the products in the dtype of `q`, softmax in full precision."""
         scores = q @ k.T / math.sqrt(q.shape[-1])
-        scores = mpx.force_full_precision(jax.nn.softmax, scores.dtype)(scores, axis=-1)
+        scores = self.full(jax.nn.softmax, scores.dtype)(scores, axis=-1)
         return scores @ v
 
-    def __call__(self, inputs: Tokens, key: PRNGKeyArray | None = None) -> Tokens:
-        normed = jax.vmap(mpx.force_full_precision(self.layer_norm, inputs.dtype))(
-            inputs
-        )
+    def __call__(self, inputs: Tokens) -> Tokens:
+        normed = jax.vmap(self.full(self.layer_norm, inputs.dtype))(inputs)
         qs = self.split_heads(jax.vmap(self.dense_qs)(normed))
         ks = self.split_heads(jax.vmap(self.dense_ks)(normed))
         vs = self.split_heads(jax.vmap(self.dense_vs)(normed))
         outputs = jax.vmap(self.attention)(qs, ks, vs)
         outputs = outputs.transpose(1, 0, 2).reshape(inputs.shape)
-        outputs = jax.vmap(self.dense_o)(outputs)
-        return inputs + self.dropout(outputs, key=key, inference=key is None)
+        return inputs + jax.vmap(self.dense_o)(outputs)
 
     def split_heads(self, x: Tokens) -> Float[Array, "heads tokens size"]:
         return x.reshape(x.shape[0], self.num_heads, -1).transpose(1, 0, 2)
@@ -77,22 +72,19 @@ class MLPBlock(eqx.Module):
     dense_in: eqx.nn.Linear
     dense_out: eqx.nn.Linear
     layer_norm: eqx.nn.LayerNorm
-    dropout: eqx.nn.Dropout
+    full: Full = eqx.field(static=True)
 
-    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
+    def __init__(self, sizes: Problem, full: Full, key: PRNGKeyArray):
         in_key, out_key = jax.random.split(key)
-        self.dense_in = eqx.nn.Linear(config.width, config.hidden, key=in_key)
-        self.dense_out = eqx.nn.Linear(config.hidden, config.width, key=out_key)
-        self.layer_norm = eqx.nn.LayerNorm(config.width)
-        self.dropout = eqx.nn.Dropout(config.dropout)
+        self.dense_in = eqx.nn.Linear(sizes.width, sizes.hidden, key=in_key)
+        self.dense_out = eqx.nn.Linear(sizes.hidden, sizes.width, key=out_key)
+        self.layer_norm = eqx.nn.LayerNorm(sizes.width)
+        self.full = full
 
-    def __call__(self, inputs: Tokens, key: PRNGKeyArray | None = None) -> Tokens:
-        normed = jax.vmap(mpx.force_full_precision(self.layer_norm, inputs.dtype))(
-            inputs
-        )
+    def __call__(self, inputs: Tokens) -> Tokens:
+        normed = jax.vmap(self.full(self.layer_norm, inputs.dtype))(inputs)
         outputs = jax.nn.gelu(jax.vmap(self.dense_in)(normed))
-        outputs = jax.vmap(self.dense_out)(outputs)
-        return inputs + self.dropout(outputs, key=key, inference=key is None)
+        return inputs + jax.vmap(self.dense_out)(outputs)
 
 
 class VisionTransformer(eqx.Module):
@@ -104,64 +96,51 @@ class VisionTransformer(eqx.Module):
     layer_norm: eqx.nn.LayerNorm
     head: eqx.nn.Linear
     patch: int = eqx.field(static=True)
+    full: Full = eqx.field(static=True)
 
     def __init__(
         self,
-        config: ModelConfig,
-        image_shape: tuple[int, int, int],
-        classes: int,
+        problem: Problem,
+        blocks: int,
         key: PRNGKeyArray,
+        full: Full = as_it_is,
     ):
         """Draws the initial model.
 
         Args:
-            config: the shape of the transformer.
-            image_shape: height, width and channels of an image. The patch size must
-                divide height and width.
-            classes: the number of logits.
+            problem: sizes of the model and of its images.
+            blocks: how many there are, each of attention and MLP.
             key: the PRNG key that fixes the initial weights.
+            full: what is put around a function that computes in full precision.
         """
-        height, width, channels = image_shape
-        if height % config.patch or width % config.patch:
-            raise ValueError(
-                "`VisionTransformer(config, image_shape, ...)` needs a patch size that "
-                f"divides the image; got patch {config.patch} and an image of "
-                f"{height}x{width}."
-            )
-        tokens = (height // config.patch) * (width // config.patch)
+        height, width, channels = problem.image_shape
+        tokens = (height // problem.patch) * (width // problem.patch)
         embed_key, position_key, head_key, key = jax.random.split(key, 4)
         self.embed = eqx.nn.Linear(
-            config.patch**2 * channels, config.width, key=embed_key
+            problem.patch**2 * channels, problem.width, key=embed_key
         )
         # As large as an embedded patch of standardized pixels is: with the usual 0.02 a
         # small data set takes long to learn where a patch is.
-        self.position = 0.5 * jax.random.normal(position_key, (tokens, config.width))
+        self.position = 0.5 * jax.random.normal(position_key, (tokens, problem.width))
         self.blocks = []
-        for block_key in jax.random.split(key, config.blocks):
+        for block_key in jax.random.split(key, blocks):
             attention_key, mlp_key = jax.random.split(block_key)
-            self.blocks.append(MultiHeadAttentionBlock(config, attention_key))
-            self.blocks.append(MLPBlock(config, mlp_key))
-        self.layer_norm = eqx.nn.LayerNorm(config.width)
-        self.head = eqx.nn.Linear(config.width, classes, key=head_key)
-        self.patch = config.patch
+            self.blocks.append(MultiHeadAttentionBlock(problem, full, attention_key))
+            self.blocks.append(MLPBlock(problem, full, mlp_key))
+        self.layer_norm = eqx.nn.LayerNorm(problem.width)
+        self.head = eqx.nn.Linear(problem.width, problem.classes, key=head_key)
+        self.patch = problem.patch
+        self.full = full
 
     def __call__(
-        self,
-        image: Float[Array, "height width channels"],
-        key: PRNGKeyArray | None = None,
+        self, image: Float[Array, "height width channels"]
     ) -> Float[Array, " classes"]:
-        """Classifies one image; a key turns dropout on.
-
-        The dtype of the image must be the dtype of the weights.
-        """
+        """Classifies one image, of the dtype of the weights."""
         x = jax.vmap(self.embed)(self.patches(image)) + self.position
-        keys = [None] * len(self.blocks)
-        if key is not None:
-            keys = list(jax.random.split(key, len(self.blocks)))
-        for block, block_key in zip(self.blocks, keys, strict=True):
-            x = block(x, block_key)
-        x = jax.vmap(mpx.force_full_precision(self.layer_norm, x.dtype))(x)
-        x = mpx.force_full_precision(jnp.mean, x.dtype)(x, axis=0)
+        for block in self.blocks:
+            x = block(x)
+        x = jax.vmap(self.full(self.layer_norm, x.dtype))(x)
+        x = self.full(jnp.mean, x.dtype)(x, axis=0)
         return self.head(x)
 
     def patches(

@@ -2,7 +2,7 @@
 
 A model is a function of `layers` and data. `Weights` has them in a dict, and makes
 each product with the arm's own function; `Shapes` runs the model to find what it needs;
-the peers' layers (`peers.eight_bits`) are those of their libraries. So every arm runs
+the peers' (`peers.whole_steps`) have products of their libraries. So every arm runs
 the same lines.
 """
 
@@ -32,9 +32,6 @@ class Layers(Protocol):
 
     def dense(self, name: str, x: Array, features: int) -> Array:
         """A linear layer without bias, of an arm that quantizes in 8 bits."""
-
-    def experts(self, name: str, x: Array, features: int) -> Array:
-        """A linear layer for each expert; of [experts, ..., width]."""
 
     def convolve(
         self, name: str, x: Array, channels: int, window: int, stride: int = 1
@@ -100,9 +97,6 @@ class Weights:
     def dense(self, name: str, x: Array, features: int) -> Array:
         return self.product(x, self.tree[name].astype(x.dtype))
 
-    def experts(self, name: str, x: Array, features: int) -> Array:
-        return jax.vmap(self.product)(x, self.tree[name].astype(x.dtype))
-
     def convolve(
         self, name: str, x: Array, channels: int, window: int, stride: int = 1
     ) -> Array:
@@ -142,11 +136,9 @@ class Shapes:
 
     Attributes:
         tree: Shapes by name; of parts, dicts.
-        operations: Of each linear layer and convolution, forward.
     """
 
     tree: dict[str, Any] = dataclasses.field(default_factory=dict)
-    operations: list[int] = dataclasses.field(default_factory=list)
 
     def weight(self, name: str, *shape: int) -> Array:
         # Of convolutions the fan-in has the window too; of experts not their number.
@@ -155,34 +147,24 @@ class Shapes:
         return jnp.zeros(shape)
 
     def dense(self, name: str, x: Array, features: int) -> Array:
-        self.operations.append(2 * x.size * features)
         return jnp.matmul(x, self.weight(name, x.shape[-1], features).astype(x.dtype))
-
-    def experts(self, name: str, x: Array, features: int) -> Array:
-        self.operations.append(2 * x.size * features)
-        weight = self.weight(name, x.shape[0], x.shape[-1], features)
-        return jax.vmap(jnp.matmul)(x, weight.astype(x.dtype))
 
     def convolve(
         self, name: str, x: Array, channels: int, window: int, stride: int = 1
     ) -> Array:
         weight = self.weight(name, window, window, x.shape[-1], channels)
-        y = convolution(x, weight, stride)
-        self.operations.append(2 * y.size * window**2 * x.shape[-1])
-        return y
+        return convolution(x, weight, stride)
 
     def attend(self, query: Array, key: Array, value: Array) -> Array:
         return query
 
     def at(self, name: str) -> Shapes:
-        return Shapes(self.tree.setdefault(name, {}), self.operations)
+        return Shapes(self.tree.setdefault(name, {}))
 
     def scan(
         self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
     ) -> Array:
-        before = len(self.operations)
         x = block(self.at(name), x)
-        self.operations.extend(self.operations[before:] * (length - 1))
         self.tree[name] = jax.tree.map(
             lambda leaf: Shape((length, *leaf.shape), leaf.fan_in), self.tree[name]
         )

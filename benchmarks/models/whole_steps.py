@@ -1,8 +1,9 @@
 """Whole training steps as large models are trained: remat, scan, master weights.
 
-Mean cross entropy, Adam, donated buffers. Weights are float32, or bfloat16 with float32
-masters in the optimizer's state. Fine-tuned models have their weights in bfloat16 and
-adapters in float32. Only mpx checks gradients, which is its default.
+And steps of models of other kinds (`various`). Mean cross entropy, Adam, donated
+buffers. Weights are float32, or bfloat16 with float32 masters in the optimizer's state.
+Fine-tuned models have their weights in bfloat16 and adapters in float32. Only mpx
+checks gradients, which is its default.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from ..peers import whole_steps as peers
+from ..peers import eight_bits, whole_steps as peers
 from ..steps import (
     LEARNING_RATE,
     NAIVE as NAIVE_ARM,
@@ -31,15 +32,17 @@ from .arranged import (
     CastWeights,
     Model,
     Order,
+    Sizes,
     adapted_llama,
     gpt,
     llama,
     mlp,
 )
+from .various import experts, lstm, resnet, state_space
 from .weights import Weights, by_slices, random_weights, shapes_of
-from .wide import Sizes
 
 NAIVE, FLAX, QWIX = NAIVE_ARM.name, "Flax fp8", "Qwix fp8"
+PEERS = (FLAX, QWIX, *eight_bits.PRODUCTS)
 # Delayed scaling of a model whose linear layers have their weights in FP8.
 STORED = "delayed, FP8 weights"
 Kept = Literal["float32", "masters", "frozen", "16 bits", "8 bits", "0 bits"]
@@ -55,8 +58,9 @@ class Whole:
         model: From sizes and the order of blocks to its loss.
         sizes: Of the model.
         order: Of its blocks.
-        rows: Numbers of rows, or texts.
-        context: Tokens of each text; 0 where rows are vectors.
+        rows: How many examples.
+        context: Tokens of each; 0 where they are vectors or images.
+        image: The shape of each image; empty where there is none.
     """
 
     model: Callable[[Sizes, Order], Model]
@@ -64,23 +68,26 @@ class Whole:
     order: Order = Order()
     rows: int = 8
     context: int = 1024
+    image: tuple[int, ...] = ()
 
     def random_data(self, key: Array) -> Any:
-        """Tokens, or rows of numbers with labels."""
+        """Tokens, or rows of numbers or images with labels."""
         if self.context:
             shape = (self.rows, self.context + 1)
             return jax.random.randint(key, shape, 0, self.sizes.classes)
-        x = jax.random.normal(key, (self.rows, self.sizes.width))
+        shape = (self.rows, *(self.image or (self.sizes.width,)))
+        x = jax.random.normal(key, shape)
         return x, jax.random.randint(key, (self.rows,), 0, self.sizes.classes)
 
 
-_LLAMA = Sizes(2048, 5632, 32_000, layers=8, heads=16, key_heads=16, kernel=True)
-_GPT = Sizes(1536, 6144, 50_304, layers=12, heads=12, key_heads=12, kernel=True)
+_LLAMA = Sizes(2048, 5632, 32_000, layers=8, heads=16, kernel=True)
+_GPT = Sizes(1536, 6144, 50_304, layers=12, heads=12, kernel=True)
 _WIDE = Sizes(4096, 16384, 256, layers=2)
-_TINY = Sizes(32, 64, 32, layers=2, heads=4, key_heads=4)
+_TINY = Sizes(32, 64, 32, layers=2, heads=4)
 _DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _IN_SCAN = Order(jax.lax.scan)
 _KEPT = Order(remat=False)
+_SCAN_KEPT = Order(jax.lax.scan, remat=False)
 _GPT_ORDER = Order(jax.lax.scan, policy=_DOTS)
 
 
@@ -93,6 +100,16 @@ WHOLE = {
     "ffn": Whole(mlp, _WIDE, _KEPT, rows=8192, context=0),
     "GPT": Whole(gpt, _GPT, _GPT_ORDER),
     "LoRA": Whole(adapted_llama, _LLAMA),
+    # For half precision: small, with attention in plain JAX.
+    "small Llama in a scan": Whole(
+        llama, Sizes(1024, 2816, 8192, 4, heads=16), _SCAN_KEPT, rows=4
+    ),
+    "LSTM": Whole(lstm, Sizes(512, 0, 256, 2), rows=64, context=256),
+    "state space": Whole(state_space, Sizes(512, 1024, 256, 4), _KEPT),
+    "experts": Whole(experts, Sizes(512, 1536, 256, 2, heads=8), _KEPT),
+    "ResNet": Whole(
+        resnet, Sizes(0, 0, 1000, 1), rows=32, context=0, image=(128, 128, 3)
+    ),
     "tiny Llama": Whole(llama, _TINY, **_TEXTS),
     "tiny scan": Whole(llama, _TINY, _IN_SCAN, **_TEXTS),
     "tiny slices": Whole(llama, _TINY, Order(by_slices), **_TEXTS),
@@ -112,7 +129,7 @@ class Case:
         weights: What is kept of them: `"float32"`, `"masters"` for bfloat16 with
             float32 masters in the optimizer's state, `"frozen"` for bfloat16 of
             which only adapters are trained, or one of `FEW`.
-        arm: `NAIVE`, `FLAX`, `QWIX`, or ours.
+        arm: `NAIVE`, `FLAX`, `QWIX`, one of `peers.eight_bits`, or ours.
         portable: Two blocks, with attention in plain JAX, which lower without cuDNN.
     """
 
@@ -135,7 +152,7 @@ def build(
     model = whole.model(whole.sizes, whole.order)
     if case.arm == FLAX:
         model = _by_flax(model)
-    make = _by_hand if case.arm in (NAIVE, FLAX, QWIX) else _by_mpx
+    make = _by_hand if case.arm in (NAIVE, *PEERS) else _by_mpx
     step, first = make(case, model)
 
     def initial(key: Array) -> tuple[tuple, Any]:
@@ -216,10 +233,11 @@ def _by_mpx(case: Case, model: Model) -> tuple[Any, Any]:
     attention = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
     recipes = our_arms.RECIPES | our_arms.BY_KERNEL
     name = "delayed" if case.arm == STORED else case.arm
-    recipe = {"recipe": recipes[name]} if name in recipes else {}
+    options = {"recipe": recipes[name]} if name in recipes else {}
     # The frozen weights are in the second argument.
-    where = {"weights": (0, 1)} if case.weights == "frozen" else {}
-    arm = our_arms.autocast_arm(case.arm, residual_stream="half", **recipe, **where)
+    options |= {"weights": (0, 1)} if case.weights == "frozen" else {}
+    arm = our_arms.ARMS.get(case.arm) if case.arm.startswith("autocast") else None
+    arm = arm or our_arms.autocast_arm(case.arm, residual_stream="half", **options)
     optimizer = _optimizer(case.weights)
     if case.weights == "masters":
         optimizer = mpx.master_weights(optimizer)
@@ -248,7 +266,8 @@ def _by_flax(model: Model) -> Model:
 
 def _by_hand(case: Case, model: Model) -> tuple[Any, Any]:
     """The step, and what makes its first state of weights and a batch."""
-    product = peers.by_qwix if case.arm == QWIX else jnp.matmul
+    products = {QWIX: peers.by_qwix, **eight_bits.PRODUCTS}
+    product = products.get(case.arm, jnp.matmul)
     optimizer = _optimizer(case.weights)
     update = _update_masters if case.weights == "masters" else _update
 

@@ -1,1 +1,1 @@
-"""What half and low precision cost in digits: errors, folds, trainings."""
+"""What half and low precision cost in digits: errors, trainings."""

@@ -32,7 +32,7 @@ from typing import Any
 
 from ..results import Results
 from ..tables import Goal, Table
-from .folds import mean_interval
+from .interval import mean_interval
 
 SEEDS = 20
 DRAWS = 64  # quantizations of one gradient
@@ -117,12 +117,14 @@ def products_of(recipe: Any) -> Callable[..., Any]:
     return delayed
 
 
-def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields one answer per data and seed; runs in a worker.
+def requests(options: Any, found: Results) -> list[dict[str, Any]]:
+    """One, for all."""
+    del options, found
+    return [{"seeds": SEEDS}]
 
-    Args:
-        request: `seeds`, a number.
-    """
+
+def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields one answer per data and seed; runs in a worker."""
     known = recipes()
     products = {arm: products_of(known.get(arm)) for arm in ARMS}
     techniques = {arm: technique_of(known[arm]) for arm in WITH_TECHNIQUES}

@@ -25,7 +25,7 @@ from optax import contrib
 
 from ..results import Results
 from ..tables import Goal, Table
-from .folds import mean_interval
+from .interval import mean_interval
 
 SEEDS, STEPS = 10, 150
 LIMIT, WITHIN = 0.05, 11  # percent, and of so many optimizers
@@ -45,9 +45,18 @@ OPTIMIZERS: dict[str, Callable[[float], Any]] = {
     "adagrad": lambda r: optax.adagrad(3e-2 * r),
 }
 _FACTORS = {"GPT": 1.0, "ViT": 0.3}
-MODELS = tuple(_FACTORS)
+RUNS = [(model, name) for name in OPTIMIZERS for model in _FACTORS]
 _WIDTH, _HIDDEN, _HEADS, _BLOCKS, _BATCH, _VALIDATION = 64, 256, 4, 2, 8, 64
 _SYMBOLS, _CONTEXT = 64, 32
+
+
+TRAINS = True
+
+
+def requests(options: Any, found: Results) -> list[dict[str, Any]]:
+    """One, for all."""
+    del options, found
+    return [{"runs": RUNS, "steps": STEPS}]
 
 
 def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -178,11 +187,6 @@ def _block(block: dict[str, Array], x: Array, is_causal: bool) -> Array:
     return x + jax.nn.gelu(norm(x, block["norms"][1]) @ block["up"]) @ block["down"]
 
 
-def runs() -> list[tuple[str, str]]:
-    """The models and optimizers to train."""
-    return [(model, name) for name in OPTIMIZERS for model in MODELS]
-
-
 def _gaps(found: Results) -> dict[tuple[str, str], list[float]]:
     """The loss over that in float32 in percent, for each seed."""
     losses = {
@@ -197,7 +201,7 @@ def _gaps(found: Results) -> dict[tuple[str, str], list[float]]:
                 strict=True,
             )
         ]
-        for model, name in runs()
+        for model, name in RUNS
         if (name, model, "8 bits") in losses
     }
 

@@ -1,8 +1,8 @@
-"""What do recipes of low precision cost a training? A GPT under each, paired.
+"""What do half and low precision cost a training? A GPT in each, paired.
 
-Question: how far is the final validation loss under a recipe from that in float32?
+Question: how far is the final validation loss in a precision from that in float32?
 
-A pair is one seed: float32 and a recipe from the same initial weights, with the same
+A pair is one seed: float32 and another from the same initial weights, with the same
 batches in the same order, by the code of `examples.gpt`. A gap is relative to the loss
 in float32. The interval is Student's t over the pairs' gaps, at 95%.
 
@@ -18,19 +18,32 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..results import Results
+from ..results import Results, read
 from ..tables import Goal, Table
-from .folds import mean_interval
+from .interval import mean_interval
 
 SEEDS = 10
 STEPS = 200
-ARMS = ("float32", "bfloat16", "delayed", "current", "block", "mxfp8", "nvfp4")
+ARMS = ("float32", "float16", "bfloat16")
+ARMS += ("delayed", "current", "block", "mxfp8", "nvfp4")
 # In percent of the loss in float32; the whole interval must lie within.
 LIMITS = {arm: 1.5 if arm == "nvfp4" else 0.5 for arm in ARMS[1:]}
 POINTS = 30  # of a curve
-# Small enough for two CPU cores: seven arms of ten seeds in less than an hour.
+# Small enough for two CPU cores: eight arms of ten seeds in less than an hour.
 SIZE = {"context": 64, "width": 64, "hidden": 256, "blocks": 2, "heads": 4}
 BATCH = 16
+
+
+TRAINS = True
+
+
+def requests(options: Any, found: Results) -> list[dict[str, Any]]:
+    """One, for what is left to do: it goes on where it was interrupted."""
+    steps, earlier = options.recipe_steps, read(found.name, options.out)
+    if earlier is not None:
+        found.records = [r for r in earlier.records if r["steps"] == steps]
+        found.versions = earlier.versions
+    return [{"runs": missing(found, options.recipe_seeds, steps), "steps": steps}]
 
 
 def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -140,7 +153,7 @@ def goals(found: Results) -> Iterator[Goal]:
 _COLORS = dict(
     zip(
         ARMS,
-        "#999999 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #000000".split(),
+        "#999999 #0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #000000".split(),
         strict=True,
     )
 )

@@ -5,7 +5,6 @@ Imported only in the peers' environment, where `mpx` is the published package.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -31,21 +30,21 @@ def _mpx_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFuncti
     return step
 
 
-def _mpx_unscaled_step(cast: Callable[[Any], Any]) -> Any:
-    """The same with a cast of MPX's, but without its scaling, check and select."""
+def _mpx_bfloat16_step(
+    loss: Loss, optimizer: optax.GradientTransformation
+) -> StepFunction:
+    """The same with MPX's cast to bfloat16, without its scaling, check and select."""
 
-    def make_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
-        def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
-            value, grads = eqx.filter_value_and_grad(loss)(cast(model), cast(batch))
-            grads = mpx.cast_to_full_precision(grads)
-            updates, opt_state = optimizer.update(
-                grads, opt_state, eqx.filter(model, eqx.is_array)
-            )
-            return eqx.apply_updates(model, updates), opt_state, scaling, value
+    def step(model: Any, opt_state: Any, scaling: Any, batch: Any) -> tuple:
+        both = mpx.cast_to_bfloat16(model), mpx.cast_to_bfloat16(batch)
+        value, grads = eqx.filter_value_and_grad(loss)(*both)
+        grads = mpx.cast_to_full_precision(grads)
+        updates, opt_state = optimizer.update(
+            grads, opt_state, eqx.filter(model, eqx.is_array)
+        )
+        return eqx.apply_updates(model, updates), opt_state, scaling, value
 
-        return step
-
-    return make_step
+    return step
 
 
 def _jmp_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
@@ -73,26 +72,6 @@ def _jmp_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFuncti
     return step
 
 
-def _jmp_unscaled_step(
-    loss: Loss, optimizer: optax.GradientTransformation
-) -> StepFunction:
-    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
-
-    def step(model: Any, opt_state: Any, state: Any, batch: Any) -> tuple:
-        def half_loss(model: Any, batch: Any) -> Any:
-            return loss(*policy.cast_to_compute((model, batch)))
-
-        value, grads = eqx.filter_value_and_grad(half_loss)(model, batch)
-        updates, opt_state = optimizer.update(
-            policy.cast_to_param(grads),
-            opt_state,
-            eqx.filter(model, eqx.is_inexact_array),
-        )
-        return eqx.apply_updates(model, updates), opt_state, state, value
-
-    return step
-
-
 def _mpx_scaling(loss: Loss, model: Any, batch: Any) -> Any:
     return mpx.DynamicLossScaling(jnp.float32(FIRST_SCALE), jnp.float32(1.0))
 
@@ -107,13 +86,7 @@ ARMS = {
     for arm in (
         FLOAT32,
         Arm("MPX float16", _mpx_scaling, _mpx_step),
-        Arm(
-            "MPX float16 unscaled",
-            no_scaling,
-            _mpx_unscaled_step(mpx.cast_to_half_precision),
-        ),
-        Arm("MPX bfloat16", no_scaling, _mpx_unscaled_step(mpx.cast_to_bfloat16)),
+        Arm("MPX bfloat16", no_scaling, _mpx_bfloat16_step),
         Arm("JMP float16", _jmp_scaling, _jmp_step),
-        Arm("JMP float16 unscaled", no_scaling, _jmp_unscaled_step),
     )
 }

@@ -1,27 +1,18 @@
-"""Training in 8 bits without mpx: written by hand, by Flax, by Qwix, by JAX alone.
+"""Products in 8 bits without mpx: written by hand, and by JAX alone.
 
 What is written by hand is what one writes after reading a page on FP8: an absolute
-maximum, a scale, a clip, a cast, a product. Flax and Qwix are used as their pages say.
+maximum, a scale, a clip, a cast, a product.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array
 
-from ..models.weights import Block, Loop, Product, by_cudnn, convolution
-from ..steps import StepFunction, checked_update, to_bfloat16
-
-Model = Callable[..., Array]
-
-# --- By hand --------------------------------------------------------------------------
+from ..models.weights import Product
 
 
 def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
@@ -88,123 +79,3 @@ PRODUCTS: dict[str, Product] = {
     "jax.nn MXFP8": by_jax("mxfp8"),
     "jax.nn NVFP4": by_jax("nvfp4"),
 }
-
-# --- By Flax and by Qwix, both of Linen -----------------------------------------------
-
-LINEN = ("Flax fp8", "Qwix fp8")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layers:
-    """Layers of a Linen module; see `weights.Layers`."""
-
-    module: Any
-    prefix: str
-    options: dict[str, Any]
-
-    def weight(self, name: str, *shape: int) -> Array:
-        ones = jax.nn.initializers.ones
-        start = jax.nn.initializers.lecun_normal() if len(shape) > 1 else ones
-        return self.module.param(self.prefix + name, start, shape)
-
-    def dense(self, name: str, x: Array, features: int) -> Array:
-        import flax.linen as linen
-
-        name = self.prefix + name
-        options = {k: v for k, v in self.options.items() if k != "einsum"}
-        layer = linen.Dense(
-            features, use_bias=False, dtype=x.dtype, name=name, **options
-        )
-        return layer(x)
-
-    def experts(self, name: str, x: Array, features: int) -> Array:
-        name, shape = self.prefix + name, (x.shape[0], x.shape[-1], features)
-        return _experts_module(self.options.get("einsum"), name)(x, shape)
-
-    def convolve(
-        self, name: str, x: Array, channels: int, window: int, stride: int = 1
-    ) -> Array:
-        weight = self.weight(name, window, window, x.shape[-1], channels)
-        return convolution(x, weight, stride)
-
-    def attend(self, query: Array, key: Array, value: Array) -> Array:
-        # Weights are made in float32, which the kernel does not take.
-        making = self.module.is_initializing()
-        return query if making else by_cudnn(query, key, value)
-
-    def at(self, name: str) -> _Layers:
-        return dataclasses.replace(self, prefix=f"{self.prefix}{name}_")
-
-    def scan(
-        self, name: str, length: int, block: Block, x: Array, loop: Loop = jax.lax.scan
-    ) -> Array:
-        raise NotImplementedError("the peers' arms have no workload with a scan")
-
-
-def linen_module(arm: str, model: Model) -> Any:
-    """`model(layers, batch)` as a module whose linear layers are in FP8."""
-    import flax.linen as linen
-    from flax.linen import fp8_ops
-
-    options = {}
-    if arm == "Flax fp8":
-        product, einsum = fp8_ops.Fp8DirectDotGeneralOp, fp8_ops.Fp8Einsum
-        options = {"dot_general_cls": product, "einsum": einsum}
-
-    class Module(linen.Module):
-        @linen.compact
-        def __call__(self, batch: Any) -> Array:
-            return model(_Layers(self, "", options), batch)
-
-    if arm == "Flax fp8":
-        return Module()
-    import qwix
-
-    shared = {
-        "weight_qtype": jnp.float8_e4m3fn,
-        "act_qtype": jnp.float8_e4m3fn,
-        "disable_channelwise_axes": True,
-    }
-    # Every linear layer, but no product of the module itself: those are attention's and
-    # the head's. And every convolution, of whose gradients Qwix 0.1.8 cannot multiply
-    # two formats.
-    convolution_names = ("conv_general_dilated",)
-    rules = [
-        qwix.QtRule(op_names=convolution_names, bwd_qtype=jnp.float8_e4m3fn, **shared),
-        qwix.QtRule(module_path=".+", bwd_qtype=jnp.float8_e5m2, **shared),
-    ]
-    return qwix.quantize_model(Module(), qwix.QtProvider(rules))
-
-
-def _experts_module(einsum: Any, name: str) -> Any:
-    """A linear layer for each expert, whose product `einsum` makes, if given."""
-    import flax.linen as linen
-
-    class Experts(linen.Module):
-        @linen.compact
-        def __call__(self, x: Array, shape: tuple[int, ...]) -> Array:
-            start = jax.nn.initializers.lecun_normal(batch_axis=(0,))
-            weight = self.param("kernel", start, shape).astype(x.dtype)
-            product = jnp.einsum if einsum is None else einsum()
-            return product("e...i,eio->e...o", x, weight)
-
-    return Experts(name=name)
-
-
-def linen_step(module: Any, optimizer: optax.GradientTransformation) -> StepFunction:
-    """The step of a module; Flax's scales come as the gradients of themselves."""
-
-    def loss(params: Any, scales: Any, batch: Any) -> Array:
-        params, batch = jax.tree.map(to_bfloat16, (params, batch))
-        return module.apply({"params": params, **scales}, batch)
-
-    def step(params: Any, opt_state: Any, scales: Any, batch: Any) -> tuple:
-        grad = functools.partial(jax.value_and_grad, argnums=(0, 1))
-        value, (grads, new_scales) = grad(loss)(params, scales, batch)
-        params, opt_state, finite = checked_update(optimizer, params, opt_state, grads)
-        scales = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), new_scales, scales
-        )
-        return params, opt_state, scales, value
-
-    return step

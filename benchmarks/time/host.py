@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..results import Results
@@ -22,80 +22,67 @@ from ..tables import Goal, Table, signed_percent
 
 # float32 comes again at the end: what it adds to itself is what is left to chance.
 ARMS = {
-    "ours": ("float32", "mpx float16", "mpx bfloat16", "float32"),
+    "ours": (
+        *("float32", "mpx float16", "mpx bfloat16", "autocast bfloat16"),
+        "float32",
+    ),
     "peers": ("float32", "MPX float16", "JMP float16", "float32"),
 }
-RECIPES = {"job": "the main job's", "adam": "with bare Adam"}
-# Added share over float32 that mpx may cost, on the main job's step.
+# Added share over float32 that mpx may cost; and autocast, which writes the function
+# anew.
 LIMITS = {"trace": 0.10, "lower": 0.15}
+AUTOCAST = {"trace": 1.0, "lower": 1.0}
+
+
+def requests(options: Any, found: Results) -> Iterator[dict[str, Any]]:
+    """One for each side: the cases, and how many rounds."""
+    del found
+    for side, arms in ARMS.items():
+        cases = [case(arm) for arm in arms]
+        yield {"side": side, "cases": cases, "rounds": options.rounds}
 
 
 def measure(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields one answer per round with the seconds of every case.
+    """Yields a record for every case, with the seconds of all rounds."""
+    import jax
 
-    Args:
-        request: `cases`, and how many `rounds`.
-    """
     from benchmarks import steps
 
     arms = steps.known_arms()
     cases = [steps.Case(**fields) for fields in request["cases"]]
     built = [(case.arm, steps.build(arms[case.arm], case)) for case in cases]
-    makers = [
-        ({"arm": arm}, lambda step=step: (step.jitted(), (step.state, step.batch)))
-        for arm, step in built
-    ]
-    yield from in_rounds(makers, request["rounds"])
-
-
-def in_rounds(makers: Sequence[Any], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yields one answer per round: what names each function, and its seconds.
-
-    Args:
-        makers: for each function, what names it, and what makes it anew, jitted, with
-            its arguments.
-        rounds: how many.
-    """
-    import jax
-
-    for index in range(rounds + 1):
+    rounds = []
+    for index in range(request["rounds"] + 1):
         samples = []
-        for names, make in makers:
+        for arm, step in built:
             jax.clear_caches()
-            function, arguments = make()
+            function = step.jitted()
             gc.collect()
             gc.disable()  # as `timeit` does
             start = time.process_time()
-            traced = function.trace(*arguments)
+            traced = function.trace(step.state, step.batch)
             middle = time.process_time()
             lowered = traced.lower()
             end = time.process_time()
             gc.enable()
             del traced, lowered
-            samples.append({**names, "trace": middle - start, "lower": end - middle})
+            samples.append({"arm": arm, "trace": middle - start, "lower": end - middle})
         if index:  # the first round also imports what JAX imports lazily
-            yield {"round": samples}
+            rounds.append(samples)
+    for record in records(request["side"], rounds):
+        yield {"run": record}
 
 
-def case(arm: str, recipe: str) -> dict[str, Any]:
+def case(arm: str) -> dict[str, Any]:
     """The paper's desktop model, complete."""
-    return {
-        "problem": "desktop",
-        "arm": arm,
-        "batch": 256,
-        "blocks": 12,
-        "recipe": recipe,
-    }
+    return {"problem": "desktop", "arm": arm, "batch": 256, "blocks": 12}
 
 
-def records(
-    side: str, recipe: str, answers: Iterable[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def records(side: str, rounds: Iterable[Any]) -> list[dict[str, Any]]:
     """A record per arm with all its samples, in the order of the rounds."""
-    rounds = [answer["round"] for answer in answers]
     return [
         {
-            **case(column[0]["arm"], recipe),
+            **case(column[0]["arm"]),
             "side": side,
             "trace": [round(sample["trace"], 4) for sample in column],
             "lower": [round(sample["lower"], 4) for sample in column],
@@ -111,10 +98,7 @@ def added(found: Results, record: dict[str, Any], what: str) -> float:
     trusted, float32's second row tells, which adds nothing.
     """
     base = next(
-        r
-        for r in found.records
-        if (r.get("side"), r.get("recipe")) == (record["side"], record["recipe"])
-        and r["arm"] == "float32"
+        r for r in found.records if (r["side"], r["arm"]) == (record["side"], "float32")
     )
     return min(record[what]) / min(base[what]) - 1
 
@@ -122,19 +106,18 @@ def added(found: Results, record: dict[str, Any], what: str) -> float:
 def tables(found: Results) -> list[Table]:
     """A row per arm."""
     rows = []
-    steps = [record for record in found.records if "recipe" in record]
-    for record in steps:
-        row = [RECIPES[record["recipe"]], record["arm"]]
+    for record in found.records:
+        row = [record["arm"]]
         for what in LIMITS:
             share = added(found, record, what)
             row += [f"{min(record[what]):.3f}", signed_percent(share) if share else ""]
         rows.append(row)
-    rounds = sorted({len(record["trace"]) for record in steps})
+    rounds = sorted({len(record["trace"]) for record in found.records})
     return [
         Table(
             "Host cost of the desktop ViT's step, 12 blocks, batch 256, "
             f"{found.device}",
-            "step | arm | trace, CPU s | added | lower, CPU s | added",
+            "arm | trace, CPU s | added | lower, CPU s | added",
             rows,
             notes=[
                 f"The fastest of {' or '.join(map(str, rounds))} alternating "
@@ -148,8 +131,8 @@ def tables(found: Results) -> list[Table]:
 def goals(found: Results) -> Iterator[Goal]:
     """Mpx stays within the limits."""
     for record in found.records:
-        is_judged = record.get("side") == "ours" and record["recipe"] == "job"
-        for what, limit in LIMITS.items() if is_judged else ():
+        limits = AUTOCAST if "autocast" in record["arm"] else LIMITS
+        for what, limit in limits.items() if record["side"] == "ours" else ():
             if record["arm"] != "float32":
                 share = added(found, record, what)
                 text = (

@@ -11,11 +11,8 @@ from .._hlo_text import (
     frames_of as frames_of,
 )
 from ._hlo import (
-    ARRAY as ARRAY,
-    ON_CHIP as ON_CHIP,
     bodies_of as bodies_of,
     bytes_of_shape as bytes_of_shape,
-    is_on_chip as is_on_chip,
     runs as runs,
 )
 from ._kernels import (

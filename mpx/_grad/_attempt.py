@@ -159,7 +159,7 @@ def _known_after(
 
     The maximum is 1 whatever the flags are, which XLA does not find out. A barrier
     would do the same and cost memory: 7 % more for the paper's ViT, 12 blocks, compiled
-    for an H100 (jax 0.10.2, November 2026, `python -m benchmarks cuda`).
+    for an H100 (jax 0.10.2, November 2026; `python -m benchmarks residuals` has it).
     """
     one = jax.lax.max(jnp.all(flags).astype(jnp.float32), np.float32(1))
     return StaticLossScaling(scaling.loss_scale * one)

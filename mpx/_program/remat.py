@@ -255,8 +255,8 @@ def _are_of_a_batch(jaxpr: Jaxpr) -> bool:
 
     XLA (jaxlib 0.10.2, 2026-11) reads an array several times for a batch norm and its
     derivative. What comes to it behind a barrier is written in float32 first: compiled
-    for an H100 the step of a ResNet moves 4 to 14 % more bytes (`benchmarks workloads`
-    and `residuals`, ResNet).
+    for an H100 the step of a ResNet moves 4 to 14 % more bytes (`benchmarks workloads`,
+    ResNet).
     """
     sums = (e for e in operations(jaxpr) if e.primitive.name == "reduce_sum")
     of_first = (e for e in sums if 0 in e.params["axes"])

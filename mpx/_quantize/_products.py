@@ -161,8 +161,8 @@ def _in_fp8(
         # wanted for the backward pass, too, that call has two results, which it cannot
         # emit in FP8: "RET_CHECK failure (xla/service/gpu/thunk_emitter.cc)
         # !has_aux_output" (jax 0.10.2, CUDA 12.9, November 2026). The result of a call
-        # is written in any case, so a barrier behind it moves no bytes: the table
-        # "by the activation behind them" of `benchmarks recipe-counts`.
+        # is written in any case, so a barrier behind it moves no bytes; the GPT of
+        # `benchmarks whole-steps` has such a gelu.
         y = lax.optimization_barrier(y)
     return y.transpose(contraction.permutation)
 

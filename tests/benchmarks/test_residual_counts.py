@@ -9,7 +9,6 @@ import mpx
 from benchmarks import our_arms, results
 from benchmarks.counts import residuals as residual_counts
 from benchmarks.models import (
-    others as other_models,
     plain as residual_models,
     transformers,
 )
@@ -50,37 +49,6 @@ def test_the_gpt_is_causal_and_scans_alike(scan):
     assert not jnp.array_equal(logits[5:], changed[5:])
     plain = transformers.GPT(16, 32, 2, 8, 2, jax.random.key(0))
     assert jnp.allclose(logits, eqx.filter_jit(plain)(text), atol=1e-5)
-
-
-@pytest.mark.third_party
-@pytest.mark.parametrize("make", [other_models.llama, other_models.state_space])
-def test_models_of_texts_see_what_came_before(make):
-    model = make({"width": 16, "hidden": 32, "heads": 2}, 2, jax.random.key(0))
-    text = jnp.arange(8)
-    logits = eqx.filter_jit(model)(text)
-    changed = eqx.filter_jit(model)(text.at[5].set(99))
-    assert logits.shape == (8, 256)
-    assert jnp.allclose(logits[:5], changed[:5], atol=1e-6)
-    assert not jnp.allclose(logits[7], changed[7], atol=1e-3)
-
-
-@pytest.mark.third_party
-def test_the_resnet_has_the_statistics_of_its_batch():
-    model = other_models.ResNet(8, 1, 10, jax.random.key(0))
-    images = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
-    logits = eqx.filter_jit(model)(images)
-    others = eqx.filter_jit(model)(images.at[3].multiply(5))
-    assert logits.shape == (4, 10)
-    assert not jnp.allclose(logits[0], others[0], atol=1e-3)
-
-
-@pytest.mark.third_party
-@pytest.mark.parametrize("model", ["llama", "state space", "resnet"])
-def test_steps_of_other_models_can_be_traced(model):
-    case = residual_models.Case("h100", model, 1, 2, residual_counts.FLOAT32)
-    step = residual_models.build(our_arms.ARMS[case.arm], case)
-    (_, loss) = jax.eval_shape(step.jitted(), step.state, step.batch)
-    assert loss.dtype == "float32"
 
 
 @pytest.mark.third_party
@@ -144,21 +112,6 @@ def test_on_a_tpu_autocast_is_compared_with_the_peer(traffic, met):
     ]
     missed = [goal.text for goal in residual_counts.goals(found) if not goal.met]
     assert len(missed) == (0 if met else 1)
-
-
-@pytest.mark.parametrize(
-    ("model", "more"), [("llama", -0.04), ("state space", 0.19), ("resnet", 0.0)]
-)
-def test_what_other_models_need_with_fast_residuals(model, more):
-    found = results.read("residuals")
-    assert found is not None
-    memory = {
-        record["arm"]: record["counts"]["memory"]
-        for record in found.records
-        if record["model"] == model
-    }
-    kept = memory[residual_counts.KEPT] / memory[residual_counts.DEFAULT]
-    assert kept == pytest.approx(1 + more, abs=0.005)
 
 
 @pytest.mark.slow

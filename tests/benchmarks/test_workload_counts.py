@@ -1,4 +1,4 @@
-"""Wide steps in 8 bits, others in half precision: kernels, arms, what is committed."""
+"""Kernels of a program, FP8 by hand, tables of half precision and of single layers."""
 
 import dataclasses
 
@@ -6,16 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import mpx
-from benchmarks import processes, results, steps
+from benchmarks import processes, results
 from benchmarks.counter import counter as kernels
-from benchmarks.counts import eight_bits, half, products as product_counts
-from benchmarks.models import eight_bits as models, layers, various
-from benchmarks.models.weights import Weights, random_weights
+from benchmarks.counts import half, products as product_counts, whole_steps
+from benchmarks.models import layers
 from benchmarks.peers import eight_bits as peers
-from mpx._contract._hlo import parse
-from mpx._contract._operations import products
-from tests.helpers import slow_but
 
 PROGRAM = """HloModule step
 
@@ -93,66 +88,9 @@ def test_fp8_by_hand_has_the_gradients_of_float32():
         assert jnp.linalg.norm(ours - theirs) < 0.08 * jnp.linalg.norm(theirs)
 
 
-@pytest.mark.third_party
-@pytest.mark.parametrize(
-    "arm", slow_but(["FP8 by hand", "current"], ["FP8 by hand", "Flax fp8", "current"])
-)
-def test_all_linear_layers_of_a_workload_are_in_8_bits(arm):
-    case = models.Case("h100", "tiny llama", arm)
-    with mpx.autocast(target="h100", ambient=True):
-        step = models.build(case)
-        traced = step.jitted().trace(step.state, step.batch)
-    lowered = traced.lower(lowering_platforms=("cuda",))
-    found = products(parse(lowered.as_text(dialect="hlo")))
-    quantized = [x for x in found if all("float8" in dtype for dtype in x.dtypes)]
-    workload = models.WORKLOADS[case.workload]
-    assert sum(x.flops for x in quantized) == workload.linear_operations
-
-
-@pytest.mark.third_party
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped():
-    case = models.Case("cpu", "tiny ffn", models.NAIVE)
-    step = models.build(case, seed=0)
-    x, labels = step.batch
-    train = jax.jit(step.function)
-    for bad in (jnp.inf, 0.0):
-        state, _ = train(step.state, (x.at[0, 0].add(bad), labels))
-        same = jax.tree.map(lambda a, b: bool((a == b).all()), state, step.state)
-        assert all(jax.tree.leaves(same)) == bool(bad)
-
-
-@pytest.mark.third_party
-@pytest.mark.slow
-def test_a_scan_has_the_loss_of_its_blocks_one_after_the_other():
-    sizes = models.WORKLOADS["tiny llama"].sizes
-    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, sizes.classes)
-    loss = various.llama_in("unrolled", sizes)
-
-    def unrolled(layers, tokens):
-        return loss(layers, tokens, 2)
-
-    weights = random_weights(unrolled, tokens, jax.random.key(1))
-    expected = float(unrolled(Weights(weights), tokens))
-    blocks = [weights.pop(f"block{index}") for index in range(2)]
-    weights["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
-    for way in ("scan", "checkpoint"):
-        found = various.llama_in(way, sizes)(Weights(weights), tokens, 2)
-        assert float(found) == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize(("traffic", "met"), [(0.89, True), (2.0, False)])
 def test_goals_and_tables(traffic, met):
     found = results.Results("workloads", "test", "compiled for X")
-    for case in eight_bits.CASES:
-        share = traffic if "naive" not in case.arm else 1.0
-        peers_here = eight_bits.PEERS[case.target, case.workload]
-        share = 3.0 if case.arm in peers_here else share
-        counts = dict.fromkeys(("kernels", "calls"), 1)
-        counts |= {"traffic": share, "roof": share / 3, "on_units": 1.0}
-        counts |= {"temporaries": 1, "compile": 1.0}
-        if case.arm == models.NAIVE:
-            counts["roof"] = 1.0
-        found.records.append({**dataclasses.asdict(case), "counts": counts})
     for case in half.CASES:
         share = 1.0 if case.arm == half.NAIVE else traffic
         counts = {"temporaries": share, "traffic": share}
@@ -161,42 +99,24 @@ def test_goals_and_tables(traffic, met):
         roof = 1.0 if case.product == layers.NAIVE else traffic
         counts = {"roof": roof, "traffic": roof, "kernels": 1}
         found.records.append({**dataclasses.asdict(case), "counts": counts})
-    parts = eight_bits, half, product_counts
+    parts = half, product_counts
     goals = [goal for part in parts for goal in part.goals(found)]
-    setups = len(half.SETUPS) + len(half.TPU_SETUPS)
-    compared = sum(map(len, eight_bits.PEERS.values()))
-    of_limits = sum(1 + (least > 0) for _, least in eight_bits.LIMITS.values())
-    assert len(goals) == of_limits + compared + 4 * setups + 6
+    assert len(goals) == 4 * len(half.MODELS) + 6
     missed = [goal.text for goal in goals if not goal.met]
-    assert not missed if met else len(missed) > 40
-    (wide,), (small,), (single,) = (part.tables(found) for part in parts)
+    assert not missed if met else len(missed) > 20
+    (small,), (single,) = (part.tables(found) for part in parts)
     assert len(single.rows) == len(product_counts.SIZES)
     assert ("**" in single.rows[0][1]) != met
-    assert len(wide.rows) == len(eight_bits.CASES)
-    assert len(small.rows) == setups
-    assert steps.CHECKED.name == wide.rows[0][1]
+    assert len(small.rows) == len(half.MODELS)
 
 
 def test_the_page_of_low_precision_shows_the_committed_bytes():
-    counts = eight_bits._counts(results.read("workloads"))["b200", "ffn gelu"]
-    naive = counts[eight_bits.NAIVE]["traffic"]
+    counts = whole_steps.counts_of(results.read("whole-steps"))[
+        "b200", "ffn", "float32"
+    ]
+    naive = counts[whole_steps.NAIVE]["traffic"]
     page = (processes.REPOSITORY / "docs/low-precision.md").read_text()
-    for name, arms in {
-        "MXFP8": (eight_bits.MXFP8, eight_bits.MXFP8_KERNEL),
-        "NVFP4": (eight_bits.NVFP4, eight_bits.NVFP4_KERNEL),
-    }.items():
+    for name in ("mxfp8", "nvfp4"):
+        arms = name, f"{name} by Pallas"
         cells = " | ".join(f"{counts[arm]['traffic'] / naive:.2f}" for arm in arms)
-        assert f"| {name} | {cells} |" in page
-
-
-def test_the_page_says_where_the_committed_bytes_are():
-    """The parts, counted by hand from the kernels,  add up to the counts."""
-    counts = eight_bits._counts(results.read("workloads"))["h100", "ffn silu"]
-    page = (processes.REPOSITORY / "docs/benchmark-details.md").read_text()
-    section = page.split("## Where the bytes of 8 bits are")[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines()]
-    numbers = [list(map(float, row[1:])) for row in rows if row[-1][-3:-2] == "."]
-    *parts, total = numbers
-    arms = (eight_bits.NAIVE, eight_bits.DELAYED, eight_bits.CURRENT)
-    assert total == [round(counts[arm]["traffic"] / 1e9, 2) for arm in arms]
-    assert [round(sum(part), 2) for part in zip(*parts, strict=True)] == total
+        assert f"| {name.upper()} | {cells} |" in page

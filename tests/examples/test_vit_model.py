@@ -1,7 +1,6 @@
 """The ViT itself: shapes, dtypes, patches."""
 
 import ast
-import dataclasses
 import inspect
 
 import equinox as eqx
@@ -12,6 +11,7 @@ import pytest
 
 import mpx
 from benchmarks.models import problems
+from benchmarks.models.vit import VisionTransformer as measured
 from examples import vit
 from examples.vit import ModelConfig
 from examples.vit_explicit import VisionTransformer, cross_entropy
@@ -98,23 +98,25 @@ def test_patch_must_divide_the_image():
 
 def test_the_models_are_one_model():
     """By autocast, by hand, and the one that the benchmarks measure."""
-    config = problems.ModelConfig(**dataclasses.asdict(CONFIG))
+    problem = problems.Problem(
+        "", "", (8, 4, 3), 10, 16, 24, heads=4, patch=2, blocks=2
+    )
     shape, key = (8, 4, 3), jax.random.key(0)
     plain = vit.VisionTransformer(CONFIG, shape, 10, key)
     expected = jax.tree_util.tree_leaves_with_path(eqx.filter(plain, eqx.is_array))
-    measured = problems.model_module(with_mpx=True).VisionTransformer
-    for other in (
-        measured(config, shape, 10, key),
-        VisionTransformer(CONFIG, shape, 10, key),
+    keys = (None,), (jax.random.key(2),)
+    for other, keys_of_dropout in (
+        (measured(problem, 2, key, mpx.force_full_precision), [()]),
+        (VisionTransformer(CONFIG, shape, 10, key), keys),
     ):
         leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(other, eqx.is_array))
         for (path, a), (other_path, b) in zip(expected, leaves, strict=True):
             assert path == other_path
             np.testing.assert_array_equal(a, b)
-        for key_of_dropout in (None, jax.random.key(2)):
+        for key_of_dropout in keys_of_dropout:
             np.testing.assert_allclose(
-                plain(images(), key_of_dropout),
-                other(images(), key_of_dropout),
+                plain(images(), *key_of_dropout),
+                other(images(), *key_of_dropout),
                 rtol=1e-5,
                 atol=1e-6,
             )
@@ -123,8 +125,9 @@ def test_the_models_are_one_model():
 def test_the_benchmarks_measure_the_sizes_of_the_examples():
     for name, preset in (("desktop", "cifar100"), ("base", "imagenet")):
         model = vit.PRESETS[preset].model
-        found = problems.PROBLEMS[name].config(model.blocks, model.dropout)
-        assert dataclasses.asdict(found) == dataclasses.asdict(model)
+        found = problems.PROBLEMS[name]
+        for size in ("patch", "width", "hidden", "blocks", "heads"):
+            assert getattr(found, size) == getattr(model, size)
 
 
 def test_the_plain_model_has_no_trace_of_mpx():
