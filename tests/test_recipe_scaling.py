@@ -412,7 +412,9 @@ def test_a_state_of_another_model_is_an_error(inputs):
     params, x = inputs
     scaling = mpx.init_scaling(loss, *inputs)
     wider = {**params, "second": jnp.ones((2 * N, 2 * N))}
-    with pytest.raises(ValueError, match=r"state of this model.*`\['second'\]`.*\(32, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"state of this model.*`\['second'\]`.*\(32, 16\)"
+    ):
         step(loss, scaling, wider, x)
     renamed = mpx.init_scaling(
         autocast(lambda w, x: x @ w[0] @ w[1]), (params["first"], params["second"]), x
