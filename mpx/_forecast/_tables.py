@@ -47,9 +47,10 @@ def sentences(report: Content) -> list[str]:
             text = (
                 f"{where} takes {middle:.2f} ({least:.2f} to {most:.2f}) of "
                 f"{base.precision}'s time in this step and "
-                f"{one.memory / base.memory:.2f} of its memory; "
-                f"{' and '.join(list(one.bound)[:2])} take most of it."
+                f"{one.memory / base.memory:.2f} of its memory."
             )
+            if kinds := " and ".join(map(_in_words, list(one.bound)[:2])):
+                text += f" Most of the time goes to {kinds}."
             few = _UNITS["FLOPs, 8 bits and fewer"]
             if one.quantizing and not any(map(one.flops.get, few)):
                 text += " No matmul is in 8 bits: the device has no hardware for it."
@@ -59,6 +60,22 @@ def sentences(report: Content) -> list[str]:
                 text += f" It would not pay below batch {one.pays_from}."
             found.append(text)
     return found
+
+
+_WORDS = {
+    "convolution": "convolutions",
+    "collective": "collectives",
+    "optimizer": "the optimizer",
+    "elementwise": "elementwise kernels",
+}
+
+
+def _in_words(kind: str) -> str:
+    """A kind of kernels as it reads in a sentence: `8-bit matmuls`."""
+    what, _, bits = kind.partition(", ")
+    return (
+        f"{bits.replace(' bits', '-bit')} matmuls" if bits else _WORDS.get(what, what)
+    )
 
 
 _UNITS = {

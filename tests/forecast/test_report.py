@@ -59,8 +59,8 @@ def test_the_sentence():
     (sentence,) = report(HALF, FEW).sentences
     assert sentence == (
         "On an NVIDIA H100 80GB HBM3 delayed takes 0.75 (0.67 to 0.80) of bfloat16's "
-        "time in this step and 0.90 of its memory; matmul, 16 bits and elementwise "
-        "take most of it. It would not pay below batch 4."
+        "time in this step and 0.90 of its memory. Most of the time goes to "
+        "16-bit matmuls and elementwise kernels. It would not pay below batch 4."
     )
 
 
