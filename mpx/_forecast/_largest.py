@@ -77,7 +77,7 @@ def _next(
     low, high = ends
     guess = _meeting(points, limit, low, high)
     is_last = high <= low * _CLOSE**2  # what lies between ends the search
-    if high and (halve or is_last or guess is None or guess >= high):
+    if guess is None or (high and (halve or is_last or guess >= high)):
         size = math.sqrt(low * high) if low else high / 2
     else:
         size = guess

@@ -16,7 +16,7 @@ from .._ambient_record import settings_of
 from .._autocast import autocast
 from .._counter import Target, compile_only_devices
 from .._errors import describe
-from .._grad import filter_value_and_grad
+from .._grad import Options, gradient_function
 from .._loss_scaling import NoLossScaling
 from .._optimizer import optimizer_step, refuse_optimizer
 from .._program import is_array_or_type
@@ -208,7 +208,8 @@ class Step:
             return state, init_scaling(loss, model, *batch, **self.kwargs)
 
         def step(model: PyTree, state: PyTree, scaling: Any, batch: PyTree) -> Any:
-            gradient: Any = filter_value_and_grad(loss, scaling, has_aux=self.has_aux)
+            asked = Options(has_aux=self.has_aux)
+            gradient: Any = gradient_function(_CALL, loss, scaling, None, True, asked)
             result = gradient(model, *batch, **self.kwargs)
             new = optimizer_step(model, tx, state, result)
             return (*new, result.value)
