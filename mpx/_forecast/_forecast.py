@@ -14,12 +14,16 @@ from ._estimate import batch_of, estimate, resized
 from ._largest import largest_batch as search, pays_from
 from ._report import Constant, Estimate
 from ._steps import AS_WRITTEN, Precision, Step, read_precisions
+from ._tables import constant_text
 from ._views import Forecast
 
 _CALL = "`mpx.forecast`"
 _NOTES = (
     "Counted numbers are read from the program that the target's compiler made; "
     "modelled ones follow from them and the constants. No device ran.",
+    "Parts of memory are what is alive when most is in use. That moment differs "
+    "between precisions: a part may grow where the total falls, and gradients that are "
+    "not alive then are 0 B.",
     "Memory is that of the program. On a GPU JAX reserves 75% of the device's "
     "unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
     "Without a GPU XLA does not autotune: for GPUs, matmuls use cuBLAS "
@@ -139,7 +143,7 @@ def _replaced(target: Target, own: Mapping[str, Mapping[str, Any]]) -> Target:
 def _constants(target: Target, own: Mapping[str, Any]) -> list[Constant]:
     sources = {**target.sources, **dict.fromkeys(own.get(target.name, {}), "given")}
     return [
-        Constant(target.name, name, str(getattr(target.roof, name)), source)
+        Constant(target.name, name, constant_text(target.roof, name), source)
         for name, source in sources.items()
     ]
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
+from .._counter import Roof
 from .._inspect import bytes_text, flops_text, share_text
 from ._report import Content, Estimate
 
@@ -176,6 +177,26 @@ def time_text(seconds: float) -> str:
     return (
         f"{seconds / size:.3g} {unit}" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
     )
+
+
+def constant_text(roof: Roof, name: str) -> str:
+    """A constant with its unit."""
+    value = getattr(roof, name)
+    if name == "peaks":
+        peaks = (f"{bits} bits: {_rate(peak, 'FLOP')}" for bits, peak in value.items())
+        return "; ".join(peaks)
+    if name in ("bandwidth", "link"):
+        return _rate(value, "B")
+    if name == "memory":
+        return f"{value / 1e9:.4g} GB"
+    best, worst = (time_text(x) if name == "start" else f"{x:g}" for x in value)
+    return f"{best} to {worst}"
+
+
+def _rate(value: float, unit: str) -> str:
+    """`494.5 TFLOP/s`, `450 GB/s`."""
+    prefix, size = ("T", 1e12) if value >= 1e12 else ("G", 1e9)
+    return f"{value / size:.4g} {prefix}{unit}/s"
 
 
 def versions_text(report: Content) -> str:

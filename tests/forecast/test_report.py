@@ -9,7 +9,7 @@ import pytest
 from mpx._counter import TARGETS
 from mpx._forecast import Constant, Estimate, Forecast, KernelGroup
 from mpx._forecast._rules import gain
-from mpx._forecast._tables import tables
+from mpx._forecast._tables import constant_text, tables
 
 HALF = Estimate(
     target="h100",
@@ -117,6 +117,39 @@ def test_the_page_is_escaped_and_has_the_picture():
     svg = ElementTree.fromstring(found.to_svg())
     bars = svg.findall("{http://www.w3.org/2000/svg}rect")
     assert len(bars) == 2 * 2 + 2 + 2 * 2  # parts, their legend, range and roofline
+
+
+def test_nothing_of_the_picture_is_cut_or_needs_scrolling():
+    parts = ("weights", "optimizer", "other arguments", "activations", "gradients")
+    sizes = dict.fromkeys((*parts, "working memory"), 10**9)
+    found = report(HALF, dataclasses.replace(FEW, memory_by_part=sizes))
+    svg = ElementTree.fromstring(found.to_svg())
+    assert "width" not in svg.attrib  # the page's width
+    *_, wide, high = map(int, svg.attrib["viewBox"].split())
+    for one in svg.iter():
+        if "x" not in one.attrib:
+            continue
+        # A letter of 14 px is at most 8 px wide, on average.
+        size = float(one.get("width", 8 * len(one.text or "")))
+        assert float(one.attrib["x"]) + size <= wide
+        assert float(one.attrib["y"]) + float(one.get("height", 0)) <= high
+    # 400 px of a phone leave letters that can be read.
+    assert wide <= 520
+    assert "min-width" not in found.to_html()
+
+
+def test_constants_have_units():
+    roof = TARGETS["h100"].roof
+    peaks = "32 bits: 494.5 TFLOP/s; 16 bits: 989 TFLOP/s; 8 bits: 1979 TFLOP/s"
+    assert constant_text(roof, "peaks") == peaks
+    assert constant_text(roof, "bandwidth") == "3.35 TB/s"
+    assert constant_text(roof, "link") == "450 GB/s"
+    assert constant_text(roof, "memory") == "84.98 GB"
+    assert constant_text(roof, "start") == "0 us to 2 us"
+    assert constant_text(roof, "matmul") == "0.78 to 0.6"
+    for target in TARGETS.values():
+        for name in vars(target.roof):
+            assert constant_text(target.roof, name)
 
 
 def test_saving(tmp_path):
