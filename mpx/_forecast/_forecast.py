@@ -12,6 +12,7 @@ from .._errors import describe
 from .._wraps import name_of
 from ._estimate import batch_of, estimate, resized
 from ._largest import largest_batch as search, pays_from
+from ._matmuls import quantized
 from ._report import Constant, Estimate
 from ._steps import AS_WRITTEN, Precision, Step, read_precisions
 from ._tables import constant_text
@@ -113,7 +114,7 @@ def forecast(
         named = [step.named(one) for one in asked]
         made: list[Estimate] = []
         for target in found:
-            ours = [estimate(step, one, target, top) for one in named]
+            ours = [_estimate(step, one, target, top) for one in named]
             made += _with_largest(step, named, target, ours) if largest_batch else ours
         return Forecast(
             name=name_of(func),
@@ -126,6 +127,14 @@ def forecast(
         )
 
     return report
+
+
+def _estimate(step: Step, precision: Any, target: Target, top: int) -> Estimate:
+    """An estimate that names the matmuls that it has in 8 bits or less."""
+    found = estimate(step, precision, target, top)
+    if not any(map(found.flops.get, ("4 bits", "8 bits"))):
+        return found
+    return dataclasses.replace(found, matmuls=quantized(step, precision, target.name))
 
 
 def _replaced(target: Target, own: Mapping[str, Mapping[str, Any]]) -> Target:

@@ -4,6 +4,7 @@ Words stand above their bars, so that a narrow screen shows both.
 """
 
 import html
+from collections.abc import Mapping
 
 from .._inspect import bytes_text
 from ._report import Content
@@ -56,7 +57,7 @@ def picture(report: Content) -> str:
     return "\n".join([head, _STYLE, *rows, "</svg>"])
 
 
-def _legend(tones: dict[str, str], y: int) -> tuple[list[str], int]:
+def _legend(tones: Mapping[str, str], y: int) -> tuple[list[str], int]:
     """The colours of parts, on as many lines as they need; and where it ends."""
     rows, x = [], 0
     for part, tone in tones.items():

@@ -1,11 +1,12 @@
 """Rules from a forecast: which matmuls lose by quantizing."""
 
+import dataclasses
 import math
 
 from .._counter import Roof
 from .._program import aval_of
 from .._rules import Candidate, Precision, Rule, Rules
-from ._report import Content
+from ._report import Content, Matmul
 
 
 def where_it_pays(report: Content, precision: str, target: str) -> Rules:
@@ -27,13 +28,49 @@ def where_it_pays(report: Content, precision: str, target: str) -> Rules:
     each = one.quantizing / max(one.quantized, 1)
     bits = 4 if one.flops.get("4 bits") else 8
 
-    def loses(candidate: Candidate) -> bool:
-        numbers = _numbers(candidate)
-        return gain(candidate.multiplications, numbers, each, roof, bits) < 0
+    costs = _Loses((), each, roof, bits)
+    losing = tuple(one for one in one.matmuls if costs.of(one))
+    if not losing:
+        return Rules()
+    loses = dataclasses.replace(costs, here=losing)
+    return Rules(Rule(Precision.HALF, primitive="dot_general", when=loses))
 
-    return Rules(
-        Rule(Precision.HALF, primitive="dot_general", when=loses),
-    )
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class _Loses:
+    """Whether quantizing a matmul takes longer than it saves.
+
+    Attributes:
+        here: Those of the step that do.
+        each: Bytes moved to quantize a number.
+        roof: What the device reaches.
+        bits: In how many bits it multiplies.
+    """
+
+    here: tuple[Matmul, ...]
+    each: float
+    roof: Roof
+    bits: int
+
+    def __call__(self, candidate: Candidate) -> bool:
+        return self._is_slower(candidate.multiplications, _numbers(candidate))
+
+    def of(self, one: Matmul) -> bool:
+        """Whether it holds for a matmul of the report."""
+        return self._is_slower(one.multiplications, one.numbers)
+
+    def _is_slower(self, multiplications: int, numbers: int) -> bool:
+        return gain(multiplications, numbers, self.each, self.roof, self.bits) < 0
+
+    @property
+    def __name__(self) -> str:
+        """What reports of `mpx.explain` call the rule."""
+        return "quantizing loses"
+
+    def __repr__(self) -> str:
+        places = (f"{m.source} {m.scope}".rstrip() for m in self.here)
+        pairs = zip(places, self.here, strict=True)
+        return f"<quantizing loses: {'; '.join(f'{p}, {m.shapes}' for p, m in pairs)}>"
 
 
 def _numbers(candidate: Candidate) -> int:

@@ -17,6 +17,7 @@ from .._autocast import autocast
 from .._counter import Target, compile_only_devices
 from .._errors import describe
 from .._grad import Options, gradient_function
+from .._inspect import Operation, explain
 from .._loss_scaling import NoLossScaling
 from .._optimizer import optimizer_step, refuse_optimizer
 from .._program import is_array_or_type
@@ -174,6 +175,16 @@ class Step:
             if self.optimizer is None:
                 return self._lower_own(place)
             return self._lower_made(precision, target, place)
+
+    def operations(self, precision: Precision, target: str) -> tuple[Operation, ...]:
+        """What `mpx.explain` says of the loss, or of a step as it is written."""
+        if self.optimizer is None:
+            with autocast(target=target, ambient=True):
+                return explain(self.func)(*self.args, **self.kwargs).operations
+        loss, args = _pure(self.func, self.args)
+        options: dict[str, Any] = {"target": target, **precision.options}
+        report = explain(autocast(loss, **options))(*args, **self.kwargs)
+        return report.operations
 
     def _lower_own(self, place: "_Placement") -> Lowered:
         args, kwargs = place(self.args), place(self.kwargs)
