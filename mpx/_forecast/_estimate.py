@@ -46,10 +46,11 @@ def estimate(step: Step, precision: Precision, target: Target, top: int) -> Esti
     Raises:
         RuntimeError: The compiler refuses the program, but not because of its size.
     """
-    size = batch_of(step.args)
-    where = f"`mpx.forecast`: {precision.label} for {target.title}"
-    with_batch = f", batch {size}" if size else ""
-    _LOG.info("Compiling %s for %s%s", precision.label, target.title, with_batch)
+    size, where = batch_of(step.args), f"{precision.label} for {target.title}"
+    # A whole step says not which argument is the batch.
+    batch = "" if step.optimizer is None else f", batch {size}"
+    _LOG.info("Compiling %s%s", where, batch)
+    where = f"`mpx.forecast`: {where}"
     try:
         lowered = step.lower(precision, target)
     except Exception as error:

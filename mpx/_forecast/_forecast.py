@@ -1,5 +1,6 @@
 """`mpx.forecast`: what a step would need and gain, on hardware that is not there."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
@@ -170,11 +171,9 @@ def _with_largest(
     found, points = [], [{batch: one} for one in ours]
     for precision, one, seen in zip(asked, ours, points, strict=True):
 
-        def memory_of(
-            size: int, precision: Any = precision, seen: Any = seen
-        ) -> int | None:
+        def memory_of(size: int, how: Any = precision, seen: Any = seen) -> Any:
             other = dataclasses.replace(step, args=resized(step.args, size))
-            seen[size] = estimate(other, precision, target, 0)
+            seen[size] = estimate(other, how, target, 0)
             return seen[size].memory
 
         most = search(memory_of, target.roof.memory, batch, one.memory, step.devices)
@@ -194,8 +193,6 @@ def _with_largest(
 def _versions() -> dict[str, str]:
     found = {}
     for name in ("mpx-jax", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

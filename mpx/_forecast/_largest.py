@@ -1,13 +1,14 @@
 """The largest batch that fits, by a search over compiled programs; and which pays."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 _CLOSE = 1.05
 _BELOW = 0.98
 _SLOW = 0.55
 _FARTHEST = 64
 _MOST = 12
+_Points = dict[int, int | None]
 
 
 def largest_batch(
@@ -35,7 +36,7 @@ def largest_batch(
         The batch; 0 where not even one unit fits. After 12 programs that were not
         enough, the largest that is known to fit.
     """
-    points: dict[int, int | None] = {batch: known}
+    points: _Points = {batch: known}
 
     def fits(size: int) -> bool:
         if size not in points:
@@ -48,7 +49,8 @@ def largest_batch(
     for _ in range(_MOST):
         if high and (high - low <= unit or high <= low * _CLOSE):
             break
-        size = _next(points, limit, (low, high), unit, halve)
+        guess = None if halve else _meeting(points, limit, low, high)
+        size = _next(guess, low, high, unit)
         before = low, high
         low, high = (size, high) if fits(size) else (low, size)
         # The line of a single program may be far off: it gets a second try.
@@ -59,42 +61,28 @@ def largest_batch(
 def _is_slow(before: tuple[int, int], after: tuple[int, int]) -> bool:
     """Whether clearly more than half of the interval between the ends is left."""
     (old_low, old_high), (low, high) = before, after
-    if not old_high:
-        return False
-    if not old_low:
-        return not low and high > old_high * _SLOW
+    if not old_low or not old_high:
+        return bool(old_high) and not low and high > old_high * _SLOW
     return math.log(high / low) > math.log(old_high / old_low) * _SLOW
 
 
-def _next(
-    points: Mapping[int, int | None],
-    limit: int,
-    ends: tuple[int, int],
-    unit: int,
-    halve: bool,
-) -> int:
-    """The next batch to compile, inside of the interval."""
-    low, high = ends
-    guess = _meeting(points, limit, low, high)
+def _next(guess: float | None, low: int, high: int, unit: int) -> int:
+    """The next batch to compile: near the guess, else in the middle."""
     is_last = high <= low * _CLOSE**2  # what lies between ends the search
-    if guess is None or (high and (halve or is_last or guess >= high)):
+    if guess is None or (high and (is_last or guess >= high)):
         size = math.sqrt(low * high) if low else high / 2
+    elif guess <= low * _CLOSE:
+        size = low * _CLOSE  # one that does not fit ends the search
+    elif high and guess >= high / _CLOSE:
+        size = math.ceil(high / _CLOSE) + unit - 1  # one that fits does
     else:
-        size = guess
-        if size <= low * _CLOSE:
-            size = low * _CLOSE  # one that does not fit ends the search
-        elif high and size >= high / _CLOSE:
-            size = math.ceil(high / _CLOSE) + unit - 1  # one that fits does
-        elif size * (1 - _BELOW) >= unit:
-            size *= _BELOW
+        size = guess * _BELOW if guess * (1 - _BELOW) >= unit else guess
         size = max(size, high / 8) if not low else min(size, _FARTHEST * low)
     size = max(int(size) // unit * unit, low + unit)
     return min(size, high - unit) if high else size
 
 
-def _meeting(
-    points: Mapping[int, int | None], limit: int, low: int, high: int
-) -> float | None:
+def _meeting(points: _Points, limit: int, low: int, high: int) -> float | None:
     """Where the line through two programs meets the limit; None if that is unknown.
 
     A single program has the line through the origin.
@@ -102,14 +90,9 @@ def _meeting(
     known = sorted((b, m) for b, m in points.items() if m is not None)
     below = [one for one in known if one[0] <= low]
     above = [one for one in known if high and one[0] >= high]
-    if below and above:
-        start, others = below[-1], above[:1]
-    elif below:
-        start, others = below[-1], below[:-1]
-    elif above:
-        start, others = above[0], above[1:2]
-    else:
+    if not known:
         return None
+    start, *others = above[:2] if not below else [below[-1], *(above[:1] or below[:-1])]
     slopes = [(m - start[1]) / (b - start[0]) for b, m in others]
     slopes = slopes or [start[1] / start[0]]
     # A flat piece of the curve says nothing of what comes after it.

@@ -11,8 +11,7 @@ from ._steps import Precision, Step
 
 def quantized(step: Step, precision: Precision, target: str) -> tuple[Matmul, ...]:
     """Those of the forward pass; of one line and shape once."""
-    operations = step.operations(precision, target)
-    return tuple(dict.fromkeys(_read(operations)))
+    return tuple(dict.fromkeys(_read(step.operations(precision, target))))
 
 
 def _read(operations: tuple[Operation, ...]) -> Iterator[Matmul]:

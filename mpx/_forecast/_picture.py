@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from .._inspect import bytes_text
 from ._report import Content
-from ._tables import time_text
+from ._tables import label_of, time_text
 
 _WIDTH, _ROW, _LETTER = 500, 44, 8
 # Of parts, in their order: the colours of the pages of reports.
@@ -26,8 +26,7 @@ def picture(report: Content) -> str:
     longest = max((one.time[1] for one in fits), default=0.0) or 1.0
     rows, y = [_text(0, 14, "Peak memory (counted)", "head")], 24
     for one in fits:
-        name = f"{one.target}, {one.precision}"
-        rows.append(_text(0, y + 14, f"{name}: {bytes_text(one.memory or 0)}"))
+        rows.append(_text(0, y + 14, f"{label_of(one)}: {bytes_text(one.memory or 0)}"))
         x = 0.0
         for part, size in one.memory_by_part.items():
             width = size / most * _WIDTH
@@ -43,10 +42,9 @@ def picture(report: Content) -> str:
         best, worst, roof = (
             value / longest * _WIDTH for value in (*one.time, one.roofline)
         )
-        name = f"{one.target}, {one.precision}"
-        ends = " to ".join(map(time_text, one.time))
+        words = f"{label_of(one)}: {' to '.join(map(time_text, one.time))}"
         rows += [
-            _text(0, y + 14, f"{name}: {ends}"),
+            _text(0, y + 14, words),
             _bar(best, y + 20, max(worst - best, 1), _TONES[3], "best to worst case"),
             _bar(roof, y + 20, 2, _TONES[6], "roofline"),
         ]

@@ -63,20 +63,10 @@ def sentences(report: Content) -> list[str]:
     return found
 
 
-_WORDS = {
-    "convolution": "convolutions",
-    "collective": "collectives",
-    "optimizer": "the optimizer",
-    "elementwise": "elementwise kernels",
-}
-
-
 def _in_words(kind: str) -> str:
     """A kind of kernels as it reads in a sentence: `8-bit matmuls`."""
-    what, _, bits = kind.partition(", ")
-    return (
-        f"{bits.replace(' bits', '-bit')} matmuls" if bits else _WORDS.get(what, what)
-    )
+    what, _, bits = kind.partition(" bits")[0].partition(", ")
+    return f"{bits}-bit {what}s" if bits else f"{what} kernels"
 
 
 _UNITS = {
@@ -141,7 +131,7 @@ def tables(report: Content) -> Iterator[Table]:
             for group in one.top
         ]
         if rows:
-            yield Table(f"Most memory traffic: {_name(one)}", heads, rows, 2)
+            yield Table(f"Most memory traffic: {label_of(one)}", heads, rows, 2)
     rows = [(f"{c.target}, {c.name}", c.value, c.source) for c in report.constants]
     yield Table("Constants of the model", ("", "value", "source"), rows, 2)
 
@@ -158,14 +148,14 @@ def _of_estimates(
     title: str, report: Content, columns: dict[str, Callable[[Estimate], str]]
 ) -> Table:
     """A row for each estimate; columns with nothing in them are left out."""
-    rows = [(_name(e), *(f(e) for f in columns.values())) for e in report.estimates]
+    rows = [(label_of(e), *(f(e) for f in columns.values())) for e in report.estimates]
     used = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
     heads = ("", *columns)
     picked = [tuple(row[i] for i in used) for row in rows]
     return Table(title, tuple(heads[i] for i in used), picked)
 
 
-def _name(one: Estimate) -> str:
+def label_of(one: Estimate) -> str:
     return f"{one.target}, {one.precision}"
 
 
@@ -180,23 +170,18 @@ def time_text(seconds: float) -> str:
 
 
 def constant_text(roof: Roof, name: str) -> str:
-    """A constant with its unit."""
+    """A constant with its unit: `3.35 TB/s`, `0.92 to 0.75`."""
     value = getattr(roof, name)
     if name == "peaks":
-        peaks = (f"{bits} bits: {_rate(peak, 'FLOP')}" for bits, peak in value.items())
-        return "; ".join(peaks)
-    if name in ("bandwidth", "link"):
-        return _rate(value, "B")
-    if name == "memory":
-        return f"{value / 1e9:.4g} GB"
-    best, worst = (time_text(x) if name == "start" else f"{x:g}" for x in value)
-    return f"{best} to {worst}"
+        return "; ".join(f"{b} bits: {_large(x)}FLOP/s" for b, x in value.items())
+    if isinstance(value, tuple):
+        return " to ".join(time_text(x) if name == "start" else f"{x:g}" for x in value)
+    return f"{_large(value)}B{'' if name == 'memory' else '/s'}"
 
 
-def _rate(value: float, unit: str) -> str:
-    """`494.5 TFLOP/s`, `450 GB/s`."""
+def _large(value: float) -> str:
     prefix, size = ("T", 1e12) if value >= 1e12 else ("G", 1e9)
-    return f"{value / size:.4g} {prefix}{unit}/s"
+    return f"{value / size:.4g} {prefix}"
 
 
 def versions_text(report: Content) -> str:

@@ -213,7 +213,7 @@ def test_rules_where_it_pays():
     assert "loses: train.py:3 head, 8192x64 by 64x64>" in repr(rules)
     assert "train.py:9" not in repr(rules)
     (rule,) = rules.rules
-    assert str(rule) == "half for primitive dot_general, when quantizing loses"
+    assert str(rule) == "half for primitive dot_general, when QuantizingLoses"
     none = report(HALF, dataclasses.replace(FEW, matmuls=(large,)))
     assert none.where_it_pays("delayed") == mpx.Rules()
     with pytest.raises(ValueError, match="8 bits or less; got 'bfloat16' on 'h100'"):
