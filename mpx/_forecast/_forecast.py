@@ -51,7 +51,8 @@ def forecast(
     `mpx.optimizer_step` in each precision. Without an optimizer `func` is a whole step,
     in the precision that it is written in; arguments that are returned in its result
     are donated. Nothing runs and nothing is allocated: the target's compiler compiles
-    the step, and its needs are read from the program.
+    the step, and its needs are read from the program. The logger `mpx.forecast` names
+    each program at level INFO, as it is compiled.
 
     Args:
         func: A loss, `loss(model, *batch)`, or a step. A loss must not be an autocast
