@@ -50,7 +50,7 @@ def picture(report: Content) -> str:
         ]
         y += _ROW
     head = '<svg xmlns="http://www.w3.org/2000/svg" role="img"'
-    head += f' viewBox="0 0 {_WIDTH + 2} {y + 6}"'
+    head += f' width="{_WIDTH + 2}" viewBox="0 0 {_WIDTH + 2} {y + 6}"'
     head += ' aria-label="Memory and time of the step">'
     return "\n".join([head, _STYLE, *rows, "</svg>"])
 
