@@ -2,11 +2,13 @@
 
 import argparse
 import ast
+import contextlib
 import importlib
+import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +106,15 @@ def _forecast(options: argparse.Namespace) -> None:
     jax.config.update("jax_platforms", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":  # JAX's default
+        # XLA warns of every program that it cannot make fit.
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     from ._forecast import forecast
 
     func = _read_object(options.function, "")
     module = options.function.partition(":")[0]
     positional, keywords = _read_arguments(options.arguments, module)
-    report = forecast(
+    asked = forecast(
         func,
         _read_optimizer(options.optimizer, module),
         targets=options.target or ("h100",),
@@ -117,9 +122,30 @@ def _forecast(options: argparse.Namespace) -> None:
         has_aux=options.has_aux,
         largest_batch=options.largest_batch,
         top=options.top,
-    )(*positional, **keywords)
+    )
+    try:
+        with _progress("mpx.forecast"):
+            report = asked(*positional, **keywords)
+    except TypeError as error:
+        if "has_aux=True" not in str(error):
+            raise
+        raise _RefusedError(f"{error} Here: --has-aux.") from None
     print(report)
     _save(report, options.save)
+
+
+@contextlib.contextmanager
+def _progress(name: str) -> Iterator[None]:
+    """Prints what a logger says of its progress, on the standard error."""
+    logger, handler = logging.getLogger(name), logging.StreamHandler()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _read_optimizer(text: str | None, module: str) -> object:

@@ -1,6 +1,7 @@
 """The command line."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -205,11 +206,17 @@ def test_forecast_asks_for_the_compiler_and_prints_the_report(monkeypatch, capsy
 
     monkeypatch.setattr(_steps, "compile_only_devices", devices)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
     main(words)
-    printed = capsys.readouterr().out
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "2"
+    printed, progress = capsys.readouterr()
     assert "mean_square: forecast" in printed
     assert "v5e, bfloat16" in printed
+    assert progress == "Compiling bfloat16 for TPU v5e, batch 16\n"
     words[1] = "tests.test_main:mean_square_and_sum"
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "set `has_aux=True`. Here: --has-aux." in capsys.readouterr().err
     main([*words, "--has-aux"])
     assert "mean_square_and_sum: forecast" in capsys.readouterr().out
     with pytest.raises(SystemExit):

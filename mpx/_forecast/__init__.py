@@ -5,5 +5,6 @@ from ._report import (
     Constant as Constant,
     Estimate as Estimate,
     KernelGroup as KernelGroup,
+    Matmul as Matmul,
 )
 from ._views import Forecast as Forecast

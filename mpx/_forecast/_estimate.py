@@ -1,9 +1,11 @@
 """One program: a step in a precision on a target, compiled and counted."""
 
 import collections
+import logging
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,6 +36,9 @@ from ._peak import temporaries_by_part
 from ._report import Estimate, KernelGroup
 from ._steps import Precision, Step
 
+_FOLDER = str(Path(__file__).parent)
+_LOG = logging.getLogger("mpx.forecast")
+
 
 def estimate(step: Step, precision: Precision, target: Target, top: int) -> Estimate:
     """A step in a precision on a target.
@@ -41,7 +46,11 @@ def estimate(step: Step, precision: Precision, target: Target, top: int) -> Esti
     Raises:
         RuntimeError: The compiler refuses the program, but not because of its size.
     """
-    where = f"`mpx.forecast`: {precision.label} for {target.title}"
+    size, where = batch_of(step.args), f"{precision.label} for {target.title}"
+    # A whole step says not which argument is the batch.
+    batch = "" if step.optimizer is None else f", batch {size}"
+    _LOG.info("Compiling %s%s", where, batch)
+    where = f"`mpx.forecast`: {where}"
     try:
         lowered = step.lower(precision, target)
     except Exception as error:
@@ -60,7 +69,7 @@ def estimate(step: Step, precision: Precision, target: Target, top: int) -> Esti
             raise RuntimeError(
                 f"{where}: the compiler refused it: {said[0]}"
             ) from error
-        return _unfit(precision, target, batch_of(step.args))
+        return _unfit(precision, target, size)
     text, whole = compiled.as_text(), memory(compiled)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     parts = dict(lowered.arguments)
@@ -90,7 +99,7 @@ def estimate(step: Step, precision: Precision, target: Target, top: int) -> Esti
         bound=times.by_kind,
         by_memory=times.by_memory,
         top=_groups(kernels, frames, target.roof, top),
-        batch=batch_of(step.args),
+        batch=size,
     )
 
 
@@ -118,7 +127,9 @@ def _groups(
     groups: dict[tuple[str, str, str], list[Kernel]] = {}
     for kernel, kind in kernels:
         calls = frames.get(kernel.frame, ())
-        chain = [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
+        chain = _inside(
+            [Frame(file, line, 0, name) for file, name, line in reversed(calls)]
+        )
         path = function_path(chain).split("/")
         scope = _scope(kernel.source) or "/".join(dict.fromkeys(path))
         line = line_text(chain)
@@ -140,6 +151,13 @@ def _groups(
     made = sorted(made, key=lambda group: -group.bytes)
     least = sum(group.bytes for group in made) // 1000
     return tuple(group for group in made[:top] if group.bytes > least)
+
+
+def _inside(chain: list[Frame]) -> list[Frame]:
+    """The calls inside of the step; what called the forecast, or Python, is not."""
+    ours = [i for i, one in enumerate(chain) if one.file.startswith(_FOLDER)]
+    inner = chain[ours[-1] + 1 :] if ours else chain
+    return [one for one in inner if not one.file.startswith("<frozen ")]
 
 
 # What JAX and mpx write into the path of an operation.

@@ -1,5 +1,6 @@
 """`mpx.forecast`: what a step would need and gain, on hardware that is not there."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +13,19 @@ from .._errors import describe
 from .._wraps import name_of
 from ._estimate import batch_of, estimate, resized
 from ._largest import largest_batch as search, pays_from
+from ._matmuls import quantized
 from ._report import Constant, Estimate
 from ._steps import AS_WRITTEN, Precision, Step, read_precisions
+from ._tables import constant_text
 from ._views import Forecast
 
 _CALL = "`mpx.forecast`"
 _NOTES = (
     "Counted numbers are read from the program that the target's compiler made; "
     "modelled ones follow from them and the constants. No device ran.",
+    "Parts of memory are what is alive when most is in use. That moment differs "
+    "between precisions: a part may grow where the total falls, and gradients that are "
+    "not alive then are 0 B.",
     "Memory is that of the program. On a GPU JAX reserves 75% of the device's "
     "unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
     "Without a GPU XLA does not autotune: for GPUs, matmuls use cuBLAS "
@@ -45,7 +51,8 @@ def forecast(
     `mpx.optimizer_step` in each precision. Without an optimizer `func` is a whole step,
     in the precision that it is written in; arguments that are returned in its result
     are donated. Nothing runs and nothing is allocated: the target's compiler compiles
-    the step, and its needs are read from the program.
+    the step, and its needs are read from the program. The logger `mpx.forecast` names
+    each program at level INFO, as it is compiled.
 
     Args:
         func: A loss, `loss(model, *batch)`, or a step. A loss must not be an autocast
@@ -109,7 +116,7 @@ def forecast(
         named = [step.named(one) for one in asked]
         made: list[Estimate] = []
         for target in found:
-            ours = [estimate(step, one, target, top) for one in named]
+            ours = [_estimate(step, one, target, top) for one in named]
             made += _with_largest(step, named, target, ours) if largest_batch else ours
         return Forecast(
             name=name_of(func),
@@ -122,6 +129,14 @@ def forecast(
         )
 
     return report
+
+
+def _estimate(step: Step, precision: Any, target: Target, top: int) -> Estimate:
+    """An estimate that names the matmuls that it has in 8 bits or less."""
+    found = estimate(step, precision, target, top)
+    if not any(map(found.flops.get, ("4 bits", "8 bits"))):
+        return found
+    return dataclasses.replace(found, matmuls=quantized(step, precision, target.name))
 
 
 def _replaced(target: Target, own: Mapping[str, Mapping[str, Any]]) -> Target:
@@ -139,7 +154,7 @@ def _replaced(target: Target, own: Mapping[str, Mapping[str, Any]]) -> Target:
 def _constants(target: Target, own: Mapping[str, Any]) -> list[Constant]:
     sources = {**target.sources, **dict.fromkeys(own.get(target.name, {}), "given")}
     return [
-        Constant(target.name, name, str(getattr(target.roof, name)), source)
+        Constant(target.name, name, constant_text(target.roof, name), source)
         for name, source in sources.items()
     ]
 
@@ -157,11 +172,9 @@ def _with_largest(
     found, points = [], [{batch: one} for one in ours]
     for precision, one, seen in zip(asked, ours, points, strict=True):
 
-        def memory_of(
-            size: int, precision: Any = precision, seen: Any = seen
-        ) -> int | None:
+        def memory_of(size: int, how: Any = precision, seen: Any = seen) -> Any:
             other = dataclasses.replace(step, args=resized(step.args, size))
-            seen[size] = estimate(other, precision, target, 0)
+            seen[size] = estimate(other, how, target, 0)
             return seen[size].memory
 
         most = search(memory_of, target.roof.memory, batch, one.memory, step.devices)
@@ -181,8 +194,6 @@ def _with_largest(
 def _versions() -> dict[str, str]:
     found = {}
     for name in ("mpx-jax", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

@@ -1,9 +1,14 @@
-"""The largest batch that fits, by bisection on compiled programs; and which pays."""
+"""The largest batch that fits, by a search over compiled programs; and which pays."""
 
+import math
 from collections.abc import Callable
 
 _CLOSE = 1.05
-_MOST = 10
+_BELOW = 0.98
+_SLOW = 0.55
+_FARTHEST = 64
+_MOST = 12
+_Points = dict[int, int | None]
 
 
 def largest_batch(
@@ -15,8 +20,10 @@ def largest_batch(
 ) -> int:
     """The largest batch whose program needs at most `limit` bytes, to 5 %.
 
-    Memory grows about linearly with the batch, so each program that is compiled is at
-    the batch at which the line through two others meets the limit.
+    A secant method: each program is compiled just below the batch at which the line
+    through two others meets the limit, and at last 5 % above one that fits. Memory is
+    not linear near the limit, where XLA recomputes more to save some. So if a program
+    leaves more than half of the interval, the next one halves it.
 
     Args:
         memory_of: Bytes of the program of a batch; None where it does not fit.
@@ -26,9 +33,10 @@ def largest_batch(
         unit: What a batch must be a multiple of.
 
     Returns:
-        The batch; 0 where not even one unit fits.
+        The batch; 0 where not even one unit fits. After 12 programs that were not
+        enough, the largest that is known to fit.
     """
-    points: dict[int, int | None] = {batch: known}
+    points: _Points = {batch: known}
 
     def fits(size: int) -> bool:
         if size not in points:
@@ -37,30 +45,61 @@ def largest_batch(
         return found is not None and found <= limit
 
     low, high = (batch, 0) if fits(batch) else (0, batch)
+    halve = False
     for _ in range(_MOST):
         if high and (high - low <= unit or high <= low * _CLOSE):
             break
-        size = _next(points, limit, low, high, unit)
-        if fits(size):
-            low = size
-        else:
-            high = size
+        guess = None if halve else _meeting(points, limit, low, high)
+        size = _next(guess, low, high, unit)
+        before = low, high
+        low, high = (size, high) if fits(size) else (low, size)
+        # The line of a single program may be far off: it gets a second try.
+        halve = len(points) > 2 and _is_slow(before, (low, high))
     return low
 
 
-def _next(
-    points: dict[int, int | None], limit: int, low: int, high: int, unit: int
-) -> int:
-    """Where the line through the largest known programs meets the limit."""
+def _is_slow(before: tuple[int, int], after: tuple[int, int]) -> bool:
+    """Whether clearly more than half of the interval between the ends is left."""
+    (old_low, old_high), (low, high) = before, after
+    if not old_low or not old_high:
+        return bool(old_high) and not low and high > old_high * _SLOW
+    return math.log(high / low) > math.log(old_high / old_low) * _SLOW
+
+
+def _next(guess: float | None, low: int, high: int, unit: int) -> int:
+    """The next batch to compile: near the guess, else in the middle."""
+    is_last = high <= low * _CLOSE**2  # what lies between ends the search
+    if guess is None or (high and (is_last or guess >= high)):
+        size = math.sqrt(low * high) if low else high / 2
+    elif guess <= low * _CLOSE:
+        size = low * _CLOSE  # one that does not fit ends the search
+    elif high and guess >= high / _CLOSE:
+        size = math.ceil(high / _CLOSE) + unit - 1  # one that fits does
+    else:
+        size = guess * _BELOW if guess * (1 - _BELOW) >= unit else guess
+        size = max(size, high / 8) if not low else min(size, _FARTHEST * low)
+    size = max(int(size) // unit * unit, low + unit)
+    return min(size, high - unit) if high else size
+
+
+def _meeting(points: _Points, limit: int, low: int, high: int) -> float | None:
+    """Where the line through two programs meets the limit; None if that is unknown.
+
+    A single program has the line through the origin.
+    """
     known = sorted((b, m) for b, m in points.items() if m is not None)
-    guess = 2 * low if not high else (low + high) // 2
-    if len(known) > 1:
-        (first, less), (second, more) = known[-2:] if not high else known[:2]
-        if more > less:
-            guess = first + (limit - less) * (second - first) // (more - less)
-    # A little inside of the open interval, so that each program tells something.
-    guess = max(guess // unit * unit, low + max(unit, low // 40 // unit * unit))
-    return min(guess, high - unit) if high else min(guess, 64 * max(low, unit))
+    below = [one for one in known if one[0] <= low]
+    above = [one for one in known if high and one[0] >= high]
+    if not known:
+        return None
+    start, *others = above[:2] if not below else [below[-1], *(above[:1] or below[:-1])]
+    slopes = [(m - start[1]) / (b - start[0]) for b, m in others]
+    slopes = slopes or [start[1] / start[0]]
+    # A flat piece of the curve says nothing of what comes after it.
+    slope = max(slopes[-1], max(slopes) / 2)
+    if slope > 0:
+        return start[0] + (limit - start[1]) / slope
+    return None if above else math.inf
 
 
 def pays_from(ours: dict[int, float], base: dict[int, float]) -> int | None:

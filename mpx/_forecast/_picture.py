@@ -1,15 +1,19 @@
-"""The picture of a forecast: memory by part, and the range of the time, as SVG."""
+"""The picture of a forecast: memory by part, and the range of the time, as SVG.
+
+Words stand above their bars, so that a narrow screen shows both.
+"""
 
 import html
+from collections.abc import Mapping
 
 from .._inspect import bytes_text
 from ._report import Content
-from ._tables import time_text
+from ._tables import label_of, time_text
 
-_LEFT, _WIDTH, _ROW = 170, 520, 26
+_WIDTH, _ROW, _LETTER = 500, 44, 8
 # Of parts, in their order: the colours of the pages of reports.
 _TONES = ("#3b6fd4", "#8a4fc4", "#8a929c", "#0d8a6f", "#b8860b", "#b4560f", "#d1453b")
-_STYLE = """<style>text{font:13px system-ui,sans-serif;fill:currentColor}
+_STYLE = """<style>text{font:14px system-ui,sans-serif;fill:currentColor}
 .head{font-weight:600}svg{color:#8a929c}</style>"""
 
 
@@ -22,36 +26,45 @@ def picture(report: Content) -> str:
     longest = max((one.time[1] for one in fits), default=0.0) or 1.0
     rows, y = [_text(0, 14, "Peak memory (counted)", "head")], 24
     for one in fits:
-        rows.append(_text(0, y + 14, f"{one.target}, {one.precision}"))
-        x = float(_LEFT)
+        rows.append(_text(0, y + 14, f"{label_of(one)}: {bytes_text(one.memory or 0)}"))
+        x = 0.0
         for part, size in one.memory_by_part.items():
             width = size / most * _WIDTH
-            rows.append(_bar(x, y, width, tones[part], f"{part}: {bytes_text(size)}"))
+            says = f"{part}: {bytes_text(size)}"
+            rows.append(_bar(x, y + 20, width, tones[part], says))
             x += width
-        rows.append(_text(x + 6, y + 14, bytes_text(one.memory or 0)))
         y += _ROW
-    x = 0.0
-    for part, tone in tones.items():
-        rows += [_bar(x, y + 4, 10, tone, part), _text(x + 15, y + 17, part)]
-        x += 36 + 7 * len(part)
-    title = "Time, best to worst case; the red line is the roofline (modelled)"
-    rows.append(_text(0, y + 54, title, "head"))
-    y += 64
+    legend, y = _legend(tones, y + 4)
+    title = "Time, best to worst case; red: roofline (modelled)"
+    rows += [*legend, _text(0, y + 32, title, "head")]
+    y += 42
     for one in fits:
         best, worst, roof = (
-            _LEFT + value / longest * _WIDTH for value in (*one.time, one.roofline)
+            value / longest * _WIDTH for value in (*one.time, one.roofline)
         )
+        words = f"{label_of(one)}: {' to '.join(map(time_text, one.time))}"
         rows += [
-            _text(0, y + 14, f"{one.target}, {one.precision}"),
-            _bar(best, y, max(worst - best, 1), _TONES[3], "best to worst case"),
-            _bar(roof, y, 2, _TONES[6], "roofline"),
-            _text(worst + 6, y + 14, " to ".join(map(time_text, one.time))),
+            _text(0, y + 14, words),
+            _bar(best, y + 20, max(worst - best, 1), _TONES[3], "best to worst case"),
+            _bar(roof, y + 20, 2, _TONES[6], "roofline"),
         ]
         y += _ROW
-    size = f"0 0 {_LEFT + _WIDTH + 140} {y + 6}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" role="img"'
+    head = '<svg xmlns="http://www.w3.org/2000/svg" role="img"'
+    head += f' width="{_WIDTH + 2}" viewBox="0 0 {_WIDTH + 2} {y + 6}"'
     head += ' aria-label="Memory and time of the step">'
     return "\n".join([head, _STYLE, *rows, "</svg>"])
+
+
+def _legend(tones: Mapping[str, str], y: int) -> tuple[list[str], int]:
+    """The colours of parts, on as many lines as they need; and where it ends."""
+    rows, x = [], 0
+    for part, tone in tones.items():
+        width = 32 + _LETTER * len(part)
+        if x and x + width > _WIDTH:
+            x, y = 0, y + 22
+        rows += [_bar(x, y, 10, tone, part), _text(x + 15, y + 14, part)]
+        x += width
+    return rows, y + 18
 
 
 def _bar(x: float, y: float, width: float, tone: str, says: str) -> str:

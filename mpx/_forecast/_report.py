@@ -29,6 +29,22 @@ class KernelGroup:
 
 
 @dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A matmul of data with a weight that a recipe quantizes, in the forward pass."""
+
+    source: str
+    """The line of the user's code: `model.py:41`."""
+    scope: str
+    """The named scopes, or else the functions, around it."""
+    shapes: str
+    """The shapes of its operands: `256x512 by 512x64`."""
+    multiplications: int
+    """Its multiplications."""
+    numbers: int
+    """How many numbers are quantized for it and its two gradients."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Estimate:
     """An estimate of a step in one precision on one target.
 
@@ -69,6 +85,8 @@ class Estimate:
     """Modelled: the share of the time in kernels that wait for memory."""
     top: tuple[KernelGroup, ...] = ()
     """The kernels that move most bytes."""
+    matmuls: tuple[Matmul, ...] = ()
+    """The quantized matmuls, those of one line and shape once."""
     batch: int = 0
     """The batch that it was compiled for; 0 if arguments have none."""
     largest_batch: int | None = None

@@ -1,22 +1,22 @@
 """Rules from a forecast: which matmuls lose by quantizing."""
 
+import dataclasses
 import math
+from collections.abc import Callable
 
 from .._counter import Roof
 from .._program import aval_of
 from .._rules import Candidate, Precision, Rule, Rules
 from ._report import Content
 
+_FEW = {"4 bits", "8 bits"}
+
 
 def where_it_pays(report: Content, precision: str, target: str) -> Rules:
     """See `Forecast.where_it_pays`."""
     target = target or report.estimates[0].target
-    found = [
-        one
-        for one in report.estimates
-        if (one.target, one.precision) == (target, precision)
-    ]
-    few = [one for one in found if one.flops.get("8 bits") or one.flops.get("4 bits")]
+    ours = [e for e in report.estimates if e.target == target]
+    few = [e for e in ours if e.precision == precision and set(e.flops) & _FEW]
     if not few:
         has = ", ".join(f"{e.target}: {e.precision}" for e in report.estimates)
         raise ValueError(
@@ -27,13 +27,34 @@ def where_it_pays(report: Content, precision: str, target: str) -> Rules:
     each = one.quantizing / max(one.quantized, 1)
     bits = 4 if one.flops.get("4 bits") else 8
 
-    def loses(candidate: Candidate) -> bool:
-        numbers = _numbers(candidate)
-        return gain(candidate.multiplications, numbers, each, roof, bits) < 0
+    def loses(multiplications: int, numbers: int) -> bool:
+        return gain(multiplications, numbers, each, roof, bits) < 0
 
-    return Rules(
-        Rule(Precision.HALF, primitive="dot_general", when=loses),
-    )
+    here = [m for m in one.matmuls if loses(m.multiplications, m.numbers)]
+    if not here:
+        return Rules()
+    places = (f"{f'{m.source} {m.scope}'.rstrip()}, {m.shapes}" for m in here)
+    when = QuantizingLoses(loses, "; ".join(places))
+    return Rules(Rule(Precision.HALF, primitive="dot_general", when=when))
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class QuantizingLoses:
+    """Whether quantizing a matmul takes longer than it saves.
+
+    Attributes:
+        holds: Whether it does, by multiplications and quantized numbers.
+        here: The matmuls of the step for which it holds, in words.
+    """
+
+    holds: Callable[[int, int], bool]
+    here: str
+
+    def __call__(self, candidate: Candidate) -> bool:
+        return self.holds(candidate.multiplications, _numbers(candidate))
+
+    def __repr__(self) -> str:
+        return f"<quantizing loses: {self.here}>"
 
 
 def _numbers(candidate: Candidate) -> int:

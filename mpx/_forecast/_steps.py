@@ -1,6 +1,5 @@
 """The step to compile: the user's own, or made of a loss and an optimizer."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +15,8 @@ from .._ambient_record import settings_of
 from .._autocast import autocast
 from .._counter import Target, compile_only_devices
 from .._errors import describe
-from .._grad import filter_value_and_grad
+from .._grad import Options, gradient_function
+from .._inspect import Operation, explain
 from .._loss_scaling import NoLossScaling
 from .._optimizer import optimizer_step, refuse_optimizer
 from .._program import is_array_or_type
@@ -170,19 +170,27 @@ class Step:
         """The step in a precision, lowered for a target."""
         devices = compile_only_devices(target, self.devices)
         place = _Placement(devices, _mesh_of((self.args, self.kwargs)))
-        with _for_target(target):
+        # Autocast functions inside learn what is compiled for.
+        with autocast(target=target.name, ambient=True):
             if self.optimizer is None:
                 return self._lower_own(place)
             return self._lower_made(precision, target, place)
+
+    def operations(self, precision: Precision, target: str) -> tuple[Operation, ...]:
+        """What `mpx.explain` says of the loss, or of a step as it is written."""
+        func, args = self.func, self.args
+        if self.optimizer is not None:
+            loss, args = _pure(func, args)
+            func = autocast(loss, **precision.options)
+        with autocast(target=target, ambient=True):
+            return explain(func)(*args, **self.kwargs).operations
 
     def _lower_own(self, place: "_Placement") -> Lowered:
         args, kwargs = place(self.args), place(self.kwargs)
         func: Any = self.func
         is_equinox = type(func).__module__.startswith("equinox")
         if is_equinox and hasattr(func, "lower"):
-            func = (
-                func.__wrapped__
-            )  # of `eqx.filter_jit`, whose `lower` takes no shapes
+            func = func.__wrapped__  # the `lower` of `eqx.filter_jit` takes no shapes
         if hasattr(func, "lower"):
             lowered = func.lower(*args, **kwargs)
             lowered = getattr(lowered, "lowered", lowered)  # Flax wraps it
@@ -208,7 +216,8 @@ class Step:
             return state, init_scaling(loss, model, *batch, **self.kwargs)
 
         def step(model: PyTree, state: PyTree, scaling: Any, batch: PyTree) -> Any:
-            gradient: Any = filter_value_and_grad(loss, scaling, has_aux=self.has_aux)
+            asked = Options(has_aux=self.has_aux)
+            gradient: Any = gradient_function(_CALL, loss, scaling, None, True, asked)
             result = gradient(model, *batch, **self.kwargs)
             new = optimizer_step(model, tx, state, result)
             return (*new, result.value)
@@ -220,13 +229,6 @@ class Step:
         parts = {"weights": _size(model), "optimizer": _size(state)}
         parts["other arguments"] = _size((scaling, batch))
         return Lowered(lowered, parts, _sizes(model))
-
-
-@contextlib.contextmanager
-def _for_target(target: Target) -> Any:
-    """Autocast functions inside learn what is compiled for."""
-    with autocast(target=target.name, ambient=True):
-        yield
 
 
 def _lower(func: Callable[..., PyTree], args: Any, kwargs: Any) -> Any:
@@ -309,9 +311,8 @@ class _Placement:
         def one(path: Any, leaf: Any) -> Any:
             for own, weight in weights:
                 is_of = path[len(path) - len(own) :] == own
-                if is_of and getattr(weight, "shape", None) == getattr(
-                    leaf, "shape", 0
-                ):
+                shapes = getattr(weight, "shape", None), getattr(leaf, "shape", 0)
+                if is_of and shapes[0] == shapes[1]:
                     return self._leaf(leaf, weight)
             return self._leaf(leaf)
 
@@ -334,9 +335,8 @@ def _pure(
     loss: Callable[..., Any], args: tuple[PyTree, ...]
 ) -> tuple[Callable[..., Any], tuple[PyTree, ...]]:
     """A loss of an NNX module as one of its weights and of all else that it holds."""
-    if not any(
-        base.__module__.startswith("flax.nnx") for base in type(args[0]).__mro__
-    ):
+    bases = type(args[0]).__mro__
+    if not any(base.__module__.startswith("flax.nnx") for base in bases):
         return loss, args
     from flax import nnx
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
+from .._counter import Roof
 from .._inspect import bytes_text, flops_text, share_text
 from ._report import Content, Estimate
 
@@ -47,9 +48,10 @@ def sentences(report: Content) -> list[str]:
             text = (
                 f"{where} takes {middle:.2f} ({least:.2f} to {most:.2f}) of "
                 f"{base.precision}'s time in this step and "
-                f"{one.memory / base.memory:.2f} of its memory; "
-                f"{' and '.join(list(one.bound)[:2])} take most of it."
+                f"{one.memory / base.memory:.2f} of its memory."
             )
+            if kinds := " and ".join(map(_in_words, list(one.bound)[:2])):
+                text += f" Most of the time goes to {kinds}."
             few = _UNITS["FLOPs, 8 bits and fewer"]
             if one.quantizing and not any(map(one.flops.get, few)):
                 text += " No matmul is in 8 bits: the device has no hardware for it."
@@ -59,6 +61,12 @@ def sentences(report: Content) -> list[str]:
                 text += f" It would not pay below batch {one.pays_from}."
             found.append(text)
     return found
+
+
+def _in_words(kind: str) -> str:
+    """A kind of kernels as it reads in a sentence: `8-bit matmuls`."""
+    what, _, bits = kind.partition(" bits")[0].partition(", ")
+    return f"{bits}-bit {what}s" if bits else f"{what} kernels"
 
 
 _UNITS = {
@@ -123,7 +131,7 @@ def tables(report: Content) -> Iterator[Table]:
             for group in one.top
         ]
         if rows:
-            yield Table(f"Most memory traffic: {_name(one)}", heads, rows, 2)
+            yield Table(f"Most memory traffic: {label_of(one)}", heads, rows, 2)
     rows = [(f"{c.target}, {c.name}", c.value, c.source) for c in report.constants]
     yield Table("Constants of the model", ("", "value", "source"), rows, 2)
 
@@ -140,14 +148,14 @@ def _of_estimates(
     title: str, report: Content, columns: dict[str, Callable[[Estimate], str]]
 ) -> Table:
     """A row for each estimate; columns with nothing in them are left out."""
-    rows = [(_name(e), *(f(e) for f in columns.values())) for e in report.estimates]
+    rows = [(label_of(e), *(f(e) for f in columns.values())) for e in report.estimates]
     used = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
     heads = ("", *columns)
     picked = [tuple(row[i] for i in used) for row in rows]
     return Table(title, tuple(heads[i] for i in used), picked)
 
 
-def _name(one: Estimate) -> str:
+def label_of(one: Estimate) -> str:
     return f"{one.target}, {one.precision}"
 
 
@@ -159,6 +167,21 @@ def time_text(seconds: float) -> str:
     return (
         f"{seconds / size:.3g} {unit}" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
     )
+
+
+def constant_text(roof: Roof, name: str) -> str:
+    """A constant with its unit: `3.35 TB/s`, `0.92 to 0.75`."""
+    value = getattr(roof, name)
+    if name == "peaks":
+        return "; ".join(f"{b} bits: {_large(x)}FLOP/s" for b, x in value.items())
+    if isinstance(value, tuple):
+        return " to ".join(time_text(x) if name == "start" else f"{x:g}" for x in value)
+    return f"{_large(value)}B{'' if name == 'memory' else '/s'}"
+
+
+def _large(value: float) -> str:
+    prefix, size = ("T", 1e12) if value >= 1e12 else ("G", 1e9)
+    return f"{value / size:.4g} {prefix}"
 
 
 def versions_text(report: Content) -> str:

@@ -11,11 +11,11 @@ from .._counter import Roof
 from .._report_files import document, framed, save_as
 from .._rules import Rules
 from ._picture import picture
-from ._report import Constant, Content, Estimate, KernelGroup
+from ._report import Constant, Content, Estimate, KernelGroup, Matmul
 from ._rules import where_it_pays
 from ._tables import Table, sentences, tables, text, versions_text
 
-_FORMAT, _VERSION = "mpx forecast", 1
+_FORMAT, _VERSION = "mpx forecast", 2
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -49,7 +49,8 @@ class Forecast(Content):
             target: A target of the report; the first by default.
 
         Returns:
-            Rules for `rules=` of `mpx.autocast`.
+            Rules for `rules=` of `mpx.autocast`, which print with the lines and shapes
+            that go back to half precision. Empty if no matmul of the step loses.
 
         Raises:
             ValueError: The report has no such estimate, or it quantizes nothing.
@@ -80,6 +81,7 @@ class Forecast(Content):
             )
         for one in data["estimates"]:
             one["top"] = tuple(KernelGroup(**group) for group in one["top"])
+            one["matmuls"] = tuple(Matmul(**matmul) for matmul in one["matmuls"])
             if one["memory"] is None:
                 one["roofline"], one["time"] = math.inf, (math.inf, math.inf)
         for one in data["roofs"].values():

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import mpx
 from mpx._counter import TARGETS, why_missing
-from mpx._forecast import _steps
+from mpx._forecast import _estimate, _steps
+from mpx._program import Frame
 
 pytestmark = pytest.mark.third_party
 
@@ -115,6 +116,29 @@ def test_equinox_and_nnx_and_has_aux(on_cpu):
         nnx.eval_shape(make), X
     )
     assert report.estimates[0].memory_by_part["weights"] == 4 * (64 * 64 + 3 * 64)
+
+
+def test_an_aux_that_was_not_asked_for_names_the_forecast(on_cpu):
+    def with_aux(weights, x):
+        return loss(weights, x), x
+
+    match = r"passed to `mpx\.forecast` must return .*set `has_aux=True`"
+    with pytest.raises(TypeError, match=match):
+        mpx.forecast(with_aux, ADAM, **on_cpu)(W, X)
+
+
+def test_frames_of_python_itself_are_left_out():
+    outer = Frame("<frozen runpy>", 1, 0, "_run_code")
+    inner = Frame("/home/me/train.py", 7, 0, "loss")
+    assert _estimate._inside([outer, inner]) == [inner]
+    ours = Frame(_estimate.__file__, 1, 0, "estimate")
+    assert _estimate._inside([outer, inner, ours, inner]) == [inner]
+
+
+def test_progress_is_logged(on_cpu, caplog):
+    with caplog.at_level("INFO", "mpx.forecast"):
+        mpx.forecast(loss, ADAM, precisions="bfloat16", **on_cpu)(W, X)
+    assert caplog.messages == ["Compiling bfloat16 for TPU v5e, batch 512"]
 
 
 def test_arrays_over_a_mesh(on_cpu):

@@ -4,41 +4,140 @@ import pytest
 
 from mpx._forecast._largest import largest_batch, pays_from
 
+LIMIT = 84_978_434_048  # of an H100
+WEIGHTS, ROW = 1_400_000_000, 252_000_000
 
-@pytest.mark.parametrize("start", [1, 8, 96, 100, 5000])
-@pytest.mark.parametrize("most", [0, 1, 7, 97, 1000, 30_000])
-def test_within_five_percent(start, most):
+
+def linear(batch):
+    return WEIGHTS + ROW * batch
+
+
+def heavy(batch):
+    """Weights take most of the memory."""
+    return 70_000_000_000 + ROW // 4 * batch
+
+
+def floor(batch):
+    """XLA recomputes more above 60 GB, as long as that saves anything."""
+    return min(linear(batch), max(60_000_000_000, int(0.8 * linear(batch))))
+
+
+def floor_at_the_limit(batch):
+    return min(linear(batch), max(LIMIT - 10, linear(batch) - 8 * ROW))
+
+
+def jump(batch):
+    return linear(batch) + (20_000_000_000 if batch > 250 else 0)
+
+
+def jump_down(batch):
+    """Another algorithm for large batches."""
+    return linear(batch) - (15_000_000_000 if batch > 100 else 0)
+
+
+def concave(batch):
+    return WEIGHTS + int(4_000_000_000 * batch**0.5)
+
+
+def convex(batch):
+    return WEIGHTS + ROW * batch // 4 + 900_000 * batch**2
+
+
+def steps(batch):
+    return WEIGHTS + 64 * ROW * -(-batch // 64)
+
+
+def fails(batch):
+    """The compiler refuses what is far too large."""
+    return linear(batch) if linear(batch) < 1.01 * LIMIT else None
+
+
+def refuses(batch):
+    """The compiler refuses whatever does not fit."""
+    return linear(batch) if linear(batch) <= LIMIT else None
+
+
+# The most programs that a search may compile, from any start that fits.
+CURVES = {
+    linear: 3,
+    heavy: 4,
+    floor: 5,
+    floor_at_the_limit: 3,
+    jump_down: 5,
+    fails: 3,
+    refuses: 3,
+    # Steeper bends than any that XLA makes.
+    steps: 6,
+    concave: 6,
+    jump: 7,
+    convex: 8,
+}
+
+
+def search(curve, start, limit=LIMIT, unit=1):
+    """The batch that is found, and those that were compiled."""
     asked = []
 
     def memory(batch):
         asked.append(batch)
-        return 1000 + 10 * batch
+        return curve(batch)
 
-    limit = 1000 + 10 * most
-    found = largest_batch(memory, limit, start, memory(start))
+    return largest_batch(memory, limit, start, curve(start), unit), asked
+
+
+def is_within(found, curve, limit=LIMIT, unit=1):
+    """Whether a batch fits, and one 5 % above, or one unit, does not."""
+
+    def fits(batch):
+        memory = curve(batch)
+        return memory is not None and memory <= limit
+
+    return (not found or fits(found)) and not fits(max(int(found * 1.05), found + unit))
+
+
+@pytest.mark.parametrize("start", [1, 8, 64, 256])
+@pytest.mark.parametrize("curve", CURVES)
+def test_few_programs_whatever_the_curve(curve, start):
+    found, asked = search(curve, start)
+    assert is_within(found, curve)
+    assert len(asked) <= CURVES[curve], asked
+    assert len(set(asked)) == len(asked)
+    assert start not in asked
+
+
+@pytest.mark.parametrize("start", [500, 3000])
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_batch_that_does_not_fit(curve, start):
+    found, asked = search(curve, start)
+    assert is_within(found, curve)
+    assert len(asked) <= 7, asked
+
+
+@pytest.mark.parametrize("start", [1, 8, 96, 100, 5000])
+@pytest.mark.parametrize("most", [0, 1, 7, 97, 1000, 30_000])
+def test_small_and_large_answers(start, most):
+    found, asked = search(lambda b: 1000 + 10 * b, start, 1000 + 10 * most)
     assert most / 1.05 - 1 <= found <= most
-    assert len(asked) <= 11
-
-
-def test_steps_in_memory():
-    def memory(batch):
-        return 1000 + 4096 * (batch // 64)
-
-    found = largest_batch(memory, 100_000, 8, memory(8))
-    assert memory(found) <= 100_000 < memory(int(found * 1.05) + 1)
+    assert len(asked) <= 5
 
 
 def test_a_unit():
-    found = largest_batch(lambda batch: batch, 1003, 8, 8, unit=8)
+    found, asked = search(lambda batch: batch, 8, 1003, unit=8)
     assert found % 8 == 0
+    assert all(size % 8 == 0 for size in asked)
     assert 1003 / 1.05 - 8 <= found <= 1003
 
 
 def test_programs_that_the_compiler_refuses():
-    def memory(batch):
-        return batch if batch <= 100 else None
+    found, asked = search(lambda b: b if b <= 100 else None, 200, 10_000)
+    assert 95 <= found <= 100
+    assert len(asked) <= 6
 
-    assert 95 <= largest_batch(memory, 10_000, 200, None) <= 100
+
+def test_memory_that_the_batch_does_not_change():
+    found, asked = search(lambda batch: 10, 8, 1000)
+    assert found >= 1000
+    assert len(asked) <= 12
 
 
 def test_where_it_pays():

@@ -4,12 +4,18 @@ import dataclasses
 import json
 import xml.etree.ElementTree as ElementTree
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
+import mpx
 from mpx._counter import TARGETS
-from mpx._forecast import Constant, Estimate, Forecast, KernelGroup
+from mpx._forecast import Constant, Estimate, Forecast, KernelGroup, Matmul
+from mpx._forecast._matmuls import quantized
 from mpx._forecast._rules import gain
-from mpx._forecast._tables import tables
+from mpx._forecast._steps import Precision, Step
+from mpx._forecast._tables import constant_text, tables
 
 HALF = Estimate(
     target="h100",
@@ -59,8 +65,8 @@ def test_the_sentence():
     (sentence,) = report(HALF, FEW).sentences
     assert sentence == (
         "On an NVIDIA H100 80GB HBM3 delayed takes 0.75 (0.67 to 0.80) of bfloat16's "
-        "time in this step and 0.90 of its memory; matmul, 16 bits and elementwise "
-        "take most of it. It would not pay below batch 4."
+        "time in this step and 0.90 of its memory. Most of the time goes to "
+        "16-bit matmuls and elementwise kernels. It would not pay below batch 4."
     )
 
 
@@ -119,6 +125,38 @@ def test_the_page_is_escaped_and_has_the_picture():
     assert len(bars) == 2 * 2 + 2 + 2 * 2  # parts, their legend, range and roofline
 
 
+def test_nothing_of_the_picture_is_cut_or_needs_scrolling():
+    parts = ("weights", "optimizer", "other arguments", "activations", "gradients")
+    sizes = dict.fromkeys((*parts, "working memory"), 10**9)
+    found = report(HALF, dataclasses.replace(FEW, memory_by_part=sizes))
+    svg = ElementTree.fromstring(found.to_svg())
+    *_, wide, high = map(int, svg.attrib["viewBox"].split())
+    for one in svg.iter():
+        if "x" not in one.attrib:
+            continue
+        # A letter of 14 px is at most 8 px wide, on average.
+        size = float(one.get("width", 8 * len(one.text or "")))
+        assert float(one.attrib["x"]) + size <= wide
+        assert float(one.attrib["y"]) + float(one.get("height", 0)) <= high
+    # 400 px of a phone leave letters that can be read.
+    assert wide <= 520
+    assert "svg { width: 100%; max-width" in found.to_html()
+
+
+def test_constants_have_units():
+    roof = TARGETS["h100"].roof
+    peaks = "32 bits: 494.5 TFLOP/s; 16 bits: 989 TFLOP/s; 8 bits: 1979 TFLOP/s"
+    assert constant_text(roof, "peaks") == peaks
+    assert constant_text(roof, "bandwidth") == "3.35 TB/s"
+    assert constant_text(roof, "link") == "450 GB/s"
+    assert constant_text(roof, "memory") == "84.98 GB"
+    assert constant_text(roof, "start") == "0 us to 2 us"
+    assert constant_text(roof, "matmul") == "0.78 to 0.6"
+    for target in TARGETS.values():
+        for name in vars(target.roof):
+            assert constant_text(target.roof, name)
+
+
 def test_saving(tmp_path):
     found = report(HALF)
     for ending in ("html", "json", "txt", "svg"):
@@ -129,6 +167,35 @@ def test_saving(tmp_path):
     assert "iframe" in found._repr_html_()
 
 
+@pytest.mark.third_party
+def test_rules_hold_for_what_they_name():
+    def loss(w, x):
+        return jnp.mean((x @ w["large"] @ w["small"] @ w["out"]) ** 2)
+
+    shapes = {"large": (4096, 4096), "small": (4096, 256), "out": (256, 4096)}
+    w = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+    x = jax.ShapeDtypeStruct((512, 4096), jnp.float32)
+    recipe = mpx.Float8CurrentScaling()
+    step = Step(loss, optax.sgd(1.0), False, (w, x), {})
+    matmuls = quantized(step, Precision("current", {"recipe": recipe}), "h100")
+    assert [one.shapes for one in matmuls] == [
+        "512x4096 by 4096x4096",
+        "512x4096 by 4096x256",
+    ]
+    large, small = matmuls
+    assert large.multiplications == 512 * 4096**2
+    assert small.numbers == 512 * 4096 + 4096 * 256 + 512 * 256
+    assert small.source.endswith(f":{loss.__code__.co_firstlineno + 1}")
+    few = dataclasses.replace(FEW, matmuls=matmuls, quantizing=4 * 10**9)
+    rules = report(HALF, few).where_it_pays("delayed")
+    assert "4096x256" in repr(rules)
+    assert "4096x4096" not in repr(rules)
+    # The rules, given to the loss, leave what they name in half precision.
+    ruled = mpx.autocast(loss, recipe=recipe, rules=rules, target="h100")
+    low = [one for one in mpx.explain(ruled)(w, x).operations if one.is_low]
+    assert [one.outputs for one in low] == [("bfloat16[512,4096]",)]
+
+
 def test_rules_where_it_pays():
     roof = TARGETS["h100"].roof
     wide, narrow = 8192**3, 8192 * 64 * 64
@@ -136,7 +203,17 @@ def test_rules_where_it_pays():
     assert gain(narrow, 8192 * 128 + 64 * 64, 3.0, roof) < 0
     roof = TARGETS["b200"].roof
     assert gain(wide, 3 * 8192**2, 3.0, roof, 4) > gain(wide, 3 * 8192**2, 3.0, roof, 8)
-    rules = report(HALF, FEW).where_it_pays("delayed")
-    assert len(rules.rules) == 1
+    small = Matmul("train.py:3", "head", "8192x64 by 64x64", narrow, 8192 * 128 + 64**2)
+    large = Matmul("train.py:9", "", "8192x8192 by 8192x8192", wide, 3 * 8192**2)
+    few = dataclasses.replace(FEW, matmuls=(large, small))
+    found = report(HALF, few)
+    assert Forecast.from_json(found.to_json()) == found
+    rules = found.where_it_pays("delayed")
+    assert "loses: train.py:3 head, 8192x64 by 64x64>" in repr(rules)
+    assert "train.py:9" not in repr(rules)
+    (rule,) = rules.rules
+    assert str(rule) == "half for primitive dot_general, when QuantizingLoses"
+    none = report(HALF, dataclasses.replace(FEW, matmuls=(large,)))
+    assert none.where_it_pays("delayed") == mpx.Rules()
     with pytest.raises(ValueError, match="8 bits or less; got 'bfloat16' on 'h100'"):
         report(HALF, FEW).where_it_pays("bfloat16")
