@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from .._ambient_record import settings_of
 from .._errors import describe
-from .._grad import filter_value_and_grad
+from .._grad import filter_value_and_grad, refuse_nnx
 from .._inspect import Traced, trace
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy
@@ -97,6 +97,7 @@ def compare(
             )
 
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
+        refuse_nnx((args, kwargs), "`mpx.compare`")
         used = _scaling_of(func, scaling, policy, args, kwargs)
         is_mixed = settings_of(func) is not None or policy is not None
 
