@@ -22,7 +22,14 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._errors import describe
-from ._program import PRIMITIVES, PrimitiveClass, aval_of, count, source_frames
+from ._program import (
+    PRIMITIVES,
+    PrimitiveClass,
+    aval_of,
+    count,
+    source_frames,
+    user_frame,
+)
 from ._quantize import AbstractRecipe
 
 _RULE = "`mpx.Rule`"
@@ -88,8 +95,8 @@ class Candidate:
 
 def line_of(equation: JaxprEqn) -> str:
     """The line of the user's code that an equation comes from; "" if not known."""
-    frames = source_frames(equation)
-    return str(frames[-1]) if frames else ""
+    frame = user_frame(source_frames(equation))
+    return "" if frame is None else str(frame)
 
 
 Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]
