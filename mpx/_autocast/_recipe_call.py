@@ -85,6 +85,7 @@ def call_with_recipe(
     source: Source,
     weights: Weights,
     spares_final: bool,
+    decides_itself: bool,
 ) -> tuple[PyTree, Run]:
     """Calls a function, rewritten, so that the recipe quantizes something.
 
@@ -94,6 +95,7 @@ def call_with_recipe(
         source: Where slots come from.
         weights: Positions and names of the arguments that hold parameters.
         spares_final: Whether recipes leave the final projection alone.
+        decides_itself: Whether the function is an autocast function already.
 
     Returns:
         What the function returns, and the run.
@@ -116,7 +118,8 @@ def call_with_recipe(
         # The only product of a weight, perhaps, is the final projection.
         results, run = attempt(False)
         if finds_nothing(run):
-            raise ValueError(_nothing_to_quantize(recipe, weights))
+            why = _twice if decides_itself else _nothing_to_quantize
+            raise ValueError(why(recipe, weights))
     if recipe is not None and recipe not in run.used.recipes and not is_frozen:
         warn_user(
             f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
@@ -150,6 +153,14 @@ def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
         "vector are not quantized: put `jax.vmap` inside `mpx.autocast`. Neither "
         "are float64 and functions with a custom derivative rule. `mpx.explain` of "
         "the function without the recipe shows its matmuls."
+    )
+
+
+def _twice(recipe: object, _: Weights) -> str:
+    return (
+        f"`mpx.autocast(func, recipe={type(recipe).__name__}(...))` must get a "
+        "function that is not an autocast function; got one, whose own precision "
+        "applies to its matmuls. Set the recipe there, in its only `mpx.autocast`."
     )
 
 
