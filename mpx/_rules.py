@@ -22,14 +22,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._errors import describe
-from ._program import (
-    PRIMITIVES,
-    PrimitiveClass,
-    aval_of,
-    count,
-    source_frames,
-    user_frame,
-)
+from ._program import PRIMITIVES, PrimitiveClass, aval_of, count, line_of
 from ._quantize import AbstractRecipe
 
 _RULE = "`mpx.Rule`"
@@ -91,12 +84,6 @@ class Candidate:
     def line(self) -> str:
         """The line of the user's code that it comes from; "" if unknown."""
         return line_of(self.equation)
-
-
-def line_of(equation: JaxprEqn) -> str:
-    """The line of the user's code that an equation comes from; "" if not known."""
-    frame = user_frame(source_frames(equation))
-    return "" if frame is None else str(frame)
 
 
 Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]

@@ -53,6 +53,7 @@ from .source import (
     data_scope,
     is_library,
     is_ours,
+    line_of,
     real_path,
     scopes,
     source_frames,

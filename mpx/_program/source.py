@@ -63,6 +63,12 @@ def user_frame(frames: Sequence[Frame]) -> Frame | None:
     return (own or list(frames) or [None])[-1]
 
 
+def line_of(equation: JaxprEqn) -> str:
+    """The line of the user's code that an equation comes from; "" if not known."""
+    frame = user_frame(source_frames(equation))
+    return "" if frame is None else str(frame)
+
+
 @functools.lru_cache(maxsize=4096)
 def real_path(path: str) -> str:
     """A path without symbolic links, as the paths of libraries are."""
