@@ -29,7 +29,7 @@ from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._payloads import dequantized, payload_of
 from .._program import Call, named_like
 from .._recipe_state import asked_for_step, is_random, with_step
-from .._settings import MARK, Settings, Weights, recipes_in, region
+from .._settings import Settings, Weights, recipes_in, region
 from .._stored_weights import StoredWeight
 from .._tree import path_text
 from .._typing import AnyArray, Aval
@@ -119,14 +119,8 @@ def call_autocast(call: Invocation) -> PyTree:
     if settings.recipe is None and source is None:
         results, run = attempt(call.spares_final)
     else:
-        decides_itself = getattr(call.func, MARK, None) is not None
         results, run = call_with_recipe(
-            attempt,
-            settings.recipe,
-            source,
-            call.weights,
-            call.spares_final,
-            decides_itself,
+            attempt, settings.recipe, source, call.weights, call.spares_final, call.func
         )
     if settings.rules.rules:
         _tell_of_rules(settings, run)

@@ -19,7 +19,7 @@ from .._jax_compat import manual_axes
 from .._quantize import AbstractRecipe, QuantizedArray, target_from
 from .._recipe_state import Slots, State, StateRequests, note_used
 from .._rules import Precision, Rules
-from .._settings import Weights
+from .._settings import MARK, Weights
 from ._context import Run, Value, declared
 
 Source = StateRequests | State | None
@@ -85,7 +85,7 @@ def call_with_recipe(
     source: Source,
     weights: Weights,
     spares_final: bool,
-    decides_itself: bool,
+    func: Callable[..., PyTree],
 ) -> tuple[PyTree, Run]:
     """Calls a function, rewritten, so that the recipe quantizes something.
 
@@ -95,7 +95,7 @@ def call_with_recipe(
         source: Where slots come from.
         weights: Positions and names of the arguments that hold parameters.
         spares_final: Whether recipes leave the final projection alone.
-        decides_itself: Whether the function is an autocast function already.
+        func: The function, to tell in an error whether it is one of autocast already.
 
     Returns:
         What the function returns, and the run.
@@ -118,7 +118,8 @@ def call_with_recipe(
         # The only product of a weight, perhaps, is the final projection.
         results, run = attempt(False)
         if finds_nothing(run):
-            why = _twice if decides_itself else _nothing_to_quantize
+            is_autocast = getattr(func, MARK, None) is not None
+            why = _twice if is_autocast else _nothing_to_quantize
             raise ValueError(why(recipe, weights))
     if recipe is not None and recipe not in run.used.recipes and not is_frozen:
         warn_user(
