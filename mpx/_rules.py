@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ._errors import describe
-from ._program import PRIMITIVES, PrimitiveClass, aval_of, count, source_frames
+from ._program import PRIMITIVES, PrimitiveClass, aval_of, count, line_of
 from ._quantize import AbstractRecipe
 
 _RULE = "`mpx.Rule`"
@@ -84,12 +84,6 @@ class Candidate:
     def line(self) -> str:
         """The line of the user's code that it comes from; "" if unknown."""
         return line_of(self.equation)
-
-
-def line_of(equation: JaxprEqn) -> str:
-    """The line of the user's code that an equation comes from; "" if not known."""
-    frames = source_frames(equation)
-    return str(frames[-1]) if frames else ""
 
 
 Rewrite = Callable[[Candidate, list[Any]], tuple[Sequence[Any], dict[str, Any]]]

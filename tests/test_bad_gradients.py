@@ -113,7 +113,13 @@ GRADIENTS = [
         "vector loss",
         lambda f: _once(f, lambda w: w, _w()),
         ValueError,
-        r"must return a scalar loss; got float\d+\[2\]",
+        r"must return a scalar loss; got float\d+\[2\]. Reduce it, in full",
+    ),
+    *_of_all(
+        "vector loss of autocast",
+        lambda f: _once(f, mpx.autocast(lambda w: w), _w()),
+        ValueError,
+        r"must return a scalar loss; .*, for example by `jnp.mean\(losses\)`",
     ),
     *[
         case

@@ -1,5 +1,6 @@
 """A recipe with a state under a loss scaling that holds no scales."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -50,3 +51,29 @@ def test_a_loss_scaling_without_scales_is_named(call, make, scaling, is_ambient)
     repaired = mpx.init_scaling(func, *args).with_loss(scaling)
     result = mpx.filter_grad(func, repaired)(*args)
     assert bool(result.finite)
+
+
+def test_the_line_is_the_users_and_not_that_of_a_library():
+    layer = eqx.nn.Linear(N, N, key=jax.random.key(0))
+
+    @mpx.autocast(recipe=mpx.DelayedScaling())
+    def squared(layer, x):
+        return jnp.mean(jax.vmap(jax.vmap(layer))(jnp.stack([x, x])) ** 2)
+
+    with pytest.raises(ValueError, match=r"DelayedScaling` at \S*test_missing_scales"):
+        squared(layer, W)
+
+
+def test_rules_see_the_users_line_of_a_layer():
+    layer = eqx.nn.Linear(N, N, key=jax.random.key(0))
+    seen = []
+
+    def is_here(operation):
+        seen.append(operation.line)
+        return False
+
+    rules = mpx.Rules(
+        mpx.Rule(mpx.Precision.FULL, primitive="dot_general", when=is_here)
+    )
+    mpx.autocast(lambda m, x: jax.vmap(m)(x), rules=rules)(layer, W)
+    assert seen and all("test_missing_scales.py:" in line for line in seen)

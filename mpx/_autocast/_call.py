@@ -120,7 +120,7 @@ def call_autocast(call: Invocation) -> PyTree:
         results, run = attempt(call.spares_final)
     else:
         results, run = call_with_recipe(
-            attempt, settings.recipe, source, call.weights, call.spares_final
+            attempt, settings.recipe, source, call.weights, call.spares_final, call.func
         )
     if settings.rules.rules:
         _tell_of_rules(settings, run)

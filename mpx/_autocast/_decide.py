@@ -18,12 +18,13 @@ from .._program import (
     PrimitiveClass,
     aval_of,
     is_multiplication,
+    line_of,
     only_picks,
     properties,
     sub_jaxprs,
 )
 from .._quantize import AbstractRecipe
-from .._rules import Candidate, Precision, Rule, line_of
+from .._rules import Candidate, Precision, Rule
 from .._settings import Settings
 from .._typing import Atom
 from ._context import FULL, Place, Run, Usage, Value, is_castable

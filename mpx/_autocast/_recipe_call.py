@@ -19,7 +19,7 @@ from .._jax_compat import manual_axes
 from .._quantize import AbstractRecipe, QuantizedArray, target_from
 from .._recipe_state import Slots, State, StateRequests, note_used
 from .._rules import Precision, Rules
-from .._settings import Weights
+from .._settings import MARK, Weights
 from ._context import Run, Value, declared
 
 Source = StateRequests | State | None
@@ -86,6 +86,7 @@ def call_with_recipe(
     source: Source,
     weights: Weights,
     spares_final: bool,
+    func: Callable[..., PyTree],
 ) -> tuple[PyTree, Run]:
     """Calls a function, rewritten, so that the recipe quantizes something.
 
@@ -95,6 +96,7 @@ def call_with_recipe(
         source: Where slots come from.
         weights: Positions and names of the arguments that hold parameters.
         spares_final: Whether recipes leave the final projection alone.
+        func: The function, to tell in an error whether it is one of autocast already.
 
     Returns:
         What the function returns, and the run.
@@ -117,7 +119,9 @@ def call_with_recipe(
         # The only product of a weight, perhaps, is the final projection.
         results, run = attempt(False)
         if finds_nothing(run):
-            raise ValueError(_nothing_to_quantize(recipe, weights))
+            is_autocast = getattr(func, MARK, None) is not None
+            why = _twice if is_autocast else _nothing_to_quantize
+            raise ValueError(why(recipe, weights))
     if recipe is not None and recipe not in run.used.recipes and not is_frozen:
         warn_user(
             f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
@@ -152,6 +156,14 @@ def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
         "vector are not quantized: put `jax.vmap` inside `mpx.autocast`. Neither "
         "are float64 and functions with a custom derivative rule. `mpx.explain` of "
         "the function without the recipe shows its matmuls."
+    )
+
+
+def _twice(recipe: object, _: Weights) -> str:
+    return (
+        f"`mpx.autocast(func, recipe={type(recipe).__name__}(...))` must get a "
+        "function that is not an autocast function; got one, whose own precision "
+        "applies to its matmuls. Set the recipe there, in its only `mpx.autocast`."
     )
 
 

@@ -17,6 +17,7 @@ from .._policy import Policy
 from .._stored_weights import dequantize_weights
 from .._typing import DTypeLike, LeafPredicate
 from .._wraps import name_of, wraps
+from ._cures import is_for_all
 from ._describe import culprit_of
 from ._replay import Replay, refuse_tracers
 from ._report import Culprit, Verdict
@@ -173,12 +174,17 @@ def blamed(step: StepOf, above: float | None) -> BlameReport:
 
 def _of_precision(step: StepOf, found: BlameReport) -> BlameReport:
     rule, share = curing_rule(step, found.culprits)
+    is_everywhere = rule is not None and is_for_all(rule)
+    in_bfloat16 = rule is not None and is_finite_in_bfloat16(step)
     if rule is None:
         advice = precision_advice(step, found.culprits)
+    elif is_everywhere:
+        # A rule that is all of the program cures nothing that float32 does not.
+        rule, advice = None, _RANGE if in_bfloat16 else _EVERYWHERE
     else:
         part = "" if share is None else f", for {share_text(share)} of the FLOPs"
         advice = f"Finite in float32, and with this rule{part}:\n  {rule_text(rule)}"
-        if is_finite_in_bfloat16(step):
+        if in_bfloat16:
             advice += (
                 "\nIn bfloat16, whose range is that of float32, it is finite without "
                 'the rule: `mpx.autocast(loss, "bfloat16")`.'
@@ -188,6 +194,17 @@ def _of_precision(step: StepOf, found: BlameReport) -> BlameReport:
     )
 
 
+_RANGE = (
+    "Finite in float32, but with no rule for a part of it: values before the first bad "
+    "one, and perhaps after it, are beyond the range of float16 (65504). In bfloat16, "
+    "whose range is that of float32, the step is finite: "
+    '`mpx.autocast(loss, "bfloat16")`.'
+)
+_EVERYWHERE = (
+    "Finite in float32, but with none of the rules that were tried for a part of it. "
+    "Run it in float32, `mpx.autocast(loss, enabled=False)`, and look for values of "
+    "unusual size: `mpx.monitor`."
+)
 _NOTHING = (
     "The loss and all gradients are finite. Did the step have other weights, "
     "another batch or another loss scale?"

@@ -10,6 +10,7 @@ from ._report import AtLine, Culprit
 
 # How many weights are tried of products that may take a value that does not fit.
 _WEIGHTS = 4
+_ALL = "*"
 
 
 def candidate_rules(
@@ -23,7 +24,7 @@ def candidate_rules(
         operations: Those of the function.
     """
     first = culprits[0] if culprits else None
-    every = Rule(Precision.FULL, primitive="*")
+    every = Rule(Precision.FULL, primitive=_ALL)
     if first is None or first.primitive in ("input", "constant"):
         return [every]
     names = [first.primitive]
@@ -38,6 +39,11 @@ def candidate_rules(
     if first.scope:
         found.append(Rule(Precision.FULL, scope=first.scope))
     return [*found, every]
+
+
+def is_for_all(rule: Rule) -> bool:
+    """Whether a rule of `candidate_rules` holds for the whole function."""
+    return rule.primitive == _ALL
 
 
 def _places(culprit: Culprit, operations: Sequence[Operation]) -> list[dict[str, Any]]:

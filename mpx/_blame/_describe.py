@@ -10,9 +10,8 @@ from .._inspect import (
     innermost_note,
     line_text,
     scope_path,
-    user_frame,
 )
-from .._program import properties, scopes
+from .._program import properties, scopes, user_frame
 from ._badness import Range
 from ._graph import Step
 from ._origin import gradient_of, input_of, parameters_of

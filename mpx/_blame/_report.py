@@ -97,7 +97,7 @@ class Content:
     """The loss scale of the replay."""
     rule: Rule | None
     """The rule of the fewest FLOPs that fixes it, if the verdict is `precision` and one
-    was found."""
+    for a part of the function was found."""
     rows: tuple[int, ...]
     """The rows of the batch that cause it, each alone, if the verdict is `data`."""
     advice: str

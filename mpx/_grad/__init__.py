@@ -19,7 +19,7 @@ what is refused), `_accumulate` (micro-batches), `_result` (what comes back).
 
 from ._accumulate import Accumulation as Accumulation
 from ._attempt import tried_again as tried_again
-from ._inputs import is_frozen as is_frozen
+from ._inputs import is_frozen as is_frozen, refuse_nnx as refuse_nnx
 from ._options import (
     Options as Options,
     positions_in_call as positions_in_call,

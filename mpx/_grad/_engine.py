@@ -366,9 +366,12 @@ def _no_loss(problem: Problem, value: Any, is_array: bool) -> Exception:
     """The error of a function that returns something else than a loss."""
     call = f"The function passed to {problem.call}"
     if is_array and jnp.issubdtype(value.dtype, jnp.floating):
+        reduce = "in full precision: `mpx.force_full_precision(jnp.mean, jnp.float32)"
+        if problem.compute is None:  # autocast sums in float32
+            reduce = "for example by `jnp.mean"
         return ValueError(
-            f"{call} must return a scalar loss; got {describe(value)}. Reduce it, in "
-            "full precision: `mpx.force_full_precision(jnp.mean, jnp.float32)(losses)`."
+            f"{call} must return a scalar loss; got {describe(value)}. Reduce it, "
+            f"{reduce}(losses)`."
         )
     remedy = "Return a real number"
     if isinstance(value, tuple):

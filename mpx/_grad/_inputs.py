@@ -130,18 +130,32 @@ def is_frozen(leaf: AnyArray) -> bool:
     return isinstance(jax.lax.add(leaf, np.int32(0)), Tracer)
 
 
+# The counterparts in `mpx.nnx` of what inspects a loss.
+_INSPECTS = ("`mpx.blame`", "`mpx.compare`")
+
+
 def refuse_nnx(trees: PyTree, call: str) -> None:
     """Raises where a Flax NNX module would lose its in-place updates in silence."""
     for leaf in jax.tree.leaves(trees, is_leaf=is_nnx_module):
         if is_nnx_module(leaf):
+            remedy = _SPLIT
+            if call in _INSPECTS:
+                other = call.replace("mpx.", "mpx.nnx.")
+                remedy = f"Import `mpx.nnx` and use {other}, with the same arguments."
             raise TypeError(
                 f"{call} got {describe(leaf)}, a Flax NNX object. NNX changes its "
                 "objects in place (batch statistics, random streams), which every "
-                "plain JAX transform silently drops. Use `mpx.nnx.value_and_grad` "
-                "and `mpx.nnx.update`, or split the object: `graphdef, params, rest "
-                "= nnx.split(model, nnx.Param, ...)`, differentiate with respect to "
-                "`params`, and return `rest` as aux."
+                f"plain JAX transform silently drops. {remedy}"
             )
+
+
+_SPLIT = (
+    "Use `mpx.nnx.value_and_grad` and `mpx.nnx.update`, or split the object: "
+    "`graphdef, params, rest = nnx.split(model, nnx.Param, ...)`, differentiate with "
+    "respect to `params`, and return `rest` as aux. Then make `scaling` for that "
+    "function, too: `nnx.split` renames the weights (`fc.kernel` is "
+    "`['fc']['kernel'].value`), and a recipe finds its scales by name."
+)
 
 
 def refuse_half_masters(args: PyTree, argnums: tuple[int, ...], call: str) -> None:

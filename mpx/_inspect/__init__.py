@@ -12,7 +12,6 @@ from ._source_text import (
     line_text as line_text,
     phase as phase,
     scope_path as scope_path,
-    user_frame as user_frame,
 )
 from ._trace import (
     Traced as Traced,

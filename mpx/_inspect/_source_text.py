@@ -1,21 +1,19 @@
 """How lines of code, functions and scopes are written in a report."""
 
-import functools
 import os
 import re
-import sysconfig
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from .._autocast import Note, read_note
-from .._program import DataScope, Frame, ScopeEntry
-
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_LIBRARIES = tuple(
-    {
-        os.path.realpath(sysconfig.get_path(name)) + os.sep
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
+from .._program import (
+    LIBRARIES,
+    DataScope,
+    Frame,
+    ScopeEntry,
+    is_library,
+    is_ours,
+    real_path,
+    user_frame,
 )
 
 # Scopes that say less than the functions do: Equinox has one around each kind of layer,
@@ -29,19 +27,12 @@ def line_text(frames: Sequence[Frame]) -> str:
     return "" if frame is None else f"{short_path(frame.file)}:{frame.line}"
 
 
-def user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost call in the user's code, else in a library; None without one."""
-    frames = [frame for frame in frames if not _is_ours(frame)]
-    own = [frame for frame in frames if not _is_library(frame)]
-    return (own or list(frames) or [None])[-1]
-
-
 def stack_text(frames: Sequence[Frame]) -> tuple[str, ...]:
     """The calls, the outermost first: `model.py:41 Block.__call__`."""
     return tuple(
         f"{short_path(frame.file)}:{frame.line} {frame.function}"
         for frame in frames
-        if not _is_ours(frame)
+        if not is_ours(frame)
     )
 
 
@@ -49,7 +40,7 @@ def function_path(frames: Sequence[Frame]) -> str:
     """The functions around an operation as a path: `loss/Model/Attention/Linear`."""
     names: list[str] = []
     for frame in frames:
-        name = "" if _is_ours(frame) else _function_name(frame)
+        name = "" if is_ours(frame) else _function_name(frame)
         if name and names[-1:] != [name]:
             names.append(name)
     return "/".join(names)
@@ -98,26 +89,11 @@ def innermost_note(entries: Iterable[ScopeEntry]) -> Note | None:
 
 def short_path(file: str) -> str:
     """A path without what is particular to this machine."""
-    path = _real_path(file)
-    for start in (*sorted(_LIBRARIES, key=len, reverse=True), os.getcwd() + os.sep):
+    path = real_path(file)
+    for start in (*sorted(LIBRARIES, key=len, reverse=True), os.getcwd() + os.sep):
         if path.startswith(start):
             return path.removeprefix(start).removeprefix(f"site-packages{os.sep}")
     return os.path.basename(path) if os.path.isabs(path) else path
-
-
-@functools.lru_cache(maxsize=4096)
-def _real_path(path: str) -> str:
-    return os.path.realpath(path)
-
-
-def _is_library(frame: Frame) -> bool:
-    path = _real_path(frame.file)
-    return path.startswith((*_LIBRARIES, _PACKAGE)) or "site-packages" in path
-
-
-def _is_ours(frame: Frame) -> bool:
-    """Whether a frame is of mpx itself, whose wrappers are around everything."""
-    return _real_path(frame.file).startswith(_PACKAGE)
 
 
 # Wrappers of libraries, which are around every call.
@@ -136,13 +112,13 @@ def _function_name(frame: Frame) -> str:
     Of libraries only what is public: `scale_by_adam.<locals>.update_fn` is
     `scale_by_adam`, and `_JitWrapper._call` is nothing.
     """
-    is_library = _is_library(frame)
+    in_library = is_library(frame)
     outer, _, inner = frame.function.rpartition(".<locals>.")
-    name = (frame.function.partition(".<locals>.")[0] if is_library else inner) or outer
+    name = (frame.function.partition(".<locals>.")[0] if in_library else inner) or outer
     owner, _, method = name.rpartition(".")
     if method.startswith("<"):  # lambdas, comprehensions, modules
         return ""
-    if owner and (method.startswith("__") or (is_library and method.startswith("_"))):
+    if owner and (method.startswith("__") or (in_library and method.startswith("_"))):
         name = owner.rpartition(".")[2]
-    is_hidden = is_library and (name.startswith("_") or name in _PLUMBING)
+    is_hidden = in_library and (name.startswith("_") or name in _PLUMBING)
     return "" if is_hidden else name

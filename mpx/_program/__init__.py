@@ -44,15 +44,21 @@ from .probes import Probe, Records, Tagged
 from .remat import computed_again, is_worth_while, recomputed_if_cheap
 from .residuals import may_keep, measured_bytes
 from .source import (
+    LIBRARIES,
     DataScope,
     Frame,
     ScopeEntry,
     Span,
     data_of,
     data_scope,
+    is_library,
+    is_ours,
+    line_of,
+    real_path,
     scopes,
     source_frames,
     source_span,
+    user_frame,
     with_lines_of,
 )
 from .streams import (

@@ -2,8 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,6 +45,45 @@ def source_frames(equation: JaxprEqn) -> tuple[Frame, ...]:
         for m in found
         if m is not None
     )
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+LIBRARIES = tuple(
+    {
+        os.path.realpath(sysconfig.get_path(name)) + os.sep
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
+)
+
+
+def user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost call in the user's code, else in a library; None without one."""
+    frames = [frame for frame in frames if not is_ours(frame)]
+    own = [frame for frame in frames if not is_library(frame)]
+    return (own or list(frames) or [None])[-1]
+
+
+def line_of(equation: JaxprEqn) -> str:
+    """The line of the user's code that an equation comes from; "" if not known."""
+    frame = user_frame(source_frames(equation))
+    return "" if frame is None else str(frame)
+
+
+@functools.lru_cache(maxsize=4096)
+def real_path(path: str) -> str:
+    """A path without symbolic links, as the paths of libraries are."""
+    return os.path.realpath(path)
+
+
+def is_library(frame: Frame) -> bool:
+    """Whether a frame is of Python's library, an installed package or mpx."""
+    path = real_path(frame.file)
+    return path.startswith((*LIBRARIES, _PACKAGE)) or "site-packages" in path
+
+
+def is_ours(frame: Frame) -> bool:
+    """Whether a frame is of mpx itself, whose wrappers are around everything."""
+    return real_path(frame.file).startswith(_PACKAGE)
 
 
 Span = tuple[str, int | None, int | None, int | None, int | None]

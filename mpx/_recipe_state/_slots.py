@@ -338,10 +338,12 @@ class Slots:
         rest = self.source.get(use)
         if rest is None:
             known = ", ".join(map(repr, self.source)) or "none"
+            is_split = self.parameter.endswith("'].value")  # of an `nnx.State`
             raise ValueError(
                 f"The recipe's state needs scales for `{self.parameter}` used in "
                 f"{use!r}; got scales for {known}. If the model has changed, make a "
                 "new state: `mpx.init_scaling(func, model, ...)`."
+                f"{_SPLIT * is_split}"
             )
         if self.recipes[use] != recipe:
             raise ValueError(
@@ -384,6 +386,12 @@ class Slots:
         return dataclasses.replace(
             self, source=source, lengths=(*self.lengths, *lengths)
         )
+
+
+_SPLIT = (
+    " `nnx.split` renames weights: a state of the NNX module is for `mpx.nnx`, such as "
+    "`mpx.nnx.blame`."
+)
 
 
 def _named(use: str, lengths: tuple[int, ...]) -> str:

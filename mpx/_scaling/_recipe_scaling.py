@@ -249,13 +249,18 @@ class RecipeScaling(AbstractLossScaling):
         with providing_state(state, self.calls) as provision:
             yield
         self._refuse_another_recipe(provision)
-        if provision.used and any(state.is_new for state in self.scales):
+        if provision.used and self._is_new:
             warn_user(
                 "`mpx.inference(func, scaling)` got a state before its first step: "
                 "its scales are 1, which loses small values. Was only the model "
                 "restored? Restore the scaling with it, or use a warm start: "
                 "`mpx.DelayedScaling(warm_start=True)`."
             )
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether it is known that no step has been seen, and that scales are 1."""
+        return any(state.is_new for state in self.scales)
 
     @property
     def _made_for(self) -> set[AbstractRecipe]:

@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._ambient_record import settings_of
-from .._errors import describe
-from .._grad import filter_value_and_grad
+from .._errors import describe, warn_user
+from .._grad import filter_value_and_grad, refuse_nnx
 from .._inspect import Traced, trace
 from .._loss_scaling import AbstractLossScaling, NoLossScaling
 from .._policy import Policy
 from .._program import Records, probed
 from .._quantize import Role
-from .._scaling import init_scaling
+from .._scaling import RecipeScaling, init_scaling
 from .._tree import leaves_with_paths
 from .._typing import AnyArray, LeafPredicate
 from .._wraps import name_of
@@ -59,7 +59,8 @@ def compare(
             `mpx.autocast`: `reference(model, *args)`.
         func: The loss in another precision, of the same arguments.
         scaling: The loss scaling of `func`, from the run; by default that of a first
-            step, from `mpx.init_scaling`. The reference needs none.
+            step, from `mpx.init_scaling`, in which scales of a recipe are 1. The
+            reference needs none.
         has_aux: Both return `(loss, aux)`.
         policy: The policy of a `func` in the explicit style, as in
             `mpx.filter_value_and_grad`.
@@ -75,6 +76,9 @@ def compare(
         TypeError: A function is not callable, or it is called inside a function that
             JAX is tracing, or with non-array arguments; also what
             `mpx.filter_value_and_grad` raises.
+
+    Warns:
+        UserWarning: The state has scales and no step was made: they are 1.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx
@@ -97,7 +101,9 @@ def compare(
             )
 
     def compared(*args: PyTree, **kwargs: PyTree) -> Comparison:
+        refuse_nnx((args, kwargs), "`mpx.compare`")
         used = _scaling_of(func, scaling, policy, args, kwargs)
+        _warn_of_new(used)
         is_mixed = settings_of(func) is not None or policy is not None
 
         def first(args: PyTree, _: object, kwargs: PyTree) -> PyTree:
@@ -121,8 +127,23 @@ def compare(
 
 
 def _name(func: object) -> str:
+    """The name of a function with its precision."""
     settings = settings_of(func)
-    return name_of(func) + ("" if settings is None else f" in {settings.dtype}")
+    if settings is None or not settings.is_enabled:
+        return name_of(func)
+    recipes = dict.fromkeys(type(recipe).__name__ for recipe in settings.recipes)
+    low = f" with {', '.join(recipes)}" if recipes else ""
+    return f"{name_of(func)} in {settings.dtype}{low}"
+
+
+def _warn_of_new(scaling: AbstractLossScaling) -> None:
+    if isinstance(scaling, RecipeScaling) and scaling._is_new:
+        warn_user(
+            "`mpx.compare(reference, func, scaling)` got a state before its first "
+            "step, or none: its scales are 1, which loses small values. Pass the "
+            "`scaling` of the run, or use a warm start: "
+            "`mpx.DelayedScaling(warm_start=True)`."
+        )
 
 
 def _scaling_of(

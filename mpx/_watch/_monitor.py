@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,12 @@ from .._program import (
     Records,
     Tagged,
     divide,
+    is_array_or_type,
     is_multiplication,
     probed,
 )
 from .._quantize import Format, Role
-from .._settings import read_weights, unwrapped, weights_in_call, weights_of
+from .._settings import MARK, read_weights, unwrapped, weights_in_call, weights_of
 from .._typing import AnyArray, Aval
 from ._formats import Asked, AskedFormat, asked_formats
 from ._report import Statistics
@@ -67,7 +69,8 @@ def monitor(
             operands once more. By default float16 and `mpx.Format.HYBRID`: E4M3, and
             E5M2 for gradients, as in recipes.
         weights: The position or name of the argument that contains the weights, or
-            several of them; by default the first, or the arrays of `func` itself.
+            several of them; by default those of an autocast function, else the first
+            argument with a floating array, or the arrays of `func` itself.
         sample: Counts every `sample`-th row of inputs and gradients; 1 counts all.
             Weights are always counted in full. Rows are along the second-to-last axis,
             such as tokens.
@@ -111,9 +114,7 @@ def monitor(
             f"{describe(sample)}."
         )
     asked = asked_formats(formats)
-    said = read_weights(weights, CALL)
-    said = weights_of(func) if said is None else said
-    return _Monitor(func, asked, said, sample)
+    return _Monitor(func, asked, read_weights(weights, CALL), sample)
 
 
 class _Monitor:
@@ -123,11 +124,11 @@ class _Monitor:
         self,
         func: Callable[..., PyTree],
         formats: tuple[AskedFormat, ...],
-        said: tuple[int | str, ...],
+        said: tuple[int | str, ...] | None,
         sample: int,
     ) -> None:
         self.formats, self.sample = formats, sample
-        self._inside, self._wrap = unwrapped(func)
+        self._func, (self._inside, self._wrap) = func, unwrapped(func)
         self._said = said
         # No dictionary: leaves that are no arrays need not have a hash.
         self._made: list[tuple[Form, tuple[Aval, ...], _Program]] = []
@@ -151,10 +152,32 @@ class _Monitor:
     def _program(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> "tuple[_Program, tuple[AnyArray, ...]]":
-        positions = weights_in_call(self._inside, self._said, args, kwargs, CALL)
+        said = self._said
+        if said is None:
+            said = _default_weights(self._func, args, kwargs)
+        positions = weights_in_call(self._inside, said, args, kwargs, CALL)
         with taking_notes():
             traced = trace(self._inside, args, kwargs, self._wrap, positions, CALL)
         return _Program(traced, self.formats, self.sample), traced.inputs
+
+
+def _default_weights(
+    func: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[int | str, ...]:
+    """The arguments with the weights, where the user does not set them.
+
+    Of `step(loss, model, batch)` it is the second: a function has no floating array.
+    """
+    if getattr(func, MARK, None) is not None:
+        return weights_of(func)
+    for place, argument in (*enumerate(args), *kwargs.items()):
+        if any(map(_is_float, jax.tree.leaves(argument))):
+            return (place,)
+    return (0,)
+
+
+def _is_float(leaf: Any) -> bool:
+    return is_array_or_type(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 class _Program:

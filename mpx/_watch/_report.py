@@ -73,7 +73,8 @@ class Statistics:
         """Returns which layers tolerate a lower precision, and which need a higher one.
 
         A layer tolerates a format if each of its operands keeps 18 dB, with at most 1%
-        of its values flushed to zero and none beyond the range. It needs a higher
+        of its values flushed to zero and none beyond the range. Layers that compute in
+        that format already, or in fewer bits, are not counted. A layer needs a higher
         precision if its operands are NaN or infinite, are within a factor of 4 of the
         largest number of their dtype, or a tenth of them is subnormal in it.
         """
@@ -87,13 +88,16 @@ class Statistics:
             if (reason := _why_higher(rows))
         ]
         for name, bits in sorted(self.bits.items(), key=lambda item: item[1]):
-            lower = {x: rows for x, rows in whole.items() if _present(rows) > bits}
-            bear = [x for x, rows in lower.items() if not _why_not(rows, name)]
+            asked = {x: rows for x, rows in whole.items() if _may_get(rows, name, bits)}
+            bear = [x for x, rows in asked.items() if not _why_not(rows, name)]
             if bear:
-                lines.append(f"{name}: {len(bear)} of {len(whole)} layers tolerate it")
+                count = len(whole) - len(asked)
+                others = f"; {count} compute in it or in fewer bits" if count else ""
+                text = f"{name}: {len(bear)} of {len(asked)} layers tolerate it{others}"
+                lines.append(text)
             lines += [
                 f"{name} is too little for {_readable(layer)}: {_why_not(rows, name)}"
-                for layer, rows in lower.items()
+                for layer, rows in asked.items()
                 if layer not in bear
             ]
         return tuple(lines)
@@ -131,10 +135,13 @@ def _has_weight(rows: Sequence[TensorStatistics]) -> bool:
     return any(row.kind == "weight" for row in rows)
 
 
-def _present(rows: Sequence[TensorStatistics]) -> int:
-    """The bits of the numbers that a layer computes with."""
-    inputs = [row for row in rows if row.kind != "weight"] or rows
-    return max(_BITS.get(row.dtype, 8) for row in inputs)
+def _may_get(rows: Sequence[TensorStatistics], name: str, bits: int) -> bool:
+    """Whether a format is another one for a layer, and of no more bits than it has."""
+    dtypes = {row.dtype for row in rows if row.kind != "weight"}
+    dtypes = dtypes or {row.dtype for row in rows}
+    present = max(_BITS.get(dtype, 8) for dtype in dtypes)
+    # float16 may be asked for a layer in bfloat16, which has as many.
+    return present > bits or (present == bits == 16 and dtypes != {name})
 
 
 def _why_not(rows: Sequence[TensorStatistics], name: str) -> str:

@@ -33,6 +33,7 @@ Variable are cast to the Variable's dtype.
 This module needs Flax and imports it; `import mpx` does neither.
 """
 
+from ._compare import compare as compare
 from ._gradients import (
     blame as blame,
     grad as grad,
@@ -40,4 +41,4 @@ from ._gradients import (
 )
 from ._update import update as update
 
-__all__ = ["grad", "value_and_grad", "blame", "update"]
+__all__ = ["grad", "value_and_grad", "update", "blame", "compare"]

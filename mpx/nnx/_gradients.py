@@ -177,13 +177,13 @@ def blame(
     """
     call = "`mpx.nnx.blame`"
     options = Options.of(locals())
-    filters = _checked(call, func, scaling, argnums, True, options)
+    filters = checked_filters(call, func, scaling, argnums, True, options)
     refuse_limit(above, call)
 
     @wraps(func)
     def replay(*args: PyTree, **kwargs: PyTree) -> BlameReport:
         refuse_tracers((scaling, args, kwargs), call)
-        with _pure_call(call, filters, argnums, options, args, kwargs) as pure:
+        with pure_call(call, filters, argnums, options, args, kwargs) as pure:
             step = StepOf(
                 func=func,
                 scaling=scaling,
@@ -208,11 +208,11 @@ def _function_of_objects(
     with_value: bool,
     options: Options,
 ) -> Callable[..., GradientResult]:
-    filters = _checked(call, func, scaling, argnums, with_value, options)
+    filters = checked_filters(call, func, scaling, argnums, with_value, options)
 
     @wraps(func)
     def wrapper(*args: PyTree, **kwargs: PyTree) -> GradientResult:
-        with _pure_call(call, filters, argnums, options, args, kwargs) as pure:
+        with pure_call(call, filters, argnums, options, args, kwargs) as pure:
             transformed = gradient_function(
                 call, pure.of(func), scaling, pure.argnums, with_value, pure.options
             )
@@ -222,7 +222,7 @@ def _function_of_objects(
     return wrapper
 
 
-def _checked(
+def checked_filters(
     call: str,
     func: Callable[..., PyTree],
     scaling: AbstractLossScaling | None,
@@ -288,7 +288,7 @@ class _PureCall:
 
 
 @contextlib.contextmanager
-def _pure_call(
+def pure_call(
     call: str,
     filters: dict[int, object],
     argnums: object,

@@ -36,8 +36,9 @@ def update(
 
     Raises:
         TypeError: `optimizer` is not an `nnx.Optimizer`, or `finite` is not a boolean.
-        ValueError: The gradients do not match the arrays that the optimizer updates, or
-            the optimizer changed the structure, shapes or dtypes of its state.
+        ValueError: The gradients do not match the arrays that the optimizer updates,
+            the optimizer was made for another model, or it changed the structure,
+            shapes or dtypes of its state.
 
     Examples:
         >>> import jax.numpy as jnp, mpx.nnx, optax
@@ -64,10 +65,12 @@ def update(
     # updates in place.
     copies = _nnx.clone(nodes)
     new_optimizer: Any = copies[0]
-    if isinstance(optimizer, _nnx.ModelAndOptimizer):
-        new_optimizer.update(grads, **extra_args)
-    else:
-        new_optimizer.update(copies[1], grads, **extra_args)
+    is_alone = not isinstance(optimizer, _nnx.ModelAndOptimizer)
+    try:
+        new_optimizer.update(*copies[1:][:is_alone], grads, **extra_args)
+    except Exception:
+        _refuse_other_optimizer(optimizer, model, call)
+        raise
 
     form = jax.tree.structure(_nnx.state(nodes))
     before, after = _by_name(_nnx.state(nodes)), _by_name(_nnx.state(copies))
@@ -91,6 +94,29 @@ def _by_name(state: object) -> dict[str, Any]:
     name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {name(path): leaf for path, leaf in leaves}
+
+
+def _refuse_other_optimizer(optimizer: Any, model: PyTree, call: str) -> None:
+    """Raises where an optimizer has not the state that it makes for these weights."""
+    try:
+        own = jax.eval_shape(optimizer.tx.init, _nnx.state(model, optimizer.wrt))
+        wanted, given = (
+            {name.removesuffix(".value"): x.shape for name, x in _by_name(tree).items()}
+            for tree in (own, _nnx.state(optimizer.opt_state))
+        )
+    except Exception:  # of which the first error tells more
+        return
+    missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
+    both = sorted(wanted.keys() & given.keys())
+    others = [f"{p} {given[p]} for {wanted[p]}" for p in both if given[p] != wanted[p]]
+    if missing or unknown or others:
+        raise ValueError(
+            f"`optimizer` of {call} must be made for this model; missing: "
+            f"{listing(sorted(missing)) or 'none'}; unknown: "
+            f"{listing(sorted(unknown)) or 'none'}; of another shape: "
+            f"{listing(others) or 'none'}. Make it for this model: "
+            "`nnx.Optimizer(model, tx, wrt=nnx.Param)`."
+        )
 
 
 def _by_path(state: object) -> dict[str, Any]:

@@ -274,6 +274,13 @@ def test_the_final_projection_is_quantized_if_it_is_all_there_is(square):
     assert quantized(func, *square) == [("[0]",)]
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_recipe_around_an_autocast_function_says_who_decides(wrap, square):
+    inner = wrap(mpx.autocast(layers))
+    with pytest.raises(ValueError, match="got one, whose own precision.*Set the rec"):
+        mpx.autocast(inner, recipe=CURRENT)(*square)
+
+
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_batch_of_one_row_is_computed_in_half_precision(rows, square):
     """Such as the last one of an epoch: a word, no error. A vector of `vmap` is one."""

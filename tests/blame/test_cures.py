@@ -82,6 +82,27 @@ def test_bfloat16_is_offered_where_it_would_do():
     assert text not in " ".join(report.advice.split())
 
 
+def behind_a_mask(w, x):  # by an infinite product one divides: the log of 0 is bad
+    hot = jax.lax.stop_gradient(jnp.tanh(x @ w["first"]) @ w["hot"])
+    return jnp.mean(jnp.log(jnp.minimum(1e5 / hot, 1.0)) + x @ w["last"])
+
+
+@pytest.mark.parametrize("is_wide_enough", [True, False])
+def test_a_rule_for_the_whole_function_is_not_offered(is_wide_enough):
+    def loss(w, x):
+        near_one = jnp.full((8, WIDTH), 1 + 2.0**-9) * x @ jnp.eye(WIDTH)
+        extra = 0.0 if is_wide_enough else 1 / jnp.mean(near_one - 1)
+        return behind_a_mask(w, x) + extra
+
+    report = mpx.blame(mpx.autocast(loss, "float16"), ONE)(WEIGHTS, X)
+    assert report.verdict is mpx.reports.Verdict.PRECISION
+    assert report.rule is None and "Rule(" not in str(report)
+    text = " ".join(report.advice.split())
+    assert ("beyond the range of float16" in text) == is_wide_enough
+    assert ('finite: `mpx.autocast(loss, "bfloat16")`' in text) == is_wide_enough
+    assert ("mpx.autocast(loss, enabled=False)" in text) != is_wide_enough
+
+
 @pytest.mark.parametrize("literal", [jnp.inf, jnp.nan])
 def test_a_literal_and_its_copy_in_the_backward_pass_are_one_fault(literal):
     def loss(w, x):

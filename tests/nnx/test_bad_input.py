@@ -25,6 +25,10 @@ def tied():
     return Tied(nnx.Rngs(0))
 
 
+def linear(width):
+    return nnx.Linear(3, width, rngs=nnx.Rngs(0))
+
+
 def first(model, x, *rest):
     return jnp.mean(model(x))
 
@@ -216,6 +220,28 @@ CASES = [
         lambda: update(grads=nnx.state(Normed(nnx.Rngs(0)), nnx.Param)),
         ValueError,
         r"missing: `.*first.*unknown: .*layers.*the filter of the optimizer",
+    ),
+    Case(
+        "an optimizer of another model",
+        lambda: mpx.nnx.update(
+            make("tied")[1],
+            other := nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
+            nnx.state(other, nnx.Param),
+            True,
+        ),
+        ValueError,
+        r"missing: `0.mu.bias`.*unknown: `0.mu.first.*for this model: `nnx.Optimizer",
+    ),
+    Case(
+        "an optimizer of another width",
+        lambda: mpx.nnx.update(
+            nnx.Optimizer(linear(4), optax.adam(1e-2), wrt=nnx.Param),
+            linear(8),
+            nnx.state(linear(8), nnx.Param),
+            True,
+        ),
+        ValueError,
+        r"unknown: none; of another shape: `0.mu.bias \(4,\) for \(8,\)`",
     ),
     Case(
         "no gradients",

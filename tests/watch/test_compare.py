@@ -142,7 +142,31 @@ def test_a_precision_has_the_digits_that_it_has(name):
     assert len(found.activations) == LAYERS + 1
     assert all(least < x.snr < most for x in found)
     assert found.floor is not None and found.floor >= 120
-    assert found.name == f"loss in {options.get('dtype', 'bfloat16')}"
+    recipe = " with Float8CurrentScaling" if name == "current" else ""
+    assert found.name == f"loss in {options.get('dtype', 'bfloat16')}{recipe}"
+
+
+def test_a_recipe_without_a_step_warns_that_its_scales_are_1():
+    loss = loss_of("unrolled")
+
+    def compared(*scaling, **options):
+        func = mpx.autocast(loss, recipe=mpx.DelayedScaling(**options))
+        compare = mpx.compare(loss, func, *scaling, floor=False)
+        return func, compare(weights(), data())
+
+    with pytest.warns(UserWarning, match="before its first step, or none: its scales"):
+        func, new = compared()
+    assert new.name == "loss in bfloat16 with DelayedScaling"
+    scaling = mpx.init_scaling(func, weights(), data())
+    with pytest.warns(UserWarning, match="`mpx.compare.*scales are 1"):
+        compared(scaling)
+    # As from a run, without a warning.
+    run = mpx.filter_value_and_grad(func, scaling)(weights(), data()).scaling
+    _, found = compared(run)
+    assert min(x.snr for x in found) > 8
+    compared(warm_start=True)
+    off = mpx.compare(loss, mpx.autocast(loss, enabled=False), floor=False)
+    assert off(weights(), data()).name == "loss"
 
 
 class Attention(eqx.Module):

@@ -241,6 +241,29 @@ def test_layers_are_named_by_their_weights():
     assert seen["['head']/weight"].amax == float(jnp.abs(w["head"]).max())
 
 
+def test_weights_are_the_first_argument_with_floating_arrays():
+    w, x = weights(), data()
+    loss = functools.partial(loss_in, "unrolled")
+
+    def step(loss, key, weights, x):  # a function, and then a key
+        return jax.grad(loss)(weights, x)
+
+    _, plain = monitor(jax.grad(loss), "float16")(w, x)
+    key = jax.random.key(0)
+    calls = [
+        monitor(step, "float16")(loss, key, w, x),
+        monitor(step, "float16", weights=2)(loss, key, w, x),
+        monitor(step, "float16", weights="weights")(loss, key, w, x),
+        monitor(step, "float16")(loss, key, weights=w, x=x),
+        monitor(step, "float16")(loss, np.arange(2), *jax.tree.map(np.asarray, (w, x))),
+    ]
+    for _, seen in calls:
+        assert {row.name for row in seen.rows} == {row.name for row in plain.rows}
+        assert seen.advice() == plain.advice()
+    _, seen = monitor(step, "float16", weights="x")(loss, key, w, x)
+    assert "['head']/weight" not in {row.name for row in seen.rows}
+
+
 def test_devices_are_counted_together():
     w, x = weights(), data()
     gradient = jax.grad(functools.partial(loss_in, "shard_map"))
@@ -392,6 +415,23 @@ def test_advice_names_layers_formats_and_reasons(seen):
     assert "of its weights are beyond it" in advice
     assert "of its weights become zero" in advice
     assert "MXFP8BlockScaling: 2 of 2 layers tolerate it" in advice
+
+
+def test_layers_are_counted_that_do_not_compute_in_the_format_already():
+    def loss(w, x):
+        x = jnp.tanh(x @ w["wide"])
+        with mpx.autocast(dtype="bfloat16"):
+            return jnp.mean(jnp.tanh(x @ w["half"]) ** 2)
+
+    w = {name: jnp.eye(WIDTH) for name in ("wide", "half")}
+    rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, parameter="['wide']"))
+    gradient = jax.grad(mpx.autocast(loss, rules=rules))
+    _, seen = monitor(gradient, ("float16", "bfloat16", "float8_e5m2"))(w, data())
+    assert seen.advice()[-2:] == (
+        "float16: 2 of 2 layers tolerate it",
+        "bfloat16: 1 of 1 layers tolerate it; 1 compute in it or in fewer bits",
+    )
+    assert all(row.formats["float16"].snr > 60 for row in seen.rows)
 
 
 def test_numbers_near_the_largest_need_a_higher_precision():
