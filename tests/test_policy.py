@@ -135,5 +135,7 @@ def test_gradients_come_in_the_dtype_that_the_policy_says():
 def test_a_policy_and_autocast_have_to_agree():
     loss = mpx.autocast(jnp.sum, jnp.float16)
     policy = mpx.get_policy(f"{TRAVELLING},reduce=float32")
-    with pytest.raises(ValueError, match="computes in bfloat16, and the function"):
+    with pytest.raises(
+        ValueError, match="computes in bfloat16, but the autocast function"
+    ):
         mpx.filter_grad(loss, mpx.DynamicLossScaling(), policy=policy)

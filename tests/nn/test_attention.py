@@ -317,12 +317,12 @@ BAD = {
     "scale": (
         lambda: jax.jit(lambda s: attend(X, X, X, scale=s))(1.0),
         TypeError,
-        "`scale` of .* must be a number",
+        "`scale` of .* must be a Python number",
     ),
     "bool scale": (
         lambda: attend(X, X, X, scale=True),
         TypeError,
-        "`scale` of .* must be a number",
+        "`scale` of .* must be a Python number",
     ),
     "window": (
         lambda: attend(X, X, X, local_window_size=(1, -1)),
@@ -334,7 +334,11 @@ BAD = {
         ValueError,
         "must be None, 'xla' or 'cudnn'; got 'triton'",
     ),
-    "rate": (lambda: attend(X, X, X, dropout_rate=1.0), ValueError, "between 0 and 1"),
+    "rate": (
+        lambda: attend(X, X, X, dropout_rate=1.0),
+        ValueError,
+        "at least 0 and below 1",
+    ),
     "key": (
         lambda: attend(X, X, X, dropout_rate=0.5),
         ValueError,
