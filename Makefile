@@ -34,13 +34,10 @@ NEWEST ?= $(shell for p in python3.13 $(call OF_PYENV,13) python3.12 \
 # Tests that see most of JAX's own programs, and of mpx's functions, for other versions
 # in `.ci/run`.
 PART := tests/test_xla.py tests/program tests/test_function.py tests/autocast/test_entries.py \
-	tests/test_forced.py tests/test_frameworks.py tests/test_guard.py \
 	tests/autocast/test_control_flow.py tests/autocast/test_custom_rules.py \
-	tests/blame/test_cases.py tests/compat/test_jmp.py tests/grad/test_accumulate.py \
 	tests/grad/test_options.py tests/grad/test_transforms.py \
 	tests/grad/test_shared_weights.py tests/inspect/test_costs.py \
-	tests/inspect/test_explain.py tests/nn/test_module.py tests/nnx/test_bad_input.py \
-	tests/quantize/test_derivatives.py tests/test_loss_scaling.py \
+	tests/nnx/test_bad_input.py tests/quantize/test_derivatives.py \
 	tests/test_recipe_state.py
 
 # Arguments for the program behind a target: make train ARGS="--steps 100"
@@ -169,12 +166,8 @@ test-newest-part:
 # The oldest JAX that is allowed, beside the locked versions of all else. It differs from
 # the locked one in what `_jax_compat.py` tells apart: fewer tests see all of that.
 OLDEST := jax==0.10.0 jaxlib==0.10.0
-PART_OF_OLDEST := $(filter-out tests/test_frameworks.py tests/test_guard.py \
-	tests/blame/test_cases.py tests/compat/test_jmp.py tests/grad/test_accumulate.py \
-	tests/inspect/test_explain.py tests/nn/test_module.py \
-	tests/test_loss_scaling.py,$(PART))
 test-oldest-part: oldest-venv ## Run a part of the tests with the oldest JAX that is allowed
-	@.venv-oldest/bin/python -m pytest $(PART_OF_OLDEST) -n 2 --dist loadfile $(ARGS)
+	@.venv-oldest/bin/python -m pytest $(PART) -n 2 --dist loadfile $(ARGS)
 
 oldest-venv:
 	@$(call make_venv,.venv-oldest)

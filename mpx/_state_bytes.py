@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ._errors import describe
 from ._few_bits import CompressedArray
-from ._tree import path_text
+from ._tree import Guard, path_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +96,9 @@ def state_bytes(model: PyTree, opt_state: PyTree) -> StateBytes:
     for _, leaf in arrays:
         add("weights", str(leaf.dtype), _size(leaf))
     ends = {path for path, _ in leaves}
-    is_ours = lambda node: isinstance(node, CompressedArray)  # noqa: E731
+    is_ours = lambda node: isinstance(node, CompressedArray | Guard)  # noqa: E731
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_ours):
-        if is_ours(leaf):
+        if isinstance(leaf, CompressedArray):
             add(_field(path, ends), str(leaf.code), leaf.nbytes)
         elif _is_array(leaf):
             add(_field(path, ends), str(leaf.dtype), _size(leaf))

@@ -118,7 +118,7 @@ def run_until_killed(out, enough):
     return results.read("device-cpu", out)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.third_party
 def test_a_killed_run_keeps_what_is_done_and_goes_on_from_there(tmp_path, monkeypatch):
     """What is killed has a worker of its own."""

@@ -37,7 +37,7 @@ def test_errors_of_products(arm, least, most):
         assert least < errors.distance(found, expected) < most
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_technique_of_nvfp4_does_what_it_is_for():
     known = errors.recipes()
     with_all, plain = (

@@ -334,7 +334,7 @@ def test_elsewhere_it_is_the_same_recipe(width):
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_scan_vmap_and_remat():
     found, want = map(under_scan_vmap_and_remat, (PALLAS, XLA))
     jax.tree.map(np.testing.assert_array_equal, found, want)

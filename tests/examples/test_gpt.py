@@ -186,7 +186,7 @@ def test_the_model_knows_nothing_of_mpx():
         assert "nnx" in names and "mpx" not in names
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scan_and_remat_change_nothing_but_the_form():
     config = dataclasses.replace(SMALL, dropout=0.0)
     models = {
@@ -345,7 +345,7 @@ def test_a_skipped_step_is_made_again_bit_for_bit(in_float16, library):
         assert metrics["skipped"] == row.skipped
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_looking_at_numbers_changes_none(tmp_path, library):
     changes = {"steps": 4, "model": ONE_BLOCK}
     _, rows = train_in(tmp_path / "plain", library, "bfloat16", **changes)

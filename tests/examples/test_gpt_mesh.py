@@ -201,7 +201,7 @@ def test_every_mesh_trains_as_any_other(sizes, precision, options):
     assert (precision == "float16") == any(not row.finite for row in many)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_resumed_on_eight_then_four_then_one_device(tmp_path):
     """The rows are those of one run: the data position, too, is restored."""
     config = dataclasses.replace(
@@ -304,7 +304,7 @@ def test_two_processes_stop_together_at_sigterm_and_one_goes_on(tmp_path):
     assert any(row.finite for row in rows[position:])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_that_slurm_started_find_each_other(tmp_path):
     """`jax.distributed.initialize()` alone, told by Slurm's variables."""
     options = options_of(tmp_path, "--mesh", "data=2", "--distributed", "--steps", "3")

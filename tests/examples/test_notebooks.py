@@ -10,7 +10,7 @@ from .. import notebooks
 CHEAP = {
     "reading_explain": (),
     "autocast_in_five_minutes": (pytest.mark.slow,),
-    "break_and_mend": (pytest.mark.slow,),
+    "break_and_mend": (pytest.mark.exhaustive,),
 }
 PATHS = [notebooks.FOLDER / f"{name}.ipynb" for name in CHEAP]
 MARKED = [pytest.param(p, marks=CHEAP[p.stem], id=p.stem) for p in PATHS]

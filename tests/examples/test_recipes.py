@@ -38,7 +38,7 @@ def full():
     ("recipe", "limit"),
     [
         pytest.param("current", 0.005, marks=pytest.mark.slow),
-        pytest.param("nvfp4", 0.015, marks=pytest.mark.slow),
+        pytest.param("nvfp4", 0.015, marks=pytest.mark.exhaustive),
     ],
 )
 def test_it_learns_as_in_full_precision(full, recipe, limit):

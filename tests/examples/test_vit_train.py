@@ -181,7 +181,7 @@ def test_a_skipped_step_is_made_again_bit_for_bit(in_float16):
     assert metrics["skipped"] == row.skipped
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, monkeypatch, explicit):
     """As the command line does it: a loss scale that starts too high."""
@@ -491,7 +491,7 @@ def test_many_devices_skip_the_steps_that_two_skip():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_casts_by_hand_train_the_same_model(tmp_path, capsys):
     config = config_in(tmp_path, style="explicit", accumulate=1)
     vit_explicit.run(config, Display(), types.SimpleNamespace(requested=False))
@@ -514,7 +514,7 @@ def test_casts_by_hand_train_the_same_model(tmp_path, capsys):
         restored(tmp_path, "float16", accumulate=1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_recipes_train_the_same_model_beside_it(tmp_path, capsys):
     recipes = {"precision": "float32", "recipe": ("delayed", "current")}
     config = config_in(tmp_path, accumulate=1, **recipes)

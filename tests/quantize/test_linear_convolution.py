@@ -176,7 +176,7 @@ def test_the_path_of_a_gpu_runs_on_the_cpu():
 
 
 def test_blocks_are_refused():
-    with pytest.raises(ValueError, match="one scale for each array.*MXFP8.*blocks"):
+    with pytest.raises(ValueError, match="one scale per array.*MXFP8.*blocks"):
         product_of(mpx.MXFP8BlockScaling())
 
 
