@@ -6,6 +6,7 @@ backticks), what came, and what to do. The blocks here only describe what came.
 
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,6 +37,23 @@ def listing(names: Any) -> str:
     names = [f"`{name}`" for name in names]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
+
+
+def differences(wanted: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Lists which names are missing, unknown, or of another shape; "" for none.
+
+    Args:
+        wanted: The shape that each name must have, or None for any.
+        given: The shapes that came.
+    """
+    missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
+    both = sorted(wanted.keys() & given.keys())
+    others = [f"{x} {given[x]} for {wanted[x]}" for x in both if given[x] != wanted[x]]
+    if not (missing or unknown or others):
+        return ""
+    parts = {"missing": sorted(missing), "unknown": sorted(map(str, unknown))}
+    parts |= {"of another shape": others} if others else {}
+    return "; ".join(f"{what}: {listing(x) or 'none'}" for what, x in parts.items())
 
 
 def read_texts(

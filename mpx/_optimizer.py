@@ -16,7 +16,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from ._errors import at_path, describe, listing
+from ._errors import at_path, describe, differences
 from ._grad import GradientResult
 from ._jax_compat import stack
 from ._loss_scaling import (
@@ -295,17 +295,11 @@ def _refuse_other_state(
         {path: getattr(leaf, "shape", ()) for path, leaf in leaves_with_paths(tree)}
         for tree in (own, state)
     )
-    missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
-    both = wanted.keys() & given.keys()
-    others = [f"{p} {given[p]} for {wanted[p]}" for p in both if given[p] != wanted[p]]
-    if missing or unknown or others:
+    if found := differences(wanted, given):
         raise ValueError(
-            f"{call} needs the state of this model and optimizer; missing: "
-            f"{listing(sorted(missing)) or 'none'}; unknown: "
-            f"{listing(sorted(unknown)) or 'none'}; of another shape: "
-            f"{listing(sorted(others)) or 'none'}. Make it for this model, "
-            "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))`, and restore "
-            "a saved one with that as the template."
+            f"{call} needs the state of this model and optimizer; {found}. Make it for "
+            "this model, `optimizer.init(eqx.filter(model, eqx.is_inexact_array))`, "
+            "and restore a saved one with that as the template."
         )
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import describe, listing
+from .._errors import describe, differences, listing
 from ._record import StepRecord, replaced, validate_record
 
 VERSION = 3
@@ -76,13 +76,9 @@ def refuse_other_keys(
     given: Iterable[str], wanted: Iterable[str], call: str, what: str
 ) -> None:
     """Raises unless a dictionary has exactly the keys that were written."""
-    missing, unknown = set(wanted) - set(given), set(given) - set(wanted)
-    if missing or unknown:
+    if found := differences(dict.fromkeys(wanted), dict.fromkeys(given)):
         raise ValueError(
-            f"{call} needs exactly {what}; missing: "
-            f"{listing(sorted(missing)) or 'none'}; unknown: "
-            f"{listing(sorted(map(str, unknown))) or 'none'}. Was the file written "
-            "completely?"
+            f"{call} needs exactly {what}; {found}. Was the file written completely?"
         )
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._errors import describe, listing
+from .._errors import describe, differences
 from .._loss_scaling import read_version, refuse_other_keys
 from .._quantize import Format
 from ._delayed_scales import (
@@ -83,12 +83,10 @@ def read(state: object, call: str) -> Saved:
 
 def refuse_other_slots(given: set[str], wanted: set[str], call: str) -> None:
     """Raises unless a state has the slots of this program."""
-    if given != wanted:
+    if found := differences(dict.fromkeys(wanted), dict.fromkeys(given)):
         raise ValueError(
-            f"{call} needs exactly the slots of this program; missing: "
-            f"{listing(sorted(wanted - given)) or 'none'}; unknown: "
-            f"{listing(sorted(given - wanted)) or 'none'}. If the model has changed, "
-            "load only the others: `with_state(state, strict=False)`."
+            f"{call} needs exactly the slots of this program; {found}. If the model "
+            "has changed, load only the others: `with_state(state, strict=False)`."
         )
 
 

@@ -7,7 +7,7 @@ import jax
 from flax import nnx as _nnx
 from jaxtyping import PyTree
 
-from .._errors import at_path, describe, listing
+from .._errors import at_path, describe, differences, listing
 from .._tree import bool_scalar, path_text, select_tree
 from .._typing import BoolLike
 
@@ -106,16 +106,10 @@ def _refuse_other_optimizer(optimizer: Any, model: PyTree, call: str) -> None:
         )
     except Exception:  # of which the first error tells more
         return
-    missing, unknown = wanted.keys() - given.keys(), given.keys() - wanted.keys()
-    both = sorted(wanted.keys() & given.keys())
-    others = [f"{p} {given[p]} for {wanted[p]}" for p in both if given[p] != wanted[p]]
-    if missing or unknown or others:
+    if found := differences(wanted, given):
         raise ValueError(
-            f"`optimizer` of {call} must be made for this model; missing: "
-            f"{listing(sorted(missing)) or 'none'}; unknown: "
-            f"{listing(sorted(unknown)) or 'none'}; of another shape: "
-            f"{listing(others) or 'none'}. Make it for this model: "
-            "`nnx.Optimizer(model, tx, wrt=nnx.Param)`."
+            f"`optimizer` of {call} must be made for this model; {found}. Make it for "
+            "this model: `nnx.Optimizer(model, tx, wrt=nnx.Param)`."
         )
 
 
@@ -130,13 +124,12 @@ def _refuse_gradients(optimizer: Any, model: PyTree, grads: PyTree, call: str) -
     weights, given = (
         _by_path(_nnx.state(node, optimizer.wrt)) for node in (model, grads)
     )
-    if not weights or weights.keys() != given.keys():
-        missing, unknown = weights.keys() - given.keys(), given.keys() - weights.keys()
+    found = differences(dict.fromkeys(weights), dict.fromkeys(given))
+    if found or not weights:
         raise ValueError(
             f"{call} needs a gradient for each Variable that the optimizer updates "
-            f"({len(weights)}, by its `wrt`); missing: {listing(missing) or 'none'}; "
-            f"unknown: {listing(unknown) or 'none'}. Set `argnums` of "
-            "`mpx.nnx.value_and_grad` to the filter of the optimizer: "
+            f"({len(weights)}, by its `wrt`); {found or 'it updates none'}. Set "
+            "`argnums` of `mpx.nnx.value_and_grad` to the filter of the optimizer: "
             "`nnx.DiffState(0, filter)`."
         )
     for name, weight in weights.items():
