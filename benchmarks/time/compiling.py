@@ -22,7 +22,7 @@ ARMS = {
     "b200": (NAIVE, "mxfp8", "mxfp8 by Pallas", "nvfp4", "nvfp4 by Pallas"),
 }
 ROUNDS = 3
-LIMIT = 8.0
+LIMIT = 7.0
 FOR_CUDA = True
 
 
