@@ -246,17 +246,17 @@ def in_order_on(devices, arm, is_divided):
     return train_in_order(mesh, arm, is_divided)
 
 
-@pytest.mark.parametrize("arm", slow_but(["delayed"], ARMS))
 @pytest.mark.parametrize(
-    ("devices", "is_divided"),
-    [
-        (8, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
+    ("arm", "devices", "is_divided"),
+    slow_but(
+        [("delayed", 8, True)],
+        (
+            (arm, *case)
+            for arm in ARMS
             for case in itertools.product((1, 2, 4, 8), (False, True))
-            if case not in ((1, False), (8, True))
+            if case != (1, False)
         ),
-    ],
+    ),
 )
 def test_a_step_in_order_has_equal_bits_on_any_number_of_devices(
     mesh, devices, is_divided, arm

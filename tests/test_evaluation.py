@@ -5,6 +5,7 @@ that computes that alone, under every recipe.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +113,10 @@ def decoded(p, cache, token, place):
     return block(p, x, *cache, jnp.arange(LENGTH) <= place)[:, 0], cache
 
 
-@every_recipe
-@pytest.mark.parametrize("rows", [ROWS, 1])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    slow_but([("delayed", ROWS), ("mxfp8", 1)], itertools.product(RECIPES, [ROWS, 1])),
+)
 def test_a_gpt_samples_with_a_cache_what_it_has_learned(name, rows):
     """Token by token, of one text, too: logits of the whole sequence."""
     tokens = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, WORDS)

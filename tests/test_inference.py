@@ -9,6 +9,7 @@ from flax import nnx
 
 import mpx
 
+from .helpers import slow_but
 from .registries import RECIPES
 
 ROWS, CLASSES = 64, 10
@@ -66,7 +67,7 @@ def data():
     return x, jnp.arange(ROWS) % CLASSES
 
 
-@pytest.fixture(params=list(RECIPES))
+@pytest.fixture(params=slow_but(["delayed", "nvfp4"], RECIPES))
 def trained(request, data):
     """A recipe, and the model and scaling after two steps."""
     recipe, model = RECIPES[request.param], mlp()

@@ -21,8 +21,10 @@ def ambient_loss(layer, x):
         return jnp.sum(jax.vmap(layer)(x) ** 2)
 
 
-@pytest.mark.parametrize("is_ambient", [False, True])
-@pytest.mark.parametrize("scaling", [mpx.NoLossScaling(), mpx.DynamicLossScaling()])
+@pytest.mark.parametrize(
+    ("is_ambient", "scaling"),
+    [(False, mpx.DynamicLossScaling()), (True, mpx.NoLossScaling())],
+)
 @pytest.mark.parametrize(
     ("call", "make"),
     [

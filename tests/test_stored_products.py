@@ -1,6 +1,7 @@
 """Products under a recipe read the 8 bits of stored weights; steps write them."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -114,8 +115,13 @@ def but_for_weights(role, for_wgrad):
     return CURRENT.quantizer(role, for_wgrad=for_wgrad)
 
 
-@each_program
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    slow_but(
+        [("current", "reshaped"), ("delayed", "a loop over a stack")],
+        itertools.product(RECIPES, PROGRAMS),
+    ),
+)
 def test_products_read_the_stored_numbers_as_they_are(name: str, recipe: str):
     model = {"w": stored_of(PROGRAMS[name][0])}
     loss, step = step_of(name, RECIPES[recipe])

@@ -1,5 +1,7 @@
 """Amaxes of weights: of the parameter where a step begins, or of what is read."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,8 +81,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
-@pytest.mark.parametrize("loss", EXPECTED)
+@pytest.mark.parametrize(
+    ("loss", "wrap"), [*zip(EXPECTED, itertools.cycle([jax.checkpoint, lambda f: f]))]
+)
 def test_a_step_learns_the_amax_of_what_is_quantized(loss, wrap):
     found = learned(wrap(loss), MODEL)
     is_rounded = loss is cast  # the parameter's amax stands for that of its rounding

@@ -5,6 +5,7 @@ else (`tests.sweep.ideal`). `python -m tests.sweep` does it for all functions of
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ from jax import lax
 
 import mpx
 from tests.autocast.counting import relative_error
+from tests.helpers import slow_but
+from tests.registries import RECIPES
 from tests.sweep.ideal import make_ideal
 
 pytestmark = pytest.mark.third_party
-HALVES = (jnp.bfloat16, jnp.float16)
+HALVES = ("float16", "bfloat16")
 SCALE = 2.0**6
 # Or XLA leaves out roundings, of one program and not of the other.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
@@ -257,8 +260,12 @@ def derived(func, p, x, scale=SCALE):
     return value / scale, jax.tree.map(lambda g: g / scale, grads)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_but(
+        zip(PROGRAMS, itertools.cycle(HALVES)), itertools.product(PROGRAMS, HALVES)
+    ),
+)
 def test_errors_are_those_of_rounded_products(name, dtype):
     loss, p, x, exact = of(name)
     found, ideal = (
@@ -270,23 +277,25 @@ def test_errors_are_those_of_rounded_products(name, dtype):
     assert all(a <= 3 * b + 1e-3 for a, b in pairs), pairs
 
 
-RECIPES = (
-    mpx.Float8CurrentScaling(),
-    mpx.DelayedScaling(),
-    mpx.MXFP8BlockScaling(),
-)
+QUANTIZING = ("current", "delayed", "mxfp8")
 # Those whose first product is of a matrix, and none of vectors.
 QUANTIZED = ("two_terms", "decay_constant", "small_steps", "det3", "ratio", "erfcx")
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    slow_but(
+        zip(QUANTIZED, itertools.cycle(QUANTIZING)),
+        itertools.product(QUANTIZED, QUANTIZING),
+    ),
+)
 def test_under_a_recipe_too_only_products_are_rounded(name, recipe):
     loss, p, x, exact = of(name)
+    made = functools.partial(mpx.autocast, loss, recipe=RECIPES[recipe])
     is_between = lambda c: c.kind.value == "full"  # noqa: E731
     rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, when=is_between))
     ours, explicit = (
-        errors(trained(mpx.autocast(loss, recipe=recipe, **options), p, x), exact)
+        errors(trained(made(**options), p, x), exact)
         for options in ({}, {"rules": rules})
     )
     assert all(a <= 1.5 * b + 1e-3 for a, b in zip(ours, explicit, strict=True))
@@ -299,7 +308,7 @@ def trained(func, p, x):
     return result.value, result.grads
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_what_is_compared_is_float32(dtype):
     """Which of 16 experts, whether a detection counts, and the order of scores."""
 
@@ -314,7 +323,7 @@ def test_what_is_compared_is_float32(dtype):
     assert all(map(jnp.array_equal, found, route(jnp.eye(16), x)))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_products_that_sum_one_number_are_none(dtype):
     def products(x, y):
         inner = x[:, None] @ y[None]
@@ -430,8 +439,12 @@ MANY_READS = {
 }
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", MANY_READS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_but(
+        zip(MANY_READS, itertools.cycle(HALVES)), itertools.product(MANY_READS, HALVES)
+    ),
+)
 def test_gradients_of_many_reads_are_summed_in_float32(name, dtype):
     loss = _loss_of(MANY_READS[name])
     p, x = {"w": jnp.eye(8) / 4, "v": jnp.eye(8) / 4}, normal(4, 8)

@@ -128,14 +128,14 @@ def step_in(mesh, how, model, recipe, gather_dtype=""):
     return begin, step
 
 
-FAST = [
+QUICK = [
     (SHARD_MAP, "current", whole),
     (CONSTRAINT, "delayed", twice),
-    (SHARD_MAP, "block", whole),
-    (CONSTRAINT, "current", jitted),
     (RESHARD, "current", reshaped),
 ]
-SLOW = [
+OTHERS = [
+    (SHARD_MAP, "block", whole),
+    (CONSTRAINT, "current", jitted),
     (RESHARD, "delayed", turned),
     (CONSTRAINT, "current", whole),
     (SHARD_MAP, "delayed", in_remat),
@@ -147,10 +147,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("how", "name", "model"),
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-)
+@pytest.mark.parametrize(("how", "name", "model"), slow_but(QUICK, [*QUICK, *OTHERS]))
 def test_a_weight_that_travels_in_8_bits_has_the_bits_of_one_that_does_not(
     how, name, model
 ):

@@ -1,6 +1,7 @@
 """Stacks of weights that a program cuts by constants are cast once, before it does."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -131,8 +132,9 @@ def test_a_scan_over_groups_that_a_loop_cuts_takes_them_cast():
     assert scan.invars[-1].aval.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*zip(CUTS, itertools.cycle(["bfloat16", "float16"]))]
+)
 def test_casting_before_the_cut_changes_no_bit(name, dtype):
     """Of the gradient in float32, either, where each layer is an argument."""
 

@@ -8,6 +8,7 @@ import pytest
 
 import mpx
 
+from ..helpers import slow_but
 from ..registries import RECIPES
 
 SIZE, RANK, ROWS = 256, 8, 32
@@ -55,7 +56,7 @@ def products(func, *args):
     return [(o.is_low, o.reason) for o in found]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", slow_but(["delayed", "mxfp8"], RECIPES))
 def test_a_frozen_base_is_quantized_and_its_adapters_are_not(name):
     adapters, base = partitioned()
     x = normal(8, ROWS, SIZE)

@@ -205,13 +205,18 @@ def test_plain_program(name, found):
 
 @pytest.mark.slow
 @each_program()
-@pytest.mark.parametrize(("way", "dtype"), JITTED)
-def test_jitted(name, found, way, dtype):
-    assert_close(found, dtype, traced(name, way, dtype)())
+def test_gradient_of_autocast(name, found):
+    assert_close(found, "float16", traced(name, "inside", "float16")())
 
 
 @pytest.mark.slow
 @each_program(ONE_OF_EACH_KIND)
+def test_autocast_of_the_gradient(name, found):
+    assert_close(found, "bfloat16", traced(name, "outside", "bfloat16")())
+
+
+@pytest.mark.slow
+@each_program(ONE_OF_EACH_KIND[::3])
 def test_eager(name, found):
     """Operation by operation: slow, no different in float16, nor in a like program."""
     fn, args = function_and_arguments(name)

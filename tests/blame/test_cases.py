@@ -6,6 +6,7 @@ import pytest
 
 import mpx
 
+from ..helpers import slow_but
 from .plants import line_of
 
 ROWS, EXPERTS, WIDTH = 12, 3, 8
@@ -199,7 +200,9 @@ def by_window(x, w):
     )[0]
 
 
-@pytest.mark.parametrize("product", [lambda x, w: x @ w[0], by_experts, by_window])
+@pytest.mark.parametrize(
+    "product", slow_but([by_experts], [by_experts, by_window, lambda x, w: x @ w[0]])
+)
 def test_half_precision_is_tried_for_each_product_that_a_recipe_quantizes(product):
     def loss(model, x):
         with jax.named_scope("large"):

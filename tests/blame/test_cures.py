@@ -43,9 +43,12 @@ def by_line(w, x):
     ("loss", "place"),
     [
         (by_scope, 'scope="hot"'),
-        (by_weight, "parameter=\"['hot']\""),
+        pytest.param(by_weight, "parameter=\"['hot']\"", marks=pytest.mark.slow),
         (by_reader, "parameter=\"['last']\""),
-        (by_line, "when=lambda operation: operation.line.endswith("),
+        pytest.param(
+            *(by_line, "when=lambda operation: operation.line.endswith("),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_narrowest_rule_comes_with_its_share_and_cures(loss, place):

@@ -292,10 +292,7 @@ def in_float16(library, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("precision", "options"),
-    [
-        pytest.param("float16", {"model": ONE_BLOCK}, marks=pytest.mark.slow),
-        pytest.param("delayed", {"scan": True}, marks=pytest.mark.slow),
-    ],
+    slow_but([], [("delayed", {"scan": True}), ("float16", {"model": ONE_BLOCK})]),
 )
 def test_interrupted_and_resumed_equals_uninterrupted(
     request, tmp_path, library, precision, options

@@ -36,6 +36,7 @@ from examples.runs import (
     put,
     replicated,
 )
+from tests.helpers import slow_but
 
 # Flax and Optax need JAX's own promotion.
 pytestmark = pytest.mark.third_party
@@ -175,14 +176,14 @@ def test_without_a_mesh_nothing_is_pinned():
 
 @pytest.mark.parametrize(
     ("sizes", "precision", "options"),
-    [
-        ({"fsdp": 8}, "float32", {"model": SMALL}),
-        pytest.param(
-            *(ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(ALL, "delayed", {"scan": True}, marks=pytest.mark.slow),
-    ],
+    slow_but(
+        [({"fsdp": 8}, "float32", {"model": SMALL})],
+        [
+            ({"fsdp": 8}, "float32", {"model": SMALL}),
+            (ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
+            (ALL, "delayed", {"scan": True}),
+        ],
+    ),
 )
 def test_every_mesh_trains_as_any_other(sizes, precision, options):
     """The same decisions, and losses that differ by rounding.

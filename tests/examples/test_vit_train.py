@@ -44,6 +44,7 @@ from examples.vit import (
     state_before,
     train,
 )
+from tests.helpers import slow_but
 
 ROOT = Path(__file__).parents[2]
 # Optax's Adam needs JAX's standard promotion.
@@ -143,13 +144,7 @@ def finished(in_float32):
     return in_float32[0]
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        pytest.param("float16", marks=pytest.mark.slow),
-        pytest.param("delayed", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("precision", slow_but([], ["float16", "delayed"]))
 def test_interrupted_and_resumed_equals_uninterrupted(request, tmp_path, precision):
     whole, result, rows = request.getfixturevalue(f"in_{precision}")
     parts = tmp_path

@@ -13,12 +13,15 @@ import pytest
 import mpx
 from tests.autocast.counting import PRODUCTS, products
 from tests.autocast.zoo import PROGRAMS, gradient
+from tests.helpers import slow_but
 
 
 def cases():
-    for name, program in PROGRAMS.items():
-        marks = [pytest.mark.third_party] if program.third_party else []
-        yield pytest.param(program, id=name, marks=marks)
+    """All programs; of three `.ci/run` takes one."""
+    for case in slow_but([], PROGRAMS):
+        (name,) = case.values
+        marks = [pytest.mark.third_party] if PROGRAMS[name].third_party else []
+        yield pytest.param(PROGRAMS[name], id=name, marks=[*marks, *case.marks])
 
 
 def listed(report):
@@ -44,7 +47,6 @@ def counted(func, *args):
     return counts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", [*cases()])
 def test_a_program_is_explained(program):
     with program.context():
@@ -62,7 +64,6 @@ def test_a_program_is_explained(program):
                 assert "mpx:" not in operation.where
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", [*cases()])
 def test_products_are_those_that_another_walk_counts(program):
     with program.context():

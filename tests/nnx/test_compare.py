@@ -8,6 +8,7 @@ from flax import nnx
 import mpx
 import mpx.nnx
 
+from ..helpers import slow_but
 from .cases import Normed, Tied, batch, loss_fn
 
 pytestmark = pytest.mark.third_party
@@ -40,7 +41,7 @@ def names(model):
     return sorted(p.removesuffix(".value").replace(".0.", "[0].") for p in paths)
 
 
-@pytest.mark.parametrize("func", [mpx.autocast(loss), RECIPE, loss])
+@pytest.mark.parametrize("func", slow_but([RECIPE], [RECIPE, loss, mpx.autocast(loss)]))
 def test_layers_and_gradients_have_their_names_and_objects_are_unchanged(func):
     net = model()
     before = list(map(np.asarray, values(net)))
