@@ -35,10 +35,8 @@ NEWEST ?= $(shell for p in python3.13 $(call OF_PYENV,13) python3.12 \
 # in `.ci/run`.
 PART := tests/test_xla.py tests/program tests/test_function.py tests/autocast/test_entries.py \
 	tests/autocast/test_control_flow.py tests/autocast/test_custom_rules.py \
-	tests/grad/test_options.py tests/grad/test_transforms.py \
-	tests/grad/test_shared_weights.py tests/inspect/test_costs.py \
-	tests/nnx/test_bad_input.py tests/quantize/test_derivatives.py \
-	tests/test_recipe_state.py
+	tests/grad/test_transforms.py tests/inspect/test_costs.py \
+	tests/nnx/test_bad_input.py tests/quantize/test_derivatives.py
 
 # Arguments for the program behind a target: make train ARGS="--steps 100"
 ARGS ?=

@@ -158,6 +158,7 @@ def test_shard_map_with_checked_replication(mesh):
     agree(train(jax.jit(run)))
 
 
+@pytest.mark.slow
 def test_pmap():
     if len(jax.devices()) < 8:
         pytest.skip("needs eight devices")

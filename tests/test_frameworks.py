@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 
 import mpx
 
-from .helpers import assert_same_bits, unscaled
+from .helpers import assert_same_bits, slow_but, unscaled
 
 # Flax, Haiku and Optax need JAX's own promotion.
 pytestmark = [pytest.mark.third_party, unscaled]
@@ -196,15 +196,7 @@ def train(build, precision):
     return np.array(losses), state, scaling
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=pytest.mark.slow if n not in ("plain_jax", "equinox_batch") else ()
-        )
-        for n in FRAMEWORKS
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(["plain_jax", "equinox_batch"], FRAMEWORKS))
 def test_half_precision_reaches_the_float32_loss(name):
     losses, states, scalings = {}, {}, {}
     for precision in PRECISIONS:
@@ -299,6 +291,7 @@ def test_equinox_batch_norm_on_good_and_bad_steps(mode, precision):
     assert norm.weight.dtype == np.float32 and np.any(norm.weight)
 
 
+@pytest.mark.slow
 def test_equinox_batch_norm_in_ema_mode_must_be_wrapped():
     """It selects between statistics of the batch, half, and running ones, float32."""
     model, state, loss = equinox_batch_norm("ema", wrapped=False)

@@ -137,6 +137,7 @@ def test_a_generator_samples_as_its_discriminator_saw_it(data):
     assert np.array_equal(sample(both, x), train(both, x)[1])
 
 
+@pytest.mark.slow
 def test_a_scan_over_layers_is_evaluated_as_it_trains(data):
     x, _ = data
     weights = jax.random.normal(jax.random.key(3), (3, 16, 16)) / 4
@@ -156,6 +157,7 @@ def test_a_scan_over_layers_is_evaluated_as_it_trains(data):
         assert np.array_equal(alone(weights, x), expected)
 
 
+@pytest.mark.slow
 def test_flax_nnx_predicts_as_it_trains(data):
     class Net(nnx.Module):
         def __init__(self, rngs):

@@ -170,6 +170,7 @@ def test_a_run_goes_on_as_if_the_bad_step_had_not_been(name: str, inputs):
         helpers.assert_same_bits(one.scaling.scales, other.scaling.scales)
 
 
+@pytest.mark.slow
 def test_attention_in_fp8_and_stored_weights(inputs):
     """The other ways into a product of low precision."""
     params, x, y = inputs

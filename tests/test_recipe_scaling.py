@@ -167,6 +167,7 @@ def test_layers_of_a_scan_have_slots_of_their_own(inputs, turns):
     assert np.allclose(joined, one_by_one, rtol=ULP)
 
 
+@pytest.mark.slow
 def test_nothing_traced_outlives_a_step(inputs, checking_leaks):
     """JAX's caches keep the context in which scales were given, not the scales."""
     params, x = inputs
@@ -293,6 +294,7 @@ def test_a_step_within_shard_map(inputs, amaxes, check):
     assert np.allclose(seen, amaxes, rtol=ULP)
 
 
+@pytest.mark.slow
 def test_each_model_of_an_ensemble_has_a_state_of_its_own():
     """Made in a vmap that returns it; made inside of the one that trains, all share."""
     x = jnp.ones((N, N))
@@ -425,6 +427,7 @@ def test_a_state_of_another_model_is_an_error(inputs):
         scaling.with_state(renamed)
 
 
+@pytest.mark.slow
 def test_what_a_changed_model_still_has_is_taken_over(inputs):
     params, x = inputs
     _, learned, _ = train(mpx.init_scaling(loss, *inputs), params, x, steps=2)

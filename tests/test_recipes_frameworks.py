@@ -1,5 +1,7 @@
 """Recipes for models of Equinox, Linen, NNX and Haiku that know nothing of them."""
 
+import itertools
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -69,10 +71,7 @@ MODELS = {"equinox": equinox, "linen": linen, "haiku": haiku}
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [
-        *slow_but([("linen", "delayed")], ((name, "delayed") for name in MODELS)),
-        *(pytest.param(name, "mxfp8", marks=pytest.mark.slow) for name in MODELS),
-    ],
+    slow_but([("linen", "delayed")], itertools.product(MODELS, ["delayed", "mxfp8"])),
 )
 def test_a_model_trains(name, recipe):
     model, func, names = MODELS[name]()

@@ -465,6 +465,7 @@ def _same_leaves(a, b):
     return all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
 
 
+@pytest.mark.slow
 def test_flax_restores_the_state_of_a_recipe():
     """Its class alone does not know the slots; the target does."""
     mpx.compat.flax.register_serialization()

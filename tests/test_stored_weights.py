@@ -364,6 +364,7 @@ def test_masters_to_start_from():
         tx.init(stored, {**model, "up": jnp.zeros(3)})
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
 def test_blocks_lie_along_the_same_axis_after_an_update():
     model = {"w": jnp.arange(64.0 * 32).reshape(64, 32) / 100}

@@ -234,6 +234,7 @@ def test_one_linear_layer_and_a_sum():
         assert quantized_products(loss, layer, x) == 1
 
 
+@pytest.mark.slow
 def test_a_layer_in_fp8_by_a_context():
     """The first example as it stands there; what is new is an explicit state."""
     layer, data = transformer(), batch()

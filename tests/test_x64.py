@@ -121,6 +121,7 @@ def test_a_recipe_without_a_product_that_it_may_quantize_says_so():
         quantized(*args)
 
 
+@pytest.mark.slow
 def test_attention_compares_positions_with_lengths_of_32_bits():
     """Under strict promotion int64 positions and int32 lengths cannot meet."""
     x, lengths = jnp.ones((2, 8, 2, 4), jnp.float32), jnp.array([3, 8], jnp.int32)

@@ -561,6 +561,7 @@ def test_a_scan_stacks_what_the_program_declares_in_half():
     assert scan.outvars[-1].aval.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_long_memory_is_worth_its_float32():
     """A state space model whose gates are near 1, which a naive cast makes 1."""
     w = {"into": normal(32, 96) / 6, "out": normal(32, 32, seed=1) / 6}

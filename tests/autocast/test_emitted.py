@@ -18,28 +18,20 @@ import jax
 import pytest
 
 from .. import emitted
-from .zoo import PROGRAMS
+from .zoo import PROGRAMS, cases
 
 FILE = Path(__file__).with_name("emitted.json")
+# Making the models of frameworks takes long.
 FRAMEWORKS = ("equinox", "haiku", "linen", "nnx", "optax")
+QUICK = tuple(name for name in PROGRAMS if not name.startswith(FRAMEWORKS))
 RECORD = json.loads(FILE.read_text()) if FILE.exists() else {"jax": "", "programs": {}}
-
-
-def marks_of(name):
-    """Making the models of frameworks takes long; some need JAX's promotion."""
-    marks = [pytest.mark.slow] if name.startswith(FRAMEWORKS) else []
-    third_party = [pytest.mark.third_party] if PROGRAMS[name].third_party else []
-    return [*marks, *third_party]
 
 
 @pytest.mark.skipif(
     RECORD["jax"] != jax.__version__,
     reason=f"recorded with jax {RECORD['jax']}; others write programs in another way",
 )
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=marks_of(name)) for name in PROGRAMS],
-)
+@pytest.mark.parametrize("name", cases(QUICK))
 def test_a_program_is_emitted_as_it_was(name):
     found = emitted.short_forms(name, PROGRAMS[name])
     assert found == RECORD["programs"].get(name), "see the top of this file"

@@ -178,6 +178,7 @@ def test_what_keeps_no_sums_is_kept_apart_by_a_number(name):
     assert computed_once <= {e.primitive.name for e in inside}
 
 
+@pytest.mark.slow
 def test_what_takes_many_kernels_waits_for_the_gradients():
     """Else all layers compute their scans again before the first one is needed."""
 

@@ -112,6 +112,7 @@ LINEAR = [
 HEAD = ("head.weight",)
 
 
+@pytest.mark.slow
 def test_products_of_weights_are_quantized_and_no_others(inputs):
     func = mpx.autocast(loss, recipe=MXFP8)
     report = mpx.explain(func)(*inputs)
@@ -206,6 +207,7 @@ def test_attention_in_fp8_under_any_recipe(recipe, one_block):
     assert relative_error(value, exact) < 0.05
 
 
+@pytest.mark.slow
 def test_a_rule_may_name_a_recipe(one_block):
     rules = Rules(Rule(MXFP8, scope="mlp"))
     report = mpx.explain(mpx.autocast(loss, recipe=CURRENT, rules=rules))(*one_block)

@@ -374,6 +374,7 @@ def expected(vit):
     return jax.jit(jax.grad(blocks.vit_loss))(*vit)
 
 
+@pytest.mark.slow
 def test_pytorchs_lists_on_a_vit_block(vit, expected):
     cast = mpx.autocast(blocks.vit_loss, rules=Rules.like_pytorch())
     assert count_products(jax.grad(cast), *vit) == {BF16: 24}

@@ -141,6 +141,7 @@ def test_gradients_are_those_without_a_policy_in_every_way(recipe):
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.slow
 def test_what_is_sent_to_the_host_is_as_ever():
     policy = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
     recipe = RECIPES["current, H100"]

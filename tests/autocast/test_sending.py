@@ -34,6 +34,7 @@ for options in ({}, {"recipe": mpx.Float8CurrentScaling()}, {"rules": rules}):
 """
 
 
+@pytest.mark.slow
 def test_what_autocast_made_is_pickled_by_value():
     """Without what has been rewritten, which is found again where it is needed."""
     pytest.importorskip("cloudpickle")

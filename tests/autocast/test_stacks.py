@@ -182,6 +182,7 @@ def test_a_recipe_quantizes_what_is_cast_before_the_cut():
         np.testing.assert_array_equal(of(STACK, X), of(rounded, X))
 
 
+@pytest.mark.slow
 def test_slices_of_a_stack_have_its_scales_under_delayed_scaling():
     func = mpx.autocast(by(CUTS["index"]), recipe=mpx.DelayedScaling())
     scaling = mpx.init_scaling(func, STACK, X)

@@ -152,6 +152,7 @@ def test_recipes_are_off_too():
     assert delayed(w, x) == loss(w, x)
 
 
+@pytest.mark.slow
 def test_weights_in_eight_bits():
     model = mpx.quantization.quantize_weights({"w": jnp.eye(64)})
     func = lambda model, x: jnp.mean(x @ model["w"])  # noqa: E731

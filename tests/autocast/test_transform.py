@@ -281,6 +281,7 @@ def programs_that_are_kept():
     return [name for name, found in kept.items() if any(r() for r in found)]
 
 
+@pytest.mark.slow
 def test_a_program_is_kept_no_longer_than_its_function():
     # A process of its own: here the caches of all tests would be cleared, for 20 s.
     context = multiprocessing.get_context("spawn")

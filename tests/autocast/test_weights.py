@@ -91,6 +91,7 @@ def test_a_rule_quantizes_a_narrow_weight():
     assert sum(is_low for is_low, _ in found) == 4
 
 
+@pytest.mark.slow
 def test_two_models_of_one_kind_have_scales_of_their_own():
     """Their weights have the same paths."""
     weights = [normal(i, 64, 64) for i in range(2)]
@@ -108,6 +109,7 @@ def test_two_models_of_one_kind_have_scales_of_their_own():
     assert np.isclose(second[1], 8 * first[1], rtol=0.01)
 
 
+@pytest.mark.slow
 def test_a_stopped_teacher_takes_the_scales_of_the_moment():
     """No gradient reaches it, so no amax comes back that scales could be made of."""
     weights = [normal(i, 64, 64) for i in range(2)]

@@ -37,6 +37,7 @@ def pull(kept, cotangent):
 experts.defvjp(keep, pull)
 
 
+@pytest.mark.slow
 def test_a_weight_gradient_that_is_nan_where_an_expert_has_no_rows():
     def loss(model, x, sizes):
         h = jnp.tanh(x @ model["first"])

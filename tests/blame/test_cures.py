@@ -72,6 +72,7 @@ def test_the_narrowest_rule_comes_with_its_share_and_cures(loss, place):
     assert share < (60 if is_cast else 50)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_offered_where_it_would_do():
     text = 'it is finite without the rule: `mpx.autocast(loss, "bfloat16")`'
     report = mpx.blame(mpx.autocast(by_weight, "float16"), ONE)(WEIGHTS, X)

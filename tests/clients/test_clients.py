@@ -53,15 +53,17 @@ def test_one_line_gives_the_gradient_of_a_program_of_others(name):
     check(name, "bfloat16")
 
 
-@pytest.mark.slow
 @pytest.mark.third_party
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [
-        *((name, "float16") for name in IN_FLOAT16),
-        ("equinox_transformer", "delayed"),
-    ],
+    slow_but(
+        [],
+        [
+            ("equinox_transformer", "delayed"),
+            *((name, "float16") for name in IN_FLOAT16),
+        ],
+    ),
 )
 def test_every_precision_runs_programs_of_others(name, precision):
     if FOUND[name].has(precision):

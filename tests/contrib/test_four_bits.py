@@ -252,6 +252,7 @@ def test_a_block_on_two_devices_is_brought_together():
     assert_same(found, interpreted(x, mpx.quantization.Role.GRADIENT))
 
 
+@pytest.mark.slow
 def test_in_shard_map():
     x, role = integers((256, 128)), mpx.quantization.Role.INPUT
     join = joined_over(("a", "b"), all_vary=True)
@@ -286,6 +287,7 @@ def kernels(recipe, *args):
     return lowered(step(recipe), *args).count("xla.gpu.triton")
 
 
+@pytest.mark.slow
 def test_each_operand_is_measured_and_quantized():
     # Of two products: inputs and gradients, and weights, whose amax is XLA's.
     assert kernels(PALLAS, *operands()) == 2 * (2 + 2 + 1)

@@ -314,7 +314,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         assert result.skipped > 0 and any(row.loss_scale < 2.0**20 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_skipped_step_is_made_again_bit_for_bit(in_float16, library):
     """From the checkpoint before it, with dropout's streams and the loss scale."""
     folder, _, rows = in_float16
@@ -385,6 +385,7 @@ def values(nodes):
     }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_everything_back(library, tmp_path):
     config = dataclasses.replace(CONFIG, data_path=library, model=ONE_BLOCK)
     batch = load_data(config).batch(0, size=config.batch_size, seed=0)
@@ -420,6 +421,7 @@ def test_a_poisoned_state_leaves_the_checkpoints_as_they_are(tmp_path):
         assert checkpoints.restore((arrays, scaling))[1] == 6
 
 
+@pytest.mark.slow
 def test_the_test_is_without_dropout_and_leaves_the_model_as_it_is():
     model = GPT(SMALL, rngs=nnx.Rngs(0))
     dropout = model.blocks[0].dropout

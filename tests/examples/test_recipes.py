@@ -37,7 +37,7 @@ def full():
 @pytest.mark.parametrize(
     ("recipe", "limit"),
     [
-        pytest.param("current", 0.005, marks=pytest.mark.slow),
+        pytest.param("current", 0.005, marks=pytest.mark.exhaustive),
         pytest.param("nvfp4", 0.015, marks=pytest.mark.exhaustive),
     ],
 )

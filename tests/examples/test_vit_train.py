@@ -201,7 +201,7 @@ def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, monkeypatch, explic
 
 
 @pytest.mark.parametrize(
-    "steps", [3, pytest.param(7, marks=pytest.mark.slow)]
+    "steps", [3, pytest.param(7, marks=pytest.mark.exhaustive)]
 )  # before and after the first checkpoint
 def test_a_killed_run_resumes_from_its_last_checkpoint(in_float16, tmp_path, steps):
     (whole, _, rows), parts = in_float16, tmp_path
@@ -289,6 +289,7 @@ def late_failures(monkeypatch):
     gc.collect()  # some wait in cycles, and complain to the test that collects them
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("late_failures")
 def test_damaged_checkpoint_is_refused(finished, tmp_path):
     for damage in (cut_off, flip_bit, lose_record, lose_state):

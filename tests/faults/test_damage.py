@@ -1,6 +1,7 @@
 """A damaged checkpoint is an error that names the file, or is read bit for bit."""
 
 import gc
+import itertools
 import sys
 import time
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from examples.runs.digest import digests
+from tests.helpers import slow_but
 
 from . import damage
 
@@ -32,10 +34,11 @@ def late_failures(monkeypatch):
 
 @pytest.mark.usefixtures("late_failures")
 @pytest.mark.parametrize(
-    "kind", [damage.flips, pytest.param(damage.cuts, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "count", [6, pytest.param(20, marks=pytest.mark.slow)], ids=["some", "many"]
+    ("count", "kind"),
+    slow_but(
+        [(6, damage.flips)],
+        itertools.product([6, 20], [damage.cuts, damage.flips]),
+    ),
 )
 def test_no_damage_is_silent_and_each_error_names_the_file(saved, kind, count):
     outcomes = list(kind(saved, count))
@@ -78,8 +81,7 @@ def test_a_digest_is_of_the_bits_and_not_of_the_layout():
     assert {name for name in plain if plain[name] != found[name]} == set(changed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", slow_but([], [4, 1]))
 def test_values_are_equal_on_another_number_of_devices(saved, devices):
     """Saved over eight devices; also back to eight again."""
     other = damage.Saved(saved.folder.parent / f"on-{devices}", devices)

@@ -103,6 +103,7 @@ def test_a_negative_number_where_none_may_be_is_no_number(code):
     assert not np.isnan(np.asarray(stored([1.0, -0.0, 2.0], code).full())).any()
 
 
+@pytest.mark.slow
 def test_subnormal_numbers_and_a_wide_range():
     for code in CODES:
         array = stored(np.float32([1e-42, 0, 3e-39]), code)

@@ -91,6 +91,7 @@ def test_guard_names_the_moment_that_is_no_number():
         mpx.guard(bad)
 
 
+@pytest.mark.slow
 def test_linen():
     module, x = nn.Dense(512), jnp.ones((4, 64))
     params = module.init(jax.random.key(0), x)
@@ -182,6 +183,7 @@ def test_a_scan_of_steps_is_the_steps():
     np.testing.assert_allclose(scanned[0]["w"], looped[0]["w"], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_vmap_over_models():
     tx, model = mpx.compress_state(optax.adam(1e-3)), weights()
     both = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), model)
@@ -214,6 +216,7 @@ def test_float16_weights_have_moments_in_few_bits():
         mpx.master_weights(optax.sgd(0.1), bits=16).init(model)
 
 
+@pytest.mark.slow
 def test_orbax_resumes_bit_for_bit(tmp_path):
     tx, model = in_few_bits(optax.adagrad(1e-2), 8), weights("bfloat16")
     state = step(tx, model, tx.init(model))

@@ -157,6 +157,7 @@ def test_arrays_over_a_mesh(on_cpu):
     assert one.sent
 
 
+@pytest.mark.slow
 def test_the_largest_batch(on_cpu):
     asked = {"precisions": ("float32", "bfloat16"), "largest_batch": True, **on_cpu}
     limits = {"tpu-v5e": {"memory": 20_000_000}}

@@ -12,16 +12,7 @@ import pytest
 
 import mpx
 from tests.autocast.counting import PRODUCTS, products
-from tests.autocast.zoo import PROGRAMS, gradient
-from tests.helpers import slow_but
-
-
-def cases():
-    """All programs; of three `.ci/run` takes one."""
-    for case in slow_but([], PROGRAMS):
-        (name,) = case.values
-        marks = [pytest.mark.third_party] if PROGRAMS[name].third_party else []
-        yield pytest.param(PROGRAMS[name], id=name, marks=[*marks, *case.marks])
+from tests.autocast.zoo import PROGRAMS, cases, gradient
 
 
 def listed(report):
@@ -47,8 +38,9 @@ def counted(func, *args):
     return counts
 
 
-@pytest.mark.parametrize("program", [*cases()])
-def test_a_program_is_explained(program):
+@pytest.mark.parametrize("name", cases())
+def test_a_program_is_explained(name):
+    program = PROGRAMS[name]
     with program.context():
         func, args = program.make()
         derivative = gradient(func, program.argnums, forward_mode=program.forward_mode)
@@ -64,8 +56,9 @@ def test_a_program_is_explained(program):
                 assert "mpx:" not in operation.where
 
 
-@pytest.mark.parametrize("program", [*cases()])
-def test_products_are_those_that_another_walk_counts(program):
+@pytest.mark.parametrize("name", cases())
+def test_products_are_those_that_another_walk_counts(name):
+    program = PROGRAMS[name]
     with program.context():
         func, args = program.make()
         report = mpx.explain(func)(*args)

@@ -237,6 +237,7 @@ def test_probabilities_are_kept_once_in_half_precision():
 # --- Ambient settings -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_ambient_dtype_is_computed_in():
     arrays = CASES["causal"].arrays("float32")
     halves = {n: x.astype(jnp.float16) for n, x in arrays.items()}

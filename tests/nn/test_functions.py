@@ -10,7 +10,7 @@ import pytest
 import mpx
 import mpx.nn
 
-from ..helpers import HALF, WIDE, assert_same_bits
+from ..helpers import HALF, WIDE, assert_same_bits, slow_but
 from ..registries import TRANSFORMS
 from .cases import FUNCTIONS, WHERE, relative_error
 
@@ -184,8 +184,7 @@ def test_forward_mode_is_the_transpose_of_reverse_mode(name, dtype, getkey):
     assert abs(left.sum() - right.sum()) <= 2 * ROUNDING[dtype] * size
 
 
-@by_name
-@pytest.mark.slow
+@pytest.mark.parametrize("name", slow_but([], FUNCTIONS))
 def test_second_derivatives(name, getkey):
     """Through the rule for half precision, which float32 alone may not take."""
     mine, other = FUNCTIONS[name].pair(axis=-1)

@@ -56,6 +56,7 @@ def test_layers_and_gradients_have_their_names_and_objects_are_unchanged(func):
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.slow
 def test_a_function_differs_from_itself_by_nothing_with_the_state_of_a_run():
     net = model()
     scaling = mpx.init_scaling(RECIPE, net, *batch(0))

@@ -302,6 +302,7 @@ def test_options_of_the_gradient_functions(options):
     assert int(b.calls[...]) == 1
 
 
+@pytest.mark.slow
 def test_a_loop_of_steps_and_devices():
     """A scan over steps, and a batch that is divided over the devices."""
     xs, ys = (jnp.stack(x) for x in zip(*map(batch, range(4)), strict=True))

@@ -76,6 +76,7 @@ def moved(name, number, x):
     return [x[::2], x[1::2]]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(cuts())
 def test_a_number_that_is_read_twice_lies_in_two_parts(func):

@@ -1,6 +1,6 @@
 """The sweep itself: can it fail, is it complete, and are its cases right?
 
-About 40 cases run always and 40 more with `--slow`, chosen evenly over groups and
+About 40 cases run always and 20 more with `--slow`, chosen evenly over groups and
 kinds. The whole sweep is `python -m tests.sweep`.
 """
 
@@ -30,7 +30,7 @@ from tests.sweep.measure import is_right, measure
 
 CASES = all_cases()
 QUICK = 40
-SLOW = 40
+SLOW = 20
 MODULES = {
     "numpy": jnp,
     "numpy.linalg": jnp.linalg,

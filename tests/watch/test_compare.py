@@ -146,6 +146,7 @@ def test_a_precision_has_the_digits_that_it_has(name):
     assert found.name == f"loss in {options.get('dtype', 'bfloat16')}{recipe}"
 
 
+@pytest.mark.slow
 def test_a_recipe_without_a_step_warns_that_its_scales_are_1():
     loss = loss_of("unrolled")
 

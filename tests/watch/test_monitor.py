@@ -342,6 +342,7 @@ def test_a_while_loop_that_ends_for_each_example_apart_is_looked_into():
     assert seen.rows[0].amax == 32.0
 
 
+@pytest.mark.slow
 def test_operands_are_seen_before_a_recipe_quantizes_them():
     """So what is counted is what the recipe's own amaxes say."""
     w, x = weights(), data()

@@ -4,6 +4,12 @@ Programs stand in modules by kind. `PROGRAMS` has all of them by name; a suite i
 product of it with dtypes and ways to call.
 """
 
+from typing import Any
+
+import pytest
+
+from tests.helpers import slow_but
+
 from . import (
     control_flow,
     custom_rules,
@@ -41,3 +47,13 @@ PROGRAMS = {
     for found in vars(module).values()
     if isinstance(found, Program)
 }
+
+
+def cases(quick: tuple[str, ...] = ()) -> list[Any]:
+    """The names for `parametrize`, of which all but the quick ones are slow."""
+    marked = slow_but(quick, PROGRAMS)
+    for i, name in enumerate(PROGRAMS):
+        if PROGRAMS[name].third_party:
+            marks = [*marked[i].marks, pytest.mark.third_party]
+            marked[i] = pytest.param(name, marks=marks)
+    return marked
