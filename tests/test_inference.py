@@ -47,10 +47,6 @@ def as_in_training(model, x, labels):
     return -jnp.mean(rows), (hidden, logits)
 
 
-def few_rows(model, x):
-    return predict(model, x[:3])
-
-
 def in_another_scope(model, x):
     with jax.named_scope("evaluation"):
         return predict(model, x)
