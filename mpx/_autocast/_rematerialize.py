@@ -54,9 +54,9 @@ class Site(NamedTuple):
 def emit_island(site: Site, island: Island) -> None:
     """Emits an island, to be recomputed in the backward pass if that saves memory.
 
-    What comes in float32 but was half precision goes in as it was, and what goes out
-    only to be cast is cast inside: so nothing in float32 crosses the border that need
-    not. Equal islands, those of equal layers, are emitted once.
+    A cast to float32 in front of it is a part of it, and what goes out only to be cast
+    is cast inside: so nothing in float32 crosses the border that need not. Equal
+    islands, those of equal layers, are emitted once.
     """
     made, values, known = None, site.values, site.run.islands
     if any(map(may_keep, island.equations)):
@@ -76,13 +76,9 @@ def emit_island(site: Site, island: Island) -> None:
 
 
 def _arrays(island: Island, values: Values) -> dict[Var, AnyArray]:
-    """What goes into an island, but for numbers: the half precision of it if it was."""
+    """What goes into an island, but for numbers."""
     found = ((v, values[v]) for v in island.inputs)
-    return {
-        v: value.array if value.half_source is None else value.half_source
-        for v, value in found
-        if not value.is_constant
-    }
+    return {v: value.array for v, value in found if not value.is_constant}
 
 
 def read_by_one(parts: Sequence[JaxprEqn | Island], ahead: Demands) -> Set[Var]:
