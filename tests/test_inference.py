@@ -241,6 +241,8 @@ def test_a_function_without_the_recipe_is_refused(data, recipe):
         mpx.inference(mpx.autocast(loss), state)(mlp(), x, labels)
     off = mpx.autocast(loss, recipe=recipe, enabled=False)
     mpx.inference(off, state)(mlp(), x, labels)
+    nothing_to_quantize = mpx.autocast(lambda model, x, _: 2 * x, recipe=recipe)
+    mpx.inference(nothing_to_quantize, state)(mlp(), x, labels)
 
 
 def test_a_state_that_has_seen_no_step_is_a_warning(data):

@@ -245,7 +245,7 @@ def test_micro_batches_are_joined_by_maximum(inputs):
         "explicit",
         pytest.param("auto", marks=pytest.mark.slow),
         pytest.param("shard_map", marks=pytest.mark.slow),
-        pytest.param("unchecked", marks=pytest.mark.slow),
+        "unchecked",
     ],
 )
 def test_eight_devices_see_what_one_sees(inputs, amaxes, kind):

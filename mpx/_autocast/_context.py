@@ -78,7 +78,6 @@ class Value:
         gathering: Of a float32 weight that other devices send, once it is known in
             which form. It has no array before.
         is_shared: Whether several read it, some in float32; see `shared`.
-        half_source: What the program cast from half precision to float32.
         float32_source: The weight in float32 that the program rounded to it.
         input_scales: By recipe, of the first product that reads it.
         dtype: The dtype that it has now. Of a tracer JAX takes long to say it.
@@ -91,7 +90,6 @@ class Value:
     stored: QuantizedArray | None = None
     gathering: Gathering | None = None
     is_shared: bool = False
-    half_source: AnyArray | None = None
     float32_source: "Value | None" = None
     input_scales: dict[AbstractRecipe, AnyArray] = dataclasses.field(
         default_factory=dict

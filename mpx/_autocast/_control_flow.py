@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
 from .._jax_compat import bind_equation, composite_parameter, open_jaxpr, shard_map_axes
 from .._program import constants_as_inputs, distinct_equations, program_of, properties
@@ -190,9 +190,13 @@ def _rewrite_inline(case: Case) -> list[Value]:
 
 
 def _constrained(value: Value, sharding: object) -> Value:
-    if not isinstance(sharding, jax.sharding.Sharding):
+    if not isinstance(sharding, Sharding):
         return value
-    array = jax.lax.with_sharding_constraint(value.array, sharding)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.explicit_axes:
+        # What a jit does there: the type says so, and the mesh need not be set.
+        array = jax.jit(lambda x: x, out_shardings=sharding)(value.array)
+    else:
+        array = jax.lax.with_sharding_constraint(value.array, sharding)
     return Value(array, value.facts, slots=value.slots, stored=value.stored)
 
 

@@ -39,8 +39,6 @@ def converted(equation: JaxprEqn, value: Value) -> Value:
     array = value.cast(target)
     facts = value.facts._replace(is_declared=value.is_constant)
     result = Value(array, facts, value.is_constant, value.slots, value.stored)
-    if target == FULL:
-        result.half_source = value.array
-    elif value.facts.is_weight and value.dtype == FULL:
+    if value.facts.is_weight and value.dtype == FULL:
         result.float32_source = value
     return result

@@ -54,9 +54,9 @@ class Site(NamedTuple):
 def emit_island(site: Site, island: Island) -> None:
     """Emits an island, to be recomputed in the backward pass if that saves memory.
 
-    What comes in float32 but was half precision goes in as it was, and what goes out
-    only to be cast is cast inside: so nothing in float32 crosses the border that need
-    not. Equal islands, those of equal layers, are emitted once.
+    A cast to float32 in front of it is a part of it, and what goes out only to be cast
+    is cast inside: so nothing in float32 crosses the border that need not. Equal
+    islands, those of equal layers, are emitted once.
     """
     made, values, known = None, site.values, site.run.islands
     if any(map(may_keep, island.equations)):
@@ -76,13 +76,9 @@ def emit_island(site: Site, island: Island) -> None:
 
 
 def _arrays(island: Island, values: Values) -> dict[Var, AnyArray]:
-    """What goes into an island, but for numbers: the half precision of it if it was."""
+    """What goes into an island, but for numbers."""
     found = ((v, values[v]) for v in island.inputs)
-    return {
-        v: value.array if value.half_source is None else value.half_source
-        for v, value in found
-        if not value.is_constant
-    }
+    return {v: value.array for v, value in found if not value.is_constant}
 
 
 def read_by_one(parts: Sequence[JaxprEqn | Island], ahead: Demands) -> Set[Var]:
@@ -189,11 +185,12 @@ def _recomputed(
     run, place, ahead, values, emit = site
     arrays = _arrays(island, values)
     facts = {v: values[v].facts for v in arrays}
-    dtypes = {v: values[v].dtype for v in arrays}
     numbers = {v: values[v] for v in island.inputs if values[v].is_constant}
     half = place.settings.dtype
     are_free = tuple(f.is_weight for f in facts.values())
-    are_sums = (facts[v].is_stored_in_half and dtypes[v] == FULL for v in arrays)
+    are_sums = (
+        facts[v].is_stored_in_half and x.dtype == FULL for v, x in arrays.items()
+    )
     stored = tuple(half if is_sum else None for is_sum in are_sums)
     written = ahead.jaxpr.replace(
         invars=list(arrays), outvars=list(island.outputs), eqns=list(island.equations)
@@ -207,11 +204,9 @@ def _recomputed(
 
     def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[AnyArray]]:
         inside = dict(numbers)
-        for (variable, dtype), x in zip(dtypes.items(), arrays, strict=False):
-            if x.dtype != dtype:
-                x = jax.lax.convert_element_type(x, dtype)
-            inside[variable] = Value(x, facts[variable])
-        for variable, wide in zip(shared, arrays[len(dtypes) :], strict=True):
+        for (variable, known), x in zip(facts.items(), arrays, strict=False):
+            inside[variable] = Value(x, known)
+        for variable, wide in zip(shared, arrays[len(facts) :], strict=True):
             known = facts[variable]._replace(is_stored_in_half=True)
             inside[variable] = Value(of_float32(inside[variable].array, wide), known)
         inside = {v: for_readers(v, value, ahead) for v, value in inside.items()}

@@ -38,6 +38,9 @@ def in_automatic_axes(
     if not mesh.explicit_axes:
         return f(besides, *operands)
     if out_sharding is None:
-        out_sharding = jax.eval_shape(plain).sharding
+        # Not `eval_shape`, which says None where types leave some axes open.
+        out_sharding = jax.make_jaxpr(plain)().out_avals[0].sharding
+        if out_sharding.mesh.empty:  # the operands are of no mesh
+            return f(besides, *operands)
     auto_axes: Any = jax.sharding.auto_axes
     return auto_axes(f, out_sharding=out_sharding)(besides, *operands)

@@ -1,5 +1,6 @@
 """Programs within programs: everything inside is cast, and nothing else changes."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -169,6 +170,39 @@ def test_a_jit_keeps_its_name_donation_and_sharding(inputs):
     assert equation.params["out_shardings"] == (sharding,)
     out = jax.jit(mpx.autocast(inner))(w, x)
     assert out.sharding.is_equivalent_to(sharding, out.ndim)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_set"),
+    [
+        ("Auto Auto", False),
+        ("Explicit Explicit", False),
+        ("Explicit Explicit", True),
+        ("Auto Explicit", True),
+    ],
+)
+def test_a_jit_that_gets_a_state_keeps_its_shardings(inputs, kinds, is_set):
+    """It is written out, as more goes in than its shardings are for."""
+    types = tuple(getattr(jax.sharding.AxisType, kind) for kind in kinds.split())
+    mesh = jax.make_mesh((2, 2), ("i", "j"), types, devices=jax.devices()[:4])
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("i", "j"))
+    inner = jax.jit(layer, in_shardings=(None, sharding), out_shardings=sharding)
+    func = mpx.autocast(lambda w, x: jnp.sum(inner(w, x)), recipe=mpx.DelayedScaling())
+    step = lambda s, *inputs: mpx.filter_grad(func, s)(*inputs).grads  # noqa: E731
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        scaling = mpx.init_scaling(func, *inputs)
+        made = jax.make_jaxpr(step)(scaling, *inputs)
+        found = jax.jit(step)(scaling, *inputs)
+    said = [
+        e.params.get("sharding") or e.params["out_shardings"][0]
+        for e, _ in equations(made)
+        if e.primitive.name == "sharding_constraint" or "out_shardings" in e.params
+    ]
+    assert said.count(sharding) >= 4  # operand and result, and backward again
+    assert (
+        relative_error(found, jax.grad(lambda w, x: jnp.sum(layer(w, x)))(*inputs))
+        < 0.1
+    )
 
 
 def test_equal_layers_are_rewritten_once(inputs):

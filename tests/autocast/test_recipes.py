@@ -303,13 +303,14 @@ def test_the_arrays_of_a_module_are_its_weights_and_its_input_is_data(inputs):
 
 
 def test_weights_that_are_computed_from_weights_are_weights(square):
-    """Weight normalization, a fused kernel, a transpose, a cast, a slice."""
+    """Weight normalization, a fused kernel, a branch, a transpose, a cast, a slice."""
 
     def func(params, x):
         normed = params[0] / jnp.linalg.norm(params[0], axis=0, keepdims=True)
         fused = jnp.concatenate([params[1], params[2]], axis=1)
         y = jnp.tanh(x @ normed) @ fused
-        y = jnp.tanh(y[:, :WIDTH] @ params[3].T).astype(jnp.bfloat16)
+        either = jax.lax.cond(x[0, 0] > 0, jnp.transpose, jnp.flip, params[3])
+        y = jnp.tanh(y[:, :WIDTH] @ either.T).astype(jnp.bfloat16)
         y = y @ params[4].astype(jnp.bfloat16)
         y = y.astype(jnp.float32) @ params[5][:, : WIDTH // 2]
         return y @ params[0][: WIDTH // 2]

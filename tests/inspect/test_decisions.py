@@ -43,6 +43,9 @@ def test_rule_and_reason():
     }
     assert not any("mpx:" in o.scope for o in report.operations)
     assert report.totals.findings == 0
+    report = mpx.explain(mpx.autocast(lambda i: i * i))(jax.ShapeDtypeStruct((), int))
+    ((precision, _, reason),) = decisions(report, "mul")
+    assert precision == "int32" and reason.startswith("no float16, bfloat16 or float32")
 
 
 def test_casts_say_what_they_are_for():

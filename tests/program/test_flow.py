@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from mpx._program import (
@@ -186,6 +187,15 @@ def facts(func, primitive, n=3):
         for v in found
         if v.equation.primitive.name == primitive
     ]
+
+
+def test_of_an_unknown_equation_any_operand_may_go_into_its_program():
+    unknown = Primitive("unknown")
+    unknown.def_abstract_eval(lambda *avals, program: program.out_avals[0])
+    program = jax.make_jaxpr(lambda x, y, z: x @ y + z)(*[SQUARE] * 3)
+    for inputs in ("", "a", "ab"):
+        f = functools.partial(unknown.bind, program=program)
+        assert facts(f, "dot_general", n=len(inputs)) == [[inputs, inputs]]
 
 
 def test_facts_go_into_and_out_of_calls():

@@ -228,6 +228,13 @@ CASES = [
         TypeError,
         "`margin` of `mpx.DelayedScaling` must be an integer; got 0.5",
     ),
+    Case("a true margin", lambda: mpx.DelayedScaling(True), TypeError, "got True"),
+    Case(
+        "a true epsilon",
+        lambda: mpx.Float8CurrentScaling(amax_epsilon=True),
+        TypeError,
+        "`amax_epsilon` of `mpx.Float8CurrentScaling` must be a number; got True",
+    ),
     Case(
         "amaxes of pieces",
         lambda: mpx.DelayedScaling(reduce_amax=False),
