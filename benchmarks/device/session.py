@@ -159,7 +159,7 @@ class Session:
         if self.platform == "cpu":
             variables["JAX_PLATFORMS"] = "cpu"
         request = {
-            "task": "device",
+            "task": "device.measure",
             "platform": self.platform,
             "sizes": dataclasses.asdict(self.sizes),
             "cases": [dataclasses.asdict(case) for case in cases],
