@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import parts, results, summary, what_is_kept
+from . import parts, results, summary
 from .counts import half, products
 from .device import tables as device_tables
 from .peers.environment import REPOSITORY
@@ -66,8 +66,6 @@ def write() -> list[Path]:
             path = folder / f"benchmarks-{name}.png"
             parts.PARTS[name][0].picture(found, path)
             written.append(path)
-    written.append(folder / "what-a-step-keeps.png")
-    what_is_kept.draw(written[-1])
     for name, colours in (("light", summary.LIGHT), ("dark", summary.DARK)):
         written.append(folder / f"gains-{name}.png")
         summary.picture(written[-1], colours, results.COMMITTED)

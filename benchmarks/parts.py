@@ -150,6 +150,7 @@ class Session:
             options: of the command line.
         """
         part, worker = MEASURED[name], {}
+        task = part.__name__.partition(".")[2]
         gpus = getattr(part, "COMPILED_FOR", "")
         found = self._results(name, gpus and f"compiled for {gpus}")
         if getattr(part, "FOR_CUDA", False):
@@ -159,7 +160,7 @@ class Session:
         for request in part.requests(options, found):
             side = request.setdefault("side", "ours")
             needed = self.peers if side == "peers" else None
-            answers = processes.ask(side, {"task": name, **request}, needed, **worker)
+            answers = processes.ask(side, {"task": task, **request}, needed, **worker)
             found.versions[side] = next(answers)["versions"]
             with self.console.status(f"{name}, {side}"):
                 for answer in answers:

@@ -8,6 +8,7 @@ for block formats. The others' numbers come from their programs, not from mpx's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,55 +150,34 @@ def _llama(precision: str, target: str, devices: int) -> Any:
     """A step of Llama3-8B: 8,192 tokens a device, matmuls kept, the rest recomputed."""
     import mpx.nn
 
-    from .models.arranged import rms_norm, rotary
-    from .models.weights import Weights
-
-    width, hidden, classes, layers, keys = 4096, 14_336, 128_256, 32, 1024
-    mesh = jax.sharding.AbstractMesh((devices,), ("fsdp",))
-
-    def shape(*sizes: int, axis: int = 0, dtype: Any = jnp.float32) -> Any:
-        if devices == 1:
-            return _shape(*sizes, dtype=dtype)
-        spec = jax.P(*[None] * axis, "fsdp")
-        place = jax.sharding.NamedSharding(mesh, spec)
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
-
-    matrices = {
-        **{"query": (width, width), "key": (width, keys), "value": (width, keys)},
-        **{"out": (width, width), "gate": (width, hidden), "up": (width, hidden)},
-        **{"down": (hidden, width), "attention_norm": (width,), "mlp_norm": (width,)},
-    }
-    blocks = {name: shape(layers, *s, axis=1) for name, s in matrices.items()}
-    tree = {"blocks": blocks, "embed": shape(classes, width), "norm": shape(width)}
-    tree["head"] = shape(width, classes)
-
-    def block(x: Any, tree: Any) -> Any:
-        one = Weights(tree)
-        h = rms_norm(one, "attention_norm", x)
-        parts = (one.dense(name, h, 0) for name in ("query", "key", "value"))
-        query, key, value = (y.reshape(*y.shape[:2], -1, 128) for y in parts)
-        mixed = mpx.nn.dot_product_attention(
-            rotary(query), rotary(key), value, is_causal=True
-        )
-        x = x + one.dense("out", mixed.reshape(h.shape), width)
-        h = rms_norm(one, "mlp_norm", x)
-        gate = jax.nn.silu(one.dense("gate", h, hidden))
-        return x + one.dense("down", gate * one.dense("up", h, hidden), width), None
+    from .models.arranged import Order, Sizes, llama
+    from .models.weights import Weights, shapes_of
 
     keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    sizes = Sizes(4096, 14_336, 128_256, 32, heads=32, kernel=True, groups=8)
+    model = llama(sizes, Order(jax.lax.scan, policy=keep))
+    attention = functools.partial(mpx.nn.dot_product_attention, is_causal=True)
+    mesh = jax.sharding.AbstractMesh((devices,), ("fsdp",))
+
+    def placed(shape: tuple[int, ...], dtype: Any, axis: int) -> jax.ShapeDtypeStruct:
+        if devices == 1:
+            return _shape(*shape, dtype=dtype)
+        place = jax.sharding.NamedSharding(mesh, jax.P(*[None] * axis, "fsdp"))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def weight(path: Any, one: Any) -> jax.ShapeDtypeStruct:
+        # Of the blocks, which are stacked, the first axis is the layer.
+        return placed(one.shape, jnp.float32, int(path[0].key == "blocks"))
 
     def loss(tree: Any, tokens: Any) -> Any:
-        x = tree["embed"][tokens[:, :-1]]
-        x, _ = jax.lax.scan(jax.checkpoint(block, policy=keep), x, tree["blocks"])
-        logits = rms_norm(Weights(tree), "norm", x) @ tree["head"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), tokens[:, 1:]
-        )
-        return jnp.mean(losses)
+        return model(Weights(tree, attention=attention), tokens)
 
-    tokens = shape(devices, 8193, dtype=jnp.int32)
+    shape = (devices, 8193)
+    found = shapes_of(model, _shape(*shape, dtype=jnp.int32)).tree
+    tree = jax.tree_util.tree_map_with_path(weight, found)
     asked = {"precisions": precision, "residual_stream": "half", "targets": target}
-    return mpx.forecast(loss, optax.adamw(1e-3), **asked)(tree, tokens)
+    forecast = mpx.forecast(loss, optax.adamw(1e-3), **asked)
+    return forecast(tree, placed(shape, jnp.int32, 0))
 
 
 # --- What is shown --------------------------------------------------------------------

@@ -19,7 +19,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,19 +151,8 @@ def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"case": fields, "program": fingerprint(lowered)}
 
 
-# What answers a request, or the module whose `measure` does.
-TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]] | str] = {
-    "count": _count,
-    "lower": _lower,
-    "versions": lambda request: iter(()),
-    "host": "time.host",
-    "compile-time": "time.compiling",
-    "device": "device.measure",
-    "recipes": "numerics.recipes",
-    "errors": "numerics.errors",
-    "published": "published",
-    "few-bits-trainings": "numerics.few_bits",
-}
+# What answers a request. Any other task is a module, whose `measure` does.
+TASKS = {"count": _count, "lower": _lower}
 
 
 def main() -> None:
@@ -176,9 +165,8 @@ def main() -> None:
     _add_package("benchmarks")
     print(json.dumps({"versions": versions()}), file=answers, flush=True)
     _check(request["arms"])
-    task = TASKS[request["task"]]
-    if isinstance(task, str):
-        task = importlib.import_module(f"benchmarks.{task}").measure
+    name = request["task"]
+    task = TASKS.get(name) or importlib.import_module(f"benchmarks.{name}").measure
     for answer in task(request):
         print(json.dumps(answer), file=answers, flush=True)
 

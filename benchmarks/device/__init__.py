@@ -10,6 +10,5 @@ case skipped with the reason where it is missing.
 - `plan`: the parts and their cases.
 - `session`: the process that asks, within a budget, and writes.
 - `measure`: the worker's side.
-- `tests`: the tests that need a GPU.
 - `tables`: what the documentation shows.
 """

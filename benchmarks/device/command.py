@@ -36,7 +36,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--commit", help="what is measured, where git cannot tell")
     add("--platform", choices=("gpu", "cpu"), default="gpu", help="cpu: to try it")
     add("--tiny", action="store_true", help="sizes for a trial on a CPU")
-    add("--only-tests", default="", help="of the tests, those that pytest's -k finds")
     return parser.parse_args(arguments)
 
 
@@ -55,7 +54,6 @@ def main(arguments: Sequence[str]) -> int:
         sizes=plan.TINY if options.tiny else plan.FULL,
         peers=peers.existing(options.peers),
         fresh=options.fresh,
-        only_tests=options.only_tests,
     )
     try:
         found = session.run(options.parts)

@@ -16,7 +16,7 @@ import dataclasses
 import gc
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -36,10 +36,6 @@ CAPABILITIES |= {"jax.nn MXFP8": 10.0, "jax.nn NVFP4": 10.0}
 CAPABILITIES |= {"mxfp8 by Pallas": 10.0, "nvfp4 by Pallas": 10.0}
 # Packages that an arm needs, which may lack.
 PACKAGES = {"Flax fp8": ("flax",), "Qwix fp8": ("flax", "qwix")}
-
-
-# What XLA says where a program does not fit.
-NO_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class SkippedError(Exception):
@@ -85,7 +81,7 @@ class Worker:
         Args:
             arms: The arms of this environment.
             device: That it runs on.
-            sizes: Of samples and trials.
+            sizes: Of samples.
             emulate: Run also what the device has no units for.
         """
         self.arms, self.device, self.sizes = arms, device, sizes
@@ -99,7 +95,7 @@ class Worker:
             if case == ABOUT:
                 return about(self.device, self.sizes.matrix)
             self._check(case)
-            found = self._largest(case) if case.is_alone else self._pair(case)
+            found = self._pair(case)
             return {**found, "took": round(time.perf_counter() - start, 1)}
         except SkippedError as reason:
             return {"skipped": str(reason)}
@@ -170,73 +166,6 @@ class Worker:
             self._base = (key, Running(self._build(case, case.base)))
         return self._base[1]
 
-    def _largest(self, case: Case) -> dict[str, Any]:
-        """The peak of memory at the case's batch, and the largest batch that runs."""
-        has_stats = bool(self.device.memory_stats())
-        limit = self._stats().get("bytes_limit", self.sizes.pretended)
-
-        def attempt(batch: int) -> tuple[Running, float]:
-            gc.collect()  # the one before
-            one = dataclasses.replace(case, batch=batch)
-            running = Running(self._build(one, case.arm))
-            needed = counter.memory(running.compiled)
-            if not has_stats and needed > limit:
-                raise MemoryError(f"{NO_MEMORY}: {needed} bytes of {limit}")
-            running.warm_up()
-            return running, running.advance(2)
-
-        first, _ = attempt(case.batch)
-        peak = self._stats().get("peak_bytes_in_use")
-        needed, fixed = counter.memory(first.compiled), bytes_of(first.state)
-        # What is needed besides the state grows in proportion to the batch.
-        guess = int(case.batch * (limit - fixed) / max(needed - fixed, 1))
-        del first
-        trials = self.sizes.trials
-        found = largest_batch(
-            lambda batch: attempt(batch)[1], case.batch, guess, trials
-        )
-        return {"memory": needed, "peak": peak, "limit": limit, **found}
-
-    def _stats(self) -> dict[str, Any]:
-        return self.device.memory_stats() or {}
-
-
-def largest_batch(
-    attempt: Callable[[int], float], batch: int, guess: int, trials: int
-) -> dict[str, Any]:
-    """The largest batch that was seen to run.
-
-    From the first guess it goes up by 5% or down by 7%, until one runs and one does
-    not; between those two the way is halved.
-
-    Args:
-        attempt: Runs a batch; gives seconds per step, or raises an error that speaks
-            of `NO_MEMORY`.
-        batch: One that runs.
-        guess: The first trial.
-        trials: How often it is tried at most.
-    """
-    lowest, highest, seconds, tried = batch, None, None, []
-    for _ in range(trials):
-        if guess <= lowest or guess == highest:
-            break
-        try:
-            seconds = attempt(guess)
-        except Exception as error:
-            if NO_MEMORY not in str(error):
-                raise
-            highest = guess
-        else:
-            lowest = guess
-        tried.append([guess, guess == lowest])
-        if highest is None:
-            guess = max(int(1.05 * lowest), lowest + 1)
-        elif lowest == batch:
-            guess = int(0.93 * highest)
-        else:
-            guess = (lowest + highest) // 2
-    return {"largest": lowest, "largest_seconds": seconds, "tried": tried}
-
 
 class Running:
     """A compiled step, its state and its batch."""
@@ -273,11 +202,6 @@ class Running:
             self.state, result = self.compiled(self.state, self.step.batch)
         jax.block_until_ready((self.state, result))
         return (time.perf_counter() - start) / count
-
-
-def bytes_of(tree: Any) -> int:
-    """Bytes of all arrays."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def in_words(error: Exception) -> str:

@@ -8,16 +8,10 @@ from typing import Any
 
 from ..processes import Side
 
-PARTS = ("tests", "steps", "workloads", "largest", "products")
+PARTS = ("steps", "workloads", "products")
 
 # Seconds that a part may take, so that the later ones have their turn.
-SECONDS = {
-    "tests": 180,
-    "steps": 420,
-    "workloads": 420,
-    "largest": 180,
-    "products": 180,
-}
+SECONDS = {"steps": 420, "workloads": 420, "products": 180}
 
 # In order of worth. A base comes first: its row shows what is left to chance.
 LAYER_ARMS = (
@@ -39,14 +33,6 @@ FIRST_ARMS = (
 LATER_ARMS = ("mpx float16", "mpx bfloat16", "current", "delayed")
 LAST_ARMS = ("autocast float16", "mxfp8", "nvfp4")
 PEER_ARMS = ("MPX float16", "JMP float16", "MPX bfloat16")
-LARGEST_ARMS = (
-    "float32",
-    "autocast bfloat16, half stream",
-    "autocast bfloat16",
-    "naive bfloat16",
-)
-# The one that the paper is about.
-PAPER_ARM = "MPX float16"
 # The whole steps, in few bits and in half precision; the first arm is the base.
 WIDE_ARMS = (
     "naive bfloat16",
@@ -105,11 +91,6 @@ class Case:
         """What is equal in all rows of a table."""
         return self.part, self.model, self.batch, self.blocks, self.features
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether it must have a process of its own, whose memory it fills."""
-        return self.part == "largest"
-
 
 ABOUT = Case("about")
 
@@ -131,8 +112,6 @@ class Sizes:
         chain: Steps between two looks at the clock.
         rounds: Samples of an arm, at least and at most.
         matrix: Side of the matrices that show what the device can do.
-        trials: Batches tried for the largest one.
-        pretended: Bytes that a device is said to have whose limit is not known.
     """
 
     vits: Sequence[tuple[str, int, int]]
@@ -147,8 +126,6 @@ class Sizes:
     chain: int
     rounds: tuple[int, int]
     matrix: int
-    trials: int
-    pretended: int
 
 
 FULL = Sizes(
@@ -171,8 +148,6 @@ FULL = Sizes(
     chain=10,
     rounds=(5, 15),
     matrix=8192,
-    trials=4,
-    pretended=0,
 )
 TINY = Sizes(
     vits=(("paper tiny", 1, 4),),
@@ -187,20 +162,13 @@ TINY = Sizes(
     chain=2,
     rounds=(2, 3),
     matrix=64,
-    trials=2,
-    pretended=400_000,
 )
 
 
 def cases(part: str, sizes: Sizes) -> list[Case]:
-    """What a part measures; the tests are not cases."""
-    return {
-        "tests": lambda sizes: [],
-        "steps": _steps,
-        "workloads": _workloads,
-        "largest": _largest,
-        "products": _products,
-    }[part](sizes)
+    """What a part measures."""
+    makers = {"steps": _steps, "workloads": _workloads, "products": _products}
+    return makers[part](sizes)
 
 
 def _steps(sizes: Sizes) -> list[Case]:
@@ -218,7 +186,9 @@ def _steps(sizes: Sizes) -> list[Case]:
         (every, LAST_ARMS, "ours"),
     ):
         made += [
-            _transformer("steps", *model, arm, side) for model in models for arm in arms
+            Case("steps", model, batch, arm, FIRST_ARMS[0], blocks, side=side)
+            for model, blocks, batch in models
+            for arm in arms
         ]
     return made
 
@@ -233,26 +203,9 @@ def _workloads(sizes: Sizes) -> list[Case]:
     ]
 
 
-def _largest(sizes: Sizes) -> list[Case]:
-    return [
-        _transformer("largest", *vit, arm, side)
-        for vit in sizes.vits
-        for arm, side in (
-            *((arm, "ours") for arm in LARGEST_ARMS),
-            (PAPER_ARM, "peers"),
-        )
-    ]
-
-
 def _products(sizes: Sizes) -> list[Case]:
     return [
         Case("products", "layers", tokens, arm, LAYER_ARMS[0], 0, (inputs, outputs))
         for tokens, inputs, outputs in sizes.products
         for arm in sizes.recipes
     ]
-
-
-def _transformer(
-    part: str, model: str, blocks: int, batch: int, arm: str, side: Any
-) -> Case:
-    return Case(part, model, batch, arm, FIRST_ARMS[0], blocks, side=side)

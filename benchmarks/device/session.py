@@ -15,7 +15,7 @@ from rich.console import Console
 
 from .. import processes, results
 from ..peers.environment import Peers
-from . import gpu_tests, plan, tables
+from . import plan, tables
 from .plan import ABOUT, Case, Sizes
 
 # Seconds in which a case must be done: compiling for longer is an error of its own.
@@ -42,7 +42,6 @@ class Session:
         sizes: How large everything is.
         peers: Where the peers are; None if they are not here.
         fresh: Measure also what an earlier call has.
-        only_tests: An expression of pytest's `-k`.
     """
 
     console: Console
@@ -54,7 +53,6 @@ class Session:
     sizes: Sizes = plan.FULL
     peers: Peers | None = None
     fresh: bool = False
-    only_tests: str = ""
 
     def run(self, parts: Sequence[str]) -> results.Results | None:
         """Measures what is missing of some parts; None where there is no device."""
@@ -63,10 +61,7 @@ class Session:
             return None
         for part in parts:
             until = min(self.until, time.monotonic() + plan.SECONDS[part])
-            if part == "tests":
-                self._test(found, until)
-            else:
-                self._measure(found, part, until)
+            self._measure(found, part, until)
         return found
 
     def left(self, found: results.Results, parts: Sequence[str]) -> int:
@@ -101,23 +96,6 @@ class Session:
         return results.read(file, self.out) or results.read(file)
 
     # --- Parts ------------------------------------------------------------------------
-
-    def _test(self, found: results.Results, until: float) -> None:
-        ours = [r for r in found.records if r["part"] == "tests"]
-        if any(r.get("finished") for r in ours):
-            return
-        passed = [r["test"] for r in ours if r.get("outcome") == "passed"]
-        found.records = [
-            r for r in found.records if r["part"] != "tests" or r.get("test") in passed
-        ]
-        for record in gpu_tests.run(self.platform, passed, until, self.only_tests):
-            found.records = [
-                r for r in found.records if not _is_same_test(r, record.get("test"))
-            ]
-            found.records.append({"part": "tests", **record, "commit": self.commit})
-            found.write(self.out)
-            if record.get("outcome") != "passed":
-                self._say("tests", record)
 
     def _missing(self, found: results.Results, part: str) -> list[Case]:
         """Cases without an answer; those that were not finished come last."""
@@ -180,10 +158,8 @@ class Session:
         variables |= _cache()
         if self.platform == "cpu":
             variables["JAX_PLATFORMS"] = "cpu"
-        if cases[0].is_alone:
-            variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
         request = {
-            "task": "device",
+            "task": "device.measure",
             "platform": self.platform,
             "sizes": dataclasses.asdict(self.sizes),
             "cases": [dataclasses.asdict(case) for case in cases],
@@ -229,12 +205,6 @@ def _cache() -> dict[str, str]:
 
 def _first_of(todo: list[Case]) -> list[Case]:
     """The cases that the next worker is asked for."""
-    if todo[0].is_alone:
-        return todo[:1]
     sides = [case.side for case in todo]
     other = next((i for i, side in enumerate(sides) if side != sides[0]), len(todo))
     return todo[:other]
-
-
-def _is_same_test(record: dict[str, Any], test: str | None) -> bool:
-    return record["part"] == "tests" and test is not None and record.get("test") == test

@@ -10,7 +10,7 @@ from ..models.plain import title
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
 from .about import float32_products
-from .plan import FIRST_ARMS, LAYER_ARMS, PRODUCT_ARMS, Case
+from .plan import LAYER_ARMS, PRODUCT_ARMS, Case
 
 Record = dict[str, Any]
 
@@ -35,13 +35,9 @@ def in_short(record: Record) -> str:
     for key in ("error", "skipped"):
         if key in record:
             return f"{key}: {record[key]}"
-    if "outcome" in record:
-        return f"{record['test']} {record['outcome']} {record.get('reason', '')}"
     if "seconds" in record:
         faster = ratio(statistics.median(_ratios(record)))
         return f"{_milliseconds(record['seconds'])} ms, {record['base']} / it {faster}"
-    if "largest" in record:
-        return f"largest batch {record['largest']}"
     if "flops_per_second" in record:
         return (
             f"bfloat16 at {record['flops_per_second']['bfloat16'] / 1e12:.0f} TFLOP/s"
@@ -50,21 +46,13 @@ def in_short(record: Record) -> str:
 
 
 def tables(found: Results) -> list[Table]:
-    """One for the device, one for the tests, one for every setup."""
-    makers = (_about, _tests, _layers, _steps, _largest, _products)
+    """One for the device, one for every setup."""
+    makers = (_about, _layers, _steps, _products)
     return [table for make in makers for table in make(found)]
 
 
 def goals(found: Results) -> Iterator[Goal]:
-    """No test failed; on an H200, as fast as others are there."""
-    records = _of(found, "tests")
-    tests = [record for record in records if "test" in record]
-    failed = [r["test"] for r in tests if r["outcome"] not in ("passed", "skipped")]
-    if records:
-        is_done = any(record.get("finished") for record in records)
-        text = f"{len(tests)} tests that need a GPU"
-        text += "" if is_done else ", not all of them that there are"
-        yield Goal(f"{text}; failed: {failed}", is_done and not failed)
+    """On an H200, as fast as others are there."""
     for record in _timed(_of(found, "steps")) if DEVICE in found.device else ():
         arm, model = record["arm"], record["model"]
         limit = OVER_BFLOAT16.get(arm) if model == "layers" else None
@@ -162,20 +150,6 @@ def _about(found: Results) -> Iterator[Table]:
         yield Table(title, "of | rate", rows, [note])
 
 
-def _tests(found: Results) -> Iterator[Table]:
-    records = [record for record in _of(found, "tests") if "test" in record]
-    outcomes = [record["outcome"] for record in records]
-    rows = [[kind, str(outcomes.count(kind))] for kind in sorted(set(outcomes))]
-    notes = [
-        f"`{record['test']}`: {record.get('reason', record['outcome'])}"
-        for record in records
-        if record["outcome"] not in ("passed", "skipped")
-    ]
-    if records:
-        title = f"Tests that need a GPU, {found.device}"
-        yield Table(title, ["", "tests"], rows, notes)
-
-
 _SAMPLES = (
     "Medians and quartiles of rounds that alternate with the arm compared with, in "
     "one process; the arm compared with itself shows what is left to chance. Memory is "
@@ -197,7 +171,7 @@ def _layers(found: Results) -> Iterator[Table]:
                 f"{count / statistics.median(record['seconds']) / 1e12:.3g}",
                 _faster(record),
                 str(record["unit_calls"]),
-                _megabytes(record["memory"]),
+                megabytes(record["memory"]),
             ]
             for record in _timed(_sorted(every, LAYER_ARMS))
         ]
@@ -221,8 +195,8 @@ def _steps(found: Results) -> Iterator[Table]:
                     record["arm"],
                     _milliseconds(record["seconds"]),
                     _faster(record),
-                    _megabytes(record["memory"]),
-                    _over(record["base_memory"], record["memory"]),
+                    megabytes(record["memory"]),
+                    ratio(record["base_memory"] / record["memory"]),
                 ]
                 for record in _timed(_sorted(every, arms))
             ]
@@ -235,27 +209,6 @@ def _steps(found: Results) -> Iterator[Table]:
                 rows,
                 [_SAMPLES, *_notes(every)],
             )
-
-
-def _largest(found: Results) -> Iterator[Table]:
-    for (_, model, batch, blocks, _), every in _setups(_of(found, "largest")).items():
-        done = [record for record in every if "largest" in record]
-        base = next((r for r in done if r["arm"] == FIRST_ARMS[0]), None)
-        rows = []
-        for record in done:
-            seconds, largest = record["largest_seconds"], record["largest"]
-            row = [record["arm"], _megabytes(record["memory"])]
-            row += [_megabytes(record["peak"]), str(largest)]
-            row += [_over(largest, base["largest"]) if base else ""]
-            rows.append([*row, f"{largest / seconds:.0f}" if seconds else ""])
-        note = "Memory is what the executable asks for, peak what was in use."
-        yield Table(
-            f"The largest batch of the {title(model)}: {blocks} blocks, {found.device}",
-            f"arm | memory at {batch}, MB | peak at {batch}, MB | largest batch | "
-            f"arm / {FIRST_ARMS[0]} | images/s there",
-            rows,
-            [note, *_notes(every)],
-        )
 
 
 def _products(found: Results) -> Iterator[Table]:
@@ -280,11 +233,3 @@ def _products(found: Results) -> Iterator[Table]:
             rows,
             notes,
         )
-
-
-def _megabytes(count: int | None) -> str:
-    return "" if count is None else megabytes(count)
-
-
-def _over(above: float | None, below: float | None) -> str:
-    return ratio(above / below) if above and below else ""

@@ -34,6 +34,7 @@ class Sizes:
         layers: How many blocks.
         heads: Of attention.
         kernel: Attention is cuDNN's kernel, not products and a softmax.
+        groups: Heads of keys and values, which need `kernel`; 0 has `heads`.
     """
 
     width: int
@@ -42,6 +43,7 @@ class Sizes:
     layers: int
     heads: int = 0
     kernel: bool = False
+    groups: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +121,10 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 def attention(layers: Layers, x: Array, sizes: Sizes) -> Array:
     """Causal, behind a norm, with rotary positions."""
     normed = rms_norm(layers, "attention_norm", x)
+    fewer = (sizes.groups or sizes.heads) * (sizes.width // sizes.heads)
     query, key, value = (
-        _heads(layers.dense(name, normed, sizes.width), sizes)
-        for name in ("query", "key", "value")
+        _heads(layers.dense(name, normed, width), sizes)
+        for name, width in (("query", sizes.width), ("key", fewer), ("value", fewer))
     )
     mixed = _attend(layers, rotary(query), rotary(key), value, sizes)
     return layers.dense("out", mixed, sizes.width)
@@ -137,7 +140,7 @@ def _llama_block(layers: Layers, x: Array, sizes: Sizes) -> Array:
 
 
 def _heads(x: Array, sizes: Sizes) -> Array:
-    return x.reshape(*x.shape[:2], sizes.heads, sizes.width // sizes.heads)
+    return x.reshape(*x.shape[:2], -1, sizes.width // sizes.heads)
 
 
 def _attend(

@@ -80,7 +80,7 @@ def test_a_worker_lowers_without_a_device():
 def test_host_cost_is_of_all_rounds():
     arms = ("float32", "mpx bfloat16")
     cases = [{**TINY, "arm": arm} for arm in arms]
-    request = {"task": "host", "side": "ours", "cases": cases, "rounds": 2}
+    request = {"task": "time.host", "side": "ours", "cases": cases, "rounds": 2}
     _, *runs = [answer.get("run") for answer in ask("ours", request)]
     assert tuple(run["arm"] for run in runs) == arms
     for run in runs:
