@@ -25,13 +25,11 @@ from .._typing import Length, Shape
 
 
 def finds_one_in_each_row(equation: JaxprEqn) -> bool:
-    """Whether a gather takes one number of each row of an array of floats.
+    """Whether an equation, a gather, takes one number of each row of an array of floats.
 
     The rows lie along one axis, and the array has an index for every other one, as
     `jnp.take_along_axis` and an index under `jax.vmap` have it.
     """
-    if equation.primitive.name != "gather":
-        return False
     operand, indices = map(aval_of, equation.invars)
     numbers = equation.params["dimension_numbers"]
     rest = tuple(d for d in range(operand.ndim) if d not in numbers.start_index_map)
