@@ -29,7 +29,7 @@ BY_KERNEL = {
 
 def _is_norm(path: str, leaf: Any) -> bool:
     """Weights of layer norm: computed with in float32, so not worth a cast to half."""
-    return ".layer_norm." in path
+    return path.rpartition(".")[0].endswith("norm")
 
 
 def _dynamic(loss: Loss, model: Any, batch: Any) -> mpx.DynamicLossScaling:

@@ -1,8 +1,8 @@
 """One identical training step in different precisions and libraries.
 
-Every arm is the same ViT, the same mean cross entropy in float32, Adam, and donated
-buffers. What differs is only what its library tells its users to write. `float32` is
-plain Equinox and uses no mpx at all.
+Every arm has the same model, loss and optimizer, and donated buffers. What differs is
+only what its library tells its users to write. `float32` is plain Equinox and uses no
+mpx at all.
 
 The arms of the published packages live in `peers.arms`, because the published MPX is
 imported as `mpx` too.
@@ -23,8 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .models import transformers, vit
-from .models.problems import PROBLEMS, Problem
+from .models import transformers
 
 LEARNING_RATE = 1e-3
 FIRST_SCALE = 2.0**15
@@ -58,13 +57,6 @@ class Arm:
         import mpx  # ours, or the published one
 
         return mpx.force_full_precision
-
-
-def mean_loss(model: Any, batch: tuple[Any, Any]) -> jax.Array:
-    """Mean cross entropy in float32."""
-    images, labels = batch
-    logits = jax.vmap(model)(images).astype(jnp.float32)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
 def _float32_step(loss: Loss, optimizer: optax.GradientTransformation) -> StepFunction:
@@ -114,27 +106,6 @@ def known_arms() -> dict[str, Arm]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One training step to measure.
-
-    Attributes:
-        problem: a name of `PROBLEMS`.
-        arm: the name of an arm.
-        batch: images per step, over all devices.
-        blocks: transformer blocks.
-        devices: how many devices share the batch (data-parallel).
-        target: what it is compiled for.
-    """
-
-    problem: str
-    arm: str
-    batch: int
-    blocks: int
-    devices: int = 1
-    target: str = "v5e"
-
-
-@dataclasses.dataclass(frozen=True)
 class ArrayStep:
     """A training step as a function of arrays only, ready for `jax.jit`.
 
@@ -142,8 +113,7 @@ class ArrayStep:
         function: of `(model, opt_state, scaling)` and the batch, arrays only.
         state: its first argument, as shapes or as arrays.
         batch: its second argument.
-        in_shardings: for `jax.jit`; None on one ordinary device.
-        out_shardings: the same.
+        out_shardings: for `jax.jit`; None on one ordinary device.
     """
 
     function: Callable[[Any, Any], tuple[Any, jax.Array]]
@@ -167,22 +137,6 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
 
 
-def build(
-    arm: Arm, case: Case, devices: list[Any] | None = None, seed: int | None = None
-) -> ArrayStep:
-    """The step of a case; see `built`."""
-    problem, optimizer = PROBLEMS[case.problem], optax.adam(LEARNING_RATE)
-
-    def initial(key: Any) -> tuple[Any, Any]:
-        batch = random_images(problem, case.batch, key)
-        model = vit.VisionTransformer(problem, case.blocks, key, arm.full())
-        params = eqx.filter(model, eqx.is_inexact_array)
-        scaling = arm.first_scaling(mean_loss, model, batch)
-        return (model, optimizer.init(params), scaling), batch
-
-    return built(initial, arm.make_step(mean_loss, optimizer), devices, seed)
-
-
 def built(
     initial: Callable[[Any], tuple[tuple, Any]],
     step: Callable[..., tuple],
@@ -203,12 +157,6 @@ def built(
     else:
         state, batch = initial(jax.random.key(seed))
     return arrays_only(step, state, batch, devices)
-
-
-def random_images(problem: Problem, batch: int, key: Any) -> tuple[Any, Any]:
-    """Random images and labels."""
-    images = jax.random.normal(key, (batch, *problem.image_shape))
-    return images, jax.random.randint(key, (batch,), 0, problem.classes)
 
 
 def arrays_only(

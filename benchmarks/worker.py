@@ -83,11 +83,7 @@ def versions() -> dict[str, str]:
 
 def _part(request: dict[str, Any]) -> Any:
     """The module that builds and counts the steps of a request; see `parts`."""
-    return importlib.import_module(f"benchmarks.counts.{request.get('steps', 'sweep')}")
-
-
-# A device of each platform.
-_USUAL = {"cpu": "cpu", "cuda": "h100", "tpu": "v5e"}
+    return importlib.import_module(f"benchmarks.counts.{request['steps']}")
 
 
 def _compiling_for(request: dict[str, Any], target: str) -> Any:
@@ -136,18 +132,17 @@ def _count(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _lower(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Fingerprints of cases lowered for a platform that need not be here."""
+    """Fingerprints of cases lowered for a target that need not be here."""
     from benchmarks.counter import TARGETS
     from benchmarks.fingerprint import fingerprint
 
     build = _part(request).build
     for fields in request["cases"]:
-        named = TARGETS.get(fields.get("target"))
-        platform = request["platform"] if named is None else named.platform
-        with _compiling_for(request, fields.get("target") or _USUAL[platform]):
+        target = TARGETS[fields["target"]]
+        with _compiling_for(request, target.name):
             step = build(fields)
             traced = step.jitted().trace(step.state, step.batch)
-        lowered = traced.lower(lowering_platforms=(platform,))
+        lowered = traced.lower(lowering_platforms=(target.platform,))
         yield {"case": fields, "program": fingerprint(lowered)}
 
 

@@ -1,8 +1,8 @@
 """Memory and traffic over the batch size: Figures 2 and 3 of the MPX paper.
 
 Question: how much memory does one training step need, and how many bytes does it move,
-in float32, float16 and bfloat16, for the paper's two Vision Transformers, on one device
-and data-parallel on four?
+in float32, float16 and bfloat16, for the paper's two Vision Transformers: the small one
+on one device, both data-parallel on four?
 
 The paper measured an RTX 4070 and four H100. Here the step is compiled for a device
 that need not be there (see `targets`) and the numbers are read from the executable.
@@ -16,52 +16,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import steps
 from ..counter import TARGETS
-from ..models.problems import PROBLEMS
+from ..models.plain import Case, title
 from ..results import Results
 from ..tables import Goal, Table, megabytes, ratio
 from .program import count as count
+from .residuals import build as build
 
 ARMS = ("float32", "mpx float16", "mpx bfloat16", "MPX float16")
 # Images per step and device; four devices get four times as many, as data-parallel
 # training is meant. Below these sizes a TPU keeps whole activations on the chip.
 BATCHES: dict[str, tuple[int, ...]] = {
-    "desktop": (64, 128, 256, 512),
-    "base": (8, 16, 32, 64),
+    "desktop, mean": (64, 128, 256, 512),
+    "base, mean": (8, 16, 32, 64),
 }
-DEVICES = (1, 4)
+# Models, and the devices that share a batch: the larger one is counted on four alone.
+SETUPS = (("desktop, mean", 1), ("desktop, mean", 4), ("base, mean", 4))
 BLOCKS = 2  # 12 take minutes for each program
 WHAT = ("memory", "traffic")
 # Per device; activations dominate there, and "never worse than MPX" is judged there.
-REFERENCE = {"desktop": 256, "base": 64}
+REFERENCE = {"desktop, mean": 256, "base, mean": 64}
 
 Setup = tuple[str, int, int]
-"""Problem, blocks, devices: one column of the picture."""
+"""Model, blocks, devices: one column of the picture."""
 
 
-def build(fields: dict[str, Any], devices: list[Any] | None = None) -> steps.ArrayStep:
-    """The step of a Vision Transformer, in this environment's arms."""
-    case = steps.Case(**fields)
-    return steps.build(steps.known_arms()[case.arm], case, devices)
-
-
-def total_batches(problem: str, devices: int) -> tuple[int, ...]:
+def total_batches(model: str, devices: int) -> tuple[int, ...]:
     """Images per step over all devices."""
-    return tuple(devices * batch for batch in BATCHES[problem])
+    return tuple(devices * batch for batch in BATCHES[model])
 
 
 CASES = [
-    steps.Case(problem, arm, batch, BLOCKS, devices)
-    for problem, devices in itertools.product(BATCHES, DEVICES)
-    for batch, arm in itertools.product(total_batches(problem, devices), ARMS)
+    Case("v5e", model, BLOCKS, batch, arm, devices)
+    for model, devices in SETUPS
+    for batch, arm in itertools.product(total_batches(model, devices), ARMS)
 ]
 
 
 def _setups(found: Results) -> dict[Setup, dict[str, dict[int, dict[str, Any]]]]:
     """Of each setup and arm, counts over the batch size."""
     made: dict[Setup, dict[str, dict[int, dict[str, Any]]]] = {}
-    every = found.counts_by("problem", "blocks", "devices", "batch")
+    every = found.counts_by("model", "blocks", "devices", "batch")
     for (*setup, batch), counts in every.items():
         for arm in counts.keys() & {*ARMS} if "float32" in counts else ():
             series = made.setdefault(tuple(setup), {arm: {} for arm in ARMS})
@@ -71,7 +66,7 @@ def _setups(found: Results) -> dict[Setup, dict[str, dict[int, dict[str, Any]]]]
 
 def tables(found: Results) -> Iterator[Table]:
     """One table per model and device count: float32 absolute, the others as ratios."""
-    for (problem, blocks, devices), series in _setups(found).items():
+    for (model, blocks, devices), series in _setups(found).items():
         rows = []
         for batch, base in series["float32"].items():
             row = [str(batch), *(megabytes(base[what]) for what in WHAT)]
@@ -80,8 +75,7 @@ def tables(found: Results) -> Iterator[Table]:
             rows.append(row)
         heads = [f"{arm}: {what}" for arm in ARMS[1:] for what in WHAT]
         yield Table(
-            f"{PROBLEMS[problem].title}, {blocks} blocks, {_where(found)}, "
-            f"{_devices(devices)}",
+            f"{title(model)}, {blocks} blocks, {_where(found)}, {_devices(devices)}",
             ["batch", "float32 memory, MB", "traffic, MB", *heads],
             rows,
             ["Per device. Ratios are float32 to the arm; higher is better."],
@@ -105,12 +99,12 @@ def _devices(count: int) -> str:
 
 def goals(found: Results) -> Iterator[Goal]:
     """Mpx float16 is never worse than the published MPX where activations dominate."""
-    for (problem, blocks, devices), series in _setups(found).items():
-        batch = devices * REFERENCE[problem]
+    for (model, blocks, devices), series in _setups(found).items():
+        batch = devices * REFERENCE[model]
         ours, peer = (series[x].get(batch) for x in ("mpx float16", "MPX float16"))
         for what in WHAT if ours and peer else ():
             share = ours[what] / peer[what] - 1
-            text = f"{what} of mpx float16 at most MPX's (within 0.1%): {problem}, "
+            text = f"{what} of mpx float16 at most MPX's (within 0.1%): {model}, "
             text += f"{blocks} blocks, batch {batch}, {_devices(devices)}: "
             yield Goal(f"{text}{100 * share:+.2f}%", share <= 0.001)
 
@@ -137,9 +131,10 @@ def picture(found: Results, path: Path) -> None:
     for column, (setup, series) in enumerate(setups.items()):
         for row, what in enumerate(WHAT):
             _draw(axes[row][column], setup, series, what)
-        problem, blocks, devices = setup
+        model, blocks, devices = setup
         axes[0][column].set_title(
-            f"{problem} ViT, {blocks} blocks, {_devices(devices)}", fontsize=9
+            f"{model.partition(',')[0]} ViT, {blocks} blocks, {_devices(devices)}",
+            fontsize=9,
         )
         axes[1][column].set_xlabel("batch size")
     axes[0][0].set_ylabel("memory per device, MB")

@@ -10,7 +10,6 @@ class Problem:
     """A model and the images it is trained on (paper, section 5).
 
     Attributes:
-        name: the word on the command line.
         title: for tables and pictures.
         image_shape: height, width, channels.
         classes: number of logits.
@@ -18,10 +17,8 @@ class Problem:
         hidden: neurons of the MLP's hidden layer.
         heads: attention heads.
         patch: side of a patch in pixels.
-        blocks: blocks of the full model; a measurement may take fewer.
     """
 
-    name: str
     title: str
     image_shape: tuple[int, int, int]
     classes: int
@@ -29,45 +26,35 @@ class Problem:
     hidden: int
     heads: int
     patch: int
-    blocks: int
 
 
 PROBLEMS = {
-    problem.name: problem
-    for problem in (
-        Problem(
-            "desktop",
-            "desktop ViT (width 256, hidden 800) on CIFAR-100",
-            image_shape=(32, 32, 3),
-            classes=100,
-            width=256,
-            hidden=800,
-            heads=4,
-            patch=4,
-            blocks=12,
-        ),
-        Problem(
-            "base",
-            "ViT-Base (width 768, hidden 3072) on ImageNet",
-            image_shape=(224, 224, 3),
-            classes=1000,
-            width=768,
-            hidden=3072,
-            heads=12,
-            patch=16,
-            blocks=12,
-        ),
-        # Not of the paper: small enough to train here, for tests.
-        Problem(
-            "tiny",
-            "tiny ViT (width 16, hidden 32) on 8x8 images",
-            image_shape=(8, 8, 1),
-            classes=10,
-            width=16,
-            hidden=32,
-            heads=2,
-            patch=4,
-            blocks=1,
-        ),
-    )
+    "desktop": Problem(
+        "desktop ViT (width 256, hidden 800) on CIFAR-100",
+        image_shape=(32, 32, 3),
+        classes=100,
+        width=256,
+        hidden=800,
+        heads=4,
+        patch=4,
+    ),
+    "base": Problem(
+        "ViT-Base (width 768, hidden 3072) on ImageNet",
+        image_shape=(224, 224, 3),
+        classes=1000,
+        width=768,
+        hidden=3072,
+        heads=12,
+        patch=16,
+    ),
+    # Not of the paper: small enough to train here, for tests.
+    "tiny": Problem(
+        "tiny ViT (width 16, hidden 32) on 8x8 images",
+        image_shape=(8, 8, 1),
+        classes=10,
+        width=16,
+        hidden=32,
+        heads=2,
+        patch=4,
+    ),
 }

@@ -130,7 +130,7 @@ class ViT(eqx.Module):
         self.patch = patch
         self.full = full
 
-    def __call__(self, image: Array, key: Array) -> Array:
+    def __call__(self, image: Array, key: Array | None = None) -> Array:
         height, width, channels = image.shape
         p = self.patch
         x = image.reshape(height // p, p, width // p, p, channels)
@@ -139,9 +139,9 @@ class ViT(eqx.Module):
         if self.class_token is not None:
             x = jnp.concatenate([self.class_token, x])
         x = x + self.place
-        for block, block_key in zip(
-            self.blocks, jax.random.split(key, len(self.blocks)), strict=True
-        ):
+        count = len(self.blocks)
+        keys = [None] * count if key is None else jax.random.split(key, count)
+        for block, block_key in zip(self.blocks, keys, strict=True):
             x = block(x, block_key)
         x = jax.vmap(self.full(self.norm, x.dtype))(x)
         if self.class_token is not None:

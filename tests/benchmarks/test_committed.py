@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from benchmarks import parts, processes, results
-from benchmarks.counter import TARGETS
 from benchmarks.counts import half, residuals
 from benchmarks.counts.whole_steps import DELAYED, NAIVE, PORTABLE
 from tests.helpers import slow_but
@@ -69,7 +68,7 @@ def test_committed_counts_are_of_todays_programs(name, every, choose):
     chosen = [case for case in usable if choose(case)][::every]
     assert chosen
     request = {"task": "lower", "steps": part.__name__.rpartition(".")[2]}
-    request |= {"platform": TARGETS["v5e"].platform, "cases": chosen}
+    request["cases"] = chosen
     versions, *answers = processes.ask("ours", request, None)
     for package in ("jax", "flax", "equinox", "optax"):
         if versions["versions"][package] != found.versions["ours"][package]:
@@ -87,7 +86,7 @@ def test_committed_counts_are_of_todays_programs(name, every, choose):
 
 # Goals that were missed when the results were committed, which the page says.
 MISSED = {
-    "sweep": 3,
+    "sweep": 2,
     "residuals": 4,
     "workloads": 6,
     "whole-steps": 12,

@@ -20,10 +20,10 @@ def found_sweep(memory_of_ours=100):
         ("mpx bfloat16", 100),
         ("MPX float16", 110),
     ):
-        for batch in sweep.BATCHES["desktop"]:
+        for batch in sweep.BATCHES["desktop, mean"]:
             found.records.append(
                 {
-                    "problem": "desktop",
+                    "model": "desktop, mean",
                     "arm": arm,
                     "batch": batch,
                     "blocks": 2,

@@ -7,11 +7,12 @@ import pytest
 
 from benchmarks import our_arms, processes, results, steps
 from benchmarks.counter import counter as targets
+from benchmarks.models import plain
 from benchmarks.peers import environment as peers
 from benchmarks.time import host
 from tests.helpers import slow_but
 
-TINY = {"problem": "tiny", "batch": 4, "blocks": 1}
+TINY = {"target": "v5e", "model": "tiny, mean", "blocks": 1, "batch": 4}
 
 
 def ask(side, request, **options):
@@ -41,8 +42,8 @@ QUICK = ("float32", "mpx float16", "autocast bfloat16, half stream")
 )
 def test_every_arm_trains(name):
     arm = our_arms.ARMS[name]
-    case = steps.Case(arm=name, **TINY)
-    step = steps.build(arm, case, seed=0)
+    case = plain.Case(arm=name, **TINY)
+    step = plain.build(arm, case, seed=0)
     compiled = step.jitted().lower(step.state, step.batch).compile()
     state, first = compiled(step.state, step.batch)
     for _ in range(20):
@@ -60,16 +61,17 @@ def test_the_baseline_uses_no_mpx():
     losses = []
     for uses_mpx in (False, True):
         variant = steps.Arm("float32", arm.first_scaling, arm.make_step, uses_mpx)
-        case = steps.Case(arm="float32", **TINY)
-        step = steps.build(variant, case, seed=0)
+        case = plain.Case(arm="float32", **TINY)
+        step = plain.build(variant, case, seed=0)
         losses.append(float(step.jitted()(step.state, step.batch)[1]))
     assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
 def test_a_worker_lowers_without_a_device():
-    cases = [{**TINY, "arm": arm} for arm in ("float32", "mpx float16")]
-    request = {"task": "lower", "platform": "cuda", "cases": cases}
+    tiny = {**TINY, "target": "h100"}
+    cases = [{**tiny, "arm": arm} for arm in ("float32", "mpx float16")]
+    request = {"task": "lower", "steps": "sweep", "cases": cases}
     versions, *answers = ask("ours", request)
     assert {"jax", "equinox"} <= versions["versions"].keys()
     assert [answer["case"]["arm"] for answer in answers] == ["float32", "mpx float16"]
@@ -88,7 +90,8 @@ def test_host_cost_is_of_all_rounds():
 
 
 def test_a_failing_worker_says_why():
-    request = {"task": "lower", "platform": "cuda", "cases": [{**TINY, "arm": "new"}]}
+    cases = [{**TINY, "arm": "new"}]
+    request = {"task": "lower", "steps": "sweep", "cases": cases}
     with pytest.raises(processes.WorkerError, match="KeyError: 'new'"):
         ask("ours", request)
 
@@ -97,13 +100,13 @@ def test_a_failing_worker_says_why():
 def test_the_peers_worker_has_the_published_mpx():
     arms = ("float32", "MPX float16", "MPX bfloat16", "JMP float16")
     cases = [{**TINY, "arm": arm} for arm in arms]
-    request = {"task": "lower", "platform": "tpu", "cases": cases}
+    request = {"task": "lower", "steps": "sweep", "cases": cases}
     versions, *answers = ask("peers", request)
     assert versions["versions"]["mixed-precision-for-JAX"] == "0.1.8"
     assert versions["versions"]["jmp"] == "0.0.4"
     assert len({answer["program"] for answer in answers}) == len(arms)
     base = [{**TINY, "arm": "float32"}]
-    _, ours = ask("ours", {"task": "lower", "platform": "tpu", "cases": base})
+    _, ours = ask("ours", {**request, "cases": base})
     assert ours["program"] == answers[0]["program"]
 
 
@@ -111,7 +114,7 @@ def test_the_peers_worker_has_the_published_mpx():
 @needs_libtpu
 def test_a_worker_compiles_for_a_tpu_and_skips_known_programs():
     cases = [{**TINY, "arm": "float32"}]
-    request = {"task": "count", "target": "v5e", "cases": cases}
+    request = {"task": "count", "target": "v5e", "steps": "sweep", "cases": cases}
     versions, answer = ask("ours", request)
     assert answer["counts"]["memory"] > 0 and answer["counts"]["traffic"] > 0
     compiler = results.compiler(versions["versions"], "tpu")
