@@ -4,9 +4,10 @@
 
 A fault is drawn from the syntax of the package: a condition that always or never holds,
 one of the two parts of an `and` or `or`, one side of a conditional expression, a
-statement that is left out. It is planted in a copy, never in this checkout, and the
-quick tests of its area run until one fails. Prints one line for each: the verdict, the
-file with the line, what was changed, and the test that noticed.
+statement that is left out. The quick tests of its area run once, without faults, to
+find which of them it could change (`tests/reached.py`). Then it is planted in a copy,
+never in this checkout, and those tests run until one fails. Prints two lines for each:
+the verdict, the file with the line, what was changed; the test that noticed.
 
 A fault that nothing notices is a test that is missing, or a line that nobody needs.
 """
@@ -21,25 +22,52 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+from tests import reached
 
 ROOT = Path(__file__).resolve().parents[1]
-# Which tests look at which part of the package, those first that see most.
+# Which tests look at which part of the package.
 AREAS = {
-    "_autocast": "tests/autocast/test_emitted.py tests/test_inference.py "
-    "tests/test_weight_amaxes.py tests/test_recipe_state.py "
-    "tests/autocast",
-    "_program": "tests/program tests/autocast/test_emitted.py tests/autocast",
-    "_quantize": "tests/quantize tests/autocast/test_emitted.py tests/reference",
+    "_autocast": "tests/autocast tests/test_inference.py tests/test_weight_amaxes.py "
+    "tests/test_recipe_state.py tests/test_recipe_scaling.py "
+    "tests/inspect/test_decisions.py tests/benchmarks/test_wire.py",
+    "_program": "tests/program tests/autocast",
+    "_quantize": "tests/quantize tests/autocast tests/reference",
     "_recipe_state": "tests/test_recipe_state.py tests/test_weight_amaxes.py "
-    "tests/autocast/test_emitted.py tests/test_recipe_scaling.py",
+    "tests/autocast tests/test_recipe_scaling.py tests/test_inference.py",
     "_scaling": "tests/test_recipe_scaling.py tests/test_inference.py "
-    "tests/test_init_scaling.py",
-    "_grad": "tests/grad tests/test_bad_gradients.py",
-    "_loss_scaling": "tests/test_loss_scaling.py tests/test_state.py tests/grad",
-    "_master_weights.py": "tests/master_weights tests/test_stored_weights.py",
+    "tests/test_init_scaling.py tests/test_bad_input.py",
+    "_grad": "tests/grad tests/test_bad_gradients.py tests/test_bad_input.py",
+    "_loss_scaling": "tests/test_loss_scaling.py tests/test_state.py tests/grad "
+    "tests/test_bad_input.py",
+    "_master_weights.py": "tests/master_weights tests/test_stored_weights.py "
+    "tests/few_bits",
     "_stored_weights.py": "tests/test_stored_weights.py tests/test_stored_products.py",
     "_optimizer.py": "tests/test_optimizer.py tests/test_step_checks.py",
+    "_few_bits": "tests/few_bits",
+    "_blame": "tests/blame",
+    "_watch": "tests/watch",
+    "_inspect": "tests/inspect",
+    "_nnx_graph": "tests/nnx",
+    "nnx": "tests/nnx",
 }
+# Those that see most, of many that a fault could change.
+SHARP = "tests/autocast/test_emitted.py"
+QUIET = ["-q", "-n2", "-p", "no:cacheprovider", "--no-header"]
+
+
+class Fault(NamedTuple):
+    """A node that is replaced, by what, and what that is in words.
+
+    It can change a test where `decisive` is evaluated, as `held` or not.
+    """
+
+    node: ast.AST
+    new: str
+    words: str
+    decisive: ast.AST
+    held: bool
 
 
 def parts_of(area: str) -> list[Path]:
@@ -48,25 +76,25 @@ def parts_of(area: str) -> list[Path]:
     return sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
-Fault = tuple[ast.AST, str, str]
-
-
 def faults_in(source: str) -> Iterator[Fault]:
-    """Nodes that may be replaced, by what, and what that is in words."""
+    """The faults that may be planted in a file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If | ast.IfExp):
-            for value in ("True", "False"):
-                yield node.test, value, f"the condition is {value}"
+            for value in (True, False):
+                words = f"the condition is {value}"
+                yield Fault(node.test, str(value), words, node.test, not value)
         elif isinstance(node, ast.BoolOp):
+            is_and = isinstance(node.op, ast.And)
             for i, left_out in enumerate(node.values):
                 rest = [v for j, v in enumerate(node.values) if j != i]
-                word = " and " if isinstance(node.op, ast.And) else " or "
+                word = " and " if is_and else " or "
                 text = word.join(f"({ast.unparse(v)})" for v in rest)
-                yield node, f"({text})", f"without `{ast.unparse(left_out)[:60]}`"
-        elif isinstance(node, ast.AugAssign):
-            yield node, "pass", "left out"
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            yield node, "pass", "left out"
+                words = f"without `{ast.unparse(left_out)[:60]}`"
+                yield Fault(node, f"({text})", words, left_out, not is_and)
+        elif isinstance(node, ast.AugAssign) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        ):
+            yield Fault(node, "pass", "left out", node, True)
 
 
 def replaced(source: str, node: ast.AST, new: str) -> str:
@@ -82,7 +110,10 @@ def replaced(source: str, node: ast.AST, new: str) -> str:
     return source[:start] + new + source[end:]
 
 
-def drawn(seed: int, count: int, areas: list[str]) -> list[tuple[str, Path, Fault]]:
+Drawn = tuple[str, Path, Fault]
+
+
+def drawn(seed: int, count: int, areas: list[str]) -> list[Drawn]:
     """Faults, drawn from all of these areas."""
     every = [
         (area, file, fault)
@@ -93,16 +124,38 @@ def drawn(seed: int, count: int, areas: list[str]) -> list[tuple[str, Path, Faul
     return random.Random(seed).sample(every, count)
 
 
-def try_one(
-    copy: Path, tests: list[str], file: Path, fault: Fault, patience: int
-) -> bool:
-    """Plants a fault in the copy, and says whether tests notice."""
-    node, new, what = fault
-    there, source = copy / file.relative_to(ROOT), file.read_text()
-    there.write_text(replaced(source, node, new))
-    line = getattr(node, "lineno", 0)
-    options = ["-q", "-x", "-n2", "-p", "no:cacheprovider", "--no-header"]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
+def record(copy: Path, folder: Path, areas: set[str]) -> None:
+    """Runs the tests of areas, and records what they reach."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tests = sorted({test for area in areas for test in AREAS[area].split()})
+    # Without jaxtyping's hook, which compiles mpx as well.
+    options = [*QUIET, "-p", "tests.reached", "-o", "addopts=--import-mode=importlib"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), reached.FOLDER: str(folder)},
+        stdout=sys.stderr,
+        check=False,
+    )
+
+
+def tests_for(found: Drawn, records: dict[tuple[str, bool], list[str]]) -> list[str]:
+    """The tests that a fault could change."""
+    area, file, fault = found
+    place = reached.place_of(file.relative_to(ROOT).as_posix(), fault.decisive)
+    tests = records.get((place, fault.held), [])
+    if "" in tests:  # an import
+        return AREAS[area].split()
+    ours = tuple(AREAS[area].split())
+    tests = [test for test in tests if test.startswith(ours)]
+    return sorted(tests, key=lambda test: not test.startswith(SHARP))
+
+
+def first_failure(copy: Path, tests: list[str], patience: int) -> str | None:
+    """The first line about a test that fails; None: none does."""
+    arguments = copy / "arguments"  # too many for a command
+    arguments.write_text("\n".join(tests))
+    command = [sys.executable, "-m", "pytest", *QUIET, "-x", f"@{arguments}"]
     try:
         done = subprocess.run(
             command,
@@ -112,18 +165,29 @@ def try_one(
             text=True,
             timeout=patience,
         )
-        failed = [
-            x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERR"))
-        ]
-        noticed, by = done.returncode != 0, (failed or ["an error"])[0]
     except subprocess.TimeoutExpired:
-        noticed, by = True, f"no end within {patience} s"
+        return f"no end within {patience} s"
+    lines = done.stdout.splitlines()
+    failed = [x for x in lines if x.startswith(("FAILED", "ERR"))]
+    return (failed or ["an error"])[0] if done.returncode else None
+
+
+def try_one(copy: Path, tests: list[str], file: Path, fault: Fault, told: int) -> bool:
+    """Plants a fault in the copy, and says whether tests notice within `told` s."""
+    # From the copy, so that this checkout may change meanwhile.
+    there = copy / file.relative_to(ROOT)
+    source = there.read_text()
+    there.write_text(replaced(source, fault.node, fault.new))
+    try:
+        by = first_failure(copy, tests, told) if tests else None
     finally:
         there.write_text(source)
-    verdict = "noticed " if noticed else "NOT SEEN"
-    print(f"{verdict} {file.relative_to(ROOT)}:{line}: {what}", flush=True)
-    print(f"         {by[:150] if noticed else ast.unparse(node)[:150]}", flush=True)
-    return noticed
+    line = getattr(fault.node, "lineno", 0)
+    verdict = "noticed " if by else "NOT SEEN"
+    print(f"{verdict} {file.relative_to(ROOT)}:{line}: {fault.words}", flush=True)
+    unseen = f"{len(tests)} tests reach {ast.unparse(fault.node)[:120]}"
+    print(f"         {(by or unseen)[:150]}", flush=True)
+    return by is not None
 
 
 def main() -> int:
@@ -131,20 +195,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--skip", type=int, default=0, help="the first so many")
     parser.add_argument("--areas", nargs="+", default=list(AREAS), choices=list(AREAS))
     parser.add_argument("--tests", nargs="+", help="in place of those of the area")
     parser.add_argument("--patience", type=int, default=1200, help="seconds for each")
+    parser.add_argument("--most", type=int, default=150, help="tests for each")
+    parser.add_argument("--record", type=Path, help="what tests reach, kept or to keep")
     told = parser.parse_args()
-    found = drawn(told.seed, told.count, told.areas)
+    found = drawn(told.seed, told.count, told.areas)[told.skip :]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(
             ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "runs", "site")
         )
+        kept = told.record or Path(folder) / "record"
+        if not told.tests and not any(kept.glob("*.json")):
+            record(copy, kept.resolve(), {area for area, _, _ in found})
+        records = reached.read(kept)
         noticed = []
-        for area, file, fault in found:
-            tests = told.tests or AREAS[area].split()
-            noticed.append(try_one(copy, tests, file, fault, told.patience))
+        for each in found:
+            tests = told.tests or tests_for(each, records)[: told.most]
+            noticed.append(try_one(copy, tests, *each[1:], told.patience))
     print(f"{sum(noticed)} of {len(noticed)} noticed")
     return 0 if all(noticed) else 1
 
