@@ -71,6 +71,12 @@ def conv(x, w, **options):
             6,
         ),
         (lambda x: jnp.fft.fft(x), (jax.ShapeDtypeStruct((2, 8), jnp.complex64),), 240),
+        (lambda x: jnp.fft.rfft(x), (f32(2, 8),), 120),
+        (
+            lambda x: jnp.fft.irfft(x),
+            (jax.ShapeDtypeStruct((2, 5), jnp.complex64),),
+            120,
+        ),
         (
             lambda a: jax.lax.linalg.cholesky(a, symmetrize_input=False),
             (f32(6, 6),),
