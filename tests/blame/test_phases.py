@@ -90,7 +90,7 @@ def test_a_fault_of_the_function_is_forward_in_what_holds_it(way, name):
 @pytest.mark.parametrize("way", ["remat", "remat in scan"])
 def test_an_operation_of_the_function_that_a_checkpoint_repeats_is_recompute(way):
     # Infinity is harmless forward, where 1 is divided by it, and not backward.
-    first = first_of(WAYS[way](lambda h: h / jnp.exp(h)), 1000 * ONE)
+    first = first_of(WAYS[way](lambda h: h / jnp.exp(h * h)), 1000 * ONE)
     assert (first.primitive, first.phase) == ("exp", "recompute")
 
 
