@@ -2,6 +2,7 @@
 
 import pickle
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,3 +173,15 @@ def wrong(case):
 def test_errors(case, error, match):
     with unchecked_annotations(), pytest.raises(error, match=match):
         wrong(case)
+
+
+@pytest.mark.parametrize("bits", [32, *BITS])
+def test_a_weight_without_an_update_stays(bits):
+    model = weights()
+    tx = mpx.master_weights(optax.sgd(1.0), bits=bits)
+    state = tx.init(model)
+    updates, after = tx.update({"w": None, "norm": jnp.ones(3)}, state, model)
+    new = eqx.apply_updates(model, updates)
+    assert np.all(new["norm"] == 0) and same_bits(new["w"], model["w"])
+    full = mpx.full_weights(new, after)["w"]
+    assert same_bits(full, model["w"].astype(jnp.float32))
