@@ -4,6 +4,7 @@ import builtins
 import dataclasses
 import io
 import json
+import re
 import sys
 
 import jax
@@ -163,6 +164,10 @@ def test_products_on_units_count_under_the_same_format(recipe, name, gpu):
     assert not any(o.is_emulated for o in products)
     assert report.table().partition(", ")[0].endswith(f"of FLOPs in {name}")
     assert "emulated" not in str(report) and "target=" not in str(report)
+    # A row says what is computed in.
+    row = rf"dot_general( \(backward\))?\s+{name}\s"
+    assert not re.search(row, report.table(width=None))
+    assert re.search(row, quantized(recipe).table(width=None))
 
 
 def test_a_device_without_units_says_what_it_computes_in():
