@@ -55,6 +55,11 @@ def test_a_float32_scale_makes_the_product_float32():
     assert mul.reason == "bfloat16 promoted by `scale`, which is float32"
     assert report.totals.findings == 2
     assert f"promoted at {leak}" in str(report)
+    # What it promotes in turn is due to the first.
+    again = mpx.explain(lambda scale, x: x * (x * scale))(SCALE, HALF)
+    first, second = (o.reason for o in again.operations if o.primitive == "mul")
+    assert first.startswith("bfloat16 promoted by `") and "promoted at" not in first
+    assert second.startswith("promoted at ") and first.partition("by `")[2] in second
 
 
 def test_a_numpy_scalar_promotes():
