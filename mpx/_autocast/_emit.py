@@ -312,7 +312,7 @@ def _move(case: Case) -> list[Value]:
         if is_repeated or is_read:
             arrays[0] = first.cast(FULL)
             narrow = None if Demand.FULL in demand else first.dtype
-    if finds_one_in_each_row(equation):
+    if name == "gather" and finds_one_in_each_row(equation):
         bound = [look_up(equation, *arrays)]
     else:
         bound = bind_equation(equation, *arrays)

@@ -30,8 +30,6 @@ def finds_one_in_each_row(equation: JaxprEqn) -> bool:
     The rows lie along one axis, and the array has an index for every other one, as
     `jnp.take_along_axis` and an index under `jax.vmap` have it.
     """
-    if equation.primitive.name != "gather":
-        return False
     operand, indices = map(aval_of, equation.invars)
     numbers = equation.params["dimension_numbers"]
     rest = tuple(d for d in range(operand.ndim) if d not in numbers.start_index_map)
