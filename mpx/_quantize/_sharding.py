@@ -31,16 +31,17 @@ def in_automatic_axes(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:  # nobody set one, and the types of the operands say it
         meshes = (jax.typeof(x).sharding.mesh for x in operands)
-        found = next((one for one in meshes if one.explicit_axes), None)
-        if found is not None:
-            with jax.sharding.use_abstract_mesh(found):
+        said = next((one for one in meshes if one.explicit_axes), None)
+        if said is not None:
+            with jax.sharding.use_abstract_mesh(said):
                 return in_automatic_axes(f, plain, out_sharding, besides, *operands)
     if not mesh.explicit_axes:
         return f(besides, *operands)
     if out_sharding is None:
         # Not `eval_shape`, which says None where types leave some axes open.
-        out_sharding = jax.make_jaxpr(plain)().out_avals[0].sharding
-        if out_sharding.mesh.empty:  # the operands are of no mesh
+        found = jax.make_jaxpr(plain)().out_avals[0].sharding
+        if found.mesh.empty:  # the operands are of no mesh
             return f(besides, *operands)
+        out_sharding = found
     auto_axes: Any = jax.sharding.auto_axes
     return auto_axes(f, out_sharding=out_sharding)(besides, *operands)
