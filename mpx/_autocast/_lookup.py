@@ -25,7 +25,7 @@ from .._typing import Length, Shape
 
 
 def finds_one_in_each_row(equation: JaxprEqn) -> bool:
-    """Whether an equation, a gather, takes one number of each row of an array of floats.
+    """Whether a gather takes one number of each row of an array of floats.
 
     The rows lie along one axis, and the array has an index for every other one, as
     `jnp.take_along_axis` and an index under `jax.vmap` have it.
