@@ -63,7 +63,7 @@ def data():
     return x, jnp.arange(ROWS) % CLASSES
 
 
-@pytest.fixture(params=slow_but(["delayed", "nvfp4"], RECIPES))
+@pytest.fixture(params=slow_but(["delayed"], RECIPES))
 def trained(request, data):
     """A recipe, and the model and scaling after two steps."""
     recipe, model = RECIPES[request.param], mlp()
@@ -111,6 +111,7 @@ def test_logits_are_those_of_the_training_without_a_state_too(trained, data):
     assert np.array_equal(func(model, x), logits)
 
 
+@pytest.mark.slow
 def test_a_generator_samples_as_its_discriminator_saw_it(data):
     """Its last product goes into others in the training, and into none alone."""
     x, _ = data
@@ -245,6 +246,7 @@ def test_a_function_without_the_recipe_is_refused(data, recipe):
     mpx.inference(nothing_to_quantize, state)(mlp(), x, labels)
 
 
+@pytest.mark.slow
 def test_a_state_that_has_seen_no_step_is_a_warning(data):
     x, labels = data
     for recipe, warns in (

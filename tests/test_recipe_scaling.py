@@ -215,6 +215,7 @@ def test_programs_within_the_program_change_nothing(inputs, wrap, turns):
     assert np.array_equal(amaxes_of(wrapped, *inputs), turns)
 
 
+@pytest.mark.slow
 def test_uses_of_one_weight_are_joined_by_maximum(inputs, amaxes):
     params, x = inputs
 
@@ -320,6 +321,7 @@ def test_each_model_of_an_ensemble_has_a_state_of_its_own():
         jax.vmap(lambda seed: step(*init(seed)))(seeds)
 
 
+@pytest.mark.slow
 def test_vmap_outside_is_an_error(inputs):
     params, x = inputs
 
@@ -357,6 +359,7 @@ def test_a_loop_outside_is_an_error(inputs, loop):
         mpx.init_scaling(looped, *inputs)
 
 
+@pytest.mark.slow
 def test_a_weight_is_used_in_a_while_and_behind_it(inputs):
     """The loop has the scales of the moment: it could not say what it saw."""
 
@@ -634,6 +637,7 @@ def test_one_trace_for_many_steps(inputs):
         assert int(scaling.record.steps) == 3
 
 
+@pytest.mark.slow
 def test_a_warm_start_is_current_scaling(inputs):
     cold, warm = (
         mpx.DelayedScaling(amax_history_len=4, warm_start=is_warm)

@@ -158,6 +158,7 @@ def test_gradients_of_micro_batches_are_of_the_stored_numbers(dtype: str):
     assert whole.dtype == plain.dtype
 
 
+@pytest.mark.slow
 def test_a_frozen_base_is_read_as_it_is_stored():
     def func(adapter, base, x):
         return jnp.mean((x @ base["w"] + (x @ adapter["a"]) @ adapter["b"]) ** 2)

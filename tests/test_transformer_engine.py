@@ -271,6 +271,7 @@ def test_without_its_state_a_layer_shows_the_lines_to_write():
         assert jax.jit(mpx.inference(plain_loss, result.scaling))(layer, x, y) > 0
 
 
+@pytest.mark.slow
 def test_contexts_may_stand_around_the_step_or_inside_of_the_loss():
     """And in it around loops, recomputation and jit, where a layer knows nothing."""
     layers, (x, y) = linears(2), batch()

@@ -131,6 +131,7 @@ def test_a_weight_that_is_not_finite_is_a_bad_step(bad):
     assert jax.tree.all(same)
 
 
+@pytest.mark.slow
 def test_a_first_step_that_starts_warm_scales_by_the_weight_at_hand():
     recipe = mpx.DelayedScaling(warm_start=True)
     model = {"w": 1e-4 * W, "head": HEAD}

@@ -392,6 +392,7 @@ def kept(stream):
     return [(x.shape, x.dtype) for x in jax.tree.leaves(pulled)], gradient
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_that_begin_a_half_stream_are_rounded_at_once():
     rows = (24, WIDTH), jnp.dtype("float32")
     (full, expected), (half, gradient) = kept("full"), kept("half")

@@ -393,6 +393,7 @@ def test_pytorchs_lists_let_the_square_root_follow():
     assert dtype() == "float32" and dtype(rules=Rules.like_pytorch()) == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_residual_stream_in_half_precision(vit, expected):
     def adds(**options):
         cast = mpx.autocast(blocks.block, **options)

@@ -52,6 +52,7 @@ def copies(compiled, shape):
     return len(re.findall(rf"= f8e4m3fn\[{dims}\]\S* convert\(", text))
 
 
+@pytest.mark.slow
 def test_queries_keys_and_values_read_one_copy(inputs):
     delayed, _ = compiled_step(loss, RECIPE, *inputs)
     current, _ = compiled_step(loss, mpx.Float8CurrentScaling(), *inputs)

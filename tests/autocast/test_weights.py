@@ -56,7 +56,7 @@ def products(func, *args):
     return [(o.is_low, o.reason) for o in found]
 
 
-@pytest.mark.parametrize("name", slow_but(["delayed", "mxfp8"], RECIPES))
+@pytest.mark.parametrize("name", slow_but(["mxfp8"], RECIPES))
 def test_a_frozen_base_is_quantized_and_its_adapters_are_not(name):
     adapters, base = partitioned()
     x = normal(8, ROWS, SIZE)
@@ -130,6 +130,7 @@ def test_a_stopped_teacher_takes_the_scales_of_the_moment():
     assert np.array_equal(*results)
 
 
+@pytest.mark.slow
 def test_a_batch_is_not_taken_for_the_weights():
     """`argnums` says what is differentiated, and the recipe goes by `weights`."""
 

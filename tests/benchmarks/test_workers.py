@@ -89,6 +89,7 @@ def test_host_cost_is_of_all_rounds():
         assert all(len(run[what]) == 2 and min(run[what]) > 0 for what in host.LIMITS)
 
 
+@pytest.mark.slow
 def test_a_failing_worker_says_why():
     cases = [{**TINY, "arm": "new"}]
     request = {"task": "lower", "steps": "sweep", "cases": cases}

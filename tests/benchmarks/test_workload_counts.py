@@ -75,6 +75,7 @@ def test_a_program_without_an_entry_is_refused():
         kernels.kernels_of("HloModule empty")
 
 
+@pytest.mark.slow
 def test_fp8_by_hand_has_the_gradients_of_float32():
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((4, 32, 64), (64, 48), (4, 32, 48))

@@ -137,6 +137,7 @@ def for_cuda(recipe, *args):
     return lowered(step(recipe), *args)
 
 
+@pytest.mark.slow
 def test_each_operand_is_quantized_by_one_kernel():
     text = for_cuda(PALLAS, *operands())
     # Inputs, weights and gradients of two products.

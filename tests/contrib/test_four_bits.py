@@ -310,6 +310,7 @@ def test_with_less(option, count):
     assert kernels(recipe, *operands()) == count
 
 
+@pytest.mark.slow
 def test_other_sizes_are_left_to_xla():
     # Of the first product, only the input has whole blocks both ways; of the second,
     # only the gradient.

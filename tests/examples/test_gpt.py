@@ -408,6 +408,7 @@ def test_a_checkpoint_brings_everything_back(library, tmp_path):
     assert int(restored.skipped) == skipped
 
 
+@pytest.mark.slow
 def test_a_poisoned_state_leaves_the_checkpoints_as_they_are(tmp_path):
     config = dataclasses.replace(CONFIG, model=ONE_BLOCK)
     nodes, scaling = initial_state(config, "float16", texts())

@@ -124,6 +124,7 @@ def test_devices_of_tensor_share_a_batch():
 # --- One training --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_matrices_and_their_moments_are_divided():
     mesh, texts = mesh_of(ALL), np.zeros((16, 17), np.uint8)
     with jax.set_mesh(mesh):
@@ -177,10 +178,10 @@ def test_without_a_mesh_nothing_is_pinned():
 @pytest.mark.parametrize(
     ("sizes", "precision", "options"),
     slow_but(
-        [({"fsdp": 8}, "float32", {"model": SMALL})],
+        [],
         [
-            ({"fsdp": 8}, "float32", {"model": SMALL}),
             (ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
+            ({"fsdp": 8}, "float32", {"model": SMALL}),
             (ALL, "delayed", {"scan": True}),
         ],
     ),

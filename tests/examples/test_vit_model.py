@@ -64,6 +64,7 @@ def test_patches_are_squares_row_by_row(model):
     np.testing.assert_array_equal(patches[3], image[2:4, 2:4].reshape(-1))
 
 
+@pytest.mark.slow
 def test_a_key_turns_dropout_on(model):
     plain = model(images())
     one, two = (model(images(), jax.random.key(seed)) for seed in (1, 2))
@@ -71,6 +72,7 @@ def test_a_key_turns_dropout_on(model):
     np.testing.assert_array_equal(plain, model(images()))
 
 
+@pytest.mark.slow
 def test_every_weight_has_a_gradient(model):
     def loss(model):
         logits = jax.vmap(model)(images(3))

@@ -303,6 +303,7 @@ def test_damaged_checkpoint_is_refused(finished, tmp_path):
             restored(folder, "float32")
 
 
+@pytest.mark.slow
 def test_changed_value_is_named(finished, tmp_path):
     folder = copied(finished, tmp_path / "run")
     path = folder / "checkpoints" / "float32" / "10" / "record" / "metadata"
@@ -434,6 +435,7 @@ def test_micro_batches_train_on_the_whole_batch():
     np.testing.assert_allclose(losses[4], losses[1], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_runaway_skipping_stops_with_a_diagnosis():
     scaling = dataclasses.replace(CONFIG.scaling, max_skipped_in_a_row=4)
     config = dataclasses.replace(CONFIG, scaling=scaling)

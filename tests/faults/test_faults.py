@@ -17,6 +17,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path):
     assert found.ends_equal
 
 
+@pytest.mark.slow
 def test_bad_steps_leave_nothing_behind():
     found = soak.soak(200, pieces=2)
     assert found.faults == found.skipped > 4

@@ -63,7 +63,7 @@ def trained(optimizer, recipe, bits, count=7):
     return losses, (model, state, scaling), lambda x: step(model, state, scaling, x)
 
 
-@pytest.mark.parametrize("recipe", slow_but(["delayed"], RECIPES))
+@pytest.mark.parametrize("recipe", slow_but([], RECIPES))
 def test_training_follows_float32_masters(recipe):
     expected, *found = (
         trained(optax.adam(3e-3), RECIPES[recipe], bits)[0] for bits in (32, 16, 8, 0)
@@ -73,6 +73,7 @@ def test_training_follows_float32_masters(recipe):
         np.testing.assert_allclose(losses, expected, rtol=0.03)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing_but_the_record():
     _, (model, state, scaling), again = trained(optax.adam(3e-3), None, 8, count=2)
     x = jnp.full((32, 64), jnp.inf)
@@ -82,6 +83,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_record():
     mpx.guard((after, state_after))
 
 
+@pytest.mark.slow
 def test_guard_names_the_moment_that_is_no_number():
     _, (_, state, _), _ = trained(optax.adam(3e-3), None, 16, count=1)
     bad = jax.tree.map(
@@ -193,6 +195,7 @@ def test_vmap_over_models():
     np.testing.assert_allclose(new["w"][0], alone["w"], rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_float64_stays_beside_float32():
     with jax.enable_x64(True):
         model = {

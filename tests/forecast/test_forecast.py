@@ -243,6 +243,7 @@ def test_a_step_that_cannot_be_traced_says_for_what(on_cpu):
     assert "float32 for TPU v5e" in caught.value.__notes__[-1]
 
 
+@pytest.mark.slow
 def test_it_is_imported_by_nobody_else():
     code = (
         "import sys, mpx; assert not any('_forecast' in name for name in sys.modules)"

@@ -167,6 +167,7 @@ def test_saving(tmp_path):
     assert "iframe" in found._repr_html_()
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
 def test_rules_hold_for_what_they_name():
     def loss(w, x):

@@ -63,6 +63,7 @@ def test_sums_of_many_uses(dtype, fun, uses, jit):
         assert float(call(w, x, None)) == {"float16": 2048, "bfloat16": 256}[dtype]
 
 
+@pytest.mark.slow
 def test_one_thousandth_more_than_a_power_of_two():
     """Terms that float16 rounds away one by one, in a sum that it could hold."""
     x = jnp.full(300, 1.0).at[1:].set(2.0**-12)

@@ -124,6 +124,7 @@ def test_batch_norm_statistics_are_those_of_full_precision():
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_policy_as_text_and_as_object():
     w, (x, y) = params(), batch()
     with unchecked():

@@ -214,6 +214,7 @@ def test_a_hundred_steps_follow_those_of_float32_weights():
     np.testing.assert_allclose(stored[-10:].mean(), plain[-10:].mean(), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_a_restored_run_continues_bit_for_bit():
     run = begun(model_of(1), True)
     for i in range(5):

@@ -247,6 +247,7 @@ def test_extra_arguments_go_on():
     assert seen == [{"value": 3}]
 
 
+@pytest.mark.slow
 def test_line_search_computes_with_the_masters():
     def objective(w):
         return jnp.sum((w.astype(jnp.float32) - 0.3) ** 2)

@@ -221,6 +221,7 @@ def test_options_of_the_gradient_functions():
     assert bool(gradient(model, x, y).finite) and int(model.calls[...]) == 1
 
 
+@pytest.mark.slow
 def test_training_in_half_precision_follows_full_precision():
     def train(step):
         model, optimizer = make("scanned")

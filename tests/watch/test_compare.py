@@ -209,6 +209,7 @@ def test_what_is_noise_in_float32_is_said_and_not_counted(compared):
     mpx.expect_close(compared, gradient_snr=25.0)
 
 
+@pytest.mark.slow
 def test_the_table_is_100_columns_wide_and_names_layers_by_their_weights(compared):
     lines = str(compared).splitlines()
     assert max(map(len, lines)) <= 100

@@ -241,6 +241,7 @@ def test_layers_are_named_by_their_weights():
     assert seen["['head']/weight"].amax == float(jnp.abs(w["head"]).max())
 
 
+@pytest.mark.slow
 def test_weights_are_the_first_argument_with_floating_arrays():
     w, x = weights(), data()
     loss = functools.partial(loss_in, "unrolled")
@@ -409,6 +410,7 @@ def seen():
     return monitor(gradient, formats)(w, scaling, x)[1]
 
 
+@pytest.mark.slow
 def test_advice_names_layers_formats_and_reasons(seen):
     advice = "\n".join(seen.advice())
     assert "E4M3 is too little for large: " in advice
