@@ -13,6 +13,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from .._errors import describe
+from .._nnx_graph import places
 from .._program import Call, is_array_or_type, named_like
 from .._tree import path_text
 from .._typing import AnyArray
@@ -59,9 +60,12 @@ def trace(
     def called(own: PyTree, args: PyTree, kwargs: PyTree) -> PyTree:
         return wrap(own if has_own else func)(*args, **kwargs)
 
-    call = Call(func if has_own else None, args, kwargs, _is_input, called)
-    _refuse_tracers(jax.tree.leaves((func if has_own else None, args, kwargs)), asked)
-    named = [input_name(path, () if has_own else weights) for path in call.paths]
+    tree = (func if has_own else None, args, kwargs)
+    call = Call(*tree, _is_input, called)
+    _refuse_tracers(jax.tree.leaves(tree), asked)
+    pairs = zip(places(tree), call.form.are_arrays, strict=True)
+    paths = (path for path, is_one in pairs if is_one)
+    named = [input_name(path, () if has_own else weights) for path in paths]
 
     def flat(*arrays: AnyArray) -> list[AnyArray]:
         return call(*arrays)

@@ -26,6 +26,7 @@ from ._forms import (
     has_nnx_objects as has_nnx_objects,
     is_nnx_module as is_nnx_module,
     is_nnx_object as is_nnx_object,
+    places as places,
 )
 from ._parts import (
     Parts as Parts,

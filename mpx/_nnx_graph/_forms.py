@@ -93,6 +93,28 @@ def has_nnx_objects(tree: PyTree) -> bool:
     return any(map(is_nnx_object, jax.tree.leaves(tree, is_leaf=is_nnx_object)))
 
 
+def places(tree: PyTree) -> list[KeyPath]:
+    """The path of each leaf; in an NNX module that of the variable that holds it.
+
+    So `layers[0].kernel` and not `layers[0].kernel.value`, as the place is called where
+    the module is taken apart.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return paths
+    held: set[KeyPath] = set()
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_nnx_module):
+        if is_nnx_module(node):
+            variables = jax.tree_util.tree_leaves_with_path(
+                node, is_leaf=lambda below: isinstance(below, nnx.Variable)
+            )
+            held |= {
+                path + below for below, v in variables if isinstance(v, nnx.Variable)
+            }
+    return [path[:-1] if path[:-1] in held else path for path in paths]
+
+
 def place_text(path: KeyPath) -> str:
     """Writes a path into NNX's state as one into the object: `.layers[0].kernel`."""
     *keys, last = path or (None,)

@@ -314,7 +314,7 @@ def test_a_module_of_nnx_stays_what_it_is():
     report = mpx.explain(lambda net, x: net(x).sum())(net, jnp.ones((2, 4)))
     (product,) = of(report, "dot_general")
     assert product.where == "Net/Linear"
-    assert product.parameters == ("linear.kernel.value",)
+    assert product.parameters == ("linear.kernel",)
     assert net.norm.mean[...] is before
 
 
