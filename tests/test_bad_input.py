@@ -140,7 +140,7 @@ SCALINGS = [
         f"adjust {value}",
         lambda value=value, make=make: make().adjust(value),
         TypeError,
-        rf"`grads_finite` of `mpx.{make.__name__}.adjust` needs one boolean",
+        rf"`grads_finite` of `{make.__name__}.adjust` needs one boolean",
     )
     for make in (mpx.DynamicLossScaling, mpx.NoLossScaling)
     for value in (1, 1.0, None, "True", np.int32(1), np.array([True]), {"w": True})

@@ -345,7 +345,7 @@ def test_a_loss_scale_in_another_dtype_is_refused(scaling):
     cast = jax.tree.map(
         lambda x: x.astype(jnp.float16) if x.dtype == jnp.float32 else x, scaling
     )
-    said = f"loss scale of `mpx.{type(scaling).__name__}` must be float32; got float16"
+    said = f"loss scale of `{type(scaling).__name__}` must be float32; got float16"
     with pytest.raises(FloatingPointError, match=said):
         mpx.guard({"scaling": cast})
 

@@ -237,7 +237,7 @@ class AbstractLossScaling(eqx.Module):
         """
         if not isinstance(loss, AbstractLossScaling) or loss._tokens():
             raise TypeError(
-                f"`with_loss(loss)` of `mpx.{type(self).__name__}` needs a loss "
+                f"`with_loss(loss)` of `{type(self).__name__}` needs a loss "
                 f"scaling without a state of recipes; got {type(loss).__name__}. For "
                 "a `mpx.quantization.RecipeScaling` pass its `.loss`."
             )
@@ -357,7 +357,7 @@ class AbstractLossScaling(eqx.Module):
         odd = self._odd_scale()
         if odd is not None:
             raise ValueError(
-                f"the loss scale of `mpx.{type(self).__name__}` must be float32; got "
+                f"the loss scale of `{type(self).__name__}` must be float32; got "
                 f"{describe(odd)}."
             )
 
@@ -388,7 +388,7 @@ def judged(
     owner: AbstractLossScaling, grads_finite: BoolLike, loss_finite: BoolLike | None
 ) -> tuple[BoolScalar, BoolScalar | None]:
     """Reads the arguments of `adjust`."""
-    call = f"of `mpx.{type(owner).__name__}.adjust`"
+    call = f"of `{type(owner).__name__}.adjust`"
     refuse_arithmetic(owner.record, f"`self` {call}")
     finite = bool_scalar(grads_finite, f"`grads_finite` {call}")
     if loss_finite is None:
