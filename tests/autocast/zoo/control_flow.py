@@ -50,15 +50,6 @@ def switch(key):
 
 
 @program()
-def map_in_batches(key):
-    def loss(w, x):
-        y = lax.map(lambda row: jax.nn.gelu(row @ w[0]) @ w[1], x, batch_size=4)
-        return mean_square(y - 1), y
-
-    return loss, layers(key, 2)
-
-
-@program()
 def associative_scan(key):
     """A linear recurrence, as state space models have it, and products of matrices."""
 

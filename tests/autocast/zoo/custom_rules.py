@@ -84,12 +84,6 @@ def flash_attention_plain(key):
 
 
 @program()
-def flash_attention_under_jit(key):
-    attend = jax.jit(flash_attention, static_argnums=3)
-    return attention_program(key, lambda q, k, v: attend(q, k, v, DEPTH**-0.5))
-
-
-@program()
 def jax_dot_product_attention(key):
     def attend(q, k, v):
         q, k, v = (jnp.moveaxis(x, 0, 1)[None] for x in (q, k, v))
