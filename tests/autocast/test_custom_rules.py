@@ -1,6 +1,7 @@
 """Functions with rules of their own keep their rules."""
 
 import functools
+import itertools
 from pathlib import Path
 
 import equinox as eqx
@@ -104,9 +105,8 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+    ("name", "dtype"), [*zip(FUNCTIONS, itertools.cycle(["bfloat16", "float16"]))]
 )
 def test_values_and_gradients_are_those_of_the_rule(getkey, name, dtype):
     w = jax.random.normal(getkey(), (8, 8)) / 3
@@ -290,7 +290,7 @@ def _filtered_backward(y, g, perturbed, weights, x, name):
     return {"w": 2.0 * x.T @ (g * (1 - y * y)), "b": None, "n": None}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(["remat", "vmap"], WAYS))
 def test_rules_of_equinox_are_differentiated(getkey, way):
     w = jax.random.normal(getkey(), (8, 8)) / 3
     x = jax.random.normal(getkey(), (4, 8))
@@ -316,7 +316,7 @@ applied.defvjp(
 )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(["jit", "scan"], WAYS))
 def test_a_rule_may_close_over_constants_and_take_functions(getkey, way):
     x = jax.random.normal(getkey(), (8,))
     table = jax.random.normal(getkey(), (8, 8))
@@ -452,7 +452,7 @@ def _fused_backward(saved, g):
 fused.defvjp(_fused_forward, _fused_backward, optimize_remat=True)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(["jit", "remat", "scan"], WAYS))
 def test_forward_rules_of_a_training_step_are_in_half_precision(getkey, way):
     w = jax.random.normal(getkey(), (8, 8)) / 3
     x = jax.random.normal(getkey(), (4, 8))

@@ -331,7 +331,7 @@ def cell_inputs():
     return weights, random(5, 8, WIDTH, seed=2)
 
 
-@pytest.mark.parametrize("cell", [lstm, gru])
+@pytest.mark.parametrize("cell", [lstm, pytest.param(gru, marks=pytest.mark.slow)])
 def test_a_recurrent_cell_keeps_its_gates_and_its_state(cell):
     weights, xs = cell_inputs()
     loss = mpx.autocast(read_out(cell), residuals="small")

@@ -122,7 +122,7 @@ def test_a_block_keeps_nothing_but_its_stream_in_float32(stream, streams):
 @pytest.mark.third_party
 @pytest.mark.parametrize(
     ("stream", "bound"),
-    [pytest.param("full", 4e-3, marks=pytest.mark.slow), ("half", 7e-3)],
+    [("full", 4e-3), pytest.param("half", 7e-3, marks=pytest.mark.slow)],
 )
 def test_gradient_of_a_vit_block(stream, bound):
     loss_error, gradient_error = errors(vit, residual_stream=stream)
@@ -139,6 +139,7 @@ def test_loss_and_gradient_of_a_gpt_block(stream):
     assert gradient_error <= 1.15e-2
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
 def test_gradient_of_a_vit_block_in_float16():
     loss, *args = vit()
@@ -214,8 +215,9 @@ def unrolled_by_calls(w, xs):
     return sum(layer(w, x) for x in xs)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("loss", [unrolled, unrolled_by_calls])
+@pytest.mark.parametrize(
+    ("loss", "order"), [(unrolled, "outside"), (unrolled_by_calls, "inside")]
+)
 def test_gradient_of_a_weight_used_64_times(loss, order):
     xs = np.random.default_rng(0).random((64, *INPUTS[1:]), np.float32)
     expected = np.broadcast_to(np.sum(xs, (0, 1))[:, None], WEIGHT.shape)
@@ -225,17 +227,18 @@ def test_gradient_of_a_weight_used_64_times(loss, order):
     assert relative_error(grads, expected) <= 6e-4
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**15, 2.0**24])
-def test_no_loss_scale_saves_what_underflows_forward_in_float16(scale):
+def test_no_loss_scale_saves_what_underflows_forward_in_float16():
     def loss(w, x):
         return jnp.sum(jnp.log(1e-9 + jnp.square(x @ w) * 1e16))
 
-    def grads(loss):
+    def grads(loss, scale=1.0):
         return mpx.filter_grad(loss, mpx.StaticLossScaling(scale))(w, x).grads
 
     w, x = jnp.full((4, 4), 1e-4), jnp.full((2, 4), 1e-5)
     exact = jax.grad(loss)(w, x)
-    assert exact.all() and not grads(mpx.autocast(loss, "float16")).any()
+    assert exact.all()
+    for scale in (2.0**15, 2.0**24):
+        assert not grads(mpx.autocast(loss, "float16"), scale).any()
     rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, primitive="dot_general"))
     for cure in (
         mpx.autocast(loss, "bfloat16"),
