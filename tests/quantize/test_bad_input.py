@@ -6,13 +6,19 @@ import numpy as np
 import pytest
 
 import mpx
+from mpx.quantization import (
+    BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    TensorQuantizer,
+)
 from tests.helpers import Case, unchecked_annotations
 
 X = jax.ShapeDtypeStruct((4, 100), jnp.float32)
 
 
 def quantize(x=X, quantizer=None, **options):
-    quantizer = mpx.quantization.MXFP8Quantizer() if quantizer is None else quantizer
+    quantizer = MXFP8Quantizer() if quantizer is None else quantizer
     return lambda: jax.eval_shape(
         lambda x: mpx.quantization.quantize(x, quantizer, **options), x
     )
@@ -28,7 +34,7 @@ CASES = [
     ),
     Case(
         "one of two axes no multiple of the block",
-        quantize(quantizer=mpx.quantization.NVFP4Quantizer(2)),
+        quantize(quantizer=NVFP4Quantizer(2)),
         ValueError,
         r"blocks of 16x16; got shape \(4, 100\), whose axis -2 has length 4. Pad that "
         "axis with 12 zeros.*choose another `axis`.*`mpx.quantization.TensorQuantizer`",
@@ -39,16 +45,13 @@ CASES = [
     Case("two axes for 1x32", quantize(axis=(0, 1)), ValueError, "1 different axes"),
     Case(
         "one axis twice",
-        quantize(
-            quantizer=mpx.quantization.BlockQuantizer(block_dimensions=2),
-            axis=(0, -2, 1),
-        ),
+        quantize(quantizer=BlockQuantizer(block_dimensions=2), axis=(0, -2, 1)),
         ValueError,
         r"whose axis -2 has length 4",
     ),
     Case(
         "square blocks of a vector",
-        quantize(jnp.ones(16), mpx.quantization.NVFP4Quantizer(2)),
+        quantize(jnp.ones(16), NVFP4Quantizer(2)),
         ValueError,
         r"16x16 needs an array of at least 2 axes; got shape \(16,\)",
     ),
@@ -61,15 +64,15 @@ CASES = [
     ),
     Case(
         "a Python number",
-        lambda: mpx.quantization.quantize(1.0, mpx.quantization.TensorQuantizer()),  # pyright: ignore
+        lambda: mpx.quantization.quantize(1.0, TensorQuantizer()),  # pyright: ignore
         TypeError,
         "got float 1.0",
     ),
     Case(
         "quantized already",
         lambda: mpx.quantization.quantize(
-            mpx.quantization.quantize(jnp.ones(32), mpx.quantization.MXFP8Quantizer()),  # pyright: ignore
-            mpx.quantization.MXFP8Quantizer(),
+            mpx.quantization.quantize(jnp.ones(32), MXFP8Quantizer()),  # pyright: ignore
+            MXFP8Quantizer(),
         ),
         TypeError,
         "already quantized; `x.dequantize",
@@ -82,21 +85,21 @@ CASES = [
     ),
     Case(
         "no key",
-        quantize(quantizer=mpx.quantization.MXFP8Quantizer(stochastic_rounding=True)),
+        quantize(quantizer=MXFP8Quantizer(stochastic_rounding=True)),
         ValueError,
         "needs a `key` for stochastic rounding",
     ),
     Case("a scale for blocks", quantize(scale=1.0), ValueError, "Omit it: each block"),
     Case(
         "scales",
-        quantize(quantizer=mpx.quantization.TensorQuantizer(), scale=jnp.ones(4)),
+        quantize(quantizer=TensorQuantizer(), scale=jnp.ones(4)),
         ValueError,
         r"a scalar; got float32\[4\]. Use `jax.vmap`",
     ),
     *(
         Case(
             f"scale {scale}",
-            quantize(quantizer=mpx.quantization.TensorQuantizer(), scale=scale),
+            quantize(quantizer=TensorQuantizer(), scale=scale),
             ValueError,
             "positive and finite, between.*; got .*Omit it",
         )
@@ -107,50 +110,50 @@ CASES = [
     ),
     Case(
         "hybrid",
-        lambda: mpx.quantization.TensorQuantizer(mpx.Format.HYBRID),
+        lambda: TensorQuantizer(mpx.Format.HYBRID),
         ValueError,
         "needs one format.*`Format.HYBRID.forward`",
     ),
     Case(
         "format as text",
-        lambda: mpx.quantization.MXFP8Quantizer("E4M3"),  # pyright: ignore
+        lambda: MXFP8Quantizer("E4M3"),  # pyright: ignore
         TypeError,
         "needs a format such as `mpx.Format.E4M3`; got 'E4M3'",
     ),
     Case(
         "4 bits",
-        lambda: mpx.quantization.BlockQuantizer(mpx.Format.E2M1),
+        lambda: BlockQuantizer(mpx.Format.E2M1),
         ValueError,
         "must have 8 bits.*`mpx.quantization.NVFP4Quantizer`",
     ),
     Case(
         "dimensions",
-        lambda: mpx.quantization.BlockQuantizer(block_dimensions=3),
+        lambda: BlockQuantizer(block_dimensions=3),
         ValueError,
         "`block_dimensions` of `mpx.quantization.BlockQuantizer` must be 1 or 2; got 3",
     ),
     Case(
         "rotated squares",
-        lambda: mpx.quantization.NVFP4Quantizer(2, hadamard=True),
+        lambda: NVFP4Quantizer(2, hadamard=True),
         ValueError,
         "along one axis",
     ),
     Case(
         "flag",
-        lambda: mpx.quantization.TensorQuantizer(power_of_two_scales=1),  # pyright: ignore
+        lambda: TensorQuantizer(power_of_two_scales=1),  # pyright: ignore
         TypeError,
         "`power_of_two_scales` of `mpx.quantization.TensorQuantizer` must be True or "
         "False; got 1",
     ),
     Case(
         "epsilon",
-        lambda: mpx.quantization.TensorQuantizer(amax_epsilon=-1.0),
+        lambda: TensorQuantizer(amax_epsilon=-1.0),
         ValueError,
         "finite and not negative; got -1.0",
     ),
     Case(
         "epsilon of text",
-        lambda: mpx.quantization.BlockQuantizer(amax_epsilon="small"),  # pyright: ignore
+        lambda: BlockQuantizer(amax_epsilon="small"),  # pyright: ignore
         TypeError,
         "`amax_epsilon` of .*BlockQuantizer` must be a number; got 'small'",
     ),
@@ -182,13 +185,13 @@ CASES = [
     ),
     Case(
         "signs of a quantizer that are none",
-        lambda: mpx.quantization.NVFP4Quantizer(hadamard=True, signs=(1,) * 15 + (0,)),
+        lambda: NVFP4Quantizer(hadamard=True, signs=(1,) * 15 + (0,)),
         ValueError,
         r"`signs` of `mpx.quantization.NVFP4Quantizer` must be 1 or -1, .*0\]",
     ),
     Case(
         "signs of no transform",
-        lambda: mpx.quantization.NVFP4Quantizer(signs=(1,) * 16),
+        lambda: NVFP4Quantizer(signs=(1,) * 16),
         ValueError,
         "those of the Hadamard transform; .*Set `hadamard=True`",
     ),
@@ -207,9 +210,7 @@ def test_a_scale_and_signs_that_are_traced_are_believed():
     @jax.jit
     def f(x, scale, signs):
         x = mpx.quantization.hadamard_transform(x, signs=signs)
-        return mpx.quantization.quantize(
-            x, mpx.quantization.TensorQuantizer(), scale=scale
-        ).dequantize()
+        return mpx.quantization.quantize(x, TensorQuantizer(), scale=scale).dequantize()
 
     found = f(jnp.ones(16), jnp.zeros(()), 2 * jnp.ones(16))
     assert not jnp.isfinite(found).any()
