@@ -71,19 +71,6 @@ def decay_constant():
     return loss, {"w": jnp.eye(8) / 2, "v": jnp.eye(8)}, x
 
 
-def small_steps():
-    """Euler's steps."""
-
-    def loss(p, x):
-        start = state = x @ p["w"]
-        for _ in range(20):
-            state = state - 1e-3 * jax.nn.relu(state)
-        return jnp.mean((40 * (state - start) @ p["v"]) ** 2)
-
-    x = 1 + jax.random.uniform(jax.random.key(0), (64, 8))
-    return loss, {"w": jnp.eye(8), "v": jnp.eye(8)}, x
-
-
 def det3():
     """Volumes: the determinant of 3 x 3 matrices is elementwise."""
 
@@ -156,17 +143,6 @@ def gather():
     return loss, {"w": jnp.eye(8) / 4, "v": jnp.eye(8) / 4}, jnp.ones((2, 8))
 
 
-def segment_max():
-    """A maximum over 5,000 equal neighbours."""
-    segments = jnp.where(jnp.arange(5002) < 5000, 0, 1)
-
-    def loss(p, x):
-        h = jnp.tanh(x @ p["w"])
-        return jnp.sum(jax.ops.segment_max(h, segments, 2) @ p["v"])
-
-    return loss, {"w": jnp.eye(8) / 4, "v": jnp.eye(8) / 4}, jnp.ones((5002, 8))
-
-
 def max_ties():
     """A maximum over 90,000 equal pixels, which float16 cannot count."""
 
@@ -225,14 +201,12 @@ PROGRAMS = {
         two_terms,
         gae_scan,
         decay_constant,
-        small_steps,
         det3,
         gru_update_bias,
         gate_near_one,
         erfcx,
         ratio,
         gather,
-        segment_max,
         max_ties,
         max_pool_overlap,
         llama_rotary,
@@ -262,7 +236,7 @@ def derived(func, p, x, scale=SCALE):
 
 # Either dtype of half, in turn.
 RUN_IN = list(zip(PROGRAMS, itertools.cycle(HALVES)))
-LIKE_ANOTHER = ("small_steps", "gate_near_one", "erfcx", "segment_max")
+LIKE_ANOTHER = ("gate_near_one", "erfcx")
 
 
 @pytest.mark.parametrize(
@@ -285,13 +259,13 @@ def test_errors_are_those_of_rounded_products(name, dtype):
 
 QUANTIZING = ("current", "delayed", "mxfp8")
 # Those whose first product is of a matrix, and none of vectors.
-QUANTIZED = ("two_terms", "decay_constant", "small_steps", "det3", "ratio", "erfcx")
+QUANTIZED = ("two_terms", "decay_constant", "erfcx", "det3", "ratio")
 
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
     slow_but(
-        [("decay_constant", "delayed"), ("det3", "current"), ("erfcx", "mxfp8")],
+        [("decay_constant", "delayed"), ("erfcx", "mxfp8"), ("det3", "current")],
         zip(QUANTIZED, itertools.cycle(QUANTIZING)),
     ),
 )
@@ -343,12 +317,7 @@ def test_products_that_sum_one_number_are_none(dtype):
         )
         two = jnp.concatenate([image, image], -1)
         depthwise = lax.conv_general_dilated(
-            two,
-            one,
-            (1, 1),
-            "VALID",
-            dimension_numbers=numbers,
-            feature_group_count=2,
+            two, one, (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=2
         )
         rows = lax.ragged_dot(inner[:, :1], jnp.full((2, 1, 3), 0.999), SIZES)
         return batched, dense, convolved, depthwise, rows
@@ -384,15 +353,6 @@ def _in_scan_by_products(h, v):
     return lax.scan(turn, 0.0, jnp.ones(READS))[0]
 
 
-def _in_fori(h, v):
-    turn = lambda i, c: c + jnp.sum(h @ v) / READS  # noqa: E731
-    return lax.fori_loop(0, READS, turn, 0.0)
-
-
-def _in_map(h, v):
-    return jnp.mean(lax.map(lambda r: jnp.sum(h @ v) * r, jnp.ones(READS)))
-
-
 def _carried(h, v):
     turn = lambda c, _: ((c[0] + jnp.sum(c[1] @ v) / READS, c[1]), None)  # noqa: E731
     return lax.scan(turn, (0.0, h), length=READS)[0][0]
@@ -423,40 +383,20 @@ def _of_a_vmap(h, v):
 MANY_READS = {
     "scan": _in_scan,
     "scan of products": _in_scan_by_products,
-    "fori_loop": _in_fori,
-    "map": _in_map,
     "carried unchanged": _carried,
     "remat": _in_remat,
     "cond": _in_cond,
     "jit": _of_a_jit,
     "vmap": _of_a_vmap,
     "take": lambda h, v: jnp.mean(jnp.take(h, jnp.zeros(READS, int), 0) @ v),
-    "take_along_axis": lambda h, v: jnp.mean(
-        jnp.take_along_axis(h, jnp.zeros((READS, 8), int), 0) @ v
-    ),
     "repeat": lambda h, v: jnp.mean(jnp.repeat(h, READS, 0) @ v),
-    "tile": lambda h, v: jnp.mean(jnp.tile(h, (READS, 1)) @ v),
-    "wrapping pad": lambda h, v: jnp.mean(
-        jnp.pad(h, ((0, READS), (0, 0)), mode="wrap") @ v
-    ),
     "nearest resize": lambda h, v: jnp.mean(
         jax.image.resize(h, (4 * READS, 8), "nearest") @ v
     ),
 }
 
 
-READ_LIKE_ANOTHER = ("fori_loop", "map", "take_along_axis", "tile", "wrapping pad")
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(
-            *case, marks=pytest.mark.slow if case[0] in READ_LIKE_ANOTHER else ()
-        )
-        for case in zip(MANY_READS, itertools.cycle(HALVES))
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), [*zip(MANY_READS, itertools.cycle(HALVES))])
 def test_gradients_of_many_reads_are_summed_in_float32(name, dtype):
     loss = _loss_of(MANY_READS[name])
     p, x = {"w": jnp.eye(8) / 4, "v": jnp.eye(8) / 4}, normal(4, 8)
@@ -542,8 +482,7 @@ def _region_inside(w, x):
 
 
 @pytest.mark.parametrize(
-    "func",
-    [_cast, _summed, _stacked, _branches, _product, _region, _region_inside],
+    "func", [_cast, _summed, _stacked, _branches, _product, _region, _region_inside]
 )
 def test_numbers_of_bfloat16_pass_through_float16(func):
     """What the program casts to bfloat16 is not rounded to float16 on its way."""

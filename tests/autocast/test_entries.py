@@ -1,5 +1,6 @@
 """Weights that lie in pieces and enter `jax.shard_map` whole."""
 
+import functools
 import itertools
 
 import jax
@@ -12,23 +13,28 @@ import mpx
 
 from ..collectives import compiled
 from ..helpers import slow_but
+from . import test_gathers as gathers
+from .test_gathers import SHAPES, put
 
 CURRENT, DELAYED = mpx.Float8CurrentScaling(), mpx.DelayedScaling(warm_start=True)
-SHAPES = {"first": (16, 32), "last": (32, 16), "head": (16, 8)}
 POLICY = "params=float32,compute=bfloat16,output=float32,reduce="
 LAYERS = 3
+
+
+def unchanged(w):
+    return w
+
+
+# Each of a weight that is not gathered by the program.
+block, shared, jitted, in_remat = (
+    functools.partial(model, unchanged)
+    for model in (gathers.whole, gathers.shared, gathers.jitted, gathers.in_remat)
+)
 
 
 def mesh_of(kind=AxisType.Auto, shape=(4,), names=("data",)):
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     return Mesh(devices, names, axis_types=(kind,) * len(names))
-
-
-def put(x, mesh, spec):
-    """An array that all processes know, where its pieces lie."""
-    x = np.asarray(x)
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
 def arguments(mesh, stacked=()):
@@ -37,32 +43,13 @@ def arguments(mesh, stacked=()):
     for key, (name, shape) in zip(keys, SHAPES.items(), strict=False):
         shape = (LAYERS, *shape) if name in stacked else shape
         spec = P(None, "data") if name in stacked else P("data")
-        w[name] = put(jax.random.normal(key, shape) * 0.3, mesh, spec)
-    return w, put(jax.random.normal(keys[-1], (8, 16)), mesh, P("data"))
-
-
-def block(w, x):
-    return jax.nn.gelu(x @ w["first"]) @ w["last"]
+        w[name] = put(jax.random.normal(key, shape) * 0.3, NamedSharding(mesh, spec))
+    return w, put(jax.random.normal(keys[-1], (8, 16)), NamedSharding(mesh, P("data")))
 
 
 def turned(w, x):
     """Each weight is used transposed."""
     return jax.nn.gelu(jnp.einsum("ij,kj->ik", x, w["first"].T)) @ jnp.copy(w["last"])
-
-
-def shared(w, x):
-    """A weight has two uses."""
-    hidden = x @ w["first"] + jnp.sin(x) @ w["first"]
-    return jax.nn.gelu(hidden) @ w["last"]
-
-
-def jitted(w, x):
-    product = jax.jit(lambda x, w: x @ w)
-    return product(jax.nn.gelu(product(x, w["first"])), w["last"])
-
-
-def in_remat(w, x):
-    return jax.checkpoint(block)(w, x)
 
 
 def looped(w, x):

@@ -2,7 +2,6 @@
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -352,51 +351,3 @@ def test_loops_keep_little_whatever_is_compiled_for(target):
 
     small, fast = (bytes_of(residuals=kind) for kind in ("small", "fast"))
     assert small == bytes_of() < 0.75 * fast
-
-
-def test_equinox_s_cells_give_the_gradients_of_float32():
-    cell = eqx.nn.LSTMCell(WIDTH, WIDTH, key=jax.random.key(0))
-
-    def loss(cell, xs):
-        def turn(state, x):
-            state = cell(x, state)
-            return state, state[0]
-
-        zeros = jnp.zeros(WIDTH)
-        return jnp.sum(jnp.square(lax.scan(turn, (zeros, zeros), xs)[1]))
-
-    xs = random(6, WIDTH, seed=3)
-    exact, found = (eqx.filter_grad(f)(cell, xs) for f in (loss, mpx.autocast(loss)))
-    assert relative_error(found, exact) < 2e-2
-
-
-# --- The beginning of a residual stream -----------------------------------------------
-
-
-def token_loss(params, tokens):
-    """A block behind an embedding, and a head."""
-    x = params["table"][tokens]
-    x = x + jnp.tanh(norm(x) @ params["first"]) @ params["second"]
-    return jnp.mean((x @ params["head"]) ** 2)
-
-
-def kept(stream):
-    """What the backward pass of it keeps: shapes and dtypes."""
-    square = jnp.ones((WIDTH, WIDTH)) / WIDTH
-    params = {"table": jax.random.normal(jax.random.key(0), (40, WIDTH))}
-    params |= dict.fromkeys(("first", "second", "head"), square)
-    tokens = jnp.arange(24) % 40
-    loss = mpx.autocast(token_loss, residual_stream=stream)
-    pulled = jax.eval_shape(lambda p: jax.vjp(lambda p: loss(p, tokens), p)[1], params)
-    gradient = jax.grad(loss)(params, tokens)["table"]
-    return [(x.shape, x.dtype) for x in jax.tree.leaves(pulled)], gradient
-
-
-@pytest.mark.slow
-def test_rows_of_a_table_that_begin_a_half_stream_are_rounded_at_once():
-    rows = (24, WIDTH), jnp.dtype("float32")
-    (full, expected), (half, gradient) = kept("full"), kept("half")
-    assert rows in full and rows not in half
-    assert gradient.dtype == expected.dtype == jnp.float32
-    error = relative_error(gradient, expected)
-    assert 0 < error < 0.02

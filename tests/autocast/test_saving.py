@@ -104,8 +104,7 @@ def kept(loss, recipe=None, target=None):
 
 
 @pytest.mark.parametrize(
-    ("way", "is_scan"),
-    [*zip(ALIKE, itertools.cycle([False, True])), ("dots", True)],
+    ("way", "is_scan"), [*zip(ALIKE, itertools.cycle([False, True])), ("dots", True)]
 )
 def test_what_is_saved_is_what_is_saved_without_a_recipe(way, is_scan):
     loss = loss_of(WAYS[way], is_scan)

@@ -5,13 +5,11 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import mpx
 from tests.autocast.counting import count_products, relative_error
-from tests.helpers import slow_but, unchecked_annotations
+from tests.helpers import unchecked_annotations
 
 
 def loss(w, x):
@@ -97,32 +95,6 @@ def test_micro_batches_and_retries(inputs):
     result = mpx.filter_value_and_grad(cast, scaling, accumulate=2, retries=2)(w, x)
     assert relative_error(result.grads, jax.grad(loss)(w, x)) < 1e-2
     assert relative_error(result.value, loss(w, x)) < 1e-2
-
-
-@pytest.mark.third_party
-@pytest.mark.parametrize("dtype", slow_but(["float16"], ["float16", "bfloat16"]))
-def test_a_model_is_trained(getkey, dtype):
-    model = eqx.nn.MLP(4, 1, 32, 2, key=getkey())
-    x = jax.random.normal(getkey(), (256, 4))
-    y = jnp.sin(x.sum(1, keepdims=True))
-    optimizer = optax.adam(1e-2)
-
-    @functools.partial(mpx.autocast, dtype=dtype)
-    def loss(model, x, y):
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    @eqx.filter_jit
-    def step(model, opt_state, scaling):
-        result = mpx.filter_value_and_grad(loss, scaling)(model, x, y)
-        return result.value, mpx.optimizer_step(model, optimizer, opt_state, result)
-
-    scaling = mpx.init_scaling(loss, model, x, y)
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
-    values = []
-    for _ in range(60):
-        value, (model, opt_state, scaling) = step(model, opt_state, scaling)
-        values.append(float(value))
-    assert np.mean(values[-5:]) < 0.1 * values[0]
 
 
 def test_the_scaling_that_a_function_needs(inputs):

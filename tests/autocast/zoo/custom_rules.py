@@ -34,11 +34,7 @@ def forward_pass(q, k, v, scale):
         mixed = mixed * shrink[..., None] + jnp.einsum("hqk,hkd->hqd", weights, v)
         return (new, total, mixed), None
 
-    start = (
-        jnp.full(q.shape[:-1], -1e30),
-        jnp.zeros(q.shape[:-1]),
-        jnp.zeros(q.shape),
-    )
+    start = (jnp.full(q.shape[:-1], -1e30), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
     (largest, total, mixed), _ = lax.scan(step, start, (blocks(k), blocks(v)))
     out = mixed / total[..., None]
     return out, (q, k, v, out, largest + jnp.log(total))

@@ -12,19 +12,6 @@ from .program import OUTER, mean_square, normal, program
 WIDTH = 16
 
 
-@program()
-def equinox_attention(key):
-    keys = jax.random.split(key, 2)
-    model = eqx.nn.MultiheadAttention(2, WIDTH, key=keys[0])
-
-    def loss(model, x):
-        mask = jnp.tril(jnp.ones((12, 12), bool))
-        y = jax.vmap(lambda x: model(x, x, x, mask))(x)
-        return mean_square(y - x), y
-
-    return loss, (model, normal(keys[1], 3, 12, WIDTH))
-
-
 class NormBlock(eqx.Module):
     """A residual block with two kinds of normalization."""
 
