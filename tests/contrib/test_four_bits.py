@@ -40,11 +40,7 @@ PALLAS = mpx.NVFP4BlockScaling(kernel=mpx.contrib.PallasKernel())
 XLA = mpx.NVFP4BlockScaling()
 PLAIN = mpx.NVFP4BlockScaling(disable_rht=True)
 # Those of a linear layer y = x w.
-AXES = {
-    Role.INPUT: (-1, -2),
-    Role.WEIGHT: (-2, -1),
-    Role.GRADIENT: (-1, -2),
-}
+AXES = {Role.INPUT: (-1, -2), Role.WEIGHT: (-2, -1), Role.GRADIENT: (-1, -2)}
 
 
 @functools.partial(jax.jit, static_argnames=("role", "recipe", "rounded_to"))

@@ -10,14 +10,7 @@ import mpx.nn
 
 from ..helpers import HALF, TOLERANCE, slow_but, unchecked_annotations
 from ..low_precision import quantized_products
-from .attention_cases import (
-    BATCH,
-    CASES,
-    HEADS,
-    KEYS,
-    LENGTH,
-    SIZE,
-)
+from .attention_cases import BATCH, CASES, HEADS, KEYS, LENGTH, SIZE
 from .cases import kept_arrays
 
 attend = mpx.nn.dot_product_attention

@@ -116,8 +116,7 @@ def test_the_platform_is_chosen_at_lowering():
 
 
 @pytest.mark.parametrize(
-    ("target", "is_used"),
-    [("sm_80", True), ("sm_75", False), ("v5e", False)],
+    ("target", "is_used"), [("sm_80", True), ("sm_75", False), ("v5e", False)]
 )
 def test_the_target_says_whether_there_is_a_kernel(target, is_used):
     func = mpx.autocast(lambda x: attend(x, x, x), target=target)
@@ -194,10 +193,7 @@ MAPPED = {
 
 @pytest.mark.parametrize(
     "axes",
-    slow_but(
-        [MAPPED[n] for n in ("other axes", "bias alone")],
-        MAPPED.values(),
-    ),
+    slow_but([MAPPED[n] for n in ("other axes", "bias alone")], MAPPED.values()),
     ids=MAPPED,
 )
 def test_vmap_is_one_call_with_all_batches_together(axes):

@@ -123,10 +123,7 @@ def test_where_is_leaving_the_classes_out(logits, distribution, smoothing):
     y = jnp.where(keep[None], distribution, 0)
     y = y / y.sum(1, keepdims=True)
     labels = jnp.array([0, 6, 3, 3, 1])
-    for full, short in (
-        (y, y[:, keep]),
-        (labels, jnp.array([0, 4, 2, 2, 1])),
-    ):
+    for full, short in ((y, y[:, keep]), (labels, jnp.array([0, 4, 2, 2, 1]))):
 
         def loss(x, labels, where=None):
             return mpx.nn.cross_entropy(

@@ -136,9 +136,7 @@ def test_float64_is_computed_in_float64(getkey):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *zip((n for n, c in FUNCTIONS.items() if c.with_where), itertools.cycle(HALF)),
-    ],
+    [*zip((n for n, c in FUNCTIONS.items() if c.with_where), itertools.cycle(HALF))],
 )
 def test_a_result_in_another_dtype(name, dtype, getkey):
     case, x = FUNCTIONS[name], numbers(getkey, dtype)
@@ -202,10 +200,7 @@ def test_second_derivatives(name, getkey):
     )
 
 
-EMPTY = {
-    "no rows": ((0, 3), -1),
-    "empty rows": ((3, 0), -1),
-}
+EMPTY = {"no rows": ((0, 3), -1), "empty rows": ((3, 0), -1)}
 
 
 @by_name_in_half
