@@ -148,9 +148,6 @@ def test_attention_in_low_precision_is_an_option(inputs):
     rules = Rules(low(scope="attention"))
     func = mpx.autocast(loss, recipe=CURRENT, rules=rules)
     assert len(quantized(func, *inputs)) == 4 + 2
-    grads = eqx.filter_jit(eqx.filter_grad(func))(*inputs)
-    exact = gradient_of(None)(*inputs)[1]
-    assert 1e-3 < relative_error(grads, exact) < 0.15
 
 
 @pytest.mark.parametrize(

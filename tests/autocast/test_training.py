@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import mpx
-from tests.autocast.counting import count_products, relative_error
+from tests.autocast.counting import relative_error
 from tests.helpers import unchecked_annotations
 
 
@@ -119,10 +119,3 @@ def test_the_scaling_that_a_function_needs(inputs):
         assert type(mpx.init_scaling(func, *args)) is kind
     with unchecked_annotations(), pytest.raises(TypeError, match="needs the function"):
         mpx.init_scaling(3)
-
-
-def test_gradients_of_a_step_hold_half_precision_products_only(inputs):
-    def step(w, x):
-        return mpx.filter_grad(mpx.autocast(loss), mpx.NoLossScaling())(w, x).grads
-
-    assert count_products(step, *inputs) == {("bfloat16", "bfloat16"): 2}

@@ -3,7 +3,6 @@
 Interpreted on the CPU, and lowered for CUDA; no GPU has run it.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -17,21 +16,13 @@ from mpx.contrib._eight_bits import in_both_layouts
 from tests.contrib.kernels import (
     dtypes_of_maxima,
     filter_deprecation,
-    loss,
     lowered,
     mesh_of_b200s,
-    operands,
-    step,
     two_axes,
-    under_scan_vmap_and_remat,
     wild,
 )
-from tests.helpers import slow_but, unchecked_annotations
 
 pytestmark = filter_deprecation
-
-PALLAS = mpx.MXFP8BlockScaling(kernel=mpx.contrib.PallasKernel())
-XLA = mpx.MXFP8BlockScaling()
 
 
 def interpreted(x, format=mpx.Format.E4M3, rounded_to=None):
@@ -131,56 +122,3 @@ def test_in_shard_map():
     assert (
         lowered(mapped(for_a_gpu, mesh=mesh_of_b200s()), x).count("xla.gpu.triton") == 1
     )
-
-
-# --- The recipe -----------------------------------------------------------------------
-
-
-OVERRIDES = ("high_precision", "dequantized")
-
-
-def for_cuda(recipe, *args):
-    return lowered(step(recipe), *args)
-
-
-def test_each_operand_is_quantized_by_one_kernel():
-    text = for_cuda(PALLAS, *operands())
-    calls = [line for line in text.splitlines() if "xla.gpu.triton" in line]
-    # Inputs, weights and gradients of two products.
-    assert len(calls) == 6
-    # Nobody writes a weight in bfloat16 only for a kernel to read.
-    assert sum("tensor<1x64x96xf32>) ->" in line for line in calls) == 1
-
-
-def test_other_sizes_are_left_to_xla():
-    # Of the first product, only the input has whole blocks both ways; of the second,
-    # only the gradient.
-    assert for_cuda(PALLAS, *operands(48)).count("xla.gpu.triton") == 2
-
-
-@pytest.mark.parametrize("override", slow_but(["dequantized"], OVERRIDES))
-def test_one_copy_needs_no_kernel(override):
-    recipe = dataclasses.replace(PALLAS, backward_override=override)
-    assert "xla.gpu.triton" not in for_cuda(recipe, *operands())
-
-
-def test_a_forward_pass_has_one_copy():
-    func = mpx.autocast(loss, recipe=PALLAS, target="B200")
-    assert "xla.gpu.triton" not in lowered(func, *operands())
-
-
-def test_elsewhere_it_is_the_same_recipe():
-    found, want = (jax.jit(step(recipe))(*operands()) for recipe in (PALLAS, XLA))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-
-
-@pytest.mark.exhaustive
-def test_under_scan_vmap_and_remat():
-    found, want = map(under_scan_vmap_and_remat, (PALLAS, XLA))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-
-
-def test_wrong_kernels_are_named():
-    message = "None or a kernel; got 'pallas'. Pass `mpx.contrib.PallasKernel"
-    with unchecked_annotations(), pytest.raises(TypeError, match=message):
-        mpx.MXFP8BlockScaling(kernel="pallas")

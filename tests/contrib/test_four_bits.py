@@ -24,13 +24,10 @@ from tests.contrib.kernels import (
     filter_deprecation,
     lowered,
     mesh_of_b200s,
-    operands,
-    step,
     two_axes,
-    under_scan_vmap_and_remat,
     wild,
 )
-from tests.helpers import slow_but, unchecked_annotations
+from tests.helpers import slow_but
 
 pytestmark = filter_deprecation
 
@@ -264,67 +261,6 @@ def test_in_shard_map():
     assert text.count("xla.gpu.triton") == 2
 
 
-# --- The recipe -----------------------------------------------------------------------
-
-
-def kernels(recipe, *args):
-    return lowered(step(recipe), *args).count("xla.gpu.triton")
-
-
-@pytest.mark.slow
-def test_each_operand_is_measured_and_quantized():
-    # Of two products: inputs and gradients, and weights, whose amax is XLA's.
-    assert kernels(PALLAS, *operands()) == 2 * (2 + 2 + 1)
-    assert kernels(XLA, *operands()) == 0
-
-
-@pytest.mark.parametrize(
-    ("option", "count"),
-    slow_but(
-        [("disable_rht", 2 * (1 + 2 + 1))],  # noise is drawn by a hash
-        [
-            ("disable_rht", 2 * (1 + 2 + 1)),
-            ("disable_stochastic_rounding", 2 * (2 + 2 + 1)),
-            ("disable_2d_quantization", 2 * (2 + 2 + 1)),
-        ],
-    ),
-)
-def test_with_less(option, count):
-    recipe = dataclasses.replace(PALLAS, **{option: True})
-    assert kernels(recipe, *operands()) == count
-
-
-@pytest.mark.slow
-def test_other_sizes_are_left_to_xla():
-    # Of the first product, only the input has whole blocks both ways; of the second,
-    # only the gradient.
-    assert kernels(PALLAS, *operands(48)) == 4
-
-
-@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-def test_one_copy_needs_no_kernel(override):
-    recipe = dataclasses.replace(PALLAS, backward_override=override)
-    assert kernels(recipe, *operands()) == 0
-
-
 def test_no_place_is_beyond_32_bits():
     assert has_tiles((2**16, 2**15))
     assert not has_tiles((2**16, 2**16))
-
-
-@pytest.mark.slow
-def test_elsewhere_it_is_the_same_recipe():
-    found, want = (jax.jit(step(recipe))(*operands()) for recipe in (PALLAS, XLA))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-
-
-@pytest.mark.exhaustive
-def test_under_scan_vmap_and_remat():
-    found, want = map(under_scan_vmap_and_remat, (PALLAS, XLA))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-
-
-def test_wrong_kernels_are_named():
-    message = "NVFP4BlockScaling.*a kernel; got 'pallas'"
-    with unchecked_annotations(), pytest.raises(TypeError, match=message):
-        mpx.NVFP4BlockScaling(kernel="pallas")

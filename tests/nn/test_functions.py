@@ -295,14 +295,12 @@ def test_integers_become_float32():
 class TestNormParameters:
     @pytest.mark.parametrize(
         ("dtype", "parameters"),
-        [(d, d) for d in WIDE]
-        + [(d, "float32") for d in HALF]
-        + [("float32", HALF[1])],
+        [("float32", "bfloat16"), ("float16", "float32"), ("bfloat16", "bfloat16")],
     )
     def test_the_input_gives_the_dtype(self, dtype, parameters, getkey):
         x = numbers(getkey, dtype)
         w, b = (numbers(getkey, parameters, (8,)) for _ in range(2))
-        out, pullback = jax.vjp(mpx.nn.layer_norm, x, w, b)
+        out, pullback = jax.vjp(jax.jit(mpx.nn.layer_norm), x, w, b)
         assert out.dtype == dtype
         assert [g.dtype for g in pullback(out)] == [x.dtype, w.dtype, b.dtype]
         wide = [a.astype("float32") for a in (x, w, b)]
@@ -318,8 +316,9 @@ class TestNormParameters:
         np.testing.assert_array_equal(b_bar, [4096, 4096])
 
     @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-    @pytest.mark.parametrize("argument", ["weight", "bias"])
-    @pytest.mark.parametrize("shape", [(7,), (2, 4, 8), (3, 8)])
+    @pytest.mark.parametrize(
+        ("argument", "shape"), [("weight", (7,)), ("bias", (2, 4, 8)), ("bias", (3, 8))]
+    )
     def test_wrong_shapes(self, name, argument, shape):
         with pytest.raises(ValueError, match=f"`{argument}` of `mpx.nn.{name}"):
             getattr(mpx.nn, name)(jnp.ones((4, 8)), **{argument: jnp.ones(shape)})

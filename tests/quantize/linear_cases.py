@@ -269,6 +269,12 @@ def matrix_product(recipe, dtype="float32", target=CPU, **options) -> LinearProd
     )
 
 
+def assert_close(found, exact: np.ndarray) -> None:
+    assert found.shape == exact.shape
+    error = np.abs(np.asarray(found, np.float64) - exact).max()
+    assert error <= 1e-6 * np.abs(exact).max()
+
+
 def scales_of(recipe: Recipe) -> jax.Array | None:
     return None if recipe.scales is None else jnp.array(recipe.scales, jnp.float32)
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import mpx
 from mpx._quantize import ConvolutionProduct, target_from
 from tests.helpers import slow_but
-from tests.quantize.linear_cases import CPU, linear_product, tensor
+from tests.quantize.linear_cases import CPU, assert_close, linear_product, tensor
 from tests.reference import low_precision as reference
 
 DATA, WEIGHT = (2, 7, 6, 4), (3, 2, 4, 6)  # NHWC, HWIO
@@ -83,12 +83,6 @@ def exact(x, w, g, backward_x=None, backward_w=None):
     (top, bottom), (left, right) = PADDING
     inside = d_padded[:, top : top + DATA[1], left : left + DATA[2]]
     return y, inside, dw
-
-
-def assert_close(found, expected, tolerance=1e-6) -> None:
-    assert found.shape == expected.shape
-    error = np.abs(np.asarray(found, np.float64) - expected).max()
-    assert error <= tolerance * np.abs(expected).max()
 
 
 def test_a_convolution_and_its_gradients_are_those_of_float64():

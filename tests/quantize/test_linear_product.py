@@ -12,6 +12,7 @@ from tests.helpers import slow_but
 from tests.quantize.linear_cases import (
     LAYOUTS,
     RECIPES,
+    assert_close,
     data,
     expected,
     linear_product,
@@ -22,12 +23,6 @@ from tests.quantize.linear_cases import (
 
 # One layout for all recipes: odd sizes, nothing is a multiple of a block.
 ODD = LAYOUTS["3-D"]
-
-
-def assert_close(found, exact: np.ndarray) -> None:
-    assert found.shape == exact.shape
-    error = np.abs(np.asarray(found, np.float64) - exact).max()
-    assert error <= 1e-6 * np.abs(exact).max()
 
 
 def check(recipe_name: str, layout_name: str) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import mpx
 from mpx._quantize import RaggedProduct, quantized_product, target_from
 from tests.helpers import slow_but
-from tests.quantize.linear_cases import CPU, RECIPES, Recipe, scales_of
+from tests.quantize.linear_cases import CPU, RECIPES, Recipe, assert_close, scales_of
 
 ROWS, DEPTH, COLUMNS = 37, 40, 20
 SIZES = np.array([9, 0, 20, 3])  # a group without rows, and 5 rows in no group
@@ -82,12 +82,6 @@ def expected(recipe: Recipe, x, w, g) -> tuple[np.ndarray, ...]:
         dx[here] = dx_of[here] @ w_backward[group].T
         dw[group] = kept[here].T @ dw_of[here]
     return y, dx, dw
-
-
-def assert_close(found, exact: np.ndarray) -> None:
-    assert found.shape == exact.shape
-    error = np.abs(np.asarray(found, np.float64) - exact).max()
-    assert error <= 1e-6 * np.abs(exact).max()
 
 
 @pytest.mark.parametrize(
