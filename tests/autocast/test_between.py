@@ -71,6 +71,19 @@ def decay_constant():
     return loss, {"w": jnp.eye(8) / 2, "v": jnp.eye(8)}, x
 
 
+def small_steps():
+    """Euler's steps."""
+
+    def loss(p, x):
+        start = state = x @ p["w"]
+        for _ in range(20):
+            state = state - 1e-3 * jax.nn.relu(state)
+        return jnp.mean((40 * (state - start) @ p["v"]) ** 2)
+
+    x = 1 + jax.random.uniform(jax.random.key(0), (64, 8))
+    return loss, {"w": jnp.eye(8), "v": jnp.eye(8)}, x
+
+
 def det3():
     """Volumes: the determinant of 3 x 3 matrices is elementwise."""
 
@@ -143,6 +156,17 @@ def gather():
     return loss, {"w": jnp.eye(8) / 4, "v": jnp.eye(8) / 4}, jnp.ones((2, 8))
 
 
+def segment_max():
+    """A maximum over 5,000 equal neighbours."""
+    segments = jnp.where(jnp.arange(5002) < 5000, 0, 1)
+
+    def loss(p, x):
+        h = jnp.tanh(x @ p["w"])
+        return jnp.sum(jax.ops.segment_max(h, segments, 2) @ p["v"])
+
+    return loss, {"w": jnp.eye(8) / 4, "v": jnp.eye(8) / 4}, jnp.ones((5002, 8))
+
+
 def max_ties():
     """A maximum over 90,000 equal pixels, which float16 cannot count."""
 
@@ -201,12 +225,14 @@ PROGRAMS = {
         two_terms,
         gae_scan,
         decay_constant,
+        small_steps,
         det3,
         gru_update_bias,
         gate_near_one,
         erfcx,
         ratio,
         gather,
+        segment_max,
         max_ties,
         max_pool_overlap,
         llama_rotary,
@@ -236,7 +262,7 @@ def derived(func, p, x, scale=SCALE):
 
 # Either dtype of half, in turn.
 RUN_IN = list(zip(PROGRAMS, itertools.cycle(HALVES)))
-LIKE_ANOTHER = ("gate_near_one", "erfcx")
+LIKE_ANOTHER = ("small_steps", "gate_near_one", "erfcx", "segment_max")
 
 
 @pytest.mark.parametrize(
