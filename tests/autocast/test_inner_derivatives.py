@@ -9,6 +9,7 @@ import pytest
 
 import mpx
 from tests.autocast.counting import relative_error
+from tests.helpers import slow_but
 from tests.registries import RECIPES
 
 
@@ -62,9 +63,9 @@ def trained(func, inputs):
     ("name", "outer"),
     [
         ("delayed", with_penalty),
-        ("mxfp8", after_a_step),
-        pytest.param("current", after_a_step, marks=pytest.mark.slow),
-        pytest.param("nvfp4", after_a_step, marks=pytest.mark.slow),
+        *slow_but(
+            [("mxfp8", after_a_step)], [(name, after_a_step) for name in RECIPES]
+        ),
     ],
 )
 def test_autocast_around_an_inner_derivative_gives_the_gradient(name, outer, inputs):

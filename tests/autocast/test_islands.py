@@ -15,6 +15,7 @@ import mpx
 from mpx._program import Island, measured_bytes, parts
 from mpx._program.residuals import kept_bytes
 
+from ..helpers import slow_but
 from .blocks import block, layer_norm, vit_parameters
 from .counting import count_products, equations, nested_equations, relative_error
 
@@ -491,10 +492,16 @@ TRANSFORMS = {
 }
 
 
+ONE_OF_EACH = ("vmap", "checkpoint around it", "forward over reverse")
+
+
 @pytest.mark.parametrize(
     ("island", "name"),
     [
-        *(("layer norm", name) for name in TRANSFORMS),
+        *slow_but(
+            [("layer norm", name) for name in ONE_OF_EACH],
+            [("layer norm", name) for name in TRANSFORMS],
+        ),
         # An island with a key is transformed like another one.
         ("dropout after gelu", "vmap"),
         ("dropout after gelu", "reverse over reverse"),

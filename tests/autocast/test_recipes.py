@@ -132,7 +132,7 @@ def half(**conditions):
     ("rules", "expected"),
     [
         (low(scope="head"), [*LINEAR, HEAD]),
-        (half(parameter="blocks*.[uo]*"), [LINEAR[0], LINEAR[3]]),
+        (half(parameter="blocks[0].u*"), [*LINEAR[:2], LINEAR[3]]),
         (half(when=lambda c: c.multiplications <= 64 * 32 * 64), LINEAR[:1]),
     ],
     ids=["scope", "not a parameter", "not small ones"],

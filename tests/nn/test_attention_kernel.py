@@ -251,7 +251,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", slow_but(["remat", "scan"], TRANSFORMS))
 def test_transforms(name):
     def total(attention):
         return lambda x: jnp.sum(TRANSFORMS[name](attention, x))
@@ -272,6 +272,7 @@ def test_a_scan_keeps_no_probabilities():
     assert 3 * BATCH * HEADS * LENGTH * KEYS not in sizes
 
 
+@pytest.mark.slow
 def test_derivatives_of_derivatives_are_those_of_the_products():
     arrays = arrays_of("shared bias", "float16")
 
@@ -393,7 +394,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", slow_but(["vmap", "half in it"], PROGRAMS))
 def test_it_is_found_wherever_it_stands(name):
     func, arrays = PROGRAMS[name], arrays_of("plain", "float32")
     step = jax.grad(mpx.autocast(func))

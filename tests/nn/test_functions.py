@@ -52,7 +52,9 @@ def test_float32_is_bit_equal_to_jax(name, getkey):
     assert_same_bits(results(mine, x), results(other, x))
 
 
-@by_name
+@pytest.mark.parametrize(
+    "name", slow_but(["log_softmax", "variance", "layer_norm"], FUNCTIONS)
+)
 def test_float32_has_jax_gradients(name, getkey):
     case, x = FUNCTIONS[name], numbers(getkey, jnp.float32)
     pulled = []
