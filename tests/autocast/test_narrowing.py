@@ -307,21 +307,9 @@ def lstm(weights, xs):
     return lax.scan(turn, (zeros, zeros), xs)[1]
 
 
-def gru(weights, xs):
-    of_input, of_state = weights
-
-    def turn(h, x):
-        z, r, n, _ = jnp.split(x @ of_input + h @ of_state, 4, axis=-1)
-        z, n = jax.nn.sigmoid(z), jnp.tanh(n * jax.nn.sigmoid(r))
-        h = z * h + (1 - z) * n
-        return h, h
-
-    return lax.scan(turn, jnp.zeros((8, WIDTH)), xs)[1]
-
-
-def read_out(cell):
+def read_out(weights, xs):
     """A loss of what a product makes of a cell's states."""
-    return sum_of(lambda weights, xs: cell(weights, xs) @ weights[0])
+    return jnp.sum(jnp.square(lstm(weights, xs) @ weights[0]))
 
 
 @functools.cache
@@ -330,22 +318,21 @@ def cell_inputs():
     return weights, random(5, 8, WIDTH, seed=2)
 
 
-@pytest.mark.parametrize("cell", [lstm, pytest.param(gru, marks=pytest.mark.slow)])
-def test_a_recurrent_cell_keeps_its_gates_and_its_state(cell):
+def test_a_recurrent_cell_keeps_its_gates_and_its_state():
     weights, xs = cell_inputs()
-    loss = mpx.autocast(read_out(cell), residuals="small")
+    loss = mpx.autocast(read_out, residuals="small")
     kept = jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], weights, xs)
     wide = [x for x in jax.tree.leaves(kept) if x.dtype == np.float32]
     # What each turn begins with.
     assert sum(x.shape == xs.shape for x in wide) == 1
-    exact = jax.grad(read_out(cell))(weights, xs)
+    exact = jax.grad(read_out)(weights, xs)
     assert relative_error(jax.grad(loss)(weights, xs), exact) < 2e-2
 
 
 @pytest.mark.parametrize("target", ["tpu v5e", "h100"])
 def test_loops_keep_little_whatever_is_compiled_for(target):
     def bytes_of(**options):
-        loss = mpx.autocast(read_out(lstm), target=target, **options)
+        loss = mpx.autocast(read_out, target=target, **options)
         kept = jax.eval_shape(lambda *args: jax.vjp(loss, *args)[1], *cell_inputs())
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
 

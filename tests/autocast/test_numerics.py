@@ -91,20 +91,15 @@ def errors(of, **options):
 
 @pytest.mark.third_party
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize(
-    ("of", "products"), [pytest.param(vit, 8, marks=pytest.mark.slow), (gpt, 9)]
-)
-def test_casts_and_products_of_a_block(of, products, stream):
-    loss, *args = of()
+def test_casts_and_products_of_a_block(stream):
+    loss, *args = gpt()
     cast = mpx.autocast(loss, residual_stream=stream)
     assert count_casts(cast, *args) <= 29
     # Around a bias and gelu, which one loop computes, are casts that cost no memory.
     assert count_casts(jax.grad(cast), *args) <= 73
     half = ("bfloat16", "bfloat16")
-    assert count_products(cast, *args) == {half: products}
-    # Less the one for the gradient of a ViT block's input.
-    counts = count_products(jax.grad(cast), *args)
-    assert set(counts) == {half} and 3 * products - 3 <= counts[half] <= 3 * products
+    assert count_products(cast, *args) == {half: 9}
+    assert count_products(jax.grad(cast), *args) == {half: 3 * 9}
 
 
 @pytest.mark.third_party
@@ -132,7 +127,7 @@ def test_gradient_of_a_vit_block(stream, bound):
 
 @pytest.mark.slow
 @pytest.mark.third_party
-@pytest.mark.parametrize("stream", ["full", "half"])
+@pytest.mark.parametrize("stream", STREAMS)
 def test_loss_and_gradient_of_a_gpt_block(stream):
     loss_error, gradient_error = errors(gpt, residual_stream=stream)
     assert loss_error <= 3e-5

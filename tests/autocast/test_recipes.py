@@ -142,14 +142,6 @@ def test_rules(rules, expected, inputs):
     assert quantized(func, *inputs) == expected
 
 
-@pytest.mark.slow
-def test_attention_in_low_precision_is_an_option(inputs):
-    """Transformer Engine's `fp8_dpa`: scores and weighted values, too."""
-    rules = Rules(low(scope="attention"))
-    func = mpx.autocast(loss, recipe=CURRENT, rules=rules)
-    assert len(quantized(func, *inputs)) == 4 + 2
-
-
 @pytest.mark.parametrize(
     "recipe",
     [
