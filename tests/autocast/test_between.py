@@ -422,7 +422,15 @@ MANY_READS = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*zip(MANY_READS, itertools.cycle(HALVES))])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(
+            name, dtype, marks=pytest.mark.slow if name in ("jit", "vmap") else ()
+        )
+        for name, dtype in zip(MANY_READS, itertools.cycle(HALVES))
+    ],
+)
 def test_gradients_of_many_reads_are_summed_in_float32(name, dtype):
     loss = _loss_of(MANY_READS[name])
     p, x = {"w": jnp.eye(8) / 4, "v": jnp.eye(8) / 4}, normal(4, 8)

@@ -454,13 +454,8 @@ def stacked():
     return layers, jax.random.normal(jax.random.key(5), (2, 128, 96))
 
 
-@pytest.mark.parametrize(
-    "scan",
-    [
-        pytest.param(False, id="in a row", marks=pytest.mark.slow),
-        pytest.param(True, id="scanned"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True], ids=["in a row", "scanned"])
 def test_a_stack_of_blocks_keeps_half_precision_and_its_stream(scan):
     layers, x = stacked()
     found = {}

@@ -114,11 +114,9 @@ def test_a_block_keeps_nothing_but_its_stream_in_float32(stream, streams):
     assert large == streams * [(16, 256, 384)]
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
-@pytest.mark.parametrize(
-    ("stream", "bound"),
-    [("full", 4e-3), pytest.param("half", 7e-3, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("stream", "bound"), [("full", 4e-3), ("half", 7e-3)])
 def test_gradient_of_a_vit_block(stream, bound):
     loss_error, gradient_error = errors(vit, residual_stream=stream)
     assert loss_error <= 2e-4

@@ -121,7 +121,7 @@ def test_of_no_device_a_product_is_saved_in_float32(recipe):
 @pytest.mark.parametrize(
     ("recipe", "way"),
     slow_but(
-        [("current, H100", "dots in nothing")],
+        [],
         itertools.product(
             ["current, H100", "delayed, v5e"], ["dots", "everything", "dots in nothing"]
         ),
