@@ -65,23 +65,19 @@ def normal(text: str) -> str:
 def of_the_zoo(name: str, found: Program) -> Iterator[tuple[str, Thunk]]:
     """A program of the zoo in each precision, differentiated on either side."""
 
-    def made() -> Any:
-        fn, args = found.make()
-        return fn, jax.tree.map(lambda x: x, args)
-
     def differentiated(fn: Any) -> Any:
         return gradient_of(fn, found.argnums, forward_mode=found.forward_mode)
 
     def inside(**options: Any) -> str:
-        fn, args = made()
+        fn, args = found.make()
         return text_of(differentiated(mpx.autocast(fn, **options)), *args)
 
     def outside() -> str:
-        fn, args = made()
+        fn, args = found.make()
         return text_of(mpx.autocast(differentiated(fn), "bfloat16"), *args)
 
     def delayed() -> str:
-        fn, args = made()
+        fn, args = found.make()
         loss = mpx.autocast(fn, recipe=mpx.DelayedScaling())
         scaling = mpx.init_scaling(loss, *args)
 
@@ -91,7 +87,7 @@ def of_the_zoo(name: str, found: Program) -> Iterator[tuple[str, Thunk]]:
         return text_of(step, scaling, *args)
 
     def report() -> str:
-        fn, args = made()
+        fn, args = found.make()
         whole = mpx.explain(differentiated(mpx.autocast(fn, "bfloat16")))(*args)
         return normal(f"{whole}\n{whole.to_json()}")
 
@@ -191,6 +187,7 @@ _OPERATION = re.compile(r"(\w+)\[[\d,]*\](?:<[^>]*>)? = ([\w\-]+)")
 
 def short_forms(name: str, found: Program) -> dict[str, str]:
     """What the emitted programs of a program of the zoo are, in a line each."""
+    found.make()  # or what computes its arguments is compiled once more
     jax.clear_caches()  # what one leaves does not change the next
     forms = {}
     for kind, make in of_the_zoo(name, found):

@@ -1,4 +1,4 @@
-"""Two blocks that numbers are measured on: of a Vision Transformer, and of a GPT."""
+"""A block of a Vision Transformer, that numbers are measured on."""
 
 from typing import Any
 
@@ -57,17 +57,3 @@ def block(p: dict[str, Any], x: jax.Array, causal: bool = False) -> jax.Array:
 
 def vit_loss(p: dict[str, Any], x: jax.Array) -> jax.Array:
     return jnp.mean(block(p, x) ** 2)
-
-
-def gpt_parameters(key: jax.Array, words: int = 8192, width: int = 384) -> Any:
-    first, second = jax.random.split(key)
-    table = jax.random.normal(first, (words, width)) * 0.02
-    norm = {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
-    return {"table": table, "block": vit_parameters(second, width), "norm": norm}
-
-
-def gpt_loss(p: Any, tokens: jax.Array) -> jax.Array:
-    x = block(p["block"], p["table"][tokens[:, :-1]], causal=True)
-    logits = layer_norm(p["norm"], x) @ p["table"].T
-    picked = jax.nn.log_softmax(logits)
-    return -jnp.mean(jnp.take_along_axis(picked, tokens[:, 1:, None], axis=-1))

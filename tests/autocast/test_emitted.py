@@ -21,9 +21,31 @@ from .. import emitted
 from .zoo import PROGRAMS, cases
 
 FILE = Path(__file__).with_name("emitted.json")
-# Making the models of frameworks takes long.
-FRAMEWORKS = ("equinox", "haiku", "linen", "nnx", "optax")
-QUICK = tuple(name for name in PROGRAMS if not name.startswith(FRAMEWORKS))
+# One of each kind, and all that show a decision which no other program does.
+QUICK = (
+    "static_leaves",
+    "flash_attention_plain",
+    "custom_jvp_with_an_integer",
+    "custom_batching",
+    "fft",
+    "random_numbers_and_keys",
+    "with_64_bits",
+    "cholesky",
+    "sort_and_top_k",
+    "gather_and_scatter",
+    "segments",
+    "cond",
+    "loops_in_loops",
+    "while_until_small",
+    "remat_in_scan",
+    "callbacks",
+    "hessian",
+    "linearize_inside",
+    "shard_map",
+    "explicit_mesh",
+    "pmean_under_vmap",
+    "pallas",
+)
 RECORD = json.loads(FILE.read_text()) if FILE.exists() else {"jax": "", "programs": {}}
 
 

@@ -14,7 +14,6 @@ OPTIONS = {
     "bfloat16": {},
     "float16, strict": {"dtype": "float16", "strict": True, "residuals": "fast"},
     "Float8CurrentScaling": {"recipe": mpx.Float8CurrentScaling()},
-    "Float8BlockScaling": {"recipe": mpx.Float8BlockScaling()},
     "MXFP8BlockScaling": {"recipe": mpx.MXFP8BlockScaling()},
     "NVFP4BlockScaling": {"recipe": mpx.NVFP4BlockScaling()},
     "DelayedScaling": {"recipe": mpx.DelayedScaling()},
@@ -37,10 +36,7 @@ def loss(w, x):
     return jnp.mean((jax.nn.gelu(y @ w["up"]) @ w["down"]) ** 2)
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but(QUICK, OPTIONS),
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, OPTIONS))
 def test_the_batch_may_be_of_any_size(name):
     func = mpx.autocast(loss, **OPTIONS[name])
     shape = 5, TOKENS, WIDTH

@@ -137,13 +137,8 @@ OTHERS = [
     (SHARD_MAP, "block", whole),
     (CONSTRAINT, "current", jitted),
     (RESHARD, "delayed", turned),
-    (CONSTRAINT, "current", whole),
     (SHARD_MAP, "delayed", in_remat),
-    (SHARD_MAP, "delayed", turned),
     (CONSTRAINT, "delayed", shared),
-    (RESHARD, "current", whole),
-    (CONSTRAINT, "delayed", reshaped),
-    (RESHARD, "current", in_remat),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import mpx
 from tests.autocast.counting import relative_error
+from tests.helpers import slow_but
 from tests.registries import RECIPES
 
 
@@ -58,18 +59,12 @@ def trained(func, inputs):
     return result.grads, scaling
 
 
-QUICK = ("mxfp8",)
-
-
 @pytest.mark.parametrize(
     ("name", "outer"),
     [
         ("delayed", with_penalty),
-        *((name, after_a_step) for name in QUICK),
-        *(
-            pytest.param(name, after_a_step, marks=pytest.mark.slow)
-            for name in RECIPES
-            if name not in QUICK
+        *slow_but(
+            [("mxfp8", after_a_step)], [(name, after_a_step) for name in RECIPES]
         ),
     ],
 )

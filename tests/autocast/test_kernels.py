@@ -1,6 +1,7 @@
 """Attention by JAX's call of cuDNN, which takes half precision only."""
 
 import collections
+import itertools
 import re
 
 import jax
@@ -70,8 +71,7 @@ def has_cudnn(monkeypatch):
     monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=["none", "products", "attention"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "recipe"), [*zip(CALLS, itertools.cycle(RECIPES))])
 def test_attention_in_half_precision_stays_one_kernel_each_way(call, recipe):
     loss, args = step_of(jnp.bfloat16, *CALLS[call])
     expected = kernels_in(jax.grad(loss), args)
@@ -80,8 +80,9 @@ def test_attention_in_half_precision_stays_one_kernel_each_way(call, recipe):
     assert kernels_in(jax.grad(func), args) == expected
 
 
-@pytest.mark.parametrize("compute", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("dtype", "compute"), [(jnp.bfloat16, jnp.float16), (jnp.float16, jnp.bfloat16)]
+)
 def test_kernel_computes_in_the_dtype_of_its_operands(dtype, compute):
     loss, args = step_of(dtype, *CALLS["bias"])
     expected = kernels_in(jax.grad(loss), args)

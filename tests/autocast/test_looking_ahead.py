@@ -39,14 +39,13 @@ def by_matmul(q, k):
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"),
+    ("product", "name", "scale"),
     [
-        ("div", lambda x: x / 3.7),
-        ("mul", lambda x: x * 0.3),
-        ("mul", lambda x: 0.3 * x),
+        (by_einsum, "div", lambda x: x / 3.7),
+        (by_matmul, "mul", lambda x: x * 0.3),
+        (by_einsum, "mul", lambda x: 0.3 * x),
     ],
 )
-@pytest.mark.parametrize("product", [by_einsum, by_matmul])
 def test_scores_are_stored_in_half_and_scaled_in_float32(qk, product, name, scale):
     def attended(q, k):
         return jax.nn.softmax(scale(product(q, k))) @ k
@@ -81,9 +80,8 @@ def test_a_number_below_the_range_of_float16_scales(qk):
     assert relative_error(found, scaled(*qk)) < 1e-3
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_dropout_leaves_a_half_stream_half(getkey, rate):
-    drop = eqx.nn.Dropout(rate)
+def test_dropout_leaves_a_half_stream_half(getkey):
+    drop = eqx.nn.Dropout(0.1)
 
     def block(w, x, key):
         x = x @ w

@@ -68,7 +68,7 @@ def large_scatters(func):
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["fill", "transposed", "clip"], [*LOOKUPS, *ROWS])
+    "name", slow_but(["fill", "transposed", "each example"], [*LOOKUPS, *ROWS])
 )
 def test_the_gradient_of_a_lookup_is_that_of_jax(name):
     loss = {**LOOKUPS, **ROWS}[name]
@@ -111,9 +111,7 @@ def test_lookups_of_several_numbers_or_of_rows_stay_as_they_are():
         assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(
-    "transform", slow_but([jax.hessian], [jax.hessian, jax.jacfwd, jax.jacrev])
-)
+@pytest.mark.parametrize("transform", slow_but([jax.jacfwd], [jax.jacfwd, jax.hessian]))
 def test_other_derivatives_and_vmap_go_through(transform):
     loss = by_label("fill", LABELS)
     mixed = mpx.autocast(loss, "bfloat16")

@@ -91,20 +91,15 @@ def errors(of, **options):
 
 @pytest.mark.third_party
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize(
-    ("of", "products"), [pytest.param(vit, 8, marks=pytest.mark.slow), (gpt, 9)]
-)
-def test_casts_and_products_of_a_block(of, products, stream):
-    loss, *args = of()
+def test_casts_and_products_of_a_block(stream):
+    loss, *args = gpt()
     cast = mpx.autocast(loss, residual_stream=stream)
     assert count_casts(cast, *args) <= 29
     # Around a bias and gelu, which one loop computes, are casts that cost no memory.
     assert count_casts(jax.grad(cast), *args) <= 73
     half = ("bfloat16", "bfloat16")
-    assert count_products(cast, *args) == {half: products}
-    # Less the one for the gradient of a ViT block's input.
-    counts = count_products(jax.grad(cast), *args)
-    assert set(counts) == {half} and 3 * products - 3 <= counts[half] <= 3 * products
+    assert count_products(cast, *args) == {half: 9}
+    assert count_products(jax.grad(cast), *args) == {half: 3 * 9}
 
 
 @pytest.mark.third_party
@@ -119,11 +114,9 @@ def test_a_block_keeps_nothing_but_its_stream_in_float32(stream, streams):
     assert large == streams * [(16, 256, 384)]
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
-@pytest.mark.parametrize(
-    ("stream", "bound"),
-    [pytest.param("full", 4e-3, marks=pytest.mark.slow), ("half", 7e-3)],
-)
+@pytest.mark.parametrize(("stream", "bound"), [("full", 4e-3), ("half", 7e-3)])
 def test_gradient_of_a_vit_block(stream, bound):
     loss_error, gradient_error = errors(vit, residual_stream=stream)
     assert loss_error <= 2e-4
@@ -132,13 +125,14 @@ def test_gradient_of_a_vit_block(stream, bound):
 
 @pytest.mark.slow
 @pytest.mark.third_party
-@pytest.mark.parametrize("stream", ["full", "half"])
+@pytest.mark.parametrize("stream", STREAMS)
 def test_loss_and_gradient_of_a_gpt_block(stream):
     loss_error, gradient_error = errors(gpt, residual_stream=stream)
     assert loss_error <= 3e-5
     assert gradient_error <= 1.15e-2
 
 
+@pytest.mark.slow
 @pytest.mark.third_party
 def test_gradient_of_a_vit_block_in_float16():
     loss, *args = vit()
@@ -214,8 +208,9 @@ def unrolled_by_calls(w, xs):
     return sum(layer(w, x) for x in xs)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("loss", [unrolled, unrolled_by_calls])
+@pytest.mark.parametrize(
+    ("loss", "order"), [(unrolled, "outside"), (unrolled_by_calls, "inside")]
+)
 def test_gradient_of_a_weight_used_64_times(loss, order):
     xs = np.random.default_rng(0).random((64, *INPUTS[1:]), np.float32)
     expected = np.broadcast_to(np.sum(xs, (0, 1))[:, None], WEIGHT.shape)
@@ -225,17 +220,18 @@ def test_gradient_of_a_weight_used_64_times(loss, order):
     assert relative_error(grads, expected) <= 6e-4
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**15, 2.0**24])
-def test_no_loss_scale_saves_what_underflows_forward_in_float16(scale):
+def test_no_loss_scale_saves_what_underflows_forward_in_float16():
     def loss(w, x):
         return jnp.sum(jnp.log(1e-9 + jnp.square(x @ w) * 1e16))
 
-    def grads(loss):
+    def grads(loss, scale=1.0):
         return mpx.filter_grad(loss, mpx.StaticLossScaling(scale))(w, x).grads
 
     w, x = jnp.full((4, 4), 1e-4), jnp.full((2, 4), 1e-5)
     exact = jax.grad(loss)(w, x)
-    assert exact.all() and not grads(mpx.autocast(loss, "float16")).any()
+    assert exact.all()
+    for scale in (2.0**15, 2.0**24):
+        assert not grads(mpx.autocast(loss, "float16"), scale).any()
     rules = mpx.Rules(mpx.Rule(mpx.Precision.FULL, primitive="dot_general"))
     for cure in (
         mpx.autocast(loss, "bfloat16"),

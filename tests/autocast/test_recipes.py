@@ -18,11 +18,6 @@ WIDTH, HEADS, CLASSES = 32, 2, 10
 CURRENT, MXFP8 = mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()
 
 
-def some_of(*quick):
-    """All stateless recipes, of which those that are not named are slow."""
-    return slow_but(quick, STATELESS)
-
-
 class Block(eqx.Module):
     """Attention and a perceptron, as somebody writes them who knows nothing of mpx."""
 
@@ -57,7 +52,7 @@ class Model(eqx.Module):
     def __init__(self, key):
         keys = jax.random.split(key, 4)
         self.table = eqx.nn.Embedding(CLASSES, WIDTH, key=keys[0])
-        self.blocks = [Block(k) for k in keys[1:3]]
+        self.blocks = [Block(keys[1])]
         self.head = eqx.nn.Linear(WIDTH, CLASSES, key=keys[3])
 
     def __call__(self, tokens):
@@ -86,12 +81,6 @@ def inputs():
     return eqx.combine(arrays, others), jnp.asarray(tokens)
 
 
-@pytest.fixture(scope="module")
-def one_block(inputs):
-    model, tokens = inputs
-    return eqx.tree_at(lambda m: m.blocks, model, model.blocks[:1]), tokens
-
-
 @functools.cache
 def gradient_of(recipe):
     """A function that is compiled once for all the tests that compare with it."""
@@ -104,11 +93,7 @@ def quantized(func, *args):
     return [o.parameters for o in report.operations if o.is_low]
 
 
-LINEAR = [
-    (f"blocks[{i}].{name}.weight",)
-    for i in range(2)
-    for name in ("qkv", "out", "up", "down")
-]
+LINEAR = [(f"blocks[0].{name}.weight",) for name in ("qkv", "out", "up", "down")]
 HEAD = ("head.weight",)
 
 
@@ -126,10 +111,10 @@ def test_products_of_weights_are_quantized_and_no_others(inputs):
     assert rest == {"an activation matmul", "the output layer (LM head)"}
 
 
-@pytest.mark.parametrize("name", some_of("mxfp8"))
-def test_gradients_are_near_those_of_half_precision(name, one_block):
+@pytest.mark.parametrize("name", slow_but(["mxfp8"], STATELESS))
+def test_gradients_are_near_those_of_half_precision(name, inputs):
     recipes = (None, STATELESS[name])
-    half, low = (gradient_of(recipe)(*one_block)[1] for recipe in recipes)
+    half, low = (gradient_of(recipe)(*inputs)[1] for recipe in recipes)
     error = relative_error(low, half)
     assert 1e-3 < error < (0.6 if name in ("nvfp4", "custom") else 0.15)
     assert all(g.dtype == np.float32 for g in jax.tree.leaves(low))
@@ -147,34 +132,14 @@ def half(**conditions):
     ("rules", "expected"),
     [
         (low(scope="head"), [*LINEAR, HEAD]),
-        (low(parameter="head.weight"), [*LINEAR, HEAD]),
-        pytest.param(
-            half(scope="attention"),
-            [LINEAR[i] for i in (2, 3, 6, 7)],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(half(parameter="blocks[0]*"), LINEAR[4:], marks=pytest.mark.slow),
-        (
-            half(when=lambda c: c.multiplications <= 64 * 32 * 64),
-            [LINEAR[0], LINEAR[4]],
-        ),
+        (half(parameter="blocks[0].u*"), [*LINEAR[:2], LINEAR[3]]),
+        (half(when=lambda c: c.multiplications <= 64 * 32 * 64), LINEAR[:1]),
     ],
-    ids=["scope", "parameter", "not a scope", "not a block", "not small ones"],
+    ids=["scope", "not a parameter", "not small ones"],
 )
 def test_rules(rules, expected, inputs):
     func = mpx.autocast(loss, recipe=CURRENT, rules=Rules(rules))
     assert quantized(func, *inputs) == expected
-
-
-@pytest.mark.slow
-def test_attention_in_low_precision_is_an_option(one_block):
-    """Transformer Engine's `fp8_dpa`: scores and weighted values, too."""
-    rules = Rules(low(scope="attention"))
-    func = mpx.autocast(loss, recipe=CURRENT, rules=rules)
-    assert len(quantized(func, *one_block)) == 4 + 2
-    grads = eqx.filter_jit(eqx.filter_grad(func))(*one_block)
-    exact = gradient_of(None)(*one_block)[1]
-    assert 1e-3 < relative_error(grads, exact) < 0.15
 
 
 @pytest.mark.parametrize(
@@ -185,11 +150,11 @@ def test_attention_in_low_precision_is_an_option(one_block):
     ],
     ids=["delayed", "mxfp8"],
 )
-def test_attention_in_fp8_under_any_recipe(recipe, one_block):
+def test_attention_in_fp8_under_any_recipe(recipe, inputs):
     func = mpx.autocast(loss, recipe=recipe)
-    scaling = mpx.init_scaling(func, *one_block)
+    scaling = mpx.init_scaling(func, *inputs)
     frozen = mpx.inference(func, scaling)
-    report = mpx.explain(frozen)(*one_block)
+    report = mpx.explain(frozen)(*inputs)
     found = [o for o in report.operations if o.is_low]
     assert len(found) == 4 + 2
     attention = [o for o in found if not o.parameters]
@@ -201,23 +166,23 @@ def test_attention_in_fp8_under_any_recipe(recipe, one_block):
     def gradient(scaling, inputs):
         return mpx.filter_value_and_grad(func, scaling)(*inputs)
 
-    value, _, finite, _ = gradient(scaling, one_block)
+    value, _, finite, _ = gradient(scaling, inputs)
     assert bool(finite)
-    exact, _ = gradient_of(None)(*one_block)
+    exact, _ = gradient_of(None)(*inputs)
     assert relative_error(value, exact) < 0.05
 
 
 @pytest.mark.slow
-def test_a_rule_may_name_a_recipe(one_block):
+def test_a_rule_may_name_a_recipe(inputs):
     rules = Rules(Rule(MXFP8, scope="mlp"))
-    report = mpx.explain(mpx.autocast(loss, recipe=CURRENT, rules=rules))(*one_block)
+    report = mpx.explain(mpx.autocast(loss, recipe=CURRENT, rules=rules))(*inputs)
     names = [
         o.reason.split(";")[1].split(",")[0] for o in report.operations if o.is_low
     ]
     expected = ["Float8CurrentScaling"] * 2 + ["MXFP8BlockScaling"] * 2
     assert [name.strip() for name in names] == expected
     alone = mpx.autocast(loss, rules=rules)
-    assert len(quantized(alone, *one_block)) == 2
+    assert len(quantized(alone, *inputs)) == 2
 
 
 def layers(params, x):
@@ -319,10 +284,7 @@ def test_weights_that_are_computed_from_weights_are_weights(square):
     assert sum(o.is_low for o in report.operations) == 5
 
 
-@pytest.mark.parametrize(
-    "name", ["current", pytest.param("nvfp4", marks=pytest.mark.slow)]
-)
-def test_every_form_of_product(name, square):
+def test_every_form_of_product(square):
     """Weight first, batches of weights, several contracted axes, a convolution."""
     w, x = square[0][0], square[1]
 
@@ -335,12 +297,11 @@ def test_every_form_of_product(name, square):
         return jnp.einsum("ebi,eio->ebo", jnp.stack([y, 2 * y]), experts)
 
     every = mpx.Rules(mpx.Rule(mpx.Precision.LOW, primitive="dot_general"))
-    low = mpx.autocast(func, recipe=STATELESS[name], rules=every)
+    low = mpx.autocast(func, recipe=CURRENT, rules=every)
     assert len(quantized(low, w, x)) == 4
-    tolerance = 0.5 if name == "nvfp4" else 0.1
     (y, grads), (exact_y, exact) = (of_squares(f)(w, x) for f in (low, func))
-    assert relative_error(y, exact_y) < tolerance
-    assert relative_error(grads, exact) < 3 * tolerance
+    assert relative_error(y, exact_y) < 0.1
+    assert relative_error(grads, exact) < 0.3
 
 
 def of_squares(func):
@@ -438,17 +399,16 @@ def of_experts(*args):
     return jnp.mean(experts(*args) ** 2)
 
 
-exact_of_experts = jax.jit(jax.value_and_grad(of_experts))
-
-
-@pytest.mark.parametrize("name", some_of("current"))
+@pytest.mark.parametrize(
+    "name", ["current", pytest.param("nvfp4", marks=pytest.mark.slow)]
+)
 def test_experts(name):
     args = an_expert_layer()
     low = mpx.autocast(of_experts, recipe=STATELESS[name])
     assert len(quantized(low, *args)) == 2
-    exact_value, exact = exact_of_experts(*args)
+    exact_value, exact = jax.jit(jax.value_and_grad(of_experts))(*args)
     value, grads = jax.jit(jax.value_and_grad(low))(*args)
-    is_four_bits = name in ("nvfp4", "custom")
+    is_four_bits = name == "nvfp4"
     assert relative_error(value, exact_value) < (0.1 if is_four_bits else 0.02)
     assert relative_error(grads, exact) < (0.5 if is_four_bits else 0.15)
 

@@ -185,16 +185,6 @@ def test_ambient_is_not_for_a_function():
         mpx.autocast(jnp.dot, ambient=True)
 
 
-def test_the_full_precision_control_of_an_autocast_function(inputs):
-    loss = mpx.autocast(lambda w, x: jnp.sum(x @ w))
-
-    def step(w, x):
-        result = mpx.filter_grad(loss, None, use_mixed_precision=False)(w, x)
-        return result.grads
-
-    assert set(count_products(step, *inputs)) == {F32}
-
-
 # --- The text of a scope of the user's says nothing to mpx --------------------------
 
 NAMES = [

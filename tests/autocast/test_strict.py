@@ -90,13 +90,10 @@ def test_arithmetic_is_no_error(inputs, func):
         np.testing.assert_array_equal(strict, mpx.autocast(func)(*inputs))
 
 
-def test_whole_blocks_are_no_error():
+def test_a_whole_block_is_no_error():
     key = jax.random.key(0)
     args = blocks.vit_parameters(key, 48), jax.random.normal(key, (1, 4, 48))
     jax.eval_shape(mpx.autocast(blocks.vit_loss, strict=True), *args)
-    params = blocks.gpt_parameters(key, 16, 48)
-    tokens = jax.random.randint(key, (2, 5), 0, 16)
-    jax.eval_shape(mpx.autocast(blocks.gpt_loss, strict=True), params, tokens)
 
 
 def unknown_primitive(name, compute):

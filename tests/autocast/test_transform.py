@@ -141,12 +141,6 @@ def test_an_explicit_precision_is_kept(inputs):
         assert count_products(mpx.autocast(product), w, x) == {BF16: 1}
 
 
-def test_an_outer_product_of_positions_is_exact():
-    angles = lambda t, f: jnp.einsum("i,j->ij", t, f)  # noqa: E731
-    t, f = jnp.arange(4096.0), 1e4 ** -jnp.linspace(0.0, 1.0, 8)
-    assert np.array_equal(mpx.autocast(angles)(t, f), angles(t, f))
-
-
 def test_it_traces_once_for_each_dtype(inputs):
     traces = []
 
@@ -205,12 +199,6 @@ def test_collectives_of_a_vmap_pass(inputs):
     ):
         expected = jax.vmap(func, in_axes=(None, 0), axis_name="batch")(w, x)
         assert relative_error(cast(w, x), expected) < 2e-2
-
-
-def test_twice_is_once(inputs):
-    once = mpx.autocast(product, jnp.float16)
-    assert count_products(mpx.autocast(once), *inputs) == {F16: 1}
-    assert relative_error(mpx.autocast(once)(*inputs), once(*inputs)) == 0
 
 
 def test_partial_and_bound_methods(inputs):

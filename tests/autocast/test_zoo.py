@@ -18,7 +18,7 @@ import pytest
 import mpx
 
 from .counting import count_stays, relative_error
-from .zoo import PROGRAMS, Program, gradient
+from .zoo import PROGRAMS, Program, cases, gradient
 
 Function = Callable[..., Any]
 
@@ -44,25 +44,6 @@ def plain(found: Program, fn: Function, dtype: str) -> Function:
 
 
 WAYS = {"plain": plain, "inside": inside, "outside": outside}
-# Both sides of the gradient, both precisions: all four pairs find nothing more.
-JITTED = [
-    ("inside", "float16"),
-    pytest.param("outside", "bfloat16", marks=pytest.mark.slow),
-]
-
-
-@functools.cache
-def made(name: str) -> tuple[Function, tuple[Any, ...]]:
-    return PROGRAMS[name].make()
-
-
-def function_and_arguments(name: str) -> tuple[Function, tuple[Any, ...]]:
-    """A program's function, and its arguments as new objects.
-
-    Equinox lets a model's state be used only once.
-    """
-    fn, args = made(name)
-    return fn, jax.tree.map(lambda x: x, args)
 
 
 class Traced(NamedTuple):
@@ -86,7 +67,7 @@ class Traced(NamedTuple):
 
 @functools.cache
 def traced(name: str, way: str = "plain", dtype: str = "float32") -> Traced:
-    fn, args = function_and_arguments(name)
+    fn, args = PROGRAMS[name].make()
     arrays, static = eqx.partition(args, eqx.is_array)
     function = WAYS[way](PROGRAMS[name], fn, dtype)
     others: list[Any] = []
@@ -103,8 +84,12 @@ def traced(name: str, way: str = "plain", dtype: str = "float32") -> Traced:
 
 @functools.cache
 def reference(name: str) -> Any:
-    """Loss, outputs and gradients of the plain program."""
-    return traced(name)()
+    """Loss, outputs and gradients of the plain program, which have to say something."""
+    loss, outputs, grads = found = traced(name)()
+    assert loss.shape == () and loss.dtype == np.float32 and float(loss) > 0
+    assert are_finite(found)
+    assert any(np.any(np.asarray(g)) for g in jax.tree.leaves(grads))
+    return found
 
 
 @pytest.fixture
@@ -143,28 +128,31 @@ ONE_OF_EACH_KIND = (
 )
 
 
-# Each is like another one, which `make test` looks at.
-LIKE_ANOTHER = (
-    "equinox_batch_norm",
-    "equinox_group_norm_cnn",
-    "equinox_lstm_in_fori",
-    "haiku_model",
-    "linen_transformer_block",
-    "optax_ctc",
-)
-
-
-def each_program(
-    names: Iterable[str] = PROGRAMS, slow: tuple[str, ...] = ()
-) -> pytest.MarkDecorator:
-    def marks(name: str) -> Iterator[pytest.MarkDecorator]:
-        if PROGRAMS[name].third_party:
-            yield pytest.mark.third_party
-        if name in slow:
-            yield pytest.mark.slow
-
-    params = [pytest.param(name, marks=list(marks(name))) for name in names]
+def each_program(names: Iterable[str]) -> pytest.MarkDecorator:
+    params = [
+        pytest.param(
+            name, marks=pytest.mark.third_party if PROGRAMS[name].third_party else ()
+        )
+        for name in names
+    ]
     return pytest.mark.parametrize("name", params)
+
+
+# One of each framework and kind whose record `test_emitted.py` leaves to CI.
+OTHERS = (
+    "equinox_batch_norm_ema",
+    "equinox_group_norm_cnn",
+    "equinox_lstm_in_while",
+    "linen_scan_over_layers_with_remat",
+    "nnx_block_with_statistics",
+    "haiku_layer_stack",
+    "optax_ctc",
+    "jax_dot_product_attention",
+    "complex_matmul",
+    "eigenvalues",
+    "remat_policies",
+    "jvp_inside",
+)
 
 
 def kinds(tree: Any) -> Any:
@@ -194,44 +182,44 @@ def assert_close(found: Program, dtype: str, got: Any) -> None:
 
 
 @pytest.mark.slow
-@each_program()
-def test_plain_program(name, found):
-    """What the others are compared with says something."""
-    loss, outputs, grads = reference(name)
-    assert loss.shape == () and loss.dtype == np.float32 and float(loss) > 0
-    assert are_finite((loss, outputs, grads))
-    assert any(np.any(np.asarray(g)) for g in jax.tree.leaves(grads))
-
-
-@pytest.mark.slow
-@each_program()
+@each_program(ONE_OF_EACH_KIND)
 def test_gradient_of_autocast(name, found):
     assert_close(found, "float16", traced(name, "inside", "float16")())
 
 
-@pytest.mark.slow
-@each_program(ONE_OF_EACH_KIND)
-def test_autocast_of_the_gradient(name, found):
-    assert_close(found, "bfloat16", traced(name, "outside", "bfloat16")())
+@pytest.mark.exhaustive
+@each_program(name for name in PROGRAMS if name not in ONE_OF_EACH_KIND)
+def test_gradient_of_autocast_of_the_others(name, found):
+    assert_close(found, "float16", traced(name, "inside", "float16")())
 
 
 @pytest.mark.slow
 @each_program(ONE_OF_EACH_KIND[::3])
+def test_autocast_of_the_gradient(name, found):
+    assert_close(found, "bfloat16", traced(name, "outside", "bfloat16")())
+    assert_products(found, "outside", "bfloat16")
+
+
+@pytest.mark.slow
+@each_program(ONE_OF_EACH_KIND[1::4])
 def test_eager(name, found):
     """Operation by operation: slow, no different in float16, nor in a like program."""
-    fn, args = function_and_arguments(name)
+    fn, args = found.make()
     assert_close(found, "bfloat16", inside(found, fn, "bfloat16")(*args))
+
+
+@pytest.mark.parametrize("name", cases(OTHERS))
+def test_products(name, found):
+    assert_products(found, "inside", "float16")
 
 
 FLOAT32 = ("float32", "float32")
 
 
-@each_program(slow=LIKE_ANOTHER)
-@pytest.mark.parametrize(("way", "dtype"), JITTED)
-def test_products(name, found, way, dtype):
+def assert_products(found: Program, way: str, dtype: str) -> None:
     """No float32 product is left that need not stay, and none has mixed operands."""
-    free, stays = count_stays(traced(name).program.jaxpr)
-    cast, cast_stays = count_stays(traced(name, way, dtype).program.jaxpr)
+    free, stays = count_stays(traced(found.name).program.jaxpr)
+    cast, cast_stays = count_stays(traced(found.name, way, dtype).program.jaxpr)
     derived = found.derived if way == "inside" else 0
     assert set(stays) == found.excluded
     assert cast_stays <= stays

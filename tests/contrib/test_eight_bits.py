@@ -16,22 +16,13 @@ from mpx.contrib._eight_bits import in_both_layouts
 from tests.contrib.kernels import (
     dtypes_of_maxima,
     filter_deprecation,
-    loss,
     lowered,
     mesh_of_b200s,
-    operands,
-    step,
     two_axes,
-    under_scan_vmap_and_remat,
     wild,
 )
-from tests.helpers import slow_but, unchecked_annotations
 
 pytestmark = filter_deprecation
-
-FORMATS = (mpx.Format.E4M3, mpx.Format.E5M2)
-PALLAS = mpx.MXFP8BlockScaling(kernel=mpx.contrib.PallasKernel())
-XLA = mpx.MXFP8BlockScaling()
 
 
 def interpreted(x, format=mpx.Format.E4M3, rounded_to=None):
@@ -61,10 +52,14 @@ def by_xla(x, format):
     return tuple(found)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "shape", [(128, 96), pytest.param((2, 64, 128), marks=pytest.mark.slow)]
+    ("shape", "dtype", "format"),
+    [
+        ((128, 96), "float32", mpx.Format.E4M3),
+        ((128, 96), "bfloat16", mpx.Format.E5M2),
+        ((128, 96), "float16", mpx.Format.E4M3),
+        pytest.param((2, 64, 128), "bfloat16", mpx.Format.E4M3, marks=pytest.mark.slow),
+    ],
 )
 def test_its_numbers_are_those_of_the_quantizer(format, dtype, shape):
     x = wild(shape, dtype)
@@ -89,14 +84,13 @@ def test_no_maximum_of_it_loses_a_nan():
     assert found == [np.dtype("int32")] * 2
 
 
-@pytest.mark.parametrize("in_axes", [0, 1, -1])
-def test_vmap(in_axes):
+def test_vmap():
     x = wild((3, 64, 96))
-    found = jax.vmap(interpreted, in_axes)(jnp.moveaxis(x, 0, in_axes))
+    found = jax.vmap(interpreted, 1)(jnp.moveaxis(x, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, bits(found), bits(interpreted(x)))
 
 
-@pytest.mark.parametrize("spec", [P(None, "a", "b"), P("b", "a"), P()], ids=str)
+@pytest.mark.parametrize("spec", [P(None, "a", "b"), P()], ids=str)
 def test_each_device_quantizes_its_part(spec):
     x = wild((2, 256, 128))
     there = jax.device_put(x, NamedSharding(two_axes(), spec))
@@ -128,63 +122,3 @@ def test_in_shard_map():
     assert (
         lowered(mapped(for_a_gpu, mesh=mesh_of_b200s()), x).count("xla.gpu.triton") == 1
     )
-
-
-# --- The recipe -----------------------------------------------------------------------
-
-
-def for_cuda(recipe, *args):
-    return lowered(step(recipe), *args)
-
-
-@pytest.mark.slow
-def test_each_operand_is_quantized_by_one_kernel():
-    text = for_cuda(PALLAS, *operands())
-    # Inputs, weights and gradients of two products.
-    assert text.count("xla.gpu.triton") == 6
-    assert "xla.gpu.triton" not in for_cuda(XLA, *operands())
-
-
-def test_a_rounded_weight_is_read_as_it_was():
-    """Nobody writes it in bfloat16 only for a kernel to read."""
-    text = for_cuda(PALLAS, *operands())
-    calls = [line for line in text.splitlines() if "xla.gpu.triton" in line]
-    assert sum("tensor<1x64x96xf32>) ->" in line for line in calls) == 1
-
-
-def test_other_sizes_are_left_to_xla():
-    # Of the first product, only the input has whole blocks both ways; of the second,
-    # only the gradient.
-    assert for_cuda(PALLAS, *operands(48)).count("xla.gpu.triton") == 2
-
-
-@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-def test_one_copy_needs_no_kernel(override):
-    recipe = mpx.MXFP8BlockScaling(
-        kernel=mpx.contrib.PallasKernel(), backward_override=override
-    )
-    assert "xla.gpu.triton" not in for_cuda(recipe, *operands())
-
-
-def test_a_forward_pass_has_one_copy():
-    func = mpx.autocast(loss, recipe=PALLAS, target="B200")
-    assert "xla.gpu.triton" not in lowered(func, *operands())
-
-
-@pytest.mark.parametrize("width", slow_but([96], [96, 48]))
-def test_elsewhere_it_is_the_same_recipe(width):
-    args = operands(width)
-    found, want = (jax.jit(step(recipe))(*args) for recipe in (PALLAS, XLA))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-
-
-@pytest.mark.exhaustive
-def test_under_scan_vmap_and_remat():
-    found, want = map(under_scan_vmap_and_remat, (PALLAS, XLA))
-    jax.tree.map(np.testing.assert_array_equal, found, want)
-
-
-def test_wrong_kernels_are_named():
-    message = "None or a kernel; got 'pallas'. Pass `mpx.contrib.PallasKernel"
-    with unchecked_annotations(), pytest.raises(TypeError, match=message):
-        mpx.MXFP8BlockScaling(kernel="pallas")

@@ -1,14 +1,14 @@
 """A small problem and small helpers that the tests of gradients share."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 
 import mpx
 
+from ..helpers import unchecked_annotations
+
+unchecked = unchecked_annotations
 mean = mpx.force_full_precision(jnp.mean, jnp.float32)
 total = mpx.force_full_precision(jnp.sum, jnp.float32)
 
@@ -91,17 +91,3 @@ def close(a, b, tolerance):
 def dtypes(tree):
     """The dtypes of all leaves, as a set of names."""
     return {str(jnp.asarray(x).dtype) for x in jax.tree.leaves(tree)}
-
-
-@contextlib.contextmanager
-def unchecked():
-    """The library as users have it: without the checks of annotations.
-
-    A wrong call then reaches the library's own errors.
-    """
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", before)

@@ -8,18 +8,8 @@ import pytest
 
 import mpx
 
-from ..helpers import unscaled
-from .cases import (
-    FLOAT16,
-    batch,
-    close,
-    control,
-    loss,
-    params,
-    same_bits,
-    total,
-    unchecked,
-)
+from ..helpers import unchecked_annotations, unscaled
+from .cases import FLOAT16, batch, close, control, loss, params, same_bits, total
 
 pytestmark = unscaled
 
@@ -37,9 +27,14 @@ def accumulate(fun, scaling, how, has_aux=False, policy=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("steps", "jit"), [(1, True), (2, False), (4, True), (8, True)]
+    ("steps", "jit", "policy", "tolerance"),
+    [
+        (1, True, FLOAT16, 3e-3),
+        (2, False, FLOAT16, 3e-3),
+        (4, True, None, 1e-6),
+        (8, True, FLOAT16, 3e-3),
+    ],
 )
-@pytest.mark.parametrize(("policy", "tolerance"), [(None, 1e-6), (FLOAT16, 3e-3)])
 def test_equals_the_full_batch(steps, policy, tolerance, jit):
     def call(w, scaling, x, y):
         return accumulate(loss, scaling, steps, policy=policy)(w, x, y)
@@ -166,7 +161,7 @@ def test_state_must_come_back():
         accumulate(fun, None, 2, has_aux=True)(model, state, jnp.arange(4.0))
 
 
-@pytest.mark.parametrize("bad", [0, 1, 5, 7])
+@pytest.mark.parametrize("bad", [0, 5])
 def test_one_bad_micro_batch_skips_the_whole(bad):
     w, (x, y) = params(), batch()
     scaling = mpx.DynamicLossScaling(2.0**7, period=1)
@@ -239,7 +234,7 @@ def test_leaks_nothing(checking_leaks, jit):
     ],
 )
 def test_bad_accumulation(options, error, match):
-    with unchecked(), pytest.raises(error, match=match):
+    with unchecked_annotations(), pytest.raises(error, match=match):
         mpx.Accumulation(**options)
 
 
@@ -280,7 +275,7 @@ def _loss_with_state(w, x, state):
     ],
 )
 def test_a_wrong_field_is_named(fields, error, match):
-    with unchecked(), pytest.raises(error, match=match):
+    with unchecked_annotations(), pytest.raises(error, match=match):
         mpx.Accumulation(2, **fields)
 
 

@@ -1,6 +1,7 @@
 """Gradients of re-used weights, summed in float32 (`accumulate_dtype`)."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +44,7 @@ def unrolled(w, x):
 
 @pytest.mark.parametrize(
     ("fun", "uses", "jit", "dtype"),
-    [
-        (scanned, 4096, False, "float16"),
-        (unrolled, 256, True, "bfloat16"),
-        pytest.param(scanned, 4096, False, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(unrolled, 256, True, "float16", marks=pytest.mark.slow),
-    ],
+    [(scanned, 4096, False, "float16"), (unrolled, 256, True, "bfloat16")],
 )
 def test_sums_of_many_uses(dtype, fun, uses, jit):
     """4,096 uses with gradient 1 give 2,048 in float16, and 256 in bfloat16."""
@@ -66,9 +62,9 @@ def test_sums_of_many_uses(dtype, fun, uses, jit):
 @pytest.mark.slow
 def test_one_thousandth_more_than_a_power_of_two():
     """Terms that float16 rounds away one by one, in a sum that it could hold."""
-    x = jnp.full(300, 1.0).at[1:].set(2.0**-12)
-    fun = lambda w, x: sum((w * x[i]).astype(jnp.float32) for i in range(300))  # noqa: E731
-    exact = 1 + 299 * 2.0**-12
+    x = jnp.full(100, 1.0).at[1:].set(2.0**-12)
+    fun = lambda w, x: sum((w * x[i]).astype(jnp.float32) for i in range(100))  # noqa: E731
+    exact = 1 + 99 * 2.0**-12
     found, lost = (
         jax.jit(lambda w, s=s: gradient(fun, summed=s)(w, x).grads)(jnp.ones(()))
         for s in (jnp.float32, None)
@@ -137,18 +133,7 @@ PROGRAMS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("fun", "dtype"),
-    [
-        *((fun, "float16") for fun in PROGRAMS),
-        (in_jit, "bfloat16"),
-        *(
-            pytest.param(fun, "bfloat16", marks=pytest.mark.slow)
-            for fun in PROGRAMS
-            if fun is not in_jit
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fun", "dtype"), [*zip(PROGRAMS, itertools.cycle(POLICIES))])
 def test_forward_is_bit_equal_and_gradient_near_the_control(fun, dtype):
     w, x = uniform(0, 4), uniform(1, 8, 4)
 
@@ -170,8 +155,7 @@ def test_forward_is_bit_equal_and_gradient_near_the_control(fun, dtype):
     assert error[1] <= error[0] * 1.5 + 1e-6
 
 
-@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_gather_with_duplicates_against_float64(jit):
+def test_gather_with_duplicates_against_float64():
     """An embedding whose few rows are each used a thousand times."""
     index = jnp.asarray(np.random.default_rng(0).integers(0, 4, 4096))
     factor = uniform(2, 4096, 1, low=0.9, high=1.1).astype(jnp.float16)
@@ -180,25 +164,12 @@ def test_gather_with_duplicates_against_float64(jit):
         return total((table[index] * factor).astype(jnp.float32))
 
     call = lambda w, x: gradient(fun)(w, x).grads  # noqa: E731
-    grads = (jax.jit(call) if jit else call)(uniform(1, 4, 3), factor)
+    grads = jax.jit(call)(uniform(1, 4, 3), factor)
     expected = np.zeros((4, 3))
     np.add.at(expected, np.asarray(index), np.asarray(factor, np.float64))
     close(grads, jnp.asarray(expected), 1e-4)
     loose = gradient(fun, summed=None)(uniform(1, 4, 3), factor).grads
     assert np.abs(loose - expected).max() > 10 * np.abs(grads - expected).max()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float16", 1e-4), ("bfloat16", 2e-4)]
-)
-def test_recurrent_use_against_float64(dtype, tolerance):
-    """Only the sum is to differ: each term is exact in half precision."""
-    half = POLICIES[dtype].compute_dtype
-    x = jnp.asarray(np.asarray(uniform(5, 2048)).astype(half).astype(np.float32))
-
-    grads = gradient(scanned, dtype)(jnp.ones(()), x).grads
-    expected = np.asarray(x, np.float64).sum()
-    assert abs(float(grads) - expected) <= tolerance * expected
 
 
 def test_masters_with_scaling_and_accumulation():

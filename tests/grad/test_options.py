@@ -13,7 +13,7 @@ import pytest
 import mpx
 from mpx._grad import Options
 
-from ..helpers import unscaled
+from ..helpers import unchecked_annotations, unscaled
 from .cases import (
     BFLOAT16,
     FLOAT16,
@@ -25,7 +25,6 @@ from .cases import (
     params,
     same_bits,
     total,
-    unchecked,
     uniform,
 )
 
@@ -127,11 +126,11 @@ def test_batch_norm_statistics_are_those_of_full_precision():
 @pytest.mark.slow
 def test_policy_as_text_and_as_object():
     w, (x, y) = params(), batch()
-    with unchecked():
+    with unchecked_annotations():
         text = mpx.filter_grad(loss, mpx.NoLossScaling(), policy=BFLOAT16)(w, x, y)
     policy = gradient(mpx.get_policy(BFLOAT16), mpx.NoLossScaling())(w, x, y)
     assert same_bits(text.grads, policy.grads)
-    with unchecked(), pytest.raises(ValueError, match="float15"):
+    with unchecked_annotations(), pytest.raises(ValueError, match="float15"):
         mpx.filter_grad(loss, mpx.NoLossScaling(), policy="compute=float15")
 
 
@@ -257,7 +256,7 @@ W = jnp.ones(2)
     ],
 )
 def test_bad_losses_and_options(fun, options, error, match):
-    with unchecked(), pytest.raises(error, match=match):
+    with unchecked_annotations(), pytest.raises(error, match=match):
         mpx.filter_grad(fun, mpx.DynamicLossScaling(), **options)(W)
 
 
@@ -265,7 +264,7 @@ def test_bad_losses_and_options(fun, options, error, match):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_scaling_that_is_none(name, scaling):
     with (
-        unchecked(),
+        unchecked_annotations(),
         pytest.raises(TypeError, match=f"`mpx.{name}`.*must be a loss scaling"),
     ):
         FUNCTIONS[name](total, scaling)
@@ -300,7 +299,7 @@ def test_a_frozen_scaling_is_refused():
 
 @pytest.mark.parametrize("argnums", [True, "w", (0, 0), (), 0.5])
 def test_bad_argnums(argnums):
-    with unchecked(), pytest.raises(TypeError, match="argnums"):
+    with unchecked_annotations(), pytest.raises(TypeError, match="argnums"):
         mpx.grad(total, mpx.NoLossScaling(), argnums)
 
 

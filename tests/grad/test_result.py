@@ -21,9 +21,8 @@ from .cases import (
 )
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize(("has_aux", "jit"), [(False, True), (True, False)])
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("jit", [False, True])
 def test_unpacks_in_the_papers_order(name, has_aux, jit):
     fun = lambda w: (total(w**2), {"n": w}) if has_aux else total(w**2)  # noqa: E731
 

@@ -17,10 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import mpx
 from mpx._program import sub_jaxprs
 
-from .cases import close, mean, total
+from .cases import BFLOAT16, FLOAT16, close, mean, total
 
-FLOAT16 = "params=float32,compute=float16,output=float32"
-BFLOAT16 = "params=float32,compute=bfloat16,output=float32"
 ONE, DATA = P(), P("data")
 
 
@@ -74,9 +72,16 @@ def product(w, x):
     return total(w * x)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("options", [{}, {"accumulate_dtype": "float32"}])
-@pytest.mark.parametrize("policy", [FLOAT16, BFLOAT16])
+@pytest.mark.parametrize(
+    ("policy", "options", "kind"),
+    # Each two values of two of them come together.
+    [
+        (FLOAT16, {}, AxisType.Auto),
+        (FLOAT16, {"accumulate_dtype": "float32"}, AxisType.Explicit),
+        (BFLOAT16, {"accumulate_dtype": "float32"}, AxisType.Auto),
+        (BFLOAT16, {}, AxisType.Explicit),
+    ],
+)
 def test_eight_good_gradients_of_one_give_eight(policy, options, kind):
     """At a scale of 2^14 their sum, 2^17, is no number of float16."""
     devices, step = mesh(kind), gradient(product, policy, **options)
@@ -183,16 +188,11 @@ def test_results_of_weights_alone_stay_shared():
     assert set(sums(run, w, x)) == {"float32"}
 
 
-def test_two_mesh_axes_of_which_data_vary_on_one():
-    """Gradients are summed over the axis of the data, and not over the other."""
+@pytest.mark.parametrize("axes", ["data", ("data", "model")], ids=str)
+def test_two_mesh_axes(axes):
+    """Gradients are summed over the axes of the data, and not over another."""
     both = mesh(shape=(4, 2), names=("data", "model"))
-    run = sharded(gradient(product), (ONE, DATA), ONE, both)
-    assert jax.jit(run)(jnp.ones(()), jnp.ones(8))[0] == 8
-
-
-def test_two_mesh_axes_on_both_of_which_data_vary():
-    both = mesh(shape=(4, 2), names=("data", "model"))
-    run = sharded(gradient(product), (ONE, P(("data", "model"))), ONE, both)
+    run = sharded(gradient(product), (ONE, P(axes)), ONE, both)
     assert jax.jit(run)(jnp.ones(()), jnp.ones(8))[0] == 8
 
 

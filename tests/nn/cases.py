@@ -26,10 +26,7 @@ class FunctionCase:
 
     def pair(self, **options: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Both functions, with options."""
-        return (
-            lambda x: self.mine(x, **options),
-            lambda x: self.jax(x, **options),
-        )
+        return (lambda x: self.mine(x, **options), lambda x: self.jax(x, **options))
 
 
 def layer_norm(x, axis=-1):

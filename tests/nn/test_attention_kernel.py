@@ -59,10 +59,7 @@ def gradient(attention, arrays, **said):
     [
         ("one group", "bfloat16"),
         ("shared bias", "float16"),
-        ("bias of keys", "bfloat16"),
         ("blind and causal", "float16"),
-        ("blind with a bias", "float16"),
-        ("lengths, causal", "bfloat16"),
         ("lengths and a bias", "bfloat16"),
         ("causal window", "float16"),
         ("causal, fewer keys", "bfloat16"),
@@ -119,8 +116,7 @@ def test_the_platform_is_chosen_at_lowering():
 
 
 @pytest.mark.parametrize(
-    ("target", "is_used"),
-    [("sm_80", True), ("H100", True), ("sm_75", False), ("cpu", False), ("v5e", False)],
+    ("target", "is_used"), [("sm_80", True), ("sm_75", False), ("v5e", False)]
 )
 def test_the_target_says_whether_there_is_a_kernel(target, is_used):
     func = mpx.autocast(lambda x: attend(x, x, x), target=target)
@@ -187,11 +183,9 @@ def stacked(axes, name="shared bias", size=3):
 
 
 MAPPED = {
-    "all": {"query": 0, "key": 0, "value": 0},
     "other axes": {"query": 2, "key": 1, "value": 4},
     "shared keys": {"query": 0, "key": None, "value": None},
     "shared query": {"query": None, "key": 0, "value": None},
-    "bias": {"query": 0, "key": 0, "value": 0, "bias": 0},
     "shared bias": {"query": 0, "key": 0, "value": 0, "bias": None},
     "bias alone": {"query": None, "key": None, "value": None, "bias": 1},
 }
@@ -199,10 +193,7 @@ MAPPED = {
 
 @pytest.mark.parametrize(
     "axes",
-    slow_but(
-        [MAPPED[n] for n in ("other axes", "shared keys", "bias alone")],
-        MAPPED.values(),
-    ),
+    slow_but([MAPPED[n] for n in ("other axes", "bias alone")], MAPPED.values()),
     ids=MAPPED,
 )
 def test_vmap_is_one_call_with_all_batches_together(axes):
@@ -257,11 +248,10 @@ TRANSFORMS = {
     "cond": lambda attention, arrays: jax.lax.cond(
         arrays["query"][0, 0, 0, 0] < 9, loss(attention), lambda _: 0.0, arrays
     ),
-    "jit": lambda attention, arrays: jax.jit(loss(attention))(arrays),
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", slow_but(["remat", "scan"], TRANSFORMS))
 def test_transforms(name):
     def total(attention):
         return lambda x: jnp.sum(TRANSFORMS[name](attention, x))
@@ -282,6 +272,7 @@ def test_a_scan_keeps_no_probabilities():
     assert 3 * BATCH * HEADS * LENGTH * KEYS not in sizes
 
 
+@pytest.mark.slow
 def test_derivatives_of_derivatives_are_those_of_the_products():
     arrays = arrays_of("shared bias", "float16")
 
@@ -322,7 +313,7 @@ def mesh_of(kind):
     return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(kind,) * 2)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", slow_but([True], [True, False]))
 def test_what_all_devices_share_has_the_sum_of_their_gradients(check_vma):
     """The kernel says of each gradient that it varies as its operand does."""
     P = jax.sharding.PartitionSpec
@@ -375,7 +366,7 @@ def dtypes_of(func, *args, primitive=stub_kernel.FORWARD):
     ]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", slow_but(["float16"], ["bfloat16", "float16"]))
 def test_a_float32_model_is_cast_and_takes_the_kernel(dtype):
     func, arrays = in_float32()
     step = jax.grad(mpx.autocast(func, dtype))
@@ -393,8 +384,9 @@ def under_vmap(arrays):
 PROGRAMS = {
     "vmap": under_vmap,
     "scan": lambda x: jnp.sum(in_scan(attend, x)),
-    "remat": lambda x: jnp.sum(jax.checkpoint(lambda x: attend(**x))(x)),
-    "jit": lambda x: jnp.sum(jax.jit(lambda x: attend(**x))(x)),
+    "remat of jit": lambda x: jnp.sum(
+        jax.checkpoint(jax.jit(lambda x: attend(**x)))(x)
+    ),
     "half in it": lambda x: jnp.sum(
         attend(**jax.tree.map(lambda a: a.astype(jnp.bfloat16), x)).astype(jnp.float32)
     ),
@@ -402,7 +394,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", slow_but(["vmap", "half in it"], PROGRAMS))
 def test_it_is_found_wherever_it_stands(name):
     func, arrays = PROGRAMS[name], arrays_of("plain", "float32")
     step = jax.grad(mpx.autocast(func))

@@ -1,7 +1,5 @@
 """Cross entropy against Optax and JAX."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import mpx
 import mpx.nn
 
-from ..helpers import HALF, WIDE, assert_same_bits, slow_but
+from ..helpers import HALF, assert_same_bits
 from .cases import relative_error
 
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}
@@ -79,13 +77,14 @@ def test_float64_stays(logits, labels):
         np.testing.assert_allclose(found, by_log_softmax(wide, labels), rtol=1e-14)
 
 
-GRADIENTS = list(itertools.product([0.0, 0.1], WIDE, [0.0, 2e4]))
-
-
 @pytest.mark.parametrize(
     ("smoothing", "dtype", "shift"),
-    # Each dtype with both, and both with each other.
-    slow_but([GRADIENTS[i] for i in (1, 2, 5, 6, 9, 10)], GRADIENTS),
+    [
+        (0.0, "float32", 0.0),
+        (0.1, "float32", 2e4),
+        (0.0, "float16", 2e4),
+        (0.1, "bfloat16", 0.0),
+    ],
 )
 def test_gradients(logits, labels, distribution, dtype, smoothing, shift):
     """For both kinds of labels, and for the distribution itself, against float64."""
@@ -124,10 +123,7 @@ def test_where_is_leaving_the_classes_out(logits, distribution, smoothing):
     y = jnp.where(keep[None], distribution, 0)
     y = y / y.sum(1, keepdims=True)
     labels = jnp.array([0, 6, 3, 3, 1])
-    for full, short in (
-        (y, y[:, keep]),
-        (labels, jnp.array([0, 4, 2, 2, 1])),
-    ):
+    for full, short in ((y, y[:, keep]), (labels, jnp.array([0, 4, 2, 2, 1]))):
 
         def loss(x, labels, where=None):
             return mpx.nn.cross_entropy(

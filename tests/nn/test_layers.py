@@ -44,8 +44,9 @@ def assert_close(found, expected, tolerance):
     assert relative_error(*flat) <= tolerance
 
 
-@pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "use_bias"), [("float32", True), ("float16", False), ("bfloat16", True)]
+)
 def test_linear_is_equinox_linear(dtype, use_bias, getkey):
     mine = mpx.nn.Linear(4, 3, use_bias=use_bias, key=getkey())
     other = eqx.nn.Linear(4, 3, use_bias=use_bias, key=getkey())
@@ -62,9 +63,15 @@ def test_linear_is_equinox_linear(dtype, use_bias, getkey):
     assert_close(found, expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        ("LayerNorm", (8,), "float32"),
+        ("LayerNorm", (3, 8), "float16"),
+        ("RMSNorm", (8,), "bfloat16"),
+        ("RMSNorm", (3, 8), "float32"),
+    ],
+)
 def test_norms_are_those_of_equinox(name, dtype, shape, getkey):
     options = {} if name == "LayerNorm" else {"use_bias": False}
     mine, other = (getattr(m, name)(shape, **options) for m in (mpx.nn, eqx.nn))
@@ -108,7 +115,7 @@ OPTIONS = {
     ("name", "dtype"),
     slow_but(
         [("plain", "float32"), ("grouped", "bfloat16")],
-        [*((name, "float32") for name in OPTIONS), *(("grouped", d) for d in HALF)],
+        [("plain", "float32"), ("grouped", "bfloat16"), ("one group", "float16")],
     ),
 )
 def test_attention_is_jax_attention(name, dtype, getkey):
@@ -122,10 +129,9 @@ def test_attention_is_jax_attention(name, dtype, getkey):
 @pytest.mark.parametrize(
     "shape",
     [
-        (LENGTH, LENGTH),
-        pytest.param((2, LENGTH, LENGTH), marks=pytest.mark.slow),
         (1, HEADS, 1, LENGTH),
-        pytest.param((2, HEADS, LENGTH, LENGTH), marks=pytest.mark.slow),
+        pytest.param((LENGTH, LENGTH), marks=pytest.mark.slow),
+        pytest.param((2, LENGTH, LENGTH), marks=pytest.mark.slow),
     ],
 )
 def test_masks(shape, getkey):
@@ -167,8 +173,8 @@ GATED = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu, "reglu": jax.nn.relu}
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow_but(
-        [("geglu", "float32"), ("swiglu", "bfloat16")],
-        [*((name, "float32") for name in GATED), *(("swiglu", d) for d in HALF)],
+        [("swiglu", "bfloat16")],
+        [("swiglu", "bfloat16"), ("geglu", "float32"), ("reglu", "float16")],
     ),
 )
 def test_gated_perceptrons(name, dtype, getkey):
@@ -200,7 +206,7 @@ def test_a_gate_keeps_its_half_inputs():
     assert kept == [("bfloat16", (4, 8))] * 2
 
 
-@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_equinox_attention_with_the_same_weights(dtype, getkey):
     mine = mpx.nn.MultiheadAttention(HIDDEN, HEADS, use_bias=False, key=getkey())
     other = eqx.nn.MultiheadAttention(HEADS, HIDDEN, key=getkey())
@@ -258,43 +264,6 @@ def test_another_sequence(getkey):
     mask = jnp.arange(15).reshape(3, 5) % 4 != 1
     call = lambda m, x, y: m(x, y, mask=mask)  # noqa: E731
     assert_close(gradients(call, mine, x, y), gradients(call, other, x, y), 3e-6)
-
-
-@pytest.mark.parametrize("dtype", slow_but(["float16"], HALF))
-def test_a_row_that_sees_nothing_is_even(dtype, getkey):
-    mine, _ = attention_pair(getkey(), dtype)
-    x = jax.random.normal(getkey(), (LENGTH, HIDDEN)).astype(dtype)
-    mask = jnp.arange(LENGTH)[:, None] != jnp.zeros((1, LENGTH), int)
-    out, *grads = gradients(lambda m, x: m(x, mask=mask), mine, x)
-    assert all(jnp.isfinite(a).all() for a in (out, *grads))
-    even = mine.output(jnp.mean(mine.value(x), axis=0, keepdims=True))
-    assert relative_error(out[:1], even) < TOLERANCE[dtype]
-
-
-def test_float16_scores_do_not_overflow(getkey):
-    mine, _ = attention_pair(getkey(), "float16")
-    x = 1e3 * jax.random.normal(getkey(), (LENGTH, HIDDEN)).astype(jnp.float16)
-    q, k = mine.query(x).astype(jnp.float32), mine.key(x).astype(jnp.float32)
-    assert jnp.max(jnp.abs(q[:, :4] @ k[:, :4].T)) > 65504
-    assert jnp.isfinite(mine(x)).all()
-
-
-@pytest.mark.third_party  # JAX's attention promotes
-def test_attention_keeps_half_where_jax_keeps_float32(getkey):
-    mine, other = attention_pair(getkey(), "bfloat16")
-    x = jnp.ones((2, LENGTH, HIDDEN), jnp.bfloat16)
-    probabilities = 2 * HEADS * LENGTH * LENGTH
-
-    def bytes_kept(layer):
-        kept = kept_arrays(layer, x)
-        sizes = [(d, int(np.prod(s))) for d, s in kept]
-        return [d for d, n in sizes if n == probabilities], kept
-
-    found, kept = bytes_kept(mine)
-    assert found == ["bfloat16"]
-    assert all(d == "bfloat16" for d, shape in kept if np.prod(shape) > 1)
-    jax_found, _ = bytes_kept(mpx.cast_tree(other, "bfloat16"))
-    assert "float32" in jax_found
 
 
 class TestDropout:

@@ -1,4 +1,4 @@
-"""A small transformer trains in every precision, and under every transform."""
+"""A small transformer trains in every precision, and keeps little in a scan."""
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import pytest
 import mpx
 import mpx.nn
 
-from ..helpers import HALF, slow_but
+from ..helpers import HALF
 from .cases import kept_arrays
 
 VOCABULARY, HIDDEN, LENGTH = 12, 16, 8
@@ -85,11 +85,9 @@ def train(loss, scaling, dtype=None, steps=20):
 @pytest.mark.parametrize(
     ("dtype", "style"),
     [
-        ("float32", "explicit"),
+        pytest.param("float32", "explicit", marks=pytest.mark.slow),
         pytest.param("float16", "explicit", marks=pytest.mark.slow),
         ("bfloat16", "autocast"),
-        pytest.param("bfloat16", "explicit", marks=pytest.mark.slow),
-        pytest.param("float16", "autocast", marks=pytest.mark.slow),
     ],
 )
 def test_the_loss_falls(dtype, style):
@@ -112,46 +110,6 @@ def layer_and_input(dtype="bfloat16"):
     )
     x = jax.random.normal(jax.random.key(1), (3, LENGTH, HIDDEN))
     return mpx.cast_tree((layer, x), dtype)
-
-
-def gradient_of(call):
-    def loss(layer, x):
-        return mpx.nn.mean(call(layer, x) ** 2, dtype="float32")
-
-    return loss
-
-
-CALLS = {
-    "plain": lambda layer, x: layer(x),
-    "vmap": lambda layer, x: jax.vmap(layer)(x),
-    "remat": lambda layer, x: jax.checkpoint(lambda layer, x: layer(x))(layer, x),
-    "scan": lambda layer, x: jax.lax.scan(lambda c, x: (c, layer(x)), 0, x)[1],
-}
-
-
-@pytest.fixture(scope="module")
-def expected():
-    layer, x = layer_and_input("float32")
-    return jax.jit(jax.value_and_grad(gradient_of(CALLS["plain"])))(layer, x)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *slow_but([("remat", "float32")], ((name, "float32") for name in CALLS)),
-        ("scan", "bfloat16"),
-    ],
-)
-def test_transforms(name, dtype, expected):
-    layer, x = layer_and_input(dtype)
-    value, grads = jax.jit(jax.value_and_grad(gradient_of(CALLS[name])))(layer, x)
-    tolerance = 2e-6 if dtype == "float32" else 3e-2
-    np.testing.assert_allclose(value, expected[0], rtol=tolerance)
-    found, exact = (
-        np.concatenate([np.float64(g).ravel() for g in jax.tree.leaves(tree)])
-        for tree in (grads, expected[1])
-    )
-    assert np.abs(found - exact).max() <= tolerance * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("dtype", HALF)

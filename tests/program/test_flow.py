@@ -8,14 +8,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
-from mpx._program import (
-    BackwardFlow,
-    Flow,
-    backward,
-    source_span,
-    sub_jaxprs,
-    walk,
-)
+from mpx._program import BackwardFlow, Flow, backward, source_span, sub_jaxprs, walk
 from tests.helpers import NoFlow
 
 SQUARE = jax.ShapeDtypeStruct((3, 3), jnp.float32)

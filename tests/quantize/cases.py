@@ -8,6 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpx
+from mpx.quantization import (
+    AbstractQuantizer,
+    BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizedArray,
+    TensorQuantizer,
+)
 from tests.reference import low_precision as reference
 
 SHAPE = (256, 384)
@@ -57,37 +65,27 @@ def _nvfp4(shape):
 _E4M3, _E5M2 = reference.E4M3, reference.E5M2
 _FORMAT = mpx.Format
 # A new quantizer, or option, is covered by one line here.
-QUANTIZERS: dict[
-    str, tuple[mpx.quantization.AbstractQuantizer, Callable[[Any], Expected]]
-] = {
-    "tensor e4m3": (mpx.quantization.TensorQuantizer(), _float32(_E4M3, False)),
-    "tensor e5m2": (
-        mpx.quantization.TensorQuantizer(_FORMAT.E5M2),
-        _float32(_E5M2, False),
-    ),
+QUANTIZERS: dict[str, tuple[AbstractQuantizer, Callable[[Any], Expected]]] = {
+    "tensor e4m3": (TensorQuantizer(), _float32(_E4M3, False)),
+    "tensor e5m2": (TensorQuantizer(_FORMAT.E5M2), _float32(_E5M2, False)),
     "tensor power of two": (
-        mpx.quantization.TensorQuantizer(power_of_two_scales=True),
+        TensorQuantizer(power_of_two_scales=True),
         _float32(_E4M3, True),
     ),
-    "tensor epsilon": (
-        mpx.quantization.TensorQuantizer(amax_epsilon=1e3),
-        _float32(_E4M3, False, 1e3),
-    ),
-    "1x128": (mpx.quantization.BlockQuantizer(), _float32(_E4M3, True, shape=(1, 128))),
+    "tensor epsilon": (TensorQuantizer(amax_epsilon=1e3), _float32(_E4M3, False, 1e3)),
+    "1x128": (BlockQuantizer(), _float32(_E4M3, True, shape=(1, 128))),
     "1x128 e5m2 float32": (
-        mpx.quantization.BlockQuantizer(
-            _FORMAT.E5M2, power_of_two_scales=False, amax_epsilon=1e-3
-        ),
+        BlockQuantizer(_FORMAT.E5M2, power_of_two_scales=False, amax_epsilon=1e-3),
         _float32(_E5M2, False, 1e-3, shape=(1, 128)),
     ),
     "128x128": (
-        mpx.quantization.BlockQuantizer(block_dimensions=2),
+        BlockQuantizer(block_dimensions=2),
         _float32(_E4M3, True, shape=(128, 128)),
     ),
-    "mxfp8 e4m3": (mpx.quantization.MXFP8Quantizer(), _mx(_E4M3)),
-    "mxfp8 e5m2": (mpx.quantization.MXFP8Quantizer(_FORMAT.E5M2), _mx(_E5M2)),
-    "nvfp4 1x16": (mpx.quantization.NVFP4Quantizer(), _nvfp4((1, 16))),
-    "nvfp4 16x16": (mpx.quantization.NVFP4Quantizer(2), _nvfp4((16, 16))),
+    "mxfp8 e4m3": (MXFP8Quantizer(), _mx(_E4M3)),
+    "mxfp8 e5m2": (MXFP8Quantizer(_FORMAT.E5M2), _mx(_E5M2)),
+    "nvfp4 1x16": (NVFP4Quantizer(), _nvfp4((1, 16))),
+    "nvfp4 16x16": (NVFP4Quantizer(2), _nvfp4((16, 16))),
 }
 
 # One of each kind, for what the options make no difference to.
@@ -135,7 +133,7 @@ DATA: dict[str, Callable[[], np.ndarray]] = {
 }
 
 
-def codes_of(q: mpx.quantization.QuantizedArray) -> np.ndarray:
+def codes_of(q: QuantizedArray) -> np.ndarray:
     """The codes of a matrix of 8 or 4 bits, with -1 for NaN."""
     payload = np.asarray(q.payload)
     if q.format is mpx.Format.E2M1:
@@ -144,7 +142,7 @@ def codes_of(q: mpx.quantization.QuantizedArray) -> np.ndarray:
     return reference.without_nan(payload.view(np.uint8), bits)
 
 
-def scales_of(q: mpx.quantization.QuantizedArray) -> np.ndarray:
+def scales_of(q: QuantizedArray) -> np.ndarray:
     """Inverse scales as the oracles have them: codes, or float32."""
     scales = np.asarray(q.inverse_scale)
     if scales.dtype == jnp.float32:

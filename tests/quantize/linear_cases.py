@@ -15,6 +15,13 @@ import numpy as np
 
 import mpx
 from mpx._quantize import LinearProduct, Target, quantized_product
+from mpx.quantization import (
+    AbstractQuantizer,
+    AbstractRecipe,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Role,
+)
 from tests.reference import low_precision as reference
 
 CPU = Target("cpu", "cpu")
@@ -173,7 +180,7 @@ class Recipe:
     `backward` are those of x and w in the backward pass, where they are others.
     """
 
-    recipe: mpx.quantization.AbstractRecipe
+    recipe: AbstractRecipe
     rounders: tuple[Rounder, Rounder, Rounder]
     backward: str | None = None
     scales: tuple[float, float, float] | None = None
@@ -184,17 +191,11 @@ _CURRENT = (tensor(_E4M3), tensor(_E4M3), tensor(_E5M2))
 _SCALES = (64.0, 300.0, 0.5)
 
 
-def _mixed(
-    role: mpx.quantization.Role, for_wgrad: bool
-) -> mpx.quantization.AbstractQuantizer | None:
+def _mixed(role: Role, for_wgrad: bool) -> AbstractQuantizer | None:
     """Quantizers that have nothing in common, and one that is missing."""
-    if role is mpx.quantization.Role.INPUT:
-        return mpx.quantization.NVFP4Quantizer()
-    return (
-        None
-        if role is mpx.quantization.Role.WEIGHT
-        else mpx.quantization.MXFP8Quantizer(mpx.Format.E5M2)
-    )
+    if role is Role.INPUT:
+        return NVFP4Quantizer()
+    return None if role is Role.WEIGHT else MXFP8Quantizer(mpx.Format.E5M2)
 
 
 RECIPES = {
@@ -266,6 +267,12 @@ def matrix_product(recipe, dtype="float32", target=CPU, **options) -> LinearProd
         target=target,
         **options,
     )
+
+
+def assert_close(found, exact: np.ndarray) -> None:
+    assert found.shape == exact.shape
+    error = np.abs(np.asarray(found, np.float64) - exact).max()
+    assert error <= 1e-6 * np.abs(exact).max()
 
 
 def scales_of(recipe: Recipe) -> jax.Array | None:

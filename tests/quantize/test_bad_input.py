@@ -6,98 +6,86 @@ import numpy as np
 import pytest
 
 import mpx
-from tests.helpers import Case, unchecked_annotations
+from mpx.quantization import (
+    BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    TensorQuantizer,
+)
+from tests.helpers import Case, type_error, unchecked_annotations, value_error
 
 X = jax.ShapeDtypeStruct((4, 100), jnp.float32)
 
 
 def quantize(x=X, quantizer=None, **options):
-    quantizer = mpx.quantization.MXFP8Quantizer() if quantizer is None else quantizer
+    quantizer = MXFP8Quantizer() if quantizer is None else quantizer
     return lambda: jax.eval_shape(
         lambda x: mpx.quantization.quantize(x, quantizer, **options), x
     )
 
 
 CASES = [
-    Case(
+    value_error(
         "no multiple of the block",
         quantize(),
-        ValueError,
         r"blocks of 1x32; got shape \(4, 100\), whose axis -1 has length 100. Pad "
         r"that axis with 28 zeros",
     ),
-    Case(
+    value_error(
         "one of two axes no multiple of the block",
-        quantize(quantizer=mpx.quantization.NVFP4Quantizer(2)),
-        ValueError,
+        quantize(quantizer=NVFP4Quantizer(2)),
         r"blocks of 16x16; got shape \(4, 100\), whose axis -2 has length 4. Pad that "
         "axis with 12 zeros.*choose another `axis`.*`mpx.quantization.TensorQuantizer`",
     ),
-    Case("no such axis", quantize(axis=2), ValueError, r"got 2 for shape \(4, 100\)"),
-    Case("axis of text", quantize(axis="rows"), TypeError, "integer or a pair"),
-    Case("boolean axis", quantize(axis=[True]), TypeError, "integer or a pair"),
-    Case("two axes for 1x32", quantize(axis=(0, 1)), ValueError, "1 different axes"),
-    Case(
+    value_error("no such axis", quantize(axis=2), r"got 2 for shape \(4, 100\)"),
+    type_error("axis of text", quantize(axis="rows"), "integer or a pair"),
+    type_error("boolean axis", quantize(axis=[True]), "integer or a pair"),
+    value_error("two axes for 1x32", quantize(axis=(0, 1)), "1 different axes"),
+    value_error(
         "one axis twice",
-        quantize(
-            quantizer=mpx.quantization.BlockQuantizer(block_dimensions=2),
-            axis=(0, -2, 1),
-        ),
-        ValueError,
+        quantize(quantizer=BlockQuantizer(block_dimensions=2), axis=(0, -2, 1)),
         r"whose axis -2 has length 4",
     ),
-    Case(
+    value_error(
         "square blocks of a vector",
-        quantize(jnp.ones(16), mpx.quantization.NVFP4Quantizer(2)),
-        ValueError,
+        quantize(jnp.ones(16), NVFP4Quantizer(2)),
         r"16x16 needs an array of at least 2 axes; got shape \(16,\)",
     ),
-    Case("integers", quantize(jnp.ones(32, int)), TypeError, r"got int32\[32\]. Cast"),
-    Case(
-        "low precision",
-        quantize(jnp.ones(32, jnp.float8_e5m2)),
-        TypeError,
-        "float8_e5m2",
-    ),
-    Case(
+    type_error("integers", quantize(jnp.ones(32, int)), r"got int32\[32\]. Cast"),
+    type_error("low precision", quantize(jnp.ones(32, jnp.float8_e5m2)), "float8_e5m2"),
+    type_error(
         "a Python number",
-        lambda: mpx.quantization.quantize(1.0, mpx.quantization.TensorQuantizer()),  # pyright: ignore
-        TypeError,
+        lambda: mpx.quantization.quantize(1.0, TensorQuantizer()),  # pyright: ignore
         "got float 1.0",
     ),
-    Case(
+    type_error(
         "quantized already",
         lambda: mpx.quantization.quantize(
-            mpx.quantization.quantize(jnp.ones(32), mpx.quantization.MXFP8Quantizer()),  # pyright: ignore
-            mpx.quantization.MXFP8Quantizer(),
+            mpx.quantization.quantize(jnp.ones(32), MXFP8Quantizer()),  # pyright: ignore
+            MXFP8Quantizer(),
         ),
-        TypeError,
         "already quantized; `x.dequantize",
     ),
-    Case(
+    type_error(
         "a format for a quantizer",
         quantize(quantizer=mpx.Format.E4M3),
-        TypeError,
         "needs a quantizer such as `mpx.quantization.TensorQuantizer",
     ),
-    Case(
+    value_error(
         "no key",
-        quantize(quantizer=mpx.quantization.MXFP8Quantizer(stochastic_rounding=True)),
-        ValueError,
+        quantize(quantizer=MXFP8Quantizer(stochastic_rounding=True)),
         "needs a `key` for stochastic rounding",
     ),
-    Case("a scale for blocks", quantize(scale=1.0), ValueError, "Omit it: each block"),
-    Case(
+    value_error("a scale for blocks", quantize(scale=1.0), "Omit it: each block"),
+    value_error(
         "scales",
-        quantize(quantizer=mpx.quantization.TensorQuantizer(), scale=jnp.ones(4)),
-        ValueError,
+        quantize(quantizer=TensorQuantizer(), scale=jnp.ones(4)),
         r"a scalar; got float32\[4\]. Use `jax.vmap`",
     ),
     *(
-        Case(
+        value_error(
             f"scale {scale}",
-            quantize(quantizer=mpx.quantization.TensorQuantizer(), scale=scale),
-            ValueError,
+            quantize(quantizer=TensorQuantizer(), scale=scale),
             "positive and finite, between.*; got .*Omit it",
         )
         for scale in (
@@ -105,91 +93,75 @@ CASES = [
             *(np.float32(0), np.array(np.nan), jnp.zeros(())),
         )
     ),
-    Case(
+    value_error(
         "hybrid",
-        lambda: mpx.quantization.TensorQuantizer(mpx.Format.HYBRID),
-        ValueError,
+        lambda: TensorQuantizer(mpx.Format.HYBRID),
         "needs one format.*`Format.HYBRID.forward`",
     ),
-    Case(
+    type_error(
         "format as text",
-        lambda: mpx.quantization.MXFP8Quantizer("E4M3"),  # pyright: ignore
-        TypeError,
+        lambda: MXFP8Quantizer("E4M3"),  # pyright: ignore
         "needs a format such as `mpx.Format.E4M3`; got 'E4M3'",
     ),
-    Case(
+    value_error(
         "4 bits",
-        lambda: mpx.quantization.BlockQuantizer(mpx.Format.E2M1),
-        ValueError,
+        lambda: BlockQuantizer(mpx.Format.E2M1),
         "must have 8 bits.*`mpx.quantization.NVFP4Quantizer`",
     ),
-    Case(
+    value_error(
         "dimensions",
-        lambda: mpx.quantization.BlockQuantizer(block_dimensions=3),
-        ValueError,
+        lambda: BlockQuantizer(block_dimensions=3),
         "`block_dimensions` of `mpx.quantization.BlockQuantizer` must be 1 or 2; got 3",
     ),
-    Case(
-        "rotated squares",
-        lambda: mpx.quantization.NVFP4Quantizer(2, hadamard=True),
-        ValueError,
-        "along one axis",
+    value_error(
+        "rotated squares", lambda: NVFP4Quantizer(2, hadamard=True), "along one axis"
     ),
-    Case(
+    type_error(
         "flag",
-        lambda: mpx.quantization.TensorQuantizer(power_of_two_scales=1),  # pyright: ignore
-        TypeError,
+        lambda: TensorQuantizer(power_of_two_scales=1),  # pyright: ignore
         "`power_of_two_scales` of `mpx.quantization.TensorQuantizer` must be True or "
         "False; got 1",
     ),
-    Case(
+    value_error(
         "epsilon",
-        lambda: mpx.quantization.TensorQuantizer(amax_epsilon=-1.0),
-        ValueError,
+        lambda: TensorQuantizer(amax_epsilon=-1.0),
         "finite and not negative; got -1.0",
     ),
-    Case(
+    type_error(
         "epsilon of text",
-        lambda: mpx.quantization.BlockQuantizer(amax_epsilon="small"),  # pyright: ignore
-        TypeError,
+        lambda: BlockQuantizer(amax_epsilon="small"),  # pyright: ignore
         "`amax_epsilon` of .*BlockQuantizer` must be a number; got 'small'",
     ),
-    Case(
+    type_error(
         "rotating integers",
         lambda: mpx.quantization.hadamard_transform(jnp.ones(16, int)),
-        TypeError,
         "needs a floating array; got int32",
     ),
-    Case(
+    value_error(
         "rotating 20 numbers",
         lambda: mpx.quantization.hadamard_transform(jnp.ones(20)),
-        ValueError,
         "blocks of 1x16",
     ),
-    Case(
+    type_error(
         "4 signs",
         lambda: mpx.quantization.hadamard_transform(jnp.ones(16), signs=jnp.ones(4)),
-        TypeError,
         r"`signs`.*16 numbers; got float32\[4\]",
     ),
-    Case(
+    value_error(
         "signs that are none",
         lambda: mpx.quantization.hadamard_transform(
             jnp.ones(16), signs=2 * jnp.ones(16)
         ),
-        ValueError,
         r"`signs` of `mpx.quantization.hadamard_.* must be 1 or -1, .*; got \[2.0",
     ),
-    Case(
+    value_error(
         "signs of a quantizer that are none",
-        lambda: mpx.quantization.NVFP4Quantizer(hadamard=True, signs=(1,) * 15 + (0,)),
-        ValueError,
+        lambda: NVFP4Quantizer(hadamard=True, signs=(1,) * 15 + (0,)),
         r"`signs` of `mpx.quantization.NVFP4Quantizer` must be 1 or -1, .*0\]",
     ),
-    Case(
+    value_error(
         "signs of no transform",
-        lambda: mpx.quantization.NVFP4Quantizer(signs=(1,) * 16),
-        ValueError,
+        lambda: NVFP4Quantizer(signs=(1,) * 16),
         "those of the Hadamard transform; .*Set `hadamard=True`",
     ),
 ]
@@ -207,9 +179,7 @@ def test_a_scale_and_signs_that_are_traced_are_believed():
     @jax.jit
     def f(x, scale, signs):
         x = mpx.quantization.hadamard_transform(x, signs=signs)
-        return mpx.quantization.quantize(
-            x, mpx.quantization.TensorQuantizer(), scale=scale
-        ).dequantize()
+        return mpx.quantization.quantize(x, TensorQuantizer(), scale=scale).dequantize()
 
     found = f(jnp.ones(16), jnp.zeros(()), 2 * jnp.ones(16))
     assert not jnp.isfinite(found).any()

@@ -31,6 +31,9 @@ QUANTIZERS = {
 }
 
 
+ONE_OF_EACH = ("tensor", "mxfp8", "nvfp4 in squares", "nvfp4 to random neighbours")
+
+
 @functools.cache
 def numbers() -> np.ndarray:
     """Every float16 and bfloat16 number, and a million of float32; no subnormal one."""
@@ -90,7 +93,7 @@ def quantized(quantizer, x, by, dtype="float32"):
     return quantizer._quantize(x, Asked(np.dtype(dtype), axes, key, by=by))
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", slow_but(ONE_OF_EACH, QUANTIZERS))
 def test_finite_arrays_are_quantized_alike(name):
     x = np.random.default_rng(1).standard_normal((32, 256)).astype(np.float32)
     x[:16, :16] = 0
@@ -129,7 +132,7 @@ def test_a_transform_is_the_same_but_for_the_order_of_its_sums(axis):
         assert (found["bfloat16"] == rounded).mean() > 0.99
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", slow_but(ONE_OF_EACH, QUANTIZERS))
 def test_an_infinity_makes_nan_of_all_that_shares_its_scale(name):
     x = np.ones((32, 256), np.float32)
     x[3, 5] = np.inf

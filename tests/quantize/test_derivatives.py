@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpx
+from mpx.quantization import MXFP8Quantizer, NVFP4Quantizer, TensorQuantizer
 from tests import helpers
 from tests.quantize.cases import KINDS, QUANTIZERS
 from tests.registries import TRANSFORMS
@@ -35,7 +36,7 @@ def test_the_derivative_is_that_of_the_identity(name: str):
 
 def test_the_chain_rule_sees_the_quantized_value():
     """d/dx of y(x)^2 is 2 y, and the second derivative that of y^2 with y' = 1."""
-    quantizer = mpx.quantization.TensorQuantizer()
+    quantizer = TensorQuantizer()
     f = lambda x: mpx.quantization.quantize_dequantize(x, quantizer, scale=1.0) ** 2  # noqa: E731
     y = mpx.quantization.quantize_dequantize(jnp.float32(1.3), quantizer, scale=1.0)
     assert float(y) == 1.25
@@ -47,9 +48,7 @@ def test_the_chain_rule_sees_the_quantized_value():
 @pytest.mark.parametrize("dtype", helpers.WIDE)
 def test_gradients_have_the_dtype_of_the_array(dtype: str):
     def f(x):
-        rounded = mpx.quantization.quantize_dequantize(
-            x, mpx.quantization.MXFP8Quantizer()
-        )
+        rounded = mpx.quantization.quantize_dequantize(x, MXFP8Quantizer())
         return rounded.sum()
 
     grad = jax.jit(jax.grad(f))(jnp.ones((2, 32), dtype))
@@ -57,7 +56,7 @@ def test_gradients_have_the_dtype_of_the_array(dtype: str):
 
 
 def test_the_scale_and_the_key_get_no_gradient():
-    quantizer = mpx.quantization.TensorQuantizer(stochastic_rounding=True)
+    quantizer = TensorQuantizer(stochastic_rounding=True)
 
     def f(x, scale, key):
         return mpx.quantization.quantize_dequantize(
@@ -70,7 +69,7 @@ def test_the_scale_and_the_key_get_no_gradient():
 
 
 def test_it_goes_through_vmap_scan_and_remat():
-    quantizer = mpx.quantization.MXFP8Quantizer()
+    quantizer = MXFP8Quantizer()
     f = lambda x: (mpx.quantization.quantize_dequantize(x, quantizer) ** 2).sum()  # noqa: E731
 
     @jax.jit
@@ -87,11 +86,7 @@ def test_it_goes_through_vmap_scan_and_remat():
 @pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd, jax.vmap])
 def test_quantize_refuses_to_be_differentiated(transform):
     def f(x):
-        return (
-            mpx.quantization.quantize(x, mpx.quantization.MXFP8Quantizer())
-            .dequantize()
-            .sum()
-        )
+        return mpx.quantization.quantize(x, MXFP8Quantizer()).dequantize().sum()
 
     x = jnp.ones((2, 32))
     if transform is jax.vmap:  # no derivative asked for
@@ -106,9 +101,9 @@ def test_quantize_refuses_to_be_differentiated(transform):
 
 
 def test_a_quantized_array_is_a_constant_to_derivatives():
-    q = jax.jit(
-        lambda x: mpx.quantization.quantize(x, mpx.quantization.NVFP4Quantizer())
-    )(jnp.ones((2, 32)))
+    q = jax.jit(lambda x: mpx.quantization.quantize(x, NVFP4Quantizer()))(
+        jnp.ones((2, 32))
+    )
 
     def f(inverse_scale, x):
         leaves, tree = jax.tree.flatten(q)

@@ -1,7 +1,6 @@
 """A product in pieces on eight devices is the product on one."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
+from tests.helpers import slow_but
 from tests.quantize.linear_cases import (
     linear_product,
     matrix_product,
@@ -46,13 +46,10 @@ def assert_same(found, alone) -> None:
 @pytest.mark.parametrize(
     ("recipe_name", "check_vma"),
     [
-        ("current", True),
         ("delayed", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in itertools.product(RECIPES, (True, False))
-            if case not in (("current", True), ("delayed", False))
-        ),
+        pytest.param("current", True, marks=pytest.mark.slow),
+        pytest.param("delayed", True, marks=pytest.mark.slow),
+        pytest.param("nvfp4", False, marks=pytest.mark.slow),
     ],
 )
 def test_shard_map(recipe_name: str, check_vma: bool):
@@ -89,7 +86,7 @@ def test_shard_map(recipe_name: str, check_vma: bool):
 
 @pytest.mark.parametrize(
     "recipe",
-    [*RECIPES.values(), pytest.param(mpx.NVFP4BlockScaling(), marks=pytest.mark.slow)],
+    slow_but([RECIPES["current"]], [RECIPES["current"], mpx.NVFP4BlockScaling()]),
 )
 def test_jit_over_a_mesh(recipe: mpx.quantization.AbstractRecipe):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -104,7 +101,7 @@ def test_jit_over_a_mesh(recipe: mpx.quantization.AbstractRecipe):
     assert_same(found, alone)
 
 
-@pytest.mark.parametrize("recipe_name", RECIPES)
+@pytest.mark.parametrize("recipe_name", slow_but(["delayed"], RECIPES))
 def test_explicit_axes(recipe_name: str):
     """Types say where arrays are; gradients are where their primals are."""
     recipe = RECIPES[recipe_name]

@@ -17,6 +17,14 @@ from mpx._quantize._contraction import contractions
 from mpx._quantize._operands import Copies
 from mpx._quantize._products import _dequantized, _in_fp8
 from mpx._quantize._target import CPU
+from mpx.quantization import (
+    AbstractRecipe,
+    BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Role,
+    TensorQuantizer,
+)
 from tests.autocast.counting import equations
 from tests.helpers import slow_but
 from tests.quantize import (
@@ -81,10 +89,12 @@ def with_one(operands, which: int, value: float):
 @pytest.mark.parametrize(
     ("path", "recipe_name"),
     [
-        *(("emulated", name) for name in RECIPES),
         *slow_but(
-            [("dequantized", name) for name in KINDS],
-            [("dequantized", name) for name in RECIPES],
+            [("emulated", name) for name in (*KINDS, "blocks", "nvfp4", "custom")],
+            [("emulated", name) for name in RECIPES],
+        ),
+        *slow_but(
+            [("dequantized", "delayed")], [("dequantized", name) for name in RECIPES]
         ),
     ],
 )
@@ -101,7 +111,7 @@ def test_what_is_not_finite_goes_into_both_products_of_an_operand(path, recipe_n
             assert_shown(found, plain(dot_of(layout), *operands))
 
 
-@pytest.mark.parametrize("recipe_name", ["current", "delayed", "delayed, warm start"])
+@pytest.mark.parametrize("recipe_name", ["current", "delayed"])
 def test_of_a_convolution_too(recipe_name: str):
     recipe = RECIPES[recipe_name]
     product = convolution.product_of(recipe.recipe)
@@ -116,7 +126,7 @@ def test_of_a_convolution_too(recipe_name: str):
             )
 
 
-@pytest.mark.parametrize("recipe_name", slow_but(KINDS, RECIPES))
+@pytest.mark.parametrize("recipe_name", slow_but(["mxfp8"], (*KINDS, "nvfp4")))
 def test_of_experts_too(recipe_name: str):
     recipe = RECIPES[recipe_name]
     product = ragged.product_of(recipe.recipe)
@@ -128,13 +138,11 @@ def test_of_experts_too(recipe_name: str):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def quantized(recipe: mpx.quantization.AbstractRecipe, x, w):
+def quantized(recipe: AbstractRecipe, x, w):
     like = np.dtype("float32"), CPU, alone
     scale = jnp.ones(()) if isinstance(recipe, mpx.DelayedScaling) else None
-    left = Copies(recipe, mpx.quantization.Role.INPUT, *like, (-1, -2)).first(x, scale)
-    right = Copies(recipe, mpx.quantization.Role.WEIGHT, *like, (-2, -1)).first(
-        w, scale
-    )
+    left = Copies(recipe, Role.INPUT, *like, (-1, -2)).first(x, scale)
+    right = Copies(recipe, Role.WEIGHT, *like, (-2, -1)).first(w, scale)
     return left, right
 
 
@@ -151,7 +159,7 @@ def fp8_products(left, right):
     ]
 
 
-def operands_of(recipe: mpx.quantization.AbstractRecipe, which: int, value: float):
+def operands_of(recipe: AbstractRecipe, which: int, value: float):
     """Quantized operands of a product of matrices, one number of which is another."""
     ones = np.ones((64, 96), np.float32), np.ones((96, 48), np.float32)
     x, w = with_one(ones, which, value)
@@ -195,7 +203,7 @@ def test_block_units_get_a_scale_that_is_nan(recipe_name: str, value: float, whi
             assert np.isnan(operands[index].tensor_inverse_scale)
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe_name", slow_but(["blocks", "nvfp4"], RECIPES))
 def test_finite_numbers_give_finite_products(recipe_name: str):
     """However large or small: they saturate, or become zero."""
     recipe, layout = RECIPES[recipe_name], LAYOUTS["3-D"]
@@ -246,11 +254,11 @@ def test_an_array_is_read_for_its_amax_and_for_nothing_more(recipe_name: str):
 # Bytes that a compiled quantization moved for each number of bfloat16 before there was
 # anything to show, by XLA on the CPU. One more pass over the array is 2.
 TRAFFIC = {
-    "current": (mpx.quantization.TensorQuantizer(), 23.01),
-    "delayed": (mpx.quantization.TensorQuantizer(), 3.0),
-    "blocks": (mpx.quantization.BlockQuantizer(), 13.5),
-    "mxfp8": (mpx.quantization.MXFP8Quantizer(), 5.41),
-    "nvfp4": (mpx.quantization.NVFP4Quantizer(), 6.57),
+    "current": (TensorQuantizer(), 23.01),
+    "delayed": (TensorQuantizer(), 3.0),
+    "blocks": (BlockQuantizer(), 13.5),
+    "mxfp8": (MXFP8Quantizer(), 5.41),
+    "nvfp4": (NVFP4Quantizer(), 6.57),
 }
 
 

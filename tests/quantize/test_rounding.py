@@ -55,8 +55,9 @@ def test_every_number_of_half_precision(format: mpx.Format, dtype: str):
     check(helpers.all_codes(jnp.dtype(dtype)), format)
 
 
-@pytest.mark.parametrize("format", [FORMATS["E4M3"], FORMATS["E5M2"]])
-@pytest.mark.parametrize("dtype", helpers.HALF)
+@pytest.mark.parametrize(
+    ("format", "dtype"), [(FORMATS["E4M3"], "float16"), (FORMATS["E5M2"], "bfloat16")]
+)
 def test_every_number_of_half_precision_as_payload(format: mpx.Format, dtype: str):
     x = helpers.all_codes(jnp.dtype(dtype))
     bits = reference.FORMATS[format.name]

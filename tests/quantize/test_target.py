@@ -8,6 +8,7 @@ import pytest
 import mpx
 from mpx._quantize import Target, path_of, target_from
 from mpx._quantize._target import target_of
+from mpx.quantization import AbstractRecipe, Role, TensorQuantizer
 from tests.quantize.linear_cases import CPU, matrix_product
 
 
@@ -75,12 +76,8 @@ CURRENT, MXFP8 = mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()
 NVFP4, BLOCKS = mpx.NVFP4BlockScaling(), mpx.Float8BlockScaling()
 
 
-def _weights_only(role: mpx.quantization.Role, for_wgrad: bool):
-    return (
-        mpx.quantization.TensorQuantizer()
-        if role is mpx.quantization.Role.WEIGHT
-        else None
-    )
+def _weights_only(role: Role, for_wgrad: bool):
+    return TensorQuantizer() if role is Role.WEIGHT else None
 
 
 @pytest.mark.parametrize(
@@ -100,9 +97,7 @@ def _weights_only(role: mpx.quantization.Role, for_wgrad: bool):
         (mpx.CustomRecipe(_weights_only), "sm_90", "dequantized", "not quantized"),
     ],
 )
-def test_paths(
-    recipe: mpx.quantization.AbstractRecipe, target: str, path: str, why: str
-):
+def test_paths(recipe: AbstractRecipe, target: str, path: str, why: str):
     product = matrix_product(recipe, "bfloat16", target_from(target))
     found, reason = path_of(product)
     assert found == path and why in reason

@@ -27,7 +27,7 @@ _REASONS: dict[str, dict[str, str]] = {
     "nn": {
         "its operands are quantized already": """
             get_scaled_dot_general_config scaled_dot_general scaled_matmul
-        """,
+        """
     },
     "lax": {
         "a class or a setting": """
@@ -86,7 +86,7 @@ _REASONS: dict[str, dict[str, str]] = {
         "handles state or modes": """
             Shared State StateIndex StatefulLayer delete_init_state inference_mode
             make_with_state
-        """,
+        """
     },
     "haiku": {
         "a container, a base class or a type": """

@@ -4,6 +4,7 @@ Programs stand in modules by kind. `PROGRAMS` has all of them by name; a suite i
 product of it with dtypes and ways to call.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ PROGRAMS = {
 }
 
 
-def cases(quick: tuple[str, ...] = ()) -> list[Any]:
+def cases(quick: Collection[str] = ()) -> list[Any]:
     """The names for `parametrize`, of which all but the quick ones are slow."""
     marked = slow_but(quick, PROGRAMS)
     for i, name in enumerate(PROGRAMS):

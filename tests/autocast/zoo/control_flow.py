@@ -32,33 +32,6 @@ def cond(key):
 
 
 @program()
-def switch(key):
-    def loss(w, x, indices):
-        branches = (
-            lambda x: jax.nn.relu(x @ w[0]),
-            lambda x: jax.nn.softmax(x) @ w[1],
-            lambda x: x / 2,
-        )
-
-        def step(x, i):
-            return lax.switch(i, branches, x), None
-
-        x, _ = lax.scan(step, x, indices)
-        return mean_square(x - 1), x
-
-    return loss, (*layers(key, 2), jnp.array([0, 2, 1, 0]))
-
-
-@program()
-def map_in_batches(key):
-    def loss(w, x):
-        y = lax.map(lambda row: jax.nn.gelu(row @ w[0]) @ w[1], x, batch_size=4)
-        return mean_square(y - 1), y
-
-    return loss, layers(key, 2)
-
-
-@program()
 def associative_scan(key):
     """A linear recurrence, as state space models have it, and products of matrices."""
 
@@ -156,10 +129,7 @@ def remat_in_scan(key):
         return mean_square(x - 1), x
 
     keys = jax.random.split(key)
-    return loss, (
-        0.5 * weight(keys[0], 3, 2, WIDTH, WIDTH),
-        normal(keys[1], 8, WIDTH),
-    )
+    return loss, (0.5 * weight(keys[0], 3, 2, WIDTH, WIDTH), normal(keys[1], 8, WIDTH))
 
 
 def only_float32(x):

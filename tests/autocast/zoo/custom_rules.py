@@ -34,11 +34,7 @@ def forward_pass(q, k, v, scale):
         mixed = mixed * shrink[..., None] + jnp.einsum("hqk,hkd->hqd", weights, v)
         return (new, total, mixed), None
 
-    start = (
-        jnp.full(q.shape[:-1], -1e30),
-        jnp.zeros(q.shape[:-1]),
-        jnp.zeros(q.shape),
-    )
+    start = (jnp.full(q.shape[:-1], -1e30), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
     (largest, total, mixed), _ = lax.scan(step, start, (blocks(k), blocks(v)))
     out = mixed / total[..., None]
     return out, (q, k, v, out, largest + jnp.log(total))
@@ -81,12 +77,6 @@ def attention_program(key, attend):
 @program()
 def flash_attention_plain(key):
     return attention_program(key, lambda q, k, v: flash_attention(q, k, v, DEPTH**-0.5))
-
-
-@program()
-def flash_attention_under_jit(key):
-    attend = jax.jit(flash_attention, static_argnums=3)
-    return attention_program(key, lambda q, k, v: attend(q, k, v, DEPTH**-0.5))
 
 
 @program()

@@ -12,31 +12,6 @@ from .program import OUTER, mean_square, normal, program
 WIDTH = 16
 
 
-@program()
-def equinox_mlp(key):
-    keys = jax.random.split(key, 3)
-    model = eqx.nn.MLP(8, 4, WIDTH, 2, key=keys[0])
-
-    def loss(model, x, target):
-        prediction = jax.vmap(model)(x)
-        return mean_square(prediction - target), prediction
-
-    return loss, (model, normal(keys[1], 8, 8), normal(keys[2], 8, 4))
-
-
-@program()
-def equinox_attention(key):
-    keys = jax.random.split(key, 2)
-    model = eqx.nn.MultiheadAttention(2, WIDTH, key=keys[0])
-
-    def loss(model, x):
-        mask = jnp.tril(jnp.ones((12, 12), bool))
-        y = jax.vmap(lambda x: model(x, x, x, mask))(x)
-        return mean_square(y - x), y
-
-    return loss, (model, normal(keys[1], 3, 12, WIDTH))
-
-
 class NormBlock(eqx.Module):
     """A residual block with two kinds of normalization."""
 
@@ -69,43 +44,29 @@ def equinox_layer_norm(key):
     return loss, (NormBlock(keys[0]), 5 + normal(keys[1], 8, WIDTH))
 
 
-def batch_norm(mode):
-    def build(key):
-        def make(key):
-            keys = jax.random.split(key)
-            return eqx.nn.Sequential(
-                [
-                    eqx.nn.Linear(8, WIDTH, key=keys[0]),
-                    eqx.nn.BatchNorm(WIDTH, "batch", momentum=0.9, mode=mode),
-                    eqx.nn.Lambda(jax.nn.relu),
-                    eqx.nn.Linear(WIDTH, 4, key=keys[1]),
-                ]
-            )
-
-        keys = jax.random.split(key, 3)
-        model, state = eqx.nn.make_with_state(make)(keys[0])
-
-        def loss(model, state, x):
-            y, state = jax.vmap(
-                model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
-            )(x, state)
-            return mean_square(y), (y, state)
-
-        # The first batch fills the statistics, so that "ema" normalizes with them.
-        _, (_, state) = loss(model, state, normal(keys[1], 16, 8))
-        return loss, (model, state, normal(keys[2], 16, 8))
-
-    return build
-
-
-@program(third_party=True)
-def equinox_batch_norm(key):
-    return batch_norm("batch")(key)
-
-
 @program(third_party=True)
 def equinox_batch_norm_ema(key):
-    return batch_norm("ema")(key)
+    def make(key):
+        keys = jax.random.split(key)
+        norm = eqx.nn.BatchNorm(WIDTH, "batch", momentum=0.9, mode="ema")
+        first, last = (
+            eqx.nn.Linear(*sizes, key=k)
+            for sizes, k in zip(((8, WIDTH), (WIDTH, 4)), keys, strict=True)
+        )
+        return eqx.nn.Sequential([first, norm, eqx.nn.Lambda(jax.nn.relu), last])
+
+    keys = jax.random.split(key, 3)
+    model, state = eqx.nn.make_with_state(make)(keys[0])
+
+    def loss(model, state, x):
+        y, state = jax.vmap(
+            model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
+        )(x, state)
+        return mean_square(y), (y, state)
+
+    # The first batch fills the statistics, so that "ema" normalizes with them.
+    _, (_, state) = loss(model, state, normal(keys[1], 16, 8))
+    return loss, (model, state, normal(keys[2], 16, 8))
 
 
 class Convolutions(eqx.Module):
@@ -159,14 +120,10 @@ def equinox_gru_in_scan(key):
     return loss, (cell, normal(keys[1], 12, 4))
 
 
-def lstm(key, width):
-    keys = jax.random.split(key, 2)
-    return eqx.nn.LSTMCell(4, width, key=keys[0]), normal(keys[1], 10, 4)
-
-
 @program(forward_mode=True)
 def equinox_lstm_in_while(key):
-    cell, xs = lstm(key, 4)
+    keys = jax.random.split(key, 2)
+    cell, xs = eqx.nn.LSTMCell(4, 4, key=keys[0]), normal(keys[1], 10, 4)
 
     def loss(cell, xs, steps):
         def body(carry):
@@ -178,31 +135,6 @@ def equinox_lstm_in_while(key):
         return mean_square(state[0]), (state, steps_done)
 
     return loss, (cell, xs, jnp.int32(10))
-
-
-@program(OUTER)
-def equinox_lstm_in_fori(key):
-    cell, xs = lstm(key, WIDTH)
-
-    def loss(cell, xs):
-        start = (jnp.zeros(WIDTH), jnp.zeros(WIDTH))
-        state = lax.fori_loop(0, 10, lambda i, state: cell(xs[i], state), start)
-        return mean_square(state[0]), state
-
-    return loss, (cell, xs)
-
-
-@program()
-def equinox_filter_checkpoint(key):
-    keys = jax.random.split(key, 3)
-    blocks = (NormBlock(keys[0]), NormBlock(keys[1]))
-
-    def loss(blocks, x):
-        for block in blocks:
-            x = jax.vmap(eqx.filter_checkpoint(block))(x)
-        return mean_square(x), x
-
-    return loss, (blocks, normal(keys[2], 8, WIDTH))
 
 
 @program()

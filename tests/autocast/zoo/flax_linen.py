@@ -53,18 +53,6 @@ class Noisy(nn.Module):
 
 
 @program(third_party=True)
-def linen_transformer_block(key):
-    keys = jax.random.split(key)
-    module, x = Block(), normal(keys[0], 2, 12, WIDTH)
-
-    def loss(variables, x):
-        y = module.apply(variables, x)
-        return mean_square(y - 1), y
-
-    return loss, (jax.jit(module.init)(keys[1], x), x)
-
-
-@program(third_party=True)
 def linen_scan_over_layers_with_remat(key):
     keys = jax.random.split(key)
     module, x = Layers(), normal(keys[0], 2, 12, WIDTH)

@@ -9,31 +9,6 @@ WIDTH = 16
 
 
 @program(third_party=True)
-def haiku_model(key):
-    keys = jax.random.split(key, 3)
-
-    def forward(x):
-        x = hk.Linear(WIDTH)(x)
-        x = hk.BatchNorm(True, True, 0.9)(x, is_training=True)
-        attention = hk.MultiHeadAttention(
-            2, WIDTH // 2, w_init=hk.initializers.VarianceScaling()
-        )
-        x = x + hk.dropout(hk.next_rng_key(), 0.25, attention(x, x, x))
-        x = hk.LayerNorm(-1, True, True)(x)
-        return hk.Linear(4)(jax.nn.relu(x))
-
-    module = hk.transform_with_state(forward)
-    x = normal(keys[0], 4, 6, 8)
-    weights, state = jax.jit(module.init)(keys[1], x)
-
-    def loss(weights, state, key, x):
-        y, state = module.apply(weights, state, key, x)
-        return mean_square(y - 1), (y, state)
-
-    return loss, (weights, state, keys[2], x)
-
-
-@program(third_party=True)
 def haiku_layer_stack(key):
     keys = jax.random.split(key)
 

@@ -29,11 +29,6 @@ def solve(key):
     return on_a_matrix(key, jnp.linalg.solve)
 
 
-@program(SOLVE, PRECISE)
-def inverse(key):
-    return on_a_matrix(key, lambda a, b: jnp.linalg.inv(a) @ b)
-
-
 @program(PRECISE)
 def cholesky(key):
     def compute(a, b):
@@ -49,15 +44,6 @@ def eigenvalues(key):
     def compute(a, b):
         values, vectors = jnp.linalg.eigh(a)
         return (vectors * jnp.log(values)[None]) @ (vectors.T @ b)
-
-    return on_a_matrix(key, compute)
-
-
-@program(PRECISE)
-def singular_values(key):
-    def compute(a, b):
-        values = jnp.linalg.svd(a @ a + a, compute_uv=False)
-        return jnp.log(values)
 
     return on_a_matrix(key, compute)
 

@@ -37,23 +37,6 @@ def optax_sigmoid(key):
     return on_logits(keys[1], loss, labels.astype(jnp.float32))
 
 
-@program(third_party=True)
-def optax_huber(key):
-    keys = jax.random.split(key)
-    return on_logits(keys[1], optax.huber_loss, normal(keys[0], BATCH, CLASSES))
-
-
-@program(third_party=True)
-def optax_kl(key):
-    keys = jax.random.split(key)
-    targets = jax.nn.softmax(normal(keys[0], BATCH, CLASSES))
-
-    def loss(logits, targets):
-        return optax.kl_divergence(jax.nn.log_softmax(logits), targets)
-
-    return on_logits(keys[1], loss, targets)
-
-
 @program(OUTER, third_party=True)
 def optax_ctc(key):
     keys = jax.random.split(key, 3)

@@ -11,6 +11,7 @@ leave alone is an *exclusion*; each has a reason, and a program names those it h
 
 import contextlib
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -72,8 +73,18 @@ class Program:
     derived: int = 0
 
     def make(self) -> Built:
-        """The function and its arguments, the same ones at every call."""
-        return self.build(jax.random.key(zlib.crc32(self.name.encode())))
+        """The function and its arguments, the same ones at every call.
+
+        The trees are new: Equinox lets a model's state be used only once.
+        """
+        fn, args = _built(self)
+        return fn, jax.tree.map(lambda x: x, args)
+
+
+@functools.cache
+def _built(program: Program) -> Built:
+    with program.context():
+        return program.build(jax.random.key(zlib.crc32(program.name.encode())))
 
 
 def program(

@@ -33,10 +33,7 @@ _call("repeat", lambda a: jnp.repeat(a, 600, axis=0), "reads")
 _call(
     "repeat",
     lambda a: jnp.repeat(
-        a,
-        jnp.array([4090, 1, 1, 1, 1, 1, 1, 0]),
-        axis=0,
-        total_repeat_length=4096,
+        a, jnp.array([4090, 1, 1, 1, 1, 1, 1, 0]), axis=0, total_repeat_length=4096
     ),
     "reads",
     variant="counts",
