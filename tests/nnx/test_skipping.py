@@ -10,11 +10,10 @@ from flax import nnx
 import mpx
 import mpx.nnx
 
-from ..helpers import unscaled
+from ..helpers import slow_but, unscaled
 from .cases import (
     BFLOAT16,
     FLOAT16,
-    MODELS,
     assert_equal,
     batch,
     full_step,
@@ -38,30 +37,19 @@ def half_step(policy):
 
 
 CASES = ("scale too high", "bfloat16", "float32")
-# Each model and each case; their product and eager steps are slow.
-DEFAULT = [
-    *((name, CASES[0]) for name in ("scanned", "tied")),
-    ("normed", CASES[1]),
-    ("convolutional", CASES[2]),
+# Each model and each case; the first three in `make test`.
+BAD_STEPS = [
+    ("scanned", CASES[0], True),
+    ("normed", CASES[1], True),
+    ("convolutional", CASES[2], True),
+    ("normed", CASES[0], False),
+    ("tied", CASES[2], True),
+    ("convolutional", CASES[0], True),
+    ("scanned", CASES[1], True),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "case", "jit"),
-    [
-        pytest.param(
-            name,
-            case,
-            jit,
-            marks=() if jit and (name, case) in DEFAULT else pytest.mark.slow,
-            id=f"{name}-{case}-{'jit' if jit else 'eager'}",
-        )
-        for name in MODELS
-        for case in CASES
-        for jit in (True, False)
-        if jit or (case == CASES[0] and name == "normed")
-    ],
-)
+@pytest.mark.parametrize(("name", "case", "jit"), slow_but(BAD_STEPS[:3], BAD_STEPS))
 def test_a_bad_step_leaves_everything_as_it_was(name, case, jit):
     step, kept, scaling = {
         "scale too high": (

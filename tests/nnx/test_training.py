@@ -50,13 +50,7 @@ def trained(step, name, scaling=None, steps=3):
     return nnx.state((model, optimizer)), out[:3], scaling
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tied",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("normed", "scanned")),
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(["tied"], ["tied", "normed"]))
 def test_good_steps_are_those_of_nnx_bit_for_bit(name):
     """Eagerly, where the compiler cannot reorder: also statistics and streams."""
     expected = trained(plain_step, name)
@@ -70,7 +64,6 @@ def test_good_steps_are_those_of_nnx_bit_for_bit(name):
     assert any("'step'" in path for path in changed)
     if name != "tied":
         assert any("'count'" in path for path in changed)
-    if name in ("normed", "convolutional"):
         assert any("'var'" in path for path in changed)
 
 
@@ -82,25 +75,23 @@ def test_good_steps_are_those_of_nnx_under_jit(name):
     assert int(got[2].steps) == 3
 
 
-@pytest.mark.parametrize("name", slow_but(["normed", "tied"], MODELS))
 @pytest.mark.parametrize(
-    ("policy", "scaling", "tolerance"),
-    [
-        (BFLOAT16, mpx.NoLossScaling, 0.1),
-        pytest.param(
-            FLOAT16,
-            lambda: mpx.DynamicLossScaling(2.0**10),
-            0.02,
-            marks=pytest.mark.slow,
-        ),
-    ],
+    ("name", "policy"),
+    slow_but(
+        [("normed", BFLOAT16), ("tied", FLOAT16)],
+        zip(MODELS, (BFLOAT16, FLOAT16, FLOAT16, BFLOAT16), strict=True),
+    ),
 )
-def test_half_precision_is_near_and_keeps_dtypes(name, policy, scaling, tolerance):
+def test_half_precision_is_near_and_keeps_dtypes(name, policy):
+    scaling, tolerance = mpx.NoLossScaling(), 0.1
+    if policy == FLOAT16:
+        scaling, tolerance = mpx.DynamicLossScaling(2.0**10), 0.02
+
     def step(*args):
         return mpx_step(*args, policy=policy)
 
     expected, (_, _, expected_grads), _ = trained(PLAIN_STEP, name, steps=1)
-    state, (_, _, grads), after = trained(nnx.jit(step), name, scaling(), steps=1)
+    state, (_, _, grads), after = trained(nnx.jit(step), name, scaling, steps=1)
     assert int(after.skipped) == 0 and int(after.steps) == 1
     assert_equal(grads, expected_grads, tolerance)
     # Statistics and streams; Adam turns tiny gradients into steps of one size.
@@ -170,7 +161,6 @@ def test_keep_has_the_paths_of_the_user():
     "argnums",
     [
         1,
-        pytest.param((0, 1), marks=pytest.mark.slow),
         nnx.DiffState(0, nnx.PathContains("kernel")),
         [nnx.DiffState(1, nnx.Any(nnx.PathContains("bias"), nnx.BatchStat)), 0, 2],
     ],
