@@ -29,16 +29,13 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-QUICK = ("float32", "mpx float16", "autocast bfloat16, half stream")
+QUICK = ("mpx float16", "autocast bfloat16, half stream")
 
 
 @pytest.mark.third_party
 @pytest.mark.parametrize(
     "name",
-    slow_but(
-        QUICK,
-        [arm for arm in our_arms.ARMS if arm in QUICK or "half stream" not in arm],
-    ),
+    slow_but(QUICK, [*QUICK, "delayed", "naive bfloat16", "nvfp4"]),
 )
 def test_every_arm_trains(name):
     arm = our_arms.ARMS[name]
@@ -97,6 +94,7 @@ def test_a_failing_worker_says_why():
         ask("ours", request)
 
 
+@pytest.mark.slow
 @needs_peers
 def test_the_peers_worker_has_the_published_mpx():
     arms = ("float32", "MPX float16", "MPX bfloat16", "JMP float16")
