@@ -475,21 +475,6 @@ def test_the_whole_job(job, tmp_path):
     assert not (folder / "checkpoints").exists()
 
 
-@pytest.mark.slow
-def test_many_devices_skip_the_steps_that_two_skip():
-    """One skips others: its gradients are products of float16, and overflow earlier."""
-    auto = (jax.sharding.AxisType.Auto,)
-    two = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[:2])
-    few, many = (
-        train(CONFIG, "float16", load_data(CONFIG), mesh=mesh)[1]
-        for mesh in (two, data_mesh())
-    )
-    assert [row.finite for row in few] == [row.finite for row in many]
-    np.testing.assert_allclose(
-        [row.loss for row in few], [row.loss for row in many], rtol=1e-2
-    )
-
-
 @pytest.mark.exhaustive
 def test_casts_by_hand_train_the_same_model(tmp_path, capsys):
     config = config_in(tmp_path, style="explicit", accumulate=1)
