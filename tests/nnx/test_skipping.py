@@ -16,6 +16,7 @@ from .cases import (
     FLOAT16,
     assert_equal,
     batch,
+    compiled,
     full_step,
     loss_fn,
     make,
@@ -139,7 +140,7 @@ def test_negative_zero_and_buffers_that_are_donated():
 def test_update_takes_any_boolean(finite):
     model, optimizer = make("tied", optax.sgd(0.5))
     before = copied((model, optimizer))
-    grads = nnx.grad(lambda m, x, y: loss_fn(m, x, y)[0])(model, *batch(0))
+    grads = nnx.jit(nnx.grad(lambda m, x, y: loss_fn(m, x, y)[0]))(model, *batch(0))
     given = jnp.array(False) if finite == "array" else finite
     assert mpx.nnx.update(optimizer, model, grads, given) is None
     if finite == "array" or not finite:
@@ -173,14 +174,16 @@ def test_update_calls_the_optimizers_own_update():
 def test_update_passes_arguments_on():
     plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5, cooldown=0)
     model, optimizer = make("tied", optax.chain(optax.sgd(0.1), plateau))
-    gradient = mpx.nnx.value_and_grad(
-        loss_fn, mpx.NoLossScaling(), has_aux=True, use_mixed_precision=False
-    )
+    options = {"has_aux": True, "use_mixed_precision": False}
+    gradient = compiled(mpx.nnx.value_and_grad, loss_fn, mpx.NoLossScaling(), **options)
     result = gradient(model, *batch(0))
+
+    @nnx.jit
+    def update(optimizer, model, result, finite):
+        mpx.nnx.update(optimizer, model, result.grads, finite, value=result.value)
+
     for finite in (True, True, False, True):
-        mpx.nnx.update(
-            optimizer, model, result.grads, finite, value=jnp.float32(result.value)
-        )
+        update(optimizer, model, result, finite)
     state = nnx.state(optimizer)["opt_state"][1]
     assert int(optimizer.step[...]) == 3
     assert float(state["scale"][...]) < 1

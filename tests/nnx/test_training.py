@@ -6,7 +6,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -345,30 +344,6 @@ assert again is mpx.nnx and "flax.nnx" in sys.modules
 
 def test_the_adapter_is_imported_on_demand():
     subprocess.run([sys.executable, "-c", ON_DEMAND], check=True)
-
-
-@pytest.mark.slow
-def test_training_reaches_the_loss_of_full_precision():
-    """A few dozen steps of Adam on a smooth function, in float16 with a scale."""
-
-    def train(step, scaling):
-        model, optimizer = make("scanned", optax.adam(1e-2))
-        step = nnx.jit(step)
-        losses = []
-        for seed in range(60):
-            x, _ = batch(seed, 32)
-            y = jnp.sin(x).sum(axis=1, keepdims=True)
-            value, _, _, scaling = step(model, optimizer, scaling, x, y)
-            losses.append(float(value))
-        return np.mean(losses[-10:]), losses[0], scaling
-
-    full, first, _ = train(plain_step, None)
-    half, _, scaling = train(
-        lambda *args: mpx_step(*args, policy=FLOAT16),
-        mpx.DynamicLossScaling(2.0**15, period=20),
-    )
-    assert full < 0.5 * first and abs(half - full) < 0.05 * first
-    assert int(scaling.steps) == 60 and int(scaling.skipped) < 10
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float16])
