@@ -490,6 +490,7 @@ def test_a_run_goes_on_bit_for_bit(inputs, name):
     assert same_bits(again, whole)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_recipe(inputs):
     params, x = inputs
     params, scaling, _ = train(mpx.init_scaling(loss, *inputs), params, x, 3)

@@ -10,8 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
 
-from .grad.cases import same_bits
-from .helpers import slow_but, unscaled
+from .helpers import assert_same_bits, slow_but, unscaled
 
 pytestmark = unscaled
 
@@ -19,10 +18,6 @@ SIZE, LAYERS = 128, 3
 X = jax.random.normal(jax.random.key(2), (16, SIZE))
 EVERY = mpx.Rules(mpx.Rule(mpx.Precision.LOW, parameter="*"))
 READ = "the stored weight is read without quantizing it again"
-
-
-def assert_same_bits(a, b):
-    assert same_bits(a, b)
 
 
 def stored_of(shape, dtype="float32", seed=0, format=mpx.Format.E4M3):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import mpx
 
 from .grad.cases import same_bits
-from .helpers import unchecked_annotations, unscaled
+from .helpers import assert_same_bits, unchecked_annotations, unscaled
 
 pytestmark = unscaled
 
@@ -26,10 +26,6 @@ QUANTIZERS = {
 each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
 two_quantizers = pytest.mark.parametrize("name", ["tensor", "mxfp8"])
 SIZE = 128
-
-
-def assert_same_bits(a, b):
-    assert same_bits(a, b)
 
 
 def model_of(dtype="float32"):
