@@ -494,10 +494,10 @@ def test_flax_restores_the_state_of_a_recipe():
 def test_flax_restores_stored_weights_and_their_masters(quantizer):
     mpx.compat.flax.register_serialization()
     tx = mpx.master_weights(optax.adam(1e-3))
+    store = jax.jit(lambda m: mpx.quantization.quantize_weights(m, quantizer))
 
     def made(scale):
-        model = {"w": scale * jax.random.normal(jax.random.key(0), (32, 32))}
-        model = mpx.quantization.quantize_weights(model, quantizer)
+        model = store({"w": scale * jax.random.normal(jax.random.key(0), (32, 32))})
         return {"model": model, "opt_state": tx.init(model)}
 
     data = flax.serialization.to_bytes(made(3.0))

@@ -309,7 +309,7 @@ def test_modules_of_nnx_are_refused_and_their_state_is_not():
     with pytest.raises(TypeError, match="changes in place.*nnx.split"):
         mpx.quantization.quantize_weights(model)
     graphdef, params = nnx.split(model, nnx.Param)
-    stored = mpx.quantization.quantize_weights(params)
+    stored = jax.jit(mpx.quantization.quantize_weights)(params)
     func = mpx.autocast(lambda params, x: jnp.mean(nnx.merge(graphdef, params)(x)))
     x = jnp.ones((2, 8))
     plain = mpx.quantization.dequantize_weights(stored)
@@ -322,7 +322,8 @@ def test_modules_of_nnx_are_refused_and_their_state_is_not():
 
 @pytest.mark.third_party
 def test_small_steps_add_up_and_changes_from_outside_count():
-    stored = mpx.quantization.quantize_weights({"w": jnp.eye(4)})
+    store = jax.jit(mpx.quantization.quantize_weights)
+    stored = store({"w": jnp.eye(4)})
     tx = mpx.master_weights(optax.sgd(1.0))
     state = tx.init(stored)
     small = {"w": jnp.full((4, 4), 1e-3).at[0].set(0.0)}
@@ -331,7 +332,7 @@ def test_small_steps_add_up_and_changes_from_outside_count():
         stored, state = update(stored, state, small)
     np.testing.assert_allclose(state.masters["w"][1, 1], 0.95, rtol=1e-5)
     np.testing.assert_allclose(stored["w"].dequantize()[1, 1], 0.95, rtol=2**-4)
-    other = mpx.quantization.quantize_weights({"w": 2 * jnp.eye(4)})
+    other = store({"w": 2 * jnp.eye(4)})
     nothing = {"w": jnp.zeros((4, 4))}
     changed, state = update(other, state, nothing)
     np.testing.assert_array_equal(jnp.diag(state.masters["w"]), 2.0)

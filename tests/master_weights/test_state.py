@@ -367,7 +367,7 @@ def test_full_weights_want_the_state_of_the_model():
     model = with_bias()
     with pytest.raises(ValueError, match=r"bfloat16\[4,4\].*no master"):
         mpx.full_weights(model, optax.sgd(0.1).init(model))
-    stored = mpx.quantization.quantize_weights(
+    stored = jax.jit(mpx.quantization.quantize_weights)(
         {"w": jnp.ones((32, 32)), "b": jnp.ones(4)}
     )
     state = mpx.master_weights(optax.sgd(0.1)).init(stored)
