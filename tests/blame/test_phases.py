@@ -85,7 +85,9 @@ def test_a_fault_of_the_gradient_alone_is_backward_in_what_holds_it(way, name):
     assert first_of(WAYS[way](f), h).phase == "backward"
 
 
-@pytest.mark.parametrize("name", OF_FUNCTION)
+@pytest.mark.parametrize(
+    "name", slow_but(["exp", "zero by zero", "inner gradient"], [*OF_FUNCTION][1:])
+)
 def test_a_fault_of_the_function_is_forward(name):
     assert first_of(*OF_FUNCTION[name]).phase == "forward"
 
@@ -102,10 +104,9 @@ def test_a_fault_of_the_function_is_forward_in_what_holds_it(way, name):
     assert first_of(WAYS[way](f), h).phase == "forward"
 
 
-@pytest.mark.parametrize("way", ["remat", "remat in scan"])
-def test_an_operation_of_the_function_that_a_checkpoint_repeats_is_recompute(way):
+def test_an_operation_of_the_function_that_a_checkpoint_repeats_is_recompute():
     # Infinity is harmless forward, where 1 is divided by it, and not backward.
-    first = first_of(WAYS[way](lambda h: h / jnp.exp(h * h)), 1000 * ONE)
+    first = first_of(WAYS["remat in scan"](lambda h: h / jnp.exp(h * h)), 1000 * ONE)
     assert (first.primitive, first.phase) == ("exp", "recompute")
 
 
