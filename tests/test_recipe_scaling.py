@@ -242,7 +242,7 @@ def test_micro_batches_are_joined_by_maximum(inputs):
 
 @pytest.mark.parametrize(
     "kind",
-    ["explicit", pytest.param("shard_map", marks=pytest.mark.slow), "unchecked"],
+    ["explicit", "unchecked"],
 )
 def test_eight_devices_see_what_one_sees(inputs, amaxes, kind):
     params, x = inputs
@@ -265,14 +265,13 @@ def test_eight_devices_see_what_one_sees(inputs, amaxes, kind):
             mesh=mesh,
             in_specs=(P(), P("data")),
             out_specs=P(),
-            check_vma=kind == "shard_map",
+            check_vma=False,
         )(params, x)
 
     assert np.allclose(amaxes_of(sharded, params, x), amaxes, rtol=ULP)
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_a_step_within_shard_map(inputs, amaxes, check):
+def test_a_step_within_shard_map(inputs, amaxes):
     params, x = inputs
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -284,7 +283,6 @@ def test_a_step_within_shard_map(inputs, amaxes, check):
         mesh=mesh,
         in_specs=(P(), P("data"), P()),
         out_specs=P(),
-        check_vma=check,
     )
     seen = jax.jit(run)(params, x, mpx.init_scaling(loss, *inputs))
     assert np.allclose(seen, amaxes, rtol=ULP)
