@@ -117,7 +117,7 @@ def decoded(p, cache, token, place):
 @pytest.mark.parametrize(
     ("name", "rows"),
     slow_but(
-        [("delayed", 1)],
+        [],
         [("delayed", 1), ("mxfp8", ROWS), ("block", 1), ("nvfp4", 1), ("current", 1)],
     ),
 )
@@ -171,7 +171,7 @@ def test_two_losses_on_one_model(name):
     assert np.array_equal(run(value, model, x), run.aux[1])
 
 
-@under_delayed_and("block")
+@under_delayed_and("custom")
 def test_preferences_against_a_frozen_reference(name):
     """DPO: the reference model answers as the model did before it was trained."""
     x = normal(3, BATCH, WIDTH) * 4
@@ -211,7 +211,7 @@ def test_a_student_and_an_average_of_its_weights(name):
     assert error < (0.5 if name in ("nvfp4", "custom") else 0.15)
 
 
-@under_delayed_and("nvfp4")
+@under_delayed_and("block")
 def test_a_model_that_adapts_in_an_inner_step(name):
     """MAML: the adapted model is evaluated with the scaling of the outer step."""
     x = normal(3, BATCH, WIDTH) * 4
@@ -229,7 +229,7 @@ def test_a_model_that_adapts_in_an_inner_step(name):
     assert np.array_equal(run(applied, model, x), run.aux)
 
 
-@under_delayed_and("custom")
+@under_delayed_and("nvfp4")
 def test_adapters_that_are_merged(name):
     """LoRA: the merged weights are the base's, and are quantized as it was."""
     x = normal(3, BATCH, WIDTH) * 4
