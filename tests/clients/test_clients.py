@@ -166,6 +166,7 @@ def test_words_of_a_program_are_those_of_today():
     assert "bfloat16" in found and "current" not in found
 
 
+@pytest.mark.slow
 def test_a_program_may_define_its_classes_inside():
     first, second = make_all(FOUND["equinox_transformer"], 2)
     assert jax.tree.structure(first.params) == jax.tree.structure(second.params)
