@@ -15,10 +15,10 @@ from tests.helpers import slow_but
 # Each model and each kind of weights once or twice; those of `make test` are cheap.
 STEPS = [
     ("tiny ffn", "float32"),
-    ("tiny LoRA", "frozen"),
+    ("tiny GPT", "masters"),
     ("tiny scan", "masters"),
     ("tiny Llama", "float32"),
-    ("tiny GPT", "masters"),
+    ("tiny LoRA", "frozen"),
     ("tiny slices", "float32"),
 ]
 

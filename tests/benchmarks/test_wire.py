@@ -129,6 +129,7 @@ def test_weights_travel_as_they_are_if_the_policy_says_so():
     assert large(found, ("all-gather",)) == {"f32"}
 
 
+@pytest.mark.slow
 def test_micro_batches_on_their_own_devices_are_summed_once():
     layout = "fsdp, shared"
     found = partitioned(layout, DELAYED)

@@ -75,7 +75,7 @@ def test_a_worker_lowers_without_a_device():
     assert len({answer["program"] for answer in answers}) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_host_cost_is_of_all_rounds():
     arms = ("float32", "mpx bfloat16")
     cases = [{**TINY, "arm": arm} for arm in arms]
@@ -109,7 +109,7 @@ def test_the_peers_worker_has_the_published_mpx():
     assert ours["program"] == answers[0]["program"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_libtpu
 def test_a_worker_compiles_for_a_tpu_and_skips_known_programs():
     cases = [{**TINY, "arm": "float32"}]
