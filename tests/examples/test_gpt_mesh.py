@@ -292,7 +292,7 @@ def test_processes_that_slurm_started_find_each_other(tmp_path):
     assert (tmp_path / "results.json").exists() and "2 x" in outputs[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_error_of_all_processes_ends_them(tmp_path):
     launcher = program("--processes", "2", "--data-path", str(tmp_path))
     output, _ = launcher.communicate(timeout=120)
