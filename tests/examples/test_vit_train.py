@@ -199,7 +199,7 @@ def test_a_skipped_step_of_a_run_is_blamed(tmp_path, capsys, monkeypatch, explic
     assert "Verdict: scale" in page.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_is_killed_before_its_first_checkpoint_starts_anew(
     finished, tmp_path
 ):
@@ -229,6 +229,7 @@ def test_results_survive_the_loss_of_metrics(finished, tmp_path):
     assert rows == [] and resumed == dataclasses.replace(result, **unknown)
 
 
+@pytest.mark.slow
 def test_checkpoint_holds_everything(finished):
     state, position = restored(finished, "float16")
     assert position == 10
@@ -317,6 +318,7 @@ def test_changed_value_is_named(finished, tmp_path):
         restored(folder, "float32")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_version_is_refused(finished, tmp_path):
     folder = copied(finished, tmp_path / "run")
     path = folder / "checkpoints" / "float32" / "10" / "record" / "metadata"
@@ -327,6 +329,7 @@ def test_checkpoint_of_another_version_is_refused(finished, tmp_path):
             restored(folder, "float32")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_run_is_refused(finished):
     with pytest.raises(
         SetupError,
@@ -354,6 +357,7 @@ def test_unfinished_run_is_not_overwritten_by_accident(tmp_path):
     assert (tmp_path / "notes.txt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["results.json", "metrics.csv"])
 def test_damaged_records_are_named(finished, tmp_path, name):
     folder = copied(finished, tmp_path / "run")
@@ -445,6 +449,7 @@ def test_runaway_skipping_stops_with_a_diagnosis():
         train(config, "float16", data, mesh=one_device())
 
 
+@pytest.mark.slow
 def test_the_whole_job(job, tmp_path):
     finished, printed = job
     folder = copied(finished, tmp_path / "run")
