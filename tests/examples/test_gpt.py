@@ -288,7 +288,7 @@ def in_float16(library, tmp_path_factory):
     return folder, train_in(folder, library, "float16", model=ONE_BLOCK)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, library):
     """Dropout's random streams, and a recipe's scales, are part of a checkpoint."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

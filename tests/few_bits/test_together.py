@@ -15,7 +15,6 @@ from optax import contrib
 import mpx
 
 from ..grad.cases import same_bits
-from ..helpers import slow_but
 
 # Optax's Adam and others mix dtypes.
 pytestmark = pytest.mark.third_party
@@ -69,7 +68,8 @@ def trained(recipe, bits):
     return losses, (model, state, scaling), lambda x: step(model, state, scaling, x)
 
 
-@pytest.mark.parametrize("recipe", slow_but([], RECIPES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_training_follows_float32_masters(recipe):
     expected, *found = (trained(recipe, bits)[0] for bits in (32, 16, 8, 0))
     for losses in found:

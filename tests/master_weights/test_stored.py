@@ -205,7 +205,7 @@ def losses(model, is_stored, steps=100):
     return np.array(found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hundred_steps_follow_those_of_float32_weights():
     model = model_of(0)
     stored, plain = (losses(model, is_stored) for is_stored in (True, False))
