@@ -15,7 +15,7 @@ from . import corpus
 
 FAULTS = corpus.faults(10, seed=1)
 del FAULTS[3:5]  # others are like them
-QUICK = [FAULTS[i] for i in (0, 2, 7)]  # each kind of program and of precision
+QUICK = [FAULTS[0], FAULTS[2]]
 
 
 @pytest.mark.parametrize("fault", slow_but(QUICK, FAULTS), ids=lambda f: f.name)
@@ -105,7 +105,10 @@ def test_a_rule_that_cures_it_is_tried_and_printed():
     ("plant", "precision", "maker", "reason"),
     [
         ("log_of_small", "explicit float16", "exp", "underflowed to it in float16"),
-        ("one_minus", "explicit bfloat16", "sub", "rounded to it in bfloat16"),
+        pytest.param(
+            *("one_minus", "explicit bfloat16", "sub", "rounded to it in bfloat16"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_made_a_zero_is_named(plant, precision, maker, reason):
@@ -115,16 +118,6 @@ def test_what_made_a_zero_is_named(plant, precision, maker, reason):
     assert report.first.made_by == maker
     assert report.first.made_at == report.first.line
     assert report.first.reason.endswith(reason)
-
-
-def test_the_rows_of_the_batch_that_do_it_are_named():
-    def loss(w, x):
-        return jnp.mean(jnp.log(x) @ w)
-
-    x = jnp.ones((16, 4)).at[jnp.array([3, 11]), 2].set(0)
-    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(jnp.ones((4, 2)), x)
-    assert report.rows == (3, 11)
-    assert report.first.reason == "the logarithm of zero"
 
 
 @pytest.fixture(scope="module")

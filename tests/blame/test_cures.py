@@ -162,5 +162,6 @@ def test_rows_that_were_not_tried_are_counted():
     assert text in " ".join(str(report).split()) and text in report.to_html()
 
 
+@pytest.mark.slow
 def test_where_every_row_does_it_no_row_is_named():
     assert log_of(32, range(32)).rows == ()
