@@ -66,7 +66,7 @@ def data():
     return x, jnp.arange(ROWS) % CLASSES
 
 
-@pytest.fixture(params=slow_but(["delayed"], RECIPES))
+@pytest.fixture(params=slow_but([], RECIPES))
 def trained(request, data):
     """A recipe, and the model and scaling after two steps."""
     recipe, model = RECIPES[request.param], mlp()

@@ -102,7 +102,6 @@ PROGRAMS = {
     "on devices": quantized(functools.partial(on_devices, True)),
     "on devices, unchecked": quantized(functools.partial(on_devices, False)),
     "experts": quantized(experts),
-    "jitted": Program(jax.jit(mpx.autocast(loss, recipe=RECIPE))),
     "a rule": Program(
         mpx.autocast(loss, rules=mpx.Rules(mpx.Rule(RECIPE, primitive="dot_general")))
     ),
@@ -130,7 +129,7 @@ def step_of(name: str):
 
 
 # One for each way on which the number of the step gets to a product.
-QUICK = ("plain", "scanned", "a rule")
+QUICK = ("scanned", "a rule")
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, PROGRAMS))
@@ -296,6 +295,7 @@ def test_steps_that_are_not_jitted_trace_jitted_functions_once():
     assert counts == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_outside_of_a_training_step_the_numbers_alone_decide():
     gradient = jax.jit(jax.grad(PROGRAMS["plain"].func))
     assert equal(gradient(*inputs()), gradient(*inputs()))

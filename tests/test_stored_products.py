@@ -109,7 +109,7 @@ def but_for_weights(role, for_wgrad):
 @pytest.mark.parametrize(
     ("recipe", "name"),
     slow_but(
-        [("current", "reshaped"), ("delayed", "a loop over a stack")],
+        [("current", "reshaped")],
         [
             ("delayed" if number % 2 else "current", name)
             for number, name in enumerate(PROGRAMS)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import mpx
 
 from .grad.cases import same_bits
-from .helpers import assert_same_bits, unchecked_annotations, unscaled
+from .helpers import assert_same_bits, slow_but, unchecked_annotations, unscaled
 
 pytestmark = unscaled
 
@@ -24,7 +24,9 @@ QUANTIZERS = {
     "mxfp8": mpx.quantization.MXFP8Quantizer(),
 }
 each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)
-two_quantizers = pytest.mark.parametrize("name", ["tensor", "mxfp8"])
+two_quantizers = pytest.mark.parametrize(
+    "name", slow_but(["mxfp8"], ["tensor", "mxfp8"])
+)
 SIZE = 128
 
 
