@@ -112,7 +112,7 @@ def loss_of(shape, planted=None):
 @pytest.mark.parametrize(
     "shape",
     slow_but(
-        ["nested scan", "cond", "shard_map"],
+        ["nested scan", "shard_map"],
         ["nested scan", "cond", "shard_map", "remat in scan"],
     ),
 )
@@ -138,7 +138,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["float16", "current"], PRECISIONS))
+@pytest.mark.parametrize("name", slow_but(["current"], PRECISIONS))
 def test_a_precision_has_the_digits_that_it_has(name):
     options, least, most = PRECISIONS[name]
     loss = loss_of("scan")

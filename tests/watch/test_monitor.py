@@ -206,9 +206,7 @@ def plain_operands(w, x):
 
 @pytest.mark.parametrize(
     "shape",
-    slow_but(
-        ["jit", "scan", "remat in scan"], sorted(set(SHAPES) - {"shard_map", "cond"})
-    ),
+    slow_but(["scan", "remat in scan"], sorted(set(SHAPES) - {"shard_map", "cond"})),
 )
 def test_each_operand_is_counted_once_wherever_it_stands(shape):
     w, x = weights(), data()
