@@ -157,7 +157,7 @@ def test_keep_has_the_paths_of_the_user():
 @pytest.mark.parametrize(
     "argnums",
     [
-        1,
+        pytest.param(1, marks=pytest.mark.slow),
         nnx.DiffState(0, nnx.PathContains("kernel")),
         [nnx.DiffState(1, nnx.Any(nnx.PathContains("bias"), nnx.BatchStat)), 0, 2],
     ],
@@ -183,6 +183,7 @@ def test_argnums_are_those_of_nnx(argnums):
     assert_equal(nnx.state(a[:2]), nnx.state(b[:2]))
 
 
+@pytest.mark.slow
 def test_a_variable_and_a_tree_of_modules_can_be_differentiated():
     weight = nnx.Variable(jnp.arange(1.0, 4.0))
     result = mpx.nnx.value_and_grad(
