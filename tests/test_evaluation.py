@@ -118,7 +118,7 @@ def decoded(p, cache, token, place):
     ("name", "rows"),
     slow_but(
         [],
-        [("delayed", 1), ("mxfp8", ROWS), ("block", 1), ("nvfp4", 1), ("current", 1)],
+        [("delayed", 1), ("mxfp8", ROWS), ("block", 1), ("current", 1)],
     ),
 )
 def test_a_gpt_samples_with_a_cache_what_it_has_learned(name, rows):

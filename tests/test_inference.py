@@ -13,7 +13,7 @@ from flax import nnx
 import mpx
 
 from .helpers import slow_but
-from .registries import RECIPES
+from .registries import RECIPES, STATELESS
 
 ROWS, CLASSES = 64, 10
 RECIPE = mpx.DelayedScaling(warm_start=True)
@@ -66,7 +66,7 @@ def data():
     return x, jnp.arange(ROWS) % CLASSES
 
 
-@pytest.fixture(params=slow_but([], RECIPES))
+@pytest.fixture(params=slow_but([], ["delayed", *STATELESS]))
 def trained(request, data):
     """A recipe, and the model and scaling after two steps."""
     recipe, model = RECIPES[request.param], mlp()

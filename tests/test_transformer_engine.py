@@ -447,7 +447,7 @@ def test_several_recipes_by_contexts_around_layers(name, context):
 
 
 @pytest.mark.filterwarnings("ignore:.*before its first step")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_several_recipes_for_transformer_layers():
     """The second example of the introduction, layer by layer."""
     model, depth, quantized = MODELS["nested"]

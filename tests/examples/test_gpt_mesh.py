@@ -174,8 +174,8 @@ def test_without_a_mesh_nothing_is_pinned():
     slow_but(
         [],
         [
-            (ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
             ({"fsdp": 8}, "float32", {"model": SMALL}),
+            (ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
             (ALL, "delayed", {"scan": True}),
         ],
     ),
