@@ -6,6 +6,7 @@ also with numbers of 8 bits and their scales, and with counters.
 
 import copy
 import functools
+import itertools
 import pickle
 
 import equinox as eqx
@@ -80,8 +81,10 @@ ARITHMETIC = {
 }
 
 
-@pytest.mark.parametrize("name", ARITHMETIC)
-@pytest.mark.parametrize("make", [stored, quantized, compressed])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [*zip(ARITHMETIC, itertools.cycle([stored, quantized, compressed]))],
+)
 @pytest.mark.third_party  # standard promotion, as users have it
 def test_computing_with_parts_of_a_number_is_refused(make, name):
     with pytest.raises(
@@ -174,8 +177,7 @@ MOVES = {
 MAKERS = {"stored": stored, "quantized": quantized, "recipe": with_recipe}
 
 
-@pytest.mark.parametrize("name", MOVES)
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(("name", "kind"), [*zip(MOVES, itertools.cycle(MAKERS))])
 def test_moving_arrays_changes_nothing(kind, name):
     tree = MAKERS[kind]()
     assert same_bits(MOVES[name](tree), tree)

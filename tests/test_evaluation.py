@@ -5,7 +5,6 @@ that computes that alone, under every recipe.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,10 @@ from .registries import RECIPES
 WIDTH, WORDS, LENGTH, ROWS = 32, 16, 4, 4
 BATCH = 32
 
-QUICK = ("delayed",)
-every_recipe = pytest.mark.parametrize("name", slow_but(QUICK, RECIPES))
+
+def under_delayed_and(*others):
+    """Each program under delayed scaling, and all recipes over the programs."""
+    return pytest.mark.parametrize("name", slow_but(["delayed"], ["delayed", *others]))
 
 
 def normal(seed, *shape):
@@ -115,7 +116,10 @@ def decoded(p, cache, token, place):
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    slow_but([("delayed", 1)], itertools.product(RECIPES, [ROWS, 1])),
+    slow_but(
+        [],
+        [("delayed", 1), ("mxfp8", ROWS), ("block", 1), ("current", 1)],
+    ),
 )
 def test_a_gpt_samples_with_a_cache_what_it_has_learned(name, rows):
     """Token by token, of one text, too: logits of the whole sequence."""
@@ -141,7 +145,7 @@ def test_a_gpt_samples_with_a_cache_what_it_has_learned(name, rows):
     assert np.array_equal(accuracy, jnp.argmax(run.aux, -1) == tokens)
 
 
-@every_recipe
+@under_delayed_and("current")
 def test_two_losses_on_one_model(name):
     """A policy and a value on one trunk, each evaluated alone."""
     x = normal(3, BATCH, WIDTH) * 4
@@ -167,7 +171,7 @@ def test_two_losses_on_one_model(name):
     assert np.array_equal(run(value, model, x), run.aux[1])
 
 
-@every_recipe
+@under_delayed_and("custom")
 def test_preferences_against_a_frozen_reference(name):
     """DPO: the reference model answers as the model did before it was trained."""
     x = normal(3, BATCH, WIDTH) * 4
@@ -186,7 +190,7 @@ def test_preferences_against_a_frozen_reference(name):
     assert np.array_equal(alone(model, x), run.aux[0])
 
 
-@every_recipe
+@under_delayed_and("mxfp8")
 def test_a_student_and_an_average_of_its_weights(name):
     """Distillation from a running average, which is evaluated as the student is."""
     x = normal(3, BATCH, WIDTH) * 4
@@ -207,7 +211,7 @@ def test_a_student_and_an_average_of_its_weights(name):
     assert error < (0.5 if name in ("nvfp4", "custom") else 0.15)
 
 
-@every_recipe
+@under_delayed_and("block")
 def test_a_model_that_adapts_in_an_inner_step(name):
     """MAML: the adapted model is evaluated with the scaling of the outer step."""
     x = normal(3, BATCH, WIDTH) * 4
@@ -225,7 +229,7 @@ def test_a_model_that_adapts_in_an_inner_step(name):
     assert np.array_equal(run(applied, model, x), run.aux)
 
 
-@every_recipe
+@under_delayed_and("nvfp4")
 def test_adapters_that_are_merged(name):
     """LoRA: the merged weights are the base's, and are quantized as it was."""
     x = normal(3, BATCH, WIDTH) * 4

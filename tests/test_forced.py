@@ -56,9 +56,9 @@ FUNCTIONS = {
             ("norm", "float16"),
             ("softmax", "bfloat16"),
             ("a lambda", "bfloat16"),
-            ("a vmapped layer", "bfloat16"),
+            ("a vmapped layer", "float16"),
         ],
-        itertools.product(FUNCTIONS, ("bfloat16", "float16")),
+        zip(FUNCTIONS, itertools.cycle(("float16", "bfloat16")), strict=False),
     ),
 )
 def test_values_and_gradients_are_those_of_casting(name, dtype):
@@ -119,17 +119,19 @@ def gradient_of_closure(name):
     return jax.jit(jax.grad(lambda b: loss_of_closure(name, b, cast)))(jnp.cos(X))
 
 
-@pytest.mark.parametrize("name", CLOSURES)
 @pytest.mark.parametrize(
-    "transform",
+    ("name", "transform"),
     [
-        lambda f: f,
-        jax.jit,
-        jax.checkpoint,
-        lambda f: (
-            lambda b: jax.lax.scan(lambda c, b: (c + f(b), None), 0.0, b[None])[0]
+        ("softmax", lambda f: f),
+        ("norm", jax.jit),
+        ("gelu", jax.checkpoint),
+        (
+            "softmax",
+            lambda f: (
+                lambda b: jax.lax.scan(lambda c, b: (c + f(b), None), 0.0, b[None])[0]
+            ),
         ),
-        lambda f: lambda b: jax.vmap(f)(b[None])[0],
+        ("norm", lambda f: lambda b: jax.vmap(f)(b[None])[0]),
     ],
     ids=["plain", "jit", "remat", "scan", "vmap"],
 )

@@ -45,19 +45,24 @@ def loss(model, x):
 @pytest.fixture(scope="module")
 def good():
     """Weights, optimizer state and scaling after a few steps."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    normal = jax.random.normal
-    stored = mpx.quantization.quantize_weights(
-        {"w": normal(keys[4], (32, 8))},
-        mpx.quantization.TensorQuantizer(mpx.Format.E4M3),
-    )["w"]
-    model = Model(
-        normal(keys[0], (16, 8)),
-        normal(keys[1], (8, 4)).astype(jnp.float16),
-        normal(keys[2], (8, 4)).astype(jnp.bfloat16),
-        jax.lax.complex(jnp.ones(4), jnp.ones(4)),
-        stored,
-    )
+
+    @jax.jit
+    def made(keys):
+        normal = jax.random.normal
+        stored = mpx.quantization.quantize_weights(
+            {"w": normal(keys[4], (32, 8))},
+            mpx.quantization.TensorQuantizer(mpx.Format.E4M3),
+        )["w"]
+        model = Model(
+            normal(keys[0], (16, 8)),
+            normal(keys[1], (8, 4)).astype(jnp.float16),
+            normal(keys[2], (8, 4)).astype(jnp.bfloat16),
+            jax.lax.complex(jnp.ones(4), jnp.ones(4)),
+            stored,
+        )
+        return model, normal(keys[3], (4, 16))
+
+    model, x = made(jax.random.split(jax.random.key(0), 5))
     weights = {"wide": model.wide}
     optimizer = optax.adam(1e-3)
     opt_state = optimizer.init(weights)
@@ -66,7 +71,6 @@ def good():
         return jnp.sum((x @ weights["wide"]) ** 2)
 
     loss = mpx.autocast(loss, recipe=RECIPE)
-    x = normal(keys[3], (4, 16))
     scaling = mpx.init_scaling(loss, weights, x)
 
     @jax.jit
@@ -83,7 +87,9 @@ def good():
 
 def spoil(array, value):
     """An array with one bad number, the last."""
-    return array.ravel().at[-1].set(value).reshape(array.shape)
+    bad = np.array(array)
+    bad.flat[-1] = value
+    return jnp.asarray(bad)
 
 
 def replace(state, where, new):
@@ -216,11 +222,12 @@ def test_states_before_the_first_step_may_be_saved():
 
 
 def test_what_a_run_reaches_may_be_saved_at_every_step(good):
-    state = good["scaling"]
+    state, adjusted = good["scaling"], jax.jit(lambda state: state.adjust(True))
     for amax in (3.0, 0.0, 1e-30, 1e30, 0.0, 0.0, 0.0, 0.0, 2.0**-140, 7.0, 1e38):
-        state = dataclasses.replace(
-            state, amaxes=tuple(jnp.full_like(a, amax) for a in state.amaxes)
-        ).adjust(True)
+        amaxes = tuple(
+            jnp.asarray(np.full(a.shape, amax, a.dtype)) for a in state.amaxes
+        )
+        state = adjusted(dataclasses.replace(state, amaxes=amaxes))
         mpx.guard(state)
 
 

@@ -222,17 +222,18 @@ GRADIENTS = {
     "value_and_grad": lambda f, s: mpx.value_and_grad(f, s),
     "calculate_scaled_grad": lambda f, s: mpx.calculate_scaled_grad(f, s),
     "accumulate": lambda f, s: mpx.filter_grad(f, s, accumulate=2),
-    "accumulate_dtype": lambda f, s: (
-        mpx.filter_grad(f, s, accumulate_dtype="float32")
-        if f is plain
-        else mpx.filter_grad(f, s)
-    ),
+    "accumulate_dtype": lambda f, s: mpx.filter_grad(f, s, accumulate_dtype="float32"),
     "skip=False": lambda f, s: mpx.filter_grad(f, NONE(skip=False)),
 }
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("name", ["explicit", "autocast", "jitted", "region", "rule"])
+WARNED = ("explicit", "autocast", "jitted", "region", "rule", "autocast", "explicit")
+
+
+@pytest.mark.parametrize(
+    ("gradient", "name"),
+    [*zip(GRADIENTS, WARNED, strict=False), ("skip=False", "jitted")],
+)
 def test_float16_without_loss_scaling_gets_a_warning(gradient, name):
     func = FLOAT16[name][0]
     with pytest.warns(UserWarning, match=WARNING) as caught:

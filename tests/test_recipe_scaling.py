@@ -209,8 +209,8 @@ def test_two_recipes_for_one_use_are_an_error(inputs):
         mpx.init_scaling(autocast(func), inputs[0]["first"][:, :N], inputs[1])
 
 
-@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit])
-def test_programs_within_the_program_change_nothing(inputs, wrap, turns):
+def test_programs_within_the_program_change_nothing(inputs, turns):
+    wrap = lambda body: jax.checkpoint(jax.jit(body))  # noqa: E731
     wrapped = autocast(functools.partial(scanned, wrap=wrap))
     assert np.array_equal(amaxes_of(wrapped, *inputs), turns)
 
@@ -242,18 +242,13 @@ def test_micro_batches_are_joined_by_maximum(inputs):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "explicit",
-        pytest.param("auto", marks=pytest.mark.slow),
-        pytest.param("shard_map", marks=pytest.mark.slow),
-        "unchecked",
-    ],
+    slow_but(["unchecked"], ["explicit", "unchecked"]),
 )
 def test_eight_devices_see_what_one_sees(inputs, amaxes, kind):
     params, x = inputs
-    explicit = AxisType.Explicit if kind == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(explicit,))
-    if kind in ("auto", "explicit"):
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    if kind == "explicit":
         x = jax.device_put(x, NamedSharding(mesh, P("data")))
         params = jax.device_put(params, NamedSharding(mesh, P()))
         with jax.set_mesh(mesh):
@@ -270,14 +265,13 @@ def test_eight_devices_see_what_one_sees(inputs, amaxes, kind):
             mesh=mesh,
             in_specs=(P(), P("data")),
             out_specs=P(),
-            check_vma=kind == "shard_map",
+            check_vma=False,
         )(params, x)
 
     assert np.allclose(amaxes_of(sharded, params, x), amaxes, rtol=ULP)
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_a_step_within_shard_map(inputs, amaxes, check):
+def test_a_step_within_shard_map(inputs, amaxes):
     params, x = inputs
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -289,7 +283,6 @@ def test_a_step_within_shard_map(inputs, amaxes, check):
         mesh=mesh,
         in_specs=(P(), P("data"), P()),
         out_specs=P(),
-        check_vma=check,
     )
     seen = jax.jit(run)(params, x, mpx.init_scaling(loss, *inputs))
     assert np.allclose(seen, amaxes, rtol=ULP)
@@ -495,6 +488,7 @@ def test_a_run_goes_on_bit_for_bit(inputs, name):
     assert same_bits(again, whole)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_recipe(inputs):
     params, x = inputs
     params, scaling, _ = train(mpx.init_scaling(loss, *inputs), params, x, 3)
@@ -515,6 +509,7 @@ def test_a_run_goes_on_with_another_recipe(inputs):
     assert np.isfinite(step(current, after.loss, params, x).value)
 
 
+@pytest.mark.slow
 def test_scales_of_another_format_are_converted(inputs):
     """Else all gradients would saturate: 448 is 2^-7 of 57344."""
     params, x = inputs
@@ -589,9 +584,7 @@ def test_frozen_scales_for_evaluation(inputs):
         mpx.inference(loss, 8.0)
 
 
-@pytest.mark.parametrize(
-    "recipe", [None, mpx.Float8CurrentScaling(), mpx.MXFP8BlockScaling()]
-)
+@pytest.mark.parametrize("recipe", [None, mpx.Float8CurrentScaling()])
 def test_one_line_evaluates_in_every_precision(recipe, inputs):
     """Where a recipe keeps no state, a frozen function is the function."""
     rules = None if recipe is None else EVERY
@@ -717,15 +710,15 @@ def in_a_loop(params, x):
     return jnp.sum(forward(params, x) ** 2) / N + jnp.sum(y)
 
 
-@pytest.mark.parametrize("func", [loss.__wrapped__, in_a_loop])
-def test_a_recipe_with_a_state_need_not_inherit_from_delayed_scaling(inputs, func):
+def test_a_recipe_with_a_state_need_not_inherit_from_delayed_scaling(inputs):
     params, x = inputs
     params = params | {"square": jnp.eye(N)}
     ours, own = (
-        mpx.autocast(func, recipe=recipe, rules=EVERY) for recipe in (RECIPE, Own())
+        mpx.autocast(in_a_loop, recipe=recipe, rules=EVERY)
+        for recipe in (RECIPE, Own())
     )
     scalings = [mpx.init_scaling(f, params, x) for f in (ours, own)]
-    for _ in range(3):
+    for _ in range(2):
         results = [
             step(f, scaling, params, x)
             for f, scaling in zip((ours, own), scalings, strict=True)
@@ -759,17 +752,14 @@ def in_scan(search):
 
 
 SEARCHES = {
-    "while": looping,
     "callback": called_back,
     "equinox": eqxi.nondifferentiable_backward,
-    "jit": jax.jit(looping),
     "checkpoint": jax.checkpoint(looping),
     "scan": in_scan(looping),
-    "stopped": lambda q: jax.lax.stop_gradient(looping(q)),
 }
 
 
-@pytest.mark.parametrize("search", slow_but(["while", "scan"], SEARCHES))
+@pytest.mark.parametrize("search", slow_but([], SEARCHES))
 def test_products_of_stopped_weights_go_into_what_has_no_derivative(inputs, search):
     recipe = mpx.DelayedScaling(amax_history_len=4, warm_start=True)
 

@@ -82,7 +82,7 @@ def arrays_of_float64(f, *args):
 
 @pytest.mark.parametrize(
     "precision",
-    slow_but(["bfloat16", "delayed", "nvfp4"], [*PRECISIONS, "nvfp4, B200"]),
+    slow_but(["delayed", "nvfp4"], [*PRECISIONS, "nvfp4, B200"]),
 )
 def test_a_float32_step_makes_no_array_of_float64(precision):
     name, *target = precision.split(", ")
@@ -94,20 +94,20 @@ def test_a_float32_step_makes_no_array_of_float64(precision):
     assert found == set()
 
 
-@pytest.mark.parametrize("precision", slow_but([], ["float16", "bfloat16"]))
-def test_a_float64_model_trains_in_float64(precision):
+@pytest.mark.slow
+def test_a_float64_model_trains_in_float64():
     """Autocast leaves float64 as it is; the loss and the weights keep their digits."""
     args = problem(jnp.float64)
-    half = mpx.autocast(loss, precision)
+    half = mpx.autocast(loss, "float16")
     scaling = mpx.init_scaling(half, *args)
     step = jax.jit(training_step(half))
     (params, _, scaling), value = step(args[0], scaling, *args[1:])
-    plain, gradients = jax.value_and_grad(loss)(*args)
+    plain, gradients = jax.jit(jax.value_and_grad(loss))(*args)
     assert value.dtype == jnp.float64
     assert abs(value - plain) < 1e-12
     assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype("float64")}
     assert int(scaling.skipped) == 0
-    again = mpx.value_and_grad(half, scaling)(*args)
+    again = jax.jit(lambda s, *args: mpx.value_and_grad(half, s)(*args))(scaling, *args)
     for ours, theirs in zip(
         *map(jax.tree.leaves, (again.grads, gradients)), strict=True
     ):

@@ -29,16 +29,13 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-QUICK = ("float32", "mpx float16", "autocast bfloat16, half stream")
+QUICK = ("mpx float16", "autocast bfloat16, half stream")
 
 
 @pytest.mark.third_party
 @pytest.mark.parametrize(
     "name",
-    slow_but(
-        QUICK,
-        [arm for arm in our_arms.ARMS if arm in QUICK or "half stream" not in arm],
-    ),
+    slow_but(QUICK, [*QUICK, "delayed", "naive bfloat16", "nvfp4"]),
 )
 def test_every_arm_trains(name):
     arm = our_arms.ARMS[name]
@@ -78,7 +75,7 @@ def test_a_worker_lowers_without_a_device():
     assert len({answer["program"] for answer in answers}) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_host_cost_is_of_all_rounds():
     arms = ("float32", "mpx bfloat16")
     cases = [{**TINY, "arm": arm} for arm in arms]
@@ -97,6 +94,7 @@ def test_a_failing_worker_says_why():
         ask("ours", request)
 
 
+@pytest.mark.slow
 @needs_peers
 def test_the_peers_worker_has_the_published_mpx():
     arms = ("float32", "MPX float16", "MPX bfloat16", "JMP float16")
@@ -111,7 +109,7 @@ def test_the_peers_worker_has_the_published_mpx():
     assert ours["program"] == answers[0]["program"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_libtpu
 def test_a_worker_compiles_for_a_tpu_and_skips_known_programs():
     cases = [{**TINY, "arm": "float32"}]

@@ -109,8 +109,17 @@ def test_a_value_that_is_finite_and_too_large_is_named_on_request():
     assert nothing.first is None
 
 
-@pytest.mark.parametrize("above", [1e3, 2e4, 3.9e4])
-@pytest.mark.parametrize("where", ["input", "weight", "constant", "literal"])
+@pytest.mark.parametrize(
+    ("where", "above"),
+    [
+        ("input", 1e3),
+        ("input", 3.9e4),
+        ("weight", 2e4),
+        ("constant", 1e3),
+        ("constant", 3.9e4),
+        ("literal", 2e4),
+    ],
+)
 def test_what_is_given_above_a_limit_is_told(where, above):
     """And does not hide what stands behind it: the limit may be any below."""
     large = jnp.full(4, 4e4)

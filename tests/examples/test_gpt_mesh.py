@@ -35,6 +35,7 @@ from examples.runs import (
     pin,
     put,
     replicated,
+    require_divisible,
 )
 from tests.helpers import slow_but
 
@@ -107,18 +108,11 @@ def test_a_mesh_has_as_many_devices_as_there_are():
         make_mesh({"data": 2, "fsdp": 3}, jax.devices()[:8])
 
 
-@pytest.mark.slow
-def test_devices_of_tensor_share_a_batch():
+def test_a_batch_is_shared_by_all_devices_but_those_of_tensor():
     config = dataclasses.replace(CONFIG, batch_size=4, model=SMALL)
-    _, rows = train(
-        dataclasses.replace(config, steps=1),
-        "float32",
-        load_data(config),
-        mesh=mesh_of(ALL),
-    )
-    assert len(rows) == 1
     with pytest.raises(SetupError, match=r"times devices, 1 x 8; got 4. Use 8\."):
         train(config, "float32", load_data(config), mesh=mesh_of({"fsdp": 8}))
+    require_divisible(config, mesh_of(ALL))
 
 
 # --- One training --------------------------------------------------------------------
@@ -161,7 +155,7 @@ def gathered(precision):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weights_are_gathered_in_half_precision():
     """XLA:CPU does it for float16; on accelerators, see benchmarks/NOTES.md."""
     full, half = gathered("float32"), gathered("float16")
@@ -180,8 +174,8 @@ def test_without_a_mesh_nothing_is_pinned():
     slow_but(
         [],
         [
-            (ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
             ({"fsdp": 8}, "float32", {"model": SMALL}),
+            (ALL, "float16", {"scan": True, "remat": True, "accumulate": 2}),
             (ALL, "delayed", {"scan": True}),
         ],
     ),
@@ -201,36 +195,6 @@ def test_every_mesh_trains_as_any_other(sizes, precision, options):
         [row.loss for row in many], [row.loss for row in one], rtol=limit
     )
     assert (precision == "float16") == any(not row.finite for row in many)
-
-
-@pytest.mark.exhaustive
-def test_resumed_on_eight_then_four_then_one_device(tmp_path):
-    """The rows are those of one run: the data position, too, is restored."""
-    config = dataclasses.replace(
-        CONFIG, model=SMALL, run_dir=tmp_path, precision="float32"
-    )
-    data, stops = load_data(config), iter([3, 3])
-    for index, sizes in enumerate([ALL, {"fsdp": 4}, {"data": 1}]):
-        config = dataclasses.replace(config, resume=index > 0)
-        left = next(stops, 10**6)
-        calls = iter(range(10**6))
-        arguments = config, "float32", data
-        options = {
-            "mesh": mesh_of(sizes),
-            "folder": RunFolder(config),
-            "should_stop": lambda calls=calls, left=left: next(calls) == left,
-        }
-        if left < 10:
-            with pytest.raises(Interrupted) as stopped:
-                train(*arguments, **options)
-            assert stopped.value.position == 3 * (index + 1)
-        else:
-            _, rows = train(*arguments, **options)
-    expected = rows_on({"data": 1}, "float32", model=SMALL)
-    assert [row.step for row in rows] == list(range(1, 11))
-    np.testing.assert_allclose(
-        [row.loss for row in rows], [row.loss for row in expected], rtol=1e-4
-    )
 
 
 # --- Two processes -------------------------------------------------------------------
@@ -328,7 +292,7 @@ def test_processes_that_slurm_started_find_each_other(tmp_path):
     assert (tmp_path / "results.json").exists() and "2 x" in outputs[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_error_of_all_processes_ends_them(tmp_path):
     launcher = program("--processes", "2", "--data-path", str(tmp_path))
     output, _ = launcher.communicate(timeout=120)

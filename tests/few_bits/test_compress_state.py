@@ -293,12 +293,6 @@ def test_errors(case, error, match):
         wrong(case)
 
 
-def test_further_arguments():
-    plateau = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
-    tx, model = mpx.compress_state(plateau, extra_args={"value": 0.0}), weights()
-    tx.update(gradients(), tx.init(model), model, value=jnp.float32(1.0))
-
-
 def test_bytes_by_part():
     model = weights("bfloat16")
     tx = mpx.master_weights(mpx.compress_state(optax.adam(1e-3)), bits=16)

@@ -36,14 +36,14 @@ def steps(tx, model, state, count, grad=1.0):
 
 
 def test_sixteen_bits_are_the_float32_master():
-    """50 steps of one program of the optimizer, so that both get the same updates."""
+    """20 steps of one program of the optimizer, so that both get the same updates."""
     model, adam = weights(), optax.adam(3e-4)
     inner = optax.GradientTransformation(adam.init, jax.jit(adam.update))
     runs = {}
     for bits in (32, 16):
         tx = mpx.master_weights(inner, bits=bits)
         after, state = model, tx.init(model)
-        for seed in range(50):
+        for seed in range(20):
             grads = jax.tree.map(jnp.float32, weights(seed))
             after, state = mpx.optimizer_update(after, tx, state, grads, True)
         runs[bits] = mpx.full_weights(after, state), after

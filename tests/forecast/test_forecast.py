@@ -251,6 +251,7 @@ def test_it_is_imported_by_nobody_else():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h100", "v5e"])
 def test_by_the_compiler_of_a_target(name):
     if why_missing(TARGETS[name]) is not None:

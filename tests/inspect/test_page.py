@@ -145,6 +145,7 @@ def test_a_browser_shows_the_most_expensive_first(report, tmp_path):
     assert shown.startswith(f"{count} of {count} operations")
 
 
+@pytest.mark.slow
 @in_browser
 def test_a_browser_colours_emulated_products_by_their_format(tmp_path):
     rows, _, document = rows_in_browser(quantized_report().to_html(), tmp_path)
@@ -186,6 +187,7 @@ def test_a_browser_reacts_to_clicks(report, tmp_path):
     assert re.search(r'<html lang="en" data-scheme="(dark|light)">', page)
 
 
+@pytest.mark.slow
 @in_browser
 def test_a_browser_shows_an_empty_program(tmp_path):
     report = mpx.explain(lambda x: x)(jnp.ones(2))

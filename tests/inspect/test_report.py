@@ -2,6 +2,7 @@
 
 import builtins
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -125,6 +126,7 @@ LOW = [
 ]
 
 
+@functools.cache
 def quantized(recipe, target="cpu"):
     def loss(w, x):
         return jnp.mean((x @ w[0] @ w[1]).astype(jnp.float32) ** 2)

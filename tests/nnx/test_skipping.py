@@ -10,13 +10,13 @@ from flax import nnx
 import mpx
 import mpx.nnx
 
-from ..helpers import unscaled
+from ..helpers import slow_but, unscaled
 from .cases import (
     BFLOAT16,
     FLOAT16,
-    MODELS,
     assert_equal,
     batch,
+    compiled,
     full_step,
     loss_fn,
     make,
@@ -38,30 +38,19 @@ def half_step(policy):
 
 
 CASES = ("scale too high", "bfloat16", "float32")
-# Each model and each case; their product and eager steps are slow.
-DEFAULT = [
-    *((name, CASES[0]) for name in ("scanned", "tied")),
-    ("normed", CASES[1]),
-    ("convolutional", CASES[2]),
+# Each model and each case; the first three in `make test`.
+BAD_STEPS = [
+    ("scanned", CASES[0], True),
+    ("normed", CASES[1], True),
+    ("convolutional", CASES[2], True),
+    ("normed", CASES[0], False),
+    ("tied", CASES[2], True),
+    ("convolutional", CASES[0], True),
+    ("scanned", CASES[1], True),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "case", "jit"),
-    [
-        pytest.param(
-            name,
-            case,
-            jit,
-            marks=() if jit and (name, case) in DEFAULT else pytest.mark.slow,
-            id=f"{name}-{case}-{'jit' if jit else 'eager'}",
-        )
-        for name in MODELS
-        for case in CASES
-        for jit in (True, False)
-        if jit or (case == CASES[0] and name == "normed")
-    ],
-)
+@pytest.mark.parametrize(("name", "case", "jit"), slow_but(BAD_STEPS[:3], BAD_STEPS))
 def test_a_bad_step_leaves_everything_as_it_was(name, case, jit):
     step, kept, scaling = {
         "scale too high": (
@@ -151,7 +140,7 @@ def test_negative_zero_and_buffers_that_are_donated():
 def test_update_takes_any_boolean(finite):
     model, optimizer = make("tied", optax.sgd(0.5))
     before = copied((model, optimizer))
-    grads = nnx.grad(lambda m, x, y: loss_fn(m, x, y)[0])(model, *batch(0))
+    grads = nnx.jit(nnx.grad(lambda m, x, y: loss_fn(m, x, y)[0]))(model, *batch(0))
     given = jnp.array(False) if finite == "array" else finite
     assert mpx.nnx.update(optimizer, model, grads, given) is None
     if finite == "array" or not finite:
@@ -185,14 +174,16 @@ def test_update_calls_the_optimizers_own_update():
 def test_update_passes_arguments_on():
     plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5, cooldown=0)
     model, optimizer = make("tied", optax.chain(optax.sgd(0.1), plateau))
-    gradient = mpx.nnx.value_and_grad(
-        loss_fn, mpx.NoLossScaling(), has_aux=True, use_mixed_precision=False
-    )
+    options = {"has_aux": True, "use_mixed_precision": False}
+    gradient = compiled(mpx.nnx.value_and_grad, loss_fn, mpx.NoLossScaling(), **options)
     result = gradient(model, *batch(0))
+
+    @nnx.jit
+    def update(optimizer, model, result, finite):
+        mpx.nnx.update(optimizer, model, result.grads, finite, value=result.value)
+
     for finite in (True, True, False, True):
-        mpx.nnx.update(
-            optimizer, model, result.grads, finite, value=jnp.float32(result.value)
-        )
+        update(optimizer, model, result, finite)
     state = nnx.state(optimizer)["opt_state"][1]
     assert int(optimizer.step[...]) == 3
     assert float(state["scale"][...]) < 1
