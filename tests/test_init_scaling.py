@@ -22,7 +22,7 @@ import mpx
 import mpx.compat.jaxamp as jaxamp
 import mpx.nnx
 
-from .grad.cases import unchecked
+from .helpers import unchecked_annotations
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 DYNAMIC, NONE = mpx.DynamicLossScaling, mpx.NoLossScaling
@@ -182,7 +182,7 @@ def test_models_of_nnx():
 
 
 def test_a_policy_that_is_none():
-    with unchecked():
+    with unchecked_annotations():
         with pytest.raises(TypeError, match="`policy` of `mpx.init_scaling`.*partial"):
             kind(plain, policy=3)
     with pytest.raises(ValueError, match="an autocast function.*Omit it"):

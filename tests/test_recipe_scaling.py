@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
 from tests.autocast.counting import relative_error
-from tests.grad.cases import same_bits, unchecked
-from tests.helpers import slow_but
+from tests.grad.cases import same_bits
+from tests.helpers import slow_but, unchecked_annotations
 
 N = 16
 # XLA may keep more digits than bfloat16 has, or not, as it fuses.
@@ -580,7 +580,10 @@ def test_frozen_scales_for_evaluation(inputs):
     assert float(fresh) != float(value)
     with pytest.raises(ValueError, match=r"`mpx\.inference` must contain the scales"):
         mpx.inference(loss, mpx.NoLossScaling())(params, x)
-    with unchecked(), pytest.raises(TypeError, match="loss scaling of a run; got"):
+    with (
+        unchecked_annotations(),
+        pytest.raises(TypeError, match="loss scaling of a run; got"),
+    ):
         mpx.inference(loss, 8.0)
 
 
@@ -607,7 +610,10 @@ def test_another_loss_scaling_leaves_what_recipes_learned(inputs):
     assert mpx.NoLossScaling().with_loss(wanted) is wanted
     for wrong in (scaling, 4.0):
         for owner in (scaling, wanted):
-            with unchecked(), pytest.raises(TypeError, match="without a state"):
+            with (
+                unchecked_annotations(),
+                pytest.raises(TypeError, match="without a state"),
+            ):
                 owner.with_loss(wrong)
 
 

@@ -6,9 +6,6 @@ import numpy as np
 
 import mpx
 
-from ..helpers import unchecked_annotations
-
-unchecked = unchecked_annotations
 mean = mpx.force_full_precision(jnp.mean, jnp.float32)
 total = mpx.force_full_precision(jnp.sum, jnp.float32)
 
