@@ -19,8 +19,8 @@ from .grad.cases import (
     params,
     same_bits,
     total,
-    unchecked,
 )
+from .helpers import unchecked_annotations
 
 # Optax's Adam and others mix dtypes.
 pytestmark = pytest.mark.third_party
@@ -452,7 +452,7 @@ def test_no_gradients_at_all():
 @pytest.mark.parametrize("finite", [1, 1.0, None, jnp.ones(()), jnp.ones(2, bool)])
 def test_finite_must_be_one_boolean(finite):
     optimizer, w = optax.sgd(RATE), jnp.ones(2)
-    with unchecked(), pytest.raises(TypeError, match="grads_finite"):
+    with unchecked_annotations(), pytest.raises(TypeError, match="grads_finite"):
         mpx.optimizer_update(w, optimizer, optimizer.init(w), w, finite)
 
 
@@ -460,7 +460,7 @@ def test_wrong_arguments_are_named():
     w, optimizer = jnp.ones(2), optax.sgd(RATE)
     state = optimizer.init(w)
     result = mpx.filter_grad(total, mpx.DynamicLossScaling())(w)
-    with unchecked():
+    with unchecked_annotations():
         with pytest.raises(TypeError, match="whole result"):
             mpx.optimizer_step(w, optimizer, state, tuple(result))
         with pytest.raises(TypeError, match="Optax transformation"):
