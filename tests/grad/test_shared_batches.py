@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mpx
 
+from ..collectives import partitioned
 from ..helpers import slow_but, unchecked_annotations
 
 HALF = "params=float32,compute=bfloat16,output=float32"
@@ -158,3 +159,17 @@ def test_gradients_may_be_summed_in_half_precision_if_no_order_is_asked_for():
     wanted = gradient(loss, how, w, x)
     error = jnp.linalg.norm(found.grads - wanted.grads)
     assert 0 < error < 0.01 * jnp.linalg.norm(wanted.grads)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [("", "bf16"), (",reduce=float32", "bf16"), (",gather=float32", "f32")],
+)
+def test_divided_weights_are_gathered_as_the_policy_says(options, dtype):
+    w, x = placed(mesh(), P("data"))
+    how = mpx.Accumulation(8, axes="data")
+    messages = partitioned(
+        lambda w, x: gradient(loss, how, w, x, HALF + options).grads, w, x
+    )
+    gathers = {m.dtype for m in messages if m.kind == "all-gather" and m.bytes > 32}
+    assert gathers == {dtype}
