@@ -159,6 +159,20 @@ def test_skip_nonfinite_never_gives_in():
         mpx.check(state, max_skipped_in_a_row=10)
 
 
+def line_search_step(optimizer, fun):
+    """A step of an optimizer that asks for values, as Optax's documentation has it."""
+
+    @jax.jit
+    def step(w, state):
+        value, grad = jax.value_and_grad(fun)(w)
+        updates, state = optimizer.update(
+            grad, state, w, value=value, grad=grad, value_fn=fun
+        )
+        return optax.apply_updates(w, updates), state
+
+    return step
+
+
 @pytest.mark.slow
 def test_skip_nonfinite_in_a_chain_with_extra_arguments():
     wrapped = optax.chain(optax.scale(2.0), mpx.skip_nonfinite(optax.sgd(RATE)))
@@ -168,14 +182,7 @@ def test_skip_nonfinite_in_a_chain_with_extra_arguments():
     lbfgs = mpx.skip_nonfinite(optax.lbfgs())
     fun = lambda w: total((w - 3) ** 2)  # noqa: E731
 
-    @jax.jit
-    def step(w, state):
-        value, grad = jax.value_and_grad(fun)(w)
-        updates, state = lbfgs.update(
-            grad, state, w, value=value, grad=grad, value_fn=fun
-        )
-        return optax.apply_updates(w, updates), state
-
+    step = line_search_step(lbfgs, fun)
     w, state = jnp.ones(2), lbfgs.init(jnp.ones(2))
     for _ in range(3):
         w, state = step(w, state)
@@ -202,14 +209,7 @@ def test_lbfgs():
             w, optimizer, state, result, value=value, grad=grad, value_fn=fun
         )
 
-    @jax.jit
-    def plain_step(w, state):
-        value, grad = jax.value_and_grad(fun)(w)
-        updates, state = optimizer.update(
-            grad, state, w, value=value, grad=grad, value_fn=fun
-        )
-        return optax.apply_updates(w, updates), state
-
+    plain_step = line_search_step(optimizer, fun)
     w, state = jnp.zeros(2), optimizer.init(jnp.zeros(2))
     scaling = mpx.NoLossScaling()
     plain, plain_state = w, state

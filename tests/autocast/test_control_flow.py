@@ -176,7 +176,7 @@ def test_a_jit_keeps_its_name_donation_and_sharding(inputs):
         ("Auto Auto", False),
         ("Explicit Explicit", True),
         pytest.param("Explicit Explicit", False, marks=pytest.mark.slow),
-        pytest.param("Auto Explicit", True, marks=pytest.mark.slow),
+        ("Auto Explicit", True),
     ],
 )
 def test_a_jit_that_gets_a_state_keeps_its_shardings(inputs, kinds, is_set):

@@ -18,34 +18,11 @@ import jax
 import pytest
 
 from .. import emitted
-from .zoo import PROGRAMS, cases
+from .zoo import OF_EACH_KIND, PROGRAMS, cases
 
 FILE = Path(__file__).with_name("emitted.json")
 # One of each kind, and all that show a decision which no other program does.
-QUICK = (
-    "static_leaves",
-    "flash_attention_plain",
-    "custom_jvp_with_an_integer",
-    "custom_batching",
-    "fft",
-    "random_numbers_and_keys",
-    "with_64_bits",
-    "cholesky",
-    "sort_and_top_k",
-    "gather_and_scatter",
-    "segments",
-    "cond",
-    "loops_in_loops",
-    "while_until_small",
-    "remat_in_scan",
-    "callbacks",
-    "hessian",
-    "linearize_inside",
-    "shard_map",
-    "explicit_mesh",
-    "pmean_under_vmap",
-    "pallas",
-)
+QUICK = (*OF_EACH_KIND, "gather_and_scatter", "hessian", "shard_map")
 RECORD = json.loads(FILE.read_text()) if FILE.exists() else {"jax": "", "programs": {}}
 
 

@@ -18,7 +18,7 @@ import pytest
 import mpx
 
 from .counting import count_stays, relative_error
-from .zoo import PROGRAMS, Program, cases, gradient
+from .zoo import OF_EACH_KIND, PROGRAMS, Program, cases, gradient
 
 Function = Callable[..., Any]
 
@@ -101,30 +101,12 @@ def found(name: str) -> Iterator[Program]:
 ONE_OF_EACH_KIND = (
     "equinox_batch_norm_ema",
     "equinox_lstm_in_while",
-    "static_leaves",
     "linen_batch_norm_and_dropout",
     "haiku_layer_stack",
     "optax_sigmoid",
-    "flash_attention_plain",
-    "custom_jvp_with_an_integer",
-    "custom_batching",
-    "fft",
-    "random_numbers_and_keys",
-    "with_64_bits",
-    "cholesky",
     "conjugate_gradients",
-    "sort_and_top_k",
-    "segments",
-    "cond",
-    "loops_in_loops",
-    "while_until_small",
-    "remat_in_scan",
-    "callbacks",
     "vjp_inside",
-    "linearize_inside",
-    "explicit_mesh",
-    "pmean_under_vmap",
-    "pallas",
+    *OF_EACH_KIND,
 )
 
 

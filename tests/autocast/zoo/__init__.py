@@ -50,6 +50,30 @@ PROGRAMS = {
 }
 
 
+# Programs of JAX and its functions alone, one of each kind.
+OF_EACH_KIND = (
+    "static_leaves",
+    "flash_attention_plain",
+    "custom_jvp_with_an_integer",
+    "custom_batching",
+    "fft",
+    "random_numbers_and_keys",
+    "with_64_bits",
+    "cholesky",
+    "sort_and_top_k",
+    "segments",
+    "cond",
+    "loops_in_loops",
+    "while_until_small",
+    "remat_in_scan",
+    "callbacks",
+    "linearize_inside",
+    "explicit_mesh",
+    "pmean_under_vmap",
+    "pallas",
+)
+
+
 def cases(quick: Collection[str] = ()) -> list[Any]:
     """The names for `parametrize`, of which all but the quick ones are slow."""
     marked = slow_but(quick, PROGRAMS)
