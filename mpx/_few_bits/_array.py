@@ -81,15 +81,15 @@ def compressed(
     Args:
         x: The numbers.
         code: How they are stored.
-        noise: For a code that is rounded randomly.
-        before: What was stored before. Numbers that are unchanged keep their codes,
-            and no random rounding moves them.
+        noise: Draws for the rounding.
+        before: The array before the step. Numbers that are unchanged keep their codes:
+            no rounding moves them.
         scales: The scales of its blocks, if they are known.
     """
     x = jnp.asarray(x, jnp.float32)
     scales = scales_of(x, code) if scales is None else scales
     codes = encode(x, scales, code, noise)
-    if code.random and before is not None:
+    if before is not None:
         is_same = x == before.full()
         if scales is not None and before.scales is not None:
             layout = layout_of(x.shape)

@@ -1,17 +1,20 @@
 r"""How a number of a state is stored in 8 or 16 bits: blocks with a scale, and a code.
 
 A block is up to 128 numbers in a row along one axis, and its scale $s$ the largest
-magnitude among them, in float32. A number is stored as the integer $k$ nearest to
+magnitude among them, in float32. An integer $k$ is read as
 
-$$k = \pm L \sqrt{|x| / s} \quad\text{(signed)} \qquad
-    k = L \sqrt[4]{x / s} \quad\text{(not negative)}$$
+$$x = \pm s (k / L)^2 \quad\text{(signed)} \qquad
+    x = s (k / L)^4 \quad\text{(not negative)}$$
 
-with $L$ = 127 and 255 in 8 bits, 32,767 and 65,535 in 16. A root spends codes on small
+with $L$ = 127 and 255 in 8 bits, 32,767 and 65,535 in 16. A power spends codes on small
 numbers: in 8 bits the smallest one is $6 \cdot 10^{-5}$ of the largest of a block, or
 $2 \cdot 10^{-10}$ of it for second moments, whose root is what divides.
 
-- A number that is not zero has a code that is not zero, and is read as a number that is
-  not zero: many optimizers divide by a moment.
+- A number between two codes is rounded to one of them randomly, so that the mean is the
+  number. To the nearest, the code of 0.9 m would be that of m for small m, and an
+  average that decays, or follows slowly, would stand still.
+- A signed number may become zero. One that may not be negative does not: many
+  optimizers divide by its root.
 - The largest number of a block is exact, so that what is read and stored again keeps
   its bits.
 - NaN or an infinity in a block, or a negative number where none may be, makes the block
@@ -45,13 +48,11 @@ class Code:
     Attributes:
         bits: 8 or 16.
         signed: Whether they may be negative.
-        random: Whether they are rounded randomly, so that the mean stays.
         blocks: Whether they are stored in blocks; else as bfloat16.
     """
 
     bits: int = 8
     signed: bool = True
-    random: bool = False
     blocks: bool = True
 
     @property
@@ -69,8 +70,7 @@ class Code:
     def __str__(self) -> str:
         if not self.blocks:
             return "bfloat16"
-        sign = "signed" if self.signed else "not negative"
-        return f"{self.bits} bits, {sign}{', rounded randomly' * self.random}"
+        return f"{self.bits} bits, {'signed' if self.signed else 'not negative'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +134,10 @@ def encode(
     x: Float32[Array, "..."],
     scales: Float32[Array, "..."] | None,
     code: Code,
-    noise: Noise | None = None,
+    noise: Noise,
 ) -> Array:
     """The integers that stand for numbers, given their scales; or the bfloat16s."""
     if scales is None:
-        assert noise is not None
         return round_randomly(x, 16, noise).astype(jnp.bfloat16)
     spread = layout_of(x.shape).spread(scales, x.shape)
     # XLA multiplies by inverses, and that of a scale above 2^126 is taken for zero.
@@ -146,15 +145,14 @@ def encode(
     part = jnp.abs(x) * factor / (spread * factor)
     levels = np.float32(code.levels)
     steps = lax.round(_root(part, code) * levels, lax.RoundingMethod.TO_NEAREST_EVEN)
-    if code.random:
-        assert noise is not None
-        # The largest number may be computed again with another last bit.
-        part = jnp.where(part > np.float32(1 - 2**-20), np.float32(1), part)
-        below = jnp.where(_power(steps, code) > part, steps - 1, steps)
-        start, end = _power(below, code), _power(below + 1, code)
-        is_up = noise.uniform(x.shape) < (part - start) / (end - start)
-        steps = jnp.where(is_up, below + 1, below)
-    steps = jnp.where((x != 0) & (steps < 1), np.float32(1), steps)
+    # The largest number may be computed again with another last bit.
+    part = jnp.where(part > np.float32(1 - 2**-20), np.float32(1), part)
+    below = jnp.where(_power(steps, code) > part, steps - 1, steps)
+    start, end = _power(below, code), _power(below + 1, code)
+    is_up = noise.uniform(x.shape) < (part - start) / (end - start)
+    steps = jnp.where(is_up, below + 1, below)
+    if not code.signed:
+        steps = jnp.where((x != 0) & (steps < 1), np.float32(1), steps)
     # What is not a number has a scale that is none, and any code.
     steps = jnp.where(steps <= levels, steps, levels)
     if code.signed:
@@ -169,9 +167,10 @@ def decode(codes: Array, scales: Array | None, code: Code) -> Float32[Array, "..
     spread = layout_of(codes.shape).spread(scales, codes.shape)
     steps = codes.astype(jnp.float32)
     magnitude = _power(jnp.abs(steps), code) * spread
+    if code.signed:
+        return jnp.where(steps < 0, -magnitude, magnitude)
     # A device may take what is below the smallest normal number for zero.
-    magnitude = jnp.where((steps != 0) & (magnitude < _TINY), _TINY, magnitude)
-    return jnp.where(steps < 0, -magnitude, magnitude)
+    return jnp.where((steps != 0) & (magnitude < _TINY), _TINY, magnitude)
 
 
 def _root(part: Array, code: Code) -> Array:

@@ -41,12 +41,12 @@ class CompressedState(NamedTuple):
     Attributes:
         inner_state: That of the inner optimizer, with a `CompressedArray` in the place
             of each array that is stored in few bits. See `full_state`.
-        step: How many steps have drawn noise; None where nothing is rounded randomly.
+        step: How many steps have drawn noise.
         guard: Detects arithmetic on the state, which would be done on codes.
     """
 
     inner_state: PyTree
-    step: UInt32[Array, ""] | None
+    step: UInt32[Array, ""]
     guard: Guard | None = None
 
 
@@ -143,19 +143,17 @@ def compress_state(
         inner = _widened_state(inner, params)
         kinds, weights = _kinds(optimizer, params, inner, extra), _Weights(params)
         leaves, form = jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_ours)
-        step, is_random, stored = jnp.zeros((), jnp.uint32), False, []
+        step, stored = jnp.zeros((), jnp.uint32), []
         for (key_path, leaf), kind in zip(
             leaves, form.flatten_up_to(kinds), strict=True
         ):
             path = path_text(key_path)
             if _is_chosen(key_path, leaf, kind, weights, where):
-                code = _code(moments, kind)
-                is_random |= code.random
-                leaf = compressed(leaf, code, Noise(step, path))
+                leaf = compressed(leaf, _code(moments, kind), Noise(step, path))
             stored.append(leaf)
-        count = step + jnp.uint32(1) if is_random else None
         guard = Guard(jnp.ones((), bool))
-        return CompressedState(jax.tree.unflatten(form, stored), count, guard)
+        step = step + jnp.uint32(1)
+        return CompressedState(jax.tree.unflatten(form, stored), step, guard)
 
     def update(
         updates: PyTree,
@@ -167,11 +165,10 @@ def compress_state(
         updates = jax.tree.map(_widened, updates)
         run = lambda inner: optimizer.update(updates, inner, params, **extra_args)  # noqa: E731
         new, stored = _run(run, state)
-        step = state.step
-        if step is not None:
-            skipped = was_skipped(state.inner_state, stored)
-            after = step + jnp.uint32(1)
-            step = after if skipped is None else jnp.where(skipped, step, after)
+        skipped = was_skipped(state.inner_state, stored)
+        step = state.step + jnp.uint32(1)
+        if skipped is not None:
+            step = jnp.where(skipped, state.step, step)
         return new, CompressedState(stored, step, state.guard)
 
     return Transformation(init, update)
@@ -302,10 +299,9 @@ def _is_chosen(
 
 def _code(moments: Moments, kind: Kind) -> Code:
     if moments == "bfloat16":
-        # Not to the nearest: an average would stand still within 0.4 % of it.
-        return Code(16, random=True, blocks=False)
-    is_sum = kind.accumulates or kind.is_copy
-    return Code(16 if is_sum or moments == "16bit" else 8, kind.signed, is_sum)
+        return Code(16, blocks=False)
+    is_wide = kind.accumulates or kind.is_copy or moments == "16bit"
+    return Code(16 if is_wide else 8, kind.signed)
 
 
 def _started_from(state: PyTree, inner: PyTree) -> PyTree:
@@ -345,9 +341,8 @@ def _with_arrays(state: Any) -> CompressedState:
             return node
         codes, scales = node["codes"], node["scales"]
         bits = 8 * codes.dtype.itemsize
-        is_random = bits == 16 and state.step is not None
         signed = jnp.issubdtype(codes.dtype, jnp.signedinteger) or scales is None
-        code = Code(bits, signed, is_random, scales is not None)
+        code = Code(bits, signed, scales is not None)
         return CompressedArray(codes, scales, code)
 
     inner = jax.tree.map(
@@ -425,11 +420,10 @@ def _stored(
     state: CompressedState, inner: PyTree, scales: dict[int, Array | None]
 ) -> PyTree:
     """The new state of the inner optimizer, stored as the one before."""
-    step = jnp.zeros((), jnp.uint32) if state.step is None else state.step
     stored = []
     for place, (path, old, new) in enumerate(_pairs(state.inner_state, inner)):
         if isinstance(old, CompressedArray):
-            noise = Noise(step, path_text(path))
+            noise = Noise(state.step, path_text(path))
             new = compressed(new, old.code, noise, old, scales.get(place))
         elif is_float_leaf(old) and is_float_leaf(new) and old.dtype != new.dtype:
             new = new.astype(old.dtype)

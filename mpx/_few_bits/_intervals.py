@@ -11,7 +11,7 @@ $x + c (y - x)$ lies between x and y for c from 0 to 1. So a value remembers of 
 is a multiple (`root`), and how it leads from one value to another (`path`).
 
 With the bounds travels which array of the state a value is, or was before something
-was added to it: `origin`.
+was added to it, and by which `factor` it was multiplied.
 """
 
 import math
@@ -37,8 +37,9 @@ class Bounds(NamedTuple):
     Attributes:
         low: No number is smaller.
         high: No number is larger.
-        origin: The input that it is, or to which something was added; or `CONSTANT`,
-            or `COMPUTED`.
+        origin: The input that it is, times `factor`, or to which something was added;
+            or `CONSTANT`, or `COMPUTED`.
+        factor: The smallest factor of its origin; positive.
         is_copy: Whether it depends on the weights.
         is_whole: Whether all numbers are integers.
         root: The variable that it is a multiple of, by factors that are not negative.
@@ -48,6 +49,7 @@ class Bounds(NamedTuple):
     low: float = -_INF
     high: float = _INF
     origin: int = COMPUTED
+    factor: float = 1.0
     is_copy: bool = False
     is_whole: bool = False
     root: object = None
@@ -66,12 +68,14 @@ class Path(NamedTuple):
         low: The lower bound of the value that it is subtracted from.
         high: The upper bound.
         least: The smallest part.
+        most: The largest part.
     """
 
     start: object
     low: float
     high: float
     least: float
+    most: float = 1.0
 
 
 class Intervals(Flow[Bounds]):
@@ -98,7 +102,7 @@ class Intervals(Flow[Bounds]):
         low = a.low if a.low <= b.low else max(x for x in _LEVELS if x <= b.low)
         high = a.high if a.high >= b.high else min(x for x in _LEVELS if x >= b.high)
         is_copy, is_whole = a.is_copy or b.is_copy, a.is_whole and b.is_whole
-        return Bounds(low, high, _joined_origin(a, b), is_copy, is_whole)
+        return Bounds(low, high, *_joined_origin(a, b), is_copy, is_whole)
 
     def transfer(self, equation: JaxprEqn, facts: Sequence[Bounds]) -> Sequence[Bounds]:
         """Bounds of the results of an operation."""
@@ -113,7 +117,7 @@ class Intervals(Flow[Bounds]):
             low, high = _RULES[name](equation, *facts)
             if name not in _EXACT:
                 low, high = _rounded(low, high)
-            fact = Bounds(low, high, _origin(name, equation, facts))
+            fact = Bounds(low, high, *_origin(name, equation, facts))
             found = [_with_forms(fact, name, equation, facts)]
         else:
             found = []
@@ -189,8 +193,11 @@ def _with_forms(
                     min(part.path.low, whole.low),
                     max(part.path.high, whole.high),
                 )
-                origin = COMPUTED if part.path.least > 0 else fact.origin
-                return fact._replace(low=low, high=high, origin=origin)
+                fact = fact._replace(low=low, high=high)
+                if part.path.least > 0:
+                    left = whole.factor * (1 - part.path.most)
+                    fact = fact._replace(**_kept(whole.origin, left)._asdict())
+                return fact
     if name == "mul":
         if (a.root or x) is (b.root or y):
             fact = fact._replace(low=max(fact.low, 0.0))
@@ -199,31 +206,54 @@ def _with_forms(
                 fact = fact._replace(root=whole.root or of)
                 if whole.path is not None and factor.high <= 1:
                     least = whole.path.least * factor.low
-                    fact = fact._replace(path=whole.path._replace(least=least))
+                    most = whole.path.most * factor.high
+                    path = whole.path._replace(least=least, most=most)
+                    fact = fact._replace(path=path)
     if name == "div" and a.path is not None and b.low >= 1:
         least = 0.0 if math.isinf(b.high) else a.path.least / b.high
-        fact = fact._replace(path=a.path._replace(least=least))
+        most = a.path.most / b.low
+        fact = fact._replace(path=a.path._replace(least=least, most=most))
     return fact
 
 
-def _joined_origin(*cases: Bounds) -> int:
+class _Origin(NamedTuple):
+    """The fields of `Bounds` that say which input a value contains."""
+
+    origin: int = COMPUTED
+    factor: float = 1.0
+
+
+def _kept(origin: int, factor: float) -> _Origin:
+    return _Origin(origin, factor) if origin >= 0 and factor > 0 else _Origin()
+
+
+def _joined_origin(*cases: Bounds) -> _Origin:
     known = {case.origin for case in cases} - {CONSTANT}
     if len(known) > 1:
-        return COMPUTED
-    return known.pop() if known else CONSTANT
+        return _Origin()
+    factor = min(case.factor for case in cases)
+    return _Origin(known.pop(), factor) if known else _Origin(CONSTANT)
 
 
-def _origin(name: str, equation: JaxprEqn, facts: Sequence[Bounds]) -> int:
+def _origin(name: str, equation: JaxprEqn, facts: Sequence[Bounds]) -> _Origin:
     if name == "select_n":
         return _joined_origin(*facts[1:])
     if name in _ADDITIVE:
         terms = facts[:1] if name == "sub" else facts
-        return next((fact.origin for fact in terms if fact.origin >= 0), COMPUTED)
+        most = max(terms, key=lambda fact: (fact.origin >= 0, fact.factor))
+        return _kept(most.origin, most.factor)
     if name == "integer_pow" and equation.params["y"] == 1:
-        return facts[0].origin
-    if name == "mul" and any(map(_is_flag, facts)):
-        return facts[_is_flag(facts[0])].origin  # as it was, or zero
-    return COMPUTED
+        return _kept(facts[0].origin, facts[0].factor)
+    if name == "mul":
+        a, b = facts
+        if _is_flag(a) or _is_flag(b):
+            whole = b if _is_flag(a) else a
+            return _kept(whole.origin, whole.factor)  # as it was, or zero
+        whole, other = (a, b) if a.origin >= 0 else (b, a)
+        return _kept(whole.origin, whole.factor * max(other.low, 0.0))
+    if name == "div" and facts[1].low > 0:
+        return _kept(facts[0].origin, facts[0].factor / facts[1].high)
+    return _Origin()
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:

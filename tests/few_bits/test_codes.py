@@ -8,14 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpx._few_bits._array import compressed
+from mpx._few_bits._array import CompressedArray, compressed
 from mpx._few_bits._bits import Noise, joined, round_randomly, split
-from mpx._few_bits._codes import Code, decode, encode, layout_of, scales_of
+from mpx._few_bits._codes import Code, decode, encode, layout_of
 
-CODES = [
-    Code(bits, signed, random)
-    for bits, signed, random in itertools.product((8, 16), (True, False), (False, True))
-]
+CODES = [Code(*each) for each in itertools.product((8, 16), (True, False))]
 each_code = pytest.mark.parametrize("code", CODES, ids=str)
 NOISE = Noise(jnp.uint32(0), "test")
 
@@ -32,7 +29,7 @@ def stored(x, code):
     return array, np.asarray(full)
 
 
-@pytest.mark.parametrize("code", [c for c in CODES if not c.random], ids=str)
+@each_code
 @pytest.mark.parametrize("scale", [1.0, 3.3e38, 1.7e-15, 0.1, 7e-5])
 def test_what_is_read_and_stored_again_keeps_its_bits(code, scale):
     """All codes of a format. So steps that change nothing change no bit."""
@@ -42,11 +39,15 @@ def test_what_is_read_and_stored_again_keeps_its_bits(code, scale):
     largest = np.full((len(codes), 1), code.levels)  # what makes the scale
     codes = jnp.asarray(np.concatenate([codes, largest], 1).astype(code.dtype))
     scales = jnp.full((len(codes), 1), scale, jnp.float32)
+    before = CompressedArray(codes, scales, code)
     x = jax.jit(decode, static_argnums=2)(codes, scales, code)
-    again = jax.jit(lambda x: scales_of(x, code))(x)
-    assert np.array_equal(again, scales)
-    found = jax.jit(encode, static_argnums=2)(x, again, code)
-    assert np.array_equal(found, codes)
+    found = jax.jit(lambda x: compressed(x, code, NOISE, before))(x)
+    assert np.array_equal(found.scales, scales)
+    assert np.array_equal(found.codes, codes)
+    # Without what was stored before, the last bit of a quotient may count.
+    alone = jax.jit(lambda x, s: encode(x, s, code, NOISE))(x, scales)
+    assert np.abs(np.subtract(alone, codes, dtype=int)).max() <= 1
+    assert np.mean(alone != codes) < 1e-3
 
 
 SHAPES = [
@@ -56,7 +57,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "code"), [*zip(SHAPES, itertools.cycle(CODES[1:3] + CODES[4:5]))]
+    ("shape", "code"), [*zip(SHAPES, itertools.cycle(CODES[:3]))]
 )
 def test_every_shape_is_near(shape, code):
     x = np.float32(np.random.default_rng(0).normal(size=shape))
@@ -65,11 +66,10 @@ def test_every_shape_is_near(shape, code):
     assert array.shape == shape and array.codes.dtype == code.dtype
     power = 2 if code.signed else 4
     largest = np.max(np.abs(x), initial=0)
-    steps = 1 if code.random else 0.5
-    limit = 1.02 * steps * power * largest / code.levels
+    limit = 1.02 * power * largest / code.levels
     assert np.all(np.abs(full - x) <= limit)
-    layout = layout_of(shape)
-    assert layout.size <= 128 and np.all(np.sign(full) == np.sign(x))
+    assert layout_of(shape).size <= 128 and np.all(full * x >= 0)
+    assert code.signed or np.all((full == 0) == (x == 0))
 
 
 def test_layouts():
@@ -85,12 +85,13 @@ def test_layouts():
 
 
 @each_code
-def test_what_is_not_zero_is_not_stored_as_zero(code):
+def test_only_a_signed_number_may_become_zero(code):
     sizes = np.float32(2.0) ** np.arange(-126, 2, dtype=np.float32)
     _, full = stored(np.concatenate([sizes, [0.0, -0.0]]), code)
-    assert np.all(full[:-2] > 0) and np.all(full[-2:] == 0)
+    assert np.all(full[-2:] == 0)
+    assert np.all(full[:-2] > 0) != code.signed and np.all(full >= 0)
     if code.signed:
-        assert np.all(stored(-sizes, code)[1] < 0)
+        assert np.all(stored(-sizes, code)[1] <= 0)
 
 
 @each_code
@@ -117,7 +118,8 @@ def test_subnormal_numbers_and_a_wide_range():
         _, full = stored(np.float32([1e-42, 0, 3e-39]), code)
         assert np.all(np.abs(full) <= 2.0**-126)
         _, full = stored([1e-30, 1e30], code)
-        assert full[1] == np.float32(1e30) and 0 < full[0] <= 7e-5 * 1e30
+        assert full[1] == np.float32(1e30)
+        assert 0 <= full[0] <= 7e-5 * 1e30
 
 
 @pytest.mark.parametrize("exponent", [-20, -24, -30])
@@ -125,10 +127,11 @@ def test_second_moments_of_small_gradients(exponent):
     """A scale in float16 loses those of gradients below 2^-20."""
     g = np.random.default_rng(1).normal(size=4096) * 2.0**exponent
     full = np.float64(stored(g * g, Code(8, False))[1])
-    assert np.sqrt(np.mean((np.sqrt(full) / np.abs(g) - 1) ** 2)) < 0.03
+    errors = np.sqrt(full) / np.abs(g) - 1
+    assert np.sqrt(np.mean(errors**2)) < 0.05 and abs(np.mean(errors)) < 0.005
 
 
-@pytest.mark.parametrize("code", [c for c in CODES if c.random], ids=str)
+@each_code
 def test_the_mean_of_random_rounding_is_the_number(code):
     """4,096 times, within four standard errors, of which 4 in 65,000 are further."""
     x = np.float32(np.random.default_rng(2).normal(size=(2, 128)))
@@ -144,7 +147,7 @@ def test_the_mean_of_random_rounding_is_the_number(code):
 
 def test_an_unchanged_number_keeps_its_code():
     x = jnp.asarray(np.random.default_rng(3).normal(size=4096), jnp.float32)
-    code = Code(16, True, True)
+    code = Code(16)
     before, full = stored(x, code)
     noise = Noise(jnp.uint32(7), "w")
     again = jax.jit(lambda x: compressed(x, code, noise, before))
