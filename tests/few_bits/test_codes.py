@@ -56,9 +56,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "code"), [*zip(SHAPES, itertools.cycle(CODES[:3]))]
-)
+@pytest.mark.parametrize(("shape", "code"), [*zip(SHAPES, itertools.cycle(CODES[:3]))])
 def test_every_shape_is_near(shape, code):
     x = np.float32(np.random.default_rng(0).normal(size=shape))
     x = x if code.signed else x * x
