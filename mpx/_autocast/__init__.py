@@ -13,7 +13,14 @@ single operations in `mpx._rules`, the state that recipes are given in
 autocast.
 """
 
-from ._call import NO_MASTER, Invocation, call_autocast, call_with_masters, half_inputs
+from ._call import (
+    NO_MASTER,
+    Invocation,
+    call_as_written,
+    call_autocast,
+    call_with_masters,
+    half_inputs,
+)
 from ._context import Programs
 from ._notes import (
     IslandNote,

@@ -54,6 +54,10 @@ class Reason(enum.Enum):
     REGION = "a region with `enabled=False`"
     RULE = "a rule of the user's"
     RECIPE = "a weight matmul"
+    UNSCALED = (
+        "a backward rule that is not proportional to its gradient: it gets it without "
+        "the loss scale, in float32"
+    )
 
 
 class Choice(NamedTuple):
