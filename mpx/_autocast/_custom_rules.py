@@ -36,7 +36,7 @@ from .._program import (
     with_lines_of,
     zero_results,
 )
-from .._recipe_state import StateOperands
+from .._recipe_state import NOTHING_KNOWN, StateOperands
 from .._typing import AnyArray, Aval, Program
 from ._context import Facts, Run, Value, computed, is_castable
 from ._control_flow import (
@@ -105,7 +105,10 @@ class _OwnRule:
         self, program: Program, values: list[Value], wanted: Wanted
     ) -> list[Value]:
         """The results of a program that belongs to it, rewritten."""
-        return evaluate(self.later(), self.place, program, values, wanted)
+        run = self.later()
+        # An array of the function around it is none of its own.
+        with run.at_step(NOTHING_KNOWN):
+            return evaluate(run, self.place, program, values, wanted)
 
     def traced(self, func: Callable[..., PyTree], *args: PyTree) -> ClosedJaxpr:
         """The program of what runs the user's rule: operations have its lines.
