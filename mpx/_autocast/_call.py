@@ -57,7 +57,7 @@ from ._recipe_call import (
     refuse_low,
     weight_of_recipe,
 )
-from ._unscaled_rules import sees_scale
+from ._unscaled_rules import may_see_scale
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -236,7 +236,7 @@ def call_as_written(
         # It needs values, or is wrong. As it is, it runs or raises its own error.
         return func(*args, **kwargs)
     rules = _custom_rules.rules_of_users(closed)
-    if scale is None and any(map(sees_scale, rules)):
+    if scale is None and any(map(may_see_scale, rules)):
         raise StepAsked
     if scale is None or not rules:
         results = core.jaxpr_as_fun(closed)(*call.arrays)

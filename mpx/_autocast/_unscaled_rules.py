@@ -31,7 +31,6 @@ from .._loss_scaling import StaticLossScaling
 from .._program import (
     Frame,
     PrimitiveClass,
-    aval_of,
     avals,
     is_inexact,
     is_ours,
@@ -79,13 +78,12 @@ def ask_for_scale(closed: ClosedJaxpr, count: int) -> None:
     raise StepAsked
 
 
-def sees_scale(equation: JaxprEqn) -> bool:
-    """Whether the rule of a call is not proportional to its gradient."""
+def may_see_scale(equation: JaxprEqn) -> bool:
+    """Whether the rule of a call is not known to be proportional to its gradient."""
     types = avals(equation.invars)
     active = [i for i, aval in enumerate(types) if is_inexact(aval)]
-    pullbacks: list[Any] = []
 
-    def forward(*args: AnyArray) -> list[AnyArray]:
+    def backward(args: list[AnyArray], gradients: list[AnyArray]) -> Any:
         def function(*some: AnyArray) -> list[AnyArray]:
             whole = list(args)
             for i, x in zip(active, some, strict=True):
@@ -93,18 +91,13 @@ def sees_scale(equation: JaxprEqn) -> bool:
             results = bind_equation(equation, *whole)
             return [x for x in results if is_inexact(jax.typeof(x))]
 
-        _, pullback = jax.vjp(function, *(args[i] for i in active))
-        residuals, tree = jax.tree.flatten(pullback)
-        pullbacks[:] = [tree]
-        return residuals
+        return jax.vjp(function, *(args[i] for i in active))[1](gradients)
 
-    residuals = jax.eval_shape(forward, *types)
-    gradients = [a for a in map(aval_of, equation.outvars) if is_inexact(a)]
-
-    def backward(residuals: list[AnyArray], given: list[AnyArray]) -> Any:
-        return jax.tree.unflatten(pullbacks[0], residuals)(given)
-
-    closed = jax.make_jaxpr(backward)(residuals, gradients)
+    gradients = [a for a in avals(equation.outvars) if is_inexact(a)]
+    try:
+        closed = jax.make_jaxpr(backward)(types, gradients)
+    except Exception:  # it stands in `shard_map`, whose axes it knows
+        return True
     return not is_proportional(closed, len(gradients))
 
 

@@ -197,8 +197,7 @@ def scaled_value_and_grad(
             except StepAsked:  # by a recipe or a rule that was not to be seen
                 pass
     with with_ambient(**given, gives_scale=False):
-        known = functools.partial(differentiate, scale)
-        return at_step(scaling.record.steps, known)
+        return at_step(scaling.record.steps, functools.partial(differentiate, scale))
 
 
 def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:
