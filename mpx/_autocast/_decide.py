@@ -55,8 +55,8 @@ class Reason(enum.Enum):
     RULE = "a rule of the user's"
     RECIPE = "a weight matmul"
     UNSCALED = (
-        "a backward rule that is not proportional to its gradient: it gets it without "
-        "the loss scale, in float32"
+        "its rule is not proportional to the gradient, which it gets without the loss "
+        "scale, in float32"
     )
 
 

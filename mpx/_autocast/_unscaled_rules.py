@@ -120,7 +120,7 @@ def unscaled(
     """
     scaling = StaticLossScaling(scale)
     wide = widened(closed)
-    choice = Choice(PrimitiveClass.RECURSE, Reason.UNSCALED, FULL)
+    choice = Choice(PrimitiveClass.FULL, Reason.UNSCALED, FULL)
     with noted("custom_vjp_call", choice):
         given = [*residuals, *scaling.unscale(list(gradients))]
         pairs = zip(given, wide.in_avals, strict=True)
