@@ -59,9 +59,10 @@ class Ambient:
         source: Where slots come from; None: from nowhere.
         is_first_step: Whether those who are given no state take the scales of a first
             step, which are 1.
-        step: The number of the training step (`_recipe_state/_step.py`); None where it
-            is not known.
-        gives_step: Whether those who ask for it are called again, and given it.
+        step: What is known of the training step (`_recipe_state/_step.py`); None where
+            nothing is.
+        gives_step: Whether those who ask for its number are called again, and given it.
+        gives_scale: Whether those who ask for the scale of its loss are.
         asks_demands: To whom a call says what is wanted of its inputs.
         takes_notes: Whether what is emitted carries notes of what was decided.
     """
@@ -76,6 +77,7 @@ class Ambient:
     is_first_step: bool = False
     step: Hashable = None
     gives_step: bool = False
+    gives_scale: bool = False
     asks_demands: Callable[[dict[Any, np.dtype]], object] | None = None
     takes_notes: bool = False
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
@@ -19,6 +20,7 @@ from .._ambient_record import (
     Payloads,
     ambient,
     note_float16,
+    settings_of,
     trace,
     unkeyed,
     with_ambient,
@@ -28,7 +30,15 @@ from .._jax_compat import with_weak_type
 from .._nnx_graph import call_with_objects, has_nnx_objects, is_nnx_object
 from .._payloads import dequantized, payload_of
 from .._program import Call, named_like
-from .._recipe_state import asked_for_step, is_random, with_step
+from .._recipe_state import (
+    NOTHING_KNOWN,
+    StepAsked,
+    StepValues,
+    asked_for_step,
+    is_random,
+    known_scale,
+    with_step,
+)
 from .._settings import Settings, Weights, recipes_in, region
 from .._stored_weights import StoredWeight
 from .._tree import path_text
@@ -47,6 +57,7 @@ from ._recipe_call import (
     refuse_low,
     weight_of_recipe,
 )
+from ._unscaled_rules import may_see_scale
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -98,23 +109,24 @@ def call_autocast(call: Invocation) -> PyTree:
     source = None if around.source is None else around.source.take()
     value = functools.partial(_input, call.weights, source, payloads)
 
-    def run_of(spares_final: bool, step: AnyArray | None, jaxpr: Jaxpr) -> Run:
+    def run_of(spares_final: bool, known: StepValues, jaxpr: Jaxpr) -> Run:
         recipes = recipes_in(jaxpr).union(settings.recipes)
         if settings.rules.rules and not recipes:
             refuse_low(settings.rules)
         has_slots = source is not None and counts_uses(source)
         uses = Uses.of(settings, recipes, has_slots, bool(payloads))
         run = Run(settings, _REWRITES, uses, call.programs, spares_final)
+        run.scale = known.scale
         if recipes and is_random(recipes):
-            run.step = asked_for_step() if step is None else step
+            run.step = asked_for_step() if known.number is None else known.number
         return run
 
     def attempt(spares_final: bool) -> tuple[PyTree, Run]:
-        def rewritten(step: AnyArray | None) -> tuple[PyTree, Run]:
-            made = functools.partial(run_of, spares_final, step)
+        def rewritten(known: StepValues) -> tuple[PyTree, Run]:
+            made = functools.partial(run_of, spares_final, known)
             return _call(made, func, args, kwargs, value, trace)
 
-        return rewritten(None) if around.step is None else with_step(rewritten)
+        return rewritten(NOTHING_KNOWN) if around.step is None else with_step(rewritten)
 
     if settings.recipe is None and source is None:
         results, run = attempt(call.spares_final)
@@ -187,8 +199,52 @@ def call_with_masters(
         return Value(jax.lax.convert_element_type(master, dtype), facts)
 
     run = Run(settings, _REWRITES, Uses.of(settings))
+    run.scale = known_scale()
     make = jax.make_jaxpr
     return _call(lambda _: run, func, tuple(args), kwargs, value, make)[0]
+
+
+def call_as_written(
+    func: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    """Calls a function as written, but for derivative rules that see the loss scale.
+
+    Autocast functions, and what they call, take care of theirs. A function that needs
+    values is called as it is, and so are its rules.
+
+    Args:
+        func: The function, of PyTrees, called in a gradient function.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What `func` returns.
+
+    Raises:
+        StepAsked: It has such a rule, and the scale is not given yet.
+    """
+    settings, scale = settings_of(func), known_scale()
+    is_done = settings is not None and settings.is_enabled
+    is_asked = ambient().gives_scale or scale is not None
+    if is_done or not is_asked or ambient().is_tracing or unkeyed().payloads:
+        return func(*args, **kwargs)
+    call = Call(func, args, kwargs)
+    flat = functools.partial(Call.__call__, call)
+    try:
+        closed = jax.make_jaxpr(named_like(flat, func, call.paths))(*call.arrays)
+    except Exception:
+        # It needs values, or is wrong. As it is, it runs or raises its own error.
+        return func(*args, **kwargs)
+    rules = _custom_rules.rules_of_users(closed)
+    if scale is None and any(map(may_see_scale, rules)):
+        raise StepAsked
+    if scale is None or not rules:
+        results = core.jaxpr_as_fun(closed)(*call.arrays)
+    else:
+        settings = Settings(dtype=np.dtype(np.float16), is_enabled=False)
+        run = Run(settings, _REWRITES, Uses.of(settings), scale=scale)
+        results = _results(run, closed, list(map(declared, call.arrays)))
+    return call.result_of(results)
 
 
 def call_recomputing(

@@ -24,7 +24,7 @@ from .._dtypes import HALF
 from .._jax_compat import scope_names
 from .._program import FEW_USES, DataScope
 from .._quantize import AbstractRecipe, QuantizedArray
-from .._recipe_state import Slots
+from .._recipe_state import Slots, StepValues
 from .._rules import Rule
 from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
@@ -365,6 +365,7 @@ class Run:
         traced: What the function was traced with, which is no more; weak references.
         step: The number of the training step, an array, in the program that is being
             emitted; None if it is unknown, or nothing rounds by it.
+        scale: The scale of the loss, an array, likewise; None if no rule asks for it.
         demands: The demands of programs that were analysed, by their keys.
         islands: Islands that were emitted, by what they have in common.
         used: What has been used so far.
@@ -379,19 +380,21 @@ class Run:
     only_recomputes: bool = False
     traced: tuple[weakref.ref[AnyArray], ...] = ()
     step: AnyArray | None = None
+    scale: AnyArray | None = None
     demands: dict[Any, Any] = dataclasses.field(default_factory=dict)
     islands: dict[Any, Any] = dataclasses.field(default_factory=dict)
     used: Usage = Usage()
     parameters: set[str] = dataclasses.field(default_factory=set)
 
     @contextlib.contextmanager
-    def at_step(self, step: AnyArray | None) -> Iterator[None]:
-        """In a program within, the step's number is another array."""
-        outside, self.step = self.step, step
+    def at_step(self, known: StepValues) -> Iterator[None]:
+        """In a program within, what is known of the step are other arrays."""
+        outside = self.step, self.scale
+        self.step, self.scale = known
         try:
             yield
         finally:
-            self.step = outside
+            self.step, self.scale = outside
 
     def note(self, used: Usage) -> None:
         """Notes what is used, here or in what is emitted again."""

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 from .._jax_compat import bind_equation, composite_parameter, open_jaxpr, shard_map_axes
 from .._program import constants_as_inputs, distinct_equations, program_of, properties
 from .._quantize import QuantizedArray
-from .._recipe_state import Slots, StateOperands
+from .._recipe_state import Slots, StateOperands, StepValues
 from .._typing import AnyArray, Program
 from .._wire import refuse_sums_of_others
 from ._context import FULL, Facts, Place, Run, Usage, Value, computed, is_castable
@@ -139,7 +139,11 @@ def _state_for(
     """What programs get besides the operands: those that quantize, the step, too."""
     is_ours, operands = not case.place.has_own_rule, case.operands
     asks = is_ours and case.run.step is not None
-    step = case.run.step if asks and any(map(_holds_products, programs)) else None
+    number = case.run.step if asks and any(map(_holds_products, programs)) else None
+    scale = case.run.scale
+    if scale is not None and not any(map(_holds_rules, programs)):
+        scale = None
+    step = StepValues(number, scale)
     stored = [v.stored for v in operands] if is_ours and reads_stored else ()
     return StateOperands([v.slots for v in operands], stored=stored, step=step)
 
@@ -149,6 +153,11 @@ def _holds_products(program: Program) -> bool:
         properties(equation.primitive.name).is_quantizable
         for equation in distinct_equations(program)
     )
+
+
+def _holds_rules(program: Program) -> bool:
+    found = distinct_equations(program)
+    return any(equation.primitive.name == "custom_vjp_call" for equation in found)
 
 
 def as_dtype(value: Value, dtype: np.dtype | None) -> Value:

@@ -29,12 +29,14 @@ from .._program import (
     aval_of,
     avals,
     constants_as_inputs,
+    distinct_equations,
     is_inexact,
+    is_proportional,
     program_of,
     with_lines_of,
     zero_results,
 )
-from .._recipe_state import StateOperands
+from .._recipe_state import NOTHING_KNOWN, StateOperands
 from .._typing import AnyArray, Aval, Program
 from ._context import Facts, Run, Value, computed, is_castable
 from ._control_flow import (
@@ -47,8 +49,19 @@ from ._control_flow import (
 from ._decide import Case
 from ._demand import UNREAD, Wanted, demands_for
 from ._emit import Rewrite, evaluate
+from ._unscaled_rules import ask_for_scale, is_settled, unscaled
 
 _FLOAT0 = jax.dtypes.float0
+
+
+def rules_of_users(program: Program) -> list[JaxprEqn]:
+    """The calls of functions with a rule for cotangents that may see the loss scale."""
+    return [
+        equation
+        for equation in distinct_equations(program)
+        if equation.primitive.name == "custom_vjp_call"
+        and not is_settled(equation, _OwnRule.function)
+    ]
 
 
 class _OwnRule:
@@ -75,9 +88,15 @@ class _OwnRule:
             self.evaluated(program_of(self.equation), values, self._wanted)
         )
 
-    def called(self, function: Callable[..., Any], case: Case) -> list[Value]:
+    def settled(self, *arrays: AnyArray) -> list[AnyArray]:
+        """The same, where nobody else is to care for the rule; see `is_settled`."""
+        return self.function(*arrays[: len(self.facts)])
+
+    def called(
+        self, function: Callable[..., Any], case: Case, *more: AnyArray
+    ) -> list[Value]:
         """The results of the new function."""
-        arrays = function(*(v.array for v in case.operands))
+        arrays = function(*(v.array for v in case.operands), *more)
         assert self._result_facts is not None
         pairs = zip(arrays, self._result_facts, strict=True)
         return [Value(x, f) for x, f in pairs]
@@ -86,7 +105,10 @@ class _OwnRule:
         self, program: Program, values: list[Value], wanted: Wanted
     ) -> list[Value]:
         """The results of a program that belongs to it, rewritten."""
-        return evaluate(self.later(), self.place, program, values, wanted)
+        run = self.later()
+        # An array of the function around it is none of its own.
+        with run.at_step(NOTHING_KNOWN):
+            return evaluate(run, self.place, program, values, wanted)
 
     def traced(self, func: Callable[..., PyTree], *args: PyTree) -> ClosedJaxpr:
         """The program of what runs the user's rule: operations have its lines.
@@ -194,10 +216,16 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
     declared dtypes, since it may ask for them.
     """
     own, equation = _OwnRule(case), case.equation
-    function = jax.custom_vjp(own.function)
+    is_done = is_settled(equation, _OwnRule.function)
+    more = () if is_done or case.run.scale is None else (case.run.scale,)
+    function = jax.custom_vjp(own.settled if is_done or more else own.function)
 
     @_explaining_leaks(equation)
     def forward(*primals: Any) -> PyTree:
+        count = len(equation.invars)
+        # The scale is that of the derivative that is by the scale, too.
+        scale = [primal.value for primal in primals[count:] if primal.perturbed]
+        primals = primals[:count]
         arrays = [primal.value for primal in primals]
         active = [
             i
@@ -217,6 +245,7 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
             tuple(residual_avals),
             tuple(v.facts for v in residuals),
             tuple((i, jax.typeof(arrays[i])) for i in active),
+            scale,
         )
         return own.settle(results[:count]), saved
 
@@ -224,18 +253,24 @@ def rewrite_custom_vjp(case: Case) -> list[Value]:
     def backward(saved: "_Saved", cotangents: PyTree) -> PyTree:
         given = [c for c in cotangents if not isinstance(c, SymbolicZero)]
         closed = _traced_backward(own, saved, cotangents)
-        inside = [*make_values(saved.arrays, saved.facts), *map(computed, given)]
-        wanted = demands_for((a for _, a in saved.active), own.place.settings.dtype)
-        results = own.evaluated(closed, inside, wanted)
+        if not is_done and not more:
+            ask_for_scale(closed, len(given))
+        if saved.scale and not is_proportional(closed, len(given)):
+            arrays = unscaled(closed, saved.arrays, given, *saved.scale)
+            results = list(map(computed, arrays))
+        else:
+            inside = [*make_values(saved.arrays, saved.facts), *map(computed, given)]
+            wanted = demands_for((a for _, a in saved.active), own.place.settings.dtype)
+            results = own.evaluated(closed, inside, wanted)
         found: list[AnyArray | None] = [None] * len(equation.invars)
         for (i, aval), value, is_zero in zip(
             saved.active, results, zero_results(closed.jaxpr), strict=True
         ):
             found[i] = None if is_zero else as_dtype(value, aval.dtype).array
-        return tuple(found)
+        return (*found, *(None for _ in more))
 
     function.defvjp(forward, backward, symbolic_zeros=True)
-    return own.called(function, case)
+    return own.called(function, case, *more)
 
 
 def _traced_forward(
@@ -275,7 +310,7 @@ def _traced_backward(own: _OwnRule, saved: "_Saved", cotangents: PyTree) -> Clos
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["arrays"],
+    data_fields=["arrays", "scale"],
     meta_fields=["tree", "avals", "facts", "active"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +318,8 @@ class _Saved:
     """What the forward pass leaves to the backward pass.
 
     The arrays that the pullback holds, how to put it together, the types and facts of
-    the arrays, and of the operands that are differentiated the positions and types.
+    the arrays, and of the operands that are differentiated the positions and types;
+    and the scale of the loss, if the rule may see it.
     """
 
     arrays: list[AnyArray]
@@ -291,6 +327,7 @@ class _Saved:
     avals: tuple[Aval, ...]
     facts: tuple[Facts, ...]
     active: tuple[tuple[int, Aval], ...]
+    scale: list[AnyArray]
 
 
 def _refuse_active_constants(equation: JaxprEqn, active: Sequence[int]) -> None:

@@ -54,6 +54,10 @@ class Reason(enum.Enum):
     REGION = "a region with `enabled=False`"
     RULE = "a rule of the user's"
     RECIPE = "a weight matmul"
+    UNSCALED = (
+        "its rule is not proportional to the gradient, which it gets without the loss "
+        "scale, in float32"
+    )
 
 
 class Choice(NamedTuple):

@@ -21,7 +21,12 @@ from .._ambient_record import (
     unkeyed,
     with_ambient,
 )
-from .._autocast import NO_MASTER, call_with_masters, noted_scaling
+from .._autocast import (
+    NO_MASTER,
+    call_as_written,
+    call_with_masters,
+    noted_scaling,
+)
 from .._cast import cast_leaf
 from .._dtypes import full_precision_of, is_half
 from .._errors import describe, warn_user
@@ -182,14 +187,17 @@ def scaled_value_and_grad(
     problem = _as_travelling(problem, args, kwargs)
     differentiate = functools.partial(_differentiated, problem, scaling, args, kwargs)
     recipes = () if settings is None else settings.recipes
+    scale = None if scaling._is_one else scaling.loss_scale
+    given = dict(wire=problem.wire, step=None, gives_step=True)
     # One context for forward and backward pass, which share what JAX has traced.
-    with with_ambient(wire=problem.wire, step=None, gives_step=True):
-        if not (recipes and is_random(recipes)):
+    if not (recipes and is_random(recipes)):
+        with with_ambient(**given, gives_scale=scale is not None):
             try:
-                return differentiate(contextlib.nullcontext)
-            except StepAsked:  # by a recipe that was not to be seen
+                return differentiate(None, contextlib.nullcontext)
+            except StepAsked:  # by a recipe or a rule that was not to be seen
                 pass
-        return at_step(scaling.record.steps, differentiate)
+    with with_ambient(**given, gives_scale=False):
+        return at_step(scaling.record.steps, functools.partial(differentiate, scale))
 
 
 def _as_travelling(problem: Problem, args: PyTree, kwargs: PyTree) -> Problem:
@@ -222,13 +230,16 @@ def _differentiated(
     scaling: AbstractLossScaling,
     args: PyTree,
     kwargs: PyTree,
-    in_step: Callable[[], contextlib.AbstractContextManager[object]],
+    scale: AnyArray | None,
+    in_step: Callable[[Any], contextlib.AbstractContextManager[object]],
 ) -> Differentiated:
     func = problem.func
     if problem.casts_before is not None:
         args, kwargs, func = cast_inputs(
             func, args, kwargs, problem.casts_before, problem.keep
         )
+    if not scaling._is_one:
+        func = functools.partial(call_as_written, func)
     weights = tuple(args[i] for i in problem.argnums)
     weights, fixed = eqx.partition(weights, is_trainable)
     outside = weights
@@ -240,7 +251,7 @@ def _differentiated(
 
     # JAX records the call stack at every operation of the user's function, which costs
     # time for each frame: between here and there are as few as possible.
-    def scaled_loss(weights: PyTree, tokens: PyTree) -> PyTree:
+    def scaled_loss(weights: PyTree, tokens: PyTree, scale: PyTree) -> PyTree:
         full = list(args)
         for i, weight in zip(problem.argnums, eqx.combine(weights, fixed), strict=True):
             full[i] = weight
@@ -248,7 +259,7 @@ def _differentiated(
         stored = contextlib.nullcontext()
         if unkeyed().payloads:
             stored = standing_for(weights, outside)
-        with casting, provide(tokens), in_step(), stored:
+        with casting, provide(tokens), in_step(scale), stored:
             if problem.accumulate_dtype is not None:
                 result = _call_with_masters(problem, full, kwargs, args)
             else:
@@ -261,9 +272,10 @@ def _differentiated(
             return scaling.scale(loss), (loss, aux)
 
     tokens, provide = scaling._tokens(), scaling._provide
-    # By the scales of recipes, too, whose derivative is the amaxes (`_recipe_state`).
-    differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)
-    (scaled, (loss, aux)), (grads, amaxes) = differentiate(weights, tokens)
+    # By the scales of recipes, too, whose derivative is the amaxes (`_recipe_state`),
+    # and by the loss scale, so that rules know whose derivative they are a part of.
+    differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1, 2), has_aux=True)
+    (scaled, (loss, aux)), (grads, amaxes, _) = differentiate(weights, tokens, scale)
     return Differentiated(scaled, loss, aux, grads, amaxes)
 
 
@@ -325,7 +337,7 @@ def _call_with_masters(
         declared,
     )
     if problem.compute is None or problem.accumulate_dtype is None:
-        return problem.func(*given, **kwargs)
+        return call_as_written(problem.func, *given, **kwargs)
     cast_args, cast_kwargs, func = cast_inputs(
         problem.func, given, kwargs, problem.compute, problem.keep
     )

@@ -77,7 +77,13 @@ class _Rounding(Flow[_Fact]):
         number, other = _Fact(is_rounded), _Fact(False, tests)
         return [number if _is_float(aval_of(v)) else other for v in equation.outvars]
 
-    def leave(self, equation: JaxprEqn, role: str, results: Sequence[_Fact]) -> None:
+    def leave(
+        self,
+        equation: JaxprEqn,
+        role: str,
+        operands: Sequence[_Fact],
+        results: Sequence[_Fact],
+    ) -> None:
         """What the condition of the loop depends on decides when it ends."""
         if equation is self._loop and role == "condition":
             self.deciding |= results[0].tests

@@ -37,6 +37,7 @@ from .flow import (
     walk,
     walk_inside,
 )
+from .homogeneity import is_proportional
 from .islands import Island, parts, reachable
 from .primitives import PRIMITIVES, Flops, PrimitiveClass, properties
 from .probe import is_seen_into, probed
@@ -69,3 +70,4 @@ from .streams import (
     looked_up,
     makers_of,
 )
+from .widening import widened

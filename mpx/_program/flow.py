@@ -37,8 +37,10 @@ class Flow(abc.ABC, Generic[F]):
     def join(self, a: F, b: F) -> F:
         """The fact of a value that is one of two: of branches, or of iterations."""
 
-    def leave(self, equation: JaxprEqn, role: str, results: Sequence[F]) -> None:
-        """Sees the facts of what a program inside of an equation gave."""
+    def leave(
+        self, equation: JaxprEqn, role: str, operands: Sequence[F], results: Sequence[F]
+    ) -> None:
+        """Sees what an equation was given, and what a program inside of it gave."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +185,7 @@ def _walk_inside(
             inputs = merged
             found, outputs = _walk(sub.jaxpr, sub.consts, inputs, flow, inner)
         visits += found
-        flow.leave(equation, sub.role, outputs)
+        flow.leave(equation, sub.role, operands, outputs)
         # A loop may run no iteration, and its condition sees the carry of later ones.
         for output, where in sub.carried:
             outputs[output] = inputs[where]

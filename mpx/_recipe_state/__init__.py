@@ -2,7 +2,7 @@
 
 from ._copies import ROLES, repeated, shared, with_input_scale
 from ._missing import MissingScales, missing_from
-from ._operands import StateOperands
+from ._operands import NOTHING_KNOWN, StateOperands, StepValues
 from ._slots import (
     ProvidedState,
     Request,
@@ -18,4 +18,11 @@ from ._slots import (
     note_used,
     providing_state,
 )
-from ._step import StepAsked, asked_for_step, at_step, is_random, with_step
+from ._step import (
+    StepAsked,
+    asked_for_step,
+    at_step,
+    is_random,
+    known_scale,
+    with_step,
+)

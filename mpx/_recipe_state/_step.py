@@ -1,14 +1,15 @@
-"""The number of the training step, for recipes that round stochastically.
+"""What a training step gives to who asks: its number, and the scale of its loss.
 
-Their noise is drawn by it, so that it is another one in each step. A gradient function
-knows it, from the counters of its loss scaling. Where it is known, programs that JAX
-has traced are of no use for the next step. So it is given to those who round by it: to
-a function that says so, or else when one that is called inside asks; and an autocast
-function that has it hides it from what is traced inside, until that asks.
+Recipes that round stochastically draw their noise by the number, so that it is another
+one in each step. Derivative rules that are not proportional to their gradient need the
+scale. A gradient function knows both, from its loss scaling. Where they are known,
+programs that JAX has traced are of no use for the next step. So they are given to those
+who need them: to a function that says so, or else when one that is called inside asks;
+and an autocast function that has them hides them from what is traced inside, until that
+asks.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -16,49 +17,64 @@ from jaxtyping import Array
 
 from .._ambient_record import ambient, with_ambient
 from .._quantize import AbstractRecipe, rounds_stochastically
+from ._operands import StepValues
 
 Result = TypeVar("Result")
-Context = Callable[[], contextlib.AbstractContextManager[object]]
+Context = Callable[[Array | None], contextlib.AbstractContextManager[object]]
 
 
 class StepAsked(Exception):
-    """A function that is called inside rounds stochastically."""
+    """A function that is called inside rounds stochastically, or sees the scale."""
 
 
 class _Known:
-    """A number of a step. Compared by identity, as it may be a tracer."""
+    """What is known of a step. Compared by identity, as it may be of tracers."""
 
     def __init__(self, number: Array) -> None:
-        self.number: Array | None = number
+        self.values = StepValues(number)
 
 
 def at_step(number: Array, call: Callable[[Context], Result]) -> Result:
-    """Differentiates a function in a training step whose number it asks for.
+    """Differentiates a function in a training step whose number or scale it asks for.
 
     Args:
         number: The number of the step, an integer.
-        call: Differentiates the function, and calls it in the context that it is given.
+        call: Differentiates the function, and calls it in the context that it is given,
+            of the scale as it is known there.
     """
     known = _Known(number)
+
+    def context(
+        scale: Array | None,
+    ) -> contextlib.AbstractContextManager[object]:
+        known.values = StepValues(number, scale)
+        return with_ambient(step=known, gives_step=False)
+
     try:
-        return call(functools.partial(with_ambient, step=known, gives_step=False))
+        return call(context)
     finally:
-        known.number = None  # JAX may keep the key
+        known.values = StepValues()  # JAX may keep the key
 
 
-def with_step(call: Callable[[Array | None], Result]) -> Result:
-    """Rewrites and calls an autocast function where the number of the step is known.
+def with_step(call: Callable[[StepValues], Result]) -> Result:
+    """Rewrites and calls an autocast function where the step is known.
 
     Args:
-        call: Does it, given the number. May be called twice.
+        call: Does it, given what is known. May be called twice.
     """
     found = ambient().step
     assert isinstance(found, _Known)
     try:
         with with_ambient(step=None, gives_step=True):
-            return call(found.number)
+            return call(found.values)
     except StepAsked:
-        return call(found.number)
+        return call(found.values)
+
+
+def known_scale() -> Array | None:
+    """The scale of the loss, where a step has given it."""
+    found = ambient().step
+    return found.values.scale if isinstance(found, _Known) else None
 
 
 def asked_for_step() -> None:

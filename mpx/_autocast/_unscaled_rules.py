@@ -1,0 +1,140 @@
+"""Derivative rules that compute with their gradient, and are to know its true size.
+
+A rule that clips the gradient, adds noise to it, or adds the gradient of another loss,
+is not proportional to what it is given, so it sees by how much the loss is scaled. It
+is given the gradient without the scale, in float32, and is computed in float32, where
+nothing is lost that the scale was for. What it returns is scaled again.
+
+Where the scale comes from: a gradient function gives it when it is asked
+(`_recipe_state/_step.py`), and differentiates by it. The scale is an operand of each
+such function here. It counts as differentiated where that gradient function
+differentiates, but not where a derivative within the loss does, whose gradients have no
+scale.
+
+A gradient that is not finite at a scale above 1 may be one that the scale made so,
+which a rule may hide: it clips infinity, or replaces NaN. Then all that it returns is
+NaN, so that the step is skipped. At a scale of 1 it is the rule's own business.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from .._ambient_record import ambient
+from .._jax_compat import bind_equation, open_jaxpr
+from .._loss_scaling import StaticLossScaling
+from .._program import (
+    Frame,
+    PrimitiveClass,
+    avals,
+    is_inexact,
+    is_ours,
+    is_proportional,
+    program_of,
+    widened,
+)
+from .._recipe_state import StepAsked
+from .._tree import finite_by_leaf
+from .._typing import AnyArray
+from ._context import FULL
+from ._decide import Choice, Reason
+from ._notes import noted
+
+
+def is_settled(equation: JaxprEqn, unsettled: Callable[..., Any]) -> bool:
+    """Whether the rule of a function is mpx's own, or is given what it is to be given.
+
+    Args:
+        equation: A call of the function.
+        unsettled: The function of mpx that stands for one of a user's.
+    """
+    info = open_jaxpr(program_of(equation)).debug_info.func_src_info
+    code = unsettled.__code__
+    place = f"{code.co_filename}:{code.co_firstlineno}"
+    name, _, found = info.partition(" at ")
+    is_own = is_ours(Frame(found.rpartition(":")[0], 0, 0, name))
+    return is_own and found != place
+
+
+def ask_for_scale(closed: ClosedJaxpr, count: int) -> None:
+    """Begins the step again, with its scale, if a rule sees it.
+
+    Args:
+        closed: The program of the rule.
+        count: How many of its last inputs are gradients.
+
+    Raises:
+        StepAsked: It does, and a gradient function is there that gives it.
+    """
+    here = ambient()
+    # What is traced for another autocast function is that one's to rewrite.
+    if not here.gives_scale or here.is_tracing or is_proportional(closed, count):
+        return
+    raise StepAsked
+
+
+def may_see_scale(equation: JaxprEqn) -> bool:
+    """Whether the rule of a call is not known to be proportional to its gradient."""
+    types = avals(equation.invars)
+    active = [i for i, aval in enumerate(types) if is_inexact(aval)]
+
+    def backward(args: list[AnyArray], gradients: list[AnyArray]) -> Any:
+        def function(*some: AnyArray) -> list[AnyArray]:
+            whole = list(args)
+            for i, x in zip(active, some, strict=True):
+                whole[i] = x
+            results = bind_equation(equation, *whole)
+            return [x for x in results if is_inexact(jax.typeof(x))]
+
+        return jax.vjp(function, *(args[i] for i in active))[1](gradients)
+
+    gradients = [a for a in avals(equation.outvars) if is_inexact(a)]
+    try:
+        closed = jax.make_jaxpr(backward)(types, gradients)
+    except Exception:  # it stands in `shard_map`, whose axes it knows
+        return True
+    return not is_proportional(closed, len(gradients))
+
+
+def unscaled(
+    closed: ClosedJaxpr,
+    residuals: Sequence[AnyArray],
+    gradients: Sequence[AnyArray],
+    scale: AnyArray,
+) -> list[AnyArray]:
+    """What a rule makes of gradients without their scale, scaled again.
+
+    Args:
+        closed: The program of the rule, in declared dtypes.
+        residuals: Its first inputs.
+        gradients: The others, scaled.
+        scale: The scale of the loss.
+
+    Returns:
+        Its results, in float32 or wider.
+    """
+    scaling = StaticLossScaling(scale)
+    wide = widened(closed)
+    choice = Choice(PrimitiveClass.FULL, Reason.UNSCALED, FULL)
+    with noted("custom_vjp_call", choice):
+        given = [*residuals, *scaling.unscale(list(gradients))]
+        pairs = zip(given, wide.in_avals, strict=True)
+        arrays = [
+            jax.lax.convert_element_type(x, aval.dtype) if is_inexact(aval) else x
+            for x, aval in pairs
+        ]
+        results = scaling.scale(core.jaxpr_as_fun(wide)(*arrays))
+        known = [x for x in gradients if is_inexact(jax.typeof(x))]
+        are_finite = jnp.all(jnp.stack(list(finite_by_leaf(known))))
+        is_right = are_finite | (scale <= 1)
+        return [
+            jnp.where(is_right, x, np.nan).astype(x.dtype)
+            if is_inexact(jax.typeof(x))
+            else x
+            for x in results
+        ]
