@@ -21,6 +21,7 @@ from .._program import (
     Visit,
     aval_of,
     avals,
+    is_along_vmap,
     properties,
     walk,
 )
@@ -412,7 +413,9 @@ def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
         return ""
     # Sums of one number happen where axes of length 1 are dropped.
     name = equation.primitive.name
+    known = properties(name)
     is_range_short = precision == "float16" and name in ("integer_pow", "square")
-    if (name in _CRITICAL or is_range_short) and flops(equation):
+    is_sum = known.is_sparse or (known.sums and is_along_vmap(equation))
+    if (name in _CRITICAL or is_range_short or is_sum) and flops(equation) != 0:
         return f"{name} in {precision}"
     return ""

@@ -85,6 +85,8 @@ class Properties:
     Attributes:
         kind: What autocast does with it.
         is_quantizable: A product that recipes have a form for.
+        is_sparse: A product of a sparse matrix. JAX adds up what it gives in the dtype
+            of its operands, which for others is that of the units, float32.
         flops: How its operations are counted.
         saves: What its derivative keeps.
         moves: Its results hold numbers of its first operand and nothing else, or each
@@ -93,6 +95,7 @@ class Properties:
         rearranges: It moves, and its result has all numbers of the operand once.
         gathers: It moves what lies in pieces on several devices, or together.
         spreads: It says that what each device has already may differ between them.
+        sums: It adds up along named axes: of devices, or of `jax.vmap`.
         joins: Its result holds numbers of several operands.
         picks: Each number that it gives is one of its operands', or its negative, or
             zero, and contributes once to its gradient: rounded before or after, it is
@@ -117,6 +120,7 @@ class Properties:
 
     kind: PrimitiveClass
     is_quantizable: bool = False
+    is_sparse: bool = False
     flops: Flops = Flops.UNKNOWN
     saves: Saves = Saves.NOTHING
     moves: bool = False
@@ -124,6 +128,7 @@ class Properties:
     rearranges: bool = False
     gathers: bool = False
     spreads: bool = False
+    sums: bool = False
     joins: bool = False
     picks: bool = False
     orders: bool = False
@@ -193,7 +198,14 @@ _group("ragged_dot_general", _HALF, Flops.RAGGED_DOT, "is_quantizable")
 _group("conv_general_dilated", _HALF, Flops.CONVOLUTION, "is_quantizable")
 _group("ragged_dot", _HALF, Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_fwd_wrapper", _HALF, Flops.ATTENTION_FORWARD)
-_group("bcoo_dot_general dot_product_attention", _HALF)
+_group("dot_product_attention", _HALF)
+# One that samples a product of dense ones, or gives a sparse matrix, is not here: it
+# runs as it was written.
+_group(
+    "bcoo_dot_general bcsr_dot_general coo_matmat coo_matvec csr_matmat csr_matvec",
+    _HALF,
+    traits="is_sparse",
+)
 
 # --- Between products, in float32 -----------------------------------------------------
 
@@ -317,10 +329,13 @@ _group(
 )
 # Between devices, sums travel in the precision that their terms have.
 _group(
-    """
-    pmax pmin psum psum2 psum_invariant reduce_scatter unreduced_pmax unreduced_pmin
-    unreduced_psum unreduced_reduce_scatter
-    """,
+    "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+    _MOVE,
+    Flops.PER_OPERAND_ELEMENT,
+    "sums is_barrier",
+)
+_group(
+    "pmax pmin unreduced_pmax unreduced_pmin",
     _MOVE,
     Flops.PER_OPERAND_ELEMENT,
     "is_barrier",
