@@ -102,6 +102,8 @@ class Properties:
             the same.
         orders: It compares two numbers, and asks which one is larger.
         adds: It adds or subtracts two operands.
+        factors: It factors or inverts the matrix that is its first operand, and errors
+            of that grow by its condition number.
         is_barrier: No region goes beyond it, though its class is a cheap one: it is
             expensive, or not ours to repeat (names, shardings, collectives).
         program: The parameter that holds the one program whose inputs are its
@@ -133,6 +135,7 @@ class Properties:
     picks: bool = False
     orders: bool = False
     adds: bool = False
+    factors: bool = False
     is_barrier: bool = False
     program: str = ""
     runs_once: bool = False
@@ -393,11 +396,13 @@ _group("select_and_scatter", _OPAQUE, Flops.SELECT_AND_SCATTER, "combines")
 _group("scaled_matmul scaled_matmul_wrapper", _OPAQUE, Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_bwd_wrapper", _OPAQUE, Flops.ATTENTION_BACKWARD)
 _group("core_map cudnn_fusion custom_linear_solve linear_call run_state", _OPAQUE)
-_group("cholesky", _OPAQUE, Flops.CHOLESKY)
-_group("lu", _OPAQUE, Flops.LU)
-_group("qr", _OPAQUE, Flops.QR)
-_group("geqrf householder_product", _OPAQUE, Flops.REFLECTORS)
-_group("triangular_solve", _OPAQUE, Flops.TRIANGULAR_SOLVE)
+_group("cholesky", _OPAQUE, Flops.CHOLESKY, "factors")
+_group("lu", _OPAQUE, Flops.LU, "factors")
+_group("qr", _OPAQUE, Flops.QR, "factors")
+_group("geqrf", _OPAQUE, Flops.REFLECTORS, "factors")
+_group("householder_product", _OPAQUE, Flops.REFLECTORS)
+_group("triangular_solve", _OPAQUE, Flops.TRIANGULAR_SOLVE, "factors")
+_group("eig eigh geqp3 schur svd", _OPAQUE, traits="factors")
 _group("fft", _OPAQUE, Flops.FFT)
 _group("conj nextafter reduce_precision stochastic_round", _OPAQUE, Flops.ELEMENTWISE)
 _group("empty empty2", _OPAQUE, Flops.ZERO, "is_free")

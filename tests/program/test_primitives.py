@@ -47,21 +47,20 @@ LOOKED_AT = set(
     csr_spmm csr_spmv csr_todense custom_fusion custom_jvp_call_jaxpr custom_lin
     dce_sink dot_product_attention_bwd dot_product_attention_fp8_bwd
     dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
-    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd eig eigh empty_ref
-    ffi_call free_ref freeze from_edtype fusible geqp3 global_array_to_host_local_array
-    hessenberg host_local_array_to_global_array io_callback log_extend log_read
-    maybe_set mpmd_map new_box new_log new_ref ormqr pbroadcast_done pbroadcast_start
-    pin ppermute_done ppermute_start precv program_order psend psum_done
-    psum_invariant_start psum_start pure_callback reduce_scatter_done
-    reduce_scatter_start rnn_bwd rnn_fwd scaled_dot schur select_if_vmap shape_assertion
-    spsolve stage svd symmetric_product thunky.all_gather thunky.all_reduce
-    thunky.all_to_all thunky.async_done thunky.async_start thunky.call_jax
-    thunky.call_thunky_nested thunky.collective_group thunky.collective_permute
-    thunky.cond thunky.copy thunky.custom_call thunky.inline_constant thunky.memset
-    thunky.memzero thunky.ptx_kernel thunky.reduce_scatter thunky.while to_edtype
-    todense tpu_custom_call trace_value tridiagonal tridiagonal_solve unique unpin
-    unreachable unreduced_psum_start unreduced_reduce_scatter_start vprim
-    xla_metadata_value
+    dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd empty_ref ffi_call
+    free_ref freeze from_edtype fusible global_array_to_host_local_array hessenberg
+    host_local_array_to_global_array io_callback log_extend log_read maybe_set mpmd_map
+    new_box new_log new_ref ormqr pbroadcast_done pbroadcast_start pin ppermute_done
+    ppermute_start precv program_order psend psum_done psum_invariant_start psum_start
+    pure_callback reduce_scatter_done reduce_scatter_start rnn_bwd rnn_fwd scaled_dot
+    select_if_vmap shape_assertion spsolve stage symmetric_product thunky.all_gather
+    thunky.all_reduce thunky.all_to_all thunky.async_done thunky.async_start
+    thunky.call_jax thunky.call_thunky_nested thunky.collective_group
+    thunky.collective_permute thunky.cond thunky.copy thunky.custom_call
+    thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel
+    thunky.reduce_scatter thunky.while to_edtype todense tpu_custom_call trace_value
+    tridiagonal tridiagonal_solve unique unpin unreachable unreduced_psum_start
+    unreduced_reduce_scatter_start vprim xla_metadata_value
     """.split()
 )
 
