@@ -156,6 +156,11 @@ def scope_names(equation: JaxprEqn) -> tuple[str, ...]:
     return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
 
+def manual_axes_of(equation: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes over which an equation runs once per device: see `manual_axes`."""
+    return tuple(equation.ctx.cur_abstract_mesh.manual_axes)
+
+
 def is_transposed(equation: JaxprEqn) -> bool:
     """Whether an equation was made by transposing a derivative."""
     return "transpose" in _transforms(equation)

@@ -17,6 +17,7 @@ from .._program import (
     PRIMITIVES,
     PrimitiveClass,
     aval_of,
+    is_along_vmap,
     is_multiplication,
     line_of,
     only_picks,
@@ -58,6 +59,9 @@ class Reason(enum.Enum):
         "its rule is not proportional to the gradient, which it gets without the loss "
         "scale, in float32"
     )
+
+
+ON_ONE_DEVICE = "it sums over an axis of `jax.vmap`"
 
 
 class Choice(NamedTuple):
@@ -206,7 +210,7 @@ def choose(case: Case, rule: Rule | None = None) -> Choice:
     if kind is PrimitiveClass.FULL:
         return _choose_elementwise(case)
     if kind is PrimitiveClass.MOVE:
-        return Choice(kind, Reason.MOVES, _dtype_as_it_comes(case))
+        return _choose_collective(case)
     return Choice(kind, Reason.OPAQUE)
 
 
@@ -224,6 +228,12 @@ def _dtype_as_it_comes(case: Case) -> np.dtype:
     dtypes = {v.dtype for v in computed}
     # float16 and bfloat16 have only float32 in common.
     return dtypes.pop() if len(dtypes) == 1 else FULL
+
+
+def _choose_collective(case: Case) -> Choice:
+    if properties(case.name).sums and is_along_vmap(case.equation):
+        return Choice(PrimitiveClass.FULL, Reason.BETWEEN, FULL, detail=ON_ONE_DEVICE)
+    return Choice(PrimitiveClass.MOVE, Reason.MOVES, _dtype_as_it_comes(case))
 
 
 def _choose_product(case: Case) -> Choice:

@@ -29,6 +29,7 @@ from .._program import (
     avals,
     backward,
     goes_around,
+    is_along_vmap,
     is_made_of_product,
     is_multiplication,
     is_residual,
@@ -339,10 +340,12 @@ def _operand_demands(
     name, count = equation.primitive.name, len(equation.invars)
     if not settings.rules.looks_ahead:
         return (UNREAD,) * count
-    kind = properties(name).kind if settings.is_enabled else PrimitiveClass.OPAQUE
+    known = properties(name)
+    kind = known.kind if settings.is_enabled else PrimitiveClass.OPAQUE
     wanted = together(outputs)
     if kind is PrimitiveClass.MOVE:
-        return (wanted,) * count
+        is_sum = known.sums and is_along_vmap(equation)
+        return (Demand.FULL if is_sum else wanted,) * count
     if kind is PrimitiveClass.CONVERT:
         source, result = avals((equation.invars[0], equation.outvars[0]))
         if source.dtype == result.dtype:

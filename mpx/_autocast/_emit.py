@@ -21,7 +21,15 @@ from .._jax_compat import (
     open_jaxpr,
     scope_names,
 )
-from .._program import Island, PrimitiveClass, aval_of, count, parts, properties
+from .._program import (
+    Island,
+    PrimitiveClass,
+    aval_of,
+    count,
+    is_along_vmap,
+    parts,
+    properties,
+)
 from .._rules import Precision, Rule
 from .._typing import AnyArray, Atom
 from ._bias import with_rounded_gradient
@@ -55,6 +63,7 @@ from ._rematerialize import (
     read_by_one,
 )
 from ._scatter import SCATTERS, scatter
+from ._sparse import sum_in_float32
 from ._stacks import cast_stacks
 from ._travel import (
     MARKS,
@@ -301,7 +310,8 @@ def _move(case: Case) -> list[Value]:
     first = operands[0]
     if case.settings.is_enabled and first.is_computed_in_half:
         result = aval_of(equation.outvars[0])
-        is_repeated = known.repeats and (
+        repeats = known.repeats or (known.gathers and is_along_vmap(equation))
+        is_repeated = repeats and (
             name == "gather" or count(result.shape) > count(first.shape)
         )
         # Barriers are for what is stored or sent: a name, a sharding, another device.
@@ -394,4 +404,7 @@ def _product(
     params = dict(equation.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
-    return list(map(computed, bind_equation(equation.replace(params=params), *arrays)))
+    equation = equation.replace(params=params)
+    is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
+    bind = sum_in_float32 if is_sparse else bind_equation
+    return list(map(computed, bind(equation, *arrays)))

@@ -38,6 +38,11 @@ def candidate_rules(
             found.append(Rule(Precision.FULL, primitive=name, **place))
     if first.scope:
         found.append(Rule(Precision.FULL, scope=first.scope))
+    # What devices send is half precision, and may cancel long before it shows.
+    names = sorted({o.primitive for o in operations if properties(o.primitive).sums})
+    if names:
+        sums = names[0] if len(names) == 1 else tuple(names)
+        found.append(Rule(Precision.FULL, primitive=sums))
     return [*found, every]
 
 

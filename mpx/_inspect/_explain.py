@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import PyTree
 
 from .._ambient import AmbientRecipe, in_contexts
@@ -21,6 +21,7 @@ from .._program import (
     Visit,
     aval_of,
     avals,
+    is_along_vmap,
     properties,
     walk,
 )
@@ -30,6 +31,7 @@ from .._settings import read_weights, unwrapped, weights_in_call, weights_of
 from .._typing import Aval, DTypeLike
 from .._wraps import name_of
 from ._costs import bytes_moved, flops
+from ._factors import factored_products
 from ._facts import (
     Fact,
     Facts,
@@ -188,9 +190,9 @@ def _operations(
     ends: frozenset[int] = frozenset()
     if is_mixed and any(visit.place.unknown_loops for visit in visits):
         ends = deciding_comparisons(traced.jaxpr.jaxpr)
-    rounding = rounded_integers(traced.jaxpr) if is_mixed else {}
+    rounded = _rounded_products(traced.jaxpr) if is_mixed else {}
     operations = [
-        _operation(number, visit, flow, is_mixed, id(visit.equation) in ends, rounding)
+        _operation(number, visit, flow, is_mixed, id(visit.equation) in ends, rounded)
         for number, visit in enumerate(visits)
     ]
     unscaled = unscaled_gradient(visits)
@@ -198,6 +200,18 @@ def _operations(
         found = dataclasses.replace(operations[unscaled], finding=UNSCALED)
         operations[unscaled] = found
     return visits, tuple(operations)
+
+
+def _rounded_products(jaxpr: ClosedJaxpr) -> dict[int, str]:
+    """What is said of products whose rounding matters, by identities of equations."""
+    found = {
+        product: f"feeds {name}, which magnifies its rounding: compute it in float32"
+        for product, name in factored_products(jaxpr).items()
+    }
+    for product, short in rounded_integers(jaxpr).items():
+        text = f"may round integers: {short} holds those up to {LARGEST[short]}"
+        found[product] = text
+    return found
 
 
 def _islands(
@@ -262,7 +276,7 @@ def _operation(
     flow: Facts,
     is_mixed: bool,
     ends_loop: bool,
-    rounding: Mapping[int, str],
+    rounded: Mapping[int, str],
 ) -> Operation:
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
@@ -277,8 +291,8 @@ def _operation(
     if (is_mixed or note is not None) and hides_a_program(equation):
         finding = "contains a program that cannot be inspected"
     is_forward = phase(entries) == "forward"
-    if is_forward and (short := rounding.get(id(equation))):
-        finding = f"may round integers: {short} holds those up to {LARGEST[short]}"
+    if is_forward:
+        finding = rounded.get(id(equation)) or finding
     if note is not None and note.without_units and is_forward and is_product(equation):
         finding = "quantized, but computed without hardware for it"
     count = flops(equation)
@@ -412,7 +426,9 @@ def _finding(visit: Visit[Fact], flow: Facts, precision: str) -> str:
         return ""
     # Sums of one number happen where axes of length 1 are dropped.
     name = equation.primitive.name
+    known = properties(name)
     is_range_short = precision == "float16" and name in ("integer_pow", "square")
-    if (name in _CRITICAL or is_range_short) and flops(equation):
+    is_sum = known.is_sparse or (known.sums and is_along_vmap(equation))
+    if (name in _CRITICAL or is_range_short or is_sum) and flops(equation) != 0:
         return f"{name} in {precision}"
     return ""

@@ -15,6 +15,7 @@ from .equations import (
     count,
     distinct_equations,
     equations,
+    is_along_vmap,
     is_inexact,
     is_multiplication,
     lengths,

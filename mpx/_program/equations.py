@@ -19,7 +19,13 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from .._jax_compat import composite_parameter, open_jaxpr, scan_counts, shard_map_axes
+from .._jax_compat import (
+    composite_parameter,
+    manual_axes_of,
+    open_jaxpr,
+    scan_counts,
+    shard_map_axes,
+)
 from .._typing import AnyArray, Atom, Aval, Program
 from .primitives import PrimitiveClass, properties
 
@@ -171,6 +177,18 @@ def only_picks(equation: JaxprEqn) -> bool:
         reads = (-(-size // s) for size, s in zip(sizes, strides, strict=True))
         return math.prod(reads) <= FEW_USES
     return properties(name).picks
+
+
+def is_along_vmap(equation: JaxprEqn) -> bool:
+    """Whether a collective is along an axis of `jax.vmap`, which is on one device.
+
+    Such an axis has its name inside of the `vmap`, and is a number in what that made.
+    One of a mesh is there as well where a sum is over both: then the rest is small.
+    """
+    params = equation.params
+    axes = params.get("axes", params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return not set(axes) <= set(manual_axes_of(equation))
 
 
 _PROGRAMS = (Jaxpr, ClosedJaxpr)

@@ -85,6 +85,8 @@ class Properties:
     Attributes:
         kind: What autocast does with it.
         is_quantizable: A product that recipes have a form for.
+        is_sparse: A product of a sparse matrix. JAX adds up what it gives in the dtype
+            of its operands, which for others is that of the units, float32.
         flops: How its operations are counted.
         saves: What its derivative keeps.
         moves: Its results hold numbers of its first operand and nothing else, or each
@@ -93,12 +95,15 @@ class Properties:
         rearranges: It moves, and its result has all numbers of the operand once.
         gathers: It moves what lies in pieces on several devices, or together.
         spreads: It says that what each device has already may differ between them.
+        sums: It adds up along named axes: of devices, or of `jax.vmap`.
         joins: Its result holds numbers of several operands.
         picks: Each number that it gives is one of its operands', or its negative, or
             zero, and contributes once to its gradient: rounded before or after, it is
             the same.
         orders: It compares two numbers, and asks which one is larger.
         adds: It adds or subtracts two operands.
+        factors: It factors or inverts the matrix that is its first operand, and errors
+            of that grow by its condition number.
         is_barrier: No region goes beyond it, though its class is a cheap one: it is
             expensive, or not ours to repeat (names, shardings, collectives).
         program: The parameter that holds the one program whose inputs are its
@@ -117,6 +122,7 @@ class Properties:
 
     kind: PrimitiveClass
     is_quantizable: bool = False
+    is_sparse: bool = False
     flops: Flops = Flops.UNKNOWN
     saves: Saves = Saves.NOTHING
     moves: bool = False
@@ -124,10 +130,12 @@ class Properties:
     rearranges: bool = False
     gathers: bool = False
     spreads: bool = False
+    sums: bool = False
     joins: bool = False
     picks: bool = False
     orders: bool = False
     adds: bool = False
+    factors: bool = False
     is_barrier: bool = False
     program: str = ""
     runs_once: bool = False
@@ -193,7 +201,14 @@ _group("ragged_dot_general", _HALF, Flops.RAGGED_DOT, "is_quantizable")
 _group("conv_general_dilated", _HALF, Flops.CONVOLUTION, "is_quantizable")
 _group("ragged_dot", _HALF, Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_fwd_wrapper", _HALF, Flops.ATTENTION_FORWARD)
-_group("bcoo_dot_general dot_product_attention", _HALF)
+_group("dot_product_attention", _HALF)
+# One that samples a product of dense ones, or gives a sparse matrix, is not here: it
+# runs as it was written.
+_group(
+    "bcoo_dot_general bcsr_dot_general coo_matmat coo_matvec csr_matmat csr_matvec",
+    _HALF,
+    traits="is_sparse",
+)
 
 # --- Between products, in float32 -----------------------------------------------------
 
@@ -317,10 +332,13 @@ _group(
 )
 # Between devices, sums travel in the precision that their terms have.
 _group(
-    """
-    pmax pmin psum psum2 psum_invariant reduce_scatter unreduced_pmax unreduced_pmin
-    unreduced_psum unreduced_reduce_scatter
-    """,
+    "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+    _MOVE,
+    Flops.PER_OPERAND_ELEMENT,
+    "sums is_barrier",
+)
+_group(
+    "pmax pmin unreduced_pmax unreduced_pmin",
     _MOVE,
     Flops.PER_OPERAND_ELEMENT,
     "is_barrier",
@@ -378,11 +396,13 @@ _group("select_and_scatter", _OPAQUE, Flops.SELECT_AND_SCATTER, "combines")
 _group("scaled_matmul scaled_matmul_wrapper", _OPAQUE, Flops.LAST_AXIS_PRODUCT)
 _group("dot_product_attention_bwd_wrapper", _OPAQUE, Flops.ATTENTION_BACKWARD)
 _group("core_map cudnn_fusion custom_linear_solve linear_call run_state", _OPAQUE)
-_group("cholesky", _OPAQUE, Flops.CHOLESKY)
-_group("lu", _OPAQUE, Flops.LU)
-_group("qr", _OPAQUE, Flops.QR)
-_group("geqrf householder_product", _OPAQUE, Flops.REFLECTORS)
-_group("triangular_solve", _OPAQUE, Flops.TRIANGULAR_SOLVE)
+_group("cholesky", _OPAQUE, Flops.CHOLESKY, "factors")
+_group("lu", _OPAQUE, Flops.LU, "factors")
+_group("qr", _OPAQUE, Flops.QR, "factors")
+_group("geqrf", _OPAQUE, Flops.REFLECTORS, "factors")
+_group("householder_product", _OPAQUE, Flops.REFLECTORS)
+_group("triangular_solve", _OPAQUE, Flops.TRIANGULAR_SOLVE, "factors")
+_group("eig eigh geqp3 schur svd", _OPAQUE, traits="factors")
 _group("fft", _OPAQUE, Flops.FFT)
 _group("conj nextafter reduce_precision stochastic_round", _OPAQUE, Flops.ELEMENTWISE)
 _group("empty empty2", _OPAQUE, Flops.ZERO, "is_free")

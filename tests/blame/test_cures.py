@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
 
@@ -165,3 +166,27 @@ def test_rows_that_were_not_tried_are_counted():
 @pytest.mark.slow
 def test_where_every_row_does_it_no_row_is_named():
     assert log_of(32, range(32)).rows == ()
+
+
+def test_sums_over_devices_are_tried_where_they_cancel():
+    """They travel in half precision, and what goes bad is the logarithm behind them."""
+
+    def variance(w, x):
+        h = x @ w
+        mean = jax.lax.pmean(h, "data")
+        return jax.lax.pmean(h * h, "data") - mean**2
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    on_devices = jax.shard_map(variance, mesh=mesh, **specs)
+
+    def loss(w, x):
+        return jnp.sum(jnp.log(on_devices(w, x)))
+
+    # Their sum, 8 + 5 / 128, is not in bfloat16: it becomes 8 + 8 / 128.
+    x = jnp.ones((8, 8)).at[:5].add(2.0**-7)
+    report = mpx.blame(mpx.autocast(loss), mpx.NoLossScaling())(jnp.eye(8), x)
+    assert report.verdict is mpx.reports.Verdict.PRECISION
+    assert report.first.primitive == "log"
+    assert str(report.rule) == "full for primitive psum_invariant"
+    assert "of the FLOPs:\n  mpx.Rule(mpx.Precision.FULL, primitive=" in str(report)
