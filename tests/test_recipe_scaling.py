@@ -655,6 +655,58 @@ def test_a_warm_start_is_current_scaling(inputs):
     assert np.allclose(*after, rtol=0.1) and np.all(after[1] > 0)
 
 
+@functools.cache
+def deep(length):
+    """A step of twelve layers, and the error of the first one's gradient in it."""
+
+    def loss(p, x, size):
+        return size * jnp.mean(jax.lax.scan(layer, x, p["layers"])[0] @ p["out"]) ** 2
+
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    recipe = mpx.DelayedScaling(amax_history_len=length)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"layers": (12, N, N), "out": (N, 1)}
+    p = {
+        name: jax.random.normal(key, shape) / N**0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    x = jax.random.normal(keys[-1], (4 * N, N))
+    func, exact = mpx.autocast(loss, recipe=recipe), jax.grad(loss)
+
+    @jax.jit
+    def step(scaling, size):
+        result = mpx.value_and_grad(func, scaling)(p, x, size)
+        found, right = (g["layers"][0] for g in (result.grads, exact(p, x, size)))
+        error = jnp.linalg.norm(found - right) / jnp.linalg.norm(right)
+        return result.scaling, error
+
+    return mpx.init_scaling(func, p, x, 1.0), step
+
+
+@pytest.mark.parametrize("length", [4, 1])
+def test_small_gradients_arrive_in_all_layers_in_the_second_step(length):
+    scaling, step = deep(length)
+    errors = []
+    for size in [1e-6] * 3 + [1e-16] * 8:  # too small for all scales that are known
+        scaling, error = step(scaling, size)
+        errors.append(float(error))
+    assert errors[0] == 1  # it is zero
+    assert max(errors[1:3]) < 0.5
+    if length > 1:
+        # As soon as the amaxes of larger gradients have left the histories.
+        assert errors[3] > 0.99 and max(errors[-3:]) < 0.5
+
+
+def test_a_step_without_gradients_changes_no_scale():
+    scaling, step = deep(4)
+    for size in [1e-6] * 2 + [0.0] * 6:
+        before, (scaling, _) = scaling, step(scaling, size)
+    assert same_bits(scaling.scales[0].scale, before.scales[0].scale)
+    assert (scaling.scales[0].scale[:, 2] > 1e6).all()
+
+
 def test_full_precision_control_keeps_the_state(inputs):
     scaling = mpx.init_scaling(loss, *inputs)
     result = step(loss, scaling, *inputs, use_mixed_precision=False)

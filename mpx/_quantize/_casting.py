@@ -17,6 +17,7 @@ below 2^-126 are not flushed to zero, where a scale brings them into range.
 """
 
 import functools
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +33,8 @@ from ._noise import Key
 from ._quantizers import AbstractQuantizer, Asked, NVFP4Quantizer
 from ._rounding import flushed, round_finite, to_integers
 from ._target import Target
+
+Copy = TypeVar("Copy")
 
 _INFINITY, _SIGN = np.uint32(0x7F800000), np.uint32(0x80000000)
 
@@ -82,9 +85,7 @@ def quantize_by_cast(
     return lax.platform_dependent(x, to.key, to.scale, **branches, default=elsewhere)
 
 
-def beside_amax(
-    target: Target, copy: QuantizedArray | Array, amax: Array | None
-) -> QuantizedArray | Array:
+def beside_amax(target: Target, copy: Copy, amax: Array | None) -> Copy:
     """FP8 numbers that are made by the kernel that takes their amax.
 
     Products in FP8 on Hopper want the contracted axis of both operands last, so one of

@@ -82,8 +82,10 @@ class DelayedScaling(AbstractRecipe):
     amax of the history, this step's included. `update` has every detail.
 
     The scale starts at 1, which flushes small gradients to zero (in E5M2 those below
-    $2^{-17}$) in the first step. With `warm_start=True` it starts at 0, which means:
-    computed from the array itself, as in current scaling.
+    $2^{-17}$), and so those of earlier layers. In training, arrays that were zero in
+    all steps take a scale from the largest amax of their role: gradients of all layers
+    arrive in the second step. With `warm_start=True` it starts at 0, which means:
+    computed from the array itself, as in current scaling. That reads it once more.
 
     Args:
         margin: Keeps scaled values this many powers of two below MAX, for arrays that

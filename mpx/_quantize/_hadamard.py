@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float32
 
 from .._errors import describe
-from ._blocks import resolve_axes
+from ._blocks import resolve_axes, split
 
 BLOCK = 16
 # Any fixed choice will do as long as both operands share it. These are no column of
@@ -78,9 +78,11 @@ def hadamard_transform(
     chosen = np.array(_SIGNS) if signs is None else checked_signs(signs, call)
     blocks = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
     moved = blocks.shape
+    # The axes in front stay as they are. In one axis with the blocks, rows that devices
+    # share would have no sharding, and XLA would gather them all on each device.
+    blocks = split(blocks, (-1,), BLOCK)
     chosen = jnp.asarray(chosen, jnp.float32)
-    chosen = lax.broadcast_in_dim(chosen, (1, BLOCK), (1,))
-    blocks = blocks.reshape(-1, BLOCK)
+    chosen = lax.broadcast_in_dim(chosen, (1,) * x.ndim + (BLOCK,), (x.ndim,))
     y = _sylvester(blocks) * chosen if inverse else _sylvester(blocks * chosen)
     return jnp.moveaxis(y.reshape(moved), -1, axis).astype(x.dtype)
 
@@ -120,11 +122,14 @@ def signs_of(signs: tuple[int, ...] | None = None) -> int:
 
 def _sylvester(blocks: Array) -> Array:
     """Rows of 16 numbers times Sylvester's matrix over 4, as 4 rounds of sums."""
-    signs = jnp.array([1.0, -1.0], blocks.dtype).reshape(1, 1, 2, 1)
+    lead = blocks.shape[:-1]
+    signs = jnp.array([1.0, -1.0], blocks.dtype)
+    signs = signs.reshape(*(1 for _ in lead), 1, 2, 1)
     distance = 1
     while distance < BLOCK:
-        pairs = blocks.reshape(-1, BLOCK // (2 * distance), 2, distance)
+        pairs = blocks.reshape(*lead, BLOCK // (2 * distance), 2, distance)
         # left + right and left - right: no array of one half of them is made.
-        blocks = (lax.rev(pairs, (2,)) + pairs * signs).reshape(-1, BLOCK)
+        pairs = lax.rev(pairs, (pairs.ndim - 2,)) + pairs * signs
+        blocks = pairs.reshape(*lead, BLOCK)
         distance *= 2
     return blocks * 0.25

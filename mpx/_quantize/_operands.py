@@ -17,9 +17,11 @@ from jaxtyping import Array
 
 from ._amax import Join
 from ._array import QuantizedArray
+from ._blocks import Axes
 from ._casting import CAST, CAST_OF_WEIGHT, is_cast, quantize_by_cast
 from ._contraction import padded
 from ._four_bits import pack, unpack
+from ._groups import quantized_in_groups
 from ._kernel import AbstractKernel
 from ._noise import noise_from
 from ._products import Operand
@@ -44,6 +46,7 @@ class Copies:
         step: The number of the training step, by which noise is drawn; None if nobody
             knows it.
         rounded_to: A dtype that the numbers are rounded to first; None: as they are.
+        sizes: How many rows (axis -2) each group has, if rows come in groups.
     """
 
     recipe: AbstractRecipe
@@ -54,6 +57,7 @@ class Copies:
     axes: tuple[int, int]
     step: Array | None = None
     rounded_to: np.dtype | None = None
+    sizes: Array | None = None
 
     def first(self, x: Array, scale: Array | None = None) -> Operand:
         """The copy for y, or for dx of a gradient.
@@ -96,7 +100,7 @@ class Copies:
     def _by_kernel(self, x: Array) -> tuple[Operand, Operand] | None:
         """Both copies by the recipe's kernel, where it has one for them."""
         kernel = kernel_of(self.recipe, self.target)
-        if kernel is None or not kernel.takes(x.shape):
+        if kernel is None or not kernel.takes(x.shape) or self.sizes is not None:
             return None
         first, second = self._quantizers()
         if first is None or second is None or self.recipe.backward_override:
@@ -148,6 +152,19 @@ class Copies:
         if quantizer is None:
             return x.astype(self.half)
         axes = {0: (), 1: (axis,), 2: (-2, -1)}[quantizer.block_dimensions]
+        quantize = functools.partial(self._quantized, quantizer, axes, scale, salt)
+        if self.sizes is None or -2 not in axes:
+            return quantize(x)
+        return quantized_in_groups(quantize, x, self.sizes, quantizer.block)
+
+    def _quantized(
+        self,
+        quantizer: AbstractQuantizer,
+        axes: Axes,
+        scale: Array | None,
+        salt: int,
+        x: Array,
+    ) -> QuantizedArray:
         x = x.astype(jnp.float32)
         for one in axes:
             # As a multiple, so that it is known to be one whatever the length.

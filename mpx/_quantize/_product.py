@@ -214,7 +214,9 @@ class AbstractProduct(abc.ABC):
         """
         return self, data, weight, None
 
-    def _copies(self, role: Role, step: Array | None = None) -> Copies:
+    def _copies(
+        self, role: Role, step: Array | None = None, extra: Extra = ()
+    ) -> Copies:
         """How an array becomes the operands of its two products."""
         rounded_to = self.weight_dtype if role is Role.WEIGHT else None
         of = self.recipe, role, self.dtype, self.target, self._join(), self._axes(role)
@@ -299,7 +301,7 @@ def quantized_forward(
     weight_amax, weight_scale = None, None
     if ahead is None:
         weight_amax, weight_scale = product._scaled(Role.WEIGHT, weight, scales)
-    of_data = product._copies(Role.INPUT, step)
+    of_data = product._copies(Role.INPUT, step, extra)
     of_weight = product._copies(Role.WEIGHT, step)
     shapes = data.shape, weight.shape
     if not is_differentiated:
@@ -362,7 +364,7 @@ def quantized_backward(
 ) -> tuple[Array, Array, None, Besides]:
     g = product._read(g, kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
-    of_gradient = product._copies(Role.GRADIENT, kept.step)
+    of_gradient = product._copies(Role.GRADIENT, kept.step, kept.extra)
     for_data, second = of_gradient.begin(g, scale)
     for_data = beside_amax(product.target, for_data, amax)
     for_weight = second(for_data)

@@ -27,9 +27,10 @@ from ._array import QuantizedArray
 from ._block_units import have_block_form, in_blocks
 from ._contraction import Axes, Contraction, padded
 from ._format import Format
+from ._groups import GroupedArray
 from ._target import Target
 
-Operand = QuantizedArray | Array
+Operand = QuantizedArray | GroupedArray | Array
 
 
 class Path(enum.Enum):
@@ -274,7 +275,7 @@ def numbers_and_scale(
     operand: Operand, *, rotated: bool = False
 ) -> tuple[Array, Array | None]:
     """An operand as numbers and what is common to all; see `QuantizedArray`."""
-    if isinstance(operand, QuantizedArray):
+    if isinstance(operand, QuantizedArray | GroupedArray):
         return operand._factors(rotated=rotated)
     return operand, None
 

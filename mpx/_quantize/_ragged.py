@@ -7,8 +7,8 @@ $$y_i = Q(x_i)\,Q(w_{e(i)}) \qquad dx_i = Q(g_i)\,Q(w_{e(i)})^T \qquad
     dw_e = \sum_{i: e(i) = e} Q(x_i)^T\,Q(g_i)$$
 
 All recipes have it. One scale is that of all data, or of the stack of all weights.
-Blocks of dw lie along the rows; rows of two groups in one block share a scale and
-nothing else. Rows after the last group are in no product and count for no amax.
+Blocks of dw lie along the rows, of one group each: see `_groups`. Rows after the last
+group are in no product and count for no amax.
 
 No device has an FP8 form of it in XLA: on GPUs and TPUs it is the product of half
 precision. What is gained are the bytes kept for the backward pass, not speed.
@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from .._typing import AnyArray
 from ._dequantized_product import AbstractDequantizedProduct
+from ._operands import Copies
 from ._product import Extra, Residuals
 from ._recipes import Role
 
@@ -58,6 +59,14 @@ class RaggedProduct(AbstractDequantizedProduct):
         # In fewer bits the sums of sizes would wrap around.
         sizes = jnp.asarray(sizes, jnp.int32)
         return data, right.transpose(*groups, *rest), (sizes,)
+
+    def _copies(
+        self, role: Role, step: Array | None = None, extra: Extra = ()
+    ) -> Copies:
+        copies = super()._copies(role, step, extra)
+        if role is Role.WEIGHT:  # blocks lie inside of the matrix of a group
+            return copies
+        return dataclasses.replace(copies, sizes=extra[0])
 
     def _read(self, x: Array, extra: Extra) -> Array:
         (sizes,) = extra

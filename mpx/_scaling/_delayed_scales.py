@@ -101,12 +101,32 @@ class DelayedScales(eqx.Module):
             )
             for i, role in enumerate(ROLES)
         ]
-        histories, scales = zip(*columns, strict=True)
-        return dataclasses.replace(
-            self,
-            amax_history=jnp.stack(histories, axis=1),
-            scale=jnp.stack(scales, axis=1),
-        )
+        histories, scales = (jnp.stack(x, axis=1) for x in zip(*columns, strict=True))
+        is_unknown = ~histories.any(axis=-1) & (amaxes == 0)
+        if histories.shape[-1] < 2:  # which is empty after each step
+            is_unknown &= scales == self.recipe.init().scale
+        if not self.recipe.warm_start:
+            others = self._scales_of_others(amaxes, scales)
+            scales = jnp.where(is_unknown, others, scales)
+        return dataclasses.replace(self, amax_history=histories, scale=scales)
+
+    def _scales_of_others(
+        self, amaxes: Float32[Array, "slots 3"], otherwise: Float32[Array, "slots 3"]
+    ) -> Float32[Array, "slots 3"]:
+        """Scales for arrays that were zero in all steps: from the largest of a role.
+
+        A gradient that vanishes in one product leaves none, and no amax, to the product
+        before. If the scale stayed as it is, one more layer would have its gradient
+        with each step. A quarter of the format's range (2^8 in E5M2) is left above the
+        largest amax, three quarters below.
+        """
+        columns = []
+        for i, role in enumerate(ROLES):
+            format = self.recipe.quantizer(role).format
+            room = (format.largest / format.smallest) ** 0.25
+            largest = jnp.max(jnp.where(amaxes < jnp.inf, amaxes, 0)[:, i], initial=0)
+            columns.append(self.recipe._scale(largest * room, role, otherwise[:, i]))
+        return jnp.stack(columns, axis=1)
 
     def validate(self, owner: str) -> None:
         """Raises `ValueError` for values that no run can reach; reads them."""

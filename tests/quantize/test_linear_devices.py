@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
+from tests.collectives import partitioned
 from tests.helpers import slow_but
 from tests.quantize.linear_cases import (
     linear_product,
@@ -117,3 +118,46 @@ def test_explicit_axes(recipe_name: str):
         *(P("data", "model"), P("data", None), P(None, "model"))
     ]
     assert_same(found, alone)
+
+
+BY_BLOCKS = {
+    "float8 blocks": mpx.Float8BlockScaling(),
+    "mxfp8": mpx.MXFP8BlockScaling(),
+    "nvfp4": mpx.NVFP4BlockScaling(),
+}
+LAYOUTS = {  # of rows, and of two weights
+    "data parallel": (P(("data", "model")), P(), P()),
+    "tensor parallel": (P("data"), P(None, "model"), P("model")),
+    "fully sharded": (P(("data", "model")), P(("data", "model")), P(("data", "model"))),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe_name", slow_but(["nvfp4"], RECIPES | BY_BLOCKS))
+def test_no_device_gathers_activations_or_their_gradients(recipe_name, layout):
+    """Only weights travel, which are smaller here than what the rows make."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    shapes = (8, 256, 128), (128, 256), (256, 128)
+    x, *w = (
+        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, LAYOUTS[layout], strict=True)
+    )
+    w.append(
+        jax.ShapeDtypeStruct((128, 8), "float32", sharding=NamedSharding(mesh, P()))
+    )
+
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w[0]) @ w[1] @ w[2]) ** 2)
+
+    half = mpx.autocast(loss, recipe=(RECIPES | BY_BLOCKS)[recipe_name])
+    scaling = mpx.init_scaling(half, w, x)
+    places = [one.sharding for one in w]
+    sent = partitioned(
+        lambda s, w, x: mpx.grad(half, s)(w, x).grads,
+        *(scaling, w, x),
+        devices=8,
+        out_shardings=places,
+    )
+    moved = [m for m in sent if m.kind != "all-reduce"]
+    assert max((m.bytes for m in moved), default=0) <= 4 * 256 * 128
+    assert bool(moved) is (layout == "fully sharded")

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx
 from mpx._quantize import RaggedProduct, quantized_product, target_from
+from mpx.quantization import Role
 from tests.helpers import slow_but
 from tests.quantize.linear_cases import CPU, RECIPES, Recipe, assert_close, scales_of
 
@@ -47,6 +48,20 @@ def result_and_gradients(product, x, w, g, scales=None, sizes=SIZES):
     return y, *backward(g.astype(y.dtype))
 
 
+def late_rows(block: int) -> dict[int, int]:
+    """Rows of groups in the blocks that they begin in, behind others.
+
+    And where they stand among blocks of such rows only, one for each group.
+    """
+    ends = np.cumsum(SIZES)
+    return {
+        row: group * block + row - (end - size)
+        for group, (end, size) in enumerate(zip(ends, SIZES, strict=True))
+        for row in range(end - size, end)
+        if block and (end - size) % block and row // block == (end - size) // block
+    }
+
+
 def expected(recipe: Recipe, x, w, g) -> tuple[np.ndarray, ...]:
     """The three products of what the oracles leave of the operands."""
     in_group = (np.arange(ROWS) < SIZES.sum())[:, None]
@@ -57,14 +72,29 @@ def expected(recipe: Recipe, x, w, g) -> tuple[np.ndarray, ...]:
     def rows(rounder, x: np.ndarray, for_wgrad: bool = False) -> np.ndarray:
         return rounder(x[None], for_wgrad)[0]
 
+    quantizer = recipe.recipe.quantizer(Role.GRADIENT, for_wgrad=True)
+    block = quantizer.block if quantizer else 0
+    late = late_rows(block)
+    rows_late, places = list(late), list(late.values())
+
     def columns(rounder, x: np.ndarray) -> np.ndarray:
+        """In blocks of one group each, with zeros for the rows of others."""
+        starts = np.zeros((max(len(SIZES) * block, ROWS), x.shape[1]))
+        starts[places] = x[rows_late]
+        rest = x.copy()
+        rest[rows_late] = 0
+        found = in_columns(rounder, rest)
+        found[rows_late] = in_columns(rounder, starts)[places]
+        return found
+
+    def in_columns(rounder, x: np.ndarray) -> np.ndarray:
         found = rounder(x.T[None], True)[0]
-        if found.shape[1] > ROWS:  # transformed, which is undone here
+        if getattr(quantizer, "hadamard", False):  # transformed, which is undone here
             rotation = np.asarray(
                 mpx.quantization.hadamard_transform(jnp.eye(16)), np.float64
             )
             found = (found.reshape(-1, 16) @ rotation.T).reshape(found.shape)
-        return found.T[:ROWS]
+        return found.T[: len(x)]
 
     w_forward = of_w(w.swapaxes(1, 2), False).swapaxes(1, 2)
     w_backward, kept = of_w(w, False), columns(of_x, x)
