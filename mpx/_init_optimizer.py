@@ -204,11 +204,11 @@ def _layout(
         axes = _axes(leaf.shape, weight.array.shape)
         if axes:
             return weight, _like(weight, axes)
-    # Codes and scales of `mpx.compress_state`, one key below.
-    is_below = bool(path) and getattr(path[-1], "name", "") in ("codes", "scales")
+    # Codes and scales of `mpx.compress_state`, two keys below.
+    is_below = len(path) > 1 and getattr(path[-2], "name", "") == "arrays"
     for weight in weights:
-        place = len(path) - 1 - len(weight.path)
-        if not is_below or place < 0 or path[place:-1] != weight.path:
+        place = len(path) - 2 - len(weight.path)
+        if not is_below or place < 0 or path[place:-2] != weight.path:
             continue
         if leaf.shape == weight.array.shape:
             return weight, weight.sharding

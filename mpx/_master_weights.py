@@ -205,11 +205,12 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
             anywhere: in a chain, a `MultiSteps`, several in `optax.multi_transform`.
 
     Returns:
-        The model, with float32 weights where there is a master.
+        The model, with all weights in float32: their masters, and the values of frozen
+        weights, which have none (`optax.partition`, `optax.masked`, None in `init`).
 
     Raises:
-        ValueError: A weight in half precision or in 8 bits has no master, or one of
-            another shape.
+        ValueError: The state does not know a weight in half precision or in 8 bits, has
+            no master at all, or one of another shape.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx, optax
@@ -222,24 +223,26 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
     kinds = MasterWeightsState, SmallWeightsState
     is_state = lambda node: isinstance(node, kinds)  # noqa: E731
     states = list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
-    masters: dict[str, Any] = {}
+    masters: dict[tuple[str, ...], Any] = {}
+    without: set[tuple[str, ...]] = set()
     for state in states:
-        kept = (
-            state.masters if isinstance(state, MasterWeightsState) else state.low_bits
-        )
-        found = jax.tree_util.tree_leaves_with_path(kept)
-        masters |= {path_text(path): master for path, master in found}
-    keeps_nothing = any(
-        isinstance(state, SmallWeightsState) and not jax.tree.leaves(state.low_bits)
-        for state in states
-    )
+        found = jax.tree_util.tree_leaves_with_path(_kept_by(state), is_leaf=_is_empty)
+        for path, master in found:
+            place = (*map(str, path),)
+            if _is_empty(master):
+                without.add(place)
+            else:
+                masters[place] = master
+    knows_weights = bool(masters) or any(map(_keeps_nothing, states))
 
     def full(path: KeyPath, leaf: Any) -> Any:
         if not _has_master(leaf):
             return leaf
-        master = masters.get(path_text(path))
-        if master is None and keeps_nothing:
-            return full_weight(leaf, None)
+        place = (*map(str, path),)
+        master = masters.get(place)
+        if master is None and knows_weights:
+            if any(place[:n] in without for n in range(len(place) + 1)):
+                return leaf._full() if is_stored(leaf) else full_weight(leaf, None)
         if master is None or master.shape != leaf.shape:
             raise ValueError(
                 "`mpx.full_weights(model, opt_state)` needs this model's state of "
@@ -250,6 +253,23 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
         return master if master.dtype == np.float32 else full_weight(leaf, master)
 
     return jax.tree_util.tree_map_with_path(full, model, is_leaf=is_stored)
+
+
+def _kept_by(state: Any) -> PyTree:
+    """Masters, or what stands for them, as a tree like the weights."""
+    if isinstance(state, MasterWeightsState):
+        return state.masters
+    (kept,) = state.low_bits.values()
+    return kept
+
+
+def _keeps_nothing(state: Any) -> bool:
+    return isinstance(state, SmallWeightsState) and "none" in state.low_bits
+
+
+def _is_empty(node: object) -> bool:
+    """Whether a node stands for a weight without a master; Optax's is a tuple."""
+    return node is None or (isinstance(node, tuple) and not node)
 
 
 def _is_leaf(node: object) -> bool:

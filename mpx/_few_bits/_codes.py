@@ -62,6 +62,11 @@ class Code:
         return np.dtype(f"{'' if self.signed else 'u'}int{self.bits}")
 
     @property
+    def name(self) -> str:
+        """That of the codes among the arrays of a state."""
+        return f"codes_{self.dtype}"
+
+    @property
     def levels(self) -> int:
         """The largest integer."""
         return 2 ** (self.bits - self.signed) - 1

@@ -343,12 +343,16 @@ def _with_arrays(state: Any) -> CompressedState:
     def restore(node: Any) -> Any:
         if not _is_dictionary(node):
             return node
-        codes, scales = node["codes"], node["scales"]
-        bits = 8 * codes.dtype.itemsize
+        arrays = dict(node["arrays"])
+        scales = arrays.pop("scales", None)
+        ((name, codes),) = arrays.items()
+        dtype = np.dtype(name.removeprefix("codes_"))
+        bits = 8 * dtype.itemsize
         is_random = bits == 16 and state.step is not None
-        signed = jnp.issubdtype(codes.dtype, jnp.signedinteger) or scales is None
-        code = Code(bits, signed, is_random, scales is not None)
-        return CompressedArray(codes, scales, code)
+        signed = dtype.kind != "u"
+        return CompressedArray(
+            codes, scales, Code(bits, signed, is_random, scales is not None)
+        )
 
     inner = jax.tree.map(
         restore, state.inner_state, is_leaf=lambda x: _is_ours(x) or _is_dictionary(x)
@@ -357,7 +361,7 @@ def _with_arrays(state: Any) -> CompressedState:
 
 
 def _is_dictionary(node: object) -> bool:
-    return isinstance(node, Mapping) and node.keys() == {"codes", "scales"}
+    return isinstance(node, Mapping) and node.keys() == {"arrays"}
 
 
 def _run(

@@ -165,7 +165,7 @@ def wrong(case):
         ("stored", ValueError, "use float32 masters, `bits=32`"),
         ("masters", ValueError, "have the shapes of `params`"),
         ("no weights", ValueError, "needs the weights"),
-        ("other bits", ValueError, "the state of the weight"),
+        ("other bits", ValueError, r"the one key 'int16'; got \['int8'\]"),
         ("other state", TypeError, "mpx.full_weights"),
         ("cast", ValueError, "the state of the weight"),
     ],
