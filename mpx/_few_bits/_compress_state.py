@@ -151,7 +151,7 @@ def compress_state(
             if _is_chosen(key_path, leaf, kind, weights, where):
                 code = _code(moments, kind)
                 is_random |= code.random
-                leaf = compressed(leaf, code, Noise(step, path))
+                leaf = compressed(_not_folded(leaf), code, Noise(step, path))
             stored.append(leaf)
         count = step + jnp.uint32(1) if is_random else None
         guard = Guard(jnp.ones((), bool))
@@ -212,6 +212,17 @@ def full_state(state: PyTree) -> PyTree:
 
 def _is_ours(node: object) -> bool:
     return isinstance(node, CompressedState | CompressedArray)
+
+
+def _not_folded(leaf: Array) -> Array:
+    """An array that XLA does not take for a constant while it compiles `init`.
+
+    It would encode zeros number by number: 28 s for 4 million. Nor is it written.
+    """
+    if not isinstance(leaf, Tracer):
+        return leaf
+    yes = jax.lax.optimization_barrier(jnp.asarray(True))
+    return jax.lax.select(yes, leaf, jnp.ones_like(leaf))
 
 
 def _widened(leaf: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from optax import contrib
 
 import mpx
@@ -206,6 +206,25 @@ def test_donation():
     memory = step.lower(model, state).compile().memory_analysis()
     size = sum(x.nbytes for x in jax.tree.leaves((model, state)))
     assert memory.alias_size_in_bytes == size < 6.3 * 32 * 128
+
+
+@pytest.mark.parametrize("make", [optax.adam, optax.adagrad, optax.yogi])
+@pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
+def test_a_compiled_init_does_its_work_when_it_runs(make, moments):
+    """XLA encodes the zeros of `init` number by number while it compiles."""
+    tx, model = mpx.compress_state(make(1e-3), moments), weights()
+    whole = jax.jit(tx.init).lower(model).compile()
+    assert whole.cost_analysis().get("flops", 0) > 4 * 32 * 128
+    assert same_bits(whole(model), tx.init(model))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    placed = jax.device_put(model, NamedSharding(mesh, P("d")))
+    init = functools.partial(mpx.init_optimizer, tx)
+    parts = jax.jit(init).lower(placed).compile()
+    assert parts.cost_analysis().get("flops", 0) > 4 * 32 * 128 / 8
+    for state in (init(placed), parts(placed)):
+        assert same_bits(state, tx.init(model))
+        (codes, *_) = (x for x in jax.tree.leaves(state) if x.shape == (32, 128))
+        assert codes.sharding.shard_shape(codes.shape) == (4, 128)
 
 
 def test_nan_shows_in_the_state():
