@@ -17,8 +17,6 @@ from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, UInt32
 
-from .._cast import cast_leaf
-from .._dtypes import is_half
 from .._errors import at_path, describe
 from .._optimizer import Transformation, refuse_optimizer
 from .._skipped import was_skipped
@@ -26,9 +24,9 @@ from .._tree import Guard, is_float_leaf, path_text
 from ._array import CompressedArray, compressed
 from ._bits import Noise
 from ._codes import Code, scales_of
-from ._kinds import Kind, kinds_of
+from ._kinds import Kind
+from ._looked_at import CALL, Weights, looked_at, widened
 
-_CALL = "`mpx.compress_state(optimizer)`"
 Moments: TypeAlias = Literal["8bit", "16bit", "bfloat16"]
 Where: TypeAlias = Callable[[str, Any], bool]
 # As bitsandbytes has it: what is smaller is a bias, a norm, and no memory.
@@ -128,10 +126,10 @@ def compress_state(
         >>> mpx.full_state(state)[0].trace.dtype
         dtype('float32')
     """
-    refuse_optimizer(optimizer, _CALL)
+    refuse_optimizer(optimizer, CALL)
     if moments not in get_args(Moments):
         raise ValueError(
-            f"`moments` of {_CALL} must be one of {', '.join(get_args(Moments))}; got "
+            f"`moments` of {CALL} must be one of {', '.join(get_args(Moments))}; got "
             f"{moments!r}."
         )
     extra = dict(extra_args or {})
@@ -140,8 +138,7 @@ def compress_state(
         inner = optimizer.init(params)
         if state is not None:
             inner = _started_from(state, inner)
-        inner = _widened_state(inner, params)
-        kinds, weights = _kinds(optimizer, params, inner, extra), _Weights(params)
+        weights, inner, kinds = looked_at(optimizer, params, inner, extra)
         leaves, form = jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_ours)
         step, is_random, stored = jnp.zeros((), jnp.uint32), False, []
         for (key_path, leaf), kind in zip(
@@ -164,7 +161,7 @@ def compress_state(
         **extra_args: PyTree,
     ) -> tuple[PyTree, CompressedState]:
         state = _with_arrays(state)
-        updates = jax.tree.map(_widened, updates)
+        updates = jax.tree.map(widened, updates)
         run = lambda inner: optimizer.update(updates, inner, params, **extra_args)  # noqa: E731
         new, stored = _run(run, state)
         step = state.step
@@ -225,11 +222,6 @@ def _not_folded(leaf: Array) -> Array:
     return jax.lax.select(yes, leaf, jnp.ones_like(leaf))
 
 
-def _widened(leaf: Any) -> Any:
-    is_narrow = is_float_leaf(leaf) and is_half(leaf.dtype)
-    return cast_leaf(leaf, np.dtype(np.float32)) if is_narrow else leaf
-
-
 def _decoded(state: PyTree) -> PyTree:
     """What the inner optimizer gets; states of others inside stay as they are."""
     return jax.tree.map(
@@ -239,62 +231,8 @@ def _decoded(state: PyTree) -> PyTree:
     )
 
 
-def _widened_state(state: PyTree, params: PyTree) -> PyTree:
-    """A state whose arrays like weights are float32, as the gradients will be."""
-    weights = _Weights(params)
-
-    def widen(path: KeyPath, leaf: Any) -> Any:
-        return _widened(leaf) if weights.has_like(path, leaf) else leaf
-
-    return jax.tree_util.tree_map_with_path(widen, state, is_leaf=_is_ours)
-
-
-class _Weights:
-    """The shapes of weights by their paths."""
-
-    def __init__(self, params: PyTree) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        self._shapes = {path: getattr(leaf, "shape", None) for path, leaf in leaves}
-        self._lengths = sorted({len(path) for path in self._shapes}, reverse=True)
-
-    def has_like(self, path: KeyPath, leaf: Any) -> bool:
-        """Whether an array of a state is like a weight.
-
-        Transformations keep trees like the weights: its path ends with that of a
-        weight, and it has its shape.
-        """
-        if not is_float_leaf(leaf):
-            return False
-        ends = (path[len(path) - n :] for n in self._lengths if n <= len(path))
-        return any(self._shapes.get(end) == leaf.shape for end in ends)
-
-
-def _kinds(
-    optimizer: Any, params: PyTree, state: PyTree, extra: dict[str, PyTree]
-) -> PyTree:
-    """What is proved of the arrays of a state, as a tree like it."""
-
-    def init(params: PyTree) -> PyTree:
-        return _widened_state(optimizer.init(params), params)
-
-    def update(params: PyTree, state: PyTree) -> PyTree:
-        grads = jax.tree.map(_widened, params)
-        return optimizer.update(grads, state, params, **extra)[1]
-
-    try:
-        return kinds_of(init, update, params, state)
-    except Exception as error:
-        raise ValueError(
-            f"{_CALL} traces `optimizer.update(grads, state, params)` to prove which "
-            "arrays are never negative, and it raised; see the error above. If it "
-            "needs more arguments, pass examples of them: "
-            "`mpx.compress_state(optimizer, extra_args={'value': 0.0})`. Put "
-            "transformations of the updates inside `mpx.master_weights`."
-        ) from error
-
-
 def _is_chosen(
-    path: KeyPath, leaf: Any, kind: Kind, weights: _Weights, where: Where | None
+    path: KeyPath, leaf: Any, kind: Kind, weights: Weights, where: Where | None
 ) -> bool:
     """Whether an array of a state is stored in few bits."""
     if where is None:
@@ -305,7 +243,7 @@ def _is_chosen(
     chosen = bool(where(path_text(path), leaf))
     if chosen and not (is_float_leaf(leaf) and leaf.ndim and leaf.dtype == np.float32):
         raise ValueError(
-            f"`where` of {_CALL} must select float32 arrays with at least one axis; "
+            f"`where` of {CALL} must select float32 arrays with at least one axis; "
             f"got {describe(leaf)}{at_path(path_text(path))}."
         )
     return chosen
@@ -328,7 +266,7 @@ def _started_from(state: PyTree, inner: PyTree) -> PyTree:
     )
     if jax.tree.structure(state) != jax.tree.structure(inner) or given != wanted:
         raise ValueError(
-            f"`state` in `init(params, state)` of {_CALL} must be that of the same "
+            f"`state` in `init(params, state)` of {CALL} must be that of the same "
             "optimizer for the same weights; got\n"
             f"  {jax.tree.structure(state)}\n"
             f"of shapes {given}, and `optimizer.init(params)` returns\n"
@@ -346,7 +284,7 @@ def _with_arrays(state: Any) -> CompressedState:
     """The state of a step; Flax NNX makes dictionaries of its arrays of few bits."""
     if not isinstance(state, CompressedState):
         raise TypeError(
-            f"`update` of {_CALL} needs the state from its `init`; got "
+            f"`update` of {CALL} needs the state from its `init`; got "
             f"{describe(state)}. To start from an uncompressed state: "
             "`optimizer.init(params, state)`."
         )
@@ -429,7 +367,7 @@ def _pairs(before: PyTree, after: PyTree) -> list[tuple[KeyPath, Any, Any]]:
         new = form.flatten_up_to(after)
     except ValueError as error:
         raise ValueError(
-            f"{_CALL} needs an optimizer whose state keeps its structure; `update` "
+            f"{CALL} needs an optimizer whose state keeps its structure; `update` "
             "changed it:\n"
             f"  {error}"
         ) from error

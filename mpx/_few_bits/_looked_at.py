@@ -1,0 +1,119 @@
+"""What is found out of an optimizer's state when it is made.
+
+Which of its arrays are like weights, which are never negative, and to which updates
+only add. The last two are proved from the program of `optimizer.update` (`_kinds`),
+which is traced with gradients. Those are like the weights, but for transformations that
+keep more in `params` than what gradients are taken of.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
+
+from .._cast import cast_leaf
+from .._dtypes import is_half
+from .._tree import is_float_leaf
+from ._array import CompressedArray
+from ._kinds import kinds_of
+
+CALL = "`mpx.compress_state(optimizer)`"
+# Of weights so many parts are tried as the form of gradients.
+_PARTS = 4
+
+
+class Weights:
+    """The shapes of weights by their paths."""
+
+    def __init__(self, params: PyTree) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        self._shapes = {path: getattr(leaf, "shape", None) for path, leaf in leaves}
+        self._lengths = sorted({len(path) for path in self._shapes}, reverse=True)
+
+    def has_like(self, path: KeyPath, leaf: Any) -> bool:
+        """Whether an array of a state is like a weight.
+
+        Transformations keep trees like the weights: its path ends with that of a
+        weight, and it has its shape.
+        """
+        if not is_float_leaf(leaf):
+            return False
+        ends = (path[len(path) - n :] for n in self._lengths if n <= len(path))
+        return any(self._shapes.get(end) == leaf.shape for end in ends)
+
+
+def looked_at(
+    optimizer: Any, params: PyTree, state: PyTree, extra: dict[str, PyTree]
+) -> tuple[Weights, PyTree, PyTree]:
+    """The weights that gradients are like, a widened state, and what is proved of it.
+
+    Gradients are like `params`, or like a part of them, as those of the fast weights
+    for `optax.lookahead`: the first of these that `optimizer.update` takes.
+    """
+    raised: list[Exception] = []
+    for part in _parts(params):
+        try:
+            weights = Weights(part(params))
+            inner = _widened_state(state, weights)
+            return weights, inner, _kinds(optimizer, params, inner, extra, part)
+        except Exception as error:
+            raised.append(error)
+    raise ValueError(
+        f"{CALL} traces `optimizer.update(grads, state, params)` to prove which "
+        "arrays are never negative, with gradients like `params` or like a part of "
+        "them, and it raised; see the error above. If it needs more arguments, pass "
+        "examples of them: `mpx.compress_state(optimizer, extra_args={'value': 0.0})`. "
+        "Put transformations of the updates inside `mpx.master_weights`."
+    ) from raised[0]
+
+
+def _parts(params: PyTree) -> list[Callable[[PyTree], PyTree]]:
+    """What gives of weights those that gradients may be like: all, or one child."""
+    is_child = lambda node: node is not params  # noqa: E731
+    children, form = jax.tree.flatten(params, is_leaf=is_child)
+    parts = {}
+    for place, child in enumerate(children):
+        shapes = (*(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(child)),)
+        child_of = lambda p, place=place: form.flatten_up_to(p)[place]  # noqa: E731
+        parts.setdefault((jax.tree.structure(child), shapes), child_of)
+    return [lambda p: p, *[*parts.values()][:_PARTS]]
+
+
+def _kinds(
+    optimizer: Any,
+    params: PyTree,
+    state: PyTree,
+    extra: dict[str, PyTree],
+    part: Callable[[PyTree], PyTree],
+) -> PyTree:
+    """What is proved of the arrays of a state, as a tree like it."""
+
+    def init(params: PyTree) -> PyTree:
+        return _widened_state(optimizer.init(params), Weights(part(params)))
+
+    def update(params: PyTree, state: PyTree) -> PyTree:
+        grads = jax.tree.map(widened, part(params))
+        return optimizer.update(grads, state, params, **extra)[1]
+
+    return kinds_of(init, update, params, state)
+
+
+def _widened_state(state: PyTree, weights: "Weights") -> PyTree:
+    """A state whose arrays like weights are float32, as the gradients will be."""
+
+    def widen(path: KeyPath, leaf: Any) -> Any:
+        return widened(leaf) if weights.has_like(path, leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(widen, state, is_leaf=_is_array)
+
+
+def widened(leaf: Any) -> Any:
+    is_narrow = is_float_leaf(leaf) and is_half(leaf.dtype)
+    return cast_leaf(leaf, np.dtype(np.float32)) if is_narrow else leaf
+
+
+def _is_array(node: object) -> bool:
+    return isinstance(node, CompressedArray)
