@@ -249,7 +249,9 @@ def _coarser(weight: _Weight, shape: tuple[int, ...]) -> Sharding | None:
     for axis, names in enumerate(sharding.spec):
         several = names if isinstance(names, tuple) else (names,)
         parts = math.prod(sizes[name] for name in several if name is not None)
-        axes[axis] = axis if shape[axis] % parts == 0 else None
+        # Nor along one whose last block is shorter, which shards would cut.
+        is_even = weight.array.shape[axis] % max(shape[axis], 1) == 0
+        axes[axis] = axis if is_even and shape[axis] % parts == 0 else None
     return _like(weight, (*axes,))
 
 

@@ -128,8 +128,10 @@ def master_weights(
     - `bits=8` stores $r$ in steps of 256, `bits=0` nothing. $m$ is rounded to one of
       its two neighbours, up with the probability of its distance from the lower one, so
       its mean is exact. The noise is a hash of the step's number, the weight's path and
-      the index in it: the same on any number of devices, and after a restart. Inside
-      `shard_map` the index is that in the shard.
+      the index in it: the same on any number of devices, and after a restart. Steps are
+      counted from a hash of the weights, so members of a `jax.vmap` that start from
+      other weights have other noise. Inside `shard_map` the index is that in the shard,
+      whose number is hashed, too.
     - A weight changed from outside is used unchanged. The bits stored beside it stay;
       they are less than half of the distance to its neighbour. Zeros stay zeros.
     - Infinities and NaN are unchanged. Numbers too large for a finite bfloat16 give an

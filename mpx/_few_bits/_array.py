@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from .._errors import describe
+from .._jax_compat import varying_axes
 from .._tree import Whole
 from ._bits import Noise
 from ._codes import Code, decode, encode, layout_of, scales_of
@@ -85,15 +86,18 @@ class CompressedArray(Whole):
         codes, scales, code = self.codes, self.scales, self.code
         is_whole = getattr(codes, "dtype", None) == code.dtype
         if is_whole and code.blocks:
-            wanted = layout_of(codes.shape).scales_shape(codes.shape)
-            is_whole = getattr(scales, "shape", None) == wanted
+            layout = layout_of(codes.shape)
+            is_whole = getattr(scales, "shape", None) == layout.scales_shape(
+                codes.shape
+            ) and (layout.is_even or not varying_axes(codes))
         if not is_whole:
             raise ValueError(
                 f"A `CompressedArray` in {code} has {code.dtype} and a float32 scale "
                 f"for each block; got {describe(codes)} and {describe(scales)}. Its "
                 "arrays are meaningless alone: restore them unchanged, with "
                 "`optimizer.init(params)` as the template, and compute with "
-                "`full()`."
+                "`full()`. In `shard_map`, shards must contain whole blocks; a state "
+                "that was made there is read there."
             )
         return decode(codes, scales, code)
 

@@ -86,11 +86,13 @@ class Layout:
         axis: Along which.
         size: How many numbers a block has.
         count: How many blocks; the last one may be shorter.
+        is_even: Whether it is not.
     """
 
     axis: int
     size: int
     count: int
+    is_even: bool = True
 
     def scales_shape(self, shape: Shape) -> Shape:
         """The shape of the scales of an array of this shape."""
@@ -132,7 +134,7 @@ def layout_of(shape: Shape) -> Layout:
     for size in range(LONGEST_BLOCK, _SHORTEST_BLOCK - 1, -1):
         if length % size == 0:
             return Layout(axis, size, length // size)
-    return Layout(axis, LONGEST_BLOCK, math.ceil(length / LONGEST_BLOCK))
+    return Layout(axis, LONGEST_BLOCK, math.ceil(length / LONGEST_BLOCK), False)
 
 
 def encode(

@@ -18,12 +18,13 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, UInt32
 
 from .._errors import at_path, describe
+from .._jax_compat import manual_axes, varying_axes
 from .._optimizer import Transformation, refuse_optimizer
 from .._skipped import was_skipped
 from .._tree import Guard, is_float_leaf, path_text
 from ._array import CompressedArray, compressed
-from ._bits import Noise
-from ._codes import Code, scales_of
+from ._bits import Noise, first_step
+from ._codes import Code, layout_of, scales_of
 from ._kinds import Kind
 from ._looked_at import CALL, Weights, looked_at, widened
 
@@ -39,7 +40,8 @@ class CompressedState(NamedTuple):
     Attributes:
         inner_state: That of the inner optimizer, with a `CompressedArray` in the place
             of each array that is stored in few bits. See `full_state`.
-        step: How many steps have drawn noise; None where nothing is rounded randomly.
+        step: The number of the next step that draws noise, counted from a hash of the
+            weights; None where nothing is rounded randomly.
         guard: Detects arithmetic on the state, which would be done on codes.
     """
 
@@ -108,9 +110,15 @@ def compress_state(
     - A skipped step leaves the state bit-identical, and draws no noise. So does a step
       without an update inside `optax.MultiSteps`.
     - The noise is a hash of the step's number, the path and the index in the array: the
-      same on any number of devices, and after a restart.
+      same on any number of devices, and after a restart. Steps are counted from a hash
+      of the weights, so members of a `jax.vmap` that start from other weights have
+      other noise.
     - With `mpx.init_optimizer` codes and scales are sharded as the weight. A block
       across two shards has one scale, which is the same on both.
+    - Inside `shard_map` blocks are those of shards: a state from outside needs shards
+      of whole blocks, and one from inside is read inside, if shards cut its blocks.
+      Indices are those in the shard, whose number is hashed, too, where `shard_map`
+      checks on which axes values vary.
     - Put it inside `mpx.master_weights`, as close to the moments as possible.
     - Under `jax.jit` the program contains the update twice, once only for the scales.
 
@@ -140,7 +148,7 @@ def compress_state(
             inner = _started_from(state, inner)
         weights, inner, kinds = looked_at(optimizer, params, inner, extra)
         leaves, form = jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_ours)
-        step, is_random, stored = jnp.zeros((), jnp.uint32), False, []
+        step, is_random, stored = first_step(params), False, []
         for (key_path, leaf), kind in zip(
             leaves, form.flatten_up_to(kinds), strict=True
         ):
@@ -148,7 +156,8 @@ def compress_state(
             if _is_chosen(key_path, leaf, kind, weights, where):
                 code = _code(moments, kind)
                 is_random |= code.random
-                leaf = compressed(_not_folded(leaf), code, Noise(step, path))
+                noise = Noise(step, path, varying_axes(leaf))
+                leaf = compressed(_not_folded(leaf), code, noise)
             stored.append(leaf)
         count = step + jnp.uint32(1) if is_random else None
         guard = Guard(jnp.ones((), bool))
@@ -236,8 +245,10 @@ def _is_chosen(
 ) -> bool:
     """Whether an array of a state is stored in few bits."""
     if where is None:
-        is_large = weights.has_like(path, leaf) and leaf.size >= _SMALLEST
-        return is_large and leaf.dtype == np.float32 and not kind.is_copy
+        is_large = weights.size_like(path, leaf) >= _SMALLEST
+        is_moment = is_large and leaf.dtype == np.float32 and not kind.is_copy
+        # Blocks of shards are those of the whole only where none is shorter.
+        return is_moment and (not manual_axes() or layout_of(leaf.shape).is_even)
     if isinstance(leaf, CompressedState) or not eqx.is_array(leaf):
         return False
     chosen = bool(where(path_text(path), leaf))
@@ -382,7 +393,7 @@ def _stored(
     stored = []
     for place, (path, old, new) in enumerate(_pairs(state.inner_state, inner)):
         if isinstance(old, CompressedArray):
-            noise = Noise(step, path_text(path))
+            noise = Noise(step, path_text(path), varying_axes(new))
             new = compressed(new, old.code, noise, old, scales.get(place))
         elif is_float_leaf(old) and is_float_leaf(new) and old.dtype != new.dtype:
             new = new.astype(old.dtype)

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from .._cast import cast_leaf
 from .._dtypes import is_half
+from .._jax_compat import varying_axes
 from .._tree import is_float_leaf
 from ._array import CompressedArray
 from ._kinds import kinds_of
@@ -31,6 +32,7 @@ class Weights:
     def __init__(self, params: PyTree) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(params)
         self._shapes = {path: getattr(leaf, "shape", None) for path, leaf in leaves}
+        self._shards = {path: _count_of_shards(leaf) for path, leaf in leaves}
         self._lengths = sorted({len(path) for path in self._shapes}, reverse=True)
 
     def has_like(self, path: KeyPath, leaf: Any) -> bool:
@@ -39,10 +41,25 @@ class Weights:
         Transformations keep trees like the weights: its path ends with that of a
         weight, and it has its shape.
         """
+        return bool(self._like(path, leaf))
+
+    def size_like(self, path: KeyPath, leaf: Any) -> int:
+        """How many numbers an array like a weight has, in all shards; 0 if none is."""
+        shards = (self._shards[end] for end in self._like(path, leaf))
+        return leaf.size * max(shards, default=0)
+
+    def _like(self, path: KeyPath, leaf: Any) -> list[KeyPath]:
+        """The paths of the weights that an array of a state is like."""
         if not is_float_leaf(leaf):
-            return False
+            return []
         ends = (path[len(path) - n :] for n in self._lengths if n <= len(path))
-        return any(self._shapes.get(end) == leaf.shape for end in ends)
+        return [end for end in ends if self._shapes.get(end) == leaf.shape]
+
+
+def _count_of_shards(weight: Any) -> int:
+    """Of how many shards a weight inside `shard_map` is one, as far as JAX knows."""
+    axes = varying_axes(weight) if isinstance(weight, jax.Array) else ()
+    return jax.lax.axis_size(tuple(axes)) if axes else 1
 
 
 def looked_at(

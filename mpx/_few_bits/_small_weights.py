@@ -18,11 +18,12 @@ from jaxtyping import Array, Float32, PyTree, UInt32
 from .._cast import cast_leaf
 from .._dtypes import is_half
 from .._errors import at_path, describe
+from .._jax_compat import varying_axes
 from .._new_weight import CALL, NewWeight
 from .._skipped import was_skipped
 from .._stored_weights import is_stored
 from .._tree import is_float_leaf, path_text, select_tree
-from ._bits import Noise, bits_of, joined, round_randomly, split
+from ._bits import Noise, bits_of, first_step, joined, round_randomly, split
 
 Bits: TypeAlias = Literal[16, 8, 0]
 _DTYPES = {16: np.dtype(np.int16), 8: np.dtype(np.int8)}
@@ -39,7 +40,8 @@ class SmallWeightsState(NamedTuple):
             `"int8"` or `"none"`. Its leaves are what bfloat16 leaves out of each
             weight; None where nothing is kept. For float32 weights see `full_weights`.
         inner_state: The state of the inner optimizer.
-        step: How many steps have drawn noise; None with 16 bits, which draw none.
+        step: The number of the next step that draws noise, counted from a hash of the
+            weights; None with 16 bits, which draw none.
     """
 
     low_bits: dict[str, PyTree]
@@ -64,7 +66,7 @@ class SmallWeights:
                 f"  masters: {_structure(given)}"
             )
         low = _map(self._start, params, given)
-        step = None if self._bits == 16 else jnp.zeros((), jnp.uint32)
+        step = None if self._bits == 16 else first_step(given)
         inner = self._optimizer.init(_map(_full, params, low))
         return SmallWeightsState({_NAMES[self._bits]: low}, inner, step)
 
@@ -126,7 +128,8 @@ class SmallWeights:
     ) -> tuple[Array, Array | None]:
         """The weight, and what is kept beside it."""
         if step is not None:
-            noise = Noise(step, f"weight {path_text(path)}")
+            name = f"weight {path_text(path)}"
+            noise = Noise(step, name, varying_axes(master))
             master = round_randomly(master, 16 - self._bits, noise)
         weight, low = split(master)
         if self._bits == 16:
