@@ -87,8 +87,9 @@ def master_weights(
     Returns:
         A pair `(init, update)` to use as an Optax transformation, the outermost one or
         the last of a chain, also in `optax.multi_transform` and `optax.masked`.
-        `init(params, masters)` starts from full-precision weights; without `masters`,
-        masters have the values of `params`. The state has `masters` (float32, like the
+        `init(params, masters)` starts from full-precision weights (with `bits=0`, which
+        keeps nothing of them, it warns); without `masters`, masters have the values of
+        `params`. The state has `masters` (float32, like the
         weights) and `inner_state`. Apply the updates with `optax.apply_updates`,
         `eqx.apply_updates`, `mpx.optimizer_update` or `mpx.optimizer_step`: the weights
         are then the rounded masters, bit for bit.

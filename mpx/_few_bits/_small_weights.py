@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float32, PyTree, UInt32
 
 from .._cast import cast_leaf
 from .._dtypes import is_half
-from .._errors import at_path, describe
+from .._errors import at_path, describe, warn_user
 from .._jax_compat import varying_axes
 from .._new_weight import CALL, NewWeight
 from .._skipped import was_skipped
@@ -66,9 +67,26 @@ class SmallWeights:
                 f"  masters: {_structure(given)}"
             )
         low = _map(self._start, params, given)
+        if not self._bits and masters is not None:
+            self._warn_of_masters(params, masters)
         step = None if self._bits == 16 else first_step(given)
         inner = self._optimizer.init(_map(_full, params, low))
         return SmallWeightsState({_NAMES[self._bits]: low}, inner, step)
+
+    def _warn_of_masters(self, params: PyTree, masters: PyTree) -> None:
+        def is_lost(_: KeyPath, weight: Any, master: Any) -> bool:
+            if not _is_half(weight):
+                return False
+            is_other = jnp.asarray(weight, jnp.float32) != master
+            return isinstance(is_other, Tracer) or bool(jnp.any(is_other))
+
+        if any(jax.tree.leaves(_map(is_lost, params, masters))):
+            warn_user(
+                f"`init(params, masters)` of {CALL} with bits=0 starts from `params`: "
+                "nothing is kept beside them, and what bfloat16 leaves out of `masters` "
+                "is lost, up to 1/512 of each. `bits=8` keeps 1/65,536, `bits=16` all; "
+                "without `masters` nothing is said."
+            )
 
     def _start(self, path: KeyPath, weight: Any, master: Any) -> Array | None:
         """What is kept beside a weight whose master is known."""
