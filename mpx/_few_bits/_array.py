@@ -28,9 +28,9 @@ class CompressedArray(Whole):
             as `codes_int8`, so that they are restored as what they are or not at all.
         code: The encoding of the numbers.
 
-    It has the `shape` of the array, and is read as float32: `full()`. Arithmetic on its
-    arrays, as by `jax.tree.map` over a state, is meaningless; moving, stacking, saving
-    and selecting them works.
+    It has the `shape` of the array, and is read as float32: `full()`. It has no
+    arithmetic, and that on its arrays, as by `jax.tree.map` over a state, is
+    meaningless; moving, stacking, saving and selecting them works.
     """
 
     arrays: dict[str, Array]
@@ -76,6 +76,14 @@ class CompressedArray(Whole):
         """The bytes of codes and scales together."""
         arrays = self.arrays.values()
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+
+    def _words(self) -> str:
+        return (
+            f"An array of an optimizer's state, {list(self.shape)} in {self.code}, "
+            "does not support arithmetic. Read it: `full()`, or all of a state: "
+            "`mpx.full_state(state)`. What was computed becomes a state again by "
+            "`init(params, full)` of `mpx.compress_state(optimizer)`."
+        )
 
     def full(self) -> Float32[Array, "..."]:
         """Returns the array in float32.

@@ -18,6 +18,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, UInt32
 
 from .._errors import at_path, describe
+from .._flax_arrays import register_with_flax
 from .._jax_compat import manual_axes, varying_axes
 from .._optimizer import Transformation, refuse_optimizer
 from .._skipped import was_skipped
@@ -143,6 +144,7 @@ def compress_state(
     extra = dict(extra_args or {})
 
     def init(params: PyTree, state: PyTree | None = None) -> CompressedState:
+        register_with_flax(CompressedArray, Guard)
         inner = optimizer.init(params)
         if state is not None:
             inner = _started_from(state, inner)

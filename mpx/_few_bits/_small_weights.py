@@ -83,9 +83,9 @@ class SmallWeights:
         if any(jax.tree.leaves(_map(is_lost, params, masters))):
             warn_user(
                 f"`init(params, masters)` of {CALL} with bits=0 starts from `params`: "
-                "nothing is kept beside them, and what bfloat16 leaves out of `masters` "
-                "is lost, up to 1/512 of each. `bits=8` keeps 1/65,536, `bits=16` all; "
-                "without `masters` nothing is said."
+                "nothing is kept beside them, and what bfloat16 leaves out of "
+                "`masters` is lost, up to 1/512 of each. `bits=8` keeps 1/65,536, "
+                "`bits=16` all; without `masters` nothing is said."
             )
 
     def _start(self, path: KeyPath, weight: Any, master: Any) -> Array | None:

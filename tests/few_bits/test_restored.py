@@ -34,7 +34,7 @@ def of_moments(moments):
 
 def of_bits(bits):
     tx = mpx.master_weights(optax.sgd(1e-3), bits=bits)
-    return tx.init(weights("bfloat16"), weights())
+    return tx.init(weights("bfloat16"), *[weights()] * bool(bits))
 
 
 def through_orbax(path, state, like):
