@@ -147,10 +147,12 @@ def encode(
     if scales is None:
         assert noise is not None
         return round_randomly(x, 16, noise).astype(jnp.bfloat16)
-    spread = layout_of(x.shape).spread(scales, x.shape)
-    # XLA multiplies by inverses, and that of a scale above 2^126 is taken for zero.
-    factor = jnp.where(spread > 1, np.float32(0.25), np.float32(1))
-    part = jnp.abs(x) * factor / (spread * factor)
+    layout = layout_of(x.shape)
+    # XLA multiplies by inverses where it sees that many numbers have one divisor, which
+    # it does not in every shard. That of a scale above 2^126 is taken for zero.
+    factor = jnp.where(scales > 1, np.float32(0.25), np.float32(1))
+    inverse = layout.spread(1 / (scales * factor), x.shape)
+    part = jnp.abs(x) * layout.spread(factor, x.shape) * inverse
     levels = np.float32(code.levels)
     steps = lax.round(_root(part, code) * levels, lax.RoundingMethod.TO_NEAREST_EVEN)
     if code.random:

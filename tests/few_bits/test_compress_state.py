@@ -13,6 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from optax import contrib
 
 import mpx
+from mpx._few_bits._array import compressed
+from mpx._few_bits._bits import Noise
+from mpx._few_bits._codes import Code
 from mpx._few_bits._kinds import kinds_of
 
 from ..grad.cases import same_bits
@@ -194,6 +197,22 @@ def test_shards_have_the_same_numbers():
             np.int32(s.inner_state[0].sum_of_squares["w"].codes) for s in (state, full)
         )
         assert np.mean(codes != others) < 0.02
+
+
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, ("d", "e"))])
+@pytest.mark.parametrize("code", [Code(16), Code(16, False), Code(16, False, True)])
+def test_codes_of_shards_are_those_of_the_whole(code, spec):
+    """XLA divided by scales in shards, and multiplied by their inverses elsewhere."""
+    mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.random.normal(jax.random.key(0), (64, 256)) ** 2
+
+    @jax.jit
+    def stored(x):
+        return compressed(x, code, Noise(jnp.uint32(3), "a"))
+
+    found = stored(jax.device_put(x, NamedSharding(mesh, spec)))
+    assert found.codes.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    assert same_bits(found, stored(x))
 
 
 def test_donation():
