@@ -6,9 +6,11 @@ which is traced with gradients. Those are like the weights, but for transformati
 keep more in `params` than what gradients are taken of.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.tree_util import KeyPath
@@ -68,22 +70,28 @@ def looked_at(
     """The weights that gradients are like, a widened state, and what is proved of it.
 
     Gradients are like `params`, or like a part of them, as those of the fast weights
-    for `optax.lookahead`: the first of these that `optimizer.update` takes.
+    for `optax.lookahead`; or they have an axis of examples in front, for privacy: the
+    first of these that `optimizer.update` takes.
     """
     raised: list[Exception] = []
-    for part in _parts(params):
+    for shape_of, part in itertools.product((_same, _one_example), _parts(params)):
+
+        def grads(params: PyTree, shape_of: Any = shape_of, part: Any = part) -> PyTree:
+            return jax.tree.map(lambda leaf: widened(shape_of(leaf)), part(params))
+
         try:
             weights = Weights(part(params))
             inner = _widened_state(state, weights)
-            return weights, inner, _kinds(optimizer, params, inner, extra, part)
+            return weights, inner, _kinds(optimizer, params, inner, extra, grads, part)
         except Exception as error:
             raised.append(error)
     raise ValueError(
         f"{CALL} traces `optimizer.update(grads, state, params)` to prove which "
-        "arrays are never negative, with gradients like `params` or like a part of "
-        "them, and it raised; see the error above. If it needs more arguments, pass "
-        "examples of them: `mpx.compress_state(optimizer, extra_args={'value': 0.0})`. "
-        "Put transformations of the updates inside `mpx.master_weights`."
+        "arrays are never negative, with gradients like `params`, like a part of "
+        "them or with an axis of examples in front, and it raised; see the error "
+        "above. If it needs more arguments, pass examples of them: "
+        "`mpx.compress_state(optimizer, extra_args={'value': 0.0})`. Put "
+        "transformations of the updates inside `mpx.master_weights`."
     ) from raised[0]
 
 
@@ -96,7 +104,15 @@ def _parts(params: PyTree) -> list[Callable[[PyTree], PyTree]]:
         shapes = (*(getattr(leaf, "shape", None) for leaf in jax.tree.leaves(child)),)
         child_of = lambda p, place=place: form.flatten_up_to(p)[place]  # noqa: E731
         parts.setdefault((jax.tree.structure(child), shapes), child_of)
-    return [lambda p: p, *[*parts.values()][:_PARTS]]
+    return [_same, *[*parts.values()][:_PARTS]]
+
+
+def _same(node: Any) -> Any:
+    return node
+
+
+def _one_example(leaf: Any) -> Any:
+    return leaf[None] if eqx.is_array(leaf) else leaf
 
 
 def _kinds(
@@ -104,6 +120,7 @@ def _kinds(
     params: PyTree,
     state: PyTree,
     extra: dict[str, PyTree],
+    grads: Callable[[PyTree], PyTree],
     part: Callable[[PyTree], PyTree],
 ) -> PyTree:
     """What is proved of the arrays of a state, as a tree like it."""
@@ -112,8 +129,7 @@ def _kinds(
         return _widened_state(optimizer.init(params), Weights(part(params)))
 
     def update(params: PyTree, state: PyTree) -> PyTree:
-        grads = jax.tree.map(widened, part(params))
-        return optimizer.update(grads, state, params, **extra)[1]
+        return optimizer.update(grads(params), state, params, **extra)[1]
 
     return kinds_of(init, update, params, state)
 

@@ -172,6 +172,18 @@ def test_gradients_like_a_part_of_the_weights(make):
     assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
 
 
+def test_gradients_of_each_example():
+    """As `optax.contrib.dpsgd` takes them."""
+    private = contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(0))
+    tx = mpx.compress_state(optax.chain(private, optax.adam(1e-3)))
+    model = weights()
+    grads = jax.tree.map(lambda w: jnp.stack([w, -w, w]), model)
+    updates, state = jax.jit(tx.update)(grads, tx.init(model), model)
+    assert updates["w"].shape == model["w"].shape
+    parts = {name: kind for name, kind, _ in mpx.state_bytes(model, state).parts}
+    assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
+
+
 def test_values_that_an_update_needs():
     chain = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
     tx, model = mpx.compress_state(chain, extra_args={"value": 0.0}), weights()
