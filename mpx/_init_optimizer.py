@@ -199,21 +199,17 @@ def _layout(
     path: KeyPath, leaf: AnyArray, weights: list[_Weight], otherwise: Sharding | None
 ) -> tuple[_Weight | None, Sharding | None]:
     """The weight that an array of the state is laid out as, and the place, if known."""
-    own = [w for w in weights if path[len(path) - len(w.path) :] == w.path]
+    # Codes and scales of `mpx.compress_state` are two keys below.
+    is_below = len(path) > 1 and getattr(path[-2], "name", "") == "arrays"
+    own = _at_the_end_of(path[:-2] if is_below else path, weights)
     for weight in own:
+        if is_below and len(leaf.shape) == weight.array.ndim:
+            is_codes = leaf.shape == weight.array.shape
+            place = weight.sharding if is_codes else _coarser(weight, leaf.shape)
+            return weight, place
         axes = _axes(leaf.shape, weight.array.shape)
         if axes:
             return weight, _like(weight, axes)
-    # Codes and scales of `mpx.compress_state`, one key below.
-    is_below = bool(path) and getattr(path[-1], "name", "") in ("codes", "scales")
-    for weight in weights:
-        place = len(path) - 1 - len(weight.path)
-        if not is_below or place < 0 or path[place:-1] != weight.path:
-            continue
-        if leaf.shape == weight.array.shape:
-            return weight, weight.sharding
-        if len(leaf.shape) == weight.array.ndim:
-            return weight, _coarser(weight, leaf.shape)
     if math.prod(leaf.shape) <= _FEW:
         return None, None
     if otherwise is None:
@@ -227,6 +223,22 @@ def _layout(
     return None, otherwise
 
 
+def _at_the_end_of(path: KeyPath, weights: list[_Weight]) -> list[_Weight]:
+    """The weights whose path this one ends with.
+
+    Or those whose path does without its first key, for what is kept of a part of the
+    weights only, as of the fast ones of `optax.lookahead`.
+    """
+    for start in (0, 1):
+        ends = [w for w in weights if len(w.path) > start or not start]
+        own = [
+            w for w in ends if path[len(path) - len(w.path) + start :] == w.path[start:]
+        ]
+        if own:
+            return own
+    return []
+
+
 def _coarser(weight: _Weight, shape: tuple[int, ...]) -> Sharding | None:
     """The place of scales of blocks: whole along an axis that has too few of them."""
     sharding = weight.sharding
@@ -237,7 +249,9 @@ def _coarser(weight: _Weight, shape: tuple[int, ...]) -> Sharding | None:
     for axis, names in enumerate(sharding.spec):
         several = names if isinstance(names, tuple) else (names,)
         parts = math.prod(sizes[name] for name in several if name is not None)
-        axes[axis] = axis if shape[axis] % parts == 0 else None
+        # Nor along one whose last block is shorter, which shards would cut.
+        is_even = weight.array.shape[axis] % max(shape[axis], 1) == 0
+        axes[axis] = axis if is_even and shape[axis] % parts == 0 else None
     return _like(weight, (*axes,))
 
 

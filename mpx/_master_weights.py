@@ -87,8 +87,9 @@ def master_weights(
     Returns:
         A pair `(init, update)` to use as an Optax transformation, the outermost one or
         the last of a chain, also in `optax.multi_transform` and `optax.masked`.
-        `init(params, masters)` starts from full-precision weights; without `masters`,
-        masters have the values of `params`. The state has `masters` (float32, like the
+        `init(params, masters)` starts from full-precision weights (with `bits=0`, which
+        keeps nothing of them, it warns); without `masters`, masters have the values of
+        `params`. The state has `masters` (float32, like the
         weights) and `inner_state`. Apply the updates with `optax.apply_updates`,
         `eqx.apply_updates`, `mpx.optimizer_update` or `mpx.optimizer_step`: the weights
         are then the rounded masters, bit for bit.
@@ -128,8 +129,10 @@ def master_weights(
     - `bits=8` stores $r$ in steps of 256, `bits=0` nothing. $m$ is rounded to one of
       its two neighbours, up with the probability of its distance from the lower one, so
       its mean is exact. The noise is a hash of the step's number, the weight's path and
-      the index in it: the same on any number of devices, and after a restart. Inside
-      `shard_map` the index is that in the shard.
+      the index in it: the same on any number of devices, and after a restart. Steps are
+      counted from a hash of the weights, so members of a `jax.vmap` that start from
+      other weights have other noise. Inside `shard_map` the index is that in the shard,
+      whose number is hashed, too.
     - A weight changed from outside is used unchanged. The bits stored beside it stay;
       they are less than half of the distance to its neighbour. Zeros stay zeros.
     - Infinities and NaN are unchanged. Numbers too large for a finite bfloat16 give an
@@ -205,11 +208,12 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
             anywhere: in a chain, a `MultiSteps`, several in `optax.multi_transform`.
 
     Returns:
-        The model, with float32 weights where there is a master.
+        The model, with all weights in float32: their masters, and the values of frozen
+        weights, which have none (`optax.partition`, `optax.masked`, None in `init`).
 
     Raises:
-        ValueError: A weight in half precision or in 8 bits has no master, or one of
-            another shape.
+        ValueError: The state does not know a weight in half precision or in 8 bits, has
+            no master at all, or one of another shape.
 
     Examples:
         >>> import jax, jax.numpy as jnp, mpx, optax
@@ -222,24 +226,26 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
     kinds = MasterWeightsState, SmallWeightsState
     is_state = lambda node: isinstance(node, kinds)  # noqa: E731
     states = list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
-    masters: dict[str, Any] = {}
+    masters: dict[tuple[str, ...], Any] = {}
+    without: set[tuple[str, ...]] = set()
     for state in states:
-        kept = (
-            state.masters if isinstance(state, MasterWeightsState) else state.low_bits
-        )
-        found = jax.tree_util.tree_leaves_with_path(kept)
-        masters |= {path_text(path): master for path, master in found}
-    keeps_nothing = any(
-        isinstance(state, SmallWeightsState) and not jax.tree.leaves(state.low_bits)
-        for state in states
-    )
+        found = jax.tree_util.tree_leaves_with_path(_kept_by(state), is_leaf=_is_empty)
+        for path, master in found:
+            place = (*map(str, path),)
+            if _is_empty(master):
+                without.add(place)
+            else:
+                masters[place] = master
+    knows_weights = bool(masters) or any(map(_keeps_nothing, states))
 
     def full(path: KeyPath, leaf: Any) -> Any:
         if not _has_master(leaf):
             return leaf
-        master = masters.get(path_text(path))
-        if master is None and keeps_nothing:
-            return full_weight(leaf, None)
+        place = (*map(str, path),)
+        master = masters.get(place)
+        if master is None and knows_weights:
+            if any(place[:n] in without for n in range(len(place) + 1)):
+                return leaf._full() if is_stored(leaf) else full_weight(leaf, None)
         if master is None or master.shape != leaf.shape:
             raise ValueError(
                 "`mpx.full_weights(model, opt_state)` needs this model's state of "
@@ -250,6 +256,23 @@ def full_weights(model: PyTree, opt_state: PyTree) -> PyTree:
         return master if master.dtype == np.float32 else full_weight(leaf, master)
 
     return jax.tree_util.tree_map_with_path(full, model, is_leaf=is_stored)
+
+
+def _kept_by(state: Any) -> PyTree:
+    """Masters, or what stands for them, as a tree like the weights."""
+    if isinstance(state, MasterWeightsState):
+        return state.masters
+    (kept,) = state.low_bits.values()
+    return kept
+
+
+def _keeps_nothing(state: Any) -> bool:
+    return isinstance(state, SmallWeightsState) and "none" in state.low_bits
+
+
+def _is_empty(node: object) -> bool:
+    """Whether a node stands for a weight without a master; Optax's is a tuple."""
+    return node is None or (isinstance(node, tuple) and not node)
 
 
 def _is_leaf(node: object) -> bool:

@@ -36,7 +36,7 @@ Sharp edges:
 """
 
 import dataclasses
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -47,6 +47,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from ._errors import at_path, describe, listing, warn_user
+from ._flax_arrays import register_with_flax
 from ._nnx_graph import is_nnx_module
 from ._quantize import (
     AbstractQuantizer,
@@ -55,7 +56,7 @@ from ._quantize import (
     TensorQuantizer,
     quantize,
 )
-from ._tree import Whole, is_float_leaf, is_whole, path_text
+from ._tree import Guard, Whole, is_float_leaf, is_whole, path_text
 from ._typing import LeafPredicate
 
 _CALL = "`mpx.quantization.quantize_weights(model, quantizer, ...)`"
@@ -125,20 +126,13 @@ class StoredWeight(Whole):
         payload = _refuse_derivative(self.quantized.payload)
         return dataclasses.replace(self.quantized, payload=payload).dequantize()
 
-    def __jax_array__(self) -> Array:
-        """Refuses to be computed with."""
-        return self._refused()
-
-    def _refused(self, *_: object) -> NoReturn:
-        raise TypeError(
+    def _words(self) -> str:
+        return (
             f"A stored weight, {self.dtype}{list(self.shape)} in 8 bits, does not "
             "support arithmetic. Use it in autocast functions, or convert it: "
             "`mpx.quantization.dequantize_weights(model)`; to train, use "
             "`mpx.filter_value_and_grad` and `mpx.master_weights(optimizer)`."
         )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __getitem__ = _refused
-    __mul__ = __rmul__ = __truediv__ = __matmul__ = __rmatmul__ = _refused
 
     def _range(self, master: Array) -> Range | None:
         """What `_with` wants to know next time, in the kernel that reads the master.
@@ -285,6 +279,7 @@ def quantize_weights(
     """
     quantizer = TensorQuantizer() if quantizer is None else quantizer
     _check(quantizer, where)
+    register_with_flax(StoredWeight, QuantizedArray, Guard)
     found = False
     lost: list[str] = []
 

@@ -6,8 +6,9 @@ numbers, Python scalars, callables, strings and None are not. Nor are formats of
 and fewer: such an array means nothing without its scale.
 """
 
+import abc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import equinox as eqx
 import jax
@@ -93,8 +94,32 @@ class ModelState(NamedLeaves):
 class Whole(eqx.Module):
     """A module whose arrays mean nothing alone, such as numbers without their scale.
 
-    Casts do not look into it.
+    Casts do not look into it. It is no array, and where one is wanted it says how to
+    get it.
     """
+
+    # numpy leaves the operators to it, too.
+    __array_ufunc__ = None
+
+    @abc.abstractmethod
+    def _words(self) -> str:
+        """That it is no array, and what to do."""
+
+    def _refused(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(self._words())
+
+    __array__ = __jax_array__ = __getitem__ = __neg__ = __abs__ = _refused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refused
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = _refused
+    __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refused
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            is_of_arrays = not name.startswith("_") and hasattr(jax.Array, name)
+            words = f": {self._words()}" if is_of_arrays else "."
+            kind = type(self).__name__
+            raise AttributeError(f"A `{kind}` has no attribute {name!r}{words}")
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -93,6 +93,41 @@ def test_computing_with_parts_of_a_number_is_refused(make, name):
         ARITHMETIC[name](make(0), make(1))
 
 
+COMPUTE = {
+    "sum": lambda x: x + 1,
+    "product": lambda x: jnp.ones((128, 128)) * x,
+    "numpy's": lambda x: np.ones((128, 128)) - x,
+    "power": lambda x: x**2,
+    "asarray": jnp.asarray,
+    "numpy": np.asarray,
+    "norm": jnp.linalg.norm,
+    "index": lambda x: x[0],
+    "at": lambda x: x.at[0].set(1.0),
+    "mean": lambda x: x.mean(),
+    "cast": lambda x: x.astype(jnp.float32),
+    "under jit": jax.jit(lambda x: -x),
+}
+WHOLE = {
+    "stored": (
+        lambda: stored()["w"],
+        r"`mpx.quantization.dequantize_weights\(model\)`",
+    ),
+    "quantized": (quantized, r"Convert it: `dequantize\(\)`"),
+    "compressed": (lambda: compressed().inner_state[0].mu, r"`full\(\)`.*full_state"),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("name", COMPUTE)
+@pytest.mark.third_party
+def test_what_is_no_array_says_how_to_get_one(kind, name):
+    make, match = WHOLE[kind]
+    node = make()
+    with pytest.raises((TypeError, AttributeError), match=match):
+        COMPUTE[name](node)
+    assert not hasattr(node, "at") and not hasattr(node, "unknown")
+
+
 @pytest.mark.parametrize("name", QUANTIZERS)
 @pytest.mark.third_party
 def test_arrays_of_all_quantizers_are_refused(name):

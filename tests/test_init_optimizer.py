@@ -111,6 +111,21 @@ def test_under_jit_on_explicit_axes():
         assert divided_like_weights(init(w))
 
 
+@pytest.mark.parametrize("wrap", [lambda tx: tx, mpx.compress_state])
+@pytest.mark.parametrize("under_jit", [False, True])
+def test_the_state_of_a_part_of_the_weights_lies_as_that_part(wrap, under_jit):
+    w = optax.LookaheadParams.init_synced(
+        {"embed": jnp.ones((64, 128), device=weights()["embed"].sharding)}
+    )
+    init = functools.partial(
+        mpx.init_optimizer, wrap(optax.lookahead(optax.adam(0.1), 5, 0.5))
+    )
+    state = (jax.jit(init) if under_jit else init)(w)
+    found = [x for x in jax.tree.leaves(state) if x.shape == (64, 128)]
+    assert len(found) == 2
+    assert all(x.sharding.shard_shape(x.shape) == (32, 32) for x in found)
+
+
 def test_weights_that_are_not_finite_do_not_reach_the_state_under_jit():
     w = jax.tree.map(lambda x: x * jnp.nan, weights())
     optimizer = TRANSFORMATIONS["adafactor"]

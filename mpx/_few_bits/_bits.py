@@ -9,12 +9,16 @@ no rounding out, as it may do with a pair of casts.
 
 import zlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, Int16, UInt32
+from jax.core import Tracer
+from jaxtyping import Array, Float32, Int16, PyTree, UInt32
 
-from .._quantize import mixed, places
+from .._jax_compat import manual_axes
+from .._quantize import hashed, mixed, places
+from .._tree import is_float_leaf, path_text
 
 # The bits of infinity, above which are those of NaN, and of one NaN.
 INFINITE, NAN = np.uint32(0x7F800000), np.uint32(0x7FC00000)
@@ -31,6 +35,32 @@ def number_of(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def first_step(weights: PyTree) -> UInt32[Array, ""]:
+    """The number of the first step that draws noise: a hash of the weights.
+
+    So members of an ensemble draw their own, if they start from other weights. It is a
+    sum of integers, the same however the weights are sharded; in `shard_map`, whose
+    shards may be any part of them, the largest of all shards.
+    """
+    total = np.uint32(0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        if not is_float_leaf(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            continue
+        # Odd, so that what differs in one leaf differs.
+        own = _hash(leaf, np.uint32(zlib.crc32(path_text(path).encode()) | 1))
+        # Leaves may lie on other devices each.
+        total = total ^ (own if isinstance(own, Tracer) else np.asarray(own))
+    axes = tuple(sorted(manual_axes()))
+    total = jnp.asarray(total)
+    return lax.pmax(total, axes) if axes else total
+
+
+@jax.jit
+def _hash(x: Array, factor: Array) -> UInt32[Array, ""]:
+    x = jnp.asarray(x, jnp.float32)
+    return jnp.sum(hashed(x, places(x.shape)), dtype=jnp.uint32) * factor
+
+
 class Noise:
     """Draws for a leaf of a state in one step: a hash of place, step and leaf.
 
@@ -38,12 +68,19 @@ class Noise:
     sharded.
 
     Args:
-        step: How many steps were made with noise, an integer.
+        step: The number of the step, an integer.
         leaf: The path of the leaf.
+        axes: The axes of `shard_map` on which the array varies. There a place is one in
+            a shard, and the number of the shard is hashed, too.
     """
 
-    def __init__(self, step: UInt32[Array, ""], leaf: str) -> None:
+    def __init__(
+        self, step: UInt32[Array, ""], leaf: str, axes: frozenset[str] = frozenset()
+    ) -> None:
         self._step, self._leaf = step, np.uint32(zlib.crc32(leaf.encode()))
+        if axes:
+            shard = lax.axis_index(tuple(sorted(axes))).astype(jnp.uint32)
+            self._leaf = self._leaf ^ mixed(shard)
 
     def draws(self, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
         """An integer of 32 random bits for each number of an array."""

@@ -63,6 +63,11 @@ class Code:
         return np.dtype(f"{'' if self.signed else 'u'}int{self.bits}")
 
     @property
+    def name(self) -> str:
+        """That of the codes among the arrays of a state."""
+        return f"codes_{self.dtype}"
+
+    @property
     def levels(self) -> int:
         """The largest integer."""
         return 2 ** (self.bits - self.signed) - 1
@@ -81,11 +86,13 @@ class Layout:
         axis: Along which.
         size: How many numbers a block has.
         count: How many blocks; the last one may be shorter.
+        is_even: Whether it is not.
     """
 
     axis: int
     size: int
     count: int
+    is_even: bool = True
 
     def scales_shape(self, shape: Shape) -> Shape:
         """The shape of the scales of an array of this shape."""
@@ -127,7 +134,7 @@ def layout_of(shape: Shape) -> Layout:
     for size in range(LONGEST_BLOCK, _SHORTEST_BLOCK - 1, -1):
         if length % size == 0:
             return Layout(axis, size, length // size)
-    return Layout(axis, LONGEST_BLOCK, math.ceil(length / LONGEST_BLOCK))
+    return Layout(axis, LONGEST_BLOCK, math.ceil(length / LONGEST_BLOCK), False)
 
 
 def encode(
@@ -139,10 +146,12 @@ def encode(
     """The integers that stand for numbers, given their scales; or the bfloat16s."""
     if scales is None:
         return round_randomly(x, 16, noise).astype(jnp.bfloat16)
-    spread = layout_of(x.shape).spread(scales, x.shape)
-    # XLA multiplies by inverses, and that of a scale above 2^126 is taken for zero.
-    factor = jnp.where(spread > 1, np.float32(0.25), np.float32(1))
-    part = jnp.abs(x) * factor / (spread * factor)
+    layout = layout_of(x.shape)
+    # XLA multiplies by inverses where it sees that many numbers have one divisor, which
+    # it does not in every shard. That of a scale above 2^126 is taken for zero.
+    factor = jnp.where(scales > 1, np.float32(0.25), np.float32(1))
+    inverse = layout.spread(1 / (scales * factor), x.shape)
+    part = jnp.abs(x) * layout.spread(factor, x.shape) * inverse
     levels = np.float32(code.levels)
     steps = lax.round(_root(part, code) * levels, lax.RoundingMethod.TO_NEAREST_EVEN)
     # The largest number may be computed again with another last bit.

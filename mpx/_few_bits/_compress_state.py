@@ -17,18 +17,18 @@ from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree, UInt32
 
-from .._cast import cast_leaf
-from .._dtypes import is_half
 from .._errors import at_path, describe
+from .._flax_arrays import register_with_flax
+from .._jax_compat import manual_axes, varying_axes
 from .._optimizer import Transformation, refuse_optimizer
 from .._skipped import was_skipped
 from .._tree import Guard, is_float_leaf, path_text
 from ._array import CompressedArray, compressed
-from ._bits import Noise
-from ._codes import Code, scales_of
-from ._kinds import Kind, kinds_of
+from ._bits import Noise, first_step
+from ._codes import Code, layout_of, scales_of
+from ._kinds import Kind
+from ._looked_at import CALL, Weights, looked_at, widened
 
-_CALL = "`mpx.compress_state(optimizer)`"
 Moments: TypeAlias = Literal["8bit", "16bit", "bfloat16"]
 Where: TypeAlias = Callable[[str, Any], bool]
 # As bitsandbytes has it: what is smaller is a bias, a norm, and no memory.
@@ -41,7 +41,7 @@ class CompressedState(NamedTuple):
     Attributes:
         inner_state: That of the inner optimizer, with a `CompressedArray` in the place
             of each array that is stored in few bits. See `full_state`.
-        step: How many steps have drawn noise.
+        step: The number of the next step, counted from a hash of the weights.
         guard: Detects arithmetic on the state, which would be done on codes.
     """
 
@@ -110,9 +110,15 @@ def compress_state(
     - A skipped step leaves the state bit-identical, and draws no noise. So does a step
       without an update inside `optax.MultiSteps`.
     - The noise is a hash of the step's number, the path and the index in the array: the
-      same on any number of devices, and after a restart.
+      same on any number of devices, and after a restart. Steps are counted from a hash
+      of the weights, so members of a `jax.vmap` that start from other weights have
+      other noise.
     - With `mpx.init_optimizer` codes and scales are sharded as the weight. A block
       across two shards has one scale, which is the same on both.
+    - Inside `shard_map` blocks are those of shards: a state from outside needs shards
+      of whole blocks, and one from inside is read inside, if shards cut its blocks.
+      Indices are those in the shard, whose number is hashed, too, where `shard_map`
+      checks on which axes values vary.
     - Put it inside `mpx.master_weights`, as close to the moments as possible.
     - Under `jax.jit` the program contains the update twice, once only for the scales.
 
@@ -128,28 +134,29 @@ def compress_state(
         >>> mpx.full_state(state)[0].trace.dtype
         dtype('float32')
     """
-    refuse_optimizer(optimizer, _CALL)
+    refuse_optimizer(optimizer, CALL)
     if moments not in get_args(Moments):
         raise ValueError(
-            f"`moments` of {_CALL} must be one of {', '.join(get_args(Moments))}; got "
+            f"`moments` of {CALL} must be one of {', '.join(get_args(Moments))}; got "
             f"{moments!r}."
         )
     extra = dict(extra_args or {})
 
     def init(params: PyTree, state: PyTree | None = None) -> CompressedState:
+        register_with_flax(CompressedArray, Guard)
         inner = optimizer.init(params)
         if state is not None:
             inner = _started_from(state, inner)
-        inner = _widened_state(inner, params)
-        kinds, weights = _kinds(optimizer, params, inner, extra), _Weights(params)
+        weights, inner, kinds = looked_at(optimizer, params, inner, extra)
         leaves, form = jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_ours)
-        step, stored = jnp.zeros((), jnp.uint32), []
+        step, stored = first_step(params), []
         for (key_path, leaf), kind in zip(
             leaves, form.flatten_up_to(kinds), strict=True
         ):
             path = path_text(key_path)
             if _is_chosen(key_path, leaf, kind, weights, where):
-                leaf = compressed(leaf, _code(moments, kind), Noise(step, path))
+                noise = Noise(step, path, varying_axes(leaf))
+                leaf = compressed(_not_folded(leaf), _code(moments, kind), noise)
             stored.append(leaf)
         guard = Guard(jnp.ones((), bool))
         step = step + jnp.uint32(1)
@@ -162,7 +169,7 @@ def compress_state(
         **extra_args: PyTree,
     ) -> tuple[PyTree, CompressedState]:
         state = _with_arrays(state)
-        updates = jax.tree.map(_widened, updates)
+        updates = jax.tree.map(widened, updates)
         run = lambda inner: optimizer.update(updates, inner, params, **extra_args)  # noqa: E731
         new, stored = _run(run, state)
         skipped = was_skipped(state.inner_state, stored)
@@ -211,9 +218,15 @@ def _is_ours(node: object) -> bool:
     return isinstance(node, CompressedState | CompressedArray)
 
 
-def _widened(leaf: Any) -> Any:
-    is_narrow = is_float_leaf(leaf) and is_half(leaf.dtype)
-    return cast_leaf(leaf, np.dtype(np.float32)) if is_narrow else leaf
+def _not_folded(leaf: Array) -> Array:
+    """An array that XLA does not take for a constant while it compiles `init`.
+
+    It would encode zeros number by number: 28 s for 4 million. Nor is it written.
+    """
+    if not isinstance(leaf, Tracer):
+        return leaf
+    yes = jax.lax.optimization_barrier(jnp.asarray(True))
+    return jax.lax.select(yes, leaf, jnp.ones_like(leaf))
 
 
 def _decoded(state: PyTree) -> PyTree:
@@ -225,73 +238,21 @@ def _decoded(state: PyTree) -> PyTree:
     )
 
 
-def _widened_state(state: PyTree, params: PyTree) -> PyTree:
-    """A state whose arrays like weights are float32, as the gradients will be."""
-    weights = _Weights(params)
-
-    def widen(path: KeyPath, leaf: Any) -> Any:
-        return _widened(leaf) if weights.has_like(path, leaf) else leaf
-
-    return jax.tree_util.tree_map_with_path(widen, state, is_leaf=_is_ours)
-
-
-class _Weights:
-    """The shapes of weights by their paths."""
-
-    def __init__(self, params: PyTree) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        self._shapes = {path: getattr(leaf, "shape", None) for path, leaf in leaves}
-        self._lengths = sorted({len(path) for path in self._shapes}, reverse=True)
-
-    def has_like(self, path: KeyPath, leaf: Any) -> bool:
-        """Whether an array of a state is like a weight.
-
-        Transformations keep trees like the weights: its path ends with that of a
-        weight, and it has its shape.
-        """
-        if not is_float_leaf(leaf):
-            return False
-        ends = (path[len(path) - n :] for n in self._lengths if n <= len(path))
-        return any(self._shapes.get(end) == leaf.shape for end in ends)
-
-
-def _kinds(
-    optimizer: Any, params: PyTree, state: PyTree, extra: dict[str, PyTree]
-) -> PyTree:
-    """What is proved of the arrays of a state, as a tree like it."""
-
-    def init(params: PyTree) -> PyTree:
-        return _widened_state(optimizer.init(params), params)
-
-    def update(params: PyTree, state: PyTree) -> PyTree:
-        grads = jax.tree.map(_widened, params)
-        return optimizer.update(grads, state, params, **extra)[1]
-
-    try:
-        return kinds_of(init, update, params, state)
-    except Exception as error:
-        raise ValueError(
-            f"{_CALL} traces `optimizer.update(grads, state, params)` to prove which "
-            "arrays are never negative, and it raised; see the error above. If it "
-            "needs more arguments, pass examples of them: "
-            "`mpx.compress_state(optimizer, extra_args={'value': 0.0})`. Put "
-            "transformations of the updates inside `mpx.master_weights`."
-        ) from error
-
-
 def _is_chosen(
-    path: KeyPath, leaf: Any, kind: Kind, weights: _Weights, where: Where | None
+    path: KeyPath, leaf: Any, kind: Kind, weights: Weights, where: Where | None
 ) -> bool:
     """Whether an array of a state is stored in few bits."""
     if where is None:
-        is_large = weights.has_like(path, leaf) and leaf.size >= _SMALLEST
-        return is_large and leaf.dtype == np.float32 and not kind.is_copy
+        is_large = weights.size_like(path, leaf) >= _SMALLEST
+        is_moment = is_large and leaf.dtype == np.float32 and not kind.is_copy
+        # Blocks of shards are those of the whole only where none is shorter.
+        return is_moment and (not manual_axes() or layout_of(leaf.shape).is_even)
     if isinstance(leaf, CompressedState) or not eqx.is_array(leaf):
         return False
     chosen = bool(where(path_text(path), leaf))
     if chosen and not (is_float_leaf(leaf) and leaf.ndim and leaf.dtype == np.float32):
         raise ValueError(
-            f"`where` of {_CALL} must select float32 arrays with at least one axis; "
+            f"`where` of {CALL} must select float32 arrays with at least one axis; "
             f"got {describe(leaf)}{at_path(path_text(path))}."
         )
     return chosen
@@ -313,7 +274,7 @@ def _started_from(state: PyTree, inner: PyTree) -> PyTree:
     )
     if jax.tree.structure(state) != jax.tree.structure(inner) or given != wanted:
         raise ValueError(
-            f"`state` in `init(params, state)` of {_CALL} must be that of the same "
+            f"`state` in `init(params, state)` of {CALL} must be that of the same "
             "optimizer for the same weights; got\n"
             f"  {jax.tree.structure(state)}\n"
             f"of shapes {given}, and `optimizer.init(params)` returns\n"
@@ -331,7 +292,7 @@ def _with_arrays(state: Any) -> CompressedState:
     """The state of a step; Flax NNX makes dictionaries of its arrays of few bits."""
     if not isinstance(state, CompressedState):
         raise TypeError(
-            f"`update` of {_CALL} needs the state from its `init`; got "
+            f"`update` of {CALL} needs the state from its `init`; got "
             f"{describe(state)}. To start from an uncompressed state: "
             "`optimizer.init(params, state)`."
         )
@@ -339,10 +300,11 @@ def _with_arrays(state: Any) -> CompressedState:
     def restore(node: Any) -> Any:
         if not _is_dictionary(node):
             return node
-        codes, scales = node["codes"], node["scales"]
-        bits = 8 * codes.dtype.itemsize
-        signed = jnp.issubdtype(codes.dtype, jnp.signedinteger) or scales is None
-        code = Code(bits, signed, scales is not None)
+        arrays = dict(node["arrays"])
+        scales = arrays.pop("scales", None)
+        ((name, codes),) = arrays.items()
+        dtype = np.dtype(name.removeprefix("codes_"))
+        code = Code(8 * dtype.itemsize, dtype.kind != "u", scales is not None)
         return CompressedArray(codes, scales, code)
 
     inner = jax.tree.map(
@@ -352,7 +314,7 @@ def _with_arrays(state: Any) -> CompressedState:
 
 
 def _is_dictionary(node: object) -> bool:
-    return isinstance(node, Mapping) and node.keys() == {"codes", "scales"}
+    return isinstance(node, Mapping) and node.keys() == {"arrays"}
 
 
 def _run(
@@ -409,7 +371,7 @@ def _pairs(before: PyTree, after: PyTree) -> list[tuple[KeyPath, Any, Any]]:
         new = form.flatten_up_to(after)
     except ValueError as error:
         raise ValueError(
-            f"{_CALL} needs an optimizer whose state keeps its structure; `update` "
+            f"{CALL} needs an optimizer whose state keeps its structure; `update` "
             "changed it:\n"
             f"  {error}"
         ) from error
@@ -423,7 +385,7 @@ def _stored(
     stored = []
     for place, (path, old, new) in enumerate(_pairs(state.inner_state, inner)):
         if isinstance(old, CompressedArray):
-            noise = Noise(state.step, path_text(path))
+            noise = Noise(state.step, path_text(path), varying_axes(new))
             new = compressed(new, old.code, noise, old, scales.get(place))
         elif is_float_leaf(old) and is_float_leaf(new) and old.dtype != new.dtype:
             new = new.astype(old.dtype)

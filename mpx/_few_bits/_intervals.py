@@ -86,7 +86,8 @@ class Intervals(Flow[Bounds]):
         unknown = Bounds(origin=CONSTANT)
         if value is None or isinstance(value, Tracer):
             return unknown
-        dtype = getattr(value, "dtype", np.asarray(value).dtype)
+        # Not of an array made of it, which a random key does not become.
+        dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
         is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
         if not is_number or jnp.issubdtype(dtype, np.complexfloating):
             return unknown

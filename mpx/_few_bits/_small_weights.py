@@ -5,39 +5,47 @@ weight are 16 bits. With all of them the master is exact; with 8 of them, or non
 is left of it is rounded randomly, and its mean is exact.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float32, PyTree, UInt32
 
 from .._cast import cast_leaf
 from .._dtypes import is_half
-from .._errors import at_path, describe
+from .._errors import at_path, describe, warn_user
+from .._jax_compat import varying_axes
 from .._new_weight import CALL, NewWeight
 from .._skipped import was_skipped
 from .._stored_weights import is_stored
 from .._tree import is_float_leaf, path_text, select_tree
-from ._bits import Noise, bits_of, joined, round_randomly, split
+from ._bits import Noise, bits_of, first_step, joined, round_randomly, split
 
 Bits: TypeAlias = Literal[16, 8, 0]
 _DTYPES = {16: np.dtype(np.int16), 8: np.dtype(np.int8)}
+# Of low bits in a state. What is restored by a template, which casts them, has the
+# names of the template, or does not fit it.
+_NAMES = {16: "int16", 8: "int8", 0: "none"}
 
 
 class SmallWeightsState(NamedTuple):
     """The state of `master_weights` with `bits` below 32.
 
     Attributes:
-        low_bits: What bfloat16 leaves out of each weight, as integers of 16 or 8 bits;
-            None where nothing is kept. For float32 weights see `full_weights`.
+        low_bits: One tree like the weights, by the name of what is kept: `"int16"`,
+            `"int8"` or `"none"`. Its leaves are what bfloat16 leaves out of each
+            weight; None where nothing is kept. For float32 weights see `full_weights`.
         inner_state: The state of the inner optimizer.
-        step: How many steps have drawn noise; None with 16 bits, which draw none.
+        step: The number of the next step that draws noise, counted from a hash of the
+            weights; None with 16 bits, which draw none.
     """
 
-    low_bits: PyTree
+    low_bits: dict[str, PyTree]
     inner_state: PyTree
     step: UInt32[Array, ""] | None
 
@@ -59,9 +67,26 @@ class SmallWeights:
                 f"  masters: {_structure(given)}"
             )
         low = _map(self._start, params, given)
-        step = None if self._bits == 16 else jnp.zeros((), jnp.uint32)
+        if not self._bits and masters is not None:
+            self._warn_of_masters(params, masters)
+        step = None if self._bits == 16 else first_step(given)
         inner = self._optimizer.init(_map(_full, params, low))
-        return SmallWeightsState(low, inner, step)
+        return SmallWeightsState({_NAMES[self._bits]: low}, inner, step)
+
+    def _warn_of_masters(self, params: PyTree, masters: PyTree) -> None:
+        def is_lost(_: KeyPath, weight: Any, master: Any) -> bool:
+            if not _is_half(weight):
+                return False
+            is_other = jnp.asarray(weight, jnp.float32) != master
+            return isinstance(is_other, Tracer) or bool(jnp.any(is_other))
+
+        if any(jax.tree.leaves(_map(is_lost, params, masters))):
+            warn_user(
+                f"`init(params, masters)` of {CALL} with bits=0 starts from `params`: "
+                "nothing is kept beside them, and what bfloat16 leaves out of "
+                "`masters` is lost, up to 1/512 of each. `bits=8` keeps 1/65,536, "
+                "`bits=16` all; without `masters` nothing is said."
+            )
 
     def _start(self, path: KeyPath, weight: Any, master: Any) -> Array | None:
         """What is kept beside a weight whose master is known."""
@@ -90,8 +115,8 @@ class SmallWeights:
         **extra_args: PyTree,
     ) -> tuple[PyTree, SmallWeightsState]:
         """The new weights, as updates, and the new state."""
-        self._refuse_state(state, params)
-        full = _map(_full, params, state.low_bits)
+        low_bits = self._low_bits(state, params)
+        full = _map(_full, params, low_bits)
         updates, inner = self._optimizer.update(
             jax.tree.map(_widened, updates), state.inner_state, full, **extra_args
         )
@@ -109,19 +134,20 @@ class SmallWeights:
                 new, kept = select_tree(skipped, (weight, low), (new, kept))
             return _Written(NewWeight(new, weight), kept)
 
-        written = _map(write, params, full, updates, state.low_bits)
+        written = _map(write, params, full, updates, low_bits)
         if step is not None:
             after = step + jnp.uint32(1)
             step = after if skipped is None else jnp.where(skipped, step, after)
         pick = lambda i: jax.tree.map(lambda x: x[i], written, is_leaf=_is_written)  # noqa: E731
-        return pick(0), SmallWeightsState(pick(1), inner, step)
+        return pick(0), SmallWeightsState({_NAMES[self._bits]: pick(1)}, inner, step)
 
     def _split(
         self, master: Float32[Array, "..."], path: KeyPath, step: Array | None
     ) -> tuple[Array, Array | None]:
         """The weight, and what is kept beside it."""
         if step is not None:
-            noise = Noise(step, f"weight {path_text(path)}")
+            name = f"weight {path_text(path)}"
+            noise = Noise(step, name, varying_axes(master))
             master = round_randomly(master, 16 - self._bits, noise)
         weight, low = split(master)
         if self._bits == 16:
@@ -142,8 +168,13 @@ class SmallWeights:
         kept = jnp.where(is_near, jnp.minimum(rest, half - 1), 0)
         return kept.astype(_DTYPES[self._bits])
 
-    def _refuse_state(self, state: Any, params: PyTree | None) -> None:
-        """Raises unless state and weights are of the form that `init` made and saw."""
+    def _low_bits(self, state: Any, params: PyTree | None) -> PyTree:
+        """What is kept beside weights, of the form that `init` made for them.
+
+        Raises:
+            TypeError: The state is that of another transformation.
+            ValueError: Or of other bits or other weights.
+        """
         if not isinstance(state, SmallWeightsState):
             raise TypeError(
                 f"`update` of {CALL} with bits={self._bits} needs the state from its "
@@ -155,12 +186,21 @@ class SmallWeights:
                 f"`update` of {CALL} needs the weights: "
                 "`optimizer.update(grads, state, params)`."
             )
+        name, found = _NAMES[self._bits], state.low_bits
+        if not isinstance(found, Mapping) or [*found] != [name]:
+            kept = [*found] if isinstance(found, Mapping) else describe(found)
+            raise ValueError(
+                f"`update` of {CALL} with bits={self._bits} needs a state whose "
+                f"`low_bits` has the one key {name!r}; got {kept}. To start from other "
+                "bits: `init(params, mpx.full_weights(params, other_state))`. To a "
+                "state that was saved without a key, add it: "
+                f"`state._replace(low_bits={{{name!r}: state.low_bits}})`."
+            )
+        low_bits = found[name]
         made = jax.eval_shape(lambda p: _map(self._start, p, p), params)
         wanted, found = (
             {path_text(path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
-            for leaves in map(
-                jax.tree_util.tree_leaves_with_path, (made, state.low_bits)
-            )
+            for leaves in map(jax.tree_util.tree_leaves_with_path, (made, low_bits))
         )
         if wanted != found:
             path = min(p for p in wanted | found if wanted.get(p) != found.get(p))
@@ -171,6 +211,7 @@ class SmallWeights:
                 f"{found.get(path, 'missing')}. Make a new state with "
                 "`init(params)`, or cast the model back."
             )
+        return low_bits
 
 
 def _full(path: KeyPath, weight: Any, low: Array | None) -> Any:

@@ -69,6 +69,13 @@ class QuantizedArray(Whole):
     rotated: bool = eqx.field(static=True, kw_only=True, default=False)
     signs: tuple[int, ...] | None = eqx.field(static=True, kw_only=True, default=None)
 
+    def _words(self) -> str:
+        return (
+            f"A quantized array, {self.dtype}{list(self.shape)} in {self.format}, does "
+            "not support arithmetic. Convert it: `dequantize()`; to train, use "
+            "`mpx.quantization.quantize_dequantize` or a recipe."
+        )
+
     @property
     def shape(self) -> Shape:
         """The shape of the quantized array."""

@@ -13,11 +13,8 @@ but `from_bytes` returns a dictionary instead of the loss scaling.
 
 from typing import Any
 
-import jax
-from jaxtyping import PyTree
-
-from .._errors import describe
 from .._few_bits import CompressedArray
+from .._flax_arrays import register_with_flax
 from .._loss_scaling import (
     AbstractLossScaling,
     StepRecord,
@@ -41,7 +38,8 @@ def register_serialization() -> None:
     `from_state_dict`. Of the target that Flax needs for restoring, only the class is
     used, and for a `mpx.quantization.RecipeScaling` the slots, as in `with_state`;
     every field comes from the state, bit for bit. Stored weights and compressed
-    optimizer states are written as their arrays.
+    optimizer states are written as their arrays, also without this call if Flax was
+    imported before they were made.
 
     Repeated calls are allowed, and add the subclasses of `mpx.AbstractLossScaling` that
     were defined since.
@@ -65,10 +63,7 @@ def register_serialization() -> None:
         serialization.register_serialization_state(
             cls, cls.state_dict, _restored, override=True
         )
-    for cls in (StoredWeight, QuantizedArray, CompressedArray, Guard):
-        serialization.register_serialization_state(
-            cls, _written_arrays, _restored_arrays, override=True
-        )
+    register_with_flax(StoredWeight, QuantizedArray, CompressedArray, Guard)
     serialization.register_serialization_state(
         StepRecord, write_state, _restored_record, override=True
     )
@@ -78,26 +73,6 @@ def _restored(target: AbstractLossScaling, state: Any) -> AbstractLossScaling:
     if isinstance(target, RecipeScaling):
         return target.with_state(state)
     return type(target).from_state_dict(state)
-
-
-def _written_arrays(node: PyTree) -> dict[str, object]:
-    return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(node))}
-
-
-def _restored_arrays(target: PyTree, state: Any) -> PyTree:
-    leaves, tree = jax.tree.flatten(target)
-    found = [state.get(str(i)) for i in range(len(leaves))]
-    types = [
-        [(x.shape, x.dtype) for x in xs if x is not None] for xs in (leaves, found)
-    ]
-    if len(state) != len(leaves) or types[0] != types[1]:
-        raise ValueError(
-            f"`flax.serialization.from_state_dict(target, state)`: {describe(target)} "
-            "must be stored as in the state. Make the target like the saved one, by "
-            "`mpx.quantization.quantize_weights(model, quantizer)` or "
-            "`mpx.compress_state(optimizer).init(params)`."
-        )
-    return jax.tree.unflatten(tree, found)
 
 
 def _restored_record(target: StepRecord, state: object) -> StepRecord:

@@ -202,8 +202,29 @@ assert eqx.tree_equal(restored["scaling"], scaling)
 """
 
 
-def test_classes_are_registered_by_the_call_and_not_before():
-    code = BEFORE_AND_AFTER + DEFINED_LATER
+WITHOUT_THE_CALL = """
+import sys
+import jax, jax.numpy as jnp, mpx, optax
+
+weights, tx = {"w": jnp.ones((64, 128))}, mpx.compress_state(optax.adam(1e-3))
+tx.init(weights)
+mpx.quantization.quantize_weights(weights)
+assert "flax" not in sys.modules
+from flax.serialization import from_bytes, to_bytes
+state, stored = tx.init(weights), mpx.quantization.quantize_weights(weights)
+_, state = tx.update(weights, state, weights)
+saved = {"state": state, "weights": stored}
+like = {"state": tx.init(weights), "weights": stored}
+restored = from_bytes(like, to_bytes(saved))
+assert jax.tree.structure(restored) == jax.tree.structure(saved)
+same = jax.tree.map(lambda x, y: bool((x == y).all()), restored, saved)
+assert all(jax.tree.leaves(same))
+"""
+
+
+@pytest.mark.parametrize("code", [BEFORE_AND_AFTER + DEFINED_LATER, WITHOUT_THE_CALL])
+def test_classes_are_registered_by_the_call_and_not_before(code):
+    """Arrays with scales also where they are made, if Flax is there."""
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True
     )

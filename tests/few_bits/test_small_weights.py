@@ -107,6 +107,7 @@ def test_a_restored_run_continues_bit_for_bit(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.filterwarnings("ignore:.*starts from `params`")
 def test_masters_to_start_from(bits):
     masters = {
         "w": jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)), "float32")
@@ -121,6 +122,19 @@ def test_masters_to_start_from(bits):
     np.testing.assert_allclose(
         mpx.full_weights(model, state)["w"], np.float32(model["w"]), rtol=2.0**-8
     )
+
+
+def test_masters_that_are_lost_are_named():
+    """With `bits=0`; not where the weights are the masters."""
+    masters = {"w": jax.random.normal(jax.random.key(0), (8, 8)), "norm": jnp.ones(3)}
+    half = {"w": masters["w"].astype(jnp.bfloat16), "norm": masters["norm"]}
+    init = mpx.master_weights(optax.sgd(0.1), bits=0).init
+    for start in (init, jax.jit(init)):
+        with pytest.warns(UserWarning, match="with bits=0 starts from `params`"):
+            start(half, masters)
+    init(half, jax.tree.map(jnp.float32, half))
+    init(half)
+    mpx.master_weights(optax.sgd(0.1), bits=8).init(half, masters)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -165,7 +179,7 @@ def wrong(case):
         ("stored", ValueError, "use float32 masters, `bits=32`"),
         ("masters", ValueError, "have the shapes of `params`"),
         ("no weights", ValueError, "needs the weights"),
-        ("other bits", ValueError, "the state of the weight"),
+        ("other bits", ValueError, r"the one key 'int16'; got \['int8'\]"),
         ("other state", TypeError, "mpx.full_weights"),
         ("cast", ValueError, "the state of the weight"),
     ],

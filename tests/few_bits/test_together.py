@@ -151,6 +151,39 @@ def test_transformations_of_optax_around_and_inside(make):
     assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
 
 
+@pytest.mark.parametrize("make", [lambda w: {"w": w}, lambda w: w])
+def test_gradients_like_a_part_of_the_weights(make):
+    """Those of `optax.lookahead` are of its fast weights."""
+    plain = optax.lookahead(optax.adam(1e-2), sync_period=2, slow_step_size=0.5)
+    runs = {}
+    for name, tx in (("float32", plain), ("8 bits", mpx.compress_state(plain))):
+        params = optax.LookaheadParams.init_synced(make(weights()["w"]))
+        state = jax.jit(tx.init)(params)
+        for _ in range(4):
+            grads = jax.tree.map(jnp.sin, params.fast)
+            updates, state = jax.jit(tx.update)(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        runs[name] = params, state
+    moved = jax.tree.leaves(runs["float32"][0])[0] - weights()["w"]
+    found, wanted = (jax.tree.leaves(run[0]) for run in runs.values())
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=0.05 * np.abs(moved).max())
+    parts = {name: kind for name, kind, _ in mpx.state_bytes(*runs["8 bits"]).parts}
+    assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
+
+
+def test_gradients_of_each_example():
+    """As `optax.contrib.dpsgd` takes them."""
+    private = contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(0))
+    tx = mpx.compress_state(optax.chain(private, optax.adam(1e-3)))
+    model = weights()
+    grads = jax.tree.map(lambda w: jnp.stack([w, -w, w]), model)
+    updates, state = jax.jit(tx.update)(grads, tx.init(model), model)
+    assert updates["w"].shape == model["w"].shape
+    parts = {name: kind for name, kind, _ in mpx.state_bytes(model, state).parts}
+    assert parts["mu"] == "8 bits, signed" and parts["nu"] == "8 bits, not negative"
+
+
 def test_values_that_an_update_needs():
     chain = optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau())
     tx, model = mpx.compress_state(chain, extra_args={"value": 0.0}), weights()

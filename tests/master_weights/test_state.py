@@ -363,6 +363,54 @@ def test_full_weights_are_a_whole_model(name):
     assert full(jnp.ones(4)).shape == (4,)
 
 
+def lora(dtype="bfloat16"):
+    base = {"w": jnp.full((8, 8), 3.0, dtype), "b": jnp.ones(8, dtype)}
+    return {"base": base, "adapter": jnp.ones((8, 8), dtype)}
+
+
+FROZEN = {
+    "partition": lambda tx: optax.partition(
+        {"train": tx, "freeze": optax.set_to_zero()},
+        {"base": "freeze", "adapter": "train"},
+    ),
+    "masked": lambda tx: optax.masked(
+        tx, {"base": {"w": False, "b": False}, "adapter": True}
+    ),
+    "None": lambda tx: tx,
+}
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 0])
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_weights_have_no_master_and_come_back_in_float32(name, bits):
+    model, tx = lora(), FROZEN[name](mpx.master_weights(optax.sgd(1e-3), bits=bits))
+    params = {"base": None, "adapter": model["adapter"]} if name == "None" else model
+    state = tx.init(params)
+    full = mpx.full_weights(model, state)
+    assert {x.dtype.name for x in jax.tree.leaves(full)} == {"float32"}
+    assert np.all(full["base"]["w"] == 3) and np.all(full["adapter"] == 1)
+    with pytest.raises(ValueError, match=r"bfloat16\[2\] at `\['other'\]` with no"):
+        mpx.full_weights({**model, "other": jnp.ones(2, jnp.bfloat16)}, state)
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 0])
+def test_full_weights_refuse_the_state_of_another_model(bits):
+    tx = mpx.master_weights(optax.sgd(1e-3), bits=bits)
+    model = {"w": jnp.ones((8, 8), jnp.bfloat16)}
+    others = [{"v": model["w"]}, {"w": model["w"][:4]}, {"w": jnp.ones((8, 8))}]
+    for other in others[: 1 if bits == 0 else 3]:
+        with pytest.raises(ValueError, match="needs this model's state"):
+            mpx.full_weights(model, tx.init(other))
+
+
+def test_frozen_weights_in_8_bits_come_back_in_float32():
+    model = jax.jit(mpx.quantization.quantize_weights)(lora("float32"))
+    tx = FROZEN["partition"](mpx.master_weights(optax.sgd(1e-3)))
+    full = mpx.full_weights(model, tx.init(model))
+    np.testing.assert_allclose(full["base"]["w"], 3, rtol=2**-4)
+    assert full["base"]["w"].dtype == jnp.float32
+
+
 def test_full_weights_want_the_state_of_the_model():
     model = with_bias()
     with pytest.raises(ValueError, match=r"bfloat16\[4,4\].*no master"):
