@@ -33,9 +33,10 @@ class Options:
     (a state in few bits), `wire` (what steps on four devices send, also on TPUs),
     `monitor` (what watching a step costs), `compile-time`, and `published` (what
     `mpx.forecast` says beside speed-ups that others have measured).
-    `few-bits-trainings` are the losses of twelve optimizers. `docs` only writes the
-    tables of the committed results into the pages. `device` measures what only a GPU
-    can tell, and has options of its own: `python -m benchmarks device --help`.
+    `few-bits-trainings` are the losses of optimizers, some for 3,000 steps. `docs` only
+    writes the tables of the committed results into the pages. `device` measures what
+    only a GPU can tell, and has options of its own:
+    `python -m benchmarks device --help`.
     """
 
     names: tyro.conf.Positional[tuple[Name, ...]] = ALL

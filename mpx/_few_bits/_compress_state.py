@@ -65,18 +65,20 @@ def compress_state(
     An array of the state is compressed if it is like a weight (its path ends with that
     of a weight, and it has its shape) and has 4,096 numbers or more. It is divided into
     blocks of up to 128 numbers along the last axis, each with its largest magnitude $s$
-    in float32. A number $x$ is stored as the nearest integer to
+    in float32. An integer $k$ stands for
 
-    $$\pm L \sqrt{|x| / s} \quad\text{(signed)}, \qquad
-        L \sqrt[4]{x / s} \quad\text{(never negative)}$$
+    $$\pm s (k / L)^2 \quad\text{(signed)}, \qquad
+        s (k / L)^4 \quad\text{(never negative)}$$
 
-    with $L$ = 127 and 255 in 8 bits. Which arrays are never negative is proved from the
-    program of `optimizer.update`. Adam then stores 2.06 bytes per weight instead of 8.
+    with $L$ = 127 and 255 in 8 bits. A number between two of these is rounded to one of
+    them stochastically, so that its mean is exact. Which arrays are never negative is
+    proved from the program of `optimizer.update`. Adam then stores 2.06 bytes per
+    weight instead of 8.
 
     Args:
         optimizer: An Optax transformation.
         moments: The format: `"8bit"` (the default); `"16bit"`, the same with $L$ =
-            32,767 and 65,535; `"bfloat16"`, rounded stochastically.
+            32,767 and 65,535; `"bfloat16"`, without blocks.
         where: A function of path and array that selects the arrays to compress; by
             default those above.
         extra_args: Examples of further arguments that `optimizer.update` needs, such as
@@ -96,12 +98,15 @@ def compress_state(
             selects anything but float32 arrays with an axis; in `update`, the state
             changed its structure.
 
-    - **Sums.** Arrays to which updates only add (Adagrad, accumulated gradients) are
-      stored in 16 bits and rounded stochastically; otherwise small additions would be
-      rounded away.
+    - **Sums and slow averages.** Arrays of which each update keeps 0.9995 or more
+      (Adagrad, accumulated gradients, AdEMAMix' slow average) are stored in 16 bits; in
+      8 bits they would be mostly noise. Factors that are no constants are unknown.
     - **Copies** of weights (masters, slow weights) stay in float32, unless `where`
       selects them; then they are stored as sums are.
-    - Nonzero numbers are stored as nonzero numbers. Zeros stay zeros.
+    - Zeros stay zeros. A signed number below the smallest code, $6 \cdot 10^{-5} s$ in
+      8 bits, is that or zero. A never-negative number does not become zero, since its
+      root divides; below its smallest code, $2 \cdot 10^{-10} s$, it is that.
+    - An unchanged number keeps its code.
     - A block with a NaN or an infinity becomes NaN as a whole, as does a block of
       never-negative numbers with a negative number in it. Its scale is NaN, which
       `mpx.guard` and `check_update` of `mpx.optimizer_step` detect.
