@@ -8,6 +8,7 @@ finds nothing.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
@@ -70,9 +71,11 @@ def weight_of_recipe(
         # 0.10.2, compiled for sm_90, November 2026).
         value = declared(jax.lax.optimization_barrier(array), name)
     value.stored = stored
-    if run.uses.slots:
-        # Under `shard_map` it is a piece of the weight.
-        shape = None if manual_axes() else array.shape
+    if run.uses.slots and jnp.issubdtype(value.dtype, jnp.number):
+        # Under `shard_map` it is a piece of the weight. Integers are no weight before
+        # the program has made numbers of them.
+        is_whole = value.facts.is_declared and not manual_axes()
+        shape = array.shape if is_whole else None
         value.slots = Slots.of_parameter(owner + name, source, shape)
         if shape is not None and stored is None:
             value.slots = value.slots.measured(array, target)
