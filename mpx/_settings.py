@@ -244,7 +244,7 @@ def _found_by_signature(
     call: str,
 ) -> Weights:
     """`weights_in_call` where some are passed in another way than they are named."""
-    ordered, others = _parameters(func)
+    ordered, others = parameters_of(func)
     found = []
     for place in weights:
         here = place
@@ -264,7 +264,7 @@ def _found_by_signature(
     return tuple(found)
 
 
-def _parameters(func: Callable[..., PyTree]) -> tuple[list[str], set[str]]:
+def parameters_of(func: Callable[..., PyTree]) -> tuple[list[str], set[str]]:
     """Names of the parameters that have a position, and of those that have none."""
     try:
         parameters = inspect.signature(func).parameters.values()

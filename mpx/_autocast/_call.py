@@ -49,6 +49,7 @@ from ._demand import Demand, demands_for, demands_of
 from ._emit import evaluate
 from ._fused import or_fused
 from ._notes import RESULT, note_unused, noted_cast, refuse_unused, warn_of_unused
+from ._origin import Origin
 from ._reach import reach_of_results
 from ._recipe_call import (
     Source,
@@ -195,7 +196,7 @@ def call_with_masters(
         master = wide.get(path)
         if master is None or leaf.dtype == master.dtype or not is_half(leaf.dtype):
             return declared(leaf)
-        facts = declared(leaf).facts._replace(is_weight=True)
+        facts = declared(leaf).facts._replace(origin=Origin.WEIGHT)
         return Value(jax.lax.convert_element_type(master, dtype), facts)
 
     run = Run(settings, _REWRITES, Uses.of(settings))
@@ -402,12 +403,12 @@ def _input(
     # Equal layers are rewritten once unless something depends on parameters' paths.
     name = path_text(tuple(below)) if run.uses.parameters else ""
     value = declared(leaf, name)
-    if not value.facts.is_declared:
-        return value
     if run.uses.recipes:
         # Two models of one kind have the same paths.
         owner = "" if root.idx == 0 or position == weights[0] else f"[{position!r}]"
         stored = payload_of(leaf, payloads)
         value = weight_of_recipe(run, value, name, owner, source, stored)
-    value.facts = value.facts._replace(is_weight=True)
+    elif not value.facts.is_declared:
+        return declared(leaf)
+    value.facts = value.facts._replace(origin=Origin.WEIGHT)
     return value

@@ -29,6 +29,7 @@ from .._rules import Rule
 from .._settings import Settings
 from .._typing import AnyArray, Aval, Shape
 from .._wire import Gathering
+from ._origin import CONSTANT, Origin
 from ._reach import Reach
 from ._saving import Saving
 
@@ -45,8 +46,7 @@ class Facts(NamedTuple):
             autocast may cast.
         parameter: The path of the parameter that it is, moved or sliced perhaps. Rows
             that were looked up in a table are none.
-        is_fixed: A constant, or computed from parameters and constants alone.
-        is_weight: A parameter, or computed from parameters and constants alone.
+        origin: What it is computed from.
         is_stored_in_half: A part of what was half precision, or a sum of two products:
             what is stored of it is rounded, which costs no more than the rounding of
             the products did.
@@ -55,10 +55,14 @@ class Facts(NamedTuple):
 
     is_declared: bool = False
     parameter: str | None = None
-    is_fixed: bool = False
-    is_weight: bool = False
+    origin: Origin = Origin.DATA
     is_stored_in_half: bool = False
     is_stream: bool = False
+
+    @property
+    def is_weight(self) -> bool:
+        """A parameter, or computed from parameters and constants alone."""
+        return self.origin is Origin.WEIGHT
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -183,9 +187,9 @@ def is_castable(aval: Aval) -> bool:
     return type(aval) is ShapedArray and aval.dtype in _CASTABLE
 
 
-def computed(array: AnyArray, is_fixed: bool = False) -> Value:
+def computed(array: AnyArray) -> Value:
     """A value that an equation gave."""
-    return Value(array, Facts(is_fixed=is_fixed and array.dtype in _CASTABLE))
+    return Value(array, Facts())
 
 
 def stream(array: AnyArray) -> Value:
@@ -194,12 +198,13 @@ def stream(array: AnyArray) -> Value:
 
 
 def declared(array: Any, parameter: str | None = None) -> Value:
-    """An argument or a constant."""
+    """An argument, or a constant, which is a parameter without a path."""
     if not hasattr(array, "shape"):
         array = np.asarray(array)
+    is_data = parameter is None
     if array.dtype not in _CASTABLE:
-        return Value(array, Facts())
-    return Value(array, Facts(is_declared=True, parameter=parameter))
+        return Value(array, Facts(origin=Origin.DATA if is_data else Origin.PATTERN))
+    return Value(array, Facts(True, parameter, Origin.DATA if is_data else CONSTANT))
 
 
 def literal(number: object) -> Value:
@@ -207,8 +212,8 @@ def literal(number: object) -> Value:
     # A Python number of JAX's own may carry a dtype that numpy does not see.
     array = np.asarray(number, getattr(number, "dtype", None))
     if array.dtype not in _CASTABLE or array.shape != ():
-        return declared(number)
-    return Value(array, Facts(is_declared=True, is_fixed=True), is_constant=True)
+        return declared(number, "")
+    return Value(array, Facts(True, origin=CONSTANT), is_constant=True)
 
 
 # --- Places and runs ------------------------------------------------------------------

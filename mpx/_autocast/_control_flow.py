@@ -24,10 +24,20 @@ from .._quantize import QuantizedArray
 from .._recipe_state import Slots, StateOperands, StepValues
 from .._typing import AnyArray, Program
 from .._wire import refuse_sums_of_others
-from ._context import FULL, Facts, Place, Run, Usage, Value, computed, is_castable
+from ._context import (
+    FULL,
+    Facts,
+    Place,
+    Run,
+    Usage,
+    Value,
+    computed,
+    is_castable,
+)
 from ._decide import Case
 from ._demand import Demand, Wanted, demands_of
 from ._emit import Rewrite, evaluate, evaluate_within
+from ._origin import together_from
 from ._saving import Saving
 from ._travel import entries_of, from_entry
 
@@ -306,7 +316,8 @@ def _common(facts: tuple[Facts, ...]) -> Facts:
     """What is known of a result whichever branch it comes from."""
     if len(set(facts)) == 1:
         return facts[0]
-    return Facts(is_declared=all(f.is_declared for f in facts))
+    origin = together_from(f.origin for f in facts)
+    return Facts(all(f.is_declared for f in facts), origin=origin)
 
 
 REWRITES: dict[str, Rewrite] = {

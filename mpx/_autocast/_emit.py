@@ -52,6 +52,7 @@ from ._decide import Case, Choice, Reason, apply_rules, choose
 from ._demand import Demand, Wanted, demands_of
 from ._lookup import finds_one_in_each_row, look_up
 from ._notes import noted, refuse_unknown
+from ._origin import CONSTANT, Origin
 from ._products import choose_recipe, emit_quantized
 from ._reach import UNUSED, reach_in
 from ._rematerialize import (
@@ -72,8 +73,10 @@ from ._travel import (
     product_of_weight,
     travelled_weight,
 )
+from ._weights import note_origins
 
 Rewrite = Callable[[Case], list[Value]]
+_FIXED = frozenset((CONSTANT, Origin.WEIGHT))
 
 
 def evaluate(
@@ -118,7 +121,10 @@ def evaluate(
                 found = tuple(reach.get(v, UNUSED) for v in equation.outvars)
                 here = dataclasses.replace(here, reach=found)
             demands = ahead.wanted(equation, here.settings.dtype)
-            outputs = _emit(Case(run, here, equation, inputs, demands, ahead))
+            case = Case(run, here, equation, inputs, demands, ahead)
+            outputs = _emit(case)
+            if run.uses.recipes:
+                note_origins(case, outputs)
             pairs = zip(equation.outvars, outputs, strict=True)
             outputs = [for_readers(v, value, ahead, alone) for v, value in pairs]
         if FLOAT16 in [value.dtype for value in outputs]:
@@ -280,16 +286,9 @@ def _rounded(place: Place, value: Value) -> Value:
 
 def _join(case: Case) -> list[Value]:
     """Puts declared values side by side: the result is one, too."""
-    operands = case.operands
-    bound = bind_equation(case.equation, *(v.array for v in operands))
-    weights = [v for v in operands if v.facts.is_weight]
-    facts = Facts(is_declared=True, is_weight=bool(weights))
-    slots = weights[0].slots if weights else None
-    slots = slots and slots.moved(is_mixed=True)
-    return [
-        Value(x, facts, slots=slots) if is_castable(aval_of(v)) else computed(x)
-        for x, v in zip(bound, case.equation.outvars, strict=True)
-    ]
+    bound = bind_equation(case.equation, *(v.array for v in case.operands))
+    origin = _origin_of_all(case.castable)
+    return [Value(x, declared(x).facts._replace(origin=origin)) for x in bound]
 
 
 def _move(case: Case) -> list[Value]:
@@ -333,15 +332,15 @@ def _move(case: Case) -> list[Value]:
     for i, (array, variable) in enumerate(zip(bound, equation.outvars, strict=True)):
         source = operands[i] if is_parallel else first
         if not is_castable(aval_of(variable)):
-            results.append(computed(array))
+            results.append(Value(array, source.facts))
             continue
         if narrow is not None:
             array = jax.lax.convert_element_type(array, narrow)
         facts, slots = source.facts, source.slots
         if source.is_computed_in_half and array.dtype == FULL:
             facts = facts._replace(is_stored_in_half=True)
-        if name == "gather":  # rows of a table are data, whoever learned them
-            facts, slots = Facts(is_declared=facts.is_declared), None
+        if name == "gather":  # rows of a table, whoever learned them
+            facts = Facts(is_declared=facts.is_declared)
         if slots is not None and name not in MARKS:
             # Numbers of several arrays may be put together.
             numbers = [v for v in operands if is_castable(jax.typeof(v.array))]
@@ -364,7 +363,7 @@ def _stored(equation: JaxprEqn, value: Value) -> Value:
 
 def _emit_operation(case: Case, choice: Choice) -> list[Value]:
     """Casts operands as it was chosen, and binds an equation."""
-    equation, values = case.equation, case.castable
+    equation = case.equation
     arrays = [
         v.cast(choice.dtype or aval_of(atom).dtype)
         if is_castable(aval_of(atom))
@@ -377,19 +376,16 @@ def _emit_operation(case: Case, choice: Choice) -> list[Value]:
         bound = [scatter(equation, arrays)]
     else:
         bound = bind_equation(equation, *arrays)
-    is_fixed = bool(values) and all(map(_is_fixed, values))
-    results = [computed(x, is_fixed=is_fixed) for x in bound]
-    weights = [v for v in values if v.facts.is_weight] if is_fixed else []
-    if weights:
-        for result in results:
-            result.facts = result.facts._replace(is_weight=True)
-            result.slots = weights[0].slots
-    return results
+    facts = Facts(origin=_origin_of_all(case.castable))
+    return [Value(x, facts) for x in bound]
 
 
-def _is_fixed(value: Value) -> bool:
-    facts = value.facts
-    return facts.is_fixed or facts.parameter is not None
+def _origin_of_all(values: list[Value]) -> Origin:
+    """What comes of values is a weight, or a constant, if all of them are that."""
+    origins = {v.facts.origin for v in values}
+    if not origins or not origins <= _FIXED:
+        return Origin.DATA
+    return Origin.WEIGHT if Origin.WEIGHT in origins else CONSTANT
 
 
 def _product(

@@ -51,7 +51,9 @@ from .._wire import dtype_of_sums
 from ._context import Usage, Value, computed
 from ._decide import Case, Choice, Reason, is_product_of_castable
 from ._notes import noted, refuse_slow
+from ._origin import CONSTANT
 from ._reach import DERIVATIVE, UNUSED, Reach
+from ._weights import are_weights
 
 _VECTOR, _FINAL = "a matmul with a vector", "the output layer (LM head)"
 # Of a weight with a side that is shorter than this, and much shorter than the other (an
@@ -155,7 +157,7 @@ def _is_batch_of_one(case: Case) -> bool:
     The last batch of an epoch, or one example to evaluate: the program would quantize
     it if there were more, so it is no sign of a recipe that has nothing to do.
     """
-    weights = [v.facts.is_weight for v in case.operands[:2]]
+    weights = are_weights(case)
     if weights.count(True) != 1:
         return False
     free = _free_axes(case)
@@ -173,19 +175,18 @@ def _why_unsupported_ragged(case: Case) -> str | None:
 
 
 def _why_unsupported_order(case: Case, what: str) -> str | None:
-    if case.operands[0].facts.is_weight or not case.operands[1].facts.is_weight:
+    if are_weights(case) != [False, True]:
         return f"a {what} of operands other than data and a weight"
     return None
 
 
 def _why_left_alone(case: Case) -> str | None:
     """Why a recipe leaves a product alone."""
-    weights = [v.facts.is_weight for v in case.operands[:2]]
+    weights = are_weights(case)
     if not any(weights):
         return None if _is_attention(case) else "an activation matmul"
     data = case.operands[weights.index(True) ^ 1]
-    # Constants of the program have an empty path, and are no weights.
-    if all(weights) or data.facts.is_fixed or data.facts.parameter is not None:
+    if data.facts.is_weight or data.facts.origin == CONSTANT:
         return "a matmul of weights only"
     weight = case.operands[weights.index(True)]
     if case.name == "dot_general" and _is_narrow(case, weight):
@@ -201,7 +202,7 @@ def _why_left_alone(case: Case) -> str | None:
 
 def _by_state(case: Case) -> bool | None:
     """Whether a state says that a product is quantized; None: it says nothing."""
-    weight = _weight_of(case.operands)
+    weight = _weight_of(case)
     return weight.slots and weight.slots.is_quantized(_use(case, weight))
 
 
@@ -223,8 +224,7 @@ def _is_attention(case: Case) -> bool:
         recipe is not None
         and recipe.fp8_dpa
         and case.name == "dot_general"
-        and not any(v.facts.is_weight or v.facts.is_fixed for v in operands)
-        and all(v.facts.parameter is None for v in operands)
+        and not any(v.facts.is_weight or v.facts.origin == CONSTANT for v in operands)
     )
 
 
@@ -237,7 +237,7 @@ def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
     """
     if _is_attention(case):
         return recipe._for_attention()
-    weight = _weight_of(case.operands)
+    weight = _weight_of(case)
     if weight.slots is None:
         return recipe._without_state()
     learns = all(end & DERIVATIVE == Reach.GRADIENT for end in case.place.reach)
@@ -245,10 +245,9 @@ def _recipe_for(case: Case, recipe: AbstractRecipe) -> AbstractRecipe:
     return recipe if has_scales else recipe._without_state()
 
 
-def _weight_of(operands: list[Value]) -> Value:
+def _weight_of(case: Case) -> Value:
     """The operand that takes the part of the weight."""
-    first, second = operands[:2]
-    return first if first.facts.is_weight and not second.facts.is_weight else second
+    return case.operands[0 if are_weights(case) == [True, False] else 1]
 
 
 def _product_of(case: Case, choice: Choice) -> AbstractProduct:
@@ -273,7 +272,7 @@ def _product_of(case: Case, choice: Choice) -> AbstractProduct:
     if case.name == _RAGGED:
         numbers = params["ragged_dot_dimension_numbers"]
         return RaggedProduct(dimension_numbers=numbers, **common)
-    is_weight_first = _weight_of(case.operands) is case.operands[0]
+    is_weight_first = _weight_of(case) is case.operands[0]
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     sums, batch = (tuple(left), tuple(right)), (tuple(left_batch), tuple(right_batch))
     return LinearProduct(
@@ -298,10 +297,10 @@ def emit_quantized(case: Case, choice: Choice) -> list[Value]:
         path, why = path_of(product)
         formats = formats_of(product.recipe)
         detail = f"{type(product.recipe).__name__}, {path} ({why})"
-        if _stored_for(product, _weight_of(case.operands)) is not None:
+        if _stored_for(product, _weight_of(case)) is not None:
             detail += "; the stored weight is read without quantizing it again"
         choice = choice._replace(detail=detail)
-        weight = _weight_of(case.operands).facts.parameter or ""
+        weight = _weight_of(case).facts.parameter or ""
     with noted(case.name, choice, weight, path, formats):
         return _emit_product(case, choice, product)
 
@@ -309,7 +308,7 @@ def emit_quantized(case: Case, choice: Choice) -> list[Value]:
 def _emit_product(case: Case, choice: Choice, product: AbstractProduct) -> list[Value]:
     """Binds it; the weight goes in as it is, not rounded before."""
     assert choice.dtype is not None
-    weight = _weight_of(case.operands)
+    weight = _weight_of(case)
     scales, use = None, _use(case, weight)
     if weight.slots is not None:
         weight.slots.note_quantized(use)

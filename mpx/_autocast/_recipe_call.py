@@ -8,6 +8,7 @@ finds nothing.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
 from jaxtyping import PyTree
@@ -21,6 +22,7 @@ from .._recipe_state import Slots, State, StateRequests, note_used
 from .._rules import Precision, Rules
 from .._settings import MARK, Weights
 from ._context import Run, Value, declared
+from ._left_alone import why_nothing
 
 Source = StateRequests | State | None
 
@@ -70,9 +72,11 @@ def weight_of_recipe(
         # 0.10.2, compiled for sm_90, November 2026).
         value = declared(jax.lax.optimization_barrier(array), name)
     value.stored = stored
-    if run.uses.slots:
-        # Under `shard_map` it is a piece of the weight.
-        shape = None if manual_axes() else array.shape
+    if run.uses.slots and jnp.issubdtype(value.dtype, jnp.number):
+        # Under `shard_map` it is a piece of the weight. Integers are no weight before
+        # the program has made numbers of them.
+        is_whole = value.facts.is_declared and not manual_axes()
+        shape = array.shape if is_whole else None
         value.slots = Slots.of_parameter(owner + name, source, shape)
         if shape is not None and stored is None:
             value.slots = value.slots.measured(array, target)
@@ -119,9 +123,10 @@ def call_with_recipe(
         # The only product of a weight, perhaps, is the final projection.
         results, run = attempt(False)
         if finds_nothing(run):
-            is_autocast = getattr(func, MARK, None) is not None
-            why = _twice if is_autocast else _nothing_to_quantize
-            raise ValueError(why(recipe, weights))
+            if getattr(func, MARK, None) is not None:
+                raise ValueError(_twice(recipe))
+            once_more = lambda: attempt(False)[0]  # noqa: E731
+            raise ValueError(why_nothing(once_more, recipe, weights))
     if recipe is not None and recipe not in run.used.recipes and not is_frozen:
         warn_user(
             f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` quantized "
@@ -145,21 +150,7 @@ def _refuse_state_of_another_model(state: State, run: Run) -> None:
         )
 
 
-def _nothing_to_quantize(recipe: object, weights: Weights) -> str:
-    places = f"argument {listing(list(map(str, weights)))} (set by `weights=`)"
-    return (
-        f"`mpx.autocast(..., recipe={type(recipe).__name__}(...))` found no weight "
-        "matmul to quantize. Weights are the arrays of "
-        f"{places if weights else 'the function itself'}; arrays that a function "
-        "closes over are constants. A weight divided by a value computed from data "
-        "counts as data: divide the matmul's result instead. Matmuls with a single "
-        "vector are not quantized: put `jax.vmap` inside `mpx.autocast`. Neither "
-        "are float64 and functions with a custom derivative rule. `mpx.explain` of "
-        "the function without the recipe shows its matmuls."
-    )
-
-
-def _twice(recipe: object, _: Weights) -> str:
+def _twice(recipe: object) -> str:
     return (
         f"`mpx.autocast(func, recipe={type(recipe).__name__}(...))` must get a "
         "function that is not an autocast function; got one, whose own precision "

@@ -28,6 +28,7 @@ from .._typing import AnyArray
 from ._context import FULL, Facts, Place, Run, Usage, Value
 from ._demand import Demand, Demands
 from ._notes import USED, IslandNote, noted_cast, noted_island
+from ._weights import slots_for
 
 Values = dict[Var, Value]
 Dtypes = Sequence[np.dtype]
@@ -172,7 +173,9 @@ class _Recomputed:
         for variable, array, facts, is_cast in zip(
             island.outputs, results, self.facts, self.are_cast, strict=False
         ):
-            value = Value(array, facts)
+            inputs = map(values.__getitem__, island.inputs)
+            slots = slots_for(facts, list(inputs)) if run.uses.slots else None
+            value = Value(array, facts, slots=slots)
             if is_cast:
                 value.offer(next(casts))
             values[variable] = for_readers(variable, value, ahead)

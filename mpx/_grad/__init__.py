@@ -14,7 +14,8 @@ unscale, check, adjust the scale. What matters about the order:
 
 Modules: `_transforms` (the public functions), `_options` (what they are asked for),
 `_attempt` (a try at a step), `_engine` (one batch), `_inputs` (which leaves are cast,
-what is refused), `_accumulate` (micro-batches), `_result` (what comes back).
+what is refused), `_accumulate` (micro-batches), `_rows` (what of a call has
+no rows), `_result` (what comes back).
 """
 
 from ._accumulate import Accumulation as Accumulation

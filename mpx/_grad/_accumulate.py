@@ -17,7 +17,15 @@ from .._errors import describe
 from .._quantize import largest_magnitude
 from .._tree import is_model_state, is_trainable
 from .._typing import AnyArray, LeafPredicate
+from ._engine import Problem
 from ._inputs import input_path
+from ._rows import (
+    Places,
+    declared_weights,
+    in_micro_batch,
+    refuse_length,
+    refuse_other_lengths,
+)
 
 _FUNCTIONS = {
     "whole": "whole(path, leaf) -> bool",
@@ -41,7 +49,7 @@ class Accumulation:
 
     | leaf | micro-batch $i$ of $n$ gets |
     |---|---|
-    | the differentiated arguments | all of it |
+    | the differentiated arguments, those of `mpx.autocast(weights=)` | all of it |
     | an array with axes, of size $B$ along the first | rows $i, i + n, i + 2n, \dots$ |
     | a PRNG key (also a raw `uint32[2]`) | the $i$-th of `jax.random.split(key, n)` |
     | Equinox `State`, the argument `state_argnum` | what the micro-batch before left |
@@ -77,10 +85,10 @@ class Accumulation:
             not a function.
         ValueError: `steps` is below 1, `state_argnum` is negative, or only one of it
             and `new_state` is set; `in_order` without `axes`, or with `steps` that is
-            not a power of two. At the call: the argument `state_argnum` does not exist,
-            or is differentiated; there is no mesh with these axes, its devices do not
-            divide the micro-batches, or there is model state, which devices cannot
-            share.
+            not a power of two. At the call: first axes differ, or `steps` does not
+            divide them; the argument `state_argnum` does not exist, or is
+            differentiated; there is no mesh with these axes, its devices do not divide
+            the micro-batches, or there is model state, which devices cannot share.
 
     Weights that sum to zero make the step non-finite.
     """
@@ -161,27 +169,22 @@ One = Callable[[PyTree, PyTree], tuple[Array, PyTree, PyTree, PyTree]]
 
 
 def accumulated(
-    how: Accumulation,
-    one: One,
-    argnums: tuple[int, ...],
-    args: PyTree,
-    kwargs: PyTree,
-    grad_dtype: np.dtype | None = None,
+    how: Accumulation, one: One, problem: Problem, args: PyTree, kwargs: PyTree
 ) -> tuple[Array, PyTree, PyTree, PyTree]:
     """Runs `one` over micro-batches; of amaxes it gives the maximum.
 
     Args:
         how: Over which.
         one: Runs one.
-        argnums: What is differentiated.
+        problem: What is differentiated.
         args: All arguments.
         kwargs: All keyword arguments.
-        grad_dtype: The dtype of the sums; None: full precision.
     """
-    batch = MicroBatches.read(how, argnums, args, kwargs)
+    batch = MicroBatches.read(how, problem, args, kwargs)
+    zeros = zeros_like_weights(args, problem.argnums, problem.grad_dtype)
     (total, state), (losses, weights, stacked, amaxes) = jax.lax.scan(
         functools.partial(batch.turn, one),
-        (zeros_like_weights(args, argnums, grad_dtype), batch.state),
+        (zeros, batch.state),
         batch.cut(how.steps),
         length=how.steps,
     )
@@ -234,14 +237,17 @@ class MicroBatches:
 
     @classmethod
     def read(
-        cls, how: Accumulation, argnums: tuple[int, ...], args: PyTree, kwargs: PyTree
+        cls, how: Accumulation, problem: Problem, args: PyTree, kwargs: PyTree
     ) -> "MicroBatches":
         """Sorts the leaves of a call."""
-        _refuse_state(how, argnums, len(args))
+        _refuse_state(how, problem.argnums, len(args))
+        weights = declared_weights(problem.func, args, kwargs)
         found, tree = jax.tree_util.tree_flatten_with_path(
             (args, kwargs), is_leaf=is_model_state
         )
-        kinds = [_kind(how, argnums, path, leaf) for path, leaf in found]
+        kinds = [_kind(how, problem.argnums, weights, *leaf) for leaf in found]
+        rows = zip(found, kinds, strict=True)
+        refuse_other_lengths(how.steps, [x for x, kind in rows if kind == _BATCH])
         nodes = [x for (_, x), kind in zip(found, kinds, strict=True) if kind == _STATE]
         state, state_tree = jax.tree.flatten(nodes)
         paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
@@ -261,8 +267,10 @@ class MicroBatches:
             for leaf, kind, x in zip(self.leaves, self.kinds, xs, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(self.tree, parts)
-        loss, aux, grads, amaxes = one(args, kwargs)
-        weight = _weight(self.how, args, kwargs)
+        are_cut = [kind == _BATCH for kind in self.kinds]
+        with in_micro_batch(self.how.steps, self.paths, parts, are_cut):
+            loss, aux, grads, amaxes = one(args, kwargs)
+            weight = _weight(self.how, args, kwargs)
         state = _new_state(self.how, aux, state)
         # By identity: the new state is a part of aux, and its arrays are the same
         # objects.
@@ -304,13 +312,19 @@ def _refuse_state(how: Accumulation, argnums: tuple[int, ...], count: int) -> No
 
 
 def _kind(
-    how: Accumulation, argnums: tuple[int, ...], path: KeyPath, leaf: object
+    how: Accumulation,
+    argnums: tuple[int, ...],
+    weights: Places,
+    path: KeyPath,
+    leaf: object,
 ) -> str:
-    position = path[1].idx if path[0].idx == 0 else None
-    if position is not None and position in argnums:
+    place = path[1].idx if path[0].idx == 0 else path[1].key
+    if place in argnums:
         return _WHOLE
-    if is_model_state(leaf) or (position is not None and position == how.state_argnum):
+    if is_model_state(leaf) or place == how.state_argnum:
         return _STATE
+    if place in weights:
+        return _WHOLE
     if not isinstance(leaf, jax.Array | np.ndarray):
         return _WHOLE
     if how.whole is not None and how.whole(input_path(path), leaf):
@@ -331,14 +345,8 @@ def _micro_batches(
         return jax.random.split(leaf, steps)
     if kind != _BATCH:
         return None
+    refuse_length(steps, path, leaf)
     size = leaf.shape[0]
-    if size == 0 or size % steps:
-        raise ValueError(
-            f"`accumulate={steps}` must divide the first axis of every array, except "
-            f"in the first argument; got {describe(leaf)} at `{input_path(path)}`. "
-            "Change the batch size, or name arrays without a batch axis: "
-            "`mpx.Accumulation(steps, whole=lambda path, leaf: ...)`."
-        )
     if how.axes:
         return jnp.reshape(leaf, (steps, size // steps, *leaf.shape[1:]))
     strided = jnp.reshape(leaf, (size // steps, steps, *leaf.shape[1:]))

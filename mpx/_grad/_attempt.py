@@ -70,8 +70,8 @@ def attempt(
         if how.axes:
             found = accumulated_on_devices(how, one, problem, scaling, args, kwargs)
         else:
-            run, dtype = functools.partial(one, scaling), problem.grad_dtype
-            found = accumulated(how, run, problem.argnums, args, kwargs, dtype)
+            run = functools.partial(one, scaling)
+            found = accumulated(how, run, problem, args, kwargs)
         loss, aux, grads, amaxes = found
         if not scaling._is_stateful:
             return Outcome(loss, aux, grads, None, amaxes)

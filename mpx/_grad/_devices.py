@@ -71,7 +71,7 @@ def accumulated_on_devices(
         kwargs: All keyword arguments.
     """
     argnums = problem.argnums
-    batch = MicroBatches.read(how, argnums, args, kwargs)
+    batch = MicroBatches.read(how, problem, args, kwargs)
     axes, mesh = tuple(how.axes), mesh_of(batch.leaves)
     devices = _checked_devices(how, mesh, batch, problem)
     whole, cut = _laid_out(mesh, batch, _half_weights(problem, args, kwargs))

@@ -282,7 +282,8 @@ class Slots:
         if not self.sizes or not isinstance(self.source, dict):
             return self
         source = self.source
-        sizes = {u: n for u, n in self.sizes.items() if source[u].ndim == 1}
+        sizes = {u: n for u, n in self.sizes.items() if u in source}
+        sizes = {u: n for u, n in sizes.items() if source[u].ndim == 1}
         return dataclasses.replace(self, sizes={} if is_mixed else sizes)
 
     def is_measured(self, use: Use, shape: Shape) -> bool:
