@@ -155,8 +155,10 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 # Files and code lines. The first goals were 1,450 and 2,400 lines, and 20,500 for the
 # package. Four readings, searches for duplicates in syntax trees and sixty planted
 # faults, which show what no test needs, led here (2026-11-26): what is left is features
-# and texts of errors. So these hold what was reached.
-LIMITS = {"autocast": (19, 1_536), "step": (32, 2_573)}
+# and texts of errors. So these hold what was reached. Moved on 2026-11-28: rules that see
+# the loss scale, sums along axes of `vmap`, and weights that are computed are asked for
+# at each equation (4 and 10 lines more).
+LIMITS = {"autocast": (19, 1_540), "step": (32, 2_583)}
 
 
 @pytest.mark.parametrize("call", LIMITS)
@@ -218,7 +220,10 @@ def test_what_is_around_is_a_key_of_jax_by_its_fields():
     assert traced == [False, True]
 
 
-MOST_OF_ALL = 26_000
+# 1,190 more since 2026-11-28, for wrong numbers that are right now, about: rules and
+# the loss scale (453), states in few bits (210), computed weights and micro-batches
+# (300), sparse sums and findings (150), experts and first steps (101).
+MOST_OF_ALL = 27_200
 
 
 def test_the_package_grows_by_decision_only():
