@@ -1,9 +1,10 @@
 """Which products a recipe quantizes, and binding them.
 
 A recipe is for *linear* products: of data with a weight, which is what comes by
-dataflow from the parameters alone. Everything else, attention's products of data with
-data among them, follows the half precision rules; what was left alone, and why, is in
-the note on it. `Precision.LOW` in a rule quantizes any matrix product.
+dataflow from parameters and constants alone (`_weights`). Everything else, attention's
+products of data with data among them, follows the half precision rules; what was left
+alone, and why, is in the note on it. `Precision.LOW` in a rule quantizes any matrix
+product.
 
 The last products of a function, the *final projection*, stay in half precision unless a
 rule says otherwise: the loss sees their rounding as it is. They are found by looking

@@ -132,6 +132,28 @@ def test_noise_makes_no_data_of_a_weight_and_is_data_by_itself(has_key):
         assert quantized(func, params, key, x) == [True, True, False]
 
 
+def test_pruned_kernels_and_experts_are_weights():
+    kernel, image = normal(0, 3, 3, 4, 8), normal(1, 2, 8, 8, 4)
+    experts, rows = normal(2, 4, D, D), normal(3, ROWS, D)
+
+    def pruned(w):
+        return jnp.clip(w * (jnp.abs(w) > 0.05).astype(w.dtype), -1, 1)
+
+    def convolution(kernel, image):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        args = image, pruned(kernel), (1, 1), "SAME"
+        y = lax.conv_general_dilated(*args, dimension_numbers=numbers)
+        return jnp.mean(jnp.tanh(y) ** 2)
+
+    def ragged(experts, rows):
+        y = lax.ragged_dot(rows, pruned(experts), jnp.full((4,), ROWS // 4))
+        return jnp.mean(jnp.tanh(y) ** 2)
+
+    for func, args in (convolution, (kernel, image)), (ragged, (experts, rows)):
+        low = mpx.autocast(func, recipe=mpx.Float8CurrentScaling())
+        assert any(o.is_low for o in mpx.explain(low)(*args).operations)
+
+
 def test_weights_in_integers_are_weights():
     """Dequantized by the program itself, with a scale or a number."""
     params, x = arguments()

@@ -101,6 +101,15 @@ def test_declared_weights_are_whole_where_leaves_are_filtered(mixed):
     assert np.allclose(once, four, atol=2e-3 if mixed else 1e-6)
 
 
+def test_declared_weights_are_whole_on_each_device():
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    how = mpx.Accumulation(4, axes="data")
+    with jax.set_mesh(mesh):
+        four = mpx.grad(MARKED, NONE, accumulate=how)(STUDENT, TEACHER, TOKENS)
+    once = mpx.grad(MARKED, NONE)(STUDENT, TEACHER, TOKENS)
+    assert np.allclose(once.grads, four.grads, atol=2e-3)
+
+
 def test_declared_weights_are_whole_in_nnx():
     student = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
 
