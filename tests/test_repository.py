@@ -318,7 +318,7 @@ def test_no_page_and_no_result_names_a_folder_of_the_machine_that_made_it():
 
 # Lines of all modules of benchmarks. 140 more since 2026-11-28: trainings of 3,000 steps
 # of two models, where there were 150, and which go on where they were interrupted.
-MOST_LINES_OF_BENCHMARKS = 7_614
+MOST_LINES_OF_BENCHMARKS = 7_617
 
 
 def test_benchmarks_do_not_grow():
