@@ -155,9 +155,9 @@ def _lines(node: ast.expr | ast.stmt) -> range:
 # Files and code lines. The first goals were 1,450 and 2,400 lines, and 20,500 for the
 # package. Four readings, searches for duplicates in syntax trees and sixty planted
 # faults, which show what no test needs, led here (2026-11-26): what is left is features
-# and texts of errors. So these hold what was reached. Moved on 2026-11-28: rules that see
-# the loss scale, sums along axes of `vmap`, and weights that are computed are asked for
-# at each equation (4 and 10 lines more).
+# and texts of errors. So these hold what was reached. Moved on 2026-11-28: rules that
+# see the loss scale, sums along axes of `vmap`, and weights that are computed are asked
+# for at each equation (4 and 10 lines more).
 LIMITS = {"autocast": (19, 1_540), "step": (32, 2_583)}
 
 
