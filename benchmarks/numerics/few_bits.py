@@ -198,8 +198,8 @@ def tables(found: Results) -> Iterator[Table]:
             for gap in _gaps(found, LONG, "losses upper case", arm)
         ],
         [
-            "Lower is better. With b2 = 0.95 8 bits forget more. We guess that a second "
-            "moment decays to the smallest code while rounding still moves the first."
+            "Lower is better. With b2 = 0.95 8 bits forget more. We guess that a "
+            "second moment decays to the smallest code while rounding moves the first."
         ],
     )
     yield Table(
