@@ -58,6 +58,18 @@ class _ReachFlow(BackwardFlow[Reach]):
 
     nothing = UNUSED
 
+    def __init__(self) -> None:
+        # A loop is asked until it says the same twice, and each loop within it again:
+        # without what was found before, 2^n times for n loops in each other.
+        self._found: dict[tuple[Jaxpr, tuple[Reach, ...]], Sequence[Reach]] = {}
+
+    def inside(self, sub: SubJaxpr, results: Sequence[Reach]) -> Sequence[Reach]:
+        """The facts of the inputs of a program within, each found once."""
+        key = sub.jaxpr, tuple(results)
+        if key not in self._found:
+            self._found[key] = super().inside(sub, results)
+        return self._found[key]
+
     def operands(self, equation: JaxprEqn, results: Sequence[Reach]) -> Sequence[Reach]:
         """A product, whatever program it holds, is an end of its own."""
         name = equation.primitive.name
