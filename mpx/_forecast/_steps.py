@@ -16,6 +16,7 @@ from .._autocast import autocast
 from .._counter import Target, compile_only_devices
 from .._errors import describe
 from .._grad import Options, gradient_function
+from .._init_optimizer import layouts_of
 from .._inspect import Operation, explain
 from .._loss_scaling import NoLossScaling
 from .._optimizer import optimizer_step, refuse_optimizer
@@ -224,7 +225,7 @@ class Step:
 
         state, scaling = eqx.filter_eval_shape(first, model, tuple(batch))
         model, batch = place(model), place(tuple(batch))
-        state, scaling = place.like(state, model), place(scaling)
+        state, scaling = place.state(state, model), place(scaling)
         lowered = _lower(step, (model, state, scaling, batch), {})
         parts = {"weights": _size(model), "optimizer": _size(state)}
         parts["other arguments"] = _size((scaling, batch))
@@ -294,29 +295,30 @@ class _Placement:
     def __call__(self, tree: PyTree) -> PyTree:
         return jax.tree.map(self._leaf, tree)
 
-    def _leaf(self, leaf: Any, like: Any = None) -> Any:
+    def _leaf(self, leaf: Any) -> Any:
         if not is_array_or_type(leaf):
             return leaf
         sharding: Any = self._one
         if self._mesh is not None:
-            own = getattr(leaf if like is None else like, "sharding", None)
+            own = getattr(leaf, "sharding", None)
             spec = own.spec if isinstance(own, NamedSharding) else ()
             sharding = NamedSharding(self._mesh, jax.P(*spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def like(self, state: PyTree, model: PyTree) -> PyTree:
-        """An optimizer's state: what has a weight's path and shape lies as it does."""
-        weights = jax.tree_util.tree_leaves_with_path(model)
-
-        def one(path: Any, leaf: Any) -> Any:
-            for own, weight in weights:
-                is_of = path[len(path) - len(own) :] == own
-                shapes = getattr(weight, "shape", None), getattr(leaf, "shape", 0)
-                if is_of and shapes[0] == shapes[1]:
-                    return self._leaf(leaf, weight)
-            return self._leaf(leaf)
-
-        return jax.tree_util.tree_map_with_path(one, state)
+    def state(self, state: PyTree, model: PyTree) -> PyTree:
+        """An optimizer's state, laid out as by `mpx.init_optimizer` for the model."""
+        if self._mesh is None:
+            return self(state)
+        layouts = layouts_of(state, model, NamedSharding(self._mesh, jax.P()))
+        return jax.tree.map(
+            lambda leaf, place: (
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+                if is_array_or_type(leaf)
+                else leaf
+            ),
+            state,
+            layouts,
+        )
 
 
 def _mesh_of(tree: PyTree) -> Mesh | AbstractMesh | None:
