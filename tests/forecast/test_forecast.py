@@ -29,17 +29,6 @@ def loss(weights, x):
     return jnp.mean((hidden @ weights["b"]) ** 2)
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """The CPU's compiler in place of a TPU's."""
-
-    def devices(target, count=1):
-        return jax.devices("cpu")[:count]
-
-    monkeypatch.setattr(_steps, "compile_only_devices", devices)
-    return {"targets": "tpu-v5e"}
-
-
 def test_a_loss_in_each_precision(on_cpu):
     report = mpx.forecast(loss, ADAM, precisions=("float32", "bfloat16"), **on_cpu)(
         W, X
@@ -116,6 +105,15 @@ def test_equinox_and_nnx_and_has_aux(on_cpu):
         nnx.eval_shape(make), X
     )
     assert report.estimates[0].memory_by_part["weights"] == 4 * (64 * 64 + 3 * 64)
+
+
+def test_keyword_arguments_are_shapes_too(on_cpu):
+    asked = {"precisions": "float32", **on_cpu}
+    by_name = mpx.forecast(loss, ADAM, **asked)(W, x=X).estimates
+    for one, other in zip(
+        by_name, mpx.forecast(loss, ADAM, **asked)(W, X).estimates, strict=True
+    ):
+        assert one.memory_by_part == other.memory_by_part
 
 
 def test_an_aux_that_was_not_asked_for_names_the_forecast(on_cpu):
