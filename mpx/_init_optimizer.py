@@ -12,7 +12,7 @@ L-BFGS remembers); or with fewer (the rows and columns of Adafactor).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -24,9 +24,11 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, PyTree
 
 from ._errors import at_path, describe
+from ._few_bits import CompressedArray
 from ._optimizer import refuse_optimizer
+from ._program import is_array_or_type
 from ._stored_weights import is_stored
-from ._tree import path_text
+from ._tree import WeightsByPath, path_text
 from ._typing import AnyArray
 
 _CALL = "`mpx.init_optimizer`"
@@ -38,12 +40,10 @@ class _Weight(NamedTuple):
     """A weight, and where what is made like it shall lie.
 
     Attributes:
-        path: Its path in the tree of weights.
         array: It, or the numbers of one that is stored in 8 bits.
         sharding: None where only the compiler knows, under `jax.jit` over a mesh.
     """
 
-    path: KeyPath
     array: AnyArray
     sharding: Sharding | None
 
@@ -119,14 +119,52 @@ def init_optimizer(
         return made
 
     whole = NamedSharding(meshes[0], PartitionSpec())
-    layout = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _layout(path, leaf, weights, otherwise)[1] or whole,
-        jax.eval_shape(init, arrays),
-    )
+    layout = _layouts(jax.eval_shape(init, arrays), weights, whole, otherwise)
     return eqx.combine(jax.jit(init, out_shardings=layout)(arrays), static[-1])
 
 
-def _weights(params: PyTree, shardings: PyTree | None) -> list[_Weight]:
+def layouts_of(state: PyTree, params: PyTree, whole: NamedSharding) -> PyTree:
+    """Where `init_optimizer` puts the arrays of a state of which there are types only.
+
+    Args:
+        state: The types of its arrays.
+        params: Those of the weights, with their places.
+        whole: The place of what is like no weight.
+    """
+    return _layouts(state, _weights(params, None), whole, whole)
+
+
+def _layouts(
+    state: PyTree,
+    weights: WeightsByPath[_Weight],
+    whole: NamedSharding,
+    otherwise: Sharding | None,
+) -> PyTree:
+    def place(path: KeyPath, leaf: Any, shape: tuple[int, ...]) -> Sharding:
+        return _layout(path, leaf, shape, weights, otherwise)[1] or whole
+
+    return _map_arrays(place, state)
+
+
+def _map_arrays(
+    function: Callable[[KeyPath, Any, tuple[int, ...]], Any], state: PyTree
+) -> PyTree:
+    """A function of each array: its path, itself, and the shape that it stands for.
+
+    The last is another one for scales of an array in few bits.
+    """
+
+    def node(path: KeyPath, leaf: Any) -> Any:
+        if isinstance(leaf, CompressedArray):
+            return jax.tree.map(lambda part: function(path, part, leaf.shape), leaf)
+        return function(path, leaf, leaf.shape) if is_array_or_type(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(
+        node, state, is_leaf=lambda x: isinstance(x, CompressedArray)
+    )
+
+
+def _weights(params: PyTree, shardings: PyTree | None) -> WeightsByPath[_Weight]:
     """The arrays of the weights, with their places."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_stored)
     given: Sequence[Sharding | None] = [None] * len(leaves)
@@ -145,10 +183,9 @@ def _weights(params: PyTree, shardings: PyTree | None) -> list[_Weight]:
     weights = []
     for (path, leaf), sharding in zip(leaves, given, strict=True):
         array: Any = leaf.quantized.payload if is_stored(leaf) else leaf
-        if eqx.is_array(array):
-            weights.append(_Weight(path, array, sharding or _sharding_of(array)))
-    # The longest path first: `['a']['b']` ends as `['b']` does.
-    return sorted(weights, key=lambda weight: -len(weight.path))
+        if is_array_or_type(array):
+            weights.append((path, _Weight(array, sharding or _sharding_of(array))))
+    return WeightsByPath(weights)
 
 
 def _sharding_of(array: Any) -> Sharding | None:
@@ -160,14 +197,12 @@ def _sharding_of(array: Any) -> Sharding | None:
 
 
 def _placed(
-    state: PyTree, weights: list[_Weight], otherwise: Sharding | None
+    state: PyTree, weights: WeightsByPath[_Weight], otherwise: Sharding | None
 ) -> PyTree:
     """The state, in a function that is traced."""
 
-    def place(path: KeyPath, leaf: PyTree) -> PyTree:
-        if not eqx.is_array(leaf):
-            return leaf
-        weight, sharding = _layout(path, leaf, weights, otherwise)
+    def place(path: KeyPath, leaf: Any, shape: tuple[int, ...]) -> PyTree:
+        weight, sharding = _layout(path, leaf, shape, weights, otherwise)
         if sharding is not None:
             has_types = isinstance(sharding, NamedSharding) and (
                 sharding.mesh.are_all_axes_explicit
@@ -176,7 +211,7 @@ def _placed(
             return move(leaf, sharding)
         return leaf if weight is None else _led_from(weight.array, leaf)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return _map_arrays(place, state)
 
 
 def _constrained(leaf: Array, sharding: Sharding) -> Array:
@@ -196,24 +231,25 @@ def _led_from(weight: Array, leaf: Array) -> Array:
 
 
 def _layout(
-    path: KeyPath, leaf: AnyArray, weights: list[_Weight], otherwise: Sharding | None
+    path: KeyPath,
+    leaf: AnyArray,
+    shape: tuple[int, ...],
+    weights: WeightsByPath[_Weight],
+    otherwise: Sharding | None,
 ) -> tuple[_Weight | None, Sharding | None]:
     """The weight that an array of the state is laid out as, and the place, if known."""
-    # Codes and scales of `mpx.compress_state` are two keys below.
-    is_below = len(path) > 1 and getattr(path[-2], "name", "") == "arrays"
-    own = _at_the_end_of(path[:-2] if is_below else path, weights)
-    for weight in own:
-        if is_below and len(leaf.shape) == weight.array.ndim:
-            is_codes = leaf.shape == weight.array.shape
-            place = weight.sharding if is_codes else _coarser(weight, leaf.shape)
-            return weight, place
-        axes = _axes(leaf.shape, weight.array.shape)
+    own = None
+    for _, weight in weights.of(path):
+        own = own or weight
+        axes = _axes(shape, weight.array.shape)
         if axes:
-            return weight, _like(weight, axes)
+            place = _like(weight, axes)
+            is_same = leaf.shape == shape
+            return weight, place if is_same else _coarser(place, shape, leaf.shape)
     if math.prod(leaf.shape) <= _FEW:
         return None, None
     if otherwise is None:
-        of = f", of the weight {describe(own[0].array)}" if own else ""
+        of = f", of the weight {describe(own.array)}" if own else ""
         raise ValueError(
             f"{_CALL} shards the state of an optimizer as the weights, and found no "
             f"weight that matches {describe(leaf)}{at_path(path_text(path))}{of}. "
@@ -223,36 +259,22 @@ def _layout(
     return None, otherwise
 
 
-def _at_the_end_of(path: KeyPath, weights: list[_Weight]) -> list[_Weight]:
-    """The weights whose path this one ends with.
-
-    Or those whose path does without its first key, for what is kept of a part of the
-    weights only, as of the fast ones of `optax.lookahead`.
-    """
-    for start in (0, 1):
-        ends = [w for w in weights if len(w.path) > start or not start]
-        own = [
-            w for w in ends if path[len(path) - len(w.path) + start :] == w.path[start:]
-        ]
-        if own:
-            return own
-    return []
-
-
-def _coarser(weight: _Weight, shape: tuple[int, ...]) -> Sharding | None:
+def _coarser(
+    sharding: Sharding | None, shape: tuple[int, ...], scales: tuple[int, ...]
+) -> Sharding | None:
     """The place of scales of blocks: whole along an axis that has too few of them."""
-    sharding = weight.sharding
     if not isinstance(sharding, NamedSharding):
         return sharding
-    axes: list[int | None] = [*range(len(shape))]
-    sizes = sharding.mesh.shape
+    parts: list[Any] = []
     for axis, names in enumerate(sharding.spec):
         several = names if isinstance(names, tuple) else (names,)
-        parts = math.prod(sizes[name] for name in several if name is not None)
+        count = math.prod(sharding.mesh.shape[x] for x in several if x is not None)
         # Nor along one whose last block is shorter, which shards would cut.
-        is_even = weight.array.shape[axis] % max(shape[axis], 1) == 0
-        axes[axis] = axis if is_even and shape[axis] % parts == 0 else None
-    return _like(weight, (*axes,))
+        is_even = shape[axis] % max(scales[axis], 1) == 0
+        parts.append(names if is_even and scales[axis] % count == 0 else None)
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*parts), memory_kind=sharding.memory_kind
+    )
 
 
 def _axes(

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ._errors import describe
 from ._few_bits import CompressedArray
-from ._tree import Guard, path_text
+from ._tree import Guard, WeightsByPath, path_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +96,13 @@ def state_bytes(model: PyTree, opt_state: PyTree) -> StateBytes:
 
     for _, leaf in arrays:
         add("weights", str(leaf.dtype), _size(leaf))
-    ends = {path for path, _ in leaves}
+    weights = WeightsByPath(leaves)
     is_ours = lambda node: isinstance(node, CompressedArray | Guard)  # noqa: E731
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_ours):
         if isinstance(leaf, CompressedArray):
-            add(_field(path, ends), str(leaf.code), leaf.nbytes)
+            add(_field(path, weights), str(leaf.code), leaf.nbytes)
         elif _is_array(leaf):
-            add(_field(path, ends), str(leaf.dtype), _size(leaf))
+            add(_field(path, weights), str(leaf.dtype), _size(leaf))
     return StateBytes(count, tuple((*key, size) for key, size in found.items()))
 
 
@@ -114,11 +114,10 @@ def _size(leaf: Any) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _field(path: KeyPath, weights: set[KeyPath]) -> str:
+def _field(path: KeyPath, weights: WeightsByPath[Any]) -> str:
     """The field of a state that an array stands in."""
-    for start in range(len(path)):
-        if path[start:] in weights:
-            path = path[:start]
-            break
+    for end, _ in weights.of(path):
+        path = path[: len(path) - len(end)]
+        break
     names = [key.name for key in path if isinstance(key, GetAttrKey)]
     return names[-1] if names else path_text(path) or "state"

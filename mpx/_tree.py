@@ -7,8 +7,8 @@ and fewer: such an array means nothing without its scale.
 """
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import equinox as eqx
 import jax
@@ -50,6 +50,47 @@ def is_trainable(leaf: object) -> bool:
     Not so formats of 8 bits and fewer, which are numbers only together with a scale.
     """
     return isinstance(leaf, jax.Array) and is_inexact_leaf(leaf)
+
+
+W = TypeVar("W")
+
+
+class WeightsByPath(Generic[W]):
+    """Finds the weights that an array of an optimizer's state may belong to.
+
+    Transformations keep trees like the weights, so the array's path ends with that of
+    its weight: `[0].mu['b']['a']` belongs to `['b']['a']`, and not to `['a']`.
+
+    Args:
+        weights: What is known of each weight, with its path.
+    """
+
+    def __init__(self, weights: Iterable[tuple[KeyPath, W]]) -> None:
+        self._whole: dict[KeyPath, list[W]] = {}
+        self._parts: dict[KeyPath, list[W]] = {}
+        for path, weight in weights:
+            self._whole.setdefault(path, []).append(weight)
+            if len(path) > 1:
+                self._parts.setdefault(path[1:], []).append(weight)
+
+    def __iter__(self) -> Iterator[W]:
+        """The weights, in their order."""
+        return (weight for several in self._whole.values() for weight in several)
+
+    def of(self, path: KeyPath) -> Iterator[tuple[KeyPath, W]]:
+        """The weights whose path `path` ends with, and that end, the longest first.
+
+        Where it ends with none, those whose path does without its first key: what is
+        kept of a part of the weights, as of the fast ones of `optax.lookahead`.
+        """
+        for known in (self._whole, self._parts):
+            found = False
+            for start in range(len(path) + 1):
+                for weight in known.get(path[start:], ()):
+                    found = True
+                    yield path[start:], weight
+            if found:
+                return
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -1,7 +1,9 @@
 """The state of an optimizer lies where the weights lie."""
 
 import functools
+import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx
+from mpx._init_optimizer import layouts_of
 
 from .grad.cases import same_bits
 
@@ -188,6 +191,43 @@ def test_weights_of_which_one_path_ends_as_another_one():
     mu = mpx.init_optimizer(optax.adam(0.1), w)[0].mu
     assert mu["w"].sharding.spec == P("fsdp")
     assert mu["layer"]["w"].sharding.spec == P(None, "fsdp")
+
+
+@pytest.mark.parametrize("spec", [P("fsdp", "tensor"), P(None, ("fsdp", "tensor"))])
+def test_codes_and_scales_are_found_by_their_class(spec):
+    """Not by the key `arrays`, which weights may have; and as the longest path's."""
+    sharding = NamedSharding(mesh_of(), spec)
+    own = jnp.ones((64, 1024), device=sharding)
+    other = jax.device_put(jnp.ones((64, 256)), NamedSharding(mesh_of(), P()))
+    w = Holder({"a": own, "z": {"a": other}}), {"a": other}
+    moment = mpx.init_optimizer(mpx.compress_state(optax.trace(0.9)), w)
+    moment = moment.inner_state.trace[0].arrays
+    assert moment["a"].codes.sharding == sharding
+    assert moment["a"].scales.sharding == sharding
+    assert moment["z"]["a"].scales.sharding.is_fully_replicated
+    plain = mpx.init_optimizer(optax.trace(0.9), w).trace[0].arrays
+    assert plain["a"].sharding == sharding
+
+
+class Holder(eqx.Module):
+    arrays: dict
+
+
+def test_layouts_are_found_in_linear_time():
+    def calls(count):
+        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=whole)
+        w = {f"layer {i}": {"a": shape, "b": shape} for i in range(count)}
+        state = jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, w)
+        counted = []
+        sys.setprofile(lambda *_: counted.append(1))
+        try:
+            layouts_of(state, w, whole)
+        finally:
+            sys.setprofile(None)
+        return len(counted)
+
+    whole = NamedSharding(mesh_of(), P())
+    assert calls(300) < 11 * calls(30)
 
 
 @pytest.mark.parametrize("under_jit", [False, True])

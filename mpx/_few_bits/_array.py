@@ -64,7 +64,7 @@ class CompressedArray(Whole):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        return self.codes.shape
+        return self.arrays[self.code.name].shape  # also of a type
 
     @property
     def dtype(self) -> np.dtype:

@@ -7,7 +7,7 @@ keep more in `params` than what gradients are taken of.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from .._cast import cast_leaf
 from .._dtypes import is_half
 from .._jax_compat import varying_axes
-from .._tree import is_float_leaf
+from .._tree import WeightsByPath, is_float_leaf
 from ._array import CompressedArray
 from ._kinds import kinds_of
 
@@ -33,9 +33,10 @@ class Weights:
 
     def __init__(self, params: PyTree) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(params)
-        self._shapes = {path: getattr(leaf, "shape", None) for path, leaf in leaves}
-        self._shards = {path: _count_of_shards(leaf) for path, leaf in leaves}
-        self._lengths = sorted({len(path) for path in self._shapes}, reverse=True)
+        self._by_path = WeightsByPath(
+            (path, (getattr(leaf, "shape", None), _count_of_shards(leaf)))
+            for path, leaf in leaves
+        )
 
     def has_like(self, path: KeyPath, leaf: Any) -> bool:
         """Whether an array of a state is like a weight.
@@ -43,19 +44,18 @@ class Weights:
         Transformations keep trees like the weights: its path ends with that of a
         weight, and it has its shape.
         """
-        return bool(self._like(path, leaf))
+        return any(True for _ in self._like(path, leaf))
 
     def size_like(self, path: KeyPath, leaf: Any) -> int:
         """How many numbers an array like a weight has, in all shards; 0 if none is."""
-        shards = (self._shards[end] for end in self._like(path, leaf))
-        return leaf.size * max(shards, default=0)
+        return leaf.size * next(self._like(path, leaf), 0)
 
-    def _like(self, path: KeyPath, leaf: Any) -> list[KeyPath]:
-        """The paths of the weights that an array of a state is like."""
-        if not is_float_leaf(leaf):
-            return []
-        ends = (path[len(path) - n :] for n in self._lengths if n <= len(path))
-        return [end for end in ends if self._shapes.get(end) == leaf.shape]
+    def _like(self, path: KeyPath, leaf: Any) -> Iterator[int]:
+        """For each weight that an array of a state is like, its number of shards."""
+        if is_float_leaf(leaf):
+            for _, (shape, shards) in self._by_path.of(path):
+                if shape == leaf.shape:
+                    yield shards
 
 
 def _count_of_shards(weight: Any) -> int:

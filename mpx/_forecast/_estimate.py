@@ -70,13 +70,16 @@ def estimate(step: Step, precision: Precision, target: Target, top: int) -> Esti
                 f"{where}: the compiler refused it: {said[0]}"
             ) from error
         return _unfit(precision, target, size)
-    text, whole = compiled.as_text(), memory(compiled)
+    text, whole = compiled.as_text(), memory(compiled) + lowered.constants
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     parts = dict(lowered.arguments)
+    held = {"closed-over arrays": lowered.closed_over} if lowered.closed_over else {}
     # With alignment, and results that are in no argument's place.
-    parts["other arguments"] += whole - temporaries - sum(parts.values())
+    known = temporaries + sum(parts.values()) + lowered.closed_over
+    parts["other arguments"] += whole - known
     widths = {size * b // 4 for size in lowered.weights for b in (1, 2, 4, 8)}
     parts |= temporaries_by_part(text, temporaries, frozenset(widths))
+    parts |= held
     frames = frames_of(text)
     kernels = [(k, kind_of(k, frames.get(k.frame, ()))) for k in kernels_of(text)]
     sent: collections.Counter[str] = collections.Counter()

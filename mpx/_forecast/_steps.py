@@ -16,6 +16,7 @@ from .._autocast import autocast
 from .._counter import Target, compile_only_devices
 from .._errors import describe
 from .._grad import Options, gradient_function
+from .._init_optimizer import layouts_of
 from .._inspect import Operation, explain
 from .._loss_scaling import NoLossScaling
 from .._optimizer import optimizer_step, refuse_optimizer
@@ -29,6 +30,7 @@ from .._quantize import (
     NVFP4BlockScaling,
 )
 from .._scaling import init_scaling
+from ._closed_over import ClosedOver, size_of
 
 _CALL = "`mpx.forecast`"
 _RECIPES = {
@@ -104,11 +106,15 @@ class Lowered:
 
     Attributes:
         program: What `jax.jit` lowered.
+        closed_over: Bytes of the arrays that it closes over.
+        constants: Bytes of those of them that are constants of the program.
         arguments: Bytes of its arguments on a device, by part.
         weights: Bytes of each weight.
     """
 
     program: Any
+    closed_over: int
+    constants: int
     arguments: dict[str, int]
     weights: list[int]
 
@@ -191,14 +197,16 @@ class Step:
         is_equinox = type(func).__module__.startswith("equinox")
         if is_equinox and hasattr(func, "lower"):
             func = func.__wrapped__  # the `lower` of `eqx.filter_jit` takes no shapes
-        if hasattr(func, "lower"):
-            lowered = func.lower(*args, **kwargs)
-            lowered = getattr(lowered, "lowered", lowered)  # Flax wraps it
-        else:
-            lowered = _lower(func, args, kwargs)
         parts = {"weights": _size(args[0]), "optimizer": 0}
         parts["other arguments"] = _size((args[1:], kwargs))
-        return Lowered(lowered, parts, _sizes(args[0]))
+        sizes = _sizes(args[0])
+        if not (hasattr(func, "lower") and hasattr(func, "trace")):
+            return Lowered(*_lower(func, args, kwargs, place), parts, sizes)
+        traced = func.trace(*args, **kwargs)
+        traced = getattr(traced, "traced", traced)  # Flax wraps it
+        held = ClosedOver(traced.jaxpr)
+        constants = size_of(held.arrays) + size_of(held.constants)
+        return Lowered(traced.lower(), constants, constants, parts, sizes)
 
     def _lower_made(
         self, precision: Precision, target: Target, place: "_Placement"
@@ -209,30 +217,38 @@ class Step:
         loss = autocast(loss, **options)
         tx = getattr(self.optimizer, "tx", self.optimizer)  # of an `nnx.Optimizer`
 
-        def first(model: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        def first(model: PyTree, batch: Any) -> tuple[PyTree, PyTree]:
             state = tx.init(eqx.filter(model, eqx.is_inexact_array))
             if options.get("enabled") is False:  # a plain step checks nothing
                 return state, NoLossScaling(skip=False)
-            return state, init_scaling(loss, model, *batch, **self.kwargs)
+            args, kwargs = batch
+            return state, init_scaling(loss, model, *args, **kwargs)
 
-        def step(model: PyTree, state: PyTree, scaling: Any, batch: PyTree) -> Any:
+        def step(model: PyTree, state: PyTree, scaling: Any, batch: Any) -> Any:
             asked = Options(has_aux=self.has_aux)
             gradient: Any = gradient_function(_CALL, loss, scaling, None, True, asked)
-            result = gradient(model, *batch, **self.kwargs)
+            args, kwargs = batch
+            result = gradient(model, *args, **kwargs)
             new = optimizer_step(model, tx, state, result)
             return (*new, result.value)
 
-        state, scaling = eqx.filter_eval_shape(first, model, tuple(batch))
-        model, batch = place(model), place(tuple(batch))
-        state, scaling = place.like(state, model), place(scaling)
-        lowered = _lower(step, (model, state, scaling, batch), {})
+        state, scaling = eqx.filter_eval_shape(first, model, (batch, self.kwargs))
+        model, batch = place(model), place((batch, self.kwargs))
+        state, scaling = place.state(state, model), place(scaling)
         parts = {"weights": _size(model), "optimizer": _size(state)}
         parts["other arguments"] = _size((scaling, batch))
-        return Lowered(lowered, parts, _sizes(model))
+        lowered = _lower(step, (model, state, scaling, batch), {}, place)
+        return Lowered(*lowered, parts, _sizes(model))
 
 
-def _lower(func: Callable[..., PyTree], args: Any, kwargs: Any) -> Any:
-    """A function lowered with its arrays as inputs; what comes back is donated."""
+def _lower(
+    func: Callable[..., PyTree], args: Any, kwargs: Any, place: "_Placement"
+) -> tuple[Any, int, int]:
+    """A function lowered with its arrays as inputs; what comes back is donated.
+
+    Returns:
+        It; bytes of what it closes over; those of them that are constants of it.
+    """
     arrays, rest = eqx.partition((args, kwargs), is_array_or_type)
 
     def flat(*arrays: PyTree) -> PyTree:
@@ -247,8 +263,22 @@ def _lower(func: Callable[..., PyTree], args: Any, kwargs: Any) -> Any:
         if (kind := _kind(one)) in made:
             made.remove(kind)  # a result has one argument's place
             donated.append(number)
-    flat.__name__ = getattr(func, "__name__", "step")
-    return jax.jit(flat, donate_argnums=tuple(donated)).trace(*inputs).lower()
+
+    def traced(flat: Any, *inputs: PyTree) -> Any:
+        flat.__name__ = getattr(func, "__name__", "step")
+        return jax.jit(flat, donate_argnums=tuple(donated)).trace(*inputs)
+
+    def with_arrays(*inputs: PyTree) -> PyTree:
+        *given, arrays = inputs
+        found = held.run(arrays, jax.tree.leaves(given))
+        return jax.tree.unflatten(jax.tree.structure(results), found)
+
+    step = traced(flat, *inputs)
+    held = ClosedOver(step.jaxpr)
+    if held.arrays:
+        step = traced(with_arrays, *inputs, place.whole(held.arrays))
+    constants = size_of(held.constants)
+    return step.lower(), size_of(held.arrays) + constants, constants
 
 
 def _is_float(leaf: Any) -> bool:
@@ -272,8 +302,7 @@ def _sizes(tree: PyTree) -> list[int]:
             continue
         sharding, shape = getattr(leaf, "sharding", None), leaf.shape
         shape = shape if sharding is None else sharding.shard_shape(shape)
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        sizes.append(int(np.prod(shape)) * (8 if is_key else leaf.dtype.itemsize))
+        sizes.append(size_of([jax.ShapeDtypeStruct(shape, leaf.dtype)]))
     return sizes
 
 
@@ -294,29 +323,34 @@ class _Placement:
     def __call__(self, tree: PyTree) -> PyTree:
         return jax.tree.map(self._leaf, tree)
 
-    def _leaf(self, leaf: Any, like: Any = None) -> Any:
+    def _leaf(self, leaf: Any) -> Any:
         if not is_array_or_type(leaf):
             return leaf
         sharding: Any = self._one
         if self._mesh is not None:
-            own = getattr(leaf if like is None else like, "sharding", None)
+            own = getattr(leaf, "sharding", None)
             spec = own.spec if isinstance(own, NamedSharding) else ()
             sharding = NamedSharding(self._mesh, jax.P(*spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def like(self, state: PyTree, model: PyTree) -> PyTree:
-        """An optimizer's state: what has a weight's path and shape lies as it does."""
-        weights = jax.tree_util.tree_leaves_with_path(model)
+    def whole(self, arrays: list[Any]) -> list[Any]:
+        """Arrays that every device has whole, as it has constants."""
+        return [self._leaf(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in arrays]
 
-        def one(path: Any, leaf: Any) -> Any:
-            for own, weight in weights:
-                is_of = path[len(path) - len(own) :] == own
-                shapes = getattr(weight, "shape", None), getattr(leaf, "shape", 0)
-                if is_of and shapes[0] == shapes[1]:
-                    return self._leaf(leaf, weight)
-            return self._leaf(leaf)
-
-        return jax.tree_util.tree_map_with_path(one, state)
+    def state(self, state: PyTree, model: PyTree) -> PyTree:
+        """An optimizer's state, laid out as by `mpx.init_optimizer` for the model."""
+        if self._mesh is None:
+            return self(state)
+        layouts = layouts_of(state, model, NamedSharding(self._mesh, jax.P()))
+        return jax.tree.map(
+            lambda leaf, place: (
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+                if is_array_or_type(leaf)
+                else leaf
+            ),
+            state,
+            layouts,
+        )
 
 
 def _mesh_of(tree: PyTree) -> Mesh | AbstractMesh | None:

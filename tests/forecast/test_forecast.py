@@ -29,17 +29,6 @@ def loss(weights, x):
     return jnp.mean((hidden @ weights["b"]) ** 2)
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """The CPU's compiler in place of a TPU's."""
-
-    def devices(target, count=1):
-        return jax.devices("cpu")[:count]
-
-    monkeypatch.setattr(_steps, "compile_only_devices", devices)
-    return {"targets": "tpu-v5e"}
-
-
 def test_a_loss_in_each_precision(on_cpu):
     report = mpx.forecast(loss, ADAM, precisions=("float32", "bfloat16"), **on_cpu)(
         W, X
@@ -118,6 +107,15 @@ def test_equinox_and_nnx_and_has_aux(on_cpu):
     assert report.estimates[0].memory_by_part["weights"] == 4 * (64 * 64 + 3 * 64)
 
 
+def test_keyword_arguments_are_shapes_too(on_cpu):
+    asked = {"precisions": "float32", **on_cpu}
+    by_name = mpx.forecast(loss, ADAM, **asked)(W, x=X).estimates
+    for one, other in zip(
+        by_name, mpx.forecast(loss, ADAM, **asked)(W, X).estimates, strict=True
+    ):
+        assert one.memory_by_part == other.memory_by_part
+
+
 def test_an_aux_that_was_not_asked_for_names_the_forecast(on_cpu):
     def with_aux(weights, x):
         return loss(weights, x), x
@@ -155,6 +153,54 @@ def test_arrays_over_a_mesh(on_cpu):
     assert one.memory_by_part["weights"] == 4 * 64 * 256
     assert one.memory_by_part["optimizer"] == 2 * 4 * 64 * 256 + 4
     assert one.sent
+
+
+OVER_MESHES = {
+    "adam": ADAM,
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=8, momentum=0.9),
+    "masters": mpx.master_weights(optax.masked(ADAM, {"a": True, "z": False})),
+    "low bits": mpx.master_weights(
+        mpx.compress_state(optax.MultiSteps(optax.lion(0.1), 4)), bits=8
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, AxisType.Auto) for name in OVER_MESHES), ("adam", AxisType.Explicit)],
+)
+def test_state_over_a_mesh_has_the_bytes_of_what_is_made(on_cpu, name, kind):
+    """Of `mpx.init_optimizer`; `['a']` is listed before `['z']['a']`, its end."""
+    optimizer = OVER_MESHES[name]
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    dtype = jnp.bfloat16 if name in ("masters", "low bits") else jnp.float32
+    shapes = {"a": (128, 128), "z": {"a": (128, 128), "b": (3, 64, 100), "c": (40, 64)}}
+    specs = {"a": (), "z": {"a": ("d", "t"), "b": (None, ("d", "t")), "c": ("t",)}}
+
+    def placed(make, mesh):
+        return jax.tree.map(
+            lambda shape, spec: make(
+                shape, dtype, NamedSharding(mesh, PartitionSpec(*spec))
+            ),
+            shapes,
+            specs,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+
+    types = {"axis_types": (kind,) * 2}
+    there = jax.make_mesh((4, 2), ("d", "t"), **types)
+    weights = placed(lambda s, d, where: jnp.ones(s, d, device=where), there)
+    state = jax.tree.leaves(mpx.init_optimizer(optimizer, weights))
+    true = sum(x.addressable_shards[0].data.nbytes for x in state)
+
+    absent = AbstractMesh((4, 2), ("d", "t"), **types)
+    model = placed(
+        lambda s, d, where: jax.ShapeDtypeStruct(s, d, sharding=where), absent
+    )
+    step = _steps.Step(lambda w: jnp.sum(w["a"]), optimizer, False, (model,), {})
+    lowered = step.lower(_steps.Precision("", {"enabled": False}), TARGETS["h100"])
+    assert lowered.arguments["optimizer"] == true
 
 
 @pytest.mark.slow
