@@ -94,11 +94,13 @@ def layers_of(
     ]
 
 
-def counts(layers: Any, x: Any, recipe: Any) -> dict[str, int]:
+ADAM = mpx.compress_state(optax.adamw(1e-3))
+
+
+def counts(layers: Any, x: Any, recipe: Any, optimizer: Any = ADAM) -> dict[str, int]:
     """The counts of a step and of all that is called before the first one."""
     # Functions of its own, so that nothing was traced before.
     function = mpx.autocast(lambda layers, x: loss(layers, x), recipe=recipe)
-    optimizer = mpx.compress_state(optax.adamw(1e-3))
     init_scaling = functools.partial(mpx.init_scaling, function)
     init = functools.partial(mpx.init_optimizer, optimizer)
     found: dict[str, int] = {}
@@ -124,10 +126,14 @@ def counts(layers: Any, x: Any, recipe: Any) -> dict[str, int]:
 
 
 def growth(recipe: str) -> dict[str, tuple[int, ...]]:
-    """The counts of each number of layers, of too few numbers to compress."""
-    x = jnp.ones((8, 32))
-    counts(layers_of(2, 32), x, RECIPES[recipe]())  # what is done once per shape
-    each = [counts(layers_of(n, 32), x, RECIPES[recipe]()) for n in LAYERS]
+    """The counts of each number of layers, with a state that takes little time."""
+
+    def of(number: int) -> dict[str, int]:
+        x = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+        return counts(layers_of(number, 32), x, RECIPES[recipe](), optax.sgd(0.1))
+
+    of(2)  # what is done once per shape
+    each = [of(n) for n in LAYERS]
     return {name: tuple(c[name] for c in each) for name in each[0]}
 
 
@@ -148,10 +154,9 @@ def test_of_300_layers_each_costs_what_one_of_20_does(recipe):
 def placed_state(number: int) -> Any:
     """Traced over a mesh: each array finds the weight that it belongs to."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    optimizer = mpx.compress_state(optax.adamw(1e-3))
     layers = layers_of(number, 128)
     init = functools.partial(
-        mpx.init_optimizer, optimizer, shardings=NamedSharding(mesh, P("fsdp"))
+        mpx.init_optimizer, ADAM, shardings=NamedSharding(mesh, P("fsdp"))
     )
     return jax.eval_shape(init, layers)
 
