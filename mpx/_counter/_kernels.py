@@ -202,22 +202,25 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
             name = by_name[name].operands[0]
         return name
 
-    def read(one: Instruction, parameter: str) -> int:
-        """How many numbers are read of an array that is made of a parameter."""
-        size = _size(one.shape)
-        if one is body[-1]:
-            return size
-        total = 0
-        for user in users[one.name]:
-            if user.opcode in ("slice", "dynamic-slice"):
-                total += _size(user.shape)
-            elif user.opcode in _ELEMENTWISE and _size(user.shape) == size:
-                total += read(user, parameter)
-            elif user not in updates or source(user.operands[0]) != parameter:
-                return size  # else what is not overwritten stays where it is
-        return min(total, size)
+    def reads(parameter: str) -> dict[str, int]:
+        """How many numbers are read of each array, if made of this parameter."""
+        found: dict[str, int] = {}
+        for one in reversed(body):  # users come after what they use
+            size, total = _size(one.shape), 0
+            for user in users[one.name]:
+                if user.opcode in ("slice", "dynamic-slice"):
+                    total += _size(user.shape)
+                elif user.opcode in _ELEMENTWISE and _size(user.shape) == size:
+                    total += found[user.name]
+                elif targets.get(user.name) != parameter:
+                    total = size
+                    break  # else what is not overwritten stays where it is
+            found[one.name] = size if one is body[-1] else min(total, size)
+        return found
 
     updates = [one for one in body if one.opcode == "dynamic-update-slice"]
+    targets = {one.name: source(one.operands[0]) for one in updates}
+    by_parameter = {name: reads(name) for name in {"", *targets.values()}}
     total = _bytes_of(result)
     for one in updates if total else ():
         total -= bytes_of_shape(one.shape) - bytes_of_shape(
@@ -227,7 +230,8 @@ def _fusion_bytes(body: list[Instruction], result: str, operands: list[str]) -> 
         if one.opcode == "parameter" and (size := _size(one.shape)):
             number = int(one.line.partition("parameter(")[2].partition(")")[0])
             if number >= len(operands) or _bytes_of(operands[number]):
-                total += bytes_of_shape(one.shape) * read(one, one.name) // size
+                read = by_parameter.get(one.name, by_parameter[""])[one.name]
+                total += bytes_of_shape(one.shape) * read // size
     return max(total, 0)
 
 

@@ -76,7 +76,9 @@ def forecast(
     Returns:
         A function of the arguments of `func`, arrays or `jax.ShapeDtypeStruct`s, that
         returns a `Forecast`. With arrays sharded over a mesh (a
-        `jax.sharding.AbstractMesh` is enough) the step is compiled for as many devices.
+        `jax.sharding.AbstractMesh` is enough) the step is compiled for as many devices,
+        optimizer state is sharded as by `mpx.init_optimizer`, and arrays that `func`
+        closes over are on each device, as JAX puts constants.
 
     Raises:
         TypeError: `func` is not callable, or `optimizer` is not an optimizer.

@@ -60,8 +60,9 @@ class Estimate:
     """Counted: peak bytes on a device; None if the compiler refused the program because
     it does not fit."""
     memory_by_part: dict[str, int]
-    """Counted: weights, optimizer, other arguments and results; and temporaries, split
-    into activations, gradients and working memory by when each array is alive."""
+    """Counted: weights, optimizer, other arguments and results; closed-over arrays, if
+    there are any of 1 KiB or more; and temporaries, split into activations, gradients
+    and working memory by when each array is alive."""
     traffic: int
     """Counted: bytes that the kernels read and write."""
     quantizing: int

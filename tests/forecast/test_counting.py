@@ -173,3 +173,19 @@ def test_parts_never_exceed_what_the_compiler_says():
     parts = temporaries_by_part(PEAK, size, frozenset({size}))
     assert sum(parts.values()) == size
     assert parts["working memory"] >= 0
+
+
+def test_a_fusion_of_many_arrays_is_read_in_linear_time():
+    """A chain of 2,000 sums, each of which reads one array more."""
+    count = 2000
+    lines = [f"  %p{i} = f32[8]{{0}} parameter({i})" for i in range(count)]
+    lines += ["  %s0 = f32[8]{0} add(%p0, %p0)"]
+    lines += [f"  %s{i} = f32[8]{{0}} add(%s{i - 1}, %p{i})" for i in range(1, count)]
+    lines[-1] = lines[-1].replace("  %", "  ROOT %")
+    given = ", ".join(f"%a{i}" for i in range(count))
+    arguments = [f"  %a{i} = f32[8]{{0}} parameter({i})" for i in range(count)]
+    fusion = f"  ROOT %f = f32[8]{{0}} fusion({given}), kind=kLoop, calls=%sum"
+    text = ["HloModule step, is_scheduled=true", "", "%sum (p: f32[8]) -> f32[8] {"]
+    text += [*lines, "}", "", "ENTRY %main (a: f32[8]) -> f32[8] {"]
+    (kernel,) = kernels_of("\n".join([*text, *arguments, fusion, "}"]))
+    assert kernel.bytes == 4 * 8 * (count + 1)
