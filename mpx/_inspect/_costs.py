@@ -41,7 +41,6 @@ from jax.extend.core import JaxprEqn, Var
 from .._jax_compat import open_jaxpr
 from .._program import Flops, aval_of, count, lengths, properties, summed_numbers
 from .._typing import Atom, Aval
-from ._report import is_low
 
 
 def bits_of(dtype: Any) -> int:
@@ -117,8 +116,8 @@ def _size(aval: Aval) -> int:
 
 def _elementwise(equation: JaxprEqn) -> int:
     result = aval_of(equation.outvars[0])
-    if is_low(str(result.dtype)):  # moved, as by a select: nothing computes with them
-        return 0
+    if _floats(result) and bits_of(result.dtype) <= 8:
+        return 0  # they are moved, as by a select: nothing computes with them
     weight = max(_floats(aval_of(v)) for v in (*equation.invars, *equation.outvars))
     is_product = equation.primitive.name in ("mul", "div", "integer_pow", "square")
     return _size(result) * (2 * weight if weight == 2 and is_product else weight)

@@ -140,12 +140,12 @@ def frames_within(equation: JaxprEqn, function: tuple[str, int]) -> tuple[Frame,
         equation: The equation.
         function: File and line of the function, see `place_of`.
     """
-    file, line = function
-    if file.startswith(_INSIDE[0]) and not file.startswith(_EVALUATES):
+    found, (file, _) = source_frames(equation), function
+    if found and file.startswith(_INSIDE[0]) and not file.startswith(_EVALUATES):
         codes = [code for code, _ in raw_frames(equation.source_info.traceback)]
-        if not any((c.co_filename, c.co_firstlineno) == (file, line) for c in codes):
+        if function not in ((one.co_filename, one.co_firstlineno) for one in codes):
             return ()
-    return source_frames(equation)
+    return found
 
 
 def with_lines_of(
