@@ -37,18 +37,25 @@ class Statistics:
         recipe_amaxes: The newest amaxes of a recipe by slot: input, weight and
             gradient, if the step's result contains the recipe's state. Nothing is
             computed for them.
+        uncounted: Operands without a row: a recipe quantized them outside of the
+            `shard_map` that multiplies them.
     """
 
     rows: tuple[TensorStatistics, ...]
     bits: Mapping[str, int]
     recipe_amaxes: Mapping[str, tuple[float, float, float]]
+    uncounted: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, rows: Sequence[TensorStatistics], bits: Mapping[str, int], result: PyTree
+        cls,
+        rows: Sequence[TensorStatistics],
+        bits: Mapping[str, int],
+        result: PyTree,
+        uncounted: tuple[str, ...] = (),
     ) -> Self:
         """Creates statistics from rows and the result of the step."""
-        return cls(tuple(rows), bits, recipe_amaxes(result))
+        return cls(tuple(rows), bits, recipe_amaxes(result), uncounted)
 
     def __getitem__(self, name: str) -> TensorStatistics:
         """The row of this name, `blocks[0].fc1.weight/input`."""
@@ -87,6 +94,9 @@ class Statistics:
             for layer, rows in by_layer.items()
             if (reason := _why_higher(rows))
         ]
+        if self.uncounted:
+            names = ", ".join(map(_readable, self.uncounted))
+            lines.append(f"not counted, as they are in sight quantized only: {names}")
         for name, bits in sorted(self.bits.items(), key=lambda item: item[1]):
             asked = {x: rows for x, rows in whole.items() if _may_get(rows, name, bits)}
             bear = [x for x, rows in asked.items() if not _why_not(rows, name)]
