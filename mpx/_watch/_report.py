@@ -1,13 +1,13 @@
 """The statistics of a step as a table, as records, and as advice."""
 
 import dataclasses
-import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -22,9 +22,6 @@ LEAST_SNR = 18.0
 MOST_FLUSHED = 0.01
 # Within a factor of this of the largest number, the next step may overflow.
 NEAR = 4.0
-
-_LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +146,7 @@ def _may_get(rows: Sequence[TensorStatistics], name: str, bits: int) -> bool:
     """Whether a format is another one for a layer, and of no more bits than it has."""
     dtypes = {row.dtype for row in rows if row.kind != "weight"}
     dtypes = dtypes or {row.dtype for row in rows}
-    present = max(_BITS.get(dtype, 8) for dtype in dtypes)
+    present = max(jnp.finfo(dtype).bits for dtype in dtypes)
     # float16 may be asked for a layer in bfloat16, which has as many.
     return present > bits or (present == bits == 16 and dtypes != {name})
 
@@ -171,7 +168,7 @@ def _why_not(rows: Sequence[TensorStatistics], name: str) -> str:
 def _why_higher(rows: Sequence[TensorStatistics]) -> str:
     reasons = []
     for row in rows:
-        largest = _LARGEST.get(row.dtype, math.inf)
+        largest = float(jnp.finfo(row.dtype).max)
         below = row.formats[row.dtype].below if row.dtype in row.formats else 0.0
         if row.broken:
             reasons.append(f"{row.broken:,} of its {row.kind}s are NaN or infinite")
