@@ -106,8 +106,8 @@ def autocast(
             (LM head) stay in half precision unless rules change that. An explicit None,
             in a region or under an ambient recipe, switches the recipe off.
         target: The device that is compiled for, by default the one of this process:
-            "sm_90", "sm_100", "tpu7x", "cpu". It decides which hardware units a recipe
-            runs on.
+            "H100", "sm_90", "tpu v5e", "cpu", in upper or lower case, with spaces,
+            hyphens or neither. It decides which hardware units a recipe runs on.
         weights: The position or name of the argument that contains the parameters, or
             several of them, passed by position or by name. Recipes quantize parameters,
             and rules select by them. The arrays of `func` itself are always parameters.

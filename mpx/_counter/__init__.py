@@ -30,6 +30,5 @@ from ._targets import (
     Roof as Roof,
     Target as Target,
     compile_only_devices as compile_only_devices,
-    find_target as find_target,
     why_missing as why_missing,
 )

@@ -119,20 +119,6 @@ TARGETS = _read()
 CUDA_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
-def find_target(name: object) -> Target:
-    """The target with this name: `h100`, `tpu-v5e`, `TPU v5e`, `v5e`.
-
-    Raises:
-        ValueError: There is none.
-    """
-    words = str(name).lower().replace(" ", "").replace("-", "")
-    for short in (words, words.removeprefix("tpu"), words.removeprefix("nvidia")):
-        if short in TARGETS:
-            return TARGETS[short]
-    known = ", ".join("tpu-" * one.startswith("v") + one for one in TARGETS)
-    raise ValueError(f"`targets` must be of {known}; got {name!r}.")
-
-
 def why_missing(target: Target) -> str | None:
     """Why this process cannot compile for `target`; None where it can."""
     if target.platform == "tpu":

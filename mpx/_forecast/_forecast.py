@@ -3,18 +3,18 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtyping import PyTree
 
-from .._counter import Roof, Target, find_target
+from .._counter import Roof, Target
 from .._errors import describe
 from .._wraps import name_of
 from ._estimate import batch_of, estimate, resized
 from ._largest import largest_batch as search, pays_from
 from ._matmuls import quantized
-from ._report import Constant, Estimate
+from ._report import Constant, Estimate, find_target
 from ._steps import AS_WRITTEN, Precision, Step, read_precisions
 from ._tables import constant_text
 from ._views import Forecast
@@ -58,8 +58,8 @@ def forecast(
         func: A loss, `loss(model, *batch)`, or a step. A loss must not be an autocast
             function.
         optimizer: An Optax transformation, or an `nnx.Optimizer`.
-        targets: One or several of `h100`, `h200`, `b200`, `b300`, `l40s`, `tpu-v5e`,
-            `tpu-v5p`, `tpu-v6e`, `tpu7x`.
+        targets: One or several of "h100", "h200", "b200", "b300", "l40s", "tpu v5e",
+            "tpu v5p", "tpu v6e", "tpu7x", in any spelling that `mpx.autocast` takes.
         precisions: Any of `float32`, `bfloat16`, `float16`, recipes, and `delayed`,
             `current`, `block`, `mxfp8`, `nvfp4` for recipes with their defaults; or a
             dict from labels to options of `mpx.autocast`. `float32` is the loss without
@@ -97,9 +97,13 @@ def forecast(
     """
     if not callable(func):
         raise TypeError(f"{_CALL} needs a loss or a step; got {describe(func)}.")
-    names = (targets,) if isinstance(targets, str) else tuple(targets)
-    own = {find_target(name).name: dict(v) for name, v in (constants or {}).items()}
-    found = [_replaced(find_target(name), own) for name in dict.fromkeys(names)]
+    are_several = isinstance(targets, Iterable) and not isinstance(targets, str)
+    names = tuple(targets) if are_several else (targets,)
+    words, given = f"`constants` of {_CALL}", (constants or {}).items()
+    own = {find_target(name, words).name: dict(v) for name, v in given}
+    read = (find_target(name, f"`targets` of {_CALL}") for name in names)
+    known = {target.name: target for target in read}
+    found = [_replaced(target, own) for target in known.values()]
     if not found:
         raise ValueError(f"`targets` of {_CALL} must have at least one; got none.")
     if unknown := own.keys() - {target.name for target in found}:

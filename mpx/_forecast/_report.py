@@ -2,7 +2,17 @@
 
 import dataclasses
 
-from .._counter import Roof
+from .._counter import TARGETS, Roof, Target
+from .._quantize import read_target
+
+# The devices whose numbers are known, by the names that mpx has for them.
+_TARGETS = {f"tpu {key}" if key[0] == "v" else key: key for key in TARGETS}
+
+
+def find_target(name: object, argument: str) -> Target:
+    """The device that a user names, as an argument that messages mention."""
+    found = read_target(name, argument, tuple(_TARGETS))
+    return TARGETS[_TARGETS[found.name]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from .._counter import Roof
 from .._program import aval_of
 from .._rules import Candidate, Precision, Rule, Rules
-from ._report import Content
+from ._report import Content, find_target
 
 _FEW = {"4 bits", "8 bits"}
 
 
 def where_it_pays(report: Content, precision: str, target: str) -> Rules:
     """See `Forecast.where_it_pays`."""
-    target = target or report.estimates[0].target
+    name = target or report.estimates[0].target
+    target = find_target(name, "`target` of `where_it_pays`").name
     ours = [e for e in report.estimates if e.target == target]
     few = [e for e in ours if e.precision == precision and set(e.flops) & _FEW]
     if not few:

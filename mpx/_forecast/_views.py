@@ -53,7 +53,8 @@ class Forecast(Content):
             that go back to half precision. Empty if no matmul of the step loses.
 
         Raises:
-            ValueError: The report has no such estimate, or it quantizes nothing.
+            ValueError: The report has no such estimate, or it quantizes nothing; the
+                target is unknown.
         """
         return where_it_pays(self, precision, target)
 

@@ -88,6 +88,7 @@ def _run(
     held = [Tagged(probe.held(x), probe.constant(x)) for x in consts]
     values = dict(zip(jaxpr.constvars, held, strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
+    probe.meet([*held, *inputs])
     records: Records = {}
 
     def read(atom: Atom) -> Tagged:
@@ -104,7 +105,8 @@ def _run(
                 results, found = run(_Held(equation, subs, operands, probe, place))
             else:
                 results, found = _operation(equation, operands, probe, place)
-        records |= found
+        probe.keep(records, found)
+        probe.meet(results)
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars], records
 
@@ -368,11 +370,11 @@ def _zeros(x: AnyArray) -> AnyArray:
 def _in_branches(held: _Held) -> _Results:
     """A conditional: each branch gives the records of all, zeros for the others."""
     equation, inputs = held.equation, _typed(held.operands[1:])
-    begin, made = held.probe.branches(), []
-    for sub in held.subs:
-        begin()
-        made.append(held.traced(sub, inputs))
-    begin()
+    made: list[_Traced] = []
+    with held.probe.branches() as begin:
+        for sub in held.subs:
+            begin()
+            made.append(held.traced(sub, inputs))
     records = {key: x for one in made for key, x in one.records.items()}
     # What the probe itself uses from outside is given to all branches.
     constants = [x for one in made for x in one.closed.consts]
@@ -399,8 +401,8 @@ def _in_branches(held: _Held) -> _Results:
     count = len(equation.outvars)
     structure = jax.tree.structure(list(records.values()))
     found = jax.tree.unflatten(structure, arrays[count:])
-    results = _tagged(arrays[:count], made[0].tags)
-    return results, dict(zip(records, found, strict=True))
+    tags = map(held.probe.chosen, zip(*(one.tags for one in made), strict=True))
+    return _tagged(arrays[:count], [*tags]), dict(zip(records, found, strict=True))
 
 
 def _on_devices(held: _Held) -> _Results:
@@ -412,7 +414,7 @@ def _on_devices(held: _Held) -> _Results:
 
     def program(*arrays: AnyArray) -> tuple[list[AnyArray], list[PyTree]]:
         given = _tagged(arrays, tags)
-        with probe.inside():
+        with probe.inside(is_apart=True):
             results, records = _run(sub.jaxpr, sub.consts, given, probe, inner)
         found["tags"] = [v.tag for v in results]
         found["keys"] = list(records)

@@ -6,7 +6,7 @@
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from jax.extend.core import JaxprEqn
@@ -63,8 +63,21 @@ class Probe(abc.ABC):
         """At most how often a `while` loop turns, to stack its records; None: joins."""
         return None
 
-    def inside(self) -> contextlib.AbstractContextManager[object]:
-        """Around a program within, in which arrays of outside are not to be used."""
+    def meet(self, values: Sequence[Tagged]) -> None:
+        """Is told what a program begins with, and what its equations give."""
+        del values
+
+    def keep(self, records: Records, found: Records) -> None:
+        """Takes what an equation recorded to the records before it."""
+        records |= found
+
+    def inside(self, *, is_apart: bool = False) -> contextlib.AbstractContextManager:
+        """Around a program within, whose arrays are not to be used outside.
+
+        Args:
+            is_apart: Whether those of outside are not to be used in it, either.
+        """
+        del is_apart
         return contextlib.nullcontext()
 
     def carried(self, equation: JaxprEqn, place: Location, tag: Any) -> object:
@@ -87,10 +100,15 @@ class Probe(abc.ABC):
         """Joins the records of two turns of a `while` loop; None leaves them out."""
         return None
 
-    def branches(self) -> Callable[[], None]:
-        """Before branches of which one is taken.
+    def chosen(self, tags: Sequence[Any]) -> object:
+        """The tag of a result of a conditional, of those that its branches give."""
+        return tags[0]
 
-        Returns:
-            What is called before each of them, and after the last.
+    @contextlib.contextmanager
+    def branches(self) -> Iterator[Callable[[], None]]:
+        """Around branches of which one is taken.
+
+        Yields:
+            What is called before each of them.
         """
-        return lambda: None
+        yield lambda: None

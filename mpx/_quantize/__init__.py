@@ -79,4 +79,4 @@ from ._scales import (
     nvfp4_scale,
     nvfp4_tensor_scale,
 )
-from ._target import Target, target_from, target_of
+from ._target import Target, read_target, target_from, target_of

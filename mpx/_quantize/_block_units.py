@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from .._jax_compat import as_varying, varying_axes
 from ._array import QuantizedArray
 from ._contraction import Contraction
 from ._format import Format
@@ -65,6 +66,8 @@ def in_blocks(
     inner = dtype if dtype == jnp.bfloat16 else jnp.dtype("float32")
     multiply = _matrix_product(inner)
     y = multiply(left_payload, right_payload, left_scales, right_scales)
+    # JAX's call does not say that its result varies between devices as its operands do.
+    y = as_varying(y, varying_axes(left_payload) | varying_axes(right_payload))
     y = y.reshape(*left.shape[:-2], *y.shape[1:])
     if tensor:
         y = y.astype(jnp.float32) * math.prod(tensor[1:], start=tensor[0])

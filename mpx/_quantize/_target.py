@@ -7,6 +7,7 @@ that of the mesh in force, otherwise JAX's default device.
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,10 +32,18 @@ _GPUS = (
     ("a100", (8, 0)),
     ("v100", (7, 0)),
 )
+# What JAX and Google's documentation call a TPU, by the words behind "tpu" without a
+# "v": "TPU v5 lite" is a v5e, "TPU v5" a v5p.
+_TPUS = {"2": " v2", "3": " v3", "4": " v4", "4i": " v4i", "4lite": " v4i"}
+_TPUS |= {"5e": " v5e", "5lite": " v5e", "5": " v5p", "5p": " v5p"}
+_TPUS |= {"6e": " v6e", "6lite": " v6e"}
+_TPUS |= {"7": "7x", "7x": "7x"}
 _KNOWN = (
-    '"cpu", CUDA compute capabilities such as "sm_89", "sm_90" or "sm_100", names of '
-    f"GPUs ({', '.join(name for name, _ in _GPUS)}), and TPUs such as "
-    '"tpu v5e" or "tpu7x"'
+    '"cpu"',
+    *(f'"{name}"' for name, _ in _GPUS),
+    'CUDA compute capabilities such as "sm_90"',
+    *(f'"tpu {name}"' for name in ("v2", "v3", "v4", "v5e", "v5p", "v6e")),
+    '"tpu7x"',
 )
 
 
@@ -80,43 +89,59 @@ CPU = Target("cpu", "cpu")
 
 
 def target_from(value: object) -> Target:
-    """The target that a name means.
+    """The target that a name means, or else that the program would run on.
 
     Args:
-        value: "cpu"; "sm_90" and the like; the name of a GPU such as "H100"; "tpu v5e",
-            "tpu7x" and the like. None: the devices of the mesh in force (`jax.set_mesh`
-            or `shard_map`) where it tells, else JAX's default device, which starts the
+        value: A name. None: the devices of the mesh in force (`jax.set_mesh` or
+            `shard_map`) where it tells, else JAX's default device, which starts the
             backend.
-
-    Returns:
-        The target.
-
-    Raises:
-        TypeError: The value is neither a string nor None.
-        ValueError: No such target is known.
     """
     if value is None:
         return _from_mesh() or _from_default_device()
-    if not isinstance(value, str):
-        raise TypeError(f"`target` is None or one of {_KNOWN}; got {value!r}.")
-    found = _from_name(value)
-    if found is None:
-        raise ValueError(f"`target` is None or one of {_KNOWN}; got {value!r}.")
+    return read_target(value, "`target`")
+
+
+def read_target(
+    value: object, argument: str, among: Sequence[str] | None = None
+) -> Target:
+    """The target that a user names: the one way to read such a name.
+
+    Upper case, and what stands between words (a space, a hyphen, an underscore or
+    nothing), make no difference.
+
+    Args:
+        value: "cpu"; "sm_90" and the like; the name of a GPU, "H100" or "NVIDIA H100
+            80GB HBM3"; "tpu v5e", "v5e", "TPU v5 lite", "tpu7x" and the like.
+        argument: What was given, for messages.
+        among: The names that are possible here; all if left out.
+
+    Raises:
+        TypeError: The value is not a string.
+        ValueError: No such target is known, or it is not possible here.
+    """
+    found = _from_name(value) if isinstance(value, str) else None
+    if found is None or (among is not None and found.name not in among):
+        known = ", ".join(_KNOWN if among is None else (f'"{name}"' for name in among))
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{argument} must be one of {known}; got {value!r}.")
     return found
 
 
 def _from_name(name: str) -> Target | None:
-    words = name.lower().strip()
+    words = re.sub(r"[\s_-]+", " ", name.lower()).strip()
     if words == "cpu":
         return CPU
-    if match := re.fullmatch(r"sm_(\d+)(\d)a?", words):
+    if match := re.fullmatch(r"sm ?(\d+)(\d)[af]?", words):
         capability = (int(match[1]), int(match[2]))
-        return Target("cuda", words, capability)
-    if match := re.fullmatch(r"(?:tpu ?v?|v)(\d\d?) ?(?:lite|[a-z])?", words):
-        return Target("tpu", words, (int(match[1]), 0))
+        return Target("cuda", f"sm_{match[1]}{match[2]}", capability)
+    if match := re.fullmatch(r"(?:tpu ?v?|v)((\d\d?) ?(?:lite|[a-z])?)", words):
+        generation, short = int(match[2]), match[1].replace(" ", "")
+        # A later one than all that are known is called as it calls itself.
+        tpu = short if generation > 7 else _TPUS.get(short)
+        return None if tpu is None else Target("tpu", f"tpu{tpu}", (generation, 0))
     for gpu, capability in _GPUS:
         if re.search(rf"\b{gpu}\b", words):
-            return Target("cuda", words, capability)
+            return Target("cuda", gpu, capability)
     return None
 
 

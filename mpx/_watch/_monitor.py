@@ -188,6 +188,7 @@ class _Program:
     ) -> None:
         self._traced, self._formats, self._sample = traced, formats, sample
         self._rows: dict[Hashable, _Row] = {}
+        self._uncounted: tuple[str, ...] = ()
         self._run = jax.jit(self._counted)
 
     def _counted(
@@ -205,6 +206,7 @@ class _Program:
         for tag, array in zip(tags, arrays, strict=True):
             row = probe.rows.get(tag.key)
             if row is not None and row.is_whole_weight:
+                row.dtype = row.dtype or str(array.dtype)
                 records[tag.key] = _of_weight(array, row, self._formats)
         if not records:
             raise ValueError(
@@ -214,6 +216,8 @@ class _Program:
             )
         # Set while JAX traces: what the numbers that the program gives are of.
         self._rows = {key: probe.rows[key] for key in probe.rows if key in records}
+        unseen = probe.unseen.items()
+        self._uncounted = tuple(name for key, name in unseen if key not in records)
         return results, [records[key] for key in self._rows]
 
     def trace(self, arrays: Sequence[AnyArray]) -> jax.stages.Traced:
@@ -231,7 +235,8 @@ class _Program:
             for (key, row), x in zip(self._rows.items(), found, strict=True)
         ]
         bits = {each.name: each.bits for each in self._formats}
-        return Statistics.of([row for row in rows if row is not None], bits, result)
+        found_rows = [row for row in rows if row is not None]
+        return Statistics.of(found_rows, bits, result, self._uncounted)
 
 
 @dataclasses.dataclass
@@ -240,7 +245,7 @@ class _Row:
 
     Attributes:
         kind: What it is.
-        dtype: Its dtype.
+        dtype: Its dtype; "" of an argument that is met quantized only.
         axis: The axis that products contract.
         products: For each product that it is an operand of: its layer, if it has a
             weight, its place, and the keys of its other operands.
@@ -265,8 +270,11 @@ class _Counts(SourceProbe):
         super().__init__()
         self._sample = sample
         self.rows: dict[Hashable, _Row] = {}
+        # Operands whose source is out of sight, by name.
+        self.unseen: dict[Hashable, str] = {}
         self._formats = formats
-        self._arrays: dict[Hashable, AnyArray] = {}
+        # By source, and by how many loops have cut it: a layer is not the whole.
+        self._arrays: dict[tuple[Hashable, int], AnyArray] = {}
         self._counted: frozenset[Hashable] = frozenset()
 
     def carried(self, equation: JaxprEqn, place: Location, tag: Source) -> Source:
@@ -284,23 +292,48 @@ class _Counts(SourceProbe):
         """What the backward pass gets of the forward pass is counted there."""
         return dataclasses.replace(tag, turns=max(tag.turns - 1, 0))
 
+    def meet(self, values: Sequence[Tagged]) -> None:
+        """Keeps sources, to count what a recipe quantizes as it was before."""
+        for value in values:
+            if not value.tag.is_quantized:
+                self._arrays[_key(value.tag), value.tag.turns] = value.array
+
+    def keep(self, records: Records, found: Records) -> None:
+        """What two conditionals count may be zeros in either, of a branch not taken."""
+        for key, now in found.items():
+            if key in records and records[key].shape == now.shape:
+                now = jnp.maximum(records[key], now)
+            records[key] = now
+
     @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """Arrays of outside are not to be used inside, and the other way round."""
-        before, self._arrays = self._arrays, {}
+    def inside(self, *, is_apart: bool = False) -> Iterator[None]:
+        """Sources of outside are sources inside, and not the other way round."""
+        before = self._arrays
+        self._arrays = {} if is_apart else dict(before)
         try:
             yield
         finally:
             self._arrays = before
 
-    def branches(self) -> Callable[[], None]:
-        """What is counted in one branch is not counted in the others."""
-        before = self._counted
+    @contextlib.contextmanager
+    def branches(self) -> Iterator[Callable[[], None]]:
+        """Each counts for itself.
+
+        What some of them do not count is counted again behind them, unless it was made
+        in there.
+        """
+        before, outside = self._counted, {key for key, _ in self._arrays}
+        by_branch: list[frozenset[Hashable]] = []
 
         def begin() -> None:
+            by_branch.append(self._counted)
             self._counted = before
 
-        return begin
+        yield begin
+        begin()
+        _, *found = by_branch
+        made = frozenset().union(*found) - outside
+        self._counted = before.union(frozenset.intersection(*found), made)
 
     def join(self, before: AnyArray, now: AnyArray) -> AnyArray:
         """Turns of a `while` loop are counted together."""
@@ -314,50 +347,53 @@ class _Counts(SourceProbe):
         results: Sequence[Tagged],
     ) -> Records:
         """The counts of the operands of a product that are not counted yet."""
-        for value in (*operands, *results):
-            if value.tag.is_whole and not value.tag.is_quantized:
-                self._arrays[value.tag.key] = value.array
         if not is_product(equation) or is_multiplication(equation):
             return {}
         pair = operands[:2]
         layer = next((v.tag.path for v in pair if v.tag.path), "")
         at = where(equation, place)
-        keys = [self._key(v) for v in pair]
+        keys = [_key(v.tag) for v in pair]
         records: Records = {}
         for number, (value, key) in enumerate(zip(pair, keys, strict=True)):
-            found = self._record(value, key, _contracted(equation, number))
-            records |= found
+            axis = _contracted(equation, number)
+            records |= self._record(value, key, axis, layer or at or "product")
             others = tuple(keys[:number] + keys[number + 1 :])
             if key in self.rows:
                 self.rows[key].products.append((layer, at, others))
         return records
 
-    def _key(self, value: Tagged) -> Hashable:
-        tag: Source = value.tag
-        # A part has other numbers than the whole; two parts are not told apart.
-        if tag.is_whole or tag.is_quantized:
-            return tag.key
-        return (tag.key, jnp.shape(value.array))
-
-    def _record(self, value: Tagged, key: Hashable, axis: int) -> Records:
+    def _record(self, value: Tagged, key: Hashable, axis: int, name: str) -> Records:
         tag: Source = value.tag
         if key in self._counted or tag.is_again:
             return {}
-        array = value.array
+        array: AnyArray | None = value.array
         if tag.is_quantized:
-            array, axis = self._arrays.get(tag.key, array), -1
-        dtype = jnp.result_type(array)
-        if not jnp.issubdtype(dtype, jnp.floating) or not jnp.size(array):
+            array, axis = self._arrays.get((key, tag.turns)), -1
+        dtype = "" if array is None else str(jnp.result_type(array))
+        if array is not None and not (_is_real(array) and jnp.size(array)):
+            return {}
+        is_weight = tag.is_argument and tag.kind is Role.WEIGHT and key == tag.key
+        row = _Row(tag.kind, dtype, axis, tag.turns, is_weight)
+        if not is_weight and array is None:
+            # No row is better than one of other numbers.
+            self.unseen.setdefault(key, f"{name}/{tag.kind.value}")
             return {}
         self._counted |= {key}
-        is_weight = tag.is_argument and tag.kind is Role.WEIGHT and key == tag.key
-        row = _Row(tag.kind, str(dtype), axis, tag.turns, is_weight)
         self.rows.setdefault(key, row)
-        if is_weight:
+        if is_weight or array is None:
             return {}
         if tag.kind is not Role.WEIGHT:
             array = sampled(array, self._sample)
         return {key: counts(array, tag.kind, axis, self._formats)}
+
+
+def _is_real(array: AnyArray) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(array), jnp.floating))
+
+
+def _key(tag: Source) -> Hashable:
+    # A part has other numbers than the whole; two parts are not told apart.
+    return tag.key if tag.part is None else (tag.key, tag.part)
 
 
 def _contracted(equation: JaxprEqn, number: int) -> int:

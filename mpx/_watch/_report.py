@@ -1,13 +1,13 @@
 """The statistics of a step as a table, as records, and as advice."""
 
 import dataclasses
-import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -23,9 +23,6 @@ MOST_FLUSHED = 0.01
 # Within a factor of this of the largest number, the next step may overflow.
 NEAR = 4.0
 
-_LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
-
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
@@ -37,18 +34,25 @@ class Statistics:
         recipe_amaxes: The newest amaxes of a recipe by slot: input, weight and
             gradient, if the step's result contains the recipe's state. Nothing is
             computed for them.
+        uncounted: Operands without a row: a recipe quantized them outside of the
+            `shard_map` that multiplies them.
     """
 
     rows: tuple[TensorStatistics, ...]
     bits: Mapping[str, int]
     recipe_amaxes: Mapping[str, tuple[float, float, float]]
+    uncounted: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, rows: Sequence[TensorStatistics], bits: Mapping[str, int], result: PyTree
+        cls,
+        rows: Sequence[TensorStatistics],
+        bits: Mapping[str, int],
+        result: PyTree,
+        uncounted: tuple[str, ...] = (),
     ) -> Self:
         """Creates statistics from rows and the result of the step."""
-        return cls(tuple(rows), bits, recipe_amaxes(result))
+        return cls(tuple(rows), bits, recipe_amaxes(result), uncounted)
 
     def __getitem__(self, name: str) -> TensorStatistics:
         """The row of this name, `blocks[0].fc1.weight/input`."""
@@ -87,6 +91,9 @@ class Statistics:
             for layer, rows in by_layer.items()
             if (reason := _why_higher(rows))
         ]
+        if self.uncounted:
+            names = ", ".join(map(_readable, self.uncounted))
+            lines.append(f"not counted, as they are in sight quantized only: {names}")
         for name, bits in sorted(self.bits.items(), key=lambda item: item[1]):
             asked = {x: rows for x, rows in whole.items() if _may_get(rows, name, bits)}
             bear = [x for x, rows in asked.items() if not _why_not(rows, name)]
@@ -139,7 +146,7 @@ def _may_get(rows: Sequence[TensorStatistics], name: str, bits: int) -> bool:
     """Whether a format is another one for a layer, and of no more bits than it has."""
     dtypes = {row.dtype for row in rows if row.kind != "weight"}
     dtypes = dtypes or {row.dtype for row in rows}
-    present = max(_BITS.get(dtype, 8) for dtype in dtypes)
+    present = max(jnp.finfo(dtype).bits for dtype in dtypes)
     # float16 may be asked for a layer in bfloat16, which has as many.
     return present > bits or (present == bits == 16 and dtypes != {name})
 
@@ -161,7 +168,7 @@ def _why_not(rows: Sequence[TensorStatistics], name: str) -> str:
 def _why_higher(rows: Sequence[TensorStatistics]) -> str:
     reasons = []
     for row in rows:
-        largest = _LARGEST.get(row.dtype, math.inf)
+        largest = float(jnp.finfo(row.dtype).max)
         below = row.formats[row.dtype].below if row.dtype in row.formats else 0.0
         if row.broken:
             reasons.append(f"{row.broken:,} of its {row.kind}s are NaN or infinite")

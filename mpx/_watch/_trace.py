@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from .._inspect import function_path, innermost_note, line_text, phase, scope_path
 from .._program import (
+    Flops,
     Location,
     PrimitiveClass,
     Probe,
@@ -24,7 +25,7 @@ from .._program import (
 )
 from .._quantize import Role
 from .._rules import Precision
-from .._typing import AnyArray
+from .._typing import AnyArray, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +38,11 @@ class Source:
             in the backward pass. A weight is an argument that is trained, moved and
             cast but not computed with.
         path: Of a weight its path; of several in one array that of the first.
-        is_constant: Whether it stands in the program.
+        is_constant: Whether it stands in the program, or is made of nothing.
         is_argument: Whether it is an argument of the program.
-        is_whole: Whether the value is all of its source, and not a part.
+        part: The shape of a part of its source; None of all of it.
         is_quantized: Whether a recipe has quantized it since.
+        is_aside: Whether it is a scale, an amax or noise of a recipe.
         is_again: Whether it was computed again, as a checkpoint does.
         is_made: Whether a product gave it as it is: a recipe scales that back.
         turns: Of a weight by how many scans it was cut into layers.
@@ -51,8 +53,9 @@ class Source:
     path: str = ""
     is_argument: bool = False
     is_constant: bool = False
-    is_whole: bool = True
+    part: Shape | None = None
     is_quantized: bool = False
+    is_aside: bool = False
     is_again: bool = False
     is_made: bool = False
     turns: int = 0
@@ -79,43 +82,88 @@ class SourceProbe(Probe):
         results = len(equation.outvars)
         if equation.primitive.name == "optimization_barrier":
             return [value.tag for value in operands]
-        followed = _followed(equation, place, operands)
-        # A cotangent of ones is a constant, and a gradient.
-        if followed is not None and not followed.is_constant:
+        is_low = quantizes(equation, place)
+        arrays = _arrays_of(operands) if is_low else []
+        followed = (
+            _quantized(equation, arrays) if is_low else _moved(equation, operands)
+        )
+        if followed is not None and (is_low or not followed.is_constant):
             return [followed] * results
         joined = _joined(equation, operands)
         if joined:
             return [self.new(Role.WEIGHT, joined)] * results
         phase = phase_of(equation, place)
-        kind = Role.GRADIENT if phase == "backward" else Role.INPUT
-        is_again, is_made = phase == "recompute", is_product(equation)
+        made = Source(
+            0,
+            Role.GRADIENT if phase == "backward" else Role.INPUT,
+            # A cotangent of ones is a constant, and a gradient.
+            is_constant=followed is not None or not operands,
+            is_aside=is_low and _is_aside(equation, arrays),
+            is_again=phase == "recompute",
+            is_made=is_product(equation),
+        )
         return [
-            Source(next(self._numbers), kind, is_again=is_again, is_made=is_made)
-            for _ in range(results)
+            dataclasses.replace(made, key=next(self._numbers)) for _ in range(results)
         ]
 
+    def chosen(self, tags: Sequence[Source]) -> Source:
+        """The source of what all branches give, or else a source of its own.
 
-def _followed(
-    equation: JaxprEqn, place: Location, operands: Sequence[Tagged]
-) -> Source | None:
-    """The source of what is moved, cast or quantized; None of what is computed."""
+        Where a branch has nothing to save for the backward pass, JAX fills in zeros.
+        """
+        filled = [x for x in tags if not x.is_constant and not x.is_aside]
+        first, *others = filled or tags
+        if all(tag == first for tag in others):
+            return first
+        return dataclasses.replace(
+            self.new(first.kind),
+            is_aside=all(tag.is_aside for tag in tags),
+            is_again=all(tag.is_again for tag in tags),
+        )
+
+
+def _moved(equation: JaxprEqn, operands: Sequence[Tagged]) -> Source | None:
+    """The source of what is moved or cast; None of what is computed."""
     name = equation.primitive.name
     known = properties(name)
-    if quantizes(equation, place):
-        largest = max(operands, key=lambda v: count(jnp.shape(v.array)), default=None)
-        if largest is None or _is_smaller(equation, largest) or largest.tag.is_made:
-            return None
-        keys = {v.tag.key for v in operands if jnp.shape(v.array)}
-        if known.adds and len(keys) > 1:  # gradients of two uses
-            return None
-        return dataclasses.replace(largest.tag, is_quantized=True)
     is_cast = known.kind is PrimitiveClass.CONVERT and _is_float(operands[0].array)
     if not is_cast and (not known.moves or name == "gather"):
         return None
     tag: Source = operands[0].tag
     if known.reads_part or known.repeats:
-        return dataclasses.replace(tag, is_whole=False)
+        return dataclasses.replace(tag, part=aval_of(equation.outvars[0]).shape)
     return tag
+
+
+def _arrays_of(operands: Sequence[Tagged]) -> list[Tagged]:
+    """The operands that a recipe quantizes, without scales and noise."""
+    return [v for v in operands if jnp.shape(v.array) and not v.tag.is_aside]
+
+
+def _quantized(equation: JaxprEqn, arrays: Sequence[Tagged]) -> Source | None:
+    """The source of what a recipe quantizes; None of what it scales back or adds."""
+    if _is_aside(equation, arrays):
+        return None
+    tag: Source = _largest(arrays).tag
+    is_sum = properties(equation.primitive.name).adds  # gradients of two uses
+    if tag.is_made or (is_sum and len({v.tag.key for v in arrays}) > 1):
+        return None
+    return dataclasses.replace(tag, is_quantized=True)
+
+
+def _is_aside(equation: JaxprEqn, arrays: Sequence[Tagged]) -> bool:
+    """Whether a recipe computes a scale, an amax or noise, and not an array.
+
+    They are made of nothing else, or smaller by more than two numbers in a byte are.
+    """
+    if not arrays:
+        return True
+    shape, whole = aval_of(equation.outvars[0]).shape, _largest(arrays)
+    return not shape or 2 * count(shape) < count(jnp.shape(whole.array))
+
+
+def _largest(arrays: Sequence[Tagged]) -> Tagged:
+    return max(arrays, key=lambda v: count(jnp.shape(v.array)))
 
 
 def _joined(equation: JaxprEqn, operands: Sequence[Tagged]) -> str:
@@ -124,11 +172,6 @@ def _joined(equation: JaxprEqn, operands: Sequence[Tagged]) -> str:
         return ""
     paths = [v.tag.path for v in operands if jnp.shape(v.array)]
     return f"{paths[0]} and others" if paths and all(paths) else ""
-
-
-def _is_smaller(equation: JaxprEqn, operand: Tagged) -> bool:
-    """Whether the result is a scale or an amax, and not the array."""
-    return count(aval_of(equation.outvars[0]).shape) < count(jnp.shape(operand.array))
 
 
 def _is_float(array: AnyArray) -> bool:
@@ -144,8 +187,9 @@ def quantizes(equation: JaxprEqn, place: Location) -> bool:
 
 
 def is_product(equation: JaxprEqn) -> bool:
-    """Whether an equation is a matrix product or a convolution."""
-    return properties(equation.primitive.name).kind is PrimitiveClass.HALF
+    """Whether an equation is a matrix product, with scales or not, or a convolution."""
+    known = properties(equation.primitive.name)
+    return known.kind is PrimitiveClass.HALF or known.flops is Flops.LAST_AXIS_PRODUCT
 
 
 def phase_of(equation: JaxprEqn, place: Location) -> str:

@@ -9,7 +9,6 @@ import pytest
 import mpx
 from mpx._counter import (
     TARGETS,
-    find_target,
     frames_of,
     kernels_of,
     messages,
@@ -127,16 +126,6 @@ def test_units_for_fewer_bits():
     assert H100.peak(8) == 1979e12
     assert H100.peak(4) == 1979e12  # no units of 4 bits
     assert TARGETS["v5e"].roof.peak(8) == TARGETS["v5e"].roof.peak(16)
-
-
-@pytest.mark.parametrize("name", ["v5e", "tpu-v5e", "TPU v5e"])
-def test_names_of_targets(name):
-    assert find_target(name).title == "TPU v5e"
-
-
-def test_an_unknown_target_names_the_known():
-    with pytest.raises(ValueError, match=r"must be of tpu-v5e, .*h100.*; got 'a100'"):
-        find_target("a100")
 
 
 def test_every_number_has_a_source():

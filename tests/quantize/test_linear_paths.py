@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import mpx
 from mpx._quantize import target_from
@@ -189,6 +190,23 @@ def test_block_scaled_units_under_vmap_get_one_batch():
     args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((5, 64, 96), (96, 32))]
     program = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert re.search(r"call @__op\$block_scaled_dot.*tensor<5x64x96xf8E4M3FN>", program)
+
+
+@pytest.mark.parametrize(
+    "recipe", [mpx.MXFP8BlockScaling(), mpx.NVFP4BlockScaling()], ids=type
+)
+def test_block_scaled_units_in_a_program_per_device(recipe: AbstractRecipe):
+    product = matrix_product(recipe, "bfloat16", target_from("sm_100"))
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = jax.shard_map(
+        functools.partial(linear_product, product),
+        mesh=mesh,
+        in_specs=(P("d"), P()),
+        out_specs=P("d"),
+    )
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 96), (96, 32))]
+    program = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "block_scaled_dot" in program and "tensor<1x32x96x" in program
 
 
 def test_what_is_kept_stays_narrow_where_nothing_computes_with_it():

@@ -3,46 +3,77 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import mpx
+from mpx._ambient_record import settings_of
+from mpx._forecast._views import Forecast
 from mpx._quantize import Target, path_of, target_from
 from mpx._quantize._target import target_of
 from mpx.quantization import AbstractRecipe, Role, TensorQuantizer
 from tests.quantize.linear_cases import CPU, matrix_product
 
-
-@pytest.mark.parametrize(
-    ("name", "platform", "capability"),
-    [
-        ("cpu", "cpu", (0, 0)),
-        ("sm_90", "cuda", (9, 0)),
-        ("sm_90a", "cuda", (9, 0)),
-        ("SM_103", "cuda", (10, 3)),
-        ("NVIDIA H100 80GB HBM3", "cuda", (9, 0)),
-        ("B200", "cuda", (10, 0)),
-        ("NVIDIA L4", "cuda", (8, 9)),
-        ("a100", "cuda", (8, 0)),
-        ("tpu v5e", "tpu", (5, 0)),
-        ("v6e", "tpu", (6, 0)),
-        ("TPU v5 lite", "tpu", (5, 0)),
-        ("TPU7x", "tpu", (7, 0)),
+SPELLINGS = {
+    ("cpu", "cpu", (0, 0)): ["cpu", "CPU", " cpu "],
+    ("sm_90", "cuda", (9, 0)): ["sm_90", "sm_90a", "SM-90", "sm90"],
+    ("sm_103", "cuda", (10, 3)): ["SM_103"],
+    ("h100", "cuda", (9, 0)): ["H100", "h100", "NVIDIA H100 80GB HBM3", "nvidia-h100"],
+    ("b200", "cuda", (10, 0)): ["B200", "NVIDIA B200"],
+    ("l4", "cuda", (8, 9)): ["NVIDIA L4"],
+    ("a100", "cuda", (8, 0)): ["a100", "A100-SXM4-40GB"],
+    ("tpu v5e", "tpu", (5, 0)): [
+        *("tpu v5e", "TPU v5e", "tpu-v5e", "tpu_v5e", "tpuv5e", "v5e", "V5E"),
+        *("TPU v5 lite", "tpu v5 lite"),
     ],
-)
-def test_names(name: str, platform: str, capability: tuple[int, int]):
-    found = target_from(name)
-    assert (found.platform, found.capability) == (platform, capability)
+    ("tpu v5p", "tpu", (5, 0)): ["TPU v5", "v5p", "tpu-v5p"],
+    ("tpu v6e", "tpu", (6, 0)): ["TPU v6 lite", "v6e"],
+    ("tpu7x", "tpu", (7, 0)): ["TPU7x", "tpu 7x", "tpu-7x", "TPU7", "v7x", "tpu v7x"],
+    ("tpu8x", "tpu", (8, 0)): ["TPU8x"],
+}
+UNKNOWN = ["", "gpu", "sm_", "h1000", "80GB", "tpu", "cpu0", "v5z", "v10 0", "tpu v1"]
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "sm_", "h1000", "80GB", "tpu", "cpu0"])
-def test_unknown_names_are_refused_with_those_known(name: str):
-    with pytest.raises(ValueError, match=r'`target`.*"sm_90".*h100.*"tpu v5e"'):
-        target_from(name)
+@pytest.mark.parametrize("target", SPELLINGS, ids=lambda target: target[0])
+def test_names_are_read_in_every_spelling(target):
+    name, platform, capability = target
+    for spelling in SPELLINGS[target]:
+        assert target_from(spelling) == Target(platform, name, capability)
 
 
-def test_a_target_is_a_name():
-    with pytest.raises(TypeError, match="`target` is None or one of"):
-        target_from(90)  # pyright: ignore[reportArgumentType]
+# Every public function with such an argument.
+CALLS = {
+    "`target`": lambda name: mpx.autocast(jnp.sum, target=name),
+    "`targets` of `mpx.forecast`": lambda name: mpx.forecast(jnp.sum, targets=name),
+    "`constants` of `mpx.forecast`": lambda name: mpx.forecast(
+        jnp.sum, targets="h100", constants={name: {}}
+    ),
+    "`target` of `where_it_pays`": lambda name: Forecast(
+        "loss", (), (), {}, {}, {}
+    ).where_it_pays("delayed", name),
+}
+
+
+@pytest.mark.parametrize("argument", CALLS)
+def test_every_argument_refuses_unknown_names_in_one_way(argument):
+    known = "".join(f'(?=.*"{name}")' for name in ("h100", "tpu v5e", "tpu7x"))
+    for name in UNKNOWN[argument.startswith("`target` of") :]:
+        with pytest.raises(ValueError, match=f"{argument} must be one of {known}"):
+            CALLS[argument](name)
+    with pytest.raises(TypeError, match=f"{argument} must be one of .*; got 90"):
+        CALLS[argument](90)
+    if " of " in argument:  # nothing is known of its speed
+        with pytest.raises(ValueError, match=f"{argument} must .*; got 'a100'"):
+            CALLS[argument]("a100")
+
+
+def test_every_argument_takes_every_spelling():
+    for (name, *_), spellings in SPELLINGS.items():
+        funcs = [mpx.autocast(jnp.sum, target=one) for one in spellings]
+        assert len({getattr(settings_of(func), "target") for func in funcs}) == 1  # noqa: B009
+        if name in ("h100", "b200", "tpu v5e", "tpu v5p", "tpu v6e", "tpu7x"):
+            for one in spellings:
+                mpx.forecast(jnp.sum, targets=one, constants={name.upper(): {}})
 
 
 def test_without_a_name_it_is_the_default_device():
@@ -61,7 +92,7 @@ def test_a_device_tells_its_capability():
     )
     tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
     assert target_of(gpu) == Target("cuda", "sm_90", (9, 0))
-    assert target_of(tpu) == Target("tpu", "tpu v6 lite", (6, 0))
+    assert target_of(tpu) == Target("tpu", "tpu v6e", (6, 0))
     assert not target_of(rocm).has_fp8_units
 
 

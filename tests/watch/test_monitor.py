@@ -619,3 +619,119 @@ def test_a_run_is_a_picture_of_layers_by_steps(tmp_path):
 def test_a_picture_of_nothing_says_what_there_is(seen, options, said):
     with pytest.raises(ValueError, match=said):
         mpx.reports.heat_map({0: seen}, **options)
+
+
+# --- Under recipes, on every target ---------------------------------------------------
+
+
+def square_weights():
+    keys = jax.random.split(jax.random.key(1), 4)
+    a, b, c = (0.15 * jax.random.normal(k, (64, 64)) for k in keys[:3])
+    x = 3 * jax.random.normal(keys[3], (32, 64))
+    return {"a": a, "b": b, "c": c, "s": jnp.stack([a, b])}, x
+
+
+def in_cond(w, x):
+    return jax.lax.cond(x[0, 0] < 100, lambda h: jnp.tanh(h @ w["a"]), lambda h: h, x)
+
+
+def in_two_conds(w, x):
+    """The second one is not taken: its zeros do not hide what the first one counted."""
+    taken = in_cond(w, x)
+    other = lambda h: jnp.tanh(h @ w["b"])  # noqa: E731
+    return taken + jax.lax.cond(x[0, 0] > 100, other, lambda h: h, x)
+
+
+def in_scan(w, x):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w["s"])[0]
+
+
+def in_scan_of_one_weight(w, x):
+    """JAX quantizes it in front of the loop."""
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w["a"]), None), x, None, 2)[0]
+
+
+def in_products_that_follow(w, x):
+    return (x @ w["a"]) @ w["b"]
+
+
+def by_a_part(w, x):
+    return jnp.tanh(x @ w["s"][1])
+
+
+CURRENT, NVFP4 = mpx.Float8CurrentScaling(), mpx.NVFP4BlockScaling()
+IN = [
+    (in_cond, CURRENT, "H100"),
+    (in_two_conds, CURRENT, "TPU v5e"),
+    (in_scan, CURRENT, "H100"),
+    (in_scan_of_one_weight, NVFP4, "B200"),
+    (in_products_that_follow, CURRENT, "H100"),
+    (by_a_part, NVFP4, "cpu"),
+]
+
+
+@pytest.mark.parametrize(
+    ("inner", "recipe", "target"),
+    slow_but([IN[0], IN[3]], IN),
+    ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
+)
+def test_what_a_recipe_quantizes_is_counted_as_it_was(inner, recipe, target):
+    def loss(w, x):
+        return jnp.mean((inner(w, x) @ w["c"]) ** 2)
+
+    def rows(**options):
+        func = mpx.autocast(loss, **options)
+        _, seen = monitor(jax.grad(func), "float16")(*square_weights())
+        assert not seen.uncounted
+        return {row.name.replace("/linear", ""): row for row in seen.rows}
+
+    half, found = rows(), rows(recipe=recipe, target=target)
+    kept = {n for n in half if "gradient" not in n}
+    assert kept == {n for n in found if "gradient" not in n}
+    assert len(half) == len(found)
+    for name in kept:
+        a, b = half[name], found[name]
+        assert b.dtype in ("bfloat16", "float32") and b.size == a.size
+        assert b.rms == pytest.approx(a.rms, rel=0.01 if "weight" in name else 0.1)
+
+
+def test_a_weight_that_is_computed_and_quantized_outside_of_devices_is_named():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    inner = jax.shard_map(
+        lambda h, w: jnp.tanh(h @ w),
+        mesh=mesh,
+        in_specs=(P("d"), P()),
+        out_specs=P("d"),
+    )
+
+    def loss(w, x):
+        scaled = w["a"] / jnp.linalg.norm(w["a"])
+        h = jax.lax.scan(lambda h, _: (inner(h, scaled), None), x, None, 2)[0]
+        return jnp.mean((h @ w["c"]) ** 2)
+
+    low = mpx.autocast(loss, recipe=CURRENT, target="H100")
+    _, seen = monitor(jax.grad(low), "float16")(*square_weights())
+    assert all(row.dtype in ("bfloat16", "float32") for row in seen.rows)
+    (name,) = seen.uncounted
+    assert name.endswith("/input")
+    assert any(x.startswith("not counted, as") and name in x for x in seen.advice())
+
+
+def test_products_with_scales_are_counted():
+    """Those of Blackwell, in the branch for CUDA; nothing runs them here."""
+
+    def func(a, scales):
+        return jax.nn.scaled_matmul(a, a, scales, scales)
+
+    a = jax.ShapeDtypeStruct((1, 32, 64), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((1, 32, 2), jnp.float8_e8m0fnu)
+    traced = monitor(func, "float16").trace(a, scales)  # pyright: ignore
+    (result, *_), counted = traced.out_info
+    assert result.shape == (1, 32, 32) and len(counted) == 1
+
+
+def test_advice_knows_the_bits_and_the_range_of_every_dtype():
+    with jax.enable_x64(True):
+        x = jnp.full((4, 4), 1e3, jnp.float64)
+        _, seen = monitor(lambda w, x: x @ w, ("float16", "bfloat16"))(x, x)
+        assert "float16: 1 of 1 layers tolerate it" in seen.advice()
