@@ -85,14 +85,14 @@ def _run(
     place: Location,
 ) -> _Results:
     jaxpr = open_jaxpr(program)
-    held = [Tagged(probe.held(x), probe.constant(x)) for x in consts]
+    held = [Tagged(x, probe.constant(x)) for x in consts]
     values = dict(zip(jaxpr.constvars, held, strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
     records: Records = {}
 
     def read(atom: Atom) -> Tagged:
         if isinstance(atom, Literal):
-            return Tagged(probe.held(atom.val), probe.constant(atom.val))
+            return Tagged(atom.val, probe.constant(atom.val))
         return values[atom]
 
     for equation in jaxpr.eqns:

@@ -7,6 +7,7 @@ operation, line and scope are to be named.
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -152,4 +153,5 @@ def line_of(function: Callable[..., Any], text: str = "return") -> str:
     """The line of a function that begins with a text, as reports have it."""
     lines, first = inspect.getsourcelines(function)
     (number,) = (i for i, line in enumerate(lines) if line.strip().startswith(text))
-    return f"tests/blame/plants.py:{first + number}"
+    file = Path(inspect.getfile(function)).name
+    return f"tests/blame/{file}:{first + number}"
