@@ -10,8 +10,9 @@ Elsewhere are the names of primitives, which may be new or renamed
 """
 
 import contextlib
+import functools
 import types
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -149,6 +150,27 @@ def own_source_lines() -> contextlib.AbstractContextManager[object]:
     return source_info_util.user_context(nothing, name_stack=stack)
 
 
+def traced_for_all(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function for `jax.jit`, what it traces without the lines of its first caller.
+
+    JAX keeps what it has traced, and gives it to callers on other lines.
+    """
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with own_source_lines():
+            return func(*args, **kwargs)
+
+    return wrapped
+
+
+def place_of(program: Jaxpr) -> tuple[str, int]:
+    """File and line of the function that a program was traced from; "" if unknown."""
+    _, _, place = program.debug_info.func_src_info.partition(" at ")
+    file, _, line = place.rpartition(":")
+    return (file, int(line)) if line.isdigit() else ("", 0)
+
+
 def scope_names(equation: JaxprEqn) -> tuple[str, ...]:
     """The named scopes of an equation, the outermost first, without transforms."""
     # The classes are not public, so they are told apart by name (jax 0.10 to 0.12).
@@ -195,6 +217,12 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """The jaxpr without its constants; before jax 0.11 a class of its own."""
     inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
     return inner
+
+
+def named_as(closed: ClosedJaxpr, original: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """A program that says it was traced from the function that another one was."""
+    info = open_jaxpr(original).debug_info
+    return ClosedJaxpr(open_jaxpr(closed).replace(debug_info=info), closed.consts)
 
 
 def raw_frames(traceback: object) -> list[tuple[types.CodeType, int]]:

@@ -18,7 +18,13 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
-from .._jax_compat import bind_equation, composite_parameter, open_jaxpr, shard_map_axes
+from .._jax_compat import (
+    bind_equation,
+    composite_parameter,
+    named_as,
+    open_jaxpr,
+    shard_map_axes,
+)
 from .._program import constants_as_inputs, distinct_equations, program_of, properties
 from .._quantize import QuantizedArray
 from .._recipe_state import Slots, StateOperands, StepValues
@@ -124,7 +130,7 @@ def rewrite_program(
         return [v.array for v in results]
 
     before, run.used = run.used, Usage()
-    closed = jax.make_jaxpr(program)(*avals, *besides)
+    closed = named_as(jax.make_jaxpr(program)(*avals, *besides), jaxpr)
     known[key] = closed, found[0], run.used
     run.note(before)
     return closed, found[0]

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Set
 from .._ambient_record import ambient, unkeyed, with_ambient, with_unkeyed
 from .._errors import listing, warn_user
 from .._program import data_of, data_scope
-from .._quantize import AbstractProduct, Path, path_of
+from .._quantize import UNITS, AbstractProduct, Path, path_of
 from .._rules import Rule, Rules
 from ._decide import Case, Choice, Reason
 
@@ -40,7 +40,7 @@ class Note:
         weight: Of a quantized product, the path of its weight; "" of others.
         rule: The rule of the user's that was applied; "" if none was.
         path: Of a quantized product how it is computed, as `path_of` says; else "".
-        formats: Its format, and that of its derivatives: `formats_of`.
+        formats: What it is multiplied in, and its derivatives: `formats_of`.
     """
 
     primitive: str
@@ -54,8 +54,13 @@ class Note:
 
     @property
     def without_units(self) -> bool:
-        """Whether the target computes it in half precision: it has no units for it."""
-        return self.path == Path.HALF.value
+        """Whether it is quantized, and no units multiply it: see `formats_of`."""
+        return bool(self.path) and not self.formats[0]
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether it is computed as on a CPU."""
+        return self.path == Path.EMULATED.value
 
     @property
     def is_switched_off(self) -> bool:
@@ -172,7 +177,7 @@ def refuse_unknown(case: Case, choice: Choice) -> None:
 def refuse_slow(case: Case, product: AbstractProduct) -> None:
     """Raises where a recipe is emulated on the device that is compiled for."""
     path, why = path_of(product)
-    if Path(path) not in (Path.FP8_UNITS, Path.BLOCK_UNITS):
+    if Path(path) not in UNITS:
         raise ValueError(
             f"{_CALL}: the matmul{case.where} is not computed on the device's "
             f"low-precision units, but {path}: {why}. Use another recipe, keep the "

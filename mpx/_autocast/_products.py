@@ -296,7 +296,7 @@ def emit_quantized(case: Case, choice: Choice) -> list[Value]:
     weight, path, formats = "", "", ("", "")
     if ambient().takes_notes:
         path, why = path_of(product)
-        formats = formats_of(product.recipe)
+        formats = formats_of(product)
         detail = f"{type(product.recipe).__name__}, {path} ({why})"
         if _stored_for(product, _weight_of(case)) is not None:
             detail += "; the stored weight is read without quantizing it again"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from .._hlo_text import Instruction, computations, frames_of
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 # Where operations come from that no line of the user's wrote: the call of `lower`.
 _LOWERS = str(Path(__file__).with_name("_program.py"))
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,14 @@ def parse(text: str) -> Module:
 
 
 def _sources(text: str) -> dict[int, str]:
-    innermost = {number: chain[0] for number, chain in frames_of(text).items()}
-    lines = {n: f"{file}:{line}" for n, (file, _, line) in innermost.items() if file}
-    return {n: line for n, line in lines.items() if not line.startswith(_LOWERS)}
+    found = {number: _source(chain) for number, chain in frames_of(text).items()}
+    return {number: source for number, source in found.items() if source}
+
+
+def _source(chain: list[tuple[str, str, int]]) -> str:
+    """The innermost line that is not of mpx, which computes for whoever called it."""
+    lines = [(file, f"{file}:{line}") for file, _, line in chain if file]
+    is_outside = [file == _LOWERS for file, _ in lines] + [True]
+    lines = lines[: is_outside.index(True)]
+    others = [line for file, line in lines if not file.startswith(_OWN)]
+    return (others or [line for _, line in lines] or [""])[0]

@@ -1,10 +1,10 @@
-"""The matmuls of a step that a recipe quantizes, with their lines and shapes."""
+"""The matmuls of a step that are in few bits, with their lines and shapes."""
 
 import math
 import re
 from collections.abc import Iterator
 
-from .._inspect import Operation
+from .._inspect import Operation, is_low
 from ._report import Matmul
 from ._steps import Precision, Step
 
@@ -16,7 +16,12 @@ def quantized(step: Step, precision: Precision, target: str) -> tuple[Matmul, ..
 
 def _read(operations: tuple[Operation, ...]) -> Iterator[Matmul]:
     for one in operations:
-        if not one.is_low or one.phase != "forward" or not one.flops:
+        if (
+            not one.is_low
+            or not is_low(one.format)
+            or one.phase != "forward"
+            or not one.flops
+        ):
             continue
         types = (*one.inputs[:2], *one.outputs[:1])
         shapes = [re.findall(r"\d+", kind.partition("[")[2]) for kind in types]

@@ -5,6 +5,7 @@ from ._report import (
     Island as Island,
     Operation as Operation,
     Totals as Totals,
+    is_low as is_low,
 )
 from ._source_text import (
     function_path as function_path,

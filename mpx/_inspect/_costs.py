@@ -14,7 +14,7 @@ FLOPs are floating-point operations of the program as it is written:
 | sorts | $n \lceil \log_2 n \rceil$ |
 | FFT | $5 n \log_2 n$ per transform, half of it for real input |
 | `cholesky`, `lu`, `geqrf`, `qr`, `triangular_solve` | Golub and Van Loan, Matrix Computations, 4th edition |
-| casts, data movement, integers, random bits | 0 |
+| casts, data movement, integers, random bits, numbers of 8 bits but in products | 0 |
 
 Complex numbers count 4 times in products and twice elsewhere. What is in no table is
 not counted, and reports say so. XLA counts likewise, but counts casts and integers, too,
@@ -41,6 +41,7 @@ from jax.extend.core import JaxprEqn, Var
 from .._jax_compat import open_jaxpr
 from .._program import Flops, aval_of, count, lengths, properties, summed_numbers
 from .._typing import Atom, Aval
+from ._report import is_low
 
 
 def bits_of(dtype: Any) -> int:
@@ -116,6 +117,8 @@ def _size(aval: Aval) -> int:
 
 def _elementwise(equation: JaxprEqn) -> int:
     result = aval_of(equation.outvars[0])
+    if is_low(str(result.dtype)):  # moved, as by a select: nothing computes with them
+        return 0
     weight = max(_floats(aval_of(v)) for v in (*equation.invars, *equation.outvars))
     is_product = equation.primitive.name in ("mul", "div", "integer_pow", "square")
     return _size(result) * (2 * weight if weight == 2 and is_product else weight)

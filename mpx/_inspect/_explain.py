@@ -44,10 +44,9 @@ from ._integers import LARGEST, rounded_integers
 from ._loops import deciding_comparisons
 from ._precision import (
     dtype_name,
-    format_of,
     hides_a_program,
     is_product,
-    precision_of,
+    precision_and_format,
     uses_half,
 )
 from ._report import HALF, LOW, PART, QUANTIZES, Island, Operation, totals_of
@@ -280,8 +279,8 @@ def _operation(
 ) -> Operation:
     equation, place = visit.equation, visit.place
     entries, frames = visit.scopes, visit.frames
-    precision = precision_of(equation)
     note = innermost_note(entries)
+    precision, format = precision_and_format(equation, note, phase(entries))
     rule, reason = _decision(visit, flow, note)
     finding = _finding(visit, flow, precision) if is_mixed and note is None else ""
     if note is not None and not note.is_switched_off and is_product(equation):
@@ -309,7 +308,7 @@ def _operation(
         inputs=tuple(_type(aval_of(v)) for v in equation.invars),
         outputs=tuple(_type(aval_of(v)) for v in equation.outvars),
         precision=precision,
-        format=format_of(equation, note, phase(entries)),
+        format=format,
         rule=rule,
         reason=reason,
         finding=finding,

@@ -6,7 +6,7 @@ from jax.extend.core import JaxprEqn
 
 from .._autocast import Note
 from .._program import Flops, PrimitiveClass, aval_of, avals, properties
-from ._report import HALF
+from ._report import HALF, is_low
 
 
 def is_product(equation: JaxprEqn) -> bool:
@@ -35,16 +35,25 @@ def precision_of(equation: JaxprEqn) -> str:
     return dtype_name(found[0]) if found else ""
 
 
-def format_of(equation: JaxprEqn, note: Note | None, phase: str) -> str:
-    """The format of a product that a recipe quantizes; of all else its precision.
+def precision_and_format(
+    equation: JaxprEqn, note: Note | None, phase: str
+) -> tuple[str, str]:
+    """The dtype that an equation is computed in, and the format it counts under.
+
+    That is the same but for quantized products: see `Operation.format`.
 
     Args:
         equation: The equation.
         note: What autocast noted on it.
         phase: As in `Operation`.
     """
-    formats = note.formats if note is not None and is_product(equation) else ("", "")
-    return formats[phase == "backward"] or precision_of(equation)
+    precision = precision_of(equation)
+    if note is None or not is_product(equation) or precision in HALF:
+        return precision, precision
+    format = note.formats[phase == "backward"]
+    if format and not note.is_emulated and not is_low(precision):
+        precision = "float8"  # XLA takes the casts into the product: `_in_fp8_to_sum`
+    return precision, format or precision
 
 
 def precision_of_product(equation: JaxprEqn) -> str | None:

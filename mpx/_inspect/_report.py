@@ -40,8 +40,8 @@ class Operation:
     precision: str
     """The dtype it is computed in; `mixed` for a matmul of two dtypes."""
     format: str
-    """`FP8`, `MXFP8` or `NVFP4` for a matmul that a recipe quantizes, whatever it is
-    computed in here; otherwise its precision."""
+    """`FP8`, `MXFP8` or `NVFP4` for a quantized matmul that the target multiplies in
+    it, or that a CPU emulates for a device that does; otherwise its precision."""
     rule: str
     """The rule that decided its precision: `as written`, or one of autocast."""
     reason: str
@@ -79,7 +79,7 @@ class Operation:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether it is a quantized matmul that is computed in a wider dtype."""
+        """Whether it is a quantized matmul that a CPU computes in a wider dtype."""
         return self.format != self.precision and not is_low(self.precision)
 
     @property

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-from ._report import HALF, PART, QUANTIZES, Content, Island, Operation, is_low
+from ._report import PART, QUANTIZES, Content, Island, Operation, is_low
 from ._units import bytes_text, count_text, flops_text, share_text, short_type
 
 _BAR = 24
@@ -217,27 +217,23 @@ def headline(report: Content) -> str:
     formats = totals.flops_by_format
     low = [name for name in formats if is_low(name)]
     others = [name for name in formats if name not in low]
-    how = how_emulated(report)
+    here = emulated(report)
     shares = []
     for name in (low + others[:2]) if low else others[:1]:
         dtype = "mixed dtypes" if name == "mixed" else name
         unit = "" if shares else " of FLOPs"
         text = f"{share_text(formats[name] / totals.flops)}{unit} in {dtype}"
-        shares.append(text + (f" ({how[name]})" if name in how else ""))
+        shares.append(text + f" ({_HOW})" * (name in here))
     findings = f"{totals.findings or 'no'} finding{'s' * (totals.findings != 1)}"
     return f"{report.name}: {', '.join(shares) or 'no FLOPs'}; {findings}"
 
 
-def how_emulated(report: Content) -> dict[str, str]:
-    """How the formats are computed whose products here are emulated, in words."""
-    found: dict[str, str] = {}
-    for operation in report.operations:
-        if operation.is_emulated:
-            dtype = operation.precision
-            is_cpu = dtype not in HALF
-            how = "emulated on this CPU" if is_cpu else f"dequantized to {dtype}"
-            found.setdefault(operation.format, how)
-    return found
+def emulated(report: Content) -> list[str]:
+    """The formats whose products are emulated here."""
+    return list(dict.fromkeys(o.format for o in report.operations if o.is_emulated))
+
+
+_HOW = "emulated on this CPU"
 
 
 def _summary(report: Content, width: int | None) -> list[str]:
@@ -251,11 +247,11 @@ def _summary(report: Content, width: int | None) -> list[str]:
     flops = flops_text(totals.flops, "FLOPs")
     run = f"{count_text(totals.executed)} run, {flops}"
     add("operations", count_text(totals.operations), run)
-    how = how_emulated(report)
+    here = emulated(report)
     for name, part in totals.flops_by_format.items():
         share = part / totals.flops
         bar = "#" * round(_BAR * share)
-        add(name, share_text(share), f"{bar}  {how.get(name, '')}".rstrip())
+        add(name, share_text(share), f"{bar}  {_HOW * (name in here)}".rstrip())
     moved = bytes_text(totals.cast_bytes)
     add("casts", count_text(totals.casts), f"moving {moved}")
     kept = "?" if totals.residual_bytes is None else bytes_text(totals.residual_bytes)
@@ -300,10 +296,10 @@ def notes(report: Content) -> list[str]:
     """What a reader of the totals has to know."""
     totals = report.totals
     found = [f"the rule `{rule}` matched nothing" for rule in report.unused_rules]
-    if emulated := how_emulated(report):
-        gpu = "H100" if "FP8" in emulated else "B200"
+    if here := emulated(report):
+        gpu = "H100" if "FP8" in here else "B200"
         found.append(
-            f"{', '.join(emulated)}: emulated on this target; for another one, "
+            f"{', '.join(here)}: emulated on this target; for another one, "
             f'`mpx.autocast(..., target="{gpu}")`'
         )
     if totals.in_unknown_loops:

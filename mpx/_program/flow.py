@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from .._jax_compat import open_jaxpr
+from .._jax_compat import open_jaxpr, place_of
 from .._typing import Atom
 from .equations import SubJaxpr, sub_jaxprs
-from .source import Frame, ScopeEntry, scopes, source_frames
+from .source import Frame, ScopeEntry, frames_within, scopes
 
 F = TypeVar("F")
 
@@ -55,6 +55,8 @@ class Location:
     """How many loops around it have no trip count before they run."""
     inside: tuple[str, ...] = ()
     """The equations around it, the outermost first: `jit step`, `scan body`."""
+    function: tuple[str, int] = ("", 0)
+    """File and line of the function that the program around it was traced from."""
 
     def enter(self, equation: JaxprEqn, sub: SubJaxpr) -> "Location":
         """The location of the equations of a program inside of an equation here."""
@@ -66,11 +68,12 @@ class Location:
             self.executions * (1 if sub.trips is None else sub.trips) * sub.devices,
             self.unknown_loops + (sub.trips is None),
             (*self.inside, name),
+            place_of(sub.jaxpr),
         )
 
     def frames_of(self, equation: JaxprEqn) -> tuple[Frame, ...]:
         """The calls that led to an equation here, the outermost first."""
-        own = source_frames(equation)
+        own = frames_within(equation, self.function)
         # Those of a program inside of an equation begin where its tracing began.
         known = own[: len(self.frames)] == self.frames
         return own if known else (*self.frames, *own)

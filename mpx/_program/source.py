@@ -123,6 +123,31 @@ def has_own_lines(equation: JaxprEqn) -> bool:
     return not all(code.co_filename.startswith(_INSIDE) for code, _ in frames)
 
 
+# These evaluate programs of others, whose operations bring their lines.
+_EVALUATES = tuple(
+    os.path.join(_INSIDE[0], "_src", name) for name in ("core.py", "interpreters")
+)
+
+
+def frames_within(equation: JaxprEqn, function: tuple[str, int]) -> tuple[Frame, ...]:
+    """The calls that led to an equation from the function it was traced in.
+
+    A function of JAX, `jnp.where` or `jax.nn.gelu`, is traced once for all its callers.
+    Where that happens while something is differentiated or rewritten, its operations
+    get the line of that, which is the line of whoever came first.
+
+    Args:
+        equation: The equation.
+        function: File and line of the function, see `place_of`.
+    """
+    file, line = function
+    if file.startswith(_INSIDE[0]) and not file.startswith(_EVALUATES):
+        codes = [code for code, _ in raw_frames(equation.source_info.traceback)]
+        if not any((c.co_filename, c.co_firstlineno) == (file, line) for c in codes):
+            return ()
+    return source_frames(equation)
+
+
 def with_lines_of(
     program: Program, call: JaxprEqn, *, all_of_it: bool = False
 ) -> ClosedJaxpr:

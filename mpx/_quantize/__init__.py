@@ -46,7 +46,7 @@ from ._product import (
     PrequantizedWeight,
     quantized_product,
 )
-from ._products import Path
+from ._products import UNITS, Path
 from ._quantize import quantize, quantize_dequantize
 from ._quantizers import (
     AbstractQuantizer,

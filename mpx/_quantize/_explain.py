@@ -1,7 +1,10 @@
 """Which path the products of a linear layer take, and in which format, in words."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from ._amax import alone
@@ -9,10 +12,10 @@ from ._contraction import contractions
 from ._dequantized_product import AbstractDequantizedProduct
 from ._operands import Copies
 from ._product import AbstractProduct
-from ._products import Operand, Path, path_of_operands
+from ._products import UNITS, Operand, Path, path_of_operands
 from ._quantizers import BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from ._recipes import AbstractRecipe, Role
-from ._target import Target
+from ._target import Target, target_from
 
 _MATRICES = (((1,), (0,)), ((), ()))
 
@@ -28,38 +31,77 @@ def path_of(product: AbstractProduct) -> tuple[str, str]:
         The path ("FP8 units", "block-scaled units", "dequantized" or "emulated") and
         the reason, without a full stop.
     """
-    target, recipe = product.target, product.recipe
+    target = product.target
     if isinstance(product, AbstractDequantizedProduct):
+        reason = f"{product.plural} have no FP8 form"
         if target.platform == "cpu":
-            return Path.EMULATED.value, f"float32 {product.plural} on a CPU"
-        return Path.HALF.value, f"{product.plural} have no FP8 form"
-
-    def operands(left: Array, right: Array) -> tuple[Operand, Operand]:
-        like = product.dtype, target, alone
-        data = Copies(recipe, Role.INPUT, *like, (-1, -2)).first(left)
-        weight = Copies(recipe, Role.WEIGHT, *like, (-2, -1)).first(right)
-        return data, weight
-
-    any_matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    left, right = jax.eval_shape(operands, any_matrix, any_matrix)
-    forward = contractions(_MATRICES, 2, 2).forward
-    path = path_of_operands(left, right, forward, target)
+            reason = f"float32 {product.plural} on a CPU; {reason}"
+            return Path.EMULATED.value, reason
+        return Path.HALF.value, reason
+    path, *_ = _paths(product.recipe, product.dtype, target)
     return path.value, _reason(path, product, target)
 
 
-def formats_of(recipe: AbstractRecipe) -> tuple[str, str]:
-    """The formats of a recipe's products, forward and backward.
+def formats_of(product: AbstractProduct) -> tuple[str, str]:
+    """The formats that a product is multiplied in, forward and backward.
+
+    On its target; for a CPU, which emulates them all, on a device that the recipe is
+    for.
 
     Args:
-        recipe: The recipe.
+        product: What product, as for `path_of`.
 
     Returns:
-        "FP8", "MXFP8", "NVFP4", or two of them with "by" between; "" where an operand
-        stays in high precision.
+        "FP8", "MXFP8", "NVFP4", or two of them with "by" between; "" where it is
+        multiplied in another dtype.
     """
+    if isinstance(product, AbstractDequantizedProduct):
+        return "", ""
+    recipe, is_cpu = product.recipe, product.target.platform == "cpu"
+    devices = _DEVICES if is_cpu else (product.target,)
+    paths = [_paths(recipe, product.dtype, device) for device in devices]
+    # What a device really multiplies a gradient in, its program shows.
+    is_in = all if is_cpu else any
+    has_forward = any(one in UNITS for one, *_ in paths)
+    has_backward = any(is_in(one in UNITS for one in rest) for _, *rest in paths)
     forward = recipe.quantizer(Role.INPUT), recipe.quantizer(Role.WEIGHT)
     backward = recipe.quantizer(Role.GRADIENT), recipe.quantizer(Role.WEIGHT)
-    return _format_name(forward), _format_name(backward)
+    return (
+        _format_name(forward) if has_forward else "",
+        _format_name(backward) if has_backward else "",
+    )
+
+
+# A device of each kind that has units for a format, and the one that has most.
+_DEVICES = tuple(map(target_from, ("tpu7x", "sm_90", "sm_100")))
+
+
+@functools.lru_cache(maxsize=1024)
+def _paths(
+    recipe: AbstractRecipe, dtype: np.dtype, target: Target
+) -> tuple[Path, Path, Path]:
+    """The paths of a product of matrices and of the gradients of data and weight."""
+
+    def operands(data: Array, weight: Array, gradient: Array) -> list[list[Operand]]:
+        made = []
+        for role, x, axes in (
+            (Role.INPUT, data, (-1, -2)),
+            (Role.WEIGHT, weight, (-2, -1)),
+            (Role.GRADIENT, gradient, (-1, -2)),
+        ):
+            copies = Copies(recipe, role, dtype, target, alone, axes)
+            first = copies.first(x)
+            made.append([first, copies._second(x, None, first)])
+        return made
+
+    any_matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    x, w, g = jax.eval_shape(operands, any_matrix, any_matrix, any_matrix)
+    pairs = (x[0], w[0]), (g[0], w[1]), (x[1], g[1])
+    forward, for_data, for_weight = (
+        path_of_operands(*pair, contraction, target)
+        for pair, contraction in zip(pairs, contractions(_MATRICES, 2, 2), strict=True)
+    )
+    return forward, for_data, for_weight
 
 
 def _format_name(quantizers: tuple[object, ...]) -> str:
@@ -76,7 +118,10 @@ def _format_of(quantizer: object) -> str:
 
 def _reason(path: Path, product: AbstractProduct, target: Target) -> str:
     if path is Path.EMULATED:
-        return "float32 matmuls on a CPU"
+        best = _DEVICES[-1]
+        path, *_ = _paths(product.recipe, product.dtype, best)
+        more = "" if path in UNITS else f"; {_reason(path, product, best)}"
+        return f"float32 matmuls on a CPU{more}"
     if path is Path.FP8_UNITS:
         return f"{'cuBLASLt' if target.platform == 'cuda' else 'XLA'} on {target.name}"
     if path is Path.BLOCK_UNITS:

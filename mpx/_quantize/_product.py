@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._jax_compat import as_varying, varying_axes
+from .._jax_compat import as_varying, traced_for_all, varying_axes
 from .._typing import AnyArray, Shape
 from ._amax import Join, joined_over
 from ._array import QuantizedArray
@@ -284,6 +284,7 @@ def quantized_product(
 
 
 @functools.partial(jax.jit, static_argnames=("product", "is_differentiated"))
+@traced_for_all
 def quantized_forward(
     product: AbstractProduct,
     data: Array,
@@ -359,6 +360,7 @@ def _backward_rule(
 
 
 @functools.partial(jax.jit, static_argnames="product")
+@traced_for_all
 def quantized_backward(
     product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Besides]:

@@ -42,6 +42,10 @@ class Path(enum.Enum):
     BLOCK_UNITS = "block-scaled units"
 
 
+UNITS = (Path.FP8_UNITS, Path.BLOCK_UNITS)
+"""The paths of products that are computed with the bits of their operands."""
+
+
 def multiply(
     left: Operand,
     right: Operand,
@@ -230,8 +234,7 @@ def has_units(
     left: object, right: object, contraction: Contraction, target: Target
 ) -> bool:
     """Whether a product is computed with the bits of its operands."""
-    path = path_of_operands(left, right, contraction, target)
-    return path in (Path.FP8_UNITS, Path.BLOCK_UNITS)
+    return path_of_operands(left, right, contraction, target) in UNITS
 
 
 def apart(x: Operand, w: Operand, contracted: Axes, target: Target) -> Operand:

@@ -195,3 +195,17 @@ def test_a_program_for_a_tpu():
     x = jax.ShapeDtypeStruct((256, 256), F32, sharding=chip)
     _, text = broken(jax.jit(talks), x, host_callbacks=False)
     assert "debug_print" in text
+
+
+def test_quantized_products_of_one_shape_have_the_lines_that_call_for_them():
+    def loss(w, x):
+        x = jnp.tanh(x @ w)
+        x = jnp.tanh(x @ w)
+        return jnp.sum(x @ w)
+
+    low = jax.jit(mpx.autocast(loss, recipe=mpx.Float8CurrentScaling()))
+    ones = jnp.ones((32, 32))
+    module = _hlo.parse(low.lower(ones, ones).compile().as_text())
+    found = {x.source for x in _operations.compiled_products(module)}
+    first = loss.__code__.co_firstlineno
+    assert found == {f"{__file__}:{first + i}" for i in (1, 2, 3)}

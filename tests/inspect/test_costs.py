@@ -205,3 +205,12 @@ def test_single_operations_are_exactly_those_of_xla():
         (lambda x: conv(x, np.ones((1, 1, 3, 3), "f")), (f32(1, 1, 9, 9),)),
     ]:
         assert flops(func, *args) == xla_flops(func, *args)[0]
+
+
+def test_numbers_of_8_bits_are_moved_by_what_is_no_product():
+    def choose(take, x):
+        x = x.astype(jnp.float8_e4m3fn)
+        return jnp.where(take, x, jnp.zeros_like(x)).astype(jnp.float32)
+
+    totals = mpx.explain(choose)(jnp.ones(8, bool), jnp.ones(8)).totals
+    assert totals.flops == 0 and totals.low_flops_share == 0

@@ -11,8 +11,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 import mpx
+from mpx._inspect._table import headline
 from mpx._inspect._units import (
     bytes_text,
     count_text,
@@ -172,9 +174,70 @@ def test_products_on_units_count_under_the_same_format(recipe, name, gpu):
     assert re.search(row, quantized(recipe).table(width=None))
 
 
-def test_a_device_without_units_says_what_it_computes_in():
-    report = quantized(mpx.Float8CurrentScaling(), "A100")
-    assert "of FLOPs in FP8 (dequantized to bfloat16), " in str(report)
+@pytest.mark.parametrize("target", ["A100", "TPU v5e", "TPU v6e"])
+def test_a_device_without_units_says_what_it_computes_in(target):
+    report = quantized(mpx.Float8CurrentScaling(), target)
+    assert {o.format for o in report.operations if o.is_low} == {"bfloat16"}
+    assert report.totals.low_flops_share == 0
+    assert "FP8" not in headline(report)
+
+
+@pytest.mark.parametrize("target", ["cpu", "H100", "B200", "TPU7x"])
+def test_products_that_no_device_has_units_for_are_none_of_a_format(target):
+    """XLA has no product of blocks of 128, and so it says on a CPU, too."""
+    report = quantized(mpx.Float8BlockScaling(), target)
+    assert report.totals.low_flops_share == 0
+    (found,) = report.findings
+    assert "XLA has no fast matmul for blocks of 128" in found.reason
+
+
+def convolved(w, x):
+    x = jax.lax.conv(jnp.tanh(x), w, (1, 1), "SAME")
+    return jnp.mean(jax.lax.conv(jnp.tanh(x), w, (1, 1), "SAME"))
+
+
+def sent_to_experts(w, x):
+    x, sizes = x.reshape(128, 8), jnp.array([100, 28], jnp.int32)
+    x = jax.lax.ragged_dot(jnp.tanh(x), w.reshape(8, 8, 9)[:2], sizes)
+    return jnp.mean(jnp.sin(x) ** 2)
+
+
+NOWHERE = [
+    (convolved, mpx.DelayedScaling(), target)
+    for target in ("cpu", "H100", "B200", "TPU v5e", "TPU v6e", "TPU7x")
+] + [(sent_to_experts, mpx.MXFP8BlockScaling(), target) for target in ("cpu", "B200")]
+
+
+@pytest.mark.parametrize(("func", "recipe", "target"), NOWHERE)
+def test_what_no_device_multiplies_in_8_bits_never_counts_as_such(func, recipe, target):
+    w, x = jnp.ones((8, 8, 3, 3)), jnp.ones((2, 8, 8, 8))
+    low = mpx.autocast(func, recipe=recipe, target=target)
+    report = mpx.explain(jax.grad(low))(w, x)
+    products = [o for o in report.operations if o.is_low and o.phase == "forward"]
+    assert products and [*report.findings] == products
+    assert all("have no FP8 form" in o.reason for o in products)
+    for text in (headline(report), "".join(report.totals.flops_by_format)):
+        assert "FP8" not in text and "float8" not in text
+    assert report.totals.low_flops_share == 0
+    assert "emulated" not in report.table().partition("\n\n")[0]
+
+
+def test_a_product_whose_scales_go_in_before_it_is_in_8_bits():
+    """As one is that devices sum: XLA takes the scales into the call."""
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) @ w)
+
+    w, recipe = jnp.ones((32, 32)), mpx.Float8CurrentScaling()
+    low = mpx.autocast(loss, recipe=recipe, target="H100")
+    scaling = mpx.init_scaling(low, w, w)
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))):
+        report = mpx.explain(lambda w, s: mpx.filter_grad(low, s)(w, w))(w, scaling)
+    products = [o for o in report.operations if o.is_low]
+    assert [o.inputs[0].partition("[")[0] for o in products][2:] == ["float32"]
+    assert {o.format for o in products} == {"FP8"}
+    assert not any(o.is_emulated for o in products)
+    assert "of FLOPs in FP8, " in headline(report)
 
 
 def test_a_backward_pass_in_high_precision_is_none_of_the_format():
