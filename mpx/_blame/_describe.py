@@ -181,6 +181,8 @@ def _reason(cause: Cause, kind: str, above: float | None) -> str:
         return "an index is out of bounds, which gives NaN"
     if kind == "nan" and _divides(step):
         return "zero divided by zero" if any(o.zeros for o in operands) else ""
+    if _divides(step) and any(o.zeros for o in operands):
+        return "a division by zero"  # some of them of zeros
     return _domain(step, operands, made)
 
 

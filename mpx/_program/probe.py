@@ -226,6 +226,8 @@ def _in_checkpoint(held: _Held) -> _Results:
     made = held.traced(sub, _typed(held.operands))
     jaxpr, constants = constants_as_inputs(made.closed)
     params = {**held.equation.params, "jaxpr": open_jaxpr(jaxpr)}
+    if isinstance(cuts := params["prevent_cse"], tuple):  # for each operand
+        params["prevent_cse"] = (False,) * len(constants) + cuts
     changed = held.equation.replace(params=params)
     arrays = bind_equation(changed, *constants, *(v.array for v in held.operands))
     results, records = made.divided(arrays)
