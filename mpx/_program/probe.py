@@ -42,6 +42,7 @@ from .._typing import AnyArray, Atom, Aval, Program
 from .equations import (
     SubJaxpr,
     aval_of,
+    checkpoint_params,
     constants_as_inputs,
     program_of,
     sub_jaxprs,
@@ -225,9 +226,7 @@ def _in_checkpoint(held: _Held) -> _Results:
     (sub,) = held.subs
     made = held.traced(sub, _typed(held.operands))
     jaxpr, constants = constants_as_inputs(made.closed)
-    params = {**held.equation.params, "jaxpr": open_jaxpr(jaxpr)}
-    if isinstance(cuts := params["prevent_cse"], tuple):  # for each operand
-        params["prevent_cse"] = (False,) * len(constants) + cuts
+    params = checkpoint_params(held.equation.params, jaxpr, len(constants))
     changed = held.equation.replace(params=params)
     arrays = bind_equation(changed, *constants, *(v.array for v in held.operands))
     results, records = made.divided(arrays)
