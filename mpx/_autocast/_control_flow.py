@@ -22,10 +22,15 @@ from .._jax_compat import (
     bind_equation,
     composite_parameter,
     named_as,
-    open_jaxpr,
     shard_map_axes,
 )
-from .._program import constants_as_inputs, distinct_equations, program_of, properties
+from .._program import (
+    checkpoint_params,
+    constants_as_inputs,
+    distinct_equations,
+    program_of,
+    properties,
+)
 from .._quantize import QuantizedArray
 from .._recipe_state import Slots, StateOperands, StepValues
 from .._typing import AnyArray, Program
@@ -244,7 +249,8 @@ def rewrite_call(case: Case) -> list[Value]:
 
 def rewrite_remat(case: Case) -> list[Value]:
     """A checkpointed program, with its policy; also one that was differentiated."""
-    jaxpr, policy = (case.equation.params[name] for name in ("jaxpr", "policy"))
+    params = case.equation.params
+    jaxpr, policy = params["jaxpr"], params["policy"]
     state, place = _state_for(case, jaxpr), case.place
     if case.run.uses.recipes and policy is not None:
         policy = Saving(policy, len(place.saving))
@@ -253,8 +259,8 @@ def rewrite_remat(case: Case) -> list[Value]:
     closed, facts = _rewritten(case._replace(place=place), jaxpr, state)
     jaxpr, constants = constants_as_inputs(closed)
     arrays = [*constants, *(v.as_operand for v in case.operands), *state.arrays]
-    params = {"jaxpr": open_jaxpr(jaxpr), "policy": policy}
-    return bind_with_program(case.equation, params, facts, arrays)
+    params = checkpoint_params(params, jaxpr, len(constants), len(state.arrays))
+    return bind_with_program(case.equation, {**params, "policy": policy}, facts, arrays)
 
 
 def rewrite_shard_map(case: Case) -> list[Value]:

@@ -19,7 +19,7 @@ def is_number(aval: object) -> bool:
 
 
 def badness_of(x: AnyArray, above: ScalarLike | None = None) -> Array:
-    """1 if an array holds what is bad, 0 if not, as an int32.
+    """2 if an array holds NaN, 1 if anything else that is bad, 0 if not, as an int32.
 
     Args:
         x: The array.
@@ -36,10 +36,11 @@ def badness_of(x: AnyArray, above: ScalarLike | None = None) -> Array:
             limit = jnp.broadcast_to(jnp.asarray(above, wide.dtype), wide.shape)
             # Not `>`, of which NaN is false.
             is_bad = ~(jax.lax.abs(wide) <= limit)
+        level = is_bad.astype(jnp.int32) + jax.lax.ne(part, part).astype(jnp.int32)
         # A maximum: XLA:CPU has no `or` of integers over devices (jaxlib 0.10.2,
         # 2026-11).
-        axes = tuple(range(is_bad.ndim))
-        found |= jax.lax.reduce_max(is_bad.astype(jnp.int32), axes=axes)
+        axes = tuple(range(level.ndim))
+        found = jnp.maximum(found, jax.lax.reduce_max(level, axes=axes))
     return found
 
 

@@ -236,12 +236,15 @@ def _culprits(step: StepOf, replay: Replay, above: float | None) -> tuple[Culpri
 def _each_once(culprits: list[Culprit]) -> tuple[Culprit, ...]:
     """Culprits without those of the same operation, line and weight as one before.
 
-    A literal is in the forward pass, and a copy of it in the derivative. Without a line
-    nothing is known to be the same.
+    A literal is in the forward pass, and a copy of it in the derivative, where NaN may
+    be made of it. Without a line nothing is known to be the same.
     """
     kept: dict[object, Culprit] = {}
+    given = {c.line: c for c in culprits if c.primitive in ("constant", "select_n")}
     for number, culprit in enumerate(culprits):
         key: object = number
+        if given.get(culprit.made_at, culprit) is not culprit:
+            continue  # made of what is told anyway
         if culprit.line and culprit.primitive != "input":
             is_constant = culprit.primitive == "constant"
             weights = () if is_constant else culprit.parameters

@@ -38,13 +38,15 @@ def culprit_of(
         above: What counts as large, if that was asked for.
     """
     step, entries, frames = cause.step, (), ()
-    if step is not None:
-        entries = (*step.place.scopes, *scopes(step.equation))
-        frames = step.place.frames_of(step.equation)
+    at = cause.scope if step is None else step
+    if at is not None:
+        entries = (*at.place.scopes, *scopes(at.equation))
+        frames = at.place.frames_of(at.equation)
     note = innermost_note(entries)
     primitive = computed = step.primitive if step is not None else "input"
     if not cause.results:
-        primitive = computed = "input" if step is None else "constant"
+        is_constant = cause.value in cause.graph.constants
+        primitive = computed = "constant" if is_constant else "input"
     elif note is not None and note.primitive:
         primitive = note.primitive
     index = input_of(cause) if not cause.results else None
@@ -101,11 +103,14 @@ def _inside(cause: Cause) -> Iterator[str]:
 def _maker(cause: Cause) -> Step | None:
     """The operation that made what an operation cannot take.
 
-    Of a cast a number that does not fit, of a division or a logarithm a zero.
+    Of a cast a number that does not fit, of a division or a logarithm a zero, of what
+    makes NaN of an infinity that infinity.
     """
     graph, step = cause.graph, cause.step
     if step is None or not cause.results:
         return None
+    if cause.meant_by is not None:
+        return cause.meant_by
     if step.primitive != _CAST:
         return _zero_maker(cause, step)
     return graph.makers.get(graph.source(step.operands[0]))
@@ -139,7 +144,7 @@ def _kind(made: Sequence[Range]) -> str:
 
 def _of_zero(cause: Cause, maker: Step | None) -> str:
     step = cause.step
-    if maker is None or step is None or step.primitive == _CAST:
+    if maker is None or step is None or step.primitive == _CAST or cause.meant_by:
         return ""
     dtype = cause.graph.aval(maker.results[0]).dtype
     what = "rounded to" if maker.primitive in ("add", "sub") else "underflowed to"
@@ -149,7 +154,8 @@ def _of_zero(cause: Cause, maker: Step | None) -> str:
 def _reason(cause: Cause, kind: str, above: float | None) -> str:
     step = cause.step
     if step is None or not cause.results:
-        what = "an input of the step" if step is None else "a constant"
+        is_constant = cause.value in cause.graph.constants
+        what = "a constant" if is_constant else "an input of the step"
         is_finite = above is not None and not any(one.bad for one in cause.made)
         how = f"above {above:g}" if is_finite else "not finite"
         return f"it is {what} that is {how}"
@@ -167,13 +173,26 @@ def _reason(cause: Cause, kind: str, above: float | None) -> str:
         if step.primitive in _LOGARITHMS:
             return "the logarithm of zero"
         return f"the result does not fit in {result.dtype} (largest {largest:.5g})"
+    if cause.meant_by is not None:
+        return _OF_INFINITIES.get(step.primitive, "it makes NaN of infinities")
+    if step.primitive == "select_n":
+        return f"its condition chooses a constant that is {kind}"
+    if step.primitive == "gather" and not any(o.bad for o in operands):
+        return "an index is out of bounds, which gives NaN"
     if kind == "nan" and _divides(step):
         return "zero divided by zero" if any(o.zeros for o in operands) else ""
+    if _divides(step) and any(o.zeros for o in operands):
+        return "a division by zero"  # some of them of zeros
     return _domain(step, operands, made)
 
 
 _CAST = "convert_element_type"
 _LOGARITHMS = ("log", "log2", "log1p")
+_OF_INFINITIES = {
+    "sub": "infinity minus infinity",
+    "mul": "zero times infinity",
+    "div": "infinity divided by infinity",
+}
 
 
 def _divides(step: Step) -> bool:

@@ -39,6 +39,7 @@ class Scope:
     Attributes:
         outer: The scope that its equation stands in; None in the whole program.
         equation: The equation that holds it.
+        place: What is around that.
         sub: The program.
         number: Its place in the order of the program, as that of a step.
         length: How many turns there are; None if it is no loop, or not known.
@@ -51,6 +52,7 @@ class Scope:
 
     outer: "Scope | None"
     equation: JaxprEqn
+    place: Location
     sub: SubJaxpr
     number: int
     length: int | None
@@ -235,6 +237,13 @@ class Graph:
             yield from scope.outside(position, index)
         for scope, position in self.leaves.get(value, ()):
             yield from scope.inside(position, index)
+            if scope.primitive == "cond":
+                yield scope.operands[0], index
+
+    def scope_that_gives(self, value: int) -> Scope | None:
+        """The program that gives a value that no operation in it made; None if none."""
+        scopes = (scope for left in self.leaves.values() for scope, _ in left)
+        return next((scope for scope in scopes if value in scope.outputs), None)
 
     def reaching(self, values: Iterable[int]) -> set[int]:
         """All values that some values depend on, in whatever turn."""
@@ -320,7 +329,7 @@ class Graph:
             inputs = [self._new(aval_of(v)) for v in sub.jaxpr.invars]
             known = (len(self.steps), self._length(equation, sub), branch)
             ends = (operands, results, inputs, [])
-            scope = Scope(outer, equation, sub, *known, *ends)
+            scope = Scope(outer, equation, place, sub, *known, *ends)
             self.whiles += [scope] if is_while else []
             inner = place.enter(equation, sub)
             scope.outputs[:] = self._open(sub.jaxpr, sub.consts, inputs, scope, inner)

@@ -39,7 +39,7 @@ class Seen:
     Attributes:
         ends: For each result of the program whether it is bad.
         records: By the number of an operation what is known of its results, and of a
-            region of its operands behind them: whether they are bad, and of a region
+            region of its operands behind them: what `badness_of` gives, and of a region
             what `measured` gives. The axes are devices, turns, values, and these.
     """
 
@@ -48,9 +48,16 @@ class Seen:
 
     def bad(self, step: Step, index: Index) -> set[int] | None:
         """The values of an operation that are bad on any device; None if not seen."""
+        return self._at_least(1, step, index)
+
+    def nan(self, step: Step, index: Index) -> set[int]:
+        """Those of an operation that hold NaN on any device."""
+        return self._at_least(2, step, index) or set()
+
+    def _at_least(self, level: int, step: Step, index: Index) -> set[int] | None:
         if step.number not in self.records:
             return None
-        found = self.records[step.number][:, *index, :, 0].any(axis=0)
+        found = self.records[step.number][:, *index, :, 0].max(axis=0) >= level
         values = (*step.results, *step.operands)
         return {values[i] for i in np.flatnonzero(found)}
 
@@ -260,7 +267,7 @@ class _Recorder(_Counting):
         above: float | None,
     ) -> None:
         super().__init__(graph)
-        self._makers, self._constants = graph.makers, iter(graph.constants)
+        self._makers = graph.makers
         self._cures, self._looks, self._above = cures, looks, above
         self._found: Records = {}
 
@@ -270,10 +277,6 @@ class _Recorder(_Counting):
             return x
         large = _NEAR if value in self._makers else _FAR
         return cured(jnp.asarray(x), self._cures[value], large)
-
-    def held(self, array: AnyArray) -> AnyArray:
-        """A constant, cured perhaps."""
-        return self.cure(next(self._constants), array)
 
     def compute(self, equation: JaxprEqn, arrays: Sequence[AnyArray]) -> list[AnyArray]:
         """The results, cured perhaps, once they were looked at."""

@@ -5,7 +5,7 @@ a few that are stored anyway, those that products make. That leaves a *region*: 
 operations between values that are good and the first that is bad. A second run looks at
 all of these.
 
-A value that is bad may be harmless: a mask of -inf is, of which softmax makes zeros. So
+A value that is bad may be harmless: the root of a negative number that nobody reads. So
 nothing is judged by looking at values alone. A value is cured, and what is bad in the
 results then shows whether it was the cause.
 """
@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from .._dtypes import full_precision_of
-from .._program import PrimitiveClass, properties, reachable
-from ._badness import Range, is_number, range_of
-from ._graph import Graph, Index, Instance, Step, is_same_numbers
+from .._program import PrimitiveClass, properties
+from ._badness import Range, range_of
+from ._beginnings import Beginnings, large_constants, order
+from ._graph import Graph, Index, Instance, Scope, Step
 from ._record import Runs, Seen, is_measured
 
 # A program of fewer operations is a region as a whole.
@@ -45,6 +45,9 @@ class Cause:
         made: The ranges of results; that of the input or constant.
         devices: The devices on which it is bad.
         zeros: For values around it how many zeros they held.
+        meant_by: Of NaN made of an infinity that the program holds on purpose the
+            operation that is given it.
+        scope: Of a constant that no operation uses the program that gives it.
     """
 
     graph: Graph
@@ -56,6 +59,8 @@ class Cause:
     ranges: tuple[Range, ...] = ()
     devices: tuple[int, ...] = ()
     zeros: dict[int, float] = dataclasses.field(default_factory=dict)
+    meant_by: Step | None = None
+    scope: Scope | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +84,9 @@ class Search:
         """
         graph, above = self.graph, self.runs.above
         bad = zip(graph.inputs, self.runs.bad_inputs(), strict=True)
-        sites = [v for v in graph.constants if self._is_bad_constant(v)]
-        sites += [value for value, is_bad in bad if is_bad]
+        sites = [value for value, is_bad in bad if is_bad]
+        if above is not None:
+            sites = [*large_constants(graph, above), *sites]
         region = frozenset(graph.steps if len(graph.steps) <= _FEW else ())
         run = self._recorded(sites, region)
         before = run(())
@@ -108,13 +114,14 @@ class Search:
         """The results of concern that are bad."""
         return self.concern & frozenset(np.flatnonzero(seen.ends).tolist())
 
-    def _is_bad_constant(self, value: int) -> bool:
-        aval, above = self.graph.aval(value), self.runs.above
-        if not is_number(aval):
-            return False
-        wide = np.asarray(self.graph.constants[value], full_precision_of(aval.dtype))
-        limit = np.finfo(wide.dtype).max if above is None else above
-        return not np.all(np.abs(wide) <= limit)
+    @functools.cached_property
+    def _constants(self) -> frozenset[int]:
+        """The constants that are not finite; none with a limit: each is told anyway."""
+        above = self.runs.above
+        return frozenset(large_constants(self.graph, above) if above is None else ())
+
+    def _begin(self, seen: Seen) -> Beginnings:
+        return Beginnings(self.graph, seen, self._constants)
 
     def _held(self, values: Sequence[int]) -> list[Cause]:
         """Causes that no operation made: constants and inputs."""
@@ -125,7 +132,9 @@ class Search:
         for value in values:
             users = graph.users.get(value, []) if value in graph.constants else []
             held = [range_of(graph.aval(v), sizes[v]) for v in (value,) if v in sizes]
-            causes.append(Cause(graph, next(iter(users), None), value, tuple(held)))
+            first = next(iter(users), None)
+            scope = graph.scope_that_gives(value) if first is None else None
+            causes.append(Cause(graph, first, value, tuple(held), scope=scope))
         return causes
 
     def _recorded(
@@ -165,109 +174,37 @@ class Search:
             region: The operations that it looks into.
             ends: What is bad in the end.
         """
-        first: list[Cause] = []
+        graph, first = self.graph, list[Cause]()
         for _ in range(_ROUNDS):
-            wanted = self._region(seen, ends)
-            if not wanted:
-                return first
+            wanted = self._begin(seen).region(ends)
             if not wanted <= region:
                 region = frozenset(wanted)
                 run = self._recorded(cured, region)
             seen = run(cured)
-            roots = self._roots(seen, ends)
-            steps = list(roots)[:_TRIED]
+            begun = self._begin(seen).of(ends)
+            turns = begun.made or begun.given
+            steps = list(turns)[:_TRIED]
             if not steps:
-                return first
+                return first or self._held(begun.held[:_NAMED])
             if self.runs.above is not None:
-                return [self._cause(step, roots[step], seen) for step in steps[:_NAMED]]
+                return [self._cause(step, turns[step], seen) for step in steps[:_NAMED]]
             judged, healthy = self._judged(run, cured, steps)
-            causes = [
-                self._cause(step, roots[step], seen) for step in judged or steps[:1]
-            ]
+            told = [(step, turns[step]) for step in judged or steps[:1]]
             left = self._ends(healthy)
-            if judged or not left:
-                return causes[:_NAMED]
-            # They are harmless: what is bad is so without them.
-            first = first or causes
             cured = [*cured, *(v for step in steps for v in step.results)]
-            seen, ends = healthy, [(self.graph.outputs[i], ()) for i in sorted(left)]
+            ends = [(graph.outputs[i], ()) for i in sorted(left)]
+            if judged and left:
+                # What is bad of constants without them, too.
+                given = self._begin(healthy).of(ends).given
+                also, _ = self._judged(run, cured, list(given)[:_TRIED])
+                told += [(step, given[step]) for step in also]
+                told.sort(key=lambda one: order(graph, *one))
+            causes = [self._cause(*one, seen) for one in told[:_NAMED]]
+            if judged or not left:
+                return causes
+            # They are harmless: what is bad is so without them.
+            first, seen = first or causes, healthy
         return first
-
-    def _region(self, seen: Seen, ends: Iterable[Instance]) -> set[Step]:
-        """The operations where something bad began that reached the ends.
-
-        From values that are known not to be bad to the first that is. Of several such
-        regions the first few.
-        """
-        found: list[set[tuple[Step, Index]]] = []
-
-        def bad_before(end: Instance) -> list[Instance]:
-            region, before = self._between(seen, end)
-            if region and not before:
-                found.append(region)
-            return before
-
-        reachable(ends, bad_before)
-        found.sort(key=lambda region: max(self._order(*one) for one in region))
-        return {step for region in found[:_NAMED] for step, _ in region}
-
-    def _between(
-        self, seen: Seen, end: Instance
-    ) -> tuple[set[tuple[Step, Index]], list[Instance]]:
-        """The operations from values that are known to one, and the bad ones of these.
-
-        Those that only move numbers are none of them.
-        """
-        region: set[tuple[Step, Index]] = set()
-        before: list[Instance] = []
-
-        def unknown_before(one: Instance) -> Iterable[Instance]:
-            value, index = one
-            step = self.graph.makers.get(value)
-            bad = None if step is None else seen.bad(step, index)
-            if bad is not None and value not in bad:
-                return ()
-            if bad is not None and one != end:
-                before.append(one)
-                return ()
-            if step is not None and not is_same_numbers(step):
-                region.add((step, index))
-            return self.graph.origins(value, index)
-
-        reachable([end], unknown_before)
-        return region, before
-
-    def _roots(self, seen: Seen, ends: Iterable[Instance]) -> dict[Step, Index]:
-        """The operations whose results are bad though their operands are not.
-
-        As far as they reach the ends, the first one first, each in its first turn.
-        """
-        found: list[tuple[Step, Index]] = []
-
-        def bad_origins(one: Instance) -> Iterable[Instance]:
-            value, index = one
-            step = self.graph.makers.get(value)
-            bad = None if step is None else seen.bad(step, index)
-            origins = self.graph.origins(value, index)
-            if bad is not None and value not in bad:
-                return ()
-            if step is None or bad is None or not seen.is_of_region(step):
-                return origins
-            reached = [origin for origin in origins if origin[0] in bad]
-            if not reached:
-                found.append((step, index))
-            return reached
-
-        reachable(ends, bad_origins)
-        roots: dict[Step, Index] = {}
-        for step, index in sorted(found, key=lambda one: self._order(*one)):
-            roots.setdefault(step, index)
-        return roots
-
-    def _order(self, step: Step, index: Index) -> tuple[bool, tuple[int, ...]]:
-        """What is bad in the forward pass comes before what is in the backward pass."""
-        is_backward = self.graph.forward.isdisjoint(step.results)
-        return is_backward, step.order(index)
 
     def _judged(
         self,
@@ -293,7 +230,11 @@ class Search:
         return found, healthy
 
     def _cause(self, step: Step, index: Index, seen: Seen) -> Cause:
-        graph = self.graph
+        graph, begin = self.graph, self._begin(seen)
+        constant = begin.constant_of(step, index)
+        if constant is not None:
+            (held,) = self._held([constant])
+            return dataclasses.replace(held, step=step, index=index)
         bad = [v for v in step.results if v in (seen.bad(step, index) or ())]
         devices = seen.devices(step, index)
         sizes: dict[int, np.ndarray] = {}
@@ -316,6 +257,7 @@ class Search:
             ranges,
             tuple(devices) if on_devices else (),
             {v: float(size[-1]) for v, size in sizes.items()},
+            begin.meant_by(step, index),
         )
 
 

@@ -11,6 +11,7 @@ from .equations import (
     SubJaxpr,
     aval_of,
     avals,
+    checkpoint_params,
     constants_as_inputs,
     count,
     distinct_equations,

@@ -345,6 +345,19 @@ def constants_as_inputs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Sequence[AnyA
     return jax.make_jaxpr(program)(*types, *closed.in_avals), closed.consts
 
 
+def checkpoint_params(
+    params: dict[str, Any], program: ClosedJaxpr, before: int, after: int = 0
+) -> dict[str, Any]:
+    """The parameters of a checkpoint of a program that has more operands.
+
+    `prevent_cse` may be a tuple of one entry for each operand.
+    """
+    cuts = params["prevent_cse"]
+    if isinstance(cuts, tuple):
+        cuts = (*(False,) * before, *cuts, *(False,) * after)
+    return {**params, "jaxpr": open_jaxpr(program), "prevent_cse": cuts}
+
+
 def run_by(
     bind: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
     closed: ClosedJaxpr,

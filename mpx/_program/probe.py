@@ -42,6 +42,7 @@ from .._typing import AnyArray, Atom, Aval, Program
 from .equations import (
     SubJaxpr,
     aval_of,
+    checkpoint_params,
     constants_as_inputs,
     program_of,
     sub_jaxprs,
@@ -85,7 +86,7 @@ def _run(
     place: Location,
 ) -> _Results:
     jaxpr = open_jaxpr(program)
-    held = [Tagged(probe.held(x), probe.constant(x)) for x in consts]
+    held = [Tagged(x, probe.constant(x)) for x in consts]
     values = dict(zip(jaxpr.constvars, held, strict=True))
     values.update(zip(jaxpr.invars, inputs, strict=True))
     probe.meet([*held, *inputs])
@@ -93,7 +94,7 @@ def _run(
 
     def read(atom: Atom) -> Tagged:
         if isinstance(atom, Literal):
-            return Tagged(probe.held(atom.val), probe.constant(atom.val))
+            return Tagged(atom.val, probe.constant(atom.val))
         return values[atom]
 
     for equation in jaxpr.eqns:
@@ -227,7 +228,7 @@ def _in_checkpoint(held: _Held) -> _Results:
     (sub,) = held.subs
     made = held.traced(sub, _typed(held.operands))
     jaxpr, constants = constants_as_inputs(made.closed)
-    params = {**held.equation.params, "jaxpr": open_jaxpr(jaxpr)}
+    params = checkpoint_params(held.equation.params, jaxpr, len(constants))
     changed = held.equation.replace(params=params)
     arrays = bind_equation(changed, *constants, *(v.array for v in held.operands))
     results, records = made.divided(arrays)

@@ -55,10 +55,6 @@ class Probe(abc.ABC):
         """The results of an operation; those of its primitive unless overridden."""
         return bind_equation(equation, *arrays)
 
-    def held(self, array: AnyArray) -> AnyArray:
-        """What stands in the place of a literal, or of an array of the program."""
-        return array
-
     def turns(self, equation: JaxprEqn) -> int | None:
         """At most how often a `while` loop turns, to stack its records; None: joins."""
         return None

@@ -7,6 +7,7 @@ operation, line and scope are to be named.
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -149,7 +150,10 @@ def backward(plant: Plant) -> Callable[[Any, Any], Any]:
 
 
 def line_of(function: Callable[..., Any], text: str = "return") -> str:
-    """The line of a function that begins with a text, as reports have it."""
+    """The line of a function that begins or ends with a text, as reports have it."""
     lines, first = inspect.getsourcelines(function)
-    (number,) = (i for i, line in enumerate(lines) if line.strip().startswith(text))
-    return f"tests/blame/plants.py:{first + number}"
+    stripped = [line.strip() for line in lines]
+    found = (line.startswith(text) or line.endswith(text) for line in stripped)
+    (number,) = (i for i, is_found in enumerate(found) if is_found)
+    file = Path(inspect.getfile(function)).name
+    return f"tests/blame/{file}:{first + number}"

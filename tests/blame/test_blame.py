@@ -12,6 +12,7 @@ import mpx
 from tests.helpers import slow_but, unchecked_annotations
 
 from . import corpus
+from .plants import line_of
 
 FAULTS = corpus.faults(10, seed=1)
 del FAULTS[3:5]  # others are like them
@@ -54,7 +55,10 @@ def test_a_mask_is_named_where_all_of_a_row_is_masked():
     assert step(w, x, mask).verdict is mpx.reports.Verdict.NOTHING
     report = step(w, x, jnp.full_like(mask, -jnp.inf))
     assert report.verdict is mpx.reports.Verdict.DATA
-    assert report.first.primitive in ("input", "constant")
+    assert report.first.primitive == "sub" and "jax.nn.softmax" in report.first.code
+    assert report.first.reason == "infinity minus infinity"
+    assert report.first.made_by == "select_n"
+    assert report.first.made_at == line_of(masked_loss, "seen")
 
 
 def test_a_weight_that_is_not_finite_is_named():

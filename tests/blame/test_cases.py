@@ -87,9 +87,9 @@ def test_rows_of_a_ragged_product_that_nobody_wrote(mask):
         assert report.verdict is mpx.reports.Verdict.NOTHING
         return
     assert report.verdict is mpx.reports.Verdict.DATA
-    assert report.first.primitive == "constant"
-    line = line_of(uninitialised, "return").rpartition(":")[2]
-    assert report.first.line == f"tests/blame/test_cases.py:{line}"
+    assert report.first.primitive == "select_n"
+    assert report.first.reason == "its condition chooses a constant that is nan"
+    assert report.first.line == line_of(uninitialised)
 
 
 def test_a_value_that_is_finite_and_too_large_is_named_on_request():
