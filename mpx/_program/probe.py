@@ -225,8 +225,7 @@ def _typed(values: Sequence[Tagged]) -> list[tuple[Aval, object]]:
 
 def _in_checkpoint(held: _Held) -> _Results:
     """A checkpoint stays one, so that nothing in it is merged with what was before."""
-    (sub,) = held.subs
-    made = held.traced(sub, _typed(held.operands))
+    made = held.traced(held.subs[0], _typed(held.operands))
     jaxpr, constants = constants_as_inputs(made.closed)
     params = checkpoint_params(held.equation.params, jaxpr, len(constants))
     changed = held.equation.replace(params=params)
