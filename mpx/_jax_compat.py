@@ -221,8 +221,9 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 def named_as(closed: ClosedJaxpr, original: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     """A program that says it was traced from the function that another one was."""
-    info = open_jaxpr(original).debug_info
-    return ClosedJaxpr(open_jaxpr(closed).replace(debug_info=info), closed.consts)
+    jaxpr, place = open_jaxpr(closed), open_jaxpr(original).debug_info.func_src_info
+    info = jaxpr.debug_info._replace(func_src_info=place)  # it has its own operands
+    return ClosedJaxpr(jaxpr.replace(debug_info=info), closed.consts)
 
 
 def raw_frames(traceback: object) -> list[tuple[types.CodeType, int]]:
