@@ -228,6 +228,18 @@ def test_a_remat_keeps_its_policy_and_saves_in_half_precision(inputs):
     assert remat.params["policy"] is policy and not remat.params["prevent_cse"]
 
 
+def test_a_remat_may_say_of_each_operand_whether_it_is_a_barrier(inputs):
+    """And its state and what it closes over are operands of ours beside these."""
+    w, x = inputs
+    func = jax.checkpoint(
+        lambda w, x: layer(w, x) + x[:1, :1], prevent_cse=(True, False)
+    )
+    loss = lambda w, x: jnp.sum(func(w, x))  # noqa: E731
+    made = mpx.autocast(loss, recipe=mpx.DelayedScaling())
+    scaling = mpx.init_scaling(made, w, x)
+    assert jnp.isfinite(mpx.filter_value_and_grad(made, scaling)(w, x).value)
+
+
 def test_branches_agree_on_their_dtypes(inputs):
     """In half precision where nothing but products reads what they give."""
     w, x = inputs
