@@ -71,7 +71,8 @@ class Culprit:
     reason: str
     """The cause as text."""
     made_by: str
-    """For a value that overflows a format, the operation that made it, else ""."""
+    """The operation that made what this one cannot take: a number that overflows a
+    format, a rounded zero, the infinity of a mask; else ""."""
     made_at: str
     """The line of that operation."""
 

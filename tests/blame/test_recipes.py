@@ -6,6 +6,7 @@ several programs: one of each kind runs always, the rest before a release.
 
 import itertools
 
+import jax.numpy as jnp
 import pytest
 
 import mpx
@@ -45,3 +46,20 @@ def test_what_a_recipe_breaks_is_named(fault, recipe, target):
     assert report.verdict is mpx.reports.Verdict.PRECISION
     assert first.line == line_of(fault, "# here")
     assert first.primitive not in ("constant", "input")
+
+
+def equal_products(w, x):
+    h = x @ w["first"]
+    h = h @ w["second"]  # here
+    return jnp.mean(h.astype(jnp.float32))
+
+
+@pytest.mark.slow
+def test_of_products_of_one_shape_the_one_that_overflows_is_named():
+    w = {"first": jnp.eye(32), "second": jnp.full((32, 32), 100.0)}
+    loss = mpx.autocast(equal_products, "float16", recipe=RECIPES["current"])
+    x = jnp.full((32, 32), 100.0)
+    scaling = mpx.init_scaling(loss, w, x).with_loss(mpx.StaticLossScaling(1.0))
+    first = mpx.blame(loss, scaling)(w, x).first
+    assert first.line == line_of(equal_products, "# here")
+    assert first.primitive == "dot_general" and first.parameters == ("['second']",)
