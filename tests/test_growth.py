@@ -27,8 +27,8 @@ pytestmark = pytest.mark.third_party
 LAYERS = 10, 20, 300
 RECIPES: dict[str, Callable[[], Any]] = {
     "no recipe": lambda: None,
-    "delayed scaling": mpx.DelayedScaling,
     "current scaling": mpx.Float8CurrentScaling,
+    "delayed scaling": mpx.DelayedScaling,
     "MXFP8": mpx.MXFP8BlockScaling,
     "NVFP4": mpx.NVFP4BlockScaling,
 }
@@ -129,10 +129,11 @@ def growth(recipe: str) -> dict[str, tuple[int, ...]]:
     """The counts of each number of layers, with a state that takes little time."""
 
     def of(number: int) -> dict[str, int]:
+        jax.clear_caches()  # of the layers of the size before
         x = jax.ShapeDtypeStruct((8, 32), jnp.float32)
         return counts(layers_of(number, 32), x, RECIPES[recipe](), optax.sgd(0.1))
 
-    of(2)  # what is done once per shape
+    of(LAYERS[0])  # what is imported, and done once
     each = [of(n) for n in LAYERS]
     return {name: tuple(c[name] for c in each) for name in each[0]}
 
@@ -144,7 +145,14 @@ def per_layer(counts: tuple[int, ...], sizes: tuple[int, ...] = LAYERS) -> list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["no recipe", "delayed scaling"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "no recipe",
+        "current scaling",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in list(RECIPES)[2:]),
+    ],
+)
 def test_of_300_layers_each_costs_what_one_of_20_does(recipe):
     for name, found in growth(recipe).items():
         few, many = per_layer(found)
@@ -187,20 +195,25 @@ def tool_calls(tool: str, number: int) -> int:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_takes_a_layer_of_many_as_it_takes_one_of_few(tool):
     tool_calls(tool, 2)
-    sizes = 4, 8, 32
+    sizes = 4, 8, 20
     found = tuple(tool_calls(tool, n) for n in sizes)
     few, many = per_layer(found, sizes)
     assert many <= ABOUT_EQUAL * few, found
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_weight_of_ten_million_numbers_costs_what_a_small_one_does(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "optimizer"),
+    [("no recipe", ADAM), *((x, optax.sgd(0.1)) for x in list(RECIPES)[1:])],
+    ids=RECIPES,
+)
+def test_a_weight_of_ten_million_numbers_costs_what_a_small_one_does(recipe, optimizer):
     """Traced and lowered without the numbers: what grew would stand in the program."""
     few, many = (
         counts(
             layers_of(1, width),
             jax.ShapeDtypeStruct((32, width), jnp.float32),
             RECIPES[recipe](),
+            optimizer,
         )
         for width in (128, 3168)  # 16,384 and 10,036,224: fewer are not compressed
     )
