@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
@@ -58,7 +57,7 @@ from ._recipe_call import (
     refuse_low,
     weight_of_recipe,
 )
-from ._unscaled_rules import may_see_scale
+from ._unscaled_rules import may_see_scale, run_as_written
 
 _REWRITES = {
     **_control_flow.REWRITES,
@@ -240,7 +239,7 @@ def call_as_written(
     if scale is None and any(map(may_see_scale, rules)):
         raise StepAsked
     if scale is None or not rules:
-        results = core.jaxpr_as_fun(closed)(*call.arrays)
+        results = run_as_written(closed, call.arrays)
     else:
         settings = Settings(dtype=np.dtype(np.float16), is_enabled=False)
         run = Run(settings, _REWRITES, Uses.of(settings), scale=scale)

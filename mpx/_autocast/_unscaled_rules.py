@@ -16,6 +16,7 @@ which a rule may hide: it clips infinity, or replaces NaN. Then all that it retu
 NaN, so that the step is skipped. At a scale of 1 it is the rule's own business.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,16 +27,24 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._ambient_record import ambient
-from .._jax_compat import bind_equation, open_jaxpr
+from .._jax_compat import (
+    bind_equation,
+    equation_context,
+    open_jaxpr,
+    own_source_lines,
+    place_of,
+)
 from .._loss_scaling import StaticLossScaling
 from .._program import (
     Frame,
     PrimitiveClass,
     avals,
     is_inexact,
+    is_inside,
     is_ours,
     is_proportional,
     program_of,
+    run_by,
     widened,
 )
 from .._recipe_state import StepAsked
@@ -44,6 +53,8 @@ from .._typing import AnyArray
 from ._context import FULL
 from ._decide import Choice, Reason
 from ._notes import noted
+
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 def is_settled(equation: JaxprEqn, unsettled: Callable[..., Any]) -> bool:
@@ -76,6 +87,27 @@ def ask_for_scale(closed: ClosedJaxpr, count: int) -> None:
     if not here.gives_scale or here.is_tracing or is_proportional(closed, count):
         return
     raise StepAsked
+
+
+def run_as_written(closed: ClosedJaxpr, arrays: Sequence[AnyArray]) -> list[AnyArray]:
+    """Runs a program; what rules compute has their lines.
+
+    JAX gives it that of the call of the function, whose rule it traces only now (jax
+    0.10 to 0.12), as it always does in a jit or a loop.
+    """
+    calls = [e for e in closed.eqns if e.primitive.name in _WITH_RULES]
+    places = {id(e): place_of(open_jaxpr(program_of(e)))[0] for e in calls}
+    own = {call for call, file in places.items() if not is_inside(file)}
+    if not own:
+        return core.jaxpr_as_fun(closed)(*arrays)
+
+    def bind(equation: JaxprEqn, operands: list[AnyArray]) -> Sequence[AnyArray]:
+        with equation_context(equation), contextlib.ExitStack() as stack:
+            if id(equation) in own:
+                stack.enter_context(own_source_lines())
+            return bind_equation(equation, *operands)
+
+    return list(map(run_by(bind, closed, arrays), closed.jaxpr.outvars))
 
 
 def may_see_scale(equation: JaxprEqn) -> bool:

@@ -54,6 +54,7 @@ from .source import (
     Span,
     data_of,
     data_scope,
+    is_inside,
     is_library,
     is_ours,
     line_of,

@@ -120,7 +120,12 @@ _INSIDE = tuple(
 def has_own_lines(equation: JaxprEqn) -> bool:
     """Whether code of neither JAX nor mpx is among the calls that led to it."""
     frames = raw_frames(equation.source_info.traceback)
-    return not all(code.co_filename.startswith(_INSIDE) for code, _ in frames)
+    return not all(is_inside(code.co_filename) for code, _ in frames)
+
+
+def is_inside(file: str) -> bool:
+    """Whether a file is of JAX or of mpx."""
+    return file.startswith(_INSIDE)
 
 
 # These evaluate programs of others, whose operations bring their lines.

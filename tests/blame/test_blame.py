@@ -26,6 +26,13 @@ def test_what_is_planted_is_named(fault):
     assert max(map(len, str(report).splitlines())) <= 100
 
 
+def test_a_rule_has_its_own_lines_where_the_casts_are_explicit():
+    """They are run from a program, for which JAX gives rules the line of the call."""
+    named = "large_factor | custom_jvp | forward | explicit float16"
+    fault = next(f for f in corpus.faults(40, seed=0) if named in f.name)
+    assert fault.mistakes(fault.step().blame()) == []
+
+
 def test_without_a_fault_nothing_is_named():
     (fault,) = corpus.faults(1, seed=2)
     report = fault.step(with_fault=False).blame()
