@@ -17,6 +17,7 @@ NaN, so that the step is skipped. At a scale of 1 it is the rule's own business.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ def is_settled(equation: JaxprEqn, unsettled: Callable[..., Any]) -> bool:
         unsettled: The function of mpx that stands for one of a user's.
     """
     info = open_jaxpr(program_of(equation)).debug_info.func_src_info
-    code = unsettled.__code__
+    code = inspect.unwrap(unsettled).__code__  # types may be checked around it
     place = f"{code.co_filename}:{code.co_firstlineno}"
     name, _, found = info.partition(" at ")
     is_own = is_ours(Frame(found.rpartition(":")[0], 0, 0, name))
