@@ -93,8 +93,8 @@ def ask_for_scale(closed: ClosedJaxpr, count: int) -> None:
 def run_as_written(closed: ClosedJaxpr, arrays: Sequence[AnyArray]) -> list[AnyArray]:
     """Runs a program; what rules compute has their lines.
 
-    JAX gives it that of the call of the function, whose rule it traces only now (jax
-    0.10 to 0.12), as it always does in a jit or a loop.
+    JAX gives it that of the call of the function, whose rule it traces only now, as it
+    always does in a jit or a loop.
     """
     calls = [e for e in closed.eqns if e.primitive.name in _WITH_RULES]
     places = {id(e): place_of(open_jaxpr(program_of(e)))[0] for e in calls}
