@@ -240,7 +240,8 @@ def _each_once(culprits: list[Culprit]) -> tuple[Culprit, ...]:
     be made of it. Without a line nothing is known to be the same.
     """
     kept: dict[object, Culprit] = {}
-    given = {c.line: c for c in culprits if c.primitive in ("constant", "select_n")}
+    holders = [c for c in culprits if c.primitive in ("constant", "select_n")]
+    given = {c.line: c for c in holders if c.line}
     for number, culprit in enumerate(culprits):
         key: object = number
         if given.get(culprit.made_at, culprit) is not culprit:

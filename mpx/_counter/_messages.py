@@ -85,7 +85,7 @@ def _of(
     times: int,
     devices: int,
 ) -> Iterator[Message]:
-    given = "".join(shapes.get(name, "") + " " for name in instruction.operands)
+    given = " ".join(shapes[name] for name in instruction.operands)
     group = _group(instruction.line) or devices
     for array in ARRAY.finditer(given):
         size = bytes_of_shape(array[0])

@@ -1,10 +1,13 @@
 """A constant that is not finite is there on purpose: what is made of it is named."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import mpx
+from mpx._blame._blame import _each_once
 
 from .plants import line_of
 
@@ -126,3 +129,11 @@ def test_a_checkpoint_that_says_of_each_operand_whether_it_is_a_barrier():
 
     first = blamed(loss, jnp.zeros((4, 4))).first
     assert (first.primitive, first.reason) == ("log", "the logarithm of zero")
+
+
+def test_without_lines_an_operation_is_not_taken_for_what_a_constant_makes():
+    report = blamed(lambda w: jnp.sum(1 / (w * 0.0)))
+    assert report.first is not None
+    division = dataclasses.replace(report.first, line="", made_at="")
+    constant = dataclasses.replace(division, primitive="constant")
+    assert _each_once([constant, division]) == (constant, division)
