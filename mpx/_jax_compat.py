@@ -23,6 +23,9 @@ from jax.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
+# Since jaxlib 0.11 XLA's CPU compiler sums some products of bfloat16 in bfloat16.
+NEEDS_CPU_FORM = jax.__version_info__ >= (0, 11)
+
 
 def manual_axes() -> tuple[str, ...]:
     """The mesh axes over which the code being traced runs once per device.

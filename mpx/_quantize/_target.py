@@ -6,11 +6,15 @@ that of the mesh in force, otherwise JAX's default device.
 """
 
 import dataclasses
+import functools
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+
+from .._jax_compat import NEEDS_CPU_FORM
 
 # (words of JAX's device kind or of NVIDIA's product name, compute capability), from
 # NVIDIA's list of CUDA GPUs; the first match holds. Devices report their capability
@@ -40,6 +44,7 @@ _TPUS |= {"6e": " v6e", "6lite": " v6e"}
 _TPUS |= {"7": "7x", "7x": "7x"}
 _KNOWN = (
     '"cpu"',
+    '"cpu amx"',
     *(f'"{name}"' for name, _ in _GPUS),
     'CUDA compute capabilities such as "sm_90"',
     *(f'"tpu {name}"' for name in ("v2", "v3", "v4", "v5e", "v5p", "v6e")),
@@ -55,12 +60,23 @@ class Target:
         platform: As `jax.lax.platform_dependent` names it: "cpu", "cuda" or "tpu"; or
             another one, of which nothing is known.
         name: What it is called in words.
-        capability: CUDA's compute capability, or a TPU's generation and 0.
+        capability: CUDA's compute capability, or a TPU's generation and 0; of a CPU
+            with AMX's units for bfloat16 (1, 0).
     """
 
     platform: str
     name: str
     capability: tuple[int, int] = (0, 0)
+
+    @property
+    def wants_cpu_form(self) -> bool:
+        """Whether bfloat16 products are emitted in the form of `_cpu_form`.
+
+        With jax 0.10 it costs a CPU without units a quarter of a product. Since jax
+        0.11 it costs nothing, and without it some sums are in bfloat16.
+        """
+        has_units = self.capability >= (1, 0)
+        return self.platform == "cpu" and (has_units or NEEDS_CPU_FORM)
 
     @property
     def has_fp8_units(self) -> bool:
@@ -86,6 +102,17 @@ class Target:
 
 
 CPU = Target("cpu", "cpu")
+CPU_WITH_UNITS = Target("cpu", "cpu amx", (1, 0))
+
+
+@functools.cache
+def this_cpu() -> Target:
+    """The CPU of this machine, as Linux tells; elsewhere one without units."""
+    try:
+        words = pathlib.Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        words = []
+    return CPU_WITH_UNITS if "amx_bf16" in words else CPU
 
 
 def target_from(value: object) -> Target:
@@ -110,7 +137,7 @@ def read_target(
     nothing), make no difference.
 
     Args:
-        value: "cpu"; "sm_90" and the like; the name of a GPU, "H100" or "NVIDIA H100
+        value: "cpu", with AMX "cpu amx"; "sm_90" and the like; the name of a GPU, "H100" or "NVIDIA H100
             80GB HBM3"; "tpu v5e", "v5e", "TPU v5 lite", "tpu7x" and the like.
         argument: What was given, for messages.
         among: The names that are possible here; all if left out.
@@ -129,8 +156,9 @@ def read_target(
 
 def _from_name(name: str) -> Target | None:
     words = re.sub(r"[\s_-]+", " ", name.lower()).strip()
-    if words == "cpu":
-        return CPU
+    for cpu in (CPU, CPU_WITH_UNITS):
+        if words == cpu.name:
+            return cpu
     if match := re.fullmatch(r"sm ?(\d+)(\d)[af]?", words):
         capability = (int(match[1]), int(match[2]))
         return Target("cuda", f"sm_{match[1]}{match[2]}", capability)
@@ -148,7 +176,9 @@ def _from_name(name: str) -> Target | None:
 def _from_mesh() -> Target | None:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kind = getattr(device, "device_kind", None)
-    return None if kind is None else _from_name(kind)
+    if kind is None:
+        return None
+    return this_cpu() if kind.lower() == "cpu" else _from_name(kind)
 
 
 def _from_default_device() -> Target:
@@ -166,4 +196,6 @@ def target_of(device: Any) -> Target:
         name = f"sm_{match[1]}{match[2]}"
         return Target("cuda", name, (int(match[1]), int(match[2])))
     kind = device.device_kind
+    if device.platform == "cpu":
+        return this_cpu()
     return _from_name(kind) or Target(device.platform, kind)
