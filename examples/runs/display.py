@@ -30,7 +30,7 @@ FILE_WIDTH = 100
 UNKNOWN = "unknown"
 
 ON_A_CPU = (
-    "This was a CPU{ratios}. Some CPUs have units for bfloat16 (`python -m mpx doctor`), "
+    "This was a CPU{ratios}. Some have units for bfloat16 (`python -m mpx doctor`), "
     "none for float16 or FP8: those show losses and skipped steps. Step memory is that "
     "of the programs compiled for this CPU, not what a GPU or TPU needs."
 )
