@@ -38,10 +38,6 @@ if "cuda" in os.environ["JAX_PLATFORMS"]:
 _XLA = importlib.metadata.version("jaxlib")
 if _XLA.startswith("0.10."):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-# XLA:CPU leaves bfloat16 products to a library, turns some around, and then sums these
-# in bfloat16 (docs/numerics.md, "On a CPU"). Without the library all add up in float32.
-if _XLA.startswith(("0.11.", "0.12.")):
-    _FLAGS.append("--xla_cpu_experimental_ynn_fusion_type=")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 # Of two collectives that wait for nothing, XLA:CPU begins both at once. Each wants a
 # thread of every device, and of as many threads as devices, or cores, either may get

@@ -6,8 +6,8 @@ sum of products, one for each place of its window:
     y[b, o, n] = sum over k, c of x[b, o * stride + k * dilation, c] * w[k, c, n]
 
 or one product for each place of its result, which are few in the gradient of a weight;
-or a single one, where windows touch and do not overlap. Which forms win is measured:
-docs/contributing/internals.md, "Products on a CPU".
+or a single one, where windows touch and do not overlap. Which forms win was measured:
+benchmarks/NOTES.md, "Convolutions on a CPU".
 """
 
 import itertools

@@ -150,6 +150,7 @@ def test_doctor_says_what_is_here(capsys):
     ("name", "fast"),
     [
         ("cpu", []),
+        ("cpu bf16", ["bfloat16"]),
         ("v100", ["float16"]),
         ("a100", ["float16", "bfloat16"]),
         ("h100", ["float16", "bfloat16", "FP8"]),

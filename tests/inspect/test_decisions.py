@@ -221,3 +221,16 @@ def test_a_product_that_is_quantized_without_units_is_a_finding(target, is_found
     assert [o.primitive for o in report.findings] == ["dot_general"] * is_found
     for finding in report.findings:
         assert finding.finding == "quantized, but computed without hardware for it"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target", "is_found"),
+    [("float16", "cpu", True), ("float16", "sm_90", False), ("bfloat16", "cpu", False)],
+)
+def test_float16_on_a_cpu_is_one_finding(dtype, target, is_found):
+    func = jax.grad(
+        mpx.autocast(lambda w, x: loss(w, loss(w, x)), dtype, target=target)
+    )
+    report = mpx.explain(func)(W, X)
+    found = [o for o in report.operations if o.finding.startswith("float16 on a CPU")]
+    assert len(found) == is_found

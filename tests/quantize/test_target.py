@@ -1,5 +1,6 @@
 """Targets: what names mean, what is chosen without one, and which path follows."""
 
+import pathlib
 import types
 
 import jax
@@ -10,12 +11,13 @@ import mpx
 from mpx._ambient_record import settings_of
 from mpx._forecast._views import Forecast
 from mpx._quantize import Target, path_of, target_from
-from mpx._quantize._target import target_of
+from mpx._quantize._target import target_of, this_cpu
 from mpx.quantization import AbstractRecipe, Role, TensorQuantizer
 from tests.quantize.linear_cases import CPU, matrix_product
 
 SPELLINGS = {
     ("cpu", "cpu", (0, 0)): ["cpu", "CPU", " cpu "],
+    ("cpu bf16", "cpu", (1, 0)): ["cpu bf16", "CPU-BF16"],
     ("sm_90", "cuda", (9, 0)): ["sm_90", "sm_90a", "SM-90", "sm90"],
     ("sm_103", "cuda", (10, 3)): ["SM_103"],
     ("h100", "cuda", (9, 0)): ["H100", "h100", "NVIDIA H100 80GB HBM3", "nvidia-h100"],
@@ -77,9 +79,30 @@ def test_every_argument_takes_every_spelling():
 
 
 def test_without_a_name_it_is_the_default_device():
-    assert target_from(None) == CPU
+    assert target_from(None) == this_cpu()
     with jax.default_device(jax.devices()[1]):
-        assert target_from(None) == CPU
+        assert target_from(None) == this_cpu()
+
+
+@pytest.mark.parametrize(
+    ("told", "has_units"),
+    [
+        ("vendor_id : GenuineIntel\nflags : fpu amx_bf16 amx_int8", True),
+        ("vendor_id : AuthenticAMD\nflags : fpu avx512_bf16", True),
+        ("vendor_id : GenuineIntel\nflags : fpu avx512_bf16", False),
+        ("vendor_id : AuthenticAMD\nflags : fpu avx512f", False),
+        ("Features : fp asimd", False),
+        (None, False),  # no Linux
+    ],
+)
+def test_a_cpu_with_units_is_known_by_what_linux_says(monkeypatch, told, has_units):
+    def read(path):
+        if told is None:
+            raise FileNotFoundError(path)
+        return told
+
+    monkeypatch.setattr(pathlib.Path, "read_text", read)
+    assert this_cpu.__wrapped__().name == ("cpu bf16" if has_units else "cpu")
 
 
 def test_a_device_tells_its_capability():
