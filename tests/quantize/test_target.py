@@ -13,7 +13,7 @@ from mpx._forecast._views import Forecast
 from mpx._quantize import Target, path_of, target_from
 from mpx._quantize._target import target_of, this_cpu
 from mpx.quantization import AbstractRecipe, Role, TensorQuantizer
-from tests.quantize.linear_cases import CPU, matrix_product
+from tests.quantize.linear_cases import matrix_product
 
 SPELLINGS = {
     ("cpu", "cpu", (0, 0)): ["cpu", "CPU", " cpu "],
