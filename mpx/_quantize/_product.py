@@ -34,6 +34,7 @@ from .._typing import AnyArray, Shape
 from ._amax import Join, joined_over
 from ._array import QuantizedArray
 from ._casting import beside_amax
+from ._on_cpu import as_bits, as_numbers
 from ._operands import Copies, kernel_of
 from ._products import Operand, stored
 from ._recipes import AbstractRecipe, Role
@@ -318,7 +319,10 @@ def quantized_forward(
     y = product._forward(x, w, extra, shapes)
     kept_data, kept_weight = second_of_data(x), second_of_weight(w)
     if not product._has_units(x, w):
-        y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
+        waiting = stored(product.target, y, kept_data, kept_weight)
+        y, kept_data, kept_weight = waiting
+    if product.target.platform == "cpu":
+        kept_data, kept_weight = as_bits((kept_data, kept_weight))
     kept = Residuals(
         kept_data,
         kept_weight,
@@ -364,7 +368,7 @@ def _backward_rule(
 def quantized_backward(
     product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Besides]:
-    g = product._read(g, kept.extra)
+    kept, g = as_numbers(kept), product._read(g, kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
     of_gradient = product._copies(Role.GRADIENT, kept.step, kept.extra)
     for_data, second = of_gradient.begin(g, scale)
