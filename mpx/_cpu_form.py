@@ -8,6 +8,8 @@ bfloat16 (jaxlib 0.10.2 to 0.12.0.1, November 2026). A second contracted axis, o
 number, keeps the copy: XLA brings a product of more than two axes into order.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,14 +20,20 @@ DimensionNumbers = tuple[
 
 
 def multiply_to_float32(
-    left: jax.Array, right: jax.Array, dimension_numbers: DimensionNumbers
+    left: jax.Array,
+    right: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """The float32 product of two bfloat16 operands, in the form for CPUs.
 
     Args:
         left: The left operand.
         right: The right operand.
-        dimension_numbers: Those of `jax.lax.dot_general`.
+        dimension_numbers: As of `jax.lax.dot_general`, like what follows.
+        precision: How exactly to multiply.
+        out_sharding: Where the result lies.
     """
     (lc, rc), (lb, rb) = dimension_numbers
     first = left.ndim - len(lc)
@@ -36,5 +44,10 @@ def multiply_to_float32(
         left = jnp.expand_dims(left, left.ndim)
         right = jnp.expand_dims(right, right.ndim)
     return lax.dot_general(
-        left, right, ((lc, rc), (lb, rb)), preferred_element_type=jnp.float32
+        left,
+        right,
+        ((lc, rc), (lb, rb)),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
     )

@@ -16,10 +16,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.ad_checkpoint
 from jax.core import AbstractValue
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.interpreters import ad
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var
+from jax.interpreters import ad, partial_eval
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
@@ -99,6 +100,39 @@ def bind_equation(equation: JaxprEqn, *operands: object) -> list[Any]:
     params = primitive.get_bind_params(equation.params)
     results = primitive.bind(*operands, **params)
     return list(results) if primitive.multiple_results else [results]
+
+
+def answer_policies_for(primitive: Primitive, known: Primitive) -> None:
+    """Has policies of `jax.checkpoint` asked about a primitive as if it were another.
+
+    They know JAX's products by identity. A result that a policy would move to the
+    memory of the host is kept where it is.
+    """
+
+    def rule(policy: Any, unknown: Any, is_made: Any, equation: JaxprEqn) -> Any:
+        operands = zip(equation.invars, is_made, strict=True)
+        missing = [v for v, made in operands if isinstance(v, Var) and not made]
+        if any(unknown):
+            return None, equation, [True], [True], missing
+        avals = [v.aval for v in equation.invars]
+        answer = policy(known, *avals, **equation.params)
+        if answer and answer is not jax.ad_checkpoint.Recompute:
+            return equation, None, [False], [False], []
+        return equation, equation, [False], [True], missing
+
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def permuted_sharding(aval: Any, order: Sequence[int]) -> Any:
+    """The sharding that a type says, of an array whose axes are in another order.
+
+    None without a mesh.
+    """
+    sharding = aval.sharding
+    if sharding.mesh.empty:
+        return None
+    entries = tuple(sharding.spec[axis] for axis in order)
+    return sharding.update(spec=sharding.spec.update(partitions=entries))
 
 
 def with_weak_type(x: jax.Array, is_weak: bool) -> jax.Array:

@@ -48,6 +48,7 @@ from ._context import (
     stream,
 )
 from ._convert import converted
+from ._cpu_products import for_cpu
 from ._decide import Case, Choice, Reason, apply_rules, choose
 from ._demand import Demand, Wanted, demands_of
 from ._lookup import finds_one_in_each_row, look_up
@@ -371,7 +372,7 @@ def _emit_operation(case: Case, choice: Choice) -> list[Value]:
         for v, atom in zip(case.operands, equation.invars, strict=True)
     ]
     if choice.dtype is not None and properties(case.name).kind is PrimitiveClass.HALF:
-        return _product(equation, arrays, choice.dtype)
+        return _product(case, arrays, choice.dtype)
     if case.name in SCATTERS:
         bound = [scatter(equation, arrays)]
     else:
@@ -388,19 +389,17 @@ def _origin_of_all(values: list[Value]) -> Origin:
     return Origin.WEIGHT if Origin.WEIGHT in origins else CONSTANT
 
 
-def _product(
-    equation: JaxprEqn, arrays: list[AnyArray], dtype: np.dtype
-) -> list[Value]:
+def _product(case: Case, arrays: list[AnyArray], dtype: np.dtype) -> list[Value]:
     """A product of operands in half precision, or of float32 ones.
 
     Half precision comes out where half precision goes in. A product of half precision
     operands that gives float32 would have backward products of float32 with half
     precision operands, and XLA's CPU compiler (jaxlib 0.10.2) knows not all of them.
     """
-    params = dict(equation.params)
+    params = dict(case.equation.params)
     if params.get("preferred_element_type") is not None:
         params["preferred_element_type"] = dtype
-    equation = equation.replace(params=params)
+    equation = for_cpu(case, case.equation.replace(params=params), arrays)
     is_sparse = properties(equation.primitive.name).is_sparse and dtype != FULL
     bind = sum_in_float32 if is_sparse else bind_equation
     return list(map(computed, bind(equation, *arrays)))

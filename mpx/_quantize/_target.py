@@ -137,8 +137,8 @@ def read_target(
     nothing), make no difference.
 
     Args:
-        value: "cpu", with AMX "cpu amx"; "sm_90" and the like; the name of a GPU, "H100" or "NVIDIA H100
-            80GB HBM3"; "tpu v5e", "v5e", "TPU v5 lite", "tpu7x" and the like.
+        value: "cpu", or "cpu amx" with AMX; "sm_90" and the like; the name of a GPU,
+            "H100" or "NVIDIA H100 80GB HBM3"; "tpu v5e", "TPU v5 lite", "tpu7x" ...
         argument: What was given, for messages.
         among: The names that are possible here; all if left out.
 
