@@ -59,7 +59,7 @@ class AbstractDequantizedProduct(AbstractProduct):
     def _backward(
         self, kept: Residuals, for_data: Operand, for_weight: Operand, shape: Shape
     ) -> tuple[Array, Array]:
-        for_data, for_weight = stored(self.target, for_data, for_weight)
+        for_data, for_weight = stored(for_data, for_weight)
         data = kept.data, kept.like_data.shape
         weight = kept.weight, kept.like_weight.shape
         to_data = functools.partial(self._for_data, kept)

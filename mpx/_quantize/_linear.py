@@ -100,7 +100,7 @@ class LinearProduct(AbstractProduct):
         left, right = self._ordered(kept.data, kept.weight)
         for_left, for_right = self._ordered(for_data, for_weight)
         if not has_units(for_left, right, numbers.for_left, self.target):
-            for_left, for_right = stored(self.target, for_left, for_right)
+            for_left, for_right = stored(for_left, for_right)
         product = functools.partial(
             multiply, target=self.target, half=self.dtype, is_backward=True
         )

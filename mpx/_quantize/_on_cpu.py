@@ -7,7 +7,7 @@
   is no NaN.
 * Arrays of 8-bit floats that are only moved it widens: a loop that writes one into a
   stack widens and narrows all of the stack, in each iteration. So what waits for the
-  backward pass are the bits, as integers.
+  backward pass are the bits, as integers; of bfloat16, too, with jaxlib 0.10.
 
 Measured with jaxlib 0.10.2 and 0.12.0.1, November 2026.
 """
@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from .._jax_compat import WIDENS_STACKS
 from ._arithmetic import EXACT, Arithmetic
 from ._format import Format
 from ._noise import Key
@@ -101,7 +102,7 @@ def _codes(x: Array, format: Format) -> Array:
 
 
 class Bits(eqx.Module):
-    """Numbers of 8 bits as integers.
+    """Floating numbers as integers.
 
     Attributes:
         bits: The integers.
@@ -113,12 +114,14 @@ class Bits(eqx.Module):
 
 
 def as_bits(tree: PyTree) -> PyTree:
-    """A tree with `Bits` in the place of floating arrays of 8 bits."""
+    """A tree with `Bits` for floating arrays that a loop on a CPU would widen."""
 
     def convert(x: Array) -> Array | Bits:
-        if x.dtype.itemsize > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        is_narrow = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+        if not is_narrow and not (WIDENS_STACKS and x.dtype == jnp.bfloat16):
             return x
-        return Bits(lax.bitcast_convert_type(x, jnp.uint8), x.dtype)
+        unsigned = np.dtype(f"uint{8 * x.dtype.itemsize}")
+        return Bits(lax.bitcast_convert_type(x, unsigned), x.dtype)
 
     return jax.tree.map(convert, tree)
 

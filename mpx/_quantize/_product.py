@@ -318,11 +318,12 @@ def quantized_forward(
     x = beside_amax(product.target, x, data_amax)
     y = product._forward(x, w, extra, shapes)
     kept_data, kept_weight = second_of_data(x), second_of_weight(w)
-    if not product._has_units(x, w):
-        waiting = stored(product.target, y, kept_data, kept_weight)
-        y, kept_data, kept_weight = waiting
     if product.target.platform == "cpu":
+        # Without a barrier, a weight that all iterations of a scan share is quantized
+        # once, before it. What makes bits of integers XLA does not leave out.
         kept_data, kept_weight = as_bits((kept_data, kept_weight))
+    elif not product._has_units(x, w):
+        y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
     kept = Residuals(
         kept_data,
         kept_weight,

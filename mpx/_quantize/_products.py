@@ -30,7 +30,6 @@ from ._block_units import have_block_form, in_blocks
 from ._contraction import Axes, Contraction, padded
 from ._format import Format
 from ._groups import GroupedArray
-from ._on_cpu import as_bits, as_numbers
 from ._target import Target
 
 Operand = QuantizedArray | GroupedArray | Array
@@ -298,7 +297,7 @@ def apart(x: Operand, w: Operand, contracted: Axes, target: Target) -> Operand:
     return dataclasses.replace(x, payload=payload)
 
 
-def stored(target: Target, *arrays: PyTree) -> tuple[PyTree, ...]:
+def stored(*arrays: PyTree) -> tuple[PyTree, ...]:
     """Operands that wait for a product, in the few bits that they have.
 
     Where nothing computes with these bits, the compiler sees an array that is rounded,
@@ -306,13 +305,7 @@ def stored(target: Target, *arrays: PyTree) -> tuple[PyTree, ...]:
     two and keep the wide array. And it would make an operand of the backward pass when
     that comes, and keep for it what it is made from: so a result that goes in here
     comes out when the operands are there.
-
-    Args:
-        target: The device.
-        *arrays: Operands and results.
     """
-    if target.platform == "cpu":
-        return as_numbers(lax.optimization_barrier(as_bits(arrays)))
     return lax.optimization_barrier(arrays)
 
 
