@@ -318,11 +318,10 @@ def quantized_forward(
     x = beside_amax(product.target, x, data_amax)
     y = product._forward(x, w, extra, shapes)
     kept_data, kept_weight = second_of_data(x), second_of_weight(w)
-    if product.target.platform == "cpu":
-        # Without a barrier, a weight that all iterations of a scan share is quantized
-        # once, before it. What makes bits of integers XLA does not leave out.
-        kept_data, kept_weight = as_bits((kept_data, kept_weight))
-    elif not product._has_units(x, w):
+    # XLA leaves out no bits that are made of integers, so a CPU needs no barrier; and
+    # without one JAX 0.10 quantizes a weight that all iterations of a scan share once.
+    is_on_cpu = product.target.platform == "cpu"
+    if not is_on_cpu and not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
     kept = Residuals(
         kept_data,
@@ -334,7 +333,7 @@ def quantized_forward(
         like_data,
         like_weight,
     )
-    return y, kept
+    return y, as_bits(kept) if is_on_cpu else kept
 
 
 def _primal(product: AbstractProduct, *given: Any) -> Array:
