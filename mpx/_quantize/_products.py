@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from .._cpu_form import multiply_to_float32
+from .._cpu_products import multiply_to_float32
 from ._array import QuantizedArray
 from ._block_units import have_block_form, in_blocks
 from ._contraction import Axes, Contraction, padded

@@ -139,7 +139,7 @@ def quantized(recipe, target="cpu"):
     return mpx.explain(jax.grad(func))([x, x], x)
 
 
-@pytest.mark.parametrize("target", ["cpu", "cpu amx"])
+@pytest.mark.parametrize("target", ["cpu", "cpu bf16"])
 @pytest.mark.parametrize(("recipe", "name", "gpu"), LOW)
 def test_emulated_products_count_under_the_format_of_their_recipe(
     recipe, name, gpu, target

@@ -153,7 +153,7 @@ IN_BFLOAT16, IN_FLOAT32 = ["bfloat16"] * 3, ["float32"] * 3
     ],
 )
 def test_operands_are_bfloat16_where_that_is_exact(recipe, dtype, found):
-    assert operands(recipe, dtype, "cpu amx") == found
+    assert operands(recipe, dtype, "cpu bf16") == found
 
 
 def test_a_layer_has_the_same_gradients_in_bfloat16_and_in_float32():

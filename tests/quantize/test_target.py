@@ -115,8 +115,8 @@ def _weights_only(role: Role, for_wgrad: bool):
     ("recipe", "target", "path", "why"),
     [
         (BLOCKS, "cpu", "emulated", "float32 matmuls on a CPU"),
-        (BLOCKS, "cpu amx", "emulated", "float32 matmuls on a CPU"),
-        (CURRENT, "cpu amx", "emulated", "bfloat16 matmuls on a CPU"),
+        (BLOCKS, "cpu bf16", "emulated", "float32 matmuls on a CPU"),
+        (CURRENT, "cpu bf16", "emulated", "bfloat16 matmuls on a CPU"),
         (CURRENT, "sm_90", "FP8 units", "cuBLASLt on sm_90"),
         (mpx.DelayedScaling(), "sm_89", "FP8 units", "cuBLASLt on sm_89"),
         (CURRENT, "tpu7x", "FP8 units", "XLA on tpu7x"),
