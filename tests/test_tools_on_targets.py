@@ -17,6 +17,7 @@ import pytest
 
 import mpx
 from mpx._counter import TARGETS as CHIPS, why_missing
+from mpx._quantize import target_from
 
 RECIPES = {
     "none": None,
@@ -141,7 +142,8 @@ def test_explain_knows_the_dtype_and_the_share_of_a_product(recipe, target):
     assert first.flops == 2 * ROWS * INPUTS * HIDDEN
     assert last.flops == 2 * ROWS * HIDDEN * OUTPUTS
     assert first.flops / (first.flops + last.flops) == 0.8
-    elsewhere = "float32" if target == "cpu" else "bfloat16"
+    is_wide = target == "cpu" and not target_from(target).wants_cpu_form
+    elsewhere = "float32" if is_wide else "bfloat16"
     dtype = UNITS.get((recipe, target), elsewhere)
     assert first.precision == dtype and first.is_low == (recipe != "none")
     assert all(kind.startswith(f"{dtype}[") for kind in first.inputs[:2])

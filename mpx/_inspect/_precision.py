@@ -48,7 +48,9 @@ def precision_and_format(
         phase: As in `Operation`.
     """
     precision = precision_of(equation)
-    if note is None or not is_product(equation) or precision in HALF:
+    if note is None or not is_product(equation):
+        return precision, precision
+    if precision in HALF and not note.is_emulated:
         return precision, precision
     format = note.formats[phase == "backward"]
     if format and not note.is_emulated and not is_low(precision):

@@ -30,6 +30,7 @@ from ._blocks import Axes, split
 from ._format import Format
 from ._hadamard import BLOCK, rotation
 from ._noise import Key
+from ._on_cpu import arithmetic_of
 from ._quantizers import AbstractQuantizer, Asked, NVFP4Quantizer
 from ._rounding import flushed, round_finite, to_integers
 from ._target import Target
@@ -54,7 +55,8 @@ def amax_of(target: Target, x: Array, axes: Axes | None = None) -> Array:
         x: The numbers; what is subnormal in float32 counts as zero.
         axes: Those to take the maximum over; all if left out.
     """
-    x, exact = x.astype(jnp.float32), functools.partial(EXACT.largest, axis=axes)
+    x = x.astype(jnp.float32)
+    exact = functools.partial(arithmetic_of(target).largest, axis=axes)
     if not target.rounds_to_fp8:
         return flushed(exact(x))
     here = functools.partial(CAST.largest, axis=axes)

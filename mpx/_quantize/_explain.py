@@ -1,6 +1,7 @@
 """Which path the products of a linear layer take, and in which format, in words."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from ._contraction import contractions
 from ._dequantized_product import AbstractDequantizedProduct
 from ._operands import Copies
 from ._product import AbstractProduct
-from ._products import UNITS, Operand, Path, path_of_operands
+from ._products import UNITS, Operand, Path, emulated_in, path_of_operands
 from ._quantizers import BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from ._recipes import AbstractRecipe, Role
 from ._target import Target, target_from
@@ -76,11 +77,24 @@ def formats_of(product: AbstractProduct) -> tuple[str, str]:
 _DEVICES = tuple(map(target_from, ("tpu7x", "sm_90", "sm_100")))
 
 
-@functools.lru_cache(maxsize=1024)
 def _paths(
     recipe: AbstractRecipe, dtype: np.dtype, target: Target
 ) -> tuple[Path, Path, Path]:
     """The paths of a product of matrices and of the gradients of data and weight."""
+    forward, for_data, for_weight = (
+        path_of_operands(*pair, contraction, target)
+        for pair, contraction in zip(
+            _pairs(recipe, dtype, target), contractions(_MATRICES, 2, 2), strict=True
+        )
+    )
+    return forward, for_data, for_weight
+
+
+@functools.lru_cache(maxsize=1024)
+def _pairs(
+    recipe: AbstractRecipe, dtype: np.dtype, target: Target
+) -> tuple[tuple[Any, Any], ...]:
+    """The operands of these products, as shapes."""
 
     def operands(data: Array, weight: Array, gradient: Array) -> list[list[Operand]]:
         made = []
@@ -96,12 +110,7 @@ def _paths(
 
     any_matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     x, w, g = jax.eval_shape(operands, any_matrix, any_matrix, any_matrix)
-    pairs = (x[0], w[0]), (g[0], w[1]), (x[1], g[1])
-    forward, for_data, for_weight = (
-        path_of_operands(*pair, contraction, target)
-        for pair, contraction in zip(pairs, contractions(_MATRICES, 2, 2), strict=True)
-    )
-    return forward, for_data, for_weight
+    return (x[0], w[0]), (g[0], w[1]), (x[1], g[1])
 
 
 def _format_name(quantizers: tuple[object, ...]) -> str:
@@ -121,7 +130,8 @@ def _reason(path: Path, product: AbstractProduct, target: Target) -> str:
         best = _DEVICES[-1]
         path, *_ = _paths(product.recipe, product.dtype, best)
         more = "" if path in UNITS else f"; {_reason(path, product, best)}"
-        return f"float32 matmuls on a CPU{more}"
+        forward, *_ = _pairs(product.recipe, product.dtype, target)
+        return f"{emulated_in(*forward, target)} matmuls on a CPU{more}"
     if path is Path.FP8_UNITS:
         return f"{'cuBLASLt' if target.platform == 'cuda' else 'XLA'} on {target.name}"
     if path is Path.BLOCK_UNITS:

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ._amax import Join
+from ._arithmetic import EXACT
 from ._array import QuantizedArray
 from ._blocks import Axes
 from ._casting import CAST, CAST_OF_WEIGHT, is_cast, quantize_by_cast
@@ -24,6 +25,7 @@ from ._four_bits import pack, unpack
 from ._groups import quantized_in_groups
 from ._kernel import AbstractKernel
 from ._noise import noise_from
+from ._on_cpu import arithmetic_of
 from ._products import Operand
 from ._quantizers import AbstractQuantizer, Asked
 from ._recipes import AbstractRecipe, Role
@@ -175,7 +177,10 @@ class Copies:
             key = noise_from(flushed(x), salt, self.step)
         to = Asked(self.half, axes, key, scale, self.join)
         if not is_cast(quantizer, self.target):
-            return quantizer._quantize(flushed(x), to)
+            by = arithmetic_of(self.target)
+            if by is EXACT or axes:  # where there is one scale, a CPU flushes itself
+                x = flushed(x)
+            return quantizer._quantize(x, to._replace(by=by))
         by = CAST_OF_WEIGHT if self.role is Role.WEIGHT else CAST
         return quantize_by_cast(quantizer, self.target, x, to._replace(by=by))
 

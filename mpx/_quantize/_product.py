@@ -34,6 +34,7 @@ from .._typing import AnyArray, Shape
 from ._amax import Join, joined_over
 from ._array import QuantizedArray
 from ._casting import beside_amax
+from ._on_cpu import as_bits, as_numbers
 from ._operands import Copies, kernel_of
 from ._products import Operand, stored
 from ._recipes import AbstractRecipe, Role
@@ -317,7 +318,10 @@ def quantized_forward(
     x = beside_amax(product.target, x, data_amax)
     y = product._forward(x, w, extra, shapes)
     kept_data, kept_weight = second_of_data(x), second_of_weight(w)
-    if not product._has_units(x, w):
+    # XLA leaves out no bits that are made of integers, so a CPU needs no barrier; and
+    # without one JAX 0.10 quantizes a weight that all iterations of a scan share once.
+    is_on_cpu = product.target.platform == "cpu"
+    if not is_on_cpu and not product._has_units(x, w):
         y, kept_data, kept_weight = stored(y, kept_data, kept_weight)
     kept = Residuals(
         kept_data,
@@ -329,7 +333,7 @@ def quantized_forward(
         like_data,
         like_weight,
     )
-    return y, kept
+    return y, as_bits(kept) if is_on_cpu else kept
 
 
 def _primal(product: AbstractProduct, *given: Any) -> Array:
@@ -364,7 +368,7 @@ def _backward_rule(
 def quantized_backward(
     product: AbstractProduct, kept: Residuals, g: Array
 ) -> tuple[Array, Array, None, Besides]:
-    g = product._read(g, kept.extra)
+    kept, g = as_numbers(kept), product._read(g, kept.extra)
     amax, scale = product._scaled(Role.GRADIENT, g, kept.scales)
     of_gradient = product._copies(Role.GRADIENT, kept.step, kept.extra)
     for_data, second = of_gradient.begin(g, scale)

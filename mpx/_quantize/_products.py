@@ -2,7 +2,8 @@
 
 The paths differ in how a product is computed, not in what is quantized:
 
-    emulated      float32 products of dequantized operands: exact but for the sums
+    emulated      float32 products of dequantized operands: exact but for the sums.
+                  For a CPU of bfloat16 operands, if those hold the numbers exactly
     half          the same operands rounded to half precision, if they are not already
                   half-precision numbers; sums in float32
     FP8 units     FP8 operands, where each has one scale (CUDA from 8.9 on, TPU7x)
@@ -23,6 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from .._cpu_products import multiply_to_float32
 from ._array import QuantizedArray
 from ._block_units import have_block_form, in_blocks
 from ._contraction import Axes, Contraction, padded
@@ -74,12 +76,13 @@ def multiply(
     Returns:
         The product, permuted.
     """
-    emulated = functools.partial(
-        _dequantized, contraction=contraction, inner=np.dtype("float32"), dtype=dtype
-    )
+    dequantized = functools.partial(_dequantized, contraction=contraction, dtype=dtype)
+    emulated = functools.partial(dequantized, inner=np.dtype("float32"))
     path = path_of_operands(left, right, contraction, target)
     if path is Path.EMULATED:
-        return emulated(left, right)
+        inner = emulated_in(left, right, target)
+        is_in_form = inner == jnp.bfloat16
+        return dequantized(left, right, inner=inner, is_in_form=is_in_form)
     if path is Path.FP8_UNITS:
         is_cuda = target.platform == "cuda"
         fast = functools.partial(
@@ -94,9 +97,7 @@ def multiply(
     elif path is Path.BLOCK_UNITS:
         fast = functools.partial(in_blocks, contraction=contraction, dtype=dtype)
     else:
-        fast = functools.partial(
-            _dequantized, contraction=contraction, inner=half, dtype=dtype
-        )
+        fast = functools.partial(dequantized, inner=half)
     if target.platform not in ("cuda", "rocm", "tpu"):
         return fast(left, right)
     branches = {target.platform: fast}
@@ -126,6 +127,35 @@ def path_of_operands(
     if target.has_fp8_units and not both_wide and min(rows, columns) > 1:
         return Path.FP8_UNITS
     return Path.HALF
+
+
+def emulated_in(left: object, right: object, target: Target) -> np.dtype:
+    """The dtype of the operands of an emulated product.
+
+    bfloat16 where that is fast and has all their numbers. A scale of the whole tensor
+    is no part of them; those of blocks are.
+
+    Args:
+        left: The left operand, or what `jax.eval_shape` gives for it.
+        right: The same of the right one.
+        target: The device.
+    """
+    rotated = _are_rotated_alike(left, right)
+    has_all = all(_is_bfloat16(operand, rotated) for operand in (left, right))
+    return np.dtype(jnp.bfloat16 if target.wants_cpu_form and has_all else jnp.float32)
+
+
+def _is_bfloat16(operand: object, rotated: bool) -> bool:
+    """Whether bfloat16 has all numbers of an operand.
+
+    It has 8 binary digits. Numbers of E4M3 have 4, of E5M2 3, and those of E2M1 times
+    the scales of NVFP4 2 + 4.
+    """
+    if not isinstance(operand, QuantizedArray):
+        return getattr(operand, "dtype", None) == jnp.bfloat16
+    if operand.rotated and not rotated:
+        return False
+    return not operand.axes or operand.inverse_scale.dtype != jnp.float32
 
 
 def _preset(is_backward: bool) -> lax.DotAlgorithmPreset:
@@ -202,6 +232,7 @@ def _dequantized(
     contraction: Contraction,
     inner: np.dtype,
     dtype: np.dtype,
+    is_in_form: bool = False,
 ) -> Array:
     # A product sees the transform of an operand only if it has that of the other one.
     rotated = _are_rotated_alike(left, right)
@@ -210,13 +241,17 @@ def _dequantized(
     for here, there in zip(*contraction.dimension_numbers[0], strict=True):
         left = padded(left, here, right.shape[there])
         right = padded(right, there, left.shape[here])
-    y = lax.dot_general(
-        left.astype(inner),
-        right.astype(inner),
-        contraction.dimension_numbers,
-        precision=lax.Precision.HIGHEST if inner == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    left, right = left.astype(inner), right.astype(inner)
+    if is_in_form:
+        y = multiply_to_float32(left, right, contraction.dimension_numbers)
+    else:
+        y = lax.dot_general(
+            left,
+            right,
+            contraction.dimension_numbers,
+            precision=lax.Precision.HIGHEST if inner == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
     y = times_scales(y, left_scale, right_scale)
     return y.transpose(contraction.permutation).astype(dtype)
 
@@ -283,7 +318,7 @@ def numbers_and_scale(
     return operand, None
 
 
-def _are_rotated_alike(left: Operand, right: Operand) -> bool:
+def _are_rotated_alike(left: object, right: object) -> bool:
     """Whether both operands are of the same Hadamard transform."""
     if not isinstance(left, QuantizedArray) or not isinstance(right, QuantizedArray):
         return False

@@ -22,6 +22,7 @@ from mpx._inspect._units import (
     share_text,
     short_type,
 )
+from mpx._quantize._target import target_from
 
 
 def loss(w, x):
@@ -138,15 +139,19 @@ def quantized(recipe, target="cpu"):
     return mpx.explain(jax.grad(func))([x, x], x)
 
 
+@pytest.mark.parametrize("target", ["cpu", "cpu bf16"])
 @pytest.mark.parametrize(("recipe", "name", "gpu"), LOW)
-def test_emulated_products_count_under_the_format_of_their_recipe(recipe, name, gpu):
-    report = quantized(recipe)
+def test_emulated_products_count_under_the_format_of_their_recipe(
+    recipe, name, gpu, target
+):
+    inner = "bfloat16" if target_from(target).wants_cpu_form else "float32"
+    report = quantized(recipe, target)
     products = [o for o in report.operations if o.is_low]
-    assert {(o.format, o.precision) for o in products} == {(name, "float32")}
+    assert {(o.format, o.precision) for o in products} == {(name, inner)}
     assert all(o.is_emulated for o in products)
     flops = report.totals.flops_by_format
     assert flops[name] == sum(o.flops for o in products)
-    assert flops["float32"] == report.totals.flops_by_precision["float32"] - flops[name]
+    assert flops[inner] == report.totals.flops_by_precision[inner] - flops[name]
     assert report.totals.low_flops_share == flops[name] / report.totals.flops
     text = report.table()
     share = share_text(report.totals.low_flops_share)

@@ -247,13 +247,15 @@ RECIPES = {
 MATRICES = (((1,), (0,)), ((), ()))
 
 
-def product_of(recipe: Recipe, layout: Layout, dtype=FLOAT32) -> LinearProduct:
+def product_of(
+    recipe: Recipe, layout: Layout, dtype=FLOAT32, target=CPU
+) -> LinearProduct:
     return LinearProduct(
         recipe=recipe.recipe,
         dimension_numbers=layout.dimension_numbers,
         is_weight_first=layout.is_weight_first,
         dtype=np.dtype(dtype),
-        target=CPU,
+        target=target,
     )
 
 

@@ -120,7 +120,8 @@ def test_dtypes_amaxes_and_bytes():
 
     kept = jax.eval_shape(backward, x, w, jnp.zeros(3))
     sizes = {leaf.dtype.name: leaf.size for leaf in jax.tree.leaves(kept)}
-    assert sizes.pop("float32") <= 3 and list(sizes) == ["float8_e4m3fn"]
+    # 8 bits, which a CPU keeps as integers.
+    assert sizes.pop("float32") <= 3 and list(sizes) == ["uint8"]
 
 
 @pytest.mark.parametrize("check_vma", slow_but([False], [True, False]))

@@ -137,7 +137,9 @@ def _weights_only(role: Role, for_wgrad: bool):
 @pytest.mark.parametrize(
     ("recipe", "target", "path", "why"),
     [
-        (CURRENT, "cpu", "emulated", "float32"),
+        (BLOCKS, "cpu", "emulated", "float32 matmuls on a CPU"),
+        (BLOCKS, "cpu bf16", "emulated", "float32 matmuls on a CPU"),
+        (CURRENT, "cpu bf16", "emulated", "bfloat16 matmuls on a CPU"),
         (CURRENT, "sm_90", "FP8 units", "cuBLASLt on sm_90"),
         (mpx.DelayedScaling(), "sm_89", "FP8 units", "cuBLASLt on sm_89"),
         (CURRENT, "tpu7x", "FP8 units", "XLA on tpu7x"),
